@@ -9,6 +9,9 @@ READY := $(VENV)/.ready
 XLA := .venv-xla
 XLA_READY := $(XLA)/.ready
 XLA_TESTS := tests/xla tests/runtime/backends/test_contract.py
+# Ray brings many packages, which only its tests need.
+RAY := .venv-ray
+RAY_READY := $(RAY)/.ready
 # Three tests at a time, also on two cores: much of what is tested waits.
 AT_ONCE := -n 3 --dist worksteal --durations=40 --durations-min=5
 # Which tests `make test` runs. CI runs fast and slow ones at once: importing all tests takes half a minute.
@@ -18,7 +21,7 @@ MARKS ?= not slow and not full
 GPU_READY := $(if $(filter-out undefined file default,$(origin PYTHON)),,$(READY))
 GPU_PYTHON = $(if $(GPU_READY),$(BIN)/python,$(PYTHON))
 
-.PHONY: help demo test test-slow test-full test-xla test-gpu bench-gpu check fmt docs bench clean
+.PHONY: help demo test test-slow test-full test-xla test-ray test-gpu bench-gpu check fmt docs bench clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,12 +43,16 @@ test-slow: $(READY)  ## Run those that need more: hosts, a Slurm cluster, an AWS
 test-xla: $(XLA_READY)  ## Set up torch_xla in an environment of its own, and test on its CPU device
 	$(XLA)/bin/python -m pytest -n 2 --dist worksteal -m "not full" $(XLA_TESTS)
 
+test-ray: $(RAY_READY)  ## Set up Ray in an environment of its own, and test on a cluster of this machine
+	$(RAY)/bin/python -m pytest tests/ray_jobs
+
 test-gpu: $(GPU_READY)  ## Run the tests that need a GPU; `PYTHON=python3` takes that interpreter as it is
 	$(GPU_PYTHON) tests/gpu/__main__.py
 
-test-full: $(READY) $(XLA_READY)  ## Run all tests in random order, then break features and see tests fail
+test-full: $(READY) $(XLA_READY) $(RAY_READY)  ## Run all tests in random order, then break features and see tests fail
 	$(BIN)/python -m pytest $(AT_ONCE) -p randomly
 	$(XLA)/bin/python -m pytest -n 2 --dist worksteal $(XLA_TESTS)
+	$(RAY)/bin/python -m pytest tests/ray_jobs
 	$(BIN)/python tests/mutations.py
 
 check: $(READY)  ## Lint, types, formatting, and the docs built strictly
@@ -68,7 +75,7 @@ bench-gpu: $(GPU_READY)  ## Measure accel on a GPU beside bare torch and Acceler
 	PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON) -m benchmarks.gpu
 
 clean:  ## Remove everything the other targets made
-	rm -rf $(VENV) $(XLA) .venv-bench site dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(XLA) $(RAY) .venv-bench site dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One environment for everything, made anew when what it is made from changes.
@@ -83,4 +90,10 @@ $(XLA_READY): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(XLA)
 	@sed '/^torch==/d' constraints.txt > $(XLA)/constraints.txt
 	@$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check -c $(XLA)/constraints.txt -e '.[test,xla]'
+	@touch $@
+
+$(RAY_READY): pyproject.toml constraints.txt
+	@echo 'Setting up $(RAY): a minute, or as long as torch takes to download'
+	@$(PYTHON) -m venv $(RAY)
+	@$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]' pytest
 	@touch $@

@@ -149,6 +149,10 @@ ELSEWHERE = {
     "accel launch --profile kube train.py --epochs 3": Elsewhere(
         "needs a Kubernetes cluster", "tests/integration/test_kubernetes.py"
     ),
+    'python -m pip install -e ".[ray]"': Elsewhere("changes the environment that runs this test", "Makefile"),
+    "accel launch --profile ray train.py --epochs 3": Elsewhere(
+        "needs a Ray cluster", "tests/ray_jobs/test_jobs.py"
+    ),
     'python -m pip install -e ".[tpu]"': Elsewhere("changes the environment that runs this test", "Makefile"),
     "accel tpu-pod my-pod --zone us-central2-b --run -- train.py --epochs 3": Elsewhere(
         "needs a pod", "tests/cli/commands/test_tpu_pod.py"

@@ -43,6 +43,13 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        "resume of a run after a lost node",
+        "accel_cli/ray/plan.py",
+        '        nodes += ["--resume"] if resume else []',
+        "        pass",
+        ("tests/cli/ray/test_plan.py",),
+    ),
+    Mutation(
         "end of a launch on a host whose launcher is gone",
         "accel_cli/ssh/supervisor.py",
         "            self._end_launch()",

@@ -33,6 +33,9 @@ READ_THE_ENVIRONMENT = (
     "accel_cli/sagemaker/entry.py",
     # On the host of a launch, it reads the address at which ssh reached it.
     "accel_cli/ssh/supervisor.py",
+    # The client takes the headers that Ray's own command line does; the actor passes its environment on.
+    "accel_cli/ray/jobs.py",
+    "accel_cli/ray/node.py",
     # The terminal's own variables say whether colours are wanted.
     "accel_cli/console.py",
     "accel_runtime/accelerator/__init__.py",
@@ -57,6 +60,7 @@ ANNEXES = {
     "sagemaker": ("accel_cli.sagemaker",),
     "slurm": ("accel_cli.launchers.slurm", "accel_cli.jobs.slurm"),
     "kubernetes": ("accel_cli.kubernetes",),
+    "ray": ("accel_cli.ray",),
     "ssh": ("accel_cli.ssh",),
     "xla": ("accel_cli.launchers.xla", "accel_cli.commands.tpu_pod"),
     "import": ("accel_cli.import_accelerate",),

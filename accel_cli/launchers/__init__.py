@@ -94,6 +94,7 @@ LAUNCHERS: Registry[type[Launcher]] = Registry(
         "xla": "accel_cli.launchers.xla:Xla",
         "sagemaker": "accel_cli.sagemaker.config:SageMaker",
         "kubernetes": "accel_cli.kubernetes.config:Kubernetes",
+        "ray": "accel_cli.ray.config:Ray",
     },
     group="accel.launchers",
 )

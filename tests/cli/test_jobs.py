@@ -312,7 +312,7 @@ def test_selecting_a_launcher_without_jobs_is_an_error(cwd, capfd, option):
     done = run(capfd, "jobs", "list", option)
     assert done.returncode == 2
     assert re.search(
-        r"Invalid launcher \S*'single'\S*: expected slurm or sagemaker or kubernetes", done.stderr
+        r"Invalid launcher \S*'single'\S*: expected slurm or sagemaker or kubernetes or ray", done.stderr
     )
 
 
@@ -328,7 +328,7 @@ def test_errors_of_the_assumed_slurm_name_the_other_services(fake_command, cwd, 
     for command in (("list",), ("status", "12"), ("logs", "12", "-f"), ("stop", "12"), ("download", "12")):
         done = run(capfd, "jobs", *command)
         assert (done.returncode, done.stderr.count("\n")) == (2 if command[0] == "download" else 1, 1)
-        assert "so slurm is assumed; use --launcher sagemaker or kubernetes for others" in done.stderr
+        assert "so slurm is assumed; use --launcher sagemaker or kubernetes or ray for others" in done.stderr
     assert "sagemaker" not in run(capfd, "jobs", "list", "--launcher", "slurm").stderr
     (cwd / "accel.yaml").write_text("schema_version: 1\nlauncher:\n  kind: slurm\n")
     assert "sagemaker" not in run(capfd, "jobs", "list").stderr

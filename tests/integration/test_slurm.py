@@ -399,8 +399,8 @@ def test_detach_is_an_error_for_launchers_without_jobs(cwd, script):
     done = run("launch", "--detach", "train.py")
     assert done.returncode == 2
     assert (
-        "Cannot use --detach with launcher.kind: single: it is an option of the launchers slurm, sagemaker and "
-        "kubernetes." in done.stderr
+        "Cannot use --detach with launcher.kind: single: it is an option of the launchers slurm, sagemaker, "
+        "kubernetes and ray." in done.stderr
     )
 
 

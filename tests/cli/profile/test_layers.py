@@ -150,7 +150,7 @@ def test_an_assignment_that_cannot_be_used_says_why(text, said):
         (
             "launcher.nprocs",
             "single",
-            "launcher.nproc_per_node, a key of launcher.kind: torchrun or slurm or ssh or sagemaker or kubernetes",
+            "launcher.nproc_per_node, a key of launcher.kind: torchrun or slurm or ssh or sagemaker or kubernetes or ray",
         ),
         ("launcher.log", "torchrun", "launcher.log_dir"),
         ("launcher.max", "torchrun", "launcher.max_restarts"),

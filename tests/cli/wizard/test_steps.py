@@ -239,6 +239,7 @@ def test_a_tpu_is_offered_where_there_is_one_or_what_computes_on_it(machine, the
         *(["xla"] if there else []),
         "sagemaker",
         "kubernetes",
+        "ray",
     ]
 
 

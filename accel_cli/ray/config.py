@@ -1,0 +1,303 @@
+"""The `launcher:` section of a profile for jobs of a Ray cluster, and its plan."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+from typing_extensions import Self, override
+
+from accel_cli.errors import UsageError
+from accel_cli.launchers import torchrun
+from accel_cli.launchers.base import DETACH, JOB_NAME, Launcher, LaunchSpec, Plan
+from accel_cli.profile.sections import Answers, Choice, CountOrAuto, Question
+from accel_cli.ray.plan import EXTRA, RayJobPlan, RayRun, preview
+
+if TYPE_CHECKING:
+    from accel_cli.ray.jobs import RayJobs
+
+__all__ = ["Ray"]
+
+_RESERVED = {"CPU": "launcher.cpus_per_process", "GPU": "launcher.gpus_per_node"}
+"""Resources of Ray that other keys set."""
+
+
+def _check_word(value: str) -> str:
+    if not re.fullmatch(r"[^\s'\"`$;&|<>()\\]+", value):
+        raise ValueError("expected text without spaces and quotes")
+    return value
+
+
+def _check_resources(value: dict[str, float]) -> dict[str, float]:
+    for name, amount in value.items():
+        if name in _RESERVED:
+            raise ValueError(f"cannot contain {name}: set {_RESERVED[name]}")
+        if amount <= 0:
+            raise ValueError(f"expected amounts above 0, got {name}: {amount:g}")
+    return value
+
+
+_Word = Annotated[str, AfterValidator(_check_word)]
+
+
+class Ray(Launcher):
+    """A job of a Ray cluster, with one `accel launch` on each node of a placement group."""
+
+    title: ClassVar[str] = "A job on a Ray cluster"
+    location = "job"
+    job_keys: ClassVar[tuple[str, ...]] = ("address",)
+    launch_options = (DETACH, JOB_NAME)
+
+    kind: Literal["ray"] = Field(
+        "ray",
+        description="A job of Ray: `accel launch` submits it to a running cluster through Ray's job API.",
+    )
+    address: Annotated[
+        _Word,
+        Field(
+            description="Cluster: its dashboard, `http://HEAD:8265`, or `auto` for the one that runs on this machine. "
+            "RAY_API_SERVER_ADDRESS and RAY_ADDRESS take precedence."
+        ),
+        Question(
+            "Which cluster?",
+            suggest=lambda *_: "auto",
+            hint="its dashboard, as http://head:8265; auto for the one on this machine",
+        ),
+    ] = "auto"
+    nnodes: Annotated[int, Question("How many nodes?", suggest=lambda *_: 1)] = Field(
+        1, ge=1, description="Number of nodes; each is another node of the cluster."
+    )
+    gpus_per_node: Annotated[int, Question("How many GPUs on each node?", suggest=lambda *_: 0)] = Field(
+        0, ge=0, description="GPUs to reserve on each node; 0 reserves none."
+    )
+    nproc_per_node: Annotated[
+        CountOrAuto,
+        Field(
+            description="Number of processes on each node; `auto` is one for each of `gpus_per_node`, or 1."
+        ),
+        Question(
+            "How many processes on each node?",
+            suggest=lambda *_: 1,
+            when=lambda answers: not answers.get("gpus_per_node"),
+            hint="a number",
+        ),
+    ] = "auto"
+    cpus_per_process: int = Field(
+        1, ge=0, description="CPUs to reserve for each process, and its OMP_NUM_THREADS."
+    )
+    resources: Annotated[dict[str, float], AfterValidator(_check_resources)] = Field(
+        default_factory=dict,
+        description="Other resources to reserve on each node, `memory` in bytes: `{memory: 64e9, team: 1}`.",
+    )
+    source: Annotated[
+        Literal["folder", "shared"],
+        Field(
+            description="`folder` sends the files of `source_dir` with the job; `shared` sends none, since all nodes have "
+            "`working_dir` on a shared file system."
+        ),
+        Question(
+            "Do the nodes share a file system with this machine?",
+            suggest=lambda *_: "folder",
+            choices=(
+                Choice("folder", "no: send the working folder with each job"),
+                Choice("shared", "yes: the working folder has the same path there"),
+            ),
+        ),
+    ] = "folder"
+    source_dir: Annotated[str, Field(min_length=1)] = Field(
+        ".", description="Folder that is sent, with the script and the modules it imports."
+    )
+    include: list[str] = Field(
+        default_factory=list, description="Patterns of files to send although git ignores them."
+    )
+    exclude: list[str] = Field(default_factory=list, description="Patterns of files not to send.")
+    working_dir: str | None = Field(
+        None,
+        pattern="^/",
+        description="Working folder on the nodes with `source: shared`; unset is the path of the current folder.",
+    )
+    requirements: str | None = Field(
+        None,
+        min_length=1,
+        description="Requirements file that Ray installs with pip, in an environment of the job on every node.",
+    )
+    python: _Word = Field("python", description="Python on the head node that has Ray and accel.")
+    job_name: Annotated[str | None, Field(min_length=1)] = Field(
+        None, description="Start of the job's id, before random characters; unset is the script's name."
+    )
+    max_restarts: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="Maximum number of restarts of all processes after a failure, on the same nodes.",
+        ),
+    ] = 0
+    max_retries: int = Field(
+        0,
+        ge=0,
+        description="Number of times that Ray starts the run again after a node was lost, in a new placement group; scripts "
+        "continue with `accelerator.resume()`.",
+    )
+    start_timeout: int = Field(
+        1800, ge=1, description="Seconds to wait until the cluster has the resources for all nodes."
+    )
+    ranks: torchrun.Ranks = 0
+    shutdown_timeout: torchrun.ShutdownTimeout = 30
+    stall_timeout: torchrun.StallTimeout = None
+
+    @model_validator(mode="after")
+    def _check_bundle(self) -> Self:
+        if not (self.cpus_per_process or self.gpus_per_node or self.resources):
+            raise ValueError(
+                "cpus_per_process, gpus_per_node or resources must reserve something on each node"
+            )
+        return self
+
+    @classmethod
+    @override
+    def get_missing_requirement(cls) -> str:
+        return "" if find_spec("ray") and find_spec("pathspec") else EXTRA
+
+    @classmethod
+    @override
+    def may_start_several(cls, answers: Answers) -> bool:
+        each = answers.get("nproc_per_node", max(1, answers.get("gpus_per_node") or 0))
+        return (answers.get("nnodes", 1), each) != (1, 1)
+
+    @override
+    def plan(self, spec: LaunchSpec) -> Plan:
+        count = self._count_processes(spec)
+        sends_source = self.source == "folder" and not spec.is_builtin
+        target, folder = self._locate_target(spec, sends_source=sends_source)
+        # Nodes that unpack the source themselves have no common folder: the first one writes all of a checkpoint.
+        has_shared_files = self.nnodes == 1 or self.source == "shared"
+        settings = replace(spec.settings, shared_files=spec.settings.shared_files and has_shared_files)
+        kind = {"script": (), "module": ("--module",), "program": ("--no-python",)}[spec.kind]
+        threads = {"OMP_NUM_THREADS": str(max(1, self.cpus_per_process))}
+        run = RayRun(
+            nnodes=self.nnodes,
+            bundle=self._build_bundle(count),
+            options=tuple(self._list_options(count)),
+            target=(*kind, "--", target, *spec.args),
+            env={**threads, **spec.env, **settings.to_env()},
+            sends_source=sends_source,
+            folder=folder,
+            script=target if spec.kind == "script" else None,
+            fixed_ranks=self.max_restarts == 0,
+            max_retries=self.max_retries,
+            start_timeout=self.start_timeout,
+            shutdown_timeout=self.shutdown_timeout,
+        )
+        job = RayJobPlan(
+            address=self.address,
+            name=_clean_name(self.job_name or Path(spec.target).stem),
+            python=self.python,
+            requirements=self._read_requirements(),
+            source_dir=self.source_dir,
+            include=tuple(self.include),
+            exclude=tuple(self.exclude),
+            run=run,
+            detach="detach" in spec.option_values,
+            jobs_options=spec.jobs_options,
+        )
+        gpus = "GPU" if self.gpus_per_node else "cpu"
+        return Plan(
+            launcher=self.kind,
+            argv=tuple(job.entrypoint.split()),
+            env=run.env,
+            device=gpus if spec.settings.device == "auto" else spec.settings.device,
+            target=spec.target,
+            nnodes=self.nnodes,
+            nproc_per_node=count,
+            job=job,
+        )
+
+    @override
+    def run(self, plan: Plan) -> int:
+        from accel_cli.ray.jobs import submit  # noqa: PLC0415 - not for a dry run
+
+        return submit(plan)
+
+    @override
+    def preview(self, plan: Plan, options: Mapping[str, Any]) -> str:
+        assert isinstance(plan.job, RayJobPlan)
+        return preview(plan.job)
+
+    @classmethod
+    @override
+    def open_jobs(cls, values: Mapping[str, Any]) -> RayJobs:
+        from accel_cli.ray.jobs import Cluster, RayJobs  # noqa: PLC0415 - only for jobs
+
+        return RayJobs(Cluster(values.get("launcher.address") or "auto"))
+
+    def _count_processes(self, spec: LaunchSpec) -> int:
+        """Return the number of processes on each node."""
+        on_cpu = spec.settings.device == "cpu"
+        if self.nproc_per_node == "auto":
+            return 1 if on_cpu else max(1, self.gpus_per_node)
+        if 0 < self.gpus_per_node < self.nproc_per_node and not on_cpu:
+            raise UsageError(
+                f"Invalid launcher.nproc_per_node {self.nproc_per_node}: launcher.gpus_per_node reserves {self.gpus_per_node} "
+                "GPU(s) per node. Reserve one GPU for each process, or use --cpu."
+            )
+        return self.nproc_per_node
+
+    def _build_bundle(self, nproc_per_node: int) -> dict[str, float]:
+        """Return the resources that each node reserves."""
+        bundle = {"CPU": nproc_per_node * self.cpus_per_process, "GPU": self.gpus_per_node, **self.resources}
+        return {name: amount for name, amount in bundle.items() if amount}
+
+    def _list_options(self, nproc_per_node: int) -> list[str]:
+        """Return the options of `accel launch` that are the same on all nodes."""
+        values = {
+            "kind": "torchrun",
+            "nproc_per_node": nproc_per_node,
+            "max_restarts": self.max_restarts,
+            "ranks": self.ranks,
+            "shutdown_timeout": self.shutdown_timeout,
+            "stall_timeout": self.stall_timeout,
+        }
+        sets = (f"launcher.{key}={value}" for key, value in values.items() if value is not None)
+        return [word for text in sets for word in ("--set", text)]
+
+    def _locate_target(self, spec: LaunchSpec, *, sends_source: bool) -> tuple[str, str | None]:
+        """Return the target, and the working folder: by its path in the source if that is sent."""
+        if not sends_source:
+            return spec.target, None if spec.is_builtin else self.working_dir or str(Path.cwd())
+        source, here = Path(self.source_dir).resolve(), Path.cwd().resolve()
+        paths = {"The current directory": here}
+        if spec.kind == "script":
+            paths[f"The script {spec.target}"] = Path(spec.target).resolve()
+        for what, path in paths.items():
+            if not path.is_relative_to(source):
+                raise UsageError(
+                    f"{what} is not in {source}, the folder that is sent. Launch from that folder, set launcher.source_dir, or "
+                    "use launcher.source: shared if all nodes have it at the same path."
+                )
+        is_path = spec.kind == "script" and Path(spec.target).is_absolute()
+        target = os.path.relpath(Path(spec.target).resolve(), here) if is_path else spec.target
+        return target, str(here.relative_to(source))
+
+    def _read_requirements(self) -> tuple[str, ...]:
+        """Return the lines of the requirements file."""
+        if self.requirements is None:
+            return ()
+        try:
+            lines = Path(self.requirements).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            raise UsageError(
+                f"Cannot read launcher.requirements {self.requirements}: {reason}. Correct the path, or remove the key."
+            ) from None
+        return tuple(line for line in map(str.strip, lines) if line and not line.startswith("#"))
+
+
+def _clean_name(text: str) -> str:
+    """Return text that can be part of the id of a job, and of an URL."""
+    return re.sub(r"[^A-Za-z0-9_]+", "-", text).strip("-")[:48] or "job"

@@ -1,0 +1,267 @@
+"""The jobs of a Ray cluster, through its job API: submission, status, log and end."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import getpass
+import json
+import logging
+import os
+import queue
+import re
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+from typing_extensions import override
+
+from accel_cli import console
+from accel_cli.errors import AccelError, UsageError
+from accel_cli.jobs.base import Job, Jobs, Log, PollIntervals, UnreachableError, follow, format_commands
+from accel_cli.planning.plan import Plan
+from accel_cli.ray.plan import EXTRA, RayJobPlan, write_folder
+from accel_runtime.env import __version__
+
+__all__ = ["Cluster", "JobLog", "RayJobs", "parse_job", "submit"]
+
+_USER = "accel-user"
+"""The metadata with the user who submitted a job."""
+_HEADERS = "RAY_JOB_HEADERS"
+"""The variable with the headers of requests, as Ray's own command line reads it."""
+_NOT_FOUND, _TOO_MANY, _SERVER_ERROR = 404, 429, 500
+_SIGTERM_EXIT_CODE = 143
+_FINAL_STATES = frozenset({"STOPPED", "SUCCEEDED", "FAILED"})
+_FIRST_S, _QUIET_S = 5.0, 1.0
+"""Seconds to wait for the first output of a log, and for more: Ray sends what exists at once."""
+_ERROR = "accel: error: "
+
+
+class Cluster:
+    """A Ray cluster, by the address of its dashboard.
+
+    Args:
+        address: The address; `auto` is the cluster that runs on this machine.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    @cached_property
+    def client(self) -> Any:
+        """The client of the job API."""
+        try:
+            from ray.job_submission import JobSubmissionClient  # noqa: PLC0415 - takes a second
+        except ImportError as error:
+            raise UsageError(
+                f"launcher.kind: ray needs the package ray, which cannot be imported ({error}). Run pip install '{EXTRA}'."
+            ) from None
+        # They write a line for each upload.
+        for name in ("dashboard_sdk", "job.sdk"):
+            logging.getLogger(f"ray.dashboard.modules.{name}").setLevel(logging.WARNING)
+        with self.translate_errors("connect"):
+            return JobSubmissionClient(self._address, headers=_read_headers())
+
+    @contextmanager
+    def translate_errors(self, action: str) -> Iterator[None]:
+        """Turn errors of the client into `UsageError`, or `UnreachableError` if the cluster does not answer.
+
+        `action` follows "Cannot" in the message: `submit the job`.
+        """
+        try:
+            yield
+        except (AccelError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+            code = int(match[1]) if (match := re.search(r"status code:? (\d{3})", text)) else 0
+            if code == _NOT_FOUND and "does not exist" in text:
+                raise UsageError(
+                    f"Cannot {action}: the cluster does not know it. Run accel jobs list, or set launcher.address."
+                ) from error
+            if isinstance(error, OSError) or code == _TOO_MANY or code >= _SERVER_ERROR:
+                raise UnreachableError(
+                    f"Cannot {action}: the cluster does not answer: {text}. Check that it runs, and launcher.address."
+                ) from error
+            raise UsageError(f"Cannot {action}: {text}.") from error
+
+
+def _read_headers() -> dict[str, Any] | None:
+    text = os.environ.get(_HEADERS)
+    if not text:
+        return None
+    try:
+        return dict(json.loads(text))
+    except (TypeError, ValueError):
+        raise UsageError(f"Invalid {_HEADERS}: expected a JSON object. Correct or unset it.") from None
+
+
+class RayJobs(Jobs):
+    """The jobs that the user has submitted with accel, as long as their cluster runs."""
+
+    intervals: ClassVar[PollIntervals] = PollIntervals(log_s=0.1, status_s=(1.0, 10.0), last_output_s=5.0)
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    @override
+    def list(self) -> list[Job]:
+        client = self._cluster.client
+        with self._cluster.translate_errors("list jobs"):
+            jobs = [job for job in client.list_jobs() if (job.metadata or {}).get(_USER) == _get_user()]
+        return [parse_job(job) for job in sorted(jobs, key=lambda job: job.start_time or 0)]
+
+    @override
+    def status(self, job_id: str) -> Job:
+        client = self._cluster.client
+        with self._cluster.translate_errors(f"read job {job_id}"):
+            return parse_job(client.get_job_info(job_id))
+
+    @override
+    def open_log(self, job: Job) -> Log:
+        return JobLog(self._cluster, job.id)
+
+    @override
+    def stop(self, job_id: str) -> None:
+        client = self._cluster.client
+        with self._cluster.translate_errors(f"stop job {job_id}"):
+            client.stop_job(job_id)
+
+    @override
+    def download(self, job_id: str, into: Path) -> Path:
+        raise UsageError(
+            f"Cannot download Ray job {job_id}: its files are on the nodes where its script wrote them. Write them to a shared "
+            "file system or to a bucket."
+        )
+
+
+def _get_user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a user id without an account
+        return "unknown"
+
+
+def parse_job(details: Any) -> Job:
+    """Return the state of a job from the details of Ray's client."""
+    state = str(getattr(details.status, "value", details.status))
+    metadata, message = details.metadata or {}, details.message or ""
+    finished = state in _FINAL_STATES
+    code = None
+    reason = message if state == "PENDING" else ""
+    if finished:
+        code = {"SUCCEEDED": 0, "STOPPED": _SIGTERM_EXIT_CODE}.get(state)
+        if code is None:
+            code, reason = getattr(details, "driver_exit_code", None) or 1, _find_reason(message)
+        elif code:
+            reason = "the job was stopped"
+    start, end = details.start_time or 0, details.end_time or time.time() * 1000
+    job_id = details.submission_id or details.job_id or ""
+    return Job(
+        id=job_id,
+        name=metadata.get("job_name", job_id),
+        state=state,
+        finished=finished,
+        exit_code=code if code is None or code >= 0 else 128 - code,
+        reason=" ".join(reason.split()),
+        submitted=dt.datetime.fromtimestamp(start / 1000, dt.timezone.utc).isoformat() if start else "",
+        elapsed=str(dt.timedelta(seconds=int((end - start) / 1000))) if start else "",
+        log=f"ray job logs {job_id}",
+        hosts=1,
+    )
+
+
+def _find_reason(message: str) -> str:
+    """Return the error that the driver printed last, from Ray's message with the end of its output."""
+    lines = message.splitlines()
+    errors = [line.removeprefix(_ERROR) for line in lines if line.startswith(_ERROR)]
+    if errors:
+        return errors[-1]
+    if re.search(r"No module named '?accel_cli", message):
+        return "accel is not installed in launcher.python on the head node. Install the same version there and on all nodes"
+    return next(iter(lines), "")
+
+
+class JobLog(Log):
+    """The output of the driver, which has that of all nodes; Ray sends new output over a web socket."""
+
+    def __init__(self, cluster: Cluster, job_id: str) -> None:
+        self._cluster, self._job_id = cluster, job_id
+        self._output: queue.SimpleQueue[str | Exception | None] = queue.SimpleQueue()
+        self._receiver: threading.Thread | None = None
+        self._length = 0
+        """Characters that were received."""
+        self._complete = False
+
+    @override
+    def read(self) -> bytes:
+        if self._receiver is None:
+            client = self._cluster.client
+            self._receiver = threading.Thread(target=lambda: asyncio.run(self._receive(client)), daemon=True)
+            self._receiver.start()
+        output: list[str] = []
+        with suppress(queue.Empty):
+            while not self._complete:
+                wait_s = 0.0 if output else _QUIET_S if self._length else _FIRST_S
+                item = self._output.get(timeout=wait_s)
+                if isinstance(item, str):
+                    output.append(item)
+                elif item is None:
+                    self._complete = True
+                elif output:
+                    self._output.put(item)
+                    break
+                else:
+                    self._receiver = None
+                    raise UnreachableError(
+                        f"Cannot read the log of job {self._job_id}: the connection is lost: {item}."
+                    ) from item
+        return "".join(output).encode(errors="surrogateescape")
+
+    @override
+    def is_complete(self, job: Job) -> bool:
+        return self._complete
+
+    async def _receive(self, client: Any) -> None:
+        """Put the output that was not received before, then None, or the error that ended the connection."""
+        known = self._length
+        try:
+            async for text in client.tail_job_logs(self._job_id):
+                skipped, known = text[:known], max(0, known - len(text))
+                new = text[len(skipped) :]
+                if new:
+                    self._length += len(new)
+                    self._output.put(new)
+            self._output.put(None)
+        except Exception as error:  # noqa: BLE001 - it is raised in the thread that reads
+            self._output.put(error)
+
+
+def submit(plan: Plan) -> int:
+    """Submit a job and return 0 if the plan detaches; otherwise follow it to its end and return its exit code."""
+    job = plan.job
+    assert isinstance(job, RayJobPlan)
+    cluster = Cluster(job.address)
+    job_id = f"{job.name}-{secrets.token_hex(3)}"
+    with write_folder(job, job_id) as folder:
+        client = cluster.client
+        with cluster.translate_errors("submit the job"):
+            client.submit_job(
+                entrypoint=job.entrypoint,
+                submission_id=job_id,
+                runtime_env=job.build_runtime_env(str(folder)),
+                metadata={_USER: _get_user(), "accel-version": __version__, "job_name": job_id},
+            )
+    jobs = RayJobs(cluster)
+    jobs.jobs_options = job.jobs_options
+    # Before the next call to the cluster, since from here on there is a job to stop.
+    console.note(f"job {job_id} is submitted. {format_commands(job_id, jobs.jobs_options)}")
+    if job.detach:
+        console.plain(job_id)
+        return 0
+    return follow(jobs, jobs.status(job_id))

@@ -1,0 +1,164 @@
+"""The actor on each node of a Ray job: it starts `accel launch` there, and passes its output and its end to the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from accel_cli.errors import AccelError
+from accel_cli.planning.network import Endpoint
+from accel_cli.planning.nodes import PORT, VARIABLES
+from accel_cli.ray.plan import ARCHIVE, RayRun
+from accel_runtime import env
+
+__all__ = ["NodeLauncher"]
+
+_START = """\
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""Becomes `accel launch`, to which the kernel sends SIGTERM if its parent, a worker of Ray, is killed (PR_SET_PDEATHSIG)."""
+_READ_S = 1.0
+"""Seconds that a read waits for output; a signal waits behind it."""
+_CHUNK = 1 << 18
+_NUM_PORTS = 100
+
+
+class NodeLauncher:
+    """Runs one `accel launch` on this node; Ray calls its methods one after another.
+
+    Args:
+        text: The run, as `RayRun.to_json` wrote it.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._launch: subprocess.Popen[bytes] | None = None
+        self._scratch = ""
+        self._folder = Path.cwd()
+
+    def describe(self) -> dict[str, Any]:
+        """Prepare the working folder, and return the facts that the driver needs before the start."""
+        try:
+            problem = self._prepare_folder(RayRun.from_json(self._text))
+        except AccelError as error:  # another version of accel
+            problem = str(error)
+        address = ray.util.get_node_ip_address()
+        return {
+            "host": socket.gethostname(),
+            "address": address,
+            "port": _find_free_port(),
+            "problem": problem,
+        }
+
+    def start(self, rank: int, endpoint: tuple[str, int], run_id: str, name: str, *, resume: bool) -> None:
+        """Start `accel launch`.
+
+        Args:
+            rank: The rank of this node.
+            endpoint: The address and port of the rendezvous.
+            run_id: The name of the run at the rendezvous.
+            name: The name of this node in messages.
+            resume: Continue from the newest checkpoint.
+        """
+        run = RayRun.from_json(self._text)
+        self._scratch = tempfile.mkdtemp(prefix="accel-ray-")
+        command = run.build_command(sys.executable, rank, Endpoint(*endpoint), run_id, resume=resume)
+        # A worker may have been started by another scheduler, whose variables describe its own processes.
+        foreign = {variable for names in VARIABLES.values() for variable in names} | {"OMP_NUM_THREADS"}
+        inherited = {key: value for key, value in os.environ.items() if key not in foreign}
+        self._launch = subprocess.Popen(
+            [sys.executable, "-c", _START, str(os.getpid()), *command],
+            cwd=self._folder,
+            env={
+                **inherited,
+                **run.env,
+                env.NODE_NAME: name,
+                env.FAILURE_FILE: str(self._reason_file),
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def read(self) -> tuple[bytes, int | None, str]:
+        """Return new output, and after the last output the exit code of `accel launch` and the reason of its failure."""
+        launch = self._launch
+        assert launch
+        assert launch.stdout
+        has_exited = launch.poll() is not None  # before the last output is read
+        if select.select([launch.stdout], [], [], 0 if has_exited else _READ_S)[0]:
+            data = os.read(launch.stdout.fileno(), _CHUNK)
+            if data:
+                return data, None, ""
+            launch.wait()
+        elif not has_exited:
+            return b"", None, ""
+        # Processes that the script has left running may keep the pipe open.
+        code = launch.wait()
+        reason = (
+            self._reason_file.read_text(encoding="utf-8", errors="replace")
+            if self._reason_file.exists()
+            else ""
+        )
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        return b"", code if code >= 0 else 128 - code, reason
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to `accel launch`, which passes it on to its processes."""
+        if self._launch and self._launch.poll() is None:
+            self._launch.send_signal(number)
+
+    @property
+    def _reason_file(self) -> Path:
+        return Path(self._scratch, "reason")
+
+    def _prepare_folder(self, run: RayRun) -> str:
+        """Unpack the source if the job carries it, and return why the script cannot run here; empty if it can."""
+        if run.sends_source:
+            # The folder of the job is that of Ray, which deletes it when it needs space. A retry finds the files of before.
+            node_id = ray.get_runtime_context().get_node_id()
+            source = Path.cwd() / f"source-{node_id[:12]}"
+            if not source.exists():
+                _unpack(Path.cwd() / ARCHIVE, source)
+            self._folder = source / (run.folder or ".")
+        elif run.folder:
+            self._folder = Path(run.folder)
+        if not self._folder.is_dir():
+            return f"folder not found: {self._folder}. Use a shared file system, or launcher.source: folder"
+        if run.script is not None and not (self._folder / run.script).is_file():
+            return f"script not found: {self._folder / run.script}"
+        return ""
+
+
+def _unpack(archive: Path, folder: Path) -> None:
+    scratch = Path(tempfile.mkdtemp(dir=folder.parent))
+    with tarfile.open(archive) as tar:
+        # Pythons before 3.10.12 and 3.11.4 have no filters.
+        safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+        tar.extractall(scratch, **safe)  # type: ignore[arg-type]  # noqa: S202
+    scratch.rename(folder)
+
+
+def _find_free_port() -> int:
+    """Return the default port of the rendezvous, or the next one that is free."""
+    for port in range(PORT, PORT + _NUM_PORTS):
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
+    return PORT

@@ -1,0 +1,204 @@
+"""The ray launcher and `accel jobs` on a real Ray cluster: a head and nodes on this machine, each with its own raylet."""
+
+import re
+import signal
+import time
+
+import pytest
+
+pytest.importorskip("ray.job_submission", reason="Ray is in an environment of its own: make test-ray")
+
+WAIT_S = 180
+TRAIN = """
+import os, sys, time
+import torch
+from accel_runtime import Accelerator
+from helper import NAME
+accelerator = Accelerator()
+rank, size = accelerator.process_index, accelerator.num_processes
+ranks = accelerator.gather(torch.tensor([rank])).tolist()
+print("rank", rank, "of", size, ranks, NAME, sys.argv[1:-1], os.environ["OMP_NUM_THREADS"], flush=True)
+if "fail" in sys.argv and rank == 1:
+    os._exit(7)
+if "fail" in sys.argv:
+    time.sleep(300)
+"""
+STAY = """
+import os, signal, sys, time
+def leave(*_):
+    time.sleep(4)  # longer than Ray's own 3 seconds
+    print("the script saves", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, leave)
+print("the script runs with", os.environ["API_KEY"], flush=True)
+time.sleep(300)
+"""
+RESUMES = """
+import os, pathlib, sys, time, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from accel_runtime import Accelerator, ProjectConfiguration, set_seed
+
+folder = pathlib.Path(sys.argv[1])
+accelerator = Accelerator(project_config=ProjectConfiguration(str(folder / "project"), automatic_checkpoint_naming=True))
+set_seed(0)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(torch.arange(64.0).reshape(16, 4) / 64), batch_size=2, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+accelerator.resume()
+accelerator.print("begins at", optimizer.steps, flush=True)
+for (batch,) in loader:
+    accelerator.backward(model(batch).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    if optimizer.steps == 2:
+        accelerator.save_state()
+        victim = folder / "victim"
+        if not victim.exists():
+            accelerator.wait_for_everyone()
+            if accelerator.process_index == int(sys.argv[2]):
+                (folder / "new").write_text(str(os.getpid()))
+                (folder / "new").rename(victim)
+            time.sleep(300)
+accelerator.print("ends with", optimizer.steps, flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _files(cwd):
+    (cwd / "train.py").write_text(TRAIN)
+    (cwd / "helper.py").write_text("NAME = 'helped'\n")
+
+
+def get_id(text):
+    return re.search(r"job (\S+) is submitted", text)[1]
+
+
+def wait_for(condition, process):
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+
+
+def test_two_nodes_train_and_their_job_can_be_listed_and_read(launches):
+    following = launches.start("--lr", "$HOME 'x", options=("--nnodes", "2", "--ranks", "all"))
+    out, err = following.communicate(timeout=WAIT_S)
+    assert following.returncode == 0, err + out
+    for rank in (0, 1):
+        shown = f"rank {rank} of 2 [0, 1] helped ['--lr', \"$HOME 'x\"] 1"
+        assert re.search(rf"^\[\S+-{rank}\] .*{re.escape(shown)}$", out, re.MULTILINE), out
+    name = get_id(err)
+    assert f"job {name} is SUCCEEDED" in err
+    assert re.search(rf"{name}\t.*\tSUCCEEDED\t", launches.jobs("list").stdout)
+    assert re.search(r"exit code\t0\n", launches.jobs("status", name).stdout)
+    assert launches.jobs("logs", name).stdout == out
+    assert launches.wait_for_end() == []
+
+
+def test_the_exit_code_and_reason_are_those_of_the_rank_that_failed_first(launches):
+    following = launches.start("fail", options=("--nnodes", "2", "--set", "launcher.shutdown_timeout=5"))
+    out, err = following.communicate(timeout=WAIT_S)
+    name = get_id(err)
+    assert following.returncode == 7, err + out
+    reason = r"node (\S+-1): exit code 7 on \1, rank 1: exited with code 7"
+    assert re.search(rf"job {name} ended as FAILED with exit code 7: {reason}", err), err
+    assert re.search(rf"^accel: error: {reason}$", out.splitlines()[-1]), out
+    assert launches.wait_for_end() == []
+    assert launches.jobs("logs", "-f", name).returncode == 7
+    assert "rank 1: exited with code 7" in launches.jobs("status", name).stdout
+
+
+def test_a_detached_job_that_is_stopped_saves(launches, cwd):
+    (cwd / "train.py").write_text(STAY)
+    (cwd / "accel.yaml").write_text("schema_version: 1\nenv: {API_KEY: s3cret}\n")
+    detached = launches.start(options=("--detach",))
+    out, err = detached.communicate(timeout=WAIT_S)
+    name = get_id(err)
+    assert (detached.returncode, out) == (0, f"{name}\n"), err
+    while "the script runs with s3cret" not in launches.jobs("logs", name).stdout:
+        assert "RUNNING" in (state := launches.jobs("status", name).stdout) or "PENDING" in state
+    assert "s3cret" not in launches.jobs("status", name).stdout
+    assert len(launches.list_processes()) >= 1
+    assert launches.jobs("stop", name).returncode == 0
+    followed = launches.jobs("logs", "-f", name)
+    assert followed.returncode == 143, followed.stderr
+    assert "the script saves" in followed.stdout
+    assert f"job {name} ended as STOPPED with exit code 143: the job was stopped" in followed.stderr
+    assert launches.wait_for_end() == []
+    assert "is STOPPED already" in launches.jobs("stop", name).stderr
+
+
+def test_ctrl_c_leaves_the_job_running(launches, cwd):
+    (cwd / "train.py").write_text(STAY)
+    (cwd / "accel.yaml").write_text("schema_version: 1\nenv: {API_KEY: x}\n")
+    following = launches.start()
+    while "the script runs" not in (line := following.stdout.readline()):
+        assert line, following.communicate()
+    following.send_signal(signal.SIGINT)
+    _, err = following.communicate(timeout=60)
+    assert following.returncode == 130
+    name = get_id(err)
+    assert f"job {name} keeps running" in err
+    assert launches.list_processes()
+    launches.jobs("stop", name)
+    launches.jobs("logs", "-f", name)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_lost_node_is_replaced_and_the_run_resumes(launches, ray_cluster, cwd, tmp_path, victim):
+    ray_cluster.want(3)
+    (cwd / "train.py").write_text(RESUMES)
+    options = ("--nnodes", "2", "--set", "launcher.max_retries=1", "--set", "launcher.shutdown_timeout=5")
+    following = launches.start(str(tmp_path), str(victim), options=options)
+    wait_for((tmp_path / "victim").exists, following)
+    ray_cluster.lose_node_of(int((tmp_path / "victim").read_text()))
+    out, err = following.communicate(timeout=WAIT_S)
+    assert following.returncode == 0, err + out
+    assert re.search(
+        rf"accel: Lost node \S+-{victim}: .*Retry 1 of 1: all nodes start again with --resume", out
+    ), out
+    assert re.findall(r"begins at (\d)", out) == ["0", "2"]
+    assert re.findall(r"ends with (\d)", out) == ["4"]
+    assert launches.wait_for_end() == []
+
+
+def test_without_retries_a_lost_node_ends_the_run(launches, ray_cluster, cwd, tmp_path):
+    (cwd / "train.py").write_text(RESUMES)
+    options = ("--nnodes", "2", "--set", "launcher.shutdown_timeout=5")
+    following = launches.start(str(tmp_path), "1", options=options)
+    wait_for((tmp_path / "victim").exists, following)
+    ray_cluster.lose_node_of(int((tmp_path / "victim").read_text()))
+    out, err = following.communicate(timeout=WAIT_S)
+    assert following.returncode == 1, err + out
+    assert re.search(r"ended as FAILED with exit code 1: Lost node \S+-1: ", err), err
+    assert launches.wait_for_end() == []
+
+
+def test_what_a_cluster_cannot_run_is_named(launches, cwd):
+    options = ("--nnodes", "2", "--nproc-per-node", "9", "--set", "launcher.start_timeout=6")
+    waiting = launches.start(options=options)
+    absent = launches.start(
+        options=("--set", "launcher.source=shared", "--set", "launcher.working_dir=/absent")
+    )
+    away = launches.start(options=("--set", "launcher.address=http://127.0.0.1:9"))
+    out, err = waiting.communicate(timeout=WAIT_S)
+    assert "waiting for 2 node(s) with CPU: 9 each; the cluster has CPU: " in out
+    assert waiting.returncode == 1, err
+    assert "the cluster did not have 2 node(s) with CPU: 9 each free within 6 s" in err
+    _, err = absent.communicate(timeout=WAIT_S)
+    assert (absent.returncode, "folder not found: /absent. Use a shared file system" in err) == (1, True), err
+    _, err = away.communicate(timeout=WAIT_S)
+    assert (away.returncode, "Cannot connect: the cluster does not answer" in err) == (1, True), err
+    gone = launches.jobs("status", "absent")
+    assert (gone.returncode, "the cluster does not know it" in gone.stderr) == (2, True), gone.stderr
+
+
+def test_a_shared_folder_is_used_in_place(launches, cwd):
+    (cwd / "train.py").write_text("import pathlib, sys\npathlib.Path('made').write_text(sys.argv[1])\n")
+    following = launches.start("here", options=("--set", "launcher.source=shared"))
+    _, err = following.communicate(timeout=WAIT_S)
+    assert following.returncode == 0, err
+    assert (cwd / "made").read_text() == "here"
