@@ -38,6 +38,8 @@ __all__ = [
 _BOLD_RED = "\x1b[1;31m"
 _DIM = "\x1b[2m"
 _RESET = "\x1b[0m"
+_TABLE_GAP = 2
+"""Columns of the terminal between two columns of a table."""
 _PROGRESS_DELAY_S = 1.0
 """Reads that take longer show a progress bar."""
 
@@ -152,26 +154,39 @@ def table(
     *,
     fixed: Collection[str] = (),
     cropped: Collection[str] = (),
+    optional: Sequence[str] = (),
 ) -> None:
     """Write rows below headings to a terminal, and tab-separated rows to other programs.
 
-    On a narrow terminal, long values are folded; those of `cropped` columns are shortened, and `fixed` columns stay.
+    On a narrow terminal, long values are folded; those of `cropped` columns are shortened, and `fixed` columns stay. Columns
+    of `optional` are left out, the first one first, while the fixed ones do not fit.
     """
     if not sys.stdout.isatty():
         for row in rows:
             plain("\t".join(row))
         return
-    from rich.console import Console  # noqa: PLC0415 - as above
+    from rich.cells import cell_len  # noqa: PLC0415 - as above
+    from rich.console import Console  # noqa: PLC0415
     from rich.markup import escape  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 
+    screen = Console()
+    cells = {heading: values for heading, *values in zip(columns, *rows, strict=True)}
+    least = {
+        heading: max(map(cell_len, [heading, *([] if heading in cropped else words)]))
+        for heading, values in cells.items()
+        for words in [values if heading in fixed else " ".join(values).split()]
+    }
+    for heading in optional:
+        if sum(least[shown] + _TABLE_GAP for shown in cells) - _TABLE_GAP > screen.width:
+            del cells[heading]
     grid = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        overflow: Literal["ellipsis", "fold"] = "ellipsis" if column in cropped else "fold"
-        grid.add_column(column, overflow=overflow, no_wrap=column in fixed)
-    for row in rows:
+    for heading in cells:
+        overflow: Literal["ellipsis", "fold"] = "ellipsis" if heading in cropped else "fold"
+        grid.add_column(heading, overflow=overflow, no_wrap=heading in fixed)
+    for row in zip(*cells.values(), strict=True):
         grid.add_row(*map(escape, row))
-    Console().print(grid)
+    screen.print(grid)
 
 
 @contextmanager

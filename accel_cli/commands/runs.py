@@ -104,6 +104,7 @@ def runs(
         rows,
         fixed=("RUN", "STARTED", "DURATION", "RANKS"),
         cropped=("SCRIPT",),
+        optional=("STARTED", "SCRIPT", "RANKS", "DURATION"),  # the id of a run contains the first two
     )
 
 

@@ -218,7 +218,9 @@ def _list_notes(run: RunSnapshot) -> list[str]:
     if run.idle_time is not None:
         notes.append(f"no progress for {console.format_duration(run.idle_time)}: accel stacks shows where")
     if run.restart_reason and run.is_running:
-        notes.append(f"restarted: {run.restart_reason.partition(chr(10))[0]}")
+        # `accel logs --attempt` finds the log, whose path would take a line or two.
+        reason = run.restart_reason.partition("\n")[0].partition(" (its log: ")[0]
+        notes.append(f"restarted: {reason}")
     if run.failure and run.exit_code != 0:
         notes.append(run.failure.partition("\n")[0])
     return notes
@@ -344,12 +346,14 @@ def shorten_location(text: str, width: int, *, is_ascii: bool = False) -> str:
     relation, _, operation = state.partition(" ")
     candidates = [text, text.removesuffix(" yet")]
     if place:
-        candidates += [f"{state} at {place}", f"{relation} {operation} {place}", f"{relation} {place}", place]
+        candidates += [f"{state} at {place}", f"{relation} {operation} {place}", f"{relation} {place}"]
+        # Only a rank in a collective is at this line.
+        candidates.append(place if relation == "in" else f"{relation} :{place.rpartition(':')[2]}")
     fitting = next((candidate for candidate in candidates if cell_len(candidate) <= width), None)
     if fitting is not None:
         return fitting
-    if not place:
-        return _cut(text, width, is_ascii=is_ascii)
+    if candidates[-1] != place:
+        return _cut(candidates[-1], width, is_ascii=is_ascii)
     mark = _ASCII_ELLIPSIS if is_ascii else _ELLIPSIS
     return f"{mark}{place[len(mark) - width :]}" if width > len(mark) else place[-width:]
 

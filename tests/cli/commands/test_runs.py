@@ -4,6 +4,7 @@ import fcntl
 import io
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -131,9 +132,17 @@ def test_the_end_of_a_script_that_replaced_its_launcher_is_that_of_its_heartbeat
     assert [row[3] for row in rows[1:]] == ["-", "-", "5 s", "5 s"]
 
 
-@pytest.mark.parametrize("columns", [80, 120])
-def test_a_row_of_a_terminal_is_not_folded(tmp_path, cwd, columns):
-    """At 80 columns the name of a long script is shortened, and every id is complete."""
+@pytest.mark.parametrize(
+    ("columns", "headings"),
+    [
+        (120, "RUN SCRIPT STARTED DURATION RANKS EXIT"),
+        (80, "RUN SCRIPT STARTED DURATION RANKS EXIT"),
+        (50, "RUN DURATION EXIT"),
+        (40, "RUN EXIT"),
+    ],
+)
+def test_a_row_of_a_terminal_is_not_folded(tmp_path, cwd, columns, headings):
+    """Every id is complete: on narrow terminals, the name of a long script is shortened, and columns are left out."""
     name = "train_a_model_of_a_long_name.py"
     base = tmp_path / "runs"
     done = RunFolder.create(base, "train.py", {"target": name, "world_size": 16})
@@ -148,10 +157,11 @@ def test_a_row_of_a_terminal_is_not_folded(tmp_path, cwd, columns):
         while part := read(ours):
             text += part
     os.close(ours)
-    lines = [line.rstrip() for line in text.decode().splitlines()]
+    lines = [re.sub(r"\x1b\[[\d;]*m", "", line).rstrip() for line in text.decode().splitlines()]
     assert len(lines) == 2
     assert done.path.name in lines[1]
     assert lines[1].endswith("143")
+    assert lines[0].split() == headings.split()
     assert (name in lines[1]) == (columns == 120)
 
 

@@ -58,7 +58,8 @@ def draw(run, width, height=24, **options):
 
 RUNS = {
     "one": snapshot([rank(0, beat())]),
-    "two": snapshot([rank(0, beat(is_inside=True)), rank(1, beat(own=0.05))], attempt=1, restart_reason="rank 1 failed"),
+    "two": snapshot([rank(0, beat(is_inside=True)), rank(1, beat(own=0.05))], attempt=1,
+                    restart_reason="rank 1 on n0: ValueError: no data (its log: /tmp/runs/attempt_0/rank_1/output.log)"),
     "starting": snapshot([rank(0, None), rank(1, beat(collective="", steps=0, recent=(), step_time=0.0, history=()))], metrics=()),
     "sixteen": snapshot([rank(number, beat(own=0.02 + number / 2000)) for number in range(16)], world_size=64),
     "gpu": snapshot([rank(number, beat(), gpu_memory=61_000_000_000, gpu_percent=97) for number in range(2)]),
@@ -80,7 +81,7 @@ def test_a_wide_screen_shows_all_columns_and_locations_as_they_are():
 
 
 def test_all_shows_every_rank_that_fits():
-    assert draw(RUNS["sixteen"], 80, 24, shows_all=True).count("train.py:14") == 16
+    assert draw(RUNS["sixteen"], 80, 24, shows_all=True).count("after :14") == 16
     small = draw(RUNS["sixteen"], 80, 10, shows_all=True)
     assert "11 more ranks do not fit on the screen" in small
 
@@ -119,6 +120,14 @@ def test_colours_are_escape_sequences_that_change_no_text():
 )
 def test_a_location_is_shortened_to_its_file_and_line(width, text):
     assert shorten_location("in gather at train.py:14 (train_epoch)", width) == text
+
+
+@pytest.mark.parametrize(
+    ("width", "text"),
+    [(24, "after gather train.py:14"), (16, "after :14"), (17, "after train.py:14"), (8, "after :…")],
+)
+def test_a_rank_after_a_collective_does_not_look_as_if_it_were_in_its_line(width, text):
+    assert shorten_location("after gather at train.py:14 (train_epoch)", width) == text
 
 
 @pytest.mark.parametrize(
