@@ -137,8 +137,8 @@ def test_the_end_of_a_script_that_replaced_its_launcher_is_that_of_its_heartbeat
     [
         (120, "RUN SCRIPT STARTED DURATION RANKS EXIT"),
         (80, "RUN SCRIPT STARTED DURATION RANKS EXIT"),
-        (50, "RUN DURATION EXIT"),
-        (40, "RUN EXIT"),
+        (45, "RUN DURATION EXIT"),
+        (36, "RUN EXIT"),
     ],
 )
 def test_a_row_of_a_terminal_is_not_folded(tmp_path, cwd, columns, headings):
