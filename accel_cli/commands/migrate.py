@@ -25,10 +25,17 @@ _COLORS = {"+": "\x1b[32m", "-": "\x1b[31m", "@": "\x1b[36m"}
 def migrate(
     paths: Annotated[
         list[Path],
-        typer.Argument(metavar="PATH...", help="Convert these scripts, or the scripts in these folders."),
+        typer.Argument(
+            metavar="PATH...",
+            help="Convert these scripts, or the scripts in these folders; - reads a script from the standard input.",
+        ),
     ],
     write: Annotated[
-        bool, typer.Option("--write", help="Write the changes; the files before are kept as *.orig.")
+        bool,
+        typer.Option(
+            "--write",
+            help="Write the changes; the files before are kept as *.orig. A script from the standard input is printed.",
+        ),
     ] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Exit with code 1 if something is left to do.")
@@ -44,11 +51,8 @@ def migrate(
         problems += [f"{file.path}:{place.line}: {place.text}" for place in file.findings]
         problems += [f"{file.path}:{place.line}: note: {place.text}" for place in file.notes]
     changed = [file for file in files if file.is_changed]
-    for file in changed:
-        if write:
-            console.note(f"wrote {file.path}; the file before is {file.write().name}")
-        else:
-            _print_diff(file.format_diff())
+    for file in files:
+        _show(file, write=write)
     sys.stdout.flush()
     for problem in problems:
         sys.stderr.write(f"{problem}\n")
@@ -78,6 +82,18 @@ def _read_files(paths: list[Path]) -> tuple[list[MigratedFile], list[str]]:
                 raise
             problems.append(str(error))
     return files, problems
+
+
+def _show(file: MigratedFile, *, write: bool) -> None:
+    """Write a file, or print its changes."""
+    from accel_cli.migrate.files import STDIN
+
+    if write and file.path == STDIN:
+        sys.stdout.write(file.after)
+    elif write and file.is_changed:
+        console.note(f"wrote {file.path}; the file before is {file.write().name}")
+    elif file.is_changed:
+        _print_diff(file.format_diff())
 
 
 def _count(number: int) -> str:

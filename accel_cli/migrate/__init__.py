@@ -11,14 +11,17 @@ import libcst as cst
 from accel_cli.migrate import checks, cycles, devices, distributed, loop, metrics
 from accel_cli.migrate.accelerate import convert_accelerate
 from accel_cli.migrate.edits import add_import, drop_unused_imports, find_early_use, list_unbound_names
+from accel_cli.migrate.fabric import convert_fabric
+from accel_cli.migrate.fabric_uses import uses_fabric
 from accel_cli.migrate.preparation import check_creations, place_accelerator, prepare_objects
 from accel_cli.migrate.raw import Conversion, Finding, UnsafeError, thread_accelerator
 from accel_cli.migrate.script import Script
-from accel_cli.migrate.unsupported import find_unsupported
-
-_OPTIMIZER = re.compile(r"\boptim\.[A-Z]\w*\(|\b(?:SGD|AdamW?|RMSprop|Adagrad)\(")
+from accel_cli.migrate.spawn import map_lines, replace_spawn
 
 __all__ = ["Finding", "Migration", "migrate_script"]
+
+_OPTIMIZER = re.compile(r"\boptim\.[A-Z]\w*\(|\b(?:SGD|AdamW?|RMSprop|Adagrad)\(")
+_LIGHTNING = {"lightning", "lightning_fabric"}
 
 
 @dataclass(frozen=True)
@@ -39,12 +42,12 @@ def migrate_script(text: str) -> Migration:
         libcst.ParserSyntaxError: The text is not Python.
     """
     packages = _list_packages(text)
-    if "accel_runtime" in packages:
-        return Migration(text)
     if "accelerate" in packages:
         return Migration(*convert_accelerate(text))
-    if findings := find_unsupported(text):
-        return Migration(text, findings)
+    if "accel_runtime" in packages:
+        return Migration(text, checks.find_rest(Script(text)))
+    if packages & _LIGHTNING and uses_fabric(script := Script(text)):
+        return _migrate_fabric(text, script)
     return _migrate_raw_loop(text)
 
 
@@ -66,17 +69,46 @@ def _check_objects(text: str) -> Migration:
     return Migration(text, (Finding(line, advice),))
 
 
+def _migrate_fabric(text: str, script: Script) -> Migration:
+    conversion = Conversion(script)
+    module = convert_fabric(conversion)
+    if conversion.findings:
+        return Migration(text, tuple(sorted(set(conversion.findings))))
+    imports = [_format_import(conversion.imports)]
+    if "nullcontext" in conversion.imports:
+        imports = ["from contextlib import nullcontext", _format_import(conversion.imports - {"nullcontext"})]
+    return _finish(text, conversion, add_import(module, imports))
+
+
 def _migrate_raw_loop(text: str) -> Migration:
-    if ".backward(" not in text:
+    try:
+        started = replace_spawn(text)
+    except UnsafeError as error:
+        return Migration(text, (error.finding,))
+    trains = ".backward(" in text
+    if not trains and "distributed" not in text:
         return _check_objects(text)
-    script = Script(text)
+    script = Script(started)
+    findings = distributed.find_collectives(script)
+    if findings or not trains:
+        return Migration(text, map_lines(findings, text, started)) if findings else _check_objects(text)
     conversion = Conversion(script)
     if not conversion.backwards:
         return Migration(text)
     try:
         module = _convert(conversion)
     except UnsafeError as error:
-        return Migration(text, (error.finding,))
+        return Migration(text, map_lines((error.finding,), text, started))
+    result = _finish(started, conversion, module)
+    return Migration(
+        text if result.text == started else result.text,
+        map_lines(result.findings, text, started),
+        map_lines(result.notes, text, started),
+    )
+
+
+def _finish(text: str, conversion: Conversion, module: cst.Module) -> Migration:
+    """Return the result without unused imports; the text before, with a finding, if names would be missing."""
     changed = drop_unused_imports(text, module).code
     if name := find_early_use(changed):
         advice = f"{name} needs the Accelerator before it is created. Create the device at the start of the script."
@@ -108,6 +140,7 @@ def _convert(conversion: Conversion) -> cst.Module:
     metrics.find_other_uses(conversion)
     cycles.convert_accumulation(conversion)
     cycles.convert_evaluation(conversion)
+    distributed.convert_reductions(conversion)
     devices.convert_devices(conversion)
     prepare_objects(conversion)
     loop.convert_wrappers(conversion)

@@ -137,7 +137,7 @@ def _find_unsupported_members(script: Script) -> list[Finding]:
                     script.line(arg), f"Accelerator() of accel has no argument {arg.keyword.value}. {_TABLE}."
                 )
                 for arg in node.args
-                if arg.keyword is not None and arg.keyword.value not in members
+                if arg.keyword is not None and arg.keyword.value not in _read_parameters()
             ]
     return found
 
@@ -191,19 +191,43 @@ def _list_names(source: Path) -> set[str]:
 
 
 @functools.cache
+def _read_classes() -> list[ast.ClassDef]:
+    """Return the class of the Accelerator and its bases."""
+    sources = [*(_find_package() / "accelerator").glob("*.py"), _find_package() / "state.py"]
+    return [
+        node
+        for source in sources
+        for node in ast.parse(source.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and (source.stem != "state" or node.name == "ProcessMethods")
+    ]
+
+
+@functools.cache
 def _read_members() -> frozenset[str]:
-    """Return the methods and attributes of the Accelerator, and the parameters of its constructor."""
+    """Return the methods and attributes of the Accelerator."""
     names: set[str] = set()
-    for source in (_find_package() / "accelerator").glob("*.py"):
-        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef):
-                names.add(node.name)
-                if node.name == "__init__":
-                    names |= {arg.arg for arg in (*node.args.args, *node.args.kwonlyargs)}
-            elif (
-                isinstance(node, ast.Attribute)
-                and isinstance(node.value, ast.Name)
-                and node.value.id == "self"
-            ):
-                names.add(node.attr)
+    for node in (node for cls in _read_classes() for node in ast.walk(cls)):
+        if isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+            names.add(node.attr)
     return frozenset(names)
+
+
+@functools.cache
+def _read_parameters() -> frozenset[str]:
+    """Return the parameters of the constructor of the Accelerator."""
+    constructors = [
+        node
+        for cls in _read_classes()
+        for node in cls.body
+        if cls.name == "Accelerator" and isinstance(node, ast.FunctionDef) and node.name == "__init__"
+    ]
+    return frozenset(
+        arg.arg
+        for node in constructors
+        for arg in (*node.args.args, *node.args.kwonlyargs)
+        if arg.arg != "self"
+    )

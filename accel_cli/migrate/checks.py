@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import libcst as cst
 
-from accel_cli.migrate.raw import Conversion
+from accel_cli.migrate.raw import Conversion, Finding
 from accel_cli.migrate.script import Script, Variable, descendants, to_code
 
-__all__ = ["check_loaders", "find_places"]
+__all__ = ["check_loaders", "find_places", "find_rest"]
 
 _FORWARD = {
     "parameters", "named_parameters", "train", "eval", "state_dict", "load_state_dict", "to", "cuda", "cpu", "zero_grad", "modules",
@@ -27,6 +29,7 @@ _WRITES = {
     "savetxt",
 }
 _DEVICES = {"torch.set_default_tensor_type", "torch.set_default_device"}
+_SAMPLES = re.compile(r"^len\([\w.]*(?:dataset|data|_set)\)$")
 _REDUCE = "Report accelerator.reduce(loss.detach(), 'mean').item()."
 
 
@@ -149,7 +152,9 @@ def _check_file(conversion: Conversion, call: cst.Call) -> None:
     method = to_code(call.func).rpartition(".")[2]
     modes = {to_code(arg.value)[1:2] for arg in call.args[1:] if isinstance(arg.value, cst.SimpleString)}
     downloads = any(to_code(arg).replace(" ", "") == "download=True" for arg in call.args)
-    opens = name == "builtins.open" and bool(modes & {"w", "a", "x"})
+    if method == "open" and name != "builtins.open" and call.args:
+        modes = {to_code(arg.value)[1:2] for arg in call.args[:1] if isinstance(arg.value, cst.SimpleString)}
+    opens = method == "open" and bool(modes & {"w", "a", "x"})
     if (opens or method in _WRITES or downloads) and not conversion.is_guarded(call):
         advice = (
             "Use with accelerator.main_process_first():"
@@ -221,6 +226,16 @@ def _check_number(conversion: Conversion, node: cst.BinaryOperation, losses: set
             node,
             "The number of batches is divided by the number of processes. Use len(loader) after accelerator.prepare.",
         )
+    if (
+        isinstance(node.operator, cst.Divide)
+        and _SAMPLES.search(to_code(right))
+        and (variable := script.variable(node.left))
+        and _adds_means(conversion, variable, losses)
+    ):
+        conversion.finding(
+            node,
+            "A mean loss is added at each step, and several processes take fewer steps. Divide by len(loader) instead of the number of samples.",
+        )
     is_loss = left.endswith(".item()") and any(
         script.variable(one) in losses for one in descendants(node.left)
     )
@@ -243,6 +258,22 @@ def _check_number(conversion: Conversion, node: cst.BinaryOperation, losses: set
         )
 
 
+def _adds_means(conversion: Conversion, variable: Variable, losses: set[Variable]) -> bool:
+    """Return whether `loss.item()` of a mean loss is added to a variable, without a factor for the samples."""
+    script = conversion.script
+    for node in script.nodes:
+        if isinstance(node, cst.AugAssign) and script.variable(node.target) == variable:
+            value = node.value
+            owner = (
+                value.func.value
+                if isinstance(value, cst.Call) and isinstance(value.func, cst.Attribute)
+                else None
+            )
+            if owner is not None and to_code(value).endswith(".item()") and script.variable(owner) in losses:
+                return not any("sum" in to_code(one) for _, one in script.assigned[script.variable(owner)])  # type: ignore[index]
+    return False
+
+
 def _note_order(conversion: Conversion) -> None:
     """Note files that are read after they are written, and splits without a seed."""
     script = conversion.script
@@ -261,3 +292,29 @@ def _note_order(conversion: Conversion) -> None:
             conversion.note(
                 call, "Each process draws another split. Call set_seed(seed) at the start of the script."
             )
+
+
+_LEFT = {
+    "torch.distributed.init_process_group": "Remove it: the first Accelerator connects the processes.",
+    "torch.nn.parallel.DistributedDataParallel": "Remove it: accelerator.prepare(model) averages the gradients.",
+    "torch.utils.data.DistributedSampler": "Remove it: accelerator.prepare(loader) shards the batches.",
+    "torch.utils.data.distributed.DistributedSampler": "Remove it: accelerator.prepare(loader) shards the batches.",
+    "torch.multiprocessing.spawn": "Call the function once, and start the script with accel launch.",
+}
+
+
+def find_rest(script: Script) -> tuple[Finding, ...]:
+    """Return the places of a raw script in one that imports accel already."""
+    findings = []
+    for call in script.calls:
+        advice = _LEFT.get(script.qualified_name(call.func), "")
+        if isinstance(call.func, cst.Attribute) and call.func.attr.value == "backward" and not call.args:
+            advice = f"Write accelerator.backward({to_code(call.func.value)})."
+        if advice:
+            findings.append(
+                Finding(
+                    script.line(call),
+                    f"This is not converted, since the script imports accel_runtime already. {advice}",
+                )
+            )
+    return tuple(sorted(set(findings)))

@@ -383,6 +383,7 @@ def _insert_gather(
         for node in later
     ):
         return f"{outputs} is assigned again."
+    conversion.gathered.add(loop)
     names = ", ".join([outputs, *reads])
     gathered = (
         f"{names} = {conversion.accelerator(loop)}.gather_for_metrics(({names}))"

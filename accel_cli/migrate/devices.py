@@ -8,7 +8,7 @@ from typing import Any
 import libcst as cst
 
 from accel_cli.migrate.raw import Conversion
-from accel_cli.migrate.script import Role, Script, Variable, descendants, to_code
+from accel_cli.migrate.script import WRAPPERS, Role, Script, Variable, descendants, to_code
 
 __all__ = ["convert_devices"]
 
@@ -222,13 +222,16 @@ def _is_read_before(conversion: Conversion) -> bool:
 def _creates_trained_model(conversion: Conversion, call: cst.Call) -> bool:
     script = conversion.script
     assign = script.find_ancestor(call, (cst.Assign, cst.AnnAssign, cst.Return, cst.Expr))
+    outer = script.parents[call]
+    while isinstance(outer, cst.Arg) and script.is_call_of(script.parents[outer], *WRAPPERS):
+        outer = script.parents[script.parents[outer]]
     if isinstance(assign, cst.Return):
         return script.kind_of(call) == "model"
     return any(
         assign in nodes
         and script.roles[variable].kind == "model"
         and variable not in conversion.unprepared
-        and script.parents[call] is assign
+        and outer is assign
         for variable, nodes in conversion.creations.items()
     )
 

@@ -7,10 +7,16 @@ from typing import Any
 
 import libcst as cst
 
-from accel_cli.migrate.raw import Conversion
-from accel_cli.migrate.script import descendants, to_code
+from accel_cli.migrate.raw import Conversion, Finding
+from accel_cli.migrate.script import Script, Variable, descendants, get_positional, to_code
 
-__all__ = ["CONVERTED", "convert_process_group", "convert_ranks", "convert_samplers"]
+__all__ = [
+    "convert_process_group",
+    "convert_ranks",
+    "convert_reductions",
+    "convert_samplers",
+    "find_collectives",
+]
 
 _DDP = ("torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed.DistributedDataParallel")
 _SAMPLERS = ("torch.utils.data.DistributedSampler", "torch.utils.data.distributed.DistributedSampler")
@@ -26,15 +32,43 @@ _METHODS = {
 }
 _ATTRIBUTES = {"rank": "process_index", "local_rank": "local_process_index", "world_size": "num_processes"}
 _MAIN = {"rank": "is_main_process", "local_rank": "is_local_main_process"}
-CONVERTED = {
+_REDUCTIONS = ("torch.distributed.all_reduce", "torch.distributed.reduce")
+_OPERATIONS = {"SUM": "sum", "AVG": "mean", "MAX": "max", "MIN": "min"}
+_CONVERTED = {
     *_DDP,
     *_SAMPLERS,
     *_REMOVED,
     "torch.distributed.barrier",
     "torch.distributed.get_rank",
     "torch.distributed.get_world_size",
+    "torch.distributed.is_initialized",
+    *_REDUCTIONS,
 }
 """The functions and classes for process groups that are converted."""
+_ADVICE = {
+    "torch.distributed.all_gather": "Write accelerator.gather(tensor)",
+    "torch.distributed.all_gather_into_tensor": "Write accelerator.gather(tensor)",
+    "torch.distributed.all_gather_object": "Write gather_object([obj]) of accel_runtime",
+    "torch.distributed.broadcast": "Write broadcast(tensor) of accel_runtime",
+    "torch.distributed.broadcast_object_list": "Write broadcast_object_list(objects) of accel_runtime",
+    "torch.distributed.is_available": "Remove it",
+    "torch.distributed.new_group": "Remove it, or set parallel in the profile",
+}
+_OTHER = "It works after Accelerator() on several processes; guard it with if accelerator.num_processes > 1:"
+
+
+def find_collectives(script: Script) -> tuple[Finding, ...]:
+    """Return the calls of torch.distributed that are not converted, with what to write."""
+    findings = []
+    for call in script.calls:
+        name = script.qualified_name(call.func)
+        if not name.startswith("torch.distributed.") or name in _CONVERTED:
+            continue
+        advice = _ADVICE.get(name, _OTHER)
+        findings.append(
+            Finding(script.line(call), f"This use of process groups is not converted: {name}. {advice}.")
+        )
+    return tuple(sorted(set(findings)))
 
 
 def convert_process_group(conversion: Conversion) -> None:
@@ -47,6 +81,8 @@ def convert_process_group(conversion: Conversion) -> None:
             if not isinstance(statement, cst.Expr):
                 raise conversion.unsafe(call, f"The result of {name} is used. Remove the call.")
             conversion.edits.remove(statement)
+        elif name == "torch.distributed.is_initialized":
+            conversion.edits.replace(call, f"{conversion.accelerator(call)}.use_distributed")
         elif name == "torch.distributed.barrier":
             if call.args:
                 raise conversion.unsafe(
@@ -178,6 +214,10 @@ def _replace_rank(conversion: Conversion, node: cst.CSTNode, kind: str) -> None:
             negation = "not " if isinstance(target.operator, cst.NotEqual) else ""
             conversion.edits.replace(parent, f"{negation}{accelerator}.{_MAIN[kind]}")
             return
+        if to_code(target.comparator) == "-1" and isinstance(target.operator, (cst.Equal, cst.NotEqual)):
+            negation = "" if isinstance(target.operator, cst.NotEqual) else "not "
+            conversion.edits.replace(parent, f"{negation}{accelerator}.use_distributed")
+            return
     conversion.edits.replace(node, f"{accelerator}.{_ATTRIBUTES[kind]}")
 
 
@@ -246,3 +286,102 @@ def _replace_sampler(call: cst.Call, index: int, shuffle: str) -> cst.Call:
     if kept:
         kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
     return call.with_changes(args=kept)
+
+
+# Reductions
+
+
+def convert_reductions(conversion: Conversion) -> None:
+    """Replace `all_reduce`, or remove it where the samples of all processes are gathered already."""
+    script = conversion.script
+    for call in script.calls:
+        if not script.is_call_of(call, *_REDUCTIONS):
+            continue
+        tensor, operation = _read_reduction(conversion, call)
+        accelerator = conversion.accelerator(call)
+        statement = script.parents[call]
+        variable = script.variable(tensor)
+        assert variable is not None
+        is_divided = _is_divided(conversion, call, variable)
+        if _is_of_all_processes(conversion, variable, set()) and (operation != "sum" or not is_divided):
+            conversion.edits.remove(statement)
+            continue
+        code = f'{tensor.value} = {accelerator}.reduce({tensor.value}, "{operation}")'
+        assign: Any = cst.parse_statement(code)
+        conversion.edits.change(statement, partial(_use, node=assign.body[0]))
+
+
+def _use(_: Any, node: cst.CSTNode) -> cst.CSTNode:
+    return node
+
+
+def _read_reduction(conversion: Conversion, call: cst.Call) -> tuple[cst.Name, str]:
+    """Return the tensor and the operation of a reduction."""
+    script = conversion.script
+    tensor = get_positional(call, 0, "tensor")
+    position = 1 if script.qualified_name(call.func).endswith(".all_reduce") else 2
+    operation = get_positional(call, position, "op")
+    name = "SUM" if operation is None else to_code(operation).rpartition(".")[2]
+    names = {arg.keyword.value for arg in call.args if arg.keyword is not None}
+    variable = script.variable(tensor) if isinstance(tensor, cst.Name) else None
+    function = script.function_of(call)
+    is_parameter = function is not None and any(
+        script.parameter(function, param.name.value) == variable for param in function.params.params
+    )
+    text = to_code(tensor) if tensor is not None else "tensor"
+    known = _OPERATIONS.get(name, "sum")
+    if (
+        not isinstance(tensor, cst.Name)
+        or variable is None
+        or is_parameter
+        or name not in _OPERATIONS
+        or names - {"tensor", "op", "dst"}
+        or not isinstance(script.parents[call], cst.Expr)
+    ):
+        raise conversion.unsafe(
+            call,
+            f'This reduction changes a tensor in place, which may be used elsewhere. Write {text} = accelerator.reduce({text}, "{known}").',
+        )
+    return tensor, _OPERATIONS[name]
+
+
+def _is_divided(conversion: Conversion, call: cst.Call, variable: Variable) -> bool:
+    """Return whether a variable is divided by the number of processes after a call."""
+    script = conversion.script
+    for node in script.nodes:
+        if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Divide):
+            parts: tuple[cst.CSTNode, cst.CSTNode] = node.left, node.right
+        elif isinstance(node, cst.AugAssign) and isinstance(node.operator, cst.DivideAssign):
+            parts = node.target, node.value
+        else:
+            continue
+        reads = any(script.variable(one) == variable for one in descendants(parts[0]))
+        sizes = any(script.kind_of(one) == "world_size" for one in descendants(parts[1]))
+        if reads and sizes and script.start(node) > script.start(call):
+            return True
+    return False
+
+
+def _is_of_all_processes(conversion: Conversion, variable: Variable, seen: set[Variable]) -> bool:
+    """Return whether a variable is computed from metrics that loops count for the samples of all processes."""
+    script = conversion.script
+    seen.add(variable)
+    for loop in conversion.gathered:
+        for node in descendants(loop.body):
+            if isinstance(node, cst.AugAssign) and script.variable(node.target) == variable:
+                return True
+    sources = [value for _, value in script.assigned.get(variable, [])]
+    sources += [
+        arg.value
+        for call, function in script.callees.items()
+        for name, arg in script.bind(call, function).items()
+        if script.parameter(function, name) == variable
+    ]
+    return any(
+        (source := script.variable(one)) is not None
+        and source not in seen
+        and _is_of_all_processes(conversion, source, seen)
+        for value in sources
+        for one in descendants(value)
+        if isinstance(one, (cst.Name, cst.Attribute))
+    )

@@ -87,7 +87,7 @@ class _Transformer(cst.CSTTransformer):
         if isinstance(original_node, cst.If):
             updated = _drop_empty_branches(original_node, updated)
         if isinstance(updated, (cst.IndentedBlock, cst.Module)):
-            updated = updated.with_changes(body=_drop_empty_lines(updated.body))
+            updated = updated.with_changes(body=_drop_empty_lines(_strip_start(original_node, updated.body)))
         before = self._parse(self._edits.before.get(original_node, ()))
         after = self._parse(self._edits.after.get(original_node, ()))
         if before or after:
@@ -104,6 +104,16 @@ class _Transformer(cst.CSTTransformer):
 
 def _is_empty(node: cst.CSTNode) -> bool:
     return isinstance(node, cst.SimpleStatementLine) and not node.body
+
+
+def _strip_start(original: cst.IndentedBlock | cst.Module, body: Sequence[Any]) -> Sequence[Any]:
+    """Return statements without blank lines at the start if the original block begins without them."""
+    lines = getattr(body[0], "leading_lines", ()) if body else ()
+    before = getattr(original.body[0], "leading_lines", ()) if original.body else ()
+    if not lines or lines[0].comment is not None or before:
+        return body
+    kept = lines[next((n for n, line in enumerate(lines) if line.comment), len(lines)) :]
+    return [body[0].with_changes(leading_lines=kept), *body[1:]]
 
 
 def _drop_empty_lines(body: Sequence[Any]) -> list[Any]:

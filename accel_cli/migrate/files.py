@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import difflib
 import os
+import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,8 +16,10 @@ from pathlib import Path
 from accel_cli.errors import UsageError
 from accel_cli.migrate.raw import Finding
 
-__all__ = ["MigratedFile", "find_files", "migrate_file"]
+__all__ = ["STDIN", "MigratedFile", "find_files", "migrate_file"]
 
+STDIN = Path("-")
+"""The argument for a script that is read from the standard input."""
 _SHELL = {".sh", ".bash", ".slurm", ".sbatch"}
 _SKIPPED = {"__pycache__", "node_modules", "site-packages", "venv"}
 
@@ -85,7 +89,9 @@ def find_files(paths: Iterable[Path]) -> Iterator[Path]:
         UsageError: A path does not exist, or is not a Python or shell script.
     """
     for path in paths:
-        if path.is_dir():
+        if path == STDIN:
+            yield path
+        elif path.is_dir():
             yield from _find_in_folder(path)
         elif path.suffix == ".ipynb":
             raise UsageError(
@@ -126,12 +132,13 @@ def migrate_file(path: Path) -> MigratedFile:
         UsageError: The file is not UTF-8, or not valid Python.
     """
     try:
-        text = path.read_bytes().decode("utf-8")
+        data = sys.stdin.buffer.read() if path == STDIN else path.read_bytes()
+        text = data.decode("utf-8")
     except UnicodeDecodeError:
         raise UsageError(
             f"Cannot migrate {path}: it is not encoded in UTF-8. Convert its encoding first."
         ) from None
-    if path.suffix in _SHELL:
+    if path.suffix in _SHELL or re.match(r"#!.*sh\b", text):
         from accel_cli.migrate.shell import migrate_shell  # noqa: PLC0415 - a Python script does without
 
         after, findings = migrate_shell(text)
@@ -144,17 +151,25 @@ def migrate_file(path: Path) -> MigratedFile:
         ) from None
     from accel_cli.migrate import migrate_script  # noqa: PLC0415 - imports libcst
 
+    code = text.removeprefix("\ufeff")
     try:
-        ast.parse(text.removeprefix("\ufeff"))
-        result = migrate_script(text.removeprefix("\ufeff"))
+        ast.parse(code)
+        result = migrate_script(code)
     except RecursionError:
         raise UsageError(
             f"Cannot migrate {path}: an expression is nested too deeply. Split it into several statements."
         ) from None
-    except (SyntaxError, ValueError, libcst.ParserSyntaxError) as error:
-        line = getattr(error, "lineno", None) or getattr(error, "editor_line", 1)
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None) or 1
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
         raise UsageError(
-            f"{path}:{line}: Cannot migrate the script: this is not valid Python. Correct it first."
+            f"{path}:{line}: Cannot migrate the script: Python {version}, which runs accel, does not accept it ({getattr(error, 'msg', error)}). "
+            "Correct it, or run accel with the version of Python that runs the script."
+        ) from None
+    except libcst.ParserSyntaxError as error:
+        raise UsageError(
+            f"{path}:{error.raw_line}: Cannot migrate the script: libcst cannot read this line, which may be newer syntax. "
+            "Install the newest libcst, or write the line in another way."
         ) from None
     mark = "\ufeff" if text.startswith("\ufeff") else ""
     return MigratedFile(path, text, mark + result.text, result.findings, result.notes)

@@ -373,6 +373,11 @@ def convert_output(conversion: Conversion) -> None:
                 and script.find_ancestor(call, cst.Lambda) is None
             ):
                 conversion.edits.change(call, set_function(f"{conversion.accelerator(call)}.print"))
+            elif script.function_of(call) in script.callees.values():
+                conversion.note(
+                    call,
+                    "Every process prints this, since the function has no Accelerator. Give it a parameter accelerator, and write accelerator.print.",
+                )
         elif name.endswith("SummaryWriter") or name in {"wandb.init", "mlflow.start_run"}:
             conversion.finding(
                 call,
@@ -423,17 +428,50 @@ def _is_in_training(conversion: Conversion, node: cst.CSTNode) -> bool:
 
 def _convert_progress_bars(conversion: Conversion) -> None:
     """Import tqdm from accel, whose bars only one process of a node shows."""
-    for node in conversion.script.nodes:
+    script = conversion.script
+    for node in script.nodes:
         if (
             isinstance(node, cst.ImportFrom)
             and node.module is not None
             and to_code(node.module) in {"tqdm", "tqdm.auto", "tqdm.notebook"}
             and not isinstance(node.names, cst.ImportStar)
-            and [to_code(alias.name) for alias in node.names] == ["tqdm"]
-            and node.names[0].asname is None
         ):
-            conversion.edits.remove(node)
+            others = [alias for alias in node.names if to_code(alias.name) != "tqdm"]
+            if len(others) == len(node.names) or any(alias.asname for alias in node.names):
+                continue
             conversion.imports.add("tqdm")
+            if others:
+                others[-1] = others[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+                conversion.edits.change(node, partial(_set_names, names=others))
+            else:
+                conversion.edits.remove(node)
+    bars = [
+        node
+        for node in script.nodes
+        if isinstance(node, cst.Attribute)
+        and script.qualified_name(node) in {"tqdm.tqdm", "tqdm.auto.tqdm", "tqdm.notebook.tqdm"}
+        and script.find_ancestor(node, (cst.Import, cst.ImportFrom)) is None
+    ]
+    roots = [
+        node
+        for node in script.nodes
+        if isinstance(node, cst.Name)
+        and script.qualified_name(node) == "tqdm"
+        and script.find_ancestor(node, (cst.Import, cst.ImportFrom)) is None
+    ]
+    if bars and len(roots) == len(bars):
+        conversion.imports.add("tqdm")
+        for bar in bars:
+            conversion.edits.change(bar, lambda _: cst.Name("tqdm"))
+        for node in script.nodes:
+            if isinstance(node, cst.Import) and [
+                to_code(one.name).partition(".")[0] for one in node.names
+            ] == ["tqdm"]:
+                conversion.edits.remove(node)
+
+
+def _set_names(node: cst.ImportFrom, names: list[cst.ImportAlias]) -> cst.ImportFrom:
+    return node.with_changes(names=names)
 
 
 def reduce_losses(conversion: Conversion) -> None:

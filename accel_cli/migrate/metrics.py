@@ -10,7 +10,13 @@ from accel_cli.migrate.cycles import accumulates
 from accel_cli.migrate.raw import Conversion
 from accel_cli.migrate.script import Variable, descendants, to_code
 
-__all__ = ["check_batches", "convert_training_metrics", "find_conditions", "find_other_uses"]
+__all__ = [
+    "check_batches",
+    "convert_training_metrics",
+    "find_conditions",
+    "find_other_uses",
+    "find_samples",
+]
 
 _ADVICE = "Gather the outputs and targets with accelerator.gather_for_metrics before counting."
 _ADDING = {"append", "extend", "update", "add"}
@@ -169,7 +175,7 @@ def _changes_course(node: cst.If | cst.While) -> bool:
 
 def _convert_loop(conversion: Conversion, loop: cst.For, backwards: list[cst.Call]) -> None:
     script = conversion.script
-    samples = _find_samples(conversion, loop)
+    samples = find_samples(conversion, loop)
     counting = [node for node in descendants(loop.body) if _counts(conversion, node, samples)]
     if not counting:
         return
@@ -208,7 +214,7 @@ def _find_block(conversion: Conversion, call: cst.Call) -> Any:
     return conversion.script.module
 
 
-def _find_samples(conversion: Conversion, loop: cst.For) -> dict[Variable, str]:
+def find_samples(conversion: Conversion, loop: cst.For) -> dict[Variable, str]:
     """Return the variables of a loop with a value for each sample: batches, outputs, and unknown values of both."""
     script = conversion.script
     samples: dict[Variable, str] = {}
@@ -248,6 +254,8 @@ def _get_sample_kind(conversion: Conversion, value: cst.BaseExpression, samples:
     node = value
     while isinstance(node, (cst.Call, cst.Attribute, cst.Subscript)):
         if isinstance(node, cst.Call):
+            if script.variable(node.func) and script.kind_of(node.func) == "model":
+                return "output"
             if script.qualified_name(node.func) == "torch.max" and node.args:
                 node = node.args[0].value
                 continue

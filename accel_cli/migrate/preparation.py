@@ -80,7 +80,7 @@ def find_devices(conversion: Conversion) -> list[cst.CSTNode]:
 
 def _is_device_choice(script: Script, value: cst.BaseExpression) -> bool:
     return (script.kind_of(value) == "device" and script.variable(value) is None) or isinstance(
-        value, cst.SimpleString
+        value, (cst.SimpleString, cst.FormattedString)
     )
 
 
@@ -111,8 +111,8 @@ def place_accelerator(conversion: Conversion) -> None:
     candidates = [
         node for nodes in conversion.creations.values() for node in nodes if script.function_of(node) is home
     ]
-    first = min(candidates, key=script.start)
     conversion.home = home
+    first = min([*candidates, *_find_process_group(conversion)], key=script.start)
     blocks = list_blocks(script, first)
     statement = blocks[0][1]
     if is_main_guard(statement) and len(blocks) > 1:
@@ -144,15 +144,22 @@ def _create_at(conversion: Conversion, node: cst.CSTNode, devices: list[cst.CSTN
 
 
 def _find_process_group(conversion: Conversion) -> list[cst.CSTNode]:
-    """Return the statement that connects the processes in the function of the Accelerator."""
+    """Return the statements that connect the processes or read a rank in the function of the Accelerator."""
     script = conversion.script
-    return [
+    found = [
         script.parents[call]
         for call in script.calls
         if script.is_call_of(call, "torch.distributed.init_process_group")
-        and script.function_of(call) is conversion.home
         and isinstance(script.parents[call], cst.Expr)
     ]
+    found += [
+        script.find_ancestor(node, (cst.Assign, cst.Expr)) or node
+        for node in script.nodes
+        if isinstance(node, (cst.Call, cst.Subscript))
+        and node not in script.callees
+        and script.kind_of(node) in {"rank", "local_rank", "world_size"}
+    ]
+    return [node for node in found if script.function_of(node) is conversion.home]
 
 
 def _insert_accelerator(conversion: Conversion, statement: cst.CSTNode) -> None:

@@ -55,7 +55,7 @@ class Conversion:
         self.losses: dict[cst.Call, cst.BaseExpression] = {}
         """The loss of each backward pass."""
         self.gathered: set[cst.For] = set()
-        """Training loops whose metrics are gathered."""
+        """Loops whose metrics are computed from gathered samples."""
         self.divided: dict[Variable, tuple[str, tuple[int, int]]] = {}
         """Losses whose division by the accumulation steps was removed, with the position of the division."""
         self.dropped: set[cst.CSTNode] = set()
@@ -147,15 +147,18 @@ class Conversion:
             if role is None or role.kind not in ORDER:
                 continue
             sources = [(node, strip_wrappers(self.script, value)) for node, value in entries]
-            new = [
-                node
-                for node, source in sources
-                if isinstance(source, (cst.Call, cst.IfExp)) and self.script.variable(source) is None
-            ]
+            new = [node for node, source in sources if self._is_new(source)]
             wrapped = [node for node, source in sources if self.script.variable(source) == variable]
             if new and not self._is_returned(variable, new[0]):
                 found[variable] = [*new, *wrapped]
         return found
+
+    def _is_new(self, source: cst.BaseExpression) -> bool:
+        """Return whether an expression creates an object, and does not choose between existing ones."""
+        if isinstance(source, cst.IfExp):
+            branches = (strip_wrappers(self.script, one) for one in (source.body, source.orelse))
+            return any(self._is_new(one) for one in branches)
+        return isinstance(source, cst.Call) and self.script.variable(source) is None
 
     def _is_returned(self, variable: Variable, node: cst.CSTNode) -> bool:
         function = self.script.function_of(node)

@@ -359,7 +359,9 @@ class Script:
         return self.role_of_variable(node)
 
     def _role_of_choice(self, node: cst.IfExp) -> Role | tuple[Any, ...] | None:
-        if "is_available" in to_code(node.test) and isinstance(node.body, cst.SimpleString):
+        if "is_available" in to_code(node.test) and isinstance(
+            node.body, (cst.SimpleString, cst.FormattedString)
+        ):
             return Role("device")
         return self.role_of(node.body) or self.role_of(node.orelse)
 

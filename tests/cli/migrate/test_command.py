@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from unittest import mock
 
@@ -90,7 +91,7 @@ def test_a_folder_is_searched_for_scripts(capfd, script):
     assert (package / "run.sh").read_text() == "accel launch --nproc-per-node 2 train.py\n"
     assert "accel_runtime" in script.read_text()
     assert (package / ".venv" / "other.py").read_text() == RAW
-    assert "broken.py:1: Cannot migrate the script: this is not valid Python." in done.stderr
+    assert "broken.py:1: Cannot migrate the script: Python" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def test_a_folder_is_searched_for_scripts(capfd, script):
         ("config.yaml", b"{}", "accel config import config.yaml"),
         ("train.txt", b"", "expected a Python script"),
         ("latin.py", "# é\n".encode("latin-1"), "not encoded in UTF-8"),
-        ("broken.py", b"x = (\n", "not valid Python"),
+        ("broken.py", b"x = (\n", "does not accept it"),
     ],
 )
 def test_wrong_input_is_refused(capfd, script, name, content, message):
@@ -140,3 +141,24 @@ def test_the_script_is_not_run(capfd, script):
     script.write_text(f"open('executed', 'w').close()\n{RAW}")
     in_process.run(capfd, "migrate", "--write", "train.py")
     assert not script.with_name("executed").exists()
+
+
+def test_a_script_is_read_from_the_standard_input(capfd, monkeypatch, script):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(RAW.encode())))
+    done = in_process.run(capfd, "migrate", "-", "--write")
+    assert done.returncode == 0
+    assert "    accelerator.backward(loss)\n" in done.stdout
+    assert "@@" not in done.stdout
+    monkeypatch.setattr(
+        sys, "stdin", io.TextIOWrapper(io.BytesIO(b"#!/bin/sh\ntorchrun --nproc_per_node 2 t.py\n"))
+    )
+    assert "+accel launch --nproc-per-node 2 t.py\n" in in_process.run(capfd, "migrate", "-").stdout
+
+
+@pytest.mark.parametrize("rest", ["loss.backward()", "dist.init_process_group()", "model = DDP(model)"])
+def test_what_is_left_in_a_script_that_imports_accel_is_reported(capfd, script, rest):
+    head = "import torch.distributed as dist\nfrom torch.nn.parallel import DistributedDataParallel as DDP\n"
+    script.write_text(f"from accel_runtime import Accelerator\n{head}accelerator = Accelerator()\n{rest}\n")
+    done = in_process.run(capfd, "migrate", "--check", "train.py")
+    assert done.returncode == 1
+    assert "train.py:5: This is not converted, since the script imports accel_runtime already." in done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from accel_cli.migrate import migrate_script
+from accel_runtime import Accelerator
 
 HEAD = """\
 import torch
@@ -60,12 +61,13 @@ UNSAFE = {
     "closure": (HEAD + LOOP.replace("optimizer.step()", "optimizer.step(lambda: loss)"), "The optimizer gets a closure"),
     "name in use": ("accelerator = None\n" + HEAD + LOOP, "used already"),
     "training in the block of a creation": (HEAD + "if True:\n    val = DataLoader(torch.randn(8, 8))\n" + "".join(f"    {line}\n" for line in LOOP.splitlines()) + "    val = DataLoader(torch.randn(4, 8))\n", "Training begins before"),
-    "collective": ("import torch.distributed as dist\ndist.init_process_group()\n" + HEAD + LOOP + "dist.all_reduce(loss)\n", "Write accelerator.reduce(tensor)"),
+    "collective": ("import torch.distributed as dist\ndist.init_process_group()\n" + HEAD + LOOP + "dist.all_gather([], loss)\n", "Write accelerator.gather(tensor)"),
+    "reduction of a parameter": (DDP + LOOP + "def total(x):\n    dist.all_reduce(x)\ntotal(loss)\n", 'Write x = accelerator.reduce(x, "sum")'),
+    "reduction of a group": (DDP + LOOP + "dist.all_reduce(loss, group=None)\n", 'Write loss = accelerator.reduce(loss, "sum")'),
     "spawn": ("import torch.multiprocessing as mp\n" + HEAD + LOOP + "mp.spawn(print, nprocs=2)\n", "start the script with accel launch"),
     "method of DDP": (DDP + LOOP.replace("    loss.backward()", "    with model.no_sync():\n        loss.backward()"), "Use accelerator.accumulate"),
     "option of DDP": (DDP.replace("DDP(model", "DDP(model, gradient_as_bucket_view=True") + LOOP, "Use DistributedDataParallelKwargs"),
     "evaluation on one rank": (DDP + LOOP + "if rank == 0:\n    for x in loader:\n        model(x)\n", "A loader is read on some ranks only"),
-    "Fabric": ("from lightning.fabric import Fabric\nfabric = Fabric()\nfabric.launch()\nfabric.backward(1)\n", "Write accelerator.backward(loss)"),
     "unsupported name": ("from accelerate import dispatch_model\n", "accel has no dispatch_model"),
     "unsupported argument": ("from accelerate import Accelerator\na = Accelerator(deepspeed_plugin=None)\n", "no argument deepspeed_plugin"),
     "unsupported member": ("from accelerate import Accelerator\na = Accelerator()\na.lomo_backward(1)\n", "no lomo_backward"),
@@ -102,6 +104,8 @@ FOUND = {
     "number of a GPU": (HEAD + "gpu = 0\n" + LOOP.replace("to(device)", "to(gpu)"), "is not converted. Use accelerator.device"),
     "visible GPUs": ("import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '0'\n" + HEAD + LOOP, "assigns a GPU to each process"),
     "default device": (HEAD + "torch.set_default_device('cuda')\n" + LOOP, "The default device is not converted"),
+    "sum of means over the samples": ("total = 0\n" + HEAD + LOOP + "    total += loss.item()\nprint(total / len(loader.dataset))\n", "Divide by len(loader)"),
+    "file of a path": (HEAD + LOOP + "import json, pathlib\nwith pathlib.Path('a').open('w') as file:\n    json.dump({}, file)\n", "Every process writes this file"),
     "file": (HEAD + LOOP + "with open('log.txt', 'w') as file:\n    file.write('end')\n", "Every process writes this file"),
 }  # fmt: skip
 CONVERTED = {
@@ -109,6 +113,10 @@ CONVERTED = {
     "a model that is copied": (HEAD.replace("optimizer =", "import copy\ntarget = copy.deepcopy(model)\noptimizer =") + LOOP, "model = nn.Linear(8, 2).to(accelerator.device)"),
     "a device that is compared": (HEAD.replace('torch.device("cuda" if torch.cuda.is_available() else "cpu")', '"cuda"') + LOOP + "if device == 'cuda':\n    pass\n", "if accelerator.device.type == 'cuda':"),
     "a device that is joined": (HEAD.replace('torch.device("cuda" if torch.cuda.is_available() else "cpu")', '"cuda"') + LOOP + "text = 'device ' + device\n", "text = 'device ' + accelerator.device.type"),
+    "a mean over the processes": (DDP + LOOP + "mean = loss.detach().clone()\ndist.all_reduce(mean, op=dist.ReduceOp.AVG)\n", 'mean = accelerator.reduce(mean, "mean")'),
+    "a process group that may be absent": (DDP + LOOP + "if dist.is_initialized():\n    pass\n", "if accelerator.use_distributed:"),
+    "a rank that may be absent": ("import os\nddp = int(os.environ.get('RANK', -1)) != -1\n" + DDP + LOOP, "ddp = accelerator.use_distributed"),
+    "a module of progress bars": ("import tqdm\n" + HEAD + LOOP.replace("enumerate(loader)", "enumerate(tqdm.tqdm(loader))"), "for i, x in enumerate(tqdm(loader)):"),
     "an assigned sum": (TEST + "for x in test:\n    total = total + model(x).sum().item()\n", "outputs = accelerator.gather_for_metrics(outputs)"),
 }  # fmt: skip
 
@@ -148,6 +156,13 @@ def test_a_doubtful_place_is_a_finding_of_a_converted_script(text, message):
 def test_other_scripts_stay_without_a_finding(text):
     result = migrate_script(text)
     assert (result.text, result.findings, result.notes) == (text, (), ())
+
+
+def test_every_member_of_the_accelerator_is_known():
+    members = [name for name in dir(Accelerator) if not name.startswith("_")]
+    uses = "".join(f"accelerator.{name}\n" for name in members)
+    result = migrate_script(f"from accelerate import Accelerator\naccelerator = Accelerator()\n{uses}")
+    assert not result.findings
 
 
 def test_imports_of_accelerate_are_renamed():

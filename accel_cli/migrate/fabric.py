@@ -1,0 +1,591 @@
+"""Conversion of scripts for Lightning Fabric: each call becomes one of the Accelerator, or is reported with what to write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from string import Template
+from typing import Any
+
+import libcst as cst
+
+from accel_cli.migrate.fabric_uses import FabricUses, list_elements
+from accel_cli.migrate.raw import Conversion, UnsafeError
+from accel_cli.migrate.script import get_positional, to_code
+
+__all__ = ["convert_fabric"]
+
+_LIGHTNING = ("lightning.", "lightning_fabric.", "lightning_utilities.")
+_PROPERTIES = {"device": "device", "global_rank": "process_index", "is_global_zero": "is_main_process", "local_rank": "local_process_index", "world_size": "num_processes"}  # fmt: skip
+_RENAMED = {"autocast": "autocast", "log_dict": "log", "print": "print", "setup_module": "prepare", "setup_optimizers": "prepare"}  # fmt: skip
+"""Methods whose arguments stay."""
+_CALLS = {
+    "all_gather": ("data", "Fabric returns one row for each process, and accelerator.gather concatenates the rows. Write accelerator.gather(tensor), and use the result without its first dimension."),
+    "all_reduce": ("data group reduce_op", 'Write tensor = accelerator.reduce(tensor, "sum"), or mean, max or min.'),
+    "barrier": ("name", "Write accelerator.wait_for_everyone()."),
+    "broadcast": ("obj src", "Write broadcast_object_list([obj])[0]."),
+    "clip_gradients": ("module optimizer clip_val max_norm norm_type error_if_nonfinite", "Write accelerator.clip_grad_norm_(parameters, max_norm), with the parameters of one optimizer if the model has several."),
+    "init_module": ("empty_init", "Write with accelerator.device:, or with init_empty_weights(): for a model that is loaded later."),
+    "init_tensor": ("", "Write with accelerator.device:"),
+    "load": ("path state strict weights_only", 'Write checkpoint = torch.load(path, map_location="cpu"), and load_state_dict for each object.'),
+    "load_raw": ("path obj strict weights_only", 'Write obj.load_state_dict(torch.load(path, map_location="cpu")).'),
+    "log": ("name value step", "Write accelerator.log({name: value}, step=step)."),
+    "no_backward_sync": ("module enabled", "Write with accelerator.no_sync(model):"),
+    "rank_zero_first": ("local", "Write accelerator.main_process_first(), or local_main_process_first() for each node."),
+    "save": ("path state", "Write accelerator.save(state_dict, path) for weights, or accelerator.save_state(path)."),
+    "seed_everything": ("seed workers verbose", "Write set_seed(seed) with a number."),
+    "to_device": ("obj", "Write x.to(accelerator.device)."),
+}  # fmt: skip
+"""The parameters of methods, and what to write for a call that is not converted."""
+_ADVICE = {
+    "call": "Call the functions of the callbacks in the script",
+    "logger": "Use accelerator.get_tracker(name)",
+    "loggers": "Use accelerator.trackers",
+    "node_rank": 'Use int(os.environ["GROUP_RANK"])',
+    "sharded_model": "Remove it: prepare shards the model",
+    "strategy": "Remove it: the profile selects how models are replicated or sharded",
+}
+_OPTIONS = {
+    "callbacks": "Call the functions of the callbacks in the script.",
+    "loggers": 'Write Accelerator(log_with="tensorboard", project_dir=path) and accelerator.init_trackers(name).',
+    "plugins": "Remove it.",
+    "precision": "Write Accelerator(mixed_precision=...) with no, bf16 or fp16; for parameters in another dtype, model.to(dtype).",
+    "strategy": "Models are replicated by default; to shard them, set parallel.dp_shard=auto in the profile.",
+}
+"""What to write for arguments of Fabric that are not converted."""
+_LAUNCH = {
+    "accelerator": (
+        {"auto", "gpu", "cuda", "mps"},
+        "The device is an option of the launch: accel launch --cpu.",
+    ),
+    "devices": (
+        {"auto", "1", "-1"},
+        "The number of processes is an option of the launch: accel launch --nproc-per-node {}.",
+    ),
+    "num_nodes": ({"1"}, "The number of nodes is an option of the launch: accel launch --nnodes {}."),
+}
+"""Arguments of Fabric that belong to the launch: the values without a note, and the note."""
+_PRECISIONS = {
+    "32": "",
+    "32-true": "",
+    "16": "fp16",
+    "16-mixed": "fp16",
+    "bf16": "bf16",
+    "bf16-mixed": "bf16",
+}
+_REPLICATED = {"auto", "ddp", "ddp_spawn", "ddp_fork", "ddp_notebook", "dp", "fsdp"}
+_UNUSED = "_find_unused_parameters_true"
+_REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
+_STATEFUL = ("model", "optimizer", "scheduler")
+
+
+def convert_fabric(conversion: Conversion) -> cst.Module:
+    """Return the module after its conversion; findings of the conversion are places that are not converted."""
+    converter = _Converter(conversion)
+    converter.convert_classes()
+    converter.convert_calls()
+    converter.convert_names()
+    converter.check_models()
+    return conversion.edits.apply(conversion.script.module)
+
+
+class _Converter:
+    """Conversion of one script."""
+
+    def __init__(self, conversion: Conversion) -> None:
+        self.conversion = conversion
+        self.script = conversion.script
+        self.edits = conversion.edits
+        self.uses = FabricUses(conversion)
+        names = [
+            name for name in self.script.nodes if isinstance(name, cst.Name) and name.value == "accelerator"
+        ]
+        self.renames = {self.script.variable(name) for name in names} - {None} <= self.uses.instances
+        self.is_sharded = False
+
+    # The script
+
+    def convert_classes(self) -> None:
+        """Convert the creation of a Fabric, and annotations."""
+        for node in self.script.nodes:
+            if not isinstance(node, (cst.Name, cst.Attribute)) or not self.uses.is_fabric(node):
+                continue
+            parent = self.script.parents[node]
+            if self.script.find_ancestor(node, (cst.Import, cst.ImportFrom)) is not None:
+                continue
+            if isinstance(parent, cst.Call) and parent.func is node:
+                self._attempt(self._convert_creation, parent)
+            elif isinstance(self.script.parents.get(parent), cst.ClassDef):
+                self.conversion.finding(
+                    node,
+                    "A class is derived from Fabric. Create accelerator = Accelerator() in its __init__.",
+                )
+            else:
+                self.edits.change(node, lambda _: cst.Name("Accelerator"))
+
+    def convert_calls(self) -> None:
+        """Convert the functions of Lightning, and report closures."""
+        for call in self.script.calls:
+            func = call.func
+            if self._is_of_lightning(func, "seed_everything"):
+                self._attempt(self._convert_call, call)
+            elif (
+                isinstance(func, cst.Attribute)
+                and func.attr.value == "step"
+                and call.args
+                and self.uses.kind_of(func.value) == "optimizer"
+            ):
+                self.conversion.finding(
+                    call, "The optimizer gets a closure. Run the backward pass before the step."
+                )
+        for function in self.script.functions:
+            for decorator in function.decorators:
+                if self._is_of_lightning(decorator.decorator, "rank_zero_only"):
+                    self._convert_decorator(function, decorator)
+
+    def _is_of_lightning(self, node: cst.CSTNode, name: str) -> bool:
+        qualified = self.script.qualified_name(node)
+        return qualified.startswith(_LIGHTNING) and qualified.endswith(f".{name}")
+
+    def convert_names(self) -> None:
+        """Convert each place that names a Fabric, and rename the variable."""
+        script = self.script
+        for node in script.nodes:
+            if (
+                not isinstance(node, (cst.Name, cst.Attribute))
+                or script.variable(node) not in self.uses.instances
+            ):
+                continue
+            parent = script.parents.get(node)
+            if (isinstance(parent, cst.Attribute) and parent.attr is node) or (
+                isinstance(parent, cst.Arg) and parent.keyword is node
+            ):
+                continue
+            if isinstance(parent, cst.Attribute):
+                self._convert_member(parent)
+            elif isinstance(parent, cst.Arg):
+                self._check_argument(parent)
+            if self.renames:
+                self.edits.change(node, _rename)
+        for call, function in script.callees.items():
+            for name, arg in script.bind(call, function).items():
+                if arg.keyword and self.renames and script.parameter(function, name) in self.uses.instances:
+                    self.edits.change(arg, lambda one: one.with_changes(keyword=cst.Name("accelerator")))
+
+    def _check_argument(self, arg: cst.Arg) -> None:
+        call = self.script.parents[arg]
+        if isinstance(call, cst.Call) and call not in self.script.callees and arg.keyword is not None:
+            self.conversion.note(
+                arg,
+                f"{to_code(call.func)} is not in this file, and gets an Accelerator as {arg.keyword.value}. Convert its file too.",
+            )
+
+    def _convert_member(self, attribute: cst.Attribute) -> None:
+        name = attribute.attr.value
+        call: Any = self.script.parents.get(attribute)
+        is_called = isinstance(call, cst.Call) and call.func is attribute
+        special = {
+            "backward": self._convert_backward,
+            "launch": self._convert_launch,
+            "setup": self._convert_setup,
+            "setup_dataloaders": self._convert_loaders,
+        }
+        if name in _PROPERTIES or (is_called and name in _RENAMED):
+            self.edits.change(attribute, _set_attribute((_PROPERTIES | _RENAMED)[name]))
+        elif is_called and name in special:
+            self._attempt(special[name], call)
+        elif is_called and name in _CALLS:
+            self._attempt(self._convert_call, call)
+        else:
+            advice = _ADVICE.get(name, "See the page Migrate from Fabric")
+            self.conversion.finding(attribute, f"fabric.{name} is not converted. {advice}.")
+
+    def _attempt(self, function: Callable[[Any], None], node: cst.CSTNode) -> None:
+        try:
+            function(node)
+        except UnsafeError as error:
+            self.conversion.findings.append(error.finding)
+
+    def _convert_call(self, call: cst.Call) -> None:
+        """Replace a call by the code that the method for its name returns, with its arguments in place of `$parameter`."""
+        name = to_code(call.func).rpartition(".")[2]
+        parameters, advice = _CALLS[name]
+        given = _bind(call, parameters.split())
+        build: Callable[[cst.Call, dict[str, cst.BaseExpression]], str] = getattr(self, f"_build_{name}")
+        template = None if given is None else build(call, given)
+        if not template:
+            raise self.conversion.unsafe(call, f"This call of {name} is not converted. {advice}")
+        for function in ("broadcast_object_list", "nullcontext", "send_to_device", "set_seed"):
+            if f"{function}(" in template:
+                self.conversion.imports.add(function)
+        self.edits.change(call, partial(_fill, template=Template(template), parameters=parameters.split()))
+
+    def check_models(self) -> None:
+        """Report methods that compute a loss, and remove `.module`."""
+        for node in self.script.nodes:
+            if not isinstance(node, cst.Attribute) or self.uses.kind_of(node.value) != "model":
+                continue
+            name = node.attr.value
+            if name in {"training_step", "mark_forward_method"}:
+                self.conversion.finding(
+                    node,
+                    f"The gradients are not averaged over the processes in {name}. Compute the loss in the model's forward, and call the model.",
+                )
+            elif name == "module":
+                self.edits.change(node, lambda one: one.value)
+
+    # The Accelerator
+
+    def _convert_creation(self, call: cst.Call) -> None:
+        if isinstance(self.script.parents[call], cst.Expr):
+            raise self.conversion.unsafe(
+                call, "The Fabric is not assigned. Write accelerator = Accelerator()."
+            )
+        arguments: dict[str, str] = {}
+        for arg in call.args:
+            if arg.keyword is None:
+                raise self.conversion.unsafe(
+                    arg, "The arguments of Fabric are not understood. Write each by its name."
+                )
+            self._convert_option(arg, arg.keyword.value, arguments)
+        code = ", ".join(f"{name}={value}" for name, value in arguments.items())
+        expression = cst.parse_expression(f"Accelerator({code})")
+        self.edits.change(call, lambda _: expression)
+
+    def _convert_option(self, arg: cst.Arg, name: str, arguments: dict[str, str]) -> None:
+        """Convert an argument of Fabric; those for the launch are removed with a note."""
+        text = _get_text(arg.value)
+        is_constant = isinstance(arg.value, (cst.SimpleString, cst.Integer))
+        base = text.removesuffix(_UNUSED)
+        if name == "accelerator" and text == "cpu":
+            arguments["cpu"] = "True"
+        elif name in _LAUNCH:
+            self._note_launch(arg, name, text)
+        elif name == "precision" and is_constant and text in _PRECISIONS:
+            if _PRECISIONS[text]:
+                arguments["mixed_precision"] = f'"{_PRECISIONS[text]}"'
+        elif name == "strategy" and is_constant and base in _REPLICATED:
+            self.is_sharded = base == "fsdp"
+            if self.is_sharded:
+                self.conversion.note(
+                    arg, "Sharding is an option of the launch: accel launch --set parallel.dp_shard=auto."
+                )
+            if base != text:
+                self.conversion.imports.add("DistributedDataParallelKwargs")
+                arguments["kwargs_handlers"] = "[DistributedDataParallelKwargs(find_unused_parameters=True)]"
+        elif text not in {"None", "[]"}:
+            advice = _OPTIONS.get(name, "Remove it.")
+            raise self.conversion.unsafe(arg, f"The argument {name} is not converted. {advice}")
+
+    def _note_launch(self, arg: cst.Arg, name: str, text: str) -> None:
+        silent, note = _LAUNCH[name]
+        if isinstance(arg.value, cst.List):
+            numbers = ",".join(to_code(one.value) for one in arg.value.elements)
+            self.conversion.note(arg, f"GPUs are an option of the launch: accel launch --gpu-ids {numbers}.")
+        elif text not in silent:
+            self.conversion.note(arg, note.format(text if text.isdigit() else "N"))
+
+    def _convert_launch(self, call: cst.Call) -> None:
+        statement = self.script.parents[call]
+        if not call.args and isinstance(statement, cst.Expr):
+            self.edits.remove(statement)
+            return
+        if not call.args or call.args[0].keyword is not None or call.args[0].star:
+            raise self.conversion.unsafe(
+                call, "This call of launch is not converted. Call the function with the Accelerator."
+            )
+        self.edits.change(
+            call,
+            lambda one: one.with_changes(
+                func=one.args[0].value, args=[one.args[0].with_changes(value=one.func.value), *one.args[1:]]
+            ),
+        )
+
+    def _convert_decorator(self, function: cst.FunctionDef, decorator: cst.Decorator) -> None:
+        """Replace `rank_zero_only` where the Accelerator exists when the function is defined."""
+        script, outer = self.script, self.script.function_of(function)
+        names = [
+            variable.name
+            for variable in self.uses.instances
+            for node, _ in script.assigned.get(variable, [])
+            if script.function_of(node) is outer and script.line(node) < script.line(function)
+        ]
+        names += [
+            param.name.value
+            for param in (outer.params.params if outer is not None else ())
+            if outer is not None and script.parameter(outer, param.name.value) in self.uses.instances
+        ]
+        if not names:
+            self.conversion.finding(
+                decorator,
+                "rank_zero_only is used before the Accelerator is created. Remove it, and write if accelerator.is_main_process: before the calls.",
+            )
+            return
+        expression = cst.parse_expression(f"{'accelerator' if self.renames else names[0]}.on_main_process")
+        self.edits.change(decorator.decorator, lambda _: expression)
+
+    def _build_seed_everything(self, call: cst.Call, given: dict[str, cst.BaseExpression]) -> str:
+        if "seed" not in given or not isinstance(self.script.parents[call], cst.Expr):
+            return ""
+        if "workers" in given and to_code(given["workers"]) != "False":
+            self.conversion.note(
+                call,
+                "The workers of a prepared loader draw other random numbers than with Fabric, without an option.",
+            )
+        return "set_seed($seed)"
+
+    # Preparation
+
+    def _convert_setup(self, call: cst.Call) -> None:
+        keywords = {arg.keyword.value: arg.value for arg in call.args if arg.keyword is not None}
+        scheduler = keywords.get("scheduler")
+        assign = self.script.parents[call]
+        target: Any = assign.targets[0].target if isinstance(assign, cst.Assign) else None
+        names = list_elements(target) if target is not None else []
+        moves = to_code(keywords.get("move_to_device", cst.Name("True"))) == "True"
+        is_returned = scheduler is None or (len(names) > 1 and to_code(names[-1]) == to_code(scheduler))
+        dropped = {"scheduler", "move_to_device", "_reapply_compile"}
+        if keywords.keys() - dropped - {"module"} or not moves or not is_returned:
+            raise self.conversion.unsafe(
+                call,
+                "This call of setup is not converted. Write accelerator.prepare(model, optimizer) without the scheduler, or prepare_model(model, device_placement=False).",
+            )
+        if scheduler is not None:
+            self.edits.change(target, _drop_last_element)
+        self.edits.change(call, partial(_keep_arguments, names={"module"}))
+        self.edits.change(call.func, _set_attribute("prepare"))
+
+    def _convert_loaders(self, call: cst.Call) -> None:
+        options = {"use_distributed_sampler": 'data="sharded"', "move_to_device": "device_placement=False"}
+        keywords = {arg.keyword.value: to_code(arg.value) for arg in call.args if arg.keyword is not None}
+        loaders = [arg for arg in call.args if arg.keyword is None]
+        extra = ", ".join(
+            options[name] for name, value in keywords.items() if value == "False" and name in options
+        )
+        if (
+            keywords.keys() - options
+            or set(keywords.values()) - {"True", "False"}
+            or (extra and len(loaders) > 1)
+        ):
+            raise self.conversion.unsafe(
+                call,
+                'This call of setup_dataloaders is not converted. Write accelerator.prepare(loader), or accelerator.prepare_data_loader(loader, data="sharded", device_placement=False) for each loader.',
+            )
+        self.edits.change(call, partial(_keep_arguments, names=set(), extra=extra))
+        self.edits.change(call.func, _set_attribute("prepare_data_loader" if extra else "prepare"))
+
+    def _build_init_module(self, _: cst.Call, given: dict[str, cst.BaseExpression]) -> str:
+        is_filled = to_code(given.get("empty_init", cst.Name("None"))) in {"None", "False"}
+        return "$fabric.device" if is_filled else ""
+
+    _build_init_tensor = _build_init_module
+
+    def _build_to_device(self, _: cst.Call, given: dict[str, cst.BaseExpression]) -> str:
+        return "send_to_device($obj, $fabric.device)" if "obj" in given else ""
+
+    # Training
+
+    def _convert_backward(self, call: cst.Call) -> None:
+        if len([arg for arg in call.args if arg.keyword is None]) != 1 or any(arg.star for arg in call.args):
+            raise self.conversion.unsafe(
+                call, "backward has a gradient as its argument. Pass a scalar loss to accelerator.backward."
+            )
+        names = {arg.keyword.value for arg in call.args if arg.keyword is not None} - {"model"}
+        self.edits.change(call, partial(_keep_arguments, names=names, keeps_names=True))
+
+    def _build_no_backward_sync(self, _: cst.Call, given: dict[str, cst.BaseExpression]) -> str:
+        if "module" not in given:
+            return ""
+        if to_code(given.get("enabled", cst.Name("True"))) == "True":
+            return "$fabric.no_sync($module)"
+        is_plain = not isinstance(given["enabled"], (cst.IfExp, cst.NamedExpr, cst.Lambda))
+        return f"$fabric.no_sync($module) if {'$enabled' if is_plain else '($enabled)'} else nullcontext()"
+
+    def _build_clip_gradients(self, call: cst.Call, given: dict[str, cst.BaseExpression]) -> str:
+        module = given.get("module")
+        if (
+            module is None
+            or ("max_norm" in given) == ("clip_val" in given)
+            or self.uses.has_optimizers(module)
+        ):
+            return ""
+        if "clip_val" in given:
+            return "$fabric.clip_grad_value_($module.parameters(), $clip_val)"
+        if to_code(given.get("error_if_nonfinite", cst.Name("True"))) != "False":
+            self.conversion.note(
+                call,
+                "Fabric stops at gradients that are infinite or nan, and clip_grad_norm_ does not. To stop, check the norm that it returns.",
+            )
+        kind = ", norm_type=$norm_type" if "norm_type" in given else ""
+        return f"$fabric.clip_grad_norm_($module.parameters(), $max_norm{kind})"
+
+    # Collectives
+
+    def _build_barrier(self, *_: Any) -> str:
+        return "$fabric.wait_for_everyone()"
+
+    def _build_rank_zero_first(self, _: cst.Call, given: dict[str, cst.BaseExpression]) -> str:
+        names = {"False": "main_process_first", "True": "local_main_process_first"}
+        name = names.get(to_code(given.get("local", cst.Name("False"))))
+        return f"$fabric.{name}()" if name else ""
+
+    def _build_broadcast(self, _: cst.Call, given: dict[str, cst.BaseExpression]) -> str:
+        source = ", from_process=$src" if "src" in given else ""
+        return f"broadcast_object_list([$obj]{source})[0]" if "obj" in given else ""
+
+    def _build_all_reduce(self, call: cst.Call, given: dict[str, cst.BaseExpression]) -> str:
+        operation = _get_text(given.get("reduce_op", cst.Name("mean"))).rpartition(".")[2].lower()
+        statement, data = self.script.parents[call], given.get("data")
+        is_statement = isinstance(statement, cst.Expr)
+        has_group = to_code(given.get("group", cst.Name("None"))) != "None"
+        if (
+            data is None
+            or has_group
+            or operation not in _REDUCTIONS
+            or (is_statement and not isinstance(data, cst.Name))
+        ):
+            return ""
+        if is_statement:
+            name = cst.Name(to_code(data))
+            self.edits.change(statement, lambda one: cst.Assign([cst.AssignTarget(name)], one.value))
+        return f'$fabric.reduce({self._format_tensor(data)}, "{_REDUCTIONS[operation]}")'
+
+    def _build_all_gather(self, call: cst.Call, given: dict[str, cst.BaseExpression]) -> str:
+        data = given.get("data")
+        if data is None or not self.uses.ignores_shape(call, set()):
+            return ""
+        name = "gather_for_metrics" if self.uses.gathers_samples(call, data) else "gather"
+        return f"$fabric.{name}({self._format_tensor(data)})"
+
+    def _format_tensor(self, data: cst.BaseExpression) -> str:
+        return "torch.as_tensor($data, device=$fabric.device)" if self.uses.is_number(data) else "$data"
+
+    # Files and trackers
+
+    def _build_log(self, _: cst.Call, given: dict[str, cst.BaseExpression]) -> str:
+        step = ", step=$step" if "step" in given else ""
+        return f"$fabric.log({{$name: $value}}{step})" if {"name", "value"} <= given.keys() else ""
+
+    def _build_save(self, call: cst.Call, given: dict[str, cst.BaseExpression]) -> str:
+        state = self._format_state(given["state"]) if "state" in given else ""
+        statement = self.script.find_ancestor(call, cst.SimpleStatementLine)
+        if not state or "path" not in given or not isinstance(self.script.parents[call], cst.Expr):
+            return ""
+        if any(to_code(one.func).rpartition(".")[2].startswith("load") for one in self.script.calls):
+            assert isinstance(call.func, cst.Attribute)
+            owner = to_code(call.func.value)
+            name = f"{owner.rpartition('.')[0]}.accelerator".lstrip(".") if self.renames else owner
+            self.edits.insert_after(statement, f"{name}.wait_for_everyone()")
+        return f"$fabric.save({state}, $path)"
+
+    def _format_state(self, state: cst.BaseExpression) -> str:
+        """Return the code of what is saved, with the state of models and optimizers; empty if it is not understood."""
+        code = to_code(state).replace("$", "$$")
+        if self.uses.kind_of(state) == "model":
+            return f"$fabric.get_state_dict({code})"
+        if isinstance(state, cst.Call):
+            return code if to_code(state.func).endswith(".state_dict") else ""
+        items = self.uses.read_state(state)
+        if items is None:
+            return ""
+        states = {
+            key: f"$fabric.get_state_dict({obj})" if kind == "model" else f"{obj}.state_dict()"
+            for key, obj, kind in items
+            if kind in _STATEFUL
+        }
+        if isinstance(state, cst.Dict):
+            values = [f"{key}: {states.get(key, obj)}" for key, obj, _ in items]
+        else:
+            values = [f"**{code}", *(f"{key}: {value}" for key, value in states.items())]
+        return f"{{{', '.join(values)}}}"
+
+    def _build_load(self, call: cst.Call, given: dict[str, cst.BaseExpression]) -> str:
+        safe = ", weights_only=$weights_only" if "weights_only" in given else ""
+        loaded = f'torch.load($path, map_location="cpu"{safe})'
+        if "path" not in given or self.is_sharded or "state" not in given:
+            return loaded if "path" in given and not self.is_sharded else ""
+        state, parent = given["state"], self.script.parents[call]
+        items = self.uses.read_state(state)
+        is_strict = to_code(given.get("strict", cst.Name("True"))) == "True"
+        is_assigned = isinstance(parent, cst.Assign) and len(list_elements(parent.targets[0].target)) == 1
+        if items is None or not is_strict or not (is_assigned or isinstance(parent, cst.Expr)):
+            return ""
+        used = {node.value for node in self.script.nodes if isinstance(node, cst.Name)}
+        name = next(one for one in ("checkpoint", "loaded", "loaded_checkpoint") if one not in used)
+        if isinstance(parent, cst.Assign):
+            name = to_code(parent.targets[0].target)
+        else:
+            self.edits.change(parent, lambda one: cst.Assign([cst.AssignTarget(cst.Name(name))], one.value))
+        statement = self.script.find_ancestor(call, cst.SimpleStatementLine)
+        for key, obj, kind in items:
+            value = f"{name}.pop({key})"
+            if kind in _STATEFUL:
+                self.edits.insert_after(statement, f"{obj}.load_state_dict({value})")
+            else:
+                self.edits.insert_after(
+                    statement, value if isinstance(state, cst.Dict) else f"{obj} = {value}"
+                )
+        return loaded
+
+    def _build_load_raw(self, _: cst.Call, given: dict[str, cst.BaseExpression]) -> str:
+        if not {"path", "obj"} <= given.keys() or self.is_sharded:
+            return ""
+        safe = ", weights_only=$weights_only" if "weights_only" in given else ""
+        strict = (
+            ", strict=$strict" if "strict" in given and self.uses.kind_of(given["obj"]) == "model" else ""
+        )
+        return f'$obj.load_state_dict(torch.load($path, map_location="cpu"{safe}){strict})'
+
+
+def _bind(call: cst.Call, parameters: list[str]) -> dict[str, cst.BaseExpression] | None:
+    """Return the arguments of a call by parameter; None if they are not understood."""
+    names = {arg.keyword.value for arg in call.args if arg.keyword is not None}
+    if names - set(parameters) or any(arg.star for arg in call.args) or len(call.args) > len(parameters):
+        return None
+    values = {name: get_positional(call, index, name) for index, name in enumerate(parameters)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _fill(call: cst.Call, template: Template, parameters: list[str]) -> cst.BaseExpression:
+    """Return the code of a template with the arguments of a call."""
+    codes = {name: to_code(value) for name, value in (_bind(call, parameters) or {}).items()}
+    if isinstance(call.func, cst.Attribute):
+        codes["fabric"] = to_code(call.func.value)
+    return cst.parse_expression(template.substitute(codes))
+
+
+def _rename(node: Any) -> Any:
+    if isinstance(node, cst.Attribute):
+        return node.with_changes(attr=cst.Name("accelerator"))
+    return node.with_changes(value="accelerator")
+
+
+def _set_attribute(name: str) -> Callable[[Any], Any]:
+    """Return a change of an attribute that replaces its name."""
+    return lambda node: node.with_changes(attr=cst.Name(name))
+
+
+def _keep_arguments(call: Any, names: set[str], extra: str = "", *, keeps_names: bool = False) -> Any:
+    """Return a call with its positional arguments and those of some names, and with more arguments at the end."""
+    args = [arg for arg in call.args if arg.keyword is None or arg.keyword.value in names]
+    if not keeps_names:
+        args = [arg.with_changes(keyword=None, equal=cst.MaybeSentinel.DEFAULT) for arg in args]
+    added: Any = cst.parse_expression(f"f({extra})")
+    args += added.args
+    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    args = [arg if isinstance(arg.comma, cst.Comma) else arg.with_changes(comma=comma) for arg in args]
+    return call.with_changes(
+        args=[*args[:-1], *(arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in args[-1:])]
+    )
+
+
+def _get_text(node: cst.CSTNode) -> str:
+    """Return a string without its quotes, or the code of another expression."""
+    return to_code(node)[1:-1] if isinstance(node, cst.SimpleString) else to_code(node)
+
+
+def _drop_last_element(target: cst.Tuple) -> cst.BaseExpression:
+    *kept, last = target.elements[:-1]
+    if not kept:
+        return last.value
+    return target.with_changes(elements=[*kept, last.with_changes(comma=cst.MaybeSentinel.DEFAULT)])

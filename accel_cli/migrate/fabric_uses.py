@@ -1,0 +1,215 @@
+"""Scripts for Lightning Fabric: the variables that hold it, what it sets up, and how its results are used."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from accel_cli.migrate.cycles import list_evaluations
+from accel_cli.migrate.metrics import find_samples
+from accel_cli.migrate.raw import Conversion
+from accel_cli.migrate.script import Script, Variable, descendants, to_code
+
+__all__ = ["FabricUses", "list_elements", "uses_fabric"]
+
+_FABRIC = {
+    "lightning.Fabric",
+    "lightning.fabric.Fabric",
+    "lightning.fabric.fabric.Fabric",
+    "lightning_fabric.Fabric",
+    "lightning_fabric.fabric.Fabric",
+}
+_TOTALS = {"sum", "mean", "max", "min", "any", "all", "std", "var", "numel", "item", "flatten"}
+"""Methods whose result without arguments does not depend on the shape of a tensor."""
+_ELEMENTWISE = {
+    "float",
+    "double",
+    "half",
+    "int",
+    "long",
+    "bool",
+    "cpu",
+    "detach",
+    "abs",
+    "exp",
+    "log",
+    "sqrt",
+}
+_SETUP = {"setup": ("model", "optimizer"), "setup_module": ("model", "model"), "setup_optimizers": ("optimizer", "optimizer")}  # fmt: skip
+"""The kind of the first and of the other results."""
+
+
+def uses_fabric(script: Script) -> bool:
+    """Return whether a script uses the class Fabric."""
+    return any(
+        isinstance(node, (cst.Name, cst.Attribute)) and script.qualified_name(node) in _FABRIC
+        for node in script.nodes
+    )
+
+
+def list_elements(node: cst.BaseExpression) -> list[cst.BaseExpression]:
+    """Return the elements of a tuple or list, or the expression itself."""
+    return [one.value for one in node.elements] if isinstance(node, (cst.Tuple, cst.List)) else [node]
+
+
+class FabricUses:
+    """The variables of a script that hold a Fabric, and the uses of its results."""
+
+    def __init__(self, conversion: Conversion) -> None:
+        self.conversion = conversion
+        self.script = conversion.script
+        self.instances = self._find_instances()
+        self._kinds = self._find_prepared()
+
+    def is_fabric(self, node: cst.CSTNode) -> bool:
+        """Return whether an expression names the class Fabric."""
+        return self.script.qualified_name(node) in _FABRIC
+
+    def _find_instances(self) -> set[Variable]:
+        """Return the variables, parameters and attributes that hold a Fabric."""
+        script = self.script
+        params = [
+            (script.parameter(function, param.name.value), param.annotation)
+            for function in script.functions
+            for param in function.params.params
+        ]
+        found = {variable for variable, one in params if one is not None and self.is_fabric(one.annotation)}
+        while True:
+            passed: list[tuple[Variable, cst.BaseExpression]] = [
+                (variable, value) for variable, entries in script.assigned.items() for _, value in entries
+            ]
+            passed += [
+                (script.parameter(function, name), arg.value)
+                for call, function in script.callees.items()
+                for name, arg in script.bind(call, function).items()
+            ]
+            new = {variable for variable, value in passed if self._holds_fabric(value, found)}
+            new |= {variable for call in script.calls if (variable := self._get_launched(call, found))}
+            if new <= found:
+                return found
+            found |= new
+
+    def _holds_fabric(self, node: cst.BaseExpression, known: set[Variable]) -> bool:
+        is_created = isinstance(node, cst.Call) and self.is_fabric(node.func)
+        return is_created or self.script.variable(node) in known
+
+    def _get_launched(self, call: cst.Call, known: set[Variable]) -> Variable | None:
+        """Return the parameter to which `fabric.launch(function)` passes the Fabric."""
+        if not isinstance(call.func, cst.Attribute) or self.script.variable(call.func.value) not in known:
+            return None
+        if call.func.attr.value != "launch" or not call.args:
+            return None
+        variable = self.script.variable(call.args[0].value)
+        for function in self.script.functions:
+            if (
+                variable == Variable(self.script.scopes[function], function.name.value)
+                and function.params.params
+            ):
+                return self.script.parameter(function, function.params.params[0].name.value)
+        return None
+
+    def _find_prepared(self) -> dict[Variable, str]:
+        """Return the kinds of the variables to which `setup` assigns its results."""
+        kinds: dict[Variable, str] = {}
+        for node in self.script.nodes:
+            func = (
+                node.value.func if isinstance(node, cst.Assign) and isinstance(node.value, cst.Call) else None
+            )
+            if not isinstance(func, cst.Attribute) or self.script.variable(func.value) not in self.instances:
+                continue
+            assert isinstance(node, cst.Assign)
+            first, other = _SETUP.get(func.attr.value, ("", ""))
+            for index, name in enumerate(list_elements(node.targets[0].target)):
+                if first and (variable := self.script.variable(name)):
+                    kinds[variable] = other if index else first
+        return kinds
+
+    def kind_of(self, node: cst.CSTNode) -> str:
+        """Return the kind of an expression's role: model, optimizer, loader and so on; empty without one."""
+        variable = self.script.variable(node)
+        return self.script.kind_of(node) or (self._kinds.get(variable, "") if variable else "")
+
+    def has_optimizers(self, module: cst.BaseExpression) -> bool:
+        """Return whether a model was set up with several optimizers."""
+        variable = self.script.variable(module)
+        return any(
+            isinstance(call.func, cst.Attribute)
+            and call.func.attr.value == "setup"
+            and len([arg for arg in call.args if arg.keyword is None]) > 2  # noqa: PLR2004 - the model and one optimizer
+            and self.script.variable(call.args[0].value) == variable
+            for call in self.script.calls
+        )
+
+    def read_state(self, state: cst.BaseExpression) -> list[tuple[str, str, str]] | None:
+        """Return key, code and kind of the objects in a dictionary, or in a variable that is assigned one."""
+        variable = self.script.variable(state)
+        entries = self.script.assigned.get(variable, []) if variable else []
+        literal = entries[0][1] if len(entries) == 1 else state
+        if not isinstance(literal, cst.Dict):
+            return None
+        items = []
+        for element in literal.elements:
+            if not isinstance(element, cst.DictElement):
+                return None
+            key = to_code(element.key)
+            code = to_code(element.value) if state is literal else f"{to_code(state)}[{key}]"
+            items.append((key, code, self.kind_of(element.value)))
+        return items
+
+    def is_number(self, node: cst.BaseExpression) -> bool:
+        """Return whether a value may be a number of Python, which Fabric converts to a tensor."""
+        if isinstance(node, cst.BinaryOperation):
+            return self.is_number(node.left) and self.is_number(node.right)
+        if isinstance(node, cst.Call):
+            numbers = {"builtins.float", "builtins.int", "builtins.len"}
+            return to_code(node.func).endswith(".item") or self.script.qualified_name(node.func) in numbers
+        variable = self.script.variable(node)
+        values = [value for _, value in self.script.assigned.get(variable, [])] if variable else []
+        return isinstance(node, (cst.Integer, cst.Float)) or any(
+            isinstance(value, (cst.Integer, cst.Float, cst.Call)) and self.is_number(value)
+            for value in values
+        )
+
+    def gathers_samples(self, call: cst.Call, data: cst.BaseExpression) -> bool:
+        """Return whether an evaluation loop gathers a value for each sample, so that padding can be removed."""
+        loop = self.script.find_ancestor(call, cst.For)
+        if loop is None or loop not in list_evaluations(self.conversion):
+            return False
+        samples = find_samples(self.conversion, loop)
+        names = [self.script.variable(one) for one in list_elements(data)]
+        return all(name is not None and samples.get(name) in {"batch", "output"} for name in names)
+
+    def ignores_shape(self, node: cst.CSTNode, gathered: set[Variable | None]) -> bool:
+        """Return whether the use of gathered values depends on their elements only, and not on their first dimension."""
+        script = self.script
+        parent = script.parents[node]
+        if isinstance(parent, cst.ComparisonTarget):
+            parent = script.parents[parent]
+        if isinstance(parent, (cst.Comparison, cst.BinaryOperation, cst.UnaryOperation)):
+            inside = set(descendants(node))
+            names = [one for one in descendants(parent) if isinstance(one, cst.Name) and one not in inside]
+            return {script.variable(one) for one in names} <= gathered and self.ignores_shape(
+                parent, gathered
+            )
+        if isinstance(parent, cst.Assign) and len(parent.targets) == 1 and not gathered:
+            return self._are_reads_alike(parent)
+        call = script.parents.get(parent)
+        if not isinstance(parent, cst.Attribute) or not isinstance(call, cst.Call) or call.func is not parent:
+            return False
+        name, first = parent.attr.value, to_code(call.args[0].value) if call.args else ""
+        if name in _ELEMENTWISE:
+            return self.ignores_shape(call, gathered)
+        return (name in _TOTALS and not call.args) or (name in {"view", "reshape"} and first == "-1")
+
+    def _are_reads_alike(self, assign: cst.Assign) -> bool:
+        """Return whether all later uses of assigned variables ignore their shapes."""
+        script = self.script
+        variables = {script.variable(name) for name in list_elements(assign.targets[0].target)}
+        reads = [
+            node
+            for node in script.nodes
+            if isinstance(node, cst.Name)
+            and script.variable(node) in variables - {None}
+            and script.start(node) > script.end(assign)
+            and not isinstance(script.parents[node], (cst.AssignTarget, cst.Element))
+        ]
+        return bool(reads) and all(self.ignores_shape(node, variables) for node in reads)

@@ -1,0 +1,203 @@
+"""Each call of Lightning Fabric becomes one of the Accelerator, or the script stays with what to write."""
+
+from __future__ import annotations
+
+import pytest
+
+from accel_cli.migrate import migrate_script
+
+IMPORTS = "import torch\nfrom lightning.fabric import Fabric\n"
+HEAD = (
+    f"{IMPORTS}fabric = Fabric()\nmodel = torch.nn.Linear(2, 2)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+    "loader = torch.utils.data.DataLoader(torch.randn(8, 2))\nx = torch.ones(2)\n"
+)
+CREATIONS = {
+    "Fabric()": "Accelerator()",
+    "Fabric(accelerator='auto', devices=1, num_nodes=1, strategy='ddp', callbacks=None, loggers=[])": "Accelerator()",
+    "Fabric(accelerator='cpu')": "Accelerator(cpu=True)",
+    "Fabric(precision='bf16-mixed')": 'Accelerator(mixed_precision="bf16")',
+    "Fabric(precision=16)": 'Accelerator(mixed_precision="fp16")',
+    "Fabric(precision='32-true')": "Accelerator()",
+    "Fabric(strategy='ddp_find_unused_parameters_true')": "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])",
+}
+NOTED = {
+    "Fabric(devices=4)": "accel launch --nproc-per-node 4",
+    "Fabric(devices=count)": "accel launch --nproc-per-node N",
+    "Fabric(devices=[0, 2])": "accel launch --gpu-ids 0,2",
+    "Fabric(num_nodes=2)": "accel launch --nnodes 2",
+    "Fabric(accelerator=kind)": "accel launch --cpu",
+    "Fabric(strategy='fsdp')": "--set parallel.dp_shard=auto",
+}
+LINES = {
+    "fabric.launch()": "",
+    "model, optimizer = fabric.setup(model, optimizer)": "model, optimizer = accelerator.prepare(model, optimizer)",
+    "model = fabric.setup(module=model, move_to_device=True)": "model = accelerator.prepare(model)",
+    "model, optimizer, plan = fabric.setup(model, optimizer, scheduler=plan)": "model, optimizer = accelerator.prepare(model, optimizer)",
+    "model = fabric.setup_module(model)": "model = accelerator.prepare(model)",
+    "optimizer = fabric.setup_optimizers(optimizer)": "optimizer = accelerator.prepare(optimizer)",
+    "loader, other = fabric.setup_dataloaders(loader, other)": "loader, other = accelerator.prepare(loader, other)",
+    "loader = fabric.setup_dataloaders(loader, use_distributed_sampler=False)": 'loader = accelerator.prepare_data_loader(loader, data="sharded")',
+    "loader = fabric.setup_dataloaders(loader, move_to_device=False)": "loader = accelerator.prepare_data_loader(loader, device_placement=False)",
+    "fabric.backward(loss, model=model, retain_graph=True)": "accelerator.backward(loss, retain_graph=True)",
+    "fabric.clip_gradients(model, optimizer, max_norm=1.0, norm_type=1)": "accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1)",
+    "fabric.clip_gradients(model, optimizer, clip_val=0.5)": "accelerator.clip_grad_value_(model.parameters(), 0.5)",
+    "with fabric.no_backward_sync(model): pass": "with accelerator.no_sync(model): pass",
+    "with fabric.no_backward_sync(model, enabled=i % 2 == 0): pass": "with accelerator.no_sync(model) if i % 2 == 0 else nullcontext(): pass",
+    "with fabric.autocast(): pass": "with accelerator.autocast(): pass",
+    "with fabric.init_module(): pass": "with accelerator.device: pass",
+    "with fabric.init_module(empty_init=False): pass": "with accelerator.device: pass",
+    "with fabric.rank_zero_first(): pass": "with accelerator.main_process_first(): pass",
+    "with fabric.rank_zero_first(local=True): pass": "with accelerator.local_main_process_first(): pass",
+    "fabric.print(1, end='')": "accelerator.print(1, end='')",
+    "fabric.log('loss', loss, step=3)": "accelerator.log({'loss': loss}, step=3)",
+    "fabric.log_dict({'loss': loss}, step=3)": "accelerator.log({'loss': loss}, step=3)",
+    "fabric.barrier('end')": "accelerator.wait_for_everyone()",
+    "x = fabric.broadcast(x, src=1)": "x = broadcast_object_list([x], from_process=1)[0]",
+    "y = fabric.all_reduce(x)": 'y = accelerator.reduce(x, "mean")',
+    "fabric.all_reduce(x, reduce_op='sum')": 'x = accelerator.reduce(x, "sum")',
+    "y = fabric.all_reduce(3.0)": 'y = accelerator.reduce(torch.as_tensor(3.0, device=accelerator.device), "mean")',
+    "y = fabric.all_gather(x).mean()": "y = accelerator.gather(x).mean()",
+    "y = fabric.all_gather(x).float().sum() / 2": "y = accelerator.gather(x).float().sum() / 2",
+    "y = fabric.all_gather(x.sum().item()).sum()": "y = accelerator.gather(torch.as_tensor(x.sum().item(), device=accelerator.device)).sum()",
+    "y = fabric.to_device([x])": "y = send_to_device([x], accelerator.device)",
+    "y = x.to(fabric.device)": "y = x.to(accelerator.device)",
+    "print(fabric.global_rank, fabric.local_rank, fabric.world_size)": "print(accelerator.process_index, accelerator.local_process_index, accelerator.num_processes)",
+    "if fabric.is_global_zero: pass": "if accelerator.is_main_process: pass",
+    "fabric.seed_everything(3)": "set_seed(3)",
+    "fabric.save('a', {'model': model, 'optimizer': optimizer, 'step': 3})": "accelerator.save({'model': accelerator.get_state_dict(model), 'optimizer': optimizer.state_dict(), 'step': 3}, 'a')",
+    "fabric.save('a', model.state_dict())": "accelerator.save(model.state_dict(), 'a')",
+    "y = fabric.load('a')": "y = torch.load('a', map_location=\"cpu\")",
+    "fabric.load_raw('a', model)": "model.load_state_dict(torch.load('a', map_location=\"cpu\"))",
+}  # fmt: skip
+STAYS = {
+    "fabric = Fabric(precision='bf16-true')": "model.to(dtype)",
+    "fabric = Fabric(precision=p)": "Accelerator(mixed_precision=...)",
+    "fabric = Fabric(strategy='deepspeed')": "parallel.dp_shard=auto",
+    "fabric = Fabric(loggers=TensorBoardLogger('logs'))": 'Write Accelerator(log_with="tensorboard"',
+    "fabric = Fabric(callbacks=[Stop()])": "Call the functions of the callbacks",
+    "fabric = Fabric(**options)": "Write each by its name",
+    "Fabric()": "The Fabric is not assigned",
+    "class Mine(Fabric): pass": "derived from Fabric",
+}
+REPORTED = {
+    "fabric.call('on_end')": "Call the functions of the callbacks in the script",
+    "fabric.logger.log(1)": "accelerator.get_tracker(name)",
+    "fabric.node_rank": "GROUP_RANK",
+    "fabric.something()": "See the page Migrate from Fabric",
+    "rows = fabric.all_gather(x)\nprint(rows.shape)": "returns one row for each process",
+    "rows = fabric.all_gather(x)[0]": "returns one row for each process",
+    "fabric.backward(x, x)": "Pass a scalar loss",
+    "optimizer.step(lambda: 1)": "The optimizer gets a closure",
+    "loss = model.training_step(x, 0)": "Compute the loss in the model's forward",
+    "model = fabric.setup(model, move_to_device=False)": "prepare_model(model, device_placement=False)",
+    "a, b = fabric.setup_dataloaders(loader, loader, move_to_device=False)": "for each loader",
+    "with fabric.init_module(empty_init=True): pass": "init_empty_weights",
+    "fabric.seed_everything()": "Write set_seed(seed) with a number",
+    "fabric.save('a', state())": "Write accelerator.save(state_dict, path)",
+    "fabric.load('a', state())": "Write checkpoint = torch.load(path",
+    "m, a, b = fabric.setup(model, optimizer, optimizer)\nfabric.clip_gradients(model, a, max_norm=1)": "if the model has several",
+    "fabric.all_reduce(x, reduce_op=op)": "This call of all_reduce is not converted",
+}
+
+
+def body(text):
+    """Return the lines of a script without its imports."""
+    return [line for line in text.splitlines() if not line.startswith(("import", "from"))]
+
+
+@pytest.mark.parametrize(("before", "after"), CREATIONS.items())
+def test_a_fabric_becomes_an_accelerator(before, after):
+    result = migrate_script(f"{IMPORTS}fabric = {before}\n")
+    assert not result.findings
+    assert body(result.text) == [f"accelerator = {after}"]
+    assert "lightning" not in result.text
+
+
+@pytest.mark.parametrize(("before", "note"), NOTED.items())
+def test_an_argument_for_the_launch_is_removed_with_a_note(before, note):
+    result = migrate_script(f"{IMPORTS}count, kind = 2, 'cpu'\nfabric = {before}\n")
+    assert body(result.text)[-1] == "accelerator = Accelerator()"
+    assert [note in one.text for one in result.notes] == [True]
+
+
+@pytest.mark.parametrize(("before", "after"), LINES.items())
+def test_a_call_of_fabric_is_converted(before, after):
+    text = f"{HEAD}loss = plan = other = None\ni = 0\n{before}\n"
+    result = migrate_script(text)
+    assert not result.findings
+    assert body(result.text)[-1] == (after or "i = 0")
+    assert migrate_script(result.text).text == result.text
+    compile(result.text, "train.py", "exec")
+
+
+@pytest.mark.parametrize(("line", "advice"), STAYS.items())
+def test_a_fabric_without_an_equivalent_stays_with_what_to_write(line, advice):
+    text = f"{IMPORTS}p = options = None\n{line}\n"
+    result = migrate_script(text)
+    assert result.text == text
+    assert [(one.line, advice in one.text) for one in result.findings] == [(4, True)]
+
+
+@pytest.mark.parametrize(("line", "advice"), REPORTED.items())
+def test_a_call_without_an_equivalent_is_found_at_its_line(line, advice):
+    text = f"{HEAD}op = None\n{line}\n"
+    result = migrate_script(text)
+    assert result.text == text
+    last = len(text.splitlines())
+    assert any(one.line in {last - 1, last} and advice in one.text for one in result.findings), (
+        result.findings
+    )
+
+
+@pytest.mark.parametrize(
+    ("imports", "name"),
+    [
+        ("from lightning.fabric import Fabric", "Fabric"),
+        ("from lightning.fabric.fabric import Fabric", "Fabric"),
+        ("from lightning import Fabric", "Fabric"),
+        ("import lightning as L", "L.Fabric"),
+        ("import lightning", "lightning.Fabric"),
+        ("import lightning.fabric", "lightning.fabric.Fabric"),
+        ("from lightning_fabric import Fabric as F", "F"),
+        ("import lightning_fabric as lf", "lf.Fabric"),
+    ],
+)
+def test_every_form_of_the_import_is_known(imports, name):
+    result = migrate_script(
+        f"{imports}\n\n\ndef main(fabric: {name}):\n    fabric.print(1)\n\n\nmain({name}())\n"
+    )
+    assert [one.text[:26] for one in result.findings] == []
+    assert (
+        "def main(accelerator: Accelerator):\n    accelerator.print(1)\n\n\nmain(Accelerator())\n"
+        in result.text
+    )
+    assert "lightning" not in result.text
+
+
+def test_the_name_of_the_variable_stays_if_accelerator_is_taken():
+    result = migrate_script(
+        f"{IMPORTS}accelerator = 'cpu'\nfabric = Fabric(accelerator=accelerator)\nfabric.barrier()\n"
+    )
+    assert body(result.text)[1:] == ["fabric = Accelerator()", "fabric.wait_for_everyone()"]
+
+
+def test_state_in_a_variable_is_saved_and_loaded_in_place():
+    text = f"{HEAD}state = {{'model': model, 'step': 0}}\nfabric.save('a', state)\nrest = fabric.load('a', state)\n"
+    assert body(migrate_script(text).text)[-6:] == [
+        "state = {'model': model, 'step': 0}",
+        "accelerator.save({**state, 'model': accelerator.get_state_dict(state['model'])}, 'a')",
+        "accelerator.wait_for_everyone()",
+        "rest = torch.load('a', map_location=\"cpu\")",
+        "state['model'].load_state_dict(rest.pop('model'))",
+        "state['step'] = rest.pop('step')",
+    ]
+
+
+def test_samples_of_an_evaluation_are_gathered_without_padding():
+    text = (
+        f"{HEAD}hits = total = 0\nfor inputs, targets in loader:\n    found = model(inputs).argmax(1)\n"
+        "    found, targets = fabric.all_gather((found, targets))\n    hits += (found == targets).sum().item()\n    total += targets.numel()\n"
+    )
+    result = migrate_script(text)
+    assert not result.findings
+    assert "    found, targets = accelerator.gather_for_metrics((found, targets))" in result.text.splitlines()
