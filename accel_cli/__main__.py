@@ -1,5 +1,6 @@
 """The entry point of `accel` and of `python -m accel_cli`."""
 
+import os
 import sys
 
 __all__ = ["main"]
@@ -15,4 +16,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # `python -m` puts the working folder first, whose `yaml.py` would be imported instead of the package. The folder stays
+    # if it is the source tree of accel.
+    source = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120 - imports nothing
+    if not getattr(sys.flags, "safe_path", False) and sys.path[0] != source:
+        del sys.path[0]
     main()

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
+
+if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
+    # Remove the working folder, which `python -m` puts first: torch must not import modules from it.
+    del sys.path[0]
 
 import torch
 

@@ -50,6 +50,17 @@ def test_one_process_replaces_the_launcher_and_keeps_its_exit_code(accel, script
     )
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_module_of_the_working_folder_breaks_no_launch_and_is_that_of_the_script(script, cwd, count):
+    """As `python -m accel_cli` runs on the nodes of Slurm and on the hosts of ssh."""
+    for name in ("pydantic", "typing_extensions", "yaml"):
+        script("mine = True\n", f"{name}.py")
+    script("import sys, yaml\nprint(yaml.mine, sys.path[0])\n")
+    command = [sys.executable, "-m", "accel_cli", "launch", "--cpu", "--nproc-per-node", str(count), "train.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert (done.returncode, done.stdout) == (0, f"True {cwd}\n"), done.stderr
+
+
 def test_the_requested_number_of_processes_runs(accel, script, told):
     script(TELL)
     done = accel("launch", "--cpu", "--nproc-per-node", 3, "train.py", "x")

@@ -63,6 +63,7 @@ def until(condition, seconds=120):
 def test_two_hosts_run_a_script_with_slots_and_secrets(script, cwd, tmp_path):
     """Its first host is an alias, and calls itself 127.0.1.1, as Debian does."""
     script(REPORT)
+    script("raise ImportError", "yaml.py")  # accel must not import it on a host
     (cwd / "hosts.txt").write_text("first slots=2\nh1 slots=1  # small\n")
     with ssh_hosts(2, tmp_path / "ssh") as two:
         two.machines[0].call_itself("127.0.1.1")

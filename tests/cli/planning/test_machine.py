@@ -31,3 +31,8 @@ def test_an_interpreter_that_does_not_start_is_a_problem(monkeypatch):
 
 def test_the_summary_counts_equal_devices():
     assert Machine(8, "cuda", ("H100", "H100", "A10")).summary == "2 x H100, 1 x A10, 8 CPU cores"
+
+
+def test_devices_are_detected_although_the_working_folder_has_modules_with_names_of_packages(cwd):
+    (cwd / "typing_extensions.py").write_text("raise ImportError('not the package')")
+    assert machine.detect(os.environ).problem is None
