@@ -48,6 +48,7 @@ __all__ = [
     "PREFIX",
     "PROFILE",
     "RANK_FOLDER",
+    "RDZV_SOCKET",
     "ROUNDING",
     "TRUSTED_PROJECTS",
     "Device",
@@ -91,6 +92,8 @@ FAILURE_FILE = "ACCEL_FAILURE_FILE"
 """File to which `accel launch` writes the reason of a failure on this node."""
 NUM_PROCESSES = "ACCEL_NUM_PROCESSES"
 """Number of processes on all nodes, for nodes that run different numbers; 0 if it is not known."""
+RDZV_SOCKET = "ACCEL_RDZV_SOCKET"
+"""File descriptor of a socket that is bound to the port of the rendezvous, for the launch that serves it."""
 BEAT = "beat"
 """File in that directory with the progress of the process: numbers, text, ring and history, each in a range of bytes."""
 BEAT_NUMBERS = (
@@ -339,6 +342,7 @@ def _refuse_near_misses(environ: Mapping[str, str]) -> None:
         NODE_NAME,
         FAILURE_FILE,
         NUM_PROCESSES,
+        RDZV_SOCKET,
         TRUSTED_PROJECTS,
         *(variable_name(name) for name, _ in flatten_settings(Settings())),
     ]

@@ -224,6 +224,7 @@ class ElasticLauncher(Launcher):
         """Return the settings of the elastic agent, with the start method and the reason for it."""
         method, reason = start_method
         min_nodes, max_nodes = self.range
+        socket_number = spec.environ.get(env.RDZV_SOCKET, "")
         return AgentSettings(
             min_nodes=min_nodes,
             max_nodes=max_nodes,
@@ -245,6 +246,7 @@ class ElasticLauncher(Launcher):
             live=LIVE.name in spec.option_values,
             host=spec.environ.get(env.NODE_NAME),
             failure_file=spec.environ.get(env.FAILURE_FILE),
+            rdzv_socket=int(socket_number) if socket_number.isdecimal() else None,
             start_method=method,
             start_method_reason=reason,
             starts_replicas=starts_replicas,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
 import struct
@@ -12,6 +13,7 @@ from accel_cli.errors import UsageError
 
 __all__ = [
     "Endpoint",
+    "bind_free_port",
     "find_interface",
     "find_loopback_address",
     "find_own_address",
@@ -106,6 +108,24 @@ def find_loopback_address() -> str:
         "Cannot connect the processes of this machine: it has neither 127.0.0.1 nor ::1. Set its loopback interface up: "
         "ip link set lo up"
     )
+
+
+def bind_free_port(first: int, count: int) -> socket.socket:
+    """Return a socket that is bound to the first free port of a range, or else to any free port; it does not listen.
+
+    The port is that of this socket until it is closed: no other program can take it, or connect to it.
+    """
+    dual = socket.has_dualstack_ipv6()
+    for port in (*range(first, first + count), 0):
+        # Without SO_REUSEADDR, with which several sockets that do not listen may have one port.
+        bound = socket.socket(socket.AF_INET6 if dual else socket.AF_INET, socket.SOCK_STREAM)
+        if dual:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        with suppress(OSError):
+            bound.bind(("", port))
+            return bound
+        bound.close()
+    raise OSError(errno.EADDRINUSE, "no port is free")
 
 
 def find_interface(address: str) -> str | None:

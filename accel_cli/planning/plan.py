@@ -92,6 +92,8 @@ class AgentSettings:
     """The name of this node, if its host name means nothing to the user."""
     failure_file: str | None = None
     """The file for the reason of a failure."""
+    rdzv_socket: int | None = None
+    """The file descriptor of a socket that is bound to the port of the rendezvous; None if this launch binds it."""
 
     def __post_init__(self) -> None:
         if self.is_single_node:

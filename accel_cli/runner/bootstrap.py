@@ -43,6 +43,9 @@ _NAME_TIMEOUT_S = 10
 """Seconds to wait until a host name given by the user resolves."""
 _CONNECT_TIMEOUT_S = 15
 """Seconds to wait until a store that listens answers."""
+_BACKLOG = 1024
+"""Connections that may wait until the store accepts them."""
+_INTERNET = frozenset({socket.AF_INET, socket.AF_INET6})
 _CLOCK_PERIOD_S = 1.0
 _DEPARTURE_TIMEOUT_S = 1.0
 """Seconds that a node which leaves waits until the store has its reason."""
@@ -177,11 +180,22 @@ class BootstrapStore:
         is_first = self._settings.node_rank == 0 and not self._settings.static
         if is_first or self.endpoint.is_local():
             try:
-                return serve_store(open_listener("", self.endpoint.port))
+                return serve_store(self._open_listener())
             except OSError:
                 pass  # taken by another launcher of this node, or by another program: `_connect` finds out
         self.is_host = False
         return None
+
+    def _open_listener(self) -> socket.socket:
+        """Listen on the port of the endpoint: on the socket that the ssh launcher has bound to it, if there is one."""
+        if self._settings.rdzv_socket is not None:
+            with suppress(OSError):
+                bound = socket.socket(fileno=self._settings.rdzv_socket)
+                if bound.family in _INTERNET and bound.getsockname()[1] == self.endpoint.port:
+                    bound.listen(_BACKLOG)
+                    return bound
+                bound.detach()  # the variable is that of another launch, which has started this one
+        return open_listener("", self.endpoint.port)
 
     def _connect(self) -> TCPStore:
         host, port = self.endpoint.host, self.endpoint.port
@@ -259,7 +273,7 @@ def open_listener(address: str, port: int = 0) -> socket.socket:
     """Open a socket that listens on an address; an empty one means all interfaces."""
     dual = not address and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual or ":" in address else socket.AF_INET
-    return socket.create_server((address, port), family=family, dualstack_ipv6=dual, backlog=1024)
+    return socket.create_server((address, port), family=family, dualstack_ipv6=dual, backlog=_BACKLOG)
 
 
 def serve_store(listener: socket.socket) -> TCPStore:

@@ -212,12 +212,14 @@ class _Run:
     def _start(self) -> None:
         job = self._job
         endpoint, run_id = job.rdzv_endpoint or self._find_endpoint(), f"ssh-{uuid.uuid4().hex[:12]}"
+        is_port_chosen = len(self._connections) > 1 and not job.rdzv_endpoint
         for connection in self._connections:
             connection.postpone()
             connection.send(
                 start={
                     "argv": job.build_launch_command(connection.number, endpoint, run_id),
                     "folder": job.folder,
+                    "serves_rendezvous": is_port_chosen and connection.number == 0,
                     # Over the connection, since command lines are visible to all users of a host.
                     "env": {
                         **self._plan.env,

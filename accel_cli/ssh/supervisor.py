@@ -15,7 +15,6 @@ import select
 import selectors
 import shutil
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from accel_cli.planning import network
+from accel_cli.planning.nodes import PORT
 from accel_runtime import env
 
 __all__ = ["CONTROL", "HEADER", "MARK", "STDERR", "STDOUT", "main"]
@@ -62,6 +62,8 @@ class Supervisor:
     def __init__(self) -> None:
         self._launch: subprocess.Popen[bytes] | None = None
         self._scratch = ""
+        self._port = network.bind_free_port(PORT, _NUM_PORTS)
+        """A socket with the port of the rendezvous, which stays reserved until `accel launch` of the first host listens on it."""
         self._lost_after = float(_FIRST_LOST_AFTER_S)
         self._shutdown_timeout = 0
         self._is_lost = False
@@ -79,7 +81,7 @@ class Supervisor:
         """Answer requests; end the processes of this host when the connection is lost."""
         try:
             self._write(MARK)
-            self._reply("host", _describe_host())
+            self._reply("host", _describe_host(self._port.getsockname()[1]))
             for request in self._read_requests():
                 self._handle(request)
         except LostConnectionError:
@@ -121,15 +123,20 @@ class Supervisor:
         self._lost_after, self._shutdown_timeout = start["lost_after"], start["shutdown_timeout"]
         self._scratch = tempfile.mkdtemp(prefix="accel-ssh-")
         reason = Path(self._scratch, "reason")
+        environ = {**os.environ, **start["env"], env.FAILURE_FILE: str(reason)}
+        if start["serves_rendezvous"]:
+            environ[env.RDZV_SOCKET] = str(self._port.fileno())
         self._launch = launch = subprocess.Popen(
             start["argv"],
             cwd=start["folder"],
-            env={**os.environ, **start["env"], env.FAILURE_FILE: str(reason)},
+            env=environ,
+            pass_fds=[self._port.fileno()] if start["serves_rendezvous"] else [],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT if start["merge"] else subprocess.PIPE,
             start_new_session=True,
         )
+        self._port.close()
         threading.Thread(target=self._copy_output, args=(launch, reason), daemon=True).start()
 
     def _copy_output(self, launch: subprocess.Popen[bytes], reason: Path) -> None:
@@ -200,7 +207,7 @@ def _raise_lost(*_: object) -> NoReturn:
     raise LostConnectionError
 
 
-def _describe_host() -> dict[str, Any]:
+def _describe_host(port: int) -> dict[str, Any]:
     """Return the facts that the launcher needs to know before the start."""
     server = os.environ.get("SSH_CONNECTION", "").split()[2:3]
     return {
@@ -208,18 +215,8 @@ def _describe_host() -> dict[str, Any]:
         "python": sys.executable,
         "address": server[0] if server else "",
         "own_address": network.find_own_address(),
-        "port": _find_free_port(),
+        "port": port,
     }
-
-
-def _find_free_port() -> int:
-    """Return the default port of the rendezvous, or the next one that is free."""
-    from accel_cli.planning.nodes import PORT  # noqa: PLC0415 - only here
-
-    for port in range(PORT, PORT + _NUM_PORTS):
-        with contextlib.suppress(OSError), socket.create_server(("", port)):
-            return port
-    return PORT
 
 
 def _create_folder(folder: str) -> str:

@@ -117,6 +117,20 @@ def test_three_hosts_get_the_working_folder_without_ignored_files_and_secrets(sc
     assert {json.loads((cwd / f"rank{rank}").read_text())["WORLD_SIZE"] for rank in range(3)} == {"3"}
 
 
+def test_two_launches_at_once_on_the_same_hosts_do_not_mix(script, cwd, tmp_path):
+    script(REPORT)
+    with ssh_hosts(2, tmp_path / "ssh") as two:
+        processes = []
+        for name in ("one", "two"):
+            (cwd / name).mkdir()
+            options = ("--hosts", "h0,h1", "--log-dir", str(tmp_path / "runs"))
+            processes.append(two.accel(*LAUNCH, *options, "train.py", str(cwd / name)))
+        outputs = [*map(read, processes)]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    for name in ("one", "two"):
+        assert {file.name for file in (cwd / name).iterdir()} == {"rank0", "rank1"}
+
+
 def test_the_first_failure_is_printed_last_and_gives_the_exit_code(script, tmp_path):
     script(FAIL)
     with ssh_hosts(2, tmp_path / "ssh") as two:

@@ -17,6 +17,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.launchers.torchrun import Torchrun
+from accel_cli.planning import network
 from accel_cli.runner import bootstrap
 from accel_cli.runner.bootstrap import BootstrapStore, NodeInfo
 from accel_cli.runner.rendezvous import (
@@ -223,6 +224,27 @@ def test_a_rendezvous_of_another_run_is_an_error(port, monkeypatch):
     with pytest.raises(AccelError, match=r"does not belong to run 'mine'"):
         BootstrapStore(replace(options, run_id="mine"), 1, derived=False)
     assert other.is_host, "its store ends with it"
+
+
+def test_the_store_is_served_on_a_socket_that_a_launcher_has_bound():
+    bound = network.bind_free_port(0, 0)
+    number = bound.getsockname()[1]
+    with pytest.raises(OSError, match="in use"), socket.create_server(("127.0.0.1", number)):
+        pass
+    assert come(replace(pair(number), rdzv_socket=bound.detach())).is_host
+
+
+def test_the_descriptor_of_another_socket_is_left_alone(port):
+    with network.bind_free_port(0, 0) as other:
+        assert come(replace(pair(port), rdzv_socket=other.fileno())).is_host
+        assert other.getsockname()[1] != port
+
+
+def test_two_sockets_have_different_ports_although_none_listens():
+    with network.bind_free_port(0, 0) as first:
+        number = first.getsockname()[1]
+        with network.bind_free_port(number, 1) as second:
+            assert second.getsockname()[1] not in {0, number}
 
 
 def test_the_line_names_joined_nodes_missing_nodes_and_the_remaining_time():

@@ -27,6 +27,7 @@ PYTHON = """\
 echo "$$" > "pid$ACCEL_NODE_NAME"
 case "$*" in
 *wait.py*) exec sleep 600 ;;
+*port.py*) echo "$*" > "$$"; while [ ! -e all ]; do sleep 0.05; done ;;
 *print.py*) while echo line; do sleep 0.05; done ;;
 *stall.py*) yes line | head -n 500000 ;;
 *fail.py*) [ $ACCEL_NODE_NAME = b ] || exit 1; echo "the reason
@@ -94,6 +95,19 @@ def test_every_host_runs_its_launch_and_begins_its_lines(start):
         )
         assert f"--node-rank {rank}" in line
         assert line.endswith("-- train.py; hidden")
+
+
+def test_two_launches_at_once_on_the_same_hosts_have_different_ports(start, cwd):
+    processes = [start("port.py") for _ in range(2)]
+    end = time.monotonic() + 60
+    while len(texts := [file.read_text() for file in cwd.glob("[0-9]*")]) < 4 or not all(texts):
+        assert time.monotonic() < end, "they did not start"
+        time.sleep(0.02)
+    (cwd / "all").touch()
+    for process in processes:
+        assert process.wait(60) == 0
+    ports = [re.search(r"10\.0\.0\.1:(\d+)", text)[1] for text in texts]
+    assert sorted(map(ports.count, ports)) == [2, 2, 2, 2]
 
 
 def test_the_host_with_the_reason_gives_the_last_line_and_the_exit_code(start):
