@@ -335,14 +335,30 @@ class Ssh(Launcher):
         return hosts[: int(self.nnodes or len(hosts))]
 
     def _count_processes(self, host: Host, spec: LaunchSpec) -> int | str:
+        """Return the number of processes of a host; `auto` is one for each of its GPUs."""
+        num_gpus = self._count_chosen_gpus(spec)
         if self.nproc_per_node == "auto":
-            return host.slots or (1 if spec.settings.device == "cpu" else "auto")
-        if host.slots is not None and self.nproc_per_node > host.slots:
+            count = host.slots or num_gpus or (1 if spec.settings.device == "cpu" else "auto")
+            source = f"slots={host.slots} of host {host.destination}"
+        else:
+            count, source = self.nproc_per_node, f"launcher.nproc_per_node {self.nproc_per_node}"
+            if host.slots is not None and count > host.slots:
+                raise UsageError(
+                    f"Invalid {source}: host {host.destination} has slots={host.slots}. Reduce it, or use auto."
+                )
+        # As on the host itself: two ranks of NCCL cannot use one GPU.
+        if num_gpus and int(count) > num_gpus and spec.settings.process_group_backend != "gloo":
             raise UsageError(
-                f"Invalid launcher.nproc_per_node {self.nproc_per_node}: host {host.destination} has slots={host.slots}. Reduce "
-                "it, or use auto."
+                f"Invalid {source}: launcher.gpu_ids {self.gpu_ids} chooses {num_gpus} GPU(s) on every host. Reduce it, choose more "
+                "GPUs, or share them with process_group_backend: gloo."
             )
-        return self.nproc_per_node
+        return count
+
+    def _count_chosen_gpus(self, spec: LaunchSpec) -> int | None:
+        """Return the number of GPUs that `gpu_ids` chooses on every host; None if it chooses none."""
+        if self.gpu_ids in {None, "all"} or spec.settings.device == "cpu":
+            return None
+        return len(str(self.gpu_ids).split(","))
 
     def _build_job(self, spec: LaunchSpec, hosts: tuple[Host, ...], counts: tuple[int | str, ...]) -> SshPlan:
         defaults = {name: type(self).model_fields[name].default for name in _FORWARDED_KEYS}

@@ -116,6 +116,27 @@ def test_more_processes_than_slots_are_an_error():
         Ssh(hosts=["a slots=2"], nproc_per_node=3).plan(job())
 
 
+def test_gpu_ids_are_the_processes_of_a_host_without_slots():
+    plan = Ssh(hosts=["a", "b slots=1"], gpu_ids="0,2").plan(job())
+    assert plan.job.counts == (2, 1)
+    assert Ssh(hosts=["a"], gpu_ids="all").plan(job()).job.counts == ("auto",)
+    assert Ssh(hosts=["a slots=3"], gpu_ids="0,2").plan(job(device="cpu")).job.counts == (3,)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"hosts": ["a", "b slots=4"]}, "Invalid slots=4 of host b: launcher.gpu_ids 0,2 chooses 2 GPU"),
+        ({"hosts": ["a"], "nproc_per_node": 3}, "Invalid launcher.nproc_per_node 3: launcher.gpu_ids 0,2 chooses 2"),
+    ],
+)
+def test_more_processes_than_gpu_ids_are_an_error_unless_gloo_shares_the_gpus(options, problem):
+    launcher = Ssh(gpu_ids="0,2", **options)
+    with pytest.raises(UsageError, match=problem):
+        launcher.plan(job())
+    assert max(launcher.plan(job(process_group_backend="gloo")).job.counts) > 2
+
+
 def test_a_node_rank_is_an_error(cwd):
     with pytest.raises(UsageError, match=r"Cannot use --node-rank with launcher\.kind: ssh"):
         resolved(hosts="a,b", node_rank="1")
