@@ -279,7 +279,8 @@ class Ssh(Launcher):
             raise ValueError("hosts or hostfile is needed, for example --hosts node1,node2")
         if self.hosts is not None and self.hostfile is not None:
             raise ValueError(
-                "hosts and hostfile are both set: remove one, for example by --set launcher.hostfile=null"
+                "hosts and hostfile are both set. Remove one: --hosts instead of the hostfile of a profile needs --set "
+                "launcher.hostfile=null, and --hostfile needs --set launcher.hosts=null"
             )
         return self
 

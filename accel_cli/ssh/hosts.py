@@ -51,6 +51,8 @@ def parse_host(text: str) -> Host:
     slots = None
     for word in words:
         if match := _SLOTS.fullmatch(word):
+            if slots is not None:
+                raise ValueError(f"expected slots=N once after the host, got {text!r}")
             slots = int(match[1])
         elif not _IGNORED.fullmatch(word):
             raise ValueError(f"expected slots=N after the host, got {word!r} in {text!r}")

@@ -5,6 +5,7 @@ import re
 import shlex
 
 import pytest
+import yaml
 
 from accel_cli.errors import ProfileError, UsageError
 from accel_cli.launchers.base import LaunchSpec
@@ -55,6 +56,24 @@ def test_hosts_override_those_of_a_profile_and_keep_its_other_keys(cwd, home):
     assert (launcher.hosts, launcher.lost_after) == (["a", "b"], 9)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "option"),
+    [
+        ("hostfile", "hosts", {"hosts": "a,b"}),
+        ("hosts", ["c"], {"hostfile": "hosts"}),
+    ],
+    ids=["--hosts", "--hostfile"],
+)
+def test_a_hostfile_and_hosts_need_the_other_key_of_the_profile_to_be_unset(cwd, home, key, value, option):
+    text = yaml.safe_dump({"schema_version": 1, "launcher": {"kind": "ssh", key: value, "lost_after": 9}})
+    write(home / "profiles" / "default.yaml", text)
+    cure = f"launcher.{key}=null"
+    with pytest.raises(ProfileError, match=re.escape(f"--set {cure}")):
+        resolved(**option)
+    launcher = resolved(**option, set=[cure]).profile.launcher
+    assert (getattr(launcher, key), launcher.lost_after) == (None, 9)
+
+
 def test_hosts_with_another_launcher_of_the_command_line_are_an_error(cwd):
     with pytest.raises(UsageError, match=r"Cannot use --hosts with launcher\.kind: torchrun"):
         resolved(hosts="a,b", set=["launcher.kind=torchrun"])
@@ -70,6 +89,8 @@ def test_other_options_select_no_launcher(cwd):
     [
         ({"hosts": "a:22"}, "a port belongs into ~/.ssh/config"),
         ({"hosts": "a,a"}, "a is listed twice"),
+        ({"hosts": "a slots=2,ann@A slots=4"}, "a is listed twice"),
+        ({"hosts": "a slots=2 slots=4"}, "expected slots=N once after the host"),
         ({"hosts": ""}, "at least one host"),
         ({"hosts": "a,b", "hostfile": "hosts"}, "hosts and hostfile are both set"),
         ({"hosts": "a,b", "nnodes": "1:2"}, "the hosts of launcher.kind: ssh are fixed"),
@@ -127,7 +148,10 @@ def test_gpu_ids_are_the_processes_of_a_host_without_slots():
     ("options", "problem"),
     [
         ({"hosts": ["a", "b slots=4"]}, "Invalid slots=4 of host b: launcher.gpu_ids 0,2 chooses 2 GPU"),
-        ({"hosts": ["a"], "nproc_per_node": 3}, "Invalid launcher.nproc_per_node 3: launcher.gpu_ids 0,2 chooses 2"),
+        (
+            {"hosts": ["a"], "nproc_per_node": 3},
+            "Invalid launcher.nproc_per_node 3: launcher.gpu_ids 0,2 chooses 2",
+        ),
     ],
 )
 def test_more_processes_than_gpu_ids_are_an_error_unless_gloo_shares_the_gpus(options, problem):

@@ -22,7 +22,20 @@ def test_an_entry_is_what_ssh_takes_with_its_slots(text, host):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "-oProxyCommand=sh", "a:22", "a b", "a slots=0", "a slots=x", "@a", "a;b", "-l@a", "a/b", "a$(b)"],
+    [
+        "",
+        "-oProxyCommand=sh",
+        "a:22",
+        "a b",
+        "a slots=0",
+        "a slots=x",
+        "a slots=2 slots=4",
+        "@a",
+        "a;b",
+        "-l@a",
+        "a/b",
+        "a$(b)",
+    ],
 )
 def test_an_entry_of_another_form_is_an_error(text):
     with pytest.raises(ValueError, match="expected"):
