@@ -6,9 +6,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 from debian import UnavailableError, install
 
@@ -36,7 +37,12 @@ Host *
   GlobalKnownHostsFile none
   StrictHostKeyChecking yes
 """
-IN_HOST = 'mount --bind "$1" /etc/hosts && hostname "$2" && shift 2 && exec "$@"'
+IN_HOST = """\
+mount --bind "$1" /etc/hosts && hostname "$2" || exit
+[ -z "$3" ] || mount -t tmpfs none "$3" || exit
+shift 3
+exec "$@"
+"""
 
 
 def check_available() -> None:
@@ -54,8 +60,9 @@ def check_available() -> None:
 class SshHosts:
     """Hosts that reach each other over ssh; the first is also where `accel launch` is typed."""
 
-    def __init__(self, machines: Hosts, folder: Path) -> None:
+    def __init__(self, machines: Hosts, folder: Path, emptied: Mapping[str, Path]) -> None:
         self.machines, self.folder = machines, folder
+        self._emptied = emptied
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def accel(self, *args: str, **environ: str) -> subprocess.Popen[str]:
@@ -79,13 +86,14 @@ class SshHosts:
         wrapper.chmod(0o755)
         Path("/run/sshd").mkdir(exist_ok=True)
         for host in self.machines:
+            emptied = str(self._emptied.get(host.name, ""))
             table = f"/etc/netns/{host.namespace}/hosts"
             enter = ["nsenter", f"--net=/run/netns/{host.namespace}", "unshare", "--uts", "--mount"]
             daemon = ["/usr/sbin/sshd", "-D", "-e", "-f", str(self.folder / "sshd_config")]
             with (self.folder / f"{host.name}.log").open("wb") as log:
                 self._daemons.append(
                     subprocess.Popen(
-                        [*enter, "sh", "-c", IN_HOST, "sh", table, host.name, *daemon], stderr=log
+                        [*enter, "sh", "-c", IN_HOST, "sh", table, host.name, emptied, *daemon], stderr=log
                     )
                 )
         for host in self.machines:
@@ -123,11 +131,19 @@ class SshHosts:
 
 
 @contextmanager
-def ssh_hosts(count: int, folder: Path) -> Iterator[SshHosts]:
-    """So many hosts with `sshd`, h0 and on; `folder` is empty, and gets their keys."""
+def ssh_hosts(
+    count: int, folder: Path, *, emptied: Mapping[str, Path] = MappingProxyType({})
+) -> Iterator[SshHosts]:
+    """Start so many hosts with `sshd`, h0 and on.
+
+    Args:
+        count: The number of hosts.
+        folder: A new folder for their keys.
+        emptied: A folder of each of these hosts in which it sees an empty file system of its own, not the files of the others.
+    """
     folder.mkdir(mode=0o755)
     with hosts(count) as machines:
-        cluster = SshHosts(machines, folder)
+        cluster = SshHosts(machines, folder, emptied)
         try:
             cluster.start()
             yield cluster

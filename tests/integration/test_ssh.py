@@ -1,6 +1,7 @@
 """`accel launch --hosts` with real `sshd` on hosts of namespaces: runs, failures, signals, and what is left on the hosts."""
 
 import json
+import os
 import re
 import signal
 import time
@@ -18,6 +19,12 @@ names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", 
 facts = {name: os.environ.get(name) for name in names} | {"host": os.uname().nodename, "args": sys.argv[1:]}
 Path(sys.argv[1], f"rank{facts['RANK']}").write_text(json.dumps(facts))
 print("finished as", facts["RANK"])
+"""
+LIST = """
+import os
+files = os.listdir()
+from lib import part
+print("files:", *sorted(files), part.text)
 """
 FAIL = """
 import os, sys, time
@@ -117,6 +124,24 @@ def test_three_hosts_get_the_working_folder_without_ignored_files_and_secrets(sc
     assert {json.loads((cwd / f"rank{rank}").read_text())["WORLD_SIZE"] for rank in range(3)} == {"3"}
 
 
+def test_a_host_without_the_working_folder_needs_a_copy_of_it(script, cwd, tmp_path):
+    """Its second host has a file system of its own at the path of the working folder."""
+    script(LIST)
+    script("text = 'a module'", "lib/part.py")
+    script("API_KEY=hidden", ".env")
+    with ssh_hosts(2, tmp_path / "ssh", emptied={"h1": cwd}) as two:
+        options = ("--hosts", "h0,h1", "--ranks", "all", "--log-dir", str(tmp_path / "runs"))
+        refused = two.accel(*LAUNCH, *options, "train.py")
+        message = read(refused)
+        process = two.accel(*LAUNCH, *options, "--sync", "train.py")
+        output = read(process)
+    assert (refused.returncode, process.returncode) == (1, 0), message + output
+    assert f"host h1: script not found: {cwd}/train.py. Use a shared file system" in message
+    assert "files:" not in message
+    assert "[h1] [1] files: lib train.py a module" in output.splitlines()
+    assert re.search(r"^\[h0\] \[0\] files: \.env .* a module$", output, re.MULTILINE), output
+
+
 def test_two_launches_at_once_on_the_same_hosts_do_not_mix(script, cwd, tmp_path):
     script(REPORT)
     with ssh_hosts(2, tmp_path / "ssh") as two:
@@ -145,14 +170,17 @@ def test_the_first_failure_is_printed_last_and_gives_the_exit_code(script, tmp_p
     ), output
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
-def test_a_launcher_that_ends_leaves_nothing_on_any_host(script, cwd, tmp_path, number):
-    """After Ctrl-C and after SIGKILL alike, the scripts get a signal and may save."""
+@pytest.mark.parametrize(
+    ("send", "number"), [(os.killpg, signal.SIGINT), (os.kill, signal.SIGKILL)], ids=["Ctrl-C", "SIGKILL"]
+)
+def test_a_launcher_that_ends_leaves_nothing_on_any_host(script, cwd, tmp_path, send, number):
+    """The scripts get a signal and may save. Ctrl-C of a terminal signals the process group, with what the launcher has started."""
     script(WAIT)
     with ssh_hosts(2, tmp_path / "ssh") as two:
         process = two.accel(*LAUNCH, "--hosts", "h0,h1", "--log-dir", str(tmp_path / "runs"), "train.py")
         until(lambda: len([*cwd.glob("up*")]) == 2)
-        process.send_signal(number)
+        assert os.getpgid(process.pid) == process.pid
+        send(process.pid, number)
         output = read(process)
         until(lambda: not two.list_processes(), 60)
     assert process.returncode == (130 if number == signal.SIGINT else -9), output
