@@ -46,7 +46,7 @@ _CLUTTER = frozenset({
     "wandb",
 })  # fmt: skip
 _ENVIRONMENT_MARKS = ("pyvenv.cfg", "conda-meta")
-_ALL = "all files but caches and environments"
+_ALL = "all files except caches and environments"
 _NUM_SHOWN = 5
 _LS_FILES = (
     # Git sets these for its hooks, where they would point to another repository.
@@ -109,14 +109,15 @@ def select_files(
     secrets = {name for name in names if secret.match_file(name.lower()) and not allowed.match_file(name)}
     if secrets:
         notes.append(
-            f"not sent, since they may hold secrets: {_join_names(sorted(secrets))}; add to launcher.include what the job needs"
+            f"not sent, since they may hold secrets: {_join_names(sorted(secrets))}. Add those that the script needs to "
+            "launcher.include"
         )
     files = _stat_files(source, sorted(names - secrets, key=os.fsencode), keep_links=keep_links)
     sent = _collect_names(files)
     links = [] if keep_links else [file.name for file in files if file.link]
     broken = [name for name in links if _resolve_name(source, name) not in sent]
     if broken:
-        notes.append(f"links to files that are not sent, so broken in the job: {_join_names(broken)}")
+        notes.append(f"links that will be broken, since their targets are not sent: {_join_names(broken)}")
     return Selection(source, tuple(files), method, tuple(sorted(secrets)), tuple(notes))
 
 
@@ -125,27 +126,27 @@ def check_selected(selection: Selection, path: str | Path) -> None:
     name = os.path.normpath(path)
     if {name, _resolve_name(selection.source, name)} & _collect_names(selection.files):
         return
-    reason = "it is ignored by git, a cache, empty, or matches launcher.exclude"
+    reason = "git ignores it, it is a cache or empty, or launcher.exclude matches it"
     if name in selection.secrets:
         reason = "it may hold secrets"
     raise UsageError(
-        f"{format_name(name)} is needed, but not sent: {reason}. Add it to launcher.include, or change launcher.exclude."
+        f"{format_name(name)} is needed, but is not sent: {reason}. Add it to launcher.include, or change launcher.exclude."
     )
 
 
 def describe_selection(selection: Selection) -> Iterator[str]:
-    """Yield lines that list which files are sent, and which are not since they may hold secrets."""
+    """Yield lines about the files that are sent, and about those that are not, since they may hold secrets."""
     yield (
         f"{len(selection.files)} files of {selection.source}, {console.format_size(selection.size)}: {selection.method}"
     )
     for file in selection.largest:
         yield f"  {console.format_size(file.size):>9}  {format_name(file.name)}"
     if selection.secrets:
-        yield f"not sent, may hold secrets: {_join_names(selection.secrets)}"
+        yield f"not sent, since they may hold secrets: {_join_names(selection.secrets)}"
 
 
 def is_clutter(path: Path) -> bool:
-    """Return whether a file or folder is a cache, an environment, or a folder that ignores itself."""
+    """Return True for a cache, an environment, and a folder whose `.gitignore` excludes all of its files."""
     if path.name in _CLUTTER or path.suffix in {".pyc", ".pyo"}:
         return True
     if any(os.path.lexists(path / mark) for mark in _ENVIRONMENT_MARKS):
@@ -173,11 +174,13 @@ def _list_files(source: Path, excluded: GitIgnoreSpec) -> tuple[set[str], str, l
             names = _list_with_git(source, "", notes)
         except subprocess.CalledProcessError as error:
             lines = error.stderr.decode(errors="replace").splitlines() or [f"exit code {error.returncode}"]
-            notes = [f"git cannot list the files of {source}: {lines[0]}; {_ALL} are sent"]
+            notes = [f"git cannot list the files of {source}: {lines[0]}. So {_ALL} are sent"]
         else:
             if names:
                 return names, "tracked by git, or new and not ignored", notes
-            notes = [f"git lists no file of {source}, and may ignore the folder; {_ALL} are sent"]
+            notes = [
+                f"git lists no files of {source}, perhaps since it ignores the folder. So {_ALL} are sent"
+            ]
     return set(walk_files(source, excluded)), f"{_ALL}, since git does not list them", notes
 
 
@@ -197,7 +200,7 @@ def _list_with_git(source: Path, subfolder: str, notes: list[str]) -> set[str]:
             names |= _list_with_git(source, name, notes)
         else:
             notes.append(
-                f"submodule {name} is not checked out, and not sent; run git submodule update --init"
+                f"submodule {name} is not checked out, so its files are not sent. Run git submodule update --init"
             )
     parts = {part for name in new for part in (*_list_parents(name), name)}
     clutter = {part for part in parts if is_clutter(source / part)}
@@ -248,7 +251,7 @@ def _find_included(
 
 
 def _stat_files(source: Path, names: Sequence[str], *, keep_links: bool) -> list[SelectedFile]:
-    """Return those of the names that exist and are files or links; refuse links that leave the source, or keep them."""
+    """Return the files and links among the names; refuse links that leave the source, unless `keep_links` is set."""
     links = {name for name in names if os.path.islink(source / name)}  # noqa: PTH114 - no error for a closed folder
     files, broken = [], []
     for name in names:
@@ -275,7 +278,7 @@ def _stat_files(source: Path, names: Sequence[str], *, keep_links: bool) -> list
             files.append(SelectedFile(name, status.st_size))
     if broken:
         raise UsageError(
-            f"{len(broken)} link(s) in {source} leave it or are broken, and would be broken in the job: "
+            f"{len(broken)} link(s) in {source} lead out of it or to missing files, and would be broken in the job: "
             f"{', '.join(broken[:_NUM_SHOWN])}. Add them to launcher.exclude, and pass large data as an input channel "
             "(launcher.inputs) or on a volume (launcher.volumes)."
         )
@@ -325,7 +328,7 @@ def write_archive(selection: Selection, path: Path) -> None:
                 if file.link:
                     member.type, member.linkname = tarfile.SYMTYPE, file.link
                 else:
-                    # The size is that of the bytes that were read, also if the file grows meanwhile.
+                    # The size is that of the bytes that were read, even if the file grows meanwhile.
                     data, member.mode = _read_file(selection.source / file.name)
                     member.size = len(data)
                 archive.addfile(member, io.BytesIO(data))

@@ -128,7 +128,7 @@ def test_files_that_do_not_fit_a_config_map_are_an_error(cwd):
     ):
         manifests.read_source(plan(Kubernetes(image="i")).job)
     assert manifests.read_source(plan(Kubernetes(image="i", exclude=["data.bin"])).job)
-    with pytest.raises(UsageError, match=r"train\.py is needed, but not sent"):
+    with pytest.raises(UsageError, match=r"train\.py is needed, but is not sent"):
         manifests.read_source(plan(Kubernetes(image="i", exclude=["*.py", "data.bin"])).job)
 
 

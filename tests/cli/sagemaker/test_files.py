@@ -150,7 +150,7 @@ def test_a_folder_that_a_repository_ignores_is_sent_all_the_same(tree, write, gi
     git("init")
     found = select_files(tree / "out" / "job")
     assert names(found) == ["lib/a.py", "train.py"]
-    assert "git lists no file of" in found.notes[0]
+    assert "git lists no files of" in found.notes[0]
 
 
 @pytest.mark.parametrize("repository", [True, False])
@@ -211,8 +211,8 @@ def test_what_may_hold_secrets_is_sent_only_where_include_names_it(tree, write, 
     assert names(found) == ["train.py"]
     assert found.notes == (
         (
-            "not sent, since they may hold secrets: .aws/credentials, .env, conf/.env.prod, conf/key.pem, credentials.json; "
-            "add to launcher.include what the job needs"
+            "not sent, since they may hold secrets: .aws/credentials, .env, conf/.env.prod, conf/key.pem, credentials.json. "
+            "Add those that the script needs to launcher.include"
         ),
     )
     assert names(select_files(tree, ["*.pem"])) == ["conf/key.pem", "train.py"]
@@ -244,7 +244,7 @@ def test_links_that_lead_out_or_to_nothing_are_named_all_at_once(tree, write, tm
     (tree / "data").symlink_to(tmp_path / "data")
     (tree / "gone").symlink_to("nothing")
     (tree / "itself").symlink_to("itself")
-    with pytest.raises(UsageError, match=r"3 link\(s\) .* leave it or are broken") as error:
+    with pytest.raises(UsageError, match=r"3 link\(s\) .* lead out of it or to missing files") as error:
         select_files(tree)
     for said in (
         f"data -> {tmp_path}/data",
@@ -262,7 +262,7 @@ def test_a_link_to_what_is_not_sent_is_said(tree, write):
     (tree / "last").symlink_to("runs/1")
     assert select_files(tree).notes == ()
     assert select_files(tree, [], ["runs"]).notes == (
-        "links to files that are not sent, so broken in the job: last",
+        "links that will be broken, since their targets are not sent: last",
     )
 
 
@@ -337,7 +337,7 @@ def test_a_summary_says_what_is_sent_and_what_is_not(tree, write, git):
         "     1.2 kB  lib/large.py",
         "        6 B  .gitignore",
         "        2 B  train.py",
-        "not sent, may hold secrets: .env",
+        "not sent, since they may hold secrets: .env",
     ]
 
 
@@ -360,10 +360,10 @@ def test_files_that_may_hold_secrets_are_known_by_their_names(tree, write, name,
     ("target", "reason"),
     [
         *((target, None) for target in ("train.py", "./train.py", "lib/../train.py", "link.py", "folder/a.py", "lib", ".")),
-        ("ignored.py", "ignored.py is needed, but not sent: it is ignored by git, a cache, empty, or matches"),
+        ("ignored.py", "ignored.py is needed, but is not sent: git ignores it, it is a cache or empty, or"),
         ("excluded.py", "Add it to launcher.include, or change launcher.exclude."),
-        ("empty", "empty is needed, but not sent: it is ignored by git, a cache, empty,"),
-        ("key.pem", "key.pem is needed, but not sent: it may hold secrets. Add it to launcher.include"),
+        ("empty", "empty is needed, but is not sent: git ignores it, it is a cache or empty,"),
+        ("key.pem", "key.pem is needed, but is not sent: it may hold secrets. Add it to launcher.include"),
     ],
 )  # fmt: skip
 def test_a_file_that_the_job_needs_must_be_sent(tree, write, git, target, reason):
@@ -396,4 +396,4 @@ def test_all_but_clutter_is_sent_if_git_does_not_list_the_files(  # noqa: PLR091
         monkeypatch.setenv("PATH", str(tmp_path))
     found = select_files(tree)
     assert names(found) == [".gitignore", "train.py", "x.bin"]
-    assert re.search("fatal: not a git repository|No such file.*; all files but", found.notes[0])
+    assert re.search("fatal: not a git repository|No such file.*.*all files except", found.notes[0])

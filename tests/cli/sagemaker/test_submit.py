@@ -173,7 +173,7 @@ def test_looking_says_what_sagemaker_would_refuse(plan, offline):
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"exclude": ["*.py"]}, "train.py is needed, but not sent: it is ignored by git"),
+        ({"exclude": ["*.py"]}, "train.py is needed, but is not sent: git ignores it"),
         ({"max_upload_size": 1}, r"launcher\.max_upload_size is 1 MB. The largest are big\.bin"),
         ({"tags": {"a": "x" * 300}}, r"launcher\.tags"),
         (
