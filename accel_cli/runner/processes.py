@@ -94,8 +94,13 @@ class WorkerProcesses(SubprocessContext):
     @override
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
         # torch would signal process groups: data-loader workers end, and fail the rank while it saves.
-        if late := end_processes(self.leaders, death_sig, timeout, self._orphans):
-            pids = ", ".join(map(str, late))
+        late = end_processes(self.leaders, death_sig, timeout, self._orphans)
+        killed = [worker.pid for worker in self.leaders if worker.pid in self._orphans.killed_workers]
+        self._orphans.killed_workers.clear()  # torch may close the processes again
+        pids = ", ".join(map(str, killed or late))
+        if killed:
+            console.note(f"process {pids} was killed at once: a signal arrived while the run was ending")
+        elif late:
             console.note(f"process {pids} did not exit within {timeout} s and was killed")
 
 

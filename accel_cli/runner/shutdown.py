@@ -178,13 +178,15 @@ def _wait_for_sessions(
 
 
 def kill_sessions(workers: Sequence[Worker], orphans: Orphans | None = None) -> None:
-    """Send SIGKILL to every process in the sessions of the workers, and stop waiting for orphans."""
-    guard.send_signal(_get_running(workers), signal.SIGKILL)
+    """Send SIGKILL to every process in the sessions of the workers; with orphans, wait for no process any more."""
+    running = _get_running(workers)
+    guard.send_signal(running, signal.SIGKILL)
     sessions = {worker.pid for worker in workers}
     processes = guard.list_processes()
     guard.send_signal((process.pid for process in processes if process.session in sessions), signal.SIGKILL)
     if orphans:
         orphans.skip_waiting = True
+        orphans.killed_workers |= {*running}
 
 
 class Orphans:
@@ -197,6 +199,8 @@ class Orphans:
     def __init__(self) -> None:
         self.skip_waiting = False
         """True after a second signal: do not wait any more."""
+        self.killed_workers: set[int] = set()
+        """The workers that the signal killed which set `skip_waiting`."""
         self._known: set[int] = set()
         self._succeeded: set[int] = set()
         # The guard, the fork server, and children that this process had before it became a launcher.

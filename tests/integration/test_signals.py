@@ -178,8 +178,12 @@ def test_a_second_signal_kills_processes_that_ignore_it(script, launch, number):
     launched = launch().up().send(number)
     wait_for(lambda: launched.said)
     time.sleep(0.5)  # nearer together they are one
+    pids = ", ".join((launched.cwd / f"up{rank}").read_text() for rank in range(2))
     launched.send(number)
     assert launched.ended(20) == 128 + number
+    assert launched.said[1:] == [
+        f"accel: process {pids} was killed at once: a signal arrived while the run was ending"
+    ]
     assert not launched.left()
 
 
