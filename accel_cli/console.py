@@ -38,6 +38,7 @@ __all__ = [
 _BOLD_RED = "\x1b[1;31m"
 _DIM = "\x1b[2m"
 _RESET = "\x1b[0m"
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _TABLE_GAP = 2
 """Columns of the terminal between two columns of a table."""
 _PROGRESS_DELAY_S = 1.0
@@ -156,11 +157,13 @@ def table(
     cropped: Collection[str] = (),
     optional: Sequence[str] = (),
 ) -> None:
-    """Write rows below headings to a terminal, and tab-separated rows to other programs.
+    r"""Write rows below headings to a terminal, and tab-separated rows to other programs.
 
     On a narrow terminal, long values are folded; those of `cropped` columns are shortened, and `fixed` columns stay. Columns
-    of `optional` are left out, the first one first, while the fixed ones do not fit.
+    of `optional` are left out, the first one first, while the fixed ones do not fit. Control characters, such as the escape
+    sequences of a terminal in the name of a file, are written as `\x1b`.
     """
+    rows = [[_CONTROL.sub(_escape_character, value) for value in row] for row in rows]
     if not sys.stdout.isatty():
         for row in rows:
             plain("\t".join(row))
@@ -187,6 +190,10 @@ def table(
     for row in zip(*cells.values(), strict=True):
         grid.add_row(*map(escape, row))
     screen.print(grid)
+
+
+def _escape_character(match: re.Match[str]) -> str:
+    return ascii(match[0])[1:-1]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Questions on a terminal are answered by what is typed once they are shown."""
+"""Questions and tables on a terminal."""
 
 import os
 import sys
@@ -48,3 +48,15 @@ def test_a_line_that_is_typed_before_a_question_is_shown_does_not_answer_it(term
 def test_enter_gives_the_default_answer(terminal, answer, yes):
     terminal(b"", answer)
     assert console.confirm("Edit again?", default=True) is yes
+
+
+def test_a_table_on_a_terminal_shows_control_characters_as_escapes(monkeypatch):
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        console.table(("SCRIPT",), [("train\x1b[2J.py",)])
+        stdout.flush()
+        shown = os.read(ours, 1000)
+    os.close(ours)
+    assert rb"train\x1b[2J.py" in shown
+    assert b"\x1b[2J" not in shown

@@ -108,6 +108,15 @@ def test_runs_are_listed_with_script_start_duration_ranks_and_exit_code(tmp_path
     assert wrong.returncode == 2
 
 
+def test_control_characters_in_the_name_of_a_script_do_not_reach_the_terminal(tmp_path, capfd, cwd):
+    name = "train\x1b[2J\x9b31m\n\té.py"
+    RunFolder.create(tmp_path, name, {"target": name, "world_size": 1})
+    (row,) = run(capfd, "runs", "--log-dir", tmp_path).stdout.splitlines()
+    assert row.split("\t")[1] == r"train\x1b[2J\x9b31m\n\té.py"
+    (entry,) = json.loads(run(capfd, "runs", "--log-dir", tmp_path, "--json").stdout)
+    assert entry["script"] == name
+
+
 def test_the_end_of_a_script_that_replaced_its_launcher_is_that_of_its_heartbeat(tmp_path, capfd, cwd):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
