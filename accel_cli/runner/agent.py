@@ -453,6 +453,8 @@ class ElasticAgent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         if result.failures:
             self._restart_reason = self._build_restart_reason(result)
+        elif result.state is WorkerState.SUCCEEDED:
+            return self._await_nodes(self._nodes, result) if self._nodes else result
         elif result.state is WorkerState.HEALTHY:
             if self._stall_watch:
                 self._stall_watch.check()
@@ -472,10 +474,22 @@ class ElasticAgent(LocalElasticAgent):
         text = departed or failures.format_one_line(first)
         return RestartReason(is_consequence and not departed, first.time, text)
 
+    def _await_nodes(self, nodes: NodeRendezvous, succeeded: RunResult) -> RunResult:
+        """Return a healthy result while processes of other nodes run: if one of them fails, all processes restart.
+
+        torch waits in a barrier instead, for 300 seconds, in which a node whose processes have ended joins no restart.
+        """
+        assert self._round is not None
+        if nodes.publish_success(self._round):
+            return succeeded
+        # Not only once the rendezvous is closed: the node that serves the store ends at once after that.
+        self._raise_if_ended()
+        return self._check_nodes(nodes, RunResult(state=WorkerState.HEALTHY))
+
     def _check_nodes(self, nodes: NodeRendezvous, healthy: RunResult) -> RunResult:
         """Return an unhealthy result, which restarts the processes, if another node is lost and restarts remain."""
-        if nodes.is_closed() and (reason := self._bootstrap.get_value("ended")):
-            raise RunEndedError(f"the run ended on another machine: {reason}")
+        if nodes.is_closed():
+            self._raise_if_ended()
         lost = nodes.describe_lost()
         if not lost:
             return healthy
@@ -484,6 +498,10 @@ class ElasticAgent(LocalElasticAgent):
             raise AccelError(lost)
         self._restart_reason = RestartReason(False, time.time(), lost)
         return RunResult(state=WorkerState.UNHEALTHY)
+
+    def _raise_if_ended(self) -> None:
+        if reason := self._bootstrap.get_value("ended"):
+            raise RunEndedError(f"the run ended on another machine: {reason}")
 
     @override
     def _restart_workers(self, worker_group: WorkerGroup) -> None:

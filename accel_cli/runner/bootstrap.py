@@ -366,14 +366,23 @@ class RendezvousProgress:
     def _run(self) -> None:
         if self._done.wait(self._quiet):
             return
-        if not sys.stderr.isatty():
-            self._print_lines()
-            return
-        is_done = False
-        while not is_done:
-            is_done = self._done.wait(0.5)
-            sys.stderr.write("\r\x1b[K" if is_done else f"\r\x1b[Kaccel: {self._format_line()}")
-            sys.stderr.flush()
+        # A lost store ends the wait, and is reported there.
+        with suppress(DistError):
+            if sys.stderr.isatty():
+                self._update_line()
+            else:
+                self._print_lines()
+
+    def _update_line(self) -> None:
+        try:
+            while not self._done.wait(0.5):
+                self._write(f"\r\x1b[Kaccel: {self._format_line()}")
+        finally:
+            self._write("\r\x1b[K")
+
+    def _write(self, text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
     def _print_lines(self) -> None:
         printed, printed_at = "", 0.0

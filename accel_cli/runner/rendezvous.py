@@ -109,6 +109,7 @@ class NodeRendezvous(DynamicRendezvousHandler):
     _is_static: bool
     _max_restarts: int
     _round_store: TCPStore | None = None
+    _has_succeeded: bool = False
     _absent_since: float | None = None
 
     @classmethod
@@ -157,6 +158,7 @@ class NodeRendezvous(DynamicRendezvousHandler):
         self.arrived = ()
         info = super().next_rendezvous()
         self._absent_since = None
+        self._has_succeeded = False
         store = PrefixStore("accel", info.store)
         rank = self._assign_rank(store, info.rank, info.world_size)
         return RendezvousInfo(info.store, rank, info.world_size, self._open_round_store(store, rank))
@@ -183,6 +185,12 @@ class NodeRendezvous(DynamicRendezvousHandler):
             self._round_store = served = serve_store(open_listener(self.bootstrap.address))
             store.set("master", json.dumps([served.host, served.port]))
         return RendezvousStoreInfo(*json.loads(store.get("master")))
+
+    def publish_success(self, number: int) -> bool:
+        """Publish once that the processes of this node have succeeded in a round; return True if those of all nodes have."""
+        amount, self._has_succeeded = int(not self._has_succeeded), True
+        count = self.bootstrap.store.add(self.bootstrap.get_key(f"round/{number}/succeeded"), amount)
+        return int(count) >= len(self.nodes)
 
     def _delay(self, seconds: float | tuple[float, float]) -> None:
         """Wait between two reads of the shared state, instead of torch; raise UsageError if this node can never take part."""

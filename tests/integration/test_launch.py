@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -56,7 +57,16 @@ def test_a_module_of_the_working_folder_breaks_no_launch_and_is_that_of_the_scri
     for name in ("pydantic", "typing_extensions", "yaml"):
         script("mine = True\n", f"{name}.py")
     script("import sys, yaml\nprint(yaml.mine, sys.path[0])\n")
-    command = [sys.executable, "-m", "accel_cli", "launch", "--cpu", "--nproc-per-node", str(count), "train.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "accel_cli",
+        "launch",
+        "--cpu",
+        "--nproc-per-node",
+        str(count),
+        "train.py",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert (done.returncode, done.stdout) == (0, f"True {cwd}\n"), done.stderr
 
@@ -329,6 +339,57 @@ def test_two_nodes_join_by_the_same_command(accel, script, tmp_path, port):
             machine.kill()
     assert sorted(said) == ["[0] I am 0 of 2", "[1] I am 1 of 2"]
     assert [machine.returncode for machine in machines] == [0, 0]
+
+
+FINISHES_EARLY = """
+import os, sys, time
+from pathlib import Path
+rank, failing, failures = os.environ["RANK"], sys.argv[1], int(sys.argv[2])
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if rank == failing:
+    while not (file := Path(f"pid{attempt}")).exists() or Path("/proc", file.read_text()).exists():
+        time.sleep(0.05)
+    time.sleep(1)  # the other node waits for this one
+    if attempt < failures:
+        sys.exit(3)
+else:
+    Path("new").write_text(str(os.getpid()))
+    Path("new").rename(f"pid{attempt}")
+print("finished attempt", attempt)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failures", [1, 2])
+@pytest.mark.parametrize("failing", ["0", "1"])
+def test_a_rank_that_fails_after_another_node_has_finished_restarts_both_or_is_reported(
+    script, cwd, port, failing, failures
+):
+    script(FINISHES_EARLY)
+    command = (
+        "launch", "-q", "--cpu", "--nnodes", "2", "--nproc-per-node", "1", "--ranks", "all",
+        "--rdzv-endpoint", f"localhost:{port}", "--set", "launcher.allow_loopback=true",
+        "--max-restarts", "1", "train.py", failing, failures,
+    )  # fmt: skip
+    machines = [
+        Accel(*command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(2)
+    ]
+    try:
+        outputs = [machine.communicate(timeout=120)[0] for machine in machines]
+    finally:
+        for machine in machines:
+            machine.kill()
+    codes = [machine.returncode for machine in machines]
+    assert all("restart 1 of 1: rank " in output for output in outputs), outputs
+    assert not any("Traceback" in output for output in outputs), outputs
+    if failures == 1:
+        assert codes == [0, 0], outputs
+        assert all("finished attempt 1" in output for output in outputs)
+        return
+    assert sorted(codes) == [1, 3], outputs
+    failed, finished = (outputs[codes.index(code)] for code in (3, 1))
+    assert re.search(rf"^accel: error: rank {failing} of 2 .*: exited with code 3", failed, re.MULTILINE)
+    assert "accel: error: the run ended on another machine: rank " in finished
 
 
 def test_a_restart_starts_all_processes_again(accel, script, cwd):

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from torch.distributed import DistNetworkError
 
 from accel_cli.planning.network import Endpoint
 from accel_cli.runner.bootstrap import RendezvousProgress, limit_connections
@@ -67,6 +68,19 @@ def test_progress_on_a_terminal_is_one_line_that_is_cleared(capsys, monkeypatch)
     assert written.startswith("\r\x1b[Kaccel: waiting; 9 s left")
     assert written.endswith("\r\x1b[K")
     assert "\n" not in written
+
+
+def test_a_lost_store_ends_the_progress_without_a_traceback(monkeypatch):
+    errors = []
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+
+    def format_line():
+        raise DistNetworkError("Connection reset by peer")
+
+    with RendezvousProgress(format_line, quiet=0.01) as progress:
+        progress._thread.join(60)
+        assert not progress._thread.is_alive()
+    assert not errors
 
 
 def test_no_progress_is_printed_if_all_nodes_join_at_once(capsys):
