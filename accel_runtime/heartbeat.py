@@ -168,7 +168,10 @@ class Progress:
 
     @property
     def has_failed(self) -> bool:
-        """Return whether the script has ended with an exception, as far as known when the interpreter exits."""
+        """Return whether the script has ended with an exception, as far as known when the interpreter exits.
+
+        Without a launcher's worker, a SystemExit is not known: Python clears it before the functions of `atexit`.
+        """
         # A launcher's worker writes the file and ends the interpreter as if nothing had been raised.
         return hasattr(sys, "last_value") or (bool(self._error_file) and Path(self._error_file).exists())
 

@@ -95,6 +95,15 @@ def test_a_single_process_has_a_run_folder_with_its_heartbeat(script, runs):
     assert "has no log: with the launcher single, its output went to the terminal" in logs.stderr
 
 
+@pytest.mark.parametrize(("kind", "state"), [("single", "ended"), ("torchrun", "exit code 3")])
+def test_the_code_of_an_exit_is_recorded_by_a_launcher_that_stays(script, runs, kind, state):
+    """Python does not show the code to the process itself, which records its end under the launcher `single`."""
+    script("import sys\nfrom accel_runtime import Accelerator\nAccelerator(cpu=True)\nsys.exit(3)\n")
+    assert run("launch", "-q", "--cpu", "--set", f"launcher.kind={kind}", "train.py").returncode == 3
+    (folder,) = runs()
+    assert folder.read_status().state == state
+
+
 def test_a_single_process_runs_if_its_folder_cannot_be_created(script, cwd, monkeypatch):
     script("import os\nprint('ACCEL_RANK_FOLDER' in os.environ)\n")
     monkeypatch.setenv("ACCEL_HOME", str(cwd / "train.py"))
