@@ -232,20 +232,22 @@ class ElasticAgent(LocalElasticAgent):
         try:
             result = self.run()
         except RendezvousTimeoutError:
-            raise AccelError(self._format_missing_nodes()) from None
+            assert nodes
+            raise AccelError(nodes.format_missing_nodes()) from None
         except RendezvousClosedError:
             if reason := self._bootstrap.get_value("ended"):
                 raise RunEndedError(f"the run ended on another machine: {reason}") from None
             run_id, endpoint = self._handler.get_run_id(), self._bootstrap.endpoint
             raise RunEndedError(f"run {run_id!r} at {endpoint} has already finished") from None
         except (RendezvousError, DistError):
-            lost = self._format_lost_store()
+            lost = self._bootstrap.format_lost_store()
             if self._round is not None:
                 raise RunEndedError(lost) from None
             if nodes and nodes.is_spare:
                 console.note(f"this machine was a spare and was not needed: the run has ended, or {lost}")
                 return 0
-            raise AccelError(f"{lost}; {self._format_missing_nodes()}") from None
+            assert nodes
+            raise AccelError(f"{lost}; {nodes.format_missing_nodes()}") from None
         self._run_context.signals.stop_raising()
         if result is None:
             console.note("the run has ended; this machine was a spare and was not needed")
@@ -274,24 +276,6 @@ class ElasticAgent(LocalElasticAgent):
         console.note(f"{context.recorder.format_end(processes, code)}; logs: {logs}")
 
     # Rendezvous
-
-    def _format_lost_store(self) -> str:
-        return (
-            f"{self._bootstrap.node.name} lost the connection to the rendezvous at {self._bootstrap.endpoint}: the "
-            "launcher there exited, that machine is down, or the network failed"
-        )
-
-    def _format_missing_nodes(self) -> str:
-        """Return the message for a rendezvous that did not complete in time."""
-        assert self._nodes is not None
-        bootstrap, arrived = self._bootstrap, self._nodes.arrived or (self._bootstrap.node,)
-        names = ", ".join(node.name for node in arrived)
-        missing = ", ".join(self._nodes.list_missing())
-        return (
-            f"{len(arrived)} of {bootstrap.min_nodes} machines joined ({names}) within rdzv_timeout; "
-            f"{bootstrap.min_nodes - len(arrived)} missing{': ' + missing if missing else ''}. Start the same command there, "
-            f"with the same --rdzv-endpoint {bootstrap.endpoint} and --rdzv-id."
-        )
 
     @override
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -606,7 +590,7 @@ class ElasticAgent(LocalElasticAgent):
         try:
             return self._nodes.describe_departed(heartbeats) if self._nodes else ""
         except (RendezvousError, DistError):
-            return self._format_lost_store()
+            return self._bootstrap.format_lost_store()
 
     def _end_line(self) -> None:
         if self._outputs:

@@ -156,6 +156,13 @@ class BootstrapStore:
         """Return why a node has left the run, if it published a reason."""
         return self.get_value(f"departed/{node.id}")
 
+    def format_lost_store(self) -> str:
+        """Return the message for a store that does not answer any more."""
+        return (
+            f"{self.node.name} lost the connection to the rendezvous at {self.endpoint}: the launcher there exited, that machine "
+            "is down, or the network failed"
+        )
+
     def _resolve_endpoint(self, *, wait_for_name: bool) -> None:
         """Wait until the host name of the endpoint resolves: clusters may add names while nodes start."""
         limit = self._deadline if wait_for_name else time.monotonic() + _NAME_TIMEOUT_S

@@ -221,6 +221,17 @@ class NodeRendezvous(DynamicRendezvousHandler):
         present = {node.node_rank for node in self.arrived}
         return [f"node_rank {rank}" for rank in range(high) if rank not in present]
 
+    def format_missing_nodes(self) -> str:
+        """Return the message for a rendezvous that did not complete in time."""
+        bootstrap, arrived = self.bootstrap, self.arrived or (self.bootstrap.node,)
+        names = ", ".join(node.name for node in arrived)
+        missing = ", ".join(self.list_missing())
+        return (
+            f"{len(arrived)} of {bootstrap.min_nodes} machines joined ({names}) within rdzv_timeout; "
+            f"{bootstrap.min_nodes - len(arrived)} missing{': ' + missing if missing else ''}. Start the same command there, "
+            f"with the same --rdzv-endpoint {bootstrap.endpoint} and --rdzv-id."
+        )
+
     def format_participants(self) -> str:
         """Return the names of the nodes of the complete round."""
         entries = sorted(self._state_holder.state.participants)

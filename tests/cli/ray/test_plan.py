@@ -171,7 +171,7 @@ def test_a_dry_run_prints_what_is_submitted_and_hides_secrets(cwd, capfd, monkey
 
 
 def test_a_file_that_the_job_needs_must_be_among_those_that_are_sent():
-    with pytest.raises(UsageError, match=r"train\.py is needed, but not sent"):
+    with pytest.raises(UsageError, match=r"train\.py is needed, but is not sent"):
         plans.list_files(plan(Ray(exclude=["*.py"])).job)
 
 
