@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
+import stat
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -123,9 +125,18 @@ def _check_terminal() -> None:
         reason = "stderr is not a terminal"
     elif console.is_dumb_terminal():
         reason = "the terminal cannot move its cursor (TERM=dumb)"
+    elif _is_pipe(1):
+        reason = "stdout is a pipe, and the program that reads it may write to the same terminal"
     else:
         return
     raise UsageError(f"Cannot use --live: {reason}. Leave it out, and watch the run with accel top.")
+
+
+def _is_pipe(fd: int) -> bool:
+    try:
+        return stat.S_ISFIFO(os.fstat(fd).st_mode)
+    except OSError:  # it is closed
+        return False
 
 
 class ElasticLauncher(Launcher):

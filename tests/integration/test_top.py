@@ -1,6 +1,7 @@
 """`accel top` beside a run, and `accel launch --live`, on a screen: steps, restart, stall and end."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -169,6 +170,13 @@ def test_a_silent_run_gets_a_hint_unless_a_table_shows_its_progress(script, cwd,
     assert text.count("accel: no output for 1 s. Watch the run with accel top") == (0 if live else 1)
 
 
+def start_piped(*args, **options):
+    """Start `accel` with a pipe for its standard output."""
+    read, write = os.pipe()
+    with os.fdopen(read), os.fdopen(write, "w") as pipe:
+        return Accel(*args, **options | {"stdout": pipe})
+
+
 def start_python(*args, **options):
     """Start `accel` in a new interpreter, which reads the variables of Python."""
     return subprocess.Popen([sys.executable, "-m", "accel_cli", *args], **options)
@@ -194,6 +202,11 @@ def test_live_needs_a_terminal_and_a_launcher_with_ranks(script):
     ) as screen:
         assert screen.end() == 2
         assert "Cannot use --live: the terminal cannot move its cursor (TERM=dumb)." in screen.text()
+    with CommandScreen(
+        "launch", "--nproc-per-node", "2", "--live", "train.py", columns=200, start=start_piped
+    ) as screen:
+        assert screen.end() == 2
+        assert "Cannot use --live: stdout is a pipe" in screen.text()
     single = run("launch", "--set", "launcher.kind=single", "--live", "train.py")
     assert (single.returncode, "it is an option of the launchers torchrun and xla" in single.stderr) == (
         2,
