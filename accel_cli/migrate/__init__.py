@@ -126,6 +126,7 @@ def _finish(text: str, conversion: Conversion, module: cst.Module) -> Migration:
 def _convert(conversion: Conversion) -> cst.Module:
     _check_names(conversion)
     check_creations(conversion)
+    metrics.check_batches(conversion)
     place_accelerator(conversion)
     distributed.convert_process_group(conversion)
     distributed.convert_ranks(conversion)
@@ -133,7 +134,6 @@ def _convert(conversion: Conversion) -> cst.Module:
     loop.convert_precision(conversion)
     loop.convert_backward(conversion)
     loop.convert_clipping(conversion)
-    metrics.check_batches(conversion)
     checks.check_loaders(conversion)
     metrics.convert_training_metrics(conversion)
     metrics.find_conditions(conversion)

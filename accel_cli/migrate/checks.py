@@ -102,7 +102,41 @@ def find_places(conversion: Conversion) -> None:
                 node,
                 "The visible GPUs are chosen by the script. Remove this: accel launch assigns a GPU to each process.",
             )
+    for loop in (node for node in conversion.script.nodes if isinstance(node, cst.For)):
+        _check_host(conversion, loop)
     _note_order(conversion)
+
+
+def _check_host(conversion: Conversion, loop: cst.For) -> None:
+    """Report parts of a batch that the script kept on the CPU, and uses with outputs that it moves there."""
+    script = conversion.script
+    role, target = script.loader_of(loop.iter), script.batch_target(loop)
+    if role is None or not conversion.is_prepared(role.origins) or not isinstance(target, cst.Tuple):
+        return
+    parts = {script.variable(one.value): to_code(one.value) for one in target.elements}
+    inside = [node for node in descendants(loop.body) if isinstance(node, cst.Call)]
+    moves = [call for call in inside if isinstance(call.func, cst.Attribute)]
+    moved = {
+        script.variable(one)
+        for call in moves
+        if to_code(call.func).endswith((".to", ".cuda", ".cpu"))
+        for one in descendants(call.func)
+        if isinstance(one, cst.Name)
+    }
+    returns = [call for call in moves if to_code(call.func).endswith((".cpu", ".numpy"))]
+    if not returns or not parts.keys() & moved:
+        return
+    for variable, name in parts.items():
+        reads = [
+            one
+            for one in descendants(loop.body)
+            if isinstance(one, cst.Name) and script.variable(one) == variable
+        ]
+        if variable is not None and variable not in moved and reads:
+            conversion.finding(
+                reads[0],
+                f"A prepared loader moves {name} to the device, and the script computes with it on the CPU. Write {name}.cpu() here.",
+            )
 
 
 def _find_region(conversion: Conversion) -> set[cst.CSTNode]:

@@ -95,6 +95,11 @@ def place_accelerator(conversion: Conversion) -> None:
     ]
     if not models:
         call = conversion.backwards[0]
+        if unnamed := _find_unnamed_model(script):
+            raise conversion.unsafe(
+                unnamed,
+                f"This model has no variable of its own. Write model = {to_code(unnamed)} before, and pass model.",
+            )
         raise conversion.unsafe(
             call,
             "The model and optimizer of this backward pass were not found. Create them in the script, and pass them to accelerator.prepare.",
@@ -122,6 +127,19 @@ def place_accelerator(conversion: Conversion) -> None:
         statement = outer
         outer = script.find_ancestor(statement, (cst.For, cst.While, cst.FunctionDef))
     _insert_accelerator(conversion, statement)
+
+
+def _find_unnamed_model(script: Script) -> cst.BaseExpression | None:
+    """Return the expression that creates a trained model as an argument of a function or class of the script."""
+    trained = script.trained | {
+        script.variable(value) for one in script.trained for _, value in script.assigned.get(one, [])
+    }
+    for call, function in script.callees.items():
+        for name, arg in script.bind(call, function).items():
+            is_trained = script.parameter(function, name) in trained
+            if is_trained and isinstance(arg.value, cst.Call) and script.variable(arg.value.func) is None:
+                return arg.value
+    return None
 
 
 def _create_at(conversion: Conversion, node: cst.CSTNode, devices: list[cst.CSTNode]) -> None:

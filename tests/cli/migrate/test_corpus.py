@@ -33,7 +33,7 @@ ROUNDED = {"mixed_precision"}
 """Scripts that compute in bfloat16, whose sums over two processes differ by more than 1e-5."""
 TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 """The environment of a script that connects its processes, which only the script before the conversion needs."""
-SLOW = {"accumulation", "classes", "dict_batches", "training_metrics"}
+SLOW = {"accumulation", "classes", "dict_batches", "fabric_loop", "spawn", "training_metrics"}
 """The scripts that `make test-slow` runs on two processes; `make test-full` runs the others too."""
 
 
@@ -51,8 +51,19 @@ def migrate_script(text):
     return migrate.migrate_script(text)
 
 
-def named(stems):
-    return [pytest.param(path, id=path.stem) for path in CORPUS if path.stem not in stems]
+QUICK = {"ddp", "dict_batches", "fabric_loop", "flat", "functions", "training_metrics"}
+"""The scripts that `make test` runs before and after their conversion; `make test-slow` runs the others too."""
+
+
+def named(stems, quick=None):
+    """Return the scripts without some; those that are not quick are marked as slow."""
+    return [
+        pytest.param(
+            path, id=path.stem, marks=() if quick is None or path.stem in quick else pytest.mark.slow
+        )
+        for path in CORPUS
+        if path.stem not in stems
+    ]
 
 
 def run_before(path, folder):
@@ -124,7 +135,7 @@ def test_a_converted_script_is_not_converted_again(path):
     assert (again.text, again.findings, again.notes) == (once.text, (), ())
 
 
-@pytest.mark.parametrize("path", named(UNCHANGED | NEEDS_A_GPU))
+@pytest.mark.parametrize("path", named(UNCHANGED | NEEDS_A_GPU, QUICK))
 def test_a_converted_script_prints_the_same_numbers_on_one_process(path, tmp_path):
     expected = run_before(path, tmp_path / "before")
     assert re.search(r"\d\.\d{6}", expected)

@@ -38,6 +38,18 @@ for i, x in enumerate(loader):
     if (i + 1) % 4 == 0:
         optimizer.step()
 """
+TRAINER = """\
+class Trainer:
+    def __init__(self, model, loader):
+        self.model, self.loader = model, loader
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def fit(self):
+        for x in self.loader:
+            loss = self.model(x).mean()
+            loss.backward()
+            self.optimizer.step()
+"""
 MAIN = (
     "import argparse\nparser = argparse.ArgumentParser()\nargs = parser.parse_args()\nprint(args.device)\n"
     + HEAD.replace('torch.device("cuda" if torch.cuda.is_available() else "cpu")', "args.device")
@@ -50,6 +62,8 @@ EVALUATE = (
 )
 TEST = HEAD + LOOP + "test = DataLoader(torch.randn(8, 8))\ntotal = 0\n"
 UNSAFE = {
+    "model without a variable": (HEAD.split("model =", maxsplit=1)[0] + TRAINER + "loader = DataLoader(torch.randn(32, 8), batch_size=8)\nTrainer(nn.Linear(8, 2).to(device), loader).fit()\n", "Write model = nn.Linear(8, 2).to(device) before"),
+    "batches that a script with ranks draws": (DDP.split("loader =")[0] + "def draw():\n    return torch.randn(4, 8)\nx = draw()\nfor i in range(3):\n" + LOOP.split("\n", 1)[1], "not those of a DataLoader"),
     "optimizer in a list": (HEAD.replace("optimizer = ", "optimizers = [").replace("lr=0.1)", "lr=0.1)]") + LOOP, "not assigned to a variable"),
     "loader in a call": (HEAD + LOOP.replace("enumerate(loader)", "enumerate(DataLoader(torch.randn(8, 8)))"), "not assigned to a variable"),
     "no loader": (HEAD + LOOP.replace("enumerate(loader)", "enumerate(torch.randn(8, 4, 8))"), "not those of a DataLoader"),
@@ -104,6 +118,7 @@ FOUND = {
     "number of a GPU": (HEAD + "gpu = 0\n" + LOOP.replace("to(device)", "to(gpu)"), "is not converted. Use accelerator.device"),
     "visible GPUs": ("import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '0'\n" + HEAD + LOOP, "assigns a GPU to each process"),
     "default device": (HEAD + "torch.set_default_device('cuda')\n" + LOOP, "The default device is not converted"),
+    "targets on the CPU": (TEST + "for x, y in test:\n    found = model(x.to(device)).argmax(1).cpu()\n    total += (found == y).sum().item()\n", "Write y.cpu() here"),
     "sum of means over the samples": ("total = 0\n" + HEAD + LOOP + "    total += loss.item()\nprint(total / len(loader.dataset))\n", "Divide by len(loader)"),
     "file of a path": (HEAD + LOOP + "import json, pathlib\nwith pathlib.Path('a').open('w') as file:\n    json.dump({}, file)\n", "Every process writes this file"),
     "file": (HEAD + LOOP + "with open('log.txt', 'w') as file:\n    file.write('end')\n", "Every process writes this file"),
