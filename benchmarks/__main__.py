@@ -11,43 +11,32 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 
-from benchmarks import (
-    between,
-    calls,
-    checkpoints,
-    commands,
-    forked,
-    gradients,
-    handshake,
-    imports,
-    inside,
-    sharding,
-    skip,
-    start,
-    xla,
-)
-from benchmarks.bench import ACCELERATE, Bench, accelerate_environment
+from benchmarks import runtime
+from benchmarks.bench import ACCELERATE, Bench, make_accelerate_environment
+from benchmarks.checkpoints import measure_checkpoints
+from benchmarks.launching import measure_commands, measure_forked, measure_imports, measure_start
 from benchmarks.report import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
 SUBJECTS: dict[str, Callable[[Bench], Table]] = {
-    "commands": commands.measure,
-    "start": start.measure,
-    "forked": forked.measure,
-    "loop": inside.measure,
-    "gather": between.measure_gather,
-    "handshake": handshake.measure,
-    "dispatch": between.measure_dispatch,
-    "skip": skip.measure,
-    "gradients": gradients.measure,
-    "sharding": sharding.measure,
-    "imports": imports.measure,
-    "checkpoints": checkpoints.measure,
-    "xla": xla.measure,
-    "calls": calls.measure,
+    "commands": measure_commands,
+    "start": measure_start,
+    "forked": measure_forked,
+    "loop": runtime.measure_loop,
+    "gather": runtime.measure_gather,
+    "handshake": runtime.measure_handshake,
+    "dispatch": runtime.measure_dispatch,
+    "skip": runtime.measure_skip,
+    "gradients": runtime.measure_gradients,
+    "sharding": runtime.measure_sharding,
+    "imports": measure_imports,
+    "checkpoints": measure_checkpoints,
+    "xla": runtime.measure_xla,
+    "calls": runtime.count_calls,
 }
-_BUSY = 0.5
+_MAX_LOAD = 0.5
+"""Load per CPU above which times are not reliable."""
 INTRODUCTION = """\
 # Benchmarks
 
@@ -64,7 +53,7 @@ or configuration file is used. Accelerate is installed in a separate environment
 
 
 def main() -> None:
-    """Measure what the command line asks for."""
+    """Measure the chosen subjects."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
         "--only",
@@ -76,37 +65,36 @@ def main() -> None:
     args = parser.parse_args()
     if args.repeats < 1:
         parser.error("--repeats needs at least 1")
-    accelerate = accelerate_environment(ROOT)
-    busy = os.getloadavg()[0] / (os.cpu_count() or 1)
-    if busy > _BUSY:
-        print("this machine is busy: wall times will be too long, and unlike each other", file=sys.stderr)
+    accelerate = make_accelerate_environment(ROOT)
+    if (load := os.getloadavg()[0] / (os.cpu_count() or 1)) > _MAX_LOAD:
+        print(f"The load of this machine is {load:.1f} per CPU: wall times are not reliable.", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(args.repeats, Path(sys.executable).parent, accelerate, Path(folder))
-        tables = [_measured(name, bench) for name in SUBJECTS if args.only in {None, name}]
-        text = "\n".join([_introduction(bench), *tables])
+        tables = [_measure(name, bench) for name in SUBJECTS if args.only in {None, name}]
+        text = "\n".join([_format_introduction(bench), *tables])
     if not args.only:
         PAGE.write_text(text, encoding="utf-8")
         print(f"written to {PAGE.relative_to(ROOT)}", file=sys.stderr)
 
 
-def _measured(name: str, bench: Bench) -> str:
+def _measure(name: str, bench: Bench) -> str:
     print(f"measuring {name}", file=sys.stderr)
-    section = SUBJECTS[name](bench).markdown()
+    section = SUBJECTS[name](bench).to_markdown()
     print(section, flush=True)
     return section
 
 
 def _introduction(bench: Bench) -> str:
-    """Return the introduction of the page: the versions, and the properties of the machine that affect the numbers."""
-    ours, theirs = (_torch(bench, commands) for commands in (bench.accel, bench.accelerate))
-    torch = ours if ours == theirs else f"{ours} (Accelerate: {theirs})"
+    """Format the introduction of the page, with versions and the properties of the machine that affect the numbers."""
+    torch, other = (_read_torch_version(bench, commands) for commands in (bench.accel, bench.accelerate))
+    torch = torch if torch == other else f"{torch} (Accelerate: {other})"
     machine = f"{os.cpu_count()} CPUs with Python {platform.python_version()} and torch {torch}"
     date = f"{datetime.now(timezone.utc):%Y-%m-%d}"
     return INTRODUCTION.format(accelerate=ACCELERATE, date=date, machine=machine, repeats=bench.repeats)
 
 
-def _torch(bench: Bench, folder: Path) -> str:
-    return bench.run(f"{folder}/python", "-c", "import torch; print(torch.__version__)")().output.strip()
+def _read_torch_version(bench: Bench, folder: Path) -> str:
+    return bench.command(f"{folder}/python", "-c", "import torch; print(torch.__version__)")().output.strip()
 
 
 if __name__ == "__main__":

@@ -1,17 +1,15 @@
-"""Measure saving and loading of training states: Accelerate's `save_state`, `torch.save`, and accel, also in the background."""
+"""Measure saving and loading of training states: Accelerate's `save_state`, `torch.save`, and accel, also asynchronous."""
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.bench import SCRIPTS, Bench
-from benchmarks.measure import Run, interleaved
-from benchmarks.report import NONE, Table, format_spread, ratio
+from benchmarks.bench import SCRIPTS, Bench, run_interleaved
+from benchmarks.report import NONE, Table, format_ratio, format_spread, merge_numbers
 
-__all__ = ["measure"]
+__all__ = ["measure_checkpoints"]
 
 _TEXT = """\
 Seconds of wall time on one process for the state of a model with AdamW: 50 million parameters (0.6 GB of state)
@@ -27,75 +25,60 @@ An asynchronous save spends the time of the disk while the script continues. Suc
 copy of the state, at the speed of the memory."""
 _HEADER = ("", "seconds", "Accelerate's save ÷ it", "Accelerate's load ÷ it")
 _SIZES = (50, 200)
+"""Millions of parameters; on disk only the first."""
 _GIGABYTE = 1e9
 
 
-def measure(bench: Bench) -> Table:
-    """Seconds a save and a load."""
-    rows = [
-        row
-        for name, root, sizes in (("tmpfs", "/dev/shm", _SIZES), ("disk", None, _SIZES[:1]))  # noqa: S108 - its purpose
-        for millions in sizes
-        for row in _rows(bench, f"{millions} M, {name}", millions, root)
-    ]
+def measure_checkpoints(bench: Bench) -> Table:
+    """Measure seconds of a save and of a load."""
+    rows = _measure_sizes(bench, "tmpfs", "/dev/shm", _SIZES)  # noqa: S108 - memory is meant
+    rows += _measure_sizes(bench, "disk", None, _SIZES[:1])
     return Table("Checkpoints", _TEXT, _HEADER, rows)
 
 
-def _rows(bench: Bench, label: str, millions: int, root: str | None) -> list[tuple[str, ...]]:
-    folder = root if root and Path(root).is_dir() else None
-    with tempfile.TemporaryDirectory(dir=folder) as place:
-        command = (str(SCRIPTS / "checkpoint.py"),)
-        who = {
-            "accel": bench.accel,
-            "background": bench.accel,
-            "accelerate": bench.accelerate,
-            "synced": bench.accelerate,
-            "torch": bench.accel,
-        }
-        runs = interleaved(
-            {
-                name: bench.run(f"{home}/python", *command, name, str(millions), place)
-                for name, home in who.items()
-            },
-            # A run of a script makes three saves; those of the larger state take most of the time of all benchmarks.
-            (bench.repeats + 1) // 2 if millions == min(_SIZES) else 1,
-        )
-    found = {name: _pooled(own) for name, own in runs.items()}
-    theirs, own, behind = found["accelerate"], found["accel"], found["background"]
+def _measure_sizes(
+    bench: Bench, storage: str, root: str | None, sizes: Sequence[int]
+) -> list[tuple[str, ...]]:
     return [
-        _row(f"{label}: Accelerate saves", theirs["save"], theirs["save"], None),
-        _row(f"{label}: Accelerate saves, then fsync", found["synced"]["save"], theirs["save"], None),
-        _row(f"{label}: torch.save", found["torch"]["save"], theirs["save"], None),
-        _row(f"{label}: accel saves", own["save"], theirs["save"], None),
-        _row(f"{label}: blocked by the first asynchronous save", behind["first"], theirs["save"], None),
-        _row(f"{label}: blocked by a later one", behind["later"], theirs["save"], None),
-        _row(f"{label}: asynchronous save, complete", behind["whole"], theirs["save"], None),
-        _row(f"{label}: Accelerate loads", theirs["load"], None, theirs["load"]),
-        _row(f"{label}: torch.load", found["torch"]["load"], None, theirs["load"]),
-        _row(f"{label}: accel loads", own["load"], None, theirs["load"]),
-        (
-            f"{label}: memory of the asynchronous save, GB",
-            format_spread([b / _GIGABYTE for b in behind["more"]]),
-            NONE,
-            NONE,
-        ),
+        row for millions in sizes for row in _measure_size(bench, f"{millions} M, {storage}", millions, root)
     ]
 
 
-def _row(
-    label: str, own: Sequence[float], saves: Sequence[float] | None, loads: Sequence[float] | None
-) -> tuple[str, ...]:
-    return (
-        label,
-        format_spread(own),
-        *(NONE if other is None else ratio(other, own) for other in (saves, loads)),
-    )
-
-
-def _pooled(runs: Sequence[Run]) -> dict[str, list[float]]:
-    """All numbers of all runs, by what they are."""
-    pooled: dict[str, list[float]] = {}
-    for run in runs:
-        for what, numbers in json.loads(run.output).items():
-            pooled.setdefault(what, []).extend(numbers)
-    return pooled
+def _measure_size(bench: Bench, label: str, millions: int, root: str | None) -> list[tuple[str, ...]]:
+    environments = {
+        "accel": bench.accel,
+        "async": bench.accel,
+        "accelerate": bench.accelerate,
+        "synced": bench.accelerate,
+        "torch": bench.accel,
+    }
+    with tempfile.TemporaryDirectory(dir=root if root and Path(root).is_dir() else None) as folder:
+        arguments = (str(millions), folder)
+        programs = {
+            name: bench.command(f"{commands}/python", str(SCRIPTS / "checkpoint.py"), name, *arguments)
+            for name, commands in environments.items()
+        }
+        # A run of the script makes three saves; those of the larger state take most of the time of all benchmarks.
+        runs = run_interleaved(programs, bench.half if millions == min(_SIZES) else 1)
+    seconds = {name: merge_numbers(results) for name, results in runs.items()}
+    save, load = seconds["accelerate"]["save"], seconds["accelerate"]["load"]
+    saves = {
+        "Accelerate saves": save,
+        "Accelerate saves, then fsync": seconds["synced"]["save"],
+        "torch.save": seconds["torch"]["save"],
+        "accel saves": seconds["accel"]["save"],
+        "blocked by the first asynchronous save": seconds["async"]["first"],
+        "blocked by a later one": seconds["async"]["later"],
+        "asynchronous save, complete": seconds["async"]["complete"],
+    }
+    loads = {
+        "Accelerate loads": load,
+        "torch.load": seconds["torch"]["load"],
+        "accel loads": seconds["accel"]["load"],
+    }
+    memory = format_spread([size / _GIGABYTE for size in seconds["async"]["memory"]])
+    return [
+        *((f"{label}: {name}", format_spread(own), format_ratio(save, own), NONE) for name, own in saves.items()),
+        *((f"{label}: {name}", format_spread(own), NONE, format_ratio(load, own)) for name, own in loads.items()),
+        (f"{label}: memory of the asynchronous save, GB", memory, NONE, NONE),
+    ]

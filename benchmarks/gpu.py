@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_runtime import Accelerator, FullyShardedDataParallelPlugin, ProjectConfiguration
 from benchmarks.gpu_models import ResNet, Transformer
-from benchmarks.report import NONE, Table, format_spread, number
+from benchmarks.report import NONE, Table, format_number, format_spread
 
 __all__ = ["Bench", "main"]
 
@@ -49,10 +49,10 @@ class Bench:
     """One run of the benchmarks.
 
     Args:
-        device: What is measured.
-        tiny: Whether sizes are so small that only the code is tried.
-        folder: Where checkpoints are written and removed again.
-        deadline: When nothing more is begun, on the clock of `time.monotonic`.
+        device: Device of models and batches.
+        tiny: Use sizes that only test the code.
+        folder: Folder for checkpoints, which are removed again.
+        deadline: Time on the clock of `time.monotonic` after which no measurement starts.
     """
 
     device: torch.device
@@ -60,16 +60,16 @@ class Bench:
     folder: Path
     deadline: float
 
-    def is_late(self) -> bool:
-        """Return True if nothing more is to be begun."""
+    def is_out_of_time(self) -> bool:
+        """Return True if no further measurement may start."""
         return time.monotonic() > self.deadline
 
-    def sized(self, real: int, tiny: int) -> int:
-        """Return a size."""
+    def choose_size(self, real: int, tiny: int) -> int:
+        """Return the first size, or with `tiny` the second."""
         return tiny if self.tiny else real
 
-    def wait(self) -> None:
-        """Wait until everything is computed."""
+    def synchronize(self) -> None:
+        """Wait until the device has finished."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -84,27 +84,27 @@ class Bench:
     def tokens(self) -> torch.Tensor:
         """Return a batch for `transformer`."""
         return torch.randint(
-            0, self.sized(32000, 50), (self.sized(4, 2), self.sized(1024, 8)), device=self.device
+            0, self.choose_size(32000, 50), (self.choose_size(4, 2), self.choose_size(1024, 8)), device=self.device
         )
 
 
 Step = Callable[[], Any]
-Made = tuple[nn.Module, torch.optim.Optimizer, Any]
-"""A model, its optimizer, and what `backward` is called on; None is the loss itself."""
+Training = tuple[nn.Module, torch.optim.Optimizer, Any]
+"""Model, optimizer, and the Accelerator; None for bare torch."""
 
 
-def accelerate() -> Any | None:
+def import_accelerate() -> Any | None:
     """Return the module `accelerate`, or None if it is not installed."""
     return importlib.import_module("accelerate") if importlib.util.find_spec("accelerate") else None
 
 
-def prepared(
+def build_trainings(
     model: Callable[[], nn.Module], bench: Bench, precision: str, compiler: str | None = None
-) -> dict[str, Made]:
-    """Return the same training bare, with accel and, if it is installed, with Accelerate."""
-    found: dict[str, Made] = {}
+) -> dict[str, Training]:
+    """Return the same training with bare torch, with accel and, if it is installed, with Accelerate."""
+    results: dict[str, Training] = {}
     makers: dict[str, Any] = {"bare": None, "accel": Accelerator}
-    if other := accelerate():
+    if other := import_accelerate():
         makers["Accelerate"] = other.Accelerator
     for name, maker in makers.items():
         torch.manual_seed(0)
@@ -112,26 +112,26 @@ def prepared(
         optimizer: Any = torch.optim.AdamW(own.parameters(), lr=1e-4, fused=True)
         accelerator = None
         if name == "Accelerate":
-            _forget(other)
+            _reset_accelerate(other)
         if maker is None:
             own = torch.compile(own, backend=compiler) if compiler else own
         else:
             options = {"dynamo_backend": compiler} if compiler else {}
             accelerator = maker(mixed_precision=precision, cpu=bench.device.type == "cpu", **options)
             own, optimizer = accelerator.prepare(own, optimizer)
-        found[name] = (own, optimizer, accelerator)
-    return found
+        results[name] = (own, optimizer, accelerator)
+    return results
 
 
-def _forget(other: Any) -> None:
-    """Let Accelerate take other options in the same process, as its own tests do."""
-    other.state.AcceleratorState._reset_state(reset_partial_state=True)  # noqa: SLF001
-    other.state.GradientState._reset_state()  # noqa: SLF001
+def _reset_accelerate(library: Any) -> None:
+    """Reset the state of Accelerate, so that it accepts other options in the same process, as its own tests do."""
+    library.state.AcceleratorState._reset_state(reset_partial_state=True)  # noqa: SLF001
+    library.state.GradientState._reset_state()  # noqa: SLF001
 
 
-def step_of(made: Made, batch: torch.Tensor, precision: str) -> Step:
+def build_step(training: Training, batch: torch.Tensor, precision: str) -> Step:
     """Return a training step on a batch that is on the device."""
-    model, optimizer, accelerator = made
+    model, optimizer, accelerator = training
     dtype = {"no": None, "bf16": torch.bfloat16}[precision]
 
     def bare() -> None:
@@ -150,7 +150,7 @@ def step_of(made: Made, batch: torch.Tensor, precision: str) -> Step:
 
 
 class Times(NamedTuple):
-    """Milliseconds a step by name, block by block."""
+    """Milliseconds per step, by name and block."""
 
     wall: dict[str, list[float]]
     """Until the steps are computed."""
@@ -158,22 +158,22 @@ class Times(NamedTuple):
     """CPU time of the training thread until the steps are launched."""
 
 
-def in_turns(steps: Mapping[str, Step], bench: Bench, *, blocks: int, count: int) -> Times:
-    """Measure steps, block by block.
+def measure_blocks(steps: Mapping[str, Step], bench: Bench, *, blocks: int, count: int) -> Times:
+    """Measure steps in alternating blocks.
 
     Args:
-        steps: What takes turns.
-        bench: Waits.
-        blocks: How many of each; fewer if the time is used up.
-        count: Steps of a block.
+        steps: The steps by name.
+        bench: The run, which synchronizes the device and limits the time.
+        blocks: Number of blocks of each step; fewer if the time is used up.
+        count: Number of steps in a block.
     """
     for step in steps.values():
         for _ in range(3):
             step()
-    bench.wait()
+    bench.synchronize()
     times = Times({name: [] for name in steps}, {name: [] for name in steps})
     for block in range(blocks):
-        if block and bench.is_late():
+        if block and bench.is_out_of_time():
             break
         names = list(steps) if block % 2 else list(steps)[::-1]
         for name in names:
@@ -183,7 +183,7 @@ def in_turns(steps: Mapping[str, Step], bench: Bench, *, blocks: int, count: int
             for _ in range(count):
                 steps[name]()
             launched = time.thread_time()
-            bench.wait()
+            bench.synchronize()
             end = time.perf_counter()
             gc.enable()
             times.wall[name].append((end - begin) * 1000 / count)
@@ -191,28 +191,28 @@ def in_turns(steps: Mapping[str, Step], bench: Bench, *, blocks: int, count: int
     return times
 
 
-def peaks(steps: Mapping[str, Step], bench: Bench) -> dict[str, str]:
-    """Return by name the memory that a step takes beyond what is there before it."""
+def measure_memory(steps: Mapping[str, Step], bench: Bench) -> dict[str, str]:
+    """Return the MiB that each step allocates at its peak, by name."""
     if bench.device.type != "cuda":
         return dict.fromkeys(steps, NONE)
-    found = {}
+    results = {}
     for name, step in steps.items():
-        bench.wait()
+        bench.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         step()
-        bench.wait()
-        found[name] = number((torch.cuda.max_memory_allocated() - before) / 2**20)
-    return found
+        bench.synchronize()
+        results[name] = format_number((torch.cuda.max_memory_allocated() - before) / 2**20)
+    return results
 
 
-def row(label: str, times: Times, memory: Mapping[str, str]) -> list[tuple[str, ...]]:
-    """Return a row for each of those measured."""
+def format_rows(label: str, times: Times, memory: Mapping[str, str]) -> list[tuple[str, ...]]:
+    """Return a row for each measured step."""
     bare = next(iter(times.wall))
 
     def added(own: Mapping[str, list[float]], name: str) -> str:
         pairs = zip(own[name], own[bare], strict=True)
-        return NONE if name == bare else number(median(a - b for a, b in pairs) * 1000)
+        return NONE if name == bare else format_number(median(a - b for a, b in pairs) * 1000)
 
     def ratio(name: str) -> str:
         pairs = zip(times.wall[name], times.wall[bare], strict=True)
@@ -231,59 +231,59 @@ def row(label: str, times: Times, memory: Mapping[str, str]) -> list[tuple[str, 
     ]
 
 
-LEFT_OUT = "not measured, the time of this run was used up"
-THEIRS = "Accelerate, save_state"
+NOT_MEASURED = "not measured: the time of this run was used up"
+ACCELERATE_SAVE = "Accelerate, save_state"
 HEADER = ("", "ms a step", "÷ bare", "added, µs", "added CPU, µs", "memory of a step, MiB")
 
 
 def measure_steps(bench: Bench) -> Table:
     """Measure steps of a ResNet and a transformer."""
     rows: list[tuple[str, ...]] = []
-    size = bench.sized(224, 16)
-    images = torch.randn(bench.sized(64, 2), 3, size, size, device=bench.device)
+    size = bench.choose_size(224, 16)
+    images = torch.randn(bench.choose_size(64, 2), 3, size, size, device=bench.device)
     cases: list[tuple[str, Callable[[], nn.Module], torch.Tensor, str]] = [
         ("ResNet, float32", bench.resnet, images, "no"),
         ("ResNet, bf16", bench.resnet, images, "bf16"),
         ("transformer of a billion, bf16", bench.transformer, bench.tokens(), "bf16"),
     ]
     for label, model, batch, precision in cases:
-        if bench.is_late():
-            rows.append((f"{label}: {LEFT_OUT}", *[NONE] * (len(HEADER) - 1)))
+        if bench.is_out_of_time():
+            rows.append((f"{label}: {NOT_MEASURED}", *[NONE] * (len(HEADER) - 1)))
             continue
-        made = prepared(model, bench, precision)
-        steps = {name: step_of(own, batch, precision) for name, own in made.items()}
-        times = in_turns(steps, bench, blocks=bench.sized(8, 2), count=bench.sized(5, 1))
-        rows += row(label, times, peaks(steps, bench))
-        del made, steps
-        free(bench)
+        trainings = build_trainings(model, bench, precision)
+        steps = {name: build_step(own, batch, precision) for name, own in trainings.items()}
+        times = measure_blocks(steps, bench, blocks=bench.choose_size(8, 2), count=bench.choose_size(5, 1))
+        rows += format_rows(label, times, measure_memory(steps, bench))
+        del trainings, steps
+        free_memory(bench)
     text = "Forward and backward pass, AdamW (fused), `zero_grad()`. CPU time is the time of the training thread until all kernels are launched."
     return Table("A training step", text, HEADER, rows)
 
 
 def measure_cpu(bench: Bench) -> Table:
     """Measure the CPU time of launching a small step."""
-    made = prepared(lambda: nn.Linear(64, 64), bench, "bf16")
+    trainings = build_trainings(lambda: nn.Linear(64, 64), bench, "bf16")
     batch = torch.randn(8, 64, device=bench.device)
-    steps = {name: step_of(own, batch, "bf16") for name, own in made.items()}
-    times = in_turns(steps, bench, blocks=bench.sized(20, 2), count=bench.sized(20, 2))
+    steps = {name: build_step(own, batch, "bf16") for name, own in trainings.items()}
+    times = measure_blocks(steps, bench, blocks=bench.choose_size(20, 2), count=bench.choose_size(20, 2))
     text = "CPU time of the training thread to launch a step of `Linear(64, 64)` under bf16, so small that the GPU waits."
-    rows = [own[:4] for own in row("small step", Times(times.cpu, times.cpu), {})]
+    rows = [own[:4] for own in format_rows("small step", Times(times.cpu, times.cpu), {})]
     return Table("CPU time a step", text, ("", "ms of CPU a step", *HEADER[2:4]), rows)
 
 
 def measure_copies(bench: Bench) -> Table:
-    """Measure how much of copying batches is hidden behind the computation."""
-    size, count, batch = bench.sized(224, 16), bench.sized(20, 3), bench.sized(64, 2)
+    """Measure how much of the copies of batches overlaps with the computation."""
+    size, count, batch = bench.choose_size(224, 16), bench.choose_size(20, 3), bench.choose_size(64, 2)
     data = TensorDataset(torch.randn(count * batch, 3, size, size))
     pinned = bench.device.type == "cuda"
-    made = prepared(bench.resnet, bench, "bf16")
-    there = torch.randn(batch, 3, size, size, device=bench.device)
-    steps: dict[str, Step] = {"no copies": _repeated(made["bare"], there, count)}
-    for name, own in made.items():
+    trainings = build_trainings(bench.resnet, bench, "bf16")
+    on_device = torch.randn(batch, 3, size, size, device=bench.device)
+    steps: dict[str, Step] = {"no copies": _build_repeated_step(trainings["bare"], on_device, count)}
+    for name, own in trainings.items():
         loader: Any = DataLoader(data, batch_size=batch, pin_memory=pinned)
         loader = loader if own[2] is None else own[2].prepare(loader)
-        steps[name] = _epoch(own, loader, bench)
-    times = in_turns(steps, bench, blocks=bench.sized(5, 2), count=1)
+        steps[name] = _build_epoch(own, loader, bench)
+    times = measure_blocks(steps, bench, blocks=bench.choose_size(5, 2), count=1)
     per_step = Times(*({name: [one / count for one in own] for name, own in part.items()} for part in times))
     text = (
         "An epoch of the ResNet under bf16 over a loader with pinned memory and without workers, which also collates the "
@@ -293,25 +293,25 @@ def measure_copies(bench: Bench) -> Table:
         "Batches and copies",
         text,
         (HEADER[0], HEADER[1], "÷ no copies", *HEADER[3:]),
-        row("ResNet", per_step, {}),
+        format_rows("ResNet", per_step, {}),
     )
 
 
-def _repeated(made: Made, batch: torch.Tensor, count: int) -> Step:
-    one = step_of(made, batch, "bf16")
+def _build_repeated_step(training: Training, batch: torch.Tensor, count: int) -> Step:
+    step = build_step(training, batch, "bf16")
 
     def epoch() -> None:
         for _ in range(count):
-            one()
+            step()
 
     return epoch
 
 
-def _epoch(made: Made, loader: Any, bench: Bench) -> Step:
+def _build_epoch(training: Training, loader: Any, bench: Bench) -> Step:
     def epoch() -> None:
         for (batch,) in loader:
-            # A prepared loader has moved it already; then this does nothing.
-            step_of(made, batch.to(bench.device, non_blocking=True), "bf16")()
+            # Batches of a prepared loader are on the device already.
+            build_step(training, batch.to(bench.device, non_blocking=True), "bf16")()
 
     return epoch
 
@@ -321,14 +321,14 @@ def measure_compiled(bench: Bench) -> Table:
     compiler = "aot_eager" if bench.tiny else "inductor"
 
     def model() -> nn.Module:
-        return Transformer(bench.sized(1024, 16), bench.sized(4, 2), bench.sized(8000, 50))
+        return Transformer(bench.choose_size(1024, 16), bench.choose_size(4, 2), bench.choose_size(8000, 50))
 
-    made = prepared(model, bench, "bf16", compiler)
-    batch = bench.tokens() % bench.sized(8000, 50)
-    steps = {name: step_of(own, batch, "bf16") for name, own in made.items()}
-    times = in_turns(steps, bench, blocks=bench.sized(8, 2), count=bench.sized(10, 1))
+    trainings = build_trainings(model, bench, "bf16", compiler)
+    batch = bench.tokens() % bench.choose_size(8000, 50)
+    steps = {name: build_step(own, batch, "bf16") for name, own in trainings.items()}
+    times = measure_blocks(steps, bench, blocks=bench.choose_size(8, 2), count=bench.choose_size(10, 1))
     text = f"As above, a transformer of 4 layers of 1024, `torch.compile` with {compiler}, bf16."
-    return Table("A compiled step", text, HEADER, row("transformer", times, peaks(steps, bench)))
+    return Table("A compiled step", text, HEADER, format_rows("transformer", times, measure_memory(steps, bench)))
 
 
 def measure_sharded(bench: Bench) -> Table:
@@ -357,14 +357,14 @@ def measure_sharded(bench: Bench) -> Table:
         model, optimizer = accelerator.prepare(
             model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         )
-        hand: Made = (by_hand, torch.optim.AdamW(by_hand.parameters(), lr=1e-4, fused=True), None)
+        hand: Training = (by_hand, torch.optim.AdamW(by_hand.parameters(), lr=1e-4, fused=True), None)
         batch = bench.tokens()
         steps = {
-            "by hand": step_of(hand, batch, "no"),
-            "accel": step_of((model, optimizer, accelerator), batch, "bf16"),
+            "by hand": build_step(hand, batch, "no"),
+            "accel": build_step((model, optimizer, accelerator), batch, "bf16"),
         }
-        times = in_turns(steps, bench, blocks=bench.sized(8, 2), count=bench.sized(5, 1))
-        rows = row("transformer of a billion", times, peaks(steps, bench))
+        times = measure_blocks(steps, bench, blocks=bench.choose_size(8, 2), count=bench.choose_size(5, 1))
+        rows = format_rows("transformer of a billion", times, measure_memory(steps, bench))
     finally:
         dist.destroy_process_group()
     text = "The transformer of a billion parameters on a mesh of one GPU, every block wrapped, bf16, reduction in float32."
@@ -372,23 +372,23 @@ def measure_sharded(bench: Bench) -> Table:
 
 
 def measure_checkpoints(bench: Bench) -> Table:
-    """Measure how long saves hold the script up: a transformer of a billion with AdamW's state, about 11 GB."""
-    times = _saves_of_accel(bench)
-    free(bench)
-    if other := accelerate():
-        times[THEIRS] = _saves_of(other, bench)
+    """Measure how long saves block the script: a transformer of a billion parameters with AdamW, about 11 GB."""
+    times = _measure_accel_saves(bench)
+    free_memory(bench)
+    if other := import_accelerate():
+        times[ACCELERATE_SAVE] = _measure_accelerate_saves(other, bench)
     best = {
         name: (median(a for a, _ in own), median(b for _, b in own)) for name, own in times.items() if own
     }
-    versus = THEIRS if THEIRS in best or "torch.save" not in best else "torch.save"
+    versus = ACCELERATE_SAVE if ACCELERATE_SAVE in best or "torch.save" not in best else "torch.save"
     rows: list[tuple[str, ...]] = []
     for name in times:
         if name not in best:
-            rows.append((f"{name}: {LEFT_OUT}", *[NONE] * 3))
+            rows.append((f"{name}: {NOT_MEASURED}", *[NONE] * 3))
             continue
-        held, whole = best[name]
-        beside = f"{held / best[versus][0]:.3f}" if versus in best else NONE
-        rows.append((name, number(held), number(whole), beside))
+        blocked, complete = best[name]
+        relative = f"{blocked / best[versus][0]:.3f}" if versus in best else NONE
+        rows.append((name, format_number(blocked), format_number(complete), relative))
     size = 3 * sum(parameter.nbytes for parameter in bench.transformer().parameters())
     text = (
         f"A state of {size / 1e9:.1f} GB. Blocked: seconds until the call returns. Complete: seconds until the checkpoint is "
@@ -397,66 +397,66 @@ def measure_checkpoints(bench: Bench) -> Table:
     return Table("Saving", text, ("", "blocked, s", "complete, s", f"blocked ÷ {versus}"), rows)
 
 
-def _saves_of_accel(bench: Bench) -> dict[str, list[tuple[float, float]]]:
+def _measure_accel_saves(bench: Bench) -> dict[str, list[tuple[float, float]]]:
     project = ProjectConfiguration(project_dir=str(bench.folder / "accel"), async_save=True)
-    ours: Any = Accelerator(cpu=bench.device.type == "cpu", project_config=project)
-    model, optimizer = ours.prepare(*_with_states(bench))
-    one = step_of((model, optimizer, ours), bench.tokens(), "no")
-    one()
+    accelerator: Any = Accelerator(cpu=bench.device.type == "cpu", project_config=project)
+    model, optimizer = accelerator.prepare(*_create_training(bench))
+    step = build_step((model, optimizer, accelerator), bench.tokens(), "no")
+    step()
     target = bench.folder / "saved"
     state = {"model": model, "optimizer": optimizer}
     saves: dict[str, tuple[Callable[[], Any], Callable[[], Any] | None]] = {
         "accel, async_save=True": (
-            lambda: ours.save_state(target, async_save=True),
-            ours.wait_for_checkpoint,
+            lambda: accelerator.save_state(target, async_save=True),
+            accelerator.wait_for_checkpoint,
         ),
-        "accel, async_save=False": (lambda: ours.save_state(target, async_save=False), None),
+        "accel, async_save=False": (lambda: accelerator.save_state(target, async_save=False), None),
         "torch.save": (lambda: torch.save({k: v.state_dict() for k, v in state.items()}, target), None),
     }
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in saves}
     for _ in range(2):
         for name, (save, finish) in saves.items():
-            if bench.is_late():
+            if bench.is_out_of_time():
                 break
-            times[name].append(_held(save, finish, bench, one))
+            times[name].append(_measure_save(save, finish, bench, step))
             _remove(target)
     return times
 
 
-def _saves_of(other: Any, bench: Bench) -> list[tuple[float, float]]:
-    if bench.is_late():
+def _measure_accelerate_saves(other: Any, bench: Bench) -> list[tuple[float, float]]:
+    if bench.is_out_of_time():
         return []
-    _forget(other)
-    theirs = other.Accelerator(cpu=bench.device.type == "cpu")
-    model, optimizer = theirs.prepare(*_with_states(bench))
-    one = step_of((model, optimizer, theirs), bench.tokens(), "no")
-    one()
-    target, found = bench.folder / "saved", []
+    _reset_accelerate(other)
+    accelerator = other.Accelerator(cpu=bench.device.type == "cpu")
+    model, optimizer = accelerator.prepare(*_create_training(bench))
+    step = build_step((model, optimizer, accelerator), bench.tokens(), "no")
+    step()
+    target, results = bench.folder / "saved", []
     for turn in range(2):
-        if turn and bench.is_late():
+        if turn and bench.is_out_of_time():
             break
-        found.append(_held(lambda: theirs.save_state(str(target)), None, bench, one))
+        results.append(_measure_save(lambda: accelerator.save_state(str(target)), None, bench, step))
         _remove(target)
-    return found
+    return results
 
 
-def _with_states(bench: Bench) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _create_training(bench: Bench) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = bench.transformer().to(bench.device)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
-def _held(
+def _measure_save(
     save: Callable[[], Any], finish: Callable[[], Any] | None, bench: Bench, step: Step
 ) -> tuple[float, float]:
-    bench.wait()
+    bench.synchronize()
     begin = time.perf_counter()
     save()
-    held = time.perf_counter() - begin
+    blocked = time.perf_counter() - begin
     if finish is not None:
         step()
         finish()
-    return held, time.perf_counter() - begin
+    return blocked, time.perf_counter() - begin
 
 
 def _remove(target: Path) -> None:
@@ -466,8 +466,8 @@ def _remove(target: Path) -> None:
         target.unlink(missing_ok=True)
 
 
-def free(bench: Bench) -> None:
-    """Give back the memory of what is not used any more."""
+def free_memory(bench: Bench) -> None:
+    """Free unused memory."""
     gc.collect()
     torch.compiler.reset()
     if bench.device.type == "cuda":
@@ -480,49 +480,49 @@ SUBJECTS: dict[str, Callable[[Bench], Table]] = {
     "copies": measure_copies,
     "sharded": measure_sharded,
     "compiled": measure_compiled,
-    "checkpoints": measure_checkpoints,  # a slow disk makes it the longest
+    "checkpoints": measure_checkpoints,  # last, since a slow disk makes it the longest
 }
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure and write the page; return 1 if a subject could not be measured, 2 if there is no GPU."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("--tiny", action="store_true", help="try the code with tiny models, on the CPU too")
-    parser.add_argument("--only", action="append", choices=SUBJECTS, help="measure this; can be repeated")
-    parser.add_argument("--seconds", type=float, default=390.0, help="begin nothing after so long")
-    parser.add_argument("--limit", type=float, default=460.0, help="end after so long, whatever is measured")
-    parser.add_argument("--output", type=Path, help="the page; without it $OUT/benchmarks-gpu.md, else docs/")
+    parser.add_argument("--tiny", action="store_true", help="test the code with tiny models, also on the CPU")
+    parser.add_argument("--only", action="append", choices=SUBJECTS, help="measure only this subject; can be repeated")
+    parser.add_argument("--seconds", type=float, default=390.0, help="start no measurement after this time")
+    parser.add_argument("--limit", type=float, default=460.0, help="end after this time")
+    parser.add_argument("--output", type=Path, help="write the page to this file (default $OUT/benchmarks-gpu.md, else docs/)")
     options = parser.parse_args(arguments)
     cuda = torch.cuda.is_available()
     if not cuda and not options.tiny:
         print(
-            "bench-gpu: this machine has no GPU that torch can use; --tiny tries the code on the CPU",
+            "bench-gpu: no GPU that torch can use. Test the code on the CPU with --tiny.",
             file=sys.stderr,
         )
         return 2
     page: Path = options.output or Path(os.environ.get("OUT") or ROOT / "docs") / "benchmarks-gpu.md"
     begin, failed = time.monotonic(), False
     names: list[str] = options.only or list(SUBJECTS)
-    sections = {name: f"## {name}\n\n{LEFT_OUT.capitalize()}.\n" for name in names}
+    sections = {name: f"## {name}\n\n{NOT_MEASURED.capitalize()}.\n" for name in names}
 
     def write() -> None:
-        page.write_text("\n".join([_introduction(), *sections.values()]), encoding="utf-8")
+        page.write_text("\n".join([_format_introduction(), *sections.values()]), encoding="utf-8")
 
-    with tempfile.TemporaryDirectory(dir=page.parent) as folder, _limited(options.limit, folder, write):
+    with tempfile.TemporaryDirectory(dir=page.parent) as folder, _limit_time(options.limit, folder, write):
         device = torch.device("cuda" if cuda else "cpu")
         bench = Bench(device, options.tiny, Path(folder), begin + options.seconds)
         for name in names:
-            if bench.is_late():
-                print(f"bench-gpu: {name}: {LEFT_OUT}", file=sys.stderr, flush=True)
+            if bench.is_out_of_time():
+                print(f"bench-gpu: {name}: {NOT_MEASURED}", file=sys.stderr, flush=True)
                 continue
             print(f"bench-gpu: {name}", file=sys.stderr, flush=True)
             try:
-                sections[name] = SUBJECTS[name](bench).markdown()
-            except Exception as error:  # noqa: BLE001 - the others are measured all the same
+                sections[name] = SUBJECTS[name](bench).to_markdown()
+            except Exception as error:  # noqa: BLE001 - the other subjects are still measured
                 failed = True
                 first = str(error).partition("\n")[0]
                 sections[name] = f"## {name}\n\nCould not be measured: {type(error).__name__}: {first}\n"
-            free(bench)
+            free_memory(bench)
             write()
         write()
     print(page.read_text(encoding="utf-8"))
@@ -530,7 +530,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 @contextmanager
-def _limited(seconds: float, folder: str, write: Callable[[], None]) -> Iterator[None]:
+def _limit_time(seconds: float, folder: str, write: Callable[[], None]) -> Iterator[None]:
     """End the process after a number of seconds: remove the folder, and write the page with the results so far.
 
     It runs in a thread of its own, since a call of torch that does not return delays signals.
@@ -551,8 +551,8 @@ def _limited(seconds: float, folder: str, write: Callable[[], None]) -> Iterator
         timer.cancel()
 
 
-def _introduction() -> str:
-    other = accelerate()
+def _format_introduction() -> str:
+    other = import_accelerate()
     return INTRODUCTION.format(
         accelerate=f" and Accelerate {other.__version__}" if other else " (Accelerate is not installed)",
         gpu=torch.cuda.get_device_name(0)

@@ -1,34 +1,97 @@
-"""Markdown tables of measurements."""
+"""Format measurements as Markdown tables."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-__all__ = ["NONE", "Table", "comparison_row", "format_spread", "number", "ratio"]
+from benchmarks.bench import Run
 
-NONE = "–"  # noqa: RUF001 - a dash that says there is nothing here
-_UNCERTAIN = 0.05
+__all__ = [
+    "NONE",
+    "Blocks",
+    "Table",
+    "compare_to_accel",
+    "format_number",
+    "format_ratio",
+    "format_spread",
+    "merge_blocks",
+    "merge_numbers",
+]
+
+NONE = "–"  # noqa: RUF001 - an empty cell
+_RESOLUTION = 0.05
 
 
 @dataclass(frozen=True)
 class Table:
-    """One subject: a heading, what was done, and the numbers."""
+    """Section with a heading, a description of the measurement, and a table."""
 
     title: str
     text: str
     header: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
 
-    def markdown(self) -> str:
-        """The subject as a section; first column left, numbers right."""
+    def to_markdown(self) -> str:
+        """Format the section; the first column is aligned to the left, numbers to the right."""
         lines = [self.header, ("---", *["---:"] * (len(self.header) - 1)), *self.rows]
         table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
         return f"## {self.title}\n\n{self.text}\n\n{table}\n"
 
 
-def number(value: float) -> str:
+@dataclass(frozen=True)
+class Blocks:
+    """Times of bare code and of the same code with a library, measured in alternating blocks."""
+
+    bare: list[float]
+    library: list[float]
+
+    @property
+    def added(self) -> list[float]:
+        """Return the time that the library adds, by block."""
+        return [library - bare for bare, library in zip(self.bare, self.library, strict=True)]
+
+    @property
+    def ratios(self) -> list[float]:
+        """Return the time with the library divided by that of the bare code, by block."""
+        return [library / bare for bare, library in zip(self.bare, self.library, strict=True)]
+
+    def to_row(self, label: str) -> tuple[str, ...]:
+        """Return the columns that all tables of blocks share."""
+        added, ratio = format_number(median(self.added)), f"{median(self.ratios):.2f}"
+        return (label, format_spread(self.bare), format_spread(self.library), added, ratio)
+
+
+def merge_blocks(runs: Mapping[str, Sequence[Run]]) -> dict[str, dict[str, Blocks]]:
+    """Merge the JSON outputs of scripts into the blocks of each measurement and library.
+
+    A script prints `{measurement: {"bare": [...], "library": [...]}}`.
+    """
+    outputs = {library: [json.loads(run.output) for run in results] for library, results in runs.items()}
+    return {
+        measurement: {
+            library: Blocks(
+                bare=[time for output in printed for time in output[measurement]["bare"]],
+                library=[time for output in printed for time in output[measurement]["library"]],
+            )
+            for library, printed in outputs.items()
+        }
+        for measurement in next(iter(outputs.values()))[0]
+    }
+
+
+def merge_numbers(runs: Sequence[Run]) -> dict[str, list[float]]:
+    """Merge the JSON outputs of runs of a script, each `{measurement: [...]}`."""
+    merged: dict[str, list[float]] = {}
+    for run in runs:
+        for measurement, numbers in json.loads(run.output).items():
+            merged.setdefault(measurement, []).extend(numbers)
+    return merged
+
+
+def format_number(value: float) -> str:
     """Format a number with three significant digits."""
     size = abs(value)
     return f"{value:.{3 if size < 1 else 2 if size < 10 else 1 if size < 100 else 0}f}"  # noqa: PLR2004
@@ -36,22 +99,22 @@ def number(value: float) -> str:
 
 def format_spread(values: Sequence[float]) -> str:
     """Format the median, and the minimum in brackets."""
-    return f"{number(median(values))} ({number(min(values))})"
+    return f"{format_number(median(values))} ({format_number(min(values))})"
 
 
-def ratio(other: Sequence[float], ours: Sequence[float]) -> str:
-    """Return the other's median divided by accel's; bold if accel needs more."""
-    value = median(other) / median(ours)
-    return f"{value:.2f}" if value > 1 - _UNCERTAIN else f"**{value:.2f}**"
+def format_ratio(other: Sequence[float], accel: Sequence[float]) -> str:
+    """Format a median divided by that of accel, in bold if accel needs more."""
+    value = median(other) / median(accel)
+    return f"{value:.2f}" if value > 1 - _RESOLUTION else f"**{value:.2f}**"
 
 
-def comparison_row(
-    label: str, columns: Sequence[Sequence[float]], ours: Sequence[Sequence[float]]
+def compare_to_accel(
+    label: str, columns: Sequence[Sequence[float]], accel: Sequence[Sequence[float]]
 ) -> tuple[str, ...]:
-    """Return a row: the spread of each column, then its ratio to accel's; none for accel's own row."""
-    pairs = zip(columns, ours, strict=True)
+    """Return a row with the spread of each column, then its ratio to that of accel; no ratios for the row of accel."""
+    pairs = zip(columns, accel, strict=True)
     return (
         label,
         *map(format_spread, columns),
-        *(NONE if other is own else ratio(other, own) for other, own in pairs),
+        *(NONE if column is own else format_ratio(column, own) for column, own in pairs),
     )

@@ -177,7 +177,7 @@ def test_benchmarks_that_the_time_does_not_suffice_for_are_named_in_the_page(
 
     def measure(bench):
         done.append(bench.device.type)
-        monkeypatch.setattr(gpu.Bench, "is_late", lambda _: True)
+        monkeypatch.setattr(gpu.Bench, "is_out_of_time", lambda _: True)
         return gpu.Table("First", "measured", ("",), [])
 
     monkeypatch.setattr(gpu, "SUBJECTS", {"one": measure, "two": measure, "three": measure})
@@ -217,7 +217,7 @@ def test_a_benchmark_that_does_not_end_is_ended_with_the_page_written_and_its_fi
 
 def test_fewer_blocks_are_measured_when_the_time_is_used_up(gpu, tmp_path):
     bench = gpu.Bench(torch.device("cpu"), tiny=True, folder=tmp_path, deadline=0.0)
-    times = gpu.in_turns({"bare": lambda: None, "accel": lambda: None}, bench, blocks=9, count=1)
+    times = gpu.measure_blocks({"bare": lambda: None, "accel": lambda: None}, bench, blocks=9, count=1)
     for part in times:
         assert {name: len(own) for name, own in part.items()} == {"bare": 1, "accel": 1}
 
@@ -225,19 +225,19 @@ def test_fewer_blocks_are_measured_when_the_time_is_used_up(gpu, tmp_path):
 def test_saves_that_the_time_does_not_suffice_for_are_named_in_their_table(gpu, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCEL_DEVICE", "cpu")
     bench = gpu.Bench(torch.device("cpu"), tiny=True, folder=tmp_path, deadline=math.inf)
-    held, late = gpu._held, []
+    held, late = gpu._measure_save, []
 
     def once(*arguments):
         late.append(True)
         return held(*arguments)
 
-    monkeypatch.setattr(gpu, "_held", once)
-    monkeypatch.setattr(gpu.Bench, "is_late", lambda _: bool(late))
+    monkeypatch.setattr(gpu, "_measure_save", once)
+    monkeypatch.setattr(gpu.Bench, "is_out_of_time", lambda _: bool(late))
     rows = {row[0]: row[1:] for row in gpu.measure_checkpoints(bench).rows}
     first, *rest = rows
     assert first == "accel, async_save=True"
     assert gpu.NONE not in rows[first][:2]
-    assert "torch.save: not measured, the time of this run was used up" in rest
+    assert "torch.save: not measured: the time of this run was used up" in rest
     assert {rows[name] for name in rest} == {(gpu.NONE,) * 3}
 
 

@@ -1,7 +1,7 @@
-"""Wall time and memory of saving and loading a model with AdamW: `checkpoint.py WHO MILLIONS FOLDER`.
+"""Wall time and memory of saving and loading a model with AdamW: `checkpoint.py METHOD MILLIONS FOLDER`.
 
-WHO is `accel`, `background` (accel, which writes while the script goes on), `accelerate`, `synced` (Accelerate, whose
-files are then synced), or `torch` for one bare `torch.save` of everything.
+METHOD is `accel`, `async` (accel with asynchronous saves), `accelerate`, `synced` (Accelerate, then fsync of all files),
+or `torch` (one `torch.save`).
 """
 
 from __future__ import annotations
@@ -23,66 +23,69 @@ _WIDTH = 2048
 _SAVES = 3
 _LIBRARIES = {
     "accel": "accel_runtime",
-    "background": "accel_runtime",
+    "async": "accel_runtime",
     "accelerate": "accelerate",
     "synced": "accelerate",
 }
 
-_Way = Callable[[Path], Any]
+_Operation = Callable[[Path], Any]
 
 
 def main() -> None:
-    """Print seconds and bytes: `{what: [one number a save]}`."""
-    who, millions, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    """Print seconds and bytes of each save: `{measurement: [...]}`."""
+    method, millions, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     layers = round(millions * 1e6 / _WIDTH**2)
     model: nn.Module = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(layers)))
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
     accelerator = None
-    if who in _LIBRARIES:
-        accelerator = _accelerator(importlib.import_module(_LIBRARIES[who]), background=who == "background")
+    if method in _LIBRARIES:
+        library = importlib.import_module(_LIBRARIES[method])
+        accelerator = _create_accelerator(library, async_save=method == "async")
         model, optimizer = accelerator.prepare(model, optimizer)
-    before = _memory()
+    before = _read_memory()
     _step(model, optimizer)
-    if who == "background":
+    if method == "async":
         before += sum(t.nbytes for state in optimizer.state.values() for t in state.values())
-        held = _background(accelerator, folder, model, optimizer)
-        print(json.dumps(held | {"more": [_memory() - before]}))
+        seconds = _measure_async_saves(accelerator, folder, model, optimizer)
+        print(json.dumps(seconds | {"memory": [_read_memory() - before]}))
         return
-    save, load = _ways(accelerator, model, optimizer)
-    if who == "synced":
-        print(json.dumps({"save": _saves(folder, _add_sync(save))}))
+    save, load = _build_operations(accelerator, model, optimizer)
+    if method == "synced":
+        print(json.dumps({"save": _measure_saves(folder, _add_sync(save))}))
         return
-    times = _saves(folder, save)
-    save(folder / "kept")
-    loads = [_timed(load, folder / "kept") for _ in range(_SAVES)]
-    _remove(folder / "kept")
-    print(json.dumps({"save": times, "load": loads}))
+    saves = _measure_saves(folder, save)
+    save(folder / "last")
+    loads = [_measure(load, folder / "last") for _ in range(_SAVES)]
+    _remove(folder / "last")
+    print(json.dumps({"save": saves, "load": loads}))
 
 
-def _accelerator(library: Any, *, background: bool) -> Any:
-    options = {"project_config": library.ProjectConfiguration(async_save=True)} if background else {}
+def _create_accelerator(library: Any, *, async_save: bool) -> Any:
+    options = {"project_config": library.ProjectConfiguration(async_save=True)} if async_save else {}
     return library.Accelerator(cpu=True, **options)
 
 
-def _background(
+def _measure_async_saves(
     accelerator: Any, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, list[float]]:
-    """Return the seconds that the first save and the others block the script, the total seconds, and the memory."""
-    time.sleep(3)  # as long as a few steps of such a model; the memory is taken meanwhile
-    held, whole = [], []
+    """Return the seconds that the first save and the later ones block the script, and the seconds of complete saves."""
+    time.sleep(3)  # a few steps of such a model, during which the memory is allocated
+    blocked, complete = [], []
     for number in range(_SAVES + 1):
         path = folder / str(number)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         accelerator.save_state(path)
-        held.append(time.perf_counter() - begun)
+        blocked.append(time.perf_counter() - start)
         accelerator.wait_for_checkpoint()
-        whole.append(time.perf_counter() - begun)
+        complete.append(time.perf_counter() - start)
         _remove(path)
         _step(model, optimizer)
-    return {"first": held[:1], "later": held[1:], "whole": whole}
+    return {"first": blocked[:1], "later": blocked[1:], "complete": complete}
 
 
-def _ways(accelerator: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[_Way, _Way]:
+def _build_operations(
+    accelerator: Any, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[_Operation, _Operation]:
     if accelerator is not None:
         return accelerator.save_state, accelerator.load_state
 
@@ -97,16 +100,16 @@ def _ways(accelerator: Any, model: nn.Module, optimizer: torch.optim.Optimizer) 
     return save, load
 
 
-def _saves(folder: Path, save: _Way) -> list[float]:
-    """Seconds of saves into new places, the first of which does not count."""
-    times = []
+def _measure_saves(folder: Path, save: _Operation) -> list[float]:
+    """Return the seconds of saves to new paths, without the first."""
+    seconds = []
     for number in range(_SAVES + 1):
-        times.append(_timed(save, folder / str(number)))
+        seconds.append(_measure(save, folder / str(number)))
         _remove(folder / str(number))
-    return times[1:]
+    return seconds[1:]
 
 
-def _add_sync(save: _Way) -> _Way:
+def _add_sync(save: _Operation) -> _Operation:
     """Return a save that also flushes every file and directory of the checkpoint, and its name, to the disk."""
 
     def save_and_sync(folder: Path) -> None:
@@ -126,22 +129,22 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-def _timed(act: _Way, path: Path) -> float:
-    begun = time.perf_counter()
-    act(path)
-    return time.perf_counter() - begun
+def _measure(operation: _Operation, path: Path) -> float:
+    start = time.perf_counter()
+    operation(path)
+    return time.perf_counter() - start
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Give the optimizer its state, and change everything."""
+    """Take a step, which creates the state of the optimizer, and changes all parameters."""
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
 
 
-def _memory() -> float:
-    """Bytes of this process that are in memory, files apart."""
+def _read_memory() -> float:
+    """Return the resident memory of this process in bytes, without mapped files."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     fields = dict(line.split(":", 1) for line in lines)
     return sum(float(fields[kind].split()[0]) for kind in ("RssAnon", "RssShmem")) * 1024

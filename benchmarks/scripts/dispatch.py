@@ -1,4 +1,4 @@
-"""Wall time of a stream's batches that one rank reads for all, with a library and bare: `dispatch.py LIBRARY`."""
+"""Wall time of batches of a stream that rank 0 reads for all ranks, with a library and bare: `dispatch.py LIBRARY`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _STEPS = 100
 _SIZE = 4
 
 
-class Same(IterableDataset[Any]):
-    """The same sample over and over, so that reading costs next to nothing."""
+class RepeatedSample(IterableDataset[Any]):
+    """Stream of one sample, which takes almost no time to read."""
 
     def __init__(self, sample: Any, count: int) -> None:
         self._sample, self._count = sample, count
@@ -31,7 +31,7 @@ class Same(IterableDataset[Any]):
 
 
 def main() -> None:
-    """Print microseconds a batch, one number a block: `{what: {bare: [], library: []}}`."""
+    """Print microseconds per batch, by block: `{measurement: {"bare": [...], "library": [...]}}`."""
     name = sys.argv[1]
     library = importlib.import_module(name)
     options = library if name == "accel_runtime" else importlib.import_module("accelerate.utils")
@@ -41,43 +41,43 @@ def main() -> None:
         "a small tensor": torch.arange(4.0),
         "a dict of 5 tensors": {f"column {i}": torch.full((4,), float(i)) for i in range(5)},
     }
-    times = {what: _timed(accelerator, sample) for what, sample in samples.items()}
+    times = {name: _measure(accelerator, sample) for name, sample in samples.items()}
     if dist.get_rank() == 0:
         print(json.dumps(times))
-    # gloo's threads still drop the last tensors; leaving under them would abort.
+    # The exit would abort while threads of gloo release the last tensors.
     time.sleep(0.1)
     dist.destroy_process_group()
 
 
-def _timed(accelerator: Any, sample: Any) -> dict[str, list[float]]:
+def _measure(accelerator: Any, sample: Any) -> dict[str, list[float]]:
     count = _STEPS * _SIZE * dist.get_world_size()
-    bare, prepared = (DataLoader(Same(sample, count), batch_size=_SIZE) for _ in range(2))
+    bare, prepared = (DataLoader(RepeatedSample(sample, count), batch_size=_SIZE) for _ in range(2))
     prepared = accelerator.prepare(prepared)
-    ways: dict[str, Callable[[], Iterator[Any]]] = {
-        "bare": lambda: _bare(bare),
+    iterate: dict[str, Callable[[], Iterator[Any]]] = {
+        "bare": lambda: _scatter(bare),
         "library": lambda: iter(prepared),
     }
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    times: dict[str, list[float]] = {name: [] for name in iterate}
     for block in range(_BLOCKS + 1):
-        for name, walk in ways.items():
+        for name, start_epoch in iterate.items():
             dist.barrier()
             start = time.perf_counter()
-            steps = sum(1 for _ in walk())
-            spent = time.perf_counter() - start
+            steps = sum(1 for _ in start_epoch())
+            seconds = time.perf_counter() - start
             assert steps == _STEPS, f"{name}: {steps} batches"
             if block:
-                times[name].append(spent / _STEPS * 1e6)
+                times[name].append(seconds / _STEPS * 1e6)
     return times
 
 
-def _bare(loader: DataLoader[Any]) -> Iterator[Any]:
-    """One batch a rank and step by `scatter_object_list`, as one writes it by hand."""
-    world, leads = dist.get_world_size(), dist.get_rank() == 0
-    walk = iter(loader) if leads else iter(())
+def _scatter(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Iterate over batches that rank 0 sends with `scatter_object_list`, one per rank and step."""
+    world_size, is_first = dist.get_world_size(), dist.get_rank() == 0
+    iterator = iter(loader) if is_first else iter(())
     while True:
-        batches = list(islice(walk, world)) if leads else []
+        batches = list(islice(iterator, world_size)) if is_first else []
         received: list[Any] = [None]
-        dist.scatter_object_list(received, (batches or [None] * world) if leads else None, src=0)
+        dist.scatter_object_list(received, (batches or [None] * world_size) if is_first else None, src=0)
         if received[0] is None:
             return
         yield received[0]

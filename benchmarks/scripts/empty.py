@@ -1,4 +1,4 @@
-"""Says when it began, and imports torch."""
+"""Print the time, and import torch."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""The gradients of every optimizer step beside those of one process on the same samples: `gradients.py LIBRARY`."""
+"""Errors of the gradients of all optimizer steps, compared with one process on the same samples: `gradients.py LIBRARY`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch.utils.data import DataLoader
 
 _WORDS, _WIDTH, _LENGTH = 11, 6, 24
 _SIZE = 2
-_COUNTS = (16, 13, 21, 33)
-"""Lengths of the dataset; all but the first leave a ragged tail on several processes."""
-_WINDOWS = (1, 3, 4)
+_LENGTHS = (16, 13, 21, 33)
+"""Lengths of the dataset; all but the first have an incomplete last batch on several processes."""
+_ACCUMULATION = (1, 3, 4)
 _SEEDS = range(3)
 _LONG = 0.2
-"""How many of the rows ask for all their tokens."""
+"""Fraction of rows with targets for all tokens."""
 _IGNORED = -100
-"""What cross_entropy leaves out."""
+"""Target that cross_entropy leaves out."""
 
 
 class Bigram(nn.Module):
@@ -36,12 +36,12 @@ class Bigram(nn.Module):
         self.head = nn.Linear(_WIDTH, _WORDS)
 
     def forward(self, tokens: torch.Tensor) -> Any:
-        """Logits of what follows each token."""
+        """Return the logits of the next tokens."""
         return self.head(torch.tanh(self.mix(self.embed(tokens))))
 
 
 class Text:
-    """Rows of tokens; four in five ask for one or two of them, the fifth for all."""
+    """Rows of tokens; four in five have one or two targets, the fifth has targets for all tokens."""
 
     def __init__(self, count: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -64,59 +64,59 @@ def main() -> None:
     """Print the relative errors by micro-batches per accumulation cycle: `{accumulation: [...]}`."""
     name = sys.argv[1]
     library = importlib.import_module(name)
-    exact = name == "accel_runtime"
-    # Without repeats Accelerate's processes take different numbers of steps, and wait for each other for ever.
-    options = {"dataloader_config": library.DataLoaderConfiguration(even_batches=False)} if exact else {}
+    is_accel = name == "accel_runtime"
+    # Without padding, processes of Accelerate take different numbers of steps, and hang.
+    options = {"dataloader_config": library.DataLoaderConfiguration(even_batches=False)} if is_accel else {}
     accelerator = library.Accelerator(cpu=True, **options)
     errors = {
-        str(window): [
+        str(steps): [
             error
-            for count in _COUNTS
+            for length in _LENGTHS
             for seed in _SEEDS
-            for error in _epoch(accelerator, Text(count, seed), window, weigh=exact)
+            for error in _compute_errors(accelerator, Text(length, seed), steps, is_weighted=is_accel)
         ]
-        for window in _WINDOWS
+        for steps in _ACCUMULATION
     }
     if accelerator.is_main_process:
         print(json.dumps(errors))
     if dist.is_initialized():
-        # gloo's threads still drop the last tensors; leaving under them would abort.
+            # The exit would abort while threads of gloo release the last tensors.
         time.sleep(0.1)
         dist.destroy_process_group()
 
 
-def _epoch(accelerator: Any, text: Text, window: int, *, weigh: bool) -> list[float]:
-    accelerator.gradient_accumulation_steps = window
+def _compute_errors(accelerator: Any, text: Text, steps: int, *, is_weighted: bool) -> list[float]:
+    accelerator.gradient_accumulation_steps = steps
     model = Bigram()
-    # Parameters stay, so that every step is compared at the same place.
+    # Parameters do not change, so that all steps are compared at the same point.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     loader: Any = DataLoader(range(len(text.tokens)), batch_size=_SIZE)  # type: ignore[arg-type]
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    found = []
+    gradients = []
     for ids in loader:
         with accelerator.accumulate(model):
             loss = text.loss(model, ids)
-            accelerator.backward(loss, **({"weight": text.count_tokens(ids)} if weigh else {}))
+            accelerator.backward(loss, **({"weight": text.count_tokens(ids)} if is_weighted else {}))
             if accelerator.sync_gradients:
-                found.append(_flat(model))
+                gradients.append(_flatten_gradients(model))
             optimizer.step()
             optimizer.zero_grad()
-    wanted = _alone(text, _SIZE * accelerator.num_processes * window)
-    assert len(found) == len(wanted), f"{len(found)} steps where one process takes {len(wanted)}"
-    return [float((own - right).norm() / right.norm()) for own, right in zip(found, wanted, strict=True)]
+    exact = _compute_exact_gradients(text, _SIZE * accelerator.num_processes * steps)
+    assert len(gradients) == len(exact), f"{len(gradients)} steps, but one process takes {len(exact)}"
+    return [float((a - b).norm() / b.norm()) for a, b in zip(gradients, exact, strict=True)]
 
 
-def _alone(text: Text, samples: int) -> list[torch.Tensor]:
-    """The gradient of each window of one process, all its samples at once."""
-    wanted = []
+def _compute_exact_gradients(text: Text, samples: int) -> list[torch.Tensor]:
+    """Return the gradient of each accumulation cycle on one process, computed from all samples at once."""
+    gradients = []
     for ids in torch.split(torch.arange(len(text.tokens)), samples):
         model = Bigram()
         text.loss(model, ids).backward()  # type: ignore[no-untyped-call]
-        wanted.append(_flat(model))
-    return wanted
+        gradients.append(_flatten_gradients(model))
+    return gradients
 
 
-def _flat(model: nn.Module) -> torch.Tensor:
+def _flatten_gradients(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 

@@ -12,9 +12,9 @@ from accel_runtime.collectives import handshake
 
 
 def main() -> None:
-    """Print the median and the least of the blocks, as JSON on rank 0."""
+    """Print the median and the minimum of the blocks, as JSON on rank 0."""
     blocks, calls = int(sys.argv[1]), int(sys.argv[2])
-    backend = Accelerator(cpu=True)._backend  # noqa: SLF001 - what a barrier costs below the Accelerator
+    backend = Accelerator(cpu=True)._backend  # noqa: SLF001 - a barrier without the checks of the Accelerator
     limits = {"slots": backend.topology.world_size, "summary": 1}
     times: dict[str, list[float]] = {name: [] for name in limits}
     for block in range(blocks + 1):
@@ -26,7 +26,7 @@ def main() -> None:
             if block:
                 times[name].append((time.perf_counter() - start) / calls * 1e6)
     if backend.topology.rank == 0:
-        print(json.dumps({name: [statistics.median(spent), min(spent)] for name, spent in times.items()}))
+        print(json.dumps({name: [statistics.median(values), min(values)] for name, values in times.items()}))
 
 
 main()

@@ -1,4 +1,4 @@
-"""Joins a process group, and says how much memory is this process's alone while all of them are there."""
+"""Join a process group, and print the private memory of this process while all processes exist."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""CPU time of training steps and batches, with a library and bare, in turn: `loop.py LIBRARY`."""
+"""CPU time of training steps and batches, with a library and bare, in alternating blocks: `loop.py LIBRARY`."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ _BATCHES = 256
 
 
 def main() -> None:
-    """Print microseconds a step and a batch, one number a block: `{what: {bare: [], library: []}}`."""
+    """Print microseconds per step and per batch, by block: `{measurement: {"bare": [...], "library": [...]}}`."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     accelerator = importlib.import_module(sys.argv[1]).Accelerator(cpu=True)
     measured = {
-        "training step": _compared(
-            _steps(_training(), torch.Tensor.backward),
-            _steps(accelerator.prepare(*_training()), accelerator.backward),
+        "training step": _measure(
+            _build_steps(_create_training(), torch.Tensor.backward),
+            _build_steps(accelerator.prepare(*_create_training()), accelerator.backward),
             _STEPS,
         ),
-        "batch, in order": _loaders(accelerator, shuffle=False),
-        "batch, shuffled": _loaders(accelerator, shuffle=True),
+        "batch, in order": _measure_loaders(accelerator, shuffle=False),
+        "batch, shuffled": _measure_loaders(accelerator, shuffle=True),
     }
     print(json.dumps(measured))
 
 
-def _training() -> tuple[Any, Any, Any]:
+def _create_training() -> tuple[Any, Any, Any]:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
 
 
-def _steps(training: tuple[Any, Any, Any], backward: Callable[[Any], None]) -> Callable[[], None]:
+def _build_steps(training: tuple[Any, Any, Any], backward: Callable[[Any], None]) -> Callable[[], None]:
     model, optimizer, scheduler = training
     x, y = torch.randn(8, 4), torch.randn(8, 4)
 
@@ -56,10 +56,10 @@ def _steps(training: tuple[Any, Any, Any], backward: Callable[[Any], None]) -> C
     return block
 
 
-def _loaders(accelerator: Any, *, shuffle: bool) -> dict[str, list[float]]:
+def _measure_loaders(accelerator: Any, *, shuffle: bool) -> dict[str, list[float]]:
     data = TensorDataset(torch.randn(32 * _BATCHES, 4), torch.randn(32 * _BATCHES))
 
-    def epoch(loader: Iterable[Any]) -> Callable[[], None]:
+    def build_epoch(loader: Iterable[Any]) -> Callable[[], None]:
         def block() -> None:
             for _ in loader:
                 pass
@@ -67,19 +67,19 @@ def _loaders(accelerator: Any, *, shuffle: bool) -> dict[str, list[float]]:
         return block
 
     bare, prepared = (DataLoader(data, batch_size=32, shuffle=shuffle) for _ in range(2))
-    return _compared(epoch(bare), epoch(accelerator.prepare(prepared)), _BATCHES)
+    return _measure(build_epoch(bare), build_epoch(accelerator.prepare(prepared)), _BATCHES)
 
 
-def _compared(bare: Callable[[], None], library: Callable[[], None], count: int) -> dict[str, list[float]]:
-    """Microseconds of this thread for each of `count` turns, block by block, after a block of each."""
+def _measure(bare: Callable[[], None], library: Callable[[], None], count: int) -> dict[str, list[float]]:
+    """Return CPU microseconds of this thread per iteration, by block of `count` iterations; the first blocks do not count."""
     times: dict[str, list[float]] = {"bare": [], "library": []}
     for block in range(_BLOCKS + 1):
-        for name, work in (("bare", bare), ("library", library)):
+        for name, run_block in (("bare", bare), ("library", library)):
             start = time.thread_time_ns()
-            work()
-            spent = time.thread_time_ns() - start
+            run_block()
+            elapsed = time.thread_time_ns() - start
             if block:
-                times[name].append(spent / count / 1000)
+                times[name].append(elapsed / count / 1000)
     return times
 
 

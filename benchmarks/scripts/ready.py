@@ -1,4 +1,4 @@
-"""Imports torch, and says when it was there."""
+"""Import torch, and print the time."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Fails once on one rank, and says when it failed and when each process had torch again."""
+"""Fail once on one rank, and print the times of the failure and of the import of torch after the restart."""
 
 import os
 import time

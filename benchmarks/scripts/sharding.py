@@ -1,4 +1,4 @@
-"""Wall time of a step of a sharded transformer, by hand and with accel, in turn: `sharding.py cpu|cuda`."""
+"""Wall time of a step of a sharded transformer, by hand and with accel, in alternating blocks: `sharding.py cpu|cuda`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from accel_runtime import Accelerator, ParallelismConfig
 _WORDS, _WIDTH, _LAYERS, _HEADS, _LENGTH, _ROWS = 512, 256, 4, 8, 64, 8
 _BLOCKS, _STEPS = 10, 5
 _Step = Callable[[torch.Tensor], torch.Tensor]
-"""A step on a batch; gives its loss, which nobody reads while time is measured."""
+"""Step on a batch, which returns the loss; it is not read while time is measured."""
 
 
 class Layer(nn.Module):
-    """Attention and a feed-forward part."""
+    """Attention and a feed-forward network."""
 
     def __init__(self, scale: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """One layer's work."""
+        """Return the output of the layer."""
         q, k, v = (
             part.unflatten(-1, (_HEADS, -1)).transpose(1, 2)
             for part in self.qkv(self.first(x)).chunk(3, dim=-1)
@@ -54,7 +54,7 @@ class LanguageModel(nn.Module):
         self.head = nn.Linear(_WIDTH * scale, _WORDS)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """Logits."""
+        """Return the logits."""
         x = self.embed(words)
         for layer in self.layers:
             x = layer(x)
@@ -63,7 +63,7 @@ class LanguageModel(nn.Module):
 
 
 def main() -> None:
-    """Print milliseconds a step, one number a block: `{what: {bare: [], library: []}}`."""
+    """Print milliseconds per step, by block: `{measurement: {"bare": [...], "library": [...]}}`."""
     on_gpu = sys.argv[1] == "cuda"
     accelerator = Accelerator(
         cpu=not on_gpu,
@@ -72,51 +72,51 @@ def main() -> None:
         parallelism_config=ParallelismConfig(dp_shard_size="auto"),
     )
     if not dist.is_initialized():
-        raise SystemExit("run this with torchrun")
-    ways = {
-        "bare": _by_hand(accelerator.device, on_gpu=on_gpu),
-        "library": _with_accel(accelerator, on_gpu=on_gpu),
+        raise SystemExit("sharding.py needs several processes. Run it with torchrun.")
+    steps = {
+        "bare": _build_bare_step(accelerator.device, on_gpu=on_gpu),
+        "library": _build_accel_step(accelerator, on_gpu=on_gpu),
     }
     torch.manual_seed(dist.get_rank())
     scale = 8 if on_gpu else 1
     words = torch.randint(_WORDS, (_ROWS * scale, _LENGTH * scale), device=accelerator.device)
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    first = {name: way(words).item() for name, way in ways.items()}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    first = {name: step(words).item() for name, step in steps.items()}
     assert abs(first["bare"] - first["library"]) < (0.05 if on_gpu else 1e-5), (
-        f"they compute different losses: {first}"
+        f"the losses differ: {first}"
     )
     for block in range(_BLOCKS + 1):
-        for name, way in ways.items():
-            spent = _timed(way, words, on_gpu=on_gpu)
+        for name, step in steps.items():
+            milliseconds = _measure(step, words, on_gpu=on_gpu)
             if block:
-                times[name].append(spent)
+                times[name].append(milliseconds)
     if accelerator.is_main_process:
         print(json.dumps({"a sharded step": times}))
     accelerator.end_training()
 
 
-def _timed(way: _Step, words: torch.Tensor, *, on_gpu: bool) -> float:
+def _measure(step: _Step, words: torch.Tensor, *, on_gpu: bool) -> float:
     dist.barrier()
     start = time.perf_counter()
     for _ in range(_STEPS):
-        way(words)
+        step(words)
     if on_gpu:
         torch.cuda.synchronize()
     return (time.perf_counter() - start) / _STEPS * 1000
 
 
-def _model(device: torch.device, *, on_gpu: bool) -> LanguageModel:
+def _create_model(device: torch.device, *, on_gpu: bool) -> LanguageModel:
     torch.manual_seed(0)
     with device:
         return LanguageModel(8 if on_gpu else 1)
 
 
-def _optimizer(model: nn.Module) -> Any:
+def _create_optimizer(model: nn.Module) -> Any:
     return torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 
-def _by_hand(device: torch.device, *, on_gpu: bool) -> _Step:
-    model = _model(device, on_gpu=on_gpu)
+def _build_bare_step(device: torch.device, *, on_gpu: bool) -> _Step:
+    model = _create_model(device, on_gpu=on_gpu)
     if on_gpu:
         model.compile(backend="inductor")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -128,10 +128,10 @@ def _by_hand(device: torch.device, *, on_gpu: bool) -> _Step:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
-    optimizer = _optimizer(model)
+    optimizer = _create_optimizer(model)
 
     def step(words: torch.Tensor) -> torch.Tensor:
-        loss = _loss(model, words)
+        loss = _compute_loss(model, words)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
@@ -140,12 +140,12 @@ def _by_hand(device: torch.device, *, on_gpu: bool) -> _Step:
     return step
 
 
-def _with_accel(accelerator: Accelerator, *, on_gpu: bool) -> _Step:
-    model = _model(accelerator.device, on_gpu=on_gpu)
-    model, optimizer = accelerator.prepare(model, _optimizer(model))
+def _build_accel_step(accelerator: Accelerator, *, on_gpu: bool) -> _Step:
+    model = _create_model(accelerator.device, on_gpu=on_gpu)
+    model, optimizer = accelerator.prepare(model, _create_optimizer(model))
 
     def step(words: torch.Tensor) -> torch.Tensor:
-        loss = _loss(model, words)
+        loss = _compute_loss(model, words)
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
@@ -154,7 +154,7 @@ def _with_accel(accelerator: Accelerator, *, on_gpu: bool) -> _Step:
     return step
 
 
-def _loss(model: nn.Module, words: torch.Tensor) -> torch.Tensor:
+def _compute_loss(model: nn.Module, words: torch.Tensor) -> torch.Tensor:
     logits = model(words[:, :-1])
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), words[:, 1:].flatten())
 

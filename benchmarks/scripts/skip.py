@@ -1,4 +1,4 @@
-"""Wall time to a batch far inside an epoch, beyond that to the first of it: `skip.py LIBRARY`."""
+"""Wall time to the first batch of an epoch, and to a batch in its middle: `skip.py LIBRARY`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 _BATCHES = 100_000
 _SIZE = 32
 _SAMPLES = (_BATCHES + 10) * _SIZE
-_TIMES = 5
+_REPEATS = 5
 
 
 class Numbers(Dataset[int]):
-    """The cheapest possible dataset: only the skipping takes time."""
+    """Dataset of its indices, which takes almost no time to read."""
 
     def __len__(self) -> int:
         return _SAMPLES
@@ -28,101 +28,104 @@ class Numbers(Dataset[int]):
         return index
 
 
-class Counting(IterableDataset[int]):
-    """A stream that can say where it stands, and be put there."""
+class StatefulStream(IterableDataset[int]):
+    """Stream of numbers with a state."""
 
     def __init__(self) -> None:
-        self.at = 0
+        self.offset = 0
 
     def __iter__(self) -> Iterator[int]:
-        while self.at < _SAMPLES:
-            self.at += 1
-            yield self.at - 1
-        self.at = 0
+        while self.offset < _SAMPLES:
+            self.offset += 1
+            yield self.offset - 1
+        self.offset = 0
 
     def state_dict(self) -> dict[str, int]:
-        """The position."""
-        return {"at": self.at}
+        """Return the offset."""
+        return {"offset": self.offset}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go there."""
-        self.at = state["at"]
+        """Continue from the offset."""
+        self.offset = state["offset"]
 
 
 def main() -> None:
-    """Print milliseconds, one number a time: `{what: {fresh: [], skipped: []}}`."""
+    """Print milliseconds of each repetition: `{measurement: {"fresh": [...], "skipped": [...]}}`."""
     torch.set_num_threads(1)
     name = sys.argv[1]
     library = importlib.import_module(name)
     accelerator = library.Accelerator(cpu=True)
-    home = "accel_runtime.data.loader" if name == "accel_runtime" else name
-    skip: Callable[..., Any] = importlib.import_module(home).skip_first_batches
+    module = "accel_runtime.data.loader" if name == "accel_runtime" else name
+    skip: Callable[..., Any] = importlib.import_module(module).skip_first_batches
 
-    def loader(*, shuffle: bool) -> Any:
+    def create_loader(*, shuffle: bool) -> Any:
         torch.manual_seed(0)
         data = DataLoader(Numbers(), batch_size=_SIZE, shuffle=shuffle)
         return accelerator.prepare(data)
 
-    def skipped(*, shuffle: bool) -> Any:
-        return skip(loader(shuffle=shuffle), _BATCHES)
+    def create_skipped(*, shuffle: bool) -> Any:
+        return skip(create_loader(shuffle=shuffle), _BATCHES)
 
     measured = {
-        "in order": _compared(lambda: loader(shuffle=False), lambda: skipped(shuffle=False)),
-        "shuffled": _compared(lambda: loader(shuffle=True), lambda: skipped(shuffle=True), drawn=True),
-        "stream": _streams(accelerator, skip, resumes=name == "accel_runtime"),
+        "in order": _measure(lambda: create_loader(shuffle=False), lambda: create_skipped(shuffle=False)),
+        "shuffled": _measure(
+            lambda: create_loader(shuffle=True), lambda: create_skipped(shuffle=True), is_shuffled=True
+        ),
+        "stream": _measure_stream(accelerator, skip, resumes=name == "accel_runtime"),
     }
-    print(json.dumps(measured | {"floor": _permutations()}))
+    print(json.dumps(measured | {"floor": _measure_permutations()}))
 
 
-def _streams(accelerator: Any, skip: Callable[..., Any], *, resumes: bool) -> dict[str, list[float]]:
-    def fresh() -> Any:
-        return accelerator.prepare(DataLoader(Counting(), batch_size=_SIZE))
+def _measure_stream(accelerator: Any, skip: Callable[..., Any], *, resumes: bool) -> dict[str, list[float]]:
+    def create() -> Any:
+        return accelerator.prepare(DataLoader(StatefulStream(), batch_size=_SIZE))
 
     if not resumes:
-        return _compared(fresh, lambda: skip(fresh(), _BATCHES), times=1)
-    state = _walked(fresh())
+        return _measure(create, lambda: skip(create(), _BATCHES), repeats=1)
+    state = _read_state(create())
 
-    def resumed() -> Any:
-        loader = fresh()
+    def resume() -> Any:
+        loader = create()
         loader.load_state_dict(state)
         return loader
 
-    return _compared(fresh, resumed)
+    return _measure(create, resume)
 
 
-def _walked(loader: Any) -> Any:
+def _read_state(loader: Any) -> Any:
+    """Return the state of a loader after the batches to skip."""
     for count, _ in enumerate(loader, 1):
         if count == _BATCHES:
             break
     return loader.state_dict()
 
 
-def _compared(
-    fresh: Callable[[], Any], skipped: Callable[[], Any], times: int = _TIMES, *, drawn: bool = False
+def _measure(
+    fresh: Callable[[], Any], skipped: Callable[[], Any], repeats: int = _REPEATS, *, is_shuffled: bool = False
 ) -> dict[str, list[float]]:
-    """Milliseconds to the first batch of either, in turn; of a shuffled epoch nothing is taken off."""
-    found: dict[str, list[float]] = {"fresh": [], "skipped": []}
-    for _ in range(times):
-        for name, make, first in (("fresh", fresh, 0), ("skipped", skipped, _BATCHES * _SIZE)):
+    """Return the milliseconds to the first batch of both loaders, measured alternately."""
+    times: dict[str, list[float]] = {"fresh": [], "skipped": []}
+    for _ in range(repeats):
+        for name, create, first in (("fresh", fresh, 0), ("skipped", skipped, _BATCHES * _SIZE)):
             start = time.perf_counter()
-            batch = next(iter(make()))
-            found[name].append((time.perf_counter() - start) * 1000)
-            assert len(batch) == _SIZE, "not a whole batch"
-            assert drawn or batch[0] == first, f"the {name} walk begins with {batch[0]}"
-    return found
+            batch = next(iter(create()))
+            times[name].append((time.perf_counter() - start) * 1000)
+            assert len(batch) == _SIZE, "the batch is not full"
+            assert is_shuffled or batch[0] == first, f"the {name} iteration begins with {batch[0]}"
+    return times
 
 
-def _permutations() -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {"randperm": [], "randperm and tolist": []}
-    for _ in range(_TIMES):
+def _measure_permutations() -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {"randperm": [], "randperm and tolist": []}
+    for _ in range(_REPEATS):
         for name, draw in (
             ("randperm", lambda: torch.randperm(_SAMPLES)),
             ("randperm and tolist", lambda: torch.randperm(_SAMPLES).tolist()),
         ):
             start = time.perf_counter()
             draw()
-            found[name].append((time.perf_counter() - start) * 1000)
-    return found
+            times[name].append((time.perf_counter() - start) * 1000)
+    return times
 
 
 main()

@@ -1,4 +1,4 @@
-"""Training steps on torch_xla's device, with accel and written by hand, in turn; and the graphs they compile."""
+"""Time of training steps on torch_xla's CPU device, with accel and by hand, and the number of graphs they compile."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _BATCH = 64
 
 
 def main() -> None:
-    """Print `{what: {"bare": [], "library": []}}`: graphs, and microseconds a step."""
+    """Print graphs, and microseconds per step, by block: `{measurement: {"bare": [...], "library": [...]}}`."""
     torch.manual_seed(0)
-    graphs = {"bare": _compiled(_by_hand(0)), "library": _compiled(_with_accel(0))}
+    graphs = {"bare": _count_graphs(_build_bare_epoch(0)), "library": _count_graphs(_build_accel_epoch(0))}
     measured: dict[str, Any] = {
-        f"graphs after {steps} steps": {who: [found[steps]] for who, found in graphs.items()}
+        f"graphs after {steps} steps": {name: [counts[steps]] for name, counts in graphs.items()}
         for steps in (_EARLY, _STEPS)
     }
     for workers in (0, 2):
-        measured[f"a step, {workers} loader workers"] = _compared(_by_hand(workers), _with_accel(workers))
+        measured[f"a step, {workers} loader workers"] = _measure(_build_bare_epoch(workers), _build_accel_epoch(workers))
     print(json.dumps(measured))
 
 
-def _parts(workers: int) -> tuple[Any, Any, Any, Any]:
+def _create_parts(workers: int) -> tuple[Any, Any, Any, Any]:
     model = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
     data = TensorDataset(torch.randn(_BATCH * _STEPS, 784), torch.randint(0, 10, (_BATCH * _STEPS,)))
     loader = DataLoader(
@@ -48,15 +48,15 @@ def _parts(workers: int) -> tuple[Any, Any, Any, Any]:
     return model, loader, torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR
 
 
-def _falling(step: int) -> float:
+def _decay(step: int) -> float:
     return max(0.5, 1 - step / 10_000)
 
 
-def _with_accel(workers: int) -> Callable[[], Iterable[int]]:
+def _build_accel_epoch(workers: int) -> Callable[[], Iterable[int]]:
     accelerator = Accelerator()
-    model, loader, optimizer, scheduler = _parts(workers)
+    model, loader, optimizer, scheduler = _create_parts(workers)
     optimizer = optimizer(model.parameters(), lr=1e-4)
-    scheduler = scheduler(optimizer, _falling)
+    scheduler = scheduler(optimizer, _decay)
     model, loader, optimizer, scheduler = accelerator.prepare(model, loader, optimizer, scheduler)
 
     def epoch() -> Iterable[int]:
@@ -71,12 +71,12 @@ def _with_accel(workers: int) -> Callable[[], Iterable[int]]:
     return epoch
 
 
-def _by_hand(workers: int) -> Callable[[], Iterable[int]]:
+def _build_bare_epoch(workers: int) -> Callable[[], Iterable[int]]:
     device = torch_xla.device()
-    model, loader, optimizer, scheduler = _parts(workers)
+    model, loader, optimizer, scheduler = _create_parts(workers)
     model = model.to(device)
     optimizer = optimizer(model.parameters(), lr=1e-4)
-    scheduler = scheduler(optimizer, _falling)
+    scheduler = scheduler(optimizer, _decay)
     loader = MpDeviceLoader(loader, device)
 
     def epoch() -> Iterable[int]:
@@ -92,22 +92,22 @@ def _by_hand(workers: int) -> Callable[[], Iterable[int]]:
     return epoch
 
 
-def _compiled(epoch: Callable[[], Iterable[int]]) -> dict[int, int]:
+def _count_graphs(epoch: Callable[[], Iterable[int]]) -> dict[int, int]:
     """Return the number of compiled graphs after each step."""
-    before = _graphs()
-    found = {step - 1: _graphs() - before for step in epoch()}
+    before = _read_graphs()
+    counts = {step - 1: _read_graphs() - before for step in epoch()}
     torch_xla.sync(wait=True)
-    return found | {_STEPS: _graphs() - before}
+    return counts | {_STEPS: _read_graphs() - before}
 
 
-def _graphs() -> int:
+def _read_graphs() -> int:
     return int(met.counter_value("UncachedCompile") or 0)
 
 
-def _compared(
+def _measure(
     bare: Callable[[], Iterable[int]], library: Callable[[], Iterable[int]]
 ) -> dict[str, list[float]]:
-    """Microseconds a step, block by block, after a block of each that compiles."""
+    """Return microseconds per step, by block; the first blocks compile and do not count."""
     times: dict[str, list[float]] = {"bare": [], "library": []}
     for block in range(_BLOCKS + 1):
         for name, epoch in (("bare", bare), ("library", library)):
@@ -115,9 +115,9 @@ def _compared(
             for _ in epoch():
                 pass
             torch_xla.sync(wait=True)
-            spent = time.perf_counter_ns() - start
+            elapsed = time.perf_counter_ns() - start
             if block:
-                times[name].append(spent / _STEPS / 1000)
+                times[name].append(elapsed / _STEPS / 1000)
     return times
 
 

@@ -1,0 +1,203 @@
+"""Measure commands: help, plans, the start of scripts on one process and on several, restarts, and imports."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+from collections.abc import Callable, Sequence
+from statistics import median
+
+from benchmarks.bench import SCRIPTS, Bench, Run, run_interleaved
+from benchmarks.report import NONE, Table, compare_to_accel, format_number, format_ratio, format_spread
+
+__all__ = ["measure_commands", "measure_forked", "measure_imports", "measure_start"]
+
+_COMMANDS_TEXT = """\
+The same task in each group, accel first. The last columns divide by the time of accel. The last two rows are
+lower bounds: a Python that does nothing, and one that imports torch. Goal: `accel --help` takes at most an
+eighth of `accelerate --help`."""
+_COMMANDS = (
+    ("accel --help", "accelerate --help"),
+    ("accel config --help", "accelerate config --help"),
+    ("accel launch --help", "accelerate launch --help", "torchrun --help"),
+    ("accel launch --dry-run empty.py",),
+    ("python -c pass",),
+    ("python -c 'import torch'",),
+)
+"""Commands for the same task; the first is that of accel."""
+
+
+def measure_commands(bench: Bench) -> Table:
+    """Measure CPU and wall seconds of commands that train nothing."""
+    programs = {
+        command: bench.command(*_locate(bench, command)) for commands in _COMMANDS for command in commands
+    }
+    columns = {
+        command: ([run.cpu for run in runs], [run.wall for run in runs])
+        for command, runs in run_interleaved(programs, bench.repeats).items()
+    }
+    rows = [
+        compare_to_accel(f"`{command}`", columns[command], columns[commands[0]])
+        for commands in _COMMANDS
+        for command in commands
+    ]
+    return Table("Commands", _COMMANDS_TEXT, ("command", "CPU s", "wall s", "CPU ÷ accel", "wall ÷ accel"), rows)
+
+
+def _locate(bench: Bench, command: str) -> list[str]:
+    """Return a command with the paths on this machine."""
+    program, *args = shlex.split(command.replace("empty.py", shlex.quote(str(SCRIPTS / "empty.py"))))
+    folder = bench.accelerate if program == "accelerate" else bench.accel
+    return [str(folder / program), *args]
+
+
+_START_TEXT = """\
+The script imports torch and ends. Ready is the time from the start of the command until torch is imported in
+the last of its processes. `python -c 'import torch'` is shown for comparison. Goals: ready with 4 processes in
+at most half of the time of torchrun, with 8 in at most 0.4 of it and at most a fifth more than with 4, and with
+2 in at most 1.8 imports of torch. 8 and 16 processes are compared with torchrun only, in
+half as many rounds."""
+_START_HEADER = ("command", "CPU s", "wall s", "ready s", "CPU ÷ accel", "wall ÷ accel", "ready ÷ accel")
+_READY = str(SCRIPTS / "ready.py")
+_NPROCS = (2, 4, 8, 16)
+_MANY = 8
+"""From this number of processes on, only torchrun is compared, in half as many rounds: a start takes 16 to 33 CPU seconds."""
+
+
+def measure_start(bench: Bench) -> Table:
+    """Measure CPU and wall seconds of a script that imports torch, and wall seconds to its first line."""
+    single = {
+        "accel launch": bench.command(f"{bench.accel}/accel", "launch", _READY),
+        "python": bench.command(f"{bench.accel}/python", _READY),
+        "torchrun": _build_torchrun(bench, 1),
+        "accelerate launch --cpu": _build_accelerate(bench, "--cpu", "--num_processes", "1"),
+    }
+    rows = _measure_start(bench, single, nproc=1)
+    for nproc in _NPROCS:
+        accel = (f"{bench.accel}/accel", "launch", "--ranks", "all", "--nproc-per-node", str(nproc))
+        programs = {"accel launch": bench.command(*accel, _READY), "torchrun": _build_torchrun(bench, nproc)}
+        if nproc < _MANY:
+            programs["accel launch, exec"] = bench.command(*accel, "--set", "launcher.start_method=exec", _READY)
+            # `--cpu` starts one process only; `--multi_gpu` starts several on a machine without GPUs too.
+            programs["accelerate launch --multi_gpu"] = _build_accelerate(
+                bench, "--multi_gpu", "--num_processes", str(nproc)
+            )
+        rows += _measure_start(bench, programs, nproc)
+    return Table("Starting a script", _START_TEXT, _START_HEADER, rows)
+
+
+def _build_torchrun(bench: Bench, nproc: int) -> Callable[[], Run]:
+    command = (f"{bench.accel}/torchrun", "--nproc-per-node", str(nproc), "--master-port")
+    return lambda: bench.command(*command, _find_free_port(), _READY)()
+
+
+def _build_accelerate(bench: Bench, *options: str) -> Callable[[], Run]:
+    command = (f"{bench.accelerate}/accelerate", "launch", "--main_process_port")
+    return lambda: bench.command(*command, _find_free_port(), *options, _READY)()
+
+
+def _find_free_port() -> str:
+    """Return a free port; the default of torchrun and Accelerate is always 29500."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def _measure_start(bench: Bench, programs: dict[str, Callable[[], Run]], nproc: int) -> list[tuple[str, ...]]:
+    """Return the rows for a number of processes; the first is that of accel."""
+    runs = run_interleaved(programs, bench.repeats if nproc < _MANY else bench.half)
+    columns = {
+        name: ([run.cpu for run in results], [run.wall for run in results], [_ready(run, nproc) for run in results])
+        for name, results in runs.items()
+    }
+    accel = next(iter(columns.values()))
+    count = "1 process" if nproc == 1 else f"{nproc} processes"
+    return [compare_to_accel(f"{count}: `{name}`", values, accel) for name, values in columns.items()]
+
+
+def _ready(run: Run, nproc: int) -> float:
+    """Return the seconds until the last process was at the first line of the script."""
+    times = run.numbers("began")
+    assert len(times) == nproc, f"{len(times)} of {nproc} processes started: {run.output}"
+    return max(times) - run.started
+
+
+_FORKED_TEXT = """\
+Restart is the time from the failure of one of 2 processes until torch is imported again in both. Memory is the
+sum of the private memory of 4 processes that wait in a process group. Goals: a restart takes less than a
+second, and the memory is at most half of that under torchrun."""
+_FORKED_HEADER = (
+    "measurement",
+    "accel launch",
+    "accel launch, exec",
+    "torchrun",
+    "exec ÷ accel",
+    "torchrun ÷ accel",
+)
+_MIB = 1024
+
+
+def measure_forked(bench: Bench) -> Table:
+    """Measure seconds to a restart, and MiB of private memory."""
+    restart = _measure_forked(
+        bench, "restarted.py", 2, lambda run: max(run.numbers("began")) - min(run.numbers("failed"))
+    )
+    memory = _measure_forked(bench, "idle.py", 4, lambda run: sum(run.numbers("private")) / _MIB)
+    rows = [
+        (label, *map(format_spread, columns), *(format_ratio(other, columns[0]) for other in columns[1:]))
+        for label, columns in (("restart, s", restart), ("private memory of 4, MiB", memory))
+    ]
+    return Table("Forked processes", _FORKED_TEXT, _FORKED_HEADER, rows)
+
+
+def _measure_forked(
+    bench: Bench, script: str, nproc: int, read: Callable[[Run], float]
+) -> Sequence[Sequence[float]]:
+    """Return the measured numbers of accel, of accel without forks, and of torchrun."""
+    path, processes = str(SCRIPTS / script), str(nproc)
+    accel = (f"{bench.accel}/accel", "launch", "--ranks", "all", "--nproc-per-node", processes)
+    restarts = ("--set", "launcher.max_restarts=1") if script == "restarted.py" else ()
+    torchrun = (f"{bench.accel}/torchrun", "--standalone", "--max-restarts=1", "--nproc-per-node", processes)
+    programs = {
+        "forkserver": bench.command(*accel, *restarts, path),
+        "exec": bench.command(*accel, *restarts, "--set", "launcher.start_method=exec", path),
+        "torchrun": bench.command(*torchrun, path),
+    }
+    return [[read(run) for run in runs] for runs in run_interleaved(programs, bench.repeats).values()]
+
+
+_IMPORTS_TEXT = """\
+Each in a new interpreter. Over torch is the CPU time beyond `import torch` in the same environment and round.
+It is negative if torch was not imported: `import accel_runtime` imports torch with the first name that needs
+it, so compare the rows of `Accelerator`."""
+_IMPORTS_HEADER = ("statement", "CPU s", "wall s", "CPU s over torch", "CPU ÷ accel")
+_IMPORTS = {
+    "import accel_runtime": "import accelerate",
+    "from accel_runtime import Accelerator": "from accelerate import Accelerator",
+}
+"""Statements of accel, and those of Accelerate that they are compared with."""
+
+
+def measure_imports(bench: Bench) -> Table:
+    """Measure CPU and wall seconds of imports, compared with torch alone."""
+    folders = {"accel": bench.accel, "Accelerate": bench.accelerate}
+    statements = {"accel": ("import torch", *_IMPORTS), "Accelerate": ("import torch", *_IMPORTS.values())}
+    programs = {
+        f"{library}: `{statement}`": bench.command(f"{folders[library]}/python", "-c", statement)
+        for library, imports in statements.items()
+        for statement in imports
+    }
+    runs = run_interleaved(programs, bench.repeats)
+    cpu = {label: [run.cpu for run in results] for label, results in runs.items()}
+    accel = {f"Accelerate: `{other}`": f"accel: `{statement}`" for statement, other in _IMPORTS.items()}
+    rows = []
+    for label, seconds in cpu.items():
+        torch = cpu[f"{label.partition(':')[0]}: `import torch`"]
+        over = (
+            NONE
+            if seconds is torch
+            else format_number(median(a - b for a, b in zip(seconds, torch, strict=True)))
+        )
+        ratio = format_ratio(seconds, cpu[accel[label]]) if label in accel else NONE
+        rows.append((label, format_spread(seconds), format_spread([run.wall for run in runs[label]]), over, ratio))
+    return Table("Imports", _IMPORTS_TEXT, _IMPORTS_HEADER, rows)

@@ -1,0 +1,268 @@
+"""Measure a script with a library: steps, batches, exchanges between processes, gradients, and the calls they make."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+from pathlib import Path
+from statistics import median
+
+from accel_runtime.collectives.transport import SLOT, SUMMARY_VALUES
+from benchmarks.bench import SCRIPTS, Bench, Run, run_interleaved
+from benchmarks.report import (
+    NONE,
+    Table,
+    format_number,
+    format_ratio,
+    format_spread,
+    merge_blocks,
+)
+
+__all__ = [
+    "count_calls",
+    "measure_dispatch",
+    "measure_gather",
+    "measure_gradients",
+    "measure_handshake",
+    "measure_loop",
+    "measure_sharding",
+    "measure_skip",
+    "measure_xla",
+]
+
+_LOOP_TEXT = """\
+Microseconds of CPU time of the training thread, one process. A step is forward and backward of Linear(4, 4),
+`optimizer.step()` of SGD, `scheduler.step()` of LambdaLR and `zero_grad()`, with so little arithmetic that
+overhead dominates. A batch is 32 samples of a TensorDataset of 8192; the start of an epoch is spread over its
+256 batches. Each library runs in its own interpreter, where blocks of the bare loop and of the loop with the
+library alternate. Added is the median difference of two such blocks. `accel launch` adds the heartbeat, from
+which `accel top` reads the progress. Goals: at most 5 added to a step, and 1.7 to a batch."""
+
+
+def measure_loop(bench: Bench) -> Table:
+    """Measure microseconds of a training step and of a batch, compared with the bare loop."""
+    script = str(SCRIPTS / "loop.py")
+    accelerate = bench.commands(script)
+    programs = {
+        "accel": accelerate.pop("accel"),
+        "accel launch": bench.command(f"{bench.accel}/accel", "launch", "--quiet", script, "accel_runtime"),
+        **accelerate,
+    }
+    rows = []
+    for measurement, by_library in merge_blocks(run_interleaved(programs, bench.repeats)).items():
+        accel = by_library["accel"]
+        for name, blocks in by_library.items():
+            is_comparable = blocks is not accel and median(accel.added) > 0
+            ratio = format_ratio(blocks.added, accel.added) if is_comparable else NONE
+            rows.append((*blocks.to_row(f"{measurement}: {name}"), ratio))
+    header = ("", "bare", "library", "added", "library ÷ bare", "added ÷ accel")
+    return Table("A training step and a batch, µs", _LOOP_TEXT, header, rows)
+
+
+_EXCHANGES_HEADER = ("", "bare", "library", "added", "library ÷ bare", "library ÷ accel", "the ratio ÷ accel")
+_RATIOS_TEXT = """\
+Waiting for another process varies much more than computing. Therefore two ratios are shown: of the times
+themselves (`library ÷ accel`), and of each library's `library ÷ bare` to that of accel (`the ratio ÷ accel`)."""
+_GATHER_TEXT = f"""\
+Milliseconds of wall time on two and on four gloo processes for one `gather` of a dict of 20 tensors of 8
+numbers, and for one `gather_object` of a list of 4 small dicts. Bare is `torch.distributed.all_gather` and
+`torch.cat`, tensor by tensor, or `all_gather_object`, in the same processes, in alternating blocks. Goals: on
+two and on four processes, Accelerate takes at least 8 times as long for the tensors, and on two processes 3
+times for the objects.
+{_RATIOS_TEXT}"""
+_DISPATCH_TEXT = f"""\
+Microseconds of wall time for a batch of an iterable dataset that rank 0 reads for two gloo processes
+(`dispatch_batches=True`): 4 samples for each process, each a tensor of 4 numbers or a dict of 5 such tensors;
+reading them takes almost no time. Bare is rank 0's loader and `torch.distributed.scatter_object_list`, in the
+same processes, in alternating blocks. Goal: Accelerate takes at least 5 times as long.
+{_RATIOS_TEXT}"""
+
+
+def measure_gather(bench: Bench) -> Table:
+    """Measure milliseconds of gathers of tensors and objects."""
+    rows = _measure_exchanges(bench, "gather.py", 2) + _measure_exchanges(bench, "gather.py", 4)
+    return Table("Gathering small tensors and objects, ms", _GATHER_TEXT, _EXCHANGES_HEADER, rows)
+
+
+def measure_dispatch(bench: Bench) -> Table:
+    """Measure microseconds of a batch that rank 0 reads for all processes."""
+    rows = _measure_exchanges(bench, "dispatch.py", 2)
+    return Table("A batch that one process reads for all, µs", _DISPATCH_TEXT, _EXCHANGES_HEADER, rows)
+
+
+def _measure_exchanges(bench: Bench, script: str, nproc: int) -> list[tuple[str, ...]]:
+    options = ("--standalone", "--nproc-per-node", str(nproc), str(SCRIPTS / script))
+    runs = run_interleaved(bench.commands(*options, program="torchrun"), bench.half)
+    rows = []
+    for measurement, by_library in merge_blocks(runs).items():
+        accel = by_library["accel"]
+        for name, blocks in by_library.items():
+            ratios = (
+                (NONE, NONE)
+                if blocks is accel
+                else (format_ratio(blocks.library, accel.library), format_ratio(blocks.ratios, accel.ratios))
+            )
+            rows.append((*blocks.to_row(f"{nproc} processes, {measurement}: {name}"), *ratios))
+    return rows
+
+
+_HANDSHAKE_TEXT = """\
+One handshake without data, as before a barrier or a reduction of large tensors: microseconds of wall time,
+median (minimum) of blocks that alternate in the same processes, over Unix sockets. All ranks share the cores of
+this machine. With more ranks than cores, the times show the number of messages and not the latency of a
+network. Bytes and rounds are computed from the schedule. *Slots* is 4096 bytes of each rank to all others.
+*Summary* is 64 bytes a round; with more than 32 ranks it comes first, and slots follow only if a rank differs
+or has data to send."""
+_HANDSHAKE_HEADER = (
+    "Ranks",
+    "Rounds",
+    "Slots: sent by a rank",
+    "Summary: sent by a rank",
+    "Slots, µs",
+    "Summary, µs",
+)
+_MEASURED_SIZES = (2, 4, 8, 16, 32)
+_COMPUTED_SIZES = (64, 256, 1024, 4096)
+
+
+def measure_handshake(bench: Bench) -> Table:
+    """Measure the handshake before a collective in small worlds, and compute its traffic in large ones."""
+    rows = []
+    for world_size in (*_MEASURED_SIZES, *_COMPUTED_SIZES):
+        times = (NONE, NONE)
+        if world_size in _MEASURED_SIZES:
+            options = ("--nproc-per-node", str(world_size), str(SCRIPTS / "handshake.py"))
+            blocks, calls = str(2 * bench.repeats + 1), str(max(20, 800 // world_size))
+            run = bench.command(f"{bench.accel}/torchrun", *options, blocks, calls)()
+            slots, summary = json.loads(run.output.splitlines()[-1]).values()
+            times = tuple(f"{format_number(mid)} ({format_number(least)})" for mid, least in (slots, summary))
+        rounds = math.ceil(math.log2(world_size))
+        sent = ((world_size - 1) * SLOT, rounds * SUMMARY_VALUES * 8)
+        rows.append((str(world_size), str(rounds), *map(_format_bytes, sent), *times))
+    return Table("The handshake before a collective, by number of ranks", _HANDSHAKE_TEXT, _HANDSHAKE_HEADER, rows)
+
+
+def _format_bytes(count: int) -> str:
+    for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{format_number(count / size)} {unit}"
+    return f"{count} B"
+
+
+_SKIP_TEXT = """\
+Milliseconds of wall time to the first batch after 100 000 batches of 32 samples, one process, including the
+creation and preparation of the loader; the samples are numbers. In order and shuffled use `skip_first_batches`.
+For an iterable dataset with `state_dict` and `load_state_dict`, accel loads the state of the loader, and
+Accelerate, which needs torchdata for such states, skips. Added is the median time beyond the first batch of a
+fresh iteration; for a shuffled epoch it is the full time, to be compared with `torch.randperm` of the same
+length, alone and converted to a list. Goals: less than 1 in order, one permutation shuffled, less than 10 for
+an iterable dataset."""
+
+
+def measure_skip(bench: Bench) -> Table:
+    """Measure milliseconds to the first batch in the middle of an epoch."""
+    runs = run_interleaved(bench.commands(str(SCRIPTS / "skip.py")), bench.half)
+    rows = []
+    for measurement in ("in order", "shuffled", "stream"):
+        added: dict[str, list[float]] = {}
+        for name, results in runs.items():
+            fresh, skipped = (_collect(results, measurement, part) for part in ("fresh", "skipped"))
+            # A shuffled epoch needs its permutation in both cases.
+            start = 0.0 if measurement == "shuffled" else median(fresh)
+            added[name] = [time - start for time in skipped]
+            is_comparable = name != "accel" and median(added["accel"]) > 0
+            ratio = format_ratio(added[name], added["accel"]) if is_comparable else NONE
+            spreads = (format_spread(fresh), format_spread(skipped))
+            rows.append((f"{measurement}: {name}", *spreads, format_number(median(added[name])), ratio))
+    for permutation in ("randperm", "randperm and tolist"):
+        times = _collect(runs["accel"], "floor", permutation)
+        rows.append((f"`{permutation}`", NONE, format_spread(times), format_number(median(times)), NONE))
+    header = ("", "fresh", "skipped", "added", "added ÷ accel")
+    return Table("100 000 batches skipped, ms", _SKIP_TEXT, header, rows)
+
+
+def _collect(runs: list[Run], measurement: str, part: str) -> list[float]:
+    return [time for run in runs for time in json.loads(run.output)[measurement][part]]
+
+
+_GRADIENTS_TEXT = """\
+The largest relative error of a gradient (norm of the difference divided by the norm) over all optimizer steps
+of 12 epochs, compared with one process that takes all samples of the accumulation cycle at once. The loss is
+the mean over tokens; four rows in five have one or two tokens, the fifth has 24. Datasets of 16, 13, 21 and 33
+rows are read in batches of 2 for each process, so that cycles and batches are uneven at the end. accel gets the
+number of tokens, `backward(loss, weight=n)`, and does not pad, `even_batches=False`. Accelerate gets the mean
+loss, and pads, since otherwise its processes would hang. Nothing here is a time, and every run gives the same
+numbers. Goal: at most 1e-6."""
+
+
+def measure_gradients(bench: Bench) -> Table:
+    """Compute the largest error of the gradients of several processes, compared with one process."""
+    rows = []
+    for nproc in (1, 2, 4):
+        program = "python" if nproc == 1 else "torchrun"
+        options = () if nproc == 1 else ("--standalone", "--nproc-per-node", str(nproc))
+        commands = bench.commands(*options, str(SCRIPTS / "gradients.py"), program=program)
+        accel, accelerate = (json.loads(run().output) for run in commands.values())
+        rows += [
+            (f"{nproc}, {steps}", str(len(errors)), f"{max(errors):.1e}", f"{max(accelerate[steps]):.1e}")
+            for steps, errors in accel.items()
+        ]
+    header = ("processes, micro-batches a cycle", "steps", "accel", "Accelerate")
+    return Table("Gradients against one process", _GRADIENTS_TEXT, header, rows)
+
+
+_SHARDING_TEXT = """\
+Milliseconds of wall time on two gloo processes for a step of AdamW on a transformer of 3.4 million parameters,
+8 rows of 64 tokens for each process, sharded over both. Bare calls `fully_shard` on every layer and on the
+model; the library calls `prepare` with `dp_shard: auto`. Both run in the same processes, in alternating blocks,
+and the first losses are equal. Accelerate is not measured: without a GPU it replicates such a model. Goal: at
+most 1.03 times the bare time."""
+
+
+def measure_sharding(bench: Bench) -> Table:
+    """Measure milliseconds of a step of a sharded model, compared with torch's `fully_shard`."""
+    options = ("--standalone", "--nproc-per-node", "2", str(SCRIPTS / "sharding.py"), "cpu")
+    runs = run_interleaved({"accel": bench.command(f"{bench.accel}/torchrun", *options)}, bench.half)
+    rows = [
+        blocks["accel"].to_row(f"2 processes, {measurement}: accel")
+        for measurement, blocks in merge_blocks(runs).items()
+    ]
+    header = ("", "bare", "library", "added", "library ÷ bare")
+    return Table("A step of a sharded model, ms", _SHARDING_TEXT, header, rows)
+
+
+_XLA_TEXT = """\
+Microseconds of wall time for a step, one replica on torch_xla's CPU device, in the environment that `make
+test-xla` creates. A step is forward and backward of three linear layers (784, 512, 512, 10) on 64 samples,
+clipping, AdamW and a schedule. By hand is a loop over `MpDeviceLoader`. Both alternate in one interpreter, in
+epochs of 100 steps. Graphs are those compiled by the end of that number of steps in the first epoch. Goals: the
+same number of graphs after 100 steps as after 10, and at most 1.05 of the time by hand."""
+
+
+def measure_xla(bench: Bench) -> Table:
+    """Measure microseconds of a step on torch_xla's CPU device, and count graphs."""
+    root = Path(__file__).parents[1]
+    subprocess.run(["make", "--silent", "-C", root, ".venv-xla/.ready"], check=True)
+    python = str(root / ".venv-xla" / "bin" / "python")
+    runs = run_interleaved({"accel": bench.command(python, str(SCRIPTS / "xla.py"))}, bench.half)
+    rows = [blocks["accel"].to_row(measurement) for measurement, blocks in merge_blocks(runs).items()]
+    return Table("XLA", _XLA_TEXT, ("", "by hand", "accel", "added", "accel ÷ by hand"), rows)
+
+
+_CALLS_TEXT = """\
+Files and functions of the library that a call enters, once each, on rank 0 of 2 processes: a linear model, SGD,
+a DataLoader of 11 samples in batches of 2. They are counted with `sys.setprofile` in all threads, without
+functions of torch and other libraries, functions defined in C, and functions that run while a module is
+imported."""
+
+
+def count_calls(bench: Bench) -> Table:
+    """Count the files and functions of a library that a call enters."""
+    commands = bench.commands("--nproc-per-node", "2", str(SCRIPTS / "calls.py"), program="torchrun")
+    counts = {name: json.loads(run().output) for name, run in commands.items()}
+    rows = []
+    for call in counts["accel"]:
+        cells = (f"{files}, {functions}" for files, functions in (counts[name][call] for name in counts))
+        rows.append((f"`{call}`", *cells))
+    return Table("Files and functions that a call enters", _CALLS_TEXT, ("", *counts), rows)
