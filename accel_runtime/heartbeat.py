@@ -41,8 +41,8 @@ __all__ = [
     "ProgressCounts",
     "call_site",
     "call_site_of_frame",
+    "disable_heartbeat",
     "heartbeat",
-    "keep_still",
     "reset_heartbeat",
     "user_call_sites",
 ]
@@ -183,7 +183,7 @@ class Progress:
             self.collectives, self.backwards - backwards, self.steps - steps, self.batches - batches
         )
 
-    def level(self) -> None:
+    def restart_counts(self) -> None:
         """Restart the counts of backward passes, steps and batches; ranks may have had different numbers of them."""
         self._base = (self.backwards, self.steps, self.batches)
 
@@ -205,7 +205,7 @@ class Progress:
     def collective(self) -> None:
         """Count a collective of torch that accel makes on all ranks."""
         self.collectives += 1
-        self.level()
+        self.restart_counts()
 
     def enter(self, operation: str, site: CallSite) -> None:
         """Count and record a collective with a handshake."""
@@ -351,12 +351,12 @@ def heartbeat() -> Progress | None:
 
     A launcher watches one process; its children keep no heartbeat, and neither does a replica that has disabled it.
     """
-    return None if getattr(_LOCAL, "still", False) else _create_progress()
+    return None if getattr(_LOCAL, "is_disabled", False) else _create_progress()
 
 
-def keep_still() -> None:
+def disable_heartbeat() -> None:
     """Disable the heartbeat of this thread, one of several replicas of a process."""
-    _LOCAL.still = True
+    _LOCAL.is_disabled = True
 
 
 def reset_heartbeat() -> None:

@@ -301,7 +301,7 @@ class TrainingMethods(AcceleratorProperties):
                 stack.enter_context(self._backend.join(joined))
             yield
         if (progress := heartbeat()) is not None:
-            progress.level()
+            progress.restart_counts()
 
     def set_trigger(self) -> None:
         """Set the trigger on this process, for example to stop all processes."""

@@ -39,7 +39,7 @@ from accel_runtime.backends.xla.spmd import SPMDFunctions, SPMDPreparation, star
 from accel_runtime.data.iteration import prefetch_batches
 from accel_runtime.data.source import EpochIterator
 from accel_runtime.env import MixedPrecision, Settings
-from accel_runtime.heartbeat import keep_still
+from accel_runtime.heartbeat import disable_heartbeat
 from accel_runtime.options import DistributedType
 from accel_runtime.topology import Topology
 
@@ -151,7 +151,7 @@ def connect(settings: Settings, topology: Topology, options: dict[str, Any]) -> 
         return SingleXLABackend(replica, torch_xla.device())
     check_cpu_world(xr.device_type(), replica.world_size, torch_xla._XLAC._xla_step_marker)  # noqa: SLF001
     if xr.local_ordinal() % xr.addressable_device_count():
-        keep_still()  # one heartbeat per process: use the first replica's
+        disable_heartbeat()  # one heartbeat per process: use the first replica's
     return XLABackend(replica, torch_xla.device(), _host_group(replica, timeout))
 
 

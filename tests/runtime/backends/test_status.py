@@ -124,7 +124,7 @@ def test_counts_start_anew_at_each_collective_and_after_uneven_loops():
     progress.exit()
     progress.step()
     assert progress.counts == ProgressCounts(1, 0, 1, 0)
-    progress.level()
+    progress.restart_counts()
     assert progress.counts == ProgressCounts(1, 0, 0, 0)
     assert progress.steps == 1
 
