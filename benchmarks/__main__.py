@@ -67,7 +67,9 @@ def main() -> None:
         parser.error("--repeats needs at least 1")
     accelerate = make_accelerate_environment(ROOT)
     if (load := os.getloadavg()[0] / (os.cpu_count() or 1)) > _MAX_LOAD:
-        print(f"The load of this machine is {load:.1f} per CPU: wall times are not reliable.", file=sys.stderr)
+        print(
+            f"The load of this machine is {load:.1f} per CPU: wall times are not reliable.", file=sys.stderr
+        )
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(args.repeats, Path(sys.executable).parent, accelerate, Path(folder))
         tables = [_measure(name, bench) for name in SUBJECTS if args.only in {None, name}]
@@ -84,7 +86,7 @@ def _measure(name: str, bench: Bench) -> str:
     return section
 
 
-def _introduction(bench: Bench) -> str:
+def _format_introduction(bench: Bench) -> str:
     """Format the introduction of the page, with versions and the properties of the machine that affect the numbers."""
     torch, other = (_read_torch_version(bench, commands) for commands in (bench.accel, bench.accelerate))
     torch = torch if torch == other else f"{torch} (Accelerate: {other})"

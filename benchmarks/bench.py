@@ -24,7 +24,17 @@ __all__ = ["ACCELERATE", "SCRIPTS", "Bench", "Run", "make_accelerate_environment
 T = TypeVar("T")
 ACCELERATE = "1.15.0"
 SCRIPTS = Path(__file__).with_name("scripts")
-_LAUNCH_PREFIXES = ("ACCEL", "FORK_LAUNCHED", "LOCAL_", "MASTER_", "OMP_", "PYTHON", "RANK", "TORCH", "WORLD_SIZE")
+_LAUNCH_PREFIXES = (
+    "ACCEL",
+    "FORK_LAUNCHED",
+    "LOCAL_",
+    "MASTER_",
+    "OMP_",
+    "PYTHON",
+    "RANK",
+    "TORCH",
+    "WORLD_SIZE",
+)
 """Prefixes of environment variables that would change the measured programs."""
 _TIMEOUT_S = 300.0
 _GRACE_S = 10.0
@@ -104,7 +114,14 @@ def make_accelerate_environment(root: Path) -> Path:
         print(f"creating {folder.name} with {' and '.join(requirements)}", file=sys.stderr)
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        pip = [
+            str(folder / "bin" / "python"),
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+        ]
         subprocess.run([*pip, *requirements], check=True)
         ready.write_text("\n".join(requirements), encoding="utf-8")
     return folder / "bin"

@@ -78,7 +78,13 @@ def _measure_size(bench: Bench, label: str, millions: int, root: str | None) -> 
     }
     memory = format_spread([size / _GIGABYTE for size in seconds["async"]["memory"]])
     return [
-        *((f"{label}: {name}", format_spread(own), format_ratio(save, own), NONE) for name, own in saves.items()),
-        *((f"{label}: {name}", format_spread(own), NONE, format_ratio(load, own)) for name, own in loads.items()),
+        *(
+            (f"{label}: {name}", format_spread(own), format_ratio(save, own), NONE)
+            for name, own in saves.items()
+        ),
+        *(
+            (f"{label}: {name}", format_spread(own), NONE, format_ratio(load, own))
+            for name, own in loads.items()
+        ),
         (f"{label}: memory of the asynchronous save, GB", memory, NONE, NONE),
     ]

@@ -84,7 +84,10 @@ class Bench:
     def tokens(self) -> torch.Tensor:
         """Return a batch for `transformer`."""
         return torch.randint(
-            0, self.choose_size(32000, 50), (self.choose_size(4, 2), self.choose_size(1024, 8)), device=self.device
+            0,
+            self.choose_size(32000, 50),
+            (self.choose_size(4, 2), self.choose_size(1024, 8)),
+            device=self.device,
         )
 
 
@@ -328,7 +331,9 @@ def measure_compiled(bench: Bench) -> Table:
     steps = {name: build_step(own, batch, "bf16") for name, own in trainings.items()}
     times = measure_blocks(steps, bench, blocks=bench.choose_size(8, 2), count=bench.choose_size(10, 1))
     text = f"As above, a transformer of 4 layers of 1024, `torch.compile` with {compiler}, bf16."
-    return Table("A compiled step", text, HEADER, format_rows("transformer", times, measure_memory(steps, bench)))
+    return Table(
+        "A compiled step", text, HEADER, format_rows("transformer", times, measure_memory(steps, bench))
+    )
 
 
 def measure_sharded(bench: Bench) -> Table:
@@ -488,10 +493,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure and write the page; return 1 if a subject could not be measured, 2 if there is no GPU."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--tiny", action="store_true", help="test the code with tiny models, also on the CPU")
-    parser.add_argument("--only", action="append", choices=SUBJECTS, help="measure only this subject; can be repeated")
+    parser.add_argument(
+        "--only", action="append", choices=SUBJECTS, help="measure only this subject; can be repeated"
+    )
     parser.add_argument("--seconds", type=float, default=390.0, help="start no measurement after this time")
     parser.add_argument("--limit", type=float, default=460.0, help="end after this time")
-    parser.add_argument("--output", type=Path, help="write the page to this file (default $OUT/benchmarks-gpu.md, else docs/)")
+    parser.add_argument(
+        "--output", type=Path, help="write the page to this file (default $OUT/benchmarks-gpu.md, else docs/)"
+    )
     options = parser.parse_args(arguments)
     cuda = torch.cuda.is_available()
     if not cuda and not options.tiny:

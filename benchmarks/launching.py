@@ -41,7 +41,9 @@ def measure_commands(bench: Bench) -> Table:
         for commands in _COMMANDS
         for command in commands
     ]
-    return Table("Commands", _COMMANDS_TEXT, ("command", "CPU s", "wall s", "CPU ÷ accel", "wall ÷ accel"), rows)
+    return Table(
+        "Commands", _COMMANDS_TEXT, ("command", "CPU s", "wall s", "CPU ÷ accel", "wall ÷ accel"), rows
+    )
 
 
 def _locate(bench: Bench, command: str) -> list[str]:
@@ -77,7 +79,9 @@ def measure_start(bench: Bench) -> Table:
         accel = (f"{bench.accel}/accel", "launch", "--ranks", "all", "--nproc-per-node", str(nproc))
         programs = {"accel launch": bench.command(*accel, _READY), "torchrun": _build_torchrun(bench, nproc)}
         if nproc < _MANY:
-            programs["accel launch, exec"] = bench.command(*accel, "--set", "launcher.start_method=exec", _READY)
+            programs["accel launch, exec"] = bench.command(
+                *accel, "--set", "launcher.start_method=exec", _READY
+            )
             # `--cpu` starts one process only; `--multi_gpu` starts several on a machine without GPUs too.
             programs["accelerate launch --multi_gpu"] = _build_accelerate(
                 bench, "--multi_gpu", "--num_processes", str(nproc)
@@ -88,12 +92,13 @@ def measure_start(bench: Bench) -> Table:
 
 def _build_torchrun(bench: Bench, nproc: int) -> Callable[[], Run]:
     command = (f"{bench.accel}/torchrun", "--nproc-per-node", str(nproc), "--master-port")
-    return lambda: bench.command(*command, _find_free_port(), _READY)()
+    # A port for each run.
+    return lambda: bench.command(*command, _find_free_port(), _READY)()  # noqa: PLW0108
 
 
 def _build_accelerate(bench: Bench, *options: str) -> Callable[[], Run]:
     command = (f"{bench.accelerate}/accelerate", "launch", "--main_process_port")
-    return lambda: bench.command(*command, _find_free_port(), *options, _READY)()
+    return lambda: bench.command(*command, _find_free_port(), *options, _READY)()  # noqa: PLW0108
 
 
 def _find_free_port() -> str:
@@ -107,7 +112,11 @@ def _measure_start(bench: Bench, programs: dict[str, Callable[[], Run]], nproc: 
     """Return the rows for a number of processes; the first is that of accel."""
     runs = run_interleaved(programs, bench.repeats if nproc < _MANY else bench.half)
     columns = {
-        name: ([run.cpu for run in results], [run.wall for run in results], [_ready(run, nproc) for run in results])
+        name: (
+            [run.cpu for run in results],
+            [run.wall for run in results],
+            [_ready(run, nproc) for run in results],
+        )
         for name, results in runs.items()
     }
     accel = next(iter(columns.values()))
@@ -199,5 +208,7 @@ def measure_imports(bench: Bench) -> Table:
             else format_number(median(a - b for a, b in zip(seconds, torch, strict=True)))
         )
         ratio = format_ratio(seconds, cpu[accel[label]]) if label in accel else NONE
-        rows.append((label, format_spread(seconds), format_spread([run.wall for run in runs[label]]), over, ratio))
+        rows.append(
+            (label, format_spread(seconds), format_spread([run.wall for run in runs[label]]), over, ratio)
+        )
     return Table("Imports", _IMPORTS_TEXT, _IMPORTS_HEADER, rows)

@@ -130,7 +130,7 @@ def measure_handshake(bench: Bench) -> Table:
     """Measure the handshake before a collective in small worlds, and compute its traffic in large ones."""
     rows = []
     for world_size in (*_MEASURED_SIZES, *_COMPUTED_SIZES):
-        times = (NONE, NONE)
+        times: tuple[str, ...] = (NONE, NONE)
         if world_size in _MEASURED_SIZES:
             options = ("--nproc-per-node", str(world_size), str(SCRIPTS / "handshake.py"))
             blocks, calls = str(2 * bench.repeats + 1), str(max(20, 800 // world_size))
@@ -140,7 +140,9 @@ def measure_handshake(bench: Bench) -> Table:
         rounds = math.ceil(math.log2(world_size))
         sent = ((world_size - 1) * SLOT, rounds * SUMMARY_VALUES * 8)
         rows.append((str(world_size), str(rounds), *map(_format_bytes, sent), *times))
-    return Table("The handshake before a collective, by number of ranks", _HANDSHAKE_TEXT, _HANDSHAKE_HEADER, rows)
+    return Table(
+        "The handshake before a collective, by number of ranks", _HANDSHAKE_TEXT, _HANDSHAKE_HEADER, rows
+    )
 
 
 def _format_bytes(count: int) -> str:

@@ -80,7 +80,7 @@ def main() -> None:
     if accelerator.is_main_process:
         print(json.dumps(errors))
     if dist.is_initialized():
-            # The exit would abort while threads of gloo release the last tensors.
+        # The exit would abort while threads of gloo release the last tensors.
         time.sleep(0.1)
         dist.destroy_process_group()
 

@@ -82,9 +82,7 @@ def main() -> None:
     words = torch.randint(_WORDS, (_ROWS * scale, _LENGTH * scale), device=accelerator.device)
     times: dict[str, list[float]] = {name: [] for name in steps}
     first = {name: step(words).item() for name, step in steps.items()}
-    assert abs(first["bare"] - first["library"]) < (0.05 if on_gpu else 1e-5), (
-        f"the losses differ: {first}"
-    )
+    assert abs(first["bare"] - first["library"]) < (0.05 if on_gpu else 1e-5), f"the losses differ: {first}"
     for block in range(_BLOCKS + 1):
         for name, step in steps.items():
             milliseconds = _measure(step, words, on_gpu=on_gpu)

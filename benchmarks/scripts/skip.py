@@ -101,7 +101,11 @@ def _read_state(loader: Any) -> Any:
 
 
 def _measure(
-    fresh: Callable[[], Any], skipped: Callable[[], Any], repeats: int = _REPEATS, *, is_shuffled: bool = False
+    fresh: Callable[[], Any],
+    skipped: Callable[[], Any],
+    repeats: int = _REPEATS,
+    *,
+    is_shuffled: bool = False,
 ) -> dict[str, list[float]]:
     """Return the milliseconds to the first batch of both loaders, measured alternately."""
     times: dict[str, list[float]] = {"fresh": [], "skipped": []}

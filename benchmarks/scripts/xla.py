@@ -35,7 +35,9 @@ def main() -> None:
         for steps in (_EARLY, _STEPS)
     }
     for workers in (0, 2):
-        measured[f"a step, {workers} loader workers"] = _measure(_build_bare_epoch(workers), _build_accel_epoch(workers))
+        measured[f"a step, {workers} loader workers"] = _measure(
+            _build_bare_epoch(workers), _build_accel_epoch(workers)
+        )
     print(json.dumps(measured))
 
 
