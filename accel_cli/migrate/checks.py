@@ -36,13 +36,7 @@ _REDUCE = "Report accelerator.reduce(loss.detach(), 'mean').item()."
 def check_loaders(conversion: Conversion) -> None:
     """Leave loaders unprepared that are read under another name; raise an error if they train."""
     script = conversion.script
-    training = {
-        origin
-        for call in conversion.backwards
-        for loop in script.ancestors(call)
-        if isinstance(loop, cst.For) and (role := script.loader_of(loop.iter))
-        for origin in role.origins
-    }
+    training = conversion.find_training_loaders()
     for node in script.nodes:
         role = script.role_of_variable(node) if isinstance(node, (cst.Name, cst.Attribute)) else None
         if role is None or role.kind != "loader" or not conversion.is_prepared(role.origins):

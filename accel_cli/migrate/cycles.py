@@ -276,15 +276,8 @@ def convert_evaluation(conversion: Conversion) -> None:
 def _leave_unprepared(
     conversion: Conversion, loop: cst.For, origins: frozenset[Variable], problem: str
 ) -> None:
-    trains = {
-        origin
-        for call in conversion.backwards
-        for one in conversion.script.ancestors(call)
-        if isinstance(one, cst.For) and (role := conversion.script.loader_of(one.iter))
-        for origin in role.origins
-    }
     advice = "Gather the outputs and targets with accelerator.gather_for_metrics before counting."
-    if origins & trains:
+    if origins & conversion.find_training_loaders():
         conversion.finding(loop, f"{problem} The metrics are those of one process. {advice}")
         return
     conversion.unprepared |= origins

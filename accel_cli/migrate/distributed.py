@@ -324,16 +324,13 @@ def _read_reduction(conversion: Conversion, call: cst.Call) -> tuple[cst.Name, s
     name = "SUM" if operation is None else to_code(operation).rpartition(".")[2]
     names = {arg.keyword.value for arg in call.args if arg.keyword is not None}
     variable = script.variable(tensor) if isinstance(tensor, cst.Name) else None
-    function = script.function_of(call)
-    is_parameter = function is not None and any(
-        script.parameter(function, param.name.value) == variable for param in function.params.params
-    )
+    changes_argument = variable is not None and _changes_argument(script, call, variable)
     text = to_code(tensor) if tensor is not None else "tensor"
     known = _OPERATIONS.get(name, "sum")
     if (
         not isinstance(tensor, cst.Name)
         or variable is None
-        or is_parameter
+        or changes_argument
         or name not in _OPERATIONS
         or names - {"tensor", "op", "dst"}
         or not isinstance(script.parents[call], cst.Expr)
@@ -343,6 +340,25 @@ def _read_reduction(conversion: Conversion, call: cst.Call) -> tuple[cst.Name, s
             f'This reduction changes a tensor in place, which may be used elsewhere. Write {text} = accelerator.reduce({text}, "{known}").',
         )
     return tensor, _OPERATIONS[name]
+
+
+def _changes_argument(script: Script, call: cst.Call, variable: Variable) -> bool:
+    """Return whether a tensor is a parameter, and callers may read their argument after it is changed in place."""
+    function = script.function_of(call)
+    names = [param.name.value for param in function.params.params] if function is not None else []
+    if function is None or not any(script.parameter(function, name) == variable for name in names):
+        return False
+    returned = script.returned_values(function)
+    if not returned or any(script.variable(one) != variable for one in returned):
+        return True
+    for caller in script.calls_of(function):
+        arg = script.bind(caller, function).get(variable.name)
+        assign = script.parents[caller]
+        target = assign.targets[0].target if isinstance(assign, cst.Assign) else None
+        is_same = target is not None and arg is not None and to_code(target) == to_code(arg.value)
+        if arg is None or not (is_same or isinstance(arg.value, cst.Call)):
+            return True
+    return False
 
 
 def _is_divided(conversion: Conversion, call: cst.Call, variable: Variable) -> bool:

@@ -95,6 +95,20 @@ class Conversion:
                 return found
             found |= callers
 
+    def find_training_loaders(self) -> set[Variable]:
+        """Return the loaders of the loops that run a backward pass, themselves or in functions that they call."""
+        calls = {
+            *self.backwards,
+            *(call for call, callee in self.script.callees.items() if callee in self.training),
+        }
+        return {
+            origin
+            for call in calls
+            for loop in self.script.ancestors(call)
+            if isinstance(loop, cst.For) and (role := self.script.loader_of(loop.iter))
+            for origin in role.origins
+        }
+
     def is_guarded(self, node: cst.CSTNode) -> bool:
         """Return whether a statement runs on some ranks only."""
         inner = node

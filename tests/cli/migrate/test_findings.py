@@ -94,6 +94,7 @@ UNSAFE = {
     "guarded by an operator": (EVALUATE + "rank == 0 and end(model, loader)\n", "on some ranks only"),
     "guarded by a return": (EVALUATE + "def main():\n    if rank:\n        return\n    end(model, loader)\nmain()\n", "on some ranks only"),
     "a training loader in a tuple": (HEAD + "for one in (loader,):\n    next(iter(one))\n" + LOOP, "Read it in a for loop by its own name"),
+    "a training loader that is read before a function trains": (HEAD + "def fit(batch):\n    loss = model(batch).mean()\n    loss.backward()\n    optimizer.step()\nprint(next(iter(loader)))\nfor x in loader:\n    fit(x)\n", "Read it in a for loop by its own name"),
     "training in another file": ("import torch\nfrom engine import fit\noptimizer = torch.optim.SGD([], lr=0.1)\nfit(optimizer)\n", "in another file"),
 }  # fmt: skip
 FOUND = {
@@ -129,6 +130,7 @@ CONVERTED = {
     "a device that is compared": (HEAD.replace('torch.device("cuda" if torch.cuda.is_available() else "cpu")', '"cuda"') + LOOP + "if device == 'cuda':\n    pass\n", "if accelerator.device.type == 'cuda':"),
     "a device that is joined": (HEAD.replace('torch.device("cuda" if torch.cuda.is_available() else "cpu")', '"cuda"') + LOOP + "text = 'device ' + device\n", "text = 'device ' + accelerator.device.type"),
     "a mean over the processes": (DDP + LOOP + "mean = loss.detach().clone()\ndist.all_reduce(mean, op=dist.ReduceOp.AVG)\n", 'mean = accelerator.reduce(mean, "mean")'),
+    "a reduction in a function": (DDP + LOOP + "def total(x):\n    dist.all_reduce(x)\n    return x\nloss = total(loss)\n", 'x = accelerator.reduce(x, "sum")'),
     "a process group that may be absent": (DDP + LOOP + "if dist.is_initialized():\n    pass\n", "if accelerator.use_distributed:"),
     "a rank that may be absent": ("import os\nddp = int(os.environ.get('RANK', -1)) != -1\n" + DDP + LOOP, "ddp = accelerator.use_distributed"),
     "a module of progress bars": ("import tqdm\n" + HEAD + LOOP.replace("enumerate(loader)", "enumerate(tqdm.tqdm(loader))"), "for i, x in enumerate(tqdm(loader)):"),
@@ -237,3 +239,46 @@ def test_a_loop_with_a_progress_bar_is_one_over_the_loader(loop):
     assert f"for i, x in {loop}:" in lines
     assert "    loss = model(x).mean()" in lines
     assert "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)" in lines
+
+
+def test_a_sum_over_gathered_samples_is_not_reduced_again():
+    counts = "hits = torch.zeros(1)\nfor x in test:\n    hits += model(x).sum()\ndist.all_reduce(hits)\nprint(hits)\n"
+    test = "test = DataLoader(torch.randn(8, 8))\n"
+    result = migrate_script(DDP + test + LOOP + counts)
+    assert not result.findings
+    assert "gather_for_metrics" in result.text
+    assert "reduce(hits" not in result.text
+    divided = counts.replace("print(hits)", "print(hits / dist.get_world_size())")
+    assert 'hits = accelerator.reduce(hits, "sum")' in migrate_script(DDP + test + LOOP + divided).text
+
+
+def test_places_of_a_script_with_spawn_have_its_lines():
+    body = "".join(f"    {line}\n" for line in (HEAD + LOOP).splitlines())
+    text = (
+        "import torch.multiprocessing as mp\nimport torch.distributed as dist\n\n\ndef main(rank, size):\n"
+        f"    dist.init_process_group('gloo', rank=rank, world_size=size)\n{body}    open('log.txt', 'w').close()\n\n\n"
+        "if __name__ == '__main__':\n    mp.spawn(main, args=(2,), nprocs=2)\n"
+    )
+    result = migrate_script(text)
+    line = next(number for number, line in enumerate(text.splitlines(), 1) if "log.txt" in line)
+    assert [finding.line for finding in result.findings] == [line]
+    assert "if __name__ == '__main__':\n    main()\n" in result.text
+    assert "def main():" in result.text
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "mp.spawn(main, args=rest)",
+        "mp.spawn(main, nprocs=2, join=False)",
+        "x = mp.spawn(main)",
+        "mp.spawn(print)",
+    ],
+)
+def test_another_use_of_spawn_stays(call):
+    text = f"import torch.multiprocessing as mp\nrest = (1,)\ndef main(rank, a):\n    pass\n{call}\n"
+    result = migrate_script(text)
+    assert result.text == text
+    assert [(one.line, "start the script with accel launch" in one.text) for one in result.findings] == [
+        (5, True)
+    ]

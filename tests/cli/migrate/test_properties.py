@@ -99,6 +99,24 @@ def build(parts):
     )
 
 
+FABRIC = {
+    "torch.manual_seed(0)": 'fabric = Fabric(accelerator="cpu", devices=1)\nfabric.launch()\nfabric.seed_everything(0)',
+    "for epoch in range(2):": "model, optimizer = fabric.setup(model, optimizer)\nloader, test_loader = fabric.setup_dataloaders(loader, test_loader)\nfor epoch in range(2):",
+    "loss.backward()": "with fabric.no_backward_sync(model, enabled=i % 2 == 0):\n    fabric.backward(loss)",
+    "nn.utils.clip_grad_norm_(model.parameters(), 0.5)": "fabric.clip_gradients(model, optimizer, max_norm=0.5)",
+    "found.extend(out.view(-1).tolist())": "found.append(fabric.all_gather(out).sum().item())",
+}
+
+
+def use_fabric(text):
+    """Return a script that trains with Fabric, from one that `build` returns."""
+    lines = [HEAD + "from lightning_fabric import Fabric\n"]
+    for line in text.removeprefix(HEAD).splitlines():
+        code = line.strip()
+        lines += [textwrap.indent(FABRIC.get(code, code), line[: len(line) - len(code)])]
+    return "\n".join(lines) + "\n"
+
+
 def run(text):
     output = io.StringIO()
     set_current_backend(None)
@@ -119,6 +137,20 @@ def _on_the_cpu(monkeypatch):
 @given(parts=st.fixed_dictionaries(PARTS))
 def test_a_script_of_usual_parts_prints_the_same_numbers(parts):
     text = build(parts)
+    result = migrate_script(text)
+    assert not result.findings
+    assert "accelerator.backward(loss)" in result.text
+    assert migrate_script(result.text).text == result.text
+    assert run(result.text) == run(text)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(parts=st.fixed_dictionaries(PARTS | {"device": st.just("none")}))
+def test_a_script_for_fabric_prints_the_same_numbers(parts):
+    pytest.importorskip("lightning_fabric")
+    text = use_fabric(build(parts))
     result = migrate_script(text)
     assert not result.findings
     assert "accelerator.backward(loss)" in result.text
