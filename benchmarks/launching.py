@@ -198,7 +198,9 @@ def measure_imports(bench: Bench) -> Table:
     }
     runs = run_interleaved(programs, bench.repeats)
     cpu = {label: [run.cpu for run in results] for label, results in runs.items()}
-    accel = {f"Accelerate: `{other}`": f"accel: `{statement}`" for statement, other in _IMPORTS.items()}
+    counterparts = {
+        f"Accelerate: `{other}`": f"accel: `{statement}`" for statement, other in _IMPORTS.items()
+    }
     rows = []
     for label, seconds in cpu.items():
         torch = cpu[f"{label.partition(':')[0]}: `import torch`"]
@@ -207,7 +209,7 @@ def measure_imports(bench: Bench) -> Table:
             if seconds is torch
             else format_number(median(a - b for a, b in zip(seconds, torch, strict=True)))
         )
-        ratio = format_ratio(seconds, cpu[accel[label]]) if label in accel else NONE
+        ratio = format_ratio(seconds, cpu[counterparts[label]]) if label in counterparts else NONE
         rows.append(
             (label, format_spread(seconds), format_spread([run.wall for run in runs[label]]), over, ratio)
         )
