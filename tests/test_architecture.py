@@ -36,6 +36,8 @@ READ_THE_ENVIRONMENT = (
     # The client takes the headers that Ray's own command line does; the actor passes its environment on.
     "accel_cli/ray/jobs.py",
     "accel_cli/ray/node.py",
+    # The kubeconfig is that of kubectl, and in a pod the cluster is in the variables.
+    "accel_cli/kubernetes/cluster.py",
     # The terminal's own variables say whether colours are wanted.
     "accel_cli/console.py",
     "accel_runtime/accelerator/__init__.py",

@@ -10,31 +10,43 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
-from typing_extensions import override
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from typing_extensions import Self, override
 
 from accel_cli.console import is_secret
 from accel_cli.errors import UsageError
-from accel_cli.kubernetes.manifests import SHARED_VOLUMES, KubernetesJobPlan
+from accel_cli.kubernetes.manifests import (
+    INSTANCE,
+    MANAGED_BY,
+    OWNER,
+    RESERVED_VARIABLES,
+    SHARED_VOLUMES,
+    KubernetesJobPlan,
+)
 from accel_cli.launchers import torchrun
 from accel_cli.launchers.base import DETACH, JOB_NAME, Launcher, LaunchSpec, Plan
 from accel_cli.planning.options import LaunchOption
 from accel_cli.profile.sections import Answers, CountOrAuto, Question
 
 if TYPE_CHECKING:
-    from accel_cli.kubernetes.cluster import KubernetesJobs
+    from accel_cli.kubernetes.jobs import KubernetesJobs
 
 __all__ = ["Kubernetes"]
 
 _EXTRA = "accel-runtime[kubernetes]"
 _WEEK_S = 7 * 86400
 _MANIFEST = LaunchOption(
-    "--manifest", "Print only the manifests, for kubectl apply -f -, and run nothing.", only_prints=True
+    "--manifest", "Print only the manifests, for kubectl create -f -, and run nothing.", only_prints=True
 )
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 _NAME = rf"{_LABEL}(\.{_LABEL})*"
 """A name of Kubernetes: DNS-1123."""
-_QUANTITY = r"\d+(\.\d+)?(m|k|[KMGTPE]i?)?"
+_QUANTITY = r"\d+(\.\d+)?(m|k|Ki|[MGTPE]i?)?"
+_RUNTIME = "torch-distributed"
+_POD_GRACE_S = 30
+"""Seconds that Kubernetes gives pods to end, unless their manifest says otherwise."""
+_MIN_TTL_S = 60
+"""Seconds of a finished job in which `accel launch` reads its end."""
 
 
 def _match(pattern: str, expected: str) -> AfterValidator:
@@ -61,6 +73,12 @@ def _match_items(key: str, value: str, expected: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _check_labels(labels: dict[str, str]) -> dict[str, str]:
+    if reserved := sorted({INSTANCE, MANAGED_BY, OWNER} & labels.keys()):
+        raise ValueError(f"expected labels other than {reserved[0]}, which accel sets")
+    return labels
+
+
 def _ask(text: str, hint: str, **options: Any) -> Question:
     """Return a question; Enter leaves its key unset."""
     return Question(text, suggest=lambda *_: None, hint=hint, **options)
@@ -75,7 +93,7 @@ class Kubernetes(Launcher):
 
     title: ClassVar[str] = "A job on a Kubernetes cluster"
     location = "job"
-    job_keys: ClassVar[tuple[str, ...]] = ("context", "namespace")
+    job_keys: ClassVar[tuple[str, ...]] = ("context", "namespace", "kubeflow")
     launch_options = (DETACH, JOB_NAME, _MANIFEST)
 
     kind: Literal["kubernetes"] = Field(
@@ -129,6 +147,25 @@ class Kubernetes(Launcher):
         None,
         description="Maximum size of `/dev/shm`, which counts as memory of the pod; unset is the limit of its memory.",
     )
+    kubeflow: bool = Field(
+        False,
+        description="Submit a `TrainJob` of Kubeflow Trainer 2.1 or newer instead of a Job and a Service.",
+    )
+    runtime: Annotated[
+        str,
+        _match(rf"(TrainingRuntime/)?{_NAME}", "a name such as torch-distributed, or TrainingRuntime/NAME"),
+    ] = Field(
+        _RUNTIME,
+        description="ClusterTrainingRuntime of a `TrainJob`, or `TrainingRuntime/NAME` for one of the namespace.",
+    )
+    trainer_version: Annotated[
+        Literal["2.1", "2.2"],
+        BeforeValidator(lambda value: str(value) if isinstance(value, float) else value),
+    ] = Field(
+        "2.2",
+        json_schema_extra={"enum": ["2.1", "2.2", 2.1, 2.2], "type": ["string", "number"]},
+        description="Kubeflow Trainer in the cluster; `2.2` is also for newer versions. 2.1 names fields of a `TrainJob` differently.",
+    )
     volumes: Annotated[
         dict[str, str],
         _match_items(
@@ -142,7 +179,8 @@ class Kubernetes(Launcher):
         "`emptydir`; `:ro` at the end mounts it read-only.",
     )
     service_account: _Name | None = Field(
-        None, description="Service account of the pods; unset gives them no credentials of the cluster."
+        None,
+        description="Service account of the pods; unset gives them no credentials of the cluster, or those of the `TrainJob`'s runtime.",
     )
     node_selector: dict[str, str] = Field(
         default_factory=dict, description="Labels of the cluster's nodes on which the pods may run."
@@ -164,6 +202,7 @@ class Kubernetes(Launcher):
     labels: Annotated[
         dict[str, str],
         _match_items(r"[\w./-]{1,317}", r"([A-Za-z0-9]([\w.-]{0,61}[A-Za-z0-9])?)?", "labels of Kubernetes"),
+        AfterValidator(_check_labels),
     ] = Field(
         default_factory=dict,
         description="More labels of the job and its pods: `kueue.x-k8s.io/queue-name: training`.",
@@ -201,8 +240,8 @@ class Kubernetes(Launcher):
     )
     ttl: int = Field(
         _WEEK_S,
-        ge=0,
-        description="Seconds after which Kubernetes deletes the finished job, with its pods and their logs.",
+        ge=_MIN_TTL_S,
+        description="Seconds after which Kubernetes deletes the finished job, with its pods and their logs. A `TrainJob` remains.",
     )
     max_restarts: Annotated[
         int,
@@ -220,6 +259,31 @@ class Kubernetes(Launcher):
     ranks: torchrun.Ranks = 0
     shutdown_timeout: torchrun.ShutdownTimeout = 30
     stall_timeout: torchrun.StallTimeout = None
+
+    @model_validator(mode="after")
+    def _check_kubeflow(self) -> Self:
+        if not self.kubeflow:
+            if (self.runtime, self.trainer_version) != (_RUNTIME, "2.2"):
+                raise ValueError(
+                    "runtime and trainer_version are for TrainJobs: set kubeflow: true, or remove them"
+                )
+            return self
+        if self.priority_class:
+            raise ValueError("priority_class: a TrainJob cannot set it; set it in the runtime")
+        if self.ttl != _WEEK_S:
+            raise ValueError(
+                "ttl: a TrainJob cannot set it, and remains until kubectl delete trainjob deletes it"
+            )
+        if self.time and self.trainer_version == "2.1":
+            raise ValueError(
+                "time: a TrainJob can set it since Kubeflow Trainer 2.2; remove it, or set it in the runtime"
+            )
+        if self.shutdown_timeout > _POD_GRACE_S and self.runtime == _RUNTIME:
+            raise ValueError(
+                f"shutdown_timeout: the pods of the runtime {_RUNTIME} are killed after {_POD_GRACE_S} seconds; set a runtime "
+                "with a longer terminationGracePeriodSeconds"
+            )
+        return self
 
     @classmethod
     @override
@@ -256,6 +320,7 @@ class Kubernetes(Launcher):
             name=self.job_name or Path(spec.target).stem,
             args=(*self._list_options(spec, count), "--", target, *spec.args),
             env={**spec.env, **settings.to_env()},
+            nproc_per_node=count,
             cwd=cwd,
             needed=needed,
             detach="detach" in spec.option_values,
@@ -276,7 +341,7 @@ class Kubernetes(Launcher):
 
     @override
     def run(self, plan: Plan) -> int:
-        from accel_cli.kubernetes.cluster import submit  # noqa: PLC0415 - not for a dry run
+        from accel_cli.kubernetes.jobs import submit  # noqa: PLC0415 - not for a dry run
 
         return submit(plan)
 
@@ -290,12 +355,19 @@ class Kubernetes(Launcher):
     @classmethod
     @override
     def open_jobs(cls, values: Mapping[str, Any]) -> KubernetesJobs:
-        from accel_cli.kubernetes.cluster import Cluster, KubernetesJobs  # noqa: PLC0415 - imports the client
+        from accel_cli.kubernetes.cluster import Cluster  # noqa: PLC0415 - imports the client
+        from accel_cli.kubernetes.jobs import open_jobs  # noqa: PLC0415 - imports the client
 
-        return KubernetesJobs(Cluster(values.get("launcher.context"), values.get("launcher.namespace")))
+        cluster = Cluster(values.get("launcher.context"), values.get("launcher.namespace"))
+        return open_jobs(cluster, kubeflow=values.get("launcher.kubeflow") is True)
 
     def _check_env(self, spec: LaunchSpec) -> None:
-        """Raise if a variable of the profile must be in a Secret."""
+        """Raise if a variable of the profile is the launcher's own, or must be in a Secret."""
+        for name in (*spec.env, *self.secrets):
+            if name in RESERVED_VARIABLES:
+                raise UsageError(
+                    f"Cannot set {name}: the launcher sets it in every pod. Remove it from the profile."
+                )
         for name in spec.env:
             if name in self.secrets:
                 raise UsageError(f"{name} is in both env and launcher.secrets. Remove one of them.")

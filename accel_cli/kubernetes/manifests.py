@@ -1,4 +1,4 @@
-"""The manifests of a job: a Job with one pod for each node, its headless Service, and a ConfigMap with the source."""
+"""The manifests of a job: a Job and its headless Service, or a TrainJob, and a ConfigMap with the source."""
 
 from __future__ import annotations
 
@@ -28,8 +28,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CONTAINER",
+    "INSTANCE",
+    "MANAGED_BY",
+    "NODE_CONTAINER",
     "OWNER",
+    "RESERVED_VARIABLES",
     "SHARED_VOLUMES",
+    "TRAINER_API",
     "KubernetesJobPlan",
     "format_user",
     "name_job",
@@ -40,15 +45,28 @@ __all__ = [
 
 CONTAINER = "accel"
 """The name of the container of every pod."""
+NODE_CONTAINER = "node"
+"""The name of the container, and of the replicated job, of the runtimes of Kubeflow Trainer."""
+TRAINER_API = ("trainer.kubeflow.org", "v1alpha1", "trainjobs")
+"""The group, version and plural name of TrainJobs."""
+INSTANCE, MANAGED_BY = "app.kubernetes.io/instance", "app.kubernetes.io/managed-by"
 OWNER = "accel-user"
 """The label with the user who submitted a job."""
 SHARED_VOLUMES = ("pvc/", "host:")
 """The volumes that all pods share."""
+RESERVED_VARIABLES = frozenset(
+    {"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT", FAILURE_FILE}
+)
+"""The variables that the launcher or Kubeflow Trainer sets."""
 _FAILURE = "/dev/termination-log"
 _SOURCE, _ARCHIVE, _WORKSPACE = "/etc/accel/source", "source.tar.gz", "/workspace"
+_MAX_LABEL = 63
+"""Characters of a host name, and of the value of a label."""
 _MAX_NAME = 57
-"""Characters of a job's name: the host name of a pod adds a hyphen and its index, up to 63."""
+"""Characters of a job's name: the host name of a pod adds a hyphen and its index."""
 _NUM_RANDOM = 5
+_MANAGER = "accel/launcher"
+"""The owner of the changes to a runtime of Kubeflow Trainer."""
 _MAX_SOURCE = (1 << 20) - 1024
 """Bytes that a ConfigMap can hold, less its keys."""
 _GRACE_S = 10
@@ -69,6 +87,8 @@ class KubernetesJobPlan(JobPlan):
     """The arguments of `accel launch` in every pod."""
     env: Mapping[str, str]
     """The variables of every pod."""
+    nproc_per_node: int
+    """The number of processes in every pod."""
     cwd: str | None
     """The working directory in the folder that is sent; None if no folder is sent."""
     needed: str = "."
@@ -77,7 +97,7 @@ class KubernetesJobPlan(JobPlan):
 
 def preview(job: KubernetesJobPlan) -> str:
     """Return the manifests of a job as YAML."""
-    manifests = render(job, name_job(job.name), format_user(), read_source(job))
+    manifests = render(job, name_job(job), format_user(), read_source(job))
     return yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, width=10**9).rstrip("\n")
 
 
@@ -95,13 +115,17 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(str, _Dumper.represent_str)
 
 
-def name_job(base: str) -> str:
-    """Return a new name of a job, which begins with a base and ends with random characters."""
-    stem = re.sub(r"[^a-z0-9]+", "-", base.lower()).strip("-")
+def name_job(job: KubernetesJobPlan) -> str:
+    """Return a new name of a job, which ends with random characters."""
+    stem = re.sub(r"[^a-z0-9]+", "-", job.name.lower()).strip("-")
     # The name of a Service begins with a letter.
     stem = stem if stem[:1].isalpha() else f"job-{stem}".rstrip("-")
     random = "".join(secrets.choice("bcdfghjklmnpqrstvwxz2456789") for _ in range(_NUM_RANDOM))
-    return f"{stem[: _MAX_NAME - 1 - _NUM_RANDOM].rstrip('-')}-{random}"
+    longest = _MAX_NAME
+    if job.section.kubeflow:
+        # JobSet checks the names of pods: `NAME-node-0-INDEX-abcde`.
+        longest = _MAX_LABEL - len(f"-{NODE_CONTAINER}-0-{job.section.nnodes - 1}-abcde")
+    return f"{stem[: longest - 1 - _NUM_RANDOM].rstrip('-')}-{random}"
 
 
 def format_user() -> str:
@@ -110,7 +134,7 @@ def format_user() -> str:
         name = getpass.getuser()
     except (KeyError, OSError):  # a user id without an account
         name = ""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-_.")[:63] or "unknown"
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:_MAX_LABEL].strip("-_.") or "unknown"
 
 
 def read_source(job: KubernetesJobPlan) -> bytes | None:
@@ -159,20 +183,21 @@ def render(job: KubernetesJobPlan, name: str, user: str, archive: bytes | None) 
     section = job.section
     labels = {
         **section.labels,
-        "app.kubernetes.io/managed-by": "accel",
-        "app.kubernetes.io/instance": name,
+        MANAGED_BY: "accel",
+        INSTANCE: name,
         OWNER: user,
     }
     metadata: dict[str, Any] = {"name": name, "labels": labels}
     if section.namespace:
         metadata["namespace"] = section.namespace
     manifests = []
-    if section.nnodes > 1:
+    if section.nnodes > 1 and not section.kubeflow:
         manifests.append(_build_service(metadata))
     if archive is not None:
         data = {_ARCHIVE: base64.b64encode(archive).decode("ascii")}
         manifests.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "binaryData": data})
-    return [*manifests, _build_job(job, metadata, has_source=archive is not None)]
+    build = _build_train_job if section.kubeflow else _build_job
+    return [*manifests, build(job, metadata, has_source=archive is not None)]
 
 
 def _build_service(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,7 +210,7 @@ def _build_service(metadata: Mapping[str, Any]) -> dict[str, Any]:
             "clusterIP": "None",
             # The pods find each other before they are ready.
             "publishNotReadyAddresses": True,
-            "selector": {"app.kubernetes.io/instance": metadata["name"]},
+            "selector": {INSTANCE: metadata["name"]},
             "ports": [{"name": "rendezvous", "port": PORT}],
         },
     }
@@ -224,58 +249,117 @@ def _build_pod(job: KubernetesJobPlan, name: str, *, has_source: bool) -> dict[s
     }
     if section.nnodes > 1:
         pod["subdomain"] = name
-    if section.service_account:
-        pod["serviceAccountName"] = section.service_account
-    else:
+    if not section.service_account:
         pod["automountServiceAccountToken"] = False
+    pod |= _build_scheduling(section)
+    if section.priority_class:
+        pod["priorityClassName"] = section.priority_class
+    variables, script = {}, []
+    if section.nnodes > 1:
+        # Not as options: with these variables an agent waits until the name of the first pod resolves.
+        variables = {"PET_NNODES": str(section.nnodes), "PET_MASTER_ADDR": f"{name}-0.{name}"}
+        variables["PET_MASTER_PORT"] = str(PORT)
+        script = ['export PET_NODE_RANK="$JOB_COMPLETION_INDEX"']
+    container = {
+        "name": CONTAINER,
+        "image": section.image,
+        **_build_command(job, script, has_source=has_source),
+        "env": _list_variables(job, variables),
+    }
+    if resources := _build_resources(section):
+        container["resources"] = resources
+    container |= {"terminationMessagePath": _FAILURE, "volumeMounts": [mount for _, mount in volumes]}
+    return {**pod, "containers": [container], "volumes": [volume for volume, _ in volumes]}
+
+
+def _build_train_job(
+    job: KubernetesJobPlan, metadata: Mapping[str, Any], *, has_source: bool
+) -> dict[str, Any]:
+    """Return a TrainJob of Kubeflow Trainer: what its fields cannot hold changes the pods of its runtime."""
+    section = job.section
+    volumes = list(_list_volumes(section, metadata["name"] if has_source else ""))
+    trainer = {
+        "image": section.image,
+        **_build_command(job, [], has_source=has_source),
+        # Trainer adds PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT, which `accel launch` reads.
+        "env": _list_variables(job, {}),
+        "numNodes": section.nnodes,
+        "numProcPerNode": job.nproc_per_node,
+    }
+    if resources := _build_resources(section):
+        trainer["resourcesPerNode"] = resources
+    pod = {
+        "metadata": {"labels": metadata["labels"]},
+        "spec": {
+            **_build_scheduling(section),
+            "containers": [{"name": NODE_CONTAINER, "volumeMounts": [mount for _, mount in volumes]}],
+            "volumes": [volume for volume, _ in volumes],
+        },
+    }
+    kind, _, runtime = section.runtime.rpartition("/")
+    spec: dict[str, Any] = {
+        "runtimeRef": {
+            "apiGroup": TRAINER_API[0],
+            "kind": kind or "ClusterTrainingRuntime",
+            "name": runtime,
+        },
+        "trainer": trainer,
+    }
+    if section.trainer_version == "2.1":
+        spec["podTemplateOverrides"] = [{"targetJobs": [{"name": NODE_CONTAINER}], **pod}]
+    else:
+        replicated = {"name": NODE_CONTAINER, "template": {"spec": {"template": pod}}}
+        template = {"spec": {"replicatedJobs": [replicated]}}
+        spec["runtimePatches"] = [{"manager": _MANAGER, "trainingRuntimeSpec": {"template": template}}]
+        if section.time:
+            spec["activeDeadlineSeconds"] = section.time
+    return {"apiVersion": "/".join(TRAINER_API[:2]), "kind": "TrainJob", "metadata": metadata, "spec": spec}
+
+
+def _build_scheduling(section: Kubernetes) -> dict[str, Any]:
+    """Return the fields of a pod that both kinds of jobs can set."""
     values = {
+        "serviceAccountName": section.service_account,
         "nodeSelector": section.node_selector,
         "tolerations": [_parse_toleration(text) for text in section.tolerations],
         "imagePullSecrets": [{"name": secret} for secret in section.image_pull_secrets],
-        "priorityClassName": section.priority_class,
     }
-    pod |= {key: value for key, value in values.items() if value}
-    pod["containers"] = [_build_container(job, name, [mount for _, mount in volumes], has_source=has_source)]
-    pod["volumes"] = [volume for volume, _ in volumes]
-    return pod
+    return {key: value for key, value in values.items() if value}
 
 
-def _build_container(
-    job: KubernetesJobPlan, name: str, mounts: list[dict[str, Any]], *, has_source: bool
-) -> dict[str, Any]:
-    section = job.section
-    variables, lines = {**job.env, FAILURE_FILE: _FAILURE}, ["set -e"]
+def _build_command(job: KubernetesJobPlan, script: list[str], *, has_source: bool) -> dict[str, Any]:
+    """Return the command of a container, and its arguments."""
+    lines = ["set -e"]
     if has_source:
         lines += [f"cd {_WORKSPACE}", f"tar -xzf {_SOURCE}/{_ARCHIVE}"]
         lines += [f"cd {shlex.quote(job.cwd)}"] if job.cwd not in {None, "."} else []
-    if section.nnodes > 1:
-        # Not as options: with these variables an agent waits until the name of the first pod resolves.
-        variables |= {"PET_NNODES": str(section.nnodes), "PET_MASTER_ADDR": f"{name}-0.{name}"}
-        variables["PET_MASTER_PORT"] = str(PORT)
-        lines.append('export PET_NODE_RANK="$JOB_COMPLETION_INDEX"')
-    lines.append('exec accel launch "$@"')
-    env: list[dict[str, Any]] = [
-        {"name": key, "value": _escape(value)} for key, value in sorted(variables.items())
-    ]
-    for key, reference in sorted(section.secrets.items()):
-        secret, _, item = reference.partition("/")
-        env.append({"name": key, "valueFrom": {"secretKeyRef": {"name": secret, "key": item}}})
-    container: dict[str, Any] = {
-        "name": CONTAINER,
-        "image": section.image,
+    elif job.section.working_dir:
+        lines.append(f"cd {shlex.quote(job.section.working_dir)}")
+    lines += [*script, 'exec accel launch "$@"']
+    return {
         "command": ["/bin/sh", "-c", _escape("\n".join(lines) + "\n"), "accel"],
         "args": [_escape(word) for word in job.args],
-        "env": env,
     }
-    if section.working_dir and not has_source:
-        container["workingDir"] = section.working_dir
+
+
+def _list_variables(job: KubernetesJobPlan, variables: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the variables of a container, those with secrets by reference."""
+    values = {**job.env, **variables, FAILURE_FILE: _FAILURE}
+    env: list[dict[str, Any]] = [
+        {"name": key, "value": _escape(value)} for key, value in sorted(values.items())
+    ]
+    for key, reference in sorted(job.section.secrets.items()):
+        secret, _, item = reference.partition("/")
+        env.append({"name": key, "valueFrom": {"secretKeyRef": {"name": secret, "key": item}}})
+    return env
+
+
+def _build_resources(section: Kubernetes) -> dict[str, Any]:
+    """Return what a container requests and is limited to; empty if nothing is set."""
     resources = {key: str(value) for key, value in section.resources.items()}
     if section.gpus_per_node:
         resources[section.gpu_resource] = str(section.gpus_per_node)
-    if resources:
-        container["resources"] = {"requests": resources, "limits": resources}
-    container |= {"terminationMessagePath": _FAILURE, "volumeMounts": mounts}
-    return container
+    return {"requests": resources, "limits": resources} if resources else {}
 
 
 def _list_volumes(section: Kubernetes, source: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:

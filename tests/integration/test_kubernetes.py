@@ -193,16 +193,144 @@ def test_a_cluster_that_rejects_or_does_not_answer_is_named(server, launch, monk
 
 
 def test_a_job_without_its_files_is_deleted(server, launch, monkeypatch):
-    monkeypatch.setattr(server, "create", lambda kind, item: _refuse(kind, item, server))
+    monkeypatch.setattr(server, "create", lambda kind, item, query: _refuse(kind, item, query, server))
     _, err = (process := launch("train.py")).communicate(timeout=60)
     assert process.returncode == 2, err
     assert "quota" in err
     assert len(server.deletions) == 1
 
 
-def _refuse(kind, item, server):
+def _refuse(kind, item, query, server):
     from kubernetes_server import ApiError
 
     if kind == "configmaps":
         raise ApiError(403, "exceeded quota")
-    return KubernetesServer.create(server, kind, item)
+    return KubernetesServer.create(server, kind, item, query)
+
+
+def test_a_cluster_that_does_not_answer_for_a_while_loses_no_line(server, launch, cwd):
+    (cwd / "count.py").write_text(
+        "import time\nfor n in range(12):\n    print('line', n, flush=True)\n    time.sleep(0.5)\n"
+    )
+    following = launch("count.py")
+    assert following.stdout.readline() == "line 0\n"
+    server.is_down = True
+    first = following.stderr.readline()
+    while "Trying again" not in first:
+        first = following.stderr.readline()
+    server.is_down = False
+    out, err = following.communicate(timeout=60)
+    assert following.returncode == 0, err
+    assert out == "".join(f"line {n}\n" for n in range(1, 12))
+    assert err.count("answers again") == 1
+
+
+def test_pods_that_the_cluster_does_not_admit_and_volumes_that_are_missing_are_named_at_once(server, launch):
+    server.rejection = 'pods "train-0" is forbidden: error looking up service account team/nobody'
+    assert (
+        _read_reason(launch("--set", "launcher.service_account=nobody", "train.py"))
+        == f"FailedCreate: Error creating: {server.rejection}"
+    )
+    server.rejection = ""
+    mounted = launch("--set", "launcher.volumes={/keys: secret/absent}", "train.py")
+    assert _read_reason(mounted) == 'FailedMount: MountVolume.SetUp failed: secret "absent" not found'
+
+
+def _read_reason(following):
+    """Return why the job that is followed waits; delete it."""
+    lines = []
+    for line in following.stderr:
+        lines.append(line)
+        if match := re.search(r"is Pending \((.*)\)( on node0)?$", line):
+            jobs("stop", get_id("".join(lines)))
+            following.communicate(timeout=60)
+            return match[1]
+    raise AssertionError("no reason was printed")
+
+
+def test_a_job_whose_creation_was_not_answered_is_deleted(server, launch, monkeypatch):
+    monkeypatch.setattr(server, "create", lambda *args: _create_and_break(server, *args))
+    _, err = (process := launch("train.py")).communicate(timeout=60)
+    assert process.returncode == 1, err
+    assert "the cluster does not answer" in err
+    assert len(server.deletions) == 1
+
+
+def _create_and_break(server, *args):
+    KubernetesServer.create(server, *args)
+    raise ConnectionAbortedError
+
+
+# TrainJobs of Kubeflow Trainer
+
+
+@pytest.fixture
+def kubeflow(launch):
+    def start(*args):
+        return launch("--set", "launcher.kubeflow=true", *args)
+
+    return start
+
+
+def train_jobs(*args):
+    return jobs(*args, "--set", "launcher.kubeflow=true")
+
+
+@needs_hosts
+@pytest.mark.parametrize("version", ["2.2", "2.1"])
+def test_a_train_job_trains_and_can_be_listed_and_read(two_nodes, kubeflow, version):
+    two_nodes.trainer = version
+    versions = ("--set", f"launcher.trainer_version={version}") if version == "2.1" else ()
+    following = kubeflow(*versions, "--nnodes", "2", "--ranks", "all", "train.py", "--lr", "$(HOME) $$x")
+    out, err = following.communicate(timeout=240)
+    assert following.returncode == 0, err + out
+    name = get_id(err)
+    for rank in (0, 1):
+        shown = f"rank {rank} of 2 total 3.0 helped ['--lr', '$(HOME) $$x']"
+        assert re.search(rf"^{name}-{rank} \| .*{re.escape(shown)}$", out, re.MULTILINE), out
+    assert f"job {name} is Complete" in err
+    assert not two_nodes.objects["jobs"]
+    assert not two_nodes.objects["services"]
+    assert re.search(rf"{name}\t.*\tComplete\t", train_jobs("list").stdout)
+    assert re.search(r"exit code\t0\n", train_jobs("status", name).stdout)
+    assert train_jobs("logs", name).stdout == out
+    owners = [item["metadata"]["ownerReferences"][0] for item in two_nodes.objects["configmaps"].values()]
+    assert [owner["uid"] for owner in owners] == [two_nodes.objects["trainjobs"][name]["metadata"]["uid"]]
+
+
+@needs_hosts
+def test_a_train_job_that_fails_after_restarts_of_its_pods_has_the_exit_code_of_the_script(
+    two_nodes, kubeflow
+):
+    two_nodes.backoff_limit = 2
+    following = kubeflow("--nnodes", "2", "train.py", "fail")
+    out, err = following.communicate(timeout=240)
+    name = get_id(err)
+    assert following.returncode == 7, err + out
+    assert re.search(rf"job {name} ended as Failed with exit code 7: .*rank 1: exited with code 7", err), err
+    assert "restart 1" in err
+
+
+def test_a_stopped_train_job_saves_and_is_deleted(server, kubeflow):
+    server.secrets = {"keys": {"api": "s3cret"}}
+    following = kubeflow("--set", "launcher.secrets={API_KEY: keys/api}", "stay.py")
+    assert following.stdout.readline() == "the script runs with s3cret\n"
+    name = next(iter(server.objects["trainjobs"]))
+    assert "s3cret" not in str(server.objects)
+    assert train_jobs("stop", name).returncode == 0
+    out, err = following.communicate(timeout=120)
+    assert following.returncode == 143, err
+    assert "the script saves" in out
+    assert f"job {name} ended as Deleted with exit code 143: the job was deleted" in err
+    assert not any(server.objects.values())
+
+
+def test_a_cluster_without_trainer_or_with_an_older_one_is_named(server, kubeflow):
+    server.trainer = None
+    _, err = (process := kubeflow("train.py")).communicate(timeout=60)
+    assert (process.returncode, "the cluster has no Kubeflow Trainer 2" in err) == (2, True), err
+    server.trainer = "2.1"
+    _, err = (process := kubeflow("train.py")).communicate(timeout=60)
+    assert process.returncode == 2
+    assert "does not know spec.runtimePatches. Set launcher.trainer_version to '2.1'" in err
+    assert not server.deletions

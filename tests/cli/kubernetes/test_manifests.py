@@ -3,13 +3,13 @@
 import io
 import os
 import re
-import subprocess
 import tarfile
 from pathlib import Path
 
 import golden
 import kubernetes_validate
 import pytest
+import train_job_schema
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,10 +45,15 @@ EVERYTHING = Kubernetes(
     max_restarts=3,
     stall_timeout=600,
 )  # fmt: skip
+KUBEFLOW = EVERYTHING.model_copy(update={"kubeflow": True, "priority_class": None})
 SECTIONS = {
     "one-node": Kubernetes(image="accel:cpu"),
     "everything": EVERYTHING,
     "in-the-image": Kubernetes(image="accel:cpu", source="image", working_dir="/app", nnodes=2),
+    "kubeflow": KUBEFLOW,
+    "kubeflow-2.1": Kubernetes(
+        image="accel:cpu", kubeflow=True, runtime="TrainingRuntime/team", trainer_version="2.1", nnodes=2
+    ),
 }
 
 
@@ -72,6 +77,11 @@ def test_manifests_are_those_of_their_golden_file_and_of_the_published_schemas(n
     rendered = render(SECTIONS[name], "--lr", "1", mixed_precision="bf16")
     golden.check(f"kubernetes/{name}.yaml", yaml.safe_dump_all(rendered, sort_keys=False))
     for manifest in rendered:
+        if manifest["kind"] == "TrainJob":
+            version = SECTIONS[name].trainer_version
+            assert train_job_schema.find_unknown_field(manifest, version) == ""
+            assert train_job_schema.find_problem(manifest, version) == ""
+            continue
         for version in ("1.27", "1.31", kubernetes_validate.latest_version()):
             kubernetes_validate.validate(manifest, version, strict=True)
 
@@ -139,13 +149,6 @@ def test_nothing_is_needed_to_plan_what_is_in_the_image(monkeypatch):
         manifests.read_source(plan(Kubernetes(image="i")).job)
 
 
-@pytest.mark.parametrize("base", ["My run", "train_v2", "2nd", "-", "ü", "x" * 80, "a-" * 40])
-def test_names_are_those_of_dns(base):
-    names = {manifests.name_job(base) for _ in range(3)}
-    assert len(names) == 3
-    assert all(re.fullmatch(r"[a-z]([-a-z0-9]{0,55}[a-z0-9])", name) and len(name) <= 57 for name in names)
-
-
 @settings(max_examples=100)
 @given(st.text(st.sampled_from("$()aB\n ")))
 def test_kubernetes_leaves_an_escaped_text_as_it_was(text):
@@ -165,6 +168,9 @@ def test_what_only_a_cluster_or_a_secret_may_have_is_refused():
         plan(Kubernetes(image="i"), env={"API_KEY": "x"})
     with pytest.raises(UsageError, match=r"TOKEN is in both"):
         plan(Kubernetes(image="i", secrets={"TOKEN": "a/b"}), env={"TOKEN": "x"})
+    for options in ({"env": {"PET_NNODES": "3"}}, {"env": {"ACCEL_FAILURE_FILE": "/x"}}):
+        with pytest.raises(UsageError, match=r"the launcher sets it in every pod"):
+            plan(Kubernetes(image="i"), **options)
     with pytest.raises(UsageError, match=r"requests 1 GPU"):
         plan(Kubernetes(image="i", gpus_per_node=1, nproc_per_node=2))
     with pytest.raises(UsageError, match="not valid UTF-8"):
@@ -185,7 +191,11 @@ def test_what_only_a_cluster_or_a_secret_may_have_is_refused():
         ("labels", {"a": "two words"}, "expected labels"),
         ("shared_memory", "16 GB", "expected a size"),
         ("working_dir", "app", "expected an absolute path"),
-        ("kubeflow", True, "Extra inputs"),
+        ("ttl", 0, "greater than or equal to 60"),
+        ("resources", {"memory": "64K"}, "expected resources such as"),
+        ("labels", {"accel-user": "bob"}, "expected labels other than accel-user, which accel sets"),
+        ("trainer_version", 2.0, "Input should be"),
+        ("runtime", "Other/x", "expected a name such as torch-distributed"),
     ],
 )
 def test_an_invalid_value_is_an_error(key, value, message):
@@ -202,11 +212,47 @@ def test_pods_without_a_common_volume_do_not_share_files():
     assert shares(nnodes=2, volumes={"/x": "pvc/x"}) == "1"
 
 
-@pytest.mark.parametrize("name", ["cpu", "cuda"])
-def test_a_dockerfile_copies_what_an_installation_needs(name, tmp_path):
-    lines = (ROOT / "docs" / "docker" / f"Dockerfile.{name}").read_text().splitlines()
-    copied = [word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]]
-    assert all((ROOT / path).exists() for path in copied)
-    built = subprocess.run(["git", "check-ignore", *copied], cwd=ROOT, capture_output=True, check=False)
-    assert not built.stdout
-    assert {"pyproject.toml", "README.md", "LICENSE", "accel_cli", "accel_runtime"} <= set(copied)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"runtime": "mine"}, "runtime and trainer_version are for TrainJobs"),
+        ({"trainer_version": "2.1"}, "runtime and trainer_version are for TrainJobs"),
+        ({"kubeflow": True, "priority_class": "high"}, "priority_class: a TrainJob cannot set it"),
+        ({"kubeflow": True, "ttl": 3600}, "ttl: a TrainJob cannot set it"),
+        ({"kubeflow": True, "trainer_version": "2.1", "time": 60}, "since Kubeflow Trainer 2.2"),
+        ({"kubeflow": True, "shutdown_timeout": 60}, "are killed after 30 seconds"),
+    ],
+)
+def test_a_key_without_effect_for_the_kind_of_job_is_an_error(options, message):
+    with pytest.raises(ValidationError, match=message):
+        Kubernetes(**options)
+
+
+def test_a_number_is_a_version_of_trainer_too_and_a_longer_shutdown_needs_another_runtime():
+    section = Kubernetes(kubeflow=True, trainer_version=2.1, runtime="slow", shutdown_timeout=60)
+    assert section.trainer_version == "2.1"
+
+
+def test_a_field_that_a_version_of_trainer_does_not_have_is_unknown_to_its_schema():
+    (job,) = render(Kubernetes(image="i", kubeflow=True, source="image"))
+    assert train_job_schema.find_unknown_field(job, "2.1") == "spec.runtimePatches"
+    (job,) = render(Kubernetes(image="i", kubeflow=True, source="image", trainer_version="2.1"))
+    assert train_job_schema.find_unknown_field(job, "2.2") == "spec.podTemplateOverrides"
+    job["spec"]["podTemplateOverrides"][0]["spec"]["volumes"][0]["emptydir"] = {}
+    assert "emptydir" in train_job_schema.find_problem(job, "2.1")
+
+
+@pytest.mark.parametrize("nnodes", [1, 2000])
+@pytest.mark.parametrize("base", ["My run", "train_v2", "2nd", "-", "ü", "x" * 80, "a-" * 40])
+def test_names_are_those_of_dns_also_with_the_indexes_of_pods(base, nnodes):
+    for kubeflow, end in ((False, f"-{nnodes - 1}"), (True, f"-node-0-{nnodes - 1}-abcde")):
+        job = plan(Kubernetes(image="i", kubeflow=kubeflow, nnodes=nnodes, job_name=base)).job
+        names = {manifests.name_job(job) for _ in range(3)}
+        assert len(names) == 3
+        assert all(re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])", name + end) for name in names)
+
+
+def test_the_name_of_a_user_is_the_value_of_a_label(monkeypatch):
+    for name, label in (("a" * 62 + "-b", "a" * 62), ("DOMAIN\\Ann", "DOMAIN-Ann"), ("--", "unknown")):
+        monkeypatch.setattr(manifests.getpass, "getuser", lambda name=name: name)
+        assert manifests.format_user() == label
