@@ -110,6 +110,14 @@ def _migrate_raw_loop(text: str) -> Migration:
 def _finish(text: str, conversion: Conversion, module: cst.Module) -> Migration:
     """Return the result without unused imports; the text before, with a finding, if names would be missing."""
     changed = drop_unused_imports(text, module).code
+    try:
+        compile(changed, "script", "exec", dont_inherit=True)
+    except SyntaxError as error:
+        line = min(error.lineno or 1, len(text.splitlines()))
+        return Migration(
+            text,
+            (Finding(line, f"The converted script would not be valid: {error.msg}. Convert it by hand."),),
+        )
     if name := find_early_use(changed):
         advice = f"{name} needs the Accelerator before it is created. Create the device at the start of the script."
         return Migration(text, (Finding(max(conversion.home_line, 1), advice),))

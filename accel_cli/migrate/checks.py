@@ -6,6 +6,7 @@ import re
 
 import libcst as cst
 
+from accel_cli.migrate.fabric_uses import FABRIC
 from accel_cli.migrate.raw import Conversion, Finding
 from accel_cli.migrate.script import Script, Variable, descendants, to_code
 
@@ -327,6 +328,7 @@ _LEFT = {
     "torch.nn.parallel.DistributedDataParallel": "Remove it: accelerator.prepare(model) averages the gradients.",
     "torch.utils.data.DistributedSampler": "Remove it: accelerator.prepare(loader) shards the batches.",
     "torch.utils.data.distributed.DistributedSampler": "Remove it: accelerator.prepare(loader) shards the batches.",
+    **dict.fromkeys(FABRIC, "Write Accelerator(), and its methods for those of Fabric."),
     "torch.multiprocessing.spawn": "Call the function once, and start the script with accel launch.",
 }
 

@@ -108,6 +108,10 @@ class _Converter:
     def convert_classes(self) -> None:
         """Convert the creation of a Fabric, and annotations."""
         for node in self.script.nodes:
+            if isinstance(node, cst.Annotation) and isinstance(node.annotation, cst.SimpleString):
+                if self.uses.names_fabric(node):
+                    self.edits.replace(node.annotation, '"Accelerator"')
+                continue
             if not isinstance(node, (cst.Name, cst.Attribute)) or not self.uses.is_fabric(node):
                 continue
             parent = self.script.parents[node]
@@ -243,17 +247,18 @@ class _Converter:
             )
         arguments: dict[str, str] = {}
         for arg in call.args:
-            if arg.keyword is None:
-                raise self.conversion.unsafe(
-                    arg, "The arguments of Fabric are not understood. Write each by its name."
-                )
-            self._convert_option(arg, arg.keyword.value, arguments)
+            self._attempt(partial(self._convert_option, arguments=arguments), arg)
         code = ", ".join(f"{name}={value}" for name, value in arguments.items())
         expression = cst.parse_expression(f"Accelerator({code})")
         self.edits.change(call, lambda _: expression)
 
-    def _convert_option(self, arg: cst.Arg, name: str, arguments: dict[str, str]) -> None:
+    def _convert_option(self, arg: cst.Arg, arguments: dict[str, str]) -> None:
         """Convert an argument of Fabric; those for the launch are removed with a note."""
+        if arg.keyword is None:
+            raise self.conversion.unsafe(
+                arg, "The arguments of Fabric are not understood. Write each by its name."
+            )
+        name = arg.keyword.value
         text = _get_text(arg.value)
         is_constant = isinstance(arg.value, (cst.SimpleString, cst.Integer))
         base = text.removesuffix(_UNUSED)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import libcst as cst
 
 from accel_cli.migrate.cycles import list_evaluations
@@ -9,15 +11,18 @@ from accel_cli.migrate.metrics import find_samples
 from accel_cli.migrate.raw import Conversion
 from accel_cli.migrate.script import Script, Variable, descendants, to_code
 
-__all__ = ["FabricUses", "list_elements", "uses_fabric"]
+__all__ = ["FABRIC", "FabricUses", "list_elements", "uses_fabric"]
 
-_FABRIC = {
+FABRIC = {
     "lightning.Fabric",
     "lightning.fabric.Fabric",
     "lightning.fabric.fabric.Fabric",
     "lightning_fabric.Fabric",
     "lightning_fabric.fabric.Fabric",
 }
+_IN_TEXT = re.compile(r"""["'](?:\w+\.)*Fabric["']""")
+_STATE = re.compile(r"model|net|optim|sched", re.IGNORECASE)
+"""Names of objects with a state dict."""
 _TOTALS = {"sum", "mean", "max", "min", "any", "all", "std", "var", "numel", "item", "flatten"}
 """Methods whose result without arguments does not depend on the shape of a tensor."""
 _ELEMENTWISE = {
@@ -41,7 +46,9 @@ _SETUP = {"setup": ("model", "optimizer"), "setup_module": ("model", "model"), "
 def uses_fabric(script: Script) -> bool:
     """Return whether a script uses the class Fabric."""
     return any(
-        isinstance(node, (cst.Name, cst.Attribute)) and script.qualified_name(node) in _FABRIC
+        script.qualified_name(node) in FABRIC
+        if isinstance(node, (cst.Name, cst.Attribute))
+        else isinstance(node, cst.Annotation) and _IN_TEXT.fullmatch(to_code(node.annotation))
         for node in script.nodes
     )
 
@@ -62,7 +69,7 @@ class FabricUses:
 
     def is_fabric(self, node: cst.CSTNode) -> bool:
         """Return whether an expression names the class Fabric."""
-        return self.script.qualified_name(node) in _FABRIC
+        return self.script.qualified_name(node) in FABRIC
 
     def _find_instances(self) -> set[Variable]:
         """Return the variables, parameters and attributes that hold a Fabric."""
@@ -72,7 +79,7 @@ class FabricUses:
             for function in script.functions
             for param in function.params.params
         ]
-        found = {variable for variable, one in params if one is not None and self.is_fabric(one.annotation)}
+        found = {variable for variable, one in params if one is not None and self.names_fabric(one)}
         while True:
             passed: list[tuple[Variable, cst.BaseExpression]] = [
                 (variable, value) for variable, entries in script.assigned.items() for _, value in entries
@@ -87,6 +94,13 @@ class FabricUses:
             if new <= found:
                 return found
             found |= new
+
+    def names_fabric(self, annotation: cst.Annotation) -> bool:
+        """Return whether an annotation names the class Fabric, also in `Optional` or as text."""
+        return any(
+            self.is_fabric(one) or (isinstance(one, cst.SimpleString) and _IN_TEXT.fullmatch(to_code(one)))
+            for one in descendants(annotation)
+        )
 
     def _holds_fabric(self, node: cst.BaseExpression, known: set[Variable]) -> bool:
         is_created = isinstance(node, cst.Call) and self.is_fabric(node.func)
@@ -150,9 +164,15 @@ class FabricUses:
         for element in literal.elements:
             if not isinstance(element, cst.DictElement):
                 return None
-            key = to_code(element.key)
+            key, kind = to_code(element.key), self.kind_of(element.value)
+            if (
+                not kind
+                and isinstance(element.value, (cst.Name, cst.Attribute))
+                and _STATE.search(f"{key} {to_code(element.value)}")
+            ):
+                return None
             code = to_code(element.value) if state is literal else f"{to_code(state)}[{key}]"
-            items.append((key, code, self.kind_of(element.value)))
+            items.append((key, code, kind))
         return items
 
     def is_number(self, node: cst.BaseExpression) -> bool:

@@ -155,10 +155,12 @@ def test_a_script_is_read_from_the_standard_input(capfd, monkeypatch, script):
     assert "+accel launch --nproc-per-node 2 t.py\n" in in_process.run(capfd, "migrate", "-").stdout
 
 
-@pytest.mark.parametrize("rest", ["loss.backward()", "dist.init_process_group()", "model = DDP(model)"])
+@pytest.mark.parametrize(
+    "rest", ["loss.backward()", "dist.init_process_group()", "model = DDP(model)", "Fabric()"]
+)
 def test_what_is_left_in_a_script_that_imports_accel_is_reported(capfd, script, rest):
-    head = "import torch.distributed as dist\nfrom torch.nn.parallel import DistributedDataParallel as DDP\n"
+    head = "import torch.distributed as dist\nfrom lightning.fabric import Fabric\nfrom torch.nn.parallel import DistributedDataParallel as DDP\n"
     script.write_text(f"from accel_runtime import Accelerator\n{head}accelerator = Accelerator()\n{rest}\n")
     done = in_process.run(capfd, "migrate", "--check", "train.py")
     assert done.returncode == 1
-    assert "train.py:5: This is not converted, since the script imports accel_runtime already." in done.stderr
+    assert "train.py:6: This is not converted, since the script imports accel_runtime already." in done.stderr

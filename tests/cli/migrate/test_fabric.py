@@ -94,6 +94,7 @@ REPORTED = {
     "with fabric.init_module(empty_init=True): pass": "init_empty_weights",
     "fabric.seed_everything()": "Write set_seed(seed) with a number",
     "fabric.save('a', state())": "Write accelerator.save(state_dict, path)",
+    "def save(net):\n    fabric.save('a', {'net': net})": "Write accelerator.save(state_dict, path)",
     "fabric.load('a', state())": "Write checkpoint = torch.load(path",
     "m, a, b = fabric.setup(model, optimizer, optimizer)\nfabric.clip_gradients(model, a, max_norm=1)": "if the model has several",
     "fabric.all_reduce(x, reduce_op=op)": "This call of all_reduce is not converted",
@@ -201,3 +202,24 @@ def test_samples_of_an_evaluation_are_gathered_without_padding():
     result = migrate_script(text)
     assert not result.findings
     assert "    found, targets = accelerator.gather_for_metrics((found, targets))" in result.text.splitlines()
+
+
+@pytest.mark.parametrize("annotation", ["Fabric", '"Fabric"', "Optional[Fabric]", "Fabric | None"])
+def test_a_parameter_with_an_annotation_is_a_fabric(annotation):
+    text = f"from typing import Optional\n{IMPORTS}def end(fabric: {annotation}):\n    fabric.barrier()\n"
+    result = migrate_script(text)
+    assert not result.findings
+    after = annotation.replace("Fabric", "Accelerator")
+    assert f"def end(accelerator: {after}):\n    accelerator.wait_for_everyone()\n" in result.text
+
+
+def test_every_argument_without_an_equivalent_is_found():
+    text = f"{IMPORTS}fabric = Fabric(\n    strategy='xla',\n    precision='64-true',\n    plugins=[1],\n)\n"
+    assert [one.line for one in migrate_script(text).findings] == [4, 5, 6]
+
+
+def test_a_conversion_that_is_not_valid_is_a_finding():
+    text = f"{IMPORTS}def end(x: Fabric, y: Fabric):\n    x.barrier()\n    y.barrier()\n"
+    result = migrate_script(text)
+    assert result.text == text
+    assert "would not be valid: duplicate argument" in result.findings[0].text
