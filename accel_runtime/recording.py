@@ -99,7 +99,7 @@ class BoundedLog:
         self._size += len(line)
 
     def _thin(self) -> None:
-        """Drop every second line of the series with at least half as many lines as the longest."""
+        """Drop every second line of long series: those with at least half the lines of the longest."""
         counts = Counter(self._lines)
         longest = max(counts.values(), default=0)
         halved = {series for series, count in counts.items() if count > 1 and 2 * count >= longest}

@@ -105,7 +105,7 @@ def _read_runs(names: list[str], log_dir: str | None) -> list[RunData]:
 
 
 def _check_output(file: Path, *, force: bool) -> None:
-    """Raise if the file cannot be written, or exists and is no report."""
+    """Raise if the file cannot be written, or exists and is not a report."""
     if not file.parent.is_dir():
         raise UsageError(f"Cannot write {str(file)!r}: no such folder {str(file.parent)!r}. Create it first.")
     if file.is_dir():
@@ -122,5 +122,5 @@ def _check_output(file: Path, *, force: bool) -> None:
         is_report = _MARK in old.read(_MARK_RANGE)
     if not is_report:
         raise UsageError(
-            f"{str(file)!r} exists and is no report of accel. Pass --force to replace it, or -o FILE."
+            f"{str(file)!r} exists and is not a report of accel. Pass --force to replace it, or -o FILE."
         )

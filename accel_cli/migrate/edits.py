@@ -244,7 +244,7 @@ def _list_statements(scope: ast.AST) -> list[ast.stmt]:
 
 
 def _reads_global(node: ast.AST, names: set[str]) -> bool:
-    """Return whether a definition reads one of these names, which is none of its parameters or variables."""
+    """Return whether a definition reads one of these names, unless it is its parameter or variable."""
     own = {one.arg for one in ast.walk(node) if isinstance(one, ast.arg)}
     own |= {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
     return any(isinstance(one, ast.Name) and one.id in names - own for one in ast.walk(node))

@@ -330,7 +330,7 @@ def read_process_start(pid: int) -> int | None:
 
 
 def _read_pid_namespace() -> str | None:
-    """Return the name of the namespace of this process's ids, which a container has of its own; None without /proc."""
+    """Return the name of the namespace of process ids, which differs between containers; None without /proc."""
     try:
         return os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - it names no path
     except OSError:

@@ -92,7 +92,7 @@ class ScreenFooter:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def refresh(self) -> None:
-        """Draw the footer anew if its time has come; leave it as it is while the terminal takes no output."""
+        """Redraw the footer if it is due; do nothing while the terminal takes no output."""
         now = time.monotonic()
         if now < self._next_refresh or not self._lock.acquire(blocking=False):
             return

@@ -280,7 +280,7 @@ class _Run:
                     self._end(connection)
 
     def _end_silent(self, running: Iterable[Connection]) -> None:
-        """End connections without an answer: a shared connection of ssh sends no messages of its own."""
+        """End connections without an answer: ssh does not check a shared connection itself."""
         for connection in running:
             if connection.ended_at is None and time.monotonic() - connection.heard_at > self._job.lost_after:
                 connection.is_silent = True

@@ -511,7 +511,7 @@ def test_a_file_that_accel_report_did_not_write_is_kept(capfd, runs, cwd):
     theirs.write_text("<h1>mine</h1>")
     refused = run(capfd, "report", "-o", theirs)
     assert refused.returncode == 2
-    assert "exists and is no report of accel. Pass --force" in refused.stderr
+    assert "exists and is not a report of accel. Pass --force" in refused.stderr
     assert theirs.read_text() == "<h1>mine</h1>"
     assert run(capfd, "report", "-o", theirs, "--force").returncode == 0
     assert run(capfd, "report", "-o", theirs).returncode == 0, "its own report is replaced"
