@@ -264,11 +264,14 @@ def _write(data: bytes) -> None:
 
 
 def _shorten(error: Exception) -> str:
-    """Return the line of an error of Ray that has the cause."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    """Return the sentence of an error of Ray that has the cause."""
+    lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     # What fails in an actor has a traceback, which ends with the exception.
-    has_traceback = isinstance(error, ray.exceptions.RayTaskError) or "creation task" in lines[0]
-    return lines[-1 if has_traceback else 0].rstrip(".")
+    if isinstance(error, ray.exceptions.RayTaskError) or "creation task" in lines[0]:
+        return lines[-1].strip().rstrip(".")
+    # Of a dead actor, the cause comes after its class, id and process, which are indented.
+    sentences = [line for line in lines if not line.startswith("\t")]
+    return sentences[1 if len(sentences) > 1 else 0].partition(". ")[0].strip().rstrip(".")
 
 
 def _format_resources(resources: Any) -> str:
@@ -285,7 +288,8 @@ def main() -> None:
     received: list[int] = []
     try:
         run = RayRun.from_json(Path(RUN_FILE).read_text(encoding="utf-8"))
-        ray.init(logging_level=logging.WARNING)
+        # Output of the nodes comes through the actors; Ray would add dumps of its own state.
+        ray.init(logging_level=logging.WARNING, log_to_driver=False)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda each, _: received.append(each))
         code, reason = _Driver(run, received).run()

@@ -61,9 +61,9 @@ class Cluster:
             raise UsageError(
                 f"launcher.kind: ray needs the package ray, which cannot be imported ({error}). Run pip install '{EXTRA}'."
             ) from None
-        # They write a line for each upload.
-        for name in ("dashboard_sdk", "job.sdk"):
-            logging.getLogger(f"ray.dashboard.modules.{name}").setLevel(logging.WARNING)
+        # They write lines about each upload.
+        for name in ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):
+            logging.getLogger(name).setLevel(logging.WARNING)
         with self.translate_errors("connect"):
             return JobSubmissionClient(self._address, headers=_read_headers())
 
@@ -184,7 +184,8 @@ def _find_reason(message: str) -> str:
         return errors[-1]
     if re.search(r"No module named '?accel_cli", message):
         return "accel is not installed in launcher.python on the head node. Install the same version there and on all nodes"
-    return next(iter(lines), "")
+    # After the first line come the last lines of the output.
+    return lines[-1 if "last available logs" in message else 0] if lines else ""
 
 
 class JobLog(Log):

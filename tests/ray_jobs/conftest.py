@@ -67,6 +67,16 @@ def get_parent(pid):
     return int(fields[1])
 
 
+def find_processes(file, text):
+    """Return the ids of the processes whose command or environment has a text."""
+    found = []
+    for path in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if path.name.isdigit() and text.encode() in (path / file).read_bytes():
+                found.append(int(path.name))
+    return found
+
+
 @pytest.fixture(scope="session")
 def ray_cluster():
     cluster = RayCluster()
@@ -118,13 +128,16 @@ class Launches:
 
     def list_processes(self):
         """List the processes of the nodes that have the word in their command."""
-        own = {process.pid for process in self._processes}
-        found = []
-        for path in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                if path.name.isdigit() and self.word.encode() in (path / "cmdline").read_bytes():
-                    found.append(int(path.name))
-        return sorted(set(found) - own)
+        return sorted(
+            set(find_processes("cmdline", self.word)) - {process.pid for process in self._processes}
+        )
+
+    @staticmethod
+    def find_driver(job_id):
+        (driver,) = set(find_processes("cmdline", "accel_cli.ray.driver")) & set(
+            find_processes("environ", job_id)
+        )
+        return driver
 
     def wait_for_end(self, seconds=20):
         """Wait until no process of the job is left, and return those that are."""

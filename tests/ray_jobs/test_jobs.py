@@ -1,5 +1,6 @@
 """The ray launcher and `accel jobs` on a real Ray cluster: a head and nodes on this machine, each with its own raylet."""
 
+import os
 import re
 import signal
 import time
@@ -131,7 +132,7 @@ def test_a_detached_job_that_is_stopped_saves(launches, cwd):
     assert "is STOPPED already" in launches.jobs("stop", name).stderr
 
 
-def test_ctrl_c_leaves_the_job_running(launches, cwd):
+def test_ctrl_c_leaves_the_job_running_until_its_driver_is_killed(launches, cwd):
     (cwd / "train.py").write_text(STAY)
     (cwd / "accel.yaml").write_text("schema_version: 1\nenv: {API_KEY: x}\n")
     following = launches.start()
@@ -143,8 +144,10 @@ def test_ctrl_c_leaves_the_job_running(launches, cwd):
     name = get_id(err)
     assert f"job {name} keeps running" in err
     assert launches.list_processes()
-    launches.jobs("stop", name)
-    launches.jobs("logs", "-f", name)
+    # Without its driver, nothing of the job is left.
+    os.kill(launches.find_driver(name), signal.SIGKILL)
+    assert launches.wait_for_end() == []
+    assert launches.jobs("logs", "-f", name).returncode == 137
 
 
 @pytest.mark.parametrize("victim", [0, 1])

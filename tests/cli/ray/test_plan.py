@@ -236,6 +236,7 @@ NOT_INSTALLED = "accel is not installed in launcher.python on the head node. Ins
         (details("SUCCEEDED", "Job finished successfully."), 0, ""),
         (details("STOPPED", "Job was intentionally stopped."), 143, "the job was stopped"),
         (details("FAILED", FAILED, driver_exit_code=7), 7, "node b: exit code 7 on b, rank 1: ValueError: x"),
+        (details("FAILED", "failed with exit code 127, last available logs:\nexec: python: not found\n"), 1, "exec: python: not found"),
         (details("FAILED", "out of memory", driver_exit_code=-9), 137, "out of memory"),
         (details("FAILED", "Job supervisor actor died"), 1, "Job supervisor actor died"),
         (details("FAILED", "x\npython: No module named accel_cli"), 1, NOT_INSTALLED),
