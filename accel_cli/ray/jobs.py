@@ -181,7 +181,7 @@ def _find_reason(message: str) -> str:
     lines = message.splitlines()
     errors = [line.removeprefix(_ERROR) for line in lines if line.startswith(_ERROR)]
     if errors:
-        return errors[-1]
+        return errors[-1].rstrip(".")
     if re.search(r"No module named '?accel_cli", message):
         return "accel is not installed in launcher.python on the head node. Install the same version there and on all nodes"
     # After the first line come the last lines of the output.

@@ -132,6 +132,13 @@ class Launches:
             set(find_processes("cmdline", self.word)) - {process.pid for process in self._processes}
         )
 
+    def find_worker(self):
+        """Return the process of Ray that started `accel launch` on a node."""
+        pid = self.list_processes()[0]
+        while b"ray::" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+            pid = get_parent(pid)
+        return pid
+
     @staticmethod
     def find_driver(job_id):
         (driver,) = set(find_processes("cmdline", "accel_cli.ray.driver")) & set(
