@@ -7,6 +7,7 @@ from typing import Any
 
 import libcst as cst
 
+from accel_cli.migrate.edits import drop_last_comma, drop_parameters
 from accel_cli.migrate.raw import Conversion
 from accel_cli.migrate.script import WRAPPERS, Role, Script, Variable, descendants, to_code
 
@@ -72,32 +73,18 @@ def _drop_parameters(conversion: Conversion) -> set[Variable]:
             ):
                 kept.add(variable)
                 continue
-            conversion.edits.change(function, partial(_without_parameter, name=param.name.value))
+            conversion.edits.change(function, partial(drop_parameters, names={param.name.value}))
             for call, arg in zip(calls, bound, strict=True):
                 conversion.edits.change(call, partial(_without_argument, index=list(call.args).index(arg)))
                 conversion.dropped |= set(descendants(arg))
     return kept
 
 
-def _without_parameter(function: cst.FunctionDef, name: str) -> cst.FunctionDef:
-    params = [param for param in function.params.params if param.name.value != name]
-    if (
-        params
-        and function.params.star_arg is cst.MaybeSentinel.DEFAULT
-        and not function.params.kwonly_params
-        and function.params.star_kwarg is None
-    ):
-        params[-1] = params[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-    return function.with_changes(params=function.params.with_changes(params=params))
-
-
 def _without_argument(call: cst.Call, index: int) -> cst.Call:
     # Arguments that were inserted before stand in front of those of the script.
     args = list(call.args)
     del args[index]
-    if args:
-        args[-1] = args[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-    return call.with_changes(args=args)
+    return call.with_changes(args=drop_last_comma(args))
 
 
 def _is_device_use(conversion: Conversion, node: cst.CSTNode, kept: set[Variable]) -> bool:

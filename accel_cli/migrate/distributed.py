@@ -7,8 +7,9 @@ from typing import Any
 
 import libcst as cst
 
+from accel_cli.migrate.edits import drop_last_comma
 from accel_cli.migrate.raw import Conversion, Finding
-from accel_cli.migrate.script import Script, Variable, descendants, get_positional, to_code
+from accel_cli.migrate.script import Script, Variable, descendants, get_positional, list_elements, to_code
 
 __all__ = [
     "convert_process_group",
@@ -181,12 +182,7 @@ def _is_in_rank(conversion: Conversion, node: cst.CSTNode) -> bool:
 
 def _assigns_ranks(conversion: Conversion, node: Any) -> bool:
     """Return whether all values of an assignment are ranks or the world size."""
-    values = (
-        [element.value for element in node.value.elements]
-        if isinstance(node.value, cst.Tuple)
-        else [node.value]
-    )
-    return all(conversion.script.kind_of(value) in _ATTRIBUTES for value in values)
+    return all(conversion.script.kind_of(value) in _ATTRIBUTES for value in list_elements(node.value))
 
 
 def _is_removed(conversion: Conversion, node: cst.CSTNode) -> bool:
@@ -283,9 +279,7 @@ def _replace_sampler(call: cst.Call, index: int, shuffle: str) -> cst.Call:
         for number, arg in enumerate(args)
         if not (arg.keyword and arg.keyword.value == "shuffle") or (shuffle != "False" and number == index)
     ]
-    if kept:
-        kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-    return call.with_changes(args=kept)
+    return call.with_changes(args=drop_last_comma(kept))
 
 
 # Reductions

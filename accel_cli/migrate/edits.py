@@ -18,9 +18,12 @@ from accel_cli.migrate.script import descendants
 __all__ = [
     "Edits",
     "add_import",
+    "drop_last_comma",
+    "drop_parameters",
     "drop_unused_imports",
     "find_early_use",
     "list_unbound_names",
+    "set_fields",
     "set_function",
 ]
 
@@ -272,18 +275,36 @@ def drop_unused_imports(before: str, module: cst.Module) -> cst.Module:
                 if not kept:
                     edits.remove(small)
                 elif len(kept) < len(small.names):
-                    kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-                    edits.change(small, partial(_set, names=kept))
+                    edits.change(small, partial(set_fields, names=drop_last_comma(kept)))
     return edits.apply(module)
 
 
-def _set(node: cst.CSTNode, **fields: Any) -> cst.CSTNode:
+def set_fields(node: Any, **fields: Any) -> Any:
+    """Return a node with other fields."""
     return node.with_changes(**fields)
+
+
+def drop_last_comma(items: Sequence[Any]) -> list[Any]:
+    """Return arguments, parameters or names without the comma after the last one."""
+    return [*items[:-1], *(one.with_changes(comma=cst.MaybeSentinel.DEFAULT) for one in items[-1:])]
+
+
+def drop_parameters(function: cst.FunctionDef, names: set[str]) -> cst.FunctionDef:
+    """Return a function without some parameters."""
+    params = function.params
+    kept: Sequence[cst.Param] = [param for param in params.params if param.name.value not in names]
+    if (
+        params.star_arg is cst.MaybeSentinel.DEFAULT
+        and not params.kwonly_params
+        and params.star_kwarg is None
+    ):
+        kept = drop_last_comma(kept)
+    return function.with_changes(params=params.with_changes(params=kept))
 
 
 def set_function(code: str) -> Change:
     """Return a change of a call that replaces its function by code."""
-    return partial(_set, func=cst.parse_expression(code))
+    return partial(set_fields, func=cst.parse_expression(code))
 
 
 def _get_bound_name(alias: cst.ImportAlias) -> str:

@@ -9,9 +9,10 @@ from typing import Any
 
 import libcst as cst
 
-from accel_cli.migrate.fabric_uses import FabricUses, list_elements
+from accel_cli.migrate.edits import drop_last_comma
+from accel_cli.migrate.fabric_uses import FabricUses
 from accel_cli.migrate.raw import Conversion, UnsafeError
-from accel_cli.migrate.script import get_positional, to_code
+from accel_cli.migrate.script import get_positional, list_elements, to_code
 
 __all__ = ["convert_fabric"]
 
@@ -579,9 +580,7 @@ def _keep_arguments(call: Any, names: set[str], extra: str = "", *, keeps_names:
     args += added.args
     comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
     args = [arg if isinstance(arg.comma, cst.Comma) else arg.with_changes(comma=comma) for arg in args]
-    return call.with_changes(
-        args=[*args[:-1], *(arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in args[-1:])]
-    )
+    return call.with_changes(args=drop_last_comma(args))
 
 
 def _get_text(node: cst.CSTNode) -> str:
@@ -590,7 +589,5 @@ def _get_text(node: cst.CSTNode) -> str:
 
 
 def _drop_last_element(target: cst.Tuple) -> cst.BaseExpression:
-    *kept, last = target.elements[:-1]
-    if not kept:
-        return last.value
-    return target.with_changes(elements=[*kept, last.with_changes(comma=cst.MaybeSentinel.DEFAULT)])
+    kept = target.elements[:-1]
+    return kept[0].value if len(kept) == 1 else target.with_changes(elements=drop_last_comma(kept))

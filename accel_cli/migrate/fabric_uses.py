@@ -9,9 +9,9 @@ import libcst as cst
 from accel_cli.migrate.cycles import list_evaluations
 from accel_cli.migrate.metrics import find_samples
 from accel_cli.migrate.raw import Conversion
-from accel_cli.migrate.script import Script, Variable, descendants, to_code
+from accel_cli.migrate.script import Script, Variable, descendants, list_elements, to_code
 
-__all__ = ["FABRIC", "FabricUses", "list_elements", "uses_fabric"]
+__all__ = ["FABRIC", "FabricUses", "uses_fabric"]
 
 FABRIC = {
     "lightning.Fabric",
@@ -51,11 +51,6 @@ def uses_fabric(script: Script) -> bool:
         else isinstance(node, cst.Annotation) and _IN_TEXT.fullmatch(to_code(node.annotation))
         for node in script.nodes
     )
-
-
-def list_elements(node: cst.BaseExpression) -> list[cst.BaseExpression]:
-    """Return the elements of a tuple or list, or the expression itself."""
-    return [one.value for one in node.elements] if isinstance(node, (cst.Tuple, cst.List)) else [node]
 
 
 class FabricUses:

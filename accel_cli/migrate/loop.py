@@ -7,7 +7,7 @@ from typing import Any
 
 import libcst as cst
 
-from accel_cli.migrate.edits import set_function
+from accel_cli.migrate.edits import drop_last_comma, set_fields, set_function
 from accel_cli.migrate.raw import Conversion, strip_wrappers
 from accel_cli.migrate.script import WRAPPERS, Variable, descendants, get_positional, to_code
 
@@ -441,8 +441,7 @@ def _convert_progress_bars(conversion: Conversion) -> None:
                 continue
             conversion.imports.add("tqdm")
             if others:
-                others[-1] = others[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-                conversion.edits.change(node, partial(_set_names, names=others))
+                conversion.edits.change(node, partial(set_fields, names=drop_last_comma(others)))
             else:
                 conversion.edits.remove(node)
     bars = [
@@ -468,10 +467,6 @@ def _convert_progress_bars(conversion: Conversion) -> None:
                 to_code(one.name).partition(".")[0] for one in node.names
             ] == ["tqdm"]:
                 conversion.edits.remove(node)
-
-
-def _set_names(node: cst.ImportFrom, names: list[cst.ImportAlias]) -> cst.ImportFrom:
-    return node.with_changes(names=names)
 
 
 def reduce_losses(conversion: Conversion) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import libcst as cst
 
 from accel_cli.migrate.raw import ORDER, Conversion
-from accel_cli.migrate.script import Script, Variable, descendants, to_code
+from accel_cli.migrate.script import Script, Variable, descendants, list_elements, to_code
 
 __all__ = ["check_creations", "place_accelerator", "prepare_objects"]
 
@@ -267,13 +267,7 @@ def check_creations(conversion: Conversion) -> None:
 def _is_assigned_variable(script: Script, node: Any, call: cst.Call) -> bool:
     targets = [target.target for target in node.targets] if isinstance(node, cst.Assign) else [node.target]
     kind = script.kind_of(call)
-    elements = [
-        one
-        for target in targets
-        for one in (
-            [element.value for element in target.elements] if isinstance(target, cst.Tuple) else [target]
-        )
-    ]
+    elements = [one for target in targets for one in list_elements(target)]
     return any((role := script.role_of_variable(one)) is not None and role.kind == kind for one in elements)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import libcst as cst
 from libcst import metadata
 
-__all__ = ["Role", "Script", "Variable", "descendants", "get_positional", "to_code"]
+__all__ = ["Role", "Script", "Variable", "descendants", "get_positional", "list_elements", "to_code"]
 
 _ROUNDS = 12
 """Roles are passed through assignments and calls until nothing changes, at most this often."""
@@ -81,6 +81,11 @@ def descendants(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
 def to_code(node: cst.CSTNode) -> str:
     """Return the text of a node."""
     return cst.Module(body=[]).code_for_node(node).strip()
+
+
+def list_elements(node: cst.BaseExpression) -> list[cst.BaseExpression]:
+    """Return the elements of a tuple or list, or the expression itself."""
+    return [one.value for one in node.elements] if isinstance(node, (cst.Tuple, cst.List)) else [node]
 
 
 def get_positional(call: cst.Call, number: int, name: str) -> cst.BaseExpression | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import libcst as cst
 
-from accel_cli.migrate.edits import Edits, add_import, drop_unused_imports
+from accel_cli.migrate.edits import Edits, add_import, drop_parameters, drop_unused_imports
 from accel_cli.migrate.raw import Finding, UnsafeError
 from accel_cli.migrate.script import Script, Variable, get_positional, to_code
 
@@ -133,17 +133,10 @@ def _replace_call(script: Script, edits: Edits, call: cst.Call) -> None:
     edits.replace(call, f"{to_code(call.args[0].value)}({', '.join(kept)})")
     code = [f"{names[0]} = torch.distributed.get_rank()"]
     code += [f"{name} = torch.distributed.get_world_size()" for name in sizes]
-    edits.change(worker, partial(_drop_parameters, names={names[0], *sizes}))
+    edits.change(worker, partial(drop_parameters, names={names[0], *sizes}))
     position = 1 if worker.get_docstring() is not None else 0
     edits.insert_before(worker.body.body[min(position, len(worker.body.body) - 1)], *code)
     _remove_count(script, edits, call, count)
-
-
-def _drop_parameters(function: Any, names: set[str]) -> Any:
-    params = [param for param in function.params.params if param.name.value not in names]
-    if params:
-        params[-1] = params[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-    return function.with_changes(params=function.params.with_changes(params=params))
 
 
 def _remove_count(script: Script, edits: Edits, call: cst.Call, count: cst.BaseExpression | None) -> None:
