@@ -66,6 +66,9 @@ def _is_alias(script: Script, node: cst.CSTNode) -> bool:
             return False
         if isinstance(script.parents.get(call), (cst.For, cst.CompFor)):
             return name == "builtins.zip"
+        if name == "builtins.iter" and isinstance(outer := script.parents.get(call), cst.Arg):
+            # Each process may read a first batch, which starts and leaves an epoch as the loader before did.
+            return not script.is_call_of(script.parents[outer], "builtins.next")
         return name.startswith("builtins.")
     if isinstance(parent, (cst.Element, cst.DictElement)):
         outer = script.parents[script.parents[parent]]

@@ -103,6 +103,14 @@ class _Converter:
         ]
         self.renames = {self.script.variable(name) for name in names} - {None} <= self.uses.instances
         self.is_sharded = False
+        self.builders: dict[str, Callable[[cst.Call, dict[str, cst.BaseExpression]], str]] = {
+            "all_gather": self._build_all_gather, "all_reduce": self._build_all_reduce, "barrier": self._build_barrier,
+            "broadcast": self._build_broadcast, "clip_gradients": self._build_clip_gradients, "init_module": self._build_init_module,
+            "init_tensor": self._build_init_module, "load": self._build_load, "load_raw": self._build_load_raw, "log": self._build_log,
+            "no_backward_sync": self._build_no_backward_sync, "rank_zero_first": self._build_rank_zero_first, "save": self._build_save,
+            "seed_everything": self._build_seed_everything, "to_device": self._build_to_device,
+        }  # fmt: skip
+        """The methods that return the code for a call; empty if it is not understood."""
 
     # The script
 
@@ -216,8 +224,7 @@ class _Converter:
         name = to_code(call.func).rpartition(".")[2]
         parameters, advice = _CALLS[name]
         given = _bind(call, parameters.split())
-        build: Callable[[cst.Call, dict[str, cst.BaseExpression]], str] = getattr(self, f"_build_{name}")
-        template = None if given is None else build(call, given)
+        template = None if given is None else self.builders[name](call, given)
         if not template:
             raise self.conversion.unsafe(call, f"This call of {name} is not converted. {advice}")
         for function in ("broadcast_object_list", "nullcontext", "send_to_device", "set_seed"):
@@ -383,8 +390,6 @@ class _Converter:
     def _build_init_module(self, _: cst.Call, given: dict[str, cst.BaseExpression]) -> str:
         is_filled = to_code(given.get("empty_init", cst.Name("None"))) in {"None", "False"}
         return "$fabric.device" if is_filled else ""
-
-    _build_init_tensor = _build_init_module
 
     def _build_to_device(self, _: cst.Call, given: dict[str, cst.BaseExpression]) -> str:
         return "send_to_device($obj, $fabric.device)" if "obj" in given else ""

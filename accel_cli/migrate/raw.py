@@ -110,7 +110,20 @@ class Conversion:
         }
 
     def is_guarded(self, node: cst.CSTNode) -> bool:
-        """Return whether a statement runs on some ranks only."""
+        """Return whether a statement runs on some ranks only, also through a guarded call of its function."""
+        return self._is_guarded(node, set())
+
+    def _is_guarded(self, node: cst.CSTNode, seen: set[cst.CSTNode]) -> bool:
+        if self._is_guarded_in_function(node):
+            return True
+        function = self.script.function_of(node)
+        if function is None or function in seen:
+            return False
+        seen.add(function)
+        return any(self._is_guarded(call, seen) for call in self.script.calls_of(function))
+
+    def _is_guarded_in_function(self, node: cst.CSTNode) -> bool:
+        """Return whether a condition in its function restricts a statement to some ranks."""
         inner = node
         for one in self.script.ancestors(node):
             if isinstance(one, (cst.If, cst.IfExp, cst.While)) and self._reads_rank(one.test, set()):

@@ -94,7 +94,7 @@ UNSAFE = {
     "guarded by an operator": (EVALUATE + "rank == 0 and end(model, loader)\n", "on some ranks only"),
     "guarded by a return": (EVALUATE + "def main():\n    if rank:\n        return\n    end(model, loader)\nmain()\n", "on some ranks only"),
     "a training loader in a tuple": (HEAD + "for one in (loader,):\n    next(iter(one))\n" + LOOP, "Read it in a for loop by its own name"),
-    "a training loader that is read before a function trains": (HEAD + "def fit(batch):\n    loss = model(batch).mean()\n    loss.backward()\n    optimizer.step()\nprint(next(iter(loader)))\nfor x in loader:\n    fit(x)\n", "Read it in a for loop by its own name"),
+    "a training loader that is read before a function trains": (HEAD + "def fit(batch):\n    loss = model(batch).mean()\n    loss.backward()\n    optimizer.step()\nprint(list(loader))\nfor x in loader:\n    fit(x)\n", "Read it in a for loop by its own name"),
     "training in another file": ("import torch\nfrom engine import fit\noptimizer = torch.optim.SGD([], lr=0.1)\nfit(optimizer)\n", "in another file"),
 }  # fmt: skip
 FOUND = {
@@ -129,6 +129,7 @@ CONVERTED = {
     "a model that is copied": (HEAD.replace("optimizer =", "import copy\ntarget = copy.deepcopy(model)\noptimizer =") + LOOP, "model = nn.Linear(8, 2).to(accelerator.device)"),
     "a device that is compared": (HEAD.replace('torch.device("cuda" if torch.cuda.is_available() else "cpu")', '"cuda"') + LOOP + "if device == 'cuda':\n    pass\n", "if accelerator.device.type == 'cuda':"),
     "a device that is joined": (HEAD.replace('torch.device("cuda" if torch.cuda.is_available() else "cpu")', '"cuda"') + LOOP + "text = 'device ' + device\n", "text = 'device ' + accelerator.device.type"),
+    "a file that one rank saves": (DDP + "def save():\n    torch.save(model.module.state_dict(), 'a')\ndef end():\n    save()\n" + LOOP + "if rank == 0:\n    end()\n", "torch.save(accelerator.unwrap_model(model).state_dict(), 'a')"),
     "a mean over the processes": (DDP + LOOP + "mean = loss.detach().clone()\ndist.all_reduce(mean, op=dist.ReduceOp.AVG)\n", 'mean = accelerator.reduce(mean, "mean")'),
     "a reduction in a function": (DDP + LOOP + "def total(x):\n    dist.all_reduce(x)\n    return x\nloss = total(loss)\n", 'x = accelerator.reduce(x, "sum")'),
     "a process group that may be absent": (DDP + LOOP + "if dist.is_initialized():\n    pass\n", "if accelerator.use_distributed:"),
@@ -282,3 +283,10 @@ def test_another_use_of_spawn_stays(call):
     assert [(one.line, "start the script with accel launch" in one.text) for one in result.findings] == [
         (5, True)
     ]
+
+
+def test_a_print_in_a_function_without_the_accelerator_has_a_note():
+    text = f"def main():\n{''.join(f'    {line}' + chr(10) for line in (HEAD + LOOP).splitlines())}    report(1)\n\n\ndef report(x):\n    print(x)\n\n\nmain()\n"
+    result = migrate_script(text)
+    line = text.splitlines().index("    print(x)") + 1
+    assert [(one.line, "Every process prints this" in one.text) for one in result.notes] == [(line, True)]

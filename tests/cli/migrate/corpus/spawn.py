@@ -34,7 +34,12 @@ class Trainer:
         self.optimizer = optimizer
         self.model = DDP(model, device_ids=[gpu_id] if torch.cuda.is_available() else None)
 
+    def save(self, epoch):
+        torch.save(self.model.module.state_dict(), "model.pt")
+        print(f"saved {epoch}")
+
     def train(self, epochs):
+        first = len(next(iter(self.loader))[0])
         for epoch in range(epochs):
             self.loader.sampler.set_epoch(epoch)
             for inputs, targets in self.loader:
@@ -45,6 +50,8 @@ class Trainer:
             mean = reduce_mean(loss.detach(), self.world_size)
             if self.gpu_id == 0:
                 print(f"epoch {epoch} loss {mean.item():.6f}")
+            if self.gpu_id == 0 and first:
+                self.save(epoch)
 
 
 def main(rank, world_size, batch_size, epochs):
