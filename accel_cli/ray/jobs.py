@@ -80,9 +80,16 @@ class Cluster:
         except Exception as error:
             text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
             code = int(match[1]) if (match := re.search(r"status code:? (\d{3})", text)) else 0
+            if "Traceback (most recent call last)" in text:  # of the server
+                text = str(error).strip().splitlines()[-1].strip(' "}.')
             if code == _NOT_FOUND and "does not exist" in text:
                 raise UsageError(
                     f"Cannot {action}: the cluster does not know it. Run accel jobs list, or set launcher.address."
+                ) from error
+            if "exceeds the maximum size" in text:
+                raise UsageError(
+                    f"Cannot {action}: its files are larger than the cluster accepts. Add files to launcher.exclude or .gitignore, or "
+                    "use launcher.source: shared."
                 ) from error
             if isinstance(error, OSError) or code == _TOO_MANY or code >= _SERVER_ERROR:
                 raise UnreachableError(
