@@ -111,7 +111,7 @@ class MetricLog:
                 self.texts[name] = str(value)[:_MAX_TEXT]
 
     def append(self, later: MetricLog) -> None:
-        """Add the log of a later attempt, which replaces the values from its first step on; without steps it follows them."""
+        """Add the log of a later attempt: it replaces the values from its first step on, or follows them without steps."""
         for name, curve in later.curves.items():
             curve.sort()
             earlier = self.curves.setdefault(name, Curve())
@@ -308,7 +308,8 @@ def _read_metrics(run: RunFolder, attempts: Sequence[int], ended: float | None, 
         logs.update({attempt: log for attempt, log in complete.items() if log.curves or log.texts})
     if has_many and not starts:
         data.notes.append(
-            "A run keeps at most 4096 calls of accelerator.log, so its metrics may be thinned. The tracker jsonl keeps all of them."
+            "A run keeps at most 4096 calls of accelerator.log, so its metrics may be thinned. The tracker jsonl keeps all of "
+            "them."
         )
     for log in logs.values():
         data.metrics.append(log)

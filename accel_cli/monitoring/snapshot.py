@@ -27,6 +27,8 @@ _SERIES = 64
 """The most values of a metric that are kept."""
 MIN_STEPS, _OWN_TIME_STEPS = 20, 50
 """Steps until the slowest rank is named, and the least number of last steps that own time is averaged over."""
+_STALL_S = 10.0
+"""The shortest time without progress that is shown as a stall."""
 _NON_FINITE = frozenset({"NaN", "Infinity", "-Infinity"})
 _SLOWER, _MIN_SHARE = 1.1, 0.02
 """The slowest rank exceeds the median own time by this factor, and by this share of the time of a step."""
@@ -250,14 +252,11 @@ def find_slowest(own_times: Mapping[int, float], step_time: float) -> int | None
     return rank if own > _SLOWER * median and own - median > _MIN_SHARE * step_time else None
 
 
-_STALL_S = 10.0
-"""The shortest time without progress that is shown as a stall."""
-
-
 def read_snapshot(run: RunFolder) -> RunSnapshot:
     """Read the folder of a run, and the memory of its processes."""
     status, attempts = run.read_status(), run.attempts
-    record, folders = status.record, run.list_ranks(attempts[-1]) if attempts else {}
+    record = status.record
+    folders = run.list_ranks(attempts[-1]) if attempts else {}
     beats = {rank: Beat.read(folder) for rank, folder in folders.items()}
     now = time.time() if status.is_running or status.is_elsewhere else _find_end(status, beats.values())
     events = list(_read_lines(run.path / "events.jsonl"))

@@ -45,7 +45,7 @@ class Beat:
     step_time: float
     """The time of the last optimizer step; 0 before the first."""
     busy: float
-    """Own time between the first step and the last: outside of collectives and of averaging backward passes up to their steps."""
+    """Own time since the first step: outside of collectives, and of averaging backward passes up to their steps."""
     epoch: int
     """The epoch, from 0, of the loader that returned the last batch."""
     epoch_batches: int

@@ -207,11 +207,10 @@ def test_live_needs_a_terminal_and_a_launcher_with_ranks(script):
     ) as screen:
         assert screen.end() == 2
         assert "Cannot use --live: stdout is a pipe" in screen.text()
-    single = run("launch", "--set", "launcher.kind=single", "--live", "train.py")
-    assert (single.returncode, "it is an option of the launchers torchrun and xla" in single.stderr) == (
-        2,
-        True,
-    )
+    for kind in ("single", "slurm", "ssh", "kubernetes", "ray"):
+        other = run("launch", "--set", f"launcher.kind={kind}", "--live", "train.py")
+        assert other.returncode == 2
+        assert "it is an option of the launchers torchrun and xla" in other.stderr
 
 
 def wait_for(condition, seconds=120):
