@@ -117,7 +117,7 @@ def test_two_pods_train_and_their_job_can_be_listed_and_read(two_nodes, launch):
     assert re.search(rf"{name}\t.*\tComplete\t", listed)
     status = jobs("status", name).stdout
     assert re.search(r"exit code\t0\n", status)
-    assert jobs("logs", name).stdout == out
+    assert sorted(jobs("logs", name).stdout.splitlines()) == sorted(out.splitlines())
     owners = [item["metadata"]["ownerReferences"][0] for item in two_nodes.objects["configmaps"].values()]
     assert [owner["uid"] for owner in owners] == [two_nodes.objects["jobs"][name]["metadata"]["uid"]]
 
@@ -131,9 +131,12 @@ def test_the_exit_code_is_that_of_the_script_in_the_pod_that_failed(two_nodes, l
     assert re.search(
         rf"job {name} ended as Failed with exit code 7: .*{name}-1, rank 1: exited with code 7", err
     ), err
-    again = jobs("logs", "-f", name)
-    assert again.returncode == 7
-    assert "rank 1: exited with code 7" in jobs("status", name).stdout
+    # If the other pod ended first, Kubernetes has deleted the one with the cause: only those who followed know it.
+    if any(pod.index == 1 for pod in two_nodes.pods):
+        assert jobs("logs", "-f", name).returncode == 7
+        assert "rank 1: exited with code 7" in jobs("status", name).stdout
+    else:
+        assert jobs("logs", "-f", name).returncode == 1
 
 
 @needs_hosts
@@ -293,7 +296,7 @@ def test_a_train_job_trains_and_can_be_listed_and_read(two_nodes, kubeflow, vers
     assert not two_nodes.objects["services"]
     assert re.search(rf"{name}\t.*\tComplete\t", train_jobs("list").stdout)
     assert re.search(r"exit code\t0\n", train_jobs("status", name).stdout)
-    assert train_jobs("logs", name).stdout == out
+    assert sorted(train_jobs("logs", name).stdout.splitlines()) == sorted(out.splitlines())
     owners = [item["metadata"]["ownerReferences"][0] for item in two_nodes.objects["configmaps"].values()]
     assert [owner["uid"] for owner in owners] == [two_nodes.objects["trainjobs"][name]["metadata"]["uid"]]
 
