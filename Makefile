@@ -71,7 +71,7 @@ docs: $(READY)  ## Serve the docs on http://127.0.0.1:8000
 bench: $(READY)  ## Compare accel with bare torch, torchrun and Accelerate, and write docs/benchmarks.md
 	$(BIN)/python -m benchmarks
 
-bench-gpu: $(GPU_READY)  ## Compare accel with bare torch on a GPU and Accelerate, and write docs/benchmarks-gpu.md
+bench-gpu: $(GPU_READY)  ## Compare accel with bare torch and Accelerate on a GPU, and write docs/benchmarks-gpu.md
 	PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON) -m benchmarks.gpu
 
 clean:  ## Remove everything that the other targets create
