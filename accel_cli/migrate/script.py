@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -74,8 +75,14 @@ class Role:
 def descendants(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
     """Yield a node and all nodes below it, in the order of the text."""
     yield node
-    for child in node.children:
+    for child in _list_children(node):
         yield from descendants(child)
+
+
+@functools.lru_cache(maxsize=1 << 17)
+def _list_children(node: cst.CSTNode) -> tuple[cst.CSTNode, ...]:
+    """Return the children of a node, which libcst collects by a copy of the node each time."""
+    return tuple(node.children)
 
 
 def to_code(node: cst.CSTNode) -> str:
@@ -116,6 +123,8 @@ class Script:
         self.functions = [node for node in self.nodes if isinstance(node, cst.FunctionDef)]
         self.roles: dict[Variable, Role] = {}
         self.trained: set[Variable] = set()
+        self._resolving: set[cst.FunctionDef] = set()
+        """Functions whose result is being resolved, which may call themselves."""
         self._find_calls()
         self._find_roles()
 
@@ -446,10 +455,13 @@ class Script:
                 else Role(role.kind, frozenset(), role.definition)
             )
 
-        for value in self.returned_values(function):
-            if (role := without_origins(self.role_of(value))) is not None:
-                return role  # type: ignore[no-any-return]
-        return None
+        if function in self._resolving:
+            return None
+        self._resolving.add(function)
+        roles = (without_origins(self.role_of(value)) for value in self.returned_values(function))
+        found = next((role for role in roles if role is not None), None)
+        self._resolving.discard(function)
+        return found
 
     # Loops over loaders
 

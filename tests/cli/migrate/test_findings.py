@@ -130,6 +130,7 @@ CONVERTED = {
     "a device that is compared": (HEAD.replace('torch.device("cuda" if torch.cuda.is_available() else "cpu")', '"cuda"') + LOOP + "if device == 'cuda':\n    pass\n", "if accelerator.device.type == 'cuda':"),
     "a device that is joined": (HEAD.replace('torch.device("cuda" if torch.cuda.is_available() else "cpu")', '"cuda"') + LOOP + "text = 'device ' + device\n", "text = 'device ' + accelerator.device.type"),
     "a file that one rank saves": (DDP + "def save():\n    torch.save(model.module.state_dict(), 'a')\ndef end():\n    save()\n" + LOOP + "if rank == 0:\n    end()\n", "torch.save(accelerator.unwrap_model(model).state_dict(), 'a')"),
+    "a function that calls itself": ("def move(x):\n    if isinstance(x, list):\n        return move(x[0])\n    return move(x)\n" + HEAD + LOOP.replace("x.to(device)", "move(x)"), "accelerator.backward(loss)"),
     "a mean over the processes": (DDP + LOOP + "mean = loss.detach().clone()\ndist.all_reduce(mean, op=dist.ReduceOp.AVG)\n", 'mean = accelerator.reduce(mean, "mean")'),
     "a reduction in a function": (DDP + LOOP + "def total(x):\n    dist.all_reduce(x)\n    return x\nloss = total(loss)\n", 'x = accelerator.reduce(x, "sum")'),
     "a process group that may be absent": (DDP + LOOP + "if dist.is_initialized():\n    pass\n", "if accelerator.use_distributed:"),
