@@ -300,7 +300,3 @@ def main() -> None:
     if reason:
         console.error(reason)
     sys.exit(code)
-
-
-if __name__ == "__main__":
-    main()

@@ -121,13 +121,15 @@ class RayJobs(Jobs):
         client = self._cluster.client
         with self._cluster.translate_errors("list jobs"):
             jobs = [job for job in client.list_jobs() if (job.metadata or {}).get(_USER) == _get_user()]
-        return [parse_job(job) for job in sorted(jobs, key=lambda job: job.start_time or 0)]
+        return [
+            parse_job(job, self.jobs_options) for job in sorted(jobs, key=lambda job: job.start_time or 0)
+        ]
 
     @override
     def status(self, job_id: str) -> Job:
         client = self._cluster.client
         with self._cluster.translate_errors(f"read job {job_id}"):
-            return parse_job(client.get_job_info(job_id))
+            return parse_job(client.get_job_info(job_id), self.jobs_options)
 
     @override
     def open_log(self, job: Job) -> Log:
@@ -154,8 +156,13 @@ def _get_user() -> str:
         return "unknown"
 
 
-def parse_job(details: Any) -> Job:
-    """Return the state of a job from the details of Ray's client."""
+def parse_job(details: Any, options: str = "") -> Job:
+    """Return the state of a job from the details of Ray's client.
+
+    Args:
+        details: The details.
+        options: The options with which `accel jobs` finds the job.
+    """
     state = str(getattr(details.status, "value", details.status))
     metadata, message = details.metadata or {}, details.message or ""
     finished = state in _FINAL_STATES
@@ -178,7 +185,7 @@ def parse_job(details: Any) -> Job:
         reason=" ".join(reason.split()),
         submitted=dt.datetime.fromtimestamp(start / 1000, dt.timezone.utc).isoformat() if start else "",
         elapsed=str(dt.timedelta(seconds=int((end - start) / 1000))) if start else "",
-        log=f"ray job logs {job_id}",
+        log=f"accel jobs logs {job_id}{options}",
         hosts=1,
     )
 

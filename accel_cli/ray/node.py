@@ -32,7 +32,9 @@ if os.getppid() != int(sys.argv[1]):
     sys.exit(1)
 os.execv(sys.argv[2], sys.argv[2:])
 """
-"""Becomes `accel launch`, to which the kernel sends SIGTERM if its parent, a worker of Ray, is killed (PR_SET_PDEATHSIG)."""
+"""Becomes `accel launch`, to which the kernel sends SIGTERM if its parent, a worker of Ray, is killed (PR_SET_PDEATHSIG).
+
+It runs isolated (`-I`), so that no module of the working folder is imported."""
 _READ_S = 1.0
 """Seconds that a read waits for output; a signal waits behind it."""
 _CHUNK = 1 << 18
@@ -83,7 +85,7 @@ class NodeLauncher:
         foreign = {variable for names in VARIABLES.values() for variable in names} | {"OMP_NUM_THREADS"}
         inherited = {key: value for key, value in os.environ.items() if key not in foreign}
         self._launch = subprocess.Popen(
-            [sys.executable, "-c", _START, str(os.getpid()), *command],
+            [sys.executable, "-I", "-c", _START, str(os.getpid()), *command],
             cwd=self._folder,
             env={
                 **inherited,

@@ -120,7 +120,7 @@ class RayJobPlan(JobPlan):
     @property
     def entrypoint(self) -> str:
         """The command of the driver; everything else is in a file, since everyone sees the command of a job."""
-        return f"exec {self.python} -m accel_cli.ray.driver"
+        return f"exec {self.python} -m accel_cli.ray"
 
     def build_runtime_env(self, folder: str) -> dict[str, Any]:
         """Return the runtime environment of Ray, with the folder that is uploaded."""

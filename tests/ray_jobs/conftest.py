@@ -141,9 +141,7 @@ class Launches:
 
     @staticmethod
     def find_driver(job_id):
-        (driver,) = set(find_processes("cmdline", "accel_cli.ray.driver")) & set(
-            find_processes("environ", job_id)
-        )
+        (driver,) = set(find_processes("cmdline", "accel_cli.ray")) & set(find_processes("environ", job_id))
         return driver
 
     def wait_for_end(self, seconds=20):

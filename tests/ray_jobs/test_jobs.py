@@ -71,6 +71,8 @@ accelerator.print("ends with", optimizer.steps, flush=True)
 @pytest.fixture(autouse=True)
 def _files(cwd):
     (cwd / "train.py").write_text(TRAIN)
+    for name in ("yaml", "ray"):  # not to be imported instead of the packages
+        (cwd / f"{name}.py").write_text("raise ImportError(__file__)")
     (cwd / "helper.py").write_text("NAME = 'helped'\n")
 
 
@@ -107,7 +109,10 @@ def test_the_exit_code_and_reason_are_those_of_the_rank_that_failed_first(launch
     name = get_id(err)
     assert following.returncode == 7, err + out
     reason = r"node (\S+-1): exit code 7 on \1, rank 1: exited with code 7"
-    assert re.search(rf"job {name} ended as FAILED with exit code 7: {reason}", err), err
+    assert re.search(
+        rf"job {name} ended as FAILED with exit code 7: {reason}; its log: accel jobs logs {name} --launcher ray",
+        err,
+    ), err
     assert re.search(rf"^accel: error: {reason}$", out.splitlines()[-1]), out
     assert launches.wait_for_end() == []
     assert launches.jobs("logs", "-f", name).returncode == 7

@@ -164,7 +164,7 @@ def test_a_dry_run_prints_what_is_submitted_and_hides_secrets(cwd, capfd, monkey
     request = yaml.safe_load(
         "submission_id" + done.stdout.partition("submission_id")[2].partition("\n2 files")[0]
     )
-    assert request["entrypoint"] == "exec python -m accel_cli.ray.driver"
+    assert request["entrypoint"] == "exec python -m accel_cli.ray"
     assert request[RUN_FILE]["target"] == ["--", "train.py", "--lr", "1"]
     assert "2 files of" in done.stdout
     assert "s3cret" not in done.stdout
