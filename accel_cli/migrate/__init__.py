@@ -22,6 +22,8 @@ __all__ = ["Finding", "Migration", "migrate_script"]
 
 _OPTIMIZER = re.compile(r"\boptim\.[A-Z]\w*\(|\b(?:SGD|AdamW?|RMSprop|Adagrad)\(")
 _LIGHTNING = {"lightning", "lightning_fabric"}
+_STANDARD = {"nullcontext": "contextlib", "Path": "pathlib"}
+"""Names of the standard library that converted scripts for Fabric use."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,9 @@ def _migrate_fabric(text: str, script: Script) -> Migration:
     module = convert_fabric(conversion)
     if conversion.findings:
         return Migration(text, tuple(sorted(set(conversion.findings))))
-    imports = [_format_import(conversion.imports)]
-    if "nullcontext" in conversion.imports:
-        imports = ["from contextlib import nullcontext", _format_import(conversion.imports - {"nullcontext"})]
+    others = {name: module_name for name, module_name in _STANDARD.items() if name in conversion.imports}
+    imports = [f"from {module_name} import {name}" for name, module_name in others.items()]
+    imports.append(_format_import(conversion.imports - others.keys()))
     return _finish(text, conversion, add_import(module, imports))
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "drop_parameters",
     "drop_unused_imports",
     "find_early_use",
+    "keep_arguments",
     "list_unbound_names",
     "set_fields",
     "set_function",
@@ -287,6 +288,18 @@ def set_fields(node: Any, **fields: Any) -> Any:
 def drop_last_comma(items: Sequence[Any]) -> list[Any]:
     """Return arguments, parameters or names without the comma after the last one."""
     return [*items[:-1], *(one.with_changes(comma=cst.MaybeSentinel.DEFAULT) for one in items[-1:])]
+
+
+def keep_arguments(call: Any, names: set[str], extra: str = "", *, keeps_names: bool = False) -> Any:
+    """Return a call with its positional arguments and those of some names, and with more arguments at the end."""
+    args = [arg for arg in call.args if arg.keyword is None or arg.keyword.value in names]
+    if not keeps_names:
+        args = [arg.with_changes(keyword=None, equal=cst.MaybeSentinel.DEFAULT) for arg in args]
+    added: Any = cst.parse_expression(f"f({extra})")
+    args += added.args
+    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    args = [arg if isinstance(arg.comma, cst.Comma) else arg.with_changes(comma=comma) for arg in args]
+    return call.with_changes(args=drop_last_comma(args))
 
 
 def drop_parameters(function: cst.FunctionDef, names: set[str]) -> cst.FunctionDef:

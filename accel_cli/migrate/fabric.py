@@ -9,10 +9,10 @@ from typing import Any
 
 import libcst as cst
 
-from accel_cli.migrate.edits import drop_last_comma
+from accel_cli.migrate.edits import drop_last_comma, keep_arguments
 from accel_cli.migrate.fabric_uses import FabricUses
 from accel_cli.migrate.raw import Conversion, UnsafeError
-from accel_cli.migrate.script import get_positional, list_elements, to_code
+from accel_cli.migrate.script import descendants, get_positional, list_elements, to_code
 
 __all__ = ["convert_fabric"]
 
@@ -55,16 +55,10 @@ _OPTIONS = {
 }
 """What to write for arguments of Fabric that are not converted."""
 _LAUNCH = {
-    "accelerator": (
-        {"auto", "gpu", "cuda", "mps"},
-        "The device is an option of the launch: accel launch --cpu.",
-    ),
-    "devices": (
-        {"auto", "1", "-1"},
-        "The number of processes is an option of the launch: accel launch --nproc-per-node {}.",
-    ),
+    "accelerator": ({"auto", "gpu", "cuda", "mps"}, "The device is an option of the launch: accel launch --cpu."),
+    "devices": ({"auto", "1", "-1"}, "The number of processes is an option of the launch: accel launch --nproc-per-node {}."),
     "num_nodes": ({"1"}, "The number of nodes is an option of the launch: accel launch --nnodes {}."),
-}
+}  # fmt: skip
 """Arguments of Fabric that belong to the launch: the values without a note, and the note."""
 _PRECISIONS = {
     "32": "",
@@ -365,7 +359,7 @@ class _Converter:
             )
         if scheduler is not None:
             self.edits.change(target, _drop_last_element)
-        self.edits.change(call, partial(_keep_arguments, names={"module"}))
+        self.edits.change(call, partial(keep_arguments, names={"module"}))
         self.edits.change(call.func, _set_attribute("prepare"))
 
     def _convert_loaders(self, call: cst.Call) -> None:
@@ -384,7 +378,7 @@ class _Converter:
                 call,
                 'This call of setup_dataloaders is not converted. Write accelerator.prepare(loader), or accelerator.prepare_data_loader(loader, data="sharded", device_placement=False) for each loader.',
             )
-        self.edits.change(call, partial(_keep_arguments, names=set(), extra=extra))
+        self.edits.change(call, partial(keep_arguments, names=set(), extra=extra))
         self.edits.change(call.func, _set_attribute("prepare_data_loader" if extra else "prepare"))
 
     def _build_init_module(self, _: cst.Call, given: dict[str, cst.BaseExpression]) -> str:
@@ -402,7 +396,7 @@ class _Converter:
                 call, "backward has a gradient as its argument. Pass a scalar loss to accelerator.backward."
             )
         names = {arg.keyword.value for arg in call.args if arg.keyword is not None} - {"model"}
-        self.edits.change(call, partial(_keep_arguments, names=names, keeps_names=True))
+        self.edits.change(call, partial(keep_arguments, names=names, keeps_names=True))
 
     def _build_no_backward_sync(self, _: cst.Call, given: dict[str, cst.BaseExpression]) -> str:
         if "module" not in given:
@@ -480,8 +474,19 @@ class _Converter:
     def _build_save(self, call: cst.Call, given: dict[str, cst.BaseExpression]) -> str:
         state = self._format_state(given["state"]) if "state" in given else ""
         statement = self.script.find_ancestor(call, cst.SimpleStatementLine)
-        if not state or "path" not in given or not isinstance(self.script.parents[call], cst.Expr):
+        path = given.get("path", call)
+        is_statement = statement is not None and isinstance(self.script.parents[call], cst.Expr)
+        if (
+            not state
+            or not is_statement
+            or any(self.script.variable(one) in self.uses.instances for one in descendants(path))
+        ):
             return ""
+        if not isinstance(path, cst.SimpleString) or "/" in to_code(path):  # Fabric creates the folder.
+            self.conversion.imports.add("Path")
+            self.edits.insert_before(
+                statement, f"Path({to_code(path)}).parent.mkdir(parents=True, exist_ok=True)"
+            )
         if any(to_code(one.func).rpartition(".")[2].startswith("load") for one in self.script.calls):
             assert isinstance(call.func, cst.Attribute)
             owner = to_code(call.func.value)
@@ -519,7 +524,13 @@ class _Converter:
         items = self.uses.read_state(state)
         is_strict = to_code(given.get("strict", cst.Name("True"))) == "True"
         is_assigned = isinstance(parent, cst.Assign) and len(list_elements(parent.targets[0].target)) == 1
-        if items is None or not is_strict or not (is_assigned or isinstance(parent, cst.Expr)):
+        statement = self.script.find_ancestor(call, cst.SimpleStatementLine)
+        if (
+            items is None
+            or not is_strict
+            or statement is None
+            or not (is_assigned or isinstance(parent, cst.Expr))
+        ):
             return ""
         used = {node.value for node in self.script.nodes if isinstance(node, cst.Name)}
         name = next(one for one in ("checkpoint", "loaded", "loaded_checkpoint") if one not in used)
@@ -527,7 +538,6 @@ class _Converter:
             name = to_code(parent.targets[0].target)
         else:
             self.edits.change(parent, lambda one: cst.Assign([cst.AssignTarget(cst.Name(name))], one.value))
-        statement = self.script.find_ancestor(call, cst.SimpleStatementLine)
         for key, obj, kind in items:
             value = f"{name}.pop({key})"
             if kind in _STATEFUL:
@@ -574,18 +584,6 @@ def _rename(node: Any) -> Any:
 def _set_attribute(name: str) -> Callable[[Any], Any]:
     """Return a change of an attribute that replaces its name."""
     return lambda node: node.with_changes(attr=cst.Name(name))
-
-
-def _keep_arguments(call: Any, names: set[str], extra: str = "", *, keeps_names: bool = False) -> Any:
-    """Return a call with its positional arguments and those of some names, and with more arguments at the end."""
-    args = [arg for arg in call.args if arg.keyword is None or arg.keyword.value in names]
-    if not keeps_names:
-        args = [arg.with_changes(keyword=None, equal=cst.MaybeSentinel.DEFAULT) for arg in args]
-    added: Any = cst.parse_expression(f"f({extra})")
-    args += added.args
-    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-    args = [arg if isinstance(arg.comma, cst.Comma) else arg.with_changes(comma=comma) for arg in args]
-    return call.with_changes(args=drop_last_comma(args))
 
 
 def _get_text(node: cst.CSTNode) -> str:

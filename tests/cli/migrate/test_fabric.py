@@ -95,6 +95,7 @@ REPORTED = {
     "fabric.seed_everything()": "Write set_seed(seed) with a number",
     "fabric.save('a', state())": "Write accelerator.save(state_dict, path)",
     "def save(net):\n    fabric.save('a', {'net': net})": "Write accelerator.save(state_dict, path)",
+    "if x: fabric.save('runs/a', model.state_dict())": "Write accelerator.save(state_dict, path)",
     "fabric.load('a', state())": "Write checkpoint = torch.load(path",
     "m, a, b = fabric.setup(model, optimizer, optimizer)\nfabric.clip_gradients(model, a, max_norm=1)": "if the model has several",
     "fabric.all_reduce(x, reduce_op=op)": "This call of all_reduce is not converted",
@@ -223,3 +224,15 @@ def test_a_conversion_that_is_not_valid_is_a_finding():
     result = migrate_script(text)
     assert result.text == text
     assert "would not be valid: duplicate argument" in result.findings[0].text
+
+
+@pytest.mark.parametrize(
+    ("path", "is_created"), [("'a.ckpt'", False), ("'runs/a.ckpt'", True), ("path", True)]
+)
+def test_the_folder_of_a_saved_file_is_created(path, is_created):
+    result = migrate_script(f"{HEAD}path = 'a'\nfabric.save({path}, model.state_dict())\n")
+    lines = body(result.text)
+    line = f"Path({path}).parent.mkdir(parents=True, exist_ok=True)"
+    assert lines[-1] == f"accelerator.save(model.state_dict(), {path})"
+    assert (lines[-2] == line) == is_created
+    assert ("from pathlib import Path\n" in result.text) == is_created
