@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, model_validator
 from typing_extensions import Self, override
 
+from accel_cli.console import is_secret
 from accel_cli.errors import UsageError
 from accel_cli.launchers import torchrun
 from accel_cli.launchers.base import DETACH, JOB_NAME, Launcher, LaunchSpec, Plan
@@ -172,6 +173,7 @@ class Ray(Launcher):
 
     @override
     def plan(self, spec: LaunchSpec) -> Plan:
+        _check_env(spec.env)
         count = self._count_processes(spec)
         sends_source = self.source == "folder" and not spec.is_builtin
         target, folder = self._locate_target(spec, sends_source=sends_source)
@@ -296,6 +298,15 @@ class Ray(Launcher):
                 f"Cannot read launcher.requirements {self.requirements}: {reason}. Correct the path, or remove the key."
             ) from None
         return tuple(line for line in map(str.strip, lines) if line and not line.startswith("#"))
+
+
+def _check_env(env: Mapping[str, str]) -> None:
+    """Raise if a variable looks like a secret."""
+    for name in filter(is_secret, env):
+        raise UsageError(
+            f"env.{name} looks like a secret, and Ray stores the variables of a job in a file that all users of its nodes can "
+            "read. Set it where the nodes are started, before ray start, or have the script read it from a file."
+        )
 
 
 def _clean_name(text: str) -> str:

@@ -21,6 +21,7 @@ STARTED = {
     "RAY_health_check_failure_threshold": "3",
     "RAY_USAGE_STATS_ENABLED": "0",
     "OMP_NUM_THREADS": "1",
+    "NODE_KEY": "of-the-node",
 }
 
 

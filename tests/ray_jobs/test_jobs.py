@@ -33,7 +33,7 @@ def leave(*_):
     print("the script saves", flush=True)
     sys.exit(0)
 signal.signal(signal.SIGTERM, leave)
-print("the script runs with", os.environ["API_KEY"], flush=True)
+print("the script runs with", os.environ["SETTING"], os.environ["NODE_KEY"], flush=True)
 time.sleep(300)
 """
 RESUMES = """
@@ -121,14 +121,14 @@ def test_the_exit_code_and_reason_are_those_of_the_rank_that_failed_first(launch
 
 def test_a_detached_job_that_is_stopped_saves(launches, cwd):
     (cwd / "train.py").write_text(STAY)
-    (cwd / "accel.yaml").write_text("schema_version: 1\nenv: {API_KEY: s3cret}\n")
+    (cwd / "accel.yaml").write_text("schema_version: 1\nenv: {SETTING: v4lue}\n")
     detached = launches.start(options=("--detach",))
     out, err = detached.communicate(timeout=WAIT_S)
     name = get_id(err)
     assert (detached.returncode, out) == (0, f"{name}\n"), err
-    while "the script runs with s3cret" not in launches.jobs("logs", name).stdout:
+    while "the script runs with v4lue of-the-node" not in launches.jobs("logs", name).stdout:
         assert "RUNNING" in (state := launches.jobs("status", name).stdout) or "PENDING" in state
-    assert "s3cret" not in launches.jobs("status", name).stdout
+    assert "v4lue" not in launches.jobs("status", name).stdout
     assert len(launches.list_processes()) >= 1
     assert launches.jobs("stop", name).returncode == 0
     followed = launches.jobs("logs", "-f", name)
@@ -141,7 +141,7 @@ def test_a_detached_job_that_is_stopped_saves(launches, cwd):
 
 def test_ctrl_c_leaves_the_job_running_until_its_driver_is_killed(launches, cwd):
     (cwd / "train.py").write_text(STAY)
-    (cwd / "accel.yaml").write_text("schema_version: 1\nenv: {API_KEY: x}\n")
+    (cwd / "accel.yaml").write_text("schema_version: 1\nenv: {SETTING: x}\n")
     following = launches.start()
     while "the script runs" not in (line := following.stdout.readline()):
         assert line, following.communicate()
@@ -177,7 +177,7 @@ def test_a_lost_node_is_replaced_and_the_run_resumes(launches, ray_cluster, cwd,
 
 def test_without_retries_a_lost_node_ends_the_run_and_its_script_can_save(launches, cwd, tmp_path):
     (cwd / "train.py").write_text(STAY)
-    (cwd / "accel.yaml").write_text("schema_version: 1\nenv: {API_KEY: x}\n")
+    (cwd / "accel.yaml").write_text("schema_version: 1\nenv: {SETTING: x}\n")
     following = launches.start(str(tmp_path / "saved"))
     while "the script runs" not in (line := following.stdout.readline()):
         assert line, following.communicate()

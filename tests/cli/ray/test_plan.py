@@ -93,14 +93,14 @@ def test_the_job_carries_its_files_and_the_run_and_no_value_is_in_the_command(cw
     (cwd / "lib").mkdir()
     (cwd / "lib" / "model.py").write_text("x = 1\n")
     (cwd / "key.pem").write_text("secret")
-    job = plan(Ray(), "\udcff", env={"API_KEY": "s3cret"}).job
+    job = plan(Ray(), "\udcff", env={"SETTING": "v4lue"}).job
     with write_folder(job, "train-1") as folder:
         assert {path.name for path in folder.iterdir()} == {RUN_FILE, ARCHIVE}
         with tarfile.open(folder / ARCHIVE) as archive:
             assert sorted(archive.getnames()) == ["lib/model.py", "train.py"]
         run = RayRun.from_json((folder / RUN_FILE).read_text())
-    assert (run.job_id, run.target, run.env["API_KEY"]) == ("train-1", ("--", "train.py", "\udcff"), "s3cret")
-    assert "s3cret" not in job.entrypoint + json.dumps(job.build_runtime_env("."))
+    assert (run.job_id, run.target, run.env["SETTING"]) == ("train-1", ("--", "train.py", "\udcff"), "v4lue")
+    assert "v4lue" not in job.entrypoint + json.dumps(job.build_runtime_env("."))
     assert not folder.exists()
 
 
@@ -154,7 +154,9 @@ def test_ray_waits_for_the_scripts_of_a_stopped_job_and_installs_the_requirement
 
 
 def test_a_dry_run_prints_what_is_submitted_and_hides_secrets(cwd, capfd, monkeypatch):
-    (cwd / "accel.yaml").write_text("schema_version: 1\nenv:\n  API_KEY: s3cret\nlauncher:\n  kind: ray\n")
+    (cwd / "accel.yaml").write_text(
+        "schema_version: 1\nenv:\n  DATA: https://ann:s3cret@host/x\nlauncher:\n  kind: ray\n"
+    )
     done = run(
         capfd, "launch", "--dry-run", "--nnodes", "2", "--nproc-per-node", "4", "train.py", "--lr", "1"
     )
@@ -190,6 +192,11 @@ def test_a_file_that_the_job_needs_must_be_among_those_that_are_sent():
 def test_an_invalid_value_is_an_error(values, message):
     with pytest.raises(ValidationError, match=message):
         Ray(**values)
+
+
+def test_a_variable_that_looks_like_a_secret_is_refused():
+    with pytest.raises(UsageError, match=r"env\.API_KEY looks like a secret.*before ray start"):
+        plan(Ray(), env={"API_KEY": "s3cret"})
 
 
 def test_more_processes_than_reserved_gpus_are_an_error():
