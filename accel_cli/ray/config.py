@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, model_validator
 from typing_extensions import Self, override
 
-from accel_cli.console import is_secret
+from accel_cli.console import is_secret, mask_secrets
 from accel_cli.errors import UsageError
 from accel_cli.launchers import torchrun
 from accel_cli.launchers.base import DETACH, JOB_NAME, Launcher, LaunchSpec, Plan
@@ -184,7 +184,7 @@ class Ray(Launcher):
         threads = {"OMP_NUM_THREADS": str(max(1, self.cpus_per_process))}
         run = RayRun(
             nnodes=self.nnodes,
-            bundle=self._build_bundle(count),
+            bundle=self._build_bundle(count, on_cpu=spec.settings.device == "cpu"),
             options=tuple(self._list_options(count)),
             target=(*kind, "--", target, *spec.args),
             env={**threads, **spec.env, **settings.to_env()},
@@ -250,9 +250,10 @@ class Ray(Launcher):
             )
         return self.nproc_per_node
 
-    def _build_bundle(self, nproc_per_node: int) -> dict[str, float]:
+    def _build_bundle(self, nproc_per_node: int, *, on_cpu: bool) -> dict[str, float]:
         """Return the resources that each node reserves."""
-        bundle = {"CPU": nproc_per_node * self.cpus_per_process, "GPU": self.gpus_per_node, **self.resources}
+        gpus = 0 if on_cpu else self.gpus_per_node
+        bundle = {"CPU": nproc_per_node * self.cpus_per_process, "GPU": gpus, **self.resources}
         return {name: amount for name, amount in bundle.items() if amount}
 
     def _list_options(self, nproc_per_node: int) -> list[str]:
@@ -297,6 +298,12 @@ class Ray(Launcher):
             raise UsageError(
                 f"Cannot read launcher.requirements {self.requirements}: {reason}. Correct the path, or remove the key."
             ) from None
+        for line in lines:
+            if mask_secrets("", line) != line:
+                raise UsageError(
+                    f"Cannot use launcher.requirements {self.requirements}: it has a password in a URL, which the state of the job "
+                    "would show. Set PIP_INDEX_URL on the nodes instead."
+                )
         return tuple(line for line in map(str.strip, lines) if line and not line.startswith("#"))
 
 

@@ -32,6 +32,8 @@ __all__ = ["main"]
 _NOTE_AFTER_S = 5
 """Seconds after which a note says that the cluster does not have the resources yet."""
 _POLL_S = 0.5
+_UNANSWERED_S = 5
+"""The same for a node that was to end; a peer may notice a lost node before Ray does."""
 _SILENT_S = 60
 """Seconds without an answer after which a node counts as lost: a read takes a second."""
 
@@ -139,6 +141,10 @@ class _Driver:
             try:
                 self._start(nodes, attempt)
             except ray.exceptions.RayError as error:
+                if isinstance(error, ray.exceptions.RayTaskError) or "creation task" in str(error):
+                    raise AccelError(
+                        f"Cannot start the nodes: {_shorten(error)}. Check that all nodes have the same accel, and space."
+                    ) from error
                 raise _LostNodeError(f"Cannot start the nodes: {_shorten(error)}.") from error
             self._follow(nodes)
         finally:
@@ -165,7 +171,7 @@ class _Driver:
         run, start, is_noted = self._run, time.monotonic(), False
         group = placement_group([dict(run.bundle)] * run.nnodes, strategy="STRICT_SPREAD", name=run.job_id)
         needed = f"{run.nnodes} node(s) with {_format_resources(run.bundle)} each"
-        while not group.wait(_POLL_S):
+        while not group.wait(1):
             seconds = time.monotonic() - start
             if self._received or seconds > run.start_timeout:
                 remove_placement_group(group)
@@ -238,7 +244,9 @@ class _Driver:
                     node.actor.send_signal.remote(self._received[0] if self._received else signal.SIGTERM)
             elif now > deadline:
                 for node in running:
-                    if node.is_running:
+                    if node.is_running and now - node.asked_at > _UNANSWERED_S:
+                        node.end(lost="no answer")
+                    elif node.is_running:
                         node.end(code=1)
             elif deadline == float("inf") and any(node.failed for node in nodes):
                 # The other nodes notice a failed rank themselves, and report before they end.
@@ -259,7 +267,8 @@ def _read(running: Iterable[_Node]) -> None:
 
 def _write(data: bytes) -> None:
     if data:
-        sys.stdout.buffer.write(data)
+        # Ray cannot read a log that is not UTF-8.
+        sys.stdout.buffer.write(data.decode(errors="replace").encode())
         sys.stdout.buffer.flush()
 
 

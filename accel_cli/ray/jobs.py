@@ -37,7 +37,7 @@ _HEADERS = "RAY_JOB_HEADERS"
 _NOT_FOUND, _TOO_MANY, _SERVER_ERROR = 404, 429, 500
 _SIGTERM_EXIT_CODE = 143
 _FINAL_STATES = frozenset({"STOPPED", "SUCCEEDED", "FAILED"})
-_FIRST_S, _QUIET_S = 5.0, 1.0
+_FIRST_S, _QUIET_S = 5.0, 0.3
 """Seconds to wait for the first output of a log, and for more: Ray sends what exists at once."""
 _ERROR = "accel: error: "
 
@@ -227,7 +227,10 @@ class JobLog(Log):
                 if isinstance(item, str):
                     output.append(item)
                 elif item is None:
-                    self._complete = True
+                    # A proxy may close the connection too.
+                    self._complete = RayJobs(self._cluster).status(self._job_id).finished
+                    self._receiver = None
+                    break
                 elif output:
                     self._output.put(item)
                     break
@@ -263,6 +266,10 @@ def submit(plan: Plan) -> int:
     assert isinstance(job, RayJobPlan)
     cluster = Cluster(job.address)
     job_id = f"{job.name}-{secrets.token_hex(3)}"
+    if job.run.max_retries and job.run.sends_source:
+        console.note(
+            "checkpoints in relative folders are lost with their node: write them to storage that all nodes share"
+        )
     with write_folder(job, job_id) as folder:
         client = cluster.client
         with cluster.translate_errors("submit the job"):

@@ -191,6 +191,7 @@ def write_folder(job: RayJobPlan, job_id: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="accel-") as scratch:
         folder = Path(scratch)
         run = replace(job.run, job_id=job_id)
+        (folder / RUN_FILE).touch(mode=0o600)  # Ray keeps the mode
         (folder / RUN_FILE).write_text(run.to_json(), encoding="utf-8")
         if selection:
             write_archive(selection, folder / ARCHIVE)

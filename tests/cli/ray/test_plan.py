@@ -52,7 +52,7 @@ def plan(section, *args, target="train.py", kind="script", env=None, is_builtin=
         (Ray(nproc_per_node=4), {}, {"CPU": 4}),
         (Ray(nproc_per_node=4, cpus_per_process=3), {}, {"CPU": 12}),
         (Ray(gpus_per_node=8, cpus_per_process=2), {}, {"CPU": 16, "GPU": 8}),
-        (Ray(gpus_per_node=8), {"device": "cpu"}, {"CPU": 1, "GPU": 8}),
+        (Ray(gpus_per_node=8), {"device": "cpu"}, {"CPU": 1}),
         (Ray(gpus_per_node=1, cpus_per_process=0), {}, {"GPU": 1}),
         (Ray(resources={"team": 0.5, "memory": 64e9}), {}, {"CPU": 1, "team": 0.5, "memory": 64e9}),
     ],
@@ -96,6 +96,7 @@ def test_the_job_carries_its_files_and_the_run_and_no_value_is_in_the_command(cw
     job = plan(Ray(), "\udcff", env={"SETTING": "v4lue"}).job
     with write_folder(job, "train-1") as folder:
         assert {path.name for path in folder.iterdir()} == {RUN_FILE, ARCHIVE}
+        assert (folder / RUN_FILE).stat().st_mode & 0o077 == 0
         with tarfile.open(folder / ARCHIVE) as archive:
             assert sorted(archive.getnames()) == ["lib/model.py", "train.py"]
         run = RayRun.from_json((folder / RUN_FILE).read_text())
@@ -149,6 +150,9 @@ def test_ray_waits_for_the_scripts_of_a_stopped_job_and_installs_the_requirement
     env = plan(Ray(shutdown_timeout=50, requirements="requirements.txt")).job.build_runtime_env("folder")
     assert int(env["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) > 50
     assert env["pip"] == ["rich>=13"]
+    (cwd / "secret.txt").write_text("--index-url https://ann:s3cret@host/simple\n")
+    with pytest.raises(UsageError, match=r"a password in a URL.*PIP_INDEX_URL"):
+        plan(Ray(requirements="secret.txt"))
     with pytest.raises(UsageError, match=r"launcher\.requirements absent\.txt: No such file"):
         plan(Ray(requirements="absent.txt"))
 
@@ -268,6 +272,9 @@ class Client:
         if self.connections == 1:
             raise RuntimeError("WebSocket connection closed unexpectedly")
 
+    def get_job_info(self, _):
+        return details("SUCCEEDED" if self.connections > 2 else "RUNNING")
+
 
 def test_a_broken_connection_to_a_log_loses_and_repeats_no_output():
     cluster = Cluster("auto")
@@ -279,7 +286,7 @@ def test_a_broken_connection_to_a_log_loses_and_repeats_no_output():
             output += log.read()
         except UnreachableError:
             lost += 1
-    assert (output, lost) == (b"one\ntwo\nthree\n", 1)
+    assert (output, lost, cluster.client.connections) == (b"one\ntwo\nthree\n", 1, 3)
 
 
 @pytest.mark.parametrize(
