@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Ray"]
 
+_ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
+"""Variables of Ray that take precedence over the address, the first one first."""
 _RESERVED = {"CPU": "launcher.cpus_per_process", "GPU": "launcher.gpus_per_node"}
 """Resources of Ray that other keys set."""
 
@@ -180,6 +182,16 @@ class Ray(Launcher):
         # Nodes that unpack the source themselves have no common folder: the first one writes all of a checkpoint.
         has_shared_files = self.nnodes == 1 or self.source == "shared"
         settings = replace(spec.settings, shared_files=spec.settings.shared_files and has_shared_files)
+        if not self.gpus_per_node and not self.resources:
+            if settings.device not in {"auto", "cpu"}:
+                raise UsageError(
+                    f"Cannot use device {settings.device} with launcher.kind: ray: the job reserves no GPU. Set "
+                    "launcher.gpus_per_node, or the resource of the device in launcher.resources."
+                )
+            # A node may have GPUs that Ray gives to other jobs.
+            settings = replace(settings, device="cpu")
+        # Ray gives its variables precedence over the address.
+        variable = next((name for name in _ADDRESS_VARIABLES if spec.environ.get(name)), "")
         kind = {"script": (), "module": ("--module",), "program": ("--no-python",)}[spec.kind]
         threads = {"OMP_NUM_THREADS": str(max(1, self.cpus_per_process))}
         run = RayRun(
@@ -197,7 +209,8 @@ class Ray(Launcher):
             shutdown_timeout=self.shutdown_timeout,
         )
         job = RayJobPlan(
-            address=self.address,
+            address=spec.environ[variable] if variable else self.address,
+            address_source=variable,
             name=_clean_name(self.job_name or Path(spec.target).stem),
             python=self.python,
             requirements=self._read_requirements(),
@@ -208,7 +221,7 @@ class Ray(Launcher):
             detach="detach" in spec.option_values,
             jobs_options=spec.jobs_options,
         )
-        gpus = "GPU" if self.gpus_per_node else "cpu"
+        gpus = "GPU" if self.gpus_per_node else "auto" if self.resources else "cpu"
         return Plan(
             launcher=self.kind,
             argv=tuple(job.entrypoint.split()),

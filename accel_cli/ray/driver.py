@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,7 +146,7 @@ class _Driver:
                         f"Cannot start the nodes: {_shorten(error)}. Check that all nodes have the same accel, and space."
                     ) from error
                 raise _LostNodeError(f"Cannot start the nodes: {_shorten(error)}.") from error
-            self._follow(nodes)
+            self._follow([node for node in nodes if node.pending])
         finally:
             for node in nodes:
                 with suppress(ray.exceptions.RayError):
@@ -184,7 +184,7 @@ class _Driver:
                 )
             if seconds > _NOTE_AFTER_S and not is_noted:
                 is_noted = True
-                console.note(f"waiting for {needed}; the cluster has {_describe_free()} free")
+                console.note(f"waiting for {needed}: {_describe_shortage(run.bundle)}")
         return group
 
     def _create_nodes(self, group: Any) -> list[_Node]:
@@ -200,10 +200,27 @@ class _Driver:
             nodes.append(_Node(rank, actor))
         return nodes
 
+    def _describe(self, nodes: list[_Node]) -> list[dict[str, Any]] | None:
+        """Return the facts of all nodes once they have started; None after a signal."""
+        pending, start = [node.actor.describe.remote() for node in nodes], time.monotonic()
+        while not self._received:
+            ready, _ = ray.wait(pending, num_returns=len(pending), timeout=_POLL_S)
+            facts = ray.get(ready)  # raises for a node that cannot start, before the others have
+            if len(ready) == len(pending):
+                return list(facts)
+            if time.monotonic() - start > self._run.start_timeout:
+                raise AccelError(
+                    f"Cannot start the nodes: {len(ready)} of {len(nodes)} answered within {self._run.start_timeout} s. Check the "
+                    "log of the cluster, or raise launcher.start_timeout."
+                )
+        return None
+
     def _start(self, nodes: list[_Node], attempt: int) -> None:
-        """Check all nodes, then start `accel launch` on each."""
+        """Check all nodes, then start `accel launch` on each, unless a signal arrives."""
         run = self._run
-        facts = ray.get([node.actor.describe.remote() for node in nodes], timeout=run.start_timeout)
+        facts = self._describe(nodes)
+        if facts is None:
+            return
         counts = Counter(fact["host"] for fact in facts)
         for node, fact in zip(nodes, facts, strict=True):
             host = fact["host"]
@@ -287,9 +304,11 @@ def _format_resources(resources: Any) -> str:
     return ", ".join(f"{name}: {amount:g}" for name, amount in resources.items()) or "nothing"
 
 
-def _describe_free() -> str:
-    free = ray.available_resources()
-    return _format_resources({name: free[name] for name in sorted(free) if not name.startswith("node:")})
+def _describe_shortage(bundle: Mapping[str, float]) -> str:
+    """Return how many nodes of the cluster could run a node of the job."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    large = sum(all(node.get(name, 0) >= amount for name, amount in bundle.items()) for node in nodes)
+    return f"{large} of {len(nodes)} node(s) of the cluster are large enough, if no other job uses them"
 
 
 def main() -> None:

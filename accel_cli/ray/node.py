@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import shutil
@@ -17,7 +16,7 @@ from typing import Any
 import ray
 
 from accel_cli.errors import AccelError
-from accel_cli.planning.network import Endpoint
+from accel_cli.planning.network import Endpoint, bind_free_port
 from accel_cli.planning.nodes import PORT, VARIABLES
 from accel_cli.ray.plan import ARCHIVE, RayRun
 from accel_runtime import env
@@ -53,6 +52,8 @@ class NodeLauncher:
         self._launch: subprocess.Popen[bytes] | None = None
         self._scratch = ""
         self._folder = Path.cwd()
+        self._port = bind_free_port(PORT, _NUM_PORTS)
+        """A socket with the port of the rendezvous, which stays reserved until `accel launch` of the first node listens on it."""
 
     def describe(self) -> dict[str, Any]:
         """Prepare the working folder, and return the facts that the driver needs before the start."""
@@ -64,7 +65,7 @@ class NodeLauncher:
         return {
             "host": socket.gethostname(),
             "address": address,
-            "port": _find_free_port(),
+            "port": self._port.getsockname()[1],
             "problem": problem,
         }
 
@@ -83,21 +84,22 @@ class NodeLauncher:
         command = run.build_command(sys.executable, rank, Endpoint(*endpoint), run_id, resume=resume)
         # A worker may have been started by another scheduler, whose variables describe its own processes.
         foreign = {variable for names in VARIABLES.values() for variable in names} | {"OMP_NUM_THREADS"}
-        inherited = {key: value for key, value in os.environ.items() if key not in foreign}
+        environ = {key: value for key, value in os.environ.items() if key not in foreign} | dict(run.env)
+        environ |= {env.NODE_NAME: name, env.FAILURE_FILE: str(self._reason_file)}
+        serves_rendezvous = rank == 0 and run.nnodes > 1
+        if serves_rendezvous:
+            environ[env.RDZV_SOCKET] = str(self._port.fileno())
         self._launch = subprocess.Popen(
             [sys.executable, "-I", "-c", _START, str(os.getpid()), *command],
             cwd=self._folder,
-            env={
-                **inherited,
-                **run.env,
-                env.NODE_NAME: name,
-                env.FAILURE_FILE: str(self._reason_file),
-            },
+            env=environ,
+            pass_fds=[self._port.fileno()] if serves_rendezvous else [],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        self._port.close()
 
     def read(self) -> tuple[bytes, int | None, str]:
         """Return new output, and after the last output the exit code of `accel launch` and the reason of its failure."""
@@ -156,11 +158,3 @@ def _unpack(archive: Path, folder: Path) -> None:
         safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
         tar.extractall(scratch, **safe)  # type: ignore[arg-type]  # noqa: S202
     scratch.rename(folder)
-
-
-def _find_free_port() -> int:
-    """Return the default port of the rendezvous, or the next one that is free."""
-    for port in range(PORT, PORT + _NUM_PORTS):
-        with contextlib.suppress(OSError), socket.create_server(("", port)):
-            return port
-    return PORT

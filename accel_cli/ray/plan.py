@@ -106,6 +106,8 @@ class RayJobPlan(JobPlan):
     """A job of a Ray cluster."""
 
     address: str
+    address_source: str
+    """The variable that sets the address; empty if the profile does."""
     name: str
     """The start of its id."""
     python: str
@@ -138,7 +140,7 @@ class RayJobPlan(JobPlan):
         resources = ", ".join(f"{key}: {value:g}" for key, value in run.bundle.items())
         command = run.build_command(self.python, 0, Endpoint("ADDRESS", PORT), "ID", resume=False)
         return [
-            f"cluster: {self.address}",
+            f"cluster: {self.address}{f' (from {self.address_source})' if self.address_source else ''}",
             f"placement group: STRICT_SPREAD, {run.nnodes} x {{{resources}}}",
             f"command of the first node: {shlex.join(command)}",
         ]

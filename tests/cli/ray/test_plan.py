@@ -61,6 +61,30 @@ def test_each_node_reserves_what_its_processes_need(section, options, bundle):
     assert plan(section, **options).job.run.bundle == bundle
 
 
+def test_a_job_without_gpus_runs_on_the_cpus_of_its_nodes():
+    assert plan(Ray()).job.run.env["ACCEL_DEVICE"] == "cpu"
+    assert plan(Ray(gpus_per_node=1)).job.run.env["ACCEL_DEVICE"] == "auto"
+    assert plan(Ray(resources={"TPU": 4})).job.run.env["ACCEL_DEVICE"] == "auto"
+    with pytest.raises(UsageError, match=r"Cannot use device cuda .* the job reserves no GPU"):
+        plan(Ray(), device="cuda")
+
+
+def test_the_plan_names_the_variable_that_overrides_the_address():
+    spec = LaunchSpec(
+        "train.py",
+        (),
+        "script",
+        Settings(),
+        {},
+        {"RAY_ADDRESS": "http://other:8265"},
+        Machine(2),
+        python="python",
+    )
+    planned = Ray(address="http://head:8265").plan(spec)
+    assert planned.job.describe()[0] == "cluster: http://other:8265 (from RAY_ADDRESS)"
+    assert plan(Ray(address="http://head:8265")).job.describe()[0] == "cluster: http://head:8265"
+
+
 def test_every_node_runs_accel_launch_with_its_rank():
     job = plan(Ray(nnodes=2, nproc_per_node=2, stall_timeout=60), "--lr", "1").job
     command = job.run.build_command("py", 1, ELSEWHERE, "id-0", resume=False)
