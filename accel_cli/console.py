@@ -174,20 +174,21 @@ def table(
     from rich.table import Table  # noqa: PLC0415
 
     screen = Console()
-    cells = {heading: values for heading, *values in zip(columns, *rows, strict=True)}
-    least = {
-        heading: max(map(cell_len, [heading, *([] if heading in cropped else words)]))
-        for heading, values in cells.items()
+    cells = [(heading, values) for heading, *values in zip(columns, *rows, strict=True)]
+    widths = [
+        max(map(cell_len, [heading, *([] if heading in cropped else words)]))
+        for heading, values in cells
         for words in [values if heading in fixed else " ".join(values).split()]
-    }
+    ]
     for heading in optional:
-        if sum(least[shown] + _TABLE_GAP for shown in cells) - _TABLE_GAP > screen.width:
-            del cells[heading]
+        if sum(width + _TABLE_GAP for width in widths) - _TABLE_GAP > screen.width:
+            index = next(index for index, (each, _) in enumerate(cells) if each == heading)
+            del cells[index], widths[index]
     grid = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in cells:
+    for heading, _ in cells:
         overflow: Literal["ellipsis", "fold"] = "ellipsis" if heading in cropped else "fold"
         grid.add_column(heading, overflow=overflow, no_wrap=heading in fixed)
-    for row in zip(*cells.values(), strict=True):
+    for row in zip(*(values for _, values in cells), strict=True):
         grid.add_row(*map(escape, row))
     screen.print(grid)
 
