@@ -63,14 +63,16 @@ class Backend(ABC):
     mesh: ProcessMesh | None = None
     """The device mesh of the processes, if models are sharded."""
 
-    def __init__(self, topology: Topology, device: torch.device, transport: Transport) -> None:
+    def __init__(
+        self, topology: Topology, device: torch.device, transport: Transport, *, is_counted: bool = True
+    ) -> None:
         self.topology = topology
         """Rank and world size of this process."""
         self.device = device
         """The device of this process."""
         self.data_rank = DataRank(topology.rank, topology.world_size)
         """The part of every global batch that this process has."""
-        self.handshake = Handshake(transport, topology.rank, topology.world_size)
+        self.handshake = Handshake(transport, topology.rank, topology.world_size, is_counted=is_counted)
         """The handshake that precedes every collective call."""
         self._warned_about_join = False
 

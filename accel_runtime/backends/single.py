@@ -66,10 +66,17 @@ class _LoopbackTransport(Transport):
 
 
 class Single(Backend):
-    """The backend of a single process."""
+    """The backend of a single process.
 
-    def __init__(self, topology: Topology, device: torch.device) -> None:
-        super().__init__(topology, device, _LoopbackTransport())
+    Args:
+        topology: A rank of a world of size 1.
+        device: The device of this process.
+        is_counted: If true, collectives count as progress of this process. In a process of several, they must not: ranks compare
+            the number of their common collectives.
+    """
+
+    def __init__(self, topology: Topology, device: torch.device, *, is_counted: bool = True) -> None:
+        super().__init__(topology, device, _LoopbackTransport(), is_counted=is_counted)
         self._store: dict[str, str] = {}
         self._counters: Counter[str] = Counter()
 

@@ -89,7 +89,7 @@ def _build_source(loader: DataLoader[Any], backend: Backend, options: LoaderOpti
     is_distributed = backend.topology.world_size > 1
     if is_distributed and options.presharded:
         _check_presharded(loader, backend.data_rank)
-        single = Single(Topology(), backend.device)
+        single = Single(Topology(), backend.device, is_counted=False)
         single.static_shapes = backend.static_shapes
         local = _build_source(loader, single, replace(options, presharded=False, dispatch=False))
         pad_last = backend.static_shapes and options.even_batches

@@ -171,7 +171,7 @@ def sharded(copies, counts, wrong=None):
     found = backend(copies)
     rank = found.data_rank.rank if wrong is None else found.topology.rank
     data = [rank * 100 + number for number in range(counts[rank])]
-    alone = Single(Topology(), torch.device("cpu"))
+    alone = Single(Topology(), torch.device("cpu"), is_counted=False)
     loader = DataLoader(data, batch_size=2)
     return PreshardedSource(ordered(loader, alone), loader, found)
 

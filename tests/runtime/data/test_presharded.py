@@ -14,6 +14,7 @@ from accel_runtime import Accelerator, DataLoaderConfiguration
 from accel_runtime.backends.single import Single
 from accel_runtime.data.presharded import PreshardedSource
 from accel_runtime.data.source import EpochIterator
+from accel_runtime.heartbeat import heartbeat
 from accel_runtime.topology import Topology
 
 COUNTS = [(8, 8, 8), (9, 4, 1), (1, 7, 7), (5, 0, 3), (0, 0, 0), (0, 2, 0)]
@@ -32,7 +33,7 @@ class Offset(read_epochs.Stream):
 
 def alone():
     """The backend of a source of one rank."""
-    return Single(Topology(), torch.device("cpu"))
+    return Single(Topology(), torch.device("cpu"), is_counted=False)
 
 
 def own(kind, counts, options=None):
@@ -48,6 +49,17 @@ def own(kind, counts, options=None):
         read_epochs.read(loader, alone()) if kind == "a stream" else read_epochs.dispatched(loader, alone())
     )
     return PreshardedSource(local, loader, backend)
+
+
+def test_collectives_of_a_source_of_one_rank_are_not_those_of_all_ranks(pair):
+    """Ranks compare their number of collectives before they save."""
+
+    def count():
+        before = heartbeat().collectives
+        alone().barrier()
+        return heartbeat().collectives - before
+
+    assert pair.run(count) == [0, 0]
 
 
 def weighed(found):
