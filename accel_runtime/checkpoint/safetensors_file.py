@@ -109,6 +109,8 @@ def shard_file_name(stem: str, number: int, count: int, suffix: str = ".safetens
 
 _SLICE = 1 << 22
 """Bytes that are hashed and written at a time, while they are in the cache."""
+_WRITEBACK = 1 << 23
+"""Bytes after which the system is asked to write them to the disk, while the next ones are hashed."""
 
 
 @dataclass(frozen=True)
@@ -158,19 +160,21 @@ def write_safetensors(
     header = _build_header([parts[index] for index in order], metadata)
     file_checksum, start = xxhash.xxh3_64(header), len(header)
     locations: dict[int, tuple[int, str]] = {}
+    flushed = 0
     file = disk.create(path)
     with add_path_to_error(path):
         try:
             disk.write(file, memoryview(header))
             for index in order:
                 checksum, end = xxhash.xxh3_64(), start
-                for block in parts[index].read():
-                    for offset in range(0, len(block), _SLICE):
-                        piece = block[offset : offset + _SLICE]
-                        checksum.update(piece)
-                        file_checksum.update(piece)
-                        disk.write(file, piece)
-                    end += len(block)
+                for piece in _iterate_slices(parts[index]):
+                    checksum.update(piece)
+                    file_checksum.update(piece)
+                    disk.write(file, piece)
+                    end += len(piece)
+                    if end - flushed >= _WRITEBACK:
+                        disk.start_writeback(file, flushed, end - flushed)
+                        flushed = end
                 assert end - start == parts[index].bytes, parts[index].name
                 locations[index] = (start, checksum.hexdigest())
                 start = end
@@ -179,6 +183,13 @@ def write_safetensors(
             disk.close(file)
     entry = FileEntry(start, file_checksum.hexdigest(), len(header), hash_bytes(header))
     return FileResult(entry, tuple(locations[index] for index in range(len(parts))))
+
+
+def _iterate_slices(part: TensorPart) -> Iterator[memoryview]:
+    """Yield the data of a part in slices that fit into the cache of a processor."""
+    for block in part.read():
+        for offset in range(0, len(block), _SLICE):
+            yield block[offset : offset + _SLICE]
 
 
 def _build_header(parts: Sequence[TensorPart], metadata: Mapping[str, str]) -> bytes:

@@ -8,10 +8,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from failing_disk import Run
 
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.filesystem import FileSystem
+from accel_runtime.checkpoint.safetensors_file import TensorPart, write_safetensors
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system takes root")
 
@@ -264,3 +266,23 @@ def test_hooks_that_make_links_are_told_to_write_files(memory):
     run.acc.register_save_state_pre_hook(lambda *args: (Path(args[2]) / "big").symlink_to("/dev/null"))
     assert "it is a link that a hook has made" in failed(run)
     assert not list(memory.rglob(".*"))
+
+
+def test_a_large_file_is_sent_to_the_disk_while_it_is_written(tmp_path):
+    class Recorder(FileSystem):
+        def __init__(self):
+            self.written, self.ranges = 0, []
+
+        def write(self, file, data):
+            super().write(file, data)
+            self.written += len(data)
+
+        def start_writeback(self, file, offset, length):
+            super().start_writeback(file, offset, length)
+            self.ranges.append((offset, offset + length, self.written))
+
+    disk, tensor = Recorder(), torch.arange(5_000_000, dtype=torch.int32)
+    write_safetensors(tmp_path / "large", [TensorPart.from_tensor(n, tensor) for n in "ab"], {}, disk)
+    assert [start for start, _, _ in disk.ranges] == [0, *(end for _, end, _ in disk.ranges[:-1])]
+    assert all(end == written for _, end, written in disk.ranges)
+    assert disk.written - disk.ranges[-1][1] < 1 << 23
