@@ -18,6 +18,7 @@ __all__ = [
     "error",
     "format_duration",
     "format_size",
+    "get_terminal_size",
     "is_dumb_terminal",
     "is_secret",
     "mask_arguments",
@@ -339,3 +340,13 @@ def mask_arguments(arguments: Sequence[str]) -> list[str]:
             masked.append(mask_secrets("", argument))
         pending = name if argument.startswith("-") and not is_assignment else ""
     return masked
+
+
+def get_terminal_size(fd: int) -> os.terminal_size:
+    """Return the columns and lines of a terminal; 80 and 24 if it does not know them, as over some serial lines.
+
+    Raises:
+        OSError: The descriptor is closed, or is not a terminal.
+    """
+    columns, lines = os.get_terminal_size(fd)
+    return os.terminal_size((columns or 80, lines or 24))

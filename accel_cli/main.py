@@ -15,9 +15,10 @@ import typer.main
 from typing_extensions import override
 
 from accel_cli import console
-from accel_cli.commands.options import AccelGroup, CommandApp, get_summary, normalize_option
+from accel_cli.commands.options import AccelGroup, CommandApp, get_summary
 from accel_cli.errors import AccelError, explain_os_error
 from accel_cli.launchers import Registry
+from accel_cli.planning.options import normalize_option
 
 __all__ = ["COMMANDS", "app", "main"]
 

@@ -32,7 +32,7 @@ PRELOADED = (
     "safetensors.torch",
     "accel_cli.main",
     "accel_cli.runner.agent",
-    "accel_cli.planning.planner",
+    "accel_cli.planner",
     "accel_cli.runner.stalls",
     "rich.traceback",
     "typer.rich_utils",

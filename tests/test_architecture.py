@@ -26,9 +26,10 @@ READ_THE_ENVIRONMENT = (
     "accel_cli/runner/forkserver.py",
     "accel_cli/runner/processes.py",
     "accel_cli/runner/rendezvous.py",
-    "accel_cli/runner/worker.py",
+    "accel_cli/worker.py",
     "accel_cli/runner/xla_replicas.py",
     "accel_cli/jobs/",
+    "accel_cli/slurm/jobs.py",
     # The first process of a container reads its environment, as `accel launch` reads a shell's.
     "accel_cli/sagemaker/entry.py",
     # On the host of a launch, it reads the address at which ssh reached it.
@@ -60,7 +61,7 @@ READ_THE_ENVIRONMENT = (
 
 ANNEXES = {
     "sagemaker": ("accel_cli.sagemaker",),
-    "slurm": ("accel_cli.launchers.slurm", "accel_cli.jobs.slurm"),
+    "slurm": ("accel_cli.slurm",),
     "kubernetes": ("accel_cli.kubernetes",),
     "ray": ("accel_cli.ray",),
     "ssh": ("accel_cli.ssh",),
@@ -213,6 +214,16 @@ def test_the_imports_of_the_runtime_have_no_circle():
         & modules.keys()
         for module, path in modules.items()
     }
+    list(TopologicalSorter(graph).static_order())
+
+
+def test_the_packages_of_the_command_line_import_each_other_in_one_direction():
+    """Imports inside functions and those for typing count too; a module directly in `accel_cli` is a package of its own."""
+    graph = {}
+    for path in CLI:
+        package = path.relative_to(ROOT / "accel_cli").parts[0].removesuffix(".py")
+        imported = {one.split(".")[1] for one in imports(path) if one.startswith("accel_cli.")}
+        graph.setdefault(package, set()).update(imported - {package})
     list(TopologicalSorter(graph).static_order())
 
 

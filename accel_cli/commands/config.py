@@ -367,7 +367,7 @@ def _require_file(target: Path) -> Path:
 
 def _resolve(profile: str | None) -> tuple[Resolved, dict[str, Any]]:
     """Return the effective profile, and its values by dotted key."""
-    from accel_cli.planning import planner
+    from accel_cli import planner
     from accel_cli.planning.options import Request
 
     machine = planner.detect_machine(os.environ, cpu=False)

@@ -111,7 +111,7 @@ def _describe_aws() -> dict[str, str] | str:
 
 def _list_profile_values(machine: Machine) -> dict[str, str] | str:
     """Return every value of the effective profile with its source."""
-    from accel_cli.planning import planner
+    from accel_cli import planner
     from accel_cli.planning.options import Request
 
     try:

@@ -41,7 +41,7 @@ class LaunchCommand(RequestCommand):
         except RunEndedError:  # the failure is that of another node
             raise
         except AccelError as error:
-            from accel_cli.runner import run_dir
+            from accel_cli.runs import run_dir
             from accel_runtime.env import FAILURE_FILE
 
             run_dir.write_reason(os.environ.get(FAILURE_FILE), str(error))
@@ -97,7 +97,7 @@ def launch(
 
     Options of accel launch come before SCRIPT; everything after it is passed to the script unchanged.
     """
-    from accel_cli.planning import planner
+    from accel_cli import planner
 
     request = build_request(script, args, get_options(context))
     planner.check_target(request.target, request.kind)
@@ -120,7 +120,7 @@ def launch(
 @app.command("test", cls=TestCommand, epilog="Example: accel test --nproc-per-node 2")
 def test(context: typer.Context) -> None:
     """Check processes, collectives, gradients, gathering and precision on this machine."""
-    from accel_cli.planning import planner
+    from accel_cli import planner
 
     request = Request("accel_runtime.selfcheck", kind="module", options=get_options(context), is_builtin=True)
     resolved, plan = planner.prepare(request, os.environ)
@@ -166,7 +166,7 @@ def build_request(script: str, args: list[str] | None, options: dict[str, Any]) 
 
 def _note_options_after_script(context: typer.Context, request: Request) -> None:
     """Print a note about options of `accel launch` that are passed to the script because they come after it."""
-    from accel_cli.planning import planner
+    from accel_cli import planner
 
     has_dashes = context.meta[_ARGUMENTS][: -1 - len(request.args)][-1:] == ("--",)
     flags = {flag for parameter in context.command.params for flag in parameter.opts}

@@ -78,7 +78,7 @@ def report(
 def _read_runs(names: list[str], log_dir: str | None) -> list[RunData]:
     """Read the runs with these names or paths, each once."""
     from accel_cli.monitoring import report_data
-    from accel_cli.runner import run_dir
+    from accel_cli.runs import run_dir
 
     if not names:
         return [report_data.read_run(run_dir.find_run(find_log_home(log_dir)))]

@@ -15,7 +15,7 @@ from accel_cli.commands.options import CommandApp
 from accel_cli.errors import UsageError
 
 if TYPE_CHECKING:
-    from accel_cli.runner.run_dir import RunFolder
+    from accel_cli.runs.run_dir import RunFolder
 
 __all__ = ["LogDir", "app", "find_log_home"]
 
@@ -28,10 +28,10 @@ LogDir = Annotated[
 
 def find_log_home(log_dir: str | None) -> Path:
     """Return the folder of all runs: `log_dir`, that of the active profile, or the default one."""
-    from accel_cli.planning import planner
+    from accel_cli import planner
     from accel_cli.planning.machine import Machine
     from accel_cli.planning.options import Request
-    from accel_cli.runner import run_dir
+    from accel_cli.runs import run_dir
 
     if not log_dir:
         launcher = planner.resolve(Request(""), os.environ, Machine(1)).profile.launcher
@@ -65,7 +65,7 @@ def logs(
 
     The launchers torchrun and xla keep the output of all ranks of this machine.
     """
-    from accel_cli.runner import run_dir
+    from accel_cli.runs import run_dir
 
     home = find_log_home(log_dir)
     selected = run_dir.find_run(home, run, has_logs=True)
@@ -88,7 +88,7 @@ def runs(
     log_dir: LogDir = None,
 ) -> None:
     """List the last runs of this user on this machine, newest first."""
-    from accel_cli.runner import run_dir
+    from accel_cli.runs import run_dir
 
     home = find_log_home(log_dir)
     entries = [_describe_run(run) for run in run_dir.find_recent_runs(home)[:count]]
@@ -171,7 +171,8 @@ def stacks(
 
     The job is not interrupted. Only processes on this machine are shown.
     """
-    from accel_cli.runner import run_dir, stalls
+    from accel_cli.runner import stalls
+    from accel_cli.runs import run_dir
 
     selected = run_dir.find_running_run(find_log_home(log_dir), run)
     folders = selected.list_ranks(selected.attempts[-1]) if selected.attempts else {}

@@ -16,7 +16,7 @@ from accel_cli.errors import UsageError
 
 if TYPE_CHECKING:
     from accel_cli.monitoring.live_view import View
-    from accel_cli.runner.run_dir import RunFolder
+    from accel_cli.runs.run_dir import RunFolder
 
 __all__ = ["app"]
 
@@ -77,7 +77,7 @@ def top(
 
 def _find_run(name: str | None, log_dir: str | None, service: Service) -> RunFolder | None:
     """Return the run with a name, or without a name the newest in progress; None if the name is that of a job."""
-    from accel_cli.runner import run_dir
+    from accel_cli.runs import run_dir
 
     if service.launcher or service.profile or service.assignments:
         if name is None:
@@ -115,10 +115,8 @@ def _is_interactive() -> bool:
 
 def _get_size() -> tuple[int, int | None]:
     """Return the columns for one print, and any number of lines."""
-    from accel_cli.runner.output import get_terminal_size
-
     if sys.stdout.isatty():
-        return get_terminal_size(sys.stdout.fileno()).columns, None
+        return console.get_terminal_size(sys.stdout.fileno()).columns, None
     columns = os.environ.get("COLUMNS", "")
     return int(columns) if columns.isdecimal() and int(columns) else _COLUMNS, None
 

@@ -74,10 +74,9 @@ def tpu_pod(
     import shlex
     import shutil
 
-    from accel_cli import console
+    from accel_cli import console, planner
     from accel_cli.errors import UsageError
     from accel_cli.launchers.single import Single
-    from accel_cli.planning import planner
 
     request = _parse_launch(context, launch)
     if pod.folder is None:
@@ -142,10 +141,9 @@ def prepare(pod: Pod, request: Request, environ: Mapping[str, str]) -> tuple[Res
     Raises:
         UsageError: The launch cannot run on a pod.
     """
-    from accel_cli import launchers
+    from accel_cli import launchers, planner
     from accel_cli.console import mask_secrets
     from accel_cli.errors import UsageError
-    from accel_cli.planning import planner
     from accel_cli.planning.machine import Machine, Packages, Tpu
     from accel_cli.planning.plan import Plan
 

@@ -1,1 +1,1 @@
-"""Jobs of schedulers and services: the interface of `accel jobs`, and that of Slurm."""
+"""Jobs of schedulers and services: the interface of `accel jobs`."""

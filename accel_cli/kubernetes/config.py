@@ -26,7 +26,7 @@ from accel_cli.kubernetes.manifests import (
 from accel_cli.launchers import torchrun
 from accel_cli.launchers.base import DETACH, JOB_NAME, Launcher, LaunchSpec, Plan
 from accel_cli.planning.options import LaunchOption
-from accel_cli.profile.sections import Answers, CountOrAuto, Question
+from accel_cli.sections import Answers, CountOrAuto, Question
 
 if TYPE_CHECKING:
     from accel_cli.kubernetes.jobs import KubernetesJobs

@@ -89,7 +89,7 @@ LAUNCHERS: Registry[type[Launcher]] = Registry(
     {
         "single": "accel_cli.launchers.single:Single",
         "torchrun": "accel_cli.launchers.torchrun:Torchrun",
-        "slurm": "accel_cli.launchers.slurm:Slurm",
+        "slurm": "accel_cli.slurm.config:Slurm",
         "ssh": "accel_cli.ssh.config:Ssh",
         "xla": "accel_cli.launchers.xla:Xla",
         "sagemaker": "accel_cli.sagemaker.config:SageMaker",

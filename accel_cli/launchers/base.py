@@ -17,7 +17,7 @@ from accel_cli.planning.machine import Machine
 from accel_cli.planning.nodes import NodeLayout
 from accel_cli.planning.options import LaunchOption
 from accel_cli.planning.plan import Plan
-from accel_cli.profile.sections import Answers, Section
+from accel_cli.sections import Answers, Section
 from accel_runtime.env import FullyShard, MixedPrecision, ProcessGroupBackend, Settings
 
 if TYPE_CHECKING:

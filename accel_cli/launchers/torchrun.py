@@ -33,7 +33,7 @@ from accel_cli.planning.machine import Machine
 from accel_cli.planning.nodes import PORT
 from accel_cli.planning.options import LaunchOption
 from accel_cli.planning.plan import KEEP_DAYS, KEEP_RUNS, AgentSettings, check_ranks, get_highest_rank
-from accel_cli.profile.sections import Answers, CountOrAuto, Question
+from accel_cli.sections import Answers, CountOrAuto, Question
 from accel_runtime import env
 
 __all__ = [
@@ -265,9 +265,9 @@ class ElasticLauncher(Launcher):
 
 
 def build_command(spec: LaunchSpec, file: str, *options: str) -> tuple[str, ...]:
-    """Return the command of one process: a file of `accel_cli/runner` that runs the target and records failures."""
+    """Return the command of one process: a file of accel that runs the target and records failures."""
     # By path: `-m` would put the current folder before the standard library while the file loads.
-    path = Path(accel_cli.__file__).parent / "runner" / file
+    path = Path(accel_cli.__file__).parent / file
     return (spec.python, str(path), *options, spec.kind, spec.target, *spec.args)
 
 

@@ -22,7 +22,6 @@ from rich.text import Text
 
 from accel_cli import console
 from accel_cli.monitoring.snapshot import MetricSeries, RankSnapshot, RunSnapshot
-from accel_cli.runner.output import get_terminal_size
 
 __all__ = [
     "INTERVAL_S",
@@ -503,7 +502,7 @@ def _show_views(draw: Callable[[int, int], View], interval: float) -> View | Non
     ):
         while True:
             # Not `screen.size`: rich takes the variables COLUMNS and LINES for the size of a terminal.
-            width, height = get_terminal_size(sys.stdout.fileno())
+            width, height = console.get_terminal_size(sys.stdout.fileno())
             screen.size = (width, height)
             view = draw(width, height)
             if view.is_final:

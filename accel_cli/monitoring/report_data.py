@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from accel_cli import console
-from accel_cli.runner.beats import Beat
-from accel_cli.runner.run_dir import RunFolder, RunStatus, format_ranks
+from accel_cli.runs.beats import Beat
+from accel_cli.runs.run_dir import RunFolder, RunStatus, format_ranks
 
 __all__ = [
     "Curve",

@@ -13,10 +13,9 @@ from pathlib import Path
 from statistics import median_low
 from typing import Any
 
-from accel_cli.runner.beats import Beat
-from accel_cli.runner.gpu_usage import read_gpu_usage
-from accel_cli.runner.recorder import read_rss
-from accel_cli.runner.run_dir import RankFolder, RunFolder, RunStatus, read_text
+from accel_cli.runs.beats import Beat
+from accel_cli.runs.run_dir import RankFolder, RunFolder, RunStatus, read_text
+from accel_cli.runs.usage import read_gpu_usage, read_rss
 from accel_runtime.checkpoint.filesystem import is_process_running
 
 __all__ = ["MIN_STEPS", "MetricSeries", "RankSnapshot", "RunSnapshot", "find_slowest", "read_snapshot"]

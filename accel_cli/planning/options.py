@@ -1,4 +1,4 @@
-"""The options of `accel launch`, each declared once, and a launch request with the options as typed."""
+"""Options of `accel launch`, each declared once, a launch request, and the options of torchrun and Accelerate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-__all__ = ["OPTIONS", "SELECTION", "Kind", "LaunchOption", "Request"]
+__all__ = [
+    "FOREIGN_FLAGS",
+    "FOREIGN_OPTIONS",
+    "OPTIONS",
+    "SELECTION",
+    "Kind",
+    "LaunchOption",
+    "Request",
+    "normalize_option",
+]
 
 Kind = Literal["script", "module", "program"]
 
@@ -41,17 +50,6 @@ class LaunchOption:
     def name(self) -> str:
         """The name in a request: `nproc_per_node` for `--nproc-per-node`."""
         return self.flag.removeprefix("--").replace("-", "_")
-
-    def parse_value(self, value: Any) -> Any:
-        """Return the value of the profile key for a value as typed."""
-        if self.const is not None:
-            return self.const
-        if self.type != "scalar" or value == "":
-            # Empty is what an unset shell variable leaves: not a number, and not the same as no option.
-            return value
-        from accel_cli.profile import yaml_io  # noqa: PLC0415 - the help needs no YAML
-
-        return yaml_io.scalar(value, self.flag)
 
 
 @dataclass(frozen=True)
@@ -135,3 +133,67 @@ OPTIONS: Mapping[str, LaunchOption] = MappingProxyType(
 """The options that every launcher may get, by name; `Launcher.launch_options` has those of one launcher."""
 SELECTION = ("profile", "nproc_per_node", "gpu_ids", "nnodes", "rdzv_endpoint", "cpu")
 """The options of `accel test`."""
+_ADVICE = {
+    "Use --nproc-per-node auto, one process for each GPU": "multi-gpu",
+    "Use --cpu": "use-cpu",
+    "Use --set launcher.kind=xla": "tpu",
+    "Leave it out: accel does not bind processes to processor cores": "enable-cpu-affinity numa-binding=",
+    "Use --set parallel.dp_shard=auto; accel config import FILE converts the other keys of a config file": "use-fsdp use-deepspeed deepspeed-*= zero-stage= zero3-*=",
+    "Use --set parallel.dp_replicate=N, parallel.dp_shard, parallel.tp or parallel.cp": "use-parallelism-config parallelism-config-*=",
+    "Leave it out: Megatron-LM is not supported": "use-megatron-lm megatron-lm-*=",
+    "Leave it out: nodes connect to --rdzv-endpoint on any network": "same-network",
+    "Leave it out: on one node, the rendezvous uses a free port": "standalone",
+    "Leave it out: accel runs the script itself, unchanged": "run-path",
+    "Leave it out: every process sees all GPUs and uses the one of its local rank": "virtual-local-rank",
+    "Use --mixed-precision bf16": "downcast-bf16",
+    "Use accel tpu-pod NAME, which starts accel launch on every worker of a pod": "tpu-cluster tpu-pod= vm=",
+    "Leave it out: accel launch runs the script on this machine": "no-tpu-cluster",
+    "Use accel tpu-pod NAME --setup COMMAND, with sudo in the command": "tpu-use-sudo",
+    "Use accel tpu-pod NAME --run": "run-pod",
+    "Leave it out: every run reports the ranks whose collectives do not match": "debug",
+    "Use Accelerator(dynamo_backend=...) in the script": "dynamo-use-fullgraph dynamo-use-dynamic dynamo-use-regional-compilation dynamo-*=",
+    "Use --nproc-per-node N, the number of processes on each node": "n= np=",
+    "Use --nproc-per-node N, the number of processes on each node; num_processes is the number on all nodes": "num-processes=",
+    "Use --nnodes N": "num-machines= num-nodes=",
+    "Leave it out, since nodes are numbered automatically, or use --node-rank N": "machine-rank=",
+    "Use --nproc-per-node N and --nnodes N; the world size is their product": "world-size=",
+    "Use --rdzv-endpoint HOST:PORT, the address of one node and a free port on it; on one node, leave it out": "main-process-ip= main-process-port= master-addr= master-port=",
+    "Use --set process_group_backend=gloo or nccl": "backend=",
+    "Use --profile NAME, with a profile that accel config import FILE --profile NAME has created from the file": "config-file= config=",
+    "Use --set launcher.omp_num_threads=N": "num-cpu-threads-per-process=",
+    "Use the keys of fully_shard: in the profile; accel config import FILE converts those of a config file": "fsdp-*=",
+    "Use --set fully_shard.cpu_offload=true": "offload-*=",
+    "Use Accelerator(gradient_accumulation_steps=N) in the script": "gradient-accumulation-steps=",
+    "Call accelerator.clip_grad_norm_ in the script": "gradient-clipping=",
+    "Use --ranks RANKS to choose the output on the terminal; accel logs prints the output of every rank": "tee= t= redirects= r= local-ranks-filter= duplicate-*=",
+    "Leave it out: all processes of a launch have the same role": "role=",
+    "Leave it out: the rendezvous always uses c10d": "rdzv-backend=",
+    "Use --set launcher.rdzv_timeout=SECONDS or launcher.last_call_timeout=SECONDS": "rdzv-conf=",
+    "Use --set launcher.monitor_interval=SECONDS": "monitor-interval=",
+    "Use --set launcher.start_method=forkserver or exec": "start-method=",
+    "Leave it out: accel uses the address on the route to --rdzv-endpoint": "local-addr=",
+    "Use --log-dir DIR": "logs-specs=",
+    "Leave it out: accel logs prints the output of a run": "event-log-handler=",
+    "Leave it out: signals that end or stop a run are passed to every process": "signals-to-handle=",
+    "Use --set launcher.main_training_function=NAME, with launcher.kind: xla": "main-training-function=",
+    "Use accel tpu-pod NAME --zone ZONE": "zone=",
+    "Use accel tpu-pod NAME --project ID": "project=",
+    "Use accel tpu-pod NAME --folder DIR": "pod-folder=",
+    "Use accel tpu-pod NAME --setup COMMAND": "pod-setup=",
+    "Use --set env.NAME=VALUE": "env=",
+    "Use --mixed-precision bf16 or fp16; 8-bit formats are not supported": "fp8-*=",
+    "Leave credentials in the files of the AWS CLI, and choose an AWS profile with launcher.aws_profile": "aws-*=",
+    "Run accel launch with mpirun, whose variables it reads": "mpirun-hostfile=",
+}
+"""Options of torchrun and Accelerate by the advice for them: `n=` takes a value, `fsdp-*=` is all of a prefix."""
+FOREIGN_OPTIONS: Mapping[str, str] = MappingProxyType(
+    {name.rstrip("*="): advice for advice, names in _ADVICE.items() for name in names.split()}
+)
+"""The advice for an option, by name with `-` for `_`; a name that ends with `-` is a prefix."""
+FOREIGN_FLAGS = frozenset(name for names in _ADVICE.values() for name in names.split() if "=" not in name)
+"""The options that take no value."""
+
+
+def normalize_option(name: str) -> str:
+    """Return an option's name as accel spells it: with `-` for `_`."""
+    return name.replace("_", "-")

@@ -1,6 +1,6 @@
 """Merge layers to one profile: user < project < named < environment < options; every value keeps its source.
 
-`planning.planner` adds the launcher that suits the machine below them, if none of them names one, and above the environment
+`planner` adds the launcher that suits the machine below them, if none of them names one, and above the environment
 what a scheduler says about the nodes of this launch.
 """
 

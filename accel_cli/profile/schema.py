@@ -22,7 +22,8 @@ from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.base import Launcher
 from accel_cli.launchers.single import Single
 from accel_cli.planning.machine import Machine
-from accel_cli.profile.sections import Answers, Choice, FullyShardSection, ParallelSection, Question, Section
+from accel_cli.profile.sharding import FullyShardSection, ParallelSection
+from accel_cli.sections import Answers, Choice, Question, Section
 from accel_runtime.env import Device, LogLevel, MixedPrecision, ProcessGroupBackend, Settings
 
 __all__ = [

@@ -17,8 +17,8 @@ from accel_cli.console import is_secret, mask_secrets
 from accel_cli.errors import UsageError
 from accel_cli.launchers import torchrun
 from accel_cli.launchers.base import DETACH, JOB_NAME, Launcher, LaunchSpec, Plan
-from accel_cli.profile.sections import Answers, Choice, CountOrAuto, Question
 from accel_cli.ray.plan import EXTRA, RayJobPlan, RayRun, preview
+from accel_cli.sections import Answers, Choice, CountOrAuto, Question
 
 if TYPE_CHECKING:
     from accel_cli.ray.jobs import RayJobs

@@ -46,10 +46,10 @@ from accel_cli.runner.output import LogWarning, RankOutputs
 from accel_cli.runner.processes import OomKillCounter, ReplicaWatch, WorkerProcesses
 from accel_cli.runner.recorder import RunRecorder, SilenceHint, build_record
 from accel_cli.runner.rendezvous import NodeRendezvous, RestartBudget, RestartReason, SingleNodeRendezvous
-from accel_cli.runner.run_dir import RankFolder, RunFolder, format_ranks, get_log_home, write_reason
 from accel_cli.runner.screen_footer import ScreenFooter, create_footer
 from accel_cli.runner.shutdown import GuardProcess, Orphans, SignalHandlers
 from accel_cli.runner.stalls import StallWatch
+from accel_cli.runs.run_dir import RankFolder, RunFolder, format_ranks, get_log_home, write_reason
 from accel_runtime import env
 
 __all__ = ["ElasticAgent", "RunContext", "run"]

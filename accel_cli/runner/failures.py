@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_cli import console
-from accel_cli.runner.run_dir import RankFolder, fit_reason, format_ranks, read_text
+from accel_cli.runs.run_dir import RankFolder, fit_reason, format_ranks, read_text
 from accel_runtime import env
 
 __all__ = [

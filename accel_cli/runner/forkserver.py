@@ -31,9 +31,9 @@ from typing import TextIO
 
 from typing_extensions import override
 
+from accel_cli import worker
 from accel_cli.errors import AccelError, UsageError, explain_os_error, explain_torch_error
 from accel_cli.planning.plan import Plan
-from accel_cli.runner import worker
 from accel_cli.runner.guard import HANDLED_SIGNALS
 
 __all__ = [

@@ -14,7 +14,7 @@ if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
     del sys.path[0]
 
 # First: it notes the modules that Python itself has imported.
-from accel_cli.runner import worker
+from accel_cli import worker
 
 # isort: split
 import gc
@@ -69,7 +69,7 @@ def _start_server(plan: Plan) -> ForkServer | ForkRequest | None:
     try:
         import_torch(quiet=plan.nnodes > 1)
     except (ImportError, MemoryError, OSError) as error:
-        from accel_cli.runner import run_dir  # noqa: PLC0415 - not in the forked processes
+        from accel_cli.runs import run_dir  # noqa: PLC0415 - not in the forked processes
 
         message = explain_torch_error(error)
         run_dir.write_reason(plan.agent.failure_file, message)

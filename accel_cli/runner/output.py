@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from accel_cli import console
-from accel_cli.runner.run_dir import RankFolder, RunFolder
+from accel_cli.runs.run_dir import RankFolder, RunFolder
 
 __all__ = [
     "LinePrefixer",
@@ -22,7 +22,6 @@ __all__ = [
     "OutputChannel",
     "RankOutputs",
     "get_file_identity",
-    "get_terminal_size",
     "write_all",
 ]
 
@@ -221,16 +220,6 @@ def get_file_identity(fd: int) -> object:
     except OSError:
         return None
     return (status.st_dev, status.st_ino)
-
-
-def get_terminal_size(fd: int) -> os.terminal_size:
-    """Return the columns and lines of a terminal; 80 and 24 if it does not know them, as over some serial lines.
-
-    Raises:
-        OSError: The descriptor is closed, or is not a terminal.
-    """
-    columns, lines = os.get_terminal_size(fd)
-    return os.terminal_size((columns or 80, lines or 24))
 
 
 class OutputChannel:

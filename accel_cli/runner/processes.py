@@ -21,9 +21,9 @@ from accel_cli import console
 from accel_cli.planning.plan import select_ranks
 from accel_cli.runner.forkserver import ForkServer, ForkServerError
 from accel_cli.runner.output import RankOutputs
-from accel_cli.runner.run_dir import RankFolder, read_text
 from accel_cli.runner.shutdown import Orphans, end_processes
-from accel_cli.runner.worker import REPLICA_COUNT_FILE
+from accel_cli.runs.run_dir import RankFolder, read_text
+from accel_cli.worker import REPLICA_COUNT_FILE
 
 __all__ = ["OomKillCounter", "ReplicaWatch", "WorkerProcesses"]
 

@@ -9,13 +9,12 @@ import platform
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from accel_cli import console
 from accel_cli.planning.plan import Plan
-from accel_cli.runner.gpu_usage import read_gpu_usage
-from accel_cli.runner.run_dir import RunFolder, get_log_home, read_text
+from accel_cli.runs.run_dir import RunFolder, get_log_home, read_text
+from accel_cli.runs.usage import read_gpu_usage, read_rss
 from accel_runtime import env
 
 __all__ = ["RunRecorder", "SilenceHint", "build_record", "record_script"]
@@ -24,7 +23,6 @@ _INTERVAL_S = 5.0
 """Seconds between two samples of the memory, at first."""
 _MAX_SAMPLES = 1024
 """The most lines of the file; when it is full, every second one is dropped and the interval doubles."""
-_PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
 _SILENCE_S = 600.0
 
 
@@ -157,12 +155,6 @@ class RunRecorder:
             else f"ended after {duration} with exit code {code}"
         )
         return f"{processes} {end}"
-
-
-def read_rss(pid: int) -> int:
-    """Return the resident memory of a process in bytes; 0 if it has ended, or without /proc."""
-    fields = read_text(Path("/proc", str(pid), "statm")).split()
-    return int(fields[1]) * _PAGE_SIZE if len(fields) > 1 else 0
 
 
 class SilenceHint:

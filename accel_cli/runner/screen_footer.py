@@ -19,8 +19,8 @@ from typing import Any
 from typing_extensions import Self, override
 
 from accel_cli import console
-from accel_cli.runner.output import get_file_identity, get_terminal_size, write_all
-from accel_cli.runner.run_dir import RunFolder
+from accel_cli.runner.output import get_file_identity, write_all
+from accel_cli.runs.run_dir import RunFolder
 
 __all__ = ["ScreenFooter", "create_footer"]
 
@@ -100,7 +100,7 @@ class ScreenFooter:
             self._next_refresh = now + _INTERVAL_S
             # A terminal that is stopped by Ctrl-S, or a lost connection, must not block the launcher.
             if select.select([], [_TERMINAL], [], 0)[1]:
-                self._size = get_terminal_size(_TERMINAL)
+                self._size = console.get_terminal_size(_TERMINAL)
                 columns, lines = self._size
                 shown = self._build(columns, max(1, lines - _MIN_OUTPUT_LINES))
                 encoding = self._stderr.encoding or "utf-8"
@@ -145,7 +145,7 @@ class ScreenFooter:
                 write_all(fd, output)
             elif output:
                 # After a change of the size, only a refresh knows which lines fit.
-                self._is_drawn = get_terminal_size(_TERMINAL) == self._size
+                self._is_drawn = console.get_terminal_size(_TERMINAL) == self._size
                 write_all(fd, _ERASE_BELOW + output + (self._format() if self._is_drawn else b""))
 
     def _format(self) -> bytes:

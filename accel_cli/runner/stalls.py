@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from accel_cli import console
-from accel_cli.runner import worker
-from accel_cli.runner.beats import Beat
+from accel_cli import console, worker
 from accel_cli.runner.guard import send_signal
-from accel_cli.runner.run_dir import RankFolder, format_ranks, read_text
+from accel_cli.runs.beats import Beat
+from accel_cli.runs.run_dir import RankFolder, format_ranks, read_text
 from accel_runtime import env
 
 __all__ = ["Stacks", "StallWatch", "format_stall", "request_stacks"]
@@ -128,9 +127,10 @@ def _get_user_frames(frames: tuple[str, ...]) -> tuple[str, ...]:
 _TIMEOUT_S = 3.0
 _IDLE_S, _LONG_IDLE_S = 0.2, 1.0
 """Stop waiting if no file grows for this time: once all ranks have answered, and before."""
+_RUNNER = Path(__file__).parent
 _REPLICAS, *_ENTRY_POINTS = (
-    f'File "{Path(worker.__file__).with_name(name)}"'
-    for name in ("xla_replicas.py", "worker.py", "forkserver_main.py")
+    f'File "{path}"'
+    for path in (_RUNNER / "xla_replicas.py", _RUNNER / "forkserver_main.py", worker.__file__)
 )
 _PROCESS_STATES = {
     "T": "it is stopped",

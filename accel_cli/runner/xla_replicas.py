@@ -33,9 +33,9 @@ from multiprocessing.process import BaseProcess
 from types import FrameType, ModuleType
 from typing import Any, TextIO
 
-from accel_cli.runner import worker
+from accel_cli import worker
 from accel_cli.runner.guard import HANDLED_SIGNALS, send_signal
-from accel_cli.runner.run_dir import RankFolder
+from accel_cli.runs.run_dir import RankFolder
 from accel_runtime.env import RANK_FOLDER
 
 __all__ = ["ReplicaFolder", "ReplicaProcesses", "ReplicaSignalHandlers", "ReplicaThreads", "main"]

@@ -16,10 +16,10 @@ from accel_cli.launchers import torchrun
 from accel_cli.launchers.base import DETACH, JOB_NAME, Launcher, LaunchSpec, Plan
 from accel_cli.planning.machine import Machine
 from accel_cli.planning.options import LaunchOption
-from accel_cli.profile.sections import Answers, Choice, CountOrAuto, Offers, Question, Section
 from accel_cli.sagemaker import images
 from accel_cli.sagemaker.aws import Account
 from accel_cli.sagemaker.request import CHANNEL, SageMakerJobPlan, build_job_spec
+from accel_cli.sections import Answers, Choice, CountOrAuto, Offers, Question, Section
 from accel_runtime.env import ProcessGroupBackend
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from accel_cli.planning.network import Endpoint as Address
 from accel_cli.planning.nodes import PORT
 from accel_cli.planning.options import LaunchOption
 from accel_cli.planning.plan import JobPlan, get_highest_rank
-from accel_cli.profile.sections import Answers, Choice, CountOrAuto, Question
+from accel_cli.sections import Answers, Choice, CountOrAuto, Question
 from accel_cli.ssh.hosts import Host, check_hosts, parse_host, read_hostfile
 
 __all__ = ["Ssh", "SshPlan"]

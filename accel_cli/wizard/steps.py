@@ -18,8 +18,8 @@ from accel_cli.planning.machine import Machine
 from accel_cli.profile import yaml_io
 from accel_cli.profile.layers import nest
 from accel_cli.profile.schema import PARALLEL_SECTIONS, Profile
-from accel_cli.profile.sections import Answers, Choice, Question, Section
 from accel_cli.profile.validation_errors import explain
+from accel_cli.sections import Answers, Choice, Question, Section
 
 __all__ = [
     "NONE",

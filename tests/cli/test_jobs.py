@@ -9,8 +9,8 @@ from in_process import run
 from accel_cli.errors import UsageError
 from accel_cli.jobs import base as following
 from accel_cli.jobs.base import Job, Jobs, Log, PollIntervals, UnreachableError, format_options
-from accel_cli.jobs.slurm import SlurmJobs, parse_job_line
 from accel_cli.launchers import LAUNCHERS
+from accel_cli.slurm.jobs import SlurmJobs, parse_job_line
 
 LINE = (
     "JobId={id} JobName={name} UserId=ann(1000) GroupId=ann(1000) MCS_label=N/A Priority=1 Nice=0 Account=(null) "

@@ -5,8 +5,8 @@ import json
 import pytest
 from fork_launch import run
 
-from accel_cli.runner.beats import Beat
-from accel_cli.runner.run_dir import find_run
+from accel_cli.runs.beats import Beat
+from accel_cli.runs.run_dir import find_run
 
 TRAINS = """
 import sys, torch

@@ -9,7 +9,7 @@ import time
 import pytest
 from fork_launch import Accel, run
 
-from accel_cli.runner.run_dir import RunFolder
+from accel_cli.runs.run_dir import RunFolder
 
 PAIR = ("launch", "--cpu", "--nproc-per-node", 2)
 

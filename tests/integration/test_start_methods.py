@@ -14,7 +14,7 @@ from textwrap import dedent
 import pytest
 from fork_launch import run
 
-from accel_cli.runner import worker
+from accel_cli import worker
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the fork server needs Linux")
 
@@ -23,7 +23,7 @@ import os, sys
 if not getattr(sys.flags, "safe_path", False):
     del sys.path[0]
 from pathlib import Path
-from accel_cli.runner import worker
+from accel_cli import worker
 from accel_cli.runner.forkserver import ForkServer, start_fork_server
 
 started = start_fork_server()

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from accel_cli.runner.beats import Beat
-from accel_cli.runner.run_dir import RankFolder
+from accel_cli.runs.beats import Beat
+from accel_cli.runs.run_dir import RankFolder
 from accel_runtime import Accelerator
 from accel_runtime import heartbeat as heartbeat_module
 from accel_runtime.env import RANK_FOLDER

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
-from accel_cli.runner.run_dir import RankFolder
+from accel_cli.runs.run_dir import RankFolder
 from accel_runtime import Accelerator, ProjectConfiguration, recording
 from accel_runtime.env import RANK_FOLDER
 from accel_runtime.heartbeat import Heartbeat, _create_progress

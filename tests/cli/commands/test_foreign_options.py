@@ -7,8 +7,8 @@ import pytest
 import typer
 from in_process import run
 
-from accel_cli.commands.options import FOREIGN_FLAGS, FOREIGN_OPTIONS, normalize_option
 from accel_cli.main import app
+from accel_cli.planning.options import FOREIGN_FLAGS, FOREIGN_OPTIONS, normalize_option
 from accel_cli.profile.schema import known_keys
 
 TORCHRUN = """

@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 from in_process import run
 
+from accel_cli import planner
 from accel_cli.commands.launch import format_headline
-from accel_cli.planning import planner
 from accel_cli.planning.options import Request
 
 PRINTS = "import sys\nprint(sys.argv)\n"

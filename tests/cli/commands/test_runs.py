@@ -14,7 +14,7 @@ import time
 import pytest
 from in_process import run
 
-from accel_cli.runner.run_dir import RunFolder
+from accel_cli.runs.run_dir import RunFolder
 from accel_runtime import env
 
 

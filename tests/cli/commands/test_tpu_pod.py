@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from accel_cli import planner
 from accel_cli.commands import tpu_pod
 from accel_cli.errors import UsageError
-from accel_cli.planning import planner
 from accel_cli.planning.options import Request
 from accel_cli.profile import yaml_io
 

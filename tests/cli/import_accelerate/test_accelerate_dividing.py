@@ -4,10 +4,10 @@ import json
 
 import pytest
 
+from accel_cli import planner
 from accel_cli.errors import ProfileError
 from accel_cli.import_accelerate import convert, read_deepspeed_file
 from accel_cli.launchers.base import LaunchSpec
-from accel_cli.planning import planner
 from accel_cli.planning.machine import Machine
 from accel_cli.profile import yaml_io
 from accel_cli.profile.schema import Profile

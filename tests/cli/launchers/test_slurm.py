@@ -13,9 +13,9 @@ from pydantic import ValidationError
 
 from accel_cli.errors import UsageError
 from accel_cli.launchers.base import LaunchSpec
-from accel_cli.launchers.slurm import Slurm
 from accel_cli.planning.machine import Machine
 from accel_cli.planning.plan import quote_for_bash
+from accel_cli.slurm.config import Slurm
 from accel_runtime.env import Settings
 
 GOLDEN = Path(__file__).parent / "golden"

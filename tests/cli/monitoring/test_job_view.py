@@ -7,10 +7,10 @@ from in_process import run as accel
 
 from accel_cli.errors import UsageError
 from accel_cli.jobs.base import Job, Jobs, Log, PollIntervals, UnreachableError
-from accel_cli.launchers.slurm import Slurm
 from accel_cli.monitoring.job_view import JobView
 from accel_cli.monitoring.live_view import render_lines
-from accel_cli.runner.run_dir import RunFolder
+from accel_cli.runs.run_dir import RunFolder
+from accel_cli.slurm.config import Slurm
 
 
 class ScriptedJobs(Jobs):

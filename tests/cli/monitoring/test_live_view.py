@@ -14,7 +14,7 @@ import pytest
 
 from accel_cli.monitoring.live_view import build_view, format_sparkline, render_lines, shorten_location
 from accel_cli.monitoring.snapshot import MetricSeries, RankSnapshot, RunSnapshot
-from accel_cli.runner.beats import Beat
+from accel_cli.runs.beats import Beat
 
 STEPS = 400
 LOSS = MetricSeries("train/loss", 0.1353, 390, [math.exp(-step / 20) for step in range(40)])

@@ -9,7 +9,7 @@ import pytest
 from in_process import run as accel
 
 from accel_cli.monitoring.snapshot import RankSnapshot, RunSnapshot, read_snapshot
-from accel_cli.runner.run_dir import RunFolder
+from accel_cli.runs.run_dir import RunFolder
 from accel_runtime.heartbeat import Heartbeat
 
 RANK_FIELDS = {

@@ -3,11 +3,11 @@ from dataclasses import replace
 
 import pytest
 
+from accel_cli import planner
 from accel_cli.errors import ProfileError, UsageError
-from accel_cli.planning import planner
+from accel_cli.planner import check_target
 from accel_cli.planning.machine import Machine, Packages, Tpu
 from accel_cli.planning.options import Request
-from accel_cli.planning.planner import check_target
 from accel_cli.profile.store import write
 
 CPU = Machine(8)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_cli.runner.beats import Beat
-from accel_cli.runner.run_dir import RankFolder
+from accel_cli.runs.beats import Beat
+from accel_cli.runs.run_dir import RankFolder
 from accel_runtime import env, heartbeat
 from accel_runtime.heartbeat import Heartbeat, LoaderEpoch
 

@@ -11,9 +11,9 @@ import pytest
 import accel_cli
 from accel_cli.runner import failures
 from accel_cli.runner.failures import Cause, ExceptionInfo, Failure, Frame, format_reason
-from accel_cli.runner.run_dir import REASON_SIZE, RankFolder, format_ranks
+from accel_cli.runs.run_dir import REASON_SIZE, RankFolder, format_ranks
 
-WORKER = Path(accel_cli.__file__).parent / "runner" / "worker.py"
+WORKER = Path(accel_cli.__file__).parent / "worker.py"
 
 
 def failure(rank, time=1.0, exitcode=1, text="ValueError: boom\n", kind="builtins.ValueError", **more):

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from accel_cli.errors import UsageError
-from accel_cli.runner import run_dir
-from accel_cli.runner.run_dir import RunFolder, find_recent_runs, find_run, find_running_run, read_log
+from accel_cli.runs import run_dir
+from accel_cli.runs.run_dir import RunFolder, find_recent_runs, find_run, find_running_run, read_log
 
 KEPT_RUNS = 3
 

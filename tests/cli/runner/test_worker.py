@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import accel_cli
-from accel_cli.runner import worker
+from accel_cli import worker
 
-WORKER = Path(accel_cli.__file__).parent / "runner" / "worker.py"
+WORKER = Path(accel_cli.__file__).parent / "worker.py"
 
 
 def writes(folder, source, stream):

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from pydantic import ValidationError
 
+from accel_cli import planner
 from accel_cli.errors import UsageError
 from accel_cli.launchers.base import LaunchSpec
-from accel_cli.planning import planner
 from accel_cli.planning.machine import Machine
 from accel_cli.planning.options import Request
 from accel_cli.sagemaker.config import SageMaker

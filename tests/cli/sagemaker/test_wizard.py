@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from accel_cli.planning.machine import Machine
-from accel_cli.profile.sections import Choice
 from accel_cli.sagemaker import config as wizard
+from accel_cli.sections import Choice
 
 MACHINE = Machine(2, torch="2.13.0+cpu")
 CONFIG = """\

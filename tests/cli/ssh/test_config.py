@@ -7,10 +7,10 @@ import shlex
 import pytest
 import yaml
 
+from accel_cli import planner
 from accel_cli.errors import ProfileError, UsageError
 from accel_cli.launchers.base import LaunchSpec
 from accel_cli.launchers.torchrun import Torchrun
-from accel_cli.planning import planner
 from accel_cli.planning.machine import Machine
 from accel_cli.planning.nodes import NodeLayout
 from accel_cli.planning.options import Request

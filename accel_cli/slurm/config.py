@@ -16,10 +16,10 @@ from accel_cli.launchers.base import DETACH, JOB_NAME, Launcher, LaunchSpec, Pla
 from accel_cli.launchers.torchrun import Torchrun
 from accel_cli.planning.nodes import FIRST_JOB_PORT, NUM_JOB_PORTS, get_slurm_rendezvous
 from accel_cli.planning.plan import JobPlan, check_ranks, quote_for_bash
-from accel_cli.profile.sections import Answers, CountOrAuto, Question
+from accel_cli.sections import Answers, CountOrAuto, Question
 
 if TYPE_CHECKING:
-    from accel_cli.jobs.slurm import SlurmJobs
+    from accel_cli.slurm.jobs import SlurmJobs
 
 __all__ = ["Slurm", "SlurmJobPlan"]
 
@@ -232,14 +232,14 @@ class Slurm(Launcher):
     def run(self, plan: Plan) -> int:
         if plan.job is None:
             return Torchrun().run(plan)
-        from accel_cli.jobs.slurm import submit_job  # noqa: PLC0415 - not for a dry run
+        from accel_cli.slurm.jobs import submit_job  # noqa: PLC0415 - not for a dry run
 
         return submit_job(plan)
 
     @classmethod
     @override
     def open_jobs(cls, values: Mapping[str, Any]) -> SlurmJobs:
-        from accel_cli.jobs.slurm import SlurmJobs  # noqa: PLC0415 - imports this module
+        from accel_cli.slurm.jobs import SlurmJobs  # noqa: PLC0415 - imports this module
 
         return SlurmJobs()
 

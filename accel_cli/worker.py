@@ -65,7 +65,7 @@ REPLICA_COUNT_FILE = "replicas"
 """The file with which a replica reports that it has started; it contains the number of replicas."""
 _DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE})
 _LAUNCHER_STDERR = "/proc/{}/fd/2"
-_REPLICAS = str(Path(__file__).with_name("xla_replicas.py"))
+_REPLICAS = str(Path(__file__).with_name("runner") / "xla_replicas.py")
 _SAFE_PATH = getattr(sys.flags, "safe_path", False)
 """Set by `PYTHONSAFEPATH` (Python 3.11): the script's folder is not added to `sys.path`."""
 

@@ -10,7 +10,7 @@ from typing import overload
 
 from typing_extensions import override
 
-from accel_cli.runner.run_dir import RankFolder
+from accel_cli.runs.run_dir import RankFolder
 from accel_runtime import env
 
 __all__ = ["Beat"]

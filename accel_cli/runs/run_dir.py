@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from accel_cli.errors import UsageError
 from accel_cli.planning.plan import KEEP_DAYS, KEEP_RUNS
-from accel_cli.runner.worker import STACKS_FILE, THREAD_FILE
+from accel_cli.worker import STACKS_FILE, THREAD_FILE
 from accel_runtime import env
 from accel_runtime.checkpoint.filesystem import is_process_running
 
 if TYPE_CHECKING:
-    from accel_cli.runner.beats import Beat
+    from accel_cli.runs.beats import Beat
 
 __all__ = [
     "REASON_SIZE",
@@ -229,7 +229,7 @@ class RunFolder:
 
     def _read_first_beat(self) -> Beat | None:
         """Read the heartbeat of the first rank in the first attempt; None if it wrote none."""
-        from accel_cli.runner.beats import Beat  # noqa: PLC0415 - beats.py imports this module
+        from accel_cli.runs.beats import Beat  # noqa: PLC0415 - beats.py imports this module
 
         return Beat.read(self.get_rank(0, 0))
 

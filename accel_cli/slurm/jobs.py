@@ -22,8 +22,8 @@ from accel_cli.jobs.base import (
     follow,
     format_commands,
 )
-from accel_cli.launchers.slurm import SlurmJobPlan
 from accel_cli.planning.plan import Plan
+from accel_cli.slurm.config import SlurmJobPlan
 
 __all__ = ["SlurmJobs", "parse_job_line", "submit_job"]
 

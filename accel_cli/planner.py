@@ -21,8 +21,8 @@ from accel_cli.planning import machine as hardware
 from accel_cli.planning import nodes
 from accel_cli.planning.machine import Machine, Tpu
 from accel_cli.planning.nodes import NodeLayout, NodeOptions
-from accel_cli.planning.options import OPTIONS, Kind, Request
-from accel_cli.profile import layers
+from accel_cli.planning.options import OPTIONS, Kind, LaunchOption, Request
+from accel_cli.profile import layers, yaml_io
 from accel_cli.profile.layers import Layer, Resolved
 from accel_cli.profile.store import Store
 from accel_runtime.env import SettingsError, check_layout, find_nearest
@@ -179,7 +179,7 @@ def _build_option_layers(request: Request, kind: Any, launcher: type[Launcher]) 
     for option in (*OPTIONS.values(), *launcher.launch_options):
         if not option.key or option.name not in request.options:
             continue
-        value = option.parse_value(request.options[option.name])
+        value = _parse_value(option, request.options[option.name])
         if launcher.replaces_process and option.name in {"nproc_per_node", "nnodes"} and value == 1:
             continue
         option_layers.append(
@@ -221,10 +221,20 @@ def _find_nodes(
             )
         return NodeLayout()
     names = [field.name for field in fields(NodeOptions) if field.name in request.options]
-    options = NodeOptions(**{name: OPTIONS[name].parse_value(request.options[name]) for name in names})
+    options = NodeOptions(**{name: _parse_value(OPTIONS[name], request.options[name]) for name in names})
     if launcher.location == "pod":
         return nodes.find_tpu_nodes(options, environ, machine.tpu)
     return nodes.find_nodes(options, environ, parent=os.getppid())
+
+
+def _parse_value(option: LaunchOption, value: Any) -> Any:
+    """Return the value of the profile key for a value as typed."""
+    if option.const is not None:
+        return option.const
+    if option.type != "scalar" or value == "":
+        # Empty is what an unset shell variable leaves: not a number, and not the same as no option.
+        return value
+    return yaml_io.scalar(value, option.flag)
 
 
 # The target

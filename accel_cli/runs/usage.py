@@ -1,13 +1,26 @@
-"""Memory and utilisation of GPUs by process, through nvidia-ml-py where it and the driver of NVIDIA are installed."""
+"""Memory of processes, and memory and utilisation of their GPUs, through nvidia-ml-py if it and the driver are installed."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from contextlib import suppress
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
-__all__ = ["read_gpu_usage"]
+from accel_cli.runs.run_dir import read_text
+
+__all__ = ["read_gpu_usage", "read_rss"]
+
+
+_PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
+
+
+def read_rss(pid: int) -> int:
+    """Return the resident memory of a process in bytes; 0 if it has ended, or without /proc."""
+    fields = read_text(Path("/proc", str(pid), "statm")).split()
+    return int(fields[1]) * _PAGE_SIZE if len(fields) > 1 else 0
 
 
 def read_gpu_usage(pids: Collection[int]) -> dict[int, tuple[int, int]]:

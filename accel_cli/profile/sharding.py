@@ -1,83 +1,18 @@
-"""Sections of a profile: checked, frozen fields with the wizard's questions; the sections `parallel` and `fully_shard`."""
+"""The sections `parallel` and `fully_shard` of a profile."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from typing_extensions import Self, override
 
 from accel_cli.launchers import LAUNCHERS
-from accel_cli.planning.machine import Machine
+from accel_cli.sections import Answers, Choice, CountOrAuto, Question, Section
 from accel_runtime.env import FullyShard, Number, Parallel, SettingsError
 
-__all__ = [
-    "Answers",
-    "Choice",
-    "CountOrAuto",
-    "FullyShardSection",
-    "Offers",
-    "ParallelSection",
-    "Question",
-    "Section",
-]
-
-Answers = Mapping[str, Any]
-"""The answers so far in this section, by field."""
-CountOrAuto = Annotated[int, Field(ge=1)] | Literal["auto"]
-
-
-class Section(BaseModel):
-    """A part of a profile: unknown keys are errors, values are not converted, nothing changes later."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """An answer to choose, with its meaning."""
-
-    value: Any
-    title: str
-    available: Callable[[Machine, Answers], bool] = lambda *_: True
-    """Returns True if it can be chosen on this machine and after these answers."""
-
-
-@dataclass(frozen=True)
-class Offers:
-    """Choices that a service or another tool's configuration offers."""
-
-    choices: Sequence[Choice] = ()
-    """The first is the default, unless the profile already has a value."""
-    note: str = ""
-    """The reason if the list is incomplete."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """The wizard's question for a field, in the field's `Annotated`."""
-
-    text: str
-    """The text of the question."""
-    suggest: Callable[[Machine, Answers], Any]
-    """Returns the default answer: suits this machine, and can always be launched."""
-    choices: Sequence[Choice] = ()
-    """The fixed choices; if empty, the answer is typed."""
-    offers: Callable[[Machine, Answers], Offers] | None = None
-    """Looks up choices when the question is shown; never called without a user."""
-    complete: Callable[[], Sequence[str]] | None = None
-    """Returns completions for typed answers."""
-    check: Callable[[Any], str | None] = lambda _: None
-    """Returns the problem of an answer that the field itself accepts, or None."""
-    when: Callable[[Answers], bool] = lambda _: True
-    """Returns True if the question applies."""
-    advanced: bool = False
-    """True if the question is asked only on request."""
-    hint: str = ""
-    """One line of help under the question."""
+__all__ = ["FullyShardSection", "ParallelSection"]
 
 
 def _check_wrap(value: Any) -> Any:

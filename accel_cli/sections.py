@@ -1,0 +1,67 @@
+"""Sections of a profile: checked, frozen fields, with the questions and choices of the wizard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from accel_cli.planning.machine import Machine
+
+__all__ = ["Answers", "Choice", "CountOrAuto", "Offers", "Question", "Section"]
+
+Answers = Mapping[str, Any]
+"""The answers so far in this section, by field."""
+CountOrAuto = Annotated[int, Field(ge=1)] | Literal["auto"]
+
+
+class Section(BaseModel):
+    """A part of a profile: unknown keys are errors, values are not converted, nothing changes later."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An answer to choose, with its meaning."""
+
+    value: Any
+    title: str
+    available: Callable[[Machine, Answers], bool] = lambda *_: True
+    """Returns True if it can be chosen on this machine and after these answers."""
+
+
+@dataclass(frozen=True)
+class Offers:
+    """Choices that a service or another tool's configuration offers."""
+
+    choices: Sequence[Choice] = ()
+    """The first is the default, unless the profile already has a value."""
+    note: str = ""
+    """The reason if the list is incomplete."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """The wizard's question for a field, in the field's `Annotated`."""
+
+    text: str
+    """The text of the question."""
+    suggest: Callable[[Machine, Answers], Any]
+    """Returns the default answer: suits this machine, and can always be launched."""
+    choices: Sequence[Choice] = ()
+    """The fixed choices; if empty, the answer is typed."""
+    offers: Callable[[Machine, Answers], Offers] | None = None
+    """Looks up choices when the question is shown; never called without a user."""
+    complete: Callable[[], Sequence[str]] | None = None
+    """Returns completions for typed answers."""
+    check: Callable[[Any], str | None] = lambda _: None
+    """Returns the problem of an answer that the field itself accepts, or None."""
+    when: Callable[[Answers], bool] = lambda _: True
+    """Returns True if the question applies."""
+    advanced: bool = False
+    """True if the question is asked only on request."""
+    hint: str = ""
+    """One line of help under the question."""

@@ -1,0 +1,1 @@
+"""The Slurm launcher: a job of a Slurm cluster, submitted and followed from a login node."""
