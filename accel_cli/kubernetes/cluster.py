@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -51,18 +52,13 @@ class Cluster:
         return self._namespace or self._connection[1]
 
     @cached_property
-    def batch(self) -> Any:
-        """The API of jobs."""
-        return self._sdk.client.BatchV1Api(self._connection[0])
-
-    @cached_property
     def core(self) -> Any:
         """The API of pods, services, ConfigMaps and events."""
         return self._sdk.client.CoreV1Api(self._connection[0])
 
     @cached_property
     def custom(self) -> Any:
-        """The API of custom resources."""
+        """The API of all other objects, as plain data: Jobs and TrainJobs."""
         return self._sdk.client.CustomObjectsApi(self._connection[0])
 
     @cached_property
@@ -96,14 +92,15 @@ class Cluster:
         return self._sdk.client.ApiClient(configuration), str(namespace or "default")
 
     @property
-    def response_error(self) -> type[Exception]:
-        """The class of errors for answers that are not successful."""
-        error: type[Exception] = self._sdk.client.ApiException
-        return error
+    def kubectl(self) -> str:
+        """The start of a command of kubectl on this namespace."""
+        context = f" --context {shlex.quote(self._context)}" if self._context else ""
+        return f"kubectl{context} -n {self.namespace}"
 
-    def get_status_code(self, error: Exception) -> int:
-        """Return the HTTP status of an error of the client; 0 if there was no answer."""
-        return int(getattr(error, "status", 0) or 0)
+    @property
+    def response_error(self) -> Any:
+        """The class of errors for answers that are not successful, with the HTTP `status` and the `body`."""
+        return self._sdk.client.ApiException
 
     @contextmanager
     def translate_errors(self, action: str) -> Iterator[None]:
@@ -123,7 +120,7 @@ class Cluster:
             raise UnreachableError(f"Cannot {action}: the cluster does not answer: {error}.") from error
 
     def _translate_response(self, error: Any, action: str) -> AccelError:
-        code, message = self.get_status_code(error), _read_message(error)
+        code, message = error.status or 0, _read_message(error)
         if code in {0, _TOO_MANY} or code >= _SERVER_ERROR:
             return UnreachableError(f"Cannot {action}: the cluster does not answer: {code} {message}.")
         if code == _UNAUTHORIZED:
@@ -131,8 +128,15 @@ class Cluster:
                 f"Cannot {action}: the cluster rejects the credentials: {message}. Log in again, or set launcher.context."
             )
         if code == _FORBIDDEN:
-            return UsageError(f"Cannot {action}: {message}. Ask an administrator for the permission.")
-        return UsageError(f"Cannot {action}: the cluster rejects it with {code}: {message}.")
+            return UsageError(f"Cannot {action}: {message}. Ask an administrator of the cluster.")
+        if code == NOT_FOUND and "page not found" in str(error.body):
+            return UsageError(
+                f"Cannot {action}: the cluster has no Kubeflow Trainer 2. Install it, or set launcher.kubeflow: false for an "
+                "ordinary Job."
+            )
+        return UsageError(
+            f"Cannot {action}: the cluster rejects it with {code}: {message}. Correct the launcher section of the profile."
+        )
 
 
 def _describe_config_error(error: Exception) -> UsageError:

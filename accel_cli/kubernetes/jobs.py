@@ -6,6 +6,7 @@ import datetime as dt
 import math
 import re
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from accel_cli.jobs.base import Job, Jobs, Log, PollIntervals, UnreachableError,
 from accel_cli.kubernetes.cluster import BAD_REQUEST, NOT_FOUND, TIMEOUT_S, Cluster
 from accel_cli.kubernetes.manifests import (
     CONTAINER,
+    INSTANCE,
     MANAGED_BY,
     NODE_CONTAINER,
     OWNER,
@@ -29,24 +31,10 @@ from accel_cli.kubernetes.manifests import (
     read_source,
     render,
 )
-from accel_cli.kubernetes.state import (
-    JobStatus,
-    count_restarts,
-    describe_job,
-    get_index,
-    keep_failure,
-    read_job,
-    read_train_job,
-)
+from accel_cli.kubernetes.state import count_restarts, describe_job, get_index, keep_failure
 from accel_cli.planning.plan import Plan
 
-__all__ = [
-    "KubernetesJobs",
-    "PodLogs",
-    "TrainJobs",
-    "open_jobs",
-    "submit",
-]
+__all__ = ["KubernetesJobs", "PodLogs", "TrainJobs", "open_jobs", "submit"]
 
 _MARGIN_S = 5
 """Seconds of a log that are read again, since clocks differ; lines that were read already are left out."""
@@ -58,12 +46,13 @@ class KubernetesJobs(Jobs):
     """The user's Jobs in a namespace; Kubernetes deletes a finished one after `launcher.ttl` seconds."""
 
     intervals: ClassVar[PollIntervals] = PollIntervals(log_s=0.5, status_s=(1.0, 10.0), last_output_s=2.0)
-    label: ClassVar[str] = "app.kubernetes.io/instance"
+    resource: ClassVar[tuple[str, str, str]] = ("batch", "v1", "jobs")
+    """The group, version and plural name of the jobs in the API."""
+    kind: ClassVar[str] = "Job"
+    label: ClassVar[str] = INSTANCE
     """The label of pods with the name of their job."""
     container: ClassVar[str] = CONTAINER
     """The name of the container that runs accel."""
-    reference: ClassVar[Mapping[str, str]] = {"apiVersion": "batch/v1", "kind": "Job"}
-    """The kind of a job, for the objects that it owns."""
     children: ClassVar[tuple[str, ...]] = ()
     """The ends of the names of objects through which a job creates its pods."""
 
@@ -73,32 +62,31 @@ class KubernetesJobs(Jobs):
         self._pods: dict[str, dict[str, Any]] = {}
         """The last state of every pod that was seen, by job and unique id: the cluster deletes pods that were drained."""
 
-    def create(self, body: Mapping[str, Any]) -> str:
-        """Create a job from its manifest, and return its unique id."""
-        created = self.cluster.batch.create_namespaced_job(
-            self.cluster.namespace, body, field_validation="Strict", _request_timeout=TIMEOUT_S
+    @property
+    def _location(self) -> dict[str, Any]:
+        """The arguments of every call about jobs."""
+        group, version, plural = self.resource
+        return {
+            "group": group,
+            "version": version,
+            "namespace": self.cluster.namespace,
+            "plural": plural,
+            "_request_timeout": TIMEOUT_S,
+        }
+
+    def create(self, body: Mapping[str, Any]) -> Mapping[str, str]:
+        """Create a job from its manifest, and return the reference with which it owns other objects."""
+        created = self.cluster.custom.create_namespaced_custom_object(
+            **self._location, body=body, field_validation="Strict"
         )
-        return str(created.metadata.uid)
+        keys = {key: created[key] for key in ("apiVersion", "kind")}
+        return {**keys, "name": created["metadata"]["name"], "uid": created["metadata"]["uid"]}
 
     def delete(self, job_id: str) -> None:
         """Delete a job and all objects that it owns; it remains until its pods have ended."""
-        self.cluster.batch.delete_namespaced_job(
-            job_id, self.cluster.namespace, propagation_policy="Foreground", _request_timeout=TIMEOUT_S
+        self.cluster.custom.delete_namespaced_custom_object(
+            **self._location, name=job_id, propagation_policy="Foreground"
         )
-
-    def read(self, job_id: str) -> JobStatus:
-        """Return the state of a job."""
-        cluster = self.cluster
-        return read_job(
-            cluster.batch.read_namespaced_job(job_id, cluster.namespace, _request_timeout=TIMEOUT_S)
-        )
-
-    def read_all(self, selector: str) -> list[JobStatus]:
-        """Return the states of all jobs with these labels."""
-        jobs = self.cluster.batch.list_namespaced_job(
-            self.cluster.namespace, label_selector=selector, _request_timeout=TIMEOUT_S
-        )
-        return [read_job(job) for job in jobs.items]
 
     def list_pods(self, job_id: str) -> list[Any]:
         """Return the pods of a job."""
@@ -119,39 +107,41 @@ class KubernetesJobs(Jobs):
     def list(self) -> list[Job]:
         selector = f"{MANAGED_BY}=accel,{OWNER}={format_user()}"
         with self.cluster.translate_errors("list jobs"):
-            statuses, pods = self.read_all(selector), self._select_pods(selector)
-        statuses.sort(key=lambda status: (status.submitted is not None, status.submitted))
-        by_job: dict[str, list[Any]] = {status.name: [] for status in statuses}
-        for pod in pods:
-            by_job.get(str((pod.metadata.labels or {}).get(self.label)), []).append(pod)
-        return [self._describe(status, by_job[status.name]) for status in statuses]
+            jobs = self.cluster.custom.list_namespaced_custom_object(
+                **self._location, label_selector=selector
+            )
+            all_pods = self._select_pods(selector)
+        pods: dict[str, list[Any]] = defaultdict(list)
+        for pod in all_pods:
+            pods[pod.metadata.labels.get(self.label)].append(pod)
+        described = [self._describe(job, pods[job["metadata"]["name"]]) for job in jobs["items"]]
+        return sorted(described, key=lambda job: job.submitted)
 
     @override
     def status(self, job_id: str) -> Job:
         with self.cluster.translate_errors(f"read job {job_id}"):
             try:
-                status = self.read(job_id)
+                found = self.cluster.custom.get_namespaced_custom_object(**self._location, name=job_id)
             except self.cluster.response_error as error:
-                if self.cluster.get_status_code(error) != NOT_FOUND:
+                if error.status != NOT_FOUND:
                     raise
                 return self._describe_deleted(job_id)
-            if not status.is_owned:
+            if found["metadata"].get("labels", {}).get(MANAGED_BY) != "accel":
                 raise UsageError(
                     f"Cannot use job {job_id!r}: accel did not submit it. Run accel jobs list, or use kubectl for other jobs."
                 )
             pods = self.list_pods(job_id)
-            job = self._describe(status, pods, list(self._pods[job_id].values()))
+            job = self._describe(found, pods, list(self._pods[job_id].values()))
             if job.state == "Pending" and not job.reason:
                 job = replace(job, reason=self._read_warning(job_id, pods))
         self._last[job_id] = job
         return job
 
-    def _describe(self, status: JobStatus, pods: Iterable[Any], seen: Iterable[Any] = ()) -> Job:
-        job = describe_job(status, [*pods], [*pods, *seen], self.container, dt.datetime.now(dt.timezone.utc))
-        return replace(
-            job,
-            log=f"kubectl logs -n {status.namespace} --prefix --tail=-1 -c {self.container} -l {self.label}={status.name}",
-        )
+    def _describe(self, job: Mapping[str, Any], pods: Iterable[Any], seen: Iterable[Any] = ()) -> Job:
+        now = dt.datetime.now(dt.timezone.utc)
+        described = describe_job(job, [*pods], [*pods, *seen], self.container, now)
+        options = f"--prefix --tail=-1 -c {self.container} -l {self.label}={described.id}"
+        return replace(described, log=f"{self.cluster.kubectl} logs {options}")
 
     def _describe_deleted(self, job_id: str) -> Job:
         """Return a job that was deleted after its last status; raise if it was never seen."""
@@ -189,7 +179,7 @@ class KubernetesJobs(Jobs):
 
     @override
     def open_log(self, job: Job) -> Log:
-        return PodLogs(self, job.id)
+        return PodLogs(self, job)
 
     @override
     def stop(self, job_id: str) -> None:
@@ -207,72 +197,24 @@ class KubernetesJobs(Jobs):
 class TrainJobs(KubernetesJobs):
     """The user's TrainJobs of Kubeflow Trainer in a namespace; they remain until they are deleted."""
 
+    resource = TRAINER_API
+    kind = "TrainJob"
     # Of the JobSet with the name of the TrainJob, through which Trainer creates the pods.
     label = "jobset.sigs.k8s.io/jobset-name"
     container = NODE_CONTAINER
-    reference: ClassVar[Mapping[str, str]] = {"apiVersion": "/".join(TRAINER_API[:2]), "kind": "TrainJob"}
     children = ("-node-0",)
 
     @override
-    def create(self, body: Mapping[str, Any]) -> str:
-        group, version, plural = TRAINER_API
+    def create(self, body: Mapping[str, Any]) -> Mapping[str, str]:
         try:
-            created = self.cluster.custom.create_namespaced_custom_object(
-                group,
-                version,
-                self.cluster.namespace,
-                plural,
-                body,
-                field_validation="Strict",
-                _request_timeout=TIMEOUT_S,
-            )
+            return super().create(body)
         except self.cluster.response_error as error:
-            self._explain_rejection(error)
+            if match := re.search(r'unknown field \\?"([\w.\[\]]+)', str(error.body)):
+                raise UsageError(
+                    f"Cannot submit a TrainJob: the Kubeflow Trainer of the cluster does not know {match[1]}. Set "
+                    "launcher.trainer_version to '2.1' for an older Trainer, and to '2.2' for 2.2 and newer."
+                ) from error
             raise
-        return str(created["metadata"]["uid"])
-
-    def _explain_rejection(self, error: Any) -> None:
-        """Raise if Kubeflow Trainer is not the expected one."""
-        code, text = self.cluster.get_status_code(error), str(error.body or "")
-        if code == NOT_FOUND and "trainjobs" not in text and "namespaces" not in text:
-            raise UsageError(
-                "Cannot submit a TrainJob: the cluster has no Kubeflow Trainer 2. Install it, or set launcher.kubeflow: false "
-                "for an ordinary Job."
-            ) from error
-        if match := re.search(r'unknown field \\?"([\w.\[\]]+)', text):
-            raise UsageError(
-                f"Cannot submit a TrainJob: the Kubeflow Trainer of the cluster does not know {match[1]}. Set "
-                "launcher.trainer_version to '2.1' for an older Trainer, and to '2.2' for 2.2 and newer."
-            ) from error
-
-    @override
-    def delete(self, job_id: str) -> None:
-        group, version, plural = TRAINER_API
-        self.cluster.custom.delete_namespaced_custom_object(
-            group, version, self.cluster.namespace, plural, job_id, propagation_policy="Foreground", _request_timeout=TIMEOUT_S
-        )  # fmt: skip
-
-    @override
-    def read(self, job_id: str) -> JobStatus:
-        group, version, plural = TRAINER_API
-        return read_train_job(
-            self.cluster.custom.get_namespaced_custom_object(
-                group, version, self.cluster.namespace, plural, job_id, _request_timeout=TIMEOUT_S
-            )
-        )
-
-    @override
-    def read_all(self, selector: str) -> list[JobStatus]:
-        group, version, plural = TRAINER_API
-        jobs = self.cluster.custom.list_namespaced_custom_object(
-            group,
-            version,
-            self.cluster.namespace,
-            plural,
-            label_selector=selector,
-            _request_timeout=TIMEOUT_S,
-        )
-        return [read_train_job(job) for job in jobs["items"]]
 
 
 def open_jobs(cluster: Cluster, *, kubeflow: bool) -> KubernetesJobs:
@@ -291,11 +233,12 @@ def _get_event_time(event: Any) -> float:
 class PodLogs(Log):
     """The output of all pods of a job; with several pods, each line begins with the name of its own."""
 
-    def __init__(self, jobs: KubernetesJobs, job_id: str) -> None:
-        self._jobs, self._job_id = jobs, job_id
+    def __init__(self, jobs: KubernetesJobs, job: Job) -> None:
+        self._jobs, self._job_id = jobs, job.id
+        self._has_several_pods = job.hosts > 1
         self._read_at: dict[str, float] = {}
         self._restarts: dict[str, int] = {}
-        self._last: dict[str, tuple[tuple[float, int], int]] = {}
+        self._last: dict[str, tuple[int, int]] = {}
         """The time of the last line of each pod, and the number of lines of that time."""
         self._complete = False
 
@@ -308,7 +251,7 @@ class PodLogs(Log):
         for pod in sorted(pods, key=get_index):
             if pod.status.phase == "Pending":
                 continue
-            prefix = f"{self._job_id}-{get_index(pod)} | ".encode() if self._has_others(pod) else b""
+            prefix = f"{self._job_id}-{get_index(pod)} | ".encode() if self._has_several_pods else b""
             is_complete &= pod.status.phase in {"Succeeded", "Failed"}
             try:
                 for lines in self._read_pod(pod):
@@ -353,7 +296,7 @@ class PodLogs(Log):
                 data = response.data
             except cluster.response_error as error:
                 # The container has not started, or the pod was deleted meanwhile.
-                if cluster.get_status_code(error) in {BAD_REQUEST, NOT_FOUND}:
+                if error.status in {BAD_REQUEST, NOT_FOUND}:
                     return []
                 raise
         lines = self._drop_known(name, data.split(b"\n"))
@@ -363,7 +306,7 @@ class PodLogs(Log):
 
     def _drop_known(self, name: str, lines: list[bytes]) -> list[bytes]:
         """Return the text of the lines that come after the last one that was read."""
-        before, num_before = self._last.get(name, ((0.0, 0), 0))
+        before, num_before = self._last.get(name, (0, 0))
         last, count = before, num_before
         new, num_skipped = [], 0
         for line in lines:
@@ -382,20 +325,14 @@ class PodLogs(Log):
         self._last[name] = (last, count)
         return new
 
-    def _has_others(self, pod: Any) -> bool:
-        """Return True if the job of a pod has several pods, by the variables of this one."""
-        containers = (item for item in pod.spec.containers if item.name == self._jobs.container)
-        variables = {item.name: item.value for container in containers for item in container.env or ()}
-        return int(variables.get("PET_NNODES") or 1) > 1
 
-
-def _parse_stamp(stamp: bytes) -> tuple[float, int] | None:
-    """Return the time of a log line, as seconds and nanoseconds; None for other text."""
+def _parse_stamp(stamp: bytes) -> int | None:
+    """Return the time of a log line in nanoseconds; None for other text."""
     if not (match := _STAMP.fullmatch(stamp)):
         return None
     seconds, fraction, zone = (part.decode() if part else "" for part in match.groups())
     at = dt.datetime.fromisoformat(seconds + zone.replace("Z", "+00:00"))
-    return at.timestamp(), int(f"{fraction:0<9}")
+    return int(at.timestamp()) * 10**9 + int(f"{fraction:0<9}")
 
 
 # Submission
@@ -422,11 +359,10 @@ def _create(jobs: KubernetesJobs, name: str, manifests: list[dict[str, Any]]) ->
     """Create the objects of a job, or none of them; with the job, Kubernetes deletes the others."""
     *others, body = manifests
     cluster = jobs.cluster
-    namespace, uid = cluster.namespace, ""
+    namespace, owner = cluster.namespace, None
     try:
         with cluster.translate_errors(f"submit job {name} to namespace {namespace}"):
-            uid = jobs.create(body)
-            owner = {**jobs.reference, "name": name, "uid": uid}
+            owner = jobs.create(body)
             calls = {
                 "Service": cluster.core.create_namespaced_service,
                 "ConfigMap": cluster.core.create_namespaced_config_map,
@@ -436,7 +372,7 @@ def _create(jobs: KubernetesJobs, name: str, manifests: list[dict[str, Any]]) ->
                 calls[other["kind"]](namespace, {**other, "metadata": metadata}, _request_timeout=TIMEOUT_S)
     except BaseException as error:
         # An answer that did not arrive may have been that the job was created.
-        if uid or not isinstance(error, UsageError):
+        if owner or not isinstance(error, UsageError):
             _withdraw(jobs, name)
         if isinstance(error, KeyboardInterrupt):
             console.note("The submission was interrupted, and the job was deleted.")
@@ -450,10 +386,10 @@ def _withdraw(jobs: KubernetesJobs, name: str) -> None:
             try:
                 jobs.delete(name)
             except jobs.cluster.response_error as error:
-                if jobs.cluster.get_status_code(error) != NOT_FOUND:
+                if error.status != NOT_FOUND:
                     raise
     except AccelError as failure:
-        kind = jobs.reference["kind"].lower()
         console.error(
-            f"job {name} may have been created, and was not deleted: {failure} Run kubectl delete {kind} {name}."
+            f"job {name} may have been created, and was not deleted: {failure} Run {jobs.cluster.kubectl} delete "
+            f"{jobs.kind.lower()} {name}."
         )

@@ -5,151 +5,74 @@ from __future__ import annotations
 import datetime as dt
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from accel_cli.jobs.base import Job
-from accel_cli.kubernetes.manifests import MANAGED_BY
 
-__all__ = [
-    "Condition",
-    "JobStatus",
-    "count_restarts",
-    "describe_job",
-    "get_index",
-    "keep_failure",
-    "read_job",
-    "read_train_job",
-]
+__all__ = ["count_restarts", "describe_job", "get_index", "keep_failure"]
 
 _NUM_SHOWN = 4
 _STARTING = frozenset({"ContainerCreating", "PodInitializing"})
 """Reasons of a container that waits and need no attention."""
-_OWN_REASONS = frozenset({"DeadlineExceeded"})
-"""Reasons of a failed job that are causes, whatever the exit codes of its pods."""
-
-
-@dataclass(frozen=True)
-class Condition:
-    """A condition of a job that is true."""
-
-    reason: str = ""
-    message: str = ""
-    at: dt.datetime | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobStatus:
-    """The state of a Job or a TrainJob, without that of its pods."""
-
-    name: str
-    namespace: str
-    conditions: Mapping[str, Condition]
-    nnodes: int
-    submitted: dt.datetime | None
-    start: dt.datetime | None
-    is_owned: bool
-    """True if accel has submitted it."""
-    is_deleted: bool
-    """True if its deletion has begun."""
-
-
-def read_job(job: Any) -> JobStatus:
-    """Return the state of a Job from the object of the client."""
-    metadata, status = job.metadata, job.status
-    return JobStatus(
-        name=metadata.name,
-        namespace=metadata.namespace,
-        conditions={
-            item.type: Condition(item.reason or "", item.message or "", item.last_transition_time)
-            for item in status.conditions or ()
-            if item.status == "True"
-        },
-        nnodes=job.spec.completions or 1,
-        submitted=metadata.creation_timestamp,
-        start=status.start_time,
-        is_owned=(metadata.labels or {}).get(MANAGED_BY) == "accel",
-        is_deleted=metadata.deletion_timestamp is not None,
-    )
-
-
-def read_train_job(job: Mapping[str, Any]) -> JobStatus:
-    """Return the state of a TrainJob, of which the client has no class."""
-    metadata, spec = job["metadata"], job["spec"]
-    submitted = _parse_instant(metadata.get("creationTimestamp"))
-    return JobStatus(
-        name=metadata["name"],
-        namespace=metadata["namespace"],
-        conditions={
-            item["type"]: Condition(
-                item.get("reason", ""),
-                item.get("message", ""),
-                _parse_instant(item.get("lastTransitionTime")),
-            )
-            for item in job.get("status", {}).get("conditions", ())
-            if item["status"] == "True"
-        },
-        nnodes=spec.get("trainer", {}).get("numNodes", 1),
-        submitted=submitted,
-        start=submitted,
-        is_owned=metadata.get("labels", {}).get(MANAGED_BY) == "accel",
-        is_deleted="deletionTimestamp" in metadata,
-    )
-
-
-def _parse_instant(text: str | None) -> dt.datetime | None:
-    return dt.datetime.fromisoformat(text.replace("Z", "+00:00")) if text else None
 
 
 def describe_job(
-    status: JobStatus, pods: list[Any], seen: list[Any], container: str, now: dt.datetime
+    job: Mapping[str, Any], pods: list[Any], seen: list[Any], container: str, now: dt.datetime
 ) -> Job:
     """Return the state of a job.
 
     Args:
-        status: That of the job's object.
+        job: A Job or a TrainJob, as the API returns it.
         pods: Its pods.
         seen: All its pods that were ever seen, in their last state.
         container: The name of the container that runs accel.
         now: The time.
     """
-    conditions = status.conditions
+    metadata, spec, status = job["metadata"], job["spec"], job.get("status", {})
+    conditions = {item["type"]: item for item in status.get("conditions", ()) if item["status"] == "True"}
     ended = conditions.get("Complete") or conditions.get("Failed")
     state, reason = _describe_state(conditions, pods)
     exit_code = None
     if ended:
         exit_code, cause = (0, "") if "Complete" in conditions else _find_failure(seen, container)
-        shown = "" if ended.reason == "BackoffLimitExceeded" else ended.message or ended.reason
-        causes = (shown, cause) if ended.reason in _OWN_REASONS else (cause, shown)
+        condition = ended.get("reason", "")
+        shown = "" if condition == "BackoffLimitExceeded" else ended.get("message") or condition
+        causes = (shown, cause) if condition == "DeadlineExceeded" else (cause, shown)
         reason = "" if exit_code == 0 else next(filter(None, causes), "a pod failed")
-    elif status.is_deleted:
+    elif "deletionTimestamp" in metadata:
         state, reason = "Terminating", ""
-    elapsed = int((((ended and ended.at) or now) - status.start).total_seconds()) if status.start else None
+    # A TrainJob has no time of its start.
+    start = _parse_time(status.get("startTime") or metadata["creationTimestamp"])
+    elapsed = (_parse_time(ended["lastTransitionTime"]) if ended else now) - start
     nodes = list(
         dict.fromkeys(pod.spec.node_name for pod in sorted(pods, key=get_index) if pod.spec.node_name)
     )
     more = f" and {len(nodes) - _NUM_SHOWN} more" if len(nodes) > _NUM_SHOWN else ""
     return Job(
-        id=status.name,
-        name=status.name,
+        id=metadata["name"],
+        name=metadata["name"],
         state=state,
         finished=ended is not None,
         exit_code=exit_code,
         reason=reason,
         nodes=", ".join(nodes[:_NUM_SHOWN]) + more,
         restarts=max((count_restarts(pod, container) for pod in pods), default=0),
-        submitted=status.submitted.isoformat() if status.submitted else "",
+        submitted=metadata["creationTimestamp"],
         # The clock of the cluster may be ahead.
-        elapsed="" if elapsed is None else str(dt.timedelta(seconds=max(0, elapsed))),
-        hosts=status.nnodes,
+        elapsed=str(dt.timedelta(seconds=max(0, int(elapsed.total_seconds())))),
+        hosts=spec.get("completions") or spec.get("trainer", {}).get("numNodes", 1),
     )
 
 
-def _describe_state(conditions: Mapping[str, Condition], pods: list[Any]) -> tuple[str, str]:
+def _parse_time(text: str) -> dt.datetime:
+    return dt.datetime.fromisoformat(text.replace("Z", "+00:00"))
+
+
+def _describe_state(conditions: Mapping[str, Any], pods: list[Any]) -> tuple[str, str]:
     """Return the state of a job, and why it waits."""
     for name in ("Complete", "Failed", "Suspended"):
         if name in conditions:
-            return name, conditions[name].message
+            return name, conditions[name].get("message", "")
     if "FailureTarget" in conditions:
         return "Failing", ""
     waits = [reason for pod in pods if (reason := _find_obstacle(pod))]

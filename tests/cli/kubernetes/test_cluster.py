@@ -1,7 +1,11 @@
 """The connection to a cluster, from a kubeconfig or in a pod."""
 
+import json
+import re
+
 import pytest
 import yaml
+from kubernetes.client import ApiException
 
 from accel_cli.errors import UsageError
 from accel_cli.kubernetes import cluster as module
@@ -42,6 +46,31 @@ def test_the_context_selects_the_cluster_and_its_namespace(kubeconfig):
     assert connect(context="y", namespace="mine") == ("http://two.example:2", "mine")
     with pytest.raises(UsageError, match=r"Cannot read the kubeconfig: .*z.*launcher\.context"):
         connect(context="z")
+
+
+def test_commands_of_kubectl_use_the_same_context_and_namespace(kubeconfig):
+    kubeconfig.write_text(yaml.safe_dump({**CONFIG, "current-context": "x"}))
+    assert Cluster().kubectl == "kubectl -n team"
+    assert Cluster(context="y", namespace="mine").kubectl == "kubectl --context y -n mine"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (403, "no such verb", "Cannot list jobs: no such verb. Ask an administrator of the cluster."),
+        (
+            404,
+            'namespaces "x" not found',
+            'rejects it with 404: namespaces "x" not found. Correct the launcher',
+        ),
+        (404, None, "the cluster has no Kubeflow Trainer 2. Install it, or set launcher.kubeflow: false"),
+    ],
+)
+def test_an_answer_that_is_an_error_has_a_cure(status, body, message):
+    error = ApiException(status=status, reason="Not Found")
+    error.body = json.dumps({"message": body}) if body else "404 page not found\n"
+    with pytest.raises(UsageError, match=re.escape(message)), Cluster().translate_errors("list jobs"):
+        raise error
 
 
 def test_a_kubeconfig_without_a_current_context_needs_one(kubeconfig):

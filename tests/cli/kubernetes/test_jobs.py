@@ -7,14 +7,15 @@ import pytest
 from kubernetes.client import ApiClient, ApiException
 
 from accel_cli.errors import UsageError
-from accel_cli.jobs.base import UnreachableError
+from accel_cli.jobs.base import Job, UnreachableError
 from accel_cli.kubernetes.cluster import Cluster
 from accel_cli.kubernetes.jobs import KubernetesJobs, PodLogs, TrainJobs
-from accel_cli.kubernetes.state import describe_job, read_job, read_train_job
+from accel_cli.kubernetes.state import describe_job
 
 NOW = dt.datetime(2026, 1, 2, 3, 5, tzinfo=dt.timezone.utc)
 EARLY, LATE = "2026-01-02T03:04:05Z", "2026-01-02T03:04:15Z"
 OURS = {"app.kubernetes.io/managed-by": "accel"}
+RUN = Job("run-x", "run-x", "Running", finished=False, hosts=2)
 
 
 def read(kind, content):
@@ -26,17 +27,17 @@ def conditions(*items):
     return [{"status": "True", "lastTransitionTime": LATE, **item} for item in items]
 
 
-def job(*items, **status):
+def job(*items, spec=None, **status):
+    """Return a Job of two pods, as the API returns it."""
     metadata = {"name": "run-x", "namespace": "team", "creationTimestamp": EARLY, "labels": OURS}
     status = {"startTime": EARLY, "conditions": conditions(*items), **status}
-    spec = {"template": {}, "completions": 2}
-    return read("V1Job", {"metadata": metadata, "spec": spec, "status": status})
+    return {"metadata": metadata, "spec": spec or {"completions": 2}, "status": status}
 
 
 def train_job(*items):
-    metadata = {"name": "run-x", "namespace": "team", "creationTimestamp": EARLY, "labels": OURS}
-    spec = {"trainer": {"numNodes": 2}}
-    return {"metadata": metadata, "spec": spec, "status": {"conditions": conditions(*items)}}
+    content = job(*items, spec={"trainer": {"numNodes": 2}})
+    del content["status"]["startTime"]
+    return content
 
 
 def pod(
@@ -67,7 +68,7 @@ def pod(
     }
     status = {"phase": phase, "containerStatuses": [own], "conditions": list(conditions), **status}
     # A service mesh may put its own container first.
-    spec = {"nodeName": f"node{index}", "containers": [{"name": "proxy"}, {"name": container, "env": [{"name": "PET_NNODES", "value": "2"}]}]}  # fmt: skip
+    spec = {"nodeName": f"node{index}", "containers": [{"name": "proxy"}, {"name": container}]}
     return read("V1Pod", {"metadata": metadata, "spec": spec, "status": status})
 
 
@@ -118,7 +119,7 @@ DISRUPTED = [
     ],
 )  # fmt: skip
 def test_the_state_and_exit_code_of_a_job_are_those_of_its_pods(items, pods, state, code, reason):
-    described = describe_job(read_job(job(*items)), pods, pods, "accel", NOW)
+    described = describe_job(job(*items), pods, pods, "accel", NOW)
     assert (described.state, described.exit_code, described.reason) == (state, code, reason)
     assert described.finished == (code is not None)
     assert described.elapsed == ("0:00:10" if code is not None else "0:00:55")
@@ -126,15 +127,15 @@ def test_the_state_and_exit_code_of_a_job_are_those_of_its_pods(items, pods, sta
 
 def test_the_state_of_a_train_job_is_that_of_its_conditions_and_of_the_pods_that_were_seen():
     running = pod(1, container="node", restarts=2, last=ended(7, message="exit code 7\nmore"))
-    status = read_train_job(train_job())
+    status = train_job()
     described = describe_job(status, [running], [running], "node", NOW)
     assert (described.state, described.restarts, described.hosts) == ("Running", 2, 2)
-    failed = read_train_job(train_job({"type": "Failed", "reason": "FailedJobs", "message": "jobset failed"}))
+    failed = train_job({"type": "Failed", "reason": "FailedJobs", "message": "jobset failed"})
     described = describe_job(failed, [], [running], "node", NOW)
     assert (described.state, described.exit_code, described.reason) == ("Failed", 7, "exit code 7")
     assert (described.finished, described.elapsed) == (True, "0:00:10")
     assert describe_job(failed, [], [], "node", NOW).reason == "jobset failed"
-    done = read_train_job(train_job({"type": "Complete", "message": "jobset completed"}))
+    done = train_job({"type": "Complete", "message": "jobset completed"})
     assert describe_job(done, [], [], "node", NOW).exit_code == 0
     waiting = pod(
         0,
@@ -145,7 +146,7 @@ def test_the_state_of_a_train_job_is_that_of_its_conditions_and_of_the_pods_that
 
 
 def test_a_clock_of_the_cluster_that_is_ahead_makes_no_negative_duration():
-    assert describe_job(read_job(job()), [], [], "accel", NOW - dt.timedelta(hours=1)).elapsed == "0:00:00"
+    assert describe_job(job(), [], [], "accel", NOW - dt.timedelta(hours=1)).elapsed == "0:00:00"
 
 
 # A cluster in memory, for what a server would do only after minutes
@@ -159,9 +160,8 @@ class Response(SimpleNamespace):
 class FakeCluster:
     """A cluster whose answers are those of functions; its errors are translated as those of a real one."""
 
-    namespace, response_error = "team", ApiException
-    get_status_code, translate_errors = Cluster.get_status_code, Cluster.translate_errors
-    _translate_response = Cluster._translate_response
+    namespace, kubectl, response_error = "team", "kubectl", ApiException
+    translate_errors, _translate_response = Cluster.translate_errors, Cluster._translate_response
 
     def __init__(self, pods, log=None, **core):
         import kubernetes
@@ -172,7 +172,7 @@ class FakeCluster:
             read_namespaced_pod_log=log,
             **core,
         )
-        self.batch = SimpleNamespace(read_namespaced_job=lambda *_, **__: self.job)
+        self.custom = SimpleNamespace(get_namespaced_custom_object=lambda **_: self.job)
 
 
 def error(status, text=""):
@@ -180,7 +180,7 @@ def error(status, text=""):
 
 
 def test_lines_that_were_read_before_are_left_out():
-    logs = PodLogs(None, "run-x")
+    logs = PodLogs(None, RUN)
     first = [
         b"2026-01-02T03:04:05.5Z a",
         b"2026-01-02T03:04:05.500000001Z b",
@@ -195,7 +195,7 @@ def test_lines_that_were_read_before_are_left_out():
 
 
 def test_messages_of_the_cluster_in_a_log_and_another_time_zone_hide_no_line():
-    logs = PodLogs(None, "run-x")
+    logs = PodLogs(None, RUN)
     first = [
         b"2026-01-02T04:04:05.5+01:00 a",
         b"unable to retrieve container logs for containerd://3f",
@@ -216,7 +216,7 @@ def test_a_pod_whose_node_is_lost_hides_no_line_of_the_others():
             raise texts[name]
         return Response(texts[name])
 
-    logs = PodLogs(KubernetesJobs(FakeCluster([pod(0), pod(1)], log)), "run-x")
+    logs = PodLogs(KubernetesJobs(FakeCluster([pod(0), pod(1)], log)), RUN)
     assert logs.read() == b"run-x-0 | a\n"
     with pytest.raises(
         UnreachableError, match=r"log of pod run-x-1: the cluster does not answer: 500 dial tcp"
@@ -233,7 +233,7 @@ def test_the_last_lines_of_a_container_that_was_restarted_are_read():
         return Response(restarted if previous else current)
 
     pods = [pod(0, container="node")]
-    logs = PodLogs(TrainJobs(FakeCluster(pods, log)), "run-x")
+    logs = PodLogs(TrainJobs(FakeCluster(pods, log)), RUN)
     assert logs.read() == b"run-x-0 | a\n"
     current, restarted = b"2026-01-02T03:04:09Z c\n", current + b"2026-01-02T03:04:06Z b\n"
     pods[0] = pod(0, container="node", restarts=1)
@@ -276,7 +276,7 @@ def test_a_pod_that_waits_without_a_reason_has_that_of_its_newest_event(events, 
 def test_a_job_of_others_is_not_used():
     cluster = FakeCluster([])
     cluster.job = job()
-    cluster.job.metadata.labels = None
+    del cluster.job["metadata"]["labels"]
     with pytest.raises(UsageError, match="accel did not submit it"):
         KubernetesJobs(cluster).status("run-x")
 
@@ -298,6 +298,6 @@ def test_a_failure_that_left_a_message_is_that_of_its_pod_after_restarts_that_le
     jobs.list_pods("run-x")
     pods[:] = [pod(0, state=ended(143), container="node", restarts=2, last=ended(1))]
     (found,) = jobs.list_pods("run-x")
-    status = read_train_job(train_job({"type": "Failed", "reason": "FailedJobs"}))
+    status = train_job({"type": "Failed", "reason": "FailedJobs"})
     described = describe_job(status, [], [found], "node", NOW)
     assert (described.exit_code, described.reason) == (7, "exit code 7")
