@@ -22,6 +22,7 @@ from accel_cli.kubernetes.manifests import (
     RESERVED_VARIABLES,
     SHARED_VOLUMES,
     KubernetesJobPlan,
+    preview,
 )
 from accel_cli.launchers import torchrun
 from accel_cli.launchers.base import DETACH, JOB_NAME, Launcher, LaunchSpec, Plan
@@ -160,7 +161,7 @@ class Kubernetes(Launcher):
     )
     trainer_version: Annotated[
         Literal["2.1", "2.2"],
-        BeforeValidator(lambda value: str(value) if isinstance(value, float) else value),
+        BeforeValidator(str),
     ] = Field(
         "2.2",
         json_schema_extra={"enum": ["2.1", "2.2", 2.1, 2.2], "type": ["string", "number"]},
@@ -261,6 +262,16 @@ class Kubernetes(Launcher):
     stall_timeout: torchrun.StallTimeout = None
 
     @model_validator(mode="after")
+    def _check_source(self) -> Self:
+        if self.source == "folder" and self.working_dir:
+            raise ValueError(
+                "working_dir needs source: image; the files that are sent are unpacked into /workspace"
+            )
+        if self.source == "image" and (self.source_dir != "." or self.include or self.exclude):
+            raise ValueError("source_dir, include and exclude need source: folder; remove them")
+        return self
+
+    @model_validator(mode="after")
     def _check_kubeflow(self) -> Self:
         if not self.kubeflow:
             if (self.runtime, self.trainer_version) != (_RUNTIME, "2.2"):
@@ -347,8 +358,6 @@ class Kubernetes(Launcher):
 
     @override
     def preview(self, plan: Plan, options: Mapping[str, Any]) -> str:
-        from accel_cli.kubernetes.manifests import preview  # noqa: PLC0415 - only here
-
         assert isinstance(plan.job, KubernetesJobPlan)
         return preview(plan.job)
 

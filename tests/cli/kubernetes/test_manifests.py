@@ -221,9 +221,12 @@ def test_pods_without_a_common_volume_do_not_share_files():
         ({"kubeflow": True, "ttl": 3600}, "ttl: a TrainJob cannot set it"),
         ({"kubeflow": True, "trainer_version": "2.1", "time": 60}, "since Kubeflow Trainer 2.2"),
         ({"kubeflow": True, "shutdown_timeout": 60}, "are killed after 30 seconds"),
+        ({"working_dir": "/app"}, "working_dir needs source: image"),
+        ({"source": "image", "exclude": ["data"]}, "source_dir, include and exclude need source: folder"),
+        ({"source": "image", "source_dir": ".."}, "source_dir, include and exclude need source: folder"),
     ],
 )
-def test_a_key_without_effect_for_the_kind_of_job_is_an_error(options, message):
+def test_a_key_without_effect_is_an_error(options, message):
     with pytest.raises(ValidationError, match=message):
         Kubernetes(**options)
 
