@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shlex
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ TIMEOUT_S = (10, 60)
 """Seconds to connect, and to wait for an answer."""
 BAD_REQUEST, NOT_FOUND = 400, 404
 _UNAUTHORIZED, _FORBIDDEN, _TOO_MANY, _SERVER_ERROR = 401, 403, 429, 500
+_CURE = "Check the network, or set launcher.context."
 _POD_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
@@ -45,6 +47,8 @@ class Cluster:
                 "pip install 'accel-runtime[kubernetes]'."
             ) from None
         self._sdk: Any = kubernetes
+        # The client logs why a credential plugin failed, and calls the cluster without credentials.
+        logging.basicConfig(format="accel: %(message)s")
 
     @property
     def namespace(self) -> str:
@@ -117,12 +121,27 @@ class Cluster:
         except self.response_error as error:
             raise self._translate_response(error, action) from error
         except urllib3.exceptions.HTTPError as error:
-            raise UnreachableError(f"Cannot {action}: the cluster does not answer: {error}.") from error
+            raise UnreachableError(
+                f"Cannot {action}: the cluster does not answer: {error}. {_CURE}"
+            ) from error
+
+    def was_sent(self, error: BaseException) -> bool:
+        """Return True if the call that raised a translated error may have had its effect."""
+        from urllib3 import exceptions  # noqa: PLC0415 - a package of the client
+
+        unsent = (
+            exceptions.ConnectTimeoutError,
+            exceptions.NewConnectionError,
+            exceptions.LocationValueError,
+        )
+        return not (isinstance(error, UsageError) or isinstance(error.__cause__, unsent))
 
     def _translate_response(self, error: Any, action: str) -> AccelError:
         code, message = error.status or 0, _read_message(error)
         if code in {0, _TOO_MANY} or code >= _SERVER_ERROR:
-            return UnreachableError(f"Cannot {action}: the cluster does not answer: {code} {message}.")
+            return UnreachableError(
+                f"Cannot {action}: the cluster does not answer: {code} {message}. {_CURE}"
+            )
         if code == _UNAUTHORIZED:
             return UsageError(
                 f"Cannot {action}: the cluster rejects the credentials: {message}. Log in again, or set launcher.context."

@@ -372,7 +372,7 @@ def _create(jobs: KubernetesJobs, name: str, manifests: list[dict[str, Any]]) ->
                 calls[other["kind"]](namespace, {**other, "metadata": metadata}, _request_timeout=TIMEOUT_S)
     except BaseException as error:
         # An answer that did not arrive may have been that the job was created.
-        if owner or not isinstance(error, UsageError):
+        if owner or cluster.was_sent(error):
             _withdraw(jobs, name)
         if isinstance(error, KeyboardInterrupt):
             console.note("The submission was interrupted, and the job was deleted.")

@@ -187,9 +187,20 @@ def test_a_cluster_that_rejects_or_does_not_answer_is_named(server, launch, monk
     server.write_kubeconfig("another token")
     _, err = (process := launch("train.py")).communicate(timeout=60)
     assert (process.returncode, "rejects the credentials" in err) == (2, True), err
-    server.write_kubeconfig("x", free_port())
+    with free_port() as port:
+        server.write_kubeconfig("x", port)
+    _, err = (process := launch("train.py")).communicate(timeout=60)
+    assert (process.returncode, err.count("accel: error:")) == (1, 1), err
     done = jobs("list")
-    assert (done.returncode, "the cluster does not answer" in done.stderr) == (1, True), done.stderr
+    assert (done.returncode, "Connection refused. Check the network" in done.stderr) == (1, True), done.stderr
+    plugin = {
+        "apiVersion": "client.authentication.k8s.io/v1",
+        "command": "no-plugin",
+        "interactiveMode": "Never",
+    }
+    server.write_kubeconfig("x", users=[{"name": "u", "user": {"exec": plugin}}])
+    done = jobs("list")
+    assert "accel: [Errno 2] No such file or directory: 'no-plugin'" in done.stderr
     monkeypatch.setenv("KUBECONFIG", str(server.folder / "absent"))
     done = jobs("list")
     assert (done.returncode, "Set KUBECONFIG or launcher.context" in done.stderr) == (2, True), done.stderr
