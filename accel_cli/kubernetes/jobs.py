@@ -7,7 +7,7 @@ import math
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -79,8 +79,8 @@ class KubernetesJobs(Jobs):
         created = self.cluster.custom.create_namespaced_custom_object(
             **self._location, body=body, field_validation="Strict"
         )
-        keys = {key: created[key] for key in ("apiVersion", "kind")}
-        return {**keys, "name": created["metadata"]["name"], "uid": created["metadata"]["uid"]}
+        metadata = {key: created["metadata"][key] for key in ("name", "uid")}
+        return {"apiVersion": created["apiVersion"], "kind": created["kind"], **metadata}
 
     def delete(self, job_id: str) -> None:
         """Delete a job and all objects that it owns; it remains until its pods have ended."""
@@ -114,7 +114,8 @@ class KubernetesJobs(Jobs):
         pods: dict[str, list[Any]] = defaultdict(list)
         for pod in all_pods:
             pods[pod.metadata.labels.get(self.label)].append(pod)
-        described = [self._describe(job, pods[job["metadata"]["name"]]) for job in jobs["items"]]
+        by_job = [(job, pods[job["metadata"]["name"]]) for job in jobs["items"]]
+        described = [self._describe(job, its_pods, its_pods) for job, its_pods in by_job]
         return sorted(described, key=lambda job: job.submitted)
 
     @override
@@ -131,15 +132,14 @@ class KubernetesJobs(Jobs):
                     f"Cannot use job {job_id!r}: accel did not submit it. Run accel jobs list, or use kubectl for other jobs."
                 )
             pods = self.list_pods(job_id)
-            job = self._describe(found, pods, list(self._pods[job_id].values()))
+            job = self._describe(found, pods, self._pods[job_id].values())
             if job.state == "Pending" and not job.reason:
                 job = replace(job, reason=self._read_warning(job_id, pods))
         self._last[job_id] = job
         return job
 
-    def _describe(self, job: Mapping[str, Any], pods: Iterable[Any], seen: Iterable[Any] = ()) -> Job:
-        now = dt.datetime.now(dt.timezone.utc)
-        described = describe_job(job, [*pods], [*pods, *seen], self.container, now)
+    def _describe(self, job: Mapping[str, Any], pods: Collection[Any], seen: Collection[Any]) -> Job:
+        described = describe_job(job, pods, seen, self.container, dt.datetime.now(dt.timezone.utc))
         options = f"--prefix --tail=-1 -c {self.container} -l {self.label}={described.id}"
         return replace(described, log=f"{self.cluster.kubectl} logs {options}")
 

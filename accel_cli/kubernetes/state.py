@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from accel_cli.jobs.base import Job
@@ -17,7 +17,7 @@ _STARTING = frozenset({"ContainerCreating", "PodInitializing"})
 
 
 def describe_job(
-    job: Mapping[str, Any], pods: list[Any], seen: list[Any], container: str, now: dt.datetime
+    job: Mapping[str, Any], pods: Collection[Any], seen: Collection[Any], container: str, now: dt.datetime
 ) -> Job:
     """Return the state of a job.
 
@@ -68,7 +68,7 @@ def _parse_time(text: str) -> dt.datetime:
     return dt.datetime.fromisoformat(text.replace("Z", "+00:00"))
 
 
-def _describe_state(conditions: Mapping[str, Any], pods: list[Any]) -> tuple[str, str]:
+def _describe_state(conditions: Mapping[str, Any], pods: Collection[Any]) -> tuple[str, str]:
     """Return the state of a job, and why it waits."""
     for name in ("Complete", "Failed", "Suspended"):
         if name in conditions:
@@ -100,7 +100,7 @@ def _find_obstacle(pod: Any) -> str:
     return ""
 
 
-def _find_failure(pods: list[Any], container: str) -> tuple[int, str]:
+def _find_failure(pods: Collection[Any], container: str) -> tuple[int, str]:
     """Return the exit code of the pod that failed first, and the reason that it left."""
     failures = []
     # A pod that was replaced is not the cause.
