@@ -178,7 +178,13 @@ def read_names(module: str) -> frozenset[str] | None:
 
 def _list_names(source: Path) -> set[str]:
     names: set[str] = set()
-    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+    module = ast.parse(source.read_text(encoding="utf-8"))
+    module.body = [
+        one
+        for one in module.body
+        if not isinstance(one, ast.Assign) or ast.unparse(one.targets[0]) != "_ABSENT"
+    ]
+    for node in ast.walk(module):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             names.add(node.name)
         elif isinstance(node, ast.ImportFrom):

@@ -11,17 +11,35 @@ from accel_cli.planning.options import FOREIGN_FLAGS, FOREIGN_OPTIONS, OPTIONS, 
 __all__ = ["migrate_shell"]
 
 _LAUNCH = re.compile(
-    r"(?P<start>^[ \t]*|(?<=[;&|(])[ \t]*|\b(?:exec|srun|time|nohup|then|do|else|env)(?:[ \t]+--?[\w-]+(?:=\S+)?)*[ \t]+)"
-    r"(?P<environ>(?:\w+=\S*[ \t]+)*)"
-    r"(?P<command>torchrun|accelerate[ \t]+launch|(?:python3?)[ \t]+-m[ \t]+"
-    r"(?:torch\.distributed\.(?:launch|run)|accelerate\.commands\.launch))(?=[ \t\\])",
-    re.MULTILINE,
+    r"(?<![\w./$~-])(?:(?P<command>torchrun|accelerate[ \t]+launch|accelerate-launch)|"
+    r"(?P<python>[\w./~-]*\bpython[\d.]*|\$\{?\w*(?:python|py)\w*\}?|\"\$\{?\w*(?:python|py)\w*\}?\")(?P<flags>(?:[ \t]+-u)?)[ \t]+-m[ \t]+"
+    r"(?P<module>torch\.distributed\.(?:launch|run)|accelerate\.commands\.launch))(?=[ \t\\])",
+    re.IGNORECASE,
 )
+_TEXT = re.compile(
+    r"""\\.|(?P<comment>(?<![^\s;&|(])\#[^\n]*)|'(?P<single>[^']*)'|"(?P<double>(?:[^"\\]|\\.)*)"|"""
+    r"""<<-?[ \t]*(?P<mark>['"]?)(?P<end>\w+)(?P=mark)[^\n]*\n.*?^[ \t]*(?P=end)[ \t]*\r?$""",
+    re.DOTALL | re.MULTILINE,
+)
+"""Comments, quoted text and here-documents."""
+_NO_COMMAND = re.compile(r"\s*(?:echo|printf|which|type|command|pip3?|conda|man|git|p?grep|p?kill|killall)\b")
+_RUNS_TEXT = re.compile(r"(?:=|\s-\w*c[ \t]+|\beval[ \t]+|\bssh\b[^\n]*[ \t])\Z")
+_VARIABLE = re.compile(r"""(?P<quote>"?)\$\{?(?P<name>\w+)(?:\[[@*]\])?\}?(?P=quote)(?=\s|\\|$)""")
+_CALCULABLE = re.compile(r"\d+|\$\w+|\$\{\w+\}|\$\(\([^()]*\)\)")
 _WORD = re.compile(
-    r"""(?:[^\s\\"'`;&|<>()#$]|\$\{[^}]*\}|\$\([^)]*\)|\$|(?<=\S)#|\\[^\n]|"(?:[^"\\]|\\.)*"|'[^']*')+"""
+    r"""(?:[^\s\\"'`;&|<>()#$]|\$\{[^}]*\}|\$\(\([^()]*\)\)|\$\([^)]*\)|\$|(?<=\S)#|\\[^\n]|"(?:[^"\\]|\\.)*"|'[^']*')+"""
 )
 _GAP = re.compile(r"(?:[ \t]|\\\r?\n)*")
-_SHORT = {"-m": "module", "-q": "quiet", "-t": "tee", "-r": "redirects"}
+_VALUE_GAP = re.compile(r"(?:\s|\\\r?\n)*")
+"""The space between options in a command, and in the value of a variable."""
+_SHORT = {
+    "--use_cpu": "cpu",
+    "--use-cpu": "cpu",
+    "-m": "module",
+    "-q": "quiet",
+    "-t": "tee",
+    "-r": "redirects",
+}
 _DROPPED = {"use-env", "rdzv-backend", "tee", "redirects", "multi-gpu", "num-machines", "quiet"}
 _SET = {
     "monitor-interval": "launcher.monitor_interval",
@@ -39,32 +57,102 @@ class _Options:
     problems: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class _Part:
+    """A place with options: in a command, or in the value of a variable."""
+
+    start: int
+    end: int
+    words: list[tuple[str, str | None]]
+    gap: str
+
+
 def migrate_shell(text: str) -> tuple[str, tuple[Finding, ...]]:
     """Return a shell script whose training commands are those of `accel launch`, and the commands that are not converted."""
-    parts: list[str] = []
+    changes: dict[tuple[int, int], str] = {}
     findings: list[Finding] = []
-    last = 0
     for match in _LAUNCH.finditer(text):
-        if match.start() < last or _is_comment(text, match.start("command")):
+        end = _find_end(text, match.start())
+        line = text.count("\n", 0, match.start()) + 1
+        if end is None:
             continue
+        if end < 0:
+            findings.append(
+                Finding(line, "This command is in a text and is not converted. Write accel launch.")
+            )
+            continue
+        parts, problem = _read_command(text[:end], match.end())
+        is_accelerate = "accelerate" in match[0]
+        words = dict(word for part in parts for word in part.words)
+        new, problems = {}, [problem] if problem else []
+        for number, part in enumerate(parts):
+            options = _translate(part.words, words, is_accelerate=is_accelerate)
+            if not number and not is_accelerate and "nproc-per-node" not in words:
+                options.kept.insert(0, "--nproc-per-node 1")
+            start = [] if number else [_format_command(match)]
+            new[part.start if number else match.start(), part.end] = part.gap.join([*start, *options.kept])
+            problems += options.problems
+        findings += [Finding(line, f"This command is not converted: {one}") for one in problems]
+        changes |= {} if problems else new
+    for (first, last), code in sorted(changes.items(), reverse=True):
+        text = text[:first] + code + text[last:]
+    return text, tuple(findings)
+
+
+def _find_end(text: str, position: int) -> int | None:
+    """Return where the text of a command ends; None if it is not run, -1 if that is not known."""
+    end, before = len(text), position
+    for match in _TEXT.finditer(text):
+        if match.start() <= position < match.end():
+            kind = match.lastgroup or ""
+            if kind == "comment":
+                return None
+            if kind in {"single", "double"}:
+                before, end = match.start(), match.end() - 1
+            break
+    outer = text[:before]
+    command = re.split(r"(?<!\\)\n|[;&|({`]", outer)[-1]
+    if _NO_COMMAND.match(command):
+        return None
+    if before == position or _RUNS_TEXT.search(outer):
+        return end
+    return -1 if re.search(r"\.py\b|\s--?\w", text[position:end]) else None
+
+
+def _format_command(match: re.Match[str]) -> str:
+    """Return the command; another interpreter than the one in PATH stays."""
+    python = match["python"]
+    return "accel launch" if python in {None, "python", "python3"} else f"{python} -m accel_cli launch"
+
+
+def _read_command(text: str, position: int) -> tuple[list[_Part], str]:
+    """Return the places with options of a command, and why they are not understood."""
+    end, words = _read_options(text, position)
+    parts = [_Part(position, end, words, _find_gap(text, position))]
+    while match := _VARIABLE.match(text, _skip_gap(text, end)):
+        pattern = rf"""^[^\n#]*\b{match["name"]}=(?:"(?P<d>[^"]*)"|'(?P<s>[^']*)'|\((?P<a>[^)]*)\))"""
+        values = [
+            one for one in re.finditer(pattern, text, re.MULTILINE) if _is_options(one[one.lastindex or 0])
+        ]
+        following = _WORD.match(text, _skip_gap(text, match.end()))
+        if not values:
+            is_unknown = following is not None and (following[0].endswith(".py") or following[0] == "-m")
+            return parts, f"the options are in {match[0]}. Write them in the command." if is_unknown else ""
+        for one in values:
+            group = one.lastindex or 0
+            start = one.start(group) + len(one[group]) - len(one[group].lstrip(" \t\r\n\\"))
+            last, found = _read_options(text[: one.end(group)], start, _VALUE_GAP)
+            if text[last : one.end(group)].strip(" \t\r\n\\"):
+                return parts, f"the options in {match[0]} are not understood. Write them in the command."
+            gap = re.search(r"[ \t]*\\?\r?\n[ \t]*", text[start:last])
+            parts.append(_Part(start, last, found, gap[0] if gap else " "))
         end, words = _read_options(text, match.end())
-        options = _translate(words, is_accelerate="accelerate" in match["command"])
-        if options.problems:
-            line = text.count("\n", 0, match.start("command")) + 1
-            findings += [
-                Finding(line, f"This command is not converted: {problem}") for problem in options.problems
-            ]
-            continue
-        parts.append(text[last : match.start("command")])
-        gap = _find_gap(text, match.end())
-        parts.append(gap.join(["accel launch", *options.kept]))
-        last = end
-    return "".join([*parts, text[last:]]), tuple(findings)
+        parts[0] = _Part(position, end, [*parts[0].words, ("", match[0]), *words], parts[0].gap)
+    return parts, ""
 
 
-def _is_comment(text: str, position: int) -> bool:
-    start = text.rfind("\n", 0, position) + 1
-    return bool(re.search(r"(?:^|\s)#", text[start:position]))
+def _is_options(value: str) -> bool:
+    return value.lstrip(" \t\r\n\\").startswith("-")
 
 
 def _find_gap(text: str, position: int) -> str:
@@ -74,11 +162,13 @@ def _find_gap(text: str, position: int) -> str:
     return gap if "\n" in gap else " "
 
 
-def _read_options(text: str, position: int) -> tuple[int, list[tuple[str, str | None]]]:
+def _read_options(
+    text: str, position: int, gap: re.Pattern[str] = _GAP
+) -> tuple[int, list[tuple[str, str | None]]]:
     """Return where the options end, and the options with their values."""
     options: list[tuple[str, str | None]] = []
     while True:
-        start = _skip_gap(text, position)
+        start = _skip_gap(text, position, gap)
         word = _WORD.match(text, start)
         if word is None or not word[0].startswith("-") or word[0] == "--":
             return position, options
@@ -88,7 +178,7 @@ def _read_options(text: str, position: int) -> tuple[int, list[tuple[str, str | 
         if equals:
             options.append((name, value))
         elif _takes_value(name):
-            following = _WORD.match(text, _skip_gap(text, position))
+            following = _WORD.match(text, _skip_gap(text, position, gap))
             if following is None:
                 return position, [*options, (name, None)]
             options.append((name, following[0]))
@@ -97,8 +187,8 @@ def _read_options(text: str, position: int) -> tuple[int, list[tuple[str, str | 
             options.append((name, None))
 
 
-def _skip_gap(text: str, position: int) -> int:
-    match = _GAP.match(text, position)
+def _skip_gap(text: str, position: int, gap: re.Pattern[str] = _GAP) -> int:
+    match = gap.match(text, position)
     return match.end() if match else position
 
 
@@ -112,29 +202,35 @@ OPTIONS_BY_NAME = {option.flag.removeprefix("--"): option.metavar for option in 
 """The placeholder of each option's value of `accel launch`; empty for an option without a value."""
 
 
-def _translate(words: list[tuple[str, str | None]], *, is_accelerate: bool) -> _Options:
+def _translate(
+    words: list[tuple[str, str | None]], others: dict[str, str | None], *, is_accelerate: bool
+) -> _Options:
+    """Convert options; `others` are all of the command, of which some may be in variables."""
     options = _Options()
     for name, value in words:
-        if name in OPTIONS_BY_NAME and name not in {"quiet", "mixed-precision", "nproc-per-node"}:
+        if not name:
+            options.kept.append(value or "")
+        elif name in OPTIONS_BY_NAME and name not in {"quiet", "mixed-precision", "nproc-per-node"}:
             options.kept.append(_format(name, value))
         elif name in _SET:
             options.kept += [f"--set {_SET[name]}={value}"]
         else:
             options.values[name] = value or ""
-    _translate_processes(options)
-    _translate_rendezvous(options)
+    _translate_processes(options, others)
+    _translate_rendezvous(options, others)
     precision = options.values.pop("mixed-precision", "")
     if precision:
         options.kept.append(_format("mixed-precision", precision))
         if precision.strip("\"'") not in {"no", "bf16", "fp16"} and "$" not in precision:
             options.problems.append("--mixed-precision is no, bf16 or fp16. Use one of them.")
-    if is_accelerate and options.values.get("dynamo-backend", "").lower() == "no":
+    if is_accelerate and options.values.get("dynamo-backend", "").strip("\"'").lower() == "no":
         del options.values["dynamo-backend"]
     for name in list(options.values):
         advice = _find_advice(name)
         if name in _DROPPED or advice.startswith("Leave it out"):
             continue
         options.problems.append(f"--{name}. {advice or 'accel launch has no such option'}.")
+    options.kept.sort(key="-m".__eq__)
     return options
 
 
@@ -143,11 +239,11 @@ def _format(name: str, value: str | None) -> str:
     return flag if value is None else f"{flag} {value}"
 
 
-def _translate_processes(options: _Options) -> None:
+def _translate_processes(options: _Options, others: dict[str, str | None]) -> None:
     """Convert the number of processes, which is that of all nodes in Accelerate and of one node in torchrun."""
     per_node = options.values.pop("nproc-per-node", "")
-    total, nodes = options.values.pop("num-processes", ""), options.values.pop("num-machines", "")
-    rank = options.values.pop("machine-rank", "")
+    total, rank = options.values.pop("num-processes", ""), options.values.pop("machine-rank", "")
+    nodes = (others.get("num-machines") or "").strip("\"'")
     if per_node:
         if per_node.strip("\"'") in {"gpu", "cpu", "xpu"}:
             per_node = "auto"
@@ -157,25 +253,33 @@ def _translate_processes(options: _Options) -> None:
             options.kept.insert(0, f"--nproc-per-node {total}")
         elif total.isdigit() and nodes.isdigit() and int(nodes) and not int(total) % int(nodes):
             options.kept.insert(0, f"--nproc-per-node {int(total) // int(nodes)}")
+        elif "$" in total + nodes and _CALCULABLE.fullmatch(total) and _CALCULABLE.fullmatch(nodes):
+            options.kept.insert(
+                0, f"--nproc-per-node $(({total[2:-1] if '((' in total else total} / {nodes}))"
+            )
         else:
             options.problems.append(
                 "--num_processes is the number on all nodes. Use --nproc-per-node N, the number on each node."
             )
-    if nodes not in {"", "1"}:
+    if options.values.pop("num-machines", "") and nodes != "1":
         options.kept.append(f"--nnodes {nodes}")
-        options.values["nodes"] = nodes
-        if rank:
-            options.kept.append(f"--node-rank {rank}")
+    if rank and nodes not in {"", "1"}:
+        options.kept.append(f"--node-rank {rank}")
 
 
-def _translate_rendezvous(options: _Options) -> None:
+def _translate_rendezvous(options: _Options, others: dict[str, str | None]) -> None:
     """Convert the address of the first node; on one node, it is left out."""
     address = options.values.pop("master-addr", "") or options.values.pop("main-process-ip", "")
     port = options.values.pop("master-port", "") or options.values.pop("main-process-port", "")
-    several = options.values.pop("nodes", "") or next(
-        (one for one in options.kept if one.startswith("--nnodes ") and one != "--nnodes 1"), ""
-    )
-    if several and address:
+    nodes = others.get("num-machines") or others.get("nnodes") or "1"
+    other_port = others.get("master-port") or others.get("main-process-port")
+    if nodes.strip("\"'") == "1" or not (address or port):
+        return
+    if not address or (other_port and not port):
+        options.problems.append(
+            "the address and its port are in different places. Use --rdzv-endpoint HOST:PORT."
+        )
+    else:
         options.kept.append(f"--rdzv-endpoint {address}:{port or '29500'}")
 
 

@@ -82,6 +82,7 @@ UNSAFE = {
     "method of DDP": (DDP + LOOP.replace("    loss.backward()", "    with model.no_sync():\n        loss.backward()"), "Use accelerator.accumulate"),
     "option of DDP": (DDP.replace("DDP(model", "DDP(model, gradient_as_bucket_view=True") + LOOP, "Use DistributedDataParallelKwargs"),
     "evaluation on one rank": (DDP + LOOP + "if rank == 0:\n    for x in loader:\n        model(x)\n", "A loader is read on some ranks only"),
+    "hook of Accelerate": ("from accelerate.hooks import AlignDevicesHook\n", "accel has no AlignDevicesHook"),
     "unsupported name": ("from accelerate import dispatch_model\n", "accel has no dispatch_model"),
     "unsupported argument": ("from accelerate import Accelerator\na = Accelerator(deepspeed_plugin=None)\n", "no argument deepspeed_plugin"),
     "unsupported member": ("from accelerate import Accelerator\na = Accelerator()\na.lomo_backward(1)\n", "no lomo_backward"),

@@ -9,10 +9,10 @@ from accel_cli.migrate.shell import migrate_shell
 CONVERTED = {
     "torchrun --standalone --nproc_per_node=4 train.py --lr 0.1": "accel launch --nproc-per-node 4 train.py --lr 0.1",
     "torchrun --nproc-per-node gpu -m package.train": "accel launch --nproc-per-node auto -m package.train",
-    "srun --ntasks=2 torchrun --nnodes $N --rdzv_id $ID --rdzv_backend c10d --rdzv_endpoint $HEAD:29500 t.py": "srun --ntasks=2 accel launch --nnodes $N --rdzv-id $ID --rdzv-endpoint $HEAD:29500 t.py",
-    "torchrun --nnodes 2 --node_rank 1 --master_addr host --master_port 1234 t.py": "accel launch --nnodes 2 --node-rank 1 --rdzv-endpoint host:1234 t.py",
+    "srun --ntasks=2 torchrun --nnodes $N --rdzv_id $ID --rdzv_backend c10d --rdzv_endpoint $HEAD:29500 t.py": "srun --ntasks=2 accel launch --nproc-per-node 1 --nnodes $N --rdzv-id $ID --rdzv-endpoint $HEAD:29500 t.py",
+    "torchrun --nnodes 2 --node_rank 1 --master_addr host --master_port 1234 t.py": "accel launch --nproc-per-node 1 --nnodes 2 --node-rank 1 --rdzv-endpoint host:1234 t.py",
     "torchrun --nproc_per_node 2 --master_port 1234 t.py": "accel launch --nproc-per-node 2 t.py",
-    "torchrun --max_restarts 3 --monitor_interval 5 t.py": "accel launch --max-restarts 3 --set launcher.monitor_interval=5 t.py",
+    "torchrun --max_restarts 3 --monitor_interval 5 t.py": "accel launch --nproc-per-node 1 --max-restarts 3 --set launcher.monitor_interval=5 t.py",
     "python -m torch.distributed.launch --use_env --nproc_per_node 8 t.py": "accel launch --nproc-per-node 8 t.py",
     "python3 -m torch.distributed.run --nproc_per_node 8 t.py": "accel launch --nproc-per-node 8 t.py",
     "OMP_NUM_THREADS=4 torchrun --nproc_per_node 2 t.py &": "OMP_NUM_THREADS=4 accel launch --nproc-per-node 2 t.py &",
@@ -20,7 +20,20 @@ CONVERTED = {
     "accelerate launch --multi_gpu --num_processes 2 --mixed_precision=bf16 t.py 'a b'": "accel launch --nproc-per-node 2 --mixed-precision bf16 t.py 'a b'",
     "accelerate launch --num_processes 16 --num_machines 2 --machine_rank 1 --main_process_ip h --main_process_port 5 t.py": "accel launch --nproc-per-node 8 --nnodes 2 --node-rank 1 --rdzv-endpoint h:5 t.py",
     "accelerate launch --cpu --num_cpu_threads_per_process 2 --dynamo_backend no t.py": "accel launch --cpu --set launcher.omp_num_threads=2 t.py",
-    'if torchrun "$SCRIPT" "$@"; then echo done; fi': 'if torchrun "$SCRIPT" "$@"; then echo done; fi',
+    'if torchrun "$SCRIPT" "$@"; then echo done; fi': 'if accel launch --nproc-per-node 1 "$SCRIPT" "$@"; then echo done; fi',
+    "uv run torchrun --nproc_per_node 2 t.py": "uv run accel launch --nproc-per-node 2 t.py",
+    "srun bash -c 'torchrun --nproc_per_node $GPUS t.py'": "srun bash -c 'accel launch --nproc-per-node $GPUS t.py'",
+    'CMD="torchrun --nproc_per_node 2 t.py"; $CMD': 'CMD="accel launch --nproc-per-node 2 t.py"; $CMD',
+    "python -u -m torch.distributed.launch --nproc_per_node 2 t.py": "accel launch --nproc-per-node 2 t.py",
+    "$PYTHON -m torch.distributed.run --nproc_per_node 2 t.py": "$PYTHON -m accel_cli launch --nproc-per-node 2 t.py",
+    "x=`torchrun --nproc_per_node 2 t.py`": "x=`accel launch --nproc-per-node 2 t.py`",
+    "echo it\\'s; { accelerate-launch --use_cpu t.py; }": "echo it\\'s; { accel launch --cpu t.py; }",
+    "accelerate launch --num_processes $((N * 8)) --num_machines $N t.py": "accel launch --nproc-per-node $(((N * 8) / $N)) --nnodes $N t.py",
+    "accelerate launch --num_processes $P --num_machines ${N} -m p.t": "accel launch --nproc-per-node $(($P / ${N})) --nnodes ${N} -m p.t",
+    "accelerate launch -m --mixed_precision bf16 p.t": "accel launch --mixed-precision bf16 -m p.t",
+    "accelerate launch --dynamo_backend 'no' t.py": "accel launch t.py",
+    "ARGS='--nnodes 2 --master_addr h --master_port 5'\ntorchrun $ARGS --nproc_per_node 2 t.py": "ARGS='--nnodes 2 --rdzv-endpoint h:5'\naccel launch --nproc-per-node 2 $ARGS t.py",
+    "ARGS=(\n  --nproc_per_node 2\n  --standalone\n  --max_restarts 1\n)\ntorchrun ${ARGS[@]} t.py": "ARGS=(\n  --nproc-per-node 2\n  --max-restarts 1\n)\naccel launch ${ARGS[@]} t.py",
     "cd src && torchrun --nproc_per_node 2 t.py": "cd src && accel launch --nproc-per-node 2 t.py",
 }
 FOUND = {
@@ -29,6 +42,8 @@ FOUND = {
     "accelerate launch --num_processes 3 --num_machines 2 t.py": "Use --nproc-per-node N",
     "accelerate launch --mixed_precision fp8 t.py": "no, bf16 or fp16",
     "torchrun --rdzv_conf timeout=60 t.py": "launcher.rdzv_timeout=SECONDS",
+    "torchrun $ARGS t.py": "the options are in $ARGS",
+    'run "torchrun --nproc_per_node 2 t.py"': "in a text and is not converted",
     "torchrun --unknown_option 3 t.py": "accel launch has no such option",
 }
 
@@ -60,6 +75,8 @@ def test_continued_lines_stay_continued():
     [
         "# torchrun --nproc_per_node 2 t.py",
         'echo "torchrun is good"',
+        'log "torchrun is good"',
+        "echo torchrun --nproc_per_node 2 t.py",
         "pip install torchrun",
         "which torchrun",
         "python train.py",
