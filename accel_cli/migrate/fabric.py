@@ -23,22 +23,22 @@ _RENAMED = {"autocast": "autocast", "log_dict": "log", "print": "print", "setup_
 _CALLS = {
     "all_gather": ("data", "Fabric returns one row for each process, and accelerator.gather concatenates the rows. Write accelerator.gather(tensor), and use the result without its first dimension."),
     "all_reduce": ("data group reduce_op", 'Write tensor = accelerator.reduce(tensor, "sum"), or mean, max or min.'),
-    "barrier": ("name", "Write accelerator.wait_for_everyone()."),
-    "broadcast": ("obj src", "Write broadcast_object_list([obj])[0]."),
+    "barrier": ("name", "Write accelerator.wait_for_everyone().", "$fabric.wait_for_everyone()"),
+    "broadcast": ("obj src", "Write broadcast_object_list([obj])[0].", "broadcast_object_list([$obj], from_process=$src)[0]", "broadcast_object_list([$obj])[0]"),
     "clip_gradients": ("module optimizer clip_val max_norm norm_type error_if_nonfinite", "Write accelerator.clip_grad_norm_(parameters, max_norm), with the parameters of one optimizer if the model has several."),
     "init_module": ("empty_init", "Write with accelerator.device:, or with init_empty_weights(): for a model that is loaded later."),
-    "init_tensor": ("", "Write with accelerator.device:"),
+    "init_tensor": ("", "Write with accelerator.device:", "$fabric.device"),
     "load": ("path state strict weights_only", 'Write checkpoint = torch.load(path, map_location="cpu"), and load_state_dict for each object.'),
-    "load_raw": ("path obj strict weights_only", 'Write obj.load_state_dict(torch.load(path, map_location="cpu")).'),
-    "log": ("name value step", "Write accelerator.log({name: value}, step=step)."),
+    "log": ("name value step", "Write accelerator.log({name: value}, step=step).", "$fabric.log({$name: $value}, step=$step)", "$fabric.log({$name: $value})"),
     "no_backward_sync": ("module enabled", "Write with accelerator.no_sync(model):"),
     "rank_zero_first": ("local", "Write accelerator.main_process_first(), or local_main_process_first() for each node."),
     "save": ("path state", "Write accelerator.save(state_dict, path) for weights, or accelerator.save_state(path)."),
     "seed_everything": ("seed workers verbose", "Write set_seed(seed) with a number."),
-    "to_device": ("obj", "Write x.to(accelerator.device)."),
+    "to_device": ("obj", "Write x.to(accelerator.device).", "send_to_device($obj, $fabric.device)"),
 }  # fmt: skip
-"""The parameters of methods, and what to write for a call that is not converted."""
+"""The parameters of methods, what to write for a call that is not converted, and the code: the first whose parameters are given."""
 _ADVICE = {
+    "load_raw": 'Write obj.load_state_dict(torch.load(path, map_location="cpu"))',
     "call": "Call the functions of the callbacks in the script",
     "logger": "Use accelerator.get_tracker(name)",
     "loggers": "Use accelerator.trackers",
@@ -98,13 +98,11 @@ class _Converter:
         self.renames = {self.script.variable(name) for name in names} - {None} <= self.uses.instances
         self.is_sharded = False
         self.builders: dict[str, Callable[[cst.Call, dict[str, cst.BaseExpression]], str]] = {
-            "all_gather": self._build_all_gather, "all_reduce": self._build_all_reduce, "barrier": self._build_barrier,
-            "broadcast": self._build_broadcast, "clip_gradients": self._build_clip_gradients, "init_module": self._build_init_module,
-            "init_tensor": self._build_init_module, "load": self._build_load, "load_raw": self._build_load_raw, "log": self._build_log,
-            "no_backward_sync": self._build_no_backward_sync, "rank_zero_first": self._build_rank_zero_first, "save": self._build_save,
-            "seed_everything": self._build_seed_everything, "to_device": self._build_to_device,
+            "all_gather": self._build_all_gather, "all_reduce": self._build_all_reduce, "clip_gradients": self._build_clip_gradients,
+            "init_module": self._build_init_module, "load": self._build_load, "no_backward_sync": self._build_no_backward_sync,
+            "rank_zero_first": self._build_rank_zero_first, "save": self._build_save, "seed_everything": self._build_seed_everything,
         }  # fmt: skip
-        """The methods that return the code for a call; empty if it is not understood."""
+        """The methods that return the code for a call that depends on its arguments; empty if it is not understood."""
 
     # The script
 
@@ -214,11 +212,19 @@ class _Converter:
             self.conversion.findings.append(error.finding)
 
     def _convert_call(self, call: cst.Call) -> None:
-        """Replace a call by the code that the method for its name returns, with its arguments in place of `$parameter`."""
+        """Replace a call by the code for its name, with its arguments in place of `$parameter`."""
         name = to_code(call.func).rpartition(".")[2]
-        parameters, advice = _CALLS[name]
+        parameters, advice, *templates = _CALLS[name]
         given = _bind(call, parameters.split())
-        template = None if given is None else self.builders[name](call, given)
+        if given is None:
+            template = ""
+        elif name in self.builders:
+            template = self.builders[name](call, given)
+        else:
+            names = {"fabric", *given}
+            template = next(
+                (one for one in templates if names.issuperset(Template(one).get_identifiers())), ""
+            )
         if not template:
             raise self.conversion.unsafe(call, f"This call of {name} is not converted. {advice}")
         for function in ("broadcast_object_list", "nullcontext", "send_to_device", "set_seed"):
@@ -261,8 +267,8 @@ class _Converter:
                 arg, "The arguments of Fabric are not understood. Write each by its name."
             )
         name = arg.keyword.value
-        text = _get_text(arg.value)
-        is_constant = isinstance(arg.value, (cst.SimpleString, cst.Integer))
+        text = self._get_strategy(arg.value) or _get_text(arg.value)
+        is_constant = isinstance(arg.value, (cst.SimpleString, cst.Integer)) or text != _get_text(arg.value)
         base = text.removesuffix(_UNUSED)
         if name == "accelerator" and text == "cpu":
             arguments["cpu"] = "True"
@@ -275,7 +281,8 @@ class _Converter:
             self.is_sharded = base == "fsdp"
             if self.is_sharded:
                 self.conversion.note(
-                    arg, "Sharding is an option of the launch: accel launch --set parallel.dp_shard=auto."
+                    arg,
+                    "Sharding is an option of the launch: accel launch --set parallel.dp_shard=auto. The keys of fully_shard in the profile replace arguments of FSDPStrategy.",
                 )
             if base != text:
                 self.conversion.imports.add("DistributedDataParallelKwargs")
@@ -283,6 +290,18 @@ class _Converter:
         elif text not in {"None", "[]"}:
             advice = _OPTIONS.get(name, "Remove it.")
             raise self.conversion.unsafe(arg, f"The argument {name} is not converted. {advice}")
+
+    def _get_strategy(self, node: cst.BaseExpression) -> str:
+        """Return the name of the strategy of which an expression creates the class; empty for another expression."""
+        if not isinstance(node, cst.Call) or not self._is_of_lightning(
+            node.func, to_code(node.func).rpartition(".")[2]
+        ):
+            return ""
+        arguments = {to_code(arg).replace(" ", "") for arg in node.args}
+        kind = to_code(node.func).rpartition(".")[2]
+        if kind == "DDPStrategy" and not arguments - {"find_unused_parameters=True"}:
+            return "ddp" + (_UNUSED if arguments else "")
+        return "fsdp" if kind == "FSDPStrategy" else ""
 
     def _note_launch(self, arg: cst.Arg, name: str, text: str) -> None:
         silent, note = _LAUNCH[name]
@@ -385,9 +404,6 @@ class _Converter:
         is_filled = to_code(given.get("empty_init", cst.Name("None"))) in {"None", "False"}
         return "$fabric.device" if is_filled else ""
 
-    def _build_to_device(self, _: cst.Call, given: dict[str, cst.BaseExpression]) -> str:
-        return "send_to_device($obj, $fabric.device)" if "obj" in given else ""
-
     # Training
 
     def _convert_backward(self, call: cst.Call) -> None:
@@ -426,17 +442,10 @@ class _Converter:
 
     # Collectives
 
-    def _build_barrier(self, *_: Any) -> str:
-        return "$fabric.wait_for_everyone()"
-
     def _build_rank_zero_first(self, _: cst.Call, given: dict[str, cst.BaseExpression]) -> str:
         names = {"False": "main_process_first", "True": "local_main_process_first"}
         name = names.get(to_code(given.get("local", cst.Name("False"))))
         return f"$fabric.{name}()" if name else ""
-
-    def _build_broadcast(self, _: cst.Call, given: dict[str, cst.BaseExpression]) -> str:
-        source = ", from_process=$src" if "src" in given else ""
-        return f"broadcast_object_list([$obj]{source})[0]" if "obj" in given else ""
 
     def _build_all_reduce(self, call: cst.Call, given: dict[str, cst.BaseExpression]) -> str:
         operation = _get_text(given.get("reduce_op", cst.Name("mean"))).rpartition(".")[2].lower()
@@ -466,10 +475,6 @@ class _Converter:
         return "torch.as_tensor($data, device=$fabric.device)" if self.uses.is_number(data) else "$data"
 
     # Files and trackers
-
-    def _build_log(self, _: cst.Call, given: dict[str, cst.BaseExpression]) -> str:
-        step = ", step=$step" if "step" in given else ""
-        return f"$fabric.log({{$name: $value}}{step})" if {"name", "value"} <= given.keys() else ""
 
     def _build_save(self, call: cst.Call, given: dict[str, cst.BaseExpression]) -> str:
         state = self._format_state(given["state"]) if "state" in given else ""
@@ -547,15 +552,6 @@ class _Converter:
                     statement, value if isinstance(state, cst.Dict) else f"{obj} = {value}"
                 )
         return loaded
-
-    def _build_load_raw(self, _: cst.Call, given: dict[str, cst.BaseExpression]) -> str:
-        if not {"path", "obj"} <= given.keys() or self.is_sharded:
-            return ""
-        safe = ", weights_only=$weights_only" if "weights_only" in given else ""
-        strict = (
-            ", strict=$strict" if "strict" in given and self.uses.kind_of(given["obj"]) == "model" else ""
-        )
-        return f'$obj.load_state_dict(torch.load($path, map_location="cpu"{safe}){strict})'
 
 
 def _bind(call: cst.Call, parameters: list[str]) -> dict[str, cst.BaseExpression] | None:

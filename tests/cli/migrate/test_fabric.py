@@ -7,6 +7,7 @@ import pytest
 from accel_cli.migrate import migrate_script
 
 IMPORTS = "import torch\nfrom lightning.fabric import Fabric\n"
+STRATEGIES = "from lightning.fabric.strategies import DDPStrategy\nfrom lightning.fabric.strategies import FSDPStrategy\n"
 HEAD = (
     f"{IMPORTS}fabric = Fabric()\nmodel = torch.nn.Linear(2, 2)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
     "loader = torch.utils.data.DataLoader(torch.randn(8, 2))\nx = torch.ones(2)\n"
@@ -18,6 +19,8 @@ CREATIONS = {
     "Fabric(precision='bf16-mixed')": 'Accelerator(mixed_precision="bf16")',
     "Fabric(precision=16)": 'Accelerator(mixed_precision="fp16")',
     "Fabric(precision='32-true')": "Accelerator()",
+    "Fabric(strategy=DDPStrategy())": "Accelerator()",
+    "Fabric(strategy=DDPStrategy(find_unused_parameters=True))": "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])",
     "Fabric(strategy='ddp_find_unused_parameters_true')": "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])",
 }
 NOTED = {
@@ -26,6 +29,7 @@ NOTED = {
     "Fabric(devices=[0, 2])": "accel launch --gpu-ids 0,2",
     "Fabric(num_nodes=2)": "accel launch --nnodes 2",
     "Fabric(accelerator=kind)": "accel launch --cpu",
+    "Fabric(strategy=FSDPStrategy(auto_wrap_policy={torch.nn.Linear}))": "--set parallel.dp_shard=auto",
     "Fabric(strategy='fsdp')": "--set parallel.dp_shard=auto",
 }
 LINES = {
@@ -67,11 +71,11 @@ LINES = {
     "fabric.save('a', {'model': model, 'optimizer': optimizer, 'step': 3})": "accelerator.save({'model': accelerator.get_state_dict(model), 'optimizer': optimizer.state_dict(), 'step': 3}, 'a')",
     "fabric.save('a', model.state_dict())": "accelerator.save(model.state_dict(), 'a')",
     "y = fabric.load('a')": "y = torch.load('a', map_location=\"cpu\")",
-    "fabric.load_raw('a', model)": "model.load_state_dict(torch.load('a', map_location=\"cpu\"))",
 }  # fmt: skip
 STAYS = {
     "fabric = Fabric(precision='bf16-true')": "model.to(dtype)",
     "fabric = Fabric(precision=p)": "Accelerator(mixed_precision=...)",
+    "fabric = Fabric(strategy=DDPStrategy(bucket_cap_mb=5))": "parallel.dp_shard=auto",
     "fabric = Fabric(strategy='deepspeed')": "parallel.dp_shard=auto",
     "fabric = Fabric(loggers=TensorBoardLogger('logs'))": 'Write Accelerator(log_with="tensorboard"',
     "fabric = Fabric(callbacks=[Stop()])": "Call the functions of the callbacks",
@@ -83,6 +87,7 @@ REPORTED = {
     "fabric.call('on_end')": "Call the functions of the callbacks in the script",
     "fabric.logger.log(1)": "accelerator.get_tracker(name)",
     "fabric.node_rank": "GROUP_RANK",
+    "fabric.load_raw('a', model)": "Write obj.load_state_dict(torch.load(path",
     "fabric.something()": "See the page Migrate from Fabric",
     "rows = fabric.all_gather(x)\nprint(rows.shape)": "returns one row for each process",
     "rows = fabric.all_gather(x)[0]": "returns one row for each process",
@@ -109,15 +114,16 @@ def body(text):
 
 @pytest.mark.parametrize(("before", "after"), CREATIONS.items())
 def test_a_fabric_becomes_an_accelerator(before, after):
-    result = migrate_script(f"{IMPORTS}fabric = {before}\n")
+    imports = IMPORTS + (STRATEGIES if "Strategy" in before else "")
+    result = migrate_script(f"{imports}fabric = {before}\n")
     assert not result.findings
     assert body(result.text) == [f"accelerator = {after}"]
-    assert "lightning" not in result.text
+    assert "from lightning" not in result.text.replace(STRATEGIES.split("\n")[1], "")
 
 
 @pytest.mark.parametrize(("before", "note"), NOTED.items())
 def test_an_argument_for_the_launch_is_removed_with_a_note(before, note):
-    result = migrate_script(f"{IMPORTS}count, kind = 2, 'cpu'\nfabric = {before}\n")
+    result = migrate_script(f"{IMPORTS}{STRATEGIES}count, kind = 2, 'cpu'\nfabric = {before}\n")
     assert body(result.text)[-1] == "accelerator = Accelerator()"
     assert [note in one.text for one in result.notes] == [True]
 
@@ -134,10 +140,10 @@ def test_a_call_of_fabric_is_converted(before, after):
 
 @pytest.mark.parametrize(("line", "advice"), STAYS.items())
 def test_a_fabric_without_an_equivalent_stays_with_what_to_write(line, advice):
-    text = f"{IMPORTS}p = options = None\n{line}\n"
+    text = f"{IMPORTS}{STRATEGIES}p = options = None\n{line}\n"
     result = migrate_script(text)
     assert result.text == text
-    assert [(one.line, advice in one.text) for one in result.findings] == [(4, True)]
+    assert [(one.line, advice in one.text) for one in result.findings] == [(6, True)]
 
 
 @pytest.mark.parametrize(("line", "advice"), REPORTED.items())
@@ -173,7 +179,7 @@ def test_every_form_of_the_import_is_known(imports, name):
         "def main(accelerator: Accelerator):\n    accelerator.print(1)\n\n\nmain(Accelerator())\n"
         in result.text
     )
-    assert "lightning" not in result.text
+    assert "from lightning" not in result.text.replace(STRATEGIES.split("\n")[1], "")
 
 
 def test_the_name_of_the_variable_stays_if_accelerator_is_taken():
