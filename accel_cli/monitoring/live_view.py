@@ -249,10 +249,14 @@ def _choose_rows(run: RunSnapshot, room: int | None, *, shows_all: bool) -> tupl
     ordered = sorted((rank for rank in ranks if rank.state == "running"), key=get_slowness)
     rows = []
     if ordered:
-        chosen = {"fastest": ordered[0], "median": ordered[(len(ordered) - 1) // 2], "slowest": ordered[-1]}
+        chosen = [ordered[0], ordered[(len(ordered) - 1) // 2], ordered[-1]]
+        labels = ["fastest ", "median ", "slowest "]
+        if get_slowness(ordered[0]) == get_slowness(ordered[-1]):  # unknown in the first steps
+            chosen = list({rank.rank: rank for rank in chosen}.values())
+            labels = [""] * len(chosen)
         rows = [
-            _Row(rank, f"{label} {rank.rank}{'*' if rank.rank == slowest else ''}")
-            for label, rank in chosen.items()
+            _Row(rank, f"{label}{rank.rank}{'*' if rank.rank == slowest else ''}")
+            for label, rank in zip(labels, chosen, strict=True)
         ]
     states = Counter(rank.state for rank in ranks)
     for state in sorted(states.keys() - {"running"}):

@@ -86,6 +86,17 @@ def test_all_shows_every_rank_that_fits():
     assert "11 more ranks do not fit on the screen" in small
 
 
+def test_folded_ranks_have_no_order_until_their_speeds_are_known():
+    first_step = {"steps": 1, "recent": (960.0,), "history": ()}
+    ranks = [rank(number, beat(**first_step)) for number in range(16)]
+    text = draw(snapshot(ranks), 80)
+    assert re.findall(r"^ *(\S.*?)  +1 ", text, re.MULTILINE) == ["0", "7", "15"]
+    assert "16 ranks; accel top --all shows each" in text
+    ended = [rank(number, beat(ended=1000.1)) for number in range(1, 16)]
+    text = draw(snapshot([rank(0, beat()), *ended]), 80)
+    assert re.findall(r"^ *(\S.*?)  +400 ", text, re.MULTILINE) == ["0", "1"]
+
+
 @pytest.mark.parametrize("width", [10, 20, 60, 79, 81, 200])
 def test_every_size_of_the_screen_is_kept(width):
     for run in RUNS.values():
