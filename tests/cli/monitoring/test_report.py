@@ -224,6 +224,16 @@ def test_runs_are_drawn_over_each_other_in_one_colour_each(report, runs):
     assert differing == 3, "arguments, launcher.kind and mixed_precision differ"
 
 
+def test_of_several_profiles_only_the_values_that_differ_are_unfolded(report, runs):
+    write_complete(runs, "20270115-080000-train-1", profile={"seed": 1, "device": "cpu"})
+    write_complete(runs, "20270115-090000-train-2", profile={"seed": 2, "device": "cpu"})
+    page = report("20270115-080000-train-1", "20270115-090000-train-2")
+    unfolded, _, folded = page.source.partition("<summary>Profile and configuration: 1 equal value</summary>")
+    assert ">seed</th>" in unfolded.partition("Values that differ")[2]
+    assert ">device</th>" in folded
+    assert "<details open" not in page.source
+
+
 def test_runs_are_read_from_the_log_dir_of_the_profile(report, runs, cwd):
     write_complete(runs, target="default.py")
     folder = write_complete(cwd / "logs", "20270115-090000-train-2", target="chosen.py")
