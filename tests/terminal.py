@@ -1,4 +1,4 @@
-"""Screens on which `accel` runs: real pseudo-terminals, read as a person reads them."""
+"""Screens on which `accel` runs: real pseudo-terminals, whose text is compared."""
 
 import fcntl
 import os
@@ -64,7 +64,7 @@ class Terminal:
         """Wait until the question in hand shows this text."""
         end = time.monotonic() + seconds
         while text.replace(" ", "") not in self.question():
-            assert time.monotonic() < end, f"{text!r} did not come; the screen is\n{self.text()}"
+            assert time.monotonic() < end, f"{text!r} was not shown; the screen is\n{self.text()}"
             self._read()
 
     def _read(self):
@@ -133,8 +133,8 @@ class CommandScreen:
         """Wait until all texts are on the screen."""
         deadline = time.monotonic() + seconds
         while not all(text in self.text() for text in texts):
-            assert time.monotonic() < deadline, f"{texts} did not come; the screen is\n{self.text()}"
-            assert self.read(), f"{texts} did not come before the end; the screen is\n{self.text()}"
+            assert time.monotonic() < deadline, f"{texts} were not shown; the screen is\n{self.text()}"
+            assert self.read(), f"{texts} were not shown before the end; the screen is\n{self.text()}"
 
     def read(self, seconds=0.05):
         """Take what is written within some time; return False at the end of the command."""

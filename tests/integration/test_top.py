@@ -216,5 +216,5 @@ def test_live_needs_a_terminal_and_a_launcher_with_ranks(script):
 def wait_for(condition, seconds=120):
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "the condition was not met in time"
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""The heartbeat: what a process leaves for its launcher to see how far it is."""
+"""The heartbeat: the progress that a process records for its launcher."""
 
 import copy
 import os
@@ -27,7 +27,7 @@ def folder(tmp_path, monkeypatch):
     _create_progress.cache_clear()
 
 
-def trained(accelerator, batches):
+def train(accelerator, batches):
     model = torch.nn.Linear(2, 1)
     model, optimizer, loader = accelerator.prepare(
         model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(torch.ones(batches, 2))
@@ -43,7 +43,7 @@ def trained(accelerator, batches):
 def test_a_launcher_reads_the_steps_the_batches_and_the_last_collective(folder):
     accelerator = Accelerator(gradient_accumulation_steps=2)
     begun = Beat.read(folder)
-    trained(accelerator, batches=6)
+    train(accelerator, batches=6)
     beat = Beat.read(folder)
     assert (beat.steps, beat.batches, beat.is_inside) == (3, 6, False)
     assert beat.time > begun.time
@@ -52,7 +52,7 @@ def test_a_launcher_reads_the_steps_the_batches_and_the_last_collective(folder):
     assert Beat.read(folder).location.startswith("after wait_for_everyone at test_heartbeat.py:")
 
 
-def test_a_process_in_a_collective_says_which(folder):
+def test_the_location_of_a_rank_is_the_collective_that_it_is_in(folder):
     accelerator = Accelerator()
     seen = []
     all_gather_slots = accelerator._backend.handshake._transport.all_gather_slots
@@ -64,7 +64,7 @@ def test_a_process_in_a_collective_says_which(folder):
     assert seen[0].location.startswith("in wait_for_everyone at test_heartbeat.py:")
 
 
-def test_nothing_is_kept_where_no_launcher_watches(monkeypatch):
+def test_without_a_launcher_there_is_no_heartbeat(monkeypatch):
     monkeypatch.delenv(RANK_FOLDER, raising=False)
     _create_progress.cache_clear()
     assert heartbeat() is None
@@ -76,13 +76,13 @@ def test_a_process_that_the_script_starts_leaves_the_heartbeat_alone(folder):
     assert Beat.read(folder).steps == 1
 
 
-def test_a_folder_that_is_gone_is_no_error(folder, monkeypatch):
+def test_a_missing_folder_is_no_error(folder, monkeypatch):
     monkeypatch.setenv(RANK_FOLDER, os.devnull)
     assert heartbeat() is None
 
 
 def test_a_prepared_optimizer_is_copied_without_the_heartbeat(folder):
-    optimizer = trained(Accelerator(), batches=1)
+    optimizer = train(Accelerator(), batches=1)
     state = optimizer.state_dict()
     assert copy.deepcopy(optimizer).state_dict() == state
     assert pickle.loads(pickle.dumps(optimizer)).state_dict() == state  # noqa: S301 - written a line above

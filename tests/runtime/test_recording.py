@@ -66,7 +66,7 @@ def test_numbers_and_text_are_kept_and_other_values_left_out_silently(folder, ca
     assert not caplog.records
 
 
-def test_a_tracker_gets_what_it_got_before_and_its_file_is_named_first(folder, tmp_path):
+def test_a_tracker_receives_all_values_and_its_file_is_recorded_first(folder, tmp_path):
     accelerator = Accelerator(log_with="jsonl", project_dir=tmp_path / "project")
     accelerator.init_trackers("run")
     accelerator.log({"loss": 0.5, "histogram": [1, 2]}, step=1)
@@ -223,16 +223,16 @@ def test_a_loader_that_is_prepared_during_the_training_does_not_describe_the_run
 
 
 class Endless(Dataset):
-    """A dataset whose length raises an error at every second look."""
+    """A dataset whose length raises an error from its fourth call on."""
 
-    looks = 0
+    calls = 0
 
     def __getitem__(self, index):
         return torch.ones(2)
 
     def __len__(self):
-        self.looks += 1
-        if self.looks > 3:
+        self.calls += 1
+        if self.calls > 3:
             raise ZeroDivisionError
         return 4
 
@@ -240,7 +240,7 @@ class Endless(Dataset):
 def test_a_dataset_that_cannot_be_described_is_no_error(folder):
     dataset = Endless()
     loader = DataLoader(dataset, sampler=range(4))
-    dataset.looks = 3
+    dataset.calls = 3
     loader = Accelerator().prepare(loader)
     assert len(list(loader)) == 4
 

@@ -100,7 +100,7 @@ def test_the_rate_decreases_while_no_step_is_made(folder):
 
 
 def test_own_time_leaves_out_the_first_steps(folder):
-    """The first step may compile for minutes, and says nothing about a rank."""
+    """The first step may compile for minutes, also on a fast rank."""
     start_rank(folder, 0)
     beat = read_snapshot(folder).ranks[0].beat
     busy = [100 + 0.01 * step for step in range(1, 201)]

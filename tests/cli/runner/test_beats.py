@@ -19,7 +19,7 @@ TICK_NS = 1000
 
 
 class Clock:
-    """A clock that advances with every look at it."""
+    """A clock that advances each time it is read."""
 
     def __init__(self):
         self._ticks = itertools.count(1)
@@ -30,7 +30,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The clock of heartbeats, which is looked at once at the start of one, and three times a step of `train`."""
+    """The clock of heartbeats, which is read once when one is created, and three times a step of `train`."""
     clock = Clock()
     monkeypatch.setattr(heartbeat, "monotonic_ns", clock)
     return clock
@@ -158,7 +158,7 @@ def test_a_history_that_is_thinned_in_the_midst_of_a_read_is_read_again(tmp_path
 
 
 def write_in_rounds(path, ended):
-    """Train again and again, on a new file each time, until the reader has seen enough."""
+    """Train repeatedly, each time on a new file, until the reader ends."""
     for number in itertools.count():
         heartbeat.monotonic_ns = Clock()
         new = path.with_name(f"new{number}")

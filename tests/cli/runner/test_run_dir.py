@@ -37,7 +37,7 @@ def test_a_killed_run_is_removed_once_its_files_are_a_day_old(tmp_path):
 
 @pytest.mark.parametrize("place", [{"host": "other"}, {"pid_namespace": "pid:[1]"}])
 def test_a_run_of_another_machine_or_container_is_removed_once_its_files_are_old(tmp_path, place):
-    """Its process id says nothing here: it may be in progress."""
+    """Its process id is not that of a process here, so it may be in progress."""
     run = RunFolder.create(tmp_path, "train.py", {})
     run.update({"started": time.time() - 60, **place})
     state = "not ended, on other" if "host" in place else "not ended, in another container"
