@@ -229,7 +229,7 @@ def test_of_several_profiles_only_the_values_that_differ_are_unfolded(report, ru
     write_complete(runs, "20270115-090000-train-2", profile={"seed": 2, "device": "cpu"})
     page = report("20270115-080000-train-1", "20270115-090000-train-2")
     unfolded, _, folded = page.source.partition("<summary>Profile and configuration: 1 equal value</summary>")
-    assert ">seed</th>" in unfolded.partition("Values that differ")[2]
+    assert ">seed</th>" in unfolded.partition("Profile and configuration: values that differ")[2]
     assert ">device</th>" in folded
     assert "<details open" not in page.source
 
