@@ -32,10 +32,10 @@ __all__ = ["main"]
 _NOTE_AFTER_S = 5
 """Seconds after which a note says that the cluster does not have the resources yet."""
 _POLL_S = 0.5
-_UNANSWERED_S = 5
-"""The same for a node that was to end; a peer may notice a lost node before Ray does."""
 _SILENT_S = 60
 """Seconds without an answer after which a node counts as lost: a read takes a second."""
+_UNANSWERED_S = 5
+"""The same for a node that was to end; a peer may notice a lost node before Ray does."""
 
 
 @dataclass
@@ -87,22 +87,10 @@ class _Node:
 
     def end(self, *, code: int | None = None, reason: str = "", lost: str = "") -> None:
         """Record the end of the node, and print the rest of its output."""
-        self.code, self.reason, self.is_lost, self.ended_at = (
-            code,
-            reason or lost,
-            bool(lost),
-            time.monotonic(),
-        )
+        self.code, self.reason, self.is_lost = code, reason or lost, bool(lost)
+        self.ended_at = time.monotonic()
         assert self.prefixer
         _write(self.prefixer.flush_partial(end=True))
-
-
-class _NodePrefixer(LinePrefixer):
-    """Begins each line with the name of its node, if there are several."""
-
-    def __init__(self, name: str, rank: int, *, prefixed: bool) -> None:
-        super().__init__(rank, coloured=False, progress_bars=rank == 0)
-        self._prefix = f"[{name}] ".encode() if prefixed else b""
 
 
 class _LostNodeError(AccelError):
@@ -225,7 +213,13 @@ class _Driver:
         for node, fact in zip(nodes, facts, strict=True):
             host = fact["host"]
             node.name = host if counts[host] == 1 else f"{host}-{node.rank}"
-            node.prefixer = _NodePrefixer(node.name, node.rank, prefixed=run.nnodes > 1)
+            node.prefixer = LinePrefixer(
+                node.rank,
+                coloured=False,
+                progress_bars=node.rank == 0,
+                prefixed=run.nnodes > 1,
+                label=node.name,
+            )
         if problems := [
             f"node {node.name}: {fact['problem'].rstrip('.')}."
             for node, fact in zip(nodes, facts, strict=True)

@@ -73,17 +73,8 @@ class RayRun:
             # All nodes of a cluster may be on one machine.
             nodes += ["--set", "launcher.allow_loopback=true"] if endpoint.is_loopback else []
         nodes += ["--resume"] if resume else []
-        return [
-            python,
-            "-m",
-            "accel_cli",
-            "launch",
-            "--quiet",
-            "--no-profile",
-            *nodes,
-            *self.options,
-            *self.target,
-        ]
+        launch = [python, "-m", "accel_cli", "launch", "--quiet", "--no-profile"]
+        return [*launch, *nodes, *self.options, *self.target]
 
     def to_json(self) -> str:
         """Return the run as JSON."""

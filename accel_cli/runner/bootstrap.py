@@ -194,7 +194,7 @@ class BootstrapStore:
         return None
 
     def _open_listener(self) -> socket.socket:
-        """Listen on the port of the endpoint: on the socket that the ssh launcher has bound to it, if there is one."""
+        """Listen on the port of the endpoint: on the socket that is already bound to it, if this launch has inherited one."""
         if self._settings.rdzv_socket is not None:
             with suppress(OSError):
                 bound = socket.socket(fileno=self._settings.rdzv_socket)

@@ -350,13 +350,21 @@ _MAX_LINE = 65536
 
 
 class LinePrefixer:
-    """Converts the output of a rank to lines that begin with the rank; of a progress bar, maybe the last state only."""
+    """Converts the output of a rank to lines that begin with the rank; of a progress bar, maybe the last state only.
+
+    Args:
+        rank: The rank, which selects the colour.
+        coloured: Print the prefix in colour.
+        progress_bars: Show intermediate states of progress bars.
+        prefixed: Begin lines with the prefix.
+        label: The text of the prefix instead of the rank.
+    """
 
     def __init__(
-        self, rank: int, *, coloured: bool, progress_bars: bool = True, prefixed: bool = True
+        self, rank: int, *, coloured: bool, progress_bars: bool = True, prefixed: bool = True, label: str = ""
     ) -> None:
-        colour = _COLOURS[rank % len(_COLOURS)]
-        prefix = f"\x1b[{colour}m[{rank}]\x1b[0m " if coloured else f"[{rank}] "
+        colour, label = _COLOURS[rank % len(_COLOURS)], label or str(rank)
+        prefix = f"\x1b[{colour}m[{label}]\x1b[0m " if coloured else f"[{label}] "
         self._prefix = prefix.encode() if prefixed else b""
         self._partial = b""
         self._partial_since = 0.0
@@ -388,6 +396,10 @@ class LinePrefixer:
             return b""
         partial, self._partial = self._partial, b""
         return self._format_line(partial)
+
+    def postpone(self) -> None:
+        """Wait again for the end of a partial line, after a time in which no output was read."""
+        self._partial_since = time.monotonic()
 
     def _sample_progress(self) -> bytes:
         """Return the newest complete state of a progress bar if the pause since the last one is over."""

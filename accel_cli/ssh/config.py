@@ -128,16 +128,6 @@ def _check_entries(value: list[str] | None) -> list[str] | None:
     return value
 
 
-def _refuse_range(value: int | str | None) -> int | None:
-    if isinstance(value, str):
-        raise ValueError(  # noqa: TRY004 - pydantic expects it
-            "expected a whole number: the hosts of launcher.kind: ssh are fixed, so that none joins later"
-        )
-    if value is not None and value < 1:
-        raise ValueError("expected at least 1")
-    return value
-
-
 def _check_line(value: str | None) -> str | None:
     if value is not None and (not value.strip() or not value.isprintable() or value.startswith("~")):
         raise ValueError("expected a path without ~ on one line")
@@ -189,14 +179,9 @@ class Ssh(Launcher):
         _Path,
         Field(description="File with a line `host slots=N` for each host, instead of `hosts`."),
     ] = None
-    nnodes: Annotated[
-        int | str | None,
-        AfterValidator(_refuse_range),
-        Field(
-            description="Number of hosts that are used, from the start of the list; unset uses all.",
-            json_schema_extra={"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}]},
-        ),
-    ] = None
+    nnodes: int | None = Field(
+        None, ge=1, description="Number of hosts that are used, from the start of the list; unset uses all."
+    )
     nproc_per_node: Annotated[
         CountOrAuto,
         Field(
@@ -329,11 +314,11 @@ class Ssh(Launcher):
             hosts = tuple(map(parse_host, self.hosts))
         else:
             hosts = read_hostfile(Path(self.hostfile or ""))
-        if isinstance(self.nnodes, int) and self.nnodes > len(hosts):
+        if self.nnodes is not None and self.nnodes > len(hosts):
             raise UsageError(
                 f"Invalid launcher.nnodes {self.nnodes}: only {len(hosts)} host(s) are listed. List more hosts, or reduce nnodes."
             )
-        return hosts[: int(self.nnodes or len(hosts))]
+        return hosts[: self.nnodes]
 
     def _count_processes(self, host: Host, spec: LaunchSpec) -> int | str:
         """Return the number of processes of a host; `auto` is one for each of its GPUs."""

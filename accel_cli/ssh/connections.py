@@ -43,18 +43,6 @@ _SSH_CURES = (
 """Cures by ssh's message, with the destination and the name of the host."""
 
 
-class _HostPrefixer(LinePrefixer):
-    """Begins each line with the name of its host."""
-
-    def __init__(self, name: str, number: int, *, coloured: bool) -> None:
-        super().__init__(number, coloured=coloured, progress_bars=number == 0)
-        self._prefix = self._prefix.replace(f"[{number}]".encode(), f"[{name}]".encode())
-
-    def postpone(self) -> None:
-        """Wait again for the end of a partial line, while no output is read."""
-        self._partial_since = time.monotonic()
-
-
 class Screen:
     """Standard output or error, written by a thread: a stopped terminal must not stop the requests to the hosts."""
 
@@ -120,7 +108,12 @@ class Connection:
         self._data = b""
         self._has_mark = False
         self._prefixers = {
-            screen: _HostPrefixer(host.name, number, coloured=console.use_color() and os.isatty(screen))
+            screen: LinePrefixer(
+                number,
+                coloured=console.use_color() and os.isatty(screen),
+                progress_bars=number == 0,
+                label=host.name,
+            )
             for screen in (1, 2)
             if prefixed
         }

@@ -46,7 +46,7 @@ def parse_host(text: str) -> Host:
     if name is None or (at and not _USER.fullmatch(user)):
         raise ValueError(
             f"expected a host such as node1, user@node1 or an IP address, with slots=N after it or not, got {text!r}; a port "
-            "belongs into ~/.ssh/config"
+            "belongs in ~/.ssh/config"
         )
     slots = None
     for word in words:

@@ -87,13 +87,13 @@ def test_other_options_select_no_launcher(cwd):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"hosts": "a:22"}, "a port belongs into ~/.ssh/config"),
+        ({"hosts": "a:22"}, "a port belongs in ~/.ssh/config"),
         ({"hosts": "a,a"}, "a is listed twice"),
         ({"hosts": "a slots=2,ann@A slots=4"}, "a is listed twice"),
         ({"hosts": "a slots=2 slots=4"}, "expected slots=N once after the host"),
         ({"hosts": ""}, "at least one host"),
         ({"hosts": "a,b", "hostfile": "hosts"}, "hosts and hostfile are both set"),
-        ({"hosts": "a,b", "nnodes": "1:2"}, "the hosts of launcher.kind: ssh are fixed"),
+        ({"hosts": "a,b", "nnodes": "1:2"}, "launcher.nnodes: expected a whole number"),
         ({"set": ["launcher.kind=ssh"]}, "hosts or hostfile is needed"),
     ],
 )
