@@ -158,6 +158,8 @@ class _Run:
             lambda connection: connection.problem is not None, _ANSWER_FACTOR * self._job.connect_timeout
         )
         cure = "Use a shared file system, copy the folder with --sync, or set launcher.folder"
+        if self._job.sync:
+            cure = "Set launcher.folder to a path that can be created there, and name the script by its path in the folder"
         problems = {}
         for connection in self._connections:
             if connection.problem:
@@ -190,17 +192,11 @@ class _Run:
                     "rsync", "-lptK", "--update", "-s", "--from0", f"--files-from={names}", "-e", shlex.join(("ssh", *job.ssh_options)),
                     "--", f"{selection.source}/", target,
                 ]  # fmt: skip
-                errors = Path(scratch, str(connection.number)).open("w+b")  # noqa: SIM115 - closed with the copy
-                copies[connection] = (
-                    errors,
-                    subprocess.Popen(
-                        command,
-                        stdin=subprocess.DEVNULL,
-                        stdout=errors,
-                        stderr=errors,
-                        start_new_session=True,
-                    ),
+                errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the copy
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors, start_new_session=True
                 )
+                copies[connection] = errors, process
             try:
                 self._poll_until(lambda: all(process.poll() is not None for _, process in copies.values()))
             finally:

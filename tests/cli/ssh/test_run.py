@@ -138,6 +138,17 @@ def test_a_run_ends_although_a_login_shell_has_left_a_process(start, cwd, monkey
 
 
 @pytest.mark.skipif(not shutil.which("rsync"), reason="rsync is not installed")
+def test_a_folder_that_cannot_be_created_for_a_copy_needs_another_path(start, cwd):
+    process = start("train.py", "--sync", "--set", "launcher.folder=/proc/folder")
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 1
+    assert "host a: cannot create the folder /proc/folder: " in output
+    assert "Set launcher.folder to a path that can be created there" in output
+    assert "--sync" not in output
+    assert not [*cwd.glob("pid*")]
+
+
+@pytest.mark.skipif(not shutil.which("rsync"), reason="rsync is not installed")
 def test_sync_keeps_links_to_folders_and_newer_files_of_the_host(start, cwd, tmp_path):
     folder, disk = tmp_path / "folder", tmp_path / "disk"
     disk.mkdir()
