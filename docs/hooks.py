@@ -1,4 +1,4 @@
-"""Generate the reference pages from the sources, and the text that console blocks copy, when mkdocs builds the site."""
+"""Generate the reference pages, the text that blocks copy, and the ranks of search results, when mkdocs builds the site."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import griffe
 import typer.main
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 from pydantic.fields import FieldInfo
 from typer.core import TyperArgument, TyperGroup
 
@@ -55,19 +56,26 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-_CONSOLE = re.compile(r'<div class="language-console highlight">(.*?)</div>', re.DOTALL)
+_COPIED = re.compile(r'<div class="language-(console|diff) highlight">(.*?)</div>', re.DOTALL)
 
 
-def on_page_content(content: str, **_: Any) -> str:
-    """Make the button of console blocks copy the commands only; `mkdocs` calls this for each page."""
-    return _CONSOLE.sub(_add_copied_text, content)
+def on_page_content(content: str, page: Page, **_: Any) -> str:
+    """Change what blocks copy, and the rank of a page in the search; `mkdocs` calls this for each page."""
+    if page.url.startswith(("api/", "design/", "reference/")):
+        page.meta["search"] = {"boost": 0.5}  # below the guides
+    return _COPIED.sub(_add_copied_text, content)
 
 
 def _add_copied_text(block: re.Match[str]) -> str:
-    lines = html.unescape(re.sub(r"<[^>]+>", "", block[1])).splitlines()
-    commands = "\n".join(line[2:].partition("  # ")[0] for line in lines if line.startswith("$ "))
+    """Make the button copy the commands of a console block, or the new side of a diff."""
+    code = block[2].partition("<code>")[2]  # after the title
+    lines = html.unescape(re.sub(r"<[^>]+>", "", code)).splitlines()
+    if block[1] == "console":
+        copied = [line[2:].partition("  # ")[0] for line in lines if line.startswith("$ ")]
+    else:
+        copied = [line[1:] for line in lines if not line.startswith("-")]
     # Material for MkDocs copies this attribute in place of the text of the block.
-    return block[0].replace("<div ", f'<div data-copy="{html.escape(commands)}" ', 1)
+    return block[0].replace("<div ", f'<div data-copy="{html.escape(chr(10).join(copied))}" ', 1)
 
 
 # The command line ----------------------------------------------------------------------
@@ -76,7 +84,7 @@ def _add_copied_text(block: re.Match[str]) -> str:
 def cli_page() -> str:
     """Return the page of all commands with their arguments and options, from the typer app."""
     intro = (
-        "# Command line\n\n"
+        "# Command line (CLI)\n\n"
         "Generated from the commands; `accel COMMAND --help` prints the same. Every command also accepts "
         "`--help` or `-h`. [First launch](../first-launch.md#exit-codes) lists the exit codes.\n"
     )

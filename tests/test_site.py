@@ -14,16 +14,21 @@ from typing import Any
 
 import pytest
 from browser import open_browser, prefer, resize
-from docs_reader import DOCS, blocks, commands
+from docs_reader import DOCS, blocks, commands, sides
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.support.wait import WebDriverWait
 
 pytestmark = pytest.mark.slow
 
-WORDS = [
-    "multi-node", "multi-gpu", "docker", "jupyter", "lora", "tutorial", "faq", "troubleshooting", "performance",
-]  # fmt: skip
+WORDS = {
+    "multi-node": "several-machines", "multi-gpu": "multi-gpu", "docker": "docker", "jupyter": "notebooks",
+    "lora": "cookbook/lora", "tutorial": "from-a-raw-script", "faq": "troubleshooting",
+    "troubleshooting": "troubleshooting", "performance": "performance", "streaming": "cookbook/streaming",
+    # Guides are above the reference and the design notes.
+    "slurm": "slurm", "kubernetes": "kubernetes", "ddp": "from-ddp",
+}  # fmt: skip
+"""Words of the field, and the page that the search shows first."""
 
 # Each change of the window is seen a moment later, so a script waits until the page is as expected, or ten seconds.
 FIT = """
@@ -33,6 +38,12 @@ function look() {
   const wide = document.documentElement.scrollWidth > innerWidth ? ["the page"] : []
   for (const code of document.querySelectorAll("article :not(pre) > code")) {
     if (code.getBoundingClientRect().right > innerWidth + 1 && !scrolls(code.parentElement)) wide.push(code.textContent)
+  }
+  const text = document.createRange()
+  for (const cell of document.querySelectorAll("article td")) {
+    text.selectNodeContents(cell)
+    // A narrow and high column, because another one is wide.
+    if (text.getBoundingClientRect().height > 4 * cell.offsetWidth) wide.push(`the column beside ${cell.textContent}`)
   }
   wide.length && performance.now() < end ? setTimeout(look, 50) : done(wide)
 }
@@ -47,10 +58,10 @@ function look() {
 look()
 """
 FIND = """
-const [word, done] = arguments, end = performance.now() + 10000
+const [page, done] = arguments, end = performance.now() + 10000
 function look() {
-  const first = document.querySelector(".md-search-result__item")?.textContent.toLowerCase() ?? ""
-  first.includes(word) || performance.now() > end ? done(first.includes(word)) : setTimeout(look, 50)
+  const first = document.querySelector(".md-search-result__link")?.pathname
+  first == page || performance.now() > end ? done(first) : setTimeout(look, 50)
 }
 look()
 """
@@ -128,26 +139,32 @@ def test_the_search_finds_the_words_of_the_field(address: str, browser: WebDrive
     browser.get(address)
     field = browser.find_element(By.CSS_SELECTOR, "input.md-search__input")
     field.click()
-    missing = []
-    for word in WORDS:
+    shown = {}
+    for word, page in WORDS.items():
         field.clear()
         field.send_keys(word)
-        if not browser.execute_async_script(FIND, word):
-            missing.append(word)
-    assert not missing
+        shown[word] = browser.execute_async_script(FIND, f"/{page}/")
+    assert shown == {word: f"/{page}/" for word, page in WORDS.items()}
 
 
-def test_a_copied_console_block_is_its_commands(address: str, browser: WebDriver) -> None:
+def test_the_copy_button_takes_the_commands_of_a_console_block_and_the_new_side_of_a_diff(
+    address: str, browser: WebDriver
+) -> None:
     grant = {"origin": address, "permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
     browser.execute_cdp_cmd("Browser.grantPermissions", grant)
     resize(browser, "desktop")
-    browser.get(f"{address}first-launch/")
-    buttons = browser.find_elements(By.CSS_SELECTOR, ".language-console .md-code__button")
-    shown = [block for block in blocks(DOCS / "first-launch.md") if block.language == "console"]
-    assert len(buttons) == len(shown) > 1
+    browser.get(f"{address}from-a-raw-script/")
+    buttons = browser.find_elements(
+        By.CSS_SELECTOR, ":is(.language-console, .language-diff) .md-code__button"
+    )
+    shown = [
+        block for block in blocks(DOCS / "from-a-raw-script.md") if block.language in {"console", "diff"}
+    ]
+    assert {block.language for block in shown} == {"console", "diff"}
     for button, block in zip(buttons, shown, strict=True):
         button.click()
-        expected = "\n".join(command.text for command in commands(block))
+        copied = [command.text for command in commands(block)] or sides(block.text)[1].splitlines()
+        expected = "\n".join(copied)
         WebDriverWait(browser, 20).until(
             lambda _, expected=expected: clipboard(browser) == expected, expected
         )
