@@ -8,15 +8,14 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from accel_cli.migrate import checks, cycles, devices, distributed, loop, metrics
+from accel_cli.migrate import devices, distributed, loop, metrics, output
 from accel_cli.migrate.accelerate import convert_accelerate
 from accel_cli.migrate.edits import add_import, drop_unused_imports, find_early_use, list_unbound_names
 from accel_cli.migrate.fabric import convert_fabric
 from accel_cli.migrate.fabric_uses import uses_fabric
-from accel_cli.migrate.preparation import check_creations, place_accelerator, prepare_objects
+from accel_cli.migrate.preparation import check_batches, check_creations, place_accelerator, prepare_objects
 from accel_cli.migrate.raw import Conversion, Finding, UnsafeError, thread_accelerator
 from accel_cli.migrate.script import Script
-from accel_cli.migrate.spawn import map_lines, replace_spawn
 
 __all__ = ["Finding", "Migration", "migrate_script"]
 
@@ -47,7 +46,7 @@ def migrate_script(text: str) -> Migration:
     if "accelerate" in packages:
         return Migration(*convert_accelerate(text))
     if "accel_runtime" in packages:
-        return Migration(text, checks.find_rest(Script(text)))
+        return Migration(text, output.find_rest(Script(text)))
     if packages & _LIGHTNING and uses_fabric(script := Script(text)):
         return _migrate_fabric(text, script)
     return _migrate_raw_loop(text)
@@ -84,7 +83,7 @@ def _migrate_fabric(text: str, script: Script) -> Migration:
 
 def _migrate_raw_loop(text: str) -> Migration:
     try:
-        started = replace_spawn(text)
+        started = distributed.replace_spawn(text)
     except UnsafeError as error:
         return Migration(text, (error.finding,))
     trains = ".backward(" in text
@@ -93,19 +92,23 @@ def _migrate_raw_loop(text: str) -> Migration:
     script = Script(started)
     findings = distributed.find_collectives(script)
     if findings or not trains:
-        return Migration(text, map_lines(findings, text, started)) if findings else _check_objects(text)
+        return (
+            Migration(text, distributed.map_lines(findings, text, started))
+            if findings
+            else _check_objects(text)
+        )
     conversion = Conversion(script)
     if not conversion.backwards:
         return Migration(text)
     try:
         module = _convert(conversion)
     except UnsafeError as error:
-        return Migration(text, map_lines((error.finding,), text, started))
+        return Migration(text, distributed.map_lines((error.finding,), text, started))
     result = _finish(started, conversion, module)
     return Migration(
         text if result.text == started else result.text,
-        map_lines(result.findings, text, started),
-        map_lines(result.notes, text, started),
+        distributed.map_lines(result.findings, text, started),
+        distributed.map_lines(result.notes, text, started),
     )
 
 
@@ -136,7 +139,7 @@ def _finish(text: str, conversion: Conversion, module: cst.Module) -> Migration:
 def _convert(conversion: Conversion) -> cst.Module:
     _check_names(conversion)
     check_creations(conversion)
-    metrics.check_batches(conversion)
+    check_batches(conversion)
     place_accelerator(conversion)
     distributed.convert_process_group(conversion)
     distributed.convert_ranks(conversion)
@@ -144,20 +147,21 @@ def _convert(conversion: Conversion) -> cst.Module:
     loop.convert_precision(conversion)
     loop.convert_backward(conversion)
     loop.convert_clipping(conversion)
-    checks.check_loaders(conversion)
+    metrics.check_loaders(conversion)
     metrics.convert_training_metrics(conversion)
     metrics.find_conditions(conversion)
     metrics.find_other_uses(conversion)
-    cycles.convert_accumulation(conversion)
-    cycles.convert_evaluation(conversion)
+    loop.convert_accumulation(conversion)
+    metrics.convert_evaluation(conversion)
     distributed.convert_reductions(conversion)
     devices.convert_devices(conversion)
     prepare_objects(conversion)
     loop.convert_wrappers(conversion)
-    loop.reduce_losses(conversion)
-    loop.convert_saving(conversion)
-    loop.convert_output(conversion)
-    checks.find_places(conversion)
+    output.reduce_losses(conversion)
+    output.convert_saving(conversion)
+    output.convert_output(conversion)
+    devices.find_devices_left(conversion)
+    output.find_places(conversion)
     thread_accelerator(conversion)
     conversion.create_accelerator()
     module = conversion.edits.apply(conversion.script.module)

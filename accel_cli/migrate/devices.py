@@ -9,9 +9,9 @@ import libcst as cst
 
 from accel_cli.migrate.edits import drop_last_comma, drop_parameters
 from accel_cli.migrate.raw import Conversion
-from accel_cli.migrate.script import WRAPPERS, Role, Script, Variable, descendants, to_code
+from accel_cli.migrate.script import NO_VARIABLE, WRAPPERS, Role, Script, Variable, descendants, to_code
 
-__all__ = ["convert_devices"]
+__all__ = ["convert_devices", "find_devices_left"]
 
 _UNMOVED = {
     "parameters",
@@ -25,6 +25,7 @@ _UNMOVED = {
     "apply",
 }
 """Methods of a model that do not depend on its device."""
+_DEVICES = {"torch.set_default_tensor_type", "torch.set_default_device"}
 
 
 def convert_devices(conversion: Conversion) -> None:
@@ -246,6 +247,12 @@ def _remove_self_assignment(conversion: Conversion, node: cst.Assign) -> None:
         same = to_code(value.for_in.target) == f"{to_code(value.key)}, {_strip_code(conversion, value.value)}"
         if source == f"{target}.items()" and same and not value.for_in.ifs:
             conversion.edits.remove(node)
+    elif isinstance(value, (cst.ListComp, cst.GeneratorExp)):
+        is_same = to_code(value.for_in.target) == _strip_code(conversion, value.elt) and not value.for_in.ifs
+        if is_same and to_code(value.for_in.iter) == target:
+            conversion.edits.remove(node)
+        elif is_same and isinstance(node.targets[0].target, cst.Tuple):
+            conversion.edits.change(value, lambda one: one.for_in.iter)
     elif isinstance(value, cst.Tuple):
         each = ", ".join(_strip_code(conversion, element.value) for element in value.elements)
         if each == target.strip("()"):
@@ -291,3 +298,81 @@ def _is_gone(conversion: Conversion, node: cst.CSTNode) -> bool:
             for one in conversion.script.ancestors(node)
         )
     )
+
+
+# Places that are not converted
+
+
+def find_devices_left(conversion: Conversion) -> None:
+    """Report devices that are not converted, and parts of batches that the script kept on the CPU."""
+    for node in conversion.script.nodes:
+        if isinstance(node, cst.Call):
+            _check_device(conversion, node)
+        elif isinstance(node, cst.For):
+            _check_host(conversion, node)
+        elif isinstance(node, cst.SimpleString) and to_code(node)[1:-1] == "CUDA_VISIBLE_DEVICES":
+            conversion.finding(
+                node,
+                "The visible GPUs are chosen by the script. Remove this: accel launch assigns a GPU to each process.",
+            )
+
+
+def _check_device(conversion: Conversion, call: cst.Call) -> None:
+    """Report a move to a device that is not understood."""
+    script = conversion.script
+    if script.qualified_name(call.func) in _DEVICES:
+        conversion.finding(
+            call, "The default device is not converted. Remove it, and use accelerator.device."
+        )
+    moves = isinstance(call.func, cst.Attribute) and call.func.attr.value == "to"
+    values = [arg.value for arg in call.args if arg.keyword is not None and arg.keyword.value == "device"]
+    if moves and call.args and call.args[0].keyword is None:
+        values.append(call.args[0].value)
+    for value in values:
+        code = to_code(value)
+        kind = script.kind_of(value)
+        is_number = isinstance(value, cst.Integer)
+        is_item = isinstance(value, cst.Subscript) and not kind
+        sources = [one for _, one in script.assigned.get(script.variable(value) or NO_VARIABLE, [])]
+        is_unknown = bool(sources) and not kind and all(isinstance(one, cst.Integer) for one in sources)
+        if is_number or (is_item and "dtype" not in code) or is_unknown or _is_walrus(script, value):
+            conversion.finding(value, f"The device {code} is not converted. Use accelerator.device.")
+
+
+def _is_walrus(script: Script, node: cst.CSTNode) -> bool:
+    """Return whether a variable is assigned in an expression."""
+    return isinstance(node, cst.Name) and any(
+        isinstance(one, cst.NamedExpr) and to_code(one.target) == node.value for one in script.nodes
+    )
+
+
+def _check_host(conversion: Conversion, loop: cst.For) -> None:
+    """Report parts of a batch that the script kept on the CPU, and uses with outputs that it moves there."""
+    script = conversion.script
+    role, target = script.loader_of(loop.iter), script.batch_target(loop)
+    if role is None or not conversion.is_prepared(role.origins) or not isinstance(target, cst.Tuple):
+        return
+    parts = {script.variable(one.value): to_code(one.value) for one in target.elements}
+    inside = [node for node in descendants(loop.body) if isinstance(node, cst.Call)]
+    moves = [call for call in inside if isinstance(call.func, cst.Attribute)]
+    moved = {
+        script.variable(one)
+        for call in moves
+        if to_code(call.func).endswith((".to", ".cuda", ".cpu"))
+        for one in descendants(call.func)
+        if isinstance(one, cst.Name)
+    }
+    returns = [call for call in moves if to_code(call.func).endswith((".cpu", ".numpy"))]
+    if not returns or not parts.keys() & moved:
+        return
+    for variable, name in parts.items():
+        reads = [
+            one
+            for one in descendants(loop.body)
+            if isinstance(one, cst.Name) and script.variable(one) == variable
+        ]
+        if variable is not None and variable not in moved and reads:
+            conversion.finding(
+                reads[0],
+                f"A prepared loader moves {name} to the device, and the script computes with it on the CPU. Write {name}.cpu() here.",
+            )

@@ -1,14 +1,15 @@
-"""Conversion of scripts with a process group of torch: ranks, `DistributedSampler` and `DistributedDataParallel`."""
+"""Conversion of scripts with a process group of torch: ranks, `DistributedSampler`, `DistributedDataParallel` and `mp.spawn`."""
 
 from __future__ import annotations
 
+import difflib
 from functools import partial
 from typing import Any
 
 import libcst as cst
 
-from accel_cli.migrate.edits import drop_last_comma
-from accel_cli.migrate.raw import Conversion, Finding
+from accel_cli.migrate.edits import Edits, add_import, drop_last_comma, drop_parameters, drop_unused_imports
+from accel_cli.migrate.raw import Conversion, Finding, UnsafeError
 from accel_cli.migrate.script import Script, Variable, descendants, get_positional, list_elements, to_code
 
 __all__ = [
@@ -17,6 +18,8 @@ __all__ = [
     "convert_reductions",
     "convert_samplers",
     "find_collectives",
+    "map_lines",
+    "replace_spawn",
 ]
 
 _DDP = ("torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed.DistributedDataParallel")
@@ -31,6 +34,8 @@ _METHODS = {
     "join": "Use accelerator.join_uneven_inputs([model])",
     "register_comm_hook": "Use DistributedDataParallelKwargs(comm_hook=...)",
 }
+_SYNC = ".require_backward_grad_sync"
+"""The attribute of DDP that scripts set instead of `no_sync`."""
 _ATTRIBUTES = {"rank": "process_index", "local_rank": "local_process_index", "world_size": "num_processes"}
 _MAIN = {"rank": "is_main_process", "local_rank": "is_local_main_process"}
 _REDUCTIONS = ("torch.distributed.all_reduce", "torch.distributed.reduce")
@@ -56,6 +61,13 @@ _ADVICE = {
     "torch.distributed.new_group": "Remove it, or set parallel in the profile",
 }
 _OTHER = "It works after Accelerator() on several processes; guard it with if accelerator.num_processes > 1:"
+_SPAWN = "torch.multiprocessing.spawn"
+_CONNECTS = {"torch.distributed.init_process_group", "torch.distributed.destroy_process_group"}
+_SETS_UP = {*_CONNECTS, "torch.cuda.set_device", "torch.distributed.barrier"}
+_ADDRESS = {"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE"}
+_START_ADVICE = (
+    "Call the function once without the rank, and start the script with accel launch --nproc-per-node N."
+)
 
 
 def find_collectives(script: Script) -> tuple[Finding, ...]:
@@ -227,13 +239,12 @@ def convert_samplers(conversion: Conversion) -> None:
     for variable, entries in script.assigned.items():
         role = script.roles.get(variable)
         if role is not None and role.kind == "sampler":
-            for node, value in entries:
-                if not script.is_call_of(value, *_SAMPLERS):
-                    raise conversion.unsafe(
-                        node, "The DistributedSampler is created under a condition. Remove it."
-                    )
-                samplers[variable] = value
+            samplers[variable] = [one for _, value in entries for one in _list_branches(value)]
+            for node, _ in entries:
                 conversion.edits.remove(node)
+    for node in script.nodes:
+        if isinstance(node, cst.Assign) and to_code(node.targets[0].target).endswith(_SYNC):
+            conversion.edits.remove(node)
     for call in script.calls:
         if (
             isinstance(call.func, cst.Attribute)
@@ -245,25 +256,51 @@ def convert_samplers(conversion: Conversion) -> None:
             _convert_loader(conversion, call, samplers)
 
 
+def _list_branches(value: cst.BaseExpression) -> list[cst.BaseExpression]:
+    return [value.body, value.orelse] if isinstance(value, cst.IfExp) else [value]
+
+
 def _convert_loader(conversion: Conversion, call: cst.Call, samplers: dict[Any, Any]) -> None:
     script = conversion.script
+    shuffle = get_positional(call, 2, "shuffle")
     for index, arg in enumerate(call.args):
         if arg.keyword is None or arg.keyword.value != "sampler":
             continue
-        sampler: Any = samplers.get(script.variable(arg.value), arg.value)
-        if not script.is_call_of(sampler, *_SAMPLERS):
+        values = samplers.get(script.variable(arg.value), _list_branches(arg.value))
+        if not any(script.is_call_of(value, *_SAMPLERS) for value in values):
             return
-        shuffle = next(
-            (one.value for one in sampler.args if one.keyword and one.keyword.value == "shuffle"), None
-        )
-        if any(one.keyword and one.keyword.value == "drop_last" for one in sampler.args):
+        orders = {_read_order(conversion, value, shuffle) for value in values}
+        code = orders.pop()
+        if orders or code is None:
+            raise conversion.unsafe(
+                arg.value,
+                "The sampler is not a DistributedSampler in every case, and the order of the samples depends on it. Remove it, and pass shuffle=True to the DataLoader if it shuffles.",
+            )
+        conversion.edits.change(call, partial(_replace_sampler, index=index, shuffle=code))
+        conversion.dropped |= set(descendants(arg))
+
+
+def _read_order(conversion: Conversion, sampler: Any, shuffle: cst.BaseExpression | None) -> str | None:
+    """Return the code of the loader's argument `shuffle` that orders the samples like a sampler; None for another one."""
+    script = conversion.script
+    if script.is_call_of(sampler, *_SAMPLERS):
+        names = {one.keyword.value: to_code(one.value) for one in sampler.args if one.keyword}
+        if "drop_last" in names:
             raise conversion.unsafe(
                 sampler,
                 "The DistributedSampler drops the last samples. Pass drop_last=True to the DataLoader.",
             )
-        code = "True" if shuffle is None else to_code(shuffle)
-        conversion.edits.change(call, partial(_replace_sampler, index=index, shuffle=code))
-        conversion.dropped |= set(descendants(arg))
+        return names.get("shuffle", "True")
+    if to_code(sampler) == "None":
+        code = "False" if shuffle is None else to_code(shuffle)
+        return (
+            code if code in {"True", "False"} else "True" if code.strip("()").endswith(" is None") else None
+        )
+    return {"RandomSampler": "True", "SequentialSampler": "False"}.get(
+        script.qualified_name(sampler.func).rpartition(".")[2]
+        if isinstance(sampler, cst.Call) and len(sampler.args) == 1
+        else ""
+    )
 
 
 def _replace_sampler(call: cst.Call, index: int, shuffle: str) -> cst.Call:
@@ -395,3 +432,137 @@ def _is_of_all_processes(conversion: Conversion, variable: Variable, seen: set[V
         for one in descendants(value)
         if isinstance(one, (cst.Name, cst.Attribute))
     )
+
+
+# Scripts that start their processes
+
+
+def replace_spawn(text: str) -> str:
+    """Return a script that torchrun could start: without `mp.spawn`, and without functions that only set up the process group.
+
+    Raises:
+        UnsafeError: A call of `mp.spawn` is not understood.
+    """
+    if "torch" not in text or not any(word in text for word in ("distributed", "multiprocessing")):
+        return text
+    script = Script(text)
+    if not any(script.is_call_of(call, _SPAWN, *_CONNECTS) for call in script.calls):
+        return text
+    edits = Edits()
+    for function in script.functions:
+        _replace_setup(script, edits, function)
+    for node in script.nodes:
+        if _sets_address(script, node):
+            edits.remove(node)
+    spawned = [call for call in script.calls if script.is_call_of(call, _SPAWN)]
+    for call in spawned:
+        _replace_call(script, edits, call)
+    module = drop_unused_imports(text, edits.apply(script.module))
+    needs_torch = bool(spawned) and not any(
+        isinstance(one, cst.Import) and any(to_code(alias) == "torch" for alias in one.names)
+        for one in script.nodes
+    )
+    return add_import(module, ["import torch"] if needs_torch else []).code
+
+
+def map_lines(findings: tuple[Finding, ...], text: str, changed: str) -> tuple[Finding, ...]:
+    """Return findings in a changed text with the lines of the text before."""
+    lines: dict[int, int] = {}
+    matcher = difflib.SequenceMatcher(None, text.splitlines(), changed.splitlines(), autojunk=False)
+    for _, start, end, first, last in matcher.get_opcodes():
+        lines |= {line + 1: min(start + line - first, max(end - 1, start)) + 1 for line in range(first, last)}
+    return tuple(Finding(lines.get(finding.line, finding.line), finding.text) for finding in findings)
+
+
+def _sets_address(script: Script, node: cst.CSTNode) -> bool:
+    """Return whether a statement sets a variable of the environment that a launcher sets."""
+    if isinstance(node, cst.Assign) and isinstance(node.targets[0].target, cst.Subscript):
+        owner: Any = node.targets[0].target
+        return (
+            script.qualified_name(owner.value) == "os.environ" and to_code(owner.slice[0])[1:-1] in _ADDRESS
+        )
+    if isinstance(node, cst.Expr) and script.is_call_of(node.value, "os.environ.setdefault"):
+        call: Any = node.value
+        return to_code(call.args[0].value)[1:-1] in _ADDRESS
+    return False
+
+
+def _replace_setup(script: Script, edits: Edits, function: cst.FunctionDef) -> None:
+    """Remove a function that only sets up or destroys the process group, and do this in place of its calls."""
+    lines = function.body.body
+    if not all(isinstance(line, cst.SimpleStatementLine) for line in lines):
+        return
+    statements: list[Any] = [one for line in lines for one in line.body]  # type: ignore[union-attr]
+    calls = []
+    for index, one in enumerate(statements):
+        value = one.value if isinstance(one, cst.Expr) else None
+        if isinstance(value, cst.Call) and script.qualified_name(value.func) in _SETS_UP:
+            calls.append(value)
+        elif not (_sets_address(script, one) or (index == 0 and isinstance(value, cst.SimpleString))):
+            return
+    connecting = [call for call in calls if script.qualified_name(call.func) in _CONNECTS]
+    used = script.calls_of(function)
+    is_statement = all(isinstance(script.parents[call], cst.Expr) for call in used)
+    if (
+        not connecting
+        or not used
+        or not is_statement
+        or len(script.references.get(function, [])) != len(used)
+    ):
+        return
+    edits.remove(function)
+    code = f"{to_code(connecting[0].func)}()"
+    for call in used:
+        edits.replace(call, code)
+
+
+def _replace_call(script: Script, edits: Edits, call: cst.Call) -> None:
+    """Replace `mp.spawn(worker, args=(...), nprocs=n)` by a call of the worker, whose rank and world size are those of the group."""
+    target, count = get_positional(call, 0, "fn"), get_positional(call, 2, "nprocs")
+    arguments = get_positional(call, 1, "args")
+    variable = script.variable(target) if target is not None else None
+    worker = next(
+        (one for one in script.functions if variable == Variable(script.scopes[one], one.name.value)), None
+    )
+    joins = get_positional(call, 3, "join")
+    elements = list(arguments.elements) if isinstance(arguments, cst.Tuple) else []
+    if (
+        worker is None
+        or not isinstance(script.parents[call], cst.Expr)
+        or len(script.references.get(worker, [])) != 1
+        or not worker.params.params
+        or len(elements) > len(worker.params.params) - 1
+        or (arguments is not None and not isinstance(arguments, cst.Tuple))
+        or any(isinstance(one, cst.StarredElement) for one in elements)
+        or (joins is not None and to_code(joins) != "True")
+    ):
+        raise UnsafeError(script.line(call), f"This use of mp.spawn is not understood. {_START_ADVICE}")
+    names = [param.name.value for param in worker.params.params]
+    sizes = {
+        name: index
+        for index, (name, element) in enumerate(zip(names[1:], elements, strict=False))
+        if count is not None and to_code(element.value) == to_code(count)
+    }
+    kept = [to_code(one.value) for index, one in enumerate(elements) if index not in sizes.values()]
+    edits.replace(call, f"{to_code(call.args[0].value)}({', '.join(kept)})")
+    code = [f"{names[0]} = torch.distributed.get_rank()"]
+    code += [f"{name} = torch.distributed.get_world_size()" for name in sizes]
+    edits.change(worker, partial(drop_parameters, names={names[0], *sizes}))
+    position = 1 if worker.get_docstring() is not None else 0
+    edits.insert_before(worker.body.body[min(position, len(worker.body.body) - 1)], *code)
+    _remove_count(script, edits, call, count)
+
+
+def _remove_count(script: Script, edits: Edits, call: cst.Call, count: cst.BaseExpression | None) -> None:
+    """Remove the variable for the number of processes if only the call reads it."""
+    variable = script.variable(count) if isinstance(count, cst.Name) else None
+    entries = script.assigned.get(variable, []) if variable else []
+    reads = [
+        node
+        for node in script.nodes
+        if isinstance(node, cst.Name)
+        and script.variable(node) == variable
+        and not isinstance(script.parents.get(node), cst.AssignTarget)
+    ]
+    if len(entries) == 1 and all(call in script.ancestors(node) for node in reads):
+        edits.remove(entries[0][0])

@@ -114,7 +114,7 @@ def _strip_start(original: cst.IndentedBlock | cst.Module, body: Sequence[Any]) 
     """Return statements without blank lines at the start if the original block begins without them."""
     lines = getattr(body[0], "leading_lines", ()) if body else ()
     before = getattr(original.body[0], "leading_lines", ()) if original.body else ()
-    if not lines or lines[0].comment is not None or before:
+    if not lines or lines[0].comment is not None or (before and before[0].comment is None):
         return body
     kept = lines[next((n for n, line in enumerate(lines) if line.comment), len(lines)) :]
     return [body[0].with_changes(leading_lines=kept), *body[1:]]

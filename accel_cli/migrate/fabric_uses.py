@@ -6,8 +6,7 @@ import re
 
 import libcst as cst
 
-from accel_cli.migrate.cycles import list_evaluations
-from accel_cli.migrate.metrics import find_samples
+from accel_cli.migrate.metrics import find_samples, list_evaluations
 from accel_cli.migrate.raw import Conversion
 from accel_cli.migrate.script import Script, Variable, descendants, list_elements, to_code
 

@@ -1,24 +1,31 @@
-"""Statements of a training loop: backward passes, clipping, mixed precision, saving and output."""
+"""Steps of a training loop: backward passes, clipping, accumulation, mixed precision and the model's wrappers."""
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
 import libcst as cst
 
-from accel_cli.migrate.edits import drop_last_comma, set_fields, set_function
+from accel_cli.migrate.edits import set_function
 from accel_cli.migrate.raw import Conversion, strip_wrappers
-from accel_cli.migrate.script import WRAPPERS, Variable, descendants, get_positional, to_code
+from accel_cli.migrate.script import (
+    NO_VARIABLE,
+    WRAPPERS,
+    Variable,
+    descendants,
+    get_method,
+    get_positional,
+    to_code,
+)
 
 __all__ = [
+    "convert_accumulation",
     "convert_backward",
     "convert_clipping",
-    "convert_output",
     "convert_precision",
-    "convert_saving",
     "convert_wrappers",
-    "reduce_losses",
 ]
 
 _AUTOCAST = (
@@ -34,10 +41,6 @@ _CLIPPING = {
     "torch.nn.utils.clip_grad_value_": "clip_grad_value_",
     "torch.nn.utils.clip_grad.clip_grad_norm_": "clip_grad_norm_",
 }
-_REDUCE = 'Write accelerator.reduce(loss.detach(), "mean") on all processes.'
-_SAVED = 2
-"""torch.save takes the object and the path."""
-_RANDOM = ("torch.rand", "torch.randn", "torch.randint", "torch.randperm", "torch.bernoulli", "torch.normal")
 
 
 # Gradients
@@ -96,13 +99,9 @@ def _build_backward(node: cst.Call, function: cst.BaseExpression, *, is_scaled: 
     return node.with_changes(func=function, args=[cst.Arg(loss, comma=comma), *node.args])
 
 
-def _get_scaled(conversion: Conversion, loss: cst.BaseExpression) -> cst.BaseExpression | None:
+def _get_scaled(conversion: Conversion, loss: Any) -> Any:
     """Return the loss in `scaler.scale(loss)`."""
-    if (
-        isinstance(loss, cst.Call)
-        and isinstance(loss.func, cst.Attribute)
-        and loss.func.attr.value == "scale"
-    ):
+    if get_method(loss) == "scale":
         role = conversion.script.role_of_variable(loss.func.value)
         if role is not None and role.kind == "scaler" and len(loss.args) == 1:
             return loss.args[0].value
@@ -126,10 +125,6 @@ def convert_clipping(conversion: Conversion) -> None:
                 call, f"accelerator.{name} has no argument {', '.join(extra) or '*'}. Remove it."
             )
         conversion.edits.change(call, set_function(f"{conversion.accelerator(call)}.{name}"))
-
-
-def _call_on_value(node: cst.Attribute, function: str) -> cst.Call:
-    return cst.Call(cst.parse_expression(function), [cst.Arg(node.value)])
 
 
 def convert_wrappers(conversion: Conversion) -> None:
@@ -163,13 +158,223 @@ def convert_wrappers(conversion: Conversion) -> None:
             )
 
 
+def _call_on_value(node: cst.Attribute, function: str) -> cst.Call:
+    return cst.Call(cst.parse_expression(function), [cst.Arg(node.value)])
+
+
+# Accumulation
+
+
+def convert_accumulation(conversion: Conversion) -> None:
+    """Replace steps after every n-th batch by `accelerator.accumulate`."""
+    script = conversion.script
+    steps: dict[str, cst.CSTNode] = {}
+    for node in script.nodes:
+        if not isinstance(node, cst.If) or not _steps_optimizer(conversion, node):
+            continue
+        loop = next((one for one in script.ancestors(node) if isinstance(one, cst.For)), None)
+        count = _read_cycle(conversion, node, loop)
+        if loop is None or count is None:
+            raise conversion.unsafe(
+                node,
+                "The optimizer steps under this condition, which is not understood. Use accelerator.accumulate(model) and Accelerator(gradient_accumulation_steps=...).",
+            )
+        steps[count] = node
+        _convert_cycle(conversion, node, loop, count)
+    if len(steps) > 1:
+        raise conversion.unsafe(
+            next(iter(steps.values())),
+            "Gradients are accumulated over different numbers of batches. Use one number.",
+        )
+    for count, node in steps.items():
+        _pass_steps(conversion, count, node)
+
+
+def _steps_optimizer(conversion: Conversion, node: cst.If) -> bool:
+    """Return whether the body of a condition in a training loop is an optimizer step, and the backward pass is not in it."""
+    script = conversion.script
+    nodes = set(descendants(node.body))
+    if any(call in nodes for call in conversion.backwards):
+        return False
+    loop = next((one for one in script.ancestors(node) if isinstance(one, cst.For)), None)
+    if loop is None or not any(call in set(descendants(loop.body)) for call in conversion.backwards):
+        return False
+    for call in nodes:
+        if get_method(call) == "step":
+            owners = [call.func.value, *(arg.value for arg in call.args)]
+            if any(script.kind_of(owner) == "optimizer" for owner in owners):
+                return True
+    return False
+
+
+def _read_cycle(conversion: Conversion, node: cst.If, loop: cst.For | None) -> str | None:
+    """Return the number of batches of a cycle in `(i + 1) % n == 0`, also with `or i + 1 == len(loader)`."""
+    if loop is None or node.orelse is not None or not isinstance(loop.target, cst.Tuple):
+        return None
+    index = to_code(loop.target.elements[0].value)
+    if conversion.script.batch_target(loop) is None:
+        return None
+    start = re.search(r"enumerate\(.*,\s*(?:start\s*=\s*)?1\)+$", to_code(loop.iter))
+    position = re.escape(index) if start else rf"\(\s*{re.escape(index)}\s*\+\s*1\s*\)"
+    test = to_code(node.test)
+    last = rf"\(?\s*{position.replace(chr(92) + '(', chr(92) + '(?').replace(chr(92) + ')', chr(92) + ')?')}\s*==\s*len\([\w.]+\)\s*\)?"
+    last = rf"(?:{last}|\(?\s*{re.escape(index)}\s*==\s*len\([\w.]+\)\s*-\s*1\s*\)?)"
+    match = re.fullmatch(rf"\(?{position}\s*%\s*([\w.]+)\s*==\s*0\)?(\s+or\s+{last})?", test)
+    match = match or re.fullmatch(rf"not\s+{position}\s*%\s*([\w.]+)()", test)
+    if match is None:
+        match = re.fullmatch(rf"{re.escape(index)}\s*%\s*([\w.]+)\s*==\s*\1\s*-\s*1()", test)
+    if match is None:
+        return None
+    if not match[2]:
+        conversion.note(
+            node,
+            "If the number of batches is not divisible by the accumulation steps, the last cycle of an epoch now also ends with an optimizer step.",
+        )
+    return match[1]
+
+
+def _convert_cycle(conversion: Conversion, node: cst.If, loop: cst.For, count: str) -> None:
+    script = conversion.script
+    cycle = set(descendants(node.body))
+    for one in descendants(loop.body):
+        is_reset = get_method(one) == "zero_grad"
+        if is_reset and one not in cycle:
+            raise conversion.unsafe(
+                one,
+                "zero_grad is not called with the step of the optimizer, and does nothing elsewhere in a cycle. Call it after the step.",
+            )
+    accelerator = conversion.accelerator(node)
+    conversion.edits.change(
+        node,
+        lambda one: one.with_changes(
+            test=cst.parse_expression(f"{accelerator}.sync_gradients"),
+            whitespace_before_test=cst.SimpleWhitespace(" "),
+        ),
+    )
+    models = [
+        _get_name(variable) for variable in conversion.creations if script.roles[variable].kind == "model"
+    ]
+    names = _find_local_models(conversion, loop) or models
+    arguments = ", ".join(names)
+
+    def wrap(one: Any) -> Any:
+        item = cst.WithItem(cst.parse_expression(f"{accelerator}.accumulate({arguments})"))
+        return one.with_changes(body=cst.IndentedBlock([cst.With([item], one.body)]))
+
+    conversion.edits.change(loop, wrap)
+    for call in conversion.backwards:
+        if call in set(descendants(loop)):
+            _remove_division(conversion, call, loop, count)
+
+
+def _get_name(variable: Variable) -> str:
+    return f"self.{variable.name}" if isinstance(variable.scope, cst.ClassDef) else variable.name
+
+
+def _find_local_models(conversion: Conversion, loop: cst.For) -> list[str]:
+    """Return the trained models that a loop calls, as it names them."""
+    names = []
+    for node in descendants(loop.body):
+        if conversion.script.is_model_call(node):
+            name = to_code(node.func)
+            if name not in names:
+                names.append(name)
+    return names
+
+
+def _remove_division(conversion: Conversion, call: cst.Call, loop: cst.For, count: str) -> None:
+    """Remove the division of the loss by the number of batches, which `accelerator.backward` does."""
+    script = conversion.script
+    loss = conversion.losses[call]
+    if _is_division(loss, count):
+        conversion.edits.change(loss, lambda node: node.left)
+        return
+    variable = script.variable(loss) if isinstance(loss, cst.Name) else None
+    for node in descendants(loop.body):
+        if (
+            isinstance(node, cst.Assign)
+            and script.variable(node.targets[0].target) == variable
+            and _is_division(node.value, count)
+        ):
+            assert isinstance(node.value, cst.BinaryOperation)
+            if to_code(node.value.left) == to_code(loss):
+                conversion.edits.remove(node)
+            else:
+                conversion.edits.change(node.value, lambda one: one.left)
+        elif (
+            isinstance(node, cst.AugAssign)
+            and isinstance(node.operator, cst.DivideAssign)
+            and script.variable(node.target) == variable
+            and to_code(node.value) == count
+        ):
+            conversion.edits.remove(node)
+        else:
+            continue
+        assert variable is not None
+        conversion.divided[variable] = count, script.start(node)
+        return
+    raise conversion.unsafe(
+        call,
+        f"The loss is not divided by {count}, and accelerator.backward divides it. Divide it by {count} first.",
+    )
+
+
+def _is_division(node: cst.BaseExpression, count: str) -> bool:
+    return (
+        isinstance(node, cst.BinaryOperation)
+        and isinstance(node.operator, cst.Divide)
+        and to_code(node.right) == count
+    )
+
+
+def _pass_steps(conversion: Conversion, count: str, node: cst.CSTNode) -> None:
+    """Pass the number of batches of a cycle to the Accelerator, or set it before the loop."""
+    script = conversion.script
+    root = count.partition(".")[0]
+    if count.isdigit() or is_known_before(conversion, root):
+        conversion.arguments["gradient_accumulation_steps"] = count
+        return
+    loop: Any = next(one for one in script.ancestors(node) if isinstance(one, cst.For))
+    for one in script.ancestors(loop):
+        if isinstance(one, (cst.For, cst.While)):
+            loop = one
+        elif isinstance(one, cst.FunctionDef):
+            break
+    conversion.edits.insert_before(
+        loop, f"{conversion.accelerator(node)}.gradient_accumulation_steps = {count}"
+    )
+
+
+def is_known_before(conversion: Conversion, name: str) -> bool:
+    """Return whether a name is assigned before the Accelerator is created, where it is created."""
+    script = conversion.script
+    scope = (
+        script.scopes[conversion.home.body]
+        if conversion.home is not None
+        else script.scopes[script.module.body[0]]
+    )
+    if scope is None or name not in scope:
+        return False
+    for assignment in scope[name]:
+        node = getattr(assignment, "node", None)
+        if node is None:
+            return False
+        if isinstance(node, cst.Param):
+            continue
+        if script.function_of(node) is None and conversion.home is not None:
+            continue
+        if script.line(node) >= conversion.home_line:
+            return False
+    return True
+
+
 # Mixed precision
 
 
 def convert_precision(conversion: Conversion) -> None:
     """Replace autocast and GradScaler by `mixed_precision`."""
     script = conversion.script
-    formats = set()
+    formats: set[str] = set()
     is_training = _trains_in_autocast(conversion)
     for call in script.calls:
         if is_training and script.is_call_of(call, *_AUTOCAST):
@@ -179,10 +384,10 @@ def convert_precision(conversion: Conversion) -> None:
     if len(formats) > 1:
         call = next(call for call in script.calls if script.is_call_of(call, *_AUTOCAST))
         raise conversion.unsafe(
-            call, f"autocast is used with {' and '.join(sorted(formats))}. Use one format."
+            call, f"autocast is used with {' and '.join(sorted(formats))}. Use the same format."
         )
     if formats:
-        conversion.arguments["mixed_precision"] = f'"{formats.pop()}"'
+        conversion.arguments["mixed_precision"] = formats.pop()
     _remove_scalers(conversion)
 
 
@@ -192,7 +397,7 @@ def _trains_in_autocast(conversion: Conversion) -> bool:
     contexts = [call for call in script.calls if script.is_call_of(call, *_AUTOCAST)]
     if not contexts:
         return False
-    inside: set[cst.CSTNode] = set()
+    inside: set[Any] = set()
     for call in conversion.backwards:
         region = script.find_ancestor(call, (cst.For, cst.While, cst.FunctionDef)) or script.module
         inside |= set(descendants(region))
@@ -204,11 +409,7 @@ def _trains_in_autocast(conversion: Conversion) -> bool:
             pending += [
                 callee for call, callee in script.callees.items() if call in set(descendants(function))
             ]
-    calls = [
-        node
-        for node in inside
-        if isinstance(node, cst.Call) and script.variable(node.func) and script.kind_of(node.func) == "model"
-    ]
+    calls = [node for node in inside if script.is_model_call(node)]
     covered = [call for call in calls if _is_in_autocast(conversion, call)]
     uses_scaler = any(role.kind == "scaler" for role in script.roles.values())
     if not uses_scaler and not inside & set(contexts):
@@ -242,13 +443,13 @@ def _read_autocast(conversion: Conversion, call: cst.Call) -> str:
     enabled = get_positional(call, 9, "enabled")
     dtype = get_positional(call, 1, "dtype")
     device = get_positional(call, 0, "device_type") if "cuda" not in name and "cpu" not in name else None
-    if (enabled is not None and to_code(enabled) != "True") or (
-        device is None and "cuda" not in name and "cpu" not in name
-    ):
+    condition = "True" if enabled is None else _read_condition(conversion, enabled)
+    if condition is None or (device is None and "cuda" not in name and "cpu" not in name):
         raise conversion.unsafe(
             call,
-            "autocast is enabled by a variable. Use accelerator.autocast() and Accelerator(mixed_precision=...).",
+            "autocast is enabled by a value that is not known when the Accelerator is created. Use accelerator.autocast() and Accelerator(mixed_precision=...).",
         )
+    suffix = "" if condition == "True" else f' if {condition} else "no"'
     if dtype is not None:
         known = {"torch.float16": "fp16", "torch.half": "fp16", "torch.bfloat16": "bf16"}.get(
             script.qualified_name(dtype)
@@ -258,9 +459,24 @@ def _read_autocast(conversion: Conversion, call: cst.Call) -> str:
                 call,
                 "The dtype of autocast is not a constant. Use accelerator.autocast() and Accelerator(mixed_precision=...).",
             )
-        return known
+        return f'"{known}"{suffix}'
     is_cpu = "cpu" in name or (device is not None and to_code(device)[1:-1] == "cpu")
-    return "bf16" if is_cpu else "fp16"
+    return f'"{"bf16" if is_cpu else "fp16"}"{suffix}'
+
+
+def _read_condition(conversion: Conversion, node: cst.BaseExpression) -> str | None:
+    """Return the code of a condition where the Accelerator is created; None if its value is not known there."""
+    code = to_code(node)
+    values = [
+        value
+        for _, value in conversion.script.assigned.get(conversion.script.variable(node) or NO_VARIABLE, [])
+    ]
+    if len(values) == 1 and to_code(values[0]) == "torch.cuda.is_available()":
+        return to_code(values[0])
+    is_known = isinstance(node, (cst.Name, cst.Attribute)) and is_known_before(
+        conversion, code.partition(".")[0]
+    )
+    return code if code in {"True", "torch.cuda.is_available()"} or is_known else None
 
 
 def _remove_scalers(conversion: Conversion) -> None:
@@ -307,285 +523,3 @@ def _convert_scaler_use(conversion: Conversion, node: cst.CSTNode) -> None:
         node,
         "The GradScaler is used in a way that is not converted. Remove it: Accelerator(mixed_precision=...) scales the loss.",
     )
-
-
-# Saving and output
-
-
-def convert_saving(conversion: Conversion) -> None:
-    """Replace `torch.save` by `accelerator.save` in the code that has an Accelerator."""
-    script = conversion.script
-    for call in script.calls:
-        if not script.is_call_of(call, "torch.save") or not call.args:
-            continue
-        kinds = {script.kind_of(one) for one in descendants(call.args[0].value)}
-        if not conversion.can_reach(call) and not kinds & {"model", "optimizer"}:
-            if script.function_of(call) is not None:
-                conversion.finding(
-                    call, "Every process writes this file. Use accelerator.save(object, path)."
-                )
-            continue
-        if (
-            conversion.is_guarded(call)
-            or len(call.args) != _SAVED
-            or any(arg.keyword or arg.star for arg in call.args)
-        ):
-            if not conversion.is_guarded(call):
-                conversion.finding(
-                    call, "Every process writes this file. Use accelerator.save(object, path)."
-                )
-            continue
-        accelerator = conversion.accelerator(call)
-        conversion.edits.change(call, set_function(f"{accelerator}.save"))
-        for one in descendants(call.args[0].value):
-            if (
-                isinstance(one, cst.Call)
-                and isinstance(one.func, cst.Attribute)
-                and one.func.attr.value == "state_dict"
-                and not one.args
-            ):
-                _convert_state_dict(conversion, one, accelerator)
-        if script.kind_of(call.args[0].value) == "model":
-            conversion.edits.replace(
-                call.args[0].value, f"{accelerator}.unwrap_model({to_code(call.args[0].value)})"
-            )
-
-
-def _convert_state_dict(conversion: Conversion, call: cst.Call, accelerator: str) -> None:
-    assert isinstance(call.func, cst.Attribute)
-    owner = call.func.value
-    if isinstance(owner, cst.Attribute) and owner.attr.value == "module":
-        owner = owner.value
-    if conversion.script.kind_of(owner) == "model":
-        conversion.edits.replace(call, f"{accelerator}.get_state_dict({to_code(owner)})")
-
-
-def convert_output(conversion: Conversion) -> None:
-    """Print, show progress bars and log on the main process."""
-    script = conversion.script
-    for call in script.calls:
-        name = script.qualified_name(call.func)
-        if name == "builtins.print" and not conversion.is_guarded(call):
-            cls = script.class_of(script.function_of(call))
-            if (
-                conversion.can_reach(call)
-                and not (cls is not None and script.is_torch_class(cls))
-                and script.find_ancestor(call, cst.Lambda) is None
-            ):
-                conversion.edits.change(call, set_function(f"{conversion.accelerator(call)}.print"))
-            elif script.function_of(call) in script.callees.values():
-                conversion.note(
-                    call,
-                    "Every process prints this, since the function has no Accelerator. Give it a parameter accelerator, and write accelerator.print.",
-                )
-        elif name.endswith("SummaryWriter") or name in {"wandb.init", "mlflow.start_run"}:
-            conversion.finding(
-                call,
-                "Every process writes this log. Use Accelerator(log_with=...), accelerator.init_trackers and accelerator.log.",
-            )
-        elif any(
-            to_code(arg).replace(" ", "") in {'reduction="sum"', "reduction='sum'"} for arg in call.args
-        ):
-            _note_sum(conversion, call)
-        elif name == "logging.getLogger" and len(call.args) == 1 and conversion.home is None:
-            _convert_logger(conversion, call)
-        elif (
-            name.startswith(("torch.rand", "torch.normal", "torch.bernoulli"))
-            and name in _RANDOM
-            and _is_in_training(conversion, call)
-        ):
-            conversion.note(
-                call,
-                "With the same seed, these random numbers are equal on every process. Call set_seed(seed, device_specific=True) after the model is created.",
-            )
-    _convert_progress_bars(conversion)
-
-
-def _note_sum(conversion: Conversion, call: cst.Call) -> None:
-    """Report a loss of the training that is a sum over the batch, and not a mean."""
-    is_constructor = isinstance(
-        conversion.script.parents[call], cst.Assign
-    ) and conversion.script.qualified_name(call.func).startswith("torch.nn.")
-    if _is_in_training(conversion, call) or (
-        is_constructor and not conversion.script.qualified_name(call.func).startswith("torch.nn.functional")
-    ):
-        conversion.note(
-            call,
-            "Gradients are averaged over the processes, and this loss is a sum. See Losses that are sums on the page Tutorial: convert a script.",
-        )
-
-
-def _convert_logger(conversion: Conversion, call: cst.Call) -> None:
-    conversion.imports.add("get_logger")
-    conversion.edits.change(call, lambda node: node.with_changes(func=cst.Name("get_logger")))
-
-
-def _is_in_training(conversion: Conversion, node: cst.CSTNode) -> bool:
-    """Return whether the innermost loop around a node contains a backward pass."""
-    loop = conversion.script.find_ancestor(node, (cst.For, cst.While, cst.FunctionDef))
-    return isinstance(loop, (cst.For, cst.While)) and bool(set(descendants(loop)) & set(conversion.backwards))
-
-
-def _convert_progress_bars(conversion: Conversion) -> None:
-    """Import tqdm from accel, whose bars only one process of a node shows."""
-    script = conversion.script
-    for node in script.nodes:
-        if (
-            isinstance(node, cst.ImportFrom)
-            and node.module is not None
-            and to_code(node.module) in {"tqdm", "tqdm.auto", "tqdm.notebook"}
-            and not isinstance(node.names, cst.ImportStar)
-        ):
-            others = [alias for alias in node.names if to_code(alias.name) != "tqdm"]
-            if len(others) == len(node.names) or any(alias.asname for alias in node.names):
-                continue
-            conversion.imports.add("tqdm")
-            if others:
-                conversion.edits.change(node, partial(set_fields, names=drop_last_comma(others)))
-            else:
-                conversion.edits.remove(node)
-    bars = [
-        node
-        for node in script.nodes
-        if isinstance(node, cst.Attribute)
-        and script.qualified_name(node) in {"tqdm.tqdm", "tqdm.auto.tqdm", "tqdm.notebook.tqdm"}
-        and script.find_ancestor(node, (cst.Import, cst.ImportFrom)) is None
-    ]
-    roots = [
-        node
-        for node in script.nodes
-        if isinstance(node, cst.Name)
-        and script.qualified_name(node) == "tqdm"
-        and script.find_ancestor(node, (cst.Import, cst.ImportFrom)) is None
-    ]
-    if bars and len(roots) == len(bars):
-        conversion.imports.add("tqdm")
-        for bar in bars:
-            conversion.edits.change(bar, lambda _: cst.Name("tqdm"))
-        for node in script.nodes:
-            if isinstance(node, cst.Import) and [
-                to_code(one.name).partition(".")[0] for one in node.names
-            ] == ["tqdm"]:
-                conversion.edits.remove(node)
-
-
-def reduce_losses(conversion: Conversion) -> None:
-    """Report losses as means over the processes: `loss.item()` becomes `accelerator.reduce(loss.detach(), "mean").item()`."""
-    script = conversion.script
-    losses = {
-        variable
-        for loss in conversion.losses.values()
-        if isinstance(loss, cst.Name) and (variable := script.variable(loss)) is not None
-    }
-    for call in script.calls:
-        owner = _get_reported(conversion, call)
-        variable = script.variable(owner) if owner is not None else None
-        if owner is None or variable not in losses or conversion.is_guarded(call):
-            continue
-        if not _is_reported_loss(conversion, call, variable):
-            continue
-        if _depends_on_batch(conversion, call, losses):
-            conversion.finding(
-                call,
-                f"This loss is that of one process, under a condition that may differ between processes. {_REDUCE}",
-            )
-        else:
-            _reduce_loss(conversion, call, to_code(owner), variable)
-    _find_conditions(conversion, losses)
-
-
-def _get_reported(conversion: Conversion, call: cst.Call) -> cst.BaseExpression | None:
-    """Return the tensor in `tensor.item()`, `float(tensor)` and `scheduler.step(tensor)`."""
-    func = call.func
-    if conversion.script.qualified_name(func) == "builtins.float" and len(call.args) == 1:
-        owner: Any = call.args[0].value
-    elif isinstance(func, cst.Attribute) and func.attr.value == "item" and not call.args:
-        owner = func.value
-    elif (
-        isinstance(func, cst.Attribute)
-        and func.attr.value == "step"
-        and conversion.script.kind_of(func.value) == "scheduler"
-    ):
-        return call.args[0].value if len(call.args) == 1 else None
-    else:
-        return None
-    while isinstance(owner, cst.Call) and isinstance(owner.func, cst.Attribute) and not owner.args:
-        if owner.func.attr.value not in {"detach", "cpu"}:
-            return None
-        owner = owner.func.value
-    return owner  # type: ignore[no-any-return]
-
-
-def _depends_on_batch(conversion: Conversion, node: cst.CSTNode, losses: set[Variable]) -> bool:
-    """Return whether a node runs under a condition that reads a batch or a loss, which differ between processes."""
-    return any(
-        isinstance(one, (cst.If, cst.While, cst.IfExp)) and _reads_batch(conversion, one.test, losses)
-        for one in conversion.script.ancestors(node)
-    )
-
-
-def _reads_batch(conversion: Conversion, test: cst.CSTNode, losses: set[Variable]) -> bool:
-    script = conversion.script
-    return any(
-        isinstance(one, cst.Name) and (script.variable(one) in losses or script.kind_of(one) == "batch")
-        for one in descendants(test)
-    )
-
-
-def _find_conditions(conversion: Conversion, losses: set[Variable]) -> None:
-    """Report conditions in training loops after which processes may take different numbers of steps."""
-    for node in conversion.script.nodes:
-        if (
-            isinstance(node, cst.If)
-            and _reads_batch(conversion, node.test, losses)
-            and _is_in_training(conversion, node)
-        ):
-            conversion.finding(
-                node,
-                f"This condition reads values of one process, and all processes must take the same steps. {_REDUCE}",
-            )
-
-
-def _reduce_loss(conversion: Conversion, call: cst.Call, loss: str, variable: Variable) -> None:
-    accelerator = conversion.accelerator(call)
-    count, position = conversion.divided.get(variable, ("", (0, 0)))
-    product = conversion.script.parents[call]
-    value, node = f"{loss}.detach()", call
-    if count and conversion.script.start(call) > position:
-        if (
-            isinstance(product, cst.BinaryOperation)
-            and isinstance(product.operator, cst.Multiply)
-            and to_code(product.right) == count
-        ):
-            node = product  # type: ignore[assignment]
-        else:
-            value = f"{loss}.detach() / {count}"
-    quote = _choose_quote(conversion, node)
-    reduced = f"{accelerator}.reduce({value}, {quote}mean{quote})"
-    if isinstance(call.func, cst.Attribute) and call.func.attr.value == "step":
-        conversion.edits.replace(call.args[0].value, reduced)
-    else:
-        conversion.edits.replace(node, f"{reduced}.item()")
-
-
-def _choose_quote(conversion: Conversion, node: cst.CSTNode) -> str:
-    """Return the quote that an f-string around a node does not use: before Python 3.12, they must differ."""
-    string = conversion.script.find_ancestor(node, cst.FormattedString)
-    return "'" if string is not None and '"' in string.start else '"'
-
-
-def _is_reported_loss(conversion: Conversion, call: cst.Call, variable: Variable) -> bool:
-    """Return whether the loss at a call is one of the backward pass, and not of an evaluation loop with the same name."""
-    script = conversion.script
-    loops = [one for one in script.ancestors(call) if isinstance(one, (cst.For, cst.While))]
-    for loop in loops:
-        nodes = set(descendants(loop))
-        if any(one in nodes for one in conversion.backwards):
-            return True
-        if any(
-            isinstance(one, cst.Assign)
-            and any(script.variable(target.target) == variable for target in one.targets)
-            for one in nodes
-        ):
-            return False
-    return True

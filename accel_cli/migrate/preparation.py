@@ -12,7 +12,7 @@ import libcst as cst
 from accel_cli.migrate.raw import ORDER, Conversion
 from accel_cli.migrate.script import Script, Variable, descendants, list_elements, to_code
 
-__all__ = ["check_creations", "place_accelerator", "prepare_objects"]
+__all__ = ["check_batches", "check_creations", "place_accelerator", "prepare_objects"]
 
 _LINE_LENGTH = 100
 
@@ -264,6 +264,43 @@ def check_creations(conversion: Conversion) -> None:
             )
 
 
+def check_batches(conversion: Conversion) -> None:
+    """Raise an error for a backward pass whose batches are not those of a loader."""
+    script = conversion.script
+    for call in conversion.backwards:
+        loops = [one for one in script.ancestors(call) if isinstance(one, cst.For)]
+        if any(
+            (role := script.loader_of(one.iter)) and conversion.is_prepared(role.origins) for one in loops
+        ):
+            continue
+        function = script.function_of(call)
+        roles = (
+            [
+                script.roles.get(script.parameter(function, param.name.value))
+                for param in function.params.params
+            ]
+            if function is not None
+            else []
+        )
+        if any(
+            role is not None and role.kind == "batch" and conversion.is_prepared(role.origins)
+            for role in roles
+        ):
+            continue
+        if any(
+            script.is_call_of(one, "builtins.next") and script.function_of(one) is function
+            for one in script.calls
+        ):
+            raise conversion.unsafe(
+                call, "The batches are read with next(). Read them in a for loop over the loader."
+            )
+        raise conversion.unsafe(
+            call,
+            "The batches are not those of a DataLoader of torch in a variable, so every process would train on the same ones. "
+            "Read them from a DataLoader; for batches that the script draws, see the page Tutorial: convert a script.",
+        )
+
+
 def _is_assigned_variable(script: Script, node: Any, call: cst.Call) -> bool:
     targets = [target.target for target in node.targets] if isinstance(node, cst.Assign) else [node.target]
     kind = script.kind_of(call)
@@ -357,7 +394,7 @@ def _check_uses(conversion: Conversion, group: Group, anchor: cst.CSTNode) -> No
         if (
             call in script.constructed
             and call not in _creating_calls(conversion)
-            and _uses(script, call, group)
+            and _keeps(script, call, group)
         ):
             raise conversion.unsafe(
                 call,
@@ -375,9 +412,20 @@ def _creating_calls(conversion: Conversion) -> set[cst.CSTNode]:
     }
 
 
-def _uses(script: Script, call: cst.Call, group: Group) -> bool:
-    return any(
-        script.variable(arg.value) in group.variables
-        for arg in call.args
-        if isinstance(arg.value, (cst.Name, cst.Attribute))
-    )
+def _keeps(script: Script, call: cst.Call, group: Group) -> bool:
+    """Return whether an object keeps one of the variables that are prepared later, and not a copy of it."""
+    function = script.callees.get(call)
+    passed = [arg for arg in call.args if script.variable(arg.value) in group.variables]
+    if function is None or not passed:
+        return bool(passed)
+    bound = {script.parameter(function, name): arg for name, arg in script.bind(call, function).items()}
+    parameters = {parameter for parameter, arg in bound.items() if arg in passed}
+    reads = [node for node in descendants(function.body) if script.variable(node) in parameters]
+    return len(parameters) < len(passed) or not all(_is_copied(script, node) for node in reads)
+
+
+def _is_copied(script: Script, node: cst.CSTNode) -> bool:
+    parent = script.parents[node]
+    if isinstance(parent, cst.Arg):
+        return script.is_call_of(script.parents[parent], "copy.deepcopy")
+    return isinstance(parent, cst.Attribute)

@@ -58,6 +58,8 @@ class Conversion:
         """Loops whose metrics are computed from gathered samples."""
         self.divided: dict[Variable, tuple[str, tuple[int, int]]] = {}
         """Losses whose division by the accumulation steps was removed, with the position of the division."""
+        self.reported: set[cst.CSTNode] = set()
+        """Reports of such losses, which are divided there."""
         self.dropped: set[cst.CSTNode] = set()
         """Arguments of removed parameters, with the nodes below them."""
         self.stripped: set[cst.CSTNode] = set()

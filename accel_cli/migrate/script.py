@@ -10,30 +10,28 @@ from typing import Any
 import libcst as cst
 from libcst import metadata
 
-__all__ = ["Role", "Script", "Variable", "descendants", "get_positional", "list_elements", "to_code"]
+__all__ = [
+    "Role",
+    "Script",
+    "Variable",
+    "descendants",
+    "get_method",
+    "get_positional",
+    "list_elements",
+    "to_code",
+]
 
 _ROUNDS = 12
 """Roles are passed through assignments and calls until nothing changes, at most this often."""
 _MODULE_BASES = ("torch.nn.", "torch.optim.Optimizer", "torch.utils.data.")
 _SAME_MODEL = {"to", "cuda", "cpu", "train", "eval", "float", "double", "half", "bfloat16", "compile"}
 _SAME_BATCH = _SAME_MODEL | {
-    "view",
-    "reshape",
-    "unsqueeze",
-    "squeeze",
-    "flatten",
-    "long",
-    "contiguous",
-    "items",
-}
+    "view", "reshape", "unsqueeze", "squeeze", "flatten", "long", "contiguous", "items",
+}  # fmt: skip
 WRAPPERS = {
-    "torch.nn.DataParallel",
-    "torch.nn.parallel.DataParallel",
-    "torch.nn.parallel.DistributedDataParallel",
-    "torch.nn.parallel.distributed.DistributedDataParallel",
-    "torch.nn.SyncBatchNorm.convert_sync_batchnorm",
-    "torch.compile",
-}
+    "torch.nn.DataParallel", "torch.nn.parallel.DataParallel", "torch.nn.parallel.DistributedDataParallel",
+    "torch.nn.parallel.distributed.DistributedDataParallel", "torch.nn.SyncBatchNorm.convert_sync_batchnorm", "torch.compile",
+}  # fmt: skip
 """Functions and classes of torch that return a model for a model."""
 _KINDS = {
     "torch.utils.data.DataLoader": "loader",
@@ -61,6 +59,10 @@ class Variable:
     name: str
 
 
+NO_VARIABLE = Variable(None, "")
+"""A key for an expression that is not a variable."""
+
+
 @dataclass(frozen=True)
 class Role:
     """A value's part in training: model, optimizer, loader, batch, device, rank and so on."""
@@ -72,7 +74,7 @@ class Role:
     """The class of the script, for an instance of one."""
 
 
-def descendants(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+def descendants(node: cst.CSTNode) -> Iterator[Any]:
     """Yield a node and all nodes below it, in the order of the text."""
     yield node
     for child in _list_children(node):
@@ -93,6 +95,11 @@ def to_code(node: cst.CSTNode) -> str:
 def list_elements(node: cst.BaseExpression) -> list[cst.BaseExpression]:
     """Return the elements of a tuple or list, or the expression itself."""
     return [one.value for one in node.elements] if isinstance(node, (cst.Tuple, cst.List)) else [node]
+
+
+def get_method(node: cst.CSTNode) -> str:
+    """Return the name of the method that a node calls; empty for another node."""
+    return node.func.attr.value if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) else ""
 
 
 def get_positional(call: cst.Call, number: int, name: str) -> cst.BaseExpression | None:
@@ -123,6 +130,8 @@ class Script:
         self.functions = [node for node in self.nodes if isinstance(node, cst.FunctionDef)]
         self.roles: dict[Variable, Role] = {}
         self.trained: set[Variable] = set()
+        self._classes: dict[Variable, cst.ClassDef] = {}
+        """The classes of variables that are modules of the script."""
         self._resolving: set[cst.FunctionDef] = set()
         """Functions whose result is being resolved, which may call themselves."""
         self._find_calls()
@@ -194,6 +203,18 @@ class Script:
             if role is not None and role.definition is not None:
                 return Variable(role.definition, node.attr.value)
         return None
+
+    def variables(self, node: cst.CSTNode) -> set[Variable]:
+        """Return the variables in an expression."""
+        return {variable for one in descendants(node) if (variable := self.variable(one))}
+
+    def is_model_call(self, node: cst.CSTNode) -> bool:
+        """Return whether a node is a call of a model's variable."""
+        return (
+            isinstance(node, cst.Call)
+            and self.variable(node.func) is not None
+            and self.kind_of(node.func) == "model"
+        )
 
     def parameter(self, function: cst.FunctionDef, name: str) -> Variable:
         """Return the variable of a parameter."""
@@ -283,6 +304,7 @@ class Script:
             for call, function in list(self.callees.items()):
                 for name, arg in self.bind(call, function).items():
                     self._merge(self.parameter(function, name), self.role_of(arg.value))
+                    self._find_class(self.parameter(function, name), arg.value)
             self._find_trained()
             if before == (self.roles, self.trained):
                 break
@@ -322,9 +344,33 @@ class Script:
         self._assign_role(target, self.role_of(value))
 
     def _record(self, variable: Variable, node: cst.CSTNode, value: cst.BaseExpression) -> None:
+        self._find_class(variable, value)
         entries = self.assigned.setdefault(variable, [])
         if not any(known is node for known, _ in entries):
             entries.append((node, value))
+
+    def _find_class(self, variable: Variable, value: cst.BaseExpression) -> None:
+        """Keep the class of a variable whose value is a module of the script, also moved or wrapped."""
+        while isinstance(value, cst.Call) and value not in self.constructed:
+            if value.args and self.qualified_name(value.func) in WRAPPERS:
+                value = value.args[0].value
+            elif isinstance(value.func, cst.Attribute) and value.func.attr.value in _SAME_MODEL:
+                value = value.func.value
+            else:
+                return
+        definition = self.constructed.get(value) if isinstance(value, cst.Call) else None
+        definition = definition or self._classes.get(self.variable(value) or NO_VARIABLE)
+        if definition is not None and self.is_derived(definition, "torch.nn."):
+            self._classes[variable] = definition
+
+    def _makes_optimizer(self, call: cst.Call) -> bool:
+        """Return whether a call is that of a module's method that returns an optimizer of its parameters."""
+        if not isinstance(call.func, cst.Attribute):
+            return False
+        definition = self._classes.get(self.variable(call.func.value) or NO_VARIABLE)
+        method = self._definitions.get(Variable(definition, call.func.attr.value)) if definition else None
+        role = self._role_of_result(method) if isinstance(method, cst.FunctionDef) else None
+        return isinstance(role, Role) and role.kind == "optimizer"
 
     def _assign_role(self, target: cst.BaseExpression, role: Role | tuple[Any, ...] | None) -> None:
         if isinstance(target, (cst.Tuple, cst.List)):
@@ -360,17 +406,28 @@ class Script:
             return tuple(self.role_of(element.value) for element in node.elements)
         if isinstance(node, cst.Call):
             return self._role_of_call(node)
-        if isinstance(node, (cst.IfExp, cst.Subscript, cst.DictComp)):
-            return self._role_of_choice(node) if isinstance(node, cst.IfExp) else self._role_of_item(node)
-        if self.is_settings_device(node):
-            return Role("device")
+        if isinstance(node, cst.IfExp):
+            return self._role_of_choice(node)
+        if isinstance(node, (cst.Subscript, cst.BaseComp)):
+            return self._role_of_item(node)
         if (
             isinstance(node, cst.Attribute)
             and node.attr.value == "module"
             and self.kind_of(node.value) == "model"
         ):
             return self.role_of(node.value)
-        return self.role_of_variable(node)
+        return Role("device") if self.is_settings_device(node) else self.role_of_variable(node)
+
+    @staticmethod
+    def _strip_methods(node: cst.BaseExpression) -> cst.BaseExpression:
+        """Return `t` in `t.to(device)`."""
+        while (
+            isinstance(node, cst.Call)
+            and isinstance(node.func, cst.Attribute)
+            and node.func.attr.value in _SAME_BATCH
+        ):
+            node = node.func.value
+        return node
 
     def _role_of_choice(self, node: cst.IfExp) -> Role | tuple[Any, ...] | None:
         if "is_available" in to_code(node.test) and isinstance(
@@ -379,8 +436,12 @@ class Script:
             return Role("device")
         return self.role_of(node.body) or self.role_of(node.orelse)
 
-    def _role_of_item(self, node: cst.Subscript | cst.DictComp) -> Role | None:
-        """Return the role of a part of a batch, or of a dictionary made of one."""
+    def _role_of_item(self, node: cst.Subscript | cst.BaseComp) -> Role | None:
+        """Return the role of a part of a batch, or of a dictionary or list of its parts."""
+        if isinstance(node, cst.BaseSimpleComp) and self.variable(node.for_in.target) != self.variable(
+            self._strip_methods(node.elt)
+        ):
+            return None
         if isinstance(node, cst.Subscript) and (kind := self._environment_kind(node)):
             return Role(kind)
         source = node.value if isinstance(node, cst.Subscript) else node.for_in.iter
@@ -409,6 +470,8 @@ class Script:
             return self.role_of(call.args[0].value)
         if kind := _KINDS.get(name, "") or self._library_kind(name) or self._environment_kind(call):
             return Role(kind)
+        if self._makes_optimizer(call):
+            return Role("optimizer")
         if call in self.constructed:
             return self._role_of_instance(self.constructed[call])
         if call in self.callees:
@@ -449,11 +512,8 @@ class Script:
         def without_origins(role: Any) -> Any:
             if isinstance(role, tuple):
                 return tuple(map(without_origins, role))
-            return (
-                None
-                if role is None or role.kind == "batch"
-                else Role(role.kind, frozenset(), role.definition)
-            )
+            is_kept = role is not None and role.kind != "batch"
+            return Role(role.kind, frozenset(), role.definition) if is_kept else None
 
         if function in self._resolving:
             return None
@@ -498,10 +558,7 @@ class Script:
     # Trained models
 
     def _find_trained(self) -> None:
-        for call in self.calls:
-            if self.kind_of(call) == "optimizer" and call not in self.callees:
-                for arg in call.args:
-                    self._trace_parameters(arg.value, set())
+        self._find_optimized()
         for call, function in self.callees.items():
             for name, arg in self.bind(call, function).items():
                 if self.parameter(function, name) in self.trained:
@@ -511,6 +568,15 @@ class Script:
         for variable in self.trained:
             if variable not in self.roles and variable in self.assigned:
                 self.roles[variable] = Role("model", frozenset([variable]))
+
+    def _find_optimized(self) -> None:
+        """Add the models whose parameters optimizers get."""
+        for call in self.calls:
+            if self._makes_optimizer(call) and (owner := self.variable(call.func.value)):  # type: ignore[attr-defined]
+                self.trained.add(owner)
+            elif self.kind_of(call) == "optimizer" and call not in self.callees:
+                for arg in call.args:
+                    self._trace_parameters(arg.value, set())
 
     def _trace_parameters(self, node: cst.CSTNode, seen: set[Variable]) -> None:
         """Add the models whose parameters are in an expression."""
@@ -527,6 +593,7 @@ class Script:
                 if variable is not None and to_code(owner) != "self":
                     self.trained.add(variable)
             elif isinstance(one, cst.Name) and (variable := self.variable(one)) and variable not in seen:
+                seen.add(variable)
                 for _, value in self.assigned.get(variable, []):
                     if self.kind_of(value) != "model":
-                        self._trace_parameters(value, seen | {variable})
+                        self._trace_parameters(value, seen)

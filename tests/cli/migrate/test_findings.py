@@ -64,6 +64,9 @@ TEST = HEAD + LOOP + "test = DataLoader(torch.randn(8, 8))\ntotal = 0\n"
 UNSAFE = {
     "model without a variable": (HEAD.split("model =", maxsplit=1)[0] + TRAINER + "loader = DataLoader(torch.randn(32, 8), batch_size=8)\nTrainer(nn.Linear(8, 2).to(device), loader).fit()\n", "Write model = nn.Linear(8, 2).to(device) before"),
     "batches that a script with ranks draws": (DDP.split("loader =")[0] + "def draw():\n    return torch.randn(4, 8)\nx = draw()\nfor i in range(3):\n" + LOOP.split("\n", 1)[1], "not those of a DataLoader"),
+    "batches by next": (HEAD + "it = iter(loader)\nwhile True:\n    loss = model(next(it)).mean()\n    loss.backward()\n    optimizer.step()\n", "Read them in a for loop"),
+    "a sampler that does not shuffle as DDP does": (DDP + "from torch.utils.data import DistributedSampler\nsampler = DistributedSampler(x) if rank else None\nloader = DataLoader(x, sampler=sampler)\n" + LOOP, "The sampler is not a DistributedSampler in every case"),
+    "a model that another object keeps": (HEAD.split("optimizer", maxsplit=1)[0] + "class Holder:\n    def __init__(self, model):\n        self.model = model\nholder = Holder(model)\n" + "optimizer" + HEAD.split("optimizer", 1)[1] + LOOP, "Create it after the last of them"),
     "optimizer in a list": (HEAD.replace("optimizer = ", "optimizers = [").replace("lr=0.1)", "lr=0.1)]") + LOOP, "not assigned to a variable"),
     "loader in a call": (HEAD + LOOP.replace("enumerate(loader)", "enumerate(DataLoader(torch.randn(8, 8)))"), "not assigned to a variable"),
     "no loader": (HEAD + LOOP.replace("enumerate(loader)", "enumerate(torch.randn(8, 4, 8))"), "not those of a DataLoader"),
@@ -71,7 +74,7 @@ UNSAFE = {
     "condition of a step": (HEAD + LOOP.replace("    optimizer.step()", "    if i > 3:\n        optimizer.step()"), "Use accelerator.accumulate"),
     "loss that is not divided": (HEAD + LOOP.replace("    optimizer.step()\n    optimizer", "    if (i + 1) % 4 == 0:\n        optimizer.step()\n        optimizer"), "Divide it by 4 first"),
     "clipping": (HEAD + LOOP.replace("    optimizer.step()", "    nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)\n    optimizer.step()"), "no argument foreach"),
-    "autocast by a variable": (HEAD + "amp = True\n" + LOOP.replace("    loss = ", "    with torch.autocast('cuda', enabled=amp):\n        loss = "), "enabled by a variable"),
+    "autocast by a variable": (HEAD + "amp = True\n" + LOOP.replace("    loss = ", "    with torch.autocast('cuda', enabled=amp):\n        loss = "), "enabled by a value that is not known"),
     "closure": (HEAD + LOOP.replace("optimizer.step()", "optimizer.step(lambda: loss)"), "The optimizer gets a closure"),
     "name in use": ("accelerator = None\n" + HEAD + LOOP, "used already"),
     "training in the block of a creation": (HEAD + "if True:\n    val = DataLoader(torch.randn(8, 8))\n" + "".join(f"    {line}\n" for line in LOOP.splitlines()) + "    val = DataLoader(torch.randn(4, 8))\n", "Training begins before"),
@@ -105,7 +108,7 @@ FOUND = {
     "writer": ("from torch.utils.tensorboard import SummaryWriter\n" + HEAD + "writer = SummaryWriter()\n" + LOOP, "accelerator.init_trackers"),
     "fields": (HEAD + "test = DataLoader(torch.randn(8, 8))\ntotal = 0\n" + LOOP + "for x in test:\n    out = model(x)\n    total += out.loss.item()\n", "The loader is not prepared"),
     "condition of a batch": (HEAD + LOOP + "    share = model(x).mean().item()\n    if share > 0.9:\n        break\n", "may differ between processes"),
-    "batch through a function": (TEST + "def move(b):\n    return b\nfor batch in test:\n    x, y = [b.to(device) for b in batch]\n    total += (model(x) - y).sum().item()\n", "The loader is not prepared"),
+    "batch through a function": (TEST + "def move(b):\n    return b\nfor batch in test:\n    x, y = [move(b) for b in batch]\n    total += (model(x) - y).sum().item()\n", "The loader is not prepared"),
     "names computed from the batch": (TEST + "for x in test:\n    n = len(x)\n    total += model(x).sum().item() * n\n", "The loader is not prepared"),
     "a loader in a dictionary": (TEST + "for name, one in {'test': test}.items():\n    for x in one:\n        model(x)\n", "by its own name"),
     "method of the model": (HEAD + LOOP.replace("model(x.to(device))", "model.loss(x)"), "loss is not the model's forward"),
@@ -122,6 +125,8 @@ FOUND = {
     "default device": (HEAD + "torch.set_default_device('cuda')\n" + LOOP, "The default device is not converted"),
     "targets on the CPU": (TEST + "for x, y in test:\n    found = model(x.to(device)).argmax(1).cpu()\n    total += (found == y).sum().item()\n", "Write y.cpu() here"),
     "sum of means over the samples": ("total = 0\n" + HEAD + LOOP + "    total += loss.item()\nprint(total / len(loader.dataset))\n", "Divide by len(loader)"),
+    "a loss that a model returns": (TEST + LOOP + "for x in test:\n    out, mean = model(x)\n    total += mean.item()\n", "The model returns a loss (mean)"),
+    "a division that was removed": ("total = 0\n" + HEAD + LOOP.replace("    optimizer.step()\n    optimizer.zero_grad()", "    loss.backward()\n    total += loss.detach()\n    if (i + 1) % 4 == 0:\n        optimizer.step()\n        optimizer.zero_grad()").replace("    loss.backward()\n", "    loss = loss / 4\n", 1), "no longer divided by 4 here"),
     "file of a path": (HEAD + LOOP + "import json, pathlib\nwith pathlib.Path('a').open('w') as file:\n    json.dump({}, file)\n", "Every process writes this file"),
     "file": (HEAD + LOOP + "with open('log.txt', 'w') as file:\n    file.write('end')\n", "Every process writes this file"),
 }  # fmt: skip
@@ -137,6 +142,15 @@ CONVERTED = {
     "a process group that may be absent": (DDP + LOOP + "if dist.is_initialized():\n    pass\n", "if accelerator.use_distributed:"),
     "a rank that may be absent": ("import os\nddp = int(os.environ.get('RANK', -1)) != -1\n" + DDP + LOOP, "ddp = accelerator.use_distributed"),
     "a module of progress bars": ("import tqdm\n" + HEAD + LOOP.replace("enumerate(loader)", "enumerate(tqdm.tqdm(loader))"), "for i, x in enumerate(tqdm(loader)):"),
+    "autocast by a flag": (HEAD.replace("device =", "amp = True\ndevice =") + LOOP.replace("    loss = ", "    with torch.autocast('cuda', enabled=amp):\n        loss = "), 'accelerator = Accelerator(mixed_precision="fp16" if amp else "no")'),
+    "a part of a loss": (HEAD + LOOP.replace("    loss.backward()", "    other = model.weight.norm()\n    loss = loss + 0.1 * other\n    loss.backward()\n    print(other.item())"), 'accelerator.print(accelerator.reduce(other.detach(), "mean").item())'),
+    "a mean of losses": (HEAD + LOOP + "    both = (loss + loss) / 2\n    print(both.item())\n", 'accelerator.print(accelerator.reduce(both.detach(), "mean").item())'),
+    "a loss of one rank in a cycle": (DDP + LOOP.replace("    optimizer.step()\n    optimizer.zero_grad()", "    if (i + 1) % 4 == 0:\n        optimizer.step()\n        optimizer.zero_grad()\n    if rank == 0:\n        print(loss.item() * 4)").replace("mean()", "mean() / 4"), "print(loss.item())"),
+    "a number from the index of a batch": (TEST + "for i, x in enumerate(test):\n    n = i + 1\n    total += model(x).sum().item()\n    print(n)\n", "outputs = accelerator.gather_for_metrics(outputs)"),
+    "an average of the weights": (HEAD.replace("optimizer =", "import copy\nclass EMA:\n    def __init__(self, model):\n        self.model = copy.deepcopy(model)\nema = EMA(model)\noptimizer =") + LOOP, "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"),
+    "an optimizer that the model creates": (HEAD.replace("model = nn.Linear(8, 2)", "class Net(nn.Linear):\n    def configure_optimizers(self, lr):\n        return torch.optim.SGD(self.parameters(), lr=lr)\nmodel = Net(8, 2)").replace("torch.optim.SGD(model.parameters(), lr=0.1)", "model.configure_optimizers(0.1)") + LOOP, "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"),
+    "a sampler of DDP only": (DDP.replace("loader = DataLoader(torch.randn(32, 8), batch_size=8)", "from torch.utils.data import DistributedSampler\nsampler = DistributedSampler([]) if rank else None\nloader = DataLoader([], shuffle=(sampler is None), sampler=sampler)") + LOOP, "loader = DataLoader([], shuffle=True)"),
+    "gradients that are not averaged": (DDP + LOOP.replace("    loss = ", "    model.require_backward_grad_sync = True\n    loss = "), "for i, x in enumerate(loader):"),
     "an assigned sum": (TEST + "for x in test:\n    total = total + model(x).sum().item()\n", "outputs = accelerator.gather_for_metrics(outputs)"),
 }  # fmt: skip
 
@@ -285,6 +299,27 @@ def test_another_use_of_spawn_stays(call):
     assert [(one.line, "start the script with accel launch" in one.text) for one in result.findings] == [
         (5, True)
     ]
+
+
+@pytest.mark.parametrize(
+    ("code", "note"),
+    [
+        ("nn.functional.mse_loss(out, x, reduction='sum')", "this loss is a sum"),
+        ("(out + torch.randn_like(out)).mean()", "these random numbers are equal"),
+    ],
+)
+def test_a_function_that_computes_the_loss_has_the_notes_of_the_training(code, note):
+    text = (
+        f"def get_loss(out, x):\n    return {code}\n"
+        + HEAD
+        + LOOP.replace("model(x.to(device)).mean()", "get_loss(model(x), x)")
+    )
+    assert any(one.line == 2 and note in one.text for one in migrate_script(text).notes)
+    text = (
+        text.replace("= get_loss(model(x), x)", "= model(x).mean()")
+        + "print(get_loss(torch.ones(8), torch.ones(8)))\n"
+    )
+    assert not any(one.line == 2 and note in one.text for one in migrate_script(text).notes)
 
 
 def test_a_print_in_a_function_without_the_accelerator_has_a_note():
