@@ -1,4 +1,4 @@
-"""The harnesses of the checkpoint tests, for test modules and for the processes they ship functions to."""
+"""Fixtures of the checkpoint tests; helper modules are pickled by value, so that ranks can import them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ cloudpickle.register_pickle_by_value(recorded_runs)
 
 @pytest.fixture
 def memory():
-    """A directory in memory, where there is one: what is saved hundreds of times need not wear a disk."""
+    """Return a temporary directory, in memory if /dev/shm exists: some tests save hundreds of times."""
     shm = Path("/dev/shm")  # noqa: S108 - a directory in it has a name of its own
     folder = Path(tempfile.mkdtemp(prefix="accel-test-", dir=shm if shm.is_dir() else None))
     yield folder
@@ -26,11 +26,11 @@ def memory():
 
 @pytest.fixture(autouse=True, scope="module")
 def _by_value(request):
-    """What a test module defines travels with the functions it ships."""
+    """Pickle the definitions of the test module by value, since ranks cannot import it."""
     cloudpickle.register_pickle_by_value(request.module)
 
 
 @pytest.fixture(params=[1, 2], ids=["1 process", "2 processes"])
 def some(request, clusters):
-    """One process and two in turn."""
+    """Return a cluster of 1 rank, then of 2."""
     return clusters[request.param]

@@ -1,4 +1,4 @@
-"""A run that is saved half-way through an accumulation window takes the step it would have taken."""
+"""Checkpoints that are saved within an accumulation cycle: the next step equals that of the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from accel_runtime import (
 from accel_runtime.checkpoint import training_state
 from accel_runtime.checkpoint.errors import CheckpointError
 
-STEPS = 3  # micro-batches a window
-ROWS = 6  # of a micro-batch of all ranks: as many for one rank as for two or three
-BAR = 1e-6  # relative error
+STEPS = 3  # micro-batches per accumulation cycle
+ROWS = 6  # samples of a global micro-batch; divisible by 1, 2 and 3 ranks
+TOLERANCE = 1e-6  # relative error
 
 
 class Words(nn.Module):
-    """A tiny classifier, with a layer that not every micro-batch uses and one that is never used."""
+    """A small classifier with a layer that only some micro-batches use, and one that is never used."""
 
     def __init__(self, sparse):
         super().__init__()
@@ -34,8 +34,8 @@ class Words(nn.Module):
         self.head = nn.Linear(5, 3)
 
     def forward(self, tokens, extra):
-        found = self.embed(tokens)
-        return self.head(self.sometimes(found) if extra else found)
+        hidden = self.embed(tokens)
+        return self.head(self.sometimes(hidden) if extra else hidden)
 
 
 KINDS = {
@@ -50,7 +50,7 @@ KINDS = {
 
 
 class Run:
-    """One rank's training."""
+    """The training objects of one rank."""
 
     def __init__(self, options):
         def option(name):
@@ -72,38 +72,38 @@ class Run:
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
 
     @property
-    def window(self):
+    def cycle_state(self):
         return self.accelerator._accumulation, self.accelerator._gradients
 
     def load(self, saved, tree):
         self.accelerator.unwrap_model(self.model).load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
-        training_state.restore_accumulation(tree, *self.window)
+        training_state.restore_accumulation(tree, *self.cycle_state)
 
     def train(self, first, last):
         for at in range(first, last):
-            self.micro(at)
+            self.train_micro_batch(at)
         model = self.accelerator.unwrap_model(self.model)
         return copy.deepcopy(
             {
                 "model": model.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
-                "window": training_state.capture_accumulation(*self.window),
+                "window": training_state.capture_accumulation(*self.cycle_state),
                 "flat": torch.cat([p.detach().flatten() for p in model.parameters()]),
             }
         )
 
-    def micro(self, at):
+    def train_micro_batch(self, at):
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         generator = torch.Generator().manual_seed(at)
         tokens, targets = torch.randint(3, (2, ROWS), generator=generator).unbind()
-        asked = torch.rand(ROWS, generator=generator) < 0.6 if self.weighted else torch.full((ROWS,), True)
+        has_loss = torch.rand(ROWS, generator=generator) < 0.6 if self.weighted else torch.full((ROWS,), True)
         each = ROWS // world
-        tokens, targets, asked = (part[rank * each :][:each] for part in (tokens, targets, asked))
+        tokens, targets, has_loss = (part[rank * each :][:each] for part in (tokens, targets, has_loss))
         with self.accelerator.accumulate(self.model):
             logits = self.model(tokens, at % 2)
-            loss = nn.functional.cross_entropy(logits[asked], targets[asked])
-            self.accelerator.backward(loss, weight=int(asked.sum()) if self.weighted else None)
+            loss = nn.functional.cross_entropy(logits[has_loss], targets[has_loss])
+            self.accelerator.backward(loss, weight=int(has_loss.sum()) if self.weighted else None)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=self.to_none)
 
@@ -112,29 +112,29 @@ LAST = 3 * STEPS
 TWO = pytest.param(2, id="2", marks=pytest.mark.full)
 
 
-def until(stop, options):
-    """What is saved after some micro-batches, and what the uninterrupted run comes to."""
+def train_until(stop, options):
+    """Train up to micro-batch `stop`; return the state there and the final parameters."""
     run = Run(options)
     saved = run.train(0, stop)
     return saved, run.train(stop, LAST)["flat"]
 
 
-def onwards(start, options, saved, trees, world_size_before):
-    """What a new run comes to that takes up what was saved."""
+def restore_and_train(start, options, saved, trees, world_size_before):
+    """Restore a saved state in a new run; return the final parameters."""
     run = Run(options)
-    run.train(0, 1)  # what is held is gone
+    run.train(0, 1)  # restoring replaces these gradients
     rank, world = run.accelerator.process_index, run.accelerator.num_processes
     tree = trees[rank] if world == world_size_before else training_state.merge_accumulation(trees, world)
     run.load(saved, tree)
     return run.train(start, LAST)["flat"]
 
 
-def both(before, after, kind, stop):
-    """The uninterrupted run's parameters, and those of every rank of the resumed one."""
-    results = before.run(until, stop, KINDS[kind])
+def compare_runs(before, after, kind, stop):
+    """Return the parameters of the uninterrupted run, and those of each rank of the resumed run."""
+    results = before.run(train_until, stop, KINDS[kind])
     saved = results[0][0]
     trees = [own["window"] for own, _ in results]
-    return results[0][1], after.run(onwards, stop, KINDS[kind], saved, trees, before.size)
+    return results[0][1], after.run(restore_and_train, stop, KINDS[kind], saved, trees, before.size)
 
 
 SAME = {"size": [1, TWO, 3], "stop": [1, STEPS, STEPS + 2], "kind": list(KINDS)}
@@ -146,60 +146,56 @@ OTHER = {
 
 
 @pytest.mark.parametrize(("size", "stop", "kind"), pairwise_params(SAME))
-def test_on_as_many_processes_every_step_is_bit_for_bit_that_of_the_uninterrupted_run(
-    clusters, size, stop, kind
-):
-    """SGD with weight decay tells a gradient of zeros from none."""
-    wanted, resumed = both(clusters[size], clusters[size], kind, stop)
+def test_steps_after_a_resume_on_the_same_world_size_are_bitwise_equal(clusters, size, stop, kind):
+    """SGD with weight decay gives different results for a zero gradient and for None."""
+    wanted, resumed = compare_runs(clusters[size], clusters[size], kind, stop)
     assert all(torch.equal(flat, wanted) for flat in resumed)
 
 
 @pytest.mark.parametrize(("sizes", "stop", "kind"), pairwise_params(OTHER))
-def test_on_another_number_of_processes_the_steps_are_those_of_the_uninterrupted_run(
-    clusters, sizes, stop, kind
-):
+def test_steps_after_a_resume_on_another_world_size_agree_within_rounding(clusters, sizes, stop, kind):
     before, after = sizes
-    wanted, resumed = both(clusters[before], clusters[after], kind, stop)
+    wanted, resumed = compare_runs(clusters[before], clusters[after], kind, stop)
     for flat in resumed:
-        assert (flat - wanted).norm() <= BAR * wanted.norm()
+        assert (flat - wanted).norm() <= TOLERANCE * wanted.norm()
 
 
-def test_ranks_hold_different_gradients_inside_a_window_and_none_at_its_end(pair):
-    inside = [saved["window"] for saved, _ in pair.run(until, 1, {})]
+def test_ranks_hold_different_gradients_within_a_cycle_and_none_at_its_end(pair):
+    inside = [saved["window"] for saved, _ in pair.run(train_until, 1, {})]
     assert not torch.equal(*[tree["gradients"]["model.head.weight"] for tree in inside])
     assert all(tree["accumulation"]["count"] == 1 for tree in inside)
-    between = [saved["window"] for saved, _ in pair.run(until, STEPS, {})]
+    between = [saved["window"] for saved, _ in pair.run(train_until, STEPS, {})]
     assert all(tree["gradients"] == tree["weights"] == {} and tree["used"] == [] for tree in between)
 
 
-def test_weights_that_are_not_divided_by_yet_are_as_many_on_any_number_of_ranks(clusters):
-    trees = [saved["window"] for saved, _ in clusters[3].run(until, 2, {"weighted": True})]
+def test_merging_preserves_the_sum_of_pending_loss_weights_on_any_world_size(clusters):
+    trees = [saved["window"] for saved, _ in clusters[3].run(train_until, 2, {"weighted": True})]
     wanted = sum(float(book["pending"]) for tree in trees for book in tree["weights"].values())
     for world in (1, 2, 4):
         shared = training_state.merge_accumulation(trees, world)["weights"]
         assert world * sum(float(book["pending"]) for book in shared.values()) == pytest.approx(wanted)
 
 
-def test_gradients_of_what_is_not_prepared_are_refused_and_nothing_is_changed(alone):
-    saved, _ = alone.run(until, 1, {})[0]
+def test_gradients_of_unprepared_parameters_are_rejected_without_changes(alone):
+    saved, _ = alone.run(train_until, 1, {})[0]
     run = Run({})
     run.train(0, 2)
     before = run.train(2, 2)["window"]
     other = saved["window"]
     with pytest.raises(CheckpointError, match=r"a gradient of model_1\.weight, which is not among"):
         training_state.restore_accumulation(
-            other | {"gradients": {"model_1.weight": torch.zeros(1)}}, *run.window
+            other | {"gradients": {"model_1.weight": torch.zeros(1)}}, *run.cycle_state
         )
     with pytest.raises(CheckpointError, match=r"model\.head\.bias has shape \[4\], the parameter \[3\]"):
         training_state.restore_accumulation(
-            other | {"gradients": {"model.head.bias": torch.zeros(4)}}, *run.window
+            other | {"gradients": {"model.head.bias": torch.zeros(4)}}, *run.cycle_state
         )
-    after = training_state.capture_accumulation(*run.window)
+    after = training_state.capture_accumulation(*run.cycle_state)
     assert after["accumulation"] == before["accumulation"]
     assert all(torch.equal(after["gradients"][name], held) for name, held in before["gradients"].items())
 
 
-def test_a_rank_without_a_gradient_counts_with_zeros():
+def test_merging_counts_a_missing_gradient_of_a_rank_as_zeros():
     def tree(gradients):
         return {"accumulation": {}, "unit": None, "used": [], "gradients": gradients, "weights": {}}
 
@@ -210,7 +206,7 @@ def test_a_rank_without_a_gradient_counts_with_zeros():
 
 
 class TwoModels:
-    """Two models with an optimizer each, of which one steps before a save and the other after it."""
+    """Two models with one optimizer each: one steps before the save, the other after it."""
 
     def __init__(self, weight):
         self.weight = weight
@@ -221,7 +217,7 @@ class TwoModels:
         self.models = self.accelerator.prepare(*models)
         self.optimizers = self.accelerator.prepare(*optimizers)
 
-    def micro(self, number, generator):
+    def train_micro_batch(self, number, generator):
         model, optimizer = self.models[number], self.optimizers[number]
         with self.accelerator.accumulate(model):
             self.accelerator.backward(model(torch.randn(2, 3, generator=generator)).sum(), weight=self.weight)
@@ -230,19 +226,19 @@ class TwoModels:
 
     def finish(self, generator):
         """Let the first model complete the cycle, and then step without another backward pass."""
-        self.micro(1, generator)
-        self.micro(0, generator)
+        self.train_micro_batch(1, generator)
+        self.train_micro_batch(0, generator)
         self.optimizers[1].step()
         return torch.cat([p.detach().flatten() for model in self.models for p in model.parameters()])
 
 
 @pytest.mark.parametrize("weight", [None, 2])
-def test_gradients_that_only_another_optimizer_has_used_are_saved(tmp_path, weight):
+def test_gradients_pending_after_a_step_of_another_optimizer_are_saved(tmp_path, weight):
     """Accumulation cycles are common to all models: the second one ends a cycle while the first holds gradients."""
     run = TwoModels(weight)
     generator = torch.Generator().manual_seed(2)
-    run.micro(0, generator)
-    run.micro(1, generator)
+    run.train_micro_batch(0, generator)
+    run.train_micro_batch(1, generator)
     run.accelerator.save_state(tmp_path / "c")
     held = [p.grad.clone() for p in run.models[0].parameters()]
     state = generator.get_state()

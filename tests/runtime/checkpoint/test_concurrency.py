@@ -1,4 +1,4 @@
-"""Several processes at one place: two saves, a reader and a pruner, several runs in one project."""
+"""Concurrent processes in one directory: two saves, loading during pruning, several runs in one project."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from accel_runtime.checkpoint.filesystem import FileSystem
 from accel_runtime.checkpoint.manifest import UNFINISHED
 
 
-def test_two_saves_to_one_directory_at_once_leave_one_that_is_whole(memory):
-    errors = saves_at_once(memory, FileSystem)
+def test_two_concurrent_saves_to_one_directory_leave_a_complete_checkpoint(memory):
+    errors = save_in_two_processes(memory, FileSystem)
     assert all("is being written by another process" in error for error in errors), errors
     run = Run(memory, automatic=False)
     run.put(99)
@@ -26,56 +26,58 @@ def test_two_saves_to_one_directory_at_once_leave_one_that_is_whole(memory):
     assert [path.name for path in memory.iterdir()] == ["mine"]
 
 
-def saves_at_once(memory, disk):
-    """Two processes save into one directory again and again; what went wrong, but for what loses a race."""
-    told = at_once(lambda number: saving_again_and_again(memory, disk(), number))
-    # One takes the other's for what a crash has left, in the moment before it is locked.
-    lost = "No such file or directory", "This node does not see"
-    return [line for line in told.splitlines() if line and not any(words in line for words in lost)]
+def save_in_two_processes(memory, disk):
+    """Save repeatedly into one directory in two processes; return the errors that no race explains."""
+    messages = call_in_two_processes(lambda number: save_repeatedly(memory, disk(), number))
+    # Before it is locked, a scratch directory of the other process looks like a leftover of a crash.
+    race_errors = "No such file or directory", "This node does not see"
+    return [
+        line for line in messages.splitlines() if line and not any(words in line for words in race_errors)
+    ]
 
 
-def at_once(function):
-    """Call a function with 0 and 1 in two processes; return the text that both return."""
+def call_in_two_processes(function):
+    """Call a function with 0 and 1 in two processes; return both results, joined."""
     pids, ends = [], []
     for number in range(2):
-        ours, theirs = os.pipe()
+        read_end, write_end = os.pipe()
         pid = os.fork()
         if not pid:
-            said = ""
+            result = ""
             try:
-                said = function(number)
+                result = function(number)
             finally:
-                os.write(theirs, said.encode() + b"\nend")
+                os.write(write_end, result.encode() + b"\nend")
                 os._exit(0)
-        os.close(theirs)
+        os.close(write_end)
         pids.append(pid)
-        ends.append(ours)
-    told = ""
+        ends.append(read_end)
+    results = ""
     for pid, end in zip(pids, ends, strict=True):
         with os.fdopen(end) as answers:
             text = answers.read()
         os.waitpid(pid, 0)
         assert text.endswith("\nend"), text
-        told += text.removesuffix("\nend")
-    return told
+        results += text.removesuffix("\nend")
+    return results
 
 
-def saving_again_and_again(memory, disk, number):
-    run, said = Run(memory, automatic=False, disk=disk), ""
+def save_repeatedly(memory, disk, number):
+    run, messages = Run(memory, automatic=False, disk=disk), ""
     for turn in range(25):
         run.put(100 * (1 + number) + turn)
         try:
             run.acc.save_state(memory / "mine")
         except CheckpointError as error:
-            said += f"{error}\n"
-    return said
+            messages += f"{error}\n"
+    return messages
 
 
-def test_a_number_that_another_run_takes_in_the_same_moment_is_passed_over(memory):
+def test_a_save_skips_a_number_that_another_run_takes_concurrently(memory):
     project = memory / "checkpoints"
 
-    class Raced(FileSystem):
-        """Another run begins a save between the choice of a number and the first directory."""
+    class RacingFileSystem(FileSystem):
+        """A file system in which another run starts a save after the number is chosen."""
 
         other = None
 
@@ -84,7 +86,7 @@ def test_a_number_that_another_run_takes_in_the_same_moment_is_passed_over(memor
                 self.other = directory.create_scratch(project / "checkpoint_0", "abc", FileSystem())[0]
             super().make(folder)
 
-    disk = Raced()
+    disk = RacingFileSystem()
     run = Run(memory, disk=disk)
     run.put(1)
     assert Path(run.acc.save_state()).name == "checkpoint_1"
@@ -93,9 +95,9 @@ def test_a_number_that_another_run_takes_in_the_same_moment_is_passed_over(memor
         directory.create_scratch(project / "checkpoint_1", "def", FileSystem(), new=True)
 
 
-def test_a_directory_that_another_run_removes_before_it_is_locked_is_made_again(memory):
-    class Watched(FileSystem):
-        """Before the first lock of a save, another run puts everything in order."""
+def test_a_scratch_directory_is_created_again_if_another_run_removes_it_before_the_lock(memory):
+    class CleaningFileSystem(FileSystem):
+        """A file system in which another run removes leftovers before the first lock."""
 
         swept = False
 
@@ -106,38 +108,40 @@ def test_a_directory_that_another_run_removes_before_it_is_locked_is_made_again(
                 assert not folder.exists()
             return super().lock(folder, **how)
 
-    disk = Watched()
+    disk = CleaningFileSystem()
     scratch, _ = directory.create_scratch(memory / "checkpoint_0", "abc", disk, new=True)
     assert (scratch / UNFINISHED).exists()
 
 
-def test_runs_that_save_at_once_lose_no_save_and_prune_in_silence(memory, caplog):
+def test_concurrent_runs_lose_no_save_and_prune_without_warnings(memory, caplog):
     def save(number):
-        run, told = Run(memory, total_limit=3), ""
+        run, messages = Run(memory, total_limit=3), ""
         for turn in range(15):
             run.put(100 * (1 + number) + turn)
             try:
-                told += f"{run.acc.save_state()}\n"
+                messages += f"{run.acc.save_state()}\n"
             except CheckpointError as error:
-                told += f"{error}\n"
-        return told + caplog.text
+                messages += f"{error}\n"
+        return messages + caplog.text
 
-    said = at_once(save).splitlines()
-    assert all(re.fullmatch(r"\S*checkpoint_\d+", line) for line in said), said
-    assert len(set(said)) == len(said) == 30  # each save had a number of its own
-    assert Run(memory).acc.checkpoints.list()[-1].number >= 29  # a number that both tried may stay free
+    lines = call_in_two_processes(save).splitlines()
+    assert all(re.fullmatch(r"\S*checkpoint_\d+", line) for line in lines), lines
+    assert len(set(lines)) == len(lines) == 30  # each save has its own number
+    assert (
+        Run(memory).acc.checkpoints.list()[-1].number >= 29
+    )  # a number that both runs tried may remain unused
 
 
-def test_several_runs_in_one_directory_number_on(memory):
-    one, other = Run(memory), Run(memory)
-    for step, run in enumerate([one, other, other, one], 1):
+def test_several_runs_in_one_directory_share_the_numbering(memory):
+    first, second = Run(memory), Run(memory)
+    for step, run in enumerate([first, second, second, first], 1):
         run.put(step)
         run.acc.save_state()
-    assert [found.manifest.step for found in one.acc.checkpoints.list()] == [1, 2, 3, 4]
-    assert [found.number for found in one.acc.checkpoints.list()] == [0, 1, 2, 3]
+    assert [found.manifest.step for found in first.acc.checkpoints.list()] == [1, 2, 3, 4]
+    assert [found.number for found in first.acc.checkpoints.list()] == [0, 1, 2, 3]
 
 
-def test_a_checkpoint_that_is_being_loaded_is_not_pruned_before_the_next_save(memory):
+def test_pruning_keeps_a_checkpoint_while_it_is_loaded(memory):
     reader, writer = Run(memory), Run(memory, total_limit=1)
     writer.put(1)
     writer.acc.save_state()
@@ -161,34 +165,34 @@ def test_a_checkpoint_that_is_being_loaded_is_not_pruned_before_the_next_save(me
     assert len(writer.acc.checkpoints.list()) == 1
 
 
-def test_a_checkpoint_that_is_removed_while_it_is_loaded_is_a_clear_error(memory, monkeypatch):
+def test_removal_of_a_checkpoint_during_a_load_raises_a_clear_error(memory, monkeypatch):
     run = Run(memory)
     run.put(1)
     path = Path(run.acc.save_state())
     run.put(5)
 
-    def gone(found, chunks, was=load.find_damage):
+    def remove_then_verify(found, chunks, was=load.find_damage):
         shutil.rmtree(path)
         return was(found, chunks)
 
-    monkeypatch.setattr(load, "find_damage", gone)
+    monkeypatch.setattr(load, "find_damage", remove_then_verify)
     with pytest.raises(CheckpointError, match="cannot be read: No such file or directory"):
         run.acc.load_state()
     assert run.step() == 5
 
 
-def test_a_file_that_fails_after_all_was_verified_says_what_the_state_is_now(memory, monkeypatch):
+def test_a_read_error_after_verification_reports_an_inconsistent_state(memory, monkeypatch):
     run = Run(memory)
     run.put(1)
     path = Path(run.acc.save_state())
     run.put(5)
 
-    def gone(found, chunks, was=load.find_damage):
+    def verify_then_remove(found, chunks, was=load.find_damage):
         wrong = was(found, chunks)
         (path / "optimizer.safetensors").unlink()
         return wrong
 
-    monkeypatch.setattr(load, "find_damage", gone)
+    monkeypatch.setattr(load, "find_damage", verify_then_remove)
     with pytest.raises(CheckpointError, match="training state is now inconsistent") as raised:
         run.acc.load_state()
     assert "optimizer.safetensors" in str(raised.value)

@@ -1,4 +1,4 @@
-"""A run that is saved and loaded is the run that was not interrupted, bit for bit."""
+"""A resumed run is bitwise equal to the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from accel_runtime import Accelerator, DataLoaderConfiguration
 
 
-class Backwards(Sampler):
-    """A sampler of the script's own that draws, too."""
+class ReversedRandomSampler(Sampler):
+    """A sampler of the script that draws random numbers."""
 
     def __iter__(self):
         yield from reversed(torch.randperm(COUNT).tolist())
@@ -25,8 +25,8 @@ class Backwards(Sampler):
         return COUNT
 
 
-class Uneven(BatchSampler):
-    """Batches of the script's own."""
+class UnevenBatches(BatchSampler):
+    """A batch sampler of the script with batches of different sizes."""
 
     def __init__(self):
         self.batches = [[0, 1, 2], [3, 4], [5, 6, 7], [8], [9, 10, 11], [12, 13]]
@@ -39,14 +39,14 @@ class Uneven(BatchSampler):
 
 
 class Stream(IterableDataset):
-    """So many points in order."""
+    """An iterable dataset of all points in order."""
 
     def __iter__(self):
         return (point(index) for index in range(COUNT))
 
 
-class Stateful(IterableDataset):
-    """A stream that says where it stands."""
+class StatefulStream(IterableDataset):
+    """An iterable dataset with `state_dict` and `load_state_dict`."""
 
     def __init__(self):
         self.at = 0
@@ -64,47 +64,53 @@ class Stateful(IterableDataset):
         self.at = state["at"]
 
 
-def with_loader(**options):
+def build_loader_options(**options):
     return {"loader": lambda data: DataLoader(data, **({"batch_size": 2} | options))}
 
 
-def configured(**options):
+def build_loader_config(**options):
     return {"options": lambda: {"dataloader_config": DataLoaderConfiguration(**options)}}
 
 
 LOADERS = {
-    "in order": with_loader,
+    "in order": build_loader_options,
     "shuffled": dict,
     "a generator": lambda: {
         "loader": lambda data: DataLoader(
             data, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(torch.initial_seed())
         )
     },
-    "drop_last": lambda: with_loader(batch_size=4, drop_last=True, shuffle=True),
-    "a sampler": lambda: with_loader(sampler=Backwards()),
-    "a batch sampler": lambda: {"loader": lambda data: DataLoader(data, batch_sampler=Uneven())},
-    "seedable": lambda: configured(use_seedable_sampler=True),
-    "seedable with a seed": lambda: configured(use_seedable_sampler=True, data_seed=4),
-    "split": lambda: configured(split_batches=True) | with_loader(batch_size=6, shuffle=True),
-    "uneven": lambda: configured(even_batches=False),
-    "dispatched": lambda: configured(dispatch_batches=True),
-    "workers": lambda: with_loader(shuffle=True, num_workers=2),
-    "persistent workers": lambda: with_loader(shuffle=True, num_workers=1, persistent_workers=True),
-    "a stream": lambda: {"dataset": Stream} | with_loader(),
-    "a stream dispatched": lambda: {"dataset": Stream} | with_loader() | configured(dispatch_batches=True),
-    "a stream with state": lambda: {"dataset": Stateful} | with_loader(),
-    "a stream with state and a worker": lambda: {"dataset": Stateful} | with_loader(num_workers=1),
+    "drop_last": lambda: build_loader_options(batch_size=4, drop_last=True, shuffle=True),
+    "a sampler": lambda: build_loader_options(sampler=ReversedRandomSampler()),
+    "a batch sampler": lambda: {"loader": lambda data: DataLoader(data, batch_sampler=UnevenBatches())},
+    "seedable": lambda: build_loader_config(use_seedable_sampler=True),
+    "seedable with a seed": lambda: build_loader_config(use_seedable_sampler=True, data_seed=4),
+    "split": lambda: (
+        build_loader_config(split_batches=True) | build_loader_options(batch_size=6, shuffle=True)
+    ),
+    "uneven": lambda: build_loader_config(even_batches=False),
+    "dispatched": lambda: build_loader_config(dispatch_batches=True),
+    "workers": lambda: build_loader_options(shuffle=True, num_workers=2),
+    "persistent workers": lambda: build_loader_options(shuffle=True, num_workers=1, persistent_workers=True),
+    "a stream": lambda: {"dataset": Stream} | build_loader_options(),
+    "a stream dispatched": lambda: (
+        {"dataset": Stream} | build_loader_options() | build_loader_config(dispatch_batches=True)
+    ),
+    "a stream with state": lambda: {"dataset": StatefulStream} | build_loader_options(),
+    "a stream with state and a worker": lambda: (
+        {"dataset": StatefulStream} | build_loader_options(num_workers=1)
+    ),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", LOADERS)
-def test_data_continue(alone, kind, tmp_path):
+def test_a_resume_continues_with_every_kind_of_loader(alone, kind, tmp_path):
     continues(alone, Script(**LOADERS[kind]()), tmp_path, None if kind == "shuffled" else (1, 4))
 
 
 ON_THREE = ("shuffled", "uneven", "dispatched", "workers", "a stream with state", "a stream dispatched")
-"""Loaders of which `make test-slow` has three processes; `make test-full` has all, on two and on three."""
+"""Loaders that `make test-slow` runs on three ranks; `make test-full` runs all loaders on two and three."""
 
 
 @pytest.mark.slow
@@ -112,7 +118,7 @@ ON_THREE = ("shuffled", "uneven", "dispatched", "workers", "a stream with state"
     "kind", [pytest.param(kind, marks=[] if kind in ON_THREE else pytest.mark.full) for kind in LOADERS]
 )
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), 3])
-def test_data_continue_on_several_processes(clusters, size, kind, tmp_path):
+def test_a_resume_continues_with_every_kind_of_loader_on_several_ranks(clusters, size, kind, tmp_path):
     continues(clusters[size], Script(**LOADERS[kind]()), tmp_path, (1, 4))
 
 
@@ -123,7 +129,7 @@ WAYS = ("skip_first_batches", "continue")
 
 
 class Noisy(torch.utils.data.Dataset):
-    """Points that are changed at random when they are read."""
+    """Points with random augmentation."""
 
     def __len__(self):
         return COUNT
@@ -137,13 +143,13 @@ SKIPPING = LOADERS | {"augmented": lambda: {"dataset": Noisy}}
 
 
 def test_scripts_that_skip_batches_after_load_state_continue_from_every_step(alone, tmp_path):
-    """The samples are augmented at random, also those that are loaded again for nothing."""
+    """The samples are augmented at random, also those that are loaded again and skipped."""
     continues(alone, Script(dataset=Noisy), tmp_path, ways=WAYS)
 
 
-def test_scripts_that_skip_batches_continue_on_two_processes(clusters, tmp_path):
+def test_scripts_that_skip_batches_continue_on_two_ranks(clusters, tmp_path):
     """Saved at the first batch, in the middle of an accumulation cycle, at the last batch of an epoch and after it."""
-    continues(clusters[2], half_way(), tmp_path, (1, 4, 6), WAYS)
+    continues(clusters[2], build_accumulating_script(), tmp_path, (1, 4, 6), WAYS)
 
 
 @pytest.mark.slow
@@ -158,7 +164,7 @@ def test_scripts_that_skip_batches_continue_with_every_kind_of_loader(alone, kin
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind in ON_THREE else pytest.mark.full) for kind in SKIPPING]
 )
-def test_scripts_that_skip_batches_continue_on_three_processes(clusters, kind, tmp_path):
+def test_scripts_that_skip_batches_continue_on_three_ranks(clusters, kind, tmp_path):
     continues(clusters[3], Script(**SKIPPING[kind]()), tmp_path, (1, 3, 4), WAYS)
 
 
@@ -169,16 +175,18 @@ def load_state_and_continue(script, folder, name):
 
 
 def test_a_stateful_loader_continues_by_itself_after_load_state(ranks, tmp_path):
-    script = Script(**configured(use_stateful_dataloader=True))
+    script = Script(**build_loader_config(use_stateful_dataloader=True))
     before = ranks.run(uninterrupted, script, str(tmp_path), [3])
     after = ranks.run(load_state_and_continue, script, str(tmp_path), "3")
     assert after == [(rows[3:], end) for rows, end, _ in before]
 
 
 @pytest.mark.parametrize("way", ["resume", *WAYS])
-def test_every_way_continues_the_same_batches_on_another_number_of_processes(clusters, alone, way, tmp_path):
+def test_every_way_to_resume_continues_the_same_batches_on_another_world_size(clusters, alone, way, tmp_path):
     # Global batches are the same on every number of processes.
-    script = Script(**configured(split_batches=True), **with_loader(batch_size=6, shuffle=True))
+    script = Script(
+        **build_loader_config(split_batches=True), **build_loader_options(batch_size=6, shuffle=True)
+    )
 
     def batches(number, folder):
         run = begun(script, 77)
@@ -199,85 +207,88 @@ def test_every_way_continues_the_same_batches_on_another_number_of_processes(clu
         assert clusters[2].run(batches, number, str(tmp_path)) == [expected] * 2
 
 
-# In whatever order ------------------------------------------------------------------------
+# Any order of calls -----------------------------------------------------------------------
 
 
-def half_way():
-    """A run that is saved with gradients held, at its fourth step."""
+def build_accumulating_script():
+    """Return a script whose fourth step ends within an accumulation cycle."""
     return Script(options=lambda: {"gradient_accumulation_steps": 3})
 
 
-def a_step(run):
+def train_step(run):
     learn(run, next(iter(run.loader)))
 
 
-def with_gradients(run):
-    """Two passes of a window, left open."""
+def accumulate_gradients(run):
+    """Run two micro-batches of an accumulation cycle and keep the gradients."""
     for _ in range(2):
-        a_step(run)
+        train_step(run)
     assert run.model.weight.grad.any()
 
 
-def twice(folder):
+def resume_before(folder):
     return lambda run: run.accelerator.resume(folder)
 
 
 BEFORE = {
-    "a first step": lambda _: a_step,
-    "gradients": lambda _: with_gradients,
-    "having been loaded": twice,
+    "a first step": lambda _: train_step,
+    "gradients": lambda _: accumulate_gradients,
+    "having been loaded": resume_before,
     "a walk under way": lambda _: lambda run: [None for _ in zip(range(3), run.loader, strict=False)],
     "an epoch": lambda _: lambda run: [learn(run, batch) for batch in run.loader],
 }
 
 
-@pytest.mark.parametrize("what", BEFORE)
-def test_loading_after(alone, what, tmp_path):
-    rows, end, _ = uninterrupted(half_way(), tmp_path, [4])
-    assert resumed(half_way(), tmp_path, "4", BEFORE[what](tmp_path / "4")) == (rows[4:], end)
+@pytest.mark.parametrize("earlier", BEFORE)
+def test_a_resume_replaces_any_earlier_state(alone, earlier, tmp_path):
+    rows, end, _ = uninterrupted(build_accumulating_script(), tmp_path, [4])
+    assert resumed(build_accumulating_script(), tmp_path, "4", BEFORE[earlier](tmp_path / "4")) == (
+        rows[4:],
+        end,
+    )
 
 
-def test_what_was_loaded_can_be_saved_at_once(alone, tmp_path):
-    rows, end, _ = uninterrupted(half_way(), tmp_path, [4])
-    run = begun(half_way(), 77)
+def test_a_loaded_state_can_be_saved_immediately(alone, tmp_path):
+    rows, end, _ = uninterrupted(build_accumulating_script(), tmp_path, [4])
+    run = begun(build_accumulating_script(), 77)
     run.accelerator.resume(tmp_path / "4")
     run.accelerator.save_state(tmp_path / "again")
-    assert walked(half_way(), run) == (rows[4:], end)
-    assert resumed(half_way(), tmp_path, "again") == (rows[4:], end)
+    assert walked(build_accumulating_script(), run) == (rows[4:], end)
+    assert resumed(build_accumulating_script(), tmp_path, "again") == (rows[4:], end)
 
 
-def test_saving_changes_nothing(ranks, tmp_path):
-    """The run that is never saved sees what the run sees that is saved at every step."""
-    saved = ranks.run(uninterrupted, half_way(), str(tmp_path), [2, 3, 4])
-    assert [one[:2] for one in saved] == [
-        one[:2] for one in ranks.run(uninterrupted, half_way(), str(tmp_path), [])
+def test_saving_does_not_change_the_results_of_a_run(ranks, tmp_path):
+    """A run without saves has the same results as a run that saves at several steps."""
+    saved = ranks.run(uninterrupted, build_accumulating_script(), str(tmp_path), [2, 3, 4])
+    assert [result[:2] for result in saved] == [
+        result[:2] for result in ranks.run(uninterrupted, build_accumulating_script(), str(tmp_path), [])
     ]
 
 
 @pytest.mark.slow
-def test_a_fresh_process_continues(alone, tmp_path):
-    rows, end, _ = uninterrupted(half_way(), tmp_path, [4])
+def test_a_new_process_continues_from_a_checkpoint(alone, tmp_path):
+    rows, end, _ = uninterrupted(build_accumulating_script(), tmp_path, [4])
     call = tmp_path / "call"
-    call.write_bytes(cloudpickle.dumps((resumed, half_way(), str(tmp_path), "4")))
+    call.write_bytes(cloudpickle.dumps((resumed, build_accumulating_script(), str(tmp_path), "4")))
     text = "import cloudpickle, sys; f, *a = cloudpickle.load(open(sys.argv[1], 'rb')); print(repr(f(*a)))"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", text, str(call)], capture_output=True, text=True, timeout=240, check=True
     )
-    assert done.stdout.strip() == repr((rows[4:], end))
+    assert process.stdout.strip() == repr((rows[4:], end))
 
 
-def test_a_loader_that_is_let_go_is_not_missed(alone, tmp_path):
-    def run(*, keep):
+def test_a_garbage_collected_loader_is_not_required_by_a_checkpoint(alone, tmp_path):
+    def build_iterator(*, keep):
         accelerator = Accelerator()
         first, second = accelerator.prepare(DataLoader(range(4)), DataLoader(range(6), shuffle=True))
-        walk = iter(second)
-        return accelerator, second, walk, first if keep else None
+        iterator = iter(second)
+        return accelerator, second, iterator, first if keep else None
 
-    accelerator, _, walk, _ = run(keep=False)
-    next(walk)
+    accelerator, _, iterator, _ = build_iterator(keep=False)
+    next(iterator)
     accelerator.save_state(tmp_path / "saved")
-    rest = [int(batch) for batch in walk]
+    rest = [int(batch) for batch in iterator]
     for keep in (False, True):
-        again, loader, *_ = run(keep=keep)
+        again, loader, *_ = build_iterator(keep=keep)
         again.resume(tmp_path / "saved")
         assert [int(batch) for batch in loader] == rest

@@ -1,4 +1,4 @@
-"""Real file systems that are full, read-only, gone, mounted or limited: a clear message, and the checkpoint before."""
+"""Real file systems that are full, read-only, removed, mounted or limited: a clear error, and the previous checkpoint loads."""
 
 from __future__ import annotations
 
@@ -15,52 +15,52 @@ from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.filesystem import FileSystem
 from accel_runtime.checkpoint.safetensors_file import TensorPart, write_safetensors
 
-root_only = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system takes root")
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system requires root")
 
 
-def mounted(kind, options, folder, source="none"):
+def mount(kind, options, folder, source="none"):
     command = ["mount", "-t", kind, "-o", options, source, str(folder)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    if ran.returncode:
-        pytest.skip(f"{' '.join(command)} cannot be done here: {ran.stderr.strip()}")
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    if completed.returncode:
+        pytest.skip(f"{' '.join(command)} cannot be done here: {completed.stderr.strip()}")
 
 
 @pytest.fixture
-def small(tmp_path):
-    """A file system in memory of 1 MiB."""
+def small_disk(tmp_path):
+    """Return the path of a tmpfs of 1 MiB."""
     folder = tmp_path / "small"
     folder.mkdir()
-    mounted("tmpfs", "size=1m", folder)
+    mount("tmpfs", "size=1m", folder)
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def failed(run, path=None):
+def fail_to_save(run, path=None):
     with pytest.raises(CheckpointError) as raised:
         run.acc.save_state(path)
     return str(raised.value)
 
 
 @root_only
-def test_a_file_system_that_becomes_full_leaves_the_checkpoint_before(small):
-    class NoForesight(FileSystem):
-        """Says that there is room, as where others write at the same time."""
+def test_a_disk_that_becomes_full_during_a_save_keeps_the_previous_checkpoint(small_disk):
+    class OverreportingFileSystem(FileSystem):
+        """Report free space although none is left, as if another process wrote in the meantime."""
 
-        def free_space(self, folder):  # noqa: ARG002 - it says the same of all
+        def free_space(self, folder):  # noqa: ARG002 - the same for all folders
             return 1 << 60
 
-    run = Run(small, width=80, disk=NoForesight())  # 80 KB or so a checkpoint
+    run = Run(small_disk, width=80, disk=OverreportingFileSystem())  # about 80 kB per checkpoint
     run.put(1)
     run.acc.save_state()
-    (small / "filler").write_bytes(bytes(os.statvfs(small).f_bavail * 4096 - 40_000))
+    (small_disk / "filler").write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096 - 40_000))
     run.put(2)
-    said = failed(run)
-    assert "No space left on device" in said
-    assert ".safetensors" in said
+    message = fail_to_save(run)
+    assert "No space left on device" in message
+    assert ".safetensors" in message
     run.acc.load_state()
     assert run.step() == 1
-    assert not list(small.rglob(".*"))
-    (small / "filler").unlink()
+    assert not list(small_disk.rglob(".*"))
+    (small_disk / "filler").unlink()
     run.put(3)
     run.acc.save_state()
     run.acc.load_state()
@@ -68,44 +68,45 @@ def test_a_file_system_that_becomes_full_leaves_the_checkpoint_before(small):
 
 
 @root_only
-def test_where_there_is_no_room_it_is_said_before_anything_is_written(small):
-    run = Run(small, width=80)
+def test_missing_free_space_is_reported_before_anything_is_written(small_disk):
+    run = Run(small_disk, width=80)
     run.put(1)
     run.acc.save_state()
-    (small / "filler").write_bytes(bytes(os.statvfs(small).f_bavail * 4096 - 40_000))
-    said = failed(run)
-    place = re.escape(str(small / "checkpoints"))
+    (small_disk / "filler").write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096 - 40_000))
+    message = fail_to_save(run)
+    directory = re.escape(str(small_disk / "checkpoints"))
     assert re.search(
-        rf"Not enough space in {place}: the checkpoint needs \d+\.\d kB, and \d\d\.\d kB are free", said
+        rf"Not enough space in {directory}: the checkpoint needs \d+\.\d kB, and \d\d\.\d kB are free",
+        message,
     )
     run.acc.load_state()
     assert run.step() == 1
 
 
 @root_only
-def test_a_file_system_that_is_full_to_the_last_byte_loads(small):
-    run = Run(small)
+def test_a_checkpoint_loads_from_a_full_file_system(small_disk):
+    run = Run(small_disk)
     run.put(1)
     run.acc.save_state()
-    (small / "filler").write_bytes(bytes(os.statvfs(small).f_bavail * 4096))
+    (small_disk / "filler").write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096))
     run.put(2)
-    failed(run)
+    fail_to_save(run)
     run.acc.load_state()
     assert run.step() == 1
 
 
 @root_only
-def test_a_read_only_file_system_is_named(small):
-    run = Run(small)
+def test_a_save_names_a_read_only_file_system(small_disk):
+    run = Run(small_disk)
     run.put(1)
     run.acc.save_state()
-    subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     run.put(2)
-    assert "Read-only file system" in (said := failed(run))
-    assert str(small / "checkpoints") in said
+    assert "Read-only file system" in (message := fail_to_save(run))
+    assert str(small_disk / "checkpoints") in message
     run.acc.load_state()
     assert run.step() == 1
-    subprocess.run(["mount", "-o", "remount,rw", str(small)], check=True)
+    subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
     run.put(3)
     run.acc.save_state()
     run.acc.load_state()
@@ -113,79 +114,79 @@ def test_a_read_only_file_system_is_named(small):
 
 
 @root_only
-def test_a_directory_that_is_bound_read_only_is_named(tmp_path):
+def test_a_save_names_a_read_only_bind_mount(tmp_path):
     (tmp_path / "bound").mkdir()
-    mounted("none", "bind", tmp_path / "bound", str(tmp_path / "bound"))
+    mount("none", "bind", tmp_path / "bound", str(tmp_path / "bound"))
     try:
         run = Run(tmp_path, automatic=False)
         subprocess.run(["mount", "-o", "remount,ro,bind", str(tmp_path / "bound")], check=True)
-        said = failed(run, tmp_path / "bound" / "mine")
-        assert "Read-only file system" in said
-        assert str(tmp_path / "bound") in said
+        message = fail_to_save(run, tmp_path / "bound" / "mine")
+        assert "Read-only file system" in message
+        assert str(tmp_path / "bound") in message
     finally:
         subprocess.run(["umount", "-l", str(tmp_path / "bound")], check=True)
 
 
 @root_only
-def test_a_directory_where_a_file_system_is_mounted_is_refused_with_what_to_do(small):
-    run = Run(small, automatic=False)
+def test_a_mount_point_is_rejected_as_a_target_with_a_suggestion(small_disk):
+    run = Run(small_disk, automatic=False)
     run.put(1)
-    said = failed(run, small)
-    assert f"Use a subdirectory such as {small / 'checkpoint'}" in said
-    assert not list(small.parent.glob(".*"))
-    run.acc.save_state(small / "checkpoint")
-    run.acc.load_state(small / "checkpoint")
+    message = fail_to_save(run, small_disk)
+    assert f"Use a subdirectory such as {small_disk / 'checkpoint'}" in message
+    assert not list(small_disk.parent.glob(".*"))
+    run.acc.save_state(small_disk / "checkpoint")
+    run.acc.load_state(small_disk / "checkpoint")
     assert run.step() == 1
 
 
 @root_only
-def test_a_directory_that_is_bound_to_another_is_refused_with_what_to_do(tmp_path):
-    there = tmp_path / "there"
-    there.mkdir()
-    (there / "notes").write_text("of the user")
-    mounted("none", "bind", there, str(there))
+def test_a_bind_mount_is_rejected_as_a_target_with_a_suggestion(tmp_path):
+    target = tmp_path / "there"
+    target.mkdir()
+    (target / "notes").write_text("of the user")
+    mount("none", "bind", target, str(target))
     try:
         run = Run(tmp_path, automatic=False)
         run.put(1)
-        assert f"Use a subdirectory such as {there / 'checkpoint'}" in failed(run, there)
+        assert f"Use a subdirectory such as {target / 'checkpoint'}" in fail_to_save(run, target)
         assert [path.name for path in tmp_path.iterdir()] == ["there"]
-        assert (there / "notes").read_text() == "of the user"
+        assert (target / "notes").read_text() == "of the user"
     finally:
-        subprocess.run(["umount", "-l", str(there)], check=True)
+        subprocess.run(["umount", "-l", str(target)], check=True)
 
 
 @root_only
-def test_a_quota_that_is_used_up_leaves_the_checkpoint_before(tmp_path):
+def test_an_exceeded_quota_keeps_the_previous_checkpoint(tmp_path):
     folder = tmp_path / "limited"
     folder.mkdir()
-    mounted("tmpfs", "size=8m,mode=777,usrquota,usrquota_block_hardlimit=160k", folder)
+    mount("tmpfs", "size=8m,mode=777,usrquota,usrquota_block_hardlimit=160k", folder)
     try:
         for path in (*tmp_path.parents[:3], tmp_path):
             path.chmod(path.stat().st_mode | 0o711)
-        # root is not limited: the run is that of another user
-        assert in_a_process_of(65534, lambda: quota_used_up(folder)) == 0
+        # quotas do not limit root: run as another user
+        assert run_as_user(65534, lambda: exceed_quota(folder)) == 0
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def quota_used_up(folder):
+def exceed_quota(folder):
     run = Run(folder, width=60)
     run.put(1)
     run.acc.save_state()
     run.put(2)
-    assert "Disk quota exceeded" in failed(run)
+    assert "Disk quota exceeded" in fail_to_save(run)
     run.acc.load_state()
     assert run.step() == 1
 
 
-def in_a_process_of(user, act):
-    """How a forked process of this user ends."""
+def run_as_user(user, function):
+    """Return the exit code of a forked process of this user."""
     pid = os.fork()
     if not pid:
         code = 1
         try:
             os.setuid(user)
-            act()
+            function()
             code = 0
         finally:
             os._exit(code)
@@ -193,49 +194,49 @@ def in_a_process_of(user, act):
 
 
 @root_only
-def test_a_directory_without_the_right_to_write_is_named(memory):
-    def act():
+def test_a_directory_without_write_permission_is_named(memory):
+    def save():
         run = Run(memory / "theirs")
-        said = failed(run)
-        assert f"{memory / 'theirs' / 'checkpoints'}: Permission denied" in said, said
+        message = fail_to_save(run)
+        assert f"{memory / 'theirs' / 'checkpoints'}: Permission denied" in message, message
 
     memory.chmod(0o755)
     (memory / "theirs").mkdir(mode=0o755)
-    assert in_a_process_of(65534, act) == 0
+    assert run_as_user(65534, save) == 0
 
 
-def test_a_directory_that_vanishes_in_the_midst_is_named(memory):
-    class Vanishing(FileSystem):
+def test_a_directory_that_is_removed_during_a_save_is_named(memory):
+    class VanishingFileSystem(FileSystem):
         def create(self, path):
             if path.name == "model.safetensors":
-                # In one step: another thread is writing other files into it, and may do so until it is gone.
+                # An atomic rename, since another thread writes other files into the directory.
                 path.parent.rename(memory / "gone")
             return super().create(path)
 
-    run = Run(memory, disk=Vanishing())
+    run = Run(memory, disk=VanishingFileSystem())
     run.put(1)
-    said = failed(run)
-    assert "No such file or directory" in said
-    assert "checkpoint_0" in said
+    message = fail_to_save(run)
+    assert "No such file or directory" in message
+    assert "checkpoint_0" in message
     run.acc._file_system = FileSystem()
     run.acc.save_state()
     run.acc.load_state()
     assert run.step() == 1
 
 
-def test_a_file_in_the_place_of_a_directory_is_named(memory):
+def test_a_file_in_place_of_a_directory_is_named(memory):
     run = Run(memory, automatic=False)
     (memory / "file").write_text("of the user")
-    assert f"{memory / 'file'} is a file: a checkpoint is a directory" in failed(run, memory / "file")
-    assert f"{memory / 'file'}" in failed(run, memory / "file" / "below")
+    assert f"{memory / 'file'} is a file: a checkpoint is a directory" in fail_to_save(run, memory / "file")
+    assert f"{memory / 'file'}" in fail_to_save(run, memory / "file" / "below")
     assert (memory / "file").read_text() == "of the user"
 
 
-def test_the_directory_a_process_works_in_is_not_taken_away(memory, monkeypatch):
+def test_the_current_directory_is_rejected_as_a_target(memory, monkeypatch):
     monkeypatch.chdir(memory)
     run = Run(memory, automatic=False)
     run.put(1)
-    assert f"Use a subdirectory such as {memory / 'checkpoint'}" in failed(run, ".")
+    assert f"Use a subdirectory such as {memory / 'checkpoint'}" in fail_to_save(run, ".")
     run.acc.save_state("checkpoint")
     run.acc.load_state("checkpoint")
     assert run.step() == 1
@@ -248,7 +249,7 @@ def test_the_directory_a_process_works_in_is_not_taken_away(memory, monkeypatch)
     assert run.step() == 2
 
 
-def test_a_link_stays_and_what_it_leads_to_is_replaced(memory):
+def test_a_save_to_a_symlink_replaces_the_target_of_the_link(memory):
     run = Run(memory, automatic=False)
     (memory / "real").mkdir()
     (memory / "latest").symlink_to("real")
@@ -260,16 +261,16 @@ def test_a_link_stays_and_what_it_leads_to_is_replaced(memory):
     assert run.step() == 2
 
 
-def test_hooks_that_make_links_are_told_to_write_files(memory):
+def test_a_symlink_that_a_save_hook_creates_is_rejected(memory):
     run = Run(memory)
     run.put(1)
     run.acc.register_save_state_pre_hook(lambda *args: (Path(args[2]) / "big").symlink_to("/dev/null"))
-    assert "it is a link that a hook has made" in failed(run)
+    assert "it is a link that a hook has made" in fail_to_save(run)
     assert not list(memory.rglob(".*"))
 
 
-def test_a_large_file_is_sent_to_the_disk_while_it_is_written(tmp_path):
-    class Recorder(FileSystem):
+def test_writeback_of_a_large_file_starts_while_it_is_written(tmp_path):
+    class WritebackRecorder(FileSystem):
         def __init__(self):
             self.written, self.ranges = 0, []
 
@@ -281,7 +282,7 @@ def test_a_large_file_is_sent_to_the_disk_while_it_is_written(tmp_path):
             super().start_writeback(file, offset, length)
             self.ranges.append((offset, offset + length, self.written))
 
-    disk, tensor = Recorder(), torch.arange(5_000_000, dtype=torch.int32)
+    disk, tensor = WritebackRecorder(), torch.arange(5_000_000, dtype=torch.int32)
     write_safetensors(tmp_path / "large", [TensorPart.from_tensor(n, tensor) for n in "ab"], {}, disk)
     assert [start for start, _, _ in disk.ranges] == [0, *(end for _, end, _ in disk.ranges[:-1])]
     assert all(end == written for _, end, written in disk.ranges)

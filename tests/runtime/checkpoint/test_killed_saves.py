@@ -1,4 +1,4 @@
-"""Whenever a process is killed in a save: the newest whole checkpoint loads in a fresh process, and the next save works."""
+"""A process that is killed during a save: the newest complete checkpoint loads in a new process, and the next save works."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ CASES = {
 REQUEST_S = 600
 
 
-class Script:
+class KilledRuns:
     """The process of killed_runs.py, which imports torch once for all requests; after a failure, the next request starts another."""
 
     def __init__(self):
         self._process = None
 
     def request(self, folder, **request):
-        """Let it do something, and return its answer."""
+        """Send a request to the process, and return the result."""
         if self._process is None:
             self._start()
         self._process.stdin.write(json.dumps({"folder": str(folder)} | request) + "\n")
@@ -43,7 +43,7 @@ class Script:
         return json.loads(answer)
 
     def close(self):
-        """End the process, and with it all that it has forked; return what it wrote to stderr."""
+        """End the process and its forks; return the text that it wrote to stderr."""
         if self._process is None:
             return ""
         self._process.kill()
@@ -63,20 +63,20 @@ class Script:
 
 
 @pytest.fixture(scope="module")
-def dying():
-    """`dying(folder, ...)` lets runs die, and returns what was found afterwards."""
-    script = Script()
+def kill_runs():
+    """Return `kill_runs(folder, ...)`, which kills runs and returns what later runs loaded."""
+    script = KilledRuns()
     yield script.request
     script.close()
 
 
-def test_a_process_that_dies_now_and_then_in_a_save_loses_nothing(memory, dying):
-    found = dying(
+def test_a_process_killed_at_some_calls_of_a_save_loses_nothing(memory, kill_runs):
+    result = kill_runs(
         memory, what="every call", case=CASES["the same directory, by two renames"], world=1, which=None,
         stride=7,
     )  # fmt: skip
-    assert len(found) > 5
-    assert set(found.values()) == {1, 7}
+    assert len(result) > 5
+    assert set(result.values()) == {1, 7}
 
 
 @pytest.mark.slow
@@ -85,10 +85,10 @@ def test_a_process_that_dies_now_and_then_in_a_save_loses_nothing(memory, dying)
     [pytest.param(3, id="every third call"), pytest.param(1, id="each call", marks=pytest.mark.full)],
 )
 @pytest.mark.parametrize("name", CASES)
-def test_a_process_that_dies_between_any_two_system_calls_loses_nothing(memory, dying, name, stride):
-    found = dying(memory, what="every call", case=CASES[name], world=1, which=None, stride=stride)
-    assert len(found) > 50 // stride
-    assert set(found.values()) == {CASES[name]["before"], 7}
+def test_a_process_killed_between_any_two_system_calls_loses_nothing(memory, kill_runs, name, stride):
+    result = kill_runs(memory, what="every call", case=CASES[name], world=1, which=None, stride=stride)
+    assert len(result) > 50 // stride
+    assert set(result.values()) == {CASES[name]["before"], 7}
 
 
 @pytest.mark.slow
@@ -100,11 +100,11 @@ def test_a_process_that_dies_between_any_two_system_calls_loses_nothing(memory, 
     ],
 )
 @pytest.mark.parametrize("which", [0, 1, None], ids=["rank 0", "rank 1", "all ranks"])
-def test_when_any_or_all_of_two_ranks_die_nothing_is_lost(memory, dying, which, stride):
+def test_killing_any_or_all_of_two_ranks_loses_nothing(memory, kill_runs, which, stride):
     case = CASES["the same directory"]
-    found = dying(memory, what="every call", case=case, world=2, which=which, stride=stride)
-    assert set(found.values()) <= {1, 7}
-    assert len(found) > 18 // stride
+    result = kill_runs(memory, what="every call", case=case, world=2, which=which, stride=stride)
+    assert set(result.values()) <= {1, 7}
+    assert len(result) > 18 // stride
 
 
 @pytest.mark.slow
@@ -119,13 +119,13 @@ def test_when_any_or_all_of_two_ranks_die_nothing_is_lost(memory, dying, which, 
         pytest.param("one is kept", 2, False, 20, marks=pytest.mark.full),
     ],
 )
-def test_two_hundred_runs_killed_at_random_moments_go_on_from_what_they_saved(  # noqa: PLR0913, PLR0917
-    memory, dying, name, world, in_background, kills
+def test_runs_killed_at_random_times_continue_from_their_saves(  # noqa: PLR0913, PLR0917
+    memory, kill_runs, name, world, in_background, kills
 ):
     case = CASES[name] | {"before": 0}
-    found = dying(
+    result = kill_runs(
         memory, what="at random", case=case, world=world, in_background=in_background, kills=kills, seed=5
     )
-    assert found["kills"] == kills
-    assert found["saves"] >= 10
-    assert found["loaded"][-1] >= 10
+    assert result["kills"] == kills
+    assert result["saves"] >= 10
+    assert result["loaded"][-1] >= 10
