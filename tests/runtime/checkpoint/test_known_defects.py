@@ -1,4 +1,4 @@
-"""The eighteen injuries that other libraries' checkpoints did not survive, each in a test of its own: C1 to C18."""
+"""Regression tests of 18 defects that damage checkpoints of other libraries: C1 to C18."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.filesystem import FileSystem
 
 
-class Dying(FileSystem):
-    """The process ends, without a chance to clear up, at the first call of a kind about a file of a name."""
+class ExitingFileSystem(FileSystem):
+    """A file system that exits the process without cleanup at the first call of a method for a given file."""
 
     def __init__(self, method, name):
         self._method, self._name = method, name
@@ -41,8 +41,8 @@ class Dying(FileSystem):
         super().remove_tree(folder)
 
 
-def saved_by_a_process_that_dies(folder, target, disk, step, **project):
-    """Save in a fork, in which this disk ends the process."""
+def save_in_process_that_exits(folder, target, disk, step, **project):
+    """Save in a forked process that the file system ends."""
     pid = os.fork()
     if not pid:
         try:
@@ -54,7 +54,7 @@ def saved_by_a_process_that_dies(folder, target, disk, step, **project):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
 
 
-def of_one_step(run, target=None):
+def load_step(run, target=None):
     run.put(99)
     run.acc.load_state(target)
     return run.step()
@@ -65,39 +65,39 @@ def of_one_step(run, target=None):
     [("create", "optimizer"), ("create", "model"), ("create", "random"), ("create", "checkpoint.json")],
     ids=str,
 )
-def test_c1_c2_c3_a_save_over_the_same_directory_that_is_killed_leaves_all_of_the_old_one(memory, moment):
+def test_c1_c2_c3_a_save_killed_during_an_overwrite_keeps_the_complete_old_checkpoint(memory, moment):
     run = Run(memory, automatic=False)
     run.put(1)
     run.acc.save_state(memory / "mine")
-    saved_by_a_process_that_dies(memory, memory / "mine", Dying(*moment), 2, automatic=False)
-    assert of_one_step(run, memory / "mine") == 1
+    save_in_process_that_exits(memory, memory / "mine", ExitingFileSystem(*moment), 2, automatic=False)
+    assert load_step(run, memory / "mine") == 1
     run.put(3)
     run.acc.save_state(memory / "mine")
-    assert of_one_step(run, memory / "mine") == 3
+    assert load_step(run, memory / "mine") == 3
     assert [path.name for path in memory.iterdir()] == ["mine"]
 
 
 @pytest.mark.parametrize("method", ["exchange", "remove_tree"])
-def test_c1_killed_after_the_exchange_all_of_the_new_one_is_there(memory, method):
+def test_c1_a_save_killed_after_the_exchange_leaves_the_complete_new_checkpoint(memory, method):
     run = Run(memory, automatic=False)
     run.put(1)
     run.acc.save_state(memory / "mine")
-    saved_by_a_process_that_dies(memory, memory / "mine", Dying(method, ""), 2, automatic=False)
-    assert of_one_step(run, memory / "mine") == 2
+    save_in_process_that_exits(memory, memory / "mine", ExitingFileSystem(method, ""), 2, automatic=False)
+    assert load_step(run, memory / "mine") == 2
 
 
 @pytest.mark.parametrize(
     "moment", [("create", "model"), ("create", "checkpoint.json"), ("remove_tree", "")], ids=str
 )
-def test_c4_with_total_limit_1_a_checkpoint_is_there_at_every_moment(memory, moment):
+def test_c4_total_limit_1_always_leaves_a_complete_checkpoint(memory, moment):
     run = Run(memory, total_limit=1)
     run.put(1)
     run.acc.save_state()
-    saved_by_a_process_that_dies(memory, None, Dying(*moment), 2, total_limit=1)
-    assert of_one_step(run) in {1, 2}
+    save_in_process_that_exits(memory, None, ExitingFileSystem(*moment), 2, total_limit=1)
+    assert load_step(run) in {1, 2}
     run.put(3)
     run.acc.save_state()
-    assert of_one_step(run) == 3
+    assert load_step(run) == 3
     assert len(run.acc.checkpoints.list()) == 1
 
 
@@ -109,24 +109,24 @@ def test_c5_a_full_disk_leaves_no_partial_checkpoint_and_the_run_can_save_again(
     run.put(2)
     with pytest.raises(CheckpointError, match="No space left on device"):
         run.acc.save_state()
-    assert of_one_step(run) == 1
+    assert load_step(run) == 1
     run.acc._file_system = FileSystem()
     run.put(3)
     run.acc.save_state()
-    assert of_one_step(run) == 3
+    assert load_step(run) == 3
     assert not [path for path in (memory / "checkpoints").iterdir() if path.name.startswith(".")]
 
 
 @pytest.mark.parametrize("item", ["model", "optimizer", "scheduler", "random", "registered"])
-@pytest.mark.parametrize("way", ["cut", "gone"])
-def test_c6_c7_a_part_that_is_cut_or_gone_is_named_and_nothing_changes(memory, item, way):
+@pytest.mark.parametrize("way", ["truncated", "missing"])
+def test_c6_c7_a_truncated_or_missing_file_is_named_and_nothing_changes(memory, item, way):
     run = Run(memory)
     run.put(1)
     path = Path(run.acc.save_state())
     file = path / f"{item}.safetensors"
     if not file.exists():
-        file = path / "checkpoint.json"  # what has no tensors is in there
-    if way == "cut":
+        file = path / "checkpoint.json"  # items without tensors are stored in the manifest
+    if way == "truncated":
         file.write_bytes(file.read_bytes()[:-2])
     else:
         file.unlink()
@@ -137,13 +137,13 @@ def test_c6_c7_a_part_that_is_cut_or_gone_is_named_and_nothing_changes(memory, i
     assert same(run.live(), before)
 
 
-def two_save(folder):
+def save_step_five(folder):
     run = Run(folder)
     run.put(5)
     run.acc.save_state()
 
 
-def every_rank_has_the_step(folder):
+def load_and_report(folder):
     run = Run(folder)
     run.put(9)
     before = torch.get_rng_state()
@@ -153,15 +153,15 @@ def every_rank_has_the_step(folder):
     return found.manifest.step, run.optimizer.steps, weights, changed, torch.get_rng_state().sum().item()
 
 
-def test_c8_what_two_ranks_saved_three_load_with_the_same_step_on_every_rank(clusters, memory):
-    clusters[2].run(two_save, memory)
-    told = clusters[3].run(every_rank_has_the_step, memory)
-    assert [answer[:4] for answer in told] == [(5, 5, {5.0}, True)] * 3
-    assert len({random for *_, random in told}) == 3
+def test_c8_a_checkpoint_of_two_ranks_loads_on_three_with_the_same_step(clusters, memory):
+    clusters[2].run(save_step_five, memory)
+    results = clusters[3].run(load_and_report, memory)
+    assert [answer[:4] for answer in results] == [(5, 5, {5.0}, True)] * 3
+    assert len({random for *_, random in results}) == 3
 
 
 @pytest.mark.parametrize("item", ["model", "optimizer", "random", "registered"])
-def test_c9_one_flipped_bit_is_an_error(memory, item):
+def test_c9_a_flipped_bit_is_an_error(memory, item):
     run = Run(memory)
     run.put(1)
     path = Path(run.acc.save_state())
@@ -181,37 +181,39 @@ class Payload:
         return os.mkdir, (self.trace,)
 
 
-def test_c10_a_pickle_does_not_run(memory, caplog):
+def test_c10_a_pickle_in_a_checkpoint_is_not_executed(memory, caplog):
     run = Run(memory)
     run.put(1)
     path = Path(run.acc.save_state())
     (path / "custom_checkpoint_0.pkl").write_bytes(pickle.dumps(Payload(str(memory / "executed"))))
-    assert of_one_step(run) == 1
+    assert load_step(run) == 1
     assert not (memory / "executed").exists()
     assert "custom_checkpoint_0.pkl" in caplog.text
 
 
-def test_c11_c12_a_save_writes_beside_its_target_and_never_through_another_file_system(memory, monkeypatch):
+def test_c11_c12_a_save_writes_next_to_its_target_and_not_to_tmpdir(memory, monkeypatch):
     elsewhere = memory / "tmp"
     elsewhere.mkdir()
     monkeypatch.setenv("TMPDIR", str(elsewhere))
     run = Run(memory, automatic=False)
     run.put(1)
     run.acc.save_state(memory / "mine")
-    saved_by_a_process_that_dies(memory, memory / "mine", Dying("exchange", ""), 2, automatic=False)
+    save_in_process_that_exits(memory, memory / "mine", ExitingFileSystem("exchange", ""), 2, automatic=False)
     assert not list(elsewhere.iterdir())
-    assert of_one_step(run, memory / "mine") == 2
+    assert load_step(run, memory / "mine") == 2
 
 
-def test_c13_killed_half_way_over_the_same_name_the_old_one_loads(memory):
+def test_c13_the_old_checkpoint_loads_after_a_save_killed_during_an_overwrite(memory):
     run = Run(memory, automatic=False)
     run.put(7)
     run.acc.save_state(memory / "step")
-    saved_by_a_process_that_dies(memory, memory / "step", Dying("create", "model"), 8, automatic=False)
-    assert of_one_step(run, memory / "step") == 7
+    save_in_process_that_exits(
+        memory, memory / "step", ExitingFileSystem("create", "model"), 8, automatic=False
+    )
+    assert load_step(run, memory / "step") == 7
 
 
-def one_rank_does_not_write(folder):
+def save_with_failing_rank(folder):
     run = Run(folder, automatic=False)
     run.put(7)
     run.acc.save_state(folder / "step")
@@ -223,21 +225,21 @@ def one_rank_does_not_write(folder):
     try:
         run.acc.save_state(folder / "step")
     except CheckpointError as error:
-        said = str(error)
+        message = str(error)
     run.put(99)
     run.acc.load_state(folder / "step")
-    return said, run.step(), (folder / "step" / "checkpoint.json").read_text() == before
+    return message, run.step(), (folder / "step" / "checkpoint.json").read_text() == before
 
 
-def test_c14_when_one_of_two_ranks_writes_nothing_no_tensor_is_of_two_steps(pair, memory):
-    for said, step, unchanged in pair.run(one_rank_does_not_write, memory):
-        assert "Input/output error" in said
+def test_c14_a_write_error_on_one_of_two_ranks_keeps_all_tensors_of_one_step(pair, memory):
+    for message, step, unchanged in pair.run(save_with_failing_rank, memory):
+        assert "Input/output error" in message
         assert step == 7
         assert unchanged
 
 
-def test_c15_one_flipped_bit_in_a_part_of_a_divided_checkpoint_is_an_error(pair, memory):
-    pair.run(two_save, memory)
+def test_c15_a_flipped_bit_in_a_shard_is_an_error(pair, memory):
+    pair.run(save_step_five, memory)
     (path,) = (memory / "checkpoints").iterdir()
     for file in path.glob("*-of-00002.safetensors"):
         data = bytearray(file.read_bytes())
@@ -248,30 +250,30 @@ def test_c15_one_flipped_bit_in_a_part_of_a_divided_checkpoint_is_an_error(pair,
         run.acc.load_state()
 
 
-def test_c16_what_two_ranks_saved_one_and_two_load(pair, alone, memory):
-    pair.run(two_save, memory)
+def test_c16_a_checkpoint_of_two_ranks_loads_on_one_and_on_two(pair, alone, memory):
+    pair.run(save_step_five, memory)
     for cluster in (pair, alone):
-        for step, steps, weights, *_ in cluster.run(every_rank_has_the_step, memory):
+        for step, steps, weights, *_ in cluster.run(load_and_report, memory):
             assert (step, steps, weights) == (5, 5, {5.0})
 
 
-class Slow(Probe):
-    """A disk on which writing takes a moment."""
+class SlowFileSystem(Probe):
+    """A file system with slow calls."""
 
     def before(self, number, path):  # noqa: ARG002 - whatever the call
         time.sleep(0.005)
 
 
-def test_c17_what_changes_after_an_asynchronous_save_has_returned_is_not_in_it(memory):
-    run = Run(memory, disk=Slow())
+def test_c17_changes_after_an_asynchronous_save_has_returned_are_not_saved(memory):
+    run = Run(memory, disk=SlowFileSystem())
     run.put(1)
     run.acc.save_state(async_save=True)
     run.put(2)
     run.acc.wait_for_checkpoint()
-    assert of_one_step(run) == 1
+    assert load_step(run) == 1
 
 
-def test_c18_what_goes_wrong_in_the_background_comes_up_at_the_next_step(memory):
+def test_c18_a_later_optimizer_step_raises_the_error_of_an_asynchronous_save(memory):
     run = Run(memory, disk=Failing(20, errno.ENOSPC, forever=True))
     run.put(1)
     run.acc.save_state(async_save=True)
@@ -286,11 +288,11 @@ def test_c18_what_goes_wrong_in_the_background_comes_up_at_the_next_step(memory)
     run.acc._file_system = FileSystem()
     run.put(2)
     run.acc.save_state()
-    assert of_one_step(run) == 2
+    assert load_step(run) == 2
 
 
-def test_b5_the_random_state_of_every_rank_comes_back(pair, memory):
-    def again(folder):
+def test_b5_the_random_state_of_every_rank_is_restored(pair, memory):
+    def draw_after_load(folder):
         run = Run(folder)
         run.put(4)
         torch.rand(run.rank + 3)
@@ -300,7 +302,7 @@ def test_b5_the_random_state_of_every_rank_comes_back(pair, memory):
         run.acc.load_state()
         return wanted, torch.rand(4).tolist()
 
-    (one, one_again), (two, two_again) = pair.run(again, memory)
+    (one, one_again), (two, two_again) = pair.run(draw_after_load, memory)
     assert one == one_again != two == two_again
 
 

@@ -1,4 +1,4 @@
-"""`load_state` of what Accelerate wrote: the run goes on, and what cannot come back is told."""
+"""`load_state` of checkpoints of Accelerate: the run continues, and missing state is logged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXPECTED = json.loads((DATA / "expected.json").read_text())
 
 
 class Best:
-    """A registered object."""
+    """An object that is registered for checkpointing."""
 
     state = None
 
@@ -34,7 +34,7 @@ class Best:
 
 
 class Run:
-    """The run of the fixture, before its first step; its weights are others."""
+    """The run that wrote the stored checkpoint, before its first step and with other weights."""
 
     def __init__(self, width=3, schedule=True, best=True):
         self.accelerator = Accelerator(gradient_accumulation_steps=2)
@@ -54,56 +54,57 @@ class Run:
         return {name: value.tolist() for name, value in self.accelerator.get_state_dict(self.model).items()}
 
 
-def test_a_run_goes_on_on_any_number_of_processes(ranks, tmp_path):
-    def run(written):
+def test_a_run_continues_from_accelerate_on_any_world_size(ranks, tmp_path):
+    def load(written):
         import numpy as np
 
-        here = Run()
-        found = here.accelerator.load_state(written)
+        run = Run()
+        found = run.accelerator.load_state(written)
         drawn = {"torch": torch.rand(2).tolist(), "python": random.random(), "numpy": float(np.random.rand())}  # noqa: NPY002
-        states = here.optimizer.state_dict()["state"]
+        states = run.optimizer.state_dict()["state"]
         return {
-            "weights": here.weights,
+            "weights": run.weights,
             "exp_avg": {str(k): state["exp_avg"].tolist() for k, state in states.items()},
-            "last_epoch": here.scheduler.scheduler.last_epoch,
-            "lr": here.scheduler.get_last_lr(),
-            "score": here.best.state["score"],
-            "steps": (here.optimizer.steps, found.manifest.step, found.manifest.world_size),
+            "last_epoch": run.scheduler.scheduler.last_epoch,
+            "lr": run.scheduler.get_last_lr(),
+            "score": run.best.state["score"],
+            "steps": (run.optimizer.steps, found.manifest.step, found.manifest.world_size),
         }, drawn
 
-    results = ranks.run(run, WRITTEN)
+    results = ranks.run(load, WRITTEN)
     wanted = {name: EXPECTED[name] for name in ("weights", "exp_avg", "last_epoch", "lr")}
     assert all(state == wanted | {"score": 0.75, "steps": (2, 2, 2)} for state, _ in results)
     drawn = [numbers for _, numbers in results]
     if ranks.size == 2:
         assert drawn == EXPECTED["drawn"]
-    else:  # streams of their own, which follow from the old ones
+    else:  # each rank derives its own stream from the saved ones
         assert len({str(numbers) for numbers in drawn}) == ranks.size
-        assert [numbers for _, numbers in ranks.run(run, WRITTEN)] == drawn
+        assert [numbers for _, numbers in ranks.run(load, WRITTEN)] == drawn
 
 
-def test_what_accelerate_does_not_keep_is_told(caplog):
-    here = Run()
+def test_state_that_accelerate_does_not_save_is_logged(caplog):
+    run = Run()
     with caplog.at_level(logging.WARNING, "accel_runtime.checkpoint"):
-        here.accelerator.load_state(WRITTEN)
-    (told,) = caplog.messages
+        run.accelerator.load_state(WRITTEN)
+    (message,) = caplog.messages
     assert (
-        "was written by Accelerate, and loaded without: loader: Accelerate does not save the position" in told
+        "was written by Accelerate, and loaded without: loader: Accelerate does not save the position"
+        in message
     )
-    assert "accelerator.skip_first_batches(loader, n)" in told
-    assert "window: the checkpoint was saved 1 micro-batches into an accumulation cycle" in told
+    assert "accelerator.skip_first_batches(loader, n)" in message
+    assert "window: the checkpoint was saved 1 micro-batches into an accumulation cycle" in message
 
 
-def test_gradients_that_are_held_are_no_part_of_the_run_that_goes_on():
-    here = Run()
-    with here.accelerator.accumulate(here.model):
-        here.accelerator.backward(here.model(torch.ones(1, 2)).sum())
-    here.accelerator.load_state(WRITTEN)
-    assert all(parameter.grad is None for parameter in here.model.parameters())
+def test_load_state_clears_gradients_and_the_accumulation_cycle():
+    run = Run()
+    with run.accelerator.accumulate(run.model):
+        run.accelerator.backward(run.model(torch.ones(1, 2)).sum())
+    run.accelerator.load_state(WRITTEN)
+    assert all(parameter.grad is None for parameter in run.model.parameters())
     for synced in (False, True):
-        with here.accelerator.accumulate(here.model):
-            assert here.accelerator.sync_gradients is synced
-            here.accelerator.backward(here.model(torch.ones(1, 2)).sum())
+        with run.accelerator.accumulate(run.model):
+            assert run.accelerator.sync_gradients is synced
+            run.accelerator.backward(run.model(torch.ones(1, 2)).sum())
 
 
 @pytest.mark.parametrize(
@@ -114,48 +115,48 @@ def test_gradients_that_are_held_are_no_part_of_the_run_that_goes_on():
         ({"best": False}, "registered: it is not prepared here"),
     ],
 )
-def test_what_does_not_fit_is_told_before_anything_changes(options, message):
-    here = Run(**options)
-    before = here.weights
+def test_a_mismatch_with_the_run_is_reported_before_anything_changes(options, message):
+    run = Run(**options)
+    before = run.weights
     with pytest.raises(
         CheckpointError, match=rf"does not fit this run, and nothing was loaded(.|\n)*{message}"
     ):
-        here.accelerator.load_state(WRITTEN)
-    assert here.weights == before
-    assert not here.optimizer.state_dict()["state"]
-    assert here.best.state is None
+        run.accelerator.load_state(WRITTEN)
+    assert run.weights == before
+    assert not run.optimizer.state_dict()["state"]
+    assert run.best.state is None
 
 
-def test_a_second_model_and_other_groups_are_told(tmp_path):
+def test_an_additional_model_and_other_parameter_groups_are_reported(tmp_path):
     accelerator = Accelerator()
     model, other = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), nn.Linear(1, 1)
     optimizer = torch.optim.AdamW([{"params": [p]} for p in model.parameters()])
     accelerator.prepare(model, other, optimizer)
-    with pytest.raises(CheckpointError) as told:
+    with pytest.raises(CheckpointError) as raised:
         accelerator.load_state(WRITTEN)
-    assert "model_1: it is not in the checkpoint" in str(told.value)
+    assert "model_1: it is not in the checkpoint" in str(raised.value)
     assert (
         "optimizer: the checkpoint has groups of [4] parameters, the optimizer here groups of [1, 1, 1, 1]"
-        in str(told.value)
+        in str(raised.value)
     )
 
 
-def test_a_damaged_file_is_told_by_all_processes_and_left_out_where_that_is_asked_for(pair, tmp_path):
-    def run(folder):
-        here = Run()
-        before = here.weights
+def test_a_damaged_file_fails_on_all_ranks_and_is_skipped_without_strict(pair, tmp_path):
+    def load(folder):
+        run = Run()
+        before = run.weights
         try:
-            here.accelerator.load_state(folder)
+            run.accelerator.load_state(folder)
         except CheckpointError as error:
-            strict = str(error), here.weights == before
-        here.accelerator.load_state(folder, strict=False)
-        return *strict, here.weights == EXPECTED["weights"], here.scheduler.scheduler.last_epoch
+            strict = str(error), run.weights == before
+        run.accelerator.load_state(folder, strict=False)
+        return *strict, run.weights == EXPECTED["weights"], run.scheduler.scheduler.last_epoch
 
     folder = Path(shutil.copytree(WRITTEN, tmp_path / "checkpoint"))
     (folder / "scheduler.bin").write_bytes(b"PK")
     (folder / "random_states_1.pkl").write_bytes(b"")
-    for said, unchanged, loaded, epoch in pair.run(run, folder):
-        assert f"scheduler: {folder}/scheduler.bin cannot be read" in said
+    for message, unchanged, loaded, epoch in pair.run(load, folder):
+        assert f"scheduler: {folder}/scheduler.bin cannot be read" in message
         assert unchanged
         assert loaded
         assert epoch == 0
@@ -163,24 +164,24 @@ def test_a_damaged_file_is_told_by_all_processes_and_left_out_where_that_is_aske
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("damaged", ["random_states_0.pkl", "random_states_1.pkl"])
-def test_random_states_that_are_damaged_are_an_error_on_any_number_of_processes(
-    clusters, tmp_path, world, damaged
-):
-    def run(folder):
+def test_damaged_random_states_are_an_error_on_any_world_size(clusters, tmp_path, world, damaged):
+    def load(folder):
         accelerator = Run().accelerator
         try:
             accelerator.load_state(folder)
         except CheckpointError as error:
-            said = str(error)
+            message = str(error)
         accelerator.load_state(folder, strict=False)
-        return said
+        return message
 
     folder = Path(shutil.copytree(WRITTEN, tmp_path / "checkpoint"))
     (folder / damaged).write_bytes(b"PK")
-    assert all(f"{folder}/{damaged} cannot be read" in said for said in clusters[world].run(run, folder))
+    assert all(
+        f"{folder}/{damaged} cannot be read" in message for message in clusters[world].run(load, folder)
+    )
 
 
-def test_random_states_that_are_all_missing_are_an_error(tmp_path):
+def test_missing_random_states_are_an_error(tmp_path):
     folder = Path(shutil.copytree(WRITTEN, tmp_path / "checkpoint"))
     for path in folder.glob("random_states_*"):
         path.unlink()
@@ -188,7 +189,7 @@ def test_random_states_that_are_all_missing_are_an_error(tmp_path):
         Run().accelerator.load_state(folder)
 
 
-def test_tied_weights_that_a_file_names_once_are_those_of_the_live_model(tmp_path):
+def test_tied_weights_stored_once_load_into_both_layers(tmp_path):
     from safetensors.torch import save_file
 
     folder = Path(shutil.copytree(WRITTEN, tmp_path / "checkpoint"))

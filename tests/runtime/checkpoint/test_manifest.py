@@ -1,4 +1,4 @@
-"""A manifest says the same when it is read again, and what is not as it was written is refused."""
+"""Manifests: a round trip returns an equal manifest, and any change of the text is rejected."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, hash_bytes
 
-PLACE = Path("somewhere") / "checkpoint.json"
+PATH = Path("somewhere") / "checkpoint.json"
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )  # fmt: skip
-sums = st.binary().map(hash_bytes)
+checksums = st.binary().map(hash_bytes)
 
 
 @st.composite
 def manifests(draw):
-    """Tensors cut along their first dimension, several to a file."""
+    """Generate manifests with tensors that are split along their first dimension, several per file."""
     files, tensors = {}, {}
     for number in range(draw(st.integers(0, 3))):
         file, start = f"item-{number}.safetensors", draw(st.integers(8, 64))
@@ -32,12 +32,13 @@ def manifests(draw):
             columns, chunks, begin = draw(st.integers(1, 3)), [], 0
             for count in rows:
                 size = 4 * count * columns
-                chunks.append(Chunk(file, start, size, draw(sums), (begin, 0), (count, columns)))
+                chunks.append(Chunk(file, start, size, draw(checksums), (begin, 0), (count, columns)))
                 start, begin = start + size, begin + count
             tensors[f"item/{number}.{index}"] = TensorEntry("float32", (begin, columns), tuple(chunks))
-        files[file] = FileEntry(start, draw(sums), header, draw(sums))
+        files[file] = FileEntry(start, draw(checksums), header, draw(checksums))
     files |= {
-        name: FileEntry(draw(st.integers(0, 9)), draw(sums)) for name in draw(st.sets(st.sampled_from("ab")))
+        name: FileEntry(draw(st.integers(0, 9)), draw(checksums))
+        for name in draw(st.sets(st.sampled_from("ab")))
     }
     world_size = draw(st.integers(1, 4))
     states = st.lists(json_values, min_size=world_size, max_size=world_size)
@@ -57,31 +58,31 @@ def manifests(draw):
 
 @given(manifests())
 @settings(max_examples=40)
-def test_it_says_the_same_when_it_is_read_again(manifest):
-    assert Manifest.parse(manifest.text(), PLACE) == manifest
+def test_parsing_the_text_of_a_manifest_returns_an_equal_manifest(manifest):
+    assert Manifest.parse(manifest.text(), PATH) == manifest
 
 
 @given(manifests(), st.data())
 @settings(max_examples=40)
-def test_a_character_that_changed_is_noticed(manifest, data):
+def test_a_changed_character_is_detected(manifest, data):
     text = manifest.text()
     at = data.draw(st.integers(0, len(text) - 1))
     other = data.draw(st.characters(codec="ascii").filter(lambda c: c != text[at]))
     with pytest.raises(CheckpointError, match="is damaged"):
-        Manifest.parse(text[:at] + other + text[at + 1 :], PLACE)
+        Manifest.parse(text[:at] + other + text[at + 1 :], PATH)
 
 
 @given(manifests(), st.data())
 @settings(max_examples=25)
-def test_a_text_that_was_cut_is_noticed(manifest, data):
+def test_a_truncated_text_is_detected(manifest, data):
     text = manifest.text()
     with pytest.raises(CheckpointError, match="is damaged"):
-        Manifest.parse(text[: data.draw(st.integers(0, len(text) - 1))], PLACE)
+        Manifest.parse(text[: data.draw(st.integers(0, len(text) - 1))], PATH)
 
 
 @given(manifests())
 @settings(max_examples=25)
-def test_every_byte_of_its_files_is_in_one_part_that_loading_verifies(manifest):
+def test_the_verified_parts_cover_every_byte_of_the_files_once(manifest):
     parts = list(manifest.parts(["item"]))
     for name, file in manifest.files.items():
         places = sorted(
@@ -95,6 +96,6 @@ def test_every_byte_of_its_files_is_in_one_part_that_loading_verifies(manifest):
 
 
 @given(st.text())
-def test_any_other_text_is_none(text):
+def test_any_other_text_is_not_a_manifest(text):
     with pytest.raises(CheckpointError, match="it is not a checkpoint manifest"):
-        Manifest.parse(text, PLACE)
+        Manifest.parse(text, PATH)

@@ -1,4 +1,4 @@
-"""Weights out of a checkpoint: whatever parts they lie in, the file has them whole, or there is no file."""
+"""Merging the weights of a checkpoint: the file contains the full tensors, or no file is written."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def tensors(generator):
     }
 
 
-def test_parts_of_any_shape_become_the_whole_tensor_to_the_last_bit(checkpoint, tmp_path, generator):
+def test_chunks_of_any_shape_merge_into_bitwise_equal_tensors(checkpoint, tmp_path, generator):
     model = tensors(generator)
     cuts = {f"model/{name}": cut for name, cut in CUTS.items()}
     found = checkpoint(tmp_path / "c", {"model": model}, cuts=cuts)
@@ -65,7 +65,7 @@ def test_parts_of_any_shape_become_the_whole_tensor_to_the_last_bit(checkpoint, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "m.safetensors"]
 
 
-def test_a_part_is_larger_than_what_is_read_at_a_time(checkpoint, tmp_path, generator, monkeypatch):
+def test_chunks_larger_than_the_read_block_are_merged(checkpoint, tmp_path, generator, monkeypatch):
     monkeypatch.setattr("accel_runtime.checkpoint.safetensors_file.BLOCK", 256)
     model = {"wide": torch.randn(9, 31, generator=generator), "long": torch.randn(200, generator=generator)}
     found = checkpoint(tmp_path / "c", {"model": model}, cuts={"model/wide": (2, 3)})
@@ -77,7 +77,9 @@ def test_a_part_is_larger_than_what_is_read_at_a_time(checkpoint, tmp_path, gene
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_floating_point_numbers_are_converted_and_others_stay(checkpoint, tmp_path, generator, dtype):
+def test_floating_point_tensors_are_converted_and_others_keep_their_dtype(
+    checkpoint, tmp_path, generator, dtype
+):
     model = tensors(generator)
     found = checkpoint(
         tmp_path / "c", {"model": model}, cuts={f"model/{name}": cut for name, cut in CUTS.items()}
@@ -113,7 +115,7 @@ def test_tied_weights_are_written_once_and_the_file_loads_into_the_model(checkpo
     assert torch.equal(again.head.weight, model.head.weight)
 
 
-def test_several_files_have_an_index_as_hugging_face_reads_it(checkpoint, tmp_path, generator):
+def test_several_files_have_an_index_in_the_format_of_hugging_face(checkpoint, tmp_path, generator):
     model = {f"layer{number}": torch.randn(10, generator=generator) for number in range(5)}
     found = checkpoint(tmp_path / "c", {"model": model})
     merge_tensors(found, tmp_path / "model.safetensors", MergeRequest(max_shard_bytes=80))
@@ -129,7 +131,7 @@ def test_several_files_have_an_index_as_hugging_face_reads_it(checkpoint, tmp_pa
         assert torch.equal(load_file(tmp_path / file)[name], model[name])
 
 
-def test_several_files_do_not_go_beside_one_that_would_be_read_in_their_place(checkpoint, tmp_path):
+def test_shards_are_rejected_next_to_a_file_that_would_be_read_instead(checkpoint, tmp_path):
     found = checkpoint(tmp_path / "c", {"model": {"a": torch.zeros(10), "b": torch.zeros(10)}})
     (tmp_path / "model.safetensors").write_text("mine")
     with pytest.raises(RequestError, match="would be read in place of the shards"):
@@ -137,7 +139,7 @@ def test_several_files_do_not_go_beside_one_that_would_be_read_in_their_place(ch
     assert (tmp_path / "model.safetensors").read_text() == "mine"
 
 
-def test_a_rank_has_its_own_where_the_processes_differed(checkpoint, tmp_path):
+def test_merging_selects_the_rank_specific_tensors_of_a_rank(checkpoint, tmp_path):
     given = [torch.full((3,), float(rank)) for rank in range(2)]
     found = checkpoint(
         tmp_path / "c",
@@ -154,7 +156,7 @@ def test_a_rank_has_its_own_where_the_processes_differed(checkpoint, tmp_path):
         list_item_contents(found, "model", 2)
 
 
-def test_an_optimizers_tensors_have_their_paths_as_names(checkpoint, tmp_path):
+def test_the_tensors_of_an_optimizer_are_named_by_their_paths(checkpoint, tmp_path):
     state = {
         "state": {"model.w": {"exp_avg": torch.ones(2), "step": torch.tensor(3.0)}},
         "groups": [{"lr": 0.1}],
@@ -165,13 +167,13 @@ def test_an_optimizers_tensors_have_their_paths_as_names(checkpoint, tmp_path):
     assert merged.others == []
 
 
-def test_what_is_no_tensor_of_a_model_is_named(checkpoint, tmp_path):
+def test_values_of_a_model_that_are_not_tensors_are_listed(checkpoint, tmp_path):
     found = checkpoint(tmp_path / "c", {"model": {"w": torch.ones(2), "_extra_state": {"scale": 2.0}}})
     assert merge_tensors(found, tmp_path / "m.safetensors", MergeRequest()).others == ["_extra_state.scale"]
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_a_damaged_tensor_is_named_and_there_is_no_file(checkpoint, tmp_path, handmade, dtype):
+def test_a_damaged_tensor_is_named_and_no_file_is_written(checkpoint, tmp_path, handmade, dtype):
     model = {"fine": torch.ones(50), "hurt": torch.ones(50)}
     found = checkpoint(tmp_path / "c", {"model": model}, cuts={"model/hurt": (2,)})
     handmade.flip(tmp_path / "c" / found.manifest.tensors["model/hurt"].chunks[1].file, -5)
@@ -183,7 +185,7 @@ def test_a_damaged_tensor_is_named_and_there_is_no_file(checkpoint, tmp_path, ha
 
 
 @pytest.mark.parametrize(
-    ("target", "wish", "said"),
+    ("target", "merge_request", "message"),
     [
         ("m.safetensors", MergeRequest(item="model_1"), "has no model_1; it has model"),
         ("nowhere/m.safetensors", MergeRequest(), "Not a directory: .*nowhere"),
@@ -191,15 +193,17 @@ def test_a_damaged_tensor_is_named_and_there_is_no_file(checkpoint, tmp_path, ha
         ("c/m.safetensors", MergeRequest(), "is a checkpoint: an added file would not be part of it"),
     ],
 )
-def test_what_cannot_be_met_is_said_and_changes_nothing(checkpoint, tmp_path, target, wish, said):
+def test_an_impossible_request_is_rejected_without_changes(
+    checkpoint, tmp_path, target, merge_request, message
+):
     found = checkpoint(tmp_path / "c", {"model": {"w": torch.ones(2)}})
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(RequestError, match=said):
-        merge_tensors(found, tmp_path / target, wish)
+    with pytest.raises(RequestError, match=message):
+        merge_tensors(found, tmp_path / target, merge_request)
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_memory_does_not_grow_with_what_is_merged(checkpoint, tmp_path):
+def test_memory_does_not_grow_with_the_size_of_the_tensors(checkpoint, tmp_path):
     model = {"whole": torch.zeros(256, 1 << 18), "cut": torch.zeros(1 << 8, 1 << 16)}
     checkpoint(tmp_path / "c", {"model": model}, cuts={"model/cut": (1, 8)})
     size = sum(tensor.nbytes for tensor in model.values())

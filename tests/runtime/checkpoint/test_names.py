@@ -1,4 +1,4 @@
-"""Every parameter has one name, whatever the run put around its model."""
+"""Every parameter has one name, independent of the wrappers of its model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from accel_runtime.training.gradients import name_parameters
 
 
 class Tied(nn.Module):
-    """A model whose last layer has the weight of its first."""
+    """A model whose last layer shares the weight of its first."""
 
     def __init__(self):
         super().__init__()
@@ -21,7 +21,7 @@ class Tied(nn.Module):
         return self.last(self.first(x))
 
 
-def named(*, compiled=False):
+def list_parameter_names(*, compiled=False):
     accelerator = Accelerator(cpu=True)
     first, second, alone = Tied(), nn.Linear(2, 1), nn.Parameter(torch.zeros(3))
     groups = [{"params": list(first.parameters())}, {"params": [second.bias, alone]}]
@@ -41,15 +41,15 @@ NAMES = [
 ]
 
 
-def test_parameters_are_named_as_in_their_own_model_and_once_however_many_ranks_there_are(ranks):
-    assert ranks.run(named) == [NAMES] * ranks.size
+def test_each_parameter_has_one_name_on_any_world_size(ranks):
+    assert ranks.run(list_parameter_names) == [NAMES] * ranks.size
 
 
-def test_a_compiled_model_has_the_names_it_has_without(alone):
-    assert alone.run(lambda: named(compiled=True)) == [NAMES]
+def test_a_compiled_model_keeps_its_parameter_names(alone):
+    assert alone.run(lambda: list_parameter_names(compiled=True)) == [NAMES]
 
 
-def test_a_parameter_of_two_models_has_its_name_in_the_first():
+def test_a_parameter_of_two_models_is_named_after_the_first():
     model = nn.Linear(1, 1)
     assert set(name_parameters([model, nn.Sequential(model)], [], lambda m: m).values()) == {
         "model.weight",
@@ -57,7 +57,7 @@ def test_a_parameter_of_two_models_has_its_name_in_the_first():
     }
 
 
-def test_a_parameter_without_a_model_is_named_by_its_optimizer_group_and_position():
+def test_a_parameter_without_a_model_is_named_after_its_optimizer_and_group():
     loose = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
     optimizers = [torch.optim.SGD(loose[:1]), torch.optim.SGD([{"params": []}, {"params": loose[1:]}])]
     assert list(name_parameters([], optimizers, lambda m: m).values()) == [

@@ -1,4 +1,4 @@
-"""A checkpoint that some processes save while the others train on, as scripts for Accelerate do."""
+"""Checkpoints that only some ranks save while the others train, as in scripts for Accelerate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.utils import ParallelismConfig, gather_object
 
 
-def prepared(folder=None, model=None, **options):
+def prepare_run(folder=None, model=None, **options):
     torch.manual_seed(0)
     config = ProjectConfiguration(folder, automatic_checkpoint_naming=True) if folder else None
     accelerator = Accelerator(project_config=config, **options)
@@ -38,77 +38,77 @@ def learn(accelerator, model, optimizer, batch):
     optimizer.zero_grad()
 
 
-def train_and_save_alone(folder, rank, metrics):
-    accelerator, model, optimizer, loader = prepared(folder)
-    saved, asked = [], 0
+def train_and_save_on_one_rank(folder, rank, metrics):
+    accelerator, model, optimizer, loader = prepare_run(folder)
+    saved, requests = [], 0
     service = accelerator._backend.rank_monitor.service
-    ask = service.ask
+    send_request = service.ask
 
     def count(*arguments):
-        nonlocal asked
-        asked += 1
-        return ask(*arguments)
+        nonlocal requests
+        requests += 1
+        return send_request(*arguments)
 
     service.ask = count
-    with collect_messages("accel_runtime.checkpoint") as told:
+    with collect_messages("accel_runtime.checkpoint") as messages:
         for batch in loader:
             learn(accelerator, model, optimizer, batch)
             if accelerator.process_index == rank:
                 saved.append((accelerator.save_state(), weights(model)))
-                asked = 0 if len(saved) == 1 else asked
+                requests = 0 if len(saved) == 1 else requests
             if metrics:
                 accelerator.gather(torch.ones(1))
-    service.ask = ask
+    service.ask = send_request
     accelerator.wait_for_everyone()
     path, wanted = gather_object([saved])[rank][1]
-    accelerator, model, optimizer, loader = prepared(folder)
+    accelerator, model, optimizer, loader = prepare_run(folder)
     found = accelerator.load_state(path)
     states = optimizer.state_dict()["state"][0]["step"].item()
     same = weights(model) == wanted
     learn(accelerator, model, optimizer, (torch.ones(4, 3),))
     after = accelerator.gather(torch.tensor(weights(model)).unsqueeze(0))
-    return told, asked, found.manifest.step, states, same, bool((after == after[0]).all())
+    return messages, requests, found.manifest.step, states, same, bool((after == after[0]).all())
 
 
 @pytest.mark.parametrize(("rank", "metrics"), [(0, False), (1, True)])
-def test_one_process_saves_while_the_others_train_on(pair, tmp_path, rank, metrics):
-    results = pair.run(train_and_save_alone, str(tmp_path), rank, metrics)
+def test_one_rank_saves_while_the_others_train(pair, tmp_path, rank, metrics):
+    results = pair.run(train_and_save_on_one_rank, str(tmp_path), rank, metrics)
     (warning,), later = results[rank][0], results[rank][1]
     where = "waits in gather at" if metrics else "is "
     assert re.search(
-        rf"save_state\(\) at test_partial_saves.py:\d+ \(train_and_save_alone\) was called by rank {rank} ",
+        rf"save_state\(\) at test_partial_saves.py:\d+ \(train_and_save_on_one_rank\) was called by rank {rank} ",
         warning,
     )
     assert f"(rank {1 - rank} {where}" in warning
     assert "Call save_state() on every process" in warning
-    assert later == 0  # at the same line nothing is waited for a second time
+    assert later == 0  # a second save at the same line does not wait
     assert results[1 - rank][0] == []
     assert [result[2:] for result in results] == [(2, 2, True, True)] * 2
 
 
 def save_from_a_function(folder):
-    accelerator, model, optimizer, loader = prepared()
+    accelerator, model, optimizer, loader = prepare_run()
 
     def save(name):
         accelerator.save_state(f"{folder}/{name}")
 
-    with collect_messages("accel_runtime.checkpoint") as told:
+    with collect_messages("accel_runtime.checkpoint") as messages:
         for batch in loader:
             learn(accelerator, model, optimizer, batch)
             if accelerator.is_main_process:
-                save("alone")
-        alone = len(told)
-        save("together")
+                save("one_rank")
+        before = len(messages)
+        save("all_ranks")
     accelerator.wait_for_everyone()
-    return alone, len(told), accelerator.load_state(f"{folder}/together").manifest.world_size
+    return before, len(messages), accelerator.load_state(f"{folder}/all_ranks").manifest.world_size
 
 
-def test_a_line_that_one_process_saved_at_is_waited_for_where_all_come_to_it(pair, tmp_path):
+def test_a_line_that_one_rank_saved_at_waits_when_all_ranks_reach_it(pair, tmp_path):
     assert pair.run(save_from_a_function, str(tmp_path)) == [(1, 1, 2), (0, 0, 2)]
 
 
 def save_on_some(folder):
-    accelerator, *_ = prepared(folder, nn.Linear(3, 1))
+    accelerator, *_ = prepare_run(folder, nn.Linear(3, 1))
     path = None
     if accelerator.process_index != 1:
         path = accelerator.save_state()
@@ -116,37 +116,37 @@ def save_on_some(folder):
     return path
 
 
-def test_of_several_processes_that_save_the_first_one_writes(clusters, tmp_path):
+def test_the_first_of_several_saving_ranks_writes(clusters, tmp_path):
     path = f"{tmp_path}/checkpoints/checkpoint_0"
     assert clusters[3].run(save_on_some, str(tmp_path)) == [path, None, path]
     assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_0"]  # noqa: PTH208
 
 
 def save_own_data_and_open_cycle(folder):
-    accelerator, model, _, _ = prepared(model=nn.Linear(1, 1), gradient_accumulation_steps=2)
+    accelerator, model, _, _ = prepare_run(model=nn.Linear(1, 1), gradient_accumulation_steps=2)
     own = accelerator.prepare_data_loader(DataLoader(torch.arange(6.0).view(6, 1)), data="sharded")
-    with collect_messages("accel_runtime.checkpoint") as told:
+    with collect_messages("accel_runtime.checkpoint") as messages:
         for step, batch in enumerate(own):
             with accelerator.accumulate(model):
                 accelerator.backward(model(batch).mean())
             if step == 2 and accelerator.is_main_process:
                 accelerator.save_state(folder)
     accelerator.wait_for_everyone()
-    accelerator, model, _, _ = prepared(model=nn.Linear(1, 1), gradient_accumulation_steps=2)
+    accelerator, model, _, _ = prepare_run(model=nn.Linear(1, 1), gradient_accumulation_steps=2)
     own = accelerator.prepare_data_loader(DataLoader(torch.arange(6.0).view(6, 1)), data="sharded")
     accelerator.load_state(folder)
-    return told, len(list(own))
+    return messages, len(list(own))
 
 
-def test_what_only_the_others_have_is_named_and_starts_anew(pair, tmp_path):
-    (told, steps), (_, others) = pair.run(save_own_data_and_open_cycle, str(tmp_path / "saved"))
-    assert "Offsets of loaders with rank-specific data are missing too" in told[0]
-    assert "their gradients if an accumulation cycle is open" in told[0]
+def test_state_of_ranks_that_did_not_save_is_named_and_starts_anew(pair, tmp_path):
+    (messages, steps), (_, others) = pair.run(save_own_data_and_open_cycle, str(tmp_path / "saved"))
+    assert "Offsets of loaders with rank-specific data are missing too" in messages[0]
+    assert "their gradients if an accumulation cycle is open" in messages[0]
     assert steps == others == 6
 
 
 def save_at_the_end_of_an_epoch(folder):
-    accelerator, model, optimizer, loader = prepared()
+    accelerator, model, optimizer, loader = prepare_run()
     for _ in range(2):
         for step, batch in enumerate(loader):
             learn(accelerator, model, optimizer, batch)
@@ -156,13 +156,13 @@ def save_at_the_end_of_an_epoch(folder):
     return accelerator.load_state(folder).manifest.step, loader.epoch
 
 
-def test_one_process_saves_while_the_others_begin_the_next_epoch(pair, tmp_path):
-    """They draw its order together, which the one that saves has not come to."""
+def test_one_rank_saves_while_the_others_begin_the_next_epoch(pair, tmp_path):
+    """The order of an epoch is drawn collectively, which the saving rank has not reached."""
     assert pair.run(save_at_the_end_of_an_epoch, str(tmp_path / "saved")) == [(4, 1), (4, 1)]
 
 
 def train_three_epochs(folder, load):
-    accelerator, model, optimizer, loader = prepared()
+    accelerator, model, optimizer, loader = prepare_run()
     if load:
         accelerator.load_state(folder)
     orders = []
@@ -177,15 +177,15 @@ def train_three_epochs(folder, load):
     return orders
 
 
-def test_later_epochs_after_a_save_of_one_process_have_their_order(pair, tmp_path):
-    """The process that saved keeps its random streams: those of the first one define the order."""
+def test_later_epochs_keep_their_order_after_a_save_of_one_rank(pair, tmp_path):
+    """The rank that saved keeps its random streams, and those of the first rank define the order."""
     whole = pair.run(train_three_epochs, str(tmp_path / "saved"), False)
     again = pair.run(train_three_epochs, str(tmp_path / "saved"), True)
     assert again == [[first[3:], *others] for first, *others in whole]
 
 
 def save_in_background(folder):
-    accelerator, model, optimizer, loader = prepared()
+    accelerator, model, optimizer, loader = prepare_run()
     for step, batch in enumerate(loader):
         learn(accelerator, model, optimizer, batch)
         if step == 1 and accelerator.is_main_process:
@@ -195,12 +195,12 @@ def save_in_background(folder):
     return accelerator.load_state(folder).manifest.step
 
 
-def test_one_process_may_save_in_the_background(pair, tmp_path):
+def test_one_rank_can_save_asynchronously(pair, tmp_path):
     assert pair.run(save_in_background, str(tmp_path / "saved")) == [2, 2]
 
 
 def export_alone(folder):
-    accelerator, model, optimizer, loader = prepared()
+    accelerator, model, optimizer, loader = prepare_run()
     wanted = None
     for step, batch in enumerate(loader):
         learn(accelerator, model, optimizer, batch)
@@ -208,18 +208,18 @@ def export_alone(folder):
             accelerator.save_model(model, folder)
             wanted = weights(model)
     accelerator.wait_for_everyone()
-    _, model, *_ = prepared()
+    _, model, *_ = prepare_run()
     accelerator.load_model(model, folder)
     return weights(model), wanted
 
 
-def test_one_process_writes_weights_for_elsewhere_while_the_others_train_on(pair, tmp_path):
+def test_one_rank_exports_weights_while_the_others_train(pair, tmp_path):
     (read, wanted), (others, _) = pair.run(export_alone, str(tmp_path))
     assert read == others == wanted
 
 
 def save_after_each_epoch(folder):
-    accelerator, model, optimizer, loader = prepared()
+    accelerator, model, optimizer, loader = prepare_run()
     torch.manual_seed(accelerator.process_index)
     for _ in range(2):
         for batch in loader:
@@ -230,27 +230,27 @@ def save_after_each_epoch(folder):
     return accelerator.load_state(folder).manifest.step
 
 
-def test_one_process_saves_behind_the_loop_of_an_epoch(pair, tmp_path):
+def test_one_rank_saves_after_the_loop_of_an_epoch(pair, tmp_path):
     assert pair.run(save_after_each_epoch, str(tmp_path / "saved")) == [8, 8]
 
 
 def save_shards(folder):
     config = ParallelismConfig(dp_shard_size=2)
-    accelerator, model, optimizer, loader = prepared(model=nn.Linear(3, 1), parallelism_config=config)
-    told = []
+    accelerator, model, optimizer, loader = prepare_run(model=nn.Linear(3, 1), parallelism_config=config)
+    messages = []
     for batch in loader:
         learn(accelerator, model, optimizer, batch)
-        if accelerator.is_main_process and not told:
+        if accelerator.is_main_process and not messages:
             with pytest.raises(CheckpointError) as raised:
                 accelerator.save_state(folder)
-            told.append(str(raised.value))
-    return told
+            messages.append(str(raised.value))
+    return messages
 
 
-def test_sharded_models_that_one_process_saves_are_an_error_in_seconds(pair, tmp_path):
-    (told,), _ = pair.run(save_shards, str(tmp_path / "saved"))
+def test_a_save_of_a_sharded_model_by_one_rank_fails_within_seconds(pair, tmp_path):
+    (messages,), _ = pair.run(save_shards, str(tmp_path / "saved"))
     assert re.match(
-        r"save_state\(\) at test_partial_saves.py:\d+ \(save_shards\) cannot save sharded models: ", told
+        r"save_state\(\) at test_partial_saves.py:\d+ \(save_shards\) cannot save sharded models: ", messages
     )
-    assert "(rank 1 is at test_partial_saves.py" in told
+    assert "(rank 1 is at test_partial_saves.py" in messages
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Checkpoints of Accelerate: everything in them is read or named with the reason, and nothing in them runs."""
+"""Checkpoints of Accelerate: every item is read or rejected with a reason, and no code in them is executed."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ LOADER = "Skip processed batches with accelerator.skip_first_batches(loader, n)"
 
 @pytest.fixture
 def folder(tmp_path):
-    """A copy, to do things to."""
+    """Return a copy of the stored checkpoint."""
     return Path(shutil.copytree(WRITTEN, tmp_path / "checkpoint_0"))
 
 
-def refused(found):
+def list_rejected(found):
     return {one.item: one.reason for one in found.refused}
 
 
 # What Accelerate 1.15.0 wrote ------------------------------------------------------------
 
 
-def test_a_checkpoint_of_accelerate_is_recognised_and_others_are_not(folder, tmp_path):
+def test_only_a_checkpoint_of_accelerate_is_recognised(folder, tmp_path):
     assert is_accelerate_checkpoint(folder)
     assert not is_accelerate_checkpoint(tmp_path)
     assert not is_accelerate_checkpoint(folder / "model.safetensors")
@@ -56,14 +56,14 @@ def test_a_checkpoint_of_accelerate_is_recognised_and_others_are_not(folder, tmp
     assert not is_accelerate_checkpoint(folder)
 
 
-def test_weights_alone_are_no_checkpoint(tmp_path):
+def test_a_folder_with_only_weights_is_not_a_checkpoint(tmp_path):
     save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors")
     (tmp_path / "pytorch_model.bin").touch()
     assert not is_accelerate_checkpoint(tmp_path)
 
 
-def test_a_run_goes_on_from_it():
-    """Model, optimizer, schedule and registered object, into prepared ones."""
+def test_a_run_continues_from_a_checkpoint_of_accelerate():
+    """Model, optimizer, scheduler and registered object load into prepared ones."""
     accelerator = Accelerator()
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=9.0)
@@ -90,7 +90,7 @@ def test_a_run_goes_on_from_it():
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_every_rank_draws_the_numbers_it_would_have_drawn(rank):
+def test_every_rank_draws_the_same_numbers_as_under_accelerate(rank):
     import numpy as np
 
     own = rng.capture_states()
@@ -105,16 +105,16 @@ def test_every_rank_draws_the_numbers_it_would_have_drawn(rank):
     assert drawn == EXPECTED["drawn"][rank]
 
 
-def test_nothing_but_the_position_of_loaders_is_left_out():
+def test_only_the_offset_of_loaders_is_missing():
     found = read_accelerate_checkpoint(WRITTEN, 1)
     assert found.items.keys() == {"model", "optimizer", "scheduler", "registered", "random", "counters"}
-    assert refused(found).keys() == {"loader"}
-    assert LOADER in refused(found)["loader"]
+    assert list_rejected(found).keys() == {"loader"}
+    assert LOADER in list_rejected(found)["loader"]
 
 
-def test_a_rank_that_did_not_save_has_no_random_states_of_its_own_but_can_have_those_of_all():
+def test_random_states_of_a_rank_that_did_not_save_are_rejected():
     found = read_accelerate_checkpoint(WRITTEN, 2)
-    assert refused(found)["random"] == (
+    assert list_rejected(found)["random"] == (
         "the checkpoint was written by 2 processes and has no random states of rank 2"
     )
     assert found.items["counters"] == {"step": EXPECTED["step"]}
@@ -123,7 +123,7 @@ def test_a_rank_that_did_not_save_has_no_random_states_of_its_own_but_can_have_t
         assert every[rank]["torch"].equal(read_accelerate_checkpoint(WRITTEN, rank).items["random"]["torch"])
 
 
-def test_the_state_of_a_device_is_that_of_the_ranks_own(folder):
+def test_the_state_of_a_device_is_read_by_its_index(folder):
     states = read_pickle(folder / "random_states_1.pkl")
     every = [torch.tensor([n], dtype=torch.uint8) for n in (5, 6)]
     torch.save(
@@ -136,14 +136,14 @@ def test_the_state_of_a_device_is_that_of_the_ranks_own(folder):
     assert "cuda" not in read_accelerate_checkpoint(folder, 1, torch.device("cpu")).items["random"]
     assert (
         "the random states are not those of Accelerate"
-        in refused(read_accelerate_checkpoint(folder, 1, torch.device("cuda", 2)))["random"]
+        in list_rejected(read_accelerate_checkpoint(folder, 1, torch.device("cuda", 2)))["random"]
     )
 
 
 # Other files it may have -----------------------------------------------------------------
 
 
-def test_models_in_the_older_format_and_in_shards_are_read(folder):
+def test_models_in_the_old_format_and_in_shards_are_read(folder):
     state = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     torch.save(OrderedDict(state), folder / "pytorch_model.bin")
@@ -160,10 +160,10 @@ def test_models_in_the_older_format_and_in_shards_are_read(folder):
     assert found.items["model"].keys() == found.items["model_2"].keys() == state.keys()
     assert all(found.items["model_2"][name].equal(state[name]) for name in state)
     assert found.items["model_1"]["weight"].shape == (3, 2)
-    assert refused(found).keys() == {"loader"}
+    assert list_rejected(found).keys() == {"loader"}
 
 
-def test_a_tied_model_lacks_names_that_the_live_one_completes(folder):
+def test_names_of_tied_weights_are_added_from_the_model(folder):
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     model[1].weight = model[0].weight
     save_file({"0.weight": torch.ones(2, 2)}, folder / "model.safetensors", {"format": "pt"})
@@ -173,7 +173,7 @@ def test_a_tied_model_lacks_names_that_the_live_one_completes(folder):
     assert model[1].weight.equal(torch.ones(2, 2))
 
 
-def test_several_of_a_kind_are_counted_and_a_gap_is_told(folder):
+def test_several_objects_of_a_kind_are_numbered_and_a_gap_is_reported(folder):
     for kind, ending in (("optimizer", "bin"), ("scheduler", "bin"), ("model", "safetensors")):
         shutil.copy(folder / f"{kind}.{ending}", folder / f"{kind}_2.{ending}")
     shutil.copy(folder / "optimizer.bin", folder / "optimizer_1.bin")
@@ -188,30 +188,32 @@ def test_several_of_a_kind_are_counted_and_a_gap_is_told(folder):
         "scheduler_2",
         "registered_2",
     } <= found.items.keys()
-    told = refused(found)
-    assert told.keys() == {"scheduler_1", "model_1", "registered_1", "random", "counters", "loader"}
-    assert told["scheduler_1"] == f"{folder}/scheduler_1.bin is missing, but there is one with the number 2"
-    assert told["registered_1"].startswith(f"{folder}/custom_checkpoint_1.pkl is missing")
-    assert told["random"].startswith(f"{folder}/random_states_0.pkl is missing")
+    reasons = list_rejected(found)
+    assert reasons.keys() == {"scheduler_1", "model_1", "registered_1", "random", "counters", "loader"}
+    assert (
+        reasons["scheduler_1"] == f"{folder}/scheduler_1.bin is missing, but there is one with the number 2"
+    )
+    assert reasons["registered_1"].startswith(f"{folder}/custom_checkpoint_1.pkl is missing")
+    assert reasons["random"].startswith(f"{folder}/random_states_0.pkl is missing")
 
 
-def test_a_scaler_is_read_and_positions_are_named(folder):
+def test_a_scaler_is_read_and_offsets_of_loaders_are_rejected(folder):
     torch.save({"scale": 1024.0, "growth_factor": 2.0}, folder / "scaler.pt")
     torch.save({"_num_yielded": 3}, folder / "dl_state_dict.bin")
     found = read_accelerate_checkpoint(folder, 0)
     assert found.items["scaler"] == {"scale": 1024.0, "growth_factor": 2.0}
-    assert "the position of loaders that others can use (dl_state_dict.bin)" in refused(found)["loader"]
-    assert LOADER in refused(found)["loader"]
+    assert "the position of loaders that others can use (dl_state_dict.bin)" in list_rejected(found)["loader"]
+    assert LOADER in list_rejected(found)["loader"]
 
 
-def test_what_was_shared_out_among_processes_is_refused_with_the_way_to_merge_it(folder):
+def test_sharded_state_is_rejected_with_the_command_that_merges_it(folder):
     for name in ("pytorch_model_fsdp_0", "optimizer_0"):
         (folder / name).mkdir()
     (folder / "model.safetensors").unlink()
-    told = refused(read_accelerate_checkpoint(folder, 0))
-    assert "accelerate merge-weights" in told["model"]
-    assert "pytorch_model_fsdp_0" in told["model"]
-    assert "optimizer_0" in told["optimizer"]
+    reasons = list_rejected(read_accelerate_checkpoint(folder, 0))
+    assert "accelerate merge-weights" in reasons["model"]
+    assert "pytorch_model_fsdp_0" in reasons["model"]
+    assert "optimizer_0" in reasons["optimizer"]
 
 
 # Damage ----------------------------------------------------------------------------------
@@ -226,32 +228,32 @@ ITEMS = {
 }
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 0.99])
 @pytest.mark.parametrize("name", ITEMS)
-def test_a_file_that_was_cut_off_is_named_and_the_others_are_read(folder, name, share):
+def test_a_truncated_file_is_named_and_the_others_are_read(folder, name, fraction):
     data = (folder / name).read_bytes()
-    (folder / name).write_bytes(data[: int(len(data) * share)])
+    (folder / name).write_bytes(data[: int(len(data) * fraction)])
     found = read_accelerate_checkpoint(folder, 1)
-    assert refused(found).keys() == {ITEMS[name], "loader"}
-    assert re.match(rf"{folder}/{name} cannot be read", refused(found)[ITEMS[name]])
+    assert list_rejected(found).keys() == {ITEMS[name], "loader"}
+    assert re.match(rf"{folder}/{name} cannot be read", list_rejected(found)[ITEMS[name]])
     assert found.items.keys() == set(ITEMS.values()) - {ITEMS[name]}
 
 
 @pytest.mark.parametrize("content", [[1, 2], {"a": "b"}, 3, None], ids=str)
 @pytest.mark.parametrize("name", ["optimizer.bin", "random_states_0.pkl"])
-def test_a_file_that_holds_something_else_is_named(folder, name, content):
+def test_a_file_with_unexpected_content_is_named(folder, name, content):
     torch.save(content, folder / name)
-    told = refused(read_accelerate_checkpoint(folder, 0))
+    reasons = list_rejected(read_accelerate_checkpoint(folder, 0))
     item = ITEMS[name]
-    assert "loader" in told
-    assert str(folder / name) in told[item]
+    assert "loader" in reasons
+    assert str(folder / name) in reasons[item]
 
 
-def test_weights_that_are_none_are_named(folder):
+def test_a_weights_file_without_tensors_is_named(folder):
     (folder / "model.safetensors").unlink()
     torch.save({"x": "text"}, folder / "pytorch_model.bin")
     assert (
-        refused(read_accelerate_checkpoint(folder, 0))["model"]
+        list_rejected(read_accelerate_checkpoint(folder, 0))["model"]
         == f"{folder}/pytorch_model.bin does not contain weights: x is not a tensor"
     )
 
@@ -269,24 +271,24 @@ class Payload:
         return os.mkdir, (str(self.path),)
 
 
-class Setting:
-    """Code in a pickle, once more: what runs when a state is set."""
+class SetStatePayload:
+    """Code in a pickle that is executed by `__setstate__`."""
 
     def __init__(self, path):
         self.path = path
 
     def __reduce__(self):
-        return Setting, ("",), {"path": str(self.path)}
+        return SetStatePayload, ("",), {"path": str(self.path)}
 
     def __setstate__(self, state):
         Path(state["path"]).mkdir()
 
 
-@pytest.mark.parametrize("payload", [Payload, Setting])
+@pytest.mark.parametrize("payload", [Payload, SetStatePayload])
 @pytest.mark.parametrize(
     "name", [*ITEMS, "scaler.pt", "pytorch_model.bin", "sampler.bin", "dl_state_dict.bin"]
 )
-def test_code_that_was_planted_in_a_file_never_runs(folder, name, payload):
+def test_malicious_code_in_a_file_is_not_executed(folder, name, payload):
     if name == "pytorch_model.bin":
         (folder / "model.safetensors").unlink()
     marker = folder / "ran"
@@ -295,17 +297,17 @@ def test_code_that_was_planted_in_a_file_never_runs(folder, name, payload):
     found = read_accelerate_checkpoint(folder, 1)
     assert not marker.exists()
     item = {"scaler.pt": "scaler", "pytorch_model.bin": "model"}.get(name) or ITEMS.get(name, "loader")
-    assert str(folder / name) in refused(found)[item] or name in refused(found)[item]
+    assert str(folder / name) in list_rejected(found)[item] or name in list_rejected(found)[item]
     with (folder / name).open("rb") as file:
         torch.load(file, weights_only=False)
-    assert marker.exists()  # so the payload works
+    assert marker.exists()  # the payload works
 
 
 class Score:
     """A class of the script."""
 
 
-def test_a_file_that_needs_code_is_converted_by_the_command_that_the_message_gives(folder):
+def test_the_command_in_the_error_converts_a_file_that_needs_code(folder):
     import numpy as np
 
     structured = np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f4")])
@@ -313,7 +315,7 @@ def test_a_file_that_needs_code_is_converted_by_the_command_that_the_message_giv
         {"path": Path("a/b"), "names": np.array(["x", "y"]), "big": np.arange(3, dtype=">i4")},
         folder / "custom_checkpoint_0.pkl",
     )
-    reason = refused(read_accelerate_checkpoint(folder, 0))["registered"]
+    reason = list_rejected(read_accelerate_checkpoint(folder, 0))["registered"]
     assert re.match(
         rf"{folder}/custom_checkpoint_0.pkl was not read: it contains pathlib\S+, which only code", reason
     )
@@ -322,7 +324,7 @@ def test_a_file_that_needs_code_is_converted_by_the_command_that_the_message_giv
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     found = read_accelerate_checkpoint(folder, 0)
-    assert refused(found).keys() == {"loader"}
+    assert list_rejected(found).keys() == {"loader"}
     registered = found.items["registered"]
     assert registered.pop("big").tolist() == [0, 1, 2]
     assert registered == {"path": "a/b", "names": ["x", "y"]}
@@ -334,7 +336,7 @@ def test_a_file_that_needs_code_is_converted_by_the_command_that_the_message_giv
         "path",
         "names",
         "big",
-    }  # as it was
+    }  # unchanged
 
 
 @pytest.mark.parametrize(
@@ -347,23 +349,23 @@ def test_a_file_that_needs_code_is_converted_by_the_command_that_the_message_giv
         "np.ma.masked_array([1], [True])",
     ],
 )
-def test_arrays_of_anything_but_numbers_are_not_rebuilt(tmp_path, crafted):
+def test_only_arrays_of_numbers_are_rebuilt(tmp_path, crafted):
     import numpy as np
 
-    torch.save({"x": eval(crafted)}, tmp_path / "x")  # noqa: S307 - it stands above
+    torch.save({"x": eval(crafted)}, tmp_path / "x")  # noqa: S307 - from the parameters above
     assert np
     with pytest.raises(NeedsCodeError, match=f"{tmp_path}/x was not read"):
         read_pickle(tmp_path / "x")
 
 
-def test_arrays_that_say_more_than_they_hold_are_damage(tmp_path):
+def test_an_array_with_too_few_bytes_for_its_shape_is_rejected(tmp_path):
     import numpy as np
 
-    class Lying:
+    class WrongShape:
         def __reduce__(self):
             rebuild, arguments, state = np.arange(3).__reduce__()
             return rebuild, arguments, (state[0], (10**6,), *state[2:])
 
-    torch.save(Lying(), tmp_path / "x")
+    torch.save(WrongShape(), tmp_path / "x")
     with pytest.raises(CheckpointError, match=r"24 bytes for an array of shape \(1000000,\)"):
         read_pickle(tmp_path / "x")

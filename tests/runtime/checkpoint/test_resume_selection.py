@@ -1,4 +1,4 @@
-"""From which checkpoint a run goes on, without a process: what is there, who wrote it, and who asks."""
+"""The selection of the checkpoint that a run resumes from, in one process."""
 
 from __future__ import annotations
 
@@ -18,72 +18,74 @@ LAUNCHED = RunOrigin.from_env({"ACCEL_LAUNCH": "mine", "TORCHELASTIC_RESTART_COU
 
 @pytest.fixture
 def project(handmade, tmp_path):
-    """Checkpoints, each written by a run of the given marks."""
+    """Return a function that writes one checkpoint for each given run identity."""
 
     def write(*runs):
-        for number, marks in enumerate(runs):
+        for number, identity in enumerate(runs):
             path = tmp_path / "checkpoints" / f"checkpoint_{number}"
             found = handmade.write(path, {"model": {"w": torch.ones(1)}}, step=number)
-            (path / NAME).write_text(dataclasses.replace(found.manifest, run=marks).text())
+            (path / NAME).write_text(dataclasses.replace(found.manifest, run=identity).text())
         return Checkpoints(tmp_path / "checkpoints")
 
     return write
 
 
-def steps(resuming, checkpoints):
-    found = resuming.choose(checkpoints) if resuming.possible else None
+def select_step(policy, checkpoints):
+    found = policy.choose(checkpoints) if policy.possible else None
     return found.manifest.step if found else None
 
 
-def test_what_is_asked_to_go_on_takes_the_newest_of_any_run(project):
-    assert steps(ResumePolicy(True, RunOrigin()), project({"launch": "a"}, {"launch": "b"})) == 1
-    assert steps(ResumePolicy(True, LAUNCHED), project()) == 1
+def test_a_requested_resume_selects_the_newest_checkpoint_of_any_run(project):
+    assert select_step(ResumePolicy(True, RunOrigin()), project({"launch": "a"}, {"launch": "b"})) == 1
+    assert select_step(ResumePolicy(True, LAUNCHED), project()) == 1
 
 
-def test_a_run_takes_its_own_newest_and_never_that_of_another(project):
+def test_a_restarted_run_selects_its_own_newest_checkpoint(project):
     checkpoints = project({"launch": "mine"}, {"launch": "mine"}, {"launch": "other"})
-    assert steps(ResumePolicy(False, LAUNCHED), checkpoints) == 1
-    assert steps(ResumePolicy(False, RunOrigin(launch="new")), checkpoints) is None
+    assert select_step(ResumePolicy(False, LAUNCHED), checkpoints) == 1
+    assert select_step(ResumePolicy(False, RunOrigin(launch="new")), checkpoints) is None
 
 
-def test_a_job_that_slurm_runs_again_takes_its_own_and_one_that_it_runs_first_takes_none(project):
+def test_only_a_requeued_slurm_job_selects_a_checkpoint_of_its_job(project):
     checkpoints = project({"launch": "a", "slurm_job": "7"}, {"launch": "b", "slurm_job": "8"})
     job = {"SLURM_JOB_ID": "7", "ACCEL_LAUNCH": "c"}
     assert (
-        steps(ResumePolicy(False, RunOrigin.from_env({**job, "SLURM_RESTART_COUNT": "1"})), checkpoints) == 0
+        select_step(ResumePolicy(False, RunOrigin.from_env({**job, "SLURM_RESTART_COUNT": "1"})), checkpoints)
+        == 0
     )
     # Another launch in the same allocation.
-    assert steps(ResumePolicy(False, RunOrigin.from_env(job)), checkpoints) is None
+    assert select_step(ResumePolicy(False, RunOrigin.from_env(job)), checkpoints) is None
 
 
-def test_under_torchrun_which_names_no_run_a_restart_takes_the_newest(project):
+def test_a_restart_under_torchrun_selects_the_newest_checkpoint(project):
     checkpoints = project({}, {"launch": "other"})
     assert (
-        steps(ResumePolicy(False, RunOrigin.from_env({"TORCHELASTIC_RESTART_COUNT": "1"})), checkpoints) == 1
+        select_step(ResumePolicy(False, RunOrigin.from_env({"TORCHELASTIC_RESTART_COUNT": "1"})), checkpoints)
+        == 1
     )
     assert (
-        steps(ResumePolicy(False, RunOrigin.from_env({"TORCHELASTIC_RESTART_COUNT": "0"})), checkpoints)
+        select_step(ResumePolicy(False, RunOrigin.from_env({"TORCHELASTIC_RESTART_COUNT": "0"})), checkpoints)
         is None
     )
-    assert steps(ResumePolicy(False, RunOrigin.from_env({})), checkpoints) is None
+    assert select_step(ResumePolicy(False, RunOrigin.from_env({})), checkpoints) is None
 
 
-def test_a_run_that_was_killed_in_its_first_save_begins_anew(project, tmp_path, capsys):
+def test_a_run_killed_in_its_first_save_starts_from_the_beginning(project, tmp_path, capsys):
     checkpoints = project()
     directory.create_scratch(tmp_path / "checkpoints" / "checkpoint_0", "abc", FileSystem())
     assert not checkpoints.any()
-    assert steps(ResumePolicy(True, LAUNCHED), checkpoints) is None
+    assert select_step(ResumePolicy(True, LAUNCHED), checkpoints) is None
     assert capsys.readouterr().err.endswith("yet: starting from the beginning\n")
 
 
-def test_where_the_only_checkpoint_is_damaged_a_run_does_not_begin_anew_in_silence(project, tmp_path):
+def test_a_resume_fails_if_the_only_checkpoint_is_damaged(project, tmp_path):
     checkpoints = project({})
     (tmp_path / "checkpoints" / "checkpoint_0" / NAME).write_text("")
     with pytest.raises(CheckpointError, match="No complete checkpoint in"):
-        steps(ResumePolicy(True, LAUNCHED), checkpoints)
+        select_step(ResumePolicy(True, LAUNCHED), checkpoints)
 
 
-def test_the_marks_of_a_run_are_what_it_was_started_with():
+def test_the_identity_of_a_run_comes_from_its_environment():
     assert RunOrigin.from_env({"ACCEL_LAUNCH": "x", "SLURM_JOB_ID": "7"}).identity == {
         "launch": "x",
         "slurm_job": "7",
@@ -92,7 +94,7 @@ def test_the_marks_of_a_run_are_what_it_was_started_with():
 
 
 @pytest.mark.parametrize(
-    ("resuming", "said"),
+    ("policy", "expected"),
     [
         (ResumePolicy(True, RunOrigin()), "yet: starting from the beginning"),
         (
@@ -103,7 +105,7 @@ def test_the_marks_of_a_run_are_what_it_was_started_with():
     ],
     ids=["asked", "started again", "started"],
 )
-def test_a_run_that_begins_anew_says_so_where_somebody_might_think_otherwise(project, capsys, resuming, said):
-    assert resuming.choose(project()) is None
-    told = capsys.readouterr().err
-    assert told.endswith(said + ("\n" if resuming.asked else "")) if said else told == ""
+def test_a_start_from_the_beginning_is_reported_if_a_resume_was_expected(project, capsys, policy, expected):
+    assert policy.choose(project()) is None
+    output = capsys.readouterr().err
+    assert output.endswith(expected + ("\n" if policy.asked else "")) if expected else output == ""

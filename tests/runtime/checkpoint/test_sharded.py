@@ -1,4 +1,4 @@
-"""Runs whose models and optimizers are divided by `prepare` are saved on one mesh and go on on any other, bit for bit."""
+"""Runs with sharded models and optimizers: a checkpoint of one mesh resumes on any other, bitwise equal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAIRS = [{"dp_shard": 2}, {"tp": 2, "tp_plan": PLAN}, {}]
 
 
 class Run:
-    """All that a script prepares, on a mesh."""
+    """The prepared objects of a script on a mesh."""
 
     def __init__(self, sizes, seed=1, *, meta=False, options=None, **arguments):
         config = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True)
@@ -49,8 +49,8 @@ class Run:
         return sorted(set(self.accelerator.gather_for_metrics(number).tolist()))
 
     def state(self):
-        """Everything, gathered, and the samples of the next batch."""
-        self.accelerator._training_state()  # parameters are at rest
+        """Return the gathered model, optimizer moments and step count."""
+        self.accelerator._training_state()  # reshards the parameters
         model = self.accelerator.unwrap_model(self.model)
         names = {parameter: name for name, parameter in model.named_parameters()}
         moments = {
@@ -60,29 +60,29 @@ class Run:
         values = {name: full(value.detach()).tolist() for name, value in model.state_dict().items()}
         return {"model": values, "moments": moments, "steps": self.optimizer.steps}
 
-    def upcoming(self):
+    def read_next_samples(self):
         return sorted(set(self.accelerator.gather_for_metrics(next(iter(self.loader))[0]).tolist()))
 
 
-def written(folder, sizes, **more):
-    """Three steps and a checkpoint; what there was, and what would have come."""
+def train_and_save(folder, sizes, **more):
+    """Train three steps and save; return the state, and the samples of the next batch."""
     run = Run(sizes)
-    walk = iter(run.loader)
+    batches = iter(run.loader)
     for _ in range(3):
-        run.learn(next(walk))
+        run.learn(next(batches))
     run.model(torch.arange(3))  # an evaluation leaves parameters gathered
     run.accelerator.save_state(folder, **more)
     run.accelerator.wait_for_checkpoint()
     state = run.state()
-    return state, sorted(set(run.accelerator.gather_for_metrics(next(walk)[0]).tolist()))
+    return state, sorted(set(run.accelerator.gather_for_metrics(next(batches)[0]).tolist()))
 
 
-def read(folder, sizes, *, meta=False):
-    """The same out of a checkpoint, into other values; and that it trains on."""
+def resume_and_train(folder, sizes, *, meta=False):
+    """Resume with other initial values and train on; return the loaded state and the samples of the next batch."""
     run = Run(sizes, 2, meta=meta)
     shards = [id(parameter) for group in run.optimizer.param_groups for parameter in group["params"]]
     run.accelerator.resume(folder)
-    state = run.state(), run.upcoming()
+    state = run.state(), run.read_next_samples()
     assert [id(parameter) for group in run.optimizer.param_groups for parameter in group["params"]] == shards
     for batch in run.loader:
         run.learn(batch)
@@ -90,8 +90,8 @@ def read(folder, sizes, *, meta=False):
     return state
 
 
-def once(folder):
-    """Every element lies in one chunk."""
+def check_chunks(folder):
+    """Check that every element is in exactly one chunk; return the manifest."""
     manifest = json.loads((Path(folder) / "checkpoint.json").read_text())["checkpoint"]
     for name, stored in manifest["tensors"].items():
         seen = torch.zeros(stored["shape"], dtype=torch.int32)
@@ -102,13 +102,13 @@ def once(folder):
     return manifest
 
 
-def sharded_from(manifest):
+def list_sharded_tensors(manifest):
     return [name for name, stored in manifest["tensors"].items() if len(stored["chunks"]) > 1]
 
 
 @pytest.fixture(scope="module")
-def ready(clusters):
-    """Two processes, which have loaded what takes seconds."""
+def pair_ready(clusters):
+    """Return a cluster of two ranks with slow imports done."""
     clusters[2].run(warm)
     return clusters[2]
 
@@ -120,12 +120,12 @@ def four_ready(clusters):
 
 
 @pytest.mark.parametrize("sizes", PAIRS[:2], ids=str)
-def test_what_two_wrote_is_read_on_two_and_on_one(ready, tmp_path, sizes):
+def test_a_sharded_checkpoint_of_two_ranks_loads_on_two_and_on_one(pair_ready, tmp_path, sizes):
     folder = str(tmp_path / "saved")
-    want, same = ready.run(written, folder, sizes)
-    assert want == same
-    manifest = once(folder)
-    assert sharded_from(manifest)
+    expected, same = pair_ready.run(train_and_save, folder, sizes)
+    assert expected == same
+    manifest = check_chunks(folder)
+    assert list_sharded_tensors(manifest)
     assert not [
         name for name in manifest["tensors"] if "head.weight" in name and "embedding" not in name
     ] or not [name for name in manifest["tensors"] if name == "model/embedding.weight"], (
@@ -133,17 +133,17 @@ def test_what_two_wrote_is_read_on_two_and_on_one(ready, tmp_path, sizes):
     )
     assert manifest["about"]["model"] == "Net"
     for other in PAIRS:
-        assert ready.run(read, folder, other) == [want] * 2
-    assert read(folder, {}) == want
-    assert read(folder, {"dp_shard": "auto"}) == want
+        assert pair_ready.run(resume_and_train, folder, other) == [expected] * 2
+    assert resume_and_train(folder, {}) == expected
+    assert resume_and_train(folder, {"dp_shard": "auto"}) == expected
 
 
-def test_what_one_or_whole_models_wrote_is_read_into_shards(ready, tmp_path):
-    alone, whole = str(tmp_path / "alone"), str(tmp_path / "whole")
-    want = written(alone, {})
-    assert ready.run(read, alone, {"dp_shard": 2}) == [want] * 2
-    want, _ = ready.run(written, whole, {})
-    assert ready.run(read, whole, {"dp_shard": 2}) == [want] * 2
+def test_a_checkpoint_of_full_models_loads_into_shards(pair_ready, tmp_path):
+    alone, full_path = str(tmp_path / "alone"), str(tmp_path / "whole")
+    expected = train_and_save(alone, {})
+    assert pair_ready.run(resume_and_train, alone, {"dp_shard": 2}) == [expected] * 2
+    expected, _ = pair_ready.run(train_and_save, full_path, {})
+    assert pair_ready.run(resume_and_train, full_path, {"dp_shard": 2}) == [expected] * 2
 
 
 @pytest.mark.slow
@@ -152,15 +152,15 @@ def test_what_one_or_whole_models_wrote_is_read_into_shards(ready, tmp_path):
     [pytest.param(SHARDED, marks=pytest.mark.full), HYBRID, pytest.param(TENSOR, marks=pytest.mark.full)],
     ids=str,
 )
-def test_what_four_wrote_is_read_on_every_other_mesh(four_ready, ready, tmp_path, sizes):
+def test_a_checkpoint_of_four_ranks_loads_on_every_other_mesh(four_ready, pair_ready, tmp_path, sizes):
     folder = str(tmp_path / "saved")
-    want, *others = four_ready.run(written, folder, sizes)
-    assert others == [want] * 3
-    assert sharded_from(once(folder))
+    expected, *others = four_ready.run(train_and_save, folder, sizes)
+    assert others == [expected] * 3
+    assert list_sharded_tensors(check_chunks(folder))
     for other in (SHARDED, HYBRID, TENSOR):
-        assert four_ready.run(read, folder, other) == [want] * 4
-    assert ready.run(read, folder, {"dp_shard": 2}) == [want] * 2
-    assert read(folder, {}) == want
+        assert four_ready.run(resume_and_train, folder, other) == [expected] * 4
+    assert pair_ready.run(resume_and_train, folder, {"dp_shard": 2}) == [expected] * 2
+    assert resume_and_train(folder, {}) == expected
 
 
 @pytest.mark.slow
@@ -169,42 +169,42 @@ def test_what_four_wrote_is_read_on_every_other_mesh(four_ready, ready, tmp_path
     [pytest.param(SHARDED, marks=pytest.mark.full), pytest.param(HYBRID, marks=pytest.mark.full), TENSOR],
     ids=str,
 )
-def test_what_few_wrote_is_read_on_four(four_ready, ready, tmp_path, sizes):
-    want = written(str(tmp_path / "alone"), {})
-    assert four_ready.run(read, str(tmp_path / "alone"), sizes) == [want] * 4
-    want, _ = ready.run(written, str(tmp_path / "pair"), {"dp_shard": 2})
-    assert four_ready.run(read, str(tmp_path / "pair"), sizes) == [want] * 4
+def test_a_checkpoint_of_one_or_two_ranks_loads_on_four(four_ready, pair_ready, tmp_path, sizes):
+    expected = train_and_save(str(tmp_path / "alone"), {})
+    assert four_ready.run(resume_and_train, str(tmp_path / "alone"), sizes) == [expected] * 4
+    expected, _ = pair_ready.run(train_and_save, str(tmp_path / "pair"), {"dp_shard": 2})
+    assert four_ready.run(resume_and_train, str(tmp_path / "pair"), sizes) == [expected] * 4
 
 
-def in_the_background(folder, sizes):
-    """The script trains on while the copy is written."""
+def save_asynchronously(folder, sizes):
+    """Train on during an asynchronous save; return the saved state."""
     run = Run(sizes)
-    walk = iter(run.loader)
-    run.learn(next(walk))
+    batches = iter(run.loader)
+    run.learn(next(batches))
     run.accelerator.save_state(folder, async_save=True)
-    state, following = run.state(), next(walk)
+    state, following = run.state(), next(batches)
     run.learn(following)
     run.accelerator.wait_for_checkpoint()
     return state
 
 
-def test_a_copy_is_written_while_shards_change(ready, tmp_path):
+def test_an_asynchronous_save_is_not_changed_by_later_steps(pair_ready, tmp_path):
     folder = str(tmp_path / "saved")
-    want, _ = ready.run(in_the_background, folder, {"dp_shard": 2})
-    for state, _ in ready.run(read, folder, {"dp_shard": 2}):
-        assert state == want
-    assert read(folder, {})[0] == want
+    expected, _ = pair_ready.run(save_asynchronously, folder, {"dp_shard": 2})
+    for state, _ in pair_ready.run(resume_and_train, folder, {"dp_shard": 2}):
+        assert state == expected
+    assert resume_and_train(folder, {})[0] == expected
 
 
-def test_a_model_without_memory_is_filled_from_a_checkpoint(ready, tmp_path):
+def test_a_model_on_the_meta_device_loads_from_a_checkpoint(pair_ready, tmp_path):
     folder = str(tmp_path / "saved")
-    want, _ = ready.run(written, folder, {"dp_shard": 2})
+    expected, _ = pair_ready.run(train_and_save, folder, {"dp_shard": 2})
 
-    assert ready.run(lambda: read(folder, {"dp_shard": 2}, meta=True)) == [want] * 2
+    assert pair_ready.run(lambda: resume_and_train(folder, {"dp_shard": 2}, meta=True)) == [expected] * 2
 
 
-def gone_on(folder, sizes):
-    """With names of our own, and `resume`."""
+def save_or_resume(folder, sizes):
+    """Save with automatic names, or resume if a checkpoint exists; return the state."""
     project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)
     run = Run(sizes, project_config=project)
     found = run.accelerator.resume() if (Path(folder) / "checkpoints").exists() else None
@@ -214,48 +214,48 @@ def gone_on(folder, sizes):
     return run.state()
 
 
-def test_resume(ready, tmp_path, monkeypatch):
-    first = ready.run(gone_on, str(tmp_path), {"dp_shard": 2})
+def test_resume_loads_shards_on_one_process(pair_ready, tmp_path, monkeypatch):
+    first = pair_ready.run(save_or_resume, str(tmp_path), {"dp_shard": 2})
     monkeypatch.setenv("ACCEL_RESUME", "1")
-    assert gone_on(str(tmp_path), {}) == first[0]
+    assert save_or_resume(str(tmp_path), {}) == first[0]
 
 
-def test_the_shell_merges_shards_into_one_file(ready, tmp_path):
+def test_merge_tensors_merges_shards_into_one_file(pair_ready, tmp_path):
     folder = tmp_path / "saved"
-    (want, _), _ = ready.run(written, str(folder), {"dp_shard": 2})
+    (expected, _), _ = pair_ready.run(train_and_save, str(folder), {"dp_shard": 2})
     merge_tensors(find_checkpoint(folder), tmp_path / "m.safetensors", MergeRequest())
     found = {name: value.tolist() for name, value in load_file(tmp_path / "m.safetensors").items()}
-    assert found.items() <= want["model"].items()
-    assert want["model"].keys() - found.keys() in ({"head.weight"}, {"embedding.weight"})
+    assert found.items() <= expected["model"].items()
+    assert expected["model"].keys() - found.keys() in ({"head.weight"}, {"embedding.weight"})
 
 
-# Half-way through a window -----------------------------------------------------------------
+# Within an accumulation cycle ---------------------------------------------------------------
 
 
-def half(folder, sizes, load, options=None):
-    """Saved, or loaded, after one micro-batch of three; then the step."""
+def save_or_resume_within_cycle(folder, sizes, load, options=None):
+    """Save or resume after one of three micro-batches; return the state after the step."""
     run = Run(sizes, 2 if load else 1, options=options, gradient_accumulation_steps=3)
     if load:
         run.accelerator.resume(folder)
-    walk = iter(run.loader)
+    batches = iter(run.loader)
     if not load:
-        run.learn(next(walk))
+        run.learn(next(batches))
         run.accelerator.save_state(folder)
     for _ in range(2):
-        run.learn(next(walk))
+        run.learn(next(batches))
     assert run.optimizer.steps == 1
     return run.state()
 
 
 @pytest.mark.parametrize("reduce", ["auto", "bf16"])
-def test_an_open_window_goes_on_bit_for_bit_on_the_same_mesh(ready, tmp_path, reduce):
+def test_an_accumulation_cycle_continues_bitwise_on_the_same_mesh(pair_ready, tmp_path, reduce):
     folder, options = str(tmp_path / "saved"), {"reduce_dtype": reduce}
-    want = ready.run(half, folder, {"dp_shard": 2}, False, options)
-    assert ready.run(half, folder, {"dp_shard": 2}, True, options) == want
+    expected = pair_ready.run(save_or_resume_within_cycle, folder, {"dp_shard": 2}, False, options)
+    assert pair_ready.run(save_or_resume_within_cycle, folder, {"dp_shard": 2}, True, options) == expected
 
 
-def close(one, other):
-    """Numbers of two states, which were added up in another order."""
+def require_close(one, other):
+    """Require that two states are equal up to the order of sums."""
     assert one["steps"] == other["steps"]
     for name, value in one["model"].items():
         assert torch.tensor(value, dtype=torch.float64).allclose(
@@ -269,52 +269,52 @@ def close(one, other):
             )
 
 
-def test_an_open_window_goes_on_on_other_meshes(ready, tmp_path):
+def test_an_accumulation_cycle_continues_on_another_mesh(pair_ready, tmp_path):
     folder = str(tmp_path / "saved")
-    want, _ = ready.run(half, folder, {"dp_shard": 2}, False)
-    close(half(folder, {}, True), want)
-    for state in ready.run(half, folder, {}, True):
-        close(state, want)
-    half(str(tmp_path / "alone"), {}, False)
-    for state in ready.run(half, str(tmp_path / "alone"), {"dp_shard": 2}, True):
-        close(state, want)
-    ready.run(half, str(tmp_path / "whole"), {}, False)
-    for state in ready.run(half, str(tmp_path / "whole"), {"dp_shard": 2}, True):
-        close(state, want)
+    expected, _ = pair_ready.run(save_or_resume_within_cycle, folder, {"dp_shard": 2}, False)
+    require_close(save_or_resume_within_cycle(folder, {}, True), expected)
+    for state in pair_ready.run(save_or_resume_within_cycle, folder, {}, True):
+        require_close(state, expected)
+    save_or_resume_within_cycle(str(tmp_path / "alone"), {}, False)
+    for state in pair_ready.run(save_or_resume_within_cycle, str(tmp_path / "alone"), {"dp_shard": 2}, True):
+        require_close(state, expected)
+    pair_ready.run(save_or_resume_within_cycle, str(tmp_path / "whole"), {}, False)
+    for state in pair_ready.run(save_or_resume_within_cycle, str(tmp_path / "whole"), {"dp_shard": 2}, True):
+        require_close(state, expected)
 
 
 @pytest.mark.slow
-def test_an_open_window_of_four(four_ready, ready, tmp_path):
+def test_an_accumulation_cycle_of_four_ranks_continues_on_two(four_ready, pair_ready, tmp_path):
     for number, sizes in enumerate((SHARDED, HYBRID)):
         folder = str(tmp_path / str(number))
-        want = four_ready.run(half, folder, sizes, False)
-        assert four_ready.run(half, folder, sizes, True) == want
-        for state in ready.run(half, folder, {"dp_shard": 2}, True):
-            close(state, want[0])
+        expected = four_ready.run(save_or_resume_within_cycle, folder, sizes, False)
+        assert four_ready.run(save_or_resume_within_cycle, folder, sizes, True) == expected
+        for state in pair_ready.run(save_or_resume_within_cycle, folder, {"dp_shard": 2}, True):
+            require_close(state, expected[0])
 
 
-def half_or_why(folder, sizes, load):
+def run_cycle_or_return_error(folder, sizes, load):
     try:
-        return half(folder, sizes, load)
+        return save_or_resume_within_cycle(folder, sizes, load)
     except CheckpointError as error:
         return str(error)
 
 
-def test_under_tensor_parallel_an_open_window_is_exact_or_refused(ready, tmp_path):
+def test_an_accumulation_cycle_under_tensor_parallelism_is_exact_or_rejected(pair_ready, tmp_path):
     folder, sizes = str(tmp_path / "saved"), {"tp": 2, "tp_plan": PLAN}
-    want = ready.run(half_or_why, folder, sizes, False)
-    if isinstance(want[0], str):
-        assert "Save at the end of a cycle" in want[0]
+    expected = pair_ready.run(run_cycle_or_return_error, folder, sizes, False)
+    if isinstance(expected[0], str):
+        assert "Save at the end of a cycle" in expected[0]
         assert not Path(folder).exists()
         return
-    assert ready.run(half, folder, sizes, True) == want
+    assert pair_ready.run(save_or_resume_within_cycle, folder, sizes, True) == expected
 
 
 # Optimizers --------------------------------------------------------------------------------
 
 
-def from_plain(state):
-    """A plain run's state, loaded into the optimizer of a sharded model."""
+def load_unsharded_state(state):
+    """Load the optimizer state of an unsharded run into a sharded one; return the tensor types and moments."""
     run = Run({"dp_shard": 2})
     run.optimizer.load_state_dict(state)
     kinds = {
@@ -330,10 +330,10 @@ def from_plain(state):
     return kinds, found
 
 
-def test_a_plain_state_is_divided_as_the_parameters_are(ready):
+def test_an_unsharded_optimizer_state_is_sharded_like_the_parameters(pair_ready):
     run = Run({})
     run.learn(next(iter(run.loader)))
-    want = run.state()["moments"]
-    for kinds, found in ready.run(from_plain, run.optimizer.state_dict()):
+    expected = run.state()["moments"]
+    for kinds, found in pair_ready.run(load_unsharded_state, run.optimizer.state_dict()):
         assert kinds == {"DTensor"}
-        assert found == want
+        assert found == expected
