@@ -168,7 +168,7 @@ MUTATIONS = (
         "accel_runtime/collectives/handshake.py",
         "    call = call_at_site(operation, anywhere=not compare_lines)",
         "    call = call_at_site(operation)",
-        ("tests/runtime/data/test_loader.py::test_one_rank_may_read_a_loader_through_a_library",),
+        ("tests/runtime/data/test_loader.py::test_one_rank_can_read_a_loader_through_a_library",),
     ),
     Mutation(
         "rank beyond a save",

@@ -1,4 +1,4 @@
-"""The harness of the data tests travels with the functions they ship to ranks."""
+"""Pickle the helpers of the data tests by value, since ranks cannot import them."""
 
 from __future__ import annotations
 

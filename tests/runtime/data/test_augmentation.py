@@ -1,4 +1,4 @@
-"""Random numbers a dataset draws: a resumed run goes on with those the uninterrupted run has."""
+"""Random augmentation: a resumed run draws the same numbers as the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PART = 2
 
 
 class Noisy:
-    """Samples with random numbers from everywhere in them."""
+    """Samples with random numbers of Python, NumPy and torch."""
 
     def __len__(self):
         return COUNT
@@ -28,23 +28,23 @@ class Noisy:
         return torch.tensor([at, *noise], dtype=torch.float64)
 
 
-class Together(Noisy):
-    """The same, fetched a batch at a time."""
+class BatchedNoisy(Noisy):
+    """Noisy samples that are fetched in batches."""
 
     def __getitems__(self, indices):
         shift = random.random()
         return [self[at] + shift for at in indices]
 
 
-class Flow(IterableDataset):
-    """The same as a stream."""
+class NoisyStream(IterableDataset):
+    """Noisy samples as an iterable dataset."""
 
     def __iter__(self):
         return (Noisy()[at] for at in range(COUNT))
 
 
-class Stateful(Flow):
-    """A stream that says where it stands."""
+class StatefulNoisyStream(NoisyStream):
+    """A noisy stream with `state_dict` and `load_state_dict`."""
 
     def __init__(self):
         self.at = 0
@@ -62,8 +62,8 @@ class Stateful(Flow):
         self.at = state["at"]
 
 
-class Divided(Flow):
-    """A stream that splits itself among its workers."""
+class ShardedNoisyStream(NoisyStream):
+    """A noisy stream that shards itself among its workers."""
 
     def __iter__(self):
         info = get_worker_info()
@@ -87,24 +87,24 @@ KINDS = {
     "own generator": {"shuffle": True, "persistent_workers": True, "own": True},
     "far ahead": {"prefetch_factor": 5},
     "one by one": {"batch_size": None, "shuffle": True},
-    "together": {"data": Together},
+    "together": {"data": BatchedNoisy},
     "initialised": {"worker_init_fn": seeded_by_the_worker},
     "collated": {"collate_fn": noisy_collate},
     "dispatched": {"shuffle": True, "dispatch": True, "persistent_workers": True},
     "split by process": {"shuffle": True, "sharded": True, "persistent_workers": True},
     "split by process, without": {"num_workers": 0, "shuffle": True, "sharded": True},
-    "a stream": {"data": Flow, "collate_fn": noisy_collate},
-    "a persistent stream": {"data": Flow, "persistent_workers": True},
-    "a stream with a state": {"data": Stateful, "persistent_workers": True},
-    "a stream that divides itself": {"data": Divided, "own": True},
-    "a dispatched stream": {"data": Stateful, "dispatch": True},
-    "a stream with a state, without": {"data": Stateful, "num_workers": 0},
+    "a stream": {"data": NoisyStream, "collate_fn": noisy_collate},
+    "a persistent stream": {"data": NoisyStream, "persistent_workers": True},
+    "a stream with a state": {"data": StatefulNoisyStream, "persistent_workers": True},
+    "a stream that divides itself": {"data": ShardedNoisyStream, "own": True},
+    "a dispatched stream": {"data": StatefulNoisyStream, "dispatch": True},
+    "a stream with a state, without": {"data": StatefulNoisyStream, "num_workers": 0},
     "without": {"num_workers": 0, "shuffle": True},
     "without, in order": {"num_workers": 0},
 }
 
 
-def made(kind, workers=None):
+def prepare_noisy_loader(kind, workers=None):
     warnings.filterwarnings("ignore", "This DataLoader will create")
     options = {"num_workers": 2, "batch_size": PART, "data": Noisy} | KINDS[kind]
     if workers is not None and options["num_workers"]:
@@ -121,36 +121,36 @@ def made(kind, workers=None):
     return accelerator, accelerator.prepare_data_loader(loader, data=how)
 
 
-def step(accelerator, batch):
-    """What a training step sees and draws: all ranks' samples, and the loop's own random numbers."""
+def record_step(accelerator, batch):
+    """Return the samples of all ranks and random numbers of the training loop."""
     here = [float(torch.rand(())), random.random(), np.random.rand()]  # noqa: NPY002
     return accelerator.gather(batch).flatten().tolist() + here
 
 
-def states():
+def capture_generators():
     return torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
 
 
-def uninterrupted(kind, starts, apart, epochs):
-    """Return by start, an epoch and a number of its batches, what is saved there and the steps of all epochs."""
-    accelerator, loader = made(kind)
+def run_uninterrupted(kind, starts, apart, epochs):
+    """Return the saved state at each start (epoch, batch), and the steps of all epochs."""
+    accelerator, loader = prepare_noisy_loader(kind)
     for generator in (torch.manual_seed, random.seed, np.random.seed):
         generator(3 + apart * accelerator.process_index)
     saved, steps = {}, []
     for epoch in range(epochs):
         steps.append([])
         if (epoch, 0) in starts:
-            saved[epoch, 0] = copy.deepcopy((loader.state_dict(), states()))
+            saved[epoch, 0] = copy.deepcopy((loader.state_dict(), capture_generators()))
         for done, batch in enumerate(loader, 1):
-            steps[-1].append(step(accelerator, batch))
+            steps[-1].append(record_step(accelerator, batch))
             if (epoch, done) in starts:
-                saved[epoch, done] = copy.deepcopy((loader.state_dict(), states()))
+                saved[epoch, done] = copy.deepcopy((loader.state_dict(), capture_generators()))
     return saved, steps
 
 
-def resumed(kind, saved, workers, epochs):
+def run_resumed(kind, saved, workers, epochs):
     """Return the steps of all epochs of a run that loads what was saved."""
-    accelerator, loader = made(kind, workers)
+    accelerator, loader = prepare_noisy_loader(kind, workers)
     for generator in (torch.manual_seed, random.seed, np.random.seed):
         generator(99)
     state, (torchs, pythons, numpys) = saved[accelerator.process_index]
@@ -158,15 +158,15 @@ def resumed(kind, saved, workers, epochs):
     torch.set_rng_state(torchs)
     random.setstate(pythons)
     np.random.set_state(numpys)  # noqa: NPY002
-    return [[step(accelerator, batch) for batch in loader] for _ in range(epochs)]
+    return [[record_step(accelerator, batch) for batch in loader] for _ in range(epochs)]
 
 
-def check(pair, kind, *starts, epochs, workers=None, apart=0):
+def require_equal_resumes(pair, kind, *starts, epochs, workers=None, apart=0):
     """Compare an uninterrupted run of so many epochs with three epochs of the runs that resume it at each start."""
-    results = pair.run(uninterrupted, kind, starts, apart, epochs)
+    results = pair.run(run_uninterrupted, kind, starts, apart, epochs)
     for epoch, after in starts:
         saved = [saved[epoch, after] for saved, _ in results]
-        again = pair.run(resumed, kind, saved, workers, 3)
+        again = pair.run(run_resumed, kind, saved, workers, 3)
         assert again == [[steps[epoch][after:], *steps[epoch + 1 : epoch + 3]] for _, steps in results]
 
 
@@ -179,8 +179,8 @@ SIBLINGS += ["a persistent stream"]
     "kind", [pytest.param(kind, marks=[pytest.mark.full] * (kind in SIBLINGS)) for kind in KINDS]
 )
 def test_a_resumed_run_draws_what_the_uninterrupted_run_draws(pair, kind):
-    """In the dataset, in collate_fn and in the loop, in the epoch it goes on with and in the next two."""
-    check(pair, kind, (1, 2), epochs=4)
+    """In the dataset, in collate_fn and in the loop; in the resumed epoch and in the next two."""
+    require_equal_resumes(pair, kind, (1, 2), epochs=4)
 
 
 @pytest.mark.slow
@@ -188,10 +188,10 @@ def test_a_resumed_run_draws_what_the_uninterrupted_run_draws(pair, kind):
 @pytest.mark.parametrize(
     "starts", [[(0, 0), (2, -1)], pytest.param([(0, 3), (2, 0)], marks=pytest.mark.full)], ids=str
 )
-def test_it_does_so_from_any_batch_of_any_epoch(pair, kind, starts):
-    """Minus one is before the last batch."""
+def test_a_resume_from_any_batch_of_any_epoch_draws_the_same_numbers(pair, kind, starts):
+    """-1 is the position before the last batch."""
     steps = COUNT // (1 if kind == "one by one" else PART) // 2
-    check(pair, kind, *((epoch, after % steps) for epoch, after in starts), epochs=5)
+    require_equal_resumes(pair, kind, *((epoch, after % steps) for epoch, after in starts), epochs=5)
 
 
 @pytest.mark.parametrize(
@@ -203,8 +203,8 @@ def test_it_does_so_from_any_batch_of_any_epoch(pair, kind, starts):
         "dispatched",
     ],
 )
-def test_the_number_of_workers_does_not_matter(pair, kind):
-    check(pair, kind, (1, 2), epochs=4, workers=1)
+def test_a_resume_with_another_number_of_workers_draws_the_same_numbers(pair, kind):
+    require_equal_resumes(pair, kind, (1, 2), epochs=4, workers=1)
 
 
 @pytest.mark.parametrize(
@@ -229,16 +229,16 @@ def test_the_number_of_workers_does_not_matter(pair, kind):
         ),
     ],
 )
-def test_it_does_so_where_every_rank_draws_numbers_of_its_own(pair, kind, after):
-    """Each loads its own state: they are not the same between two epochs."""
-    check(pair, kind, (1, after), epochs=4, apart=1)
+def test_a_resume_with_rank_specific_generators_draws_the_same_numbers(pair, kind, after):
+    """Each rank loads its own state, since states differ between two epochs."""
+    require_equal_resumes(pair, kind, (1, after), epochs=4, apart=1)
 
 
-def test_two_processes_draw_for_a_batch_what_one_draws(alone, pair):
-    """Also a run that goes on with another number of processes has the samples it would have had."""
+def test_two_ranks_draw_the_same_numbers_for_a_batch_as_one(alone, pair):
+    """A run that resumes on another world size has the same samples, too."""
 
     def batches(start):
-        accelerator, loader = made("shuffled")
+        accelerator, loader = prepare_noisy_loader("shuffled")
         torch.manual_seed(3)
         if start:
             loader.load_state_dict(start)
@@ -254,14 +254,14 @@ def test_two_processes_draw_for_a_batch_what_one_draws(alone, pair):
     assert pair.run(batches, saved)[0][0] == whole[2 * 2 * PART :]
 
 
-def test_an_epoch_that_had_not_begun_draws_from_what_is_put_back_as_it_is_then(ranks):
+def test_an_epoch_saved_before_its_start_draws_from_the_restored_generator(ranks):
     def order(restored):
-        _, loader = made("without")
+        _, loader = prepare_noisy_loader("without")
         torch.manual_seed(1)
         state, there = loader.state_dict(), torch.get_rng_state()
         torch.rand(3)  # what a script does before its next epoch
         wanted = [batch[:, 0].tolist() for batch in loader]
-        _, loader = made("without")
+        _, loader = prepare_noisy_loader("without")
         torch.manual_seed(2)
         loader.load_state_dict(state, random_restored=restored)
         if restored:
@@ -273,14 +273,14 @@ def test_an_epoch_that_had_not_begun_draws_from_what_is_put_back_as_it_is_then(r
     assert ranks.run(order, False) == [False] * ranks.size
 
 
-def test_a_position_that_holds_for_other_processes_or_workers_only_is_refused_when_it_is_loaded(clusters):
+def test_load_state_dict_rejects_a_state_of_another_world_size_or_number_of_workers(clusters):
     def state(kind):
-        _, loader = made(kind)
+        _, loader = prepare_noisy_loader(kind)
         next(iter(loader))
         return loader.state_dict()
 
     def refusal(kind, saved, workers):
-        _, loader = made(kind, workers)
+        _, loader = prepare_noisy_loader(kind, workers)
         with pytest.raises(ValueError) as refused:
             loader.load_state_dict(saved)
         return str(refused.value)

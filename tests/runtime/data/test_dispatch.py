@@ -1,4 +1,4 @@
-"""Data the first rank reads for all: the samples of one process, exactly once, whatever they are."""
+"""Dispatched data: the first rank reads for all, and every sample is delivered exactly once."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Forbidden(read_epochs.Stream):
 
 @pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
 @pytest.mark.parametrize("kind", DATASETS)
-def test_every_global_batch_is_that_of_one_process(ranks, kind, even):
-    """A12, A13: Accelerate dies of empty streams and of streams shorter than the world."""
+def test_dispatched_global_batches_equal_those_of_one_process(ranks, kind, even):
+    """A12, A13: Accelerate fails for empty streams and for streams shorter than the world size."""
 
     def walk(make, even):
         seen = {}
@@ -70,8 +70,8 @@ def test_workers_read_for_all_ranks(ranks, kind, workers):
     assert sorted(chain.from_iterable(got)) == list(range(17))
 
 
-def texts(samples):
-    """A batch padded to its longest sample, with text."""
+def collate_texts(samples):
+    """Return a batch that is padded to its longest sample, with text."""
     rows = [torch.full((n % 4 + 1,), n) for n in samples]
     return {
         "x": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True),
@@ -80,11 +80,11 @@ def texts(samples):
 
 
 @pytest.mark.parametrize("kind", DATASETS)
-def test_texts_and_batches_of_different_shape_arrive(ranks, kind):
-    """A14, A15: Accelerate's dispatch dies of both."""
+def test_texts_and_batches_of_different_shapes_are_dispatched(ranks, kind):
+    """A14, A15: dispatch of Accelerate fails for both."""
 
     def walk(make):
-        loader = DataLoader(make(11), batch_size=2, collate_fn=texts)
+        loader = DataLoader(make(11), batch_size=2, collate_fn=collate_texts)
         source = read_epochs.dispatched(loader, read_epochs.backend(), even=False)
         return walked(source, read=lambda b: list(zip(b["x"][:, 0].tolist(), b["text"], strict=True)))
 
@@ -105,7 +105,7 @@ class Uneven:
 
 
 @pytest.mark.parametrize("even", [True, False])
-def test_batches_of_any_length_stay_whole(ranks, even):
+def test_dispatched_batches_of_any_length_are_not_split(ranks, even):
     """A16: Accelerate loses a sample and repeats another."""
 
     def walk(sampler, even):
@@ -123,7 +123,7 @@ def test_batches_of_any_length_stay_whole(ranks, even):
 
 
 @pytest.mark.parametrize("kind", DATASETS)
-def test_single_samples_are_one_a_step_and_rank(ranks, kind):
+def test_single_samples_are_dispatched_one_per_step_and_rank(ranks, kind):
     def walk(make):
         return walked(read_epochs.dispatched(DataLoader(make(7), batch_size=None), read_epochs.backend()))
 
@@ -131,7 +131,7 @@ def test_single_samples_are_one_a_step_and_rank(ranks, kind):
 
 
 @pytest.mark.parametrize("at", [0, 5])
-def test_what_fails_on_the_first_rank_is_an_error_on_all(several, at):
+def test_a_read_error_on_the_first_rank_is_raised_on_all(several, at):
     class Broken(read_epochs.Stream):
         def __iter__(self):
             for sample in range(self.count):
@@ -151,27 +151,27 @@ def test_what_fails_on_the_first_rank_is_an_error_on_all(several, at):
     assert all(several.run(walk, Broken, at))
 
 
-def shuffled(count, **options):
-    """A shuffled map-style loader."""
+def build_shuffled(count, **options):
+    """Return a shuffled map-style loader."""
     return DataLoader(range(count), shuffle=True, **options)
 
 
-def generated(count, **options):
-    """One that is shuffled by a generator of its own."""
+def build_with_generator(count, **options):
+    """Return a loader that is shuffled by its own generator."""
     data = range(count)
     return DataLoader(
         data, sampler=RandomSampler(data, generator=torch.Generator().manual_seed(3)), **options
     )
 
 
-def streamed(count, **options):
-    """A stream that shuffles."""
+def build_stream(count, **options):
+    """Return a loader of a stream that shuffles."""
     return DataLoader(read_epochs.Shuffled(count), **options)
 
 
-@pytest.mark.parametrize("make", [shuffled, generated, streamed])
+@pytest.mark.parametrize("make", [build_shuffled, build_with_generator, build_stream])
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_a_walk_goes_on_from_its_position_on_any_world(clusters, make, epoch):
+def test_dispatched_iteration_continues_from_an_offset_on_any_world_size(clusters, make, epoch):
     def walk(make, epoch, start=None):
         torch.manual_seed(read_epochs.backend().topology.rank)
         random.seed(5)
@@ -190,7 +190,7 @@ def test_a_walk_goes_on_from_its_position_on_any_world(clusters, make, epoch):
 
 
 def test_skipped_batches_are_read_by_the_first_rank_only(several):
-    """B3: Accelerate skips one rank's batches where it should skip all ranks'."""
+    """B3: Accelerate skips the batches of one rank instead of those of all ranks."""
 
     def walk(make):
         source = read_epochs.dispatched(DataLoader(make(33), batch_size=2), read_epochs.backend())
@@ -200,22 +200,22 @@ def test_skipped_batches_are_read_by_the_first_rank_only(several):
         assert checked(several.run(walk, make)) == chunks(range(33), 2 * several.size)[2:]
 
 
-def test_the_order_is_that_of_the_unprepared_loader(ranks):
+def test_the_dispatched_order_equals_that_of_the_unprepared_loader(ranks):
     def walk(make):
         torch.manual_seed(3 if read_epochs.backend().topology.rank == 0 else 4)
         source = read_epochs.dispatched(make(23, batch_size=2), read_epochs.backend())
         return [walked(source) for _ in range(2)]
 
-    found = ranks.run(walk, shuffled)
+    found = ranks.run(walk, build_shuffled)
     torch.manual_seed(3)
-    alone = shuffled(23, batch_size=2 * ranks.size)
+    alone = build_shuffled(23, batch_size=2 * ranks.size)
     for epoch in range(2):
         assert checked([own[epoch] for own in found]) == [batch.tolist() for batch in alone]
 
 
-@pytest.mark.parametrize("make", [shuffled, generated, streamed])
+@pytest.mark.parametrize("make", [build_shuffled, build_with_generator, build_stream])
 @pytest.mark.parametrize("first", [True, False], ids=["from dispatched", "to dispatched"])
-def test_a_position_moves_between_loaders_that_dispatch_and_those_that_do_not(pair, make, first):
+def test_an_offset_is_valid_with_and_without_dispatch(pair, make, first):
     def walk(make, first):
         loaders, rest = [], []
         for dispatch in (first, not first):
@@ -232,7 +232,7 @@ def test_a_position_moves_between_loaders_that_dispatch_and_those_that_do_not(pa
     assert pair.run(walk, make, first) == [True, True]
 
 
-def test_an_order_drawn_from_a_seed_is_that_of_loaders_that_do_not_dispatch(pair):
+def test_a_seeded_order_is_equal_with_and_without_dispatch(pair):
     def walk(make):
         seen = []
         for dispatch in (False, True):
@@ -241,4 +241,4 @@ def test_an_order_drawn_from_a_seed_is_that_of_loaders_that_do_not_dispatch(pair
             seen.append([[batch.tolist() for batch in loader] for _ in range(2)])
         return seen[0] == seen[1] and seen[0][0] != seen[0][1]
 
-    assert pair.run(walk, shuffled) == [True, True]
+    assert pair.run(walk, build_shuffled) == [True, True]

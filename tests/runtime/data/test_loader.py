@@ -1,4 +1,4 @@
-"""The prepared loader: one order on any number of processes, every sample once."""
+"""The prepared loader: one order on any world size, every sample once."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ GLOBAL_BATCH = 6  # what 1, 2 and 3 processes divide
 COUNT = 20
 
 
-def unprepared(epochs=1, **options):
-    """The batches of some epochs of the script's own loader, on one process."""
+def read_unprepared(epochs=1, **options):
+    """Return the batches of the unprepared loader on one process, by epoch."""
     torch.manual_seed(SEED)
     loader = DataLoader(range(COUNT), batch_size=GLOBAL_BATCH, **options)
     return [[batch.tolist() for batch in loader] for _ in range(epochs)]
 
 
 def prepared(accelerator, dataset=range(COUNT), **options):
-    """A prepared loader that walks the global batches of `unprepared`."""
+    """Return a prepared loader with the same global batches as `read_unprepared`."""
     if "batch_sampler" not in options and not accelerator.split_batches:
         options = {"batch_size": GLOBAL_BATCH // accelerator.num_processes} | options
     elif "batch_sampler" not in options:
@@ -51,7 +51,7 @@ def prepared(accelerator, dataset=range(COUNT), **options):
 
 
 class Ends(Sampler):
-    """Draws the first index or the last one, so often as there are indices."""
+    """A sampler that repeats the first or the last index."""
 
     def __init__(self, count, last):
         self.count, self.index = count, last * (count - 1)
@@ -63,13 +63,13 @@ class Ends(Sampler):
         return self.count
 
 
-def walked(accelerator, loader, epochs=1):
-    """The global batches of some epochs, as gathered."""
+def gather_epochs(accelerator, loader, epochs=1):
+    """Return the gathered global batches by epoch."""
     return [[accelerator.gather_for_metrics(batch).tolist() for batch in loader] for _ in range(epochs)]
 
 
 class Halves(Sampler):
-    """Draws half of the indices, from the global generator, as scripts of every age do."""
+    """A sampler that draws half of the indices with the global generator."""
 
     def __iter__(self):
         return iter(torch.randperm(COUNT)[: COUNT // 2].tolist())
@@ -79,7 +79,7 @@ class Halves(Sampler):
 
 
 class Uneven(Sampler):
-    """Batches of different lengths, without a `batch_size`."""
+    """A batch sampler with batches of different lengths and without a `batch_size`."""
 
     batches = ([0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10])
 
@@ -91,7 +91,7 @@ class Uneven(Sampler):
 
 
 class Endless(Sampler):
-    """Has no length."""
+    """An endless sampler without a length."""
 
     def __iter__(self):
         while True:
@@ -99,14 +99,14 @@ class Endless(Sampler):
 
 
 class Stream(IterableDataset):
-    """Seven samples of unknown number."""
+    """An iterable dataset of seven samples without a length."""
 
     def __iter__(self):
         return iter(range(7))
 
 
 class Doubling(DataLoader):
-    """A subclass with a walk, an attribute and a method of its own."""
+    """A subclass with its own `__iter__`, attribute and method."""
 
     factor = 2
 
@@ -123,18 +123,18 @@ class Doubling(DataLoader):
 
 @pytest.mark.parametrize("split", [False, True], ids=["per process", "split"])
 @pytest.mark.parametrize("seeded", ["the global generator", "an own generator"])
-def test_the_order_is_what_the_unprepared_loader_draws_on_one_process(ranks, split, seeded):
+def test_the_order_equals_that_of_the_unprepared_loader_on_one_process(ranks, split, seeded):
     def epochs(seeded, split):
         torch.manual_seed(SEED)
         own = {"generator": torch.Generator().manual_seed(7)} if seeded == "an own generator" else {}
         accelerator = Accelerator(split_batches=split)
-        return walked(accelerator, prepared(accelerator, shuffle=True, **own), epochs=3)
+        return gather_epochs(accelerator, prepared(accelerator, shuffle=True, **own), epochs=3)
 
     own = {"generator": torch.Generator().manual_seed(7)} if seeded == "an own generator" else {}
-    assert ranks.run(epochs, seeded, split) == [unprepared(3, shuffle=True, **own)] * ranks.size
+    assert ranks.run(epochs, seeded, split) == [read_unprepared(3, shuffle=True, **own)] * ranks.size
 
 
-def test_workers_that_stay_walk_as_the_unprepared_loader_does_even_after_a_break(pair):
+def test_persistent_workers_keep_the_order_of_the_unprepared_loader_after_a_break(pair):
     def epochs():
         accelerator = Accelerator()
         options = {"shuffle": True, "num_workers": 2, "persistent_workers": True}
@@ -149,23 +149,25 @@ def test_workers_that_stay_walk_as_the_unprepared_loader_does_even_after_a_break
         return seen
 
     for first, third, wanted_first, wanted_third in pair.run(epochs):
-        assert first == wanted_first == unprepared(shuffle=True)[0]
+        assert first == wanted_first == read_unprepared(shuffle=True)[0]
         assert third == wanted_third != first
 
 
 @pytest.mark.parametrize("sampler", [None, Halves()], ids=["shuffle", "a sampler of the script"])
-def test_ranks_seeded_apart_walk_the_order_of_the_first(several, sampler):
+def test_ranks_with_different_seeds_use_the_order_of_the_first(several, sampler):
     def epochs(sampler):
         accelerator = Accelerator()
         torch.manual_seed(SEED + accelerator.process_index)
-        return walked(accelerator, prepared(accelerator, shuffle=sampler is None, sampler=sampler), epochs=2)
+        return gather_epochs(
+            accelerator, prepared(accelerator, shuffle=sampler is None, sampler=sampler), epochs=2
+        )
 
-    wanted = unprepared(2, shuffle=sampler is None, sampler=sampler)
+    wanted = read_unprepared(2, shuffle=sampler is None, sampler=sampler)
     assert several.run(epochs, sampler) == [wanted] * several.size
 
 
-def read_on_by(loader):
-    """Read a loader as tqdm does: the line that asks for the next batch is one of its own."""
+def iterate_in_library(loader):
+    """Iterate over a loader as tqdm does: the call of `next` is on a line of the library."""
     yield from loader
 
 
@@ -177,7 +179,7 @@ class Counted(IterableDataset):
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "sampler", "stream", "dispatched", "sharded"])
-def test_one_rank_may_read_a_loader_through_a_library(pair, kind):
+def test_one_rank_can_read_a_loader_through_a_library(pair, kind):
     def read(kind):
         config = DataLoaderConfiguration(dispatch_batches=kind == "dispatched")
         accelerator = Accelerator(dataloader_config=config)
@@ -191,14 +193,14 @@ def test_one_rank_may_read_a_loader_through_a_library(pair, kind):
         else:
             loader = accelerator.prepare(loader)
         with collect_messages("accel_runtime.collectives") as messages:
-            batches = list(loader if rank else read_on_by(loader))
+            batches = list(loader if rank else iterate_in_library(loader))
         return sum(accelerator.gather_for_metrics(batch).numel() for batch in batches), messages
 
     wanted = {"sampler": COUNT // 2, "sharded": 7}.get(kind, COUNT)
     assert pair.run(read, kind) == [(wanted, [])] * 2
 
 
-def test_ranks_that_read_different_loaders_get_an_error_from_any_line(pair):
+def test_ranks_that_read_different_loaders_raise_a_mismatch(pair):
     def read():
         accelerator = Accelerator()
         rank = accelerator.process_index
@@ -212,19 +214,19 @@ def test_ranks_that_read_different_loaders_get_an_error_from_any_line(pair):
     assert all(pair.run(read))
 
 
-def test_after_an_epoch_the_global_generator_is_where_the_unprepared_loader_leaves_it(ranks):
+def test_an_epoch_advances_the_global_generator_like_the_unprepared_loader(ranks):
     def state():
         torch.manual_seed(SEED)
         accelerator = Accelerator()
-        walked(accelerator, prepared(accelerator, shuffle=True), epochs=2)
+        gather_epochs(accelerator, prepared(accelerator, shuffle=True), epochs=2)
         return torch.get_rng_state()
 
-    unprepared(2, shuffle=True)
+    read_unprepared(2, shuffle=True)
     wanted = torch.get_rng_state()
     assert all(torch.equal(got, wanted) for got in ranks.run(state))
 
 
-def test_rng_types_make_all_ranks_draw_the_same_in_an_epoch(several):
+def test_rng_types_synchronize_the_generators_of_all_ranks(several):
     def drawn():
         accelerator = Accelerator(rng_types=["torch", "generator"])
         torch.manual_seed(SEED + accelerator.process_index)
@@ -234,7 +236,7 @@ def test_rng_types_make_all_ranks_draw_the_same_in_an_epoch(several):
     assert got == [got[0]] * several.size
 
 
-def test_an_epoch_number_reaches_the_sampler(ranks):
+def test_set_epoch_is_passed_to_the_sampler(ranks):
     class Remembering(SequentialSampler):
         epoch = None
 
@@ -250,7 +252,7 @@ def test_an_epoch_number_reaches_the_sampler(ranks):
 
 
 class DrawsByEpoch(Sampler):
-    """Another order in every epoch, for scripts that call `set_epoch` or not."""
+    """A sampler with another order in every epoch."""
 
     epoch = 0
 
@@ -280,14 +282,14 @@ class Nested(BatchSampler):
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["batch sampler", "nested batch samplers"])
-def test_an_epoch_number_reaches_the_sampler_inside_a_batch_sampler(ranks, wrapped):
+def test_set_epoch_is_passed_to_the_sampler_inside_a_batch_sampler(ranks, wrapped):
     def epochs(wrapped):
         accelerator = Accelerator()
         batches = BatchSampler(DrawsByEpoch(), GLOBAL_BATCH // accelerator.num_processes, drop_last=False)
         loader = prepared(accelerator, batch_sampler=Nested(batches) if wrapped else batches)
-        seen = [walked(accelerator, loader)[0] for _ in range(2)]
+        seen = [gather_epochs(accelerator, loader)[0] for _ in range(2)]
         loader.set_epoch(5)
-        return [list(chain.from_iterable(steps)) for steps in [*seen, walked(accelerator, loader)[0]]]
+        return [list(chain.from_iterable(steps)) for steps in [*seen, gather_epochs(accelerator, loader)[0]]]
 
     expected = [[(index + epoch) % COUNT for index in range(COUNT)] for epoch in (0, 1, 5)]
     assert ranks.run(epochs, wrapped) == [expected] * ranks.size
@@ -323,16 +325,16 @@ def test_every_sample_is_gathered_once_and_in_order(ranks, split):
     ],
     ids=["weighted", "half", "list", "drop last"],
 )
-def test_what_a_sampler_draws_is_gathered_whatever_the_length_of_the_dataset(ranks, options):
+def test_the_samples_of_a_sampler_are_gathered_independent_of_the_dataset_length(ranks, options):
     def gathered(options):
         torch.manual_seed(SEED)
         accelerator = Accelerator()
-        return walked(accelerator, prepared(accelerator, **options))
+        return gather_epochs(accelerator, prepared(accelerator, **options))
 
-    assert ranks.run(gathered, options) == [unprepared(**options)] * ranks.size
+    assert ranks.run(gathered, options) == [read_unprepared(**options)] * ranks.size
 
 
-def test_what_a_step_computes_is_gathered_like_its_samples(ranks):
+def test_results_of_a_step_are_gathered_like_its_samples(ranks):
     def gathered():
         accelerator = Accelerator()
         seen = {"id": [], "text": [], "twice": [], "losses": []}
@@ -358,12 +360,12 @@ def test_what_a_step_computes_is_gathered_like_its_samples(ranks):
     assert ranks.run(gathered) == [wanted] * ranks.size
 
 
-def test_batches_of_different_lengths_stay_whole_on_a_rank_each(ranks):
+def test_batches_of_different_lengths_are_not_split_between_ranks(ranks):
     def shared():
         accelerator = Accelerator()
         loader = prepared(accelerator, batch_sampler=Uneven())
         own = [batch.tolist() for batch in loader]
-        return own, walked(accelerator, loader)[0]
+        return own, gather_epochs(accelerator, loader)[0]
 
     shares = ranks.run(shared)
     steps = [Uneven.batches[at : at + ranks.size] for at in range(0, len(Uneven.batches), ranks.size)]
@@ -373,7 +375,7 @@ def test_batches_of_different_lengths_stay_whole_on_a_rank_each(ranks):
             assert batch == (step[rank] if rank < len(step) else steps[0][rank - len(step)])
 
 
-def test_two_loops_over_one_loader_at_once_do_not_mix(ranks):
+def test_two_simultaneous_loops_over_one_loader_are_independent(ranks):
     def both():
         accelerator = Accelerator()
         loader = prepared(accelerator, shuffle=True)
@@ -384,13 +386,13 @@ def test_two_loops_over_one_loader_at_once_do_not_mix(ranks):
         assert all(len(one) == len(other) == GLOBAL_BATCH // ranks.size for one, other in steps[:3])
 
 
-def test_a_loop_inside_a_loop_leaves_the_outer_batch_in_hand(ranks):
+def test_an_inner_loop_keeps_the_current_batch_of_the_outer_loop(ranks):
     def gathered():
         accelerator = Accelerator()
         outer, inner = prepared(accelerator), prepared(accelerator, range(7))
         seen = []
         for batch in outer:
-            assert walked(accelerator, inner)[0] == [[0, 1, 2, 3, 4, 5], [6]]
+            assert gather_epochs(accelerator, inner)[0] == [[0, 1, 2, 3, 4, 5], [6]]
             seen += accelerator.gather_for_metrics(batch).tolist()
         return seen
 
@@ -398,7 +400,7 @@ def test_a_loop_inside_a_loop_leaves_the_outer_batch_in_hand(ranks):
 
 
 @pytest.mark.parametrize("end", ["break", "exception"])
-def test_a_loop_left_early_leaves_no_batch_in_hand(ranks, end):
+def test_a_loop_that_ends_early_leaves_no_current_batch(ranks, end):
     def gathered(end):
         accelerator = Accelerator(gradient_accumulation_steps=3)
 
@@ -421,7 +423,7 @@ def test_a_loop_left_early_leaves_no_batch_in_hand(ranks, end):
     assert ranks.run(gathered, end) == [([0, 1] * ranks.size, False)] * ranks.size
 
 
-def test_steps_are_counted_alike_everywhere(ranks):
+def test_len_and_total_batch_size_are_equal_on_any_world_size(ranks):
     def lengths():
         accelerator = Accelerator()
         made = [prepared(accelerator), prepared(accelerator, drop_last=True), prepared(accelerator, [])]
@@ -452,19 +454,19 @@ def test_a_prepared_loader_is_a_data_loader_with_the_attributes_of_the_script(ra
     assert ranks.run(attributes) == [(2, True, "mine")] * ranks.size
 
 
-def test_a_subclass_keeps_its_walk_its_attributes_and_its_methods(ranks):
+def test_a_subclass_keeps_its_iteration_attributes_and_methods(ranks):
     def doubled():
         accelerator = Accelerator()
         loader = accelerator.prepare(Doubling(range(7), batch_size=2))
         assert loader.factor == 2
         assert loader.described() == "times 2"
-        epochs = walked(accelerator, loader, epochs=2)
+        epochs = gather_epochs(accelerator, loader, epochs=2)
         return [list(chain.from_iterable(epoch)) for epoch in epochs]
 
     assert ranks.run(doubled) == [[[0, 2, 4, 6, 8, 10, 12]] * 2] * ranks.size
 
 
-def test_the_loader_of_the_script_still_walks_everything_itself(ranks):
+def test_the_unprepared_loader_still_reads_all_samples(ranks):
     def both():
         script = DataLoader(range(7), batch_size=2)
         Accelerator().prepare(script)
@@ -474,7 +476,7 @@ def test_the_loader_of_the_script_still_walks_everything_itself(ranks):
 
 
 @pytest.mark.parametrize("place", [True, False])
-def test_batches_are_placed_on_the_device_where_asked(place):
+def test_batches_are_moved_to_the_device_if_put_on_device(place):
     backend = Single(Topology(), torch.device("meta"))
     loader = prepare_loader(
         DataLoader(range(3)), backend, ActiveLoops(0, has_padding=False), LoaderOptions(put_on_device=place)
@@ -482,9 +484,9 @@ def test_batches_are_placed_on_the_device_where_asked(place):
     assert {batch.device.type for batch in loader} == {"meta" if place else "cpu"}
 
 
-# What cannot be shared out ---------------------------------------------------------------
+# Unsupported loaders --------------------------------------------------------------------
 
-REFUSED = {
+UNSUPPORTED = {
     "sharded already": (
         lambda: DataLoader(range(7), sampler=DistributedSampler(range(7), 1, 0, shuffle=False)),
         "DistributedSampler",
@@ -493,30 +495,30 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_what_several_processes_cannot_share_is_refused_with_the_reason(several, kind):
+@pytest.mark.parametrize("kind", UNSUPPORTED)
+def test_a_loader_that_cannot_be_sharded_is_rejected_with_the_reason(several, kind):
     def refused(make, reason):
         with pytest.raises(ValueError, match=f"Cannot prepare this DataLoader for .* processes: .*{reason}"):
             Accelerator().prepare(make())
         return True
 
-    assert all(several.run(refused, *REFUSED[kind]))
+    assert all(several.run(refused, *UNSUPPORTED[kind]))
 
 
 @pytest.mark.parametrize("kind", ["sharded already"])
-def test_what_several_processes_cannot_share_works_on_one(kind):
+def test_a_loader_that_cannot_be_sharded_works_on_one_process(kind):
     accelerator = Accelerator()
-    loader = accelerator.prepare(REFUSED[kind][0]())
+    loader = accelerator.prepare(UNSUPPORTED[kind][0]())
     seen = [accelerator.gather_for_metrics(torch.as_tensor(batch)).flatten().tolist() for batch in loader]
     assert list(chain.from_iterable(seen)) == list(range(7))
 
 
-def test_a_sampler_without_end_works_on_one_process():
+def test_an_endless_sampler_works_on_one_process():
     loader = iter(Accelerator().prepare(DataLoader(range(7), sampler=Endless())))
     assert [next(loader).tolist() for _ in range(3)] == [[0]] * 3
 
 
-def test_the_end_of_a_stream_is_known_with_its_last_batch():
+def test_the_last_batch_of_a_stream_is_recognized():
     accelerator = Accelerator(gradient_accumulation_steps=3)
     synced = []
     for _ in accelerator.prepare(DataLoader(Stream(), batch_size=2)):
@@ -525,7 +527,7 @@ def test_the_end_of_a_stream_is_known_with_its_last_batch():
     assert synced == [False, False, True, True]
 
 
-def test_split_batches_the_ranks_cannot_divide_are_refused_with_both_numbers(several):
+def test_an_indivisible_batch_size_with_split_batches_is_rejected_with_both_numbers(several):
     def refused(kind):
         accelerator = Accelerator(split_batches=True)
         size = accelerator.num_processes + 1
@@ -547,13 +549,13 @@ def test_a_loader_without_a_fixed_batch_size_has_no_total_batch_size(ranks):
     assert all(ranks.run(refused))
 
 
-# Letting go ------------------------------------------------------------------------------
+# Garbage collection ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("end", ["whole", "break"])
 @pytest.mark.parametrize("kind", ["indices", "stream"])
-def test_a_loader_is_gone_with_its_last_reference(kind, end):
-    """In a cycle, workers that stay would end only when the collector comes, and torch waits seconds for each."""
+def test_a_loader_is_freed_with_its_last_reference(kind, end):
+    """A reference cycle would keep persistent workers until garbage collection, when torch waits seconds for each."""
 
     def walked_and_dropped():
         accelerator = Accelerator()

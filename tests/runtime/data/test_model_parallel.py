@@ -1,4 +1,4 @@
-"""Data where two ranks each have the same part of every batch: they get the same, and the parts are exact."""
+"""Data of model-parallel ranks: they receive equal batches, and every sample is read exactly once."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ KINDS = {"a stream": read_epochs.Stream, "a map": range}
 
 
 def place(topology, copies=COPIES):
-    """The part of a rank where so many neighbours have the same."""
+    """Return the data rank of a rank with this number of model-parallel ranks."""
     return DataRank(topology.rank // copies, topology.world_size // copies, copies)
 
 
 def backend(copies=COPIES):
-    """A backend of four ranks that are fewer parts."""
+    """Return a backend whose data-parallel size is smaller than its world size."""
     found = read_epochs.backend()
     found.data_rank = place(found.topology, copies)
     return found
 
 
 def accelerator(copies=COPIES, **options):
-    """An Accelerator over such a backend."""
+    """Return an Accelerator with model-parallel ranks."""
     real = facade.connect
 
     def connect(*args):
@@ -58,14 +58,14 @@ def accelerator(copies=COPIES, **options):
 
 
 def ordered(loader, backend, *, split=False, even=True):
-    """A dataset with indices."""
+    """Return the source of a map-style dataset."""
     return MapStyleSource(
         loader, backend, sharding_of_loader(loader, backend.data_rank, split=split, pad_last=even)
     )
 
 
 def parts(found, copies=COPIES):
-    """What the parts saw, when those that share one saw the same."""
+    """Return the steps by data rank; require that model-parallel ranks have equal steps."""
     for rank, own in enumerate(found):
         first = found[rank - rank % copies]
         assert [(step.samples, step.step_info, read_epochs.plain(step.position)) for step in own] == [
@@ -75,7 +75,7 @@ def parts(found, copies=COPIES):
 
 
 def every_walk(kind, reader, copies, even):
-    """The walks of loaders of all sorts, on one rank."""
+    """Return the epochs of many loaders on one rank."""
     seen = {}
     found = backend(copies)
     read = {"each": read_epochs.read if kind == "a stream" else ordered, "the first": read_epochs.dispatched}[
@@ -90,7 +90,7 @@ def every_walk(kind, reader, copies, even):
     return seen
 
 
-# What is read ----------------------------------------------------------------------------
+# Reading ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,9 @@ def every_walk(kind, reader, copies, even):
         {"kind": list(KINDS), "reader": ["each", "the first"], "even": [True, False], "copies": [2, 4]}
     ),
 )
-def test_parts_are_those_of_as_many_processes_and_copies_get_the_same(four, kind, reader, even, copies):
+def test_model_parallel_ranks_receive_equal_batches_and_every_sample_is_read_once(
+    four, kind, reader, even, copies
+):
     found = four.run(every_walk, kind, reader, copies, even)
     for key in found[0]:
         count, size, drop, _ = key
@@ -123,7 +125,7 @@ def test_parts_are_those_of_as_many_processes_and_copies_get_the_same(four, kind
         }
     ),
 )
-def test_ranks_seeded_apart_read_the_same_with_their_copies(four, kind, workers, dispatch):
+def test_model_parallel_ranks_with_different_seeds_read_equal_batches(four, kind, workers, dispatch):
     def walk(kind, workers, dispatch):
         made = accelerator(dispatch_batches=dispatch)
         torch.manual_seed(made.process_index)
@@ -153,7 +155,7 @@ class Noisy(torch.utils.data.Dataset):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_augmentation_is_the_same_in_copies(four, workers):
+def test_augmentation_is_equal_on_model_parallel_ranks(four, workers):
     def walk(workers):
         made = accelerator()
         random.seed(made.process_index)
@@ -166,7 +168,7 @@ def test_augmentation_is_the_same_in_copies(four, workers):
 
 
 def sharded(copies, counts, wrong=None):
-    """A loader of this part's own data, and the place of this rank."""
+    """Return a source of data that the script has sharded by data rank."""
     set_seed(0)  # a test before may have left each rank in another state
     found = backend(copies)
     rank = found.data_rank.rank if wrong is None else found.topology.rank
@@ -177,7 +179,7 @@ def sharded(copies, counts, wrong=None):
 
 
 @pytest.mark.parametrize("counts", [(4, 4), (5, 2), (0, 3), (1, 6)])
-def test_data_split_by_part_are_walked_once(four, counts):
+def test_data_sharded_by_data_rank_are_read_once(four, counts):
     found = parts(four.run(lambda counts: walked(sharded(COPIES, counts)), counts))
     assert sorted(chain.from_iterable(checked(found))) == sorted(
         rank * 100 + number for rank in (0, 1) for number in range(counts[rank])
@@ -185,7 +187,7 @@ def test_data_split_by_part_are_walked_once(four, counts):
 
 
 @pytest.mark.parametrize("counts", [(4, 4, 4, 4), (4, 2, 4, 4)])
-def test_data_split_by_process_are_refused(four, counts):
+def test_data_sharded_by_process_are_rejected(four, counts):
     def error(counts):
         with pytest.raises(RuntimeError, match=r"by accelerator\.data_parallel_rank") as caught:
             walked(sharded(COPIES, counts, wrong=True))
@@ -194,7 +196,7 @@ def test_data_split_by_process_are_refused(four, counts):
     four.run(error, counts)
 
 
-def test_a_sampler_that_splits_by_process_is_refused(four):
+def test_a_sampler_that_shards_by_process_is_rejected(four):
     def prepared(by_part):
         made = accelerator()
         place = made.data_parallel_rank, made.data_parallel_size
@@ -223,10 +225,10 @@ def test_a_sampler_that_splits_by_process_is_refused(four):
     stream=st.booleans(),
     shuffled=st.booleans(),
 )
-def test_positions_hold_for_as_many_parts_and_for_others(  # noqa: PLR0913, PLR0917
+def test_an_offset_is_valid_for_any_number_of_data_ranks(  # noqa: PLR0913, PLR0917
     four, pair, count, size, drop, even, stop, stream, shuffled
 ):
-    """What four parts left is gone on with by two parts of two, and by two plain ranks, of the same batches."""
+    """An epoch of four data ranks continues on two data ranks, with and without model-parallel ranks."""
 
     def first(copies, size, start, stop):
         found = backend(copies)
@@ -252,7 +254,7 @@ def test_positions_hold_for_as_many_parts_and_for_others(  # noqa: PLR0913, PLR0
 
 
 def checked_or_cut(found, stop):
-    """The global batches of walks that were left early."""
+    """Return the global batches of epochs that may have ended early."""
     steps = zip(*found, strict=True)
     return [
         list(chain.from_iterable(s.samples[: s.step_info.num_valid[r]] for r, s in enumerate(step)))
@@ -260,12 +262,12 @@ def checked_or_cut(found, stop):
     ]
 
 
-# What is gathered ------------------------------------------------------------------------
+# Gathering -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
 @pytest.mark.parametrize("copies", [2, 4])
-def test_every_sample_is_gathered_once_whatever_it_is_made_into(four, copies, even):
+def test_results_of_any_type_are_gathered_once_per_sample(four, copies, even):
     def gathered(copies, even):
         made = accelerator(copies, dataloader_config=DataLoaderConfiguration(even_batches=even))
         loader = made.prepare(DataLoader(TensorDataset(torch.arange(11)), batch_size=2))
@@ -289,7 +291,7 @@ def test_every_sample_is_gathered_once_whatever_it_is_made_into(four, copies, ev
     assert set(found[0]["losses"]) == {4 // copies}
 
 
-def test_rows_collected_over_a_loop_are_trimmed_after_it(four):
+def test_rows_collected_over_a_loop_are_gathered_without_padding(four):
     def gathered():
         made = accelerator()
         loader = made.prepare(DataLoader(range(11), batch_size=2))
@@ -299,7 +301,7 @@ def test_rows_collected_over_a_loop_are_trimmed_after_it(four):
 
 
 @pytest.mark.parametrize("apply_padding", [False, True])
-def test_inputs_are_split_between_parts(four, apply_padding):
+def test_split_between_processes_splits_between_data_ranks(four, apply_padding):
     def own(apply_padding):
         made = accelerator()
         with made.split_between_processes(list("abc"), apply_padding=apply_padding) as items:
@@ -309,11 +311,11 @@ def test_inputs_are_split_between_parts(four, apply_padding):
     assert four.run(own, apply_padding) == [["a", "b"]] * 2 + [tail] * 2
 
 
-# What is learned -------------------------------------------------------------------------
+# Training --------------------------------------------------------------------------------
 
 
 def reference(even_sizes):
-    """Parameters of one process that trains on the global batches with a mean over tokens."""
+    """Return the parameters of one process that trains on the global batches."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -332,8 +334,8 @@ def reference(even_sizes):
 
 @pytest.mark.parametrize("kind", ["weights", "uneven tails"])
 @pytest.mark.parametrize("steps", [1, 2])
-def test_gradients_are_those_of_one_process(four, kind, steps):
-    """Copies count in every sum alike, and cancel: weights are added up over all ranks."""
+def test_model_parallel_gradients_equal_those_of_one_process(four, kind, steps):
+    """Model-parallel ranks add the same factor to every sum of weights, which cancels."""
 
     def trained(kind, steps):
         config = DataLoaderConfiguration(even_batches=False)
@@ -361,7 +363,7 @@ def test_gradients_are_those_of_one_process(four, kind, steps):
             torch.testing.assert_close(got, wanted)
 
 
-def test_a_schedule_advances_by_the_number_of_parts(four):
+def test_a_scheduler_advances_by_the_number_of_data_ranks(four):
     def rate():
         made = accelerator()
         model = nn.Linear(1, 1)
@@ -379,7 +381,7 @@ def test_a_schedule_advances_by_the_number_of_parts(four):
 # Random numbers --------------------------------------------------------------------------
 
 
-def test_seeds_of_a_device_are_those_of_its_part(four):
+def test_device_specific_seeds_are_equal_on_model_parallel_ranks(four):
     def drawn():
         accelerator()
         set_seed(3, device_specific=True)
@@ -389,7 +391,7 @@ def test_seeds_of_a_device_are_those_of_its_part(four):
     assert first == second != third == fourth
 
 
-def test_a_seed_before_there_is_an_accelerator_is_that_of_the_part_as_settings_say_it(four, monkeypatch):
+def test_a_seed_before_the_accelerator_uses_the_data_rank_of_the_settings(four, monkeypatch):
     def drawn():
         import os
 
@@ -407,7 +409,7 @@ def test_a_seed_before_there_is_an_accelerator_is_that_of_the_part_as_settings_s
     assert first == second != third == fourth
 
 
-def test_an_accelerator_makes_copies_draw_alike(four):
+def test_an_accelerator_synchronizes_the_generators_of_model_parallel_ranks(four):
     def drawn():
         rank = read_epochs.backend().topology.rank
         random.seed(rank)
@@ -422,12 +424,12 @@ def test_an_accelerator_makes_copies_draw_alike(four):
     assert found[0][1:3] == found[1][1:3] != found[2][1:3] == found[3][1:3]
 
 
-# What is kept and told -------------------------------------------------------------------
+# Checkpoints and description -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("data", ["global", "sharded"])
-def test_a_checkpoint_goes_on_with_other_copies(four, pair, tmp_path, data):
-    """Of two parts on two ranks each, by two parts on one rank each; and, of a global order, by four parts."""
+def test_a_checkpoint_resumes_with_another_number_of_model_parallel_ranks(four, pair, tmp_path, data):
+    """From two data ranks of two ranks each to two of one rank each; a global order also to four."""
 
     def rank(copies, size, folder, data, *, saves):
         made = accelerator(copies, project_dir=folder)
@@ -457,7 +459,7 @@ def test_a_checkpoint_goes_on_with_other_copies(four, pair, tmp_path, data):
         assert again == [begun[0][2:]] * 4
 
 
-def test_a_description_says_how_many_ranks_have_a_part(four):
+def test_a_description_contains_the_number_of_model_parallel_ranks(four):
     def told():
         made = accelerator()
         made.loader = made.prepare(DataLoader(range(64), batch_size=8))

@@ -1,4 +1,4 @@
-"""Which step is in hand: a gather for metrics is exact for several loops at once, and outside of them."""
+"""The current step of several loops: gather_for_metrics is exact within nested loops and outside of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accel_runtime import Accelerator
 
 
 class Doubling(nn.Module):
-    """A model whose outputs say what it was given."""
+    """A model that doubles its inputs."""
 
     def forward(self, x):
         return x * 2
@@ -25,8 +25,8 @@ def prepared(accelerator, count, size=4):
     return accelerator.prepare(DataLoader(range(count), batch_size=size))
 
 
-def test_two_loaders_of_different_lengths_walked_together_lose_nothing(ranks):
-    """Row A26: `zip`. Their own tensors, and what a prepared model made of them, are known."""
+def test_two_zipped_loaders_of_different_lengths_lose_no_sample(ranks):
+    """Row A26: `zip`. Tensors of the loaders and outputs of a prepared model are recognized."""
 
     def seen():
         accelerator = Accelerator()
@@ -46,7 +46,7 @@ def test_two_loaders_of_different_lengths_walked_together_lose_nothing(ranks):
     assert ranks.run(seen) == [wanted] * ranks.size
 
 
-def test_of_loops_that_advance_together_what_belongs_to_none_of_them_is_refused_or_told(several):
+def test_an_unknown_tensor_in_zipped_loops_is_rejected_without_its_batch(several):
     def seen():
         accelerator = Accelerator()
         first, second = (
@@ -66,7 +66,7 @@ def test_of_loops_that_advance_together_what_belongs_to_none_of_them_is_refused_
     assert several.run(seen) == [(told, 1)] * several.size
 
 
-def test_a_batch_nobody_handed_out_cannot_be_told(several):
+def test_an_unknown_batch_argument_is_rejected(several):
     def told():
         with pytest.raises(ValueError, match="the batch is unknown"):
             Accelerator().gather_for_metrics(torch.ones(2), batch=torch.ones(2))
@@ -74,7 +74,7 @@ def test_a_batch_nobody_handed_out_cannot_be_told(several):
     several.run(told)
 
 
-def test_a_script_that_tells_the_batch_runs_on_one_process_too(ranks):
+def test_the_batch_argument_works_on_any_world_size(ranks):
     def seen():
         accelerator = Accelerator()
         pairs = zip(prepared(accelerator, 16, 4), prepared(accelerator, 10, 4), strict=False)
@@ -83,8 +83,8 @@ def test_a_script_that_tells_the_batch_runs_on_one_process_too(ranks):
     assert ranks.run(seen) == [list(range(1, 11))] * ranks.size
 
 
-def test_a_script_may_look_one_batch_ahead(ranks):
-    """Row A27: the batch in hand is not the one fetched last."""
+def test_gathering_is_exact_if_a_script_prefetches_one_batch(ranks):
+    """Row A27: the current batch is not the one fetched last."""
 
     def seen():
         accelerator = Accelerator()
@@ -102,7 +102,7 @@ def test_a_script_may_look_one_batch_ahead(ranks):
 
 
 @pytest.mark.parametrize("count", [13, 16, 24, 25])
-def test_what_a_loop_collected_can_be_gathered_once_after_it(ranks, count):
+def test_results_collected_in_a_loop_are_gathered_once_after_it(ranks, count):
     """Row A28: in the dataset's order, each sample once; objects too; also in the middle of another loop."""
 
     def collected(accelerator, count):
@@ -126,8 +126,8 @@ def test_what_a_loop_collected_can_be_gathered_once_after_it(ranks, count):
     assert ranks.run(seen, count) == [wanted] * ranks.size
 
 
-def test_after_a_loop_of_one_batch_with_repeats_it_must_be_said_what_is_gathered(several):
-    """Other data may well have as many rows as one batch."""
+def test_gathering_after_a_loop_of_one_padded_batch_needs_the_batch_argument(several):
+    """Other data can have as many rows as one batch."""
 
     def refused():
         accelerator = Accelerator()
@@ -140,8 +140,8 @@ def test_after_a_loop_of_one_batch_with_repeats_it_must_be_said_what_is_gathered
     assert several.run(refused) == [[0, 2, 4]] * several.size
 
 
-def test_outside_of_all_loops_everything_is_kept(ranks):
-    """Rows A29 and A31: neither a loop that ended nor one that was left says anything of other data."""
+def test_gathering_outside_of_loops_keeps_all_rows(ranks):
+    """Rows A29 and A31: finished and abandoned loops do not affect other data."""
 
     def seen():
         accelerator = Accelerator(gradient_accumulation_steps=4)
@@ -171,7 +171,7 @@ def test_outside_of_all_loops_everything_is_kept(ranks):
     )
 
 
-def test_loops_left_in_the_middle_are_forgotten(ranks):
+def test_loops_that_end_early_are_removed(ranks):
     """Row A30."""
 
     def left():
@@ -184,7 +184,7 @@ def test_loops_left_in_the_middle_are_forgotten(ranks):
     assert ranks.run(left) == [(0, 0)] * ranks.size
 
 
-def test_scalars_objects_and_several_rows_a_sample_are_exact_at_the_last_step(ranks):
+def test_scalars_objects_and_repeated_rows_are_exact_at_the_last_step(ranks):
     """Rows A22 to A25."""
 
     def seen():

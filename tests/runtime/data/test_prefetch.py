@@ -1,4 +1,4 @@
-"""Batches that are copied on a stream of their own, with streams that copy as late as a busy GPU may."""
+"""Batches that are copied on a separate stream, with simulated streams that copy as late as possible."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Streams:
     """A stream for copies and a current stream: copies are made when the current stream waits for them, not before.
 
     Args:
-        monkeypatch: Puts them into the place of those of a GPU.
+        monkeypatch: Replaces the streams of a GPU by the simulated ones.
     """
 
     def __init__(self, monkeypatch):
@@ -78,14 +78,14 @@ def streams(monkeypatch):
 
 
 class Numbers(IterableDataset):
-    """A stream with random numbers of the process that reads it."""
+    """An iterable dataset with random numbers of the reading process."""
 
     def __iter__(self):
         return iter(torch.arange(11.0) + torch.rand(11) / 2)
 
 
 class Drawn(Sampler):
-    """A sampler that draws one sample after the other from Python's generator."""
+    """A sampler that draws each sample with Python's generator."""
 
     def __iter__(self):
         left = list(range(11))
@@ -117,23 +117,23 @@ def numbers(batch):
     return (batch[0] if isinstance(batch, (list, tuple)) else batch).flatten().tolist()
 
 
-def told(value):
-    """A state with tensors as lists, to be compared."""
+def to_lists(value):
+    """Return a state with tensors as lists, for comparison."""
     if isinstance(value, dict):
-        return {key: told(item) for key, item in value.items()}
+        return {key: to_lists(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [told(item) for item in value]
+        return [to_lists(item) for item in value]
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
-def walked(loader, count=100):
-    """For every batch: its numbers, the loader's state, and what a script draws meanwhile; then the states at the end."""
+def record_epoch(loader, count=100):
+    """Return the numbers, loader state and random draws of every batch, and the final states."""
     found = []
     for batch in loader:
-        found.append((numbers(batch), told(loader.state_dict()), random.random(), torch.rand(1).item()))
+        found.append((numbers(batch), to_lists(loader.state_dict()), random.random(), torch.rand(1).item()))
         if len(found) == count:
             break
-    return found, told(loader.state_dict()), told(capture_states())
+    return found, to_lists(loader.state_dict()), to_lists(capture_states())
 
 
 def seeded():
@@ -143,22 +143,20 @@ def seeded():
 
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("name", list(LOADERS))
-def test_batches_positions_and_random_numbers_are_those_of_a_loader_without_a_stream(
-    name, workers, monkeypatch
-):
+def test_prefetching_does_not_change_batches_offsets_or_random_numbers(name, workers, monkeypatch):
     seeded()
     plain = prepared(name, workers)
-    wanted = [walked(plain), walked(plain, 2), walked(plain)]
+    wanted = [record_epoch(plain), record_epoch(plain, 2), record_epoch(plain)]
     streams = Streams(monkeypatch)
     seeded()
     loader = prepared(name, workers)
-    got = [walked(loader), walked(loader, 2), walked(loader)]
+    got = [record_epoch(loader), record_epoch(loader, 2), record_epoch(loader)]
     assert got == wanted
     assert streams.calls
 
 
 @pytest.mark.parametrize("name", ["shuffled", "stream"])
-def test_a_state_that_is_saved_while_a_batch_is_ahead_leads_to_that_batch(name, streams):
+def test_a_state_saved_during_a_prefetch_resumes_at_the_prefetched_batch(name, streams):
     loader = prepared(name, 1)
     handed, states = [], []
     for batch in loader:
@@ -171,7 +169,7 @@ def test_a_state_that_is_saved_while_a_batch_is_ahead_leads_to_that_batch(name, 
         assert [numbers(batch) for batch in later] == handed[number + 1 :]
 
 
-def test_a_copy_begins_before_the_script_computes_on_the_batch_before_it(streams):
+def test_the_copy_of_a_batch_starts_before_the_computation_on_the_previous_one(streams):
     config = DataLoaderConfiguration(non_blocking=True)
     loader = Accelerator(dataloader_config=config).prepare(DataLoader(DATA, batch_size=4, num_workers=1))
     for (batch,) in loader:
@@ -182,7 +180,7 @@ def test_a_copy_begins_before_the_script_computes_on_the_batch_before_it(streams
     ]  # fmt: skip
 
 
-def test_without_workers_a_batch_is_loaded_when_the_script_asks_for_it(streams):
+def test_batches_are_not_prefetched_without_workers(streams):
     config = DataLoaderConfiguration(non_blocking=True)
     loader = Accelerator(dataloader_config=config).prepare(DataLoader(DATA, batch_size=8))
     for (batch,) in loader:
@@ -191,13 +189,13 @@ def test_without_workers_a_batch_is_loaded_when_the_script_asks_for_it(streams):
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_copies_that_the_script_wants_to_wait_for_are_made_on_the_current_stream(streams, workers):
+def test_blocking_copies_use_the_current_stream(streams, workers):
     loader = Accelerator().prepare(DataLoader(DATA, batch_size=4, num_workers=workers))
     assert [batch.tolist() for (batch,) in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
     assert streams.calls == []
 
 
-def broken(at):
+def build_broken_epoch(at):
     """Return an epoch whose batch with this number cannot be read."""
 
     def walk(loop):
@@ -213,9 +211,9 @@ def broken(at):
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_an_error_is_raised_after_the_batches_before_it_and_the_position_is_theirs(streams, at):
+def test_a_read_error_is_raised_after_the_earlier_batches_with_their_offset(streams, at):
     loop, seen = EpochIterator(), []
-    batches = prefetch_batches(broken(at), loop, lambda: StreamCopies(streams))
+    batches = prefetch_batches(build_broken_epoch(at), loop, lambda: StreamCopies(streams))
     for _ in range(at):
         seen.append(next(batches).item())
         assert loop.state_dict() == {"position": len(seen)}
@@ -225,8 +223,8 @@ def test_an_error_is_raised_after_the_batches_before_it_and_the_position_is_thei
     assert loop.state_dict() == {"position": at}
 
 
-def test_an_error_of_a_batch_that_the_script_never_asks_for_is_not_raised(streams):
-    batches = prefetch_batches(broken(1), EpochIterator(), lambda: StreamCopies(streams))
+def test_a_read_error_of_an_unused_batch_is_not_raised(streams):
+    batches = prefetch_batches(build_broken_epoch(1), EpochIterator(), lambda: StreamCopies(streams))
     assert next(batches).item() == 0
     batches.close()
 
@@ -245,7 +243,7 @@ class Pair(NamedTuple):
     right: int
 
 
-def test_plain_tensors_anywhere_in_a_batch_are_copied_and_all_else_is_left_to_the_current_stream(streams):
+def test_only_plain_tensors_of_a_batch_are_copied_on_the_stream(streams):
     there = torch.empty(2, device="meta")
     grown = torch.ones(2, requires_grad=True)
     sparse = torch.eye(2).to_sparse()
@@ -284,7 +282,7 @@ class Encoding(UserDict):
         return self
 
 
-def test_tensors_of_a_batch_encoding_are_copied_and_it_keeps_its_attributes(streams):
+def test_a_batch_encoding_is_copied_and_keeps_its_attributes(streams):
     batch = Encoding({"ids": torch.tensor([5]), "mask": torch.tensor([6])}, words=["a"])
     copies = StreamCopies(streams)
     copies.put(batch)
@@ -294,7 +292,7 @@ def test_tensors_of_a_batch_encoding_are_copied_and_it_keeps_its_attributes(stre
     assert got.to(torch.device("cpu"))["ids"].tolist() == [5]
 
 
-def test_objects_that_move_themselves_are_moved_when_the_batch_is_handed_out(streams):
+def test_objects_with_a_to_method_are_moved_when_the_batch_is_returned(streams):
     config = DataLoaderConfiguration(non_blocking=True)
     loader = Accelerator(dataloader_config=config).prepare(
         DataLoader(
@@ -305,14 +303,14 @@ def test_objects_that_move_themselves_are_moved_when_the_batch_is_handed_out(str
     assert (tensor.tolist(), moved) == ([1.0], ("moved to", "cpu"))
 
 
-def test_a_loop_that_ends_early_leaves_nothing_for_the_next(streams):
+def test_a_prefetched_batch_of_an_abandoned_loop_is_discarded(streams):
     loader = prepared("shuffled", 1)
     next(iter(loader))
     assert sorted(number for batch in loader for number in numbers(batch)) == list(range(11))
 
 
-def with_streams(dispatch, workers):
-    """What this rank was handed and gathered, with batches copied on a stream."""
+def gather_with_streams(dispatch, workers):
+    """Return the gathered samples and end flags of this rank, with batches copied on a stream."""
     monkeypatch = pytest.MonkeyPatch()
     with monkeypatch.context() as patched:
         streams = Streams(patched)
@@ -328,14 +326,17 @@ def with_streams(dispatch, workers):
 
 @pytest.mark.parametrize("dispatch", [False, True])
 @pytest.mark.parametrize("workers", WORKERS)
-def test_on_several_ranks_every_sample_is_gathered_once_and_the_end_is_known(pair, dispatch, workers):
-    assert pair.run(with_streams, dispatch, workers) == [(list(range(11)), [False, False, True], True)] * 2
+def test_prefetching_on_several_ranks_gathers_every_sample_once(pair, dispatch, workers):
+    assert (
+        pair.run(gather_with_streams, dispatch, workers)
+        == [(list(range(11)), [False, False, True], True)] * 2
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "streams_of_own"), [("cpu", False), ("mps", False), ("cuda", True), ("xpu", True)]
 )
-def test_the_stream_is_one_for_a_process_on_devices_with_streams(monkeypatch, kind, streams_of_own):
+def test_a_backend_has_one_copy_stream_on_devices_with_streams(monkeypatch, kind, streams_of_own):
     made = []
     for module in (torch.cpu, torch.cuda, torch.xpu):
         monkeypatch.setattr(module, "Stream", lambda device: made.append(device) or object())

@@ -1,4 +1,4 @@
-"""`prepare_data_loader` of the module `data_loader`, which some scripts call in place of an Accelerator's method."""
+"""`prepare_data_loader` of the module `data_loader`, which some scripts call instead of the method of an Accelerator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from accel_runtime.backends import set_current_backend
 from accel_runtime.data_loader import DataLoaderShard, prepare_data_loader
 
 
-def test_samples_are_shared_out_and_gathered_once(ranks):
+def test_samples_are_sharded_and_gathered_once(ranks):
     def run(options):
         accelerator = Accelerator()
         loader = DataLoader(range(11), batch_size=2)
@@ -45,18 +45,18 @@ def test_samples_are_shared_out_and_gathered_once(ranks):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_is_not_of_this_process_is_refused(options, said):
+def test_arguments_that_do_not_match_this_process_are_rejected(options, said):
     Accelerator()
     with pytest.raises(ValueError, match=said):
         prepare_data_loader(DataLoader(range(3)), **options)
 
 
-def test_without_an_accelerator_it_is_refused():
+def test_a_call_without_an_accelerator_is_rejected():
     set_current_backend(None)
     with pytest.raises(RuntimeError, match="Make the Accelerator first"):
         prepare_data_loader(DataLoader(range(3)))
 
 
-def test_another_value_of_data_is_refused():
+def test_an_invalid_value_of_data_is_rejected():
     with pytest.raises(ValueError, match="Invalid data='shard': expected global or sharded"):
         Accelerator().prepare_data_loader(DataLoader(range(3)), data="shard")

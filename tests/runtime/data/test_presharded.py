@@ -1,4 +1,4 @@
-"""Data split by rank already: every rank's own samples once, and equally many steps."""
+"""Rank-specific data: every rank reads its own samples once, and all ranks take equal step counts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COUNTS = [(8, 8, 8), (9, 4, 1), (1, 7, 7), (5, 0, 3), (0, 0, 0), (0, 2, 0)]
 
 
 class Offset(read_epochs.Stream):
-    """A stream of a rank's own."""
+    """A rank-specific stream."""
 
     def __init__(self, start, count):
         super().__init__(count)
@@ -32,12 +32,12 @@ class Offset(read_epochs.Stream):
 
 
 def alone():
-    """The backend of a source of one rank."""
+    """Return the backend of a source of one rank."""
     return Single(Topology(), torch.device("cpu"), is_counted=False)
 
 
-def own(kind, counts, options=None):
-    """A source over this rank's own samples, which start at a hundred times its rank."""
+def build_source(kind, counts, options=None):
+    """Return a source of the samples of this rank, which start at 100 times the rank."""
     backend = read_epochs.backend()
     rank = backend.topology.rank
     made = {
@@ -51,7 +51,7 @@ def own(kind, counts, options=None):
     return PreshardedSource(local, loader, backend)
 
 
-def test_collectives_of_a_source_of_one_rank_are_not_those_of_all_ranks(pair):
+def test_collectives_of_a_source_of_one_rank_are_not_counted(pair):
     """Ranks compare their number of collectives before they save."""
 
     def count():
@@ -62,8 +62,8 @@ def test_collectives_of_a_source_of_one_rank_are_not_those_of_all_ranks(pair):
     assert pair.run(count) == [0, 0]
 
 
-def weighed(found):
-    """The valid samples of every rank, where all promises of a walk hold."""
+def valid_samples(found):
+    """Check the epoch; return the samples of every rank without padding."""
     checked(found)
     return [
         list(chain.from_iterable(step.samples[: step.step_info.num_valid[rank]] for step in steps))
@@ -72,7 +72,7 @@ def weighed(found):
 
 
 @pytest.mark.parametrize("kind", ["a stream", "a map"])
-def test_a_batch_that_collates_to_none_is_not_the_end(kind):
+def test_a_batch_that_collates_to_none_does_not_end_the_epoch(kind):
     """The batches after it are returned too, as by a bare loader."""
     data = Offset(0, 6) if kind == "a stream" else range(6)
     loader = DataLoader(data, batch_size=2, collate_fn=lambda rows: None if 2 in rows else rows)
@@ -86,24 +86,24 @@ def test_a_batch_that_collates_to_none_is_not_the_end(kind):
 
 @pytest.mark.parametrize("kind", ["a stream", "a map"])
 @pytest.mark.parametrize("counts", COUNTS)
-def test_every_rank_walks_its_own_samples_once_in_equally_many_steps(ranks, kind, counts):
-    """A11, F1: Accelerate hangs where ranks have different numbers of batches."""
+def test_every_rank_reads_its_own_samples_once_in_equal_step_counts(ranks, kind, counts):
+    """A11, F1: Accelerate hangs if ranks have different numbers of batches."""
 
     def walk(kind, counts):
-        source = own(kind, counts)
+        source = build_source(kind, counts)
         return [walked(source), walked(source)]
 
     found = ranks.run(walk, kind, counts)
     for epoch in (0, 1):
         expected = [list(range(r * 100, r * 100 + counts[r])) for r in range(ranks.size)]
-        assert weighed([steps[epoch] for steps in found]) == expected
+        assert valid_samples([steps[epoch] for steps in found]) == expected
         longest = max(-(-count // 2) for count in counts[: ranks.size])
         assert len(found[0][epoch]) == longest
 
 
-def test_a_rank_that_is_out_gets_its_first_batch_again(pair):
+def test_a_rank_without_further_data_repeats_its_first_batch(pair):
     def walk(kind):
-        return walked(own(kind, (5, 2)))
+        return walked(build_source(kind, (5, 2)))
 
     for kind in ("a stream", "a map"):
         first, second = pair.run(walk, kind)
@@ -112,15 +112,15 @@ def test_a_rank_that_is_out_gets_its_first_batch_again(pair):
         assert [step.step_info.loss_scale for step in second] == [1.0, 0.0, 0.0]
 
 
-def test_a_rank_without_data_gets_a_batch_of_another(pair):
+def test_a_rank_without_data_receives_a_batch_of_another(pair):
     def walk(kind):
-        return walked(own(kind, (0, 3)))
+        return walked(build_source(kind, (0, 3)))
 
     for kind in ("a stream", "a map"):
         assert [step.samples for step in pair.run(walk, kind)[0]] == [[100, 101]] * 2
 
 
-def test_a_batch_the_script_changed_is_given_whole_again(pair):
+def test_a_repeated_batch_is_not_affected_by_changes_of_the_script(pair):
     def walk():
         backend = read_epochs.backend()
         rank = backend.topology.rank
@@ -131,7 +131,7 @@ def test_a_batch_the_script_changed_is_given_whole_again(pair):
     assert pair.run(walk) == [[[0, 1], [2, 3], [4, 5]], [[0]] * 3]
 
 
-def test_a_loader_with_a_distributed_sampler_is_used_as_it_is(ranks):
+def test_a_loader_with_a_distributed_sampler_is_not_sharded_again(ranks):
     """A20: Accelerate splits it a second time, and loses half."""
 
     def walk():
@@ -145,17 +145,17 @@ def test_a_loader_with_a_distributed_sampler_is_used_as_it_is(ranks):
 
 
 @pytest.mark.parametrize("kind", ["a stream", "a map"])
-def test_workers_read_each_ranks_own(pair, kind):
+def test_workers_read_the_samples_of_their_rank(pair, kind):
     def walk(kind):
-        return walked(own(kind, (9, 4), {"num_workers": 2}))
+        return walked(build_source(kind, (9, 4), {"num_workers": 2}))
 
-    assert weighed(pair.run(walk, kind)) == [list(range(9)), list(range(100, 104))]
+    assert valid_samples(pair.run(walk, kind)) == [list(range(9)), list(range(100, 104))]
 
 
 @pytest.mark.parametrize("kind", ["a stream", "a map"])
-def test_a_walk_goes_on_from_its_position(pair, kind):
+def test_presharded_iteration_continues_from_an_offset(pair, kind):
     def walk(kind):
-        source = own(kind, (9, 4))
+        source = build_source(kind, (9, 4))
         whole = walked(source)
         return (
             whole,
@@ -165,21 +165,21 @@ def test_a_walk_goes_on_from_its_position(pair, kind):
 
     (whole, rests, skipped), (others, other_rests, other_skipped) = pair.run(walk, kind)
     for at in range(len(whole)):
-        expected = weighed([whole[at + 1 :], others[at + 1 :]]) if at + 1 < len(whole) else [[], []]
-        assert weighed([rests[at], other_rests[at]]) == expected
-    assert weighed([skipped, other_skipped]) == [[6, 7, 8], []]
+        expected = valid_samples([whole[at + 1 :], others[at + 1 :]]) if at + 1 < len(whole) else [[], []]
+        assert valid_samples([rests[at], other_rests[at]]) == expected
+    assert valid_samples([skipped, other_skipped]) == [[6, 7, 8], []]
 
 
-def test_a_position_of_another_world_is_refused(pair):
+def test_an_offset_of_another_world_size_is_rejected(pair):
     def walk():
         with pytest.raises(ValueError, match="saved on 3 processes"):
-            walked(own("a stream", (9, 4)), {"steps": 1, "world_size": 3})
+            walked(build_source("a stream", (9, 4)), {"steps": 1, "world_size": 3})
         return True
 
     assert all(pair.run(walk))
 
 
-def test_a_rank_that_cannot_read_is_an_error_on_all(several):
+def test_a_read_error_on_one_rank_is_raised_on_all(several):
     class Missing(read_epochs.Stream):
         def __iter__(self):
             yield from range(4)
@@ -199,7 +199,7 @@ def test_a_rank_that_cannot_read_is_an_error_on_all(several):
     assert all(several.run(walk, Missing))
 
 
-def test_a_sampler_that_gives_less_than_it_says_is_an_error():
+def test_a_sampler_shorter_than_its_length_is_an_error():
     class Short:
         def __iter__(self):
             return iter([0, 1])
@@ -214,7 +214,7 @@ def test_a_sampler_that_gives_less_than_it_says_is_an_error():
 
 
 @pytest.mark.parametrize("option", ["dispatch_batches", "split_batches"])
-def test_options_of_a_common_order_are_refused_for_presharded_data(option):
+def test_options_of_a_global_order_are_rejected_for_presharded_data(option):
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**{option: True}))
     with pytest.raises(ValueError, match=f'data="sharded" and {option}=True'):
         accelerator.prepare_data_loader(DataLoader(range(4)), data="sharded")

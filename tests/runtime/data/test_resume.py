@@ -1,4 +1,4 @@
-"""Position: an epoch goes on from anywhere, on any number of processes, with the samples it would have had."""
+"""Loader states: an epoch continues from any offset on any world size with the remaining samples."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PART = 2  # samples a process a step
 
 
 class Pythons(Sampler):
-    """Draws from Python's own generator, one index after the other."""
+    """A sampler that draws each index with Python's generator."""
 
     def __iter__(self):
         for _ in range(COUNT):
@@ -38,7 +38,7 @@ class Pythons(Sampler):
 
 
 class Pairs(Sampler):
-    """A batch sampler of the script's own, with batches of different lengths in a random order."""
+    """A batch sampler with batches of different lengths in random order."""
 
     def __iter__(self):
         batches = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10], [11, 12], [13]]
@@ -64,15 +64,15 @@ RANKS = [
 ]
 
 
-def made(accelerator, kind):
+def prepare_ordered_loader(accelerator, kind):
     options = ORDERS[kind]()
     if not {"batch_size", "batch_sampler"} & set(options):
         options["batch_size"] = PART
     return accelerator.prepare(DataLoader(torch.arange(COUNT)[:, None], **options))
 
 
-def gathered(accelerator, loader, steps=None):
-    """What the next steps give, all samples of the run in one list."""
+def gather_steps(accelerator, loader, steps=None):
+    """Return the gathered samples of the next steps in one list."""
     seen = []
     for at, batch in enumerate(loader):
         seen.append(accelerator.gather_for_metrics(batch).flatten().tolist())
@@ -81,18 +81,18 @@ def gathered(accelerator, loader, steps=None):
     return list(chain.from_iterable(seen))
 
 
-def seeded():
+def seed_generators():
     torch.manual_seed(11)
     random.seed(11)
 
 
-def interrupted(kind, epoch, steps):
-    """The state after some steps of an epoch, and what an uninterrupted run gives from there on."""
-    seeded()
+def run_interrupted(kind, epoch, steps):
+    """Return the state after some steps of an epoch, and the remaining samples of the uninterrupted run."""
+    seed_generators()
     accelerator = Accelerator()
-    loader = made(accelerator, kind)
+    loader = prepare_ordered_loader(accelerator, kind)
     for _ in range(epoch):
-        gathered(accelerator, loader)
+        gather_steps(accelerator, loader)
     walk = iter(loader)
     for _ in range(steps):
         next(walk)
@@ -100,19 +100,19 @@ def interrupted(kind, epoch, steps):
     kept = io.BytesIO()
     torch.save(state, kept)
     rest = [accelerator.gather_for_metrics(batch).flatten().tolist() for batch in walk]
-    following = gathered(accelerator, loader)
+    following = gather_steps(accelerator, loader)
     return kept.getvalue(), list(chain.from_iterable(rest)), following
 
 
-def resumed(kind, kept):
-    """What another process gives that loads the state: the rest of the epoch, and the next one."""
-    torch.manual_seed(99)  # nothing of it is left but the state
+def run_resumed(kind, kept):
+    """Load the state in a new run; return the rest of the epoch and the next epoch."""
+    torch.manual_seed(99)  # only the state is kept
     random.seed(99)
     accelerator = Accelerator()
-    loader = made(accelerator, kind)
+    loader = prepare_ordered_loader(accelerator, kind)
     loader.load_state_dict(torch.load(io.BytesIO(kept), weights_only=True))
     epoch = loader.epoch
-    return gathered(accelerator, loader), gathered(accelerator, loader), (epoch, loader.epoch)
+    return gather_steps(accelerator, loader), gather_steps(accelerator, loader), (epoch, loader.epoch)
 
 
 @pytest.mark.slow
@@ -121,18 +121,18 @@ def resumed(kind, kept):
     pairwise_params({"ranks": RANKS, "kind": list(ORDERS), "epoch": [0, 1]}),
     indirect=["ranks"],
 )
-def test_what_is_left_of_an_epoch_is_what_an_uninterrupted_run_has(ranks, kind, epoch):
-    """Rows B1 and B6, with the samples of a step gathered, so that every rank says the same."""
-    (kept, rest, _), *others = ranks.run(interrupted, kind, epoch, 2)
+def test_a_resumed_epoch_has_the_remaining_samples_of_the_uninterrupted_run(ranks, kind, epoch):
+    """Rows B1 and B6, with gathered samples, so that all ranks return the same."""
+    (kept, rest, _), *others = ranks.run(run_interrupted, kind, epoch, 2)
     assert all(other[1] == rest for other in others)
-    for again, _, epochs in ranks.run(resumed, kind, kept):
+    for again, _, epochs in ranks.run(run_resumed, kind, kept):
         assert again == rest
         assert epochs == (epoch, epoch + 2)
 
 
-def test_the_epoch_after_the_resumed_one_goes_on_with_the_loaders_own_generator(ranks):
-    (kept, _, following), *_ = ranks.run(interrupted, "shuffled by a generator", 1, 2)
-    assert [again for _, again, _ in ranks.run(resumed, "shuffled by a generator", kept)] == [
+def test_the_epoch_after_a_resumed_one_uses_the_generator_of_the_loader(ranks):
+    (kept, _, following), *_ = ranks.run(run_interrupted, "shuffled by a generator", 1, 2)
+    assert [again for _, again, _ in ranks.run(run_resumed, "shuffled by a generator", kept)] == [
         following
     ] * ranks.size
 
@@ -146,86 +146,86 @@ def test_the_epoch_after_the_resumed_one_goes_on_with_the_loaders_own_generator(
         for sizes in ((1, 2), (2, 3), (3, 2), (2, 1))
     ],
 )
-def test_a_run_goes_on_with_another_number_of_processes(clusters, kind, before, after):
+def test_an_epoch_resumes_on_another_world_size(clusters, kind, before, after):
     """Row B5: the samples not seen yet, in the order of the epoch."""
-    kept, rest, _ = clusters[before].run(interrupted, kind, 1, 2)[0]
-    for again, _, _ in clusters[after].run(resumed, kind, kept):
+    kept, rest, _ = clusters[before].run(run_interrupted, kind, 1, 2)[0]
+    for again, _, _ in clusters[after].run(run_resumed, kind, kept):
         assert again == rest
 
 
-def test_a_state_is_the_same_on_all_ranks(several):
-    states = several.run(interrupted, "shuffled", 1, 2)
+def test_a_loader_state_is_equal_on_all_ranks(several):
+    states = several.run(run_interrupted, "shuffled", 1, 2)
     assert len({kept for kept, *_ in states}) == 1
 
 
-def test_between_two_epochs_the_state_says_the_next_one(ranks):
+def test_a_state_between_two_epochs_contains_the_next_epoch(ranks):
     def between():
-        seeded()
+        seed_generators()
         accelerator = Accelerator()
-        loader = made(accelerator, "shuffled by a generator")
-        gathered(accelerator, loader)
+        loader = prepare_ordered_loader(accelerator, "shuffled by a generator")
+        gather_steps(accelerator, loader)
         state = loader.state_dict()
-        wanted = gathered(accelerator, loader)
-        other = made(accelerator, "shuffled by a generator")
+        wanted = gather_steps(accelerator, loader)
+        other = prepare_ordered_loader(accelerator, "shuffled by a generator")
         other.load_state_dict(state)
-        return state["epoch"], state["position"], gathered(accelerator, other) == wanted
+        return state["epoch"], state["position"], gather_steps(accelerator, other) == wanted
 
     assert ranks.run(between) == [(1, 0, True)] * ranks.size
 
 
 @pytest.mark.parametrize("position", ["next_batch", "epoch_start", "exact"])
-def test_a_state_taken_at_the_last_step_begins_the_next_epoch_or_ends_its_own_exactly(ranks, position):
+def test_a_state_of_the_last_step_resumes_according_to_the_position_argument(ranks, position):
     def last(position):
         accelerator = Accelerator()
-        loader = made(accelerator, "in order")
+        loader = prepare_ordered_loader(accelerator, "in order")
         for _ in loader:
             state = loader.state_dict()
-        loader = made(accelerator, "in order")
+        loader = prepare_ordered_loader(accelerator, "in order")
         loader.load_state_dict(state, position=position)
-        first = loader.epoch, gathered(accelerator, loader)
-        return first, (loader.epoch, gathered(accelerator, loader))
+        first = loader.epoch, gather_steps(accelerator, loader)
+        return first, (loader.epoch, gather_steps(accelerator, loader))
 
     whole = list(range(COUNT))
     expected = ((0, []), (1, whole)) if position == "exact" else ((1, whole), (2, whole))
     assert ranks.run(last, position) == [expected] * ranks.size
 
 
-def test_another_epoch_number_after_loading_begins_that_epoch_at_its_start(ranks):
-    """Scripts count their epochs, and may set one that is not the one the state was taken in."""
+def test_set_epoch_after_loading_starts_another_epoch_at_its_beginning(ranks):
+    """Scripts count their epochs, and may set another epoch than that of the state."""
 
     def second(epoch):
         accelerator = Accelerator()
-        loader = made(accelerator, "in order")
+        loader = prepare_ordered_loader(accelerator, "in order")
         for step, _ in enumerate(loader):
             if step == 1:
                 state = loader.state_dict()
-        loader = made(accelerator, "in order")
+        loader = prepare_ordered_loader(accelerator, "in order")
         loader.load_state_dict(state)
         loader.set_epoch(epoch)
-        return loader.epoch, gathered(accelerator, loader) == list(range(COUNT))
+        return loader.epoch, gather_steps(accelerator, loader) == list(range(COUNT))
 
     for epoch, begins_at_its_start in ((0, False), (1, True), (4, True)):
         assert ranks.run(second, epoch) == [(epoch, begins_at_its_start)] * ranks.size
 
 
-def test_drawing_for_a_resumed_epoch_leaves_the_global_generators_alone(ranks):
+def test_a_resumed_epoch_does_not_change_the_global_generators(ranks):
     def left(kept):
         accelerator = Accelerator()
-        loader = made(accelerator, "a sampler of Python's")
+        loader = prepare_ordered_loader(accelerator, "a sampler of Python's")
         loader.load_state_dict(torch.load(io.BytesIO(kept), weights_only=True))
         torch.manual_seed(5)
         random.seed(5)
-        gathered(accelerator, loader)
+        gather_steps(accelerator, loader)
         return torch.rand(1).item(), random.random()
 
-    kept = ranks.run(interrupted, "a sampler of Python's", 0, 2)[0][0]
+    kept = ranks.run(run_interrupted, "a sampler of Python's", 0, 2)[0][0]
     torch.manual_seed(5)
     random.seed(5)
     wanted = torch.rand(1).item(), random.random()
     assert ranks.run(left, kept) == [wanted] * ranks.size
 
 
-def test_what_is_no_state_of_a_loader_or_of_another_kind_of_loader_is_refused():
+def test_a_state_that_is_not_of_this_kind_of_loader_is_rejected():
     loader = Accelerator().prepare(DataLoader(range(3)))
     with pytest.raises(ValueError, match="an epoch and kind='Ordered', and it has neither"):
         loader.load_state_dict({"position": 3})
@@ -241,34 +241,34 @@ def test_what_is_no_state_of_a_loader_or_of_another_kind_of_loader_is_refused():
     pairwise_params({"ranks": RANKS, "kind": list(ORDERS), "skip": [0, 1, 3]}),
     indirect=["ranks"],
 )
-def test_skipped_batches_are_left_out_and_the_rest_is_exact(ranks, kind, skip):
-    """Row B4: what a gather for metrics returns of the last batch too."""
+def test_skip_first_batches_skips_exactly_the_first_batches(ranks, kind, skip):
+    """Row B4: also for gather_for_metrics of the last batch."""
 
     def both(kind, skip):
         accelerator = Accelerator()
-        seeded()
-        steps = list(made(accelerator, kind))
-        seeded()
-        whole = made(accelerator, kind)
-        kept = gathered(accelerator, whole, skip) if skip else []
-        seeded()
-        skipped = skip_first_batches(made(accelerator, kind), skip)
-        rest = gathered(accelerator, skipped)
-        seeded()
-        everything = gathered(accelerator, made(accelerator, kind))
+        seed_generators()
+        steps = list(prepare_ordered_loader(accelerator, kind))
+        seed_generators()
+        whole = prepare_ordered_loader(accelerator, kind)
+        kept = gather_steps(accelerator, whole, skip) if skip else []
+        seed_generators()
+        skipped = skip_first_batches(prepare_ordered_loader(accelerator, kind), skip)
+        rest = gather_steps(accelerator, skipped)
+        seed_generators()
+        everything = gather_steps(accelerator, prepare_ordered_loader(accelerator, kind))
         return kept + rest == everything, len(skipped) == max(len(steps) - skip, 0)
 
     assert ranks.run(both, kind, skip) == [(True, True)] * ranks.size
 
 
-def test_an_epoch_walked_from_the_middle_is_an_epoch_of_the_loader_it_came_from(ranks):
+def test_an_epoch_with_skipped_batches_counts_as_an_epoch_of_the_loader(ranks):
     """Row B2: the original loader does not replay it."""
 
     def epochs(skip):
         accelerator = Accelerator()
-        loader = made(accelerator, "shuffled by a generator")
-        first = gathered(accelerator, skip_first_batches(loader, 1) if skip else loader)
-        return first, gathered(accelerator, loader), loader.epoch
+        loader = prepare_ordered_loader(accelerator, "shuffled by a generator")
+        first = gather_steps(accelerator, skip_first_batches(loader, 1) if skip else loader)
+        return first, gather_steps(accelerator, loader), loader.epoch
 
     for (rest, second, epoch), (first, wanted, _) in zip(
         ranks.run(epochs, True), ranks.run(epochs, False), strict=True
@@ -278,18 +278,18 @@ def test_an_epoch_walked_from_the_middle_is_an_epoch_of_the_loader_it_came_from(
         assert epoch == 2
 
 
-def test_a_script_that_loads_a_state_and_skips_as_well_skips_once(ranks):
+def test_skip_first_batches_after_loading_a_state_skips_once(ranks):
     def rest(kept):
         accelerator = Accelerator()
-        loader = made(accelerator, "shuffled")
+        loader = prepare_ordered_loader(accelerator, "shuffled")
         loader.load_state_dict(torch.load(io.BytesIO(kept), weights_only=True))
-        return gathered(accelerator, skip_first_batches(loader, 2))
+        return gather_steps(accelerator, skip_first_batches(loader, 2))
 
-    kept, wanted, *_ = ranks.run(interrupted, "shuffled", 1, 2)[0]
+    kept, wanted, *_ = ranks.run(run_interrupted, "shuffled", 1, 2)[0]
     assert ranks.run(rest, kept) == [wanted] * ranks.size
 
 
-def test_samples_that_are_skipped_are_not_loaded():
+def test_skipped_samples_are_not_loaded():
     class Counting(list):
         loaded = 0
 
@@ -303,17 +303,17 @@ def test_samples_that_are_skipped_are_not_loaded():
     assert data.loaded == 2
 
 
-def test_skipping_works_on_a_loader_that_is_prepared_afterwards(ranks):
+def test_a_loader_with_skipped_batches_can_be_prepared(ranks):
     def rest():
         accelerator = Accelerator()
         skipped = skip_first_batches(DataLoader(range(COUNT), batch_size=PART), 3)
         assert len(list(skipped)) == len(skipped) == 10
-        return gathered(accelerator, accelerator.prepare(skipped))
+        return gather_steps(accelerator, accelerator.prepare(skipped))
 
     assert ranks.run(rest) == [list(range(6, COUNT))] * ranks.size
 
 
-def test_fewer_than_no_batches_cannot_be_skipped():
+def test_a_negative_number_of_skipped_batches_is_rejected():
     with pytest.raises(ValueError, match="num_batches=-1"):
         skip_first_batches(DataLoader(range(3)), -1)
 
@@ -322,8 +322,8 @@ def test_fewer_than_no_batches_cannot_be_skipped():
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 5), st.booleans())
-def test_a_permutation_from_the_middle_is_that_of_torch_and_leaves_the_generator_there(count, at, size, own):
-    """A change of torch's RandomSampler shows here."""
+def test_a_permutation_from_an_offset_equals_that_of_torch(count, at, size, own):
+    """This test fails if RandomSampler of torch changes."""
 
     def order(position):
         torch.manual_seed(5)
@@ -341,7 +341,7 @@ def test_a_permutation_from_the_middle_is_that_of_torch_and_leaves_the_generator
     assert whole == list(torchs)
 
 
-def test_a_seed_of_its_own_draws_every_epoch_anew_and_says_it_from_its_number():
+def test_a_data_seed_determines_the_order_of_each_epoch_by_its_number():
     def epochs(start):
         options = LoaderOptions(seeded=True, seed=7)
         script = DataLoader(range(COUNT), batch_size=5, shuffle=True)
@@ -352,22 +352,22 @@ def test_a_seed_of_its_own_draws_every_epoch_anew_and_says_it_from_its_number():
 
     first, second = epochs(0)
     assert epochs(1)[0] == second != first
-    seeded = RandomSampler(range(COUNT), generator=torch.Generator().manual_seed(7 + 1))
-    assert list(seeded) == second
+    sampler = RandomSampler(range(COUNT), generator=torch.Generator().manual_seed(7 + 1))
+    assert list(sampler) == second
 
 
 @pytest.mark.parametrize("seedable", [False, True], ids=["drawn with the epoch", "of all epochs"])
-def test_a_resumed_epoch_keeps_the_seed_of_its_order_in_a_process_of_another_seed(ranks, seedable):
+def test_a_resumed_epoch_keeps_its_order_in_a_process_with_another_seed(ranks, seedable):
     def run(seed, seedable, steps, state=None):
         torch.manual_seed(seed)
         config = DataLoaderConfiguration(use_seedable_sampler=seedable)
         accelerator = Accelerator(dataloader_config=config)
-        loader = made(accelerator, "shuffled")
+        loader = prepare_ordered_loader(accelerator, "shuffled")
         if state is not None:
             loader.load_state_dict(state)
-        seen = gathered(accelerator, loader, steps)
+        seen = gather_steps(accelerator, loader, steps)
         state = loader.state_dict()
-        return seen, state, gathered(accelerator, loader) if steps is None else []
+        return seen, state, gather_steps(accelerator, loader) if steps is None else []
 
     def continued(seedable):
         uninterrupted, _, following = run(1, seedable, None)
@@ -379,7 +379,7 @@ def test_a_resumed_epoch_keeps_the_seed_of_its_order_in_a_process_of_another_see
     assert ranks.run(continued, seedable) == [(True, True, True)] * ranks.size
 
 
-def test_a_sampler_that_is_told_the_epoch_is_told_at_every_walk(ranks):
+def test_set_epoch_of_a_sampler_is_called_before_every_epoch(ranks):
     class Remembering(SequentialSampler):
         def __init__(self, data):
             super().__init__(data)
@@ -400,8 +400,8 @@ def test_a_sampler_that_is_told_the_epoch_is_told_at_every_walk(ranks):
     assert ranks.run(told) == [[0, 1, 2, 3]] * ranks.size
 
 
-def test_a_batch_sampler_as_the_sampler_gives_its_lists_to_the_dataset(ranks):
-    """`batch_size=None` with a BatchSampler: the dataset is asked for a whole batch."""
+def test_a_batch_sampler_as_sampler_passes_its_lists_to_the_dataset(ranks):
+    """`batch_size=None` with a BatchSampler: the dataset receives the indices of a batch."""
 
     class Whole:
         def __getitem__(self, indices):
@@ -413,7 +413,7 @@ def test_a_batch_sampler_as_the_sampler_gives_its_lists_to_the_dataset(ranks):
     def seen():
         accelerator = Accelerator()
         sampler = BatchSampler(SequentialSampler(range(COUNT)), PART, drop_last=False)
-        return gathered(
+        return gather_steps(
             accelerator, accelerator.prepare(DataLoader(Whole(), sampler=sampler, batch_size=None))
         )
 

@@ -1,4 +1,4 @@
-"""One process whose device compiles every new shape: its tail is completed, and a gather for metrics drops the repeats."""
+"""One process with static shapes: the last batch is padded, and gather_for_metrics removes the padding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accel_runtime.topology import Topology
 
 
 class Kept(Single):
-    """Keeps shapes."""
+    """A backend with static shapes."""
 
     static_shapes = True
 
@@ -32,7 +32,7 @@ class Items(IterableDataset):
 
 @pytest.fixture
 def run():
-    """Walks a loader; gives its batches, and what is gathered of what `made` made of each."""
+    """Return a function that iterates over a loader and returns its batches and gathered results."""
     backend = Kept(Topology(), torch.device("cpu"))
 
     def walked(loader, made=lambda batch: batch, *, skip=0, as_objects=False, **options):
@@ -59,7 +59,7 @@ def test_all_batches_are_full_and_every_sample_is_gathered_once(run, count, stre
     assert prepared.repeats == (-count % 4 if batches else 0)
 
 
-def test_a_tail_is_kept_short_or_left_out_where_that_is_asked_for(run):
+def test_the_last_batch_is_not_padded_with_even_batches_false_or_drop_last(run):
     short, _, prepared = run(DataLoader(range(6), 4), even_batches=False)
     assert short == [[0, 1, 2, 3], [4, 5]]
     assert prepared.end == "the last batch is not padded, so its shape differs"
@@ -68,13 +68,13 @@ def test_a_tail_is_kept_short_or_left_out_where_that_is_asked_for(run):
     assert prepared.end == "no padding"
 
 
-def test_batches_of_the_scripts_own_that_have_no_size_are_left_as_they_are(run):
+def test_batches_of_a_script_without_a_batch_size_are_not_padded(run):
     batches, gathered, _ = run(DataLoader(range(6), batch_sampler=[[0, 1, 2], [3], [4, 5]]))
     assert batches == [[0, 1, 2], [3], [4, 5]]
     assert [each.tolist() for each in gathered] == batches
 
 
-def test_what_is_gathered_has_its_form_without_the_repeats(run):
+def test_gathered_structures_contain_no_padding(run):
     def made(batch):
         words = [f"no {n}" for n in batch.tolist()]
         return {
@@ -96,11 +96,11 @@ def test_what_is_gathered_has_its_form_without_the_repeats(run):
     assert (last["other"], last["more"]) == ("text", [1, 2, 3])
 
 
-def test_tensors_of_any_shape_one_a_sample_are_objects_where_that_is_said(run):
+def test_tensors_of_any_shape_are_gathered_as_objects(run):
     _, gathered, _ = run(DataLoader(range(6), 4), lambda b: [torch.ones(int(n)) for n in b], as_objects=True)
     assert [len(one) for one in gathered[-1]] == [4, 5]
 
 
-def test_rows_that_have_nothing_to_do_with_the_batch_are_refused(run):
+def test_rows_that_do_not_match_the_batch_are_rejected(run):
     with pytest.raises(ValueError, match="3 rows for batches of 4 samples"):
         run(DataLoader(range(6), 4), lambda _: torch.ones(3))

@@ -1,4 +1,4 @@
-"""Streams on several ranks: the samples of one process, exactly once, with any workers."""
+"""Iterable datasets on several ranks: every sample exactly once, with any number of workers."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def _impatient(monkeypatch):
     gc.collect()
 
 
-def everywhere(world, loader, start=None, stop=None, **options):
-    """The walks of all ranks, one after another in this process."""
+def read_on_all_ranks(world, loader, start=None, stop=None, **options):
+    """Return the epochs of all ranks, which this process reads one after another."""
     kept = rng.capture_states()
     seen = []
     for rank in range(world):
@@ -67,25 +67,25 @@ def everywhere(world, loader, start=None, stop=None, **options):
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
 @pytest.mark.parametrize("drop_last", [False, True], ids=["whole", "drop_last"])
-def test_every_global_batch_is_that_of_one_process(world, even, drop_last):
+def test_global_batches_of_streams_equal_those_of_one_process(world, even, drop_last):
     for count in range(34):
         for size in range(1, 6):
 
             def loader(count=count, size=size):
                 return DataLoader(read_epochs.Stream(count), batch_size=size, drop_last=drop_last)
 
-            seen = checked(everywhere(world, loader, even=even))
+            seen = checked(read_on_all_ranks(world, loader, even=even))
             assert seen == chunks(range(count), size * world, drop_last=drop_last)
 
 
 @given(st.integers(0, 40), st.integers(1, 4), st.integers(1, 5), st.booleans(), st.booleans(), st.booleans())
-def test_a_global_batch_is_that_of_one_process_for_any_options(count, world, each, split, even, drop_last):  # noqa: PLR0913, PLR0917
+def test_global_batches_of_streams_are_exact_for_any_options(count, world, each, split, even, drop_last):  # noqa: PLR0913, PLR0917
     def loader():
         return DataLoader(
             read_epochs.Stream(count), batch_size=each * world if split else each, drop_last=drop_last
         )
 
-    seen = checked(everywhere(world, loader, even=even, split=split))
+    seen = checked(read_on_all_ranks(world, loader, even=even, split=split))
     assert seen == chunks(range(count), each * world, drop_last=drop_last)
 
 
@@ -109,8 +109,8 @@ def test_a_global_batch_is_that_of_one_process_for_any_options(count, world, eac
     ],
     indirect=["ranks"],
 )
-def test_a_stream_that_knows_nothing_of_workers_is_read_once(ranks, kind, workers, count, options):
-    """A7: Accelerate gives every sample once a worker."""
+def test_a_stream_that_ignores_workers_is_read_once(ranks, kind, workers, count, options):
+    """A7: Accelerate returns every sample once per worker."""
 
     def walk(kind, workers, count, options):
         read_epochs.backend()
@@ -148,8 +148,8 @@ def test_a_stream_that_knows_nothing_of_workers_is_read_once(ranks, kind, worker
     ),
     indirect=["ranks"],
 )
-def test_a_stream_that_its_workers_split_keeps_its_split(ranks, kind, workers, data):
-    """A8: Accelerate pads the tail of every worker; A11: three shards on two ranks hang."""
+def test_a_stream_sharded_by_workers_is_read_once(ranks, kind, workers, data):
+    """A8: Accelerate pads the last batch of every worker; A11: three shards on two ranks hang."""
     (make, init), (count, even) = DIVIDED[kind], data
 
     def walk(make, init, workers, count, even):
@@ -177,15 +177,17 @@ def test_a_stream_that_its_workers_split_keeps_its_split(ranks, kind, workers, d
         }
     ),
 )
-def test_any_length_any_world_any_workers(kind, workers, world, count, even):
+def test_streams_of_any_length_are_read_once_with_any_world_size_and_workers(
+    kind, workers, world, count, even
+):
     def loader():
         return DataLoader(kind(count), batch_size=2, num_workers=workers)
 
-    got = checked(everywhere(world, loader, even=even))
+    got = checked(read_on_all_ranks(world, loader, even=even))
     assert sorted(chain.from_iterable(got)) == list(range(count))
 
 
-def test_the_tail_is_completed_from_the_start_of_the_epoch(pair):
+def test_the_last_batch_is_padded_from_the_start_of_the_epoch(pair):
     def walk():
         return walked(
             read_epochs.read(DataLoader(read_epochs.Stream(11), batch_size=4), read_epochs.backend())
@@ -197,7 +199,7 @@ def test_the_tail_is_completed_from_the_start_of_the_epoch(pair):
     assert first[-1].step_info.num_valid == (3, 0)
 
 
-def test_without_even_batches_the_tail_is_split_and_weighed(several):
+def test_uneven_last_batches_are_split_and_weighted(several):
     def walk():
         size = 4 * read_epochs.backend().topology.world_size
         return walked(
@@ -214,8 +216,8 @@ def test_without_even_batches_the_tail_is_split_and_weighed(several):
     assert [steps[-1].step_info.loss_scale for steps in found] == [float(world)] + [0.0] * (world - 1)
 
 
-def test_a_stream_of_single_samples_gives_one_a_step_and_rank(ranks):
-    """A21: Accelerate dies of batch_size=None."""
+def test_a_stream_of_single_samples_yields_one_per_step_and_rank(ranks):
+    """A21: Accelerate fails for batch_size=None."""
 
     def walk():
         loader = DataLoader(read_epochs.Stream(7), batch_size=None)
@@ -229,25 +231,25 @@ def test_a_stream_of_single_samples_gives_one_a_step_and_rank(ranks):
 
 
 class Texts(read_epochs.Stream):
-    """Dicts with text, and tensors of different lengths."""
+    """A stream of dicts with text, and tensors of different lengths."""
 
     def __iter__(self):
         return iter({"id": n, "text": f"no {n}", "x": torch.arange(n % 4 + 1)} for n in range(self.count))
 
 
-def padded(samples):
-    """A batch that is padded to its own longest sample."""
+def collate_padded(samples):
+    """Return a batch that is padded to its longest sample."""
     padding = torch.nn.utils.rnn.pad_sequence([sample["x"] for sample in samples], batch_first=True)
     return {"id": [s["id"] for s in samples], "text": [s["text"] for s in samples], "x": padding}
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_texts_and_padded_batches_come_whole(ranks, workers):
-    """A14, A15: Accelerate's dispatch dies of both."""
+def test_texts_and_padded_batches_are_not_changed(ranks, workers):
+    """A14, A15: dispatch of Accelerate fails for both."""
 
     def walk(workers):
         read_epochs.backend()
-        loader = DataLoader(Texts(11), batch_size=2, collate_fn=padded, num_workers=workers)
+        loader = DataLoader(Texts(11), batch_size=2, collate_fn=collate_padded, num_workers=workers)
         source = read_epochs.read(loader, read_epochs.backend(), even=False)
         for batch in source.iterate(EpochIterator(), {}):
             assert batch["x"].shape[1] == max(n % 4 for n in batch["id"]) + 1
@@ -257,7 +259,7 @@ def test_texts_and_padded_batches_come_whole(ranks, workers):
 
 
 class Doubling(DataLoader):
-    """A subclass with a walk of its own, which looks one batch ahead."""
+    """A subclass with its own `__iter__`, which prefetches one batch."""
 
     def __iter__(self):
         ahead = None
@@ -270,7 +272,7 @@ class Doubling(DataLoader):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_walk_of_a_subclass_is_kept(ranks, workers):
+def test_the_iteration_of_a_subclass_is_kept(ranks, workers):
     def walk(workers):
         read_epochs.backend()
         return walked(
@@ -306,7 +308,7 @@ def test_the_stateful_loader_of_torchdata_reads_every_epoch_and_continues(ranks,
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-def test_a_loader_with_a_state_of_torchdata_is_refused():
+def test_a_torchdata_loader_with_a_loaded_state_is_rejected():
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
     loader = stateful.StatefulDataLoader(read_epochs.Stateful(11), batch_size=2)
     loader.load_state_dict(loader.state_dict())
@@ -319,7 +321,7 @@ def test_a_loader_with_a_state_of_torchdata_is_refused():
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", [read_epochs.Shuffled, read_epochs.Buffered])
-def test_streams_shuffled_by_each_process_are_the_same_stream(several, kind, workers):
+def test_streams_shuffled_by_each_rank_have_one_order(several, kind, workers):
     """A9: Accelerate loses samples and repeats others."""
 
     def walk(kind, workers):
@@ -343,7 +345,7 @@ def test_streams_shuffled_by_each_process_are_the_same_stream(several, kind, wor
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_the_order_is_that_of_the_unprepared_loader_on_one_process(ranks, workers):
+def test_the_order_of_a_stream_equals_that_of_the_unprepared_loader(ranks, workers):
     def walk(workers):
         read_epochs.backend()
         set_seed(3)
@@ -360,7 +362,7 @@ def test_the_order_is_that_of_the_unprepared_loader_on_one_process(ranks, worker
         assert checked([own[epoch] for own in found]) == [batch.tolist() for batch in alone]
 
 
-def test_persistent_workers_shuffle_alike_after_a_break(ranks):
+def test_persistent_workers_of_all_ranks_shuffle_equally_after_a_break(ranks):
     def walk():
         loader = DataLoader(read_epochs.Shuffled(23), batch_size=2, num_workers=2, persistent_workers=True)
         source = read_epochs.read(loader, read_epochs.backend(), even=False)
@@ -372,7 +374,7 @@ def test_persistent_workers_shuffle_alike_after_a_break(ranks):
     assert epochs[0] != epochs[1]
 
 
-def test_two_loops_over_one_stream_do_not_mix(ranks):
+def test_two_loops_over_one_stream_are_independent(ranks):
     def walk():
         source = read_epochs.read(DataLoader(read_epochs.Stream(11), batch_size=2), read_epochs.backend())
         one, other = EpochIterator(), EpochIterator()
@@ -382,12 +384,12 @@ def test_two_loops_over_one_stream_do_not_mix(ranks):
     assert all(ranks.run(walk))
 
 
-# What is no one stream --------------------------------------------------------------------
+# Inconsistent streams ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("ragged", [False, True], ids=["equally long", "one is empty"])
-def test_a_stream_split_by_rank_already_is_refused_before_the_first_batch(several, workers, ragged):
+def test_a_stream_sharded_by_rank_is_rejected_before_the_first_batch(several, workers, ragged):
     class Split(read_epochs.Stream):
         def __iter__(self):
             rank = self.rank
@@ -407,7 +409,7 @@ def test_a_stream_split_by_rank_already_is_refused_before_the_first_batch(severa
     assert all(several.run(walk, Split, workers))
 
 
-def test_ranks_that_part_later_are_noticed_later(pair):
+def test_streams_that_diverge_later_raise_an_error(pair):
     class Parts(read_epochs.Stream):
         def __iter__(self):
             return (n if n < 20 else n * (self.rank + 1) for n in range(self.count))
@@ -425,7 +427,7 @@ def test_ranks_that_part_later_are_noticed_later(pair):
     assert pair.run(walk, Parts) == [7, 7]
 
 
-def test_workers_that_read_one_stream_differently_are_refused(ranks):
+def test_workers_that_read_a_stream_in_different_orders_are_rejected(ranks):
     class Seeded(read_epochs.Stream):
         def __iter__(self):
             info = get_worker_info()
@@ -442,7 +444,7 @@ def test_workers_that_read_one_stream_differently_are_refused(ranks):
     assert all(ranks.run(walk, Seeded))
 
 
-def test_a_rank_that_cannot_read_is_an_error_on_all(several):
+def test_a_read_error_of_a_stream_on_one_rank_is_raised_on_all(several):
     class Missing(read_epochs.Stream):
         def __iter__(self):
             if self.rank == 1:
@@ -465,14 +467,14 @@ def test_a_rank_that_cannot_read_is_an_error_on_all(several):
 
 
 def seed_by_number(worker_id):
-    """The recipe many scripts use."""
+    """Seed the generators by worker id, as many scripts do."""
     import numpy as np
 
     np.random.seed(7 + worker_id)  # noqa: NPY002
     random.seed(7 + worker_id)
 
 
-def test_a_worker_init_fn_that_only_seeds_leaves_the_stream_whole(ranks):
+def test_a_worker_init_fn_that_only_seeds_loses_no_sample(ranks):
     def walk(init):
         torch.manual_seed(0)
         loader = DataLoader(read_epochs.Shuffled(23), batch_size=2, num_workers=2, worker_init_fn=init)
@@ -482,12 +484,12 @@ def test_a_worker_init_fn_that_only_seeds_leaves_the_stream_whole(ranks):
     assert sorted(flat) == list(range(23))
 
 
-def noisy(samples):
-    """A collate function that draws."""
+def collate_noisy(samples):
+    """Collate samples with random numbers."""
     return torch.tensor([[n, random.randrange(10**9)] for n in samples])
 
 
-def test_drawing_while_collating_does_not_part_the_streams(several):
+def test_random_numbers_in_collate_fn_do_not_affect_the_order(several):
     def walk(collate):
         torch.manual_seed(0)
         loader = DataLoader(read_epochs.Buffered(40), batch_size=2, num_workers=2, collate_fn=collate)
@@ -500,14 +502,14 @@ def test_drawing_while_collating_does_not_part_the_streams(several):
 
         return walked(source, read=read), drawn
 
-    found = several.run(walk, noisy)
+    found = several.run(walk, collate_noisy)
     assert sorted(chain.from_iterable(checked([steps for steps, _ in found]))) == list(range(40))
     draws = list(chain.from_iterable(drawn for _, drawn in found))
     assert len(set(draws)) == len(draws), "each rank draws its own"
 
 
-def test_torch_shows_workers_where_we_replace_it():
-    """Worker awareness rests on these names of torch's."""
+def test_the_private_worker_names_of_torch_exist():
+    """accel replaces these private names of torch for single workers."""
     assert torchs._worker_info is None
     torchs._worker_info = marker = object()
     try:
@@ -518,7 +520,7 @@ def test_torch_shows_workers_where_we_replace_it():
     assert callable(DataLoader._get_iterator)
 
 
-def test_a_worker_is_shown_as_torch_shows_it():
+def test_get_worker_info_matches_torch():
     class Curious(read_epochs.Stream):
         def __iter__(self):
             info = get_worker_info()
@@ -543,18 +545,18 @@ def test_a_worker_is_shown_as_torch_shows_it():
 
 
 @given(st.integers(0, 40), st.integers(1, 4), st.integers(1, 3), st.booleans(), st.booleans())
-def test_the_length_is_that_of_the_walk(count, world, each, split, drop_last):
-    """A6, A35: Accelerate counts by another batch size."""
+def test_num_steps_equals_the_number_of_batches_of_an_epoch(count, world, each, split, drop_last):
+    """A6, A35: Accelerate counts with another batch size."""
     size = each * world if split else each
 
     def loader():
         return DataLoader(read_epochs.Sized(count), batch_size=size, drop_last=drop_last)
 
     source = read_epochs.read(loader(), read_epochs.Likewise(0, world), split=split)
-    assert source.num_steps() == len(checked(everywhere(world, loader, split=split)))
+    assert source.num_steps() == len(checked(read_on_all_ranks(world, loader, split=split)))
 
 
-def test_a_stream_without_a_length_says_so():
+def test_num_steps_of_a_stream_without_a_length_raises():
     source = read_epochs.read(DataLoader(read_epochs.Stream(3)), read_epochs.Likewise(0, 2))
     with pytest.raises(TypeError, match="has no length"):
         source.num_steps()
@@ -578,8 +580,8 @@ KINDS = {
     ("kind", "epoch", "at", "world"),
     pairwise_params({"kind": list(KINDS), "epoch": [0, 1], "at": [0, 3, 10, 11], "world": [1, 2, 3]}),
 )
-def test_a_walk_goes_on_from_its_position_on_any_world(kind, epoch, at, world):
-    """B5: Accelerate loses what another world size would have read."""
+def test_a_stream_continues_from_an_offset_on_any_world_size(kind, epoch, at, world):
+    """B5: Accelerate loses samples on another world size."""
     make, workers = KINDS[kind]
 
     def loader():
@@ -593,12 +595,12 @@ def test_a_walk_goes_on_from_its_position_on_any_world(kind, epoch, at, world):
     position = whole[at].position
     torch.manual_seed(99)
     random.seed(99)
-    rest = checked(everywhere(world, loader, position))
+    rest = checked(read_on_all_ranks(world, loader, position))
     assert rest == chunks(flat[position["position"] :], 2 * world)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_walk_is_the_same_to_the_last_repeat(kind, pair):
+def test_a_resumed_stream_is_equal_including_padding(kind, pair):
     make, workers = KINDS[kind]
 
     def walk(make, workers):
@@ -630,13 +632,13 @@ def test_a_resumed_walk_is_the_same_to_the_last_repeat(kind, pair):
         pytest.param(read_epochs.DividedStateful, 2, marks=pytest.mark.slow),
     ],
 )
-def test_a_stream_its_workers_split_goes_on_in_turn(make, workers):
+def test_a_stream_sharded_by_workers_continues_in_worker_order(make, workers):
     def loader(count=23):
         return DataLoader(make(count), batch_size=2, num_workers=workers)
 
-    whole = everywhere(2, loader)
+    whole = read_on_all_ranks(2, loader)
     for at in range(len(whole[0])):
-        rest = everywhere(2, loader, whole[0][at].position)
+        rest = read_on_all_ranks(2, loader, whole[0][at].position)
         assert checked(rest) == checked([steps[at + 1 :] for steps in whole])
         assert [[s.samples for s in steps] for steps in rest] == [
             [s.samples for s in steps[at + 1 :]] for steps in whole
@@ -644,7 +646,7 @@ def test_a_stream_its_workers_split_goes_on_in_turn(make, workers):
 
 
 @pytest.mark.usefixtures("_impatient")
-def test_a_position_of_other_workers_is_refused():
+def test_an_offset_of_another_number_of_workers_is_rejected():
     def source(workers, kind=read_epochs.Divided):
         return read_epochs.read(
             DataLoader(kind(23), batch_size=2, num_workers=workers), read_epochs.Likewise(0, 2)
@@ -683,24 +685,24 @@ def skipping_cases():
 
 
 @pytest.mark.parametrize(("kind", "workers", "skipped"), [*skipping_cases()])
-def test_skipped_batches_are_those_of_the_walk(kind, workers, skipped):
+def test_skip_steps_skips_exactly_the_first_batches(kind, workers, skipped):
     """B3: Accelerate skips too few on several ranks."""
 
     def loader():
         return DataLoader(kind(23), batch_size=2, num_workers=workers)
 
     set_seed(0)
-    whole = everywhere(2, loader)
+    whole = read_on_all_ranks(2, loader)
     source = read_epochs.read(loader(), read_epochs.Likewise(0, 2))
     set_seed(0)
-    assert checked(everywhere(2, loader, source.skip_steps(skipped, {}))) == checked(
+    assert checked(read_on_all_ranks(2, loader, source.skip_steps(skipped, {}))) == checked(
         [s[skipped:] for s in whole]
     )
     further = source.skip_steps(skipped, whole[0][0].position)
-    assert checked(everywhere(2, loader, further)) == checked([s[skipped + 1 :] for s in whole])
+    assert checked(read_on_all_ranks(2, loader, further)) == checked([s[skipped + 1 :] for s in whole])
 
 
-def test_a_dataset_with_a_state_is_not_read_again():
+def test_a_stateful_dataset_is_not_read_again():
     stream = read_epochs.Stateful(400_000)
     source = read_epochs.read(DataLoader(stream, batch_size=2), Single(Topology(), torch.device("cpu")))
     position = {"whole": True, "position": 300_000, "state": {"at": 300_000}, "state_at": 300_000}
@@ -712,7 +714,7 @@ def test_a_dataset_with_a_state_is_not_read_again():
     assert walked(source, stop=1)[0].samples == [0, 1], "the next walk begins at the start"
 
 
-def test_samples_that_are_skipped_are_not_collated():
+def test_skipped_samples_are_not_collated():
     collated = []
 
     def collate(samples):
