@@ -1,4 +1,4 @@
-"""Exported weights: every tensor comes back bit for bit, and what was there stays until the new files are right."""
+"""Exported weights: tensors load bitwise equal, and earlier files stay until the new ones are complete."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ DTYPES = [
 ]
 
 
-def written(state, folder, limit=10**9, **options):
+def export_state(state, folder, limit=10**9, **options):
     export_model(ExportPlan.from_state(state, limit), folder, **options)
     return folder
 
 
-def same(one, other):
-    """Equal in shape, dtype and every byte."""
+def is_bitwise_equal(one, other):
+    """Return whether shape, dtype and every byte are equal."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     return torch.stack([one, other]).view(2, -1).view(torch.uint8).diff(dim=0).count_nonzero() == 0
 
 
-def files(folder):
+def list_files(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -78,12 +78,12 @@ def files(folder):
         ("1TiB", 2**40),
     ],
 )
-def test_a_size_is_a_number_of_bytes_or_a_number_and_a_unit(given, size):
+def test_parse_size_accepts_bytes_or_a_number_with_a_unit(given, size):
     assert parse_size(given, "max_shard_size") == size
 
 
 @pytest.mark.parametrize("given", ["", "GB", "10Gb", "10gb", "-1GB", "1e3MB", "0GB", 0, -5, True, 1.5, None])
-def test_any_other_size_is_refused_with_what_is_meant(given):
+def test_parse_size_rejects_other_sizes_with_an_example(given):
     with pytest.raises(
         ValueError, match=r"Invalid max_shard_size .*: expected a number of bytes.*'10GB'"
     ) as refused:
@@ -91,7 +91,7 @@ def test_any_other_size_is_refused_with_what_is_meant(given):
     assert ("small b" in str(refused.value)) == (given in {"10Gb", "10gb"})
 
 
-# What comes back -------------------------------------------------------------------------
+# Round trips -----------------------------------------------------------------------------
 
 
 @st.composite
@@ -126,11 +126,11 @@ def states(draw):
 
 
 @given(state=states(), limit=st.integers(1, 400))
-def test_every_tensor_comes_back_bit_for_bit(tmp_path_factory, state, limit):
-    folder = written(state, tmp_path_factory.mktemp("export"), limit)
+def test_every_exported_tensor_loads_bitwise_equal(tmp_path_factory, state, limit):
+    folder = export_state(state, tmp_path_factory.mktemp("export"), limit)
     weights = find_weights(folder)
     assert weights.slices.keys() | weights.ties.keys() == state.keys()
-    assert all(same(tensor, state[name]) for name, tensor in weights.read().items())
+    assert all(is_bitwise_equal(tensor, state[name]) for name, tensor in weights.read().items())
     assert all(state[name].data_ptr() == state[kept].data_ptr() for name, kept in weights.ties.items())
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
@@ -140,7 +140,7 @@ def test_every_tensor_comes_back_bit_for_bit(tmp_path_factory, state, limit):
 
 
 class Tied(nn.Module):
-    """A small model with what models have: tied weights, a transposed view, a number, an empty buffer."""
+    """A small model with tied weights, a scalar and an empty buffer."""
 
     def __init__(self):
         super().__init__()
@@ -154,10 +154,10 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("limit", [10**9, 40], ids=["one file", "shards"])
-def test_a_tied_model_is_loaded_by_plain_tools(tmp_path, limit):
+def test_torch_and_safetensors_load_an_exported_tied_model(tmp_path, limit):
     """Once in the file, and found again: by torch, by safetensors, and by an untied reader from the header."""
     model = Tied()
-    written(model.state_dict(), tmp_path, limit)
+    export_state(model.state_dict(), tmp_path, limit)
     held = {
         name: tensor for path in tmp_path.glob("*.safetensors") for name, tensor in load_file(path).items()
     }
@@ -166,36 +166,36 @@ def test_a_tied_model_is_loaded_by_plain_tools(tmp_path, limit):
     again = Tied()
     missing, unexpected = again.load_state_dict(held, strict=False)
     assert (missing, unexpected) == (["head.weight"], [])
-    assert all(map(same, again.state_dict().values(), model.state_dict().values()))
+    assert all(map(is_bitwise_equal, again.state_dict().values(), model.state_dict().values()))
     if limit > 40:
         third = Tied()
         assert load_as_safetensors_does(third, tmp_path / SINGLE) == (set(), [])
-        assert same(third.head.weight.data, model.head.weight.data)
+        assert is_bitwise_equal(third.head.weight.data, model.head.weight.data)
     assert find_weights(tmp_path).ties == {"head.weight": "embed.weight"}
 
 
-def test_the_name_that_a_model_expects_to_be_left_out_is(tmp_path):
+def test_the_expected_name_of_tied_weights_is_left_out(tmp_path):
     export_model(ExportPlan.from_state(Tied().state_dict(), 10**9, ["embed.weight"]), tmp_path)
     assert find_weights(tmp_path).ties == {"embed.weight": "head.weight"}
 
 
 def test_shards_have_the_layout_of_the_hub(tmp_path):
     state = {"a": torch.zeros(2), "large": torch.zeros(100), "b": torch.zeros(2), "c": torch.zeros(3)}
-    written(state, tmp_path, 16)
+    export_state(state, tmp_path, 16)
     one, two, three = (f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3))
-    assert files(tmp_path) == [one, two, three, INDEX]
+    assert list_files(tmp_path) == [one, two, three, INDEX]
     index = json.loads((tmp_path / INDEX).read_text())
     assert index["weight_map"] == {"a": one, "b": one, "c": two, "large": three}
     assert index["metadata"]["total_size"] == 4 * (2 + 100 + 2 + 3)
 
 
-def test_a_file_has_the_permissions_of_any_other(tmp_path):
-    written({"x": torch.ones(1)}, tmp_path)
+def test_an_exported_file_has_default_permissions(tmp_path):
+    export_state({"x": torch.ones(1)}, tmp_path)
     (tmp_path / "plain").touch()
     assert len({stat.S_IMODE((tmp_path / name).stat().st_mode) for name in (SINGLE, "plain")}) == 1
 
 
-def test_what_the_format_cannot_hold_is_refused_all_of_it_by_name(tmp_path):
+def test_all_unsupported_values_are_rejected_by_name(tmp_path):
     wrong = {
         "wide": torch.zeros(2, dtype=torch.complex128),
         "sparse": torch.eye(2).to_sparse(),
@@ -205,17 +205,17 @@ def test_what_the_format_cannot_hold_is_refused_all_of_it_by_name(tmp_path):
         "__metadata__": torch.zeros(1),
     }
     with pytest.raises(CheckpointError, match="cannot be written as safetensors") as refused:
-        written({"fine": torch.zeros(2), **wrong}, tmp_path)
+        export_state({"fine": torch.zeros(2), **wrong}, tmp_path)
     assert all(f"\n  {name}: a " in str(refused.value) for name in wrong)
     assert "fine" not in str(refused.value)
-    assert not files(tmp_path)
+    assert not list_files(tmp_path)
 
 
-# What may go wrong -----------------------------------------------------------------------
+# Errors ----------------------------------------------------------------------------------
 
 
 class Faulty(FileSystem):
-    """A disk on which the call with one number fails; it counts them."""
+    """A file system that counts its calls, and on which the call with one number fails."""
 
     def __init__(self, number=None):
         self.number, self.calls = number, 0
@@ -260,18 +260,18 @@ LIMITS = {"one file": 10**9, "two shards": 32, "three shards": 16}
 
 @pytest.mark.parametrize("before", LIMITS)
 @pytest.mark.parametrize("after", LIMITS)
-def test_a_disk_that_fails_at_any_call_leaves_one_export_or_says_that_there_is_none(tmp_path, before, after):
-    """Never weights of two exports; and the next export works."""
+def test_a_disk_error_at_any_call_leaves_one_export_or_a_clear_error(tmp_path, before, after):
+    """Weights of two exports are never mixed, and the next export works."""
     old, new = ({name: torch.full((4,), value) for name in "abc"} for value in (1.0, 2.0))
     counted = Faulty()
-    written(old, tmp_path / "counted", LIMITS[before])
-    written(new, tmp_path / "counted", LIMITS[after], disk=counted)
+    export_state(old, tmp_path / "counted", LIMITS[before])
+    export_state(new, tmp_path / "counted", LIMITS[after], disk=counted)
     assert counted.calls > 6
     outcomes = []
     for number in range(1, counted.calls + 1):
-        folder = written(old, tmp_path / str(number), LIMITS[before])
+        folder = export_state(old, tmp_path / str(number), LIMITS[before])
         with pytest.raises(CheckpointError, match=r"Cannot write the model to .*No space left"):
-            written(new, folder, LIMITS[after], disk=Faulty(number))
+            export_state(new, folder, LIMITS[after], disk=Faulty(number))
         assert not list(folder.glob(".*"))
         try:
             found = find_weights(folder).read()
@@ -280,20 +280,24 @@ def test_a_disk_that_fails_at_any_call_leaves_one_export_or_says_that_there_is_n
             assert before == after != "one file"
             assert "from another export" in str(error)
         else:
-            outcomes.append("old" if same(found["a"], old["a"]) else "new")
-            assert all(same(found[name], {"old": old, "new": new}[outcomes[-1]][name]) for name in "abc")
-        written(new, folder, LIMITS[after])
-        assert all(same(tensor, new[name]) for name, tensor in find_weights(folder).read().items())
+            outcomes.append("old" if is_bitwise_equal(found["a"], old["a"]) else "new")
+            assert all(
+                is_bitwise_equal(found[name], {"old": old, "new": new}[outcomes[-1]][name]) for name in "abc"
+            )
+        export_state(new, folder, LIMITS[after])
+        assert all(
+            is_bitwise_equal(tensor, new[name]) for name, tensor in find_weights(folder).read().items()
+        )
     assert outcomes.index("old") == 0
     assert outcomes == sorted(outcomes, key=["old", "none", "new"].index)
 
 
-def test_nan_and_negative_zero_are_what_they_are(tmp_path):
+def test_nan_and_negative_zero_are_preserved(tmp_path):
     state = {"x": torch.tensor([float("nan"), -0.0, 0.0, float("inf")])}
-    assert same(find_weights(written(state, tmp_path)).read()["x"], state["x"])
+    assert is_bitwise_equal(find_weights(export_state(state, tmp_path)).read()["x"], state["x"])
 
 
-def test_files_of_an_earlier_export_go_after_the_new_ones_are_in_place_and_nothing_else_does(tmp_path):
+def test_only_files_of_the_earlier_export_are_removed_and_after_the_new_ones_exist(tmp_path):
     class Watching(FileSystem):
         def remove(self, path):
             if not path.name.startswith("."):
@@ -303,7 +307,7 @@ def test_files_of_an_earlier_export_go_after_the_new_ones_are_in_place_and_nothi
 
     gone = []
     state = {name: torch.zeros(4) for name in "abc"}
-    written(state, tmp_path, 16)
+    export_state(state, tmp_path, 16)
     others = [
         "config.json",
         "model-notes.safetensors",
@@ -312,13 +316,13 @@ def test_files_of_an_earlier_export_go_after_the_new_ones_are_in_place_and_nothi
     ]
     for name in others:
         (tmp_path / name).touch()
-    old = [name for name in files(tmp_path) if name.startswith("model-0000")] + [INDEX]
-    written(state, tmp_path, disk=Watching())
+    old = [name for name in list_files(tmp_path) if name.startswith("model-0000")] + [INDEX]
+    export_state(state, tmp_path, disk=Watching())
     assert gone == old
-    assert files(tmp_path) == sorted([*others, SINGLE])
+    assert list_files(tmp_path) == sorted([*others, SINGLE])
 
 
-def test_files_of_killed_exports_go_with_the_next_and_those_of_running_ones_stay(tmp_path):
+def test_an_export_removes_files_of_killed_exports_and_keeps_those_of_running_ones(tmp_path):
     state, node = {name: torch.zeros(4) for name in "abc"}, socket.gethostname()
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
@@ -328,12 +332,12 @@ def test_files_of_killed_exports_go_with_the_next_and_those_of_running_ones_stay
     ]
     for name in stays + killed:
         (tmp_path / name).touch()
-    written(state, tmp_path)
-    assert files(tmp_path) == sorted([*stays, SINGLE])
+    export_state(state, tmp_path)
+    assert list_files(tmp_path) == sorted([*stays, SINGLE])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_an_export_ended_by_a_signal_leaves_nothing_after_the_next(tmp_path, number):
+def test_files_of_an_export_killed_by_a_signal_are_removed_by_the_next(tmp_path, number):
     script = (
         "import os, sys, torch\n"
         "from pathlib import Path\n"
@@ -349,13 +353,13 @@ def test_an_export_ended_by_a_signal_leaves_nothing_after_the_next(tmp_path, num
     )
     assert done.returncode
     assert not (tmp_path / SINGLE).exists()
-    written({"a": torch.zeros(4)}, tmp_path)
-    assert files(tmp_path) == [SINGLE]
+    export_state({"a": torch.zeros(4)}, tmp_path)
+    assert list_files(tmp_path) == [SINGLE]
 
 
-def test_shards_of_two_exports_do_not_pass_for_one(tmp_path):
+def test_shards_of_two_exports_are_rejected(tmp_path):
     one, two = (
-        written({"a": torch.full((4,), v), "b": torch.full((4,), v)}, tmp_path / str(v), 16)
+        export_state({"a": torch.full((4,), v), "b": torch.full((4,), v)}, tmp_path / str(v), 16)
         for v in (1.0, 2.0)
     )
     name = "model-00002-of-00002.safetensors"
@@ -365,12 +369,12 @@ def test_shards_of_two_exports_do_not_pass_for_one(tmp_path):
 
 
 def test_an_index_of_another_writer_is_read_without_checksums(tmp_path):
-    written({"a": torch.zeros(4), "b": torch.ones(4)}, tmp_path, 16)
+    export_state({"a": torch.zeros(4), "b": torch.ones(4)}, tmp_path, 16)
     index = json.loads((tmp_path / INDEX).read_text())
     (tmp_path / INDEX).write_text(
         json.dumps({"metadata": {"total_size": 32}, "weight_map": index["weight_map"]})
     )
-    assert same(find_weights(tmp_path).read()["b"], torch.ones(4))
+    assert is_bitwise_equal(find_weights(tmp_path).read()["b"], torch.ones(4))
 
 
 @pytest.mark.parametrize(
@@ -386,7 +390,7 @@ def test_an_index_of_another_writer_is_read_without_checksums(tmp_path):
 )
 def test_a_damaged_index_is_named(tmp_path, index, message):
     (tmp_path / "here.safetensors").write_text("text")
-    written({"a": torch.zeros(1)}, tmp_path / "own")
+    export_state({"a": torch.zeros(1)}, tmp_path / "own")
     (tmp_path / "own" / SINGLE).rename(tmp_path / "fine.safetensors")
     (tmp_path / INDEX).write_text(index)
     with pytest.raises(CheckpointError, match=message):
@@ -400,17 +404,17 @@ def test_a_directory_without_weights_is_named(tmp_path):
         find_weights(tmp_path)
 
 
-# Whether it fits -------------------------------------------------------------------------
+# Mismatches ------------------------------------------------------------------------------
 
 
-def test_everything_that_does_not_fit_is_told(tmp_path):
+def test_every_mismatch_with_the_model_is_listed(tmp_path):
     model = Tied()
     state = dict(model.state_dict())
     del state["inner.bias"]
     state |= {"beyond": torch.zeros(1), "inner.weight": torch.zeros(2, 3), "count": torch.tensor(1.5)}
     state["head.weight"] = state["embed.weight"] + 1
     with pytest.raises(CheckpointError, match="does not fit the model, which was not changed") as refused:
-        find_weights(written(state, tmp_path)).match(model.state_dict())
+        find_weights(export_state(state, tmp_path)).match(model.state_dict())
     for line in (
         "missing: inner.bias",
         "unexpected: beyond",
@@ -421,17 +425,17 @@ def test_everything_that_does_not_fit_is_told(tmp_path):
         assert f"\n  {line}" in str(refused.value)
 
 
-def test_a_model_without_ties_takes_tied_weights_as_the_file_tells(tmp_path):
+def test_a_model_without_ties_loads_tied_weights(tmp_path):
     model, loose = Tied(), Tied()
     loose.head.weight = nn.Parameter(torch.zeros(5, 3))
-    weights = find_weights(written(model.state_dict(), tmp_path))
+    weights = find_weights(export_state(model.state_dict(), tmp_path))
     loose.load_state_dict(weights.read(weights.match(loose.state_dict())))
-    assert same(loose.head.weight.data, model.embed.weight.data)
+    assert is_bitwise_equal(loose.head.weight.data, model.embed.weight.data)
 
 
-def test_numbers_become_what_the_model_has(tmp_path):
+def test_weights_are_cast_to_the_dtype_of_the_model(tmp_path):
     model = nn.Linear(2, 2)
-    written(model.state_dict(), tmp_path)
+    export_state(model.state_dict(), tmp_path)
     half = nn.Linear(2, 2).to(torch.bfloat16)
     weights = find_weights(tmp_path)
     half.load_state_dict(weights.read(weights.match(half.state_dict())))
@@ -439,7 +443,7 @@ def test_numbers_become_what_the_model_has(tmp_path):
     assert half.weight.equal(model.weight.to(torch.bfloat16))
 
 
-def test_a_directory_may_be_relative(tmp_path, monkeypatch):
+def test_an_export_to_a_relative_directory_works(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    written({"a": torch.ones(2)}, Path("deep/down"))
-    assert files(tmp_path / "deep" / "down") == [SINGLE]
+    export_state({"a": torch.ones(2)}, Path("deep/down"))
+    assert list_files(tmp_path / "deep" / "down") == [SINGLE]

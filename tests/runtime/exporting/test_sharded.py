@@ -1,4 +1,4 @@
-"""A sharded model's weights go to files one file at a time, and come back part by part, on any mesh."""
+"""Export of sharded models: weights are written file by file, and loaded shard by shard on any mesh."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from accel_runtime import Accelerator, init_empty_weights
 from accel_runtime.checkpoint.errors import CheckpointError
 
 
-def saved(folder, sizes, limit):
+def save_and_load(folder, sizes, limit):
     run = accelerator(sizes)
     model = run.prepare(net())
     run.save_model(model, folder, max_shard_size=limit)
@@ -26,20 +26,20 @@ def saved(folder, sizes, limit):
     return there, state_of(other)
 
 
-def of_files(folder):
+def read_files(folder):
     return {name: t for path in folder.glob("*.safetensors") for name, t in load_file(path).items()}
 
 
 @pytest.mark.parametrize("limit", ["10GB", 250], ids=["one file", "several"])
-def test_a_sharded_model_is_written_whole_and_read_part_by_part(pair, tmp_path, limit):
+def test_a_sharded_model_is_exported_in_full_and_loaded_into_shards(pair, tmp_path, limit):
     folder = tmp_path / "export"
-    told = pair.run(saved, folder, {"dp_shard": 2}, limit)
+    told = pair.run(save_and_load, folder, {"dp_shard": 2}, limit)
     want = {name: value.tolist() for name, value in net().state_dict().items()}
     assert [state for _, state in told] == [want] * 2
     several = len(list(folder.glob("*.safetensors")))
     assert (several == 1) == (limit == "10GB")
     assert told[0][0] == sorted(path.name for path in folder.iterdir()), "all files are there when it returns"
-    found = of_files(folder)
+    found = read_files(folder)
     assert "head.weight" in found or "embedding.weight" in found
     assert len(found) == len(want) - 1, "tied weights are there once"
     plain = Net()
@@ -53,14 +53,14 @@ def test_a_sharded_model_is_written_whole_and_read_part_by_part(pair, tmp_path, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"dp_shard": 4}, {"dp_shard": 2, "dp_replicate": 2}], ids=str)
-def test_on_four(four, tmp_path, sizes):
+def test_four_ranks_export_and_load_a_sharded_model(four, tmp_path, sizes):
     four.run(warm)
     want = {name: value.tolist() for name, value in net().state_dict().items()}
-    for _, state in four.run(saved, tmp_path / "export", sizes, 500):
+    for _, state in four.run(save_and_load, tmp_path / "export", sizes, 500):
         assert state == want
 
 
-def tried(folder, sizes, kind, meta):
+def try_to_load(folder, sizes, kind, meta):
     run = accelerator(sizes)
     with init_empty_weights() if meta else torch.device("cpu"):
         model = kind()
@@ -75,7 +75,7 @@ def tried(folder, sizes, kind, meta):
 
 
 class Other(Net):
-    """The same with another shape in one place."""
+    """The model with one parameter of another shape and one additional parameter."""
 
     def __init__(self):
         super().__init__()
@@ -84,66 +84,66 @@ class Other(Net):
 
 
 @pytest.mark.parametrize("meta", [False, True], ids=["with values", "without"])
-def test_weights_that_do_not_fit_are_named_and_change_nothing_on_any_rank(pair, tmp_path, meta):
+def test_mismatched_weights_are_named_and_change_no_rank(pair, tmp_path, meta):
     own = {name: value for name, value in net().state_dict().items() if name != "head.weight"}
     save_file(own, tmp_path / "model.safetensors")
-    for said, unchanged in pair.run(tried, tmp_path, {"dp_shard": 2}, Other, meta):
+    for said, unchanged in pair.run(try_to_load, tmp_path, {"dp_shard": 2}, Other, meta):
         assert unchanged
         assert "does not fit the model, which was not changed" in said
         assert "missing: more" in said
         assert "gain has shape [1] in the file and [2] in the model" in said
 
 
-def test_what_one_rank_cannot_read_changes_nothing_on_the_others(pair, tmp_path):
+def test_a_read_error_on_one_rank_changes_no_rank(pair, tmp_path):
     own = {name: value for name, value in net().state_dict().items() if name != "head.weight"}
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
         save_file(own, tmp_path / str(rank) / "model.safetensors")
     path = tmp_path / "1" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    for said, unchanged in pair.run(tried, tmp_path, {"dp_shard": 2}, Net, False):
+    for said, unchanged in pair.run(try_to_load, tmp_path, {"dp_shard": 2}, Net, False):
         assert unchanged
         assert "rank 1: " in said
         assert "truncated" in said
 
 
-def test_tied_weights_that_differ_in_the_file_are_refused(pair, tmp_path):
+def test_tied_weights_with_different_values_in_the_file_are_rejected(pair, tmp_path):
     own = dict(net().state_dict())
     own["head.weight"] = own["head.weight"] + 1
     save_file(own, tmp_path / "model.safetensors")
-    for said, unchanged in pair.run(tried, tmp_path, {"dp_shard": 2}, Net, False):
+    for said, unchanged in pair.run(try_to_load, tmp_path, {"dp_shard": 2}, Net, False):
         assert unchanged
         assert "head.weight and embedding.weight are one tensor in the model and differ in the file" in said
 
 
-def test_a_file_of_another_export_does_not_pass(pair, tmp_path):
-    pair.run(saved, tmp_path, {"dp_shard": 2}, 250)
+def test_a_file_that_does_not_match_the_index_is_rejected(pair, tmp_path):
+    pair.run(save_and_load, tmp_path, {"dp_shard": 2}, 250)
     path = max(tmp_path.glob("*.safetensors"))
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    for said, unchanged in pair.run(tried, tmp_path, {"dp_shard": 2}, Net, False):
+    for said, unchanged in pair.run(try_to_load, tmp_path, {"dp_shard": 2}, Net, False):
         assert unchanged
         assert f"{path} does not match" in said
 
 
-def converted(folder):
+def load_into_bfloat16(folder):
     run = accelerator({"dp_shard": 2})
     model = run.prepare(net(2).to(torch.bfloat16))
     run.load_model(model, folder / "model.safetensors")
     return state_of(model)
 
 
-def test_numbers_become_those_of_the_model(pair, tmp_path):
+def test_sharded_weights_are_cast_to_the_dtype_of_the_model(pair, tmp_path):
     own = {name: value for name, value in net().state_dict().items() if name != "head.weight"}
     own["frozen"] = own["frozen"].double()
     save_file(own, tmp_path / "model.safetensors")
     want = {name: value.tolist() for name, value in net().to(torch.bfloat16).state_dict().items()}
-    assert pair.run(converted, tmp_path) == [want] * 2
+    assert pair.run(load_into_bfloat16, tmp_path) == [want] * 2
 
 
-def failing(folder, sizes):
-    """The writer's disk is full at the second file."""
+def export_to_full_disk(folder, sizes):
+    """Export with a disk that is full at the second file; return the error and the number of writes."""
     from accel_runtime.export import save_model
 
     run = accelerator(sizes)
@@ -166,18 +166,18 @@ def failing(folder, sizes):
     return "", 0
 
 
-def test_a_disk_that_is_full_is_told_to_all_and_nothing_is_left(pair, tmp_path):
-    (said, calls), (same, none) = pair.run(failing, tmp_path / "export", {"dp_shard": 2})
+def test_a_full_disk_raises_on_all_ranks_and_leaves_no_file(pair, tmp_path):
+    (said, calls), (same, none) = pair.run(export_to_full_disk, tmp_path / "export", {"dp_shard": 2})
     assert said == same
     assert "save_model failed on rank 0: Cannot write the model" in said
     assert (calls, none) == (2, 0)
     assert list((tmp_path / "export").iterdir()) == []
 
 
-# How much memory it takes ------------------------------------------------------------------
+# Memory ------------------------------------------------------------------------------------
 
 WEIGHTS = 24, 1024
-"""How many layers, and how wide they are: 96 MiB."""
+"""The number of layers and their width: 96 MiB."""
 
 
 def layers():
@@ -185,14 +185,14 @@ def layers():
     return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count)))
 
 
-def in_status(name):
-    """A number of bytes in /proc/self/status."""
+def read_status(name):
+    """Return a number of bytes from /proc/self/status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith(name))) << 10
 
 
-def loaded_within(folder, room):
-    """Load the weights while this rank may take `room` bytes more than it has; what it took, and the sum of its shards."""
+def load_within_limit(folder, limit):
+    """Load the weights with a memory limit of `limit` more bytes; return the memory used and the sum of the shards."""
     run = accelerator({"dp_shard": 4})
     with init_empty_weights(include_buffers=True):
         model = layers()
@@ -200,21 +200,21 @@ def loaded_within(folder, room):
     tiny = run.prepare(nn.Linear(4, 4))  # what is imported and allocated at the first use does not count
     run.save_model(tiny, f"{folder}-tiny")
     run.load_model(tiny, f"{folder}-tiny")
-    before = in_status("RssAnon")
-    resource.setrlimit(resource.RLIMIT_DATA, (in_status("VmData") + room, resource.RLIM_INFINITY))
+    before = read_status("RssAnon")
+    resource.setrlimit(resource.RLIMIT_DATA, (read_status("VmData") + limit, resource.RLIM_INFINITY))
     try:
         with pytest.raises(MemoryError):
-            bytearray(room + (1 << 20))
+            bytearray(limit + (1 << 20))
         run.load_model(model, folder)
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    taken = in_status("RssAnon") - before
+    taken = read_status("RssAnon") - before
     return taken, sum(p.to_local().double().sum().item() for p in model.parameters())
 
 
 @pytest.fixture
 def four_fresh():
-    """Four processes of this test's own: memory that earlier tests have freed would not be counted."""
+    """Return four new ranks, since memory that earlier tests have freed would not be counted."""
     ranks = cluster.Cluster(4)
     yield ranks
     ranks.close()
@@ -222,11 +222,11 @@ def four_fresh():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", ["10GB", "20MB"], ids=["one file", "several"])
-def test_a_file_twice_the_memory_of_a_rank_is_loaded(four_fresh, tmp_path, limit):
-    """96 MiB of weights over four ranks of which each may take 48 MiB: half the file, and a part of its own of 24."""
+def test_a_rank_loads_a_file_larger_than_its_memory_limit(four_fresh, tmp_path, limit):
+    """96 MiB of weights on four ranks with a limit of 48 MiB each; a shard has 24 MiB."""
     model, folder = layers(), tmp_path / "weights"
     Accelerator().save_model(model, folder, max_shard_size=limit)
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    taken, sums = zip(*four_fresh.run(loaded_within, str(folder), size // 2), strict=True)
+    taken, sums = zip(*four_fresh.run(load_within_limit, str(folder), size // 2), strict=True)
     assert all(bytes_ < size / 2 for bytes_ in taken)
     assert sum(sums) == pytest.approx(sum(p.double().sum().item() for p in model.parameters()))
