@@ -1,4 +1,4 @@
-"""Here three processes are on a machine each: how bytes travel is what these tests are about."""
+"""Clusters for the tests of collectives, in which three ranks run on three simulated nodes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import pytest
 
 @pytest.fixture(params=[1, 2, "apart"], ids=["1 process", "2 processes", "3 machines"])
 def ranks(request, clusters):
-    """One process, two on one machine, and three machines in turn."""
+    """Return one rank, then two on one node, then three on three nodes."""
     return clusters[request.param]
 
 
 @pytest.fixture(params=[2, "apart"], ids=["2 processes", "3 machines"])
 def several(request, clusters):
-    """Two processes on one machine, and three machines in turn."""
+    """Return two ranks on one node, then three on three nodes."""
     return clusters[request.param]

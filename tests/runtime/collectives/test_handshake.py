@@ -1,4 +1,4 @@
-"""Ranks that do different things all hear of it, in words that name them."""
+"""Handshakes: ranks with different collective calls all raise an error that lists the calls."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def set_summary_world_size(size):
 
 @pytest.fixture(params=[False, True], ids=["slots", "summary first"])
 def either_handshake(several, request):
-    """Ranks that send slots at once, and ranks that compare a summary first as in a large world."""
+    """Return ranks that send slots at once, then ranks that first compare a summary, as in a large world."""
     several.run(set_summary_world_size, 1 if request.param else SUMMARY_WORLD_SIZE)
     yield several
     several.run(set_summary_world_size, SUMMARY_WORLD_SIZE)
 
 
-def different(kind, odd, b):
-    """A call from one line, that differs on the odd rank from that of the others."""
+def call_differently(kind, odd, b):
+    """Make a collective call that differs on one rank."""
     world = b.topology.world_size
     step = StepInfo((2,) * world, (2,) * world, is_last=False)
     tensor = torch.ones(2, 2)
@@ -68,7 +68,7 @@ def different(kind, odd, b):
     return calls[kind][odd]()
 
 
-SAID = {
+EXPECTED = {
     "operation": "reduce sum scale 1.0 at LINE of float32[2, 2] on cpu",
     "reduction": "reduce max scale 1.0 at LINE of float32[2, 2] on cpu",
     "structure": "gather at LINE of ['b']: float32[2, 2] on cpu",
@@ -84,28 +84,28 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("kind", SAID)
-def test_ranks_that_disagree_all_get_an_error_that_lists_their_calls_and_can_go_on(either_handshake, kind):
+@pytest.mark.parametrize("kind", EXPECTED)
+def test_a_mismatch_raises_on_all_ranks_with_their_calls_and_later_calls_work(either_handshake, kind):
     def mismatched(kind):
         b = backend()
         started = time.monotonic()
         with pytest.raises(MismatchError) as caught:
-            different(kind, b.topology.rank == b.topology.world_size - 1, b)
-        went_on = gather(torch.tensor([b.topology.rank]), b).tolist()
-        return str(caught.value), time.monotonic() - started, went_on
+            call_differently(kind, b.topology.rank == b.topology.world_size - 1, b)
+        next_result = gather(torch.tensor([b.topology.rank]), b).tolist()
+        return str(caught.value), time.monotonic() - started, next_result
 
-    for message, seconds, went_on in either_handshake.run(mismatched, kind):
+    for message, seconds, next_result in either_handshake.run(mismatched, kind):
         *others, last = message.splitlines()[1:]
         line = re.sub(r"at test_handshake\.py:\d+ \(\S+\)", "at LINE", last)
-        assert line.startswith(f"  rank {either_handshake.size - 1}: {SAID[kind]}")
+        assert line.startswith(f"  rank {either_handshake.size - 1}: {EXPECTED[kind]}")
         assert [text.split(":")[0] for text in others] == [
             f"  rank {rank}" for rank in range(either_handshake.size - 1)
         ]
         assert seconds < 60
-        assert went_on == list(range(either_handshake.size))
+        assert next_result == list(range(either_handshake.size))
 
 
-def test_the_same_call_from_another_line_completes_with_one_warning_for_each_pair_of_lines(either_handshake):
+def test_equal_calls_from_different_lines_complete_with_one_warning_per_pair_of_lines(either_handshake):
     def gather_in_branches():
         b = backend()
         found = []
@@ -125,7 +125,7 @@ def test_the_same_call_from_another_line_completes_with_one_warning_for_each_pai
     assert lines == [lines[0], *[lines[0] - 2] * (either_handshake.size - 1)]
 
 
-def test_ranks_of_a_large_world_that_agree_send_no_slots(several):
+def test_matching_calls_in_a_large_world_send_no_slots(several):
     """What a rank sends for a barrier, a large reduction and equal row counts does not grow with the world size."""
 
     def call_without_slots():
@@ -155,7 +155,7 @@ def test_ranks_of_a_large_world_that_agree_send_no_slots(several):
     assert several.run(call_without_slots) == [expected] * several.size
 
 
-def test_other_data_from_another_line_are_refused(pair):
+def test_different_data_from_different_lines_are_a_mismatch(pair):
     def mismatched():
         b = backend()
         one = lambda: gather(torch.ones(2), b)  # noqa: E731
@@ -167,7 +167,7 @@ def test_other_data_from_another_line_are_refused(pair):
     assert pair.run(mismatched) == [True, True]
 
 
-def test_ranks_may_wait_for_each_other_from_different_lines(either_handshake):
+def test_barriers_on_different_lines_match(either_handshake):
     def waited():
         b = backend()
         if b.topology.rank:
@@ -179,7 +179,7 @@ def test_ranks_may_wait_for_each_other_from_different_lines(either_handshake):
     assert all(either_handshake.run(waited))
 
 
-def test_a_disagreement_too_long_for_a_slot_is_told_whole(either_handshake):
+def test_a_mismatch_longer_than_a_slot_is_reported_in_full(either_handshake):
     def mismatched():
         b = backend()
         odd = b.topology.rank == 1
@@ -192,17 +192,17 @@ def test_a_disagreement_too_long_for_a_slot_is_told_whole(either_handshake):
         assert f"['metric {SLOT // 20 - 1}']: float32[2, 3] on cpu" in message.splitlines()[2]
 
 
-def test_a_call_is_known_by_its_line_outside_of_the_package():
+def test_a_call_is_identified_by_its_line_outside_of_the_package():
     call = call_at_site("gather")
     assert call.site == call_site()._replace(line=call.site.line)
     assert str(call) == (
         f"gather at test_handshake.py:{call.site.line} "
-        "(test_a_call_is_known_by_its_line_outside_of_the_package)"
+        "(test_a_call_is_identified_by_its_line_outside_of_the_package)"
     )
     assert isinstance(call, CollectiveCall)
 
 
-# Ranks that do not come ------------------------------------------------------------------
+# Missing ranks ---------------------------------------------------------------------------
 
 SCRIPT = """
 import datetime, os, sys, time, torch, torch._dynamo, torch.distributed as dist
@@ -225,7 +225,7 @@ except StallError as error:
 
 @pytest.fixture(scope="module")
 def fork_server():
-    """An interpreter that forks the processes of a script."""
+    """Return an interpreter that forks the processes of a script."""
     server = ForkServer()
     yield server
     server.close()
@@ -243,10 +243,10 @@ def fork_server():
 )
 @pytest.mark.parametrize("apart", [False, True], ids=["one machine", "three machines"])
 @pytest.mark.slow
-def test_ranks_that_wait_in_vain_are_told_for_whom(  # noqa: PLR0913, PLR0917
+def test_waiting_ranks_raise_an_error_that_names_the_missing_rank(  # noqa: PLR0913, PLR0917
     fork_server, odd, error, patience, apart, tmp_path, port
 ):
-    """Of three ranks the last does something else; `apart`, each is alone on its machine."""
+    """The last of three ranks makes no collective call; with `apart`, each rank has its own node."""
     missing = 2
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("ODD", odd).replace("PATIENCE", str(patience)))

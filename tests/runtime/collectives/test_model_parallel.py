@@ -1,4 +1,4 @@
-"""What ranks that compute a part together gave: once, and refused where none has the whole."""
+"""Results of model-parallel ranks: each counts once, and unjoined sequence shards are rejected."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accel_runtime.topology import DataRank
 NAN = float("nan")
 
 
-def test_the_first_rank_of_each_part_counts():
+def test_the_result_of_the_first_model_parallel_rank_is_used():
     assert drop_model_parallel_duplicates(list("aabb"), DataRank(0, 2, 2)) == ["a", "b"]
     assert drop_model_parallel_duplicates(list("abcd"), DataRank(0, 2, 2)) == ["a", "c"], (
         "who divides layers is not compared"
@@ -20,7 +20,7 @@ def test_the_first_rank_of_each_part_counts():
 
 
 @pytest.mark.parametrize("same", ["a", 1.5, torch.tensor([1.0, NAN]), {"x": [torch.tensor(3), "y"]}, []])
-def test_ranks_that_divide_sequences_may_give_the_same(same):
+def test_equal_results_of_context_parallel_ranks_are_accepted(same):
     # Parts of four ranks: two places of the sequence, two parts of every layer.
     assert len(drop_model_parallel_duplicates([same] * 8, DataRank(0, 2, 4, 2))) == 2
 
@@ -35,7 +35,7 @@ def test_ranks_that_divide_sequences_may_give_the_same(same):
         (["a"], ["a", "b"]),
     ],
 )
-def test_places_of_a_sequence_that_were_not_joined_are_refused(one, other):
+def test_different_results_of_context_parallel_ranks_are_rejected(one, other):
     place = DataRank(0, 2, 4, 2)
     assert drop_model_parallel_duplicates([one, other] * 4, place) == [one, one], (
         "ranks 0 and 2 divide the sequence"

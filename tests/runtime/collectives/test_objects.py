@@ -1,4 +1,4 @@
-"""Objects travel as bytes, with their tensors beside the pickle."""
+"""Serialization of objects for collectives, with tensors outside of the pickle."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from accel_runtime.collectives.handshake import deserialize_object, serialize_object
 
 
-def travelled(item):
+def send_through_bytes(item):
     parcel = serialize_object(item)
     room = memoryview(bytearray(b"\xff" * parcel.size))
     parcel.write(room)
@@ -24,47 +24,47 @@ PLAIN = st.recursive(
 
 
 @given(PLAIN)
-def test_any_plain_object_arrives_as_it_was(item):
-    assert travelled(item) == item
+def test_any_plain_object_is_deserialized_unchanged(item):
+    assert send_through_bytes(item) == item
 
 
 @pytest.mark.parametrize(
     "dtype", [torch.bool, torch.int64, torch.bfloat16, torch.complex64, torch.float8_e5m2]
 )
 @pytest.mark.parametrize("shape", [(), (0, 3), (3, 5)])
-def test_tensors_arrive_as_they_were_between_others(dtype, shape):
+def test_tensors_in_a_list_are_deserialized_unchanged(dtype, shape):
     tensor = torch.randn(shape).to(dtype)
-    flag, got, text = travelled([torch.tensor(True), tensor, "x"])
+    flag, got, text = send_through_bytes([torch.tensor(True), tensor, "x"])
     assert (flag.item(), text, got.dtype, got.shape) == (True, "x", dtype, shape)
     assert torch.equal(got.to(torch.complex64), tensor.to(torch.complex64))
 
 
-def test_a_slice_travels_without_the_rest_of_its_storage_and_without_its_gradient():
+def test_a_slice_is_serialized_without_its_full_storage_and_gradient():
     whole = torch.randn(1000, 1000, requires_grad=True)
     parcel = serialize_object({"part": whole[:, :2].T})
     assert parcel.size < 10_000
-    got = travelled({"part": whole[:, :2].T})["part"]
+    got = send_through_bytes({"part": whole[:, :2].T})["part"]
     assert torch.equal(got, whole[:, :2].T)
     assert not got.requires_grad
 
 
-def test_what_arrives_can_be_written_to_and_is_one_object_where_it_was_one():
+def test_deserialized_tensors_are_writable_and_keep_shared_identity():
     tensor = torch.ones(3)
-    first, second = travelled([tensor, tensor])
+    first, second = send_through_bytes([tensor, tensor])
     first.zero_()
     assert first is second
     assert tensor.tolist() == [1, 1, 1]
 
 
-def test_parameters_and_sparse_tensors_travel_too():
+def test_parameters_and_sparse_tensors_are_serialized():
     sparse = torch.eye(2).to_sparse()
-    parameter, got = travelled([torch.nn.Parameter(torch.ones(2)), sparse])
+    parameter, got = send_through_bytes([torch.nn.Parameter(torch.ones(2)), sparse])
     assert isinstance(parameter, torch.nn.Parameter)
     assert torch.equal(got.to_dense(), torch.eye(2))
 
 
-def test_arrays_of_numpy_travel_beside_the_pickle():
+def test_numpy_arrays_are_serialized_outside_of_the_pickle():
     np = pytest.importorskip("numpy")
     array = np.arange(10_000).reshape(100, 100)
     assert len(serialize_object(array).head) < 1000
-    assert (travelled({"x": array})["x"] == array).all()
+    assert (send_through_bytes({"x": array})["x"] == array).all()

@@ -1,4 +1,4 @@
-"""Tensors lie in one row of bytes and come back as they were."""
+"""Packing of tensors into one row of bytes, and unpacking."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ SHAPES = st.lists(st.integers(0, 3), max_size=3)
 SPECS = st.lists(st.tuples(st.sampled_from(DTYPES), SHAPES), max_size=6)
 
 
-def planned(specs):
+def build_plan(specs):
     return build_layout(tuple(TensorSpec(dtype, tuple(shape), "cpu") for dtype, shape in specs))
 
 
-def drawn(specs):
+def draw_tensors(specs):
     return [torch.randn(shape).mul(9).to(dtype) for dtype, shape in specs]
 
 
-def packed(specs, world):
-    """A row a rank of numbers that differ, and what they were made of."""
-    everyone = [drawn(specs) for _ in range(world)]
-    rows = torch.zeros(world, planned(specs).size, dtype=torch.uint8)
+def pack_ranks(specs, world):
+    """Return one packed row per rank, and the tensors of each rank."""
+    everyone = [draw_tensors(specs) for _ in range(world)]
+    rows = torch.zeros(world, build_plan(specs).size, dtype=torch.uint8)
     for tensors, row in zip(everyone, rows, strict=True):
-        pack_into(tensors, planned(specs), row)
+        pack_into(tensors, build_plan(specs), row)
     return rows, everyone
 
 
 @given(SPECS, st.integers(1, 3))
-def test_any_tensors_of_several_ranks_come_back_joined(specs, world):
-    rows, everyone = packed(specs, world)
-    joined = unpack_rows(rows, planned(specs))
+def test_packed_tensors_of_several_ranks_are_unpacked_concatenated(specs, world):
+    rows, everyone = pack_ranks(specs, world)
+    joined = unpack_rows(rows, build_plan(specs))
     for got, own in zip(joined, zip(*everyone, strict=True), strict=True):
         wanted = torch.cat(own) if own[0].dim() else torch.stack(own)
         assert got.dtype == wanted.dtype
@@ -47,22 +47,22 @@ def test_any_tensors_of_several_ranks_come_back_joined(specs, world):
 
 
 @given(SPECS)
-def test_any_tensors_of_one_rank_come_back_as_views(specs):
-    rows, everyone = packed(specs, 1)
-    for got, wanted in zip(unpack_row(rows[0], planned(specs)), everyone[0], strict=True):
+def test_packed_tensors_of_one_rank_are_unpacked_unchanged(specs):
+    rows, everyone = pack_ranks(specs, 1)
+    for got, wanted in zip(unpack_row(rows[0], build_plan(specs)), everyone[0], strict=True):
         assert got.dtype == wanted.dtype
         assert torch.equal(got, wanted)
 
 
 @given(SPECS, st.integers(1, 3))
-def test_any_tensors_are_combined_over_the_ranks(specs, world):
-    rows, everyone = packed(specs, world)
-    last = unpack_row(rows, planned(specs), lambda numbers: numbers[-1])
+def test_unpacking_applies_a_function_over_the_ranks(specs, world):
+    rows, everyone = pack_ranks(specs, world)
+    last = unpack_row(rows, build_plan(specs), lambda numbers: numbers[-1])
     for got, wanted in zip(last, everyone[-1], strict=True):
         assert torch.equal(got, wanted)
 
 
-def test_what_is_not_contiguous_or_needs_a_gradient_is_packed_as_it_reads():
+def test_noncontiguous_tensors_and_tensors_with_gradients_are_packed():
     tensors = [
         torch.arange(6.0).view(2, 3).T.requires_grad_(),
         torch.tensor([1j, 2]).conj(),
@@ -76,10 +76,10 @@ def test_what_is_not_contiguous_or_needs_a_gradient_is_packed_as_it_reads():
         assert not got.requires_grad
 
 
-def test_results_that_were_packed_together_do_not_share_memory():
+def test_unpacked_results_do_not_share_memory():
     specs = [(torch.float32, [2])] * 3
-    rows, _ = packed(specs, 2)
-    first, second, _ = unpack_rows(rows, planned(specs))
+    rows, _ = pack_ranks(specs, 2)
+    first, second, _ = unpack_rows(rows, build_plan(specs))
     before = second.clone()
     first.zero_()
     assert torch.equal(second, before)
