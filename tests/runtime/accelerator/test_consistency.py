@@ -1,4 +1,4 @@
-"""Ranks that prepare different objects are refused by `prepare`, with the ranks and the values that differ."""
+"""`prepare` rejects objects that differ between ranks, and names the ranks and values."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ LOADERS = {
 
 
 class Other(DataLoader):
-    """A loader of the script's own class."""
+    """A loader class of the script."""
 
 
 def frozen(rank):
@@ -96,7 +96,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("difference", [*LOADERS, *MODELS, *OPTIMIZERS])
-def test_objects_that_differ_from_rank_to_rank_are_refused_on_every_rank(pair, difference):
+def test_objects_that_differ_between_ranks_are_rejected_on_every_rank(pair, difference):
     def refusal(make):
         accelerator = Accelerator()
         with pytest.raises(MismatchError) as error:
@@ -109,7 +109,7 @@ def test_objects_that_differ_from_rank_to_rank_are_refused_on_every_rank(pair, d
     assert difference in texts[0]
 
 
-def test_ranks_with_the_same_values_are_named_together(clusters):
+def test_the_error_groups_ranks_with_equal_values(clusters):
     def refusal():
         accelerator = Accelerator()
         with pytest.raises(MismatchError) as error:
@@ -121,7 +121,7 @@ def test_ranks_with_the_same_values_are_named_together(clusters):
     )
 
 
-def test_different_objects_and_different_configurations_are_refused(pair):
+def test_different_objects_and_configurations_are_rejected(pair):
     def refusals():
         texts = []
         accelerator = Accelerator()
@@ -147,7 +147,7 @@ def test_different_objects_and_different_configurations_are_refused(pair):
     ("name", "first", "second"),
     [("gradient_accumulation_steps", 2, 3), ("mixed_precision", "no", "bf16")],
 )
-def test_settings_that_change_a_step_are_compared_too(pair, name, first, second):
+def test_settings_that_change_a_step_are_compared(pair, name, first, second):
     def refusal(name, *values):
         rank = Accelerator().process_index
         accelerator = Accelerator(**{name: values[rank]})
@@ -168,7 +168,7 @@ DDP_OPTIONS = {
 }
 
 
-def test_options_of_ddp_that_differ_are_refused_with_ranks_and_values(pair):
+def test_different_ddp_options_are_rejected_with_ranks_and_values(pair):
     def refusal():
         rank = Accelerator().process_index
         handler = DistributedDataParallelKwargs()
@@ -194,7 +194,7 @@ def test_options_of_ddp_that_differ_are_refused_with_ranks_and_values(pair):
         assert "comm_state_option: (('matrix_approximation_rank', 2),) on rank 0; () on rank 1" in text
 
 
-def test_handlers_that_hold_the_same_options_are_consistent(pair):
+def test_handlers_with_equal_options_are_consistent(pair):
     def unused():
         rank = Accelerator().process_index
         options = {
@@ -211,7 +211,7 @@ def test_handlers_that_hold_the_same_options_are_consistent(pair):
     assert pair.run(unused) == [False, False]
 
 
-def test_other_options_that_differ_are_refused_too(pair):
+def test_different_options_of_plugins_and_handlers_are_rejected(pair):
     def refusals():
         rank = Accelerator().process_index
         texts = []
@@ -240,7 +240,7 @@ def test_other_options_that_differ_are_refused_too(pair):
             assert part in text
 
 
-def test_parts_of_the_data_that_are_a_ranks_own_may_differ(pair):
+def test_sharded_data_can_differ_between_ranks(pair):
     def count():
         accelerator = Accelerator()
         loader = DataLoader(range(4 + accelerator.process_index), batch_size=2 + accelerator.process_index)
@@ -250,7 +250,7 @@ def test_parts_of_the_data_that_are_a_ranks_own_may_differ(pair):
     assert pair.run(count) == [9, 9]
 
 
-def test_a_model_for_evaluation_may_be_on_one_rank_only(pair):
+def test_a_model_for_evaluation_can_be_prepared_on_one_rank_only(pair):
     def output():
         accelerator = Accelerator()
         if accelerator.is_main_process:

@@ -1,4 +1,4 @@
-"""What a run gives away and takes over: every process returns when it is there, or all of them raise."""
+"""Export and import of weights and objects: all ranks return once the files exist, or all raise."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def network():
 
 
 @pytest.mark.parametrize("size", ["10GB", 30], ids=["one file", "shards"])
-def test_a_model_is_there_for_everybody_and_is_read_into_a_prepared_one(ranks, tmp_path, size):
+def test_all_ranks_see_an_exported_model_and_load_it_into_a_prepared_one(ranks, tmp_path, size):
     def run(folder, size):
         accelerator = Accelerator(mixed_precision="bf16")
         model = accelerator.prepare(network())
@@ -44,7 +44,7 @@ def test_a_model_is_there_for_everybody_and_is_read_into_a_prepared_one(ranks, t
 
 
 @pytest.mark.parametrize("where", ["all", "pair", "apart"])
-def test_a_failure_of_the_one_that_writes_is_raised_by_all_and_names_it(clusters, tmp_path, where):
+def test_a_write_error_is_raised_on_all_ranks_with_the_writing_rank(clusters, tmp_path, where):
     def run(folder, each):
         accelerator = Accelerator(project_config=ProjectConfiguration(save_on_each_node=each))
         folder = folder / str(accelerator.process_index) if each else folder
@@ -73,7 +73,7 @@ def test_a_failure_of_the_one_that_writes_is_raised_by_all_and_names_it(clusters
     assert re.match(rf"{who}Cannot write the model to {tmp_path}/file: .*File exists", said[0])
 
 
-def test_the_first_of_every_machine_writes_where_that_is_asked_for(clusters, tmp_path):
+def test_save_on_each_node_writes_on_every_node(clusters, tmp_path):
     def run(folder):
         accelerator = Accelerator(project_config=ProjectConfiguration(save_on_each_node=True))
         accelerator.save_model(network(), folder / str(accelerator.process_index))
@@ -82,7 +82,7 @@ def test_the_first_of_every_machine_writes_where_that_is_asked_for(clusters, tmp
     assert clusters["apart"].run(run, tmp_path) == [["model.safetensors"] * 3] * 3
 
 
-def test_several_that_write_to_one_directory_do_not_disturb_each_other(clusters, tmp_path):
+def test_concurrent_exports_to_one_directory_leave_complete_weights(clusters, tmp_path):
     def run(folder):
         accelerator = Accelerator(project_config=ProjectConfiguration(save_on_each_node=True))
         for _ in range(5):
@@ -95,7 +95,7 @@ def test_several_that_write_to_one_directory_do_not_disturb_each_other(clusters,
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_model_that_one_process_cannot_read_is_changed_on_none(pair, tmp_path):
+def test_a_load_error_on_one_rank_changes_no_rank(pair, tmp_path):
     def run(folder):
         accelerator = Accelerator()
         model = accelerator.prepare(network())
@@ -116,7 +116,7 @@ def test_a_model_that_one_process_cannot_read_is_changed_on_none(pair, tmp_path)
         assert str(tmp_path / "1") in said
 
 
-def test_what_only_torch_can_write_is_refused_with_the_way_to_write_it(tmp_path):
+def test_an_export_as_pickle_is_rejected_with_the_alternative(tmp_path):
     with pytest.raises(
         ValueError, match=r"cannot write pickles.*accelerator.save\(accelerator.get_state_dict\(model\)"
     ):
@@ -126,7 +126,7 @@ def test_what_only_torch_can_write_is_refused_with_the_way_to_write_it(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_says_which_of_its_tied_weights_is_left_out(tmp_path):
+def test_tied_weights_keys_of_a_model_select_the_omitted_weight(tmp_path):
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     model[1].weight = model[0].weight
     Accelerator().save_model(model, tmp_path)
@@ -142,7 +142,7 @@ def test_a_model_says_which_of_its_tied_weights_is_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("name", "safe"), [("state.safetensors", True), ("state.bin", True), ("state.bin", False)]
 )
-def test_what_is_saved_is_loaded_whatever_it_is_called(tmp_path, name, safe):
+def test_saved_objects_load_independent_of_the_file_name(tmp_path, name, safe):
     accelerator = Accelerator()
     state = {"x": torch.arange(3.0), "y": torch.tensor(True)}
     accelerator.save(state, tmp_path / name, safe_serialization=safe)
@@ -156,7 +156,7 @@ def test_what_is_saved_is_loaded_whatever_it_is_called(tmp_path, name, safe):
     assert all(tensor.is_meta for tensor in accelerator.load(tmp_path / name, "meta").values())
 
 
-def test_an_object_comes_back_with_numbers_and_arrays_of_numpy_as_numbers_and_tensors(tmp_path):
+def test_numpy_values_of_an_object_load_as_numbers_and_tensors(tmp_path):
     import numpy as np
 
     state = {
@@ -196,17 +196,17 @@ class Payload:
         return os.mkdir, (str(self.path),)
 
 
-def test_code_in_a_file_never_runs(tmp_path):
+def test_load_does_not_execute_code_in_a_file(tmp_path):
     torch.save({"fine": 1, "bad": Payload(tmp_path / "ran")}, tmp_path / "state.bin")
     for file in (tmp_path / "state.bin", io.BytesIO((tmp_path / "state.bin").read_bytes())):
         with pytest.raises(CheckpointError, match=r"was not read: it contains posix.mkdir, which only code"):
             Accelerator().load(file)
     assert not (tmp_path / "ran").exists()
     torch.load(tmp_path / "state.bin", weights_only=False)
-    assert (tmp_path / "ran").exists()  # so the payload works
+    assert (tmp_path / "ran").exists()  # the payload works
 
 
-def test_a_class_that_the_script_trusts_is_read(tmp_path):
+def test_a_class_in_safe_globals_is_loaded(tmp_path):
     torch.save({"x": Trusted(3)}, tmp_path / "state.bin")
     with pytest.raises(CheckpointError, match=r"contains .*Trusted, which only code"):
         utils.load(tmp_path / "state.bin")
@@ -237,7 +237,7 @@ class Trusted:
         (b"cos\nsystem\n(S'true'\ntR.", "state.bin", "state.bin was not read|state.bin cannot be read"),
     ],
 )
-def test_a_file_that_is_none_is_named(tmp_path, content, name, message):
+def test_an_unreadable_file_is_named(tmp_path, content, name, message):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=message) as raised:
@@ -245,7 +245,7 @@ def test_a_file_that_is_none_is_named(tmp_path, content, name, message):
     assert str(tmp_path / name) in str(raised.value)
 
 
-def test_options_that_would_be_ignored_are_refused(tmp_path):
+def test_unsupported_options_of_load_are_rejected(tmp_path):
     save_file({"x": torch.ones(1)}, tmp_path / "x.safetensors")
     with pytest.raises(ValueError, match=r"weights_only=True only.*torch.load\(..., weights_only=False\)"):
         Accelerator().load(tmp_path / "x.safetensors", weights_only=False)

@@ -1,4 +1,4 @@
-"""What each process does, and who goes first."""
+"""Execution of functions on selected ranks, and the order of ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accel_runtime.backends import base
 
 
 @pytest.mark.parametrize("kind", [Accelerator, PartialState])
-def test_a_decorated_function_runs_on_its_process_and_returns_none_elsewhere(ranks, kind):
+def test_a_decorated_function_runs_on_its_rank_and_returns_none_elsewhere(ranks, kind):
     def answers(kind):
         state = kind()
         last = state.num_processes - 1
@@ -42,7 +42,7 @@ def test_a_decorated_function_runs_on_its_process_and_returns_none_elsewhere(ran
     ]
 
 
-def test_a_process_that_is_not_there_cannot_be_chosen(alone):
+def test_an_invalid_process_index_is_rejected(alone):
     state = PartialState()
     for decorate in (state.on_process, state.on_local_process):
         with pytest.raises(ValueError, match="is missing: pass the index"):
@@ -52,7 +52,7 @@ def test_a_process_that_is_not_there_cannot_be_chosen(alone):
 
 
 @pytest.mark.parametrize("scope", ["main_process_first", "local_main_process_first"])
-def test_the_first_process_is_through_before_the_others_begin(ranks, tmp_path, scope):
+def test_main_process_first_completes_before_the_other_ranks_start(ranks, tmp_path, scope):
     def order(path, scope):
         accelerator = Accelerator()
         for turn in range(3):
@@ -66,7 +66,7 @@ def test_the_first_process_is_through_before_the_others_begin(ranks, tmp_path, s
     assert all(ranks.run(order, tmp_path, scope))
 
 
-def test_blocks_can_stand_in_each_other_and_take_turns_with_another_accelerator(ranks):
+def test_main_process_first_blocks_can_be_nested(ranks):
     def nested():
         first, second = Accelerator(), PartialState()
         with first.main_process_first(), second.local_main_process_first(), second.main_process_first():
@@ -76,7 +76,7 @@ def test_blocks_can_stand_in_each_other_and_take_turns_with_another_accelerator(
     assert all(ranks.run(nested))
 
 
-def test_where_the_first_process_fails_the_others_are_told(several):
+def test_a_failure_in_main_process_first_is_raised_on_the_other_ranks(several):
     def failed():
         accelerator = Accelerator()
         try:
@@ -91,7 +91,7 @@ def test_where_the_first_process_fails_the_others_are_told(several):
     assert others == [told] * (several.size - 1)
 
 
-def test_ranks_of_a_machine_that_are_not_consecutive_are_an_error_and_no_hang(several):
+def test_ranks_of_a_node_that_are_not_consecutive_raise_an_error(several):
     def strange():
         accelerator = Accelerator()
         backend = accelerator._backend
@@ -103,28 +103,28 @@ def test_ranks_of_a_machine_that_are_not_consecutive_are_an_error_and_no_hang(se
         except RuntimeError as error:
             return str(error)
 
-    assert all(said is None or "Number the ranks" in said for said in several.run(strange))
+    assert all(reports is None or "Number the ranks" in reports for reports in several.run(strange))
     if several.size == 3:
         assert "rank 2 waits for rank 1, which is not the first" in several.run(strange)[2]
 
 
-def test_one_rank_says_for_whom_it_waits(several):
+def test_one_waiting_rank_reports_the_rank_it_waits_for(several):
     def waited():
         accelerator = Accelerator()
         accelerator.wait_for_everyone()
         with (
-            contextlib.redirect_stderr(io.StringIO()) as said,
+            contextlib.redirect_stderr(io.StringIO()) as reports,
             patch.object(base, "REPORT_S", 0.1),
             accelerator.main_process_first(),
         ):
             accelerator.on_main_process(time.sleep)(3)
-        return said.getvalue()
+        return reports.getvalue()
 
-    said = several.run(waited)
-    assert said[1].startswith("rank 1: waiting for rank 0 (")
-    assert said[1].endswith(" s) in main_process_first()\n")
-    assert said[1].count("\n") == 1
-    assert not any(said[:1] + said[2:])
+    reports = several.run(waited)
+    assert reports[1].startswith("rank 1: waiting for rank 0 (")
+    assert reports[1].endswith(" s) in main_process_first()\n")
+    assert reports[1].count("\n") == 1
+    assert not any(reports[:1] + reports[2:])
 
 
 def longer_than_the_timeout():
@@ -138,11 +138,11 @@ def longer_than_the_timeout():
 
 
 @pytest.mark.slow
-def test_the_first_process_may_take_longer_than_the_process_group_waits():
+def test_main_process_first_can_exceed_the_process_group_timeout():
     debug_launcher(longer_than_the_timeout)
 
 
-def test_every_process_gets_its_part(ranks):
+def test_split_between_processes_returns_the_shard_of_each_rank(ranks):
     def part(inputs):
         with Accelerator().split_between_processes(inputs) as mine:
             accelerated = mine

@@ -1,4 +1,4 @@
-"""The end of a training: trackers are finished, and the process group is left once nobody uses it."""
+"""`end_training`: trackers are finished, and the process group is destroyed after its last use."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from accel_runtime import Accelerator
 
 @pytest.fixture
 def fresh():
-    """Two processes of this test's own, since it ends their process group."""
+    """Return two new ranks, since the test destroys their process group."""
     two = cluster.Cluster(2)
     yield two
     two.close()
 
 
-def test_the_group_is_left_with_the_last_accelerator_that_uses_it(fresh):
+def test_the_last_accelerator_destroys_the_process_group(fresh):
     def run():
         import torch.distributed as dist
 
@@ -33,7 +33,7 @@ def test_the_group_is_left_with_the_last_accelerator_that_uses_it(fresh):
     assert fresh.run(run) == [(2.0, False, True), (2.0, False, False)]
 
 
-def test_a_group_that_the_script_has_made_stays(fresh):
+def test_a_process_group_of_the_script_is_kept(fresh):
     def run():
         import torch.distributed as dist
 
@@ -46,7 +46,7 @@ def test_a_group_that_the_script_has_made_stays(fresh):
 
 
 @pytest.mark.slow
-def test_a_launched_script_ends_well_after_the_end_of_training(accel, script, cwd):
+def test_a_launched_script_exits_cleanly_after_end_training(accel, script, cwd):
     script(
         "from accel_runtime import Accelerator\n"
         "accelerator = Accelerator(log_with='jsonl', project_dir='logs')\n"
@@ -61,7 +61,7 @@ def test_a_launched_script_ends_well_after_the_end_of_training(accel, script, cw
     assert (json.loads(config)["config"], json.loads(values)["values"]) == ({"lr": 0.1}, {"loss": 1.0})
 
 
-def test_alone_there_is_no_group_to_leave(tmp_path):
+def test_end_training_works_without_a_process_group(tmp_path):
     accelerator = Accelerator(log_with="jsonl", project_dir=tmp_path)
     accelerator.init_trackers("project")
     accelerator.end_training()

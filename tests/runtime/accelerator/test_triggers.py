@@ -1,4 +1,4 @@
-"""One process pulls the trigger, all of them know."""
+"""Triggers: `set_trigger` on one rank is seen by `check_trigger` on all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from accel_runtime import Accelerator
 
 
 @pytest.mark.parametrize("who", ["first", "last", "all"])
-def test_a_trigger_of_any_process_is_found_by_all_and_then_unset(ranks, who):
+def test_check_trigger_returns_true_once_on_all_ranks(ranks, who):
     def checked(who):
         accelerator = Accelerator()
         before = accelerator.check_trigger()
@@ -19,7 +19,7 @@ def test_a_trigger_of_any_process_is_found_by_all_and_then_unset(ranks, who):
     assert ranks.run(checked, who) == [(False, True, False)] * ranks.size
 
 
-def test_the_trigger_of_one_accelerator_is_not_that_of_another():
+def test_each_accelerator_has_its_own_trigger():
     first, second = Accelerator(), Accelerator()
     first.set_trigger()
     assert (second.check_trigger(), first.check_trigger()) == (False, True)

@@ -1,4 +1,4 @@
-"""Processes with unequal numbers of batches."""
+"""`join_uneven_inputs` with different numbers of batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from accel_runtime import Accelerator
 
 
-def test_a_process_with_fewer_batches_answers_for_the_others(several):
+def test_ranks_with_different_numbers_of_batches_train_with_join_uneven_inputs(several):
     def trained():
         accelerator = Accelerator()
         torch.manual_seed(0)
@@ -32,7 +32,7 @@ def test_a_process_with_fewer_batches_answers_for_the_others(several):
     assert all(other == first for other in others)
 
 
-def test_where_batches_are_even_nothing_is_joined(ranks):
+def test_join_uneven_inputs_has_no_effect_with_even_batches(ranks):
     def entered():
         with Accelerator().join_uneven_inputs(["nothing to join"], even_batches=True):
             return True
@@ -40,12 +40,12 @@ def test_where_batches_are_even_nothing_is_joined(ranks):
     assert all(ranks.run(entered))
 
 
-def test_one_process_has_nobody_to_join(alone):
+def test_join_uneven_inputs_works_on_one_process(alone):
     with Accelerator().join_uneven_inputs([nn.Linear(1, 1)], even_batches=False):
         pass
 
 
-def test_a_loader_that_cannot_be_told_is_not_left_out_silently():
+def test_a_stream_rejects_an_override_of_even_batches():
     class Stream(IterableDataset):
         def __iter__(self):
             return iter(range(3))
@@ -61,7 +61,7 @@ def test_a_loader_that_cannot_be_told_is_not_left_out_silently():
     del kept
 
 
-def test_the_end_of_an_epoch_is_treated_otherwise_for_the_block(several):
+def test_even_batches_is_overridden_only_within_the_block(several):
     def sizes():
         accelerator = Accelerator()
         loader = accelerator.prepare(DataLoader(range(5), batch_size=4))
@@ -74,22 +74,22 @@ def test_the_end_of_an_epoch_is_treated_otherwise_for_the_block(several):
         assert outside == [4]
 
 
-def test_prepared_loaders_are_told_for_the_block():
+def test_prepared_loaders_override_even_batches_only_within_the_block():
     accelerator = Accelerator()
-    told = []
+    overrides = []
 
     class Loader:
         @contextlib.contextmanager
         def override_even_batches(self, *, even_batches):
-            told.append(even_batches)
+            overrides.append(even_batches)
             yield
-            told.append("over")
+            overrides.append("over")
 
     accelerator._loaders[0] = loader = Loader()
     with accelerator.join_uneven_inputs([], even_batches=False):
-        assert told == [False]
-    assert told == [False, "over"]
+        assert overrides == [False]
+    assert overrides == [False, "over"]
     with accelerator.join_uneven_inputs([]):
         pass
-    assert told == [False, "over"]
+    assert overrides == [False, "over"]
     del loader
