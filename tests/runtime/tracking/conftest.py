@@ -1,4 +1,4 @@
-"""Stand-ins for the packages of trackers: they record calls, and refuse one that the real package would refuse.
+"""Stubs of the packages of trackers: they record calls, and reject those that the real package would reject.
 
 The signatures are those of the versions named in `docs/tracking.md`; `test_contract.py` compares them with the
 real packages, where these are installed.
@@ -80,17 +80,17 @@ SIGNATURES = {
         "Run.finish": "",
     },
 }
-"""What each package lets us call, as far as we call it."""
+"""The signatures of the functions that accel calls, by package."""
 
-MAKES = {
+RESULT_TYPES = {
     "wandb.init": "Run", "trackio.init": "Run", "swanlab.init": "Run", "aim.Run": "Run", "dvclive.Live": "Live",
     "comet_ml.start": "CometExperiment", "clearml.Task.init": "Task", "clearml.Task.get_logger": "Logger",
 }  # fmt: skip
-"""Calls that give an object with methods of its own."""
+"""Calls that return an object with methods."""
 
 
-class Thing:
-    """An object of a stand-in: what is called, set or updated is recorded."""
+class StubObject:
+    """An object of a stub that records calls and assignments."""
 
     def __init__(self, package, calls, path=""):
         vars(self).update(_package=package, _calls=calls, _path=path)
@@ -104,7 +104,7 @@ class Thing:
             )
         if not any(f"{other}.".startswith(f"{path}.") for other in known):
             raise AttributeError(f"{self._package} has no {path} that we know of")
-        return Thing(self._package, self._calls, path)
+        return StubObject(self._package, self._calls, path)
 
     def __setattr__(self, name, value):
         self._calls.append((f"{self._path}.{name} =", value))
@@ -118,19 +118,19 @@ class Thing:
     def __call__(self, *args, **kwargs):
         signature = inspect.signature(eval(f"lambda {SIGNATURES[self._package][self._path]}: None"))  # noqa: S307
         self._calls.append((self._path, dict(signature.bind(*args, **kwargs).arguments)))
-        made = MAKES.get(f"{self._package}.{self._path}")
+        made = RESULT_TYPES.get(f"{self._package}.{self._path}")
         if made:
-            return Thing(self._package, self._calls, made)
+            return StubObject(self._package, self._calls, made)
         return (self._path, *args) if self._path in {"Image", "Text", "Table"} else None
 
 
 @pytest.fixture
-def standin(monkeypatch):
-    """Puts a package's stand-in in its place, and gives the list that its calls are written to."""
+def stub(monkeypatch):
+    """Return a function that replaces a package by its stub and returns the list of recorded calls."""
 
-    def put(package):
+    def install(package):
         calls = []
-        module = Thing(package, calls)
+        module = StubObject(package, calls)
         vars(module)["__spec__"] = importlib.machinery.ModuleSpec(package, None)
         monkeypatch.setitem(sys.modules, package, module)
         submodules = {
@@ -140,12 +140,12 @@ def standin(monkeypatch):
         if package in submodules:
             name, holds = submodules[package]
             monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(**holds))
-        # A tracker's module keeps the package it was imported with.
+        # The module of a tracker keeps the package that it imported.
         monkeypatch.delitem(sys.modules, f"accel_runtime.tracking.{package}", raising=False)
         monkeypatch.setattr(importlib.import_module("accel_runtime.tracking"), package, None, raising=False)
         return calls
 
-    yield put
+    yield install
     for package in SIGNATURES:
         sys.modules.pop(f"accel_runtime.tracking.{package}", None)
 
@@ -161,5 +161,5 @@ class _Metric:
 
 @pytest.fixture
 def signatures():
-    """The table of what we call."""
+    """Return the signatures of the stubs."""
     return SIGNATURES

@@ -1,4 +1,4 @@
-"""What every tracker asks of its package: the calls, and that the package has them."""
+"""The contract with the package of each tracker: the calls, and that the package has them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ PLAIN = {"loss": 0.5, "train_acc": 0.25, "note": "good", "none": None, "deep": {
 FLAT = {"loss": 0.5, "train_acc": 0.25, "note": "good", "deep/x": 2}
 
 
-def run_of(package, standin, tmp_path, config=None, steps=(3,), **init):
-    calls = standin(package)
+def start_and_log(package, stub, tmp_path, config=None, steps=(3,), **init):
+    calls = stub(package)
     trackers = Trackers(package, tmp_path, Topology())
     trackers.begin("project", config, {package: init})
     assert [tracker.name for tracker in trackers.active] == [package], "it started"
@@ -39,8 +39,8 @@ def run_of(package, standin, tmp_path, config=None, steps=(3,), **init):
     return trackers, calls
 
 
-def test_wandb_gets_plain_values_of_a_step(standin, tmp_path):
-    trackers, calls = run_of("wandb", standin, tmp_path, {"lr": 0.1}, mode="offline")
+def test_wandb_receives_plain_values_with_the_step(stub, tmp_path):
+    trackers, calls = start_and_log("wandb", stub, tmp_path, {"lr": 0.1}, mode="offline")
     trackers.find("wandb").log_images({"faces": [1, 2]}, step=4)
     trackers.find("wandb").log_table("t", columns=["a"], data=[[1]], step=4)
     trackers.end()
@@ -55,8 +55,8 @@ def test_wandb_gets_plain_values_of_a_step(standin, tmp_path):
     assert calls[-1] == ("Run.finish", {})
 
 
-def test_trackio_gets_plain_values_of_a_step(standin, tmp_path):
-    trackers, calls = run_of("trackio", standin, tmp_path, {"lr": 0.1}, name="first")
+def test_trackio_receives_plain_values_with_the_step(stub, tmp_path):
+    trackers, calls = start_and_log("trackio", stub, tmp_path, {"lr": 0.1}, name="first")
     trackers.end()
     assert calls == [
         ("init", {"project": "project", "name": "first"}),
@@ -66,8 +66,8 @@ def test_trackio_gets_plain_values_of_a_step(standin, tmp_path):
     ]
 
 
-def test_swanlab_gets_flat_values_with_text_as_its_own_kind(standin, tmp_path):
-    trackers, calls = run_of("swanlab", standin, tmp_path, {"lr": 0.1}, mode="offline")
+def test_swanlab_receives_flat_values_and_text_objects(stub, tmp_path):
+    trackers, calls = start_and_log("swanlab", stub, tmp_path, {"lr": 0.1}, mode="offline")
     trackers.find("swanlab").log_images({"faces": [1]}, step=4)
     trackers.end()
     assert calls[0] == ("init", {"project": "project", "mode": "offline"})
@@ -77,8 +77,8 @@ def test_swanlab_gets_flat_values_with_text_as_its_own_kind(standin, tmp_path):
     assert calls[-1] == ("Run.finish", {})
 
 
-def test_comet_gets_metrics_and_other_values(standin, tmp_path):
-    trackers, calls = run_of("comet_ml", standin, tmp_path, {"a": {"b": 1}}, online=False)
+def test_comet_receives_metrics_and_other_values(stub, tmp_path):
+    trackers, calls = start_and_log("comet_ml", stub, tmp_path, {"a": {"b": 1}}, online=False)
     trackers.end()
     assert calls == [
         ("start", {"project_name": "project", "online": False}),
@@ -92,8 +92,8 @@ def test_comet_gets_metrics_and_other_values(standin, tmp_path):
     ]
 
 
-def test_aim_gets_one_value_after_the_other_in_the_logging_directory(standin, tmp_path):
-    trackers, calls = run_of("aim", standin, tmp_path, {"lr": np.float32(0.5)})
+def test_aim_receives_single_values_in_the_logging_directory(stub, tmp_path):
+    trackers, calls = start_and_log("aim", stub, tmp_path, {"lr": np.float32(0.5)})
     trackers.find("aim").log_images({"face": (1, "smiling")}, step=4, kwargs={"track": {"context": {}}})
     trackers.end()
     assert calls[:3] == [
@@ -109,12 +109,12 @@ def test_aim_gets_one_value_after_the_other_in_the_logging_directory(standin, tm
     assert calls[-1] == ("Run.close", {})
 
 
-def test_clearml_gets_scalars_in_the_series_that_the_name_begins_with(standin, tmp_path):
-    trackers, calls = run_of("clearml", standin, tmp_path, {"lr": 0.1}, steps=(3, None), tags=["a"])
+def test_clearml_receives_scalars_in_the_series_of_the_name_prefix(stub, tmp_path):
+    trackers, calls = start_and_log("clearml", stub, tmp_path, {"lr": 0.1}, steps=(3, None), tags=["a"])
     trackers.find("clearml").log_images({"eval_face": 1}, step=4)
     trackers.find("clearml").log_table("t", columns=["a"], data=[[1]])
     trackers.end()
-    # `current_task` of the stand-in is nothing, so a task is made.
+    # `current_task` of the stub returns None, so a task is created.
     named = {"project_name": "project", "task_name": "project", "tags": ["a"]}
     assert calls[:2] == [("Task.current_task", {}), ("Task.init", named)]
     scalar = {"title": "acc", "series": "train", "value": 0.25, "iteration": 3}
@@ -126,14 +126,14 @@ def test_clearml_gets_scalars_in_the_series_that_the_name_begins_with(standin, t
     assert calls[-1] == ("Task.close", {})
 
 
-def test_clearml_names_come_from_its_variables_first(standin, tmp_path, monkeypatch):
+def test_clearml_variables_override_the_names(stub, tmp_path, monkeypatch):
     monkeypatch.setenv("CLEARML_PROJECT", "theirs")
-    _, calls = run_of("clearml", standin, tmp_path)
+    _, calls = start_and_log("clearml", stub, tmp_path)
     assert calls[1] == ("Task.init", {"project_name": "theirs", "task_name": "project"})
 
 
-def test_dvclive_gets_metrics_and_the_next_step(standin, tmp_path):
-    trackers, calls = run_of("dvclive", standin, tmp_path, {"lr": 0.1, "none": None}, save_dvc_exp=False)
+def test_dvclive_receives_metrics_and_next_step(stub, tmp_path):
+    trackers, calls = start_and_log("dvclive", stub, tmp_path, {"lr": 0.1, "none": None}, save_dvc_exp=False)
     trackers.end()
     assert calls[:3] == [
         ("Live", {"save_dvc_exp": False}),
@@ -145,8 +145,8 @@ def test_dvclive_gets_metrics_and_the_next_step(standin, tmp_path):
     assert calls[-2:] == [("Live.next_step", {}), ("Live.end", {})]
 
 
-def test_mlflow_gets_numbers_in_parts_it_can_take(standin, tmp_path, caplog):
-    trackers, calls = run_of("mlflow", standin, tmp_path, {"a": 1, "b": 2, "c": 3, "long": "x" * 21})
+def test_mlflow_receives_numbers_in_batches_of_supported_size(stub, tmp_path, caplog):
+    trackers, calls = start_and_log("mlflow", stub, tmp_path, {"a": 1, "b": 2, "c": 3, "long": "x" * 21})
     tracker = trackers.find("mlflow")
     tracker.log_figure("figure", "a.png", save_kwargs={"dpi": 9})
     tracker.log_artifact("file", "there")
@@ -168,11 +168,16 @@ def test_mlflow_gets_numbers_in_parts_it_can_take(standin, tmp_path, caplog):
     assert "does not record 'note'" in caplog.text
 
 
-def test_mlflow_goes_by_its_variables_first(standin, tmp_path, monkeypatch):
-    told = {"EXPERIMENT_NAME": "theirs", "RUN_ID": "7", "TAGS": json.dumps({"a": "b"}), "NESTED_RUN": "true"}
-    for name, value in told.items():
+def test_mlflow_variables_override_the_arguments(stub, tmp_path, monkeypatch):
+    variables = {
+        "EXPERIMENT_NAME": "theirs",
+        "RUN_ID": "7",
+        "TAGS": json.dumps({"a": "b"}),
+        "NESTED_RUN": "true",
+    }
+    for name, value in variables.items():
         monkeypatch.setenv(f"MLFLOW_{name}", value)
-    _, calls = run_of("mlflow", standin, tmp_path, run_name="mine")
+    _, calls = start_and_log("mlflow", stub, tmp_path, run_name="mine")
     assert calls[0] == ("get_experiment_by_name", {"name": "theirs"})
     started = dict(calls)["start_run"]
     assert (started["run_id"], started["nested"], started["run_name"]) == ("7", True, "mine")
@@ -180,8 +185,8 @@ def test_mlflow_goes_by_its_variables_first(standin, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("package", PACKAGED)
-def test_the_package_has_what_we_call_with_the_arguments_we_give(package, signatures):
-    """In a process of its own: what these packages do when they are imported is their affair."""
+def test_the_installed_package_has_the_signatures_of_the_stub(package, signatures):
+    """In a new process, since these packages have side effects at import."""
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     check = f"""
@@ -206,7 +211,7 @@ for path, written in {signatures[package]!r}.items():
     assert done.returncode == 0, done.stderr
 
 
-def test_every_package_has_a_stand_in(signatures):
+def test_every_package_has_a_stub(signatures):
     assert sorted(signatures) == PACKAGED
     for table in signatures.values():
         for written in table.values():

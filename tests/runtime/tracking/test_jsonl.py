@@ -1,4 +1,4 @@
-"""The file of JSON lines."""
+"""The tracker that writes JSON lines."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def tracker(tmp_path):
     tracker.finish()
 
 
-def lines(tracker):
+def read_lines(tracker):
     def refuse(text):
         raise AssertionError(f"{text} is no JSON")
 
     return [json.loads(line, parse_constant=refuse) for line in tracker.path.read_text().splitlines()]
 
 
-def test_a_line_is_there_as_soon_as_it_is_logged_with_step_and_time(tracker):
+def test_each_log_call_writes_a_line_with_step_and_time(tracker):
     before = time.time()
     tracker.store_init_configuration({"lr": 0.1})
     tracker.log({"loss": 0.5}, step=3)
     tracker.log({"loss": 0.25})
-    config, first, second = lines(tracker)
+    config, first, second = read_lines(tracker)
     assert config["config"] == {"lr": 0.1}
     assert (first["step"], first["values"]) == (3, {"loss": 0.5})
     assert (second["step"], second["values"]) == (None, {"loss": 0.25})
@@ -54,21 +54,21 @@ def test_a_line_is_there_as_soon_as_it_is_logged_with_step_and_time(tracker):
         (math.nan, "NaN"), (math.inf, "Infinity"), (-math.inf, "-Infinity"), (torch.tensor(math.nan), "NaN"),
     ],
 )  # fmt: skip
-def test_a_value_is_written_as_json_has_it(tracker, value, written):
+def test_values_are_converted_to_json(tracker, value, written):
     tracker.log({"x": value})
-    assert lines(tracker)[0]["values"] == {"x": written}
+    assert read_lines(tracker)[0]["values"] == {"x": written}
 
 
-def test_what_json_cannot_hold_is_left_out_and_told_once(tracker, caplog):
+def test_a_value_without_a_json_form_is_left_out_with_one_warning(tracker, caplog):
     for _ in range(2):
         tracker.log({"loss": 1, "thing": object()})
-    assert [line["values"] for line in lines(tracker)] == [{"loss": 1}] * 2
+    assert [line["values"] for line in read_lines(tracker)] == [{"loss": 1}] * 2
     assert [record.message for record in caplog.records] == [
         "[RANK 0] tracker 'jsonl' does not record 'thing': it does not support object"
     ]
 
 
-def test_a_run_is_appended_also_to_a_line_that_was_never_finished(tmp_path):
+def test_a_run_is_appended_after_an_incomplete_line(tmp_path):
     path = tmp_path / "project.jsonl"
     path.write_text('{"values": {"loss": 1}}\n{"val')
     tracker = JSONLTracker("project", str(tmp_path))
@@ -88,15 +88,15 @@ def test_a_run_is_appended_also_to_a_line_that_was_never_finished(tmp_path):
         st.text(), st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False, allow_infinity=False)
     )
 )  # fmt: skip
-def test_plain_values_come_back_as_they_were(tmp_path_factory, values):
+def test_plain_values_are_read_back_unchanged(tmp_path_factory, values):
     tracker = JSONLTracker("project", str(tmp_path_factory.mktemp("logs")))
     tracker.start()
     tracker.log(values, step=0)
     tracker.finish()
-    assert lines(tracker)[0]["values"] == values
+    assert read_lines(tracker)[0]["values"] == values
 
 
-def test_through_the_accelerator_it_is_in_the_logging_directory(tmp_path):
+def test_the_accelerator_writes_the_file_to_the_logging_directory(tmp_path):
     accelerator = Accelerator(log_with="jsonl", project_dir=tmp_path)
     accelerator.init_trackers("project")
     accelerator.log({"loss": torch.tensor(1.0)}, step=np.int64(2))

@@ -1,6 +1,6 @@
-"""Every tracker against its real package, offline, and what is found afterwards where the package wrote it.
+"""Every tracker with its real package, offline; the tests read the files that the package wrote.
 
-Each runs in a process of its own: these packages start threads and warn of their own dependencies.
+Each runs in a new process: these packages start threads and warn about their dependencies.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ accelerator.end_training()
 """
 
 
-def recorded(  # noqa: PLR0913, PLR0917 - the parts of a script
+def log_and_read(  # noqa: PLR0913, PLR0917 - the parts of a script
     tmp_path, name, read, options="{}", before="", more="", **environ
 ):
-    """What a second process reads from what a run has written; the run itself must have told no failure."""
+    """Run a script that logs without errors; return the output of a second script that reads the files."""
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed")
     environ = {**os.environ, "ACCEL_DEVICE": "cpu", **environ}
@@ -60,7 +60,7 @@ def recorded(  # noqa: PLR0913, PLR0917 - the parts of a script
     return found
 
 
-def test_tensorboard_shows_scalars_text_images_and_hyperparameters(tmp_path):
+def test_tensorboard_stores_scalars_text_images_and_hyperparameters(tmp_path):
     read = """
     import json
     from pathlib import Path
@@ -72,7 +72,7 @@ def test_tensorboard_shows_scalars_text_images_and_hyperparameters(tmp_path):
     print(json.dumps([values, events.Tags()["tensors"], events.Tags()["images"], params.read_text()]))
     """
     images = "tracker.log_images({'face': image[None]}, step=1, dataformats='NHWC')"
-    values, texts, pictures, params = recorded(tmp_path, "tensorboard", read, more=images)
+    values, texts, pictures, params = log_and_read(tmp_path, "tensorboard", read, more=images)
     assert values == {"loss": [[0, 0.5], [1, 0.25]], "acc": [[0, 0.25], [1, 0.25]]}
     assert texts == ["note/text_summary"]
     assert pictures == ["face"]
@@ -106,7 +106,7 @@ def test_wandb_writes_an_offline_run(tmp_path):
         "tracker.log_images({'face': [image]}, step=2)\n"
         "tracker.log_table('table', columns=['a'], data=[[1]], step=2)"
     )
-    rows, config = recorded(
+    rows, config = log_and_read(
         tmp_path, "wandb", read, "{'mode': 'offline'}", more=more, WANDB_SILENT="true", HOME=str(tmp_path)
     )
     assert [row.get("loss") for row in rows[:2]] == [0.5, 0.25]
@@ -131,7 +131,7 @@ def test_mlflow_stores_parameters_metrics_and_artifacts(tmp_path):
     """
     more = "open('notes.txt', 'w').write('x'); tracker.log_artifact('notes.txt')"
     store = f"sqlite:///{tmp_path}/mlflow.db"
-    params, metrics, losses, files, status = recorded(
+    params, metrics, losses, files, status = log_and_read(
         tmp_path, "mlflow", read, more=more, MLFLOW_TRACKING_URI=store
     )
     assert params == {"lr": "0.125", "deep/a": "1", "api_key": "***"}
@@ -154,7 +154,7 @@ def test_comet_writes_an_offline_archive(tmp_path):
     print(json.dumps([[(m["metricName"], m["metricValue"], m["step"]) for m in metrics],
                       {p["paramName"]: p["paramValue"] for p in params}]))
     """
-    metrics, params = recorded(
+    metrics, params = log_and_read(
         tmp_path, "comet_ml", read, "{'online': False}", COMET_OFFLINE_DIRECTORY=str(tmp_path / "comet")
     )
     assert ["loss", 0.5, 0] in metrics
@@ -175,7 +175,7 @@ def test_aim_tracks_in_a_repository_in_the_logging_directory(tmp_path):
     run.close()
     """
     more = "import torch; tracker.log_images({'face': (torch.rand(3, 8, 8), 'smiling')}, step=1)"
-    name, params, found = recorded(
+    name, params, found = log_and_read(
         tmp_path, "aim", read, "{'capture_terminal_logs': False, 'system_tracking_interval': None}", more=more
     )
     assert name == "project"
@@ -197,7 +197,7 @@ def test_clearml_writes_an_offline_session(tmp_path):
     before = "from clearml import Task; Task.set_offline(True)"
     options = "{'auto_connect_frameworks': False, 'auto_resource_monitoring': False}"
     more = "tracker.log_images({'eval_face': image}, step=1); tracker.log_table('t', columns=['a'], data=[[1]], step=1)"
-    events, task = recorded(
+    events, task = log_and_read(
         tmp_path, "clearml", read, options, before, more, CLEARML_CACHE_DIR=str(tmp_path / "cache"), HOME=str(tmp_path)
     )  # fmt: skip
     scalars = [(metric, variant, value, step) for metric, variant, value, step in events if value is not None]
@@ -214,7 +214,9 @@ def test_dvclive_writes_its_files(tmp_path):
     print(json.dumps([Path("dvclive/plots/metrics/loss.tsv").read_text(), json.loads(Path("dvclive/metrics.json").read_text()),
                       Path("dvclive/params.yaml").read_text()]))
     """
-    losses, metrics, params = recorded(tmp_path, "dvclive", read, "{'save_dvc_exp': False, 'dvcyaml': None}")
+    losses, metrics, params = log_and_read(
+        tmp_path, "dvclive", read, "{'save_dvc_exp': False, 'dvcyaml': None}"
+    )
     assert losses == "step\tloss\n0\t0.5\n1\t0.25\n"
     assert metrics == {"loss": 0.25, "acc": 0.25, "note": "good", "deep": {"x": 7}, "step": 1}
     assert params == "lr: 0.125\ndeep:\n  a: 1\napi_key: '***'\n"
@@ -231,7 +233,9 @@ def test_swanlab_writes_an_offline_run(tmp_path):
     print(json.dumps([[name for name in ("loss", "acc", "deep/x") if name.encode() in data], config]))
     """
     more = "tracker.log_images({'face': [image]}, step=2)"
-    names, config = recorded(tmp_path, "swanlab", read, "{'mode': 'offline'}", more=more, HOME=str(tmp_path))
+    names, config = log_and_read(
+        tmp_path, "swanlab", read, "{'mode': 'offline'}", more=more, HOME=str(tmp_path)
+    )
     assert names == ["loss", "acc", "deep/x"]
     assert "0.125" in config
 
@@ -245,7 +249,7 @@ def test_trackio_stores_values_and_configuration(tmp_path):
         configs = [json.loads(text) for (text,) in base.execute("SELECT config FROM configs")]
     print(json.dumps([metrics, configs]))
     """
-    metrics, configs = recorded(
+    metrics, configs = log_and_read(
         tmp_path,
         "trackio",
         read,

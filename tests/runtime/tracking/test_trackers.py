@@ -1,4 +1,4 @@
-"""Trackers together: who is made where, what happens when one fails, and what is refused."""
+"""Several trackers: their creation on ranks, failures of one of them, and rejected arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from accel_runtime.tracking.base import BlankTracker
 
 
 class Mine(GeneralTracker):
-    """As a script writes it for Accelerate."""
+    """A tracker of a script for Accelerate."""
 
     name = "mine"
     requires_logging_directory = False
@@ -49,7 +49,7 @@ class Everywhere(Mine):
 
 
 class Broken(Mine):
-    """Fails wherever it is told to."""
+    """A tracker that fails in the given methods."""
 
     name = "broken"
 
@@ -72,10 +72,10 @@ class Broken(Mine):
         self._fail("finish")
 
 
-# What log_with takes -----------------------------------------------------------------------
+# Values of log_with ------------------------------------------------------------------------
 
 
-def test_a_tracker_of_a_script_gets_what_it_gets_from_accelerate():
+def test_a_tracker_of_a_script_receives_the_calls_of_accelerate():
     mine = Mine("made by the script")
     accelerator = Accelerator(log_with=mine)
     accelerator.init_trackers("project", config={"lr": 0.1})
@@ -94,27 +94,27 @@ def test_a_tracker_of_a_script_gets_what_it_gets_from_accelerate():
 
 
 @pytest.mark.parametrize("log_with", [Mine, "mine", ["mine", Mine.name]])
-def test_a_class_of_a_script_is_found_by_itself_and_by_its_name(log_with):
+def test_a_tracker_class_is_selected_by_class_or_name(log_with):
     trackers = Trackers(log_with, None, Topology())
     trackers.begin("project", init_kwargs={"mine": {"tags": 1}})
     assert [tracker.calls[0] for tracker in trackers.active] == [("made", "project", {"tags": 1})]
 
 
-def test_names_enums_lists_and_instances_mix_and_nothing_comes_twice(tmp_path):
+def test_names_enums_and_instances_can_be_mixed_without_duplicates(tmp_path):
     mine = Mine("x")
-    asked = ("jsonl", LoggerType.JSONL, mine, mine, "tensorboard")
-    chosen = Trackers(asked, tmp_path, Topology()).chosen
+    requested = ("jsonl", LoggerType.JSONL, mine, mine, "tensorboard")
+    chosen = Trackers(requested, tmp_path, Topology()).chosen
     assert [choice.name for choice in chosen] == ["jsonl", "mine", "tensorboard"]
 
 
-def test_all_is_every_tracker_whose_package_is_installed(tmp_path):
+def test_all_selects_every_tracker_with_an_installed_package(tmp_path):
     chosen = Trackers(["all", Mine("x")], tmp_path, Topology()).chosen
     assert [choice.name for choice in chosen] == [*get_available_trackers(), "mine"]
     assert {"jsonl", "tensorboard"} <= set(get_available_trackers())
 
 
 @pytest.mark.parametrize("log_with", [None, [], ()])
-def test_without_trackers_everything_is_quietly_nothing(log_with, caplog):
+def test_calls_without_trackers_do_nothing_silently(log_with, caplog):
     accelerator = Accelerator(log_with=log_with)
     accelerator.log({"loss": 0.5})
     accelerator.init_trackers("project", init_kwargs={"wandb": {"name": "x"}})
@@ -125,7 +125,7 @@ def test_without_trackers_everything_is_quietly_nothing(log_with, caplog):
     assert not caplog.records
 
 
-def test_the_names_of_the_enum_are_those_of_the_table():
+def test_logger_type_has_the_names_of_all_trackers():
     assert {str(each) for each in LoggerType} == {"all", *TRACKERS}
 
 
@@ -139,12 +139,12 @@ def test_the_names_of_the_enum_are_those_of_the_table():
         (dict, TypeError, "Invalid log_with entry <class 'dict'>"),
     ],
 )
-def test_what_is_no_tracker_is_refused_at_the_start(log_with, error, message):
+def test_an_invalid_log_with_is_rejected_by_the_accelerator(log_with, error, message):
     with pytest.raises(error, match=message):
         Accelerator(log_with=log_with)
 
 
-def test_a_missing_package_is_one_error_that_says_how_to_get_it(monkeypatch, tmp_path):
+def test_a_missing_package_raises_an_error_with_the_install_command(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(
         ImportError, match=r"log_with='wandb' needs the package wandb\. Install it: pip install wandb"
@@ -152,7 +152,7 @@ def test_a_missing_package_is_one_error_that_says_how_to_get_it(monkeypatch, tmp
         Accelerator(log_with=["jsonl", "wandb"], project_dir=tmp_path)
 
 
-def test_choosing_imports_no_package_of_a_tracker(tmp_path):
+def test_selecting_trackers_imports_no_package(tmp_path):
     code = (
         "import sys, accel_runtime.tracking as t\n"
         "from accel_runtime.tracking import Trackers\n"
@@ -164,7 +164,7 @@ def test_choosing_imports_no_package_of_a_tracker(tmp_path):
     assert done.stdout == "set()\n", done.stderr
 
 
-def test_classes_go_by_their_names_in_accelerate():
+def test_tracker_classes_have_the_names_of_accelerate():
     from accel_runtime import tracking
 
     assert tracking.JSONLTracker.name == "jsonl"
@@ -172,7 +172,7 @@ def test_classes_go_by_their_names_in_accelerate():
         _ = tracking.NoTracker
 
 
-def test_a_class_that_lacks_something_is_told_what():
+def test_an_incomplete_tracker_class_is_rejected_with_the_missing_names():
     class Half(GeneralTracker):
         name = "half"
 
@@ -182,7 +182,7 @@ def test_a_class_that_lacks_something_is_told_what():
         register_tracker_class(Half)
 
 
-def test_the_name_of_a_tracker_of_ours_is_taken():
+def test_the_name_of_a_built_in_tracker_cannot_be_registered():
     class Other(Mine):
         name = "wandb"
 
@@ -196,7 +196,7 @@ def test_the_name_of_a_tracker_of_ours_is_taken():
 # Once, in order ---------------------------------------------------------------------------
 
 
-def test_a_second_start_is_refused_while_the_first_runs_and_fine_afterwards():
+def test_a_second_start_is_rejected_until_the_first_run_ends():
     trackers = Trackers("mine", None, Topology())
     trackers.begin("first")
     with pytest.raises(RuntimeError, match="the trackers are running already"):
@@ -207,7 +207,7 @@ def test_a_second_start_is_refused_while_the_first_runs_and_fine_afterwards():
     assert [tracker.calls[0] for tracker in trackers.active] == [("made", "second", {})]
 
 
-def test_what_comes_before_the_start_and_after_the_end_is_told_once(caplog):
+def test_calls_before_the_start_and_after_the_end_log_one_warning(caplog):
     trackers = Trackers("mine", None, Topology())
     for _ in range(3):
         trackers.log({"loss": 1})
@@ -238,17 +238,17 @@ def test_what_comes_before_the_start_and_after_the_end_is_told_once(caplog):
     ],
 )
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_mistake_is_an_error_on_every_rank(call, error, message, rank):
+def test_an_invalid_argument_is_an_error_on_every_rank(call, error, message, rank):
     with pytest.raises(error, match=message):
         call(Trackers("mine", None, Topology(rank, 2)))
 
 
-def test_arguments_for_a_tracker_that_the_script_has_made_are_refused():
+def test_init_kwargs_for_a_tracker_instance_are_rejected():
     with pytest.raises(ValueError, match="arguments for 'mine', which the script created already"):
         Trackers(Mine("x"), None, Topology()).begin("project", init_kwargs={"mine": {"tags": 1}})
 
 
-def test_what_a_tracker_writes_into_its_values_stays_its_own():
+def test_a_tracker_that_changes_its_values_does_not_affect_others():
     class Greedy(Mine):
         name = "greedy"
 
@@ -266,7 +266,7 @@ def test_what_a_tracker_writes_into_its_values_stays_its_own():
 # Failures ---------------------------------------------------------------------------------
 
 
-def test_a_tracker_that_cannot_start_is_set_aside_and_the_others_go_on(caplog):
+def test_a_tracker_that_fails_to_start_is_skipped_and_the_others_continue(caplog):
     mine = Mine("x")
     trackers = Trackers([Broken, mine], None, Topology())
     trackers.begin("project", init_kwargs={"broken": {"at": ["start"]}})
@@ -282,7 +282,7 @@ def test_a_tracker_that_cannot_start_is_set_aside_and_the_others_go_on(caplog):
     ]
 
 
-def test_a_tracker_that_fails_in_the_loop_is_told_once_and_tried_again(caplog):
+def test_a_tracker_that_fails_to_log_warns_once_and_is_called_again(caplog):
     trackers = Trackers(Broken, None, Topology())
     trackers.begin("project", init_kwargs={"broken": {"at": ["log", "finish"]}})
     (broken,) = trackers.active
@@ -292,15 +292,15 @@ def test_a_tracker_that_fails_in_the_loop_is_told_once_and_tried_again(caplog):
     trackers.log({"loss": 1}, 3)
     trackers.end()
     assert broken.calls[-1] == ({"loss": 1}, 3, {})
-    said = [record.message.partition("'broken' ")[2].partition(":")[0] for record in caplog.records]
-    assert said == [
+    messages = [record.message.partition("'broken' ")[2].partition(":")[0] for record in caplog.records]
+    assert messages == [
         "failed in log; the training continues",
         "failed in finish; the training continues",
         "failed in 3 of 4 calls of log",
     ]
 
 
-def test_arguments_that_a_tracker_does_not_take_end_nothing(caplog, tmp_path):
+def test_unknown_init_kwargs_do_not_stop_the_training(caplog, tmp_path):
     accelerator = Accelerator(log_with="jsonl", project_dir=tmp_path)
     accelerator.init_trackers("project", init_kwargs={"jsonl": {"colour": "red"}})
     accelerator.log({"loss": 1})
@@ -309,7 +309,7 @@ def test_arguments_that_a_tracker_does_not_take_end_nothing(caplog, tmp_path):
     assert "colour" in caplog.text
 
 
-def test_secrets_of_the_configuration_reach_no_tracker():
+def test_secrets_of_the_configuration_are_masked():
     mine = Mine("x")
     trackers = Trackers(mine, None, Topology())
     trackers.begin("project", {"hub_token": "hush", "deep": {"api_key": "hush"}, "max_tokens": 9})
@@ -319,12 +319,12 @@ def test_secrets_of_the_configuration_reach_no_tracker():
 # Ranks ------------------------------------------------------------------------------------
 
 
-def test_only_the_first_process_records_unless_the_tracker_says_otherwise(several, tmp_path):
+def test_only_the_main_process_records_unless_main_process_only_is_false(several, tmp_path):
     def run(folder):
         accelerator = Accelerator(log_with=["jsonl", Mine("x"), Everywhere], project_dir=folder)
         accelerator.init_trackers("project", {"lr": 0.1})
         accelerator.log({"rank": accelerator.process_index}, step=1)
-        # Any method may be called on any process, with no question asked.
+        # Scripts call any method on any rank without a check.
         accelerator.get_tracker("jsonl").leave_out({})
         accelerator.get_tracker("jsonl", unwrap=True).flush()
         names = [tracker.name for tracker in accelerator.trackers]
@@ -341,7 +341,7 @@ def test_only_the_first_process_records_unless_the_tracker_says_otherwise(severa
     assert [json.loads(line).get("values") for line in lines] == [None, {"rank": 0}]
 
 
-def test_a_method_of_a_tracker_of_ours_does_nothing_on_other_processes(pair, tmp_path):
+def test_methods_of_a_built_in_tracker_do_nothing_on_other_ranks(pair, tmp_path):
     def direct(folder):
         from accel_runtime.tracking import JSONLTracker
 
@@ -354,7 +354,7 @@ def test_a_method_of_a_tracker_of_ours_does_nothing_on_other_processes(pair, tmp
     assert pair.run(direct, str(tmp_path)) == [True, False]
 
 
-def test_a_tracker_class_can_be_imported_without_its_package_and_not_made(monkeypatch):
+def test_a_tracker_class_without_its_package_can_be_imported_but_not_created(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     for name, known in TRACKERS.items():
         if known.package is None:

@@ -1,4 +1,4 @@
-"""What a script logs, made plain, flat and public."""
+"""Conversion of logged values to plain numbers, flat names and masked secrets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from accel_runtime.tracking.base import (
 )
 
 
-def test_one_element_is_a_python_number_and_more_stay_what_they_are():
+def test_to_number_converts_only_single_elements():
     for value in (torch.tensor(2), torch.tensor([[2]]), np.int64(2), np.array([2])):
         assert (to_number(value), type(to_number(value))) == (2, int)
     assert type(to_number(np.float64(2))) is float
@@ -27,13 +27,13 @@ def test_one_element_is_a_python_number_and_more_stay_what_they_are():
     assert to_number(True) is True
 
 
-def test_nested_names_are_joined():
+def test_nested_names_are_joined_with_slashes():
     values = {"a": {"b": {"c": torch.tensor(1)}, "d": 2}, 3: 4}
     assert flatten_values(values) == {"a/b/c": 1, "a/d": 2, "3": 4}
     assert to_numbers(values) == {"a": {"b": {"c": 1}, "d": 2}, 3: 4}
 
 
-def test_numbers_and_points_are_told_from_the_rest():
+def test_numbers_and_curve_points_are_separated_from_other_values():
     values = {"a": 1, "b": True, "c": "text", "d": None, "e": {"f": 0.5}, "g": [1]}
     assert split_numbers(values) == ({"a": 1, "b": True, "e/f": 0.5}, {"c": "text", "d": None, "g": [1]})
     array = np.ones(2)
@@ -47,17 +47,17 @@ def test_numbers_and_points_are_told_from_the_rest():
     "name",
     ["api_key", "apikey", "hub_token", "token", "WANDB_API_KEY", "password", "db.passwd", "aws_secret", "auth", "x.token"],
 )  # fmt: skip
-def test_secrets_are_hidden(name):
+def test_secrets_are_masked(name):
     assert mask_secrets({name: "hush"}) == {name: "***"}
     assert mask_secrets({"deep": {name: "hush"}}) == {"deep": {name: "***"}}
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "pad_token_id", "tokenizer", "token_dropout", "author", "lr"])
-def test_what_is_no_secret_is_shown(name):
+def test_values_without_secrets_are_not_masked(name):
     assert mask_secrets({name: "shown"}) == {name: "shown"}
 
 
-def test_a_login_in_an_address_is_hidden_and_what_says_nothing_is_left_alone():
+def test_a_login_in_a_url_is_masked_and_empty_secrets_are_kept():
     values = {"url": "s3://me:pw@host/x", "token": None, "api_key": "", "password": 3, "auth": True}
     hidden = {"url": "s3://***@host/x", "token": None, "api_key": "", "password": "***", "auth": True}
     assert mask_secrets(values) == hidden
