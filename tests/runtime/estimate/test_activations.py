@@ -1,4 +1,4 @@
-"""Activations measured without memory are those that a real forward pass keeps."""
+"""Activations measured on the meta device, compared with a real forward pass."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class Words(nn.Module):
         return out if labels is None else nn.functional.cross_entropy(out.flatten(0, 1), labels.flatten())
 
 
-class Made(TorchDispatchMode):
-    """Every tensor that operators made."""
+class StorageRecorder(TorchDispatchMode):
+    """Records the storages of all tensors that operators return."""
 
     def __init__(self):
         super().__init__()
@@ -79,18 +79,18 @@ class Made(TorchDispatchMode):
         return out
 
 
-def alive(model, batch, dtype=None):
-    """Bytes that are there after a real forward pass, beside parameters and buffers: not by torch's hooks, but by life."""
+def count_alive_bytes(model, batch, dtype=None):
+    """Return the bytes alive after a real forward pass, without parameters and buffers, by tracking storages."""
     given = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    with Made() as made, torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext():
+    with StorageRecorder() as made, torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext():
         loss = model(**batch)
     inputs = [value.untyped_storage() for value in batch.values()]
     found = {s.data_ptr(): s.nbytes() for s in (*made.storages, *inputs, loss.untyped_storage())}
     return sum(size for pointer, size in found.items() if pointer not in given)
 
 
-def saved(model, batch, dtype=None):
-    """Bytes that a real forward pass hands to autograd, with what goes in and comes out."""
+def count_saved_bytes(model, batch, dtype=None):
+    """Return the bytes that a real forward pass saves for autograd, with inputs and outputs."""
     given = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     kept = [*batch.values()]
     with (
@@ -114,39 +114,39 @@ class Case:
 @pytest.fixture
 def meta():
     with torch.device("meta"):
-        return Case(Words(), batch_of())
+        return Case(Words(), build_batch())
 
 
-def batch_of():
+def build_batch():
     return {"words": torch.zeros(4, 16, dtype=torch.long), "labels": torch.zeros(4, 16, dtype=torch.long)}
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
-def test_the_figure_is_what_a_real_forward_pass_saves(meta, dtype):
-    assert meta.measured(autocast=dtype).full == saved(Words(), batch_of(), dtype)
+def test_measured_activations_equal_the_saved_tensors_of_a_forward_pass(meta, dtype):
+    assert meta.measured(autocast=dtype).full == count_saved_bytes(Words(), build_batch(), dtype)
 
 
-def test_and_what_is_alive_after_it(meta):
-    assert meta.measured().full == alive(Words(), batch_of())
+def test_measured_activations_equal_the_storages_alive_after_a_forward_pass(meta):
+    assert meta.measured().full == count_alive_bytes(Words(), build_batch())
 
 
-def test_checkpointed_is_what_torch_s_checkpointing_keeps_and_the_inside_of_one_layer(meta):
+def test_checkpointed_activations_are_those_of_torch_plus_one_layer(meta):
     real = Words()
-    inside = saved(Layer(), {"x": torch.zeros(4, 16, 32, requires_grad=True)})
+    inside = count_saved_bytes(Layer(), {"x": torch.zeros(4, 16, 32, requires_grad=True)})
     for index, layer in enumerate(real.layers):
         real.layers[index] = checkpoint_wrapper(layer, CheckpointImpl.NO_REENTRANT)
     found = meta.measured()
     # The layer's input is kept anyway; its output is not saved by the layer itself.
     row = 4 * 16 * 32 * 4
-    assert found.checkpointed == alive(real, batch_of()) + inside - 2 * row
+    assert found.checkpointed == count_alive_bytes(real, build_batch()) + inside - 2 * row
     assert found.checkpointed < found.full
 
 
-def test_the_largest_is_the_largest(meta):
+def test_the_largest_activation_is_measured(meta):
     assert meta.measured().largest == 4 * 16 * 64 * 4
 
 
-def test_parameters_that_were_gathered_in_half_are_not_cast_again(meta):
+def test_parameters_gathered_in_bfloat16_are_not_cast_again(meta):
     cast = meta.measured(autocast=torch.bfloat16).full
     gathered = meta.measured(autocast=torch.bfloat16, gathered=torch.bfloat16).full
     weights = sum(
@@ -155,7 +155,7 @@ def test_parameters_that_were_gathered_in_half_are_not_cast_again(meta):
     assert cast - gathered >= weights
 
 
-def test_each_rank_of_divided_layers_keeps_its_part(meta):
+def test_tp_divides_the_activations_of_sharded_layers(meta):
     division = read_plan(meta.model)
     assert division.gathered == ("head",)
     whole, half = meta.measured(), meta.measured(tp=2, plan=division)
@@ -164,13 +164,13 @@ def test_each_rank_of_divided_layers_keeps_its_part(meta):
     assert whole.full - half.full == 3 * parts // 2
 
 
-def test_nothing_is_left_on_the_model(meta):
+def test_measuring_leaves_no_hooks_on_the_model(meta):
     meta.measured()
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in meta.model.modules())
     assert all(p.is_meta for p in meta.model.parameters())
 
 
-def test_inputs_come_by_place_by_name_or_alone():
+def test_inputs_can_be_a_tensor_a_sequence_or_a_dict():
     with torch.device("meta"):
         model, x = nn.Linear(4, 4), torch.zeros(2, 4)
     found = {
@@ -179,14 +179,14 @@ def test_inputs_come_by_place_by_name_or_alone():
     assert found == {2 * 4 * 4 * 2}
 
 
-def test_a_loss_is_part_of_it():
+def test_the_loss_is_part_of_the_activations():
     with torch.device("meta"):
         model, x = nn.Linear(4, 4), torch.zeros(2, 4)
     found = measure_activations(ModelSpec(model, x, loss=lambda out: out.exp().sum()), []).full
     assert found == 2 * 4 * 4 * 3 + 4, "input, output, its exponential, and the loss"
 
 
-def test_a_forward_pass_that_fails_says_where_and_leaves_no_hook():
+def test_a_failed_forward_pass_reports_its_line_and_leaves_no_hook():
     class Wrong(nn.Module):
         def __init__(self):
             super().__init__()

@@ -1,4 +1,4 @@
-"""Arithmetic of layouts, compared with numbers worked out by hand."""
+"""Arithmetic of layouts, compared with numbers calculated by hand."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def sharded(dp_shard, tp=1, dp_replicate=1, **more):
         ((8, 6), None, ParallelLayout(4, 1, 1, sharded=False), (8, 6)),
     ],
 )
-def test_the_fullest_rank_has_the_first_part_of_each_dimension(shape, dim, layout, part):
+def test_local_shape_is_that_of_the_rank_with_the_largest_shard(shape, dim, layout, part):
     assert local_shape(parameter(*shape, dim=dim), layout) == part
 
 
-def test_what_is_frozen_has_no_gradient_and_is_held_all_the_same():
+def test_frozen_parameters_count_without_gradients():
     both = [parameter(8, 2), parameter(8, 4, trained=False)]
     found = compute_usage(both, sharded(4), PLAIN, optimizer=7, buffers=5)
     assert (found.parameters, found.gradients, found.optimizer, found.buffers) == (48, 16, 7, 5)
     assert found.activations is None
 
 
-def test_two_wrapped_modules_and_the_rest_are_gathered_at_a_time_and_one_gradient_is_whole():
+def test_working_memory_holds_two_gathered_modules_and_one_full_gradient():
     units = [parameter(100, group=0), parameter(80, group=1), parameter(60, group=2)]
     rest = parameter(20)
     found = compute_usage([*units, rest], sharded(2, reshard_after_forward=True), PLAIN, optimizer=0)
@@ -63,12 +63,12 @@ def test_two_wrapped_modules_and_the_rest_are_gathered_at_a_time_and_one_gradien
     assert half.parameters == found.parameters, "what is held stays in the model's own format"
 
 
-def test_whole_numbers_keep_their_size_when_they_are_gathered():
+def test_gathered_integers_keep_their_size():
     found = compute_usage([parameter(10, floating=False, trained=False)], sharded(2), BF16, optimizer=0)
     assert found.working == 40
 
 
-def test_replicas_have_their_gradients_once_more_in_buckets_and_a_single_device_has_not():
+def test_only_replicas_need_gradient_buckets():
     one = ParallelLayout(1, 1, 1, sharded=False)
     kept = Activations(full=400, checkpointed=100, largest=8)
     found = compute_usage(
@@ -78,7 +78,7 @@ def test_replicas_have_their_gradients_once_more_in_buckets_and_a_single_device_
     assert compute_usage([parameter(10)], one, PLAIN, optimizer=0, activations=kept).working == 8
 
 
-def test_where_activations_are_small_the_optimizer_s_own_step_takes_the_room():
+def test_working_memory_covers_the_optimizer_step_if_activations_are_small():
     found = compute_usage(
         [parameter(10)],
         ParallelLayout(1, 1, 1, sharded=False),
@@ -90,20 +90,20 @@ def test_where_activations_are_small_the_optimizer_s_own_step_takes_the_room():
     assert found.total == 40 + 40 + 80 + 4 + 36
 
 
-def test_checkpointing_takes_the_smaller_figure():
+def test_activation_checkpointing_uses_the_checkpointed_size():
     kept = Activations(full=400, checkpointed=100, largest=8)
     layout = sharded(2, activation_checkpointing=True)
     assert compute_usage([parameter(2)], layout, PLAIN, optimizer=0, activations=kept).activations == 100
 
 
-def test_every_split_of_the_devices_is_there_once():
+def test_list_splits_returns_every_split_once():
     assert list_splits(1) == [(1, 1, 1)]
     assert list_splits(4) == [(4, 1, 1), (2, 2, 1), (1, 4, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4)]
     assert all(a * b * c == 12 for a, b, c in list_splits(12))
     assert len(set(list_splits(12))) == len(list_splits(12)) == 18
 
 
-def test_only_shards_are_resharded_and_only_what_accel_checkpoints_is_checkpointed():
+def test_list_variants_contains_only_supported_options():
     replicas = list_variants((4, 1, 1))
     assert [(v.sharded, v.wrapped, v.activation_checkpointing) for v in replicas] == [(False, False, False)]
     assert {(v.reshard_after_forward, v.activation_checkpointing) for v in list_variants((1, 4, 1))} == {
@@ -119,7 +119,7 @@ def test_only_shards_are_resharded_and_only_what_accel_checkpoints_is_checkpoint
     assert [v.activation_checkpointing for v in list_variants((1, 1, 1))] == [False, True, True]
 
 
-def test_whole_models_come_before_shards_and_shards_before_divided_layers():
+def test_layouts_are_ordered_replicas_shards_tensor_parallel():
     every = [layout for split in list_splits(4) for layout in list_variants(split)]
     order = sorted(every, key=lambda layout: layout.division)
     assert (order[0].dp_replicate, order[0].sharded) == (4, False)

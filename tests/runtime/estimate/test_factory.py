@@ -1,4 +1,4 @@
-"""A factory is found and called, and what is wrong with it is said in its own words and lines."""
+"""Factories of models: import, call, and errors with the source line."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def wrong_loss():
 
 @pytest.fixture
 def module(cwd, monkeypatch):
-    """A file of factories in the working folder, which is on the path as for `python -m`."""
+    """Return a file of factories in the working folder, which is on the path as for `python -m`."""
     (cwd / "models.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(cwd))
     yield cwd / "models.py"
@@ -79,13 +79,13 @@ def module(cwd, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def make(target, **sizes):
+def call_target(target, **sizes):
     return call_factory(find_factory(target), target, sizes)
 
 
-def said(target, **sizes):
+def get_error(target, **sizes):
     with pytest.raises(EstimateError) as raised:
-        make(target, **sizes)
+        call_target(target, **sizes)
     assert raised.value.__suppress_context__ or raised.value.__context__ is None
     return str(raised.value)
 
@@ -93,27 +93,27 @@ def said(target, **sizes):
 @pytest.mark.parametrize(
     "target", ["models:plain", "models.py:plain", "./models.py:plain", "models:Net", "models:Net.large"]
 )
-def test_a_module_or_a_file_has_a_factory_which_may_be_a_class(module, target):
-    made = make(target)
+def test_a_factory_is_a_function_or_class_of_a_module_or_file(module, target):
+    made = call_target(target)
     assert made.model.weight.is_meta
     assert (made.inputs, made.optimizer, made.loss) == (None, None, None)
 
 
-def test_a_file_finds_what_lies_beside_it(module, cwd):
+def test_a_factory_file_can_import_a_sibling_module(module, cwd):
     (cwd / "deep").mkdir()
     (cwd / "deep" / "sibling.py").write_text("WIDTH = 7")
     (cwd / "deep" / "net.py").write_text(
         "import torch, sibling\ndef make():\n    return torch.nn.Linear(sibling.WIDTH, 1)"
     )
-    assert make("deep/net.py:make").model.in_features == 7
+    assert call_target("deep/net.py:make").model.in_features == 7
 
 
-def test_sizes_are_told_to_who_takes_them_and_else_the_rows_of_inputs_are_changed(module):
-    assert make("models:sized").inputs["input"].shape == (3, 5, 4)
-    assert make("models:sized", batch_size=2, seq_length=9).inputs["input"].shape == (2, 9, 4)
-    assert make("models:needs_length", seq_length=9).inputs["input"].shape == (1, 9, 4)
-    assert make("models:with_inputs").inputs.shape == (8, 4)
-    resized = make("models:with_inputs", batch_size=2).inputs
+def test_sizes_are_passed_to_the_factory_or_resize_the_inputs(module):
+    assert call_target("models:sized").inputs["input"].shape == (3, 5, 4)
+    assert call_target("models:sized", batch_size=2, seq_length=9).inputs["input"].shape == (2, 9, 4)
+    assert call_target("models:needs_length", seq_length=9).inputs["input"].shape == (1, 9, 4)
+    assert call_target("models:with_inputs").inputs.shape == (8, 4)
+    resized = call_target("models:with_inputs", batch_size=2).inputs
     assert (resized.shape, resized.is_meta) == ((2, 4), True)
 
 
@@ -141,16 +141,16 @@ def test_sizes_are_told_to_who_takes_them_and_else_the_rows_of_inputs_are_change
         ("models:allocates", "whose 1.weight on cpu has memory"),
     ],
 )
-def test_what_is_wrong_is_one_message(module, target, words):
-    assert words in said(target)
+def test_an_invalid_factory_is_reported_with_one_message(module, target, words):
+    assert words in get_error(target)
 
 
 @pytest.mark.parametrize("target", ["script.py:mdoel", "script:mdoel", "script.py:mdoel.large"])
-def test_a_name_that_is_not_in_the_source_is_refused_before_the_source_runs(cwd, monkeypatch, target):
+def test_an_unknown_name_is_rejected_before_the_source_is_executed(cwd, monkeypatch, target):
     monkeypatch.syspath_prepend(cwd)
     (cwd / "script.py").write_text("import os\ndef model(): pass\nopen('ran', 'w')\n")
-    assert said(target) == f"{target.partition(':')[0]} has no mdoel; did you mean model?"
-    assert "it has model" in said(target.replace("mdoel", "xyzzy"))
+    assert get_error(target) == f"{target.partition(':')[0]} has no mdoel; did you mean model?"
+    assert "it has model" in get_error(target.replace("mdoel", "xyzzy"))
     assert not (cwd / "ran").exists()
 
 
@@ -168,43 +168,47 @@ def test_a_name_that_is_not_in_the_source_is_refused_before_the_source_runs(cwd,
         "from other import *",
     ],
 )
-def test_a_name_that_is_defined_in_whatever_way_is_found(cwd, monkeypatch, source):
+def test_a_dynamically_defined_factory_is_found(cwd, monkeypatch, source):
     monkeypatch.delitem(sys.modules, "other", raising=False)
     (cwd / "other.py").write_text("make = lambda: {}")
     (cwd / "script.py").write_text(source)
-    assert "returned dict without one" in said("script.py:make")
+    assert "returned dict without one" in get_error("script.py:make")
 
 
-def test_what_a_factory_raises_is_said_with_its_line(module):
+def test_an_error_of_a_factory_is_reported_with_its_line(module):
     assert (
-        said("models:raises")
+        get_error("models:raises")
         == f"models:raises failed: {module}:{line('a width of 0')}: ValueError: a width of 0"
     )
-    assert "SystemExit: 3" in said("models:quits")
-    moved = said("models:to_cpu")
-    assert f"{module}:{line('.to(')}: NotImplementedError" in moved, "the person's line, not torch's"
+    assert "SystemExit: 3" in get_error("models:quits")
+    moved = get_error("models:to_cpu")
+    assert f"{module}:{line('.to(')}: NotImplementedError" in moved, (
+        "the line of the script, not that of torch"
+    )
     assert "called on the meta device" in moved
 
 
-def test_what_an_import_raises_is_said_with_its_line(module, cwd):
+def test_an_error_of_an_import_is_reported_with_its_line(module, cwd):
     (cwd / "broken.py").write_text("import torch\nimport nowhere\nf = torch.nn.Linear\n")
     assert (
-        said("broken:f")
+        get_error("broken:f")
         == f"broken cannot be imported: {cwd}/broken.py:2: ModuleNotFoundError: No module named 'nowhere'"
     )
     (cwd / "broken.py").write_text("def f(:\n")
-    assert f"{cwd}/broken.py:1: SyntaxError" in said(f"{cwd}/broken.py:f")
+    assert f"{cwd}/broken.py:1: SyntaxError" in get_error(f"{cwd}/broken.py:f")
 
 
-def test_sizes_that_have_no_effect_are_refused(module):
-    assert "--batch-size needs inputs, and models:plain returns none" in said("models:plain", batch_size=2)
-    assert "--seq-length is for factories with a parameter seq_length" in said(
+def test_sizes_without_an_effect_are_rejected(module):
+    assert "--batch-size needs inputs, and models:plain returns none" in get_error(
+        "models:plain", batch_size=2
+    )
+    assert "--seq-length is for factories with a parameter seq_length" in get_error(
         "models:with_inputs", seq_length=2
     )
 
 
-def test_a_factory_that_makes_its_tensors_without_a_device_allocates_none(module):
-    made = make("models:with_inputs")
+def test_inputs_of_a_factory_are_created_on_the_meta_device(module):
+    made = call_target("models:with_inputs")
     assert made.inputs.device == torch.device("meta")
 
 

@@ -1,4 +1,4 @@
-"""The state of an optimizer, measured in a step that computes nothing."""
+"""The state of an optimizer, measured in a step on the meta device."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import nn
 from accel_runtime.estimate.memory import OPTIMIZERS, EstimateError, build_optimizer, measure_state
 
 
-def model_of(device="meta"):
+def build_model(device="meta"):
     with torch.device(device):
         model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
     model[1].bias.requires_grad_(False)
     return model
 
 
-def real_state(make):
-    model = model_of("cpu")
+def measure_real_state(make):
+    model = build_model("cpu")
     optimizer = make(model)
     model(torch.ones(1, 6)).sum().backward()
     optimizer.step()
@@ -29,47 +29,53 @@ def real_state(make):
     )
 
 
-def local(model):
+def list_local_shapes(model):
     return {p: tuple(p.shape) for p in model.parameters()}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_state_of_every_optimizer_with_a_name_is_that_of_a_real_step(name):
-    model = model_of()
-    whole = measure_state(build_optimizer(model, name), local(model))
-    assert whole == real_state(lambda real: build_optimizer(real, name))
+def test_the_state_of_every_named_optimizer_equals_that_of_a_real_step(name):
+    model = build_model()
+    whole = measure_state(build_optimizer(model, name), list_local_shapes(model))
+    assert whole == measure_real_state(lambda real: build_optimizer(real, name))
     assert (whole == 0) == (name == "sgd")
 
 
-def test_an_optimizer_with_groups_is_stepped_over_the_parts():
-    model = model_of()
+def test_the_state_of_an_optimizer_with_groups_is_measured_for_shards():
+    model = build_model()
     groups = [{"params": model[0].parameters(), "weight_decay": 0.1}, {"params": [model[1].weight]}]
     optimizer = build_optimizer(model, torch.optim.SGD(groups, lr=0.1, momentum=0.9))
-    parts = {p: (shape[0] // 2, *shape[1:]) for p, shape in local(model).items()}
+    parts = {p: (shape[0] // 2, *shape[1:]) for p, shape in list_local_shapes(model).items()}
     assert measure_state(optimizer, parts) == (2 * 6 + 2 + 1 * 4) * 4
-    assert measure_state(optimizer, local(model)) == (4 * 6 + 4 + 2 * 4) * 4, (
+    assert measure_state(optimizer, list_local_shapes(model)) == (4 * 6 + 4 + 2 * 4) * 4, (
         "a second question finds it as it was"
     )
     assert optimizer.param_groups[1]["params"][0] is model[1].weight
 
 
-def test_state_that_is_there_before_the_first_step_is_that_of_the_part():
-    model = model_of()
+def test_state_created_before_the_first_step_is_measured_for_shards():
+    model = build_model()
     optimizer = build_optimizer(model, torch.optim.Adagrad)
-    halves = {p: (shape[0] // 2, *shape[1:]) for p, shape in local(model).items()}
+    halves = {p: (shape[0] // 2, *shape[1:]) for p, shape in list_local_shapes(model).items()}
     steps = 3 * 4
-    assert measure_state(optimizer, halves) - steps == (measure_state(optimizer, local(model)) - steps) / 2
+    assert (
+        measure_state(optimizer, halves) - steps
+        == (measure_state(optimizer, list_local_shapes(model)) - steps) / 2
+    )
 
 
-def test_a_model_that_learns_nothing_has_no_state():
-    model = model_of().requires_grad_(False)
-    assert measure_state(build_optimizer(model, "adamw"), local(model)) == 0
+def test_a_frozen_model_has_no_optimizer_state():
+    model = build_model().requires_grad_(False)
+    assert measure_state(build_optimizer(model, "adamw"), list_local_shapes(model)) == 0
 
 
-def test_half_precision_parameters_have_state_of_their_own_format():
-    model = model_of().bfloat16()
+def test_bfloat16_parameters_have_bfloat16_optimizer_state():
+    model = build_model().bfloat16()
     steps = 3 * 4
-    assert measure_state(build_optimizer(model, "adamw"), local(model)) == 2 * 2 * (24 + 4 + 8) + steps
+    assert (
+        measure_state(build_optimizer(model, "adamw"), list_local_shapes(model))
+        == 2 * 2 * (24 + 4 + 8) + steps
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,13 +90,13 @@ def test_half_precision_parameters_have_state_of_their_own_format():
         (torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=1), r"not in the model, the first of shape \[3\]"),
     ],
 )
-def test_what_is_no_optimizer_of_the_model_is_said(chosen, said):
+def test_an_invalid_optimizer_is_rejected(chosen, said):
     with pytest.raises(EstimateError, match=said):
-        build_optimizer(model_of(), chosen)
+        build_optimizer(build_model(), chosen)
 
 
-def test_an_optimizer_that_cannot_step_without_numbers_is_named():
-    model = model_of()
+def test_an_optimizer_that_cannot_step_on_the_meta_device_is_named():
+    model = build_model()
     optimizer = build_optimizer(model, torch.optim.LBFGS)
     with pytest.raises(EstimateError, match="the state of LBFGS cannot be measured"):
-        measure_state(optimizer, local(model))
+        measure_state(optimizer, list_local_shapes(model))

@@ -1,4 +1,4 @@
-"""Models of transformers by their configuration: nothing is fetched, nothing of theirs is run that is not installed."""
+"""Models of transformers from a configuration file, without downloads and without custom code."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def transformers():
     return pytest.importorskip("transformers")
 
 
-def shapes(made):
+def list_shapes(made):
     return {name: list(value.shape) for name, value in made.inputs.items()}
 
 
@@ -62,16 +62,16 @@ def shapes(made):
         ),
     ],
 )
-def test_the_class_and_a_batch_for_it_come_from_the_configuration(folder, transformers, config, name, inputs):
+def test_the_configuration_determines_the_model_class_and_a_batch(folder, transformers, config, name, inputs):
     made = build_from_configuration(str(folder(config)), {})
     assert type(made.model).__name__ == name
     assert all(p.is_meta for p in made.model.parameters())
-    assert shapes(made) == inputs
+    assert list_shapes(made) == inputs
 
 
-def test_sizes_that_are_said_win_and_the_file_itself_may_be_named(folder, transformers):
+def test_given_sizes_override_the_configuration_file(folder, transformers):
     file = folder(LLAMA) / "config.json"
-    assert shapes(build_from_configuration(str(file), {"batch_size": 3, "seq_length": 7})) == {
+    assert list_shapes(build_from_configuration(str(file), {"batch_size": 3, "seq_length": 7})) == {
         "input_ids": [3, 7],
         "labels": [3, 7],
     }
@@ -92,19 +92,19 @@ def test_sizes_that_are_said_win_and_the_file_itself_may_be_named(folder, transf
         ),
     ],
 )
-def test_a_size_that_the_model_has_no_use_for_is_refused(folder, transformers, config, sizes, message):
+def test_a_size_without_an_effect_on_the_model_is_rejected(folder, transformers, config, sizes, message):
     with pytest.raises(EstimateError, match=message):
         build_from_configuration(str(folder(config)), sizes)
 
 
-def test_code_of_the_model_s_own_is_never_run(folder, transformers):
+def test_custom_code_of_a_model_is_not_executed(folder, transformers):
     where = folder({"model_type": "mine", "auto_map": {"AutoConfig": "evil.Config"}})
     (where / "evil.py").write_text("raise SystemExit('run')")
     with pytest.raises(EstimateError, match="transformers could not build the model"):
         build_from_configuration(str(where), {})
 
 
-def test_without_transformers_the_cure_is_named(folder, monkeypatch):
+def test_missing_transformers_is_reported_with_the_install_command(folder, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "transformers" else find(name)
@@ -113,7 +113,7 @@ def test_without_transformers_the_cure_is_named(folder, monkeypatch):
         build_from_configuration(str(folder(LLAMA)), {})
 
 
-def test_a_folder_without_a_configuration_is_said(tmp_path):
+def test_a_folder_without_a_configuration_is_rejected(tmp_path):
     with pytest.raises(EstimateError, match=r"File not found: .*config\.json"):
         build_from_configuration(str(tmp_path), {})
 
@@ -121,5 +121,5 @@ def test_a_folder_without_a_configuration_is_said(tmp_path):
 @pytest.mark.parametrize(
     ("target", "wanted"), [(".", True), ("a/config.json", True), ("a.py:f", False), ("a:f", False)]
 )
-def test_folders_and_json_are_configurations(target, wanted):
+def test_folders_and_json_files_are_configurations(target, wanted):
     assert is_configuration(target) is wanted
