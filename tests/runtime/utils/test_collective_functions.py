@@ -1,4 +1,4 @@
-"""Functions between processes that find the backend themselves."""
+"""Collective functions of `utils` that use the current backend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accel_runtime import Accelerator, utils
 from accel_runtime.rng import RNG_TYPES
 
 
-def test_tensors_and_objects_of_all_processes_come_together(ranks):
+def test_tensors_and_objects_of_all_ranks_are_gathered_and_reduced(ranks):
     def together():
         accelerator = Accelerator()
         rank = accelerator.process_index
@@ -29,7 +29,7 @@ def test_tensors_and_objects_of_all_processes_come_together(ranks):
     assert ranks.run(together) == [(everyone, objects, sum(everyone), mean, 2 * everyone[-1])] * ranks.size
 
 
-def test_what_is_no_list_is_refused_on_all_ranks(ranks):
+def test_gather_object_rejects_a_string_on_all_ranks(ranks):
     def refused():
         with pytest.raises(TypeError, match="gather_object cannot gather a str"):
             utils.gather_object("text")
@@ -38,7 +38,7 @@ def test_what_is_no_list_is_refused_on_all_ranks(ranks):
     assert all(ranks.run(refused))
 
 
-def test_one_process_says_it_and_all_have_it_in_what_they_gave(ranks):
+def test_broadcast_writes_the_values_of_one_rank_into_the_arguments_of_all(ranks):
     def told():
         rank = Accelerator().process_index
         last = Accelerator().num_processes - 1
@@ -54,7 +54,7 @@ def test_one_process_says_it_and_all_have_it_in_what_they_gave(ranks):
 
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("dim", [0, 1, -1])
-def test_tensors_are_filled_up_to_the_longest(ranks, dim, first):
+def test_pad_across_processes_pads_to_the_longest_tensor(ranks, dim, first):
     def padded(dim, first):
         rank = Accelerator().process_index
         shape = [2, 2]
@@ -71,7 +71,7 @@ def test_tensors_are_filled_up_to_the_longest(ranks, dim, first):
         assert torch.equal(filled.any(1 - dim % 2), expected.flip(0) if first else expected)
 
 
-def test_states_of_generators_are_shared(ranks):
+def test_synchronize_rng_states_makes_generators_equal(ranks):
     def shared():
         accelerator = Accelerator()
         torch.manual_seed(accelerator.process_index)
@@ -82,7 +82,7 @@ def test_states_of_generators_are_shared(ranks):
     assert len(set(ranks.run(shared))) == 1
 
 
-def test_a_generator_and_its_kind_go_together():
+def test_a_generator_needs_its_rng_type():
     with pytest.raises(ValueError, match=", ".join(RNG_TYPES)):
         utils.synchronize_rng_state("dice")
     with pytest.raises(ValueError, match="Pass both or none"):
@@ -91,7 +91,7 @@ def test_a_generator_and_its_kind_go_together():
         utils.synchronize_rng_state("torch", torch.Generator())
 
 
-def test_parts_and_barriers(ranks):
+def test_split_between_processes_and_wait_for_everyone(ranks):
     def parts():
         utils.wait_for_everyone()
         with utils.split_between_processes(list(range(5))) as mine:
@@ -100,7 +100,7 @@ def test_parts_and_barriers(ranks):
     assert [item for own in ranks.run(parts) for item in own] == list(range(5))
 
 
-def test_the_script_gets_its_own_module_back(ranks):
+def test_extract_model_from_parallel_returns_the_original_module(ranks):
     def extracted():
         accelerator = Accelerator(mixed_precision="bf16")
         model = nn.Linear(2, 2)
@@ -115,14 +115,14 @@ def test_the_script_gets_its_own_module_back(ranks):
     assert ranks.run(extracted) == [(True, True)] * ranks.size
 
 
-def test_a_compiled_module_gives_the_one_it_was_made_from():
+def test_a_compiled_module_is_unwrapped_on_request():
     model = nn.Linear(2, 2)
     compiled = torch.compile(model, backend="eager")
     assert utils.extract_model_from_parallel(compiled) is compiled
     assert utils.extract_model_from_parallel(compiled, keep_torch_compile=False) is model
 
 
-def test_a_module_is_taken_out_of_the_wrappers_of_a_script():
+def test_a_module_is_unwrapped_from_data_parallel():
     model, accelerator = nn.Linear(2, 2), Accelerator()
     wrapped = nn.DataParallel(model)
     for given in (wrapped, nn.DataParallel(wrapped), torch.compile(wrapped, backend="eager")):
@@ -131,7 +131,7 @@ def test_a_module_is_taken_out_of_the_wrappers_of_a_script():
     assert list(accelerator.get_state_dict(wrapped)) == ["weight", "bias"]
 
 
-def test_modules_inside_a_model_are_taken_out_of_wrappers_if_the_script_wants_it():
+def test_inner_modules_are_unwrapped_with_recursive():
     inner = nn.Linear(2, 2)
     model = nn.Sequential(nn.Sequential(nn.DataParallel(inner)), nn.Tanh())
     assert utils.extract_model_from_parallel(model)[0][0] is not inner

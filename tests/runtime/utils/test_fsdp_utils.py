@@ -1,4 +1,4 @@
-"""Weights and optimizers of sharded models in files of their own, by the functions that scripts know."""
+"""Functions of Accelerate that save, load and merge weights and optimizers of sharded models."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from accel_runtime import utils
 from accel_runtime.checkpoint.errors import CheckpointError
 
 
-def prepared(sizes, seed, rate):
+def prepare_run(sizes, seed, rate):
     run = accelerator(sizes)
     model = net(seed)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate)
     return run, *run.prepare(model, optimizer)
 
 
-def moments(optimizer):
+def list_moments(optimizer):
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return [{name: full(value).tolist() for name, value in optimizer.state[p].items()} for p in parameters]
 
 
 def save(sizes, folder):
-    run, model, optimizer = prepared(sizes, 1, 0.1)
+    run, model, optimizer = prepare_run(sizes, 1, 0.1)
     run.backward(model(torch.arange(3)).sum())
     optimizer.step()
     utils.save_fsdp_model(None, run, model, folder)
@@ -32,17 +32,17 @@ def save(sizes, folder):
     run.save_state(folder / "state")
     utils.merge_fsdp_weights(folder / "pytorch_model_fsdp_0", folder / "of the model")
     utils.merge_fsdp_weights(folder / "state" / "pytorch_model_fsdp_0", folder / "of the state")
-    return state_of(run.unwrap_model(model)), moments(optimizer)
+    return state_of(run.unwrap_model(model)), list_moments(optimizer)
 
 
 def load(sizes, folder):
-    run, model, optimizer = prepared(sizes, 2, 0.5)
+    run, model, optimizer = prepare_run(sizes, 2, 0.5)
     utils.load_fsdp_model(None, run, model, folder)
     utils.load_fsdp_optimizer(None, run, optimizer, model, folder)
-    return state_of(run.unwrap_model(model)), moments(optimizer), optimizer.param_groups[0]["lr"]
+    return state_of(run.unwrap_model(model)), list_moments(optimizer), optimizer.param_groups[0]["lr"]
 
 
-def test_a_sharded_model_and_its_optimizer_are_saved_merged_and_loaded_on_another_layout(clusters, tmp_path):
+def test_a_sharded_model_and_optimizer_are_saved_merged_and_loaded_on_another_layout(clusters, tmp_path):
     weights, state = clusters[2].run(save, {"dp_shard": 2}, tmp_path)[0]
     for folder in ("of the model", "of the state"):
         found = load_file(tmp_path / folder / "model.safetensors")
@@ -70,7 +70,7 @@ def test_a_merged_checkpoint_is_removed_on_request(tmp_path):
         ("load_fsdp_optimizer", {"adapter_only": True}),
     ],
 )
-def test_an_option_that_cannot_be_honoured_is_refused(tmp_path, function, options):
+def test_unsupported_options_of_fsdp_utils_are_rejected(tmp_path, function, options):
     run = accelerator({})
     with pytest.raises(ValueError, match=f"{function} does not support {next(iter(options))}="):
         getattr(utils, function)(
@@ -78,7 +78,7 @@ def test_an_option_that_cannot_be_honoured_is_refused(tmp_path, function, option
         )
 
 
-def test_what_cannot_be_merged_is_named(tmp_path):
+def test_a_checkpoint_that_cannot_be_merged_is_named(tmp_path):
     (tmp_path / ".metadata").touch()
     with pytest.raises(CheckpointError, match="accelerate merge-weights"):
         utils.merge_fsdp_weights(tmp_path, tmp_path / "one")

@@ -1,4 +1,4 @@
-"""Packages, devices and number formats that are asked for."""
+"""Checks for packages, devices and dtypes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_package_that_is_too_old_is_not_available(package):
 
 @pytest.mark.parametrize("device", ["mlu", "musa", "npu", "sdaa"])
 @pytest.mark.parametrize("there", [True, False])
-def test_a_device_that_another_package_adds_is_there_if_torch_finds_it(package, monkeypatch, device, there):
+def test_a_device_of_another_package_is_available_if_torch_reports_it(package, monkeypatch, device, there):
     available = getattr(imports, f"is_{device}_available")
     assert not available()
     package(f"torch_{device}")
@@ -59,7 +59,7 @@ def test_a_device_that_another_package_adds_is_there_if_torch_finds_it(package, 
 @pytest.mark.parametrize(
     ("kind", "tpu", "gpu"), [("TPU", True, False), ("CUDA", False, True), ("CPU", False, False)]
 )
-def test_the_device_of_torch_xla_is_asked_for_on_request(package, kind, tpu, gpu):
+def test_is_torch_xla_available_checks_the_device_on_request(package, kind, tpu, gpu):
     package("torch_xla", module=SimpleNamespace(device_type=lambda: kind))
     assert imports.is_torch_xla_available()
     assert imports.is_torch_xla_available(check_is_tpu=True) is imports.is_torch_xla_available(True) is tpu
@@ -69,14 +69,14 @@ def test_the_device_of_torch_xla_is_asked_for_on_request(package, kind, tpu, gpu
         imports.is_torch_xla_available(check_is_tpu=True, check_is_gpu=True)
 
 
-def test_a_torch_that_is_too_old_has_no_mps(monkeypatch):
+def test_is_mps_available_compares_the_version_of_torch(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert imports.is_mps_available()
     assert imports.is_mps_available("2.9")
     assert not imports.is_mps_available(min_version="99.0")
 
 
-def test_a_model_of_peft_is_known_prepared_or_not(package):
+def test_is_peft_model_recognizes_wrapped_models(package):
     class PeftModel(nn.Linear):
         pass
 

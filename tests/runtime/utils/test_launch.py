@@ -1,4 +1,4 @@
-"""Processes that scripts start themselves, and the profile that a notebook writes."""
+"""`PrepareForLaunch`, `patch_environment` and `write_basic_config`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_variables_are_set_in_a_block_and_restored_at_its_end(monkeypatch):
 
 @pytest.fixture
 def restored():
-    """Restore the environment after a test, which places this process."""
+    """Restore the environment after a test that sets the variables of a rank."""
     before = dict(os.environ)
     yield
     os.environ.clear()
@@ -35,7 +35,7 @@ def restored():
 
 
 @pytest.mark.usefixtures("restored")
-def test_a_function_is_called_with_its_arguments_where_its_rank_is_set():
+def test_prepare_for_launch_sets_the_rank_and_calls_the_function():
     def function(*args):
         return args, [os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
 
@@ -53,7 +53,7 @@ def record(folder):
     accelerator.end_training()
 
 
-def test_processes_of_a_script_meet_over_a_file(tmp_path):
+def test_processes_of_a_script_rendezvous_through_a_file(tmp_path):
     found = tmp_path / "found"
     found.mkdir()
     with patch_environment(world_size=2, accelerate_debug_rdv_file=tmp_path / "meet"):
@@ -62,7 +62,7 @@ def test_processes_of_a_script_meet_over_a_file(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_notebook_writes_the_profile_of_this_machine_once(home, caplog):
+def test_write_basic_config_does_not_overwrite_a_profile(home, caplog):
     path = write_basic_config(mixed_precision="bf16")
     assert "mixed_precision: bf16" in path.read_text()
     before = path.read_text()
@@ -78,6 +78,6 @@ def test_a_notebook_writes_the_profile_of_this_machine_once(home, caplog):
         ({"mixed_precision": "fp8"}, "no, bf16, fp16"),
     ],
 )
-def test_a_profile_that_cannot_be_written_is_refused(options, said):
+def test_invalid_arguments_of_write_basic_config_are_rejected(options, said):
     with pytest.raises(ValueError, match=said):
         write_basic_config(**options)

@@ -1,4 +1,4 @@
-"""The names scripts import are there, in both places."""
+"""Public names of `accel_runtime.utils`."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_name_of_the_function_surface_is_in_both_places(name):
+def test_a_public_function_is_in_accel_runtime_and_in_utils(name):
     assert name in accel_runtime.__all__
     assert getattr(utils, name) is getattr(accel_runtime, name)
 
 
 @pytest.mark.parametrize("name", utils.__all__)
-def test_every_name_is_there(name):
+def test_every_public_name_of_utils_exists(name):
     assert getattr(utils, name).__name__ == name
     assert name in dir(utils)
 
 
-def test_any_other_name_is_an_attribute_error():
+def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match=r"'accel_runtime.utils' has no attribute 'gathr'"):
         _ = utils.gathr
 
 
-def test_the_names_alone_cost_no_torch():
+def test_importing_utils_does_not_import_torch():
     code = "import sys, accel_runtime.utils; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
@@ -61,6 +61,6 @@ def test_the_names_alone_cost_no_torch():
 @pytest.mark.parametrize(
     "package", ["datasets", "deepspeed", "peft", "rich", "torch_xla", "torchvision", "transformers", "wandb"]
 )
-def test_a_package_is_available_where_it_is_installed(package):
+def test_a_package_is_available_if_it_is_installed(package):
     answer = getattr(utils, f"is_{package}_available")()
     assert answer == (importlib.util.find_spec(package) is not None)

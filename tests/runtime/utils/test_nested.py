@@ -1,4 +1,4 @@
-"""Functions over nested batches."""
+"""Functions for nested batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accel_runtime import utils
 Pair = namedtuple("Pair", ["a", "b"])  # noqa: PYI024 - what scripts have
 
 
-def test_data_moves_and_what_is_skipped_stays():
+def test_send_to_device_moves_tensors_except_skipped_keys():
     data = {"x": torch.ones(2), "rest": [{"y": torch.ones(1), "z": torch.ones(1)}], "text": "t"}
     moved = utils.send_to_device(data, "meta", skip_keys="y")
     assert moved["x"].is_meta
@@ -25,7 +25,7 @@ def test_data_moves_and_what_is_skipped_stays():
     assert utils.send_to_device(data, "cpu")["x"] is data["x"]
 
 
-def test_batches_become_one():
+def test_concatenate_joins_nested_batches():
     batches = [{"x": Pair(torch.full((1, 2), i), [torch.full((2, 1), i)])} for i in range(3)]
     one = utils.concatenate(batches)
     assert type(one["x"]) is Pair
@@ -37,13 +37,13 @@ def test_batches_become_one():
         utils.concatenate([])
 
 
-def test_the_size_of_a_batch_is_that_of_its_first_tensor():
+def test_find_batch_size_returns_the_size_of_the_first_tensor():
     assert utils.find_batch_size({"n": 3, "s": torch.tensor(1), "x": [torch.ones(5, 2)]}) == 5
     with pytest.raises(ValueError, match="Cannot find the batch size"):
         utils.find_batch_size({"x": []})
 
 
-def test_a_function_is_applied_to_the_leaves_it_is_for():
+def test_recursively_apply_calls_the_function_on_matching_leaves():
     data = Pair(torch.ones(1), ["text", 2])
     added = utils.recursively_apply(lambda t, n, more=0: t + n + more, data, 1, more=2)
     assert added.a.item() == 4
@@ -53,13 +53,13 @@ def test_a_function_is_applied_to_the_leaves_it_is_for():
         utils.recursively_apply(torch.neg, data, error_on_other_type=True)
 
 
-def test_types_are_honoured_and_numbers_listed():
+def test_honor_type_and_listify_convert_containers():
     assert utils.honor_type(Pair(1, 2), (n + 1 for n in (1, 2))) == Pair(2, 3)
     assert type(utils.honor_type((1,), iter([2]))) is tuple
     assert utils.listify({"x": torch.tensor([1, 2]), "s": "t"}) == {"x": [1, 2], "s": "t"}
 
 
-def test_half_precision_becomes_single_and_the_rest_stays():
+def test_convert_outputs_to_fp32_converts_only_half_precision():
     def forward(x):
         """Passes."""
         return {"h": x.half(), "b": x.bfloat16(), "d": x.double(), "n": 1}
