@@ -242,8 +242,8 @@ class PlannedError(BaseException):
     """What leads out of the command line's stack, with the plan that the fork server would be executed with."""
 
 
-def become(request):
-    """Be the `accel` of a request; returns in a rank whose script has ended, and nowhere else."""
+def run_forked_command(request):
+    """Run the `accel` command of a request; return only in a rank whose script has ended."""
     from accel_cli import main
     from accel_cli.runner import forkserver, forkserver_main
 
@@ -289,7 +289,7 @@ def enter(namespace, name):
 
 
 def end(code):
-    """End at once: that the interpreter tears torch down says nothing and takes time."""
+    """Exit at once, without the slow teardown of torch."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
@@ -300,4 +300,4 @@ if __name__ == "__main__":
     del sys.path[0]
     with socket.socket(fileno=int(sys.argv[1])) as channel:
         asked = serve(channel)
-    become(asked)
+    run_forked_command(asked)

@@ -77,15 +77,15 @@ def serve():
         for environ, files in request["processes"]:
             pid = os.fork()
             if not pid:
-                become(environ, files)
+                run_forked_script(environ, files)
                 return request["script"]
             pids.append(pid)
         print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
     return None
 
 
-def become(environ, files):
-    """Be a process of a script, after a fork."""
+def run_forked_script(environ, files):
+    """Set up a forked process as that of a script."""
     os.environ.clear()
     os.environ.update(environ)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -176,7 +176,7 @@ MUTATIONS = (
         "        return any(own > others for own, others in zip(self, other, strict=True))",
         "        return False",
         (
-            "tests/runtime/backends/test_status.py::test_a_rank_is_beyond_another_once_it_has_begun_what_that_one_has_not",
+            "tests/runtime/backends/test_status.py::test_progress_counts_are_beyond_others_if_any_counter_is_larger",
         ),
     ),
     Mutation(

@@ -1,4 +1,4 @@
-"""A small model with everything that is hard to divide, and runs of it on any mesh, for functions that tests ship."""
+"""A small model that is difficult to shard, and runs of it on any mesh, for functions sent to ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROWS, WIDTH, HIDDEN = 11, 6, 10
 
 
 class Block(nn.Module):
-    """Two layers that tensor parallelism can divide, and a norm that it cannot."""
+    """Two layers that can be tensor parallel, and a norm that cannot."""
 
     def __init__(self):
         super().__init__()
@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Tied, frozen, of one element, with buffers that are saved and one that is computed."""
+    """A model with tied, frozen and one-element parameters, and with saved and computed buffers."""
 
     def __init__(self):
         super().__init__()
@@ -52,7 +52,7 @@ class Net(nn.Module):
 
 
 def net(seed=1, kind=Net):
-    """The model with values of its own, the same in all processes."""
+    """Return the model with parameters that are equal in all processes."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = kind()
@@ -64,7 +64,7 @@ def net(seed=1, kind=Net):
 
 @contextmanager
 def divided(options=None, **sizes):
-    """Inside, an Accelerator divides models like this: `divided(dp_shard=4)`; options are those of fully_shard."""
+    """Shard the models of an Accelerator inside this context; options are those of fully_shard."""
     told = {f"ACCEL_PARALLEL_{name.upper()}": str(value) for name, value in sizes.items()}
     told |= {f"ACCEL_FULLY_SHARD_{name.upper()}": str(value) for name, value in (options or {}).items()}
     before = {name: os.environ.get(name) for name in told}
@@ -77,23 +77,23 @@ def divided(options=None, **sizes):
 
 
 def accelerator(sizes, options=None, **arguments):
-    """An Accelerator on a mesh; without sizes, each process has all of a model."""
+    """Return an Accelerator on a mesh; without sizes, models are replicated."""
     with divided(options, **sizes):
         return Accelerator(**arguments)
 
 
 def full(value):
-    """A tensor, whole; other things as they are."""
+    """Return the full tensor of a DTensor; return other values unchanged."""
     return value.full_tensor() if hasattr(value, "device_mesh") else value
 
 
 def state_of(model):
-    """All a model has, gathered, as numbers."""
+    """Return the gathered state of a model, as numbers."""
     return {name: full(value.detach()).tolist() for name, value in model.state_dict().items()}
 
 
 def warm():
-    """Load what takes seconds, before anything is measured against a limit of time."""
+    """Import modules that take seconds, before a time limit applies."""
     import torch.distributed.fsdp
     import torch.distributed.tensor  # noqa: F401
 

@@ -118,7 +118,7 @@ def test_there_are_files_to_look_at():
 
 
 def test_the_command_line_imports_the_contract_of_the_runtime_and_checkpoints_without_torch():
-    """`test_a_look_at_checkpoints_takes_no_torch` holds that these modules do without it."""
+    """`test_checkpoint_commands_do_not_import_torch` holds that these modules do without it."""
     found = importing(CLI, {"accel_runtime"})
     modules = ("directory", "errors", "filesystem", "manifest", "safetensors_file")
     allowed = ("accel_runtime.env.", *(f"accel_runtime.checkpoint.{module}." for module in modules))

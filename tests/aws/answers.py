@@ -1,4 +1,4 @@
-"""What the plane answers where moto lacks it: training jobs that are checked, run, listed in pages, and stopped."""
+"""Operations of SageMaker that moto lacks: training jobs that are validated, run, listed and stopped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PAGE = 10
 
 
 def answer(plane):
-    """Put our operations where moto's dispatch finds them."""
+    """Register these operations for the dispatch of moto."""
     SageMakerResponse.moto_create = SageMakerResponse.create_training_job
     SageMakerResponse.plane = plane
     for name, method in vars(Answers).items():
@@ -30,13 +30,13 @@ def answer(plane):
 
 
 def keys(bucket, prefix):
-    """The keys of a bucket below a prefix; none where there is no bucket."""
+    """Return the keys of a bucket below a prefix, or none without a bucket."""
     buckets = s3_backends[ACCOUNT]["aws"].buckets
     return [key for key in buckets[bucket].keys if key.startswith(prefix)] if bucket in buckets else []
 
 
 class Answers(SageMakerResponse):
-    """SageMaker's operations, by the names that moto's dispatch looks for."""
+    """Operations of SageMaker, with the method names of moto's dispatch."""
 
     plane = None
     """What is behind them."""

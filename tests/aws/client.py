@@ -1,4 +1,4 @@
-"""The plane as tests use it: started as a subprocess, told what to do, and ended."""
+"""Client of the plane for tests: start it as a subprocess, configure it, and end it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AwsPlane:
     """A running plane."""
 
     def __init__(self, root):
-        """Start it; it ends with `close`, and also when this process does."""
+        """Start the plane; it ends with `close`, and with this process."""
         command = [sys.executable, str(Path(__file__).parent / "plane.py"), "--root", str(root), "--no-run"]
         self._errors, self._clients, self._session = Path(root) / "plane.err", {}, None
         with self._errors.open("wb") as errors:
@@ -52,7 +52,7 @@ class AwsPlane:
 
     @property
     def env(self):
-        """What a process needs in its environment to meet the plane and nothing else."""
+        """Return the environment of a process that uses only the plane."""
         return {
             "AWS_ENDPOINT_URL": self.address,
             "AWS_ACCESS_KEY_ID": "testing",
@@ -64,7 +64,7 @@ class AwsPlane:
         }
 
     def use(self, monkeypatch):
-        """Make this process, and those it starts, meet the plane."""
+        """Let this process, and its children, use the plane."""
         for name in [name for name in os.environ if name.startswith("AWS_")]:
             monkeypatch.delenv(name)
         for name, value in self.env.items():
@@ -104,20 +104,20 @@ class AwsPlane:
         self.ask("reset")
 
     def calls(self):
-        """What was asked of it since the last `reset` or `clear`, as `service:Operation`."""
+        """Return the calls since the last `reset` or `clear`, as `service:Operation`."""
         return self.ask("calls")
 
     # What tests often need -----------------------------------------------------------
 
     def role(self, name="trainer", trust=None):
-        """Make a role that SageMaker may assume."""
+        """Create a role that SageMaker can assume."""
         made = self.client("iam").create_role(
             RoleName=name, AssumeRolePolicyDocument=json.dumps(trust or _TRUST)
         )
         return made["Role"]["Arn"]
 
     def bucket(self, name, **objects):
-        """Make a bucket with these objects, by key."""
+        """Create a bucket with these objects, by key."""
         s3 = self.client("s3")
         s3.create_bucket(Bucket=name)
         for key, body in objects.items():
@@ -125,7 +125,7 @@ class AwsPlane:
         return name
 
     def request(self, name, **changes):
-        """The least CreateTrainingJob request that a job of ours has."""
+        """Return a minimal CreateTrainingJob request."""
         said = {
             "TrainingJobName": name,
             "RoleArn": ROLE,
@@ -142,7 +142,7 @@ class AwsPlane:
         return said | changes
 
     def wait(self, name, *states):
-        """Wait until a job is in one of these secondary states, or done; its description."""
+        """Wait until a job is in one of these secondary states, or has ended; return its description."""
         client, end = self.client("sagemaker"), time.monotonic() + _PATIENCE_S
         states = {*states} or {"Completed", "Failed", "Stopped", "MaxRuntimeExceeded", "MaxWaitTimeExceeded"}
         while (told := client.describe_training_job(TrainingJobName=name))["SecondaryStatus"] not in states:

@@ -1,4 +1,4 @@
-"""What stands before every service of the plane: it notes each call, and breaks those that a test asked it to."""
+"""Fault injection for all services of the plane, which also records each call."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ _OWN = {
 
 @dataclass
 class Fault:
-    """What goes wrong with the calls of an operation."""
+    """A fault of the calls of an operation."""
 
     operation: str
     """`DescribeTrainingJob`, `logs:*` for all of a service, `*` for all."""
@@ -110,7 +110,7 @@ class Fault:
 
 
 class Faults:
-    """The faults that tests asked for, and the calls that came."""
+    """The faults of a test, and the recorded calls."""
 
     def __init__(self):
         self._lock = threading.Lock()
@@ -128,7 +128,7 @@ class Faults:
             self._faults.append(fault)
 
     def take(self, service, operation):
-        """The fault that this call meets, which is used up by it; the call is noted."""
+        """Record a call, and return and consume its fault, if any."""
         with self._lock:
             self.calls.append(f"{service}:{operation}")
             self._faults = [fault for fault in self._faults if not fault.over()]
@@ -145,7 +145,7 @@ class Faults:
 
 
 class Gate:
-    """The WSGI application before moto's."""
+    """The WSGI application in front of moto's."""
 
     def __init__(self, app, faults, control):
         self._app, self._faults, self._control = app, faults, control
@@ -190,7 +190,7 @@ def _body(environ):
 
 
 def _call(environ):
-    """Service and operation of a signed request."""
+    """Return service and operation of a signed request."""
     parts = environ.get("HTTP_AUTHORIZATION", "").partition("Credential=")[2].split(",")[0].split("/")
     service = parts[3] if len(parts) > 3 else "s3"
     if target := environ.get("HTTP_X_AMZ_TARGET"):
@@ -234,13 +234,13 @@ def _error(environ, start_response, fault, service, operation):
 
 
 def _hang_up(environ):
-    """The connection is gone, without an answer or within it."""
+    """Close the connection, without a response or within it."""
     environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
     raise ConnectionError
 
 
 def _cut(environ, parts, size):
-    """So many bytes of an answer, and then the connection is gone."""
+    """Yield the first bytes of a response, and close the connection."""
     for part in parts:
         yield part[:size]
         size -= len(part)

@@ -1,4 +1,4 @@
-"""The machines of a training job: real processes with an /opt/ml of their own, or lines that a test wrote down."""
+"""Hosts of a training job: real processes with separate /opt/ml folders, or output prepared by a test."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LONGEST = 256 * 1024
 
 
 class Played:
-    """A host that prints what a test wrote down, and ends when the test lets the job go on."""
+    """A host that prints prepared lines, and ends when the test permits it."""
 
     when = math.inf
     """When it ended."""
@@ -50,7 +50,7 @@ class Played:
         return self._play.get("failure", "") if self.name == self._play.get("fails", self.name) else ""
 
     def files(self, folder):
-        """What it leaves in a folder of /opt/ml, as `{name: text}`."""
+        """Return the files of a folder of /opt/ml, as `{name: text}`."""
         return {name: text.encode() for name, text in self._play.get(folder, {}).items()}
 
     def _run(self):
@@ -68,7 +68,7 @@ class Played:
 
 
 class Real:
-    """A host that runs the bundle: its own session, its own /opt/ml, and only what the platform puts there."""
+    """A host that runs the bundle in its own session, with its own /opt/ml."""
 
     when = math.inf
 
@@ -131,7 +131,7 @@ class Real:
         self._thread.start()
 
     def signal(self, number):
-        """To process 1 of the container only, as the platform does; SIGKILL is for all of it."""
+        """Send a signal to process 1 of the container only, as the platform does; SIGKILL is sent to all."""
         if self._process is None or self._process.poll() is not None:
             return
         self._process.send_signal(number)
@@ -176,7 +176,7 @@ class Real:
 
 
 def wait_all(hosts, seconds):
-    """Whether all hosts have ended within so many seconds."""
+    """Return whether all hosts end within the given seconds."""
     end = time.monotonic() + seconds
     while any(host.code is None for host in hosts) and time.monotonic() < end:
         time.sleep(0.005)

@@ -1,4 +1,4 @@
-"""The models of AWS's services, read once in a process: botocore reads megabytes of JSON again for every session."""
+"""Cache of the service models of botocore, which parses megabytes of JSON for every session."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["keep_models"]
 
 
 def keep_models():
-    """Have botocore keep each file of models that it reads, for all sessions of this process."""
+    """Let botocore keep each parsed model file for all sessions of this process."""
     if not hasattr(JSONFileLoader.load_file, "cache_info"):
         read = JSONFileLoader().load_file
         JSONFileLoader.load_file = staticmethod(functools.cache(read))

@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1]))
 
-# Managed policies are what roles for SageMaker have; moto reads this as it is imported.
+# Roles for SageMaker have managed policies; moto reads this on import.
 os.environ.setdefault("MOTO_IAM_LOAD_MANAGED_POLICIES", "true")
 
 import boto3
@@ -36,7 +36,7 @@ from werkzeug.serving import make_server
 
 
 class Plane:
-    """All that is behind the address."""
+    """The state behind the address of the plane."""
 
     def __init__(self, root, *, run):
         self.root, self.faults, self._run = Path(root), Faults(), run
@@ -49,7 +49,7 @@ class Plane:
         self.address = f"http://127.0.0.1:{self.server.server_address[1]}"
 
     def control(self, verb, said):
-        """What a test asks of the plane itself."""
+        """Execute a request of a test to the plane itself."""
         if verb == "fault":
             self.faults.add(said)
         elif verb == "clear":
@@ -72,7 +72,7 @@ class Plane:
         return next(job for (_, _, known), job in self.jobs.items() if known == name)
 
     def reset(self):
-        """As it was at its start."""
+        """Restore the state at the start."""
         self.close_jobs()
         self.faults.clear()
         self.settings.clear()
@@ -96,7 +96,7 @@ class Plane:
             job.close()
 
     def platform(self, account, region):
-        """What jobs of a region have around them."""
+        """Return the platform of the jobs of a region."""
         env = {
             "AWS_ENDPOINT_URL": self.address,
             "AWS_ACCESS_KEY_ID": "testing",
@@ -126,7 +126,7 @@ class Plane:
 
 
 class _Handler(MotoRequestHandler):
-    """The log of requests is no part of what the plane says."""
+    """A request handler that prints no log."""
 
     def log(self, *args):
         pass

@@ -1,4 +1,4 @@
-"""What SageMaker refuses in a CreateTrainingJob request, in its words."""
+"""Validation of CreateTrainingJob requests, with the error messages of SageMaker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CLASSES = {r"\p{L}": "a-zA-Z\u00aa-\uffff", r"\p{Z}": r"\s", r"\p{N}": r"\d"}
 
 
 class RefusedError(Exception):
-    """A code and a message of SageMaker's."""
+    """An error code and message of SageMaker."""
 
     def __init__(self, code, message):
         super().__init__(message)
@@ -76,7 +76,7 @@ def _shown(value):
 
 
 def _broken(shape, value):
-    """The limits of a shape that a value is beyond."""
+    """Yield the constraints of a shape that a value violates."""
     rules, kind = shape.metadata, shape.type_name
     if kind in {"integer", "long", "float", "double"}:
         if value < rules.get("min", value):
@@ -162,7 +162,7 @@ def _check_world(said, world):
 
 
 def _assumable(policy):
-    """Whether a trust policy lets SageMaker in."""
+    """Return whether a trust policy allows SageMaker."""
     statements = (policy or {}).get("Statement", [])
     for statement in [statements] if isinstance(statements, dict) else statements:
         principal = statement.get("Principal", {})

@@ -1,4 +1,4 @@
-"""CloudWatch's side of the plane: lines of hosts become events, in batches, late if a test wants it so."""
+"""Stub of CloudWatch Logs: lines of hosts become events in batches, with a delay on request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BATCH = 1000
 
 
 class Writer:
-    """Writes the streams of one region; the group is there from the first event on."""
+    """Writes the streams of one region; the group is created with the first event."""
 
     def __init__(self, account, region, delay):
         self._where, self._delay = (account, region), delay
@@ -24,16 +24,16 @@ class Writer:
         self._thread.start()
 
     def put(self, stream, line):
-        """Hand over one line, without its end."""
+        """Add one line, without its line end."""
         # CloudWatch takes no event without text.
         self._queue.put((stream, {"timestamp": int(time.time() * 1000), "message": line or " "}))
 
     def end(self):
-        """Nothing comes any more; what came is still delivered."""
+        """Mark the end of the input; earlier lines are still delivered."""
         self._queue.put(None)
 
     def whole(self):
-        """Wait until all is delivered."""
+        """Wait until all lines are delivered."""
         self.end()
         self._thread.join()
 

@@ -1,4 +1,4 @@
-"""A training job of the plane: its states, its attempts, what it leaves in S3, and how SageMaker describes it."""
+"""A training job of the plane: its states, attempts, S3 files and description."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _ENDS = {
 
 
 class TrainingJob:
-    """One job, and the thread that takes it from state to state."""
+    """A job, and the thread that runs it."""
 
     def __init__(self, said, arn, platform):
         """Begin.
@@ -92,7 +92,7 @@ class TrainingJob:
         return _ENDS.get(self.secondary, "InProgress")
 
     def ask(self, what):
-        """`stop`, `interrupt`, or `kill` where the plane itself ends."""
+        """Request `stop`, `interrupt`, or `kill` if the plane itself ends."""
         with self.changed:
             if self.asked not in {"stop", "kill"}:
                 self.asked = what
@@ -101,7 +101,7 @@ class TrainingJob:
             self.changed.notify_all()
 
     def print(self, host, lines):
-        """Lines of a host, as if it printed them now."""
+        """Print lines on a host."""
         printing = next(one for one in self.hosts if one.name == host)
         for line in lines:
             printing.put(line)
@@ -198,7 +198,7 @@ class TrainingJob:
             self.changed.notify_all()
 
     def _stay(self, status):
-        """Remain in a state for as long as the settings say; an end, if it comes before."""
+        """Stay in a state for the configured time; return the end, if it comes earlier."""
         end = time.monotonic() + self.platform.settings["pause"]
         with self.changed:
             while self.platform.settings["hold"] == status or time.monotonic() < end:
@@ -305,7 +305,7 @@ class TrainingJob:
                 self.metrics[metric["Name"]] = float(found[1])
 
     def _fill(self, names):
-        """The folders of every host: its channels and its checkpoints."""
+        """Fill the folders of every host: its channels and its checkpoints."""
         env = {
             "TRAINING_JOB_NAME": self.name,
             "TRAINING_JOB_ARN": self.arn,
@@ -344,7 +344,7 @@ class TrainingJob:
         return f"{self.said['OutputDataConfig']['S3OutputPath'].rstrip('/')}/{self.name}/output"
 
     def _save(self):
-        """Checkpoints go to S3, whatever the end was."""
+        """Copy checkpoints to S3, also after a failure."""
         if keep := self.said.get("CheckpointConfig"):
             for host in self.hosts:
                 for name, content in host.files("checkpoints").items():
@@ -364,7 +364,7 @@ class TrainingJob:
         self.platform.s3.put_object(Bucket=bucket, Key=key, Body=content)
 
     def close(self):
-        """End at once, and leave no process."""
+        """End immediately, and leave no process."""
         self.ask("kill")
         self.thread.join()
         self.writer.whole()

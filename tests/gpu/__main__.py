@@ -24,12 +24,12 @@ SECONDS = 480
 
 
 def missing(names):
-    """Return those that cannot be imported."""
+    """Return the names that cannot be imported."""
     return [name for name in names if find_spec(name) is None]
 
 
 def is_old(version):
-    """Return True if this version of torch is older than accel needs."""
+    """Return whether this version of torch is older than accel needs."""
     return tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TORCH
 
 
@@ -89,7 +89,7 @@ def main(arguments):
 
 
 def summary(report):
-    """Return a line for each feature, and what failed."""
+    """Return a line for each feature, and the failures."""
     lines = [f"\n{report['gpus']} x {report['gpu']}, torch {report['torch']}, Python {report['python']}"]
     for name, own in report["features"].items():
         counts = ", ".join(

@@ -1,4 +1,4 @@
-"""Tests marked `gpu`: where they run, how long they may take, and the report they leave."""
+"""Tests marked `gpu`: where they run, their time limits, and their report."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def ranks(request):
 
 @pytest.fixture
 def sharing(cuda):
-    """Two ranks that are to use NCCL on one GPU, which it refuses."""
+    """Two ranks that use NCCL on one GPU, which it rejects."""
     if COUNT > 1:
         pytest.skip("needs a single GPU")
     cluster = GpuCluster("nccl")
@@ -65,13 +65,13 @@ def sharing(cuda):
 
 @pytest.fixture
 def device():
-    """Where the accelerator is to compute."""
+    """The device on which the accelerator computes."""
     return DEVICE
 
 
 @pytest.fixture
 def cuda():
-    """A test that asks for this needs CUDA itself."""
+    """CUDA itself; tests with this fixture are skipped in a rehearsal."""
     if REHEARSAL:
         pytest.skip("needs a GPU")
     return torch.cuda
@@ -79,7 +79,7 @@ def cuda():
 
 @pytest.fixture
 def busy():
-    """Keep the current stream busy for about so many seconds, without waiting."""
+    """Keep the current stream busy for about the given seconds, without waiting."""
 
     def keep(seconds):
         if not REHEARSAL:
@@ -90,7 +90,7 @@ def busy():
 
 @pytest.fixture
 def commands():
-    """A test that asks for this runs `accel`."""
+    """Skip a test that runs `accel` if a package for it is missing."""
     if missing := [name for name in COMMANDS_NEED if find_spec(name) is None]:
         pytest.skip(f"needs {', '.join(missing)}")
 
@@ -112,14 +112,14 @@ def _fresh(home, monkeypatch):
 
 
 def limit_of(item):
-    """Return how many seconds a test may take."""
+    """Return the time limit of a test in seconds."""
     mark = item.get_closest_marker("limit")
     return mark.args[0] if mark else LIMIT_S
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """Have a test that takes too long fail; one that cannot be interrupted ends the run, after its traceback."""
+    """Fail a test that exceeds its limit; one that cannot be interrupted ends the run with a traceback."""
     seconds = limit_of(item)
 
     def late(*_):
@@ -135,7 +135,7 @@ def pytest_runtest_call(item):
 
 
 def pytest_runtest_setup(item):
-    """Skip what needs more GPUs than there are, or does not fit the time."""
+    """Skip a test that needs more GPUs than exist, or more time than is left."""
     if "gpu" not in item.keywords:
         return
     wanted = max((mark.args[0] for mark in item.iter_markers("gpu") if mark.args), default=1)
@@ -146,7 +146,7 @@ def pytest_runtest_setup(item):
 
 
 class Report:
-    """By feature, which tests passed, failed and were skipped; written anew after every test.
+    """The tests that passed, failed and were skipped, by feature; written after every test.
 
     Args:
         path: The file.
@@ -195,6 +195,6 @@ class Report:
 
 
 def pytest_configure(config):
-    """Write a report if the run was asked to."""
+    """Write a report if the run has a path for it."""
     if path := os.environ.get("GPU_TESTS_REPORT"):
         config.pluginmanager.register(Report(Path(path)), "gpu-report")

@@ -1,4 +1,4 @@
-"""Checkpoints of state on a GPU: what is saved while it computes, where it is loaded, and what that takes."""
+"""Checkpoints of state on a GPU: saving during computation, loading, and the memory they use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SAVE, ASYNC = "Checkpoints", "Checkpoints in the background"
 
 
 def prepared(cpu=False, width=64, layers=3):
-    """A model with AdamW's state after one step."""
+    """Return a model whose AdamW has stepped once."""
     set_current_backend(None)
     accelerator = Accelerator(cpu=cpu)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
@@ -33,7 +33,7 @@ def step(accelerator, model, optimizer, width=64):
 
 
 def values(model, optimizer):
-    """Everything that is trained, on the CPU."""
+    """Copy all trained values to the CPU."""
     found = {name: p.detach().cpu().clone() for name, p in model.state_dict().items()}
     for number, own in enumerate(optimizer.state.values()):
         found |= {f"{number} {key}": torch.as_tensor(value).cpu().clone() for key, value in own.items()}
@@ -46,7 +46,7 @@ def differing(wanted, got):
 
 @pytest.mark.feature(SAVE)
 @pytest.mark.parametrize(("saver", "loader"), [("gpu", "gpu"), ("gpu", "cpu"), ("cpu", "gpu")])
-def test_state_is_loaded_bit_for_bit_wherever_it_was_saved(device, tmp_path, saver, loader):
+def test_state_is_loaded_bit_for_bit_on_any_device(device, tmp_path, saver, loader):
     torch.manual_seed(16)
     accelerator, model, optimizer = prepared(cpu=saver == "cpu")
     wanted = values(model, optimizer)
@@ -63,7 +63,7 @@ def test_state_is_loaded_bit_for_bit_wherever_it_was_saved(device, tmp_path, sav
 
 
 @pytest.mark.feature("Random numbers of the GPU")
-def test_the_generator_of_the_gpu_goes_on_bit_for_bit_after_loading(device, tmp_path):
+def test_the_gpu_generator_continues_bit_for_bit_after_loading(device, tmp_path):
     accelerator, *_ = prepared()
     torch.rand(5, device=device)
     accelerator.save_state(tmp_path / "saved")
@@ -76,7 +76,7 @@ def test_the_generator_of_the_gpu_goes_on_bit_for_bit_after_loading(device, tmp_
 
 
 @pytest.mark.feature(ASYNC)
-def test_a_save_in_the_background_has_what_was_computed_until_then_and_nothing_after(device, busy, tmp_path):
+def test_an_asynchronous_save_contains_only_earlier_computations(device, busy, tmp_path):
     accelerator, model, optimizer = prepared()
     weight = model[0].weight
     with torch.no_grad():
@@ -94,7 +94,7 @@ def test_a_save_in_the_background_has_what_was_computed_until_then_and_nothing_a
 
 
 @pytest.mark.feature(ASYNC)
-def test_saves_in_the_background_follow_each_other_while_the_model_trains(device, tmp_path):
+def test_several_asynchronous_saves_run_while_the_model_trains(device, tmp_path):
     accelerator, model, optimizer = prepared()
     wanted = []
     for number in range(4):
@@ -109,7 +109,7 @@ def test_saves_in_the_background_follow_each_other_while_the_model_trains(device
 
 
 @pytest.mark.feature(ASYNC)
-def test_memory_for_the_copies_is_pinned_and_no_larger_than_the_state(cuda, tmp_path):
+def test_staging_memory_is_pinned_and_no_larger_than_the_state(cuda, tmp_path):
     accelerator, model, optimizer = prepared(width=3000)
     accelerator.save_state(tmp_path / "saved", async_save=True)
     accelerator.wait_for_checkpoint()
@@ -120,7 +120,7 @@ def test_memory_for_the_copies_is_pinned_and_no_larger_than_the_state(cuda, tmp_
 
 
 @pytest.mark.feature("Memory of loading a checkpoint")
-def test_loading_takes_no_more_memory_of_the_gpu_than_one_tensor_beyond_the_state(cuda, tmp_path):
+def test_loading_uses_gpu_memory_for_at_most_one_additional_tensor(cuda, tmp_path):
     accelerator, _, _ = prepared(width=2048, layers=8)
     accelerator.save_state(tmp_path / "saved")
     largest = 2048 * 2048 * 4

@@ -1,4 +1,4 @@
-"""Commands and starters: processes that are forked before CUDA is started, what they say of the GPU, and estimates."""
+"""Commands and launchers on a GPU: processes forked before CUDA starts, reports, and estimates."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def python(*arguments, **variables):
 
 
 @pytest.mark.feature(SAYS)
-def test_the_probe_names_every_gpu(cuda):
+def test_the_probe_lists_every_gpu(cuda):
     said = json.loads(python("-m", "accel_runtime.probe"))
     assert said == {
         "accelerator": "cuda",
@@ -53,7 +53,7 @@ def test_the_probe_names_every_gpu(cuda):
 
 @pytest.mark.feature(SAYS)
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
-def test_the_checks_of_accel_test_hold(device, precision):
+def test_the_checks_of_accel_test_pass(device, precision):
     said = python("-m", "accel_runtime.selfcheck", ACCEL_MIXED_PRECISION=precision)
     assert "everything works here" in said
     assert f"1 of 1 ranks answer, on {device.type}" in said
@@ -87,7 +87,7 @@ print("rank", accelerator.process_index, before, str(accelerator.device), total.
 
 @pytest.mark.feature(STARTS)
 @pytest.mark.parametrize("method", ["forkserver", "exec"])
-def test_a_process_that_accel_launch_starts_uses_cuda(device, commands, tmp_path, method):
+def test_a_process_of_accel_launch_uses_cuda(device, commands, tmp_path, method):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     said = python(
@@ -112,8 +112,8 @@ notebook_launcher(train, num_processes=2)
 
 
 @pytest.mark.feature(STARTS)
-def test_processes_of_a_notebook_use_cuda_though_the_notebook_has_asked_for_it(device, tmp_path):
-    """Two on one GPU, over gloo; what a notebook asks about must not start CUDA before the fork."""
+def test_processes_of_notebook_launcher_use_cuda_after_device_queries(device, tmp_path):
+    """Run two processes over gloo: the device queries of a notebook must not start CUDA before the fork."""
     script = tmp_path / "notebook.py"
     script.write_text(NOTEBOOK)
     said = python(script, ACCEL_PROCESS_GROUP_BACKEND="gloo")
@@ -175,8 +175,8 @@ print(json.dumps({"kept": kept, "peak": torch.cuda.max_memory_allocated() - base
 
 @pytest.mark.feature(ESTIMATE)
 @pytest.mark.parametrize("model", ["perceptron", "convolutions", "transformer"])
-def test_an_estimate_is_what_training_takes(device, tmp_path, model):
-    """Parameters, gradients and states within 2%, the peak within 25% of what torch has measured."""
+def test_an_estimate_matches_the_measured_memory(device, tmp_path, model):
+    """Parameters, gradients and states must be within 2%, the peak within 25% of the measurement."""
     (tmp_path / "models.py").write_text(MODELS)
     asked = {
         "target": f"{tmp_path}/models.py:{model}", "devices": 1, "memory": None, "headroom": 10, "batch_size": None,

@@ -1,4 +1,4 @@
-"""Which device a process takes, and how batches come to it."""
+"""The device of each process, and how batches are copied to it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COPIES = "Batches from pinned memory"
 
 
 def numbers(count=64, width=4096):
-    """Samples that differ from each other in every number."""
+    """Return samples of different values."""
     return torch.randn(count, width, generator=torch.Generator().manual_seed(7))
 
 
@@ -41,7 +41,7 @@ def test_models_batches_gradients_and_optimizer_states_are_on_the_device(device)
 
 
 @pytest.mark.feature(PLACES)
-def test_a_rank_takes_the_gpu_of_its_local_rank_and_further_ranks_share(cuda):
+def test_a_rank_uses_the_gpu_of_its_local_rank_and_additional_ranks_share(cuda):
     from accel_runtime.backends import _select_device
 
     count = cuda.device_count()
@@ -55,7 +55,7 @@ def test_a_rank_takes_the_gpu_of_its_local_rank_and_further_ranks_share(cuda):
 
 @pytest.mark.gpu(2)
 @pytest.mark.feature(PLACES)
-def test_a_script_without_a_launcher_keeps_the_gpu_that_it_made_current(cuda):
+def test_a_script_without_a_launcher_keeps_its_current_gpu(cuda):
     cuda.set_device(1)
     try:
         accelerator = Accelerator()
@@ -66,7 +66,7 @@ def test_a_script_without_a_launcher_keeps_the_gpu_that_it_made_current(cuda):
 
 
 def refused():
-    """What an Accelerator of a rank says that shares its GPU."""
+    """Return the error of an Accelerator on a rank that shares its GPU."""
     try:
         Accelerator()
     except RuntimeError as error:
@@ -75,13 +75,13 @@ def refused():
 
 
 @pytest.mark.feature(PLACES)
-def test_ranks_that_share_a_gpu_over_nccl_are_named(sharing):
+def test_ranks_that_share_a_gpu_over_nccl_are_named_in_the_error(sharing):
     answers = sharing.run(refused)
     assert all("over nccl: some use the same GPU (ranks 0, 1 on" in answer for answer in answers), answers
 
 
 @pytest.mark.feature(PLACES)
-def test_nested_batches_are_sent_and_what_is_no_tensor_stays(device):
+def test_nested_batches_are_moved_and_other_values_are_kept(device):
     sent = send_to_device(
         {"x": torch.arange(3), "text": ["a"], "pair": (torch.ones(2), 1)}, device, non_blocking=True
     )
@@ -91,7 +91,7 @@ def test_nested_batches_are_sent_and_what_is_no_tensor_stays(device):
 
 
 @pytest.mark.feature("Random numbers of the GPU")
-def test_a_seed_gives_the_same_numbers_on_the_device(device):
+def test_a_seed_determines_the_random_numbers_of_the_device(device):
     drawn = []
     for _ in range(2):
         set_seed(3)
@@ -101,7 +101,7 @@ def test_a_seed_gives_the_same_numbers_on_the_device(device):
 
 
 @pytest.mark.feature("Random numbers of the GPU")
-def test_ranks_take_over_the_generator_of_the_gpu(cuda):
+def test_ranks_load_the_gpu_generator_state_of_the_first_rank(cuda):
     accelerator = Accelerator(rng_types=["torch", "cuda"])
     loader = accelerator.prepare(DataLoader(numbers(8, 4), batch_size=4))
     before = cuda.get_rng_state()
@@ -112,8 +112,8 @@ def test_ranks_take_over_the_generator_of_the_gpu(cuda):
 @pytest.mark.feature(COPIES)
 @pytest.mark.parametrize("pinned", [False, True], ids=["pageable", "pinned"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_are_right_while_copies_wait_behind_a_busy_stream(device, busy, pinned, workers):
-    """Memory of a batch that Python has let go must not be filled with the next before it was copied."""
+def test_batches_are_correct_while_copies_wait_behind_a_busy_stream(device, busy, pinned, workers):
+    """The memory of a freed batch must not be reused before it was copied."""
     data = numbers()
     loader = DataLoader(TensorDataset(data), batch_size=2, pin_memory=pinned, num_workers=workers)
     prepared = Accelerator().prepare(loader)
@@ -145,7 +145,7 @@ def test_the_script_does_not_wait_for_the_copy_of_a_pinned_batch(device, busy, c
 
 @pytest.mark.feature(COPIES)
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_pinned_batch_is_copied_while_the_computation_before_it_still_runs(busy, cuda, workers):
+def test_a_pinned_batch_is_copied_while_the_previous_computation_runs(busy, cuda, workers):
     loader = DataLoader(TensorDataset(numbers(12)), batch_size=2, pin_memory=True, num_workers=workers)
     prepared = Accelerator().prepare(loader)
     beside = []
@@ -160,7 +160,7 @@ def test_a_pinned_batch_is_copied_while_the_computation_before_it_still_runs(bus
 
 @pytest.mark.feature(COPIES)
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_are_right_on_a_stream_of_the_script(busy, cuda, workers):
+def test_batches_are_correct_on_a_stream_of_the_script(busy, cuda, workers):
     data = numbers()
     loader = DataLoader(TensorDataset(data), batch_size=2, pin_memory=True, num_workers=workers)
     prepared, kept = Accelerator().prepare(loader), []
@@ -175,7 +175,7 @@ def test_batches_are_right_on_a_stream_of_the_script(busy, cuda, workers):
 
 
 @pytest.mark.feature(COPIES)
-def test_memory_of_batches_is_used_again_from_epoch_to_epoch(cuda):
+def test_memory_of_batches_is_reused_in_each_epoch(cuda):
     loader = DataLoader(TensorDataset(numbers(64, 65536)), batch_size=4, pin_memory=True)
     prepared, reserved = Accelerator().prepare(loader), []
     for _ in range(6):
@@ -189,7 +189,7 @@ def test_memory_of_batches_is_used_again_from_epoch_to_epoch(cuda):
 
 @pytest.mark.feature(COPIES)
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_state_saved_while_the_next_batch_is_copied_leads_to_that_batch(device, busy, workers):
+def test_a_state_saved_during_prefetching_resumes_at_the_next_batch_of_the_script(device, busy, workers):
     data = TensorDataset(numbers(24, 512))
 
     def shuffled():
@@ -209,7 +209,7 @@ def test_a_state_saved_while_the_next_batch_is_copied_leads_to_that_batch(device
 
 
 @pytest.mark.feature(COPIES)
-def test_non_blocking_without_pinned_memory_gives_right_batches(device, busy):
+def test_non_blocking_without_pinned_memory_returns_correct_batches(device, busy):
     data = numbers()
     config = DataLoaderConfiguration(non_blocking=True)
     prepared = Accelerator(dataloader_config=config).prepare(DataLoader(TensorDataset(data), batch_size=4))
@@ -221,7 +221,7 @@ def test_non_blocking_without_pinned_memory_gives_right_batches(device, busy):
 
 
 @pytest.mark.feature(COPIES)
-def test_workers_that_are_forked_after_cuda_has_started_do_not_touch_it(device):
+def test_workers_forked_after_cuda_started_do_not_use_it(device):
     torch.ones(1, device=device)
     data = numbers(24, 8)
     prepared = Accelerator().prepare(

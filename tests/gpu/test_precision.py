@@ -1,4 +1,4 @@
-"""bf16 and fp16 beside float32, and steps that an overflow leaves out."""
+"""bf16 and fp16 compared with float32, and steps that an overflow skips."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BOUNDS = {"bf16": 5e-2, "fp16": 1e-2}
 
 
 def trained(precision, steps=10, kind=torch.optim.SGD, **options):
-    """Losses, parameters before and after, and the dtypes that the first layer computes in."""
+    """Return losses, parameters before and after, and the dtypes of the first layer."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
     seen = set()
@@ -48,7 +48,7 @@ def trained(precision, steps=10, kind=torch.optim.SGD, **options):
         pytest.param("fp16", marks=pytest.mark.feature(FP16)),
     ],
 )
-def test_training_is_as_near_to_float32_as_the_format_allows(precision):
+def test_mixed_precision_training_is_within_rounding_of_float32(precision):
     exact, before, wanted, plain = trained("no")
     losses, same, got, seen = trained(precision)
     assert (plain, seen) == ({torch.float32}, {DTYPES[precision]})
@@ -63,7 +63,7 @@ def test_training_is_as_near_to_float32_as_the_format_allows(precision):
 
 
 def overflowing(device, fused):
-    """One fp16 training, and a function that makes a step whose loss is multiplied by something."""
+    """Return an fp16 training, and a function that runs a step with a factor on the loss."""
     accelerator = Accelerator(mixed_precision="fp16")
     model = nn.Linear(4, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **({"fused": True} if fused else {}))
@@ -84,7 +84,7 @@ def overflowing(device, fused):
 
 @pytest.mark.feature(FP16)
 @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
-def test_an_overflow_leaves_out_the_step_halves_the_scale_and_holds_the_schedule(device, fused):
+def test_an_overflow_skips_the_step_halves_the_scale_and_stops_the_scheduler(device, fused):
     accelerator, optimizer, scheduler, step = overflowing(device, fused)
     scaler = accelerator.scaler
     assert scaler.get_scale() == 65536.0
@@ -98,7 +98,7 @@ def test_an_overflow_leaves_out_the_step_halves_the_scale_and_holds_the_schedule
 
 
 @pytest.mark.feature(FP16)
-def test_the_scale_falls_until_large_gradients_fit(device):
+def test_the_scale_decreases_until_large_gradients_fit(device):
     accelerator, _, _, step = overflowing(device, fused=False)
     skipped = []
     for _ in range(30):
@@ -114,7 +114,7 @@ def test_the_scale_falls_until_large_gradients_fit(device):
 
 
 @pytest.mark.feature(FP16)
-def test_clipping_sees_gradients_without_the_scale(device):
+def test_clipping_uses_unscaled_gradients(device):
     norms = {}
     for precision in ("no", "fp16"):
         torch.manual_seed(4)
@@ -133,7 +133,7 @@ def test_clipping_sees_gradients_without_the_scale(device):
 
 
 @pytest.mark.feature(BF16)
-def test_autocast_can_be_left_and_entered(device):
+def test_autocast_applies_only_inside_its_context(device):
     accelerator = Accelerator(mixed_precision="bf16")
     x = torch.ones(4, 4, device=device)
     with accelerator.autocast():
@@ -142,7 +142,7 @@ def test_autocast_can_be_left_and_entered(device):
 
 
 @pytest.mark.feature(BF16)
-def test_the_device_says_that_it_computes_in_bf16(cuda):
+def test_bf16_availability_is_that_of_the_gpu(cuda):
     from accel_runtime.utils import is_bf16_available
 
     assert is_bf16_available() == cuda.is_bf16_supported()

@@ -1,4 +1,4 @@
-"""`fully_shard` on a mesh of one GPU, beside the same model that is not sharded."""
+"""`fully_shard` on a mesh of one GPU, compared with the model without sharding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLAIN, OFFLOAD = "fully_shard", "fully_shard with cpu_offload"
 
 
 class Block(nn.Module):
-    """A part that is gathered by itself."""
+    """A module whose parameters are gathered together."""
 
     def __init__(self, width):
         super().__init__()
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks between two layers of the whole model."""
+    """Blocks between two layers of the outermost module."""
 
     def __init__(self, width=64, blocks=3):
         super().__init__()
@@ -55,7 +55,7 @@ def plugin(**options):
 
 
 def trained(sharding=None, precision="no", steps=5):
-    """Losses, gradient norms and the model of a training."""
+    """Return losses, gradient norms and the trained model."""
     torch.manual_seed(13)
     accelerator = Accelerator(mixed_precision=precision, fsdp_plugin=sharding)
     model = Model()
@@ -98,7 +98,7 @@ def off(wanted, got):
         ),
     ],
 )
-def test_a_sharded_model_trains_like_one_that_is_not(device, options, bound):
+def test_a_sharded_model_trains_like_an_unsharded_one(device, options, bound):
     losses, norms, whole, _, one = trained()
     got, got_norms, model, _, other = trained(plugin(**options))
     assert off(losses, got) < bound
@@ -110,7 +110,7 @@ def test_a_sharded_model_trains_like_one_that_is_not(device, options, bound):
 
 
 @pytest.mark.feature("fully_shard with bf16")
-def test_under_bf16_blocks_compute_in_bf16_on_parameters_kept_in_float32(device):
+def test_blocks_compute_in_bf16_with_parameters_in_float32(device):
     losses, _, _, _, _ = trained()
     got, _, model, _, _ = trained(plugin(), "bf16")
     assert off(losses, got) < 5e-2
@@ -133,8 +133,8 @@ def test_offloaded_parameters_and_states_are_on_the_cpu_between_steps(device):
 
 @pytest.mark.feature("fully_shard with fp16")
 @pytest.mark.parametrize("offload", [False, True], ids=["on-device", "offloaded"])
-def test_every_overflow_is_seen_and_every_gradient_unscaled(device, busy, offload):
-    """The scale and the flag of an overflow must have arrived where the gradients are before they are used."""
+def test_overflows_are_detected_and_gradients_unscaled_with_offloading(device, busy, offload):
+    """The scale and the overflow flag must be copied to the device of the gradients before their use."""
     accelerator = Accelerator(mixed_precision="fp16", fsdp_plugin=plugin(cpu_offload=offload))
     torch.manual_seed(15)
     model = Model()
@@ -155,7 +155,7 @@ def test_every_overflow_is_seen_and_every_gradient_unscaled(device, busy, offloa
 
 
 @pytest.mark.feature("fully_shard with activation checkpointing")
-def test_activation_checkpointing_lowers_the_peak_of_memory(cuda):
+def test_activation_checkpointing_lowers_the_peak_memory(cuda):
     peaks = {}
     for again in (False, True):
         accelerator = Accelerator(fsdp_plugin=plugin(activation_checkpointing=again))
@@ -172,7 +172,7 @@ def test_activation_checkpointing_lowers_the_peak_of_memory(cuda):
 
 @pytest.mark.feature("Checkpoints of sharded models")
 @pytest.mark.parametrize("offload", [False, True], ids=["on-device", "offloaded"])
-def test_a_sharded_checkpoint_is_loaded_by_models_of_every_kind(device, tmp_path, offload):
+def test_a_sharded_checkpoint_can_be_loaded_by_models_of_every_layout(device, tmp_path, offload):
     _, _, model, _, accelerator = trained(plugin(cpu_offload=offload), "bf16")
     wanted = {name: value.cpu().clone() for name, value in state(accelerator, model).items()}
     accelerator.save_state(tmp_path / "saved")

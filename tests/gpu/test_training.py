@@ -1,4 +1,4 @@
-"""Compiled models, accumulation, clipping, metrics, memory that runs out, and a run that is resumed."""
+"""Compiled models, accumulation, clipping, metrics, out-of-memory retries, and resuming."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMPILER = "aot_eager" if REHEARSAL else "inductor"
 
 
 class Net(nn.Module):
-    """Two layers and a shortcut."""
+    """Two layers and a residual connection."""
 
     def __init__(self, width=64):
         super().__init__()
@@ -30,7 +30,7 @@ class Net(nn.Module):
 
 
 def loop(accelerator, epochs=3):
-    """The losses of a training whose epochs end with a batch of 2 instead of 8."""
+    """Return the losses of a training whose epochs end with a batch of 2 instead of 8."""
     torch.manual_seed(5)
     net = Net()
     data = TensorDataset(torch.randn(26, 64, generator=torch.Generator().manual_seed(6)))
@@ -50,7 +50,7 @@ def loop(accelerator, epochs=3):
 
 @pytest.fixture
 def graphs():
-    """How many graphs were compiled, and why a model fell into several."""
+    """Return the number of compiled graphs, and the reasons of graph breaks."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -62,9 +62,7 @@ def graphs():
 @pytest.mark.limit(150)
 @pytest.mark.feature(COMPILE)
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_a_compiled_model_is_one_graph_for_all_sizes_of_a_batch_and_keeps_its_class(
-    device, graphs, precision
-):
+def test_a_dynamically_compiled_model_is_one_graph_and_keeps_its_class(device, graphs, precision):
     exact, _, _ = loop(Accelerator(mixed_precision=precision))
     plugin = TorchDynamoPlugin(backend=COMPILER, dynamic=True)
     losses, model, net = loop(Accelerator(mixed_precision=precision, dynamo_plugin=plugin))
@@ -81,7 +79,7 @@ def test_a_compiled_model_is_one_graph_for_all_sizes_of_a_batch_and_keeps_its_cl
 
 @pytest.mark.limit(150)
 @pytest.mark.feature(COMPILE)
-def test_by_default_a_short_batch_is_compiled_once_and_not_again(device, graphs):
+def test_a_short_batch_is_compiled_only_once_by_default(device, graphs):
     loop(Accelerator(dynamo_plugin=TorchDynamoPlugin(backend=COMPILER)), epochs=1)
     count, breaks = graphs()
     assert (count <= 2, breaks) == (True, {}), f"{count} graphs for two sizes of a batch"
@@ -91,7 +89,7 @@ def test_by_default_a_short_batch_is_compiled_once_and_not_again(device, graphs)
 
 @pytest.mark.feature("Gradient accumulation and clipping")
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_accumulated_gradients_are_those_of_the_whole_batch(device, precision):
+def test_accumulated_gradients_equal_those_of_the_full_batch(device, precision):
     data = torch.randn(16, 64, generator=torch.Generator().manual_seed(8))
     grads = []
     for size, steps in ((16, 1), (4, 4)):
@@ -116,7 +114,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(device, precision):
 
 
 @pytest.mark.feature("Gradient accumulation and clipping")
-def test_clipping_gives_the_norm_before_and_scales_to_the_limit(device):
+def test_clipping_returns_the_norm_and_scales_gradients_to_the_limit(device):
     accelerator = Accelerator()
     net = Net()
     model, _ = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -131,7 +129,7 @@ def test_clipping_gives_the_norm_before_and_scales_to_the_limit(device):
 
 
 @pytest.mark.feature("gather_for_metrics")
-def test_metrics_see_every_sample_once_on_the_device(device):
+def test_gather_for_metrics_returns_every_sample_once_on_the_device(device):
     accelerator = Accelerator()
     loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(11)), batch_size=4))
     seen = [accelerator.gather_for_metrics({"x": batch, "twice": batch * 2}) for (batch,) in loader]
@@ -141,7 +139,7 @@ def test_metrics_see_every_sample_once_on_the_device(device):
 
 
 @pytest.mark.feature("find_executable_batch_size")
-def test_a_batch_size_is_found_after_the_memory_of_the_gpu_has_run_out(cuda, capfd):
+def test_a_smaller_batch_size_is_found_after_out_of_memory(cuda, capfd):
     gc.collect()
     cuda.empty_cache()
     free, total = cuda.mem_get_info()
@@ -162,7 +160,7 @@ def test_a_batch_size_is_found_after_the_memory_of_the_gpu_has_run_out(cuda, cap
 
 
 class Noisy(nn.Module):
-    """A model that draws random numbers on the device."""
+    """A model with dropout."""
 
     def __init__(self):
         super().__init__()
@@ -173,7 +171,7 @@ class Noisy(nn.Module):
 
 
 def run(folder, stop=None, resume=None):
-    """The losses of an epoch of 8 steps, and the parameters at its end; saved after `stop` steps."""
+    """Train an epoch of 8 steps, saving after `stop`; return the losses and the final parameters."""
     torch.manual_seed(11 if resume is None else 99)
     accelerator = Accelerator(mixed_precision="bf16")
     net = Noisy()
@@ -196,7 +194,7 @@ def run(folder, stop=None, resume=None):
 
 
 @pytest.mark.feature("Resuming bit for bit")
-def test_a_resumed_run_goes_on_bit_for_bit_with_the_random_numbers_of_the_gpu(device, tmp_path):
+def test_a_resumed_run_continues_bit_for_bit_with_gpu_random_numbers(device, tmp_path):
     losses, wanted = run(tmp_path / "a", stop=3)
     assert len(losses) == 8
     rest, got = run(tmp_path / "b", resume=tmp_path / "a")

@@ -1,4 +1,4 @@
-"""Two ranks: on one GPU over gloo, and on two GPUs over NCCL where there are as many."""
+"""Two ranks: on one GPU over gloo, and on two GPUs over NCCL if there are two."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TWO = pytest.mark.feature("Two processes")
 
 
 def trained(steps, precision, sharded):
-    """Losses and parameters of a training over ragged data, and the samples that an evaluation saw."""
+    """Train on batches of unequal size; return losses, parameters and the evaluated samples."""
     import warnings
 
     import torch
@@ -67,7 +67,7 @@ def test_two_processes_train_as_one_and_evaluate_every_sample_once(ranks, device
 
 
 def saved_and_loaded(folder):
-    """How the state of every rank differs from the one before it was saved, in the background."""
+    """Return how the state of each rank differs after an asynchronous save and a load."""
     import warnings
 
     import torch
@@ -99,7 +99,7 @@ def saved_and_loaded(folder):
 
 
 @TWO
-def test_each_rank_gets_its_own_random_numbers_back_and_the_state_that_was_saved(ranks, tmp_path):
+def test_each_rank_loads_its_own_random_state_and_the_saved_state(ranks, tmp_path):
     (wrong, equal, first), (other, same, second) = ranks.run(saved_and_loaded, str(tmp_path / "saved"))
     assert (wrong, other) == ([], [])
     assert (equal, same) == (True, True)
@@ -107,7 +107,7 @@ def test_each_rank_gets_its_own_random_numbers_back_and_the_state_that_was_saved
 
 
 def overflowed():
-    """On which ranks the step was left out when gradients of the second overflowed, and whether parameters changed."""
+    """Return on which ranks an overflow of the second skipped the step, and whether parameters changed."""
     import warnings
 
     import torch
@@ -128,12 +128,12 @@ def overflowed():
 
 
 @TWO
-def test_an_overflow_on_one_rank_leaves_out_the_step_on_both(ranks):
+def test_an_overflow_on_one_rank_skips_the_step_on_both(ranks):
     assert ranks.run(overflowed) == [(True, False)] * 2
 
 
 def out_of_memory(limit):
-    """Which batch sizes a rank tried when the memory of the first ran out above a limit."""
+    """Return the batch sizes that a rank tries if the first one runs out of memory above a limit."""
     from accel_runtime import Accelerator, find_executable_batch_size
 
     accelerator = Accelerator()
@@ -150,12 +150,12 @@ def out_of_memory(limit):
 
 
 @TWO
-def test_both_ranks_take_the_batch_size_that_fits_on_both(ranks):
+def test_both_ranks_use_the_batch_size_that_fits_on_both(ranks):
     assert ranks.run(out_of_memory, 6) == [(6, [8, 7, 6])] * 2
 
 
-def test_a_rank_was_forked_before_cuda_was_started(ranks):
-    """The interpreter that forks ranks has imported torch and accel: CUDA can still be used after the fork."""
+def test_cuda_works_in_ranks_that_were_forked_before_it_started(ranks):
+    """The interpreter that forks ranks has imported torch and accel."""
 
     def used():
         import torch

@@ -1,4 +1,4 @@
-"""The plane itself: what it refuses, the states it goes through, how it runs a bundle, and the faults it makes."""
+"""Tests of the plane itself: its validation, its states, running a bundle, and injected faults."""
 
 import io
 import subprocess
@@ -34,7 +34,7 @@ def refused(aws, name="one", **changes):
 
 
 def lines(aws, job):
-    """What every host of a job has printed, by stream."""
+    """Return the lines of all hosts of a job, by stream."""
     logs = aws.client("logs")
     streams = logs.describe_log_streams(logGroupName=GROUP, logStreamNamePrefix=f"{job}/")["logStreams"]
     names = [stream["logStreamName"] for stream in streams]
@@ -74,16 +74,16 @@ def lines(aws, job):
         ),
     ],
 )  # fmt: skip
-def test_what_sagemaker_refuses_is_refused(account, changes, said):
+def test_requests_that_sagemaker_rejects_are_rejected(account, changes, said):
     assert said in refused(account, **changes)
 
 
-def test_a_role_that_is_not_for_sagemaker_is_refused(account):
+def test_a_role_that_sagemaker_cannot_assume_is_rejected(account):
     trust = {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Principal": {"Service": "ec2.amazonaws.com"}, "Action": "sts:AssumeRole"}]}  # fmt: skip
     assert "Could not assume role" in refused(account, RoleArn=account.role("other", trust))
 
 
-def test_a_name_is_taken_once_and_a_quota_is_kept(account):
+def test_a_duplicate_name_and_an_exceeded_quota_are_rejected(account):
     account.settings(hold="Training", quota={"ml.m5.large": 1})
     create(account, "one")
     assert refused(account).startswith("ResourceInUse: Training job names must be unique")
@@ -93,7 +93,7 @@ def test_a_name_is_taken_once_and_a_quota_is_kept(account):
     )
 
 
-def test_a_job_goes_through_its_states_and_its_log_flows(account):
+def test_a_job_passes_through_its_states_and_writes_its_log(account):
     account.settings(play={"lines": ["a", "b\rc"], "model": {"m.txt": "weights"}}, time=100)
     create(account, "one", EnableManagedSpotTraining=True, StoppingCondition={"MaxRuntimeInSeconds": 9, "MaxWaitTimeInSeconds": 9},
            ResourceConfig={"InstanceType": "ml.m5.large", "InstanceCount": 2, "VolumeSizeInGB": 30})  # fmt: skip
@@ -112,7 +112,7 @@ def test_a_job_goes_through_its_states_and_its_log_flows(account):
         assert archive.getnames() == ["m.txt"]
 
 
-def test_ends_that_are_no_success_say_which(account):
+def test_a_failed_job_has_its_reason(account):
     account.settings(play={"exit": 3, "failure": "ValueError: boom"})
     create(account, "failed")
     assert account.wait("failed")["FailureReason"] == "AlgorithmError: ValueError: boom, exit code: 3"
@@ -131,7 +131,7 @@ def test_ends_that_are_no_success_say_which(account):
 
 
 @pytest.mark.slow
-def test_faults_come_as_often_as_they_are_asked_for(account):
+def test_faults_are_injected_as_often_as_configured(account):
     sts = account.client("sts")
     sts.meta.events.unregister("needs-retry.sts")
     account.fault("GetCallerIdentity", "expired")
@@ -158,7 +158,7 @@ sys.stdin.read()
 """
 
 
-def test_the_plane_ends_with_who_started_it_even_where_that_was_killed(tmp_path):
+def test_the_plane_ends_with_its_parent_process_also_if_killed(tmp_path):
     client = str(Path(__file__).parent.parent / "aws" / "client.py")
     code = STARTS.format(client=client, root=str(tmp_path))
     starter = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""`accel checkpoint` as it is typed: what it says, in what form, and its exit codes."""
+"""Commands of `accel checkpoint`: output, formats and exit codes."""
 
 import json
 import subprocess
@@ -21,11 +21,11 @@ def project(handmade, cwd):
 
 @pytest.fixture
 def checkpoint(cwd, capfd):
-    """Calls `accel checkpoint` in this process."""
+    """Call `accel checkpoint` in this process."""
     return partial(in_process.run, capfd, "checkpoint")
 
 
-def test_a_list_is_a_line_a_checkpoint_for_other_programs(accel, checkpoint, project):
+def test_list_prints_one_line_for_each_checkpoint(accel, checkpoint, project):
     done = accel("checkpoint", "list", "run")
     assert (done.returncode, done.stderr) == (0, "")
     rows = [line.split("\t") for line in done.stdout.splitlines()]
@@ -35,7 +35,9 @@ def test_a_list_is_a_line_a_checkpoint_for_other_programs(accel, checkpoint, pro
     assert [entry["step"] for entry in found["checkpoints"]] == [0, 1, 2]
 
 
-def test_verifying_ends_with_1_where_a_byte_is_wrong_and_names_what_is_whole(checkpoint, project, handmade):
+def test_verify_exits_with_1_for_a_damaged_file_and_names_an_undamaged_checkpoint(
+    checkpoint, project, handmade
+):
     done = checkpoint("verify", "run")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("run/checkpoints/checkpoint_2 is complete: step 2")
@@ -51,7 +53,7 @@ def test_verifying_ends_with_1_where_a_byte_is_wrong_and_names_what_is_whole(che
     assert json.loads(done.stdout)["earlier"]["step"] == 1
 
 
-def test_what_is_shown_and_exported_is_what_was_saved(checkpoint, project, cwd):
+def test_show_and_export_output_the_saved_tensors(checkpoint, project, cwd):
     shown = checkpoint("show", "run", "--tensors").stdout
     assert "step\t2\n" in shown
     assert "model/w\t[8]\tfloat32\t32 B\tmodel-0.safetensors at" in shown
@@ -60,7 +62,7 @@ def test_what_is_shown_and_exported_is_what_was_saved(checkpoint, project, cwd):
     assert torch.equal(load_file(cwd / "m.safetensors")["w"], torch.ones(8, dtype=torch.bfloat16))
 
 
-def test_pruning_asks_and_removes_nothing_unasked(checkpoint, project):
+def test_prune_removes_nothing_without_confirmation(checkpoint, project):
     done = checkpoint("prune", "run", "--keep", 1)
     assert done.returncode == 2
     assert "Cannot ask before removing checkpoints: no terminal. Use --yes to remove them." in done.stderr
@@ -92,7 +94,7 @@ def test_pruning_asks_and_removes_nothing_unasked(checkpoint, project):
         (("prune", "run", "--keep", "0"), "should be greater than or equal to 1"),
     ],
 )
-def test_what_cannot_be_done_is_one_message_and_code_2(checkpoint, project, cwd, args, said):
+def test_an_unsupported_request_is_one_message_with_exit_code_2(checkpoint, project, cwd, args, said):
     (cwd / "empty").mkdir()
     done = checkpoint(*args)
     assert (done.returncode, done.stdout) == (2, "")
@@ -100,7 +102,7 @@ def test_what_cannot_be_done_is_one_message_and_code_2(checkpoint, project, cwd,
     assert "Traceback" not in done.stderr
 
 
-def test_a_look_at_checkpoints_takes_no_torch(project, cwd):
+def test_checkpoint_commands_do_not_import_torch(project, cwd):
     code = (
         "import sys\nfrom accel_cli.main import app\n"
         "for command in ('list', 'verify', 'show', 'export -o m.safetensors', 'prune --keep 1 --yes'):\n"
@@ -110,7 +112,7 @@ def test_a_look_at_checkpoints_takes_no_torch(project, cwd):
     subprocess.run([sys.executable, "-c", code], cwd=cwd, check=True, stdout=subprocess.DEVNULL)
 
 
-def test_tab_offers_directories(cwd, project):
+def test_completion_offers_directories(cwd, project):
     from accel_cli.commands.options import complete_checkpoints
 
     assert complete_checkpoints("ru") == ["run"]

@@ -1,4 +1,4 @@
-"""What a person sees of `accel --help`, `accel config ...`, `accel env` and `accel test`."""
+"""Output of `accel --help`, `accel config ...`, `accel env` and `accel test`."""
 
 import json
 import os
@@ -26,13 +26,13 @@ COMMANDS = [
 
 @pytest.fixture
 def typed(cwd, capfd):
-    """Calls `accel` in an empty folder, in this process."""
+    """Call `accel` in an empty folder, in this process."""
     return partial(run, capfd)
 
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A machine of two cores and no devices, which needs no process that imports torch to be known."""
+    """A stub of a machine with two cores and no devices, which needs no child process."""
     monkeypatch.setattr("accel_cli.planning.machine.detect", lambda *_: Machine(2))
 
 
@@ -50,7 +50,7 @@ def test_help_is_grouped(typed):
     assert said.index(" Run ") < said.index("launch") < said.index(" Set up ") < said.index("config")
 
 
-def test_version_is_that_of_the_package(typed):
+def test_the_version_is_that_of_the_package(typed):
     from importlib.metadata import version
 
     assert typed("--version").stdout == f"accel {version('accel-runtime')}\n"
@@ -83,7 +83,7 @@ def test_the_shell_completes_commands_profiles_and_keys(typed):
     assert "mixed_precision=" in complete("accel config set ")
 
 
-def test_a_profile_is_made_changed_shown_listed_and_deleted(typed, home):
+def test_a_profile_can_be_created_changed_shown_listed_and_deleted(typed, home):
     path = home / "profiles" / "gpu.yaml"
     assert (
         typed(
@@ -108,7 +108,7 @@ def test_a_profile_is_made_changed_shown_listed_and_deleted(typed, home):
     assert typed("config", "delete", "gpu", "--yes").returncode == 2
 
 
-def test_a_value_in_force_is_printed_as_it_would_be_typed(typed, cwd):
+def test_an_effective_value_is_printed_as_it_can_be_typed(typed, cwd):
     typed("config", "set", "launcher.kind=torchrun", "launcher.ranks=0,2", "env.A=1", "resume=true")
     wanted = {
         "launcher.ranks": "0,2",
@@ -130,7 +130,7 @@ def test_a_value_in_force_is_printed_as_it_would_be_typed(typed, cwd):
         assert said in done.stderr
 
 
-def test_values_and_sections_are_taken_out_of_a_profile(typed, home):
+def test_unset_removes_values_and_sections(typed, home):
     typed(
         "config", "set", "launcher.kind=torchrun", "launcher.ranks=all", "env.A=1", "env.B=2", "resume=true"
     )
@@ -158,7 +158,7 @@ def test_values_and_sections_are_taken_out_of_a_profile(typed, home):
     assert f"remaining mistake: {path}:2: resume: expected true or false, got 3\n" in done.stderr
 
 
-def test_a_profile_is_deleted_after_a_yes_only(typed, home, terminal):
+def test_a_profile_is_deleted_only_after_confirmation(typed, home, terminal):
     typed("config", "set", "--profile", "gpu", "resume=true")
     path = home / "profiles" / "gpu.yaml"
     done = typed("config", "delete", "gpu")
@@ -173,7 +173,7 @@ def test_a_profile_is_deleted_after_a_yes_only(typed, home, terminal):
 ACCELERATE = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_processes: {}\n"
 
 
-def test_an_import_replaces_a_profile_that_says_nothing_of_its_own(typed, home, cwd, machine):
+def test_an_import_replaces_only_a_profile_without_other_values(typed, home, cwd, machine):
     path = home / "profiles" / "default.yaml"
     (cwd / "two.yaml").write_text(ACCELERATE.format(2))
     (cwd / "three.yaml").write_text(ACCELERATE.format(3))
@@ -188,7 +188,7 @@ def test_an_import_replaces_a_profile_that_says_nothing_of_its_own(typed, home, 
     assert "nproc_per_node: 3" in path.read_text()
 
 
-def test_an_import_asks_on_a_terminal_before_it_replaces_a_profile(typed, home, cwd, terminal):
+def test_an_import_on_a_terminal_asks_before_it_replaces_a_profile(typed, home, cwd, terminal):
     typed("config", "set", "resume=true")
     path = home / "profiles" / "default.yaml"
     (cwd / "two.yaml").write_text(ACCELERATE.format(2))
@@ -198,7 +198,7 @@ def test_an_import_asks_on_a_terminal_before_it_replaces_a_profile(typed, home, 
         assert (screen.end(), "resume" in path.read_text()) == (0, kept)
 
 
-def test_a_row_of_the_values_in_force_is_one_line_on_a_terminal_of_80_columns(typed, terminal, home):
+def test_each_effective_value_is_one_line_on_a_terminal_of_80_columns(typed, terminal, home):
     typed("config", "set", "launcher.kind=torchrun", "mixed_precision=bf16")
     screen = terminal("show", lines=60)
     assert screen.end() == 0
@@ -209,13 +209,13 @@ def test_a_row_of_the_values_in_force_is_one_line_on_a_terminal_of_80_columns(ty
     assert str(home / "profiles" / "default.yaml") in screen.text().replace("\n", "")
 
 
-def test_a_value_is_taken_out_by_an_empty_one(typed, home):
+def test_an_empty_value_unsets_a_key(typed, home):
     typed("config", "set", "device=cpu", "env.A=1")
     typed("config", "set", "device=")
     assert "device" not in (home / "profiles" / "default.yaml").read_text()
 
 
-def test_a_value_that_cannot_be_is_refused_and_the_file_stays(typed, home):
+def test_an_invalid_value_is_rejected_and_the_file_is_unchanged(typed, home):
     typed("config", "set", "device=cpu")
     before = (home / "profiles" / "default.yaml").read_text()
     done = typed("config", "set", "device=gpu", "process_group_timeout=0")
@@ -226,7 +226,7 @@ def test_a_value_that_cannot_be_is_refused_and_the_file_stays(typed, home):
 
 
 @pytest.mark.parametrize("command", [("config", "default"), ("config", "--default")])
-def test_what_suits_the_machine_is_written_without_questions_once(typed, home, machine, command):
+def test_defaults_for_the_machine_are_written_once_without_questions(typed, home, machine, command):
     assert typed(*command).returncode == 0
     assert (home / "profiles" / "default.yaml").read_text().splitlines()[1:] == [
         "schema_version: 1",
@@ -243,18 +243,18 @@ def test_what_suits_the_machine_is_written_without_questions_once(typed, home, m
 
 
 @pytest.mark.slow
-def test_what_suits_this_machine_is_written(accel, home):
+def test_defaults_for_this_machine_are_written(accel, home):
     assert accel("config", "default").returncode == 0
     assert resolve([read_file(home / "profiles" / "default.yaml", "file")]).profile.launcher.kind == "single"
 
 
-def test_the_project_file_holds_in_the_project(typed, cwd):
+def test_the_project_file_applies_in_the_project(typed, cwd):
     assert typed("config", "set", "--project", "mixed_precision=bf16").returncode == 0
     assert f"mixed_precision\tbf16\tproject: {cwd}/accel.yaml:3" in typed("config", "show").stdout
     assert "(project)" in typed("config", "list").stdout
 
 
-def test_a_section_is_no_value_and_named_with_a_key_of_it(typed):
+def test_getting_a_section_is_an_error_that_names_a_key(typed):
     for section, key in (
         ("env", "env.NAME"),
         ("launcher", "launcher.kind"),
@@ -276,7 +276,7 @@ def test_a_section_is_no_value_and_named_with_a_key_of_it(typed):
         ("import", "x.yaml", "--force"),
     ],
 )
-def test_a_project_file_that_others_could_have_written_is_not_changed(typed, cwd, command):
+def test_a_project_file_that_other_users_could_have_written_is_not_changed(typed, cwd, command):
     text = "schema_version: 1\ndevice: cpu\nenv:\n  PYTHONPATH: planted\n"
     (cwd / "x.yaml").write_text("schema_version: 1\n")
     path = cwd / "accel.yaml"
@@ -291,7 +291,7 @@ def test_a_project_file_that_others_could_have_written_is_not_changed(typed, cwd
     assert typed("config", "set", "--project", "resume=true", env=trusted).returncode == 0
 
 
-def test_every_mistake_of_a_file_is_reported_at_once_with_its_line(typed, cwd):
+def test_all_mistakes_of_a_file_are_reported_with_their_lines(typed, cwd):
     (cwd / "x.yaml").write_text(
         "schema_version: 1\ndevise: cpu\nlauncher:\n  kind: torchrun\n  nproc_per_node: 0\n"
     )
@@ -301,14 +301,14 @@ def test_every_mistake_of_a_file_is_reported_at_once_with_its_line(typed, cwd):
     assert "x.yaml:5: launcher.nproc_per_node: expected at least 1 or auto, got 0" in done.stderr
 
 
-def test_the_schema_is_json_that_accepts_a_written_file(typed, home, machine):
+def test_the_schema_is_written_beside_the_profiles(typed, home, machine):
     schema = json.loads(typed("config", "schema").stdout)
     assert schema["required"] == ["schema_version"]
     typed("config", "default")
     assert json.loads((home / "profiles" / ".accel.schema.json").read_text()) == schema
 
 
-def test_an_editor_changes_a_profile_only_to_one_without_mistakes(typed, home, script):
+def test_config_edit_keeps_the_profile_unless_the_new_text_is_valid(typed, home, script):
     typed("config", "set", "device=cpu")
     path = home / "profiles" / "default.yaml"
     editor = script(
@@ -338,7 +338,7 @@ def test_an_editor_changes_a_profile_only_to_one_without_mistakes(typed, home, s
     ("editor", "reason"),
     [("no-such-editor -w", "No such file or directory"), ("vi '", "No closing quotation")],
 )
-def test_an_editor_that_does_not_start_is_named(typed, editor, reason):
+def test_an_editor_that_does_not_start_is_reported(typed, editor, reason):
     typed("config", "set", "device=cpu")
     done = typed("config", "edit", env={**os.environ, "VISUAL": editor})
     assert done.returncode == 2
@@ -352,7 +352,7 @@ def test_a_profile_that_is_not_text_is_not_opened_in_an_editor(typed, home):
     assert (done.returncode, "it is not UTF-8 text" in done.stderr) == (2, True)
 
 
-def test_an_accelerate_file_is_imported_and_what_has_no_place_is_named(typed, cwd, home):
+def test_an_accelerate_file_is_imported_and_unused_keys_are_reported(typed, cwd, home):
     (cwd / "old.yaml").write_text(
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_processes: 4\nnum_machines: 1\n"
         "mixed_precision: bf16\nuse_cpu: true\ndynamo_config:\n  dynamo_backend: INDUCTOR\n"
@@ -365,7 +365,7 @@ def test_an_accelerate_file_is_imported_and_what_has_no_place_is_named(typed, cw
     assert (profile.launcher.nproc_per_node, profile.device, profile.mixed_precision) == (4, "cpu", "bf16")
 
 
-def test_a_profile_of_ours_is_imported_with_its_comments(typed, home):
+def test_a_profile_of_accel_is_imported_with_its_comments(typed, home):
     source = Path(__file__).parents[2] / "configs" / "cpu.yaml"
     assert typed("config", "import", source, "--profile", "cpu").returncode == 0
     assert (home / "profiles" / "cpu.yaml").read_text() == source.read_text()
@@ -389,7 +389,7 @@ def test_a_profile_of_ours_is_imported_with_its_comments(typed, home):
         (("--force",), "--force needs --default"),
     ],
 )
-def test_bad_input_is_one_message_and_code_2(typed, home, args, said):
+def test_invalid_input_is_one_message_with_exit_code_2(typed, home, args, said):
     done = typed("config", *args)
     assert done.returncode == 2
     assert said in " ".join(done.stderr.split())
@@ -397,7 +397,7 @@ def test_bad_input_is_one_message_and_code_2(typed, home, args, said):
     assert not home.exists()
 
 
-def test_a_file_that_is_no_profile_is_refused_by_its_first_lines(typed, cwd, monkeypatch):
+def test_a_file_with_many_mistakes_is_rejected_by_its_first_lines(typed, cwd, monkeypatch):
     (cwd / "much.yaml").write_text("schema_version: 1\n" + "".join(f"key{n}: 1\n" for n in range(500)))
     searches = []
     monkeypatch.setattr(
@@ -411,7 +411,7 @@ def test_a_file_that_is_no_profile_is_refused_by_its_first_lines(typed, cwd, mon
 
 
 @pytest.mark.parametrize("command", [("config", "show"), ("launch", "--cpu", "/train.py"), ("env",)])
-def test_a_working_directory_that_is_gone_is_one_message(typed, cwd, command):
+def test_a_deleted_working_directory_is_one_message(typed, cwd, command):
     cwd.joinpath(".git").rmdir()
     cwd.rmdir()
     done = typed(*command)
@@ -420,7 +420,7 @@ def test_a_working_directory_that_is_gone_is_one_message(typed, cwd, command):
     assert command[0] == "launch" or "The working directory no longer exists" in done.stderr
 
 
-def test_a_closed_standard_stream_leads_nowhere_and_is_no_error(cwd, script):
+def test_closed_standard_streams_are_replaced_by_dev_null(cwd, script):
     script(
         "import os\nopen('told', 'w').write(str([os.path.exists(f'/proc/self/fd/{n}') for n in range(3)]))\n"
     )
@@ -431,7 +431,9 @@ def test_a_closed_standard_stream_leads_nowhere_and_is_no_error(cwd, script):
 
 
 @pytest.mark.parametrize("command", [("config", "show"), ("launch", "--dry-run", "train.py"), ("stacks",)])
-def test_a_user_without_a_home_directory_is_told_which_variable_to_set(typed, script, monkeypatch, command):
+def test_a_user_without_a_home_directory_gets_an_error_with_the_variable_to_set(
+    typed, script, monkeypatch, command
+):
     def find_no_account(uid):
         raise KeyError(uid)
 
@@ -446,14 +448,14 @@ def test_a_user_without_a_home_directory_is_told_which_variable_to_set(typed, sc
     )
 
 
-def test_a_home_that_cannot_be_written_is_named(typed, tmp_path):
+def test_an_unwritable_home_is_reported(typed, tmp_path):
     (tmp_path / "file").write_text("")
     done = typed("config", "set", "device=cpu", env={**os.environ, "ACCEL_HOME": str(tmp_path / "file")})
     assert done.returncode == 2
     assert ": Not a directory." in done.stderr
 
 
-def test_env_says_what_a_bug_report_needs_and_no_secret(accel, typed, machine):
+def test_env_prints_facts_for_a_bug_report_without_secrets(accel, typed, machine):
     environ = {**os.environ, "TORCH_API_TOKEN": "hunter2", "NCCL_DEBUG": "WARN"}
     facts = json.loads(accel("env", "--json", env=environ).stdout)
     assert set(facts) == {"system", "packages", "devices", "tpu", "aws", "profile", "variables"}
@@ -466,7 +468,7 @@ def test_env_says_what_a_bug_report_needs_and_no_secret(accel, typed, machine):
 
 
 @pytest.mark.slow
-def test_env_says_what_there_is_of_a_tpu_and_what_keeps_it_from_being_used(accel):
+def test_env_describes_a_tpu_and_its_missing_packages(accel):
     hosts = {"TPU_WORKER_HOSTNAMES": "t0,t1", "TPU_WORKER_ID": "1"}
     facts = json.loads(accel("env", "--json", env=os.environ | {"PJRT_DEVICE": "TPU"} | hosts).stdout)
     tpu = facts["tpu"]
@@ -478,7 +480,7 @@ def test_env_says_what_there_is_of_a_tpu_and_what_keeps_it_from_being_used(accel
     assert (without["chips"], without["PJRT_DEVICE"]) == ("none", "not set")
 
 
-def test_env_says_which_aws_would_be_used_and_no_key(typed, machine, tmp_path):
+def test_env_names_the_aws_profile_without_keys(typed, machine, tmp_path):
     (tmp_path / "config").write_text("[profile team]\nregion = eu-central-1\n")
     (tmp_path / "keys").write_text(
         "[team]\naws_access_key_id = AKIAHUNTER\naws_secret_access_key = hunter2\n"
@@ -493,7 +495,7 @@ def test_env_says_which_aws_would_be_used_and_no_key(typed, machine, tmp_path):
     assert "it has team" in wrong
 
 
-def test_env_also_answers_when_the_profile_is_broken(typed, home, machine):
+def test_env_works_with_an_invalid_profile(typed, home, machine):
     path = home / "profiles" / "default.yaml"
     path.parent.mkdir(parents=True)
     path.write_text("schema_version: 1\ndevice: gpu\n")
@@ -510,7 +512,7 @@ def test_env_also_answers_when_the_profile_is_broken(typed, home, machine):
         *(pytest.param(1, precision, marks=pytest.mark.full) for precision in ("bf16", "fp16")),
     ],
 )
-def test_the_self_check_holds_here(typed, cwd, count, precision):
+def test_the_self_check_passes_on_this_machine(typed, cwd, count, precision):
     typed("config", "set", f"mixed_precision={precision}")
     done = fork_launch.run("test", "--nproc-per-node", count, cwd=cwd)
     assert done.returncode == 0, done.stderr

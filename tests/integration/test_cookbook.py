@@ -43,7 +43,7 @@ def test_a_diffusion_model_has_the_same_noise_in_every_run(launch):
 
 
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_a_gan_resumes_in_an_accumulation_cycle_with_the_weights_of_the_whole_run(launch, processes):
+def test_a_gan_resumes_within_an_accumulation_cycle_to_equal_weights(launch, processes):
     arguments = ("gan", "--epochs", 3)
     whole = launch(*arguments, processes=processes).splitlines()
     shutil.rmtree("gan")
@@ -69,14 +69,14 @@ def test_a_stream_resumes_with_the_weights_of_the_whole_run(launch, processes, w
     assert resumed == whole[1:]
 
 
-def test_a_stream_has_the_same_losses_on_one_and_on_two_processes_and_when_their_number_changes(launch):
+def test_a_stream_has_the_same_losses_on_one_and_two_processes_and_after_a_change(launch):
     alone = launch(*STREAM, processes=1).splitlines()[:-1]
     shutil.rmtree("streaming")
     pair = launch(*STREAM, "--stop-after", 15).splitlines()[:-1]
     assert pair + launch(*STREAM, processes=1, resume=True).splitlines()[:-1] == alone
 
 
-def test_a_search_names_trials_that_fail_and_launches_none_that_has_a_result(cwd):
+def test_a_search_reports_failed_trials_and_skips_finished_ones(cwd):
     folder = cwd / "search" / "trial-002"
     folder.mkdir(parents=True)
     (folder / "result.json").write_text('{"accuracy": 0.05}')  # of a search before
@@ -95,7 +95,7 @@ def test_a_search_names_trials_that_fail_and_launches_none_that_has_a_result(cwd
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_the_notebook_trains_and_may_be_run_again_from_its_launch(cwd, processes):
+def test_the_notebook_trains_and_can_be_rerun_from_its_launch(cwd, processes):
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
     train, load = (
@@ -112,6 +112,6 @@ def test_the_notebook_trains_and_may_be_run_again_from_its_launch(cwd, processes
 
 
 def read_output(cells):
-    """Return what cells have written."""
+    """Return the output of cells."""
     cells = getattr(cells, "cells", [cells])
     return "".join(output.text for cell in cells for output in cell.get("outputs", ()))

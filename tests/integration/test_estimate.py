@@ -1,4 +1,4 @@
-"""`accel estimate` as it is typed: the table, the layout to take, what it writes, and what it refuses."""
+"""`accel estimate`: its table, the recommended layout, written profiles, and errors."""
 
 import json
 import os
@@ -64,7 +64,7 @@ def models(script):
 
 @pytest.fixture
 def estimate(cwd, capfd, monkeypatch, tmp_path):
-    """Calls `accel estimate` in this process, with the child process that it would start."""
+    """Call `accel estimate` in this process, including the code of its child process."""
 
     def child(command, **_):
         assert command[:-1] == [sys.executable, "-m", "accel_runtime.estimate"]
@@ -90,7 +90,7 @@ def rows(done):
     return [line.split("\t") for line in done.stdout.splitlines()]
 
 
-def test_a_table_shows_each_split_and_the_notes_say_which_to_take(accel, models):
+def test_the_table_lists_every_layout_and_the_notes_recommend_one(accel, models):
     done = accel("estimate", "models:make", "--devices", 4, "--memory", "3.2MB")
     assert done.returncode == 0, done.stderr
     found = rows(done)
@@ -113,7 +113,7 @@ def test_a_table_shows_each_split_and_the_notes_say_which_to_take(accel, models)
     assert said[-1] == "accel: 2 device(s) are enough: dp_shard 2, reshard"
 
 
-def test_all_shows_what_resharding_and_checkpointing_save(estimate, models):
+def test_all_lists_layouts_with_resharding_and_checkpointing(estimate, models):
     found = rows(estimate("models.py:make", "--devices", 2, "--all"))
     assert [row[-1] for row in found] == [
         "-", "no reshard", "reshard", "checkpointing, no reshard", "checkpointing, reshard", "-", "checkpointing"
@@ -133,7 +133,7 @@ def test_json_has_bytes_and_every_layout(estimate, models):
     assert sizes["total"] == sum(size for name, size in sizes.items() if name != "total")
 
 
-def test_a_model_of_400_gigabytes_is_estimated_in_the_memory_of_this_machine(estimate, models):
+def test_a_model_of_400_gigabytes_is_estimated_without_allocating_it(estimate, models):
     done = estimate("models:enormous", "--devices", 64, "--memory", "80GB")
     assert done.returncode == 0, done.stderr
     assert "activations are not included: there are no inputs" in done.stderr
@@ -142,7 +142,7 @@ def test_a_model_of_400_gigabytes_is_estimated_in_the_memory_of_this_machine(est
     assert done.stderr.count("no layout with tp 2, 4, 8, 16, 32, 64: Module has no tp_plan of its own") == 1
 
 
-def test_where_nothing_fits_it_says_what_would_help_and_ends_with_1(estimate, models):
+def test_no_fitting_layout_is_exit_code_1_with_advice(estimate, models):
     done = estimate("models:make", "--devices", 2, "--memory", "1MB")
     assert done.returncode == 1
     assert {row[9] for row in rows(done)} == {"no"}
@@ -152,7 +152,7 @@ def test_where_nothing_fits_it_says_what_would_help_and_ends_with_1(estimate, mo
     assert json.loads(estimate("models:make", "--memory", "1MB", "--json").stdout)["best"] is None
 
 
-def test_a_model_that_is_gathered_at_once_is_told_how_it_would_not_be(estimate, models):
+def test_a_model_without_module_lists_gets_advice_on_wrapping(estimate, models):
     done = estimate("models:unwrapped", "--devices", 4, "--memory", "18MB")
     assert (
         "The model has no list of layers, so it is gathered as one unit. Use --wrap CLASS to gather its modules"
@@ -162,7 +162,7 @@ def test_a_model_that_is_gathered_at_once_is_told_how_it_would_not_be(estimate, 
     assert json.loads(again.stdout)["wrapped"] == ["0", "1"]
 
 
-def test_without_memory_nothing_is_judged(estimate, models):
+def test_layouts_are_not_judged_without_memory(estimate, models):
     done = estimate("models:alone")
     assert done.returncode == 0
     assert rows(done)[0][:4] == ["1", "1", "1", "4.0 MB"]
@@ -170,7 +170,7 @@ def test_without_memory_nothing_is_judged(estimate, models):
     assert "fits" not in done.stderr
 
 
-def test_a_smaller_batch_and_another_optimizer_take_less(estimate, models):
+def test_a_smaller_batch_and_another_optimizer_need_less_memory(estimate, models):
     def total(*options):
         done = estimate("models:make", "--json", *options)
         return json.loads(done.stdout)["layouts"][0]["bytes"]
@@ -183,7 +183,7 @@ def test_a_smaller_batch_and_another_optimizer_take_less(estimate, models):
     assert total("--mixed-precision", "bf16")["parameters"] == WHOLE
 
 
-def test_the_layout_is_written_beside_what_the_profile_says(estimate, models, home, cwd, capfd):
+def test_the_layout_is_written_to_a_profile_with_other_values_kept(estimate, models, home, cwd, capfd):
     in_process.run(capfd, "config", "set", "mixed_precision=bf16", "log_level=info", "--profile", "gpu")
     file = home / "profiles" / "gpu.yaml"
     file.write_text(file.read_text() + "# mine\n")
@@ -199,7 +199,7 @@ def test_the_layout_is_written_beside_what_the_profile_says(estimate, models, ho
     assert in_process.run(capfd, "config", "validate", file).returncode == 0
 
 
-def test_a_layout_of_whole_models_takes_out_what_no_longer_has_a_say(estimate, models, cwd, capfd):
+def test_a_replicated_layout_removes_options_of_sharding(estimate, models, cwd, capfd):
     file = cwd / "new.yaml"
     first = estimate("models:make", "--devices", 2, "--memory", "3.2MB", "-o", file)
     assert first.returncode == 0, first.stderr
@@ -212,7 +212,7 @@ def test_a_layout_of_whole_models_takes_out_what_no_longer_has_a_say(estimate, m
     assert in_process.run(capfd, "config", "validate", file).returncode == 0
 
 
-def test_nothing_is_written_where_nothing_fits(estimate, models, cwd):
+def test_nothing_is_written_if_no_layout_fits(estimate, models, cwd):
     assert estimate("models:make", "--memory", "1MB", "-o", "new.yaml").returncode == 1
     assert not (cwd / "new.yaml").exists()
 
@@ -237,7 +237,7 @@ def test_nothing_is_written_where_nothing_fits(estimate, models, cwd):
         ((), "Missing argument 'MODEL'"),
     ],
 )
-def test_what_cannot_be_estimated_is_one_message_and_code_2(estimate, models, args, said):
+def test_an_unsupported_request_is_one_message_with_exit_code_2(estimate, models, args, said):
     done = estimate(*args)
     assert done.returncode == 2
     assert said in " ".join(done.stderr.replace("│", " ").split())

@@ -1,4 +1,4 @@
-"""Every example runs, on one process and on two, and prints what it promises."""
+"""Every example runs on one process and on two, and prints its documented output."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PRINTED = {
     ),
     "cross_validation": (["--folds", "2", "--epochs", "1"], r"accuracy 0\.[5-9]\d+ \(\d+ of 1797\)"),
 }
-"""For each example its arguments here, and what its output holds."""
+"""For each example its arguments here, and a pattern of its output."""
 IMPORTED = (
     "sklearn.datasets",
     "sklearn.metrics",
@@ -59,7 +59,7 @@ WARNED = r"UserWarning: 'set_vital' is deprecated|FutureWarning: `is_gradient_ch
 
 @pytest.fixture
 def accel(cwd, monkeypatch):
-    """Runs `accel`, forked from an interpreter that has imported torch and the packages of the examples, in an empty folder."""
+    """Run `accel` in an empty folder, forked from an interpreter with the packages of the examples."""
     preload(*IMPORTED)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # a process alone would take all cores for models this small
     return run
@@ -69,7 +69,7 @@ LAUNCHES_OTHERS = ["search"]
 """Examples that call `accel launch` themselves, which ./test_cookbook.py runs."""
 
 
-def test_every_example_is_run():
+def test_every_example_is_tested():
     assert sorted([*PRINTED, *LAUNCHES_OTHERS]) == sorted(path.stem for path in EXAMPLES.glob("*.py"))
 
 
@@ -107,7 +107,7 @@ def test_weighted_tokens_give_the_same_losses_on_one_and_on_two_processes(accel)
 
 
 @pytest.mark.parametrize("layout", [{"DP_SHARD": "auto"}, {"TP": 2}], ids=str)
-def test_a_divided_model_is_exported_whole(accel, monkeypatch, layout):
+def test_a_sharded_model_is_exported_completely(accel, monkeypatch, layout):
     for name, size in layout.items():
         monkeypatch.setenv(f"ACCEL_PARALLEL_{name}", str(size))
     done = accel("launch", "--cpu", "--nproc-per-node", 2, EXAMPLES / "sharded.py", "--epochs", 2)
@@ -146,7 +146,7 @@ def test_a_cookbook_script_prints_the_same_replicated_and_sharded(accel, monkeyp
     assert numbers[1:] == [pytest.approx(numbers[0], rel=0.005)] * 2
 
 
-def test_a_text_classifier_that_is_taken_away_is_trained_to_the_end_elsewhere(accel):
+def test_an_interrupted_text_classifier_resumes_on_another_number_of_processes(accel):
     def run(size, *options, more=()):
         script = (EXAMPLES / "text_classification.py", "--epochs", 2, *more)
         done = accel("launch", "--cpu", *FORKED, "--nproc-per-node", size, *options, *script)
@@ -158,7 +158,7 @@ def test_a_text_classifier_that_is_taken_away_is_trained_to_the_end_elsewhere(ac
     assert run(1, "--resume") == whole[1:]
 
 
-def test_the_average_of_a_sharded_image_classifier_is_resumed(accel, monkeypatch):
+def test_the_moving_average_of_a_sharded_image_classifier_is_resumed(accel, monkeypatch):
     monkeypatch.setenv("ACCEL_PARALLEL_DP_SHARD", "auto")
 
     def run(epochs, *options, more=()):

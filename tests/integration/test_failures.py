@@ -1,4 +1,4 @@
-"""What is on the screen when one of four ranks fails: few lines, the cause last, and everything in the logs."""
+"""The output if one of four ranks fails: few lines, the cause last, and everything in the logs."""
 
 import contextlib
 import os

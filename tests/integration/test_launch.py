@@ -1,4 +1,4 @@
-"""`accel launch` for real: processes, exit codes, arguments, signals, and what it says."""
+"""`accel launch`: processes, exit codes, arguments, signals and messages."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def accel(cwd):
 
 @pytest.fixture
 def told(tmp_path, monkeypatch):
-    """What each rank of a launched script wrote down."""
+    """Return the JSON that each rank of a launched script has written."""
     out = tmp_path / "out"
     out.mkdir()
     monkeypatch.setenv("OUT", str(out))

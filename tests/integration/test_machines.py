@@ -1,4 +1,4 @@
-"""Several machines for real: namespaces with names and addresses, launched by the same command, and broken."""
+"""Runs on several nodes: namespaces with names and addresses, launched by one command, and failures."""
 
 import os
 import re
@@ -58,12 +58,12 @@ for _ in range(2000):
 
 
 def said(process, timeout=150):
-    """What it printed, once it has ended, without the rank before each line."""
+    """Return the output of an ended process, without rank prefixes."""
     return re.sub(r"^\[\d+\] ", "", process.communicate(timeout=timeout)[0], flags=re.MULTILINE)
 
 
 def numbered(host, number):
-    """A launch of one of two machines that is told its number."""
+    """Launch on one of two nodes with the given node rank."""
     return Hosts([host]).launch(*MEET, "--nnodes", "2", "--node-rank", number, "train.py")[0]
 
 

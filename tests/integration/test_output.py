@@ -1,4 +1,4 @@
-"""What ranks write: one on the screen as without a launcher, others where asked, all in their logs."""
+"""The output of ranks: one on the screen as without a launcher, others on request, all in their logs."""
 
 import contextlib
 import fcntl
@@ -27,7 +27,7 @@ def log(home, rank, attempt=0):
 
 
 def on_a_terminal(command, **options):
-    """What a command writes to a terminal of 50 lines and 133 columns, byte for byte."""
+    """Return the output of a command on a terminal of 50 lines and 133 columns, byte for byte."""
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 50, 133, 0, 0))
     settings = termios.tcgetattr(theirs)
@@ -87,7 +87,7 @@ def test_a_rank_is_informed_of_a_new_terminal_size(script):
 
 
 def line_of(terminal):
-    """A line, which may come in parts."""
+    """Read a line, which may arrive in parts."""
     said = b""
     while not said.endswith(b"\n"):
         said += os.read(terminal, 100)

@@ -29,7 +29,7 @@ accelerator.wait_for_everyone()
 
 
 @pytest.mark.slow
-def test_a_run_leaves_how_far_each_rank_came_and_how_it_ended(script, home):
+def test_a_run_records_the_progress_and_the_end_of_each_rank(script, home):
     script(TRAINS)
     finished = run("launch", "-q", "--nproc-per-node", "2", "train.py")
     assert finished.returncode == 0, finished.stderr
@@ -54,7 +54,7 @@ def test_a_run_leaves_how_far_each_rank_came_and_how_it_ended(script, home):
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_is_marked(script, home):
+def test_a_failed_rank_is_recorded_as_failed(script, home):
     script(TRAINS)
     assert run("launch", "-q", "--nproc-per-node", "2", "train.py", "1").returncode != 0
     folder = find_run(home / "runs")

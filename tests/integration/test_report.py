@@ -46,7 +46,7 @@ for epoch in range(loader.epoch, 3):
 
 
 @pytest.mark.parametrize("tracked", [False, True], ids=["run-folder", "tracker"])
-def test_a_restarted_run_is_reported_as_it_happened(accel, script, cwd, monkeypatch, tracked):
+def test_the_report_of_a_restarted_run_has_all_its_attempts(accel, script, cwd, monkeypatch, tracked):
     if tracked:
         monkeypatch.setenv("TRACK", "1")
     script(SCRIPT)

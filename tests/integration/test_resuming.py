@@ -1,4 +1,4 @@
-"""The checkpointing example, ended in every way there is: started again it comes to the weights of a whole run."""
+"""The checkpointing example, interrupted in every way, resumes to the weights of an uninterrupted run."""
 
 import re
 import signal
@@ -42,7 +42,7 @@ accelerator.print("ends with", optimizer.steps, accelerator.unwrap_model(model).
 
 
 def example(cwd):
-    """The example, slow as long as the folder has a file `hold`."""
+    """The example, which runs slowly while the folder has a file `hold`."""
     path = cwd / "train.py"
     # One process writes as Python does: to a pipe, when it ends.
     now = "import sys\nsys.stdout.reconfigure(line_buffering=True)\n"
@@ -52,13 +52,13 @@ def example(cwd):
 
 @pytest.fixture(autouse=True)
 def environment(home, monkeypatch):
-    """What the example imports is imported once, and a process alone does not take all cores."""
+    """Import the packages of the example once, and limit the threads of a process."""
     preload("sklearn.datasets")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 class Run:
-    """A launch of the example under way, in the working folder."""
+    """A running launch of the example, in the working folder."""
 
     def __init__(self, cwd, processes, *options):
         command = ("launch", "--quiet", "--cpu", "--nproc-per-node", processes, *options)
@@ -80,7 +80,7 @@ class Run:
         return self
 
     def end(self):
-        """Its exit code."""
+        """Wait for the end, and return the exit code."""
         self.said += self.process.communicate(timeout=WAIT_S)[0]
         return self.process.returncode
 
@@ -93,7 +93,7 @@ class Run:
 
 @pytest.fixture
 def run(cwd):
-    """Starts the example; none of its launches is left after the test."""
+    """Start the example, and end its launches after the test."""
     started = []
 
     def start(processes, *options):
@@ -108,7 +108,7 @@ def run(cwd):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """What a run prints last that nothing ends, on so many processes."""
+    """Return the last output of an uninterrupted run on a number of processes."""
     known = {}
 
     def final(processes):
@@ -121,16 +121,16 @@ def whole(tmp_path_factory):
     return final
 
 
-def goes_on(run, processes):
-    """Start it again; what it prints last."""
+def resume_run(run, processes):
+    """Start the example again, and return its last output."""
     again = run(processes, "--resume")
     assert again.end() == 0, again.said
     assert re.search(r"accel: resuming from project/checkpoints/checkpoint_\d+ \(step [1-9]", again.said)
     return again.final
 
 
-def left(cwd):
-    """What is in the directory of checkpoints that is none."""
+def list_incomplete_checkpoints(cwd):
+    """Return the hidden entries of the directory of checkpoints."""
     return [path.name for path in (cwd / "project" / "checkpoints").iterdir() if path.name.startswith(".")]
 
 
@@ -144,7 +144,7 @@ def left(cwd):
         pytest.param(signal.SIGUSR1, 2, marks=pytest.mark.full),
     ],
 )
-def test_a_run_that_is_preempted_saves_and_ends_with_the_weights_of_a_whole_one(
+def test_a_preempted_run_saves_and_resumes_to_the_weights_of_an_uninterrupted_one(
     run, cwd, whole, processes, number
 ):
     (cwd / "hold").touch()
@@ -156,12 +156,12 @@ def test_a_run_that_is_preempted_saves_and_ends_with_the_weights_of_a_whole_one(
     assert not re.search(FINAL, first.said)
     told_apart = number == signal.SIGTERM and processes > 1
     assert code == (128 + signal.SIGTERM if told_apart else 0), first.said
-    assert not left(cwd)
-    assert goes_on(run, processes) == whole(processes)
+    assert not list_incomplete_checkpoints(cwd)
+    assert resume_run(run, processes) == whole(processes)
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_ends_with_the_weights_of_a_whole_one(run, cwd, whole):
+def test_a_killed_run_resumes_to_the_weights_of_an_uninterrupted_one(run, cwd, whole):
     (cwd / "hold").touch()
     first = run(2)
     while not (cwd / "project" / "checkpoints" / "checkpoint_0").exists():
@@ -171,12 +171,12 @@ def test_a_run_that_is_killed_ends_with_the_weights_of_a_whole_one(run, cwd, who
     assert first.end() == -signal.SIGKILL
     (cwd / "hold").unlink()
     assert not re.search(FINAL, first.said)
-    assert goes_on(run, 2) == whole(2)
-    assert not left(cwd)
+    assert resume_run(run, 2) == whole(2)
+    assert not list_incomplete_checkpoints(cwd)
 
 
 @pytest.mark.slow
-def test_processes_that_are_started_again_go_on_by_themselves(cwd, script):
+def test_restarted_processes_resume_automatically(cwd, script):
     script(DIES)
     undisturbed = forked("launch", "--cpu", "--nproc-per-node", 2, "train.py", 0)
     assert undisturbed.returncode == 0, undisturbed.stderr
@@ -197,7 +197,7 @@ def test_processes_that_are_started_again_go_on_by_themselves(cwd, script):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_to_go_on_and_has_nothing_yet_says_so_once(cwd):
+def test_resume_without_a_checkpoint_is_reported_once(cwd):
     options = (
         "--cpu",
         "--resume",
@@ -216,7 +216,7 @@ def test_a_run_that_is_to_go_on_and_has_nothing_yet_says_so_once(cwd):
     )
 
 
-def test_a_script_that_never_looks_for_a_checkpoint_is_named_where_it_was_told_to(cwd, script):
+def test_a_script_that_ignores_resume_is_reported(cwd, script):
     script(
         "from accel_runtime import Accelerator\nfrom torch import nn\n"
         "accelerator = Accelerator()\naccelerator.prepare(nn.Linear(1, 1))\n"

@@ -1,4 +1,4 @@
-"""The record that a launch leaves, and the line that closes it."""
+"""The record of a launch, and the line at its end."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def read_events(folder):
     return [event.pop("event") for event in events], events
 
 
-def test_a_launch_is_closed_by_its_duration_exit_code_and_logs(script, runs):
+def test_a_launch_ends_with_a_line_of_duration_exit_code_and_logs(script, runs):
     """Also if the output of the script does not end with a newline."""
     script("import os, sys\nprint('trained', end='')\nsys.stderr.write('warned')\n")
     done = run(*PAIR, "train.py")
@@ -38,7 +38,7 @@ def test_a_launch_is_closed_by_its_duration_exit_code_and_logs(script, runs):
     assert run(*PAIR, "-q", "train.py").stderr == "warned"
 
 
-def test_a_launch_that_a_signal_ends_is_closed_too(script, runs):
+def test_a_launch_ended_by_a_signal_prints_its_last_line(script, runs):
     script("import time\nprint('ready', flush=True)\ntime.sleep(600)\n")
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with Accel(*PAIR, "train.py", **pipes) as process:
@@ -96,7 +96,7 @@ def test_a_single_process_has_a_run_folder_with_its_heartbeat(script, runs):
 
 
 @pytest.mark.parametrize(("kind", "state"), [("single", "ended"), ("torchrun", "exit code 3")])
-def test_the_code_of_an_exit_is_recorded_by_a_launcher_that_stays(script, runs, kind, state):
+def test_the_exit_code_of_a_script_is_recorded_by_a_launcher_that_stays(script, runs, kind, state):
     """Python does not show the code to the process itself, which records its end under the launcher `single`."""
     script("import sys\nfrom accel_runtime import Accelerator\nAccelerator(cpu=True)\nsys.exit(3)\n")
     assert run("launch", "-q", "--cpu", "--set", f"launcher.kind={kind}", "train.py").returncode == 3

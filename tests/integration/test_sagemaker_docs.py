@@ -1,4 +1,4 @@
-"""What the page on SageMaker shows happens, with an AWS on loopback behind it, and needs no rights that it does not name."""
+"""The commands of the SageMaker page work with an AWS on loopback and the documented permissions."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ ACTIONS = {
     "s3:DeleteObjects": "s3:DeleteObject",
     "s3:ListBuckets": "s3:ListAllMyBuckets",
 }
-"""The right that a call needs, where it is called otherwise."""
+"""The permission of a call, if it has another name."""
 FREE = {"sts:GetCallerIdentity"}
-"""What everybody may do."""
+"""Calls that need no permission."""
 
 
 @pytest.mark.slow
-def test_the_page_on_sagemaker_is_what_happens(aws, tmp_path, monkeypatch):
+def test_the_sagemaker_page_shows_the_real_output(aws, tmp_path, monkeypatch):
     here = Path(__file__).relative_to(ROOT).as_posix()
     # The command line of AWS is not among the packages of the tests: boto3 sends the same requests below.
     elsewhere = {

@@ -1,4 +1,4 @@
-"""`accel jobs` with SageMaker: commands over HTTP, to a SageMaker on loopback."""
+"""`accel jobs` with a SageMaker on loopback."""
 
 import io
 import re
@@ -36,13 +36,13 @@ def _preloaded():
 
 @pytest.fixture
 def forked(cwd):
-    """Runs `accel` in an empty folder, forked from an interpreter that has boto3 and the models of its services."""
+    """Run `accel` in an empty folder, forked from an interpreter with boto3 and its service models."""
     return partial(fork_launch.run, cwd=cwd)
 
 
 @pytest.fixture
 def jobs(forked):
-    """Runs `accel jobs` for SageMaker."""
+    """Run `accel jobs` for SageMaker."""
 
     def run(verb, *args, **options):
         return forked("jobs", verb, *args, "--launcher", "sagemaker", timeout=WAIT_S, **options)
@@ -52,7 +52,7 @@ def jobs(forked):
 
 @pytest.fixture
 def following(cwd):
-    """Starts `accel jobs logs NAME -f`."""
+    """Start `accel jobs logs NAME -f`."""
     started = []
 
     def start(name):
@@ -74,7 +74,7 @@ def create(aws, name, **changes):
 
 
 def until(stream, pattern):
-    """Read until a line matches; all that was read."""
+    """Read until a line matches, and return the text read."""
     said = ""
     while not re.search(pattern, said):
         line = stream.readline()
@@ -83,10 +83,10 @@ def until(stream, pattern):
     return said
 
 
-# What there is ---------------------------------------------------------------------------
+# Lists and status ------------------------------------------------------------------------
 
 
-def test_the_newest_jobs_are_listed_the_oldest_of_them_first(account, jobs):
+def test_the_newest_jobs_are_listed_oldest_first(account, jobs):
     for number in range(53):
         create(account, f"job-{number:02}")
     account.wait("job-52")
@@ -98,11 +98,11 @@ def test_the_newest_jobs_are_listed_the_oldest_of_them_first(account, jobs):
     assert account.calls().count("sagemaker:ListTrainingJobs") == 1
 
 
-def test_an_account_without_jobs_says_so(account, jobs):
+def test_an_account_without_jobs_is_reported(account, jobs):
     assert "no jobs found" in jobs("list").stderr
 
 
-def test_a_status_says_where_a_job_runs_and_what_it_is_billed_for(account, accel):
+def test_the_status_shows_nodes_and_cost(account, accel):
     account.settings(time=200)
     create(account, "one", ResourceConfig=TWO, **SPOT)
     account.wait("one")
@@ -114,7 +114,7 @@ def test_a_status_says_where_a_job_runs_and_what_it_is_billed_for(account, accel
     assert said[-1] == "cost\t60 billable seconds on each of 2 instances, spot saved 70 %"
 
 
-def test_a_limit_that_was_reached_is_said_as_such(account, jobs):
+def test_a_reached_time_limit_is_in_the_status(account, jobs):
     account.settings(hold="Training", speed=100_000)
     create(account, "long")
     account.wait("long")
@@ -131,7 +131,7 @@ def test_a_limit_that_was_reached_is_said_as_such(account, jobs):
 
 
 @pytest.mark.parametrize("verb", ["status", "logs", "stop", "download"])
-def test_a_job_that_nobody_knows_is_one_message(account, jobs, verb):
+def test_an_unknown_job_is_one_message(account, jobs, verb):
     done = jobs(verb, "nope")
     assert done.returncode == 2
     assert done.stderr.strip() == (
@@ -140,9 +140,7 @@ def test_a_job_that_nobody_knows_is_one_message(account, jobs, verb):
     )
 
 
-def test_region_and_aws_profile_are_those_of_the_profile_in_force(
-    account, forked, home, tmp_path, monkeypatch
-):
+def test_region_and_aws_profile_come_from_the_effective_profile(account, forked, home, tmp_path, monkeypatch):
     account.client("sagemaker", "eu-west-1").list_training_jobs()
     (home / "profiles").mkdir(parents=True)
     (home / "profiles" / "cloud.yaml").write_text(
@@ -159,7 +157,7 @@ def test_region_and_aws_profile_are_those_of_the_profile_in_force(
 
 
 @pytest.mark.parametrize("words", [("list",), ("status", "one"), ("download", "one")])
-def test_no_command_needs_boto3_to_say_that_it_is_missing(aws, cwd, capfd, monkeypatch, words):
+def test_a_missing_boto3_is_one_message_for_every_command(aws, cwd, capfd, monkeypatch, words):
     for name in ("boto3", "botocore"):
         monkeypatch.setitem(sys.modules, name, None)
     done = in_process.run(capfd, "jobs", *words, "--launcher", "sagemaker")
@@ -168,7 +166,7 @@ def test_no_command_needs_boto3_to_say_that_it_is_missing(aws, cwd, capfd, monke
     assert "Traceback" not in done.stderr
 
 
-# What a job prints -------------------------------------------------------------------------
+# Logs --------------------------------------------------------------------------------------
 
 
 def test_logs_of_all_hosts_are_printed(account, jobs):
@@ -184,7 +182,7 @@ def test_logs_of_all_hosts_are_printed(account, jobs):
     assert "algo-2 | é" in said
 
 
-def test_a_job_that_has_printed_nothing_says_so(account, jobs):
+def test_a_job_without_output_is_reported(account, jobs):
     account.settings(hold="Starting")
     create(account, "one")
     done = jobs("logs", "one")
@@ -192,7 +190,7 @@ def test_a_job_that_has_printed_nothing_says_so(account, jobs):
 
 
 @pytest.mark.slow
-def test_following_shows_every_line_of_hosts_that_write_meanwhile_and_ends_with_the_bill(account, following):
+def test_following_prints_every_line_of_all_hosts_and_ends_with_the_cost(account, following):
     lines = {f"algo-{host}": [f"{host}#{number}" for number in range(400)] for host in (1, 2, 3)}
     account.settings(play={"lines": lines, "every": 0.01}, hold="Training", time=100, log_delay=0.3)
     create(account, "one", ResourceConfig=TWO | {"InstanceCount": 3}, **SPOT)
@@ -211,7 +209,7 @@ def test_following_shows_every_line_of_hosts_that_write_meanwhile_and_ends_with_
     )
 
 
-def test_a_job_that_failed_says_why_and_comes_to_1(account, following):
+def test_following_a_failed_job_prints_the_reason_and_exits_with_1(account, following):
     account.settings(play={"lines": ["working"], "exit": 3, "failure": "ValueError: boom"})
     create(account, "one")
     process = following("one")
@@ -221,7 +219,7 @@ def test_a_job_that_failed_says_why_and_comes_to_1(account, following):
     assert "job one ended as Failed with exit code 1: AlgorithmError: ValueError: boom, exit code: 3" in err
 
 
-def test_a_job_that_reached_its_limit_comes_to_2(account, following):
+def test_following_a_job_that_reached_its_limit_exits_with_2(account, following):
     account.settings(hold="Training", speed=2000)
     create(account, "one")
     process = following("one")
@@ -231,7 +229,7 @@ def test_a_job_that_reached_its_limit_comes_to_2(account, following):
 
 
 @pytest.mark.slow
-def test_a_network_that_drops_while_following_goes_on_where_it_was(account, following, monkeypatch):
+def test_following_continues_after_a_network_failure_without_losing_lines(account, following, monkeypatch):
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
     account.settings(hold="Training", play={"lines": ["before"], "last": False})
     create(account, "one")
@@ -259,7 +257,7 @@ def test_a_network_that_drops_while_following_goes_on_where_it_was(account, foll
 
 
 @pytest.mark.slow
-def test_ctrl_c_leaves_a_job_running_and_a_stop_ends_it(account, following, jobs):
+def test_ctrl_c_leaves_a_job_running_and_stop_ends_it(account, following, jobs):
     account.settings(hold="Training", play={"lines": ["working"], "seconds": 600})
     create(account, "one")
     process = following("one")
@@ -274,10 +272,10 @@ def test_ctrl_c_leaves_a_job_running_and_a_stop_ends_it(account, following, jobs
     assert "job one is Stopped already" in jobs("stop", "one").stderr
 
 
-# What a job leaves -------------------------------------------------------------------------
+# Downloads ---------------------------------------------------------------------------------
 
 
-def test_what_a_job_left_is_brought_home(account, jobs, cwd):
+def test_download_extracts_the_results_of_a_job(account, jobs, cwd):
     play = {
         "model": {"weights.bin": "w" * 100, "sub/config.json": "{}", "output": "mine"},
         "output/data": {"seen": "1"},
@@ -300,7 +298,7 @@ def test_what_a_job_left_is_brought_home(account, jobs, cwd):
     assert "models/one exists already. Move it away" in again.stderr
 
 
-def test_a_job_that_runs_or_left_nothing_has_nothing_to_bring_home(account, jobs, cwd):
+def test_download_of_a_running_or_empty_job_is_an_error(account, jobs, cwd):
     account.settings(hold="Training")
     create(account, "one")
     account.wait("one", "Training")
@@ -345,7 +343,7 @@ def _link(name, target):
     ],
     ids=["outside", "through a link", "cut off", "nonsense"],
 )
-def test_an_archive_that_is_broken_or_reaches_outside_leaves_nothing(account, jobs, cwd, body, said):
+def test_a_broken_or_unsafe_archive_is_an_error_and_leaves_nothing(account, jobs, cwd, body, said):
     account.settings(play={"model": {"x": "y"}})
     create(account, "one")
     account.wait("one")
@@ -357,7 +355,7 @@ def test_an_archive_that_is_broken_or_reaches_outside_leaves_nothing(account, jo
     assert not (cwd / "evil").exists()
 
 
-def test_a_slurm_job_has_its_files_where_it_ran(forked):
+def test_download_of_a_slurm_job_names_the_cluster_file_system(forked):
     done = forked("jobs", "download", "12", "--launcher", "slurm")
     assert done.returncode == 2
     assert "its files are on the file system of the cluster" in done.stderr

@@ -1,4 +1,4 @@
-"""`accel launch` of a SageMaker job, as a person runs it: the command, over HTTP, to a SageMaker on loopback."""
+"""`accel launch` of a SageMaker job, with a SageMaker on loopback."""
 
 import json
 import os
@@ -46,7 +46,7 @@ dist.destroy_process_group()
 
 @pytest.fixture
 def here(aws, cwd, script, monkeypatch, tmp_path):
-    """A folder with a profile and a script, an account with a role, and folders of its own for what comes and goes."""
+    """A folder with a profile and a script, an account with a role, and separate temporary folders."""
     script("pass")
     (cwd / "accel.yaml").write_text(PROFILE)
     aws.role()
@@ -60,7 +60,7 @@ def here(aws, cwd, script, monkeypatch, tmp_path):
 
 
 def world(aws):
-    """All there is at AWS."""
+    """Return all objects, jobs and roles on AWS."""
     s3 = aws.client("s3")
     buckets = [bucket["Name"] for bucket in s3.list_buckets()["Buckets"]]
     keys = [item["Key"] for name in buckets for item in s3.list_objects_v2(Bucket=name).get("Contents", [])]
@@ -75,7 +75,7 @@ def jobs(aws):
 
 
 def refused(done):
-    """The one message of a command that ended with an error."""
+    """Return the only error message of a failed command."""
     assert "Traceback" not in done.stderr
     (message,) = [line for line in done.stderr.splitlines() if line.startswith("accel: error: ")]
     return message
@@ -88,13 +88,13 @@ def _preloaded():
 
 @pytest.fixture
 def forked(here):
-    """Runs `accel`, forked from an interpreter that has boto3 and the models of its services."""
+    """Run `accel`, forked from an interpreter with boto3 and its service models."""
     return partial(fork_launch.run, cwd=here)
 
 
 @pytest.fixture
 def launched(here, forked, tmp_path):
-    """Runs `accel launch`, and looks that nothing temporary is left of it."""
+    """Run `accel launch`, and check that it leaves no temporary file."""
 
     def run(*args, accel=forked, **options):
         done = accel("launch", *args, **options)
@@ -106,7 +106,7 @@ def launched(here, forked, tmp_path):
 
 @pytest.fixture
 def started(here):
-    """Starts `accel launch` in the background; what is left of it is ended."""
+    """Start `accel launch` in the background, and end it after the test."""
     running = []
 
     def start(*args):
@@ -130,14 +130,14 @@ def until(true, seconds=120):
     return found
 
 
-def test_a_job_is_submitted_and_its_name_is_all_there_is_on_stdout(aws, accel, launched):
+def test_detach_submits_a_job_and_prints_only_its_name_on_stdout(aws, accel, launched):
     done = launched("--detach", "--job-name", "mine", "train.py", "--lr", "1e-4", accel=accel)
     assert (done.returncode, done.stdout) == (0, "mine\n"), done.stderr
     assert jobs(aws) == ["mine"]
     assert "Follow it with accel jobs logs mine -f or stop it with accel jobs stop mine" in done.stderr
 
 
-def test_how_to_find_a_job_again_is_said_as_it_was_launched(aws, here, forked, launched):
+def test_the_printed_commands_contain_the_options_of_the_launch(aws, here, forked, launched):
     (here / "accel.yaml").unlink()
     options = [
         "launcher.kind=sagemaker",
@@ -152,7 +152,7 @@ def test_how_to_find_a_job_again_is_said_as_it_was_launched(aws, here, forked, l
     assert forked("jobs", "status", "mine", *again.split()).stdout.startswith("id\tmine\n")
 
 
-def test_a_dry_run_shows_what_would_be_sent_and_changes_nothing(aws, here, launched):
+def test_a_dry_run_shows_the_upload_and_changes_nothing(aws, here, launched):
     before = world(aws)
     done = launched("--dry-run", "--job-name", "mine", "train.py", "--lr", "1e-4")
     assert done.returncode == 0, done.stderr
@@ -161,7 +161,7 @@ def test_a_dry_run_shows_what_would_be_sent_and_changes_nothing(aws, here, launc
     assert world(aws) == before
 
 
-def test_offline_stdout_is_the_request(aws, launched, monkeypatch):
+def test_offline_prints_the_request_on_stdout(aws, launched, monkeypatch):
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     done = launched("--offline", "--set", "launcher.region=eu-west-1", "--job-name", "mine", "train.py")
@@ -185,7 +185,7 @@ def test_offline_stdout_is_the_request(aws, launched, monkeypatch):
         ("role=trainr", {}, "The account has no role 'trainr'. Did you mean trainer?"),
     ],
 )
-def test_what_is_wrong_is_one_message_and_exit_code_2(aws, launched, said, environ, words):
+def test_an_error_is_one_message_with_exit_code_2(aws, launched, said, environ, words):
     before = world(aws)
     done = launched("--set", f"launcher.{said}", "train.py", env={**os.environ, **environ})
     assert done.returncode == 2, done.stderr
@@ -195,7 +195,7 @@ def test_what_is_wrong_is_one_message_and_exit_code_2(aws, launched, said, envir
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_submission_that_is_broken_off_leaves_nothing(aws, started, tmp_path, number):
+def test_an_interrupted_submission_leaves_nothing_behind(aws, started, tmp_path, number):
     before = world(aws)
     aws.fault("s3:PutObject", "slow", times=None, seconds=1)
     launch = started("train.py")
@@ -210,7 +210,7 @@ def test_a_submission_that_is_broken_off_leaves_nothing(aws, started, tmp_path, 
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
-def test_a_job_is_followed_to_its_end_and_the_model_comes_home(aws, here, launched):
+def test_a_job_is_followed_to_its_end_and_its_model_is_downloaded(aws, here, launched):
     lines = {"algo-1": ["one", "two"], "algo-2": ["three"]}
     aws.settings(play={"lines": lines, "model": {"weights.txt": "w"}}, time=100)
     done = launched("--set", "launcher.instance_count=2", "--job-name", "mine", "train.py")
@@ -221,7 +221,7 @@ def test_a_job_is_followed_to_its_end_and_the_model_comes_home(aws, here, launch
     assert "100 billable seconds on each of 2 instances" in done.stderr
 
 
-def test_a_job_that_fails_is_exit_code_1_with_its_reason(aws, here, launched):
+def test_a_failed_job_is_exit_code_1_with_its_reason(aws, here, launched):
     aws.settings(play={"exit": 1, "failure": "ValueError: boom on rank 1"})
     done = launched("--job-name", "mine", "train.py")
     assert done.returncode == 1
@@ -230,7 +230,7 @@ def test_a_job_that_fails_is_exit_code_1_with_its_reason(aws, here, launched):
 
 
 @pytest.mark.slow
-def test_a_job_that_leaves_no_model_is_no_failure(aws, here, launched):
+def test_a_job_without_a_model_is_no_failure(aws, here, launched):
     done = launched("--job-name", "mine", "train.py")
     assert done.returncode == 0, done.stderr
     assert "accel: Job mine left nothing in " in done.stderr
@@ -253,8 +253,8 @@ def test_ctrl_c_leaves_a_followed_job_running(aws, started):
 
 
 @pytest.mark.slow
-def test_two_hosts_of_two_processes_train_the_model_of_a_local_run(aws, launched, forked, script, here):
-    """The whole way: packed, sent, unpacked and run by the container's own entry, followed, and brought home."""
+def test_two_hosts_with_two_processes_train_the_model_of_a_local_run(aws, launched, forked, script, here):
+    """Test all steps: upload, download, the container entry point, the log, and the download of the model."""
     aws.settings(run=True)
     script(TRAIN)
     told = ("instance_count=2", "nproc_per_node=2", "model_dir=out", "ranks=all")

@@ -1,4 +1,4 @@
-"""Jobs that are launched, run for real on two hosts of the plane, and looked after with `accel jobs`, all by the real command."""
+"""Jobs that run on two hosts of the plane, launched and managed with the real commands."""
 
 import json
 import re
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def here(aws, cwd, monkeypatch, tmp_path):
-    """A folder with a profile, and an account whose jobs are run for real."""
+    """A folder with a profile, and an account that runs jobs."""
     (cwd / "accel.yaml").write_text(PROFILE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -40,7 +40,7 @@ def here(aws, cwd, monkeypatch, tmp_path):
 
 @pytest.fixture
 def launch(here):
-    """Starts `accel launch` of a job and follows what it says."""
+    """Start `accel launch` of a job, and read its output."""
     started = []
 
     def start(*args):
@@ -54,7 +54,7 @@ def launch(here):
 
 
 class Launch:
-    """An `accel launch` under way."""
+    """A running `accel launch`."""
 
     def __init__(self, command, cwd):
         self.said, self.over, self._changed = "", False, threading.Condition()
@@ -65,13 +65,13 @@ class Launch:
         self._reading.start()
 
     def until(self, pattern):
-        """Wait for what it says."""
+        """Wait for output that matches."""
         with self._changed:
             self._changed.wait_for(lambda: self.over or re.search(pattern, self.said), WAIT_S)
             assert re.search(pattern, self.said), self.said
 
     def end(self):
-        """Its exit code."""
+        """Wait for the end, and return the exit code."""
         self._reading.join(WAIT_S)
         return self.process.wait(WAIT_S)
 
@@ -95,7 +95,7 @@ def told(aws):
     return aws.client("sagemaker").describe_training_job(TrainingJobName="mine")
 
 
-def test_a_spot_job_that_is_taken_away_goes_on_from_its_checkpoint(aws, here, launch):
+def test_an_interrupted_spot_job_resumes_from_its_checkpoint(aws, here, launch):
     shutil.copy(EXAMPLES / "digits.py", here)
     hold = here.parent / "hold"
     (here / "checkpointing.py").write_text(checkpointing(hold))
@@ -126,7 +126,7 @@ time.sleep(300)
 """
 
 
-def test_the_reason_of_a_failure_is_the_scripts_own_and_of_the_host_where_it_happened(aws, here, launch):
+def test_the_failure_reason_is_that_of_the_script_and_names_the_host(aws, here, launch):
     (here / "train.py").write_text(FAIL)
     job = launch("train.py")
     assert job.end() == 1, job.said
@@ -148,7 +148,7 @@ time.sleep(300)
 """
 
 
-def test_a_job_that_is_stopped_has_time_to_save_and_what_it_saved_comes_home(aws, here, launch, accel):
+def test_a_stopped_job_saves_and_its_results_are_downloaded(aws, here, launch, accel):
     (here / "train.py").write_text(STAY)
     aws.client("secretsmanager").create_secret(Name="token", SecretString=SECRET)
     job = launch("--set", "launcher.secrets={TOKEN: token}", "train.py")
@@ -166,7 +166,7 @@ def test_a_job_that_is_stopped_has_time_to_save_and_what_it_saved_comes_home(aws
     assert SECRET not in sent + job.said + done.stderr
 
 
-def test_requirements_that_cannot_be_installed_are_the_reason(aws, here, launch):
+def test_requirements_that_cannot_be_installed_are_the_failure_reason(aws, here, launch):
     (here / "train.py").write_text("raise SystemExit(9)")
     (here / "needs.txt").write_text("a-package-that-nobody-has==1.2.3\n")
     sets = (
@@ -182,7 +182,7 @@ def test_requirements_that_cannot_be_installed_are_the_reason(aws, here, launch)
     assert "a-package-that-nobody-has" in told(aws)["FailureReason"], told(aws)["FailureReason"]
 
 
-def test_a_job_that_runs_longer_than_it_may_is_stopped_and_that_is_said_as_such(aws, here, launch):
+def test_a_job_that_exceeds_max_run_is_stopped_and_reported(aws, here, launch):
     (here / "train.py").write_text(STAY.replace('os.environ["TOKEN"]', "''"))
     aws.settings(speed=5)
     job = launch("--set", "launcher.max_run=60", "train.py")

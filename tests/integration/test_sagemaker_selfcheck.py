@@ -1,11 +1,11 @@
-"""`accel test` as a job of SageMaker, the one command that tells whether all of it works in an account."""
+"""`accel test` as a SageMaker job, which checks all parts in an account."""
 
 import pytest
 
 
 @pytest.fixture
 def profile(aws, accel):
-    """A profile of SageMaker, and an AWS on loopback that runs what is sent."""
+    """A profile of SageMaker, and an AWS on loopback that runs jobs."""
     aws.role()
     aws.settings(run=True)
     accel(

@@ -1,4 +1,4 @@
-"""A model divided over four processes needs at most 0.30 of a whole one's memory on each, measured in the processes."""
+"""Each of four ranks needs at most 0.30 of the memory of a full model, measured in the processes."""
 
 from __future__ import annotations
 
@@ -74,21 +74,21 @@ accelerator.end_training()
 PARAMETERS = 24 * 2 * 1024 * 1024
 
 
-def measured(path, monkeypatch, shards):
+def measure_memory(path, monkeypatch, shards):
     monkeypatch.setenv("ACCEL_PARALLEL_DP_SHARD", str(shards))
     done = run("launch", "--cpu", "--nproc-per-node", 4, path, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[{")))
 
 
-def test_a_process_holds_a_part_of_parameters_gradients_and_optimizer_state(cwd, script, monkeypatch):
+def test_each_rank_holds_only_its_shards_of_parameters_gradients_and_states(cwd, script, monkeypatch):
     path = script(SCRIPT)
-    whole, divided = (measured(path, monkeypatch, shards) for shards in (1, 4))
+    whole, divided = (measure_memory(path, monkeypatch, shards) for shards in (1, 4))
     assert len(whole) == len(divided) == 4
     for rank, (all_of_it, part) in enumerate(zip(whole, divided, strict=True)):
         assert all_of_it["held"][:2] == [4 * PARAMETERS] * 2
         assert sum(part["held"]) <= 0.26 * sum(all_of_it["held"]), (
             f"rank {rank} holds {part}, and whole {all_of_it}"
         )
-        # What is whole for a moment, a layer or two and their gradients, is in the peak.
+        # The peak includes gathered parameters: a layer or two and their gradients.
         assert part["peak"] <= 0.30 * all_of_it["peak"], f"rank {rank} needed {part}, and whole {all_of_it}"

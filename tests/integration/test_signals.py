@@ -1,4 +1,4 @@
-"""Signals for real: what reaches the processes, how long they have, and that nothing is left."""
+"""Signals: their delivery to processes, the time to exit, and that no process is left."""
 
 import os
 import signal
@@ -82,7 +82,7 @@ class Launched:
         return self._said.read_text().splitlines()
 
     def left(self):
-        """What is there of the run: its launcher's guard, and the sessions of its processes."""
+        """Return the processes of the run: the guard of its launcher, and the sessions of its ranks."""
         leaders = {int(path.read_text()) for path in self.cwd.glob("up[0-9]")}
         return [p for p in guard.list_processes() if p.session in leaders or self._is_guard(p.pid)]
 
@@ -96,7 +96,7 @@ class Launched:
 
 @pytest.fixture
 def launch(cwd):
-    """Starts `accel launch train.py` on two processes; nothing of it is left after the test."""
+    """Start `accel launch train.py` on two processes, and end them after the test."""
     started = []
 
     def start(*options, **more):
@@ -254,7 +254,7 @@ while not Path("daemon" + rank).exists():
 
 
 def alive(cwd):
-    """The processes of `STARTS` that run."""
+    """Return the running processes of `STARTS`."""
     running = {process.pid for process in guard.list_processes()}
     return running & {int(path.read_text()) for path in [*cwd.glob("child*"), *cwd.glob("daemon[0-9]")]}
 
@@ -391,7 +391,7 @@ def test_twenty_launches_run_at_the_same_time(script, cwd):
 
 
 def listening(pids):
-    """The addresses on which processes listen, as the kernel writes them: `0100007F` is 127.0.0.1."""
+    """Return the addresses on which processes listen, as in /proc/net: `0100007F` is 127.0.0.1."""
     sockets = {
         str(entry.readlink())
         for pid in pids

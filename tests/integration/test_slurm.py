@@ -54,7 +54,7 @@ def on_slurm(slurm_cluster, cwd, monkeypatch):
 
 @pytest.fixture
 def jobs(slurm_cluster, cwd):
-    """Starts `accel launch` of one job after the other; at the end none of them is left."""
+    """Start `accel launch` of jobs, and end them after the test."""
     started = []
 
     def launch(*args):
@@ -83,7 +83,7 @@ class Following:
         self.process, self.cluster, self.said = process, cluster, ""
 
     def until(self, pattern):
-        """Read what it says until a line matches."""
+        """Read the output until a line matches."""
         while not (found := re.search(pattern, self.said)):
             line = self.process.stdout.readline()
             assert line, self.said
@@ -91,7 +91,7 @@ class Following:
         return found[1] if found.groups() else found[0]
 
     def end(self):
-        """All it has said, and its exit code."""
+        """Return the whole output, and the exit code."""
         out, _ = self.process.communicate(timeout=WAIT_S)
         self.said += out
         return self.process.returncode
@@ -102,7 +102,7 @@ class Following:
         return done.stdout.strip()
 
     def start_now(self, job):
-        """Take back the two minutes that Slurm leaves a node to report the end of the attempt before."""
+        """Skip the two minutes in which Slurm waits for the end of the previous attempt."""
         end = time.monotonic() + WAIT_S
         # What the node still has to report would be taken for the end of the next attempt.
         while self._on_a_node(job) or self.command(

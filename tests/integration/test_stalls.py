@@ -1,4 +1,4 @@
-"""A run that does not get on: what `accel launch --stall-timeout` and `accel stacks` say of it."""
+"""Runs without progress: the output of `accel launch --stall-timeout` and `accel stacks`."""
 
 import subprocess
 import sys
@@ -57,13 +57,13 @@ def wait_for(condition, seconds=120):
 
 @pytest.fixture
 def accel(cwd):
-    """Runs `accel`, forked from an interpreter that has imported torch, in an empty folder."""
+    """Run `accel`, forked from an interpreter that has imported torch, in an empty folder."""
     return run
 
 
 @pytest.fixture
 def sleeping(script, cwd):
-    """A run of two processes that wait for the file `go`, under way; not forked, since its stacks are looked at."""
+    """A running launch of two processes that wait for the file `go`; executed, since its stacks are read."""
     script(SLEEPS)
     command = [sys.executable, "-m", "accel_cli", "launch", "-q", "--nproc-per-node", "2", "train.py"]
     with subprocess.Popen(command) as process:

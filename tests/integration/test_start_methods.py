@@ -1,4 +1,4 @@
-"""A script notices nothing of the start method: the same scripts, executed and forked, compared."""
+"""A script behaves the same under both start methods, executed and forked."""
 
 import json
 import py_compile
@@ -42,7 +42,7 @@ ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 @pytest.fixture
 def ends(tmp_path, cwd):
-    """How a script ends under a start method: its exit status, and what it wrote. No torch, so it is quick."""
+    """Return the exit status and output of a script under a start method; without torch, for speed."""
 
     def run(method, source, *args, target="end.py", **options):
         if source is not None:
@@ -277,7 +277,7 @@ ITS_OWN = {"MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "ACCEL_LAUNCH", "ACCEL_RANK
 
 @pytest.fixture
 def asked(accel, tmp_path, monkeypatch):
-    """What both ranks of a script say of themselves."""
+    """Return the answers of both ranks of a script."""
 
     def answers(method, *args):
         out = tmp_path / f"out-{method}"
@@ -322,12 +322,12 @@ def test_a_forked_script_observes_the_same_process_state(accel, script, asked, m
 
 
 def launched(accel, *args, nproc=2):
-    """A launch by `accel`, which starts an interpreter, or by `run`, which forks one that has imported torch."""
+    """Launch with `accel`, which starts an interpreter, or `run`, which forks one that has imported torch."""
     return accel("launch", "--cpu", "--nproc-per-node", nproc, "--ranks", "all", *args)
 
 
 def lines(done):
-    """What all ranks wrote, without the rank before each line."""
+    """Return the lines of all ranks without their prefixes."""
     return [re.sub(r"^\[\d+\] ", "", line) for line in done.stdout.splitlines()]
 
 

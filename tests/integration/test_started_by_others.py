@@ -1,4 +1,4 @@
-"""`accel launch` where something else has started a process for every rank: mpirun, srun, torchrun."""
+"""`accel launch` in processes that another launcher has started: mpirun, srun, torchrun."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ dist.destroy_process_group()
 
 
 def ranks(variables, count, *options):
-    """What mpirun does: so many processes, each told its rank by these variables."""
+    """Start processes with the variables of ranks, as mpirun does."""
     command = [sys.executable, "-m", "accel_cli", "launch", "--cpu", *options, "train.py"]
     started = [
         subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Launches in odd surroundings: no IPv4, no /proc, little memory, process 1 of a container, names that are no text."""
+"""Launches in unusual environments: no IPv4, no /proc, little memory, process 1 of a container."""
 
 import os
 import resource

@@ -18,7 +18,7 @@ def environment(home, monkeypatch):
 
 
 def train(cwd, script, *options, code=0, processes=2):
-    """Return the lines of a run that tell a step, or the number of all."""
+    """Return the lines of a run with a step or the number of steps."""
     launch = ("launch", "--quiet", "--cpu", "--set", "launcher.kind=torchrun", "--ranks", "all")
     done = run(*launch, "--nproc-per-node", processes, TRIALS / script, *options, cwd=cwd)
     assert done.returncode == code, done.stderr
@@ -46,7 +46,7 @@ def test_a_loop_in_the_style_of_glue_resumes_with_the_steps_of_the_whole_run(cwd
 
 
 def test_a_loop_in_the_style_of_glue_begins_the_next_epoch_after_the_last_batch(cwd):
-    """Its evaluation draws random numbers, so that only the number of steps is that of the whole run."""
+    """The evaluation draws random numbers, so only the number of steps equals that of the whole run."""
     options = ("glue_style.py", "--output_dir", "out")
     whole = train(cwd, *options, "--checkpointing_steps", 3)
     resumed = train(cwd, *options, "--resume_from_checkpoint", "out/step_3")
@@ -57,7 +57,7 @@ def test_a_loop_in_the_style_of_glue_begins_the_next_epoch_after_the_last_batch(
 
 
 def test_a_loop_in_the_style_of_diffusion_models_resumes_exactly_on_one_process(cwd):
-    """It saves by hooks, draws noise and flips, and skips batches by itself."""
+    """The script saves in hooks, draws noise and flips, and skips batches itself."""
     script = ("diffusion_style.py", "--num_train_epochs", 2)
     whole = train(cwd, *script, "--output_dir", "whole", processes=1)
     died = (*script, "--output_dir", "out", "--checkpointing_steps", 5)
@@ -70,7 +70,7 @@ def test_a_loop_in_the_style_of_diffusion_models_resumes_exactly_on_one_process(
 
 
 def test_a_loop_whose_main_process_saves_alone_resumes_with_the_images_of_the_whole_run(cwd):
-    """The noise of each process is drawn anew, so that the weights differ; five steps are an epoch."""
+    """The noise of each process is drawn again, so the weights differ; five steps are an epoch."""
     script = ("diffusion_style.py", "--output_dir", "out", "--num_train_epochs", 3)
     whole = train(cwd, *script)
     saved = (*script, "--checkpointing_steps", 2, "--checkpoints_total_limit", 3)

@@ -1,4 +1,4 @@
-"""The wizard in a real pseudo-terminal: what a person sees, types and gets."""
+"""The wizard on a real pseudo-terminal: its screen, its keys and its profiles."""
 
 import in_process
 import pytest
@@ -12,7 +12,7 @@ PRECISION, WRITE = "Mixed precision?", "default.yaml?"
 FITS = "fit on one device?"
 
 
-def test_enter_on_every_question_writes_a_profile_that_launches(terminal, written, accel, script):
+def test_enter_on_every_question_writes_a_profile_that_can_be_launched(terminal, written, accel, script):
     screen = terminal(start=REAL)
     for question in (KIND, PRECISION, WRITE):
         screen.answer(question, ENTER)
@@ -33,7 +33,7 @@ LOOKS_LONG = [
 ]
 
 
-def test_keys_that_are_pressed_before_a_question_comes_are_no_answer_and_leave_no_line_behind(terminal):
+def test_keys_pressed_before_a_question_are_ignored(terminal):
     screen = terminal(start=LOOKS_LONG)
     screen.answer("Detecting hardware", ENTER + DOWN + "x" + ENTER)
     screen.see(KIND)
@@ -44,9 +44,7 @@ def test_keys_that_are_pressed_before_a_question_comes_are_no_answer_and_leave_n
 
 
 @pytest.mark.slow
-def test_several_processes_are_five_questions_and_the_yaml_is_shown_before_it_is_written(
-    terminal, written, home
-):
+def test_torchrun_asks_five_questions_and_shows_the_yaml_before_writing(terminal, written, home):
     screen = terminal()
     screen.answer(KIND, DOWN + ENTER)
     screen.answer(NNODES, ENTER)
@@ -62,7 +60,7 @@ def test_several_processes_are_five_questions_and_the_yaml_is_shown_before_it_is
 
 
 @pytest.mark.slow
-def test_a_model_that_does_not_fit_is_divided_and_what_follows_is_asked(terminal, written):
+def test_sharding_asks_further_questions(terminal, written):
     screen = terminal()
     screen.answer(KIND, DOWN + ENTER)
     screen.answer(NNODES, ENTER)
@@ -80,7 +78,7 @@ def test_a_model_that_does_not_fit_is_divided_and_what_follows_is_asked(terminal
 
 
 @pytest.mark.slow
-def test_a_person_goes_back_from_every_question(terminal, written):
+def test_every_question_allows_to_go_back(terminal, written):
     screen = terminal()
     screen.answer(KIND, DOWN + ENTER)
     screen.answer(NNODES, "<" + ENTER)
@@ -105,7 +103,7 @@ def test_a_person_goes_back_from_every_question(terminal, written):
     "at",
     [pytest.param(at, marks=pytest.mark.slow if at in {0, 5} else pytest.mark.full) for at in range(6)],
 )
-def test_ctrl_c_at_any_question_leaves_nothing_behind(terminal, home, at):
+def test_ctrl_c_at_any_question_writes_nothing(terminal, home, at):
     screen = terminal()
     keys = [(KIND, DOWN + ENTER), (NNODES, ENTER), (NPROC, ENTER), (PRECISION, ENTER), (FITS, ENTER)]
     keys.append((WRITE, ENTER))
@@ -129,7 +127,7 @@ def test_no_at_the_end_writes_nothing(terminal, home):
 
 
 @pytest.mark.slow
-def test_a_wrong_answer_is_asked_again_with_what_was_expected(terminal, written):
+def test_an_invalid_answer_is_asked_again_with_the_expectation(terminal, written):
     screen = terminal()
     screen.answer(KIND, DOWN + ENTER)
     screen.answer(NNODES, "2" + ENTER)
@@ -148,7 +146,7 @@ def test_a_wrong_answer_is_asked_again_with_what_was_expected(terminal, written)
 
 
 @pytest.mark.slow
-def test_what_the_profile_said_is_what_enter_keeps(terminal, written, accel, home):
+def test_enter_keeps_the_values_of_the_profile(terminal, written, accel, home):
     accel(
         "config",
         "set",
@@ -188,7 +186,7 @@ def test_a_file_without_values_keeps_its_comments(terminal, home):
 
 
 @pytest.mark.slow
-def test_a_profile_this_machine_cannot_run_is_not_suggested(terminal, written, accel):
+def test_a_profile_that_this_machine_cannot_run_is_not_suggested(terminal, written, accel):
     accel("config", "set", "device=xpu")
     screen = terminal()
     screen.answer(KIND, ENTER)
@@ -201,7 +199,7 @@ def test_a_profile_this_machine_cannot_run_is_not_suggested(terminal, written, a
 
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [40, 30])
-def test_a_narrow_window_asks_the_same(terminal, written, columns):
+def test_the_questions_work_in_a_narrow_window(terminal, written, columns):
     screen = terminal(columns=columns, lines=60)
     screen.answer(KIND, DOWN + ENTER)
     screen.answer(NNODES, ENTER)
@@ -214,7 +212,7 @@ def test_a_narrow_window_asks_the_same(terminal, written, columns):
 
 
 @pytest.mark.slow
-def test_a_narrow_window_shows_all_of_an_error(terminal):
+def test_a_narrow_window_shows_the_whole_error(terminal):
     screen = terminal(columns=36)
     screen.answer(KIND, DOWN + ENTER)
     screen.answer(NNODES, "x" + ENTER)
@@ -223,7 +221,7 @@ def test_a_narrow_window_shows_all_of_an_error(terminal):
     assert screen.end() == 130
 
 
-def test_a_home_that_cannot_be_written_is_an_error_before_the_first_question(terminal, tmp_path, monkeypatch):
+def test_an_unwritable_home_is_an_error_before_the_first_question(terminal, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "file"))
     screen = terminal(columns=200)
@@ -233,7 +231,7 @@ def test_a_home_that_cannot_be_written_is_an_error_before_the_first_question(ter
 
 
 @pytest.mark.slow
-def test_a_value_of_the_profile_is_cleared(terminal, written, accel):
+def test_a_hyphen_clears_a_value_of_the_profile(terminal, written, accel):
     accel("config", "set", "launcher.kind=slurm", "launcher.partition=long", "launcher.gpus_per_node=1")
     screen = terminal(columns=120)
     for question in (KIND, NNODES, "How many GPUs on each node?"):
@@ -249,7 +247,7 @@ def test_a_value_of_the_profile_is_cleared(terminal, written, accel):
 
 
 @pytest.mark.slow
-def test_a_named_profile_and_the_project_file_are_written_where_they_belong(terminal, written, cwd):
+def test_a_named_profile_and_the_project_file_are_written_to_their_paths(terminal, written, cwd):
     for options, path in ((("--profile", "gpu"), None), (("--project",), cwd / "accel.yaml")):
         screen = terminal(*options)
         screen.answer(KIND, ENTER)
@@ -262,7 +260,7 @@ def test_a_named_profile_and_the_project_file_are_written_where_they_belong(term
         assert profile.launcher.kind == "single"
 
 
-def test_without_a_terminal_it_says_what_to_do_instead(cwd, home, capfd):
+def test_the_wizard_without_a_terminal_names_other_commands(cwd, home, capfd):
     done = in_process.run(capfd, "config")
     assert done.returncode == 2
     assert "accel config --default" in done.stderr
@@ -271,7 +269,7 @@ def test_without_a_terminal_it_says_what_to_do_instead(cwd, home, capfd):
 
 
 @pytest.mark.slow
-def test_a_tpu_is_suggested_with_what_is_missing_and_asked_for_what_matters(terminal, written, monkeypatch):
+def test_a_tpu_is_suggested_with_its_missing_packages_and_questions(terminal, written, monkeypatch):
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     screen = terminal(columns=120)
     screen.see(KIND)
@@ -291,7 +289,7 @@ def test_a_tpu_is_suggested_with_what_is_missing_and_asked_for_what_matters(term
 
 
 @pytest.mark.slow
-def test_one_core_of_a_tpu_shares_nothing(terminal, written, monkeypatch):
+def test_one_tpu_core_skips_the_question_of_spmd(terminal, written, monkeypatch):
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     screen = terminal()
     screen.answer(KIND, ENTER)
@@ -305,7 +303,7 @@ def test_one_core_of_a_tpu_shares_nothing(terminal, written, monkeypatch):
 
 
 @pytest.mark.slow
-def test_without_a_tpu_and_torch_xla_none_is_offered(terminal):
+def test_xla_is_not_offered_without_a_tpu_and_torch_xla(terminal):
     screen = terminal()
     screen.see(KIND)
     assert "TPU" not in screen.question()

@@ -1,4 +1,4 @@
-"""The wizard for SageMaker in a real pseudo-terminal, with an AWS on loopback behind it."""
+"""The wizard for SageMaker on a real pseudo-terminal, with an AWS on loopback."""
 
 import time
 
@@ -43,7 +43,9 @@ def enter(screen, *questions):
 
 
 @pytest.mark.slow
-def test_enter_on_every_question_gives_a_profile_that_launches(terminal, configured, written, accel, script):
+def test_enter_on_every_question_writes_a_profile_that_can_be_launched(
+    terminal, configured, written, accel, script
+):
     arn = configured.role()
     screen = terminal(columns=120, lines=60)
     screen.answer(KIND, SAGEMAKER)
@@ -59,7 +61,9 @@ def test_enter_on_every_question_gives_a_profile_that_launches(terminal, configu
 
 
 @pytest.mark.slow
-def test_profile_region_and_role_are_picked_and_a_misspelt_type_is_asked_again(terminal, configured, written):
+def test_profile_region_and_role_are_selected_and_an_unknown_type_is_asked_again(
+    terminal, configured, written
+):
     configured.role("a-first")
     arn = configured.role("b-second")
     screen = terminal(columns=120, lines=60)
@@ -83,7 +87,7 @@ def test_profile_region_and_role_are_picked_and_a_misspelt_type_is_asked_again(t
 
 
 @pytest.mark.slow
-def test_more_is_asked_of_those_who_want_it_and_kept_as_it_is_typed(terminal, configured, written):
+def test_advanced_questions_are_asked_on_request_and_text_is_kept_as_typed(terminal, configured, written):
     configured.role()
     screen = terminal(columns=120, lines=80)
     screen.answer(KIND, SAGEMAKER)
@@ -107,7 +111,7 @@ def test_more_is_asked_of_those_who_want_it_and_kept_as_it_is_typed(terminal, co
 
 
 @pytest.mark.slow
-def test_a_person_goes_back_from_every_kind_of_question(terminal, configured, written):
+def test_every_kind_of_question_allows_to_go_back(terminal, configured, written):
     configured.role()
     screen = terminal(columns=120, lines=60)
     screen.answer(KIND, SAGEMAKER)
@@ -132,7 +136,7 @@ def test_a_person_goes_back_from_every_kind_of_question(terminal, configured, wr
 
 
 @pytest.mark.slow
-def test_where_aws_does_not_answer_a_person_types(terminal, configured, written, monkeypatch):
+def test_answers_are_typed_if_aws_does_not_respond(terminal, configured, written, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     screen = terminal(columns=200, lines=60)
     screen.answer(KIND, SAGEMAKER)
@@ -145,7 +149,7 @@ def test_where_aws_does_not_answer_a_person_types(terminal, configured, written,
 
 
 @pytest.mark.slow
-def test_what_the_profile_said_is_what_enter_keeps(terminal, configured, written, accel):
+def test_enter_keeps_the_values_of_the_profile(terminal, configured, written, accel):
     configured.role()
     accel(
         "config", "set", "launcher.kind=sagemaker", "launcher.region=eu-north-1", "launcher.role=Mine",
@@ -169,7 +173,7 @@ def test_what_the_profile_said_is_what_enter_keeps(terminal, configured, written
     assert (said.tags, said.requirements) == ({"team": "vision"}, "gone.txt")
 
 
-def test_what_suits_the_machine_is_written_without_a_word_to_aws(aws, cwd, capfd, monkeypatch):
+def test_defaults_for_the_machine_are_written_without_calls_to_aws(aws, cwd, capfd, monkeypatch):
     monkeypatch.setattr("accel_cli.planning.machine.detect", lambda *_: Machine(2))
     assert in_process.run(capfd, "config", "--default").returncode == 0
     assert not aws.calls()

@@ -1,4 +1,4 @@
-"""One, two and three processes, started once and shared by all tests of the runtime."""
+"""Process groups of one to four processes, started once and shared by all tests of the runtime."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 
 from accel_runtime.backends import distributed, set_current_backend
 
-# The model of the tests of sharding travels with their functions.
+# The model of the tests of sharding is pickled with their functions.
 cloudpickle.register_pickle_by_value(sharded_runs)
 
 
 @pytest.fixture(autouse=True)
 def _on_the_cpu(home, monkeypatch):
-    """The machine's accelerator is not what these tests are about; every test starts unseeded by others."""
+    """Use the CPU, whatever accelerator this machine has, and start every test with the same seed."""
     monkeypatch.setenv("ACCEL_DEVICE", "cpu")
     torch.manual_seed(0)
     set_current_backend(None)
     yield
     if torch.distributed.is_initialized():
-        # A model that is divided on one process has a group of one, which processes forked from it would take for theirs.
+        # A model that is sharded on one process has a group of one rank, which forked processes would inherit.
         distributed._destroy_process_group()
 
 
@@ -30,7 +30,7 @@ def _on_the_cpu(home, monkeypatch):
 def clusters(replicas):
     """The cluster of each size; `run(function, *args)` calls a function of a test on every rank.
 
-    `apart`, three are told that each is alone on its machine: they talk to each other in another way.
+    The ranks of the cluster `apart` are each alone on their node, and so use another transport.
     """
     torch.set_num_threads(1)
     sizes = {
@@ -41,12 +41,12 @@ def clusters(replicas):
         "apart": cluster.Cluster(3, apart=True),
     }
     yield sizes | replicas
-    for some in sizes.values():
-        some.close()
+    for group in sizes.values():
+        group.close()
 
 
 TWO = pytest.param(2, id="2 processes", marks=pytest.mark.full)
-"""What holds on one process and on three is tried on two in `make test-full`."""
+"""Behaviour tested on one process and on three is tested on two only in `make test-full`."""
 THREE = pytest.param(3, id="3 processes")
 
 

@@ -1,4 +1,4 @@
-"""Variables of Accelerate's launcher are taken over, refused, or named as ones without effect."""
+"""Variables of Accelerate's launcher are applied, rejected, or reported as variables without effect."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ USUAL = {
     "ACCELERATE_DYNAMO_USE_DYNAMIC": "False",
     "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "False",
 }
-"""What `accelerate launch` writes always."""
+"""Variables that `accelerate launch` always sets."""
 FSDP = {
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "1",
@@ -40,7 +40,7 @@ FSDP = {
     "FSDP_SYNC_MODULE_STATES": "True",
     "FSDP_ACTIVATION_CHECKPOINTING": "false",
 }
-"""What it writes for FSDP, where a user has chosen nothing."""
+"""Variables that it sets for FSDP with default options."""
 SIZES = {
     "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
     "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "1",
@@ -56,7 +56,7 @@ SHARDED = {"parallel_dp_shard": "auto"}
 TWO_NODES = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 
 
-def changed(environ):
+def read_changed_settings(environ):
     """Return the settings that differ from the defaults."""
     usual = dict(flatten_settings(Settings()))
     return {
@@ -115,8 +115,8 @@ def changed(environ):
         (FSDP | SIZES | {"PARALLELISM_CONFIG_TP_SIZE": "2"}, {"parallel_dp_shard": 2, "parallel_tp": 2}),
     ],
 )
-def test_a_variable_that_has_a_meaning_is_taken_over(environ, settings):
-    assert changed(environ) == settings
+def test_a_supported_variable_of_accelerate_changes_its_setting(environ, settings):
+    assert read_changed_settings(environ) == settings
     assert accelerate_variables(environ).idle == () or environ.get("ACCELERATE_USE_FSDP") == "false"
 
 
@@ -146,7 +146,7 @@ def test_a_variable_that_has_a_meaning_is_taken_over(environ, settings):
         (SIZES | {"PARALLELISM_CONFIG_SP_SIZE": "2"}, "PARALLELISM_CONFIG_SP_SIZE=2 is not supported"),
     ],
 )
-def test_what_accel_does_not_do_is_refused_with_what_to_set(environ, message):
+def test_an_unsupported_variable_is_rejected_with_the_variable_to_set_instead(environ, message):
     with pytest.raises(SettingsError, match=message):
         Settings.from_env(environ)
 
@@ -177,8 +177,8 @@ def test_what_accel_does_not_do_is_refused_with_what_to_set(environ, message):
         ),
     ],
 )
-def test_variables_of_accel_win_and_it_is_said(environ, settings, idle):
-    assert changed(environ) == settings
+def test_variables_of_accel_take_precedence_and_the_unused_ones_are_reported(environ, settings, idle):
+    assert read_changed_settings(environ) == settings
     assert " ".join(accelerate_variables(environ).idle).startswith(idle)
 
 
@@ -211,18 +211,18 @@ def test_variables_of_accel_win_and_it_is_said(environ, settings, idle):
         ),
     ],
 )
-def test_a_variable_without_effect_is_named(environ, idle):
+def test_a_variable_without_effect_is_reported(environ, idle):
     assert " ".join(accelerate_variables(environ).idle).startswith(idle)
 
 
-def test_the_command_line_does_not_take_them_over_since_it_says_all_settings_itself():
+def test_the_command_line_ignores_variables_of_accelerate():
     assert Settings.from_env({"ACCELERATE_MIXED_PRECISION": "bf16"}, accelerate=False) == Settings()
 
 
 # In a script -------------------------------------------------------------------------------
 
 
-def origins(accelerator):
+def list_origins(accelerator):
     return {
         name: (option.value, option.origin)
         for name, option in accelerator.describe().options.items()
@@ -230,7 +230,7 @@ def origins(accelerator):
     }
 
 
-def test_a_description_names_the_variables(monkeypatch):
+def test_describe_names_the_variable_as_the_origin_of_an_option(monkeypatch):
     for name, value in {
         "ACCELERATE_MIXED_PRECISION": "bf16",
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
@@ -241,7 +241,7 @@ def test_a_description_names_the_variables(monkeypatch):
     accelerator = Accelerator(gradient_accumulation_steps=2)
     assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("bf16", 4)
     assert accelerator._dynamo == TorchDynamoPlugin("eager", dynamic=True)
-    assert origins(accelerator) == {
+    assert list_origins(accelerator) == {
         "mixed_precision": ("bf16", "ACCELERATE_MIXED_PRECISION"),
         "gradient_accumulation_steps": ("4", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
         "dynamo_backend": ("eager", "ACCELERATE_DYNAMO_BACKEND"),
@@ -257,28 +257,28 @@ def test_a_description_names_the_variables(monkeypatch):
     )
     assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("no", 3)
     assert accelerator._dynamo.name == "no"
-    assert origins(accelerator) == {}
+    assert list_origins(accelerator) == {}
 
 
-def test_what_has_no_effect_is_said_once_by_the_first_process(pair):
-    def said():
+def test_the_first_process_reports_a_variable_without_effect_once(pair):
+    def collect_reports():
         environ = patch.dict(os.environ, {"ACCELERATE_FOR_THIS_TEST": "1"})
         with collect_messages("accel_runtime.env") as messages, environ:
             Accelerator(), Accelerator()
         return messages
 
-    assert pair.run(said) == [["ACCELERATE_FOR_THIS_TEST: no effect here."], []]
+    assert pair.run(collect_reports) == [["ACCELERATE_FOR_THIS_TEST: no effect here."], []]
 
 
-def test_a_script_that_accelerate_starts_with_fsdp_is_sharded(pair):
-    def sharded():
+def test_fsdp_variables_of_accelerate_launch_shard_the_model(pair):
+    def shard_model():
         with patch.dict(os.environ, FSDP | {"ACCELERATE_MIXED_PRECISION": "no"}):
             accelerator = Accelerator()
             model = accelerator.prepare(nn.Linear(4, 4))
             return (
                 accelerator.is_fsdp2,
-                origins(accelerator)["parallel_dp_shard"],
+                list_origins(accelerator)["parallel_dp_shard"],
                 model.weight.to_local().shape[0],
             )
 
-    assert pair.run(sharded) == [(True, ("auto", "ACCELERATE_USE_FSDP"), 2)] * 2
+    assert pair.run(shard_model) == [(True, ("auto", "ACCELERATE_USE_FSDP"), 2)] * 2

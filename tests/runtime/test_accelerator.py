@@ -1,4 +1,4 @@
-"""The facade, as scripts use it, on one, two and three processes."""
+"""The public methods of `Accelerator`, on one, two and three processes."""
 
 from __future__ import annotations
 
@@ -26,55 +26,55 @@ from accel_runtime.data.loader import PreparedLoader
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.scheduler import PreparedScheduler
 
-GLOBAL_BATCH = 6  # what 1, 2 and 3 processes divide
+GLOBAL_BATCH = 6  # divisible by 1, 2 and 3 processes
 DATA = torch.linspace(-2, 2, 5 * GLOBAL_BATCH * 4).view(-1, 4).sin()
 
 
-def network(seed=0):
+def build_network(seed=0):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
-def sgd(model, rate=0.1):
+def build_sgd(model, rate=0.1):
     return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
 
 
-def loss_of(model, batch):
+def compute_loss(model, batch):
     return (model(batch) - batch.sum(1, keepdim=True)).square().mean()
 
 
-def part(accelerator, batch):
-    """This process's slice of a global batch."""
+def take_local_batch(accelerator, batch):
+    """Return the slice of a global batch for this process."""
     return batch.chunk(accelerator.num_processes)[accelerator.process_index]
 
 
-def values(model):
+def copy_parameters(model):
     return [p.detach().clone() for p in model.parameters()]
 
 
-def gradients(model):
+def copy_gradients(model):
     return [p.grad.clone() for p in model.parameters()]
 
 
-def same(got, wanted, tolerance=1e-6):
+def is_close(got, wanted, tolerance=1e-6):
     return all(torch.allclose(g, w, rtol=0, atol=tolerance) for g, w in zip(got, wanted, strict=True))
 
 
 def fp16():
-    """With a scale under which the gradients of these tests do not overflow by themselves."""
+    """Return an accelerator whose loss scale does not make the gradients of these tests overflow."""
     return Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=128.0)])
 
 
-def prepared_network(accelerator, rate=0.1):
-    model = network()
-    return accelerator.prepare(model, sgd(model, rate))
+def prepare_network(accelerator, rate=0.1):
+    model = build_network()
+    return accelerator.prepare(model, build_sgd(model, rate))
 
 
-# Where a process stands ------------------------------------------------------------------
+# Topology --------------------------------------------------------------------------------
 
 
-def test_every_process_knows_its_place_as_a_property_and_as_a_call(ranks):
-    def place():
+def test_topology_flags_can_be_read_as_properties_and_called(ranks):
+    def read_topology():
         a = Accelerator()
         flags = [a.is_main_process, a.is_local_main_process, a.is_last_process]
         assert [bool(flag) for flag in flags] == [flag() for flag in flags]
@@ -84,26 +84,26 @@ def test_every_process_knows_its_place_as_a_property_and_as_a_call(ranks):
         (ranks.size, rank, rank, "cpu", [rank == 0, rank == 0, rank == ranks.size - 1])
         for rank in range(ranks.size)
     ]
-    assert ranks.run(place) == wanted
+    assert ranks.run(read_topology) == wanted
 
 
-def test_a_line_is_printed_once(ranks):
-    def printed():
+def test_print_writes_on_the_first_process_only(ranks):
+    def print_line():
         with contextlib.redirect_stdout(io.StringIO()) as out:
             Accelerator().print("epoch", 1, sep=" = ", end="!\n")
         return out.getvalue()
 
-    assert ranks.run(printed) == ["epoch = 1!\n"] + [""] * (ranks.size - 1)
+    assert ranks.run(print_line) == ["epoch = 1!\n"] + [""] * (ranks.size - 1)
 
 
 # Preparing -------------------------------------------------------------------------------
 
 
-def test_objects_come_back_prepared_in_any_order_and_nesting(ranks):
-    def kinds():
+def test_prepare_returns_objects_in_the_order_and_nesting_of_its_arguments(ranks):
+    def prepare_nested():
         accelerator = Accelerator()
-        model = network()
-        optimizer = sgd(model)
+        model = build_network()
+        optimizer = build_sgd(model)
         scheduler = LambdaLR(optimizer, lambda _: 1.0)
         loader = DataLoader(DATA)
         prepared = accelerator.prepare(
@@ -119,81 +119,81 @@ def test_objects_come_back_prepared_in_any_order_and_nesting(ranks):
         first.step()
         return type(prepared), first.last_epoch, isinstance(last, DistributedDataParallel)
 
-    assert ranks.run(kinds) == [(tuple, ranks.size, ranks.size > 1)] * ranks.size
+    assert ranks.run(prepare_nested) == [(tuple, ranks.size, ranks.size > 1)] * ranks.size
 
 
-def test_a_single_object_comes_back_on_its_own_and_nothing_is_prepared_twice(ranks):
-    def again():
+def test_prepare_returns_a_single_object_itself_and_keeps_prepared_objects(ranks):
+    def prepare_again():
         accelerator = Accelerator()
-        model = network()
-        optimizer = sgd(model)
+        model = build_network()
+        optimizer = build_sgd(model)
         objects = [model, optimizer, LambdaLR(optimizer, lambda _: 1.0), DataLoader(DATA)]
         prepared = [accelerator.prepare(item) for item in objects]
         assert all(accelerator.prepare(item) is item for item in prepared)
         assert all(one is other for one, other in zip(accelerator.prepare(*prepared), prepared, strict=True))
         return True
 
-    assert all(ranks.run(again))
+    assert all(ranks.run(prepare_again))
 
 
-def test_a_model_that_averages_its_gradients_already_is_not_wrapped_again(several):
-    def wrapped():
+def test_prepare_does_not_wrap_a_ddp_model_again(several):
+    def wrap_twice():
         first, second = Accelerator(), Accelerator()
-        mine = DistributedDataParallel(network())
-        theirs = first.prepare(network())
+        mine = DistributedDataParallel(build_network())
+        theirs = first.prepare(build_network())
         return first.prepare(mine) is mine, second.prepare(theirs) is theirs
 
-    assert several.run(wrapped) == [(True, True)] * several.size
+    assert several.run(wrap_twice) == [(True, True)] * several.size
 
 
-def test_a_model_without_trainable_parameters_is_prepared_and_used(ranks):
-    def output():
+def test_a_model_without_trainable_parameters_can_be_prepared(ranks):
+    def compute_output():
         accelerator = Accelerator(gradient_accumulation_steps=2)
-        frozen = accelerator.prepare(network().requires_grad_(requires_grad=False))
+        frozen = accelerator.prepare(build_network().requires_grad_(requires_grad=False))
         with accelerator.accumulate(frozen), accelerator.no_sync(frozen):
             return frozen(DATA)
 
-    assert all(torch.equal(got, network()(DATA)) for got in ranks.run(output))
+    assert all(torch.equal(got, build_network()(DATA)) for got in ranks.run(compute_output))
 
 
-def test_unwrapping_gives_the_model_of_the_script_with_the_names_of_the_script(ranks):
-    def names():
+def test_unwrap_model_returns_the_script_model_with_its_parameter_names(ranks):
+    def list_state_names():
         accelerator = Accelerator(mixed_precision="bf16")
-        model = network()
+        model = build_network()
         prepared = accelerator.prepare(model)
         assert accelerator.unwrap_model(prepared) is model
         assert accelerator.unwrap_model(model) is model
-        exact = [torch.equal(model(DATA), network()(DATA))]
+        exact = [torch.equal(model(DATA), build_network()(DATA))]
         accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
-        exact += [torch.equal(model(DATA), network()(DATA))]
+        exact += [torch.equal(model(DATA), build_network()(DATA))]
         return list(model.state_dict()), exact
 
-    assert ranks.run(names) == [(list(network().state_dict()), [False, True])] * ranks.size
+    assert ranks.run(list_state_names) == [(list(build_network().state_dict()), [False, True])] * ranks.size
 
 
-@pytest.mark.parametrize("model", [None, 3, network])
-def test_unwrapping_refuses_what_is_no_module(model):
+@pytest.mark.parametrize("model", [None, 3, build_network])
+def test_unwrap_model_rejects_objects_that_are_not_modules(model):
     with pytest.raises(
         TypeError, match=r"unwrap_model\(\) failed: .* is not a torch.nn.Module. Pass a model"
     ):
         Accelerator().unwrap_model(model)
 
 
-def test_the_state_of_a_model_has_the_names_of_the_script_unless_asked_otherwise(ranks):
-    def names():
+def test_get_state_dict_uses_the_names_of_the_script_unless_unwrap_is_false(ranks):
+    def list_state_names():
         accelerator = Accelerator()
-        model = accelerator.prepare(network())
+        model = accelerator.prepare(build_network())
         state = accelerator.get_state_dict(model)
-        assert all(torch.equal(state[name], value) for name, value in network().state_dict().items())
+        assert all(torch.equal(state[name], value) for name, value in build_network().state_dict().items())
         return list(state), list(accelerator.get_state_dict(model, unwrap=False))
 
-    own = list(network().state_dict())
+    own = list(build_network().state_dict())
     wrapped = own if ranks.size == 1 else [f"module.{name}" for name in own]
-    assert ranks.run(names) == [(own, wrapped)] * ranks.size
+    assert ranks.run(list_state_names) == [(own, wrapped)] * ranks.size
 
 
-def test_a_second_accelerator_works_beside_the_first(ranks):
-    def both():
+def test_two_accelerators_work_independently_in_one_process(ranks):
+    def use_both():
         first, second = Accelerator(mixed_precision="fp16"), Accelerator(gradient_accumulation_steps=2)
         with second.accumulate():
             pass
@@ -201,24 +201,24 @@ def test_a_second_accelerator_works_beside_the_first(ranks):
         return seen, first.sync_gradients, second.sync_gradients, second.scaler
 
     wanted = ([list(range(ranks.size))] * 2, True, False, None)
-    assert ranks.run(both) == [wanted] * ranks.size
+    assert ranks.run(use_both) == [wanted] * ranks.size
 
 
-def test_a_model_for_evaluation_is_not_wrapped(several):
-    def kind():
+def test_a_model_prepared_for_evaluation_is_not_wrapped_in_ddp(several):
+    def describe_type():
         accelerator = Accelerator(mixed_precision="bf16")
-        model = accelerator.prepare_model(network(), evaluation_mode=True)
+        model = accelerator.prepare_model(build_network(), evaluation_mode=True)
         assert accelerator.unwrap_model(model) is model
         return isinstance(model, DistributedDataParallel), model(DATA).dtype
 
-    assert several.run(kind) == [(False, torch.float32)] * several.size
+    assert several.run(describe_type) == [(False, torch.float32)] * several.size
 
 
-def test_every_object_may_be_placed_or_left_where_it_is():
-    """The device here is `meta`, where nothing is computed, so that placing shows."""
+def test_device_placement_selects_the_objects_that_are_moved():
+    """Use the device `meta`, so that moved objects can be recognized."""
     accelerator = Accelerator()
     accelerator._backend.device = torch.device("meta")
-    models = [network() for _ in range(3)]
+    models = [build_network() for _ in range(3)]
     prepared = accelerator.prepare(*models, device_placement=[True, False, None])
     assert [next(m.parameters()).device.type for m in prepared] == ["meta", "cpu", "meta"]
     loaders = accelerator.prepare(DataLoader(DATA), DataLoader(DATA), device_placement=[False, True])
@@ -228,11 +228,11 @@ def test_every_object_may_be_placed_or_left_where_it_is():
 
 
 @pytest.mark.parametrize(("placed", "wanted"), [(True, torch.float32), (False, torch.float64)])
-def test_the_state_of_an_optimizer_becomes_like_its_parameters_if_it_is_placed(placed, wanted):
-    """There is one device here, so the number format shows what was moved."""
-    model = network()
+def test_the_state_of_a_placed_optimizer_gets_the_dtype_of_its_parameters(placed, wanted):
+    """Compare dtypes, since there is only one device here."""
+    model = build_network()
     optimizer = torch.optim.Adam(model.parameters())
-    loss_of(model, DATA).backward()
+    compute_loss(model, DATA).backward()
     optimizer.step()
     state = optimizer.state[next(iter(model.parameters()))]
     state["exp_avg"] = state["exp_avg"].double()
@@ -243,69 +243,69 @@ def test_the_state_of_an_optimizer_becomes_like_its_parameters_if_it_is_placed(p
 
 
 @pytest.mark.parametrize("what", ["model", "optimizer"])
-def test_float16_parameters_are_refused_at_prepare_under_fp16(what):
-    accelerator, model = fp16(), network().half()
-    item = model if what == "model" else sgd(model)
+def test_prepare_rejects_float16_parameters_with_fp16(what):
+    accelerator, model = fp16(), build_network().half()
+    item = model if what == "model" else build_sgd(model)
     with pytest.raises(ValueError, match="fp16 cannot train float16 parameters"):
         accelerator.prepare(item)
     assert accelerator.prepare_model(model, evaluation_mode=True) is model
 
 
-def test_the_gradients_of_one_optimizer_can_be_unscaled_alone():
+def test_unscale_gradients_accepts_single_optimizers():
     accelerator = fp16()
-    models = accelerator.prepare([network(), network(1), network(2)])
-    plain = [sgd(model) for model in models]
+    models = accelerator.prepare([build_network(), build_network(1), build_network(2)])
+    plain = [build_sgd(model) for model in models]
     optimizers = accelerator.prepare(plain)
     before = []
     for model in models:
-        accelerator.backward(loss_of(model, DATA))
-        before.append(gradients(model)[0])
+        accelerator.backward(compute_loss(model, DATA))
+        before.append(copy_gradients(model)[0])
     accelerator.unscale_gradients(plain[0])
     accelerator.unscale_gradients([optimizers[1]])
-    ratios = [float((gradients(m)[0] / b).mean()) for m, b in zip(models, before, strict=True)]
+    ratios = [float((copy_gradients(m)[0] / b).mean()) for m, b in zip(models, before, strict=True)]
     assert ratios == [pytest.approx(1 / 128), pytest.approx(1 / 128), 1]
     with pytest.raises(ValueError, match="is not prepared"):
-        accelerator.unscale_gradients(sgd(network()))
+        accelerator.unscale_gradients(build_sgd(build_network()))
 
 
 # The same mathematics --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_gradients_are_those_of_one_process_on_the_same_global_batches(ranks, steps):
-    def averaged(steps):
+def test_gradients_equal_those_of_one_process_on_the_same_global_batches(ranks, steps):
+    def average_gradients(steps):
         accelerator = Accelerator(gradient_accumulation_steps=steps)
-        model = accelerator.prepare(network())
+        model = accelerator.prepare(build_network())
         for batch in DATA.split(GLOBAL_BATCH)[:steps]:
             with accelerator.accumulate(model):
-                accelerator.backward(loss_of(model, part(accelerator, batch)))
-        return gradients(model)
+                accelerator.backward(compute_loss(model, take_local_batch(accelerator, batch)))
+        return copy_gradients(model)
 
-    model = network()
+    model = build_network()
     for batch in DATA.split(GLOBAL_BATCH)[:steps]:
-        (loss_of(model, batch) / steps).backward()
-    assert all(same(got, gradients(model)) for got in ranks.run(averaged, steps))
+        (compute_loss(model, batch) / steps).backward()
+    assert all(is_close(got, copy_gradients(model)) for got in ranks.run(average_gradients, steps))
 
 
-def test_gradients_travel_only_at_the_end_of_a_window(several):
-    def alike():
+def test_gradients_are_averaged_only_at_the_end_of_an_accumulation_cycle(several):
+    def compare_gradients():
         accelerator = Accelerator(gradient_accumulation_steps=2)
-        model = accelerator.prepare(network())
+        model = accelerator.prepare(build_network())
         seen = []
         for batch in DATA.split(GLOBAL_BATCH)[:2]:
             with accelerator.accumulate(model):
-                accelerator.backward(loss_of(model, part(accelerator, batch)))
-            everyone = accelerator.gather(gradients(model)[0].unsqueeze(0))
+                accelerator.backward(compute_loss(model, take_local_batch(accelerator, batch)))
+            everyone = accelerator.gather(copy_gradients(model)[0].unsqueeze(0))
             seen.append(bool((everyone == everyone[0]).all()))
         return seen
 
-    assert several.run(alike) == [[False, True]] * several.size
+    assert several.run(compare_gradients) == [[False, True]] * several.size
 
 
-def trained(accelerator):
-    """The parameters and the rate after 5 steps of a loop as scripts have it."""
-    model = network()
-    optimizer = sgd(model)
+def train_epoch(accelerator):
+    """Train for 5 steps as scripts do, and return the parameters and the learning rate."""
+    model = build_network()
+    optimizer = build_sgd(model)
     torch.manual_seed(9)
     size = GLOBAL_BATCH if accelerator.split_batches else GLOBAL_BATCH // accelerator.num_processes
     loader = DataLoader(TensorDataset(DATA), batch_size=size, shuffle=True)
@@ -313,36 +313,36 @@ def trained(accelerator):
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     for (batch,) in loader:
         with accelerator.accumulate(model):
-            accelerator.backward(loss_of(model, batch))
+            accelerator.backward(compute_loss(model, batch))
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-    return values(model), optimizer.param_groups[0]["lr"]
+    return copy_parameters(model), optimizer.param_groups[0]["lr"]
 
 
-def test_a_run_of_split_batches_is_that_of_the_plain_loop_on_any_number_of_processes(ranks):
+def test_training_with_split_batches_equals_a_plain_loop_on_one_process(ranks):
     def run():
-        return trained(Accelerator(split_batches=True))
+        return train_epoch(Accelerator(split_batches=True))
 
-    model = network()
-    optimizer = sgd(model)
+    model = build_network()
+    optimizer = build_sgd(model)
     torch.manual_seed(9)
     for (batch,) in DataLoader(TensorDataset(DATA), batch_size=GLOBAL_BATCH, shuffle=True):
-        loss_of(model, batch).backward()
+        compute_loss(model, batch).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.param_groups[0]["lr"] *= 0.9
         optimizer.zero_grad()
     for got, rate in ranks.run(run):
-        assert same(got, values(model))
+        assert is_close(got, copy_parameters(model))
         assert rate == pytest.approx(0.1 * 0.9**5)
 
 
-def test_the_last_micro_batch_of_an_epoch_steps_and_the_next_epoch_begins_a_window(ranks):
-    def steps():
+def test_the_last_micro_batch_of_an_epoch_ends_the_accumulation_cycle(ranks):
+    def collect_sync_flags():
         accelerator = Accelerator(gradient_accumulation_steps=2, split_batches=True)
-        model = network()
+        model = build_network()
         loader = accelerator.prepare(DataLoader(DATA, batch_size=GLOBAL_BATCH))
         accelerator.prepare(model)
         seen = []
@@ -352,7 +352,7 @@ def test_the_last_micro_batch_of_an_epoch_steps_and_the_next_epoch_begins_a_wind
                     seen.append(accelerator.sync_gradients)
         return seen
 
-    assert ranks.run(steps) == [[False, True, False, True, True] * 2] * ranks.size
+    assert ranks.run(collect_sync_flags) == [[False, True, False, True, True] * 2] * ranks.size
 
 
 # Mixed precision -------------------------------------------------------------------------
@@ -361,44 +361,44 @@ def test_the_last_micro_batch_of_an_epoch_steps_and_the_next_epoch_begins_a_wind
 @pytest.mark.parametrize(
     ("mixed_precision", "dtype"), [("no", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
 )
-def test_a_prepared_model_computes_in_the_format_and_returns_float32(ranks, mixed_precision, dtype):
-    def dtypes(mixed_precision):
+def test_a_prepared_model_computes_in_mixed_precision_and_returns_float32(ranks, mixed_precision, dtype):
+    def collect_dtypes(mixed_precision):
         accelerator = Accelerator(mixed_precision=mixed_precision)
-        model, optimizer = prepared_network(accelerator)
+        model, optimizer = prepare_network(accelerator)
         seen = []
         accelerator.unwrap_model(model)[0].register_forward_hook(lambda *call: seen.append(call[-1].dtype))
         output = model(DATA)
         with accelerator.autocast():
             seen.append((DATA @ DATA.T).dtype)
-        before = values(model)
+        before = copy_parameters(model)
         accelerator.backward(output.square().mean())
         optimizer.step()
-        assert not same(values(model), before)
+        assert not is_close(copy_parameters(model), before)
         return accelerator.mixed_precision, seen, output.dtype, {p.dtype for p in model.parameters()}
 
     wanted = (mixed_precision, [dtype, dtype], torch.float32, {torch.float32})
-    assert ranks.run(dtypes, mixed_precision) == [wanted] * ranks.size
+    assert ranks.run(collect_dtypes, mixed_precision) == [wanted] * ranks.size
 
 
-def test_a_step_of_overflowed_gradients_is_skipped_by_all_with_its_scheduler(ranks):
+def test_all_ranks_skip_the_optimizer_and_scheduler_step_on_overflow(ranks):
     def run():
         accelerator = fp16()
-        model = network()
-        optimizer = sgd(model)
+        model = build_network()
+        optimizer = build_sgd(model)
         model, optimizer, scheduler = accelerator.prepare(
             model, optimizer, LambdaLR(optimizer, lambda step: 0.5**step)
         )
         seen = []
         for overflows in (False, True, False):
-            before, scale = values(model), accelerator.scaler.get_scale()
-            loss = loss_of(model, part(accelerator, DATA))
+            before, scale = copy_parameters(model), accelerator.scaler.get_scale()
+            loss = compute_loss(model, take_local_batch(accelerator, DATA))
             first = accelerator.is_main_process
             accelerator.backward(loss * float("inf") if overflows and first else loss)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
             backed_off = accelerator.scaler.get_scale() == scale / 2
-            moved = not same(values(model), before, tolerance=0)
+            moved = not is_close(copy_parameters(model), before, tolerance=0)
             seen.append((accelerator.optimizer_step_was_skipped, moved, backed_off, scheduler.last_epoch))
         return seen
 
@@ -408,21 +408,21 @@ def test_a_step_of_overflowed_gradients_is_skipped_by_all_with_its_scheduler(ran
 
 
 @pytest.mark.parametrize("mixed_precision", ["no", "fp16"])
-def test_the_norm_of_the_gradients_is_the_true_one_and_they_are_clipped_to_it(ranks, mixed_precision):
-    def norms(mixed_precision):
+def test_clip_grad_norm_returns_the_unscaled_norm_and_clips_to_the_maximum(ranks, mixed_precision):
+    def clip_gradients(mixed_precision):
         accelerator = fp16() if mixed_precision == "fp16" else Accelerator()
-        model, _ = prepared_network(accelerator)
-        accelerator.backward(10 * loss_of(model, part(accelerator, DATA)))
+        model, _ = prepare_network(accelerator)
+        accelerator.backward(10 * compute_loss(model, take_local_batch(accelerator, DATA)))
         first = accelerator.clip_grad_norm_(model.parameters(), 1.0)
         second = accelerator.clip_grad_norm_(model.parameters(), 1.0)
         accelerator.clip_grad_value_(model.parameters(), 0.01)
-        return first.item(), second.item(), max(g.abs().max().item() for g in gradients(model))
+        return first.item(), second.item(), max(g.abs().max().item() for g in copy_gradients(model))
 
-    model = network()
-    (10 * loss_of(model, DATA)).backward()
-    wanted = nn.utils.get_total_norm(gradients(model)).item()
+    model = build_network()
+    (10 * compute_loss(model, DATA)).backward()
+    wanted = nn.utils.get_total_norm(copy_gradients(model)).item()
     assert wanted > 1
-    for first, second, largest in ranks.run(norms, mixed_precision):
+    for first, second, largest in ranks.run(clip_gradients, mixed_precision):
         assert first == pytest.approx(wanted, rel=1e-5 if mixed_precision == "no" else 1e-2)
         assert second == pytest.approx(1.0, rel=1e-4)
         assert largest == pytest.approx(0.01)
@@ -431,11 +431,11 @@ def test_the_norm_of_the_gradients_is_the_true_one_and_they_are_clipped_to_it(ra
 # Schedulers ------------------------------------------------------------------------------
 
 
-def advanced(make, *metrics, split=False, with_optimizer=True, steps=2):
-    """A scheduler prepared before its optimizer, after some steps of the run: its own count, and the rate."""
+def step_scheduler(make, *metrics, split=False, with_optimizer=True, steps=2):
+    """Prepare a scheduler before its optimizer, and return its `last_epoch` and the rate after some steps."""
     accelerator = Accelerator(split_batches=split, step_scheduler_with_optimizer=with_optimizer)
-    model = network()
-    optimizer = sgd(model, rate=1.0)
+    model = build_network()
+    optimizer = build_sgd(model, rate=1.0)
     scheduler, optimizer = accelerator.prepare(make(optimizer), optimizer)
     for _ in range(steps):
         optimizer.step()
@@ -448,37 +448,39 @@ def advanced(make, *metrics, split=False, with_optimizer=True, steps=2):
     [({}, lambda n: n), ({"split": True}, lambda _: 1), ({"with_optimizer": False}, lambda _: 1)],
     ids=["per process", "split", "left to the script"],
 )
-def test_a_scheduler_advances_with_the_samples_all_processes_see(ranks, options, of):
+def test_a_scheduler_advances_once_for_each_process_unless_configured_otherwise(ranks, options, of):
     def run(options):
-        return advanced(lambda optimizer: LambdaLR(optimizer, lambda step: 0.5**step), **options)
+        return step_scheduler(lambda optimizer: LambdaLR(optimizer, lambda step: 0.5**step), **options)
 
     counted = 2 * of(ranks.size)
     assert ranks.run(run, options) == [(counted, 0.5**counted)] * ranks.size
 
 
-def test_a_plateau_is_judged_once_a_metric(ranks):
+def test_reduce_lr_on_plateau_advances_once_for_each_metric(ranks):
     def run():
-        return advanced(lambda optimizer: ReduceLROnPlateau(optimizer, patience=1, factor=0.5), 1.0, steps=3)
+        return step_scheduler(
+            lambda optimizer: ReduceLROnPlateau(optimizer, patience=1, factor=0.5), 1.0, steps=3
+        )
 
     assert ranks.run(run) == [(3, 0.5)] * ranks.size
 
 
-def test_one_cycle_does_not_go_past_its_end(ranks):
+def test_one_cycle_lr_does_not_advance_beyond_its_last_step(ranks):
     def run():
-        return advanced(lambda optimizer: OneCycleLR(optimizer, max_lr=1.0, total_steps=7), steps=7)
+        return step_scheduler(lambda optimizer: OneCycleLR(optimizer, max_lr=1.0, total_steps=7), steps=7)
 
     assert ranks.run(run) == [(6, pytest.approx(1 / 25 / 1e4))] * ranks.size
 
 
 @pytest.mark.parametrize("built_on", ["the script's optimizer", "the prepared one"])
-def test_a_scheduler_waits_for_its_own_optimizer_only(built_on):
+def test_a_scheduler_is_skipped_only_with_its_own_optimizer(built_on):
     accelerator = fp16()
-    models = accelerator.prepare([network(), network(1)])
-    plain = [sgd(model) for model in models]
+    models = accelerator.prepare([build_network(), build_network(1)])
+    plain = [build_sgd(model) for model in models]
     optimizers = accelerator.prepare(plain)
     built = [LambdaLR(o, lambda _: 1.0) for o in (optimizers if built_on == "the prepared one" else plain)]
     schedulers = accelerator.prepare(built)
-    accelerator.backward(loss_of(models[0], DATA) * float("inf") + loss_of(models[1], DATA))
+    accelerator.backward(compute_loss(models[0], DATA) * float("inf") + compute_loss(models[1], DATA))
     for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
         optimizer.step()
         scheduler.step()
@@ -486,49 +488,49 @@ def test_a_scheduler_waits_for_its_own_optimizer_only(built_on):
     assert accelerator.optimizer_step_was_skipped
 
 
-# Keeping results -------------------------------------------------------------------------
+# Saving ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "torch"])
-def test_a_file_is_written_once_and_whole_and_readable_without_accel(ranks, tmp_path, safe):
-    def saved(folder, safe):
+def test_save_writes_one_complete_file_that_other_libraries_can_read(ranks, tmp_path, safe):
+    def save_and_load(folder, safe):
         accelerator = Accelerator()
-        model = accelerator.unwrap_model(accelerator.prepare(network()))
+        model = accelerator.unwrap_model(accelerator.prepare(build_network()))
         path = folder / f"{accelerator.process_index}.weights"
         accelerator.save(model.state_dict(), str(path), safe_serialization=safe)
         accelerator.save(model.state_dict(), path, safe_serialization=safe)
 
-    ranks.run(saved, tmp_path, safe)
+    ranks.run(save_and_load, tmp_path, safe)
     assert [path.name for path in tmp_path.glob("*.weights")] == ["0.weights"]
     path = tmp_path / "0.weights"
     loaded = load_file(path) if safe else torch.load(path, weights_only=True)
-    wanted = network().state_dict()
-    assert same([loaded.pop(name) for name in wanted], wanted.values(), tolerance=0)
+    wanted = build_network().state_dict()
+    assert is_close([loaded.pop(name) for name in wanted], wanted.values(), tolerance=0)
     assert not loaded
 
 
 def test_tied_and_transposed_weights_are_saved_under_every_name(ranks, tmp_path):
-    """So that the script's own model loads them, strictly."""
+    """Save them so that the model of the script loads them with strict=True."""
 
-    def tied():
+    def build_tied_model():
         model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
         model[1].weight = model[0].weight
         model.register_buffer("turned", torch.arange(6.0).view(2, 3).T)
         return model
 
-    def saved(path):
+    def save_and_load(path):
         accelerator = Accelerator()
-        model = accelerator.prepare(tied())
+        model = accelerator.prepare(build_tied_model())
         accelerator.save(accelerator.get_state_dict(model), path, safe_serialization=True)
         accelerator.wait_for_everyone()
-        again = tied()
+        again = build_tied_model()
         again.load_state_dict(load_file(path))
         return all(map(torch.equal, again.state_dict().values(), model.state_dict().values()))
 
-    assert all(ranks.run(saved, tmp_path / "model.safetensors"))
+    assert all(ranks.run(save_and_load, tmp_path / "model.safetensors"))
 
 
-def test_an_open_file_is_written_to_where_it_stands():
+def test_save_writes_to_an_open_file():
     file = io.BytesIO()
     Accelerator().save({"epoch": 3}, file)
     file.seek(0)
@@ -536,7 +538,7 @@ def test_an_open_file_is_written_to_where_it_stands():
 
 
 @pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "torch"])
-def test_a_failed_save_leaves_what_was_there_and_nothing_else(tmp_path, safe):
+def test_a_failed_save_keeps_the_old_file_and_leaves_no_other(tmp_path, safe):
     path = tmp_path / "folder" / "state.bin"
     path.parent.mkdir()
     path.write_text("the old one")
@@ -546,7 +548,7 @@ def test_a_failed_save_leaves_what_was_there_and_nothing_else(tmp_path, safe):
 
 
 @pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "torch"])
-def test_a_saved_file_has_the_permissions_of_any_other(tmp_path, safe):
+def test_a_saved_file_has_the_permissions_of_a_new_file(tmp_path, safe):
     Accelerator().save({"x": torch.ones(1)}, tmp_path / "saved", safe_serialization=safe)
     (tmp_path / "plain").touch()
     assert len({stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("saved", "plain")}) == 1
@@ -567,7 +569,7 @@ def test_a_saved_file_has_the_permissions_of_any_other(tmp_path, safe):
         ({"mixed_precision": "no"}, {"ACCEL_MIXED_PRECISION": "bf16"}, "no"),
     ],
 )
-def test_the_number_format_is_what_the_script_says_else_what_the_launcher_says(arguments, environ, wanted):
+def test_mixed_precision_comes_from_the_argument_or_else_from_the_environment(arguments, environ, wanted):
     with patch.dict(os.environ, environ):
         accelerator = Accelerator(**arguments)
     assert accelerator.mixed_precision == wanted
@@ -575,7 +577,7 @@ def test_the_number_format_is_what_the_script_says_else_what_the_launcher_says(a
 
 
 @pytest.mark.parametrize(("fp16", "mixed_precision"), [(True, "bf16"), (True, "no"), (False, "fp16")])
-def test_two_spellings_that_contradict_each_other_are_refused(fp16, mixed_precision):
+def test_contradicting_fp16_and_mixed_precision_are_rejected(fp16, mixed_precision):
     with pytest.raises(ValueError, match=f"fp16={fp16} and mixed_precision='{mixed_precision}' contradict"):
         Accelerator(fp16=fp16, mixed_precision=mixed_precision)
 
@@ -592,40 +594,40 @@ def test_two_spellings_that_contradict_each_other_are_refused(fp16, mixed_precis
         ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, "contains several AutocastKwargs"),
     ],
 )
-def test_what_cannot_be_done_is_refused(arguments, message):
+def test_invalid_arguments_are_rejected(arguments, message):
     with pytest.raises(ValueError, match=message):
         Accelerator(**arguments)
 
 
-def test_a_handler_that_is_none_is_refused():
+def test_an_object_that_is_no_handler_is_rejected():
     with pytest.raises(TypeError, match="Invalid kwargs_handlers entry <object"):
         Accelerator(kwargs_handlers=[object()])
 
 
-def test_cpu_wins_over_the_device_of_the_launcher():
+def test_cpu_true_overrides_the_device_of_the_launcher():
     with patch.dict(os.environ, ACCEL_DEVICE="xpu"):
         assert Accelerator(cpu=True).device.type == "cpu"
         with pytest.raises(RuntimeError, match="Device 'xpu' is not available"):
             Accelerator()
 
 
-def test_the_first_two_arguments_may_be_given_by_position():
+def test_the_first_two_arguments_can_be_positional():
     accelerator = Accelerator(True, True)
     assert accelerator.split_batches
 
 
-def test_handlers_take_effect(several):
-    def effects():
+def test_kwargs_handlers_take_effect(several):
+    def read_effects():
         handlers = [
             DistributedDataParallelKwargs(find_unused_parameters=True, gradient_as_bucket_view=True),
             GradScalerKwargs(init_scale=8.0),
             AutocastKwargs(enabled=False),
         ]
         accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=handlers)
-        model = accelerator.prepare(network())
+        model = accelerator.prepare(build_network())
         with accelerator.autocast():
             dtype = (DATA @ DATA.T).dtype
         ddp = (model.find_unused_parameters, model.gradient_as_bucket_view)
         return ddp, accelerator.scaler.get_scale(), dtype
 
-    assert several.run(effects) == [((True, True), 8.0, torch.float32)] * several.size
+    assert several.run(read_effects) == [((True, True), 8.0, torch.float32)] * several.size

@@ -1,4 +1,4 @@
-"""When gradients synchronise."""
+"""Accumulation cycles: the micro-batches after which gradients are averaged."""
 
 from __future__ import annotations
 
@@ -15,52 +15,52 @@ from accel_runtime import Accelerator, GradientAccumulationPlugin, GradScalerKwa
 from accel_runtime.training.accumulation import Accumulation
 
 
-def windows(steps, micro_batches, epochs=1, **fields):
-    """For every micro-batch, whether it completes a window."""
+def collect_cycle_ends(steps, micro_batches, epochs=1, **fields):
+    """Return, for each micro-batch, whether it ends an accumulation cycle."""
     accumulation = Accumulation(GradientAccumulationPlugin(steps, **fields))
     epoch = range(1, micro_batches + 1)
     return [accumulation.advance(is_last=index == micro_batches) for _ in range(epochs) for index in epoch]
 
 
-def test_without_any_micro_batch_the_optimizer_may_step():
+def test_the_optimizer_may_step_before_the_first_micro_batch():
     assert Accumulation(4).synced
 
 
-def test_every_micro_batch_is_a_window_of_one():
-    assert windows(1, 3) == [True, True, True]
+def test_each_micro_batch_is_a_cycle_if_steps_is_one():
+    assert collect_cycle_ends(1, 3) == [True, True, True]
 
 
-def test_a_window_is_complete_after_its_steps():
-    assert windows(2, 4) == [False, True, False, True]
+def test_a_cycle_ends_after_its_number_of_steps():
+    assert collect_cycle_ends(2, 4) == [False, True, False, True]
 
 
-def test_the_last_micro_batch_of_an_epoch_completes_its_window_and_the_next_epoch_begins_a_new_one():
-    assert windows(3, 5, epochs=2) == [False, False, True, False, True] * 2
+def test_the_last_micro_batch_of_an_epoch_ends_the_cycle():
+    assert collect_cycle_ends(3, 5, epochs=2) == [False, False, True, False, True] * 2
 
 
-def test_synced_is_what_advance_said():
+def test_synced_equals_the_result_of_advance():
     accumulation = Accumulation(2)
     assert [accumulation.advance(is_last=False) == accumulation.synced for _ in range(5)] == [True] * 5
 
 
 @pytest.mark.parametrize("steps", [0, -1])
-def test_a_window_has_at_least_one_micro_batch(steps):
+def test_an_accumulation_cycle_needs_at_least_one_micro_batch(steps):
     with pytest.raises(ValueError, match=f"{steps}: expected at least 1"):
         Accumulation(steps)
 
 
-def test_windows_may_run_across_epochs():
+def test_a_cycle_continues_across_epochs_without_sync_with_dataloader():
     assert (
-        windows(3, 4, epochs=2, sync_with_dataloader=False)
+        collect_cycle_ends(3, 4, epochs=2, sync_with_dataloader=False)
         == [False, False, True, False, False, True] + [False] * 2
     )
 
 
-# Through the facade ----------------------------------------------------------------------
+# Through Accelerator ---------------------------------------------------------------------
 
 
 class Run:
-    """A weight of value 10 under SGD of rate 1, whose micro-batches have the gradient 1."""
+    """Train a weight of value 10 with SGD of rate 1 and micro-batches whose gradient is 1."""
 
     def __init__(self, **options):
         self.accelerator = Accelerator(**options)
@@ -70,8 +70,8 @@ class Run:
         self.model, self.optimizer = self.accelerator.prepare(self.model, optimizer)
         self.loader = self.accelerator.prepare(DataLoader(torch.ones(6 * self.accelerator.num_processes, 1)))
 
-    def micro_batch(self, x=None):
-        """One turn of the loop; whether the optimizer stepped."""
+    def run_micro_batch(self, x=None):
+        """Run one iteration of the training loop, and return whether the optimizer stepped."""
         x = torch.ones(1, 1) if x is None else x
         with self.accelerator.accumulate(self.model):
             self.accelerator.backward(self.model(x).sum())
@@ -84,42 +84,45 @@ class Run:
         return self.accelerator.unwrap_model(self.model).weight.item()
 
 
-def test_a_break_on_the_last_batch_does_not_switch_accumulation_off(ranks):
-    def after():
+def test_a_break_at_the_last_batch_does_not_disable_accumulation(ranks):
+    def train_after_break():
         run = Run(gradient_accumulation_steps=4)
         for index, x in enumerate(run.loader):
-            run.micro_batch(x)
+            run.run_micro_batch(x)
             if index == 5:
                 break
-        return [run.micro_batch(x) for x in run.loader]
+        return [run.run_micro_batch(x) for x in run.loader]
 
-    assert ranks.run(after) == [[False, False, False, True, False, True]] * ranks.size
+    assert ranks.run(train_after_break) == [[False, False, False, True, False, True]] * ranks.size
 
 
-def test_a_window_that_a_break_leaves_open_is_completed_by_what_follows(ranks):
-    def after():
+def test_a_cycle_left_open_by_a_break_ends_in_the_next_loop(ranks):
+    def train_after_break():
         run = Run(gradient_accumulation_steps=3)
         for x in run.loader:
-            run.micro_batch(x)
+            run.run_micro_batch(x)
             break
         before = run.value
-        return before, [run.micro_batch(x) for x in run.loader][:3], run.value
+        return before, [run.run_micro_batch(x) for x in run.loader][:3], run.value
 
-    assert ranks.run(after) == [(10, [False, True, False], pytest.approx(10 - 1 - 1 - 1 / 3))] * ranks.size
+    assert (
+        ranks.run(train_after_break)
+        == [(10, [False, True, False], pytest.approx(10 - 1 - 1 - 1 / 3))] * ranks.size
+    )
 
 
 @pytest.mark.parametrize("failing", [1, 3])
 def test_a_micro_batch_that_fails_before_its_backward_pass_is_not_counted(ranks, failing):
-    def after(failing):
+    def train_after_break(failing):
         run = Run(gradient_accumulation_steps=3)
         for turn in range(1, 4):
             if turn == failing:
                 with pytest.raises(RuntimeError, match="no memory"), run.accelerator.accumulate(run.model):
                     raise RuntimeError("no memory")
-            run.micro_batch()
+            run.run_micro_batch()
         return run.value, run.accelerator.sync_gradients
 
-    assert ranks.run(after, failing) == [(9, True)] * ranks.size
+    assert ranks.run(train_after_break, failing) == [(9, True)] * ranks.size
 
 
 def test_a_micro_batch_that_fails_after_its_backward_pass_is_counted():
@@ -127,13 +130,13 @@ def test_a_micro_batch_that_fails_after_its_backward_pass_is_counted():
     with contextlib.suppress(OSError), run.accelerator.accumulate(run.model):
         run.accelerator.backward(run.model(torch.ones(1, 1)).sum())
         raise OSError("no space")
-    assert run.micro_batch()
+    assert run.run_micro_batch()
     assert run.value == 9
 
 
 @pytest.mark.parametrize("each", [False, True])
-def test_gradients_are_averaged_after_every_micro_batch_if_that_is_wanted(pair, each):
-    def alike(each):
+def test_sync_each_batch_averages_gradients_after_every_micro_batch(pair, each):
+    def collect_gradients(each):
         plugin = GradientAccumulationPlugin(3, sync_each_batch=each)
         run = Run(gradient_accumulation_plugin=plugin)
         rank, seen = run.accelerator.process_index, []
@@ -143,16 +146,16 @@ def test_gradients_are_averaged_after_every_micro_batch_if_that_is_wanted(pair, 
                 seen.append(run.model.module.weight.grad.item())
         return seen
 
-    first, second = pair.run(alike, each)
+    first, second = pair.run(collect_gradients, each)
     assert (first[:2] == second[:2]) == each
     assert first[2] == second[2] == pytest.approx(1.5)
 
 
-def test_the_number_of_steps_and_whether_gradients_synchronise_can_be_set():
+def test_gradient_accumulation_steps_and_sync_gradients_can_be_assigned():
     run = Run()
     run.accelerator.gradient_accumulation_steps = 2
     assert run.accelerator.gradient_accumulation_steps == 2
-    assert [run.micro_batch() for _ in range(2)] == [False, True]
+    assert [run.run_micro_batch() for _ in range(2)] == [False, True]
     run.accelerator.sync_gradients = False
     run.optimizer.step()
     assert run.value == 9
@@ -160,7 +163,7 @@ def test_the_number_of_steps_and_whether_gradients_synchronise_can_be_set():
         run.accelerator.gradient_accumulation_steps = 0
 
 
-def test_a_number_of_steps_and_a_plugin_are_refused_together():
+def test_gradient_accumulation_steps_and_a_plugin_are_rejected_together():
     plugin = GradientAccumulationPlugin(2)
     assert Accelerator(gradient_accumulation_plugin=plugin).gradient_accumulation_steps == 2
     with pytest.raises(
@@ -173,26 +176,26 @@ def test_a_number_of_steps_and_a_plugin_are_refused_together():
 
 
 @pytest.mark.parametrize("adjust", [True, False])
-def test_a_schedule_moves_once_a_window_and_counts_calls_if_it_is_adjusted(ranks, adjust):
-    def advanced(adjust):
+def test_a_scheduler_advances_once_a_cycle_and_counts_calls_with_adjust_scheduler(ranks, adjust):
+    def step_scheduler(adjust):
         run = Run(gradient_accumulation_plugin=GradientAccumulationPlugin(3, adjust_scheduler=adjust))
         scheduler = run.accelerator.prepare(LambdaLR(run.optimizer, lambda _: 1.0))
         for _ in range(6):
-            run.micro_batch()
+            run.run_micro_batch()
             scheduler.step()
         return scheduler.last_epoch, scheduler.scheduler._step_count
 
     n = ranks.size
     wanted = (2 * n, 1 + 2 * n + (4 if adjust else 0))
-    assert ranks.run(advanced, adjust) == [wanted] * n
+    assert ranks.run(step_scheduler, adjust) == [wanted] * n
 
 
-def test_a_one_cycle_schedule_in_windows_reaches_its_end_whatever_is_adjusted():
+def test_one_cycle_lr_reaches_its_end_with_accumulation():
     for adjust in (True, False):
         run = Run(gradient_accumulation_plugin=GradientAccumulationPlugin(4, adjust_scheduler=adjust))
         scheduler = run.accelerator.prepare(OneCycleLR(run.optimizer, max_lr=1.0, total_steps=5))
         for _ in range(20):
-            run.micro_batch()
+            run.run_micro_batch()
             scheduler.step()
         assert scheduler.last_epoch == 4
 
@@ -201,8 +204,8 @@ def test_a_one_cycle_schedule_in_windows_reaches_its_end_whatever_is_adjusted():
 
 
 @pytest.mark.parametrize("mixed_precision", ["no", "fp16"])
-def test_clipping_waits_for_the_window_and_tells_the_norm_there_is(ranks, mixed_precision):
-    def clipped(mixed_precision):
+def test_clipping_is_skipped_until_the_end_of_a_cycle_and_returns_the_current_norm(ranks, mixed_precision):
+    def clip_gradients(mixed_precision):
         scaler = GradScalerKwargs(init_scale=128.0)
         run = Run(gradient_accumulation_steps=2, mixed_precision=mixed_precision, kwargs_handlers=[scaler])
         seen = []
@@ -215,12 +218,12 @@ def test_clipping_waits_for_the_window_and_tells_the_norm_there_is(ranks, mixed_
                 seen.append(round(norm, 4))
         return seen, round(weight.grad.item(), 4)
 
-    assert ranks.run(clipped, mixed_precision) == [([2.0, 3.0], 1.0)] * ranks.size
+    assert ranks.run(clip_gradients, mixed_precision) == [([2.0, 3.0], 1.0)] * ranks.size
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_models_that_take_turns_in_one_cycle_are_named_once(pair, together):
-    def messages(together):
+def test_accumulating_for_alternating_models_is_reported_once(pair, together):
+    def collect_reports(together):
         accelerator = Accelerator(gradient_accumulation_steps=2)
         models = accelerator.prepare(nn.Linear(1, 1), nn.Linear(1, 1))
         with collect_messages("accel_runtime.training.gradients") as logged:
@@ -231,17 +234,17 @@ def test_models_that_take_turns_in_one_cycle_are_named_once(pair, together):
                             accelerator.backward(model(torch.ones(1, 1)).sum())
         return [message for message in logged if "other models" in message]
 
-    first, other = pair.run(messages, together)
+    first, other = pair.run(collect_reports, together)
     assert len(first) == (not together)
     assert not other
 
 
-def test_a_cycle_that_is_resumed_is_not_taken_for_one_of_other_models(tmp_path):
+def test_a_resumed_cycle_is_not_reported_as_a_cycle_of_other_models(tmp_path):
     run = Run(gradient_accumulation_steps=2)
-    run.micro_batch()
+    run.run_micro_batch()
     run.accelerator.save_state(tmp_path)
     later = Run(gradient_accumulation_steps=2)
     later.accelerator.load_state(tmp_path)
     with collect_messages("accel_runtime.training.gradients") as logged:
-        assert later.micro_batch()
+        assert later.run_micro_batch()
     assert not logged

@@ -1,4 +1,4 @@
-"""Gradients that stay on their process are reported, and those that are averaged are not."""
+"""Gradients that are not averaged over the processes are reported; averaged ones are not."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ class Autoencoder(nn.Module):
         return self.encoder(x)
 
 
-def warned(train, *args):
-    """Return what a training logs on this rank."""
+def collect_reports(train, *args):
+    """Return the messages that a training function logs on this rank."""
     with collect_messages("accel_runtime.training.gradients") as messages:
         train(*args)
     return messages
 
 
-def prepared(**options):
-    """Return an accelerator, a model, what `prepare` made of it, and its optimizer."""
+def prepare_autoencoder(**options):
+    """Return an accelerator, a model, the prepared model, and its optimizer."""
     accelerator = Accelerator(**options)
     model = Autoencoder()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return accelerator, model, *accelerator.prepare(model, optimizer)
 
 
-def data():
+def draw_batch():
     return torch.randn(3, 2)
 
 
-def step(accelerator, optimizer, loss):
+def run_step(accelerator, optimizer, loss):
     accelerator.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
@@ -60,35 +60,35 @@ def step(accelerator, optimizer, loss):
 
 
 def call_the_model():
-    accelerator, model, _, optimizer = prepared()
+    accelerator, model, _, optimizer = prepare_autoencoder()
     for _ in range(3):
-        step(accelerator, optimizer, model(data()).sum())
+        run_step(accelerator, optimizer, model(draw_batch()).sum())
 
 
 def call_a_method():
-    accelerator, _, model, optimizer = prepared()
-    step(accelerator, optimizer, model(data()).sum())
-    step(accelerator, optimizer, model.encode(data()).sum())
+    accelerator, _, model, optimizer = prepare_autoencoder()
+    run_step(accelerator, optimizer, model(draw_batch()).sum())
+    run_step(accelerator, optimizer, model.encode(draw_batch()).sum())
 
 
 def call_a_method_with_a_weight():
-    accelerator, model, _, optimizer = prepared(mixed_precision="bf16")
-    accelerator.backward(model.encode(data()).mean(), weight=3)
+    accelerator, model, _, optimizer = prepare_autoencoder(mixed_precision="bf16")
+    accelerator.backward(model.encode(draw_batch()).mean(), weight=3)
     optimizer.step()
 
 
 def call_backward_twice():
-    accelerator, _, model, optimizer = prepared()
-    first, second = model(data()).sum(), model(data()).sum()
+    accelerator, _, model, optimizer = prepare_autoencoder()
+    first, second = model(draw_batch()).sum(), model(draw_batch()).sum()
     accelerator.backward(first)
-    step(accelerator, optimizer, second)
+    run_step(accelerator, optimizer, second)
 
 
-def end_a_window_with_a_method():
-    accelerator, _, model, optimizer = prepared(gradient_accumulation_steps=2)
+def end_a_cycle_with_a_method():
+    accelerator, _, model, optimizer = prepare_autoencoder(gradient_accumulation_steps=2)
     for compute in (model, model.encode):
         with accelerator.accumulate(model):
-            step(accelerator, optimizer, compute(data()).sum())
+            run_step(accelerator, optimizer, compute(draw_batch()).sum())
 
 
 @pytest.mark.parametrize(
@@ -98,11 +98,11 @@ def end_a_window_with_a_method():
         call_a_method,
         call_a_method_with_a_weight,
         call_backward_twice,
-        end_a_window_with_a_method,
+        end_a_cycle_with_a_method,
     ],
 )
 def test_a_backward_pass_that_averages_nothing_is_reported_once_with_its_line(pair, train):
-    (message,), other = pair.run(warned, train)
+    (message,), other = pair.run(collect_reports, train)
     assert other == []
     assert message.startswith(
         "Gradients of Autoencoder are not averaged over the 2 processes in backward() at "
@@ -112,60 +112,66 @@ def test_a_backward_pass_that_averages_nothing_is_reported_once_with_its_line(pa
 
 
 def train_as_usual():
-    accelerator, _, model, optimizer = prepared()
+    accelerator, _, model, optimizer = prepare_autoencoder()
     for _ in range(2):
-        step(accelerator, optimizer, model(data()).sum())
+        run_step(accelerator, optimizer, model(draw_batch()).sum())
     with torch.no_grad():
-        model.encode(data())
+        model.encode(draw_batch())
 
 
 def accumulate():
-    accelerator, own, model, optimizer = prepared(gradient_accumulation_steps=2)
-    for compute in (own, model, own, model):  # DDP averages what a window has accumulated
+    accelerator, own, model, optimizer = prepare_autoencoder(gradient_accumulation_steps=2)
+    for compute in (own, model, own, model):  # DDP averages the gradients of the whole cycle
         with accelerator.accumulate(model):
-            step(accelerator, optimizer, compute(data()).sum())
+            run_step(accelerator, optimizer, compute(draw_batch()).sum())
 
 
-def hold_gradients_back():
-    accelerator, own, model, optimizer = prepared()
+def defer_averaging():
+    accelerator, own, model, optimizer = prepare_autoencoder()
     with accelerator.no_sync(model):
-        accelerator.backward(own(data()).sum())
-        loss = model(data()).sum()
+        accelerator.backward(own(draw_batch()).sum())
+        loss = model(draw_batch()).sum()
     with accelerator.trigger_sync_in_backward(model):
-        step(accelerator, optimizer, loss)
+        run_step(accelerator, optimizer, loss)
     with LocalSGD(accelerator, model, 2) as local:
         for _ in range(2):
-            step(accelerator, optimizer, own(data()).sum())
+            run_step(accelerator, optimizer, own(draw_batch()).sum())
             local.step()
 
 
-def hold_gradients_back_by_means_of_ddp():
-    accelerator, _, model, optimizer = prepared()
+def defer_averaging_with_ddp():
+    accelerator, _, model, optimizer = prepare_autoencoder()
     with model.no_sync():
-        accelerator.backward(model(data()).sum())
+        accelerator.backward(model(draw_batch()).sum())
     model.require_backward_grad_sync = False
-    accelerator.backward(model(data()).sum())
+    accelerator.backward(model(draw_batch()).sum())
     model.require_backward_grad_sync = True
-    step(accelerator, optimizer, model(data()).sum())
+    run_step(accelerator, optimizer, model(draw_batch()).sum())
 
 
-def train_against_each_other():
-    """The generator's forward pass comes before the backward pass of the discriminator."""
-    accelerator, _, generator, of_generator = prepared()
+def train_a_gan():
+    """Run the forward pass of the generator before the backward pass of the discriminator."""
+    accelerator, _, generator, of_generator = prepare_autoencoder()
     discriminator = Autoencoder()
     of_discriminator = torch.optim.SGD(discriminator.parameters(), lr=0.1)
     discriminator, of_discriminator = accelerator.prepare(discriminator, of_discriminator)
     for _ in range(3):
-        fake = generator(data())
-        step(accelerator, of_discriminator, discriminator(data()).sum() - discriminator(fake.detach()).sum())
-        step(accelerator, of_generator, discriminator(fake).sum())
+        fake = generator(draw_batch())
+        run_step(
+            accelerator,
+            of_discriminator,
+            discriminator(draw_batch()).sum() - discriminator(fake.detach()).sum(),
+        )
+        run_step(accelerator, of_generator, discriminator(fake).sum())
         of_discriminator.zero_grad()
 
 
 def prepare_for_evaluation():
-    accelerator, _, model, optimizer = prepared()
+    accelerator, _, model, optimizer = prepare_autoencoder()
     teacher = accelerator.prepare_model(Autoencoder(), evaluation_mode=True)
-    step(accelerator, optimizer, (model(data()) - teacher.decoder(teacher.encode(data()))).sum())
+    run_step(
+        accelerator, optimizer, (model(draw_batch()) - teacher.decoder(teacher.encode(draw_batch()))).sum()
+    )
 
 
 @pytest.mark.parametrize(
@@ -173,21 +179,21 @@ def prepare_for_evaluation():
     [
         train_as_usual,
         accumulate,
-        hold_gradients_back,
-        hold_gradients_back_by_means_of_ddp,
-        train_against_each_other,
+        defer_averaging,
+        defer_averaging_with_ddp,
+        train_a_gan,
         prepare_for_evaluation,
     ],
 )
-def test_what_is_averaged_or_kept_back_on_purpose_is_not_reported(pair, train):
-    assert pair.run(warned, train) == [[], []]
+def test_averaged_and_deliberately_deferred_gradients_are_not_reported(pair, train):
+    assert pair.run(collect_reports, train) == [[], []]
 
 
-def leave_everything_unprepared(**options):
+def train_without_prepare(**options):
     accelerator, model = Accelerator(**options), Autoencoder()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
-        step(accelerator, optimizer, model(data()).sum())
+        run_step(accelerator, optimizer, model(draw_batch()).sum())
 
 
 @pytest.mark.parametrize(
@@ -195,7 +201,7 @@ def leave_everything_unprepared(**options):
 )
 def test_a_backward_pass_without_any_prepared_model_is_reported_once(pair, options):
     def train():
-        return warned(lambda: leave_everything_unprepared(**options))
+        return collect_reports(lambda: train_without_prepare(**options))
 
     (message,), other = pair.run(train)
     assert other == []
@@ -203,22 +209,22 @@ def test_a_backward_pass_without_any_prepared_model_is_reported_once(pair, optio
     assert "test_averaging_check.py:" in message
 
 
-# Parameters that no prepared model has -----------------------------------------------------
+# Parameters outside of prepared models ------------------------------------------------------
 
 
-def leave_the_model_unprepared():
+def train_unprepared_model():
     accelerator, model = Accelerator(), Autoencoder()
     optimizer = accelerator.prepare(torch.optim.SGD(model.named_parameters(), lr=0.1))
     for _ in range(2):
-        step(accelerator, optimizer, model(data()).sum())
+        run_step(accelerator, optimizer, model(draw_batch()).sum())
 
 
-def train_a_parameter_beside_the_model():
+def train_a_parameter_outside_the_model():
     accelerator, model = Accelerator(), Autoencoder()
     scale = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
-    step(accelerator, optimizer, (model(data()) * scale).sum())
+    run_step(accelerator, optimizer, (model(draw_batch()) * scale).sum())
 
 
 def unfreeze_late():
@@ -226,20 +232,20 @@ def unfreeze_late():
     model.encoder.requires_grad_(requires_grad=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
-    step(accelerator, optimizer, model(data()).sum())
+    run_step(accelerator, optimizer, model(draw_batch()).sum())
     model.encoder.requires_grad_(requires_grad=True)
-    step(accelerator, optimizer, model(data()).sum())
+    run_step(accelerator, optimizer, model(draw_batch()).sum())
 
 
 @pytest.mark.parametrize(
     ("train", "parts"),
     [
         (
-            leave_the_model_unprepared,
+            train_unprepared_model,
             ["SGD trains 4 parameters", "encoder.weight [3, 2], ", "give their model to prepare()"],
         ),
         (
-            train_a_parameter_beside_the_model,
+            train_a_parameter_outside_the_model,
             ["trains 1 parameters", "parameter 4 of group 0 [1]", "no prepared model"],
         ),
         (
@@ -249,46 +255,48 @@ def unfreeze_late():
     ],
 )
 def test_an_optimizer_whose_parameters_are_not_averaged_is_reported_once(pair, train, parts):
-    messages, other = pair.run(warned, train)
+    messages, other = pair.run(collect_reports, train)
     assert other == []
     (message,) = [text for text in messages if "whose gradients are not averaged" in text]
     assert all(part in message for part in parts), message
 
 
-def own_ddp():
+def train_ddp_model():
     accelerator = Accelerator()
     model = DistributedDataParallel(Autoencoder())
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    step(accelerator, optimizer, model(data()).sum())
+    run_step(accelerator, optimizer, model(draw_batch()).sum())
 
 
-def train_a_part():
+def train_half_of_the_model():
     accelerator, model = Accelerator(), Autoencoder()
     model.encoder.requires_grad_(requires_grad=False)
-    loose = nn.Parameter(torch.ones(1))  # without a gradient it is not trained
-    optimizer = torch.optim.SGD([*model.parameters(), loose], lr=0.1)
+    unused = nn.Parameter(torch.ones(1))  # it gets no gradient
+    optimizer = torch.optim.SGD([*model.parameters(), unused], lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
-    step(accelerator, optimizer, model(data()).sum())
+    run_step(accelerator, optimizer, model(draw_batch()).sum())
 
 
-@pytest.mark.parametrize("train", [own_ddp, train_a_part])
+@pytest.mark.parametrize("train", [train_ddp_model, train_half_of_the_model])
 def test_an_optimizer_of_prepared_models_is_not_reported(pair, train):
-    assert pair.run(warned, train) == [[], []]
+    assert pair.run(collect_reports, train) == [[], []]
 
 
-@pytest.mark.parametrize("train", [call_the_model, leave_the_model_unprepared])
-def test_one_process_has_nothing_to_average(alone, train):
-    assert alone.run(warned, train) == [[]]
+@pytest.mark.parametrize("train", [call_the_model, train_unprepared_model])
+def test_a_single_process_reports_nothing(alone, train):
+    assert alone.run(collect_reports, train) == [[]]
 
 
-def test_an_optimizer_is_checked_at_steps_that_are_powers_of_two_until_something_is_found():
+def test_an_optimizer_is_checked_at_steps_that_are_powers_of_two_until_a_finding():
     parameter, seen = nn.Parameter(torch.ones(1)), []
 
-    def check():
+    def record_check():
         seen.append(optimizer.steps + 1)
         return len(seen) == 4
 
-    optimizer = PreparedOptimizer(torch.optim.SGD([parameter], lr=0.1), Accumulation(1), None, check=check)
+    optimizer = PreparedOptimizer(
+        torch.optim.SGD([parameter], lr=0.1), Accumulation(1), None, check=record_check
+    )
     for _ in range(40):
         optimizer.step()
     assert seen == [1, 2, 4, 8]

@@ -1,10 +1,10 @@
-"""Collectives over nested data, checked before anything is sent."""
+"""Collectives of nested data, which are compared between ranks before data is sent."""
 
 from __future__ import annotations
 
 import math
 import os
-from difflib import Match as Named  # a named tuple that every process can unpickle
+from difflib import Match as Named  # a named tuple of the standard library, which every process can unpickle
 
 import pytest
 import torch
@@ -25,13 +25,13 @@ from accel_runtime.nested import leaves
 from accel_runtime.topology import Topology
 
 
-def backend():
+def connect_backend():
     return connect(Settings.from_env(os.environ), Topology.from_env(os.environ))
 
 
 def test_gather_concatenates_nested_tensors_in_rank_order(ranks):
     def gathered():
-        b = backend()
+        b = connect_backend()
         own = torch.tensor([[b.topology.rank * 2], [b.topology.rank * 2 + 1]])
         return gather({"x": own, "y": [own.float(), (own > 1,)]}, b)
 
@@ -46,7 +46,7 @@ def test_gather_concatenates_nested_tensors_in_rank_order(ranks):
 @pytest.mark.parametrize("shape", [(2,), (0, 3), (2, 0)])
 def test_gather_keeps_dtype_and_shape(ranks, dtype, shape):
     def gathered(dtype, shape):
-        return gather(torch.ones(shape, dtype=dtype), backend())
+        return gather(torch.ones(shape, dtype=dtype), connect_backend())
 
     wanted = torch.ones((shape[0] * ranks.size, *shape[1:]), dtype=dtype)
     for got in ranks.run(gathered, dtype, shape):
@@ -54,27 +54,27 @@ def test_gather_keeps_dtype_and_shape(ranks, dtype, shape):
         assert torch.equal(got, wanted)
 
 
-def test_a_scalar_a_rank_becomes_one_entry_a_rank(several):
+def test_gather_returns_one_entry_for_the_scalar_of_each_rank(several):
     def gathered():
-        b = backend()
+        b = connect_backend()
         return gather(torch.tensor(b.topology.rank), b).tolist()
 
     assert several.run(gathered) == [list(range(several.size))] * several.size
 
 
-def test_what_is_gathered_carries_no_gradient(several):
+def test_gathered_tensors_do_not_require_gradients(several):
     def gathered():
-        return gather(torch.ones(2, requires_grad=True) * 2, backend()).requires_grad
+        return gather(torch.ones(2, requires_grad=True) * 2, connect_backend()).requires_grad
 
     assert several.run(gathered) == [False] * several.size
 
 
-def test_one_process_gets_its_own_data_back(alone):
+def test_collectives_of_one_process_return_their_input(alone):
     data = {"x": torch.ones(2)}
-    assert gather(data, backend()) is data
-    assert gather_samples(data, [], backend()) is data
-    assert pad_across_processes(data, backend()) is data
-    assert broadcast(data, backend()) is data
+    assert gather(data, connect_backend()) is data
+    assert gather_samples(data, [], connect_backend()) is data
+    assert pad_across_processes(data, connect_backend()) is data
+    assert broadcast(data, connect_backend()) is data
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_one_process_gets_its_own_data_back(alone):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
 def test_reduce_combines_nested_tensors_into_new_ones(ranks, reduction, wanted, dtype):
     def reduced(reduction, dtype):
-        b = backend()
+        b = connect_backend()
         mine = torch.full((2,), b.topology.rank + 1, dtype=dtype)
         total = reduce({"x": [mine]}, reduction, b)["x"][0]
         assert total is not mine
@@ -102,9 +102,9 @@ def test_reduce_combines_nested_tensors_into_new_ones(ranks, reduction, wanted, 
         assert got.dtype == (torch.float32 if whole else dtype)
 
 
-def test_scalars_empty_and_complex_tensors_are_reduced_too(ranks):
+def test_reduce_accepts_scalars_empty_and_complex_tensors(ranks):
     def reduced():
-        b = backend()
+        b = connect_backend()
         return reduce([torch.tensor(1.0), torch.ones(0), torch.tensor([1 + 2j])], "mean", b)
 
     for scalar, empty, complex_ in ranks.run(reduced):
@@ -113,14 +113,14 @@ def test_scalars_empty_and_complex_tensors_are_reduced_too(ranks):
         assert complex_.tolist() == [1 + 2j]
 
 
-def test_an_unknown_reduction_is_refused(alone):
+def test_an_unknown_reduction_is_rejected(alone):
     with pytest.raises(ValueError, match="Invalid reduction 'median': expected sum, mean, max or min"):
-        reduce(torch.ones(1), "median", backend())
+        reduce(torch.ones(1), "median", connect_backend())
 
 
-def test_ranks_may_have_other_numbers_of_rows(several):
+def test_gather_accepts_different_numbers_of_rows_on_each_rank(several):
     def gathered(large):
-        b = backend()
+        b = connect_backend()
         rank = b.topology.rank
         scale = 1000 if large else 1
         data = [torch.full((rank * scale, 3), float(rank)), torch.arange(rank + 1), torch.tensor(rank)]
@@ -136,9 +136,9 @@ def test_ranks_may_have_other_numbers_of_rows(several):
             assert scalars.tolist() == list(ranks)
 
 
-def test_a_rank_whose_data_are_large_meets_one_whose_data_are_small(several):
+def test_gather_accepts_large_data_on_one_rank_and_small_on_others(several):
     def gathered():
-        b = backend()
+        b = connect_backend()
         last = b.topology.rank == b.topology.world_size - 1
         return gather({"x": torch.full((5000 if last else 2,), b.topology.rank), "y": torch.ones(0)}, b)
 
@@ -153,8 +153,8 @@ def test_a_rank_whose_data_are_large_meets_one_whose_data_are_small(several):
 DTYPES = [torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16, torch.float32, torch.complex64]
 
 
-def trees(data):
-    """Nested tensors that differ in numbers and, if `data` says so, in rows: `(dtype, trailing, rows a rank)`."""
+def draw_tree(data):
+    """Draw nested tensors, some with different rows on each rank, as `(dtype, trailing, rows)`."""
     leaf = st.tuples(
         st.sampled_from(DTYPES),
         st.lists(st.integers(0, 3), max_size=2),
@@ -168,30 +168,30 @@ def trees(data):
     )
 
 
-def made(some, rank):
-    """The tree of one rank."""
-    if isinstance(some, tuple):
-        dtype, trailing, rows = some
+def build_tree(tree, rank):
+    """Build the nested tensors of one rank."""
+    if isinstance(tree, tuple):
+        dtype, trailing, rows = tree
         shape = trailing if rows is None else [rows[rank], *trailing]
         shape = [] if rows is None else shape
         return (torch.arange(max(1, math.prod(shape)))[: math.prod(shape)] + rank).to(dtype).view(shape)
-    if isinstance(some, dict):
-        return {key: made(value, rank) for key, value in some.items()}
-    return [made(value, rank) for value in some]
+    if isinstance(tree, dict):
+        return {key: build_tree(value, rank) for key, value in tree.items()}
+    return [build_tree(value, rank) for value in tree]
 
 
 @given(st.data())
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_tree_is_gathered_as_if_by_hand(several, data):
-    some = trees(data)
+def test_gather_of_any_nested_tensors_equals_concatenation(several, data):
+    tree = draw_tree(data)
 
-    def gathered(some):
-        b = backend()
-        return gather(made(some, b.topology.rank), b)
+    def gathered(tree):
+        b = connect_backend()
+        return gather(build_tree(tree, b.topology.rank), b)
 
-    everyone = [list(leaves(made(some, rank))) for rank in range(several.size)]
+    everyone = [list(leaves(build_tree(tree, rank))) for rank in range(several.size)]
     wanted = [torch.cat([t if t.dim() else t.view(1) for t in own]) for own in zip(*everyone, strict=True)]
-    for got in several.run(gathered, some):
+    for got in several.run(gathered, tree):
         found = leaves(got)
         assert [(t.dtype, t.shape) for t in found] == [(t.dtype, t.shape) for t in wanted]
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
@@ -201,24 +201,24 @@ def test_any_tree_is_gathered_as_if_by_hand(several, data):
     st.lists(st.tuples(st.sampled_from([torch.float32, torch.int64, torch.bfloat16]), st.integers(0, 900)))
 )
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_tensors_are_reduced_as_if_by_hand(several, some):
-    def reduced(some):
-        b = backend()
-        mine = [torch.arange(n).remainder(9).add(b.topology.rank).to(dtype) for dtype, n in some]
+def test_reduce_of_any_tensors_equals_elementwise_reduction(several, tree):
+    def reduced(tree):
+        b = connect_backend()
+        mine = [torch.arange(n).remainder(9).add(b.topology.rank).to(dtype) for dtype, n in tree]
         return reduce(mine, "sum", b), reduce(mine, "max", b)
 
     n = several.size
-    for total, most in several.run(reduced, some):
-        for (dtype, count), t, m in zip(some, total, most, strict=True):
+    for total, most in several.run(reduced, tree):
+        for (dtype, count), t, m in zip(tree, total, most, strict=True):
             base = torch.arange(count).remainder(9)
             assert torch.equal(t, (base * n + sum(range(n))).to(dtype))
             assert torch.equal(m, (base + n - 1).to(dtype))
 
 
 @pytest.mark.parametrize("size", [2, 3000], ids=["small", "large"])
-def test_reduce_counts_truths_and_scales(ranks, size):
+def test_reduce_counts_booleans_and_applies_a_scale(ranks, size):
     def reduced(size):
-        b = backend()
+        b = connect_backend()
         truths = torch.tensor([True, b.topology.rank == 0]).repeat(size)
         return (
             reduce(truths, "sum", b)[:2].tolist(),
@@ -232,9 +232,9 @@ def test_reduce_counts_truths_and_scales(ranks, size):
 
 
 @pytest.mark.parametrize("size", [2, 3000], ids=["small", "large"])
-def test_broadcast_writes_the_tensors_of_one_rank_everywhere(several, size):
+def test_broadcast_overwrites_the_tensors_of_the_other_ranks(several, size):
     def sent(size):
-        b = backend()
+        b = connect_backend()
         rank = b.topology.rank
         weight = torch.full((size, 2), float(rank), requires_grad=True)
         data = {"weight": weight, "step": torch.tensor(rank), "turned": torch.full((size, 3), rank).T}
@@ -245,12 +245,12 @@ def test_broadcast_writes_the_tensors_of_one_rank_everywhere(several, size):
     assert several.run(sent, size) == [{"weight": [last], "step": [last], "turned": [last]}] * several.size
 
 
-def test_a_rank_that_is_not_there_cannot_be_the_source(ranks):
+def test_broadcast_rejects_a_source_outside_the_world_size(ranks):
     def refused():
         with pytest.raises(ValueError, match=r"Invalid from_process .*: expected a rank from 0 to"):
-            broadcast(torch.ones(1), backend(), 9)
+            broadcast(torch.ones(1), connect_backend(), 9)
         with pytest.raises(ValueError, match="Invalid from_process -1"):
-            broadcast_object_list([1], backend(), -1)
+            broadcast_object_list([1], connect_backend(), -1)
         return True
 
     assert all(ranks.run(refused))
@@ -260,9 +260,9 @@ def test_a_rank_that_is_not_there_cannot_be_the_source(ranks):
     ("dim", "first", "wanted"),
     [(0, False, [1, 7, 7]), (-1, True, [7, 7, 1]), (1, False, [1])],
 )
-def test_tensors_are_padded_to_the_longest(several, dim, first, wanted):
+def test_pad_across_processes_pads_to_the_longest_tensor(several, dim, first, wanted):
     def padded(dim, first):
-        b = backend()
+        b = connect_backend()
         own = torch.ones(3 if b.topology.rank else 1)
         scalar = torch.tensor(5.0)
         got = pad_across_processes([own, scalar], b, dim=dim, pad_index=7, pad_first=first)
@@ -272,9 +272,9 @@ def test_tensors_are_padded_to_the_longest(several, dim, first, wanted):
     assert several.run(padded, dim, first) == [wanted] + [[1, 1, 1]] * (several.size - 1)
 
 
-def test_padding_one_dimension_leaves_the_others_alone(several):
+def test_pad_across_processes_keeps_other_dimensions(several):
     def padded():
-        b = backend()
+        b = connect_backend()
         rank = b.topology.rank
         return list(pad_across_processes(torch.ones(rank + 1, rank + 2, dtype=torch.int64), b, dim=1).shape)
 
@@ -285,9 +285,9 @@ def test_padding_one_dimension_leaves_the_others_alone(several):
 
 
 @pytest.mark.parametrize("size", [1, 3000], ids=["small", "large"])
-def test_lists_of_objects_are_joined(several, size):
+def test_gather_object_joins_the_lists_of_all_ranks(several, size):
     def gathered(size):
-        b = backend()
+        b = connect_backend()
         rank = b.topology.rank
         return gather_object([{"rank": rank, "text": "x" * size, "t": torch.ones(size) * rank}] * rank, b)
 
@@ -297,19 +297,19 @@ def test_lists_of_objects_are_joined(several, size):
         got[0]["t"].add_(1)
 
 
-def test_what_accelerate_would_take_apart_or_refuse_late_is_refused(ranks):
+def test_gather_object_rejects_objects_that_are_not_lists(ranks):
     def refused():
         for item, kind in (({"a": 1}, "dict"), ("text", "str"), (7, "int")):
             with pytest.raises(TypeError, match=f"cannot gather an? {kind}: .* Put it into a list"):
-                gather_object(item, backend())
+                gather_object(item, connect_backend())
         return True
 
     assert all(ranks.run(refused))
 
 
-def test_a_list_of_objects_is_overwritten_by_that_of_one_rank(several):
+def test_broadcast_object_list_overwrites_the_lists_of_other_ranks(several):
     def sent():
-        b = backend()
+        b = connect_backend()
         mine = [b.topology.rank, {"x": torch.full((2,), b.topology.rank)}]
         assert broadcast_object_list(mine, b, 1) is mine
         return mine[0], mine[1]["x"].tolist()
@@ -318,9 +318,9 @@ def test_a_list_of_objects_is_overwritten_by_that_of_one_rank(several):
 
 
 @pytest.mark.parametrize("size", [1, 5000], ids=["small", "large"])
-def test_every_rank_gets_its_own_object(ranks, size):
+def test_scatter_objects_gives_each_rank_its_own_object(ranks, size):
     def dealt(size):
-        b = backend()
+        b = connect_backend()
         world = b.topology.world_size
         items = [{"x": torch.full((size, 2), rank), "t": (str(rank), None)} for rank in range(world)]
         mine = scatter_objects("tests", items if b.topology.rank == 0 else None, b.handshake)
@@ -330,9 +330,9 @@ def test_every_rank_gets_its_own_object(ranks, size):
     assert ranks.run(dealt, size) == [([r], (size, 2), (str(r), None), r) for r in range(ranks.size)]
 
 
-def test_too_few_objects_to_scatter_are_refused_on_every_rank(several):
+def test_scatter_objects_rejects_too_few_objects_on_every_rank(several):
     def refused():
-        b = backend()
+        b = connect_backend()
         with pytest.raises(
             MismatchError, match=f"expected one object per rank .{b.topology.world_size}., got 1"
         ):
@@ -342,9 +342,9 @@ def test_too_few_objects_to_scatter_are_refused_on_every_rank(several):
     assert several.run(refused) == [list(range(several.size))] * several.size
 
 
-def test_an_object_that_cannot_travel_is_an_error_on_every_rank(several):
+def test_an_object_that_cannot_be_pickled_is_an_error_on_every_rank(several):
     def refused():
-        b = backend()
+        b = connect_backend()
         with pytest.raises(MismatchError, match=r"rank 1: gather_object at .*: .*pickle"):
             gather_object([(x for x in [])] if b.topology.rank == 1 else [], b)
         return gather_object([b.topology.rank], b)
@@ -354,65 +354,67 @@ def test_an_object_that_cannot_travel_is_an_error_on_every_rank(several):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
-def test_a_nested_tensor_is_refused(layout):
+def test_gather_rejects_a_nested_tensor(layout):
     nested = torch.nested.nested_tensor([torch.ones(2, 2), torch.ones(3, 2)], layout=layout)
     with pytest.raises(TypeError, match=r"Cannot send data, a? ?(jagged|nested) tensor"):
-        gather(nested, backend())
+        gather(nested, connect_backend())
 
 
-# Without repeats -------------------------------------------------------------------------
+# Without padding -------------------------------------------------------------------------
 
 
-def valid_of(data, *, size=2, short=1):
-    """`gather_valid` of a step whose last rank has `short` samples and then repeats."""
-    b = backend()
+def gather_padded_step(data, *, size=2, short=1):
+    """Gather the samples of a step whose last rank has `short` samples and then padding."""
+    b = connect_backend()
     world = b.topology.world_size
     step = StepInfo((*(size,) * (world - 1), short), (size,) * world, is_last=True)
     return gather_samples(data(b.topology.rank), [step] if size else [], b)
 
 
-def test_repeats_are_left_out_of_tensors(several):
+def test_gather_samples_removes_padding_from_tensors(several):
     def gathered():
-        return valid_of(lambda rank: torch.tensor([rank * 2, rank * 2 + 1])).tolist()
+        return gather_padded_step(lambda rank: torch.tensor([rank * 2, rank * 2 + 1])).tolist()
 
     assert several.run(gathered) == [list(range(2 * several.size - 1))] * several.size
 
 
-def test_all_rows_of_a_sample_are_kept_or_left_out_together(several):
+def test_gather_samples_removes_all_rows_of_a_padding_sample(several):
     def gathered():
-        return valid_of(lambda rank: torch.arange(6).view(6, 1) + rank * 6)
+        return gather_padded_step(lambda rank: torch.arange(6).view(6, 1) + rank * 6)
 
     for got in several.run(gathered):
         assert got.flatten().tolist() == list(range(6 * several.size - 3))
 
 
-def test_rows_that_do_not_fit_the_samples_are_refused_on_every_rank(several):
+def test_rows_that_do_not_match_the_samples_are_rejected_on_every_rank(several):
     def refused():
         with pytest.raises(ValueError, match="tensors of 3 rows for batches of 2 samples"):
-            valid_of(lambda _: torch.arange(3))
+            gather_padded_step(lambda _: torch.arange(3))
         return True
 
     assert all(several.run(refused))
 
 
-def test_a_scalar_a_rank_is_kept_from_every_rank_even_from_one_without_samples(several):
+def test_gather_samples_keeps_the_scalar_of_a_rank_without_samples(several):
     def gathered():
-        tensors = valid_of(torch.tensor, short=0)
-        objects = valid_of(lambda rank: {"loss": float(rank), "texts": ["a", "b"]}, short=0)
+        tensors = gather_padded_step(torch.tensor, short=0)
+        objects = gather_padded_step(lambda rank: {"loss": float(rank), "texts": ["a", "b"]}, short=0)
         return tensors.tolist(), objects["loss"]
 
     assert several.run(gathered) == [(list(range(several.size)), list(range(several.size)))] * several.size
 
 
-def test_columns_of_objects_lose_their_repeats_and_keep_their_container(several):
+def test_gather_samples_removes_padding_from_lists_and_keeps_their_container(several):
     def gathered():
         def texts(rank):
             return [f"{rank}a", f"{rank}b"]
 
-        as_dict = valid_of(lambda rank: {"ids": torch.tensor([rank * 2, rank * 2 + 1]), "texts": texts(rank)})
-        as_tuple = valid_of(lambda rank: (texts(rank), [rank, rank]))
-        as_collated = valid_of(lambda rank: [torch.tensor([rank, rank]), tuple(texts(rank))])
-        named = valid_of(lambda rank: Named(a=float(rank), b=texts(rank), size=rank))
+        as_dict = gather_padded_step(
+            lambda rank: {"ids": torch.tensor([rank * 2, rank * 2 + 1]), "texts": texts(rank)}
+        )
+        as_tuple = gather_padded_step(lambda rank: (texts(rank), [rank, rank]))
+        as_collated = gather_padded_step(lambda rank: [torch.tensor([rank, rank]), tuple(texts(rank))])
+        named = gather_padded_step(lambda rank: Named(a=float(rank), b=texts(rank), size=rank))
         assert type(named) is Named
         return as_dict["ids"].tolist(), as_dict["texts"], as_tuple, as_collated[1], named.b
 
@@ -423,48 +425,50 @@ def test_columns_of_objects_lose_their_repeats_and_keep_their_container(several)
 
 
 @pytest.mark.parametrize("sample", [{"id": 3}, ["two", "words"], ("a", 1), 7], ids=str)
-def test_a_list_has_one_entry_a_sample_whatever_the_entries_are(several, sample):
+def test_a_list_with_one_entry_for_each_sample_loses_its_padding(several, sample):
     def gathered(sample):
-        return valid_of(lambda _: [sample, sample])
+        return gather_padded_step(lambda _: [sample, sample])
 
     assert several.run(gathered, sample) == [[sample] * (2 * several.size - 1)] * several.size
 
 
-def test_a_list_that_is_not_one_entry_a_sample_is_kept_whole(several):
+def test_a_list_without_one_entry_for_each_sample_is_kept_completely(several):
     def gathered():
-        return valid_of(lambda rank: [f"note of {rank}"])
+        return gather_padded_step(lambda rank: [f"note of {rank}"])
 
     assert several.run(gathered) == [[f"note of {rank}" for rank in range(several.size)]] * several.size
 
 
-def test_lists_of_different_lengths_are_joined_also_where_one_is_empty(several):
+def test_lists_of_different_lengths_are_joined_also_if_one_is_empty(several):
     def gathered():
-        return valid_of(lambda rank: [rank] * rank, size=9)
+        return gather_padded_step(lambda rank: [rank] * rank, size=9)
 
     joined = [rank for rank in range(several.size) for _ in range(rank)]
     assert several.run(gathered) == [joined] * several.size
 
 
-def test_objects_are_gathered_outside_of_all_loops_too(several):
+def test_gather_samples_outside_of_a_loop_gathers_everything(several):
     def gathered():
-        merged = valid_of(lambda rank: {"ids": torch.tensor([rank]), "texts": ["a"]}, size=0, short=0)
+        merged = gather_padded_step(
+            lambda rank: {"ids": torch.tensor([rank]), "texts": ["a"]}, size=0, short=0
+        )
         return merged["ids"].tolist(), merged["texts"]
 
     assert several.run(gathered) == [(list(range(several.size)), ["a"] * several.size)] * several.size
 
 
-def test_steps_collected_over_a_loop_come_back_in_the_order_of_the_dataset(several):
-    """Two whole steps of 2 samples a rank, and a last one in which only the first rank has a sample of its own."""
+def test_samples_of_several_steps_are_gathered_in_dataset_order(several):
+    """Gather two full steps of 2 samples for each rank, and a last one with one sample in total."""
 
     def gathered():
-        b = backend()
+        b = connect_backend()
         world, rank = b.topology.world_size, b.topology.rank
         full = StepInfo((2,) * world, (2,) * world, is_last=False)
-        tail = StepInfo((1, *(0,) * (world - 1)), (2,) * world, is_last=True)
+        last_step = StepInfo((1, *(0,) * (world - 1)), (2,) * world, is_last=True)
         ids = [base + i for base in (2 * rank, 2 * (world + rank)) for i in range(2)] + [4 * world + rank, 99]
         data = {"ids": torch.tensor(ids), "tokens": torch.tensor(ids).repeat_interleave(3)}
-        tensors = gather_samples(data, [full, full, tail], b)
-        texts = gather_samples({"texts": [str(i) for i in ids]}, [full, full, tail], b)
+        tensors = gather_samples(data, [full, full, last_step], b)
+        texts = gather_samples({"texts": [str(i) for i in ids]}, [full, full, last_step], b)
         return tensors["ids"].tolist(), tensors["tokens"].tolist(), texts["texts"]
 
     wanted = list(range(4 * several.size + 1))
@@ -472,9 +476,9 @@ def test_steps_collected_over_a_loop_come_back_in_the_order_of_the_dataset(sever
     assert several.run(gathered) == [(wanted, tokens, [str(i) for i in wanted])] * several.size
 
 
-def test_ranks_may_have_batches_of_other_sizes(several):
+def test_gather_samples_accepts_different_batch_sizes_on_each_rank(several):
     def gathered():
-        b = backend()
+        b = connect_backend()
         world, rank = b.topology.world_size, b.topology.rank
         sizes = tuple(range(world))  # the first rank has none
         step = StepInfo(sizes, sizes, is_last=True)
@@ -485,9 +489,9 @@ def test_ranks_may_have_batches_of_other_sizes(several):
         assert scalars.tolist() == list(range(several.size))
 
 
-def test_rows_that_fit_on_one_rank_only_are_refused_on_every_rank(several):
+def test_rows_that_match_on_one_rank_only_are_rejected_on_every_rank(several):
     def refused():
-        b = backend()
+        b = connect_backend()
         world = b.topology.world_size
         step = StepInfo((2,) * world, (2,) * world, is_last=False)
         with pytest.raises(ValueError, match="rows for batches of 2 samples"):
@@ -497,9 +501,9 @@ def test_rows_that_fit_on_one_rank_only_are_refused_on_every_rank(several):
     assert several.run(refused) == [list(range(several.size))] * several.size
 
 
-def test_a_list_of_tensors_of_any_shape_is_one_a_sample_if_sent_as_objects(several):
+def test_lists_of_tensors_gathered_as_objects_have_one_entry_for_each_sample(several):
     def gathered():
-        b = backend()
+        b = connect_backend()
         world, rank = b.topology.world_size, b.topology.rank
         step = StepInfo((2,) * (world - 1) + (1,), (2,) * world, is_last=True)
         own = [torch.full((rank + 1,), i) for i in (2 * rank, 2 * rank + 1)]
@@ -509,9 +513,9 @@ def test_a_list_of_tensors_of_any_shape_is_one_a_sample_if_sent_as_objects(sever
     assert several.run(gathered) == [wanted] * several.size
 
 
-def test_objects_that_cannot_be_joined_are_listed(several):
+def test_objects_that_cannot_be_joined_are_reported(several):
     def refused():
-        b = backend()
+        b = connect_backend()
         odd = b.topology.rank == 1
         for mine, what in (
             ({"b" if odd else "a": "text"}, "keys differ"),

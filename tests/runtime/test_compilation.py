@@ -1,4 +1,4 @@
-"""`torch.compile` in place, on one process and on two."""
+"""`torch.compile` of prepared models, on one process and on two."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ class Stack(nn.Module):
         return self.last(x)
 
 
-def trained(**options):
-    """What a step of a compiled model comes to, and what was compiled."""
+def train_compiled(**options):
+    """Train a compiled model for two steps, and return its state and the compiled modules."""
     torch._dynamo.reset()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, while it compiles
+        warnings.simplefilter("ignore")  # warnings of torch during compilation
         accelerator = Accelerator(**options)
         model = Stack()
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        share = X.chunk(accelerator.num_processes)[accelerator.process_index]
+        local_batch = X.chunk(accelerator.num_processes)[accelerator.process_index]
         for _ in range(2):
-            accelerator.backward(model(share).square().mean(), weight=len(share))
+            accelerator.backward(model(local_batch).square().mean(), weight=len(local_batch))
             optimizer.step()
             optimizer.zero_grad()
     original = accelerator.unwrap_model(model)
@@ -70,7 +70,7 @@ def wanted():
     return model.state_dict()
 
 
-def check(results, wanted, compiled):
+def check_results(results, wanted, compiled):
     for state, parts in results:
         assert parts == compiled
         assert list(state) == list(wanted)
@@ -86,27 +86,29 @@ def check(results, wanted, compiled):
         pytest.param(2, "eager", marks=pytest.mark.full),
     ],
 )
-def test_a_compiled_model_trains_the_same_under_the_names_of_the_script(clusters, size, backend, wanted):
-    check(clusters[size].run(lambda b: trained(dynamo_backend=b), backend), wanted, [""])
+def test_a_compiled_model_trains_as_an_eager_one_and_keeps_its_parameter_names(
+    clusters, size, backend, wanted
+):
+    check_results(clusters[size].run(lambda b: train_compiled(dynamo_backend=b), backend), wanted, [""])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
-def test_inductor_trains_the_same(clusters, size, wanted):
-    check(clusters[size].run(lambda: trained(dynamo_backend="INDUCTOR")), wanted, [""])
+def test_a_model_compiled_with_inductor_trains_as_an_eager_one(clusters, size, wanted):
+    check_results(clusters[size].run(lambda: train_compiled(dynamo_backend="INDUCTOR")), wanted, [""])
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_regions_are_the_repeated_blocks_and_what_lies_around_them(clusters, size, wanted):
-    def regional():
-        return trained(dynamo_plugin=TorchDynamoPlugin("aot_eager", use_regional_compilation=True))
+def test_regional_compilation_compiles_repeated_blocks_and_the_layers_around_them(clusters, size, wanted):
+    def train_with_regions():
+        return train_compiled(dynamo_plugin=TorchDynamoPlugin("aot_eager", use_regional_compilation=True))
 
     parts = ["first", "blocks.0", "blocks.1", "blocks.2", "last"]
-    check(clusters[size].run(regional), wanted, parts)
+    check_results(clusters[size].run(train_with_regions), wanted, parts)
 
 
-def test_mixed_precision_is_compiled_too_and_in_one_graph():
+def test_a_mixed_precision_model_is_compiled_into_one_graph():
     torch._dynamo.reset()
     plugin = TorchDynamoPlugin("eager", fullgraph=True)
     accelerator = Accelerator(mixed_precision="bf16", dynamo_plugin=plugin)
@@ -115,7 +117,7 @@ def test_mixed_precision_is_compiled_too_and_in_one_graph():
     assert torch.allclose(model(X), Stack()(X), atol=0.05)
 
 
-def test_a_model_of_torchs_own_class_is_compiled_too():
+def test_a_model_of_a_torch_class_is_compiled():
     torch._dynamo.reset()
     seen = []
 
@@ -131,7 +133,7 @@ def test_a_model_of_torchs_own_class_is_compiled_too():
     assert len(seen) == 2
 
 
-def test_hooks_and_modes_of_a_compiled_model_still_count_and_a_copy_is_on_its_own():
+def test_a_compiled_model_runs_hooks_and_modes_and_can_be_copied():
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(1.0))
     seen = []
@@ -149,11 +151,11 @@ def test_hooks_and_modes_of_a_compiled_model_still_count_and_a_copy_is_on_its_ow
 
 
 @pytest.mark.parametrize("backend", [None, "no", "NO", DynamoBackend.NO])
-def test_without_a_backend_nothing_is_compiled(backend):
+def test_a_model_is_not_compiled_without_a_backend(backend):
     assert Accelerator(dynamo_backend=backend).prepare(Stack())._compiled_call_impl is None
 
 
-def test_all_options_reach_torch():
+def test_all_compilation_options_are_passed_to_torch():
     plugin = TorchDynamoPlugin(
         DynamoBackend.INDUCTOR, mode="reduce-overhead", fullgraph=True, dynamic=False, disable=True
     )
@@ -163,14 +165,14 @@ def test_all_options_reach_torch():
     assert torch.equal(model(X), Stack()(X))
 
 
-def test_unwrapping_can_take_the_compilation_off_again():
+def test_unwrap_model_can_remove_the_compilation():
     accelerator = Accelerator(dynamo_backend="eager")
     model = accelerator.prepare(Stack())
     assert accelerator.unwrap_model(model)._compiled_call_impl is not None
     assert accelerator.unwrap_model(model, keep_torch_compile=False)._compiled_call_impl is None
 
 
-def test_a_model_that_the_script_compiled_is_not_compiled_again_and_comes_back_plain():
+def test_a_model_compiled_by_the_script_is_not_compiled_again_and_can_be_unwrapped():
     own = torch.compile(model := Stack(), backend="eager")
     accelerator = Accelerator(dynamo_backend="eager")
     prepared = accelerator.prepare(own)
@@ -183,13 +185,13 @@ def test_a_model_that_the_script_compiled_is_not_compiled_again_and_comes_back_p
 
 
 @pytest.mark.parametrize("backend", ["fastest", DynamoBackend.FX2TRT])
-def test_a_backend_that_torch_does_not_know_is_refused_by_name(backend):
+def test_an_unknown_dynamo_backend_is_rejected(backend):
     name = backend.lower() if backend == "fastest" else "fx2trt"
     with pytest.raises(ValueError, match=f"Unknown dynamo backend '{name}': .*inductor"):
         Accelerator(dynamo_backend=backend)
 
 
-def test_options_that_exclude_each_other_are_refused():
+def test_mutually_exclusive_compilation_options_are_rejected():
     with pytest.raises(ValueError, match="either mode or options"):
         TorchDynamoPlugin("inductor", mode="default", options={"max_autotune": True})
     with pytest.raises(ValueError, match="Pass either dynamo_backend or dynamo_plugin, not both"):

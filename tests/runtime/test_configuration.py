@@ -1,4 +1,4 @@
-"""Configuration objects: checked on assignment, and what an assignment changes in an `Accelerator`."""
+"""Configuration objects: validation on assignment, and the effect of an assignment on an `Accelerator`."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ OBJECTS = {
 }
 
 
-def pickled(item):
+def pickle_and_load(item):
     return pickle.loads(pickle.dumps(item))  # noqa: S301 - our own
 
 
@@ -88,7 +88,7 @@ def pickled(item):
     REFUSED,
     ids=[f"{kind.__name__}.{name}={value}" for kind, _, name, value in REFUSED],
 )
-def test_an_assignment_is_refused_as_the_constructor_refuses_it_and_changes_nothing(
+def test_an_invalid_assignment_raises_the_error_of_the_constructor_and_changes_nothing(
     kind, fields, name, value
 ):
     with pytest.raises((TypeError, ValueError)) as constructed:
@@ -102,13 +102,13 @@ def test_an_assignment_is_refused_as_the_constructor_refuses_it_and_changes_noth
 
 
 @pytest.mark.parametrize("kind", OBJECTS, ids=lambda kind: kind.__name__)
-def test_an_object_is_copied_pickled_compared_and_written_as_a_dict(kind):
+def test_a_configuration_can_be_copied_pickled_compared_and_written_as_a_dict(kind):
     configuration = kind(**OBJECTS[kind])
-    Accelerator().dataloader_config = DataLoaderConfiguration()  # others are observed, too
+    Accelerator().dataloader_config = DataLoaderConfiguration()  # other objects in use
     for copied in (
         copy.deepcopy(configuration),
         copy.copy(configuration),
-        pickled(configuration),
+        pickle_and_load(configuration),
         dataclasses.replace(configuration),
     ):
         assert copied == configuration
@@ -118,16 +118,16 @@ def test_an_object_is_copied_pickled_compared_and_written_as_a_dict(kind):
     assert kind(**written | OBJECTS[kind]) == configuration
 
 
-def test_a_copy_of_an_object_in_use_is_not_in_use():
+def test_changes_of_a_copied_configuration_do_not_affect_the_accelerator():
     config = DataLoaderConfiguration()
     accelerator = Accelerator(dataloader_config=config)
-    for copied in (copy.deepcopy(config), pickled(config), dataclasses.replace(config)):
+    for copied in (copy.deepcopy(config), pickle_and_load(config), dataclasses.replace(config)):
         copied.even_batches = False
     assert accelerator.even_batches
 
 
 @pytest.mark.parametrize("kind", OBJECTS, ids=lambda kind: kind.__name__)
-def test_a_misspelled_field_is_refused(kind):
+def test_a_misspelled_field_is_rejected_with_a_suggestion(kind):
     configuration = kind(**OBJECTS[kind])
     name = dataclasses.fields(kind)[0].name
     with pytest.raises(
@@ -136,7 +136,7 @@ def test_a_misspelled_field_is_refused(kind):
         setattr(configuration, f"{name}s", 1)
 
 
-def test_a_refused_value_is_named_with_its_field():
+def test_an_error_names_the_field_and_the_value():
     with pytest.raises(
         ValueError, match=r"DataLoaderConfiguration.even_batches 'False': expected True or False"
     ):
@@ -148,7 +148,7 @@ def test_a_refused_value_is_named_with_its_field():
 
 
 @pytest.mark.parametrize("steps", [1.5, "4", True])
-def test_steps_of_accumulation_that_are_no_whole_number_are_refused(steps):
+def test_accumulation_steps_must_be_an_integer(steps):
     refusal = rf"Invalid gradient_accumulation_steps {steps!r}: expected an integer of at least 1"
     with pytest.raises(ValueError, match=refusal):
         Accelerator(gradient_accumulation_steps=steps)
@@ -158,19 +158,19 @@ def test_steps_of_accumulation_that_are_no_whole_number_are_refused(steps):
     assert accelerator.gradient_accumulation_steps == 3
 
 
-def test_steps_of_accumulation_that_are_not_given_are_one():
+def test_accumulation_steps_default_to_one():
     plugin = GradientAccumulationPlugin(num_steps=None)
     assert plugin == GradientAccumulationPlugin() == GradientAccumulationPlugin(1)
     assert Accelerator(gradient_accumulation_plugin=plugin).gradient_accumulation_steps == 1
 
 
-def test_a_text_becomes_a_member_of_the_enumeration_on_assignment_too():
+def test_a_string_is_converted_to_the_enum_member_on_assignment():
     handler = DistributedDataParallelKwargs()
     handler.comm_hook = "fp16"
     assert handler == DistributedDataParallelKwargs(comm_hook="fp16")
 
 
-def test_names_in_a_generator_are_read_once():
+def test_ignored_modules_given_as_a_generator_are_read_once():
     plugin = FullyShardedDataParallelPlugin(ignored_modules=(name for name in ["head"]))
     plugin.cpu_offload = True
     assert plugin.fully_shard().ignore == ("head",)
@@ -179,18 +179,18 @@ def test_names_in_a_generator_are_read_once():
 # In an Accelerator ---------------------------------------------------------------------
 
 
-def warned(name="accel_runtime.options"):
+def collect_warnings(name="accel_runtime.options"):
     return collect_messages(name)
 
 
-def test_fields_of_the_loader_configuration_hold_for_loaders_prepared_from_then_on(pair):
+def test_loader_configuration_changes_affect_loaders_prepared_later(pair):
     def prepare():
         config = DataLoaderConfiguration()
         accelerator = Accelerator(split_batches=True, dataloader_config=config)
         config.even_batches = False
         first = accelerator.prepare(DataLoader(range(6), batch_size=4))
         seen = [batch.tolist() for batch in first]
-        with warned() as messages:
+        with collect_warnings() as messages:
             accelerator.dataloader_config.split_batches = False
             accelerator.dataloader_config.split_batches = False  # no change
             config.use_stateful_dataloader = True
@@ -199,7 +199,7 @@ def test_fields_of_the_loader_configuration_hold_for_loaders_prepared_from_then_
         assert accelerator.use_stateful_dataloader
         return seen, [batch.tolist() for batch in second], messages
 
-    (first, second, told), (other, others, untold) = pair.run(prepare)
+    (first, second, told), (other, others, other_messages) = pair.run(prepare)
     assert (first, other) == ([[0, 1], [4]], [[2, 3], [5]])
     assert (second, others) == ([[0, 1, 2]], [[3, 4, 5]])
     (message,) = told
@@ -207,18 +207,18 @@ def test_fields_of_the_loader_configuration_hold_for_loaders_prepared_from_then_
         "DataLoaderConfiguration.split_batches = False at test_configuration.py:"
     )
     assert "1 DataLoader(s) that are prepared already" in message
-    assert untold == []
+    assert other_messages == []
 
 
-def test_a_scheduler_counts_the_batches_of_loaders_that_are_prepared_after_it(pair):
-    def advance(loader_first):
+def test_a_scheduler_counts_the_batches_of_loaders_prepared_after_it(pair):
+    def train_epoch(loader_first):
         accelerator = Accelerator()
         model = nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
         model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
         before = [accelerator.prepare(DataLoader(range(4)))] * loader_first
-        with warned() as messages:
+        with collect_warnings() as messages:
             accelerator.dataloader_config.split_batches = True
         loader = accelerator.prepare(DataLoader(range(4), batch_size=2))
         for _ in loader:
@@ -227,19 +227,19 @@ def test_a_scheduler_counts_the_batches_of_loaders_that_are_prepared_after_it(pa
             scheduler.step()
         return scheduler.last_epoch, len(loader), len(before), messages
 
-    for last, steps, _, messages in pair.run(advance, False):
+    for last, steps, _, messages in pair.run(train_epoch, False):
         assert (last, steps, messages) == (2, 2, [])
-    (last, steps, _, messages), _ = pair.run(advance, True)
+    (last, steps, _, messages), _ = pair.run(train_epoch, True)
     assert (last, steps) == (4, 2)
     assert "2 DataLoader(s) and scheduler(s) that are prepared already" in messages[0]
 
 
-def test_a_loader_configuration_is_replaced_as_a_whole():
+def test_a_loader_configuration_can_be_replaced():
     accelerator = Accelerator()
     accelerator.dataloader_config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3)
     assert accelerator.use_seedable_sampler
     loader = accelerator.prepare(DataLoader(range(4)))
-    with warned() as messages:
+    with collect_warnings() as messages:
         accelerator.dataloader_config = DataLoaderConfiguration(even_batches=False)
     assert len(messages) == 3, messages
     assert len(loader) == 4
@@ -249,7 +249,7 @@ def test_a_loader_configuration_is_replaced_as_a_whole():
         accelerator.dataloader_config = 3
 
 
-def test_a_seed_without_its_order_is_refused_when_a_loader_is_prepared():
+def test_a_data_seed_without_a_seedable_sampler_is_rejected_by_prepare():
     accelerator = Accelerator()
     accelerator.dataloader_config.data_seed = 3
     with pytest.raises(ValueError, match="has no effect without use_seedable_sampler=True"):
@@ -258,13 +258,13 @@ def test_a_seed_without_its_order_is_refused_when_a_loader_is_prepared():
     accelerator.prepare(DataLoader(range(4)))
 
 
-def test_arguments_of_ddp_hold_for_models_prepared_from_then_on(pair):
+def test_ddp_argument_changes_affect_models_prepared_later(pair):
     def prepare():
         handler = DistributedDataParallelKwargs()
         accelerator = Accelerator(kwargs_handlers=[handler])
         handler.static_graph = True
         first = accelerator.prepare(nn.Linear(1, 1))
-        with warned() as messages:
+        with collect_warnings() as messages:
             accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
         second = accelerator.prepare(nn.Linear(1, 1))
         handler.static_graph = False  # it is not in use any more
@@ -274,7 +274,7 @@ def test_arguments_of_ddp_hold_for_models_prepared_from_then_on(pair):
     assert pair.run(prepare) == [(True, False, True)] * 2
 
 
-def test_arguments_of_autocast_hold_at_once_also_for_prepared_models():
+def test_autocast_argument_changes_affect_prepared_models_immediately():
     handler = AutocastKwargs()
     accelerator = Accelerator(mixed_precision="bf16", kwargs_handlers=[handler])
     model = accelerator.prepare(nn.Linear(1, 1))
@@ -290,7 +290,7 @@ def test_arguments_of_autocast_hold_at_once_also_for_prepared_models():
     assert model(x).dtype == torch.float32
 
 
-def test_accumulation_follows_its_plugin_and_the_plugin_the_accelerator():
+def test_assigned_accumulation_steps_are_shared_by_plugin_and_accelerator():
     plugin = GradientAccumulationPlugin(2)
     accelerator = Accelerator(gradient_accumulation_plugin=plugin)
     seen = []
@@ -307,7 +307,7 @@ def test_accumulation_follows_its_plugin_and_the_plugin_the_accelerator():
     assert plugin.num_steps == 4
 
 
-def test_a_profile_follows_its_handler(tmp_path):
+def test_profile_uses_assigned_handler_fields(tmp_path):
     handler = ProfileKwargs()
     accelerator = Accelerator(kwargs_handlers=[handler])
     assert accelerator.profile_handler is handler
@@ -341,7 +341,7 @@ def test_a_profile_follows_its_handler(tmp_path):
     ],
     ids=["scaler", "process group", "sizes"],
 )
-def test_an_assignment_that_can_have_no_effect_any_more_is_refused(make, name, value, why):
+def test_an_assignment_that_comes_too_late_is_rejected(make, name, value, why):
     options = make()
     (given,) = [
         one for values in options.values() for one in (values if isinstance(values, list) else [values])
@@ -360,11 +360,11 @@ def test_an_assignment_that_can_have_no_effect_any_more_is_refused(make, name, v
     setattr(given, name, value)  # for the next Accelerator
 
 
-def test_options_of_compilation_hold_for_models_prepared_from_then_on():
+def test_compilation_option_changes_affect_models_prepared_later():
     plugin = TorchDynamoPlugin()
     accelerator = Accelerator(dynamo_plugin=plugin)
     first = accelerator.prepare(nn.Linear(1, 1))
-    with warned() as messages:
+    with collect_warnings() as messages:
         plugin.backend = "eager"
     second = accelerator.prepare(nn.Linear(1, 1))
     assert first._compiled_call_impl is None
@@ -372,7 +372,7 @@ def test_options_of_compilation_hold_for_models_prepared_from_then_on():
     assert "TorchDynamoPlugin.backend = 'eager'" in messages[0]
 
 
-def test_the_directory_of_trackers_may_be_set_until_they_run(tmp_path):
+def test_the_logging_directory_can_be_assigned_until_trackers_start(tmp_path):
     config = ProjectConfiguration()
     accelerator = Accelerator(log_with="jsonl", project_dir=tmp_path / "a", project_config=config)
     assert config.project_dir == tmp_path / "a"
@@ -380,7 +380,7 @@ def test_the_directory_of_trackers_may_be_set_until_they_run(tmp_path):
     assert accelerator.logging_dir == tmp_path / "b"
     accelerator.init_trackers("project")
     accelerator.log({"loss": 1})
-    with warned() as messages:
+    with collect_warnings() as messages:
         config.logging_dir = tmp_path / "c"
     accelerator.end_training()
     assert list((tmp_path / "b").rglob("*.jsonl"))
@@ -388,7 +388,7 @@ def test_the_directory_of_trackers_may_be_set_until_they_run(tmp_path):
     assert "1 tracker(s) that are prepared already" in messages[0]
 
 
-def test_a_plugin_of_sharding_holds_for_models_prepared_from_then_on(pair):
+def test_sharding_plugin_changes_affect_models_prepared_later(pair):
     def prepare():
         plugin = FullyShardedDataParallelPlugin()
         accelerator = Accelerator(fsdp_plugin=plugin)
@@ -396,7 +396,7 @@ def test_a_plugin_of_sharding_holds_for_models_prepared_from_then_on(pair):
             plugin.reshard_after_forward = 3
         assert plugin.reshard_after_forward is None
         plugin.transformer_cls_names_to_wrap = ["Linear"]
-        with warned() as messages:
+        with collect_warnings() as messages:
             model = accelerator.prepare(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
             assert messages == []
             plugin.cpu_offload = True
@@ -411,7 +411,7 @@ def test_a_plugin_of_sharding_holds_for_models_prepared_from_then_on(pair):
     assert pair.run(prepare) == [(2, 1, "Linear", "argument"), (2, 0, "Linear", "argument")]
 
 
-def test_a_model_is_sharded_as_an_earlier_assignment_says_if_the_profile_shards(pair):
+def test_an_assigned_sharding_option_applies_if_the_profile_enables_sharding(pair):
     def prepare():
         os.environ["ACCEL_PARALLEL_DP_SHARD"] = "auto"
         try:
@@ -424,7 +424,7 @@ def test_a_model_is_sharded_as_an_earlier_assignment_says_if_the_profile_shards(
     assert pair.run(prepare) == [False] * 2
 
 
-def test_an_object_does_not_keep_its_accelerator_alive():
+def test_a_configuration_does_not_keep_its_accelerator_alive():
     config = DataLoaderConfiguration()
     accelerator = Accelerator(dataloader_config=config)
     reference = weakref.ref(accelerator)

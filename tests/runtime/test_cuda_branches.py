@@ -1,4 +1,4 @@
-"""Branches for CUDA, run without a GPU against functions of torch that note what is called and refuse the rest."""
+"""Branches for CUDA, run without a GPU: functions of torch are replaced by stubs that record calls."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from accel_runtime.utils import is_bf16_available, is_cuda_available
 
 
 def refuse(*_, **__):
-    """Stand for a function that must not be called."""
+    """Raise an error, as a stub of a function that must not be called."""
     raise AssertionError("this function of torch must not be called here")
 
 
 @pytest.fixture
 def two_gpus(monkeypatch):
-    """A machine with two GPUs, as far as `torch.accelerator` is asked; the devices that were made current."""
+    """Let `torch.accelerator` report two GPUs, and return the list of devices that were selected."""
     chosen = []
     for name, stub in {
         "is_available": lambda: True,
@@ -52,33 +52,33 @@ def two_gpus(monkeypatch):
     return chosen
 
 
-def place(local, count):
+def build_topology(local, count):
     return Topology(local, count, local, count, launched=True)
 
 
 @pytest.mark.parametrize("backend", ["auto", "nccl", "gloo"])
-def test_a_rank_takes_the_gpu_of_its_local_rank_before_it_joins_the_others(two_gpus, backend):
-    assert [_select_device("auto", place(local, 2), backend) for local in range(2)] == [
+def test_each_rank_selects_the_gpu_of_its_local_rank(two_gpus, backend):
+    assert [_select_device("auto", build_topology(local, 2), backend) for local in range(2)] == [
         torch.device("cuda", 0),
         torch.device("cuda", 1),
     ]
     assert two_gpus == [0, 1]
 
 
-def test_more_ranks_than_gpus_take_them_in_turn(two_gpus):
-    taken = [_select_device("cuda", place(local, 4), "gloo").index for local in range(4)]
+def test_more_ranks_than_gpus_use_them_in_turn(two_gpus):
+    taken = [_select_device("cuda", build_topology(local, 4), "gloo").index for local in range(4)]
     assert taken == two_gpus == [0, 1, 0, 1]
 
 
-def test_more_ranks_than_devices_without_an_identity_share_them_over_gloo_only(two_gpus, monkeypatch):
+def test_more_ranks_than_non_cuda_devices_can_share_them_only_over_gloo(two_gpus, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
-    assert _select_device("xpu", place(3, 4), "gloo") == torch.device("xpu", 1)
+    assert _select_device("xpu", build_topology(3, 4), "gloo") == torch.device("xpu", 1)
     with pytest.raises(RuntimeError, match=r"4 processes .* 2 xpu device\(s\).*process_group_backend: gloo"):
-        _select_device("auto", place(3, 4), "auto")
+        _select_device("auto", build_topology(3, 4), "auto")
     assert Settings().process_group_backend == "auto"
 
 
-def test_a_script_without_a_launcher_keeps_the_gpu_that_it_made_current(two_gpus, monkeypatch):
+def test_a_script_without_a_launcher_keeps_its_current_gpu(two_gpus, monkeypatch):
     monkeypatch.setenv("ACCEL_DEVICE", "auto")
     assert _select_device("auto", Topology(), "auto") == torch.device("cuda", 0)
     torch.accelerator.set_device_index(1)
@@ -86,36 +86,43 @@ def test_a_script_without_a_launcher_keeps_the_gpu_that_it_made_current(two_gpus
     assert two_gpus == [1], "it is not set again"
 
 
-def gpu(host, uuid, bus):
+def describe_gpu(host, uuid, bus):
     return host, f"GPU-{uuid}", 0, bus, 0
 
 
 @pytest.mark.parametrize(
     "gpus",
     [
-        pytest.param([gpu("a", 1, 4), gpu("a", 2, 5)], id="two of a node"),
-        pytest.param([gpu("a", 1, 4), gpu("b", 2, 4)], id="the first of two nodes"),
+        pytest.param([describe_gpu("a", 1, 4), describe_gpu("a", 2, 5)], id="two of a node"),
+        pytest.param([describe_gpu("a", 1, 4), describe_gpu("b", 2, 4)], id="the first of two nodes"),
         pytest.param(
-            [gpu("a", 0, 4), gpu("a", 0, 5), gpu("b", 0, 4)], id="a driver that gives one UUID to all"
+            [describe_gpu("a", 0, 4), describe_gpu("a", 0, 5), describe_gpu("b", 0, 4)],
+            id="a driver that gives one UUID to all",
         ),
         pytest.param(
             [("a", "GPU-1", None, None, None), ("a", "GPU-2", None, None, None)], id="an older torch"
         ),
     ],
 )
-def test_ranks_on_different_gpus_may_use_nccl(gpus):
+def test_ranks_on_different_gpus_can_use_nccl(gpus):
     check_gpus_differ(gpus, "nccl")
 
 
-def test_ranks_that_share_a_gpu_over_nccl_are_named():
-    gpus = [gpu("a", 1, 4), gpu("b", 3, 4), gpu("a", 1, 4), gpu("b", 3, 4), gpu("b", 4, 5)]
+def test_ranks_that_share_a_gpu_over_nccl_are_named_in_the_error():
+    gpus = [
+        describe_gpu("a", 1, 4),
+        describe_gpu("b", 3, 4),
+        describe_gpu("a", 1, 4),
+        describe_gpu("b", 3, 4),
+        describe_gpu("b", 4, 5),
+    ]
     wanted = r"over nccl: some use the same GPU \(ranks 0, 2 on a; ranks 1, 3 on b\)\..*process_group_backend: gloo"
     with pytest.raises(RuntimeError, match=wanted):
         check_gpus_differ(gpus, "nccl")
 
 
-def connected(uuids, carriers):
-    """What becomes of a rank that joins the others with the GPU that has its UUID, `cuda:0` in every process."""
+def connect_rank(uuids, carriers):
+    """Connect a rank with a GPU of the given UUID that is `cuda:0` in every process; return the outcome."""
     from types import SimpleNamespace
 
     import torch.distributed as dist
@@ -146,11 +153,11 @@ def connected(uuids, carriers):
         pytest.param(["x", "x"], "cpu:gloo,cuda:gloo", "connected", id="over gloo they share it"),
     ],
 )
-def test_ranks_that_see_one_gpu_each_are_told_apart_by_what_the_gpus_are(pair, uuids, carriers, outcome):
-    assert all(outcome in told for told in pair.run(connected, uuids, carriers))
+def test_ranks_that_see_one_gpu_each_are_compared_by_uuid(pair, uuids, carriers, outcome):
+    assert all(outcome in told for told in pair.run(connect_rank, uuids, carriers))
 
 
-def test_what_a_notebook_asks_before_a_launch_does_not_start_cuda(two_gpus, monkeypatch):
+def test_functions_used_before_a_notebook_launch_do_not_initialize_cuda(two_gpus, monkeypatch):
     emptied = []
     monkeypatch.setattr(torch.accelerator, "is_available", refuse)
     monkeypatch.setattr(torch.cuda, "is_available", refuse)
@@ -161,50 +168,50 @@ def test_what_a_notebook_asks_before_a_launch_does_not_start_cuda(two_gpus, monk
     assert emptied == [True]
 
 
-class Copies(TorchDispatchMode):
-    """Notes copies from a GPU to the CPU that nothing waits for."""
+class UnsynchronizedCopies(TorchDispatchMode):
+    """Records non-blocking copies from a GPU to the CPU."""
 
     def __init__(self):
         super().__init__()
-        self.unawaited = []
+        self.recorded = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is torch.ops.aten._to_copy.default and kwargs.get("non_blocking"):
             way = args[0].device.type, torch.device(kwargs["device"]).type
-            self.unawaited += [way] if way == ("cuda", "cpu") else []
+            self.recorded += [way] if way == ("cuda", "cpu") else []
         return func(*args, **kwargs)
 
 
-def test_offloaded_gradients_are_unscaled_by_a_scale_that_has_arrived(monkeypatch):
+def test_offloaded_gradients_are_unscaled_after_the_copy_of_the_scale_is_complete(monkeypatch):
     monkeypatch.setattr(forward, "has_dtensor", lambda _: True)
     monkeypatch.setattr(grad_norm, "unscale_gradients", lambda optimizer, unscale: unscale(optimizer))
-    with FakeTensorMode(), Copies() as copies:
+    with FakeTensorMode(), UnsynchronizedCopies() as copies:
         offloaded = torch.nn.Parameter(torch.ones(3))
         offloaded.grad = torch.ones(3)
         optimizer = SimpleNamespace(param_groups=[{"params": [offloaded]}])
         factor, flag = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
         found = LossScaler("cpu")._unscale_grads_(optimizer, factor, flag, allow_fp16=False)
     assert [device.type for device in found] == ["cpu"]
-    assert copies.unawaited == [], "the CPU would read what a copy from the GPU has not written yet"
+    assert copies.recorded == [], "the CPU could read the value before the copy from the GPU is complete"
 
 
-class Runtime:
-    """CUDA's functions that pin memory; every other is unknown.
+class CudaRuntime:
+    """Stub of the functions of CUDA that pin memory.
 
     Args:
-        refuses: Whether the system pins nothing.
+        fails: Whether the system cannot pin memory.
     """
 
-    def __init__(self, refuses=False):
-        self._refuses = refuses
+    def __init__(self, fails=False):
+        self._fails = fails
         self.pinned = {}
 
     def cudaHostRegister(self, address, size, flags):  # noqa: N802 - CUDA's name
         assert flags == 1
-        if not self._refuses:
+        if not self._fails:
             self.pinned[address] = size
-        return int(self._refuses)
+        return int(self._fails)
 
     def cudaHostUnregister(self, address):  # noqa: N802
         del self.pinned[address]
@@ -213,14 +220,14 @@ class Runtime:
 
 @pytest.fixture
 def runtime(monkeypatch):
-    """CUDA's runtime, and a synchronize that finds all copies done."""
-    own = Runtime()
+    """Install a stub of CUDA's runtime and of synchronize."""
+    own = CudaRuntime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: own)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     return own
 
 
-def test_pinned_memory_is_as_large_as_the_state_and_is_unpinned_before_it_goes(runtime):
+def test_staging_buffers_are_pinned_reused_and_unpinned_when_deleted(runtime):
     staging = StagingBuffers(pinned=True)
     sizes = []
     for count in (1000, 5000, 3000):
@@ -228,14 +235,14 @@ def test_pinned_memory_is_as_large_as_the_state_and_is_unpinned_before_it_goes(r
         assert torch.equal(copies["x"], torch.arange(count))
         sizes.append(list(runtime.pinned.values()))
         assert copies["x"].data_ptr() in runtime.pinned
-    assert sizes == [[8000], [40000], [40000]], "larger memory takes the place of the old"
+    assert sizes == [[8000], [40000], [40000]], "a larger buffer replaces the old one"
     del staging, copies
     gc.collect()
     assert runtime.pinned == {}
 
 
-def test_memory_that_the_system_does_not_pin_is_used_as_it_is(runtime, monkeypatch):
-    runtime._refuses = True
+def test_staging_buffers_work_if_memory_cannot_be_pinned(runtime, monkeypatch):
+    runtime._fails = True
     reported = []
 
     def zeros(*_, device):
@@ -246,11 +253,11 @@ def test_memory_that_the_system_does_not_pin_is_used_as_it_is(runtime, monkeypat
     staging = StagingBuffers(pinned=True)
     assert torch.equal(staging.copy_tensors({"x": torch.arange(7)})["x"], torch.arange(7))
     assert runtime.pinned == {}
-    assert reported == ["cuda"], "the error is taken from CUDA, or the script's next kernel reports it"
+    assert reported == ["cuda"], "the error must be cleared, or the next kernel of the script reports it"
 
 
 class Numbers(IterableDataset):
-    """A stream."""
+    """A stream of numbers."""
 
     def __iter__(self):
         return iter(torch.arange(10.0))
@@ -258,11 +265,11 @@ class Numbers(IterableDataset):
 
 @pytest.fixture
 def pinned(monkeypatch):
-    """A machine whose loaders pin memory; notes where each tensor that was pinned lies."""
+    """Let loaders pin memory, and return the set of addresses of pinned tensors."""
     seen = set()
 
     def pin(tensor, *_):
-        # A copy, as pinning makes one: what accel handed on in its own wrapping would be missed.
+        # Return a copy, as pin_memory does.
         copied = tensor.clone()
         seen.add(copied.untyped_storage().data_ptr())
         kept.append(copied)
@@ -279,7 +286,7 @@ def pinned(monkeypatch):
 @pytest.mark.parametrize(
     "options", [{"batch_size": 4}, {"batch_size": 4, "shuffle": False}, {"batch_size": None}]
 )
-def test_every_batch_of_a_loader_with_pinned_memory_is_pinned_and_sent_without_waiting(
+def test_batches_of_a_pin_memory_loader_are_pinned_and_sent_asynchronously(
     data, options, pinned, monkeypatch
 ):
     sent = []
@@ -302,8 +309,8 @@ def test_every_batch_of_a_loader_with_pinned_memory_is_pinned_and_sent_without_w
         assert all(leaf.untyped_storage().data_ptr() in pinned for leaf in leaves)
 
 
-def waited_for():
-    """Which devices a rank of CUDA waits for in a barrier, and what kind of run it says it is in."""
+def synchronize_in_barrier():
+    """Return the devices that a barrier of a CUDA rank synchronizes, and its distributed type."""
     from accel_runtime.backends.distributed import DistributedBackend
 
     Accelerator()  # holds the process group
@@ -321,12 +328,12 @@ def waited_for():
     return synchronized, backend.distributed_type.value
 
 
-def test_a_barrier_waits_for_what_the_gpu_computes(pair):
-    assert pair.run(waited_for) == [(["cuda:1"], "MULTI_GPU")] * 2
+def test_a_barrier_synchronizes_the_gpu(pair):
+    assert pair.run(synchronize_in_barrier) == [(["cuda:1"], "MULTI_GPU")] * 2
 
 
-def taken_over():
-    """The state of the GPU's generator after the ranks took over the first one's."""
+def broadcast_gpu_rng():
+    """Return the state of the GPU generator after a broadcast from the first rank."""
     from accel_runtime.backends import current_backend
 
     accelerator = Accelerator()
@@ -339,8 +346,8 @@ def taken_over():
     return [state.tolist() for state in restored]
 
 
-def test_ranks_take_over_the_first_ones_generator_of_the_gpu(pair):
-    assert pair.run(taken_over) == [[[5] * 16]] * 2
+def test_ranks_load_the_gpu_generator_state_of_the_first_rank(pair):
+    assert pair.run(broadcast_gpu_rng) == [[[5] * 16]] * 2
 
 
 @pytest.mark.parametrize(
@@ -354,9 +361,9 @@ def test_ranks_take_over_the_first_ones_generator_of_the_gpu(pair):
     ],
     ids=["7-bytes", "matrix", "bf16", "scalar", "empty"],
 )
-def test_the_digest_of_a_tensor_on_a_gpu_changes_with_every_value_and_with_nothing_else(tensor):
+def test_the_hash_of_a_gpu_tensor_depends_on_every_value_and_not_on_strides(tensor):
     assert hash_words(torch.stack([tensor, tensor + 1], -1)[..., 0]) == hash_words(tensor), (
-        "strides are no values"
+        "strides must not change the hash"
     )
     for place in range(tensor.numel()):
         other = tensor.clone()
@@ -364,7 +371,7 @@ def test_the_digest_of_a_tensor_on_a_gpu_changes_with_every_value_and_with_nothi
         assert hash_words(other) != hash_words(tensor), f"value {place}"
 
 
-class Offloaded:
+class OffloadedParameter:
     """A sharded parameter on the CPU of a mesh of GPUs."""
 
     device = torch.device("cpu")
@@ -375,19 +382,19 @@ class Offloaded:
 
     def to(self, device):
         assert device == "cuda"
-        return SimpleNamespace(full_tensor=lambda: "whole, from the GPU")
+        return SimpleNamespace(full_tensor=lambda: "full, from the GPU")
 
 
-def test_an_offloaded_parameter_is_gathered_from_the_gpus():
-    assert gather_tensor(Offloaded()) == "whole, from the GPU"
+def test_an_offloaded_parameter_is_gathered_on_the_gpus():
+    assert gather_tensor(OffloadedParameter()) == "full, from the GPU"
 
 
-def test_a_weight_of_the_loss_that_is_on_the_device_is_not_fetched():
+def test_a_loss_weight_on_the_device_is_not_copied_to_the_cpu():
     weight = LossWeight.build(torch.ones(1, device="meta"), torch.device("meta"))
     assert (weight.amount.device.type, weight.amount.shape, weight.is_zero) == ("meta", (), None)
 
 
-def test_a_profile_records_the_cpu_and_the_gpu(monkeypatch):
+def test_a_profile_records_cpu_and_gpu_activities(monkeypatch):
     every = {ProfilerActivity.CPU, ProfilerActivity.CUDA, ProfilerActivity.XPU}
     monkeypatch.setattr(profiling, "supported_activities", lambda: every)
     assert set(ProfileKwargs()._activities(torch.device("cuda", 0))) == {
@@ -398,7 +405,7 @@ def test_a_profile_records_the_cpu_and_the_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("supported", [True, False])
-def test_the_gpu_is_asked_if_it_computes_in_bf16(monkeypatch, supported):
+def test_bf16_availability_is_that_of_the_gpu(monkeypatch, supported):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: supported)
     assert is_bf16_available() is supported
@@ -407,7 +414,7 @@ def test_the_gpu_is_asked_if_it_computes_in_bf16(monkeypatch, supported):
 IMPORTS = """
 import sys, torch
 def refuse(*_, **__):
-    raise SystemExit("importing accel_runtime asks for a GPU")
+    raise SystemExit("importing accel_runtime queries the GPU")
 for place in (torch.cuda, torch.accelerator):
     for name in ("is_available", "device_count", "_lazy_init", "init", "current_device", "current_device_index"):
         if hasattr(place, name):
@@ -419,6 +426,6 @@ import accel_runtime.launchers, accel_runtime.backends.fsdp, accel_runtime.paral
 
 
 @pytest.mark.slow
-def test_imports_do_not_ask_for_a_gpu_so_that_processes_can_be_forked_after_them():
+def test_imports_do_not_initialize_cuda_so_that_processes_can_fork_afterwards():
     done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""Which backend functions without an Accelerator use."""
+"""The backend of functions that are called without an Accelerator."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from accel_runtime.backends import connect_default_backend, current_backend, set
 from accel_runtime.backends.single import Single
 
 
-def test_it_is_that_of_the_newest_accelerator_or_state(ranks):
-    def newest():
+def test_the_current_backend_is_that_of_the_newest_accelerator_or_state(ranks):
+    def create_accelerators():
         first = Accelerator()
         assert current_backend() is first._backend
         second = Accelerator(mixed_precision="bf16")
@@ -20,18 +20,18 @@ def test_it_is_that_of_the_newest_accelerator_or_state(ranks):
         assert first._backend is not second._backend
         return True
 
-    assert all(ranks.run(newest))
+    assert all(ranks.run(create_accelerators))
 
 
-def test_without_one_it_is_what_the_environment_says(ranks):
-    def found():
+def test_the_current_backend_without_an_accelerator_comes_from_the_environment(ranks):
+    def read_backend():
         set_current_backend(None)
         return current_backend().topology.world_size, current_backend() is current_backend()
 
-    assert ranks.run(found) == [(ranks.size, True)] * ranks.size
+    assert ranks.run(read_backend) == [(ranks.size, True)] * ranks.size
 
 
-def test_every_thread_has_its_own():
+def test_each_thread_has_its_own_current_backend():
     mine = Accelerator()._backend
     theirs = []
     thread = threading.Thread(target=lambda: theirs.append(Accelerator()._backend))
@@ -41,13 +41,13 @@ def test_every_thread_has_its_own():
     assert theirs[0] is not mine
 
 
-def test_a_forked_process_does_not_take_its_parent_for_itself(monkeypatch):
+def test_a_forked_process_does_not_use_the_backend_of_its_parent(monkeypatch):
     mine = Accelerator()._backend
     monkeypatch.setattr(os, "getpid", lambda: -1)
     assert current_backend() is not mine
 
 
-def test_one_on_another_device_is_not_taken_for_the_cpu(monkeypatch):
+def test_a_backend_of_another_device_is_not_used_for_the_cpu(monkeypatch):
     elsewhere = Single(current_backend().topology, type("Device", (), {"type": "cuda"})())
     set_current_backend(elsewhere)
     assert connect_default_backend() is elsewhere

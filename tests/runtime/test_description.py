@@ -1,4 +1,4 @@
-"""`describe()` says what a run does, as data, as lines and as a panel, and changes with the run."""
+"""`describe()` describes a run as data, as lines and as a panel, and changes with the run."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from accel_runtime.env import FullyShard, Parallel, flatten_settings
 
 
 class Stream(IterableDataset):
-    """Five samples of unknown number."""
+    """Five samples without a length."""
 
     def __iter__(self):
         return iter(range(5))
 
 
-def described(  # noqa: PLR0913
+def describe_run(  # noqa: PLR0913
     options=None,
     *,
     data=range(10),
@@ -41,7 +41,7 @@ def described(  # noqa: PLR0913
     weighted=False,
     prepared=True,
 ):
-    """What a small run says of itself."""
+    """Prepare a small run, and return its description."""
     accelerator = Accelerator(**(options or {}))
     model = nn.Linear(3, 2, dtype=dtype).requires_grad_(not frozen)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -54,18 +54,18 @@ def described(  # noqa: PLR0913
     return accelerator.describe()
 
 
-def plain(*args, **options):
-    return described(*args, **options).as_dict()
+def describe_as_dict(*args, **options):
+    return describe_run(*args, **options).as_dict()
 
 
 def test_a_run_is_described_as_plain_data(ranks):
-    def data():
-        found = plain({"gradient_accumulation_steps": 4})
+    def describe_without_options():
+        found = describe_as_dict({"gradient_accumulation_steps": 4})
         found.pop("options")
         assert found.pop("device") == {}
         return json.loads(json.dumps(found))
 
-    for rank, found in enumerate(ranks.run(data)):
+    for rank, found in enumerate(ranks.run(describe_without_options)):
         several = ranks.size > 1
         assert found == {
             "processes": {
@@ -110,8 +110,8 @@ def test_a_run_is_described_as_plain_data(ranks):
         }
 
 
-def test_the_repeats_of_an_epoch_are_told_beforehand_and_are_those_there_are(ranks):
-    def told():
+def test_padding_of_an_epoch_is_described_beforehand_and_equals_the_real_one(ranks):
+    def read_description():
         accelerator = Accelerator()
         loader = accelerator.prepare(DataLoader(range(17), 4))
         for _ in loader:
@@ -120,7 +120,9 @@ def test_the_repeats_of_an_epoch_are_told_beforehand_and_are_those_there_are(ran
 
     repeats = -(-17 // (4 * ranks.size)) * 4 * ranks.size - 17
     end = f"the last batch is padded from the start: {repeats} samples an epoch"
-    assert ranks.run(told) == [("no padding", 0) if ranks.size == 1 else (end, repeats)] * ranks.size
+    assert (
+        ranks.run(read_description) == [("no padding", 0) if ranks.size == 1 else (end, repeats)] * ranks.size
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,27 +135,27 @@ def test_the_repeats_of_an_epoch_are_told_beforehand_and_are_those_there_are(ran
         ),
     ],
 )
-def test_gradients_are_told_to_be_means_over_the_processes(pair, options, end):
-    def gradient(options):
+def test_gradients_are_described_as_means_over_the_processes(pair, options, end):
+    def compute_gradient(options):
         accelerator = Accelerator(**options)
         loader = accelerator.prepare(DataLoader(torch.ones(4, 1), batch_size=2))
         model = accelerator.prepare(nn.Linear(1, 1))
         accelerator.backward(model(next(iter(loader))).sum())
         return accelerator.describe().gradients, model.weight.grad.item()
 
-    for text, summed in pair.run(gradient, options):
+    for text, summed in pair.run(compute_gradient, options):
         assert text.endswith(end)
         assert summed == (1 if options else 2)  # one process: 2
 
 
-def test_the_panel_and_the_lines_say_the_same(ranks):
-    def shown():
-        description = described({"gradient_accumulation_steps": 4, "mixed_precision": "bf16"})
-        told = io.StringIO()
-        Console(file=told, width=300).print(description)
-        return str(description), told.getvalue()
+def test_the_panel_and_the_lines_have_the_same_content(ranks):
+    def render():
+        description = describe_run({"gradient_accumulation_steps": 4, "mixed_precision": "bf16"})
+        output = io.StringIO()
+        Console(file=output, width=300).print(description)
+        return str(description), output.getvalue()
 
-    for rank, (lines, panel) in enumerate(ranks.run(shown)):
+    for rank, (lines, panel) in enumerate(ranks.run(render)):
         assert "this run" in panel
         for line in lines.splitlines():
             title, text = line[:10].strip(), line[11:]
@@ -167,18 +169,18 @@ def test_the_panel_and_the_lines_say_the_same(ranks):
         assert "mixed_precision = bf16 (argument)" in lines
 
 
-def test_every_rank_says_the_same_but_for_who_it_is(several):
-    def told():
-        return dataclasses.replace(described(), processes=None).as_dict()
+def test_all_ranks_have_the_same_description_except_for_processes(several):
+    def read_description():
+        return dataclasses.replace(describe_run(), processes=None).as_dict()
 
-    found = several.run(told)
+    found = several.run(read_description)
     assert found == [found[0]] * several.size
 
 
 # Where options come from -----------------------------------------------------------------
 
 
-def test_an_option_comes_from_an_argument_a_variable_or_nowhere(monkeypatch):
+def test_the_origin_of_an_option_is_an_argument_a_variable_or_the_default(monkeypatch):
     monkeypatch.setenv("ACCEL_LOG_LEVEL", "warning")
     options = Accelerator(mixed_precision="bf16").describe().options
     divided = {f"parallel_{name}": value for name, value in flatten_settings(Parallel())}
@@ -196,22 +198,22 @@ def test_an_option_comes_from_an_argument_a_variable_or_nowhere(monkeypatch):
     }
 
 
-def test_an_argument_wins_over_a_variable_and_says_so(monkeypatch):
+def test_an_argument_overrides_a_variable_and_is_the_origin(monkeypatch):
     monkeypatch.setenv("ACCEL_MIXED_PRECISION", "bf16")
     assert Accelerator().describe().options["mixed_precision"].origin == "ACCEL_MIXED_PRECISION"
-    told = Accelerator(mixed_precision="no", cpu=True).describe().options
-    assert (told["mixed_precision"].value, told["mixed_precision"].origin) == ("no", "argument")
-    assert told["device"].origin == "argument"
+    options = Accelerator(mixed_precision="no", cpu=True).describe().options
+    assert (options["mixed_precision"].value, options["mixed_precision"].origin) == ("no", "argument")
+    assert options["device"].origin == "argument"
 
 
-def test_only_what_was_chosen_is_among_the_lines(monkeypatch):
+def test_lines_contain_only_options_that_are_not_defaults(monkeypatch):
     monkeypatch.delenv("ACCEL_DEVICE")
     titles = [title for title, _ in Accelerator(cpu=True).describe().lines()]
     assert titles.count("option") == 1
     assert "option" not in [title for title, _ in Accelerator().describe().lines()]
 
 
-# Every field changes with the run --------------------------------------------------------
+# Fields change with the run --------------------------------------------------------------
 
 HALF = [DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)]
 CHANGES = {
@@ -237,30 +239,30 @@ CHANGES = {
     "loaders.samples_a_step": {"options": {"gradient_accumulation_steps": 3}},
     "loaders.end": {"options": {"dataloader_config": DataLoaderConfiguration(even_batches=False)}},
 }
-OF_THE_PLACE = {"processes", "device"}
-"""What another number of processes, or another device, changes: told above, and in tests/xla."""
+TOPOLOGY_FIELDS = {"processes", "device"}
+"""Fields that depend on the number of processes or the device: tested above, and in tests/xla."""
 
 
-def at(data, path):
-    """A value of a description, of the first of several."""
+def read_path(data, path):
+    """Return the value at a path of a description, from the first item of each list."""
     for name in path.split("."):
         data = data[0][name] if isinstance(data, (list, tuple)) else data[name]
     return data
 
 
 @pytest.mark.parametrize("path", CHANGES)
-def test_a_field_changes_when_the_run_does(pair, path):
-    def both(change):
-        return plain(), plain(), plain(**change)
+def test_a_field_changes_when_the_run_changes(pair, path):
+    def describe_change(change):
+        return describe_as_dict(), describe_as_dict(), describe_as_dict(**change)
 
-    for before, again, after in pair.run(both, CHANGES[path]):
+    for before, again, after in pair.run(describe_change, CHANGES[path]):
         assert again == before
-        assert at(after, path) != at(before, path)
+        assert read_path(after, path) != read_path(before, path)
 
 
-def test_every_field_is_among_those_that_change():
-    told = {f.name for f in dataclasses.fields(Description)}
-    assert told == {path for path in CHANGES if "." not in path} | OF_THE_PLACE
+def test_every_field_of_the_description_is_tested():
+    read_description = {f.name for f in dataclasses.fields(Description)}
+    assert read_description == {path for path in CHANGES if "." not in path} | TOPOLOGY_FIELDS
 
 
 @pytest.mark.parametrize(
@@ -274,29 +276,29 @@ def test_every_field_is_among_those_that_change():
         (lambda: DataLoader(Stream(), 2), "padded from the start"),
     ],
 )
-def test_the_end_of_an_epoch_is_told_for_loaders_of_every_kind(pair, loader, end):
-    def told(loader):
+def test_the_end_of_an_epoch_is_described_for_every_kind_of_loader(pair, loader, end):
+    def read_description(loader):
         accelerator = Accelerator()
         kept = [accelerator.prepare(loader())]
         return kept and str(accelerator.describe())
 
-    assert all(end in lines for lines in pair.run(told, loader))
+    assert all(end in lines for lines in pair.run(read_description, loader))
 
 
-def test_what_has_no_length_or_no_size_says_so(ranks):
-    def told():
+def test_unknown_lengths_and_batch_sizes_are_described_as_unknown(ranks):
+    def read_description():
         accelerator = Accelerator()
         kept = accelerator.prepare(DataLoader(Stream(), 2), DataLoader(range(3), batch_sampler=[[0], [1, 2]]))
         return kept and accelerator.describe()
 
-    for found in ranks.run(told):
+    for found in ranks.run(read_description):
         assert (found.loaders[0].samples, found.loaders[0].steps) == (None, None)
         assert (found.loaders[1].batch_size, found.loaders[1].samples_a_step) == (None, None)
         assert "unknown samples in an unknown number of steps" in str(found)
         assert "batches of different sizes" in str(found)
 
 
-def test_a_loader_that_is_gone_is_not_told_of():
+def test_a_deleted_loader_is_not_described():
     accelerator = Accelerator()
     for _ in range(3):
         kept = accelerator.prepare(DataLoader(range(5)))

@@ -1,4 +1,4 @@
-"""`describe()` tells of runs of every kind, as lines and as data, what the golden files have."""
+"""`describe()` returns the lines and the data of the golden files, for runs of every kind."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def train(loaders=lambda: [DataLoader(range(10), 2)], optimizer=SGD, schedule=StepLR, make=Model, **options):
+def prepare_run(
+    loaders=lambda: [DataLoader(range(10), 2)], optimizer=SGD, schedule=StepLR, make=Model, **options
+):
     """Prepare a model, its optimizer and scheduler, and loaders."""
     accelerator = Accelerator(
         **{name: value() if callable(value) else value for name, value in options.items()}
@@ -67,15 +69,15 @@ def train(loaders=lambda: [DataLoader(range(10), 2)], optimizer=SGD, schedule=St
     return accelerator, accelerator.prepare(*objects)
 
 
-def train_weighted(**options):
-    """Weigh a loss, so that gradients are means over items."""
-    accelerator, objects = train(**options)
+def prepare_weighted_run(**options):
+    """Compute a weighted loss, so that gradients are means over items."""
+    accelerator, objects = prepare_run(**options)
     accelerator.backward(objects[0](torch.ones(2, 8)).sum(), weight=2)
     return accelerator, objects
 
 
-def train_two_models(**options):
-    """Prepare a model that learns, one that is frozen, and one in another number format."""
+def prepare_two_models(**options):
+    """Prepare a trained model, a frozen one, and one in another dtype."""
     accelerator = Accelerator(**options)
     models = [
         Model(),
@@ -91,7 +93,7 @@ def prepare_nothing(**options):
     return Accelerator(**options), ()
 
 
-def loaders_of_every_end():
+def build_loaders():
     """Return loaders whose epochs end in different ways."""
     return [
         DataLoader(range(10), 2, drop_last=True),
@@ -103,8 +105,8 @@ def loaders_of_every_end():
     ]
 
 
-def describe(run, options):
-    """Return what a run tells as lines and as data."""
+def describe_run(run, options):
+    """Return the description of a run as lines and as data."""
     torch.manual_seed(0)
     accelerator, kept = run(**options)
     description = accelerator.describe()
@@ -113,19 +115,19 @@ def describe(run, options):
 
 
 RUNS = {
-    "one": (1, train, {}),
-    "one-bf16-accumulation": (1, train, {"mixed_precision": "bf16", "gradient_accumulation_steps": 4}),
+    "one": (1, prepare_run, {}),
+    "one-bf16-accumulation": (1, prepare_run, {"mixed_precision": "bf16", "gradient_accumulation_steps": 4}),
     "one-fp16": (
         1,
-        train,
+        prepare_run,
         {"mixed_precision": "fp16", "kwargs_handlers": [GradScalerKwargs(init_scale=8.0)]},
     ),
-    "one-loaders": (1, train, {"loaders": loaders_of_every_end}),
+    "one-loaders": (1, prepare_run, {"loaders": build_loaders}),
     "one-nothing": (1, prepare_nothing, {}),
-    "two": (2, train, {}),
+    "two": (2, prepare_run, {}),
     "two-bf16-accumulation": (
         2,
-        train,
+        prepare_run,
         {
             "mixed_precision": "bf16",
             "kwargs_handlers": [COMPRESSED],
@@ -134,37 +136,37 @@ RUNS = {
             ),
         },
     ),
-    "two-compiled": (2, train, {"dynamo_backend": "eager"}),
+    "two-compiled": (2, prepare_run, {"dynamo_backend": "eager"}),
     "two-dispatched": (
         2,
-        train,
+        prepare_run,
         {
-            "loaders": loaders_of_every_end,
+            "loaders": build_loaders,
             "dataloader_config": DataLoaderConfiguration(dispatch_batches=True),
         },
     ),
-    "two-loaders": (2, train, {"loaders": loaders_of_every_end}),
-    "two-models": (2, train_two_models, {"gradient_accumulation_steps": 2}),
+    "two-loaders": (2, prepare_run, {"loaders": build_loaders}),
+    "two-models": (2, prepare_two_models, {"gradient_accumulation_steps": 2}),
     "two-schedule-of-its-own": (
         2,
-        train,
+        prepare_run,
         {"schedule": CosineAnnealingWarmRestarts, "step_scheduler_with_optimizer": False},
     ),
-    "two-split-batches": (2, train, {"dataloader_config": DataLoaderConfiguration(split_batches=True)}),
+    "two-split-batches": (2, prepare_run, {"dataloader_config": DataLoaderConfiguration(split_batches=True)}),
     "two-uneven": (
         2,
-        train,
-        {"loaders": loaders_of_every_end, "dataloader_config": DataLoaderConfiguration(even_batches=False)},
+        prepare_run,
+        {"loaders": build_loaders, "dataloader_config": DataLoaderConfiguration(even_batches=False)},
     ),
-    "two-weighted": (2, train_weighted, {}),
+    "two-weighted": (2, prepare_weighted_run, {}),
     "two-fully-sharded": (
         2,
-        train,
+        prepare_run,
         {"optimizer": AdamW, "parallelism_config": ParallelismConfig(dp_shard_size=2)},
     ),
     "two-fully-sharded-bf16": (
         2,
-        train,
+        prepare_run,
         {
             "mixed_precision": "bf16",
             "fsdp_plugin": lambda: FullyShardedDataParallelPlugin(
@@ -172,17 +174,17 @@ RUNS = {
             ),
         },
     ),
-    "two-tensor-parallel": (2, train, {"parallelism_config": ParallelismConfig(tp_size=2)}),
-    "two-context-parallel": (2, train, {"parallelism_config": ParallelismConfig(cp_size=2)}),
-    "apart": (3, train, {"gradient_accumulation_steps": 2}),
+    "two-tensor-parallel": (2, prepare_run, {"parallelism_config": ParallelismConfig(tp_size=2)}),
+    "two-context-parallel": (2, prepare_run, {"parallelism_config": ParallelismConfig(cp_size=2)}),
+    "apart": (3, prepare_run, {"gradient_accumulation_steps": 2}),
 }
-"""How many processes a run has, what it prepares, and its options."""
+"""The number of processes of a run, the function that prepares it, and its options."""
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_is_described_as_in_its_golden_file(clusters, name):
     size, run, options = RUNS[name]
-    ranks = clusters["apart" if name == "apart" else size].run(describe, run, options)
+    ranks = clusters["apart" if name == "apart" else size].run(describe_run, run, options)
     lines = [f"rank {rank}\n\n{text}\n" for rank, (text, _) in enumerate(ranks)]
     data = ranks[0][1]
     data["options"] = {
@@ -200,10 +202,10 @@ def test_options_from_the_environment_are_described_as_in_the_golden_file(monkey
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3",
     }.items():
         monkeypatch.setenv(variable, value)
-    text, data = describe(train, {"cpu": True})
+    text, data = describe_run(prepare_run, {"cpu": True})
     options = pformat(data["options"], width=110, sort_dicts=False)
     golden.check("describe/one-variables.txt", f"{text}\n\n{options}\n")
 
 
-def test_every_golden_description_is_of_a_run():
+def test_every_golden_file_belongs_to_a_run():
     assert golden.names("describe") == {*RUNS, "one-variables"}

@@ -1,4 +1,4 @@
-"""The page for people who come from Accelerate names every difference of the two surfaces, and no other."""
+"""The page for users of Accelerate lists every difference of the two interfaces, and no other."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from accel_runtime.tracking import TRACKERS
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from-accelerate.md"
 PLACED = {"POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD"}
 REFUSED = {"MegatronLMDummyScheduler"}
-"""Classes that can be imported and not made: their members and parameters say nothing."""
+"""Classes that can be imported but not created: their members and parameters are not compared."""
 
 
 @pytest.fixture(scope="module")
 def accelerate():
-    """The description of Accelerate 1.15.0, which `tests/describe_surface.py` writes."""
+    """The description of Accelerate 1.15.0 that `tests/describe_surface.py` writes."""
     return json.loads(PATH.read_text(encoding="utf-8"))
 
 
 @pytest.fixture
 def found(accelerate, monkeypatch):
-    """Every difference: `name`, `module.name`, `Class.member`, `function(parameter)`."""
+    """Return all differences: `name`, `module.name`, `Class.member`, `function(parameter)`."""
     packages = {known.package for known in TRACKERS.values()} - {None, "tensorboard"}
     for name in [*packages, "dvclive.plots", "mlflow.utils", "mlflow.utils.validation"]:
         monkeypatch.setitem(sys.modules, name, mock.MagicMock())
@@ -37,21 +37,21 @@ def found(accelerate, monkeypatch):
         if known.package in packages:
             monkeypatch.delitem(sys.modules, f"accel_runtime.tracking.{known.module}", raising=False)
     classes = {known.class_name: known.load() for known in TRACKERS.values()}
-    found = set(differences(accelerate, classes))
+    found = set(list_differences(accelerate, classes))
     for known in TRACKERS.values():
         if known.package in packages:
             del sys.modules[f"accel_runtime.tracking.{known.module}"]
     return found
 
 
-def differences(accelerate, classes):
+def list_differences(accelerate, classes):
     ours = {
-        module: {name: classes.get(name) or own(module, name) for name in names}
+        module: {name: classes.get(name) or get_own(module, name) for name in names}
         for module, names in accelerate.items()
     }
     present = {name for names in ours.values() for name, value in names.items() if value is not None}
     for module, names in accelerate.items():
-        if module_of(module) is None:
+        if import_module_or_none(module) is None:
             yield f"accelerate.{module}"
             continue
         for name, theirs in names.items():
@@ -62,17 +62,17 @@ def differences(accelerate, classes):
                 yield from compare(name, theirs, describe_object(value, "accel_runtime"), value)
 
 
-def module_of(name):
+def import_module_or_none(name):
     try:
         return importlib.import_module(f"accel_runtime.{name}".rstrip("."))
     except ModuleNotFoundError:
         return None
 
 
-def own(module, name):
+def get_own(module, name):
     try:
-        return getattr(module_of(module), name, None)
-    except ImportError:  # which tells what to do
+        return getattr(import_module_or_none(module), name, None)
+    except ImportError:  # with advice for the user
         return None
 
 
@@ -87,7 +87,7 @@ def compare(name, theirs, ours, value):
 
 
 def compare_parameters(name, theirs, ours):
-    """Yield parameters that cannot be given here as there, or have another value where they are left out."""
+    """Yield parameters that cannot be passed as in Accelerate, or that have another default."""
     by_name = {parameter: default for parameter, _, default in ours}
     kinds = {kind for _, kind, _ in ours}
     places = [parameter for parameter, kind, _ in ours if kind in PLACED]
@@ -101,19 +101,19 @@ def compare_parameters(name, theirs, ours):
             continue
         place = given.index(parameter) if kind in PLACED else None
         moved = place is not None and places[place : place + 1] != [parameter]
-        if moved or parameter not in by_name or not same(by_name[parameter], default):
+        if moved or parameter not in by_name or not is_same_default(by_name[parameter], default):
             yield f"{name}({parameter})"
 
 
-def same(ours, theirs):
-    """Return whether a call without a parameter means the same, as far as the texts of the defaults tell."""
+def is_same_default(ours, theirs):
+    """Return whether two defaults mean the same, as far as their texts show."""
     if theirs is None or "..." in {ours, theirs}:
         return True
     return ours is not None and ast.literal_eval(ours) == ast.literal_eval(theirs)
 
 
-def named_on_the_page():
-    """Return what stands in the column `Names` of the tables of the page's last two sections."""
+def read_documented_names():
+    """Return the names in the column `Names` of the tables in the last two sections of the page."""
     text = PAGE.read_text(encoding="utf-8")
     names, column = [], None
     for line in text[text.index("## Unsupported names") :].splitlines():
@@ -127,13 +127,13 @@ def named_on_the_page():
 
 
 def spell_out(name):
-    """Return the names that a name with a list of parameters stands for: `f(a, b)` is `f(a)` and `f(b)`."""
+    """Return the names that a name with a list of parameters means: `f(a, b)` is `f(a)` and `f(b)`."""
     function, bracket, parameters = name.partition("(")
     return [f"{function}({one})" for one in parameters.rstrip(")").split(", ")] if bracket else [name]
 
 
-def test_the_page_names_every_difference_and_no_other(found):
-    named = named_on_the_page()
+def test_the_page_lists_every_difference_and_no_other(found):
+    named = read_documented_names()
     missing, wrong = sorted(found - named), sorted(named - found)
-    assert not missing, "differences that the page does not name"
+    assert not missing, "differences that the page does not list"
     assert not wrong, "names on the page that do not differ"

@@ -1,4 +1,4 @@
-"""The contract between launcher and script."""
+"""The environment variables between launcher and script."""
 
 from __future__ import annotations
 
@@ -67,30 +67,30 @@ every_settings = st.builds(
 
 
 @given(every_settings)
-def test_what_is_written_is_read_back(settings):
+def test_settings_are_equal_after_writing_and_reading(settings):
     assert Settings.from_env(settings.to_env()) == settings
 
 
 @given(every_settings)
-def test_every_field_is_written_to_a_variable_of_ours(settings):
+def test_each_setting_is_written_to_a_variable_with_the_prefix(settings):
     written = settings.to_env()
     assert len(written) == len(flatten_settings(settings))
     assert all(name.startswith(PREFIX) for name in written)
 
 
 @given(every_settings)
-def test_early_fp16_says_nothing_where_the_launcher_spoke(settings):
+def test_the_launcher_overrides_the_early_fp16_variable(settings):
     assert Settings.from_env(settings.to_env() | {EARLY_FP16: "yes"}) == settings
 
 
 @given(every_settings)
-def test_no_two_fields_share_a_variable_and_every_section_travels(settings):
+def test_each_setting_has_its_own_variable(settings):
     names = [variable_name(name) for name, _ in flatten_settings(settings)]
     assert len({*names}) == len(names)
     assert {"ACCEL_PARALLEL_TP_PLAN", "ACCEL_FULLY_SHARD_WRAP"} <= {*names}
 
 
-def test_a_field_without_a_variable_keeps_its_default():
+def test_a_setting_without_a_variable_keeps_its_default():
     assert Settings.from_env({}) == Settings()
     assert Settings.from_env({"ACCEL_DEVICE": "cpu"}) == Settings(device="cpu")
 
@@ -124,7 +124,7 @@ def test_a_field_without_a_variable_keeps_its_default():
         ("USE_FP16", "perhaps"),
     ],
 )
-def test_a_bad_value_is_an_error_that_names_the_variable_and_the_value(name, value):
+def test_an_invalid_value_is_an_error_with_the_variable_and_the_value(name, value):
     with pytest.raises(SettingsError, match=f"^Invalid {name} ") as caught:
         Settings.from_env({name: value})
     assert value.split(",")[-1] in str(caught.value)
@@ -133,23 +133,23 @@ def test_a_bad_value_is_an_error_that_names_the_variable_and_the_value(name, val
 @pytest.mark.parametrize(
     "name", [*(variable_name(name) for name, _ in flatten_settings(Settings())), HOME, PROFILE]
 )
-def test_a_near_miss_of_a_variable_is_refused_with_the_right_name(name):
+def test_a_misspelled_variable_is_rejected_with_a_suggestion(name):
     misspelled = name[:-2] + name[-2] + name[-2:]
     with pytest.raises(SettingsError, match=rf"{misspelled} is not .* did you mean {name}\?"):
         Settings.from_env({misspelled: "cpu"})
 
 
 @pytest.mark.parametrize("name", ["ACCEL_FOO", "ACCEL_MODE", "ACCEL_RUN_NAME", "ACCELERATE_DEVIC", "DEVIC"])
-def test_variables_of_others_are_ignored(name):
+def test_variables_of_other_programs_are_ignored(name):
     assert Settings.from_env({name: "x"}) == Settings()
 
 
-def test_the_variables_of_the_launcher_alone_are_no_concern_of_ours():
+def test_variables_that_only_the_launcher_reads_are_ignored():
     assert Settings.from_env({HOME: "/somewhere", PROFILE: "work"}) == Settings()
 
 
 @pytest.mark.parametrize(("text", "means"), [("1", "fp16"), ("True", "fp16"), ("no", "no"), ("", "no")])
-def test_the_switch_of_early_scripts_asks_for_fp16(text, means):
+def test_the_early_fp16_variable_enables_fp16(text, means):
     assert Settings.from_env({EARLY_FP16: text}).mixed_precision == means
 
 
@@ -164,6 +164,6 @@ def test_the_switch_of_early_scripts_asks_for_fp16(text, means):
         ({}, "auto"),
     ],
 )
-def test_who_sets_the_variable_of_torch_xla_wants_it_unless_a_device_is_named(environ, device):
+def test_the_variable_of_torch_xla_selects_xla_unless_a_device_is_set(environ, device):
     assert Settings.from_env(environ).device == device
     assert is_placed_by_device(environ) is (device == "xla")

@@ -1,4 +1,4 @@
-"""Whole loops through the public API, on data of every kind: each sample once, and the gradients of one process."""
+"""Whole training loops on data of every kind: each sample is used once, with the gradients of one process."""
 
 from __future__ import annotations
 
@@ -36,59 +36,59 @@ WAYS = {
 }
 
 
-class Items(IterableDataset):
+class Stream(IterableDataset):
     """A stream without a length; `make` turns a number into a sample."""
 
     def __init__(self, count, make=torch.tensor):
         self.count, self.make = count, make
 
-    def numbers(self):
+    def list_numbers(self):
         return range(self.count)
 
     def __iter__(self):
-        return map(self.make, self.numbers())
+        return map(self.make, self.list_numbers())
 
 
-class Sized(Items):
-    """Says its length."""
+class SizedStream(Stream):
+    """A stream with a length."""
 
     def __len__(self):
         return self.count
 
 
-class Divided(Items):
-    """Splits itself among the workers."""
+class WorkerShardedStream(Stream):
+    """A stream that splits itself among the workers."""
 
-    def numbers(self):
+    def list_numbers(self):
         info = get_worker_info()
         return range(self.count) if info is None else range(info.id, self.count, info.num_workers)
 
 
-class Shuffled(Items):
-    """Shuffles with the random numbers of its process."""
+class ShuffledStream(Stream):
+    """A stream that shuffles with the random generator of its process."""
 
-    def numbers(self):
+    def list_numbers(self):
         numbers = list(range(self.count))
         random.shuffle(numbers)
         return numbers
 
 
-class Sharded(Items):
-    """As a streaming dataset of the `datasets` library: three shards, which workers divide."""
+class ShardedStream(Stream):
+    """A stream of three shards that workers share, as of the `datasets` library."""
 
     num_shards = n_shards = 3
 
     def shard(self, **_):
         raise AssertionError("sharding by rank gives ranks different numbers of batches")
 
-    def numbers(self):
+    def list_numbers(self):
         info = get_worker_info()
         place, of = (0, 1) if info is None else (info.id, info.num_workers)
         return [n for shard in range(place, 3, of) for n in range(shard, self.count, 3)]
 
 
-class Drawn(Sampler):
-    """Draws from torch's global random numbers and has no generator that anybody could share."""
+class RandomSamplerWithoutGenerator(Sampler):
+    """A sampler that uses the global generator of torch, and has no generator that could be shared."""
 
     def __init__(self, count):
         self.count = count
@@ -100,8 +100,8 @@ class Drawn(Sampler):
         return self.count
 
 
-class Lengths(Sampler):
-    """Batches of 3, 4 and 5 samples; no `batch_size`."""
+class VariableBatchSampler(Sampler):
+    """Batches of 3, 4 and 5 samples, without a `batch_size`."""
 
     def __iter__(self):
         return iter([[0, 1, 2], [3, 4, 5, 6], [7, 8, 9, 10, 11]])
@@ -110,27 +110,27 @@ class Lengths(Sampler):
         return 3
 
 
-def words(number):
+def build_text_sample(number):
     return {"id": torch.tensor(number), "text": f"no {number}"}
 
 
-def ragged(number):
+def build_ragged_sample(number):
     return torch.full((number % 5 + 1,), number)
 
 
-def padded(samples):
+def collate_padded(samples):
     return nn.utils.rnn.pad_sequence(samples, batch_first=True)
 
 
-def row(number):
+def build_row(number):
     return torch.tensor([number])
 
 
-def weighted():
+def build_weighted_sampler():
     return WeightedRandomSampler(torch.ones(100), 10, replacement=False, generator=torch.Generator())
 
 
-def tensors(count):
+def build_tensor_dataset(count):
     return TensorDataset(torch.arange(count))
 
 
@@ -139,36 +139,40 @@ MAPS = {
     "10 in batches of 4": lambda: DataLoader(range(10), 4),
     "one sample": lambda: DataLoader(range(1), 4),
     "fewer samples than ranks": lambda: DataLoader(range(2), 1),
-    "no sample": lambda: DataLoader(tensors(0), 4),
+    "no sample": lambda: DataLoader(build_tensor_dataset(0), 4),
     "shuffled": lambda: DataLoader(range(21), 4, shuffle=True),
     "workers": lambda: DataLoader(range(17), 4, shuffle=True, num_workers=2),
-    "a sampler that draws by itself": lambda: DataLoader(range(16), 4, sampler=Drawn(16)),
+    "a sampler that draws by itself": lambda: DataLoader(
+        range(16), 4, sampler=RandomSamplerWithoutGenerator(16)
+    ),
     "half of the indices": lambda: DataLoader(range(12), 4, sampler=range(0, 12, 2)),
     "half of 22": lambda: DataLoader(range(22), 4, sampler=range(0, 22, 2)),
-    "10 of 100 by weight": lambda: DataLoader(range(100), 4, sampler=weighted()),
+    "10 of 100 by weight": lambda: DataLoader(range(100), 4, sampler=build_weighted_sampler()),
     "a BatchSampler": lambda: DataLoader(
         range(17), batch_sampler=BatchSampler(SequentialSampler(range(17)), 4, drop_last=False)
     ),
-    "batches of 3, 4 and 5": lambda: DataLoader(range(12), batch_sampler=Lengths()),
+    "batches of 3, 4 and 5": lambda: DataLoader(range(12), batch_sampler=VariableBatchSampler()),
     "a list of lists": lambda: DataLoader(range(9), batch_sampler=[[0, 1, 2, 3], [4, 5], [6, 7, 8]]),
-    "samples on their own": lambda: DataLoader([row(n) for n in range(7)], batch_size=None),
+    "samples on their own": lambda: DataLoader([build_row(n) for n in range(7)], batch_size=None),
     "nothing to drop": lambda: DataLoader(range(24), 2, drop_last=True),
 }
 STREAMS = {
-    "a stream": lambda: DataLoader(Items(10), 4),
-    "a stream of 17": lambda: DataLoader(Items(17), 4),
-    "a stream of one": lambda: DataLoader(Items(1), 4),
-    "a stream of one, singly": lambda: DataLoader(Items(1), 1),
-    "an empty stream": lambda: DataLoader(Items(0), 4),
-    "a stream with a length": lambda: DataLoader(Sized(17), 4),
-    "a stream that shuffles by itself": lambda: DataLoader(Shuffled(16), 4),
-    "a stream in three shards": lambda: DataLoader(Sharded(22), 4),
-    "a stream of texts": lambda: DataLoader(Sized(10, words), 4),
-    "a stream padded by batch": lambda: DataLoader(Items(10, ragged), 4, collate_fn=padded),
-    "workers that all read everything": lambda: DataLoader(Sized(16), 4, num_workers=2),
-    "workers that divide": lambda: DataLoader(Divided(16), 4, num_workers=3),
-    "workers that divide 18": lambda: DataLoader(Divided(18), 4, num_workers=2),
-    "samples of a stream on their own": lambda: DataLoader(Items(7, row), batch_size=None),
+    "a stream": lambda: DataLoader(Stream(10), 4),
+    "a stream of 17": lambda: DataLoader(Stream(17), 4),
+    "a stream of one": lambda: DataLoader(Stream(1), 4),
+    "a stream of one, singly": lambda: DataLoader(Stream(1), 1),
+    "an empty stream": lambda: DataLoader(Stream(0), 4),
+    "a stream with a length": lambda: DataLoader(SizedStream(17), 4),
+    "a stream that shuffles by itself": lambda: DataLoader(ShuffledStream(16), 4),
+    "a stream in three shards": lambda: DataLoader(ShardedStream(22), 4),
+    "a stream of texts": lambda: DataLoader(SizedStream(10, build_text_sample), 4),
+    "a stream padded by batch": lambda: DataLoader(
+        Stream(10, build_ragged_sample), 4, collate_fn=collate_padded
+    ),
+    "workers that all read everything": lambda: DataLoader(SizedStream(16), 4, num_workers=2),
+    "workers that divide": lambda: DataLoader(WorkerShardedStream(16), 4, num_workers=3),
+    "workers that divide 18": lambda: DataLoader(WorkerShardedStream(18), 4, num_workers=2),
+    "samples of a stream on their own": lambda: DataLoader(Stream(7, build_row), batch_size=None),
 }
 LOADERS = MAPS | STREAMS
 COUNTS = {
@@ -204,8 +208,8 @@ COUNTS = {
 }
 
 
-def numbers(batch):
-    """The samples of a batch as numbers, one a sample."""
+def get_sample_numbers(batch):
+    """Return the samples of a batch as numbers, one for each sample."""
     if isinstance(batch, dict):
         assert batch["text"] == [f"no {n}" for n in batch["id"].tolist()]
         return batch["id"]
@@ -213,8 +217,8 @@ def numbers(batch):
     return batch if batch.dim() == 1 else batch[:, 0]
 
 
-def accelerator_of(way, **options):
-    """An accelerator, on a rank whose random numbers are its own."""
+def create_accelerator(way, **options):
+    """Return an accelerator, on a rank with random numbers of its own."""
     # This machine may have fewer cores than a loader of these tests has workers.
     warnings.filterwarnings("ignore", "This DataLoader will create")
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**way), **options)
@@ -223,7 +227,7 @@ def accelerator_of(way, **options):
     return accelerator
 
 
-def length(loader):
+def get_length(loader):
     try:
         return len(loader)
     except TypeError:
@@ -235,29 +239,29 @@ def length(loader):
 
 @pytest.mark.parametrize("kind", LOADERS)
 def test_every_sample_is_gathered_once_in_equally_many_steps_on_every_rank(ranks, kind):
-    """There: repeats and losses for most of these, and a hang, an abort or a TypeError for the others."""
+    """Accelerate repeats or loses samples for most of these, and hangs, aborts or fails for the others."""
 
-    def walked(build, way):
-        accelerator = accelerator_of(way)
+    def read_epoch(build, way):
+        accelerator = create_accelerator(way)
         loader = accelerator.prepare(build())
         steps, whole, computed = 0, [], []
         for batch in loader:
             steps += 1
-            own = numbers(batch)
+            own = get_sample_numbers(batch)
             # Ranks that pad to lengths of their own have nothing that can be joined but the numbers.
             ragged = torch.is_tensor(batch) and batch.dim() == 2
-            whole += numbers(accelerator.gather_for_metrics(own if ragged else batch)).tolist()
+            whole += get_sample_numbers(accelerator.gather_for_metrics(own if ragged else batch)).tolist()
             computed += accelerator.gather_for_metrics(own * 2).tolist()
         assert computed == [2 * number for number in whole]
-        assert length(loader) in {steps, None}
+        assert get_length(loader) in {steps, None}
         return steps, whole
 
-    def seen(build, ways):
-        return [walked(build, way) for way in ways]
+    def read_with_each_option(build, ways):
+        return [read_epoch(build, way) for way in ways]
 
     # Workers take long to start; the other ways differ in the main process only.
     ways = ["even", "dispatched"] if "workers" in kind else list(WAYS)
-    got = ranks.run(seen, LOADERS[kind], [WAYS[way] for way in ways])
+    got = ranks.run(read_with_each_option, LOADERS[kind], [WAYS[way] for way in ways])
     assert got == [got[0]] * ranks.size
     for way, (_, found) in zip(ways, got[0], strict=True):
         if kind == "10 of 100 by weight":
@@ -267,40 +271,40 @@ def test_every_sample_is_gathered_once_in_equally_many_steps_on_every_rank(ranks
 
 
 @pytest.mark.parametrize("kind", ["17 in batches of 4", "a stream with a length"])
-def test_the_end_that_is_filled_up_is_counted_and_told(ranks, kind):
-    """There: 24 samples are trained on for 17, and nothing says so."""
+def test_padding_of_the_last_batch_is_counted(ranks, kind):
+    """Accelerate trains on 24 samples instead of 17, without a message."""
 
-    def told(build):
-        accelerator = accelerator_of({})
+    def count_samples(build):
+        accelerator = create_accelerator({})
         loader = accelerator.prepare(build())
         handed = sum(len(batch) for batch in loader)
         return accelerator.reduce(torch.tensor(handed)).item(), loader.repeats
 
     count = -(-17 // (4 * ranks.size)) * 4 * ranks.size if ranks.size > 1 else 17
-    assert ranks.run(told, LOADERS[kind]) == [(count, count - 17)] * ranks.size
+    assert ranks.run(count_samples, LOADERS[kind]) == [(count, count - 17)] * ranks.size
 
 
 @pytest.mark.parametrize("kind", MAPS)
-def test_without_even_batches_nothing_is_handed_out_twice_but_to_ranks_that_have_nothing(ranks, kind):
-    """A rank for which nothing is left gets one sample that counts for nothing; the batches are as long as told."""
+def test_without_even_batches_only_ranks_without_samples_get_padding(ranks, kind):
+    """A rank without samples gets one padding sample that is not counted; other batches have their length."""
 
-    def handed(build):
-        accelerator = accelerator_of({"even_batches": False})
+    def list_batch_sizes(build):
+        accelerator = create_accelerator({"even_batches": False})
         loader = accelerator.prepare(build())
-        own = [len(numbers(batch)) for batch in loader]
+        own = [len(get_sample_numbers(batch)) for batch in loader]
         return gather_object([own]), loader.repeats
 
-    lengths, repeats = ranks.run(handed, MAPS[kind])[0]
+    lengths, repeats = ranks.run(list_batch_sizes, MAPS[kind])[0]
     count = 10 if kind == "10 of 100 by weight" else len(COUNTS[kind])
     assert sum(map(sum, lengths)) == count + repeats
     assert repeats < ranks.size or kind in {"batches of 3, 4 and 5", "a list of lists"}
 
 
-def test_a_loader_over_a_distributed_sampler_is_refused_or_used_as_it_is(several):
-    """There: sharded twice, half of the samples are never seen."""
+def test_a_distributed_sampler_is_rejected_unless_data_is_declared_sharded(several):
+    """Accelerate shards the data twice, so that half of the samples are never used."""
 
-    def seen():
-        accelerator = accelerator_of({})
+    def read_with_each_option():
+        accelerator = create_accelerator({})
         data = range(16)
         loader = DataLoader(data, 2, sampler=DistributedSampler(data, shuffle=False))
         with pytest.raises(ValueError, match=r'sharding twice would skip samples.*data="sharded"'):
@@ -308,19 +312,19 @@ def test_a_loader_over_a_distributed_sampler_is_refused_or_used_as_it_is(several
         prepared = accelerator.prepare_data_loader(loader, data="sharded")
         return [n for batch in prepared for n in accelerator.gather_for_metrics(batch).tolist()]
 
-    count = -(-16 // several.size) * several.size  # the sampler itself fills up
-    for found in several.run(seen):
+    count = -(-16 // several.size) * several.size  # the sampler adds padding
+    for found in several.run(read_with_each_option):
         assert len(found) == count
         assert set(found) == set(range(16))
 
 
 @pytest.mark.parametrize("kind", ["a list", "a stream"])
-def test_ranks_with_different_amounts_of_data_of_their_own_take_equally_many_steps(several, kind):
-    def seen(kind):
-        accelerator = accelerator_of({})
+def test_ranks_with_unequal_sharded_data_take_equally_many_steps(several, kind):
+    def read_with_each_option(kind):
+        accelerator = create_accelerator({})
         rank = accelerator.process_index
         own = [100 * rank + n for n in range(3 + 4 * rank)]
-        data = own if kind == "a list" else Items(len(own), lambda n: torch.tensor(own[n]))
+        data = own if kind == "a list" else Stream(len(own), lambda n: torch.tensor(own[n]))
         loader = accelerator.prepare_data_loader(DataLoader(data, 2), data="sharded")
         steps, whole = 0, []
         for batch in loader:
@@ -330,7 +334,8 @@ def test_ranks_with_different_amounts_of_data_of_their_own_take_equally_many_ste
 
     wanted = [100 * rank + n for rank in range(several.size) for n in range(3 + 4 * rank)]
     assert (
-        several.run(seen, kind) == [(-(-len(range(3 + 4 * (several.size - 1))) // 2), wanted)] * several.size
+        several.run(read_with_each_option, kind)
+        == [(-(-len(range(3 + 4 * (several.size - 1))) // 2), wanted)] * several.size
     )
 
 
@@ -338,70 +343,72 @@ def test_ranks_with_different_amounts_of_data_of_their_own_take_equally_many_ste
     "options", [{"shuffle": True}, {"drop_last": True}, {"shuffle": True, "drop_last": True}]
 )
 @pytest.mark.parametrize("way", ["even", "dispatched", "from a seed"])
-def test_batches_depend_on_the_global_batch_and_not_on_the_number_of_processes(clusters, options, way):
-    """There: another order on one process than on several, and `drop_last` keeps what the world size likes."""
+def test_batches_depend_only_on_the_global_batch_size(clusters, options, way):
+    """With Accelerate the order and `drop_last` depend on the number of processes."""
 
-    def epochs(options, way):
+    def read_epochs(options, way):
         torch.manual_seed(5)
         accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**way))
         loader = accelerator.prepare(DataLoader(range(20), 6 // accelerator.num_processes, **options))
         return [[sorted(accelerator.gather_for_metrics(b).tolist()) for b in loader] for _ in range(2)]
 
-    wanted = clusters[1].run(epochs, options, WAYS[way])[0]
+    wanted = clusters[1].run(read_epochs, options, WAYS[way])[0]
     for size in (2, 3):
-        assert clusters[size].run(epochs, options, WAYS[way]) == [wanted] * size
+        assert clusters[size].run(read_epochs, options, WAYS[way]) == [wanted] * size
 
 
-def test_the_order_from_a_seed_is_one_order_whoever_reads(ranks):
-    def epochs(dispatch):
+def test_the_order_from_a_data_seed_is_the_same_with_dispatch_batches(ranks):
+    def read_epochs(dispatch):
         torch.manual_seed(0 if dispatch else 9)
         config = DataLoaderConfiguration(dispatch_batches=dispatch, use_seedable_sampler=True, data_seed=3)
         accelerator = Accelerator(dataloader_config=config)
         loader = accelerator.prepare(DataLoader(range(20), 4, shuffle=True))
         return [[accelerator.gather_for_metrics(b).tolist() for b in loader] for _ in range(2)]
 
-    wanted = ranks.run(epochs, False)
-    assert ranks.run(epochs, True) == wanted
+    wanted = ranks.run(read_epochs, False)
+    assert ranks.run(read_epochs, True) == wanted
     assert wanted[0][0] != wanted[0][1]
 
 
-def test_the_mean_of_whole_numbers_over_the_ranks_is_a_number_with_a_fraction(ranks):
-    def mean():
+def test_reduce_mean_of_integers_returns_a_float(ranks):
+    def reduce_mean():
         accelerator = Accelerator()
         return accelerator.reduce(torch.tensor([accelerator.process_index]), "mean").tolist()
 
-    assert ranks.run(mean) == [[(ranks.size - 1) / 2]] * ranks.size
+    assert ranks.run(reduce_mean) == [[(ranks.size - 1) / 2]] * ranks.size
 
 
 @pytest.mark.slow
-def test_four_ranks_share_one_and_three_samples(four):
-    def seen():
+def test_four_ranks_can_read_one_or_three_samples(four):
+    def read_with_each_option():
         accelerator = Accelerator()
         found = []
-        for data in (tensors(1), tensors(3), Items(1), Items(3)):
+        for data in (build_tensor_dataset(1), build_tensor_dataset(3), Stream(1), Stream(3)):
             loader = accelerator.prepare(DataLoader(data, 1))
-            found.append([n for b in loader for n in accelerator.gather_for_metrics(numbers(b)).tolist()])
+            found.append(
+                [n for b in loader for n in accelerator.gather_for_metrics(get_sample_numbers(b)).tolist()]
+            )
         return found
 
-    assert four.run(seen) == [[[0], [0, 1, 2]] * 2] * 4
+    assert four.run(read_with_each_option) == [[[0], [0, 1, 2]] * 2] * 4
 
 
-# Going on --------------------------------------------------------------------------------
+# Resuming --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", ["even", "dispatched", "not even"])
 @pytest.mark.parametrize("kind", ["a list", "a stream"])
-def test_skipping_counts_global_batches_and_the_last_gather_is_exact(ranks, kind, way):
-    """There: one batch of one rank is skipped for one step when dispatched, and the last gather has repeats."""
+def test_skip_first_batches_skips_global_batches_and_the_last_gather_is_exact(ranks, kind, way):
+    """Accelerate skips one batch of one rank with dispatch_batches, and pads the last gather."""
 
-    def rest(kind, way):
-        accelerator = accelerator_of(way)
-        loader = accelerator.prepare(DataLoader(range(33) if kind == "a list" else Sized(33), 4))
+    def read_rest(kind, way):
+        accelerator = create_accelerator(way)
+        loader = accelerator.prepare(DataLoader(range(33) if kind == "a list" else SizedStream(33), 4))
         some = skip_first_batches(loader, 1)
         assert len(some) == len(loader) - 1
         return [n for batch in some for n in accelerator.gather_for_metrics(batch).tolist()]
 
-    assert ranks.run(rest, kind, WAYS[way]) == [list(range(4 * ranks.size, 33))] * ranks.size
+    assert ranks.run(read_rest, kind, WAYS[way]) == [list(range(4 * ranks.size, 33))] * ranks.size
 
 
 RESUMED = {
@@ -420,12 +427,12 @@ RESUMED = {
 }
 
 
-def interrupted(kind, epoch, state=None):
-    """What is gathered after two steps of an epoch, to the end of the next epoch, and the state there."""
+def interrupt_epoch(kind, epoch, state=None):
+    """Return the samples from step 3 of an epoch to the end of the next, and the state before step 3."""
     way, options = RESUMED[kind]
     torch.manual_seed(5)
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**way))
-    data = Sized(20) if "stream" in kind else range(20)
+    data = SizedStream(20) if "stream" in kind else range(20)
     loader = accelerator.prepare(DataLoader(data, 6 // accelerator.num_processes, **options))
     if state is None:
         for _ in range(epoch):
@@ -452,19 +459,19 @@ def interrupted(kind, epoch, state=None):
         for epoch in (0, 1)
     ],
 )
-def test_a_run_that_goes_on_has_what_was_left_of_its_epoch_on_any_number_of_processes(clusters, kind, epoch):
-    """There: another order than that of the epoch left, epoch 0 twice, or an epoch without samples."""
+def test_a_resumed_run_reads_the_rest_of_its_epoch_on_any_world_size(clusters, kind, epoch):
+    """With Accelerate the order changes, epoch 0 is repeated, or an epoch has no samples."""
 
-    def before(kind, epoch):
+    def interrupt_without_warnings(kind, epoch):
         warnings.filterwarnings("ignore", "This DataLoader will create")
-        return interrupted(kind, epoch)
+        return interrupt_epoch(kind, epoch)
 
-    wanted, state = clusters[2].run(before, kind, epoch)[0]
+    wanted, state = clusters[2].run(interrupt_without_warnings, kind, epoch)[0]
     for size in (1, 2, 3):
-        got = clusters[size].run(lambda *a: interrupted(*a)[0], kind, epoch, state)
+        got = clusters[size].run(lambda *a: interrupt_epoch(*a)[0], kind, epoch, state)
         if kind in {"a seed", "dispatched from a seed", "a stream", "a dispatched stream"}:
             assert got == [wanted] * size
-        else:  # the next epoch is drawn from the random numbers there are then
+        else:  # the next epoch is drawn from the current state of the generator
             left = 20 // 6 + 1 - 2
             assert [each[:left] for each in got] == [wanted[:left]] * size
             assert all(sorted(chain.from_iterable(each[left:])) == list(range(20)) for each in got)
@@ -474,7 +481,7 @@ def test_a_run_that_goes_on_has_what_was_left_of_its_epoch_on_any_number_of_proc
 
 
 class Network(nn.Module):
-    """Small, and not linear."""
+    """A small nonlinear network."""
 
     def __init__(self):
         super().__init__()
@@ -485,21 +492,21 @@ class Network(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
-def samples(count):
+def build_samples(count):
     generator = torch.Generator().manual_seed(count)
     return torch.randn(count, 4, generator=generator), torch.arange(count)
 
 
-def error(got, wanted):
+def relative_error(got, wanted):
     got, wanted = (torch.cat([v.flatten() for v in values]) for values in (got, wanted))
     return float((got - wanted).norm() / wanted.norm().clamp(min=1e-12))
 
 
-def gradient(model):
+def copy_gradients(model):
     return [p.grad.clone() for p in model.parameters()]
 
 
-def squared(model, x):
+def squared_loss(model, x):
     return (model(x) - x.sum(1, keepdim=True)).square().mean()
 
 
@@ -507,13 +514,13 @@ def squared(model, x):
 @pytest.mark.parametrize("way", ["not even", "dispatched, not even"])
 @pytest.mark.parametrize("stream", [False, True], ids=["a list", "a stream"])
 def test_training_without_even_batches_has_the_gradients_of_one_process(ranks, weighted, way, stream):
-    """There: the mean of unequal means, off by 0.76; for some lengths both ranks wait for ever."""
+    """Accelerate has the mean of unequal means, off by 0.76, and hangs for some lengths."""
 
-    def trained(count, weighted, way, stream):
-        accelerator = accelerator_of(way)
-        x, index = samples(count)
+    def train_locally(count, weighted, way, stream):
+        accelerator = create_accelerator(way)
+        x, index = build_samples(count)
         plain = Network()
-        data = Sized(count, lambda n: (x[n], index[n])) if stream else TensorDataset(x, index)
+        data = SizedStream(count, lambda n: (x[n], index[n])) if stream else TensorDataset(x, index)
         model = Network()
         rule = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         model, rule, loader = accelerator.prepare(model, rule, DataLoader(data, 4))
@@ -521,31 +528,31 @@ def test_training_without_even_batches_has_the_gradients_of_one_process(ranks, w
         seen, worst, size = [], 0.0, 4 * accelerator.num_processes
         assert isinstance(model, DistributedDataParallel) == (accelerator.num_processes > 1)
         for step, (batch, which) in enumerate(loader):
-            # A batch that is there to keep step counts for nothing, and is given the weight of one that does.
+            # A padding batch counts for nothing, also with the weight of a real one.
             options = {"weight": len(batch)} if weighted else {}
-            accelerator.backward(squared(model, batch), **options)
-            squared(plain, x[step * size : (step + 1) * size]).backward()
-            worst = max(worst, error(gradient(model), gradient(plain)))
+            accelerator.backward(squared_loss(model, batch), **options)
+            squared_loss(plain, x[step * size : (step + 1) * size]).backward()
+            worst = max(worst, relative_error(copy_gradients(model), copy_gradients(plain)))
             for one in (rule, plain_rule):
                 one.step()
                 one.zero_grad()
             seen += accelerator.gather_for_metrics(which).tolist()
         accelerator.wait_for_everyone()
-        return seen, max(worst, error(model.state_dict().values(), plain.state_dict().values()))
+        return seen, max(worst, relative_error(model.state_dict().values(), plain.state_dict().values()))
 
-    def each(*how):
-        return [trained(count, *how) for count in (13, 21, 10, 5, 1)]
+    def train_all_lengths(*how):
+        return [train_locally(count, *how) for count in (13, 21, 10, 5, 1)]
 
-    for found in ranks.run(each, weighted, WAYS[way], stream):
+    for found in ranks.run(train_all_lengths, weighted, WAYS[way], stream):
         assert [seen for seen, _ in found] == [list(range(count)) for count in (13, 21, 10, 5, 1)]
         assert max(worst for _, worst in found) <= BAR
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
-def test_shuffled_training_is_the_same_on_any_number_of_processes(clusters, accumulation):
-    """Same global batch, default shuffle, two epochs whose last batch and last window are short."""
+def test_shuffled_training_is_equal_on_any_number_of_processes(clusters, accumulation):
+    """Train with one global batch size for two epochs whose last batch and last cycle are short."""
 
-    def trained(accumulation):
+    def train_locally(accumulation):
         torch.manual_seed(5)
         accelerator = Accelerator(
             gradient_accumulation_steps=accumulation,
@@ -553,41 +560,41 @@ def test_shuffled_training_is_the_same_on_any_number_of_processes(clusters, accu
         )
         model = Network()
         rule = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        loader = DataLoader(samples(20)[0], 6 // accelerator.num_processes, shuffle=True)
+        loader = DataLoader(build_samples(20)[0], 6 // accelerator.num_processes, shuffle=True)
         model, rule, loader = accelerator.prepare(model, rule, loader)
         torch.manual_seed(7)
         for _ in range(2):
             for batch in loader:
                 with accelerator.accumulate(model):
-                    accelerator.backward(squared(model, batch))
+                    accelerator.backward(squared_loss(model, batch))
                     rule.step()
                     rule.zero_grad()
         return [v.tolist() for v in accelerator.unwrap_model(model).state_dict().values()]
 
-    def near(got, wanted):
-        return error([torch.tensor(v) for v in got], [torch.tensor(v) for v in wanted]) <= BAR
+    def is_near(got, wanted):
+        return relative_error([torch.tensor(v) for v in got], [torch.tensor(v) for v in wanted]) <= BAR
 
-    wanted = clusters[1].run(trained, accumulation)[0]
+    wanted = clusters[1].run(train_locally, accumulation)[0]
     for size in (2, 3):
-        assert all(near(got, wanted) for got in clusters[size].run(trained, accumulation))
+        assert all(is_near(got, wanted) for got in clusters[size].run(train_locally, accumulation))
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("even", [True, False], ids=["even", "not even"])
-def test_losses_weighed_by_tokens_have_the_gradient_over_all_tokens_of_the_window(ranks, accumulation, even):
-    """There: the mean of means, off by 0.25 to 1.12, and the last window divided by micro-batches it has not."""
+def test_token_weighted_losses_have_the_gradient_over_all_tokens_of_a_cycle(ranks, accumulation, even):
+    """Accelerate has the mean of means, off by 0.25 to 1.12, and scales a short last cycle wrongly."""
 
-    def worst(accumulation, even):
-        accelerator = accelerator_of({"even_batches": even}, gradient_accumulation_steps=accumulation)
+    def measure_error(accumulation, even):
+        accelerator = create_accelerator({"even_batches": even}, gradient_accumulation_steps=accumulation)
         count = 6 * 3 * 4 * accelerator.num_processes - (0 if even else 3)
-        x = samples(count)[0]
+        x = build_samples(count)[0]
         tokens = torch.randint(1, 25, (count,), generator=torch.Generator().manual_seed(1))
         plain = Network()
         model = Network()
         loader = DataLoader(TensorDataset(x, tokens), 4)
         model, rule, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), loader)
 
-        def loss_of(model, x, tokens):
+        def compute_loss(model, x, tokens):
             each = (model(x) - x.sum(1, keepdim=True)).square().squeeze(1)
             return (each * tokens).sum() / tokens.sum()
 
@@ -595,38 +602,41 @@ def test_losses_weighed_by_tokens_have_the_gradient_over_all_tokens_of_the_windo
         for batch, number in loader:
             done += 4 * accelerator.num_processes
             with accelerator.accumulate(model):
-                accelerator.backward(loss_of(model, batch, number), weight=number.sum())
+                accelerator.backward(compute_loss(model, batch, number), weight=number.sum())
                 if accelerator.sync_gradients:
                     plain.zero_grad()
-                    loss_of(plain, x[begun:done], tokens[begun:done]).backward()
-                    found, begun = max(found, error(gradient(model), gradient(plain))), done
+                    compute_loss(plain, x[begun:done], tokens[begun:done]).backward()
+                    found, begun = (
+                        max(found, relative_error(copy_gradients(model), copy_gradients(plain))),
+                        done,
+                    )
                 rule.step()
                 rule.zero_grad()
         assert begun >= count
         return found
 
-    assert all(value <= BAR for value in ranks.run(worst, accumulation, even))
+    assert all(value <= BAR for value in ranks.run(measure_error, accumulation, even))
 
 
-def test_loops_made_by_hand_may_be_of_unequal_length_on_the_cpu(several):
-    """There: the context does nothing on the CPU, and the ranks lose each other."""
+def test_join_uneven_inputs_accepts_loops_of_unequal_length_on_the_cpu(several):
+    """In Accelerate this context has no effect on the CPU, and the ranks hang."""
 
-    def trained():
+    def train_locally():
         accelerator = Accelerator()
         model = Network()
         rule = torch.optim.SGD(model.parameters(), lr=0.1)
         model, rule = accelerator.prepare(model, rule)
-        own = samples(2 + 3 * accelerator.process_index)[0]
+        own = build_samples(2 + 3 * accelerator.process_index)[0]
         with accelerator.join_uneven_inputs([model]):
             for each in own:
-                accelerator.backward(squared(model, each[None]))
+                accelerator.backward(squared_loss(model, each[None]))
                 rule.step()
                 rule.zero_grad()
         accelerator.wait_for_everyone()
-        # A rank that is through early has the weights of the others all the same.
+        # A rank that finishes early has the same weights as the others.
         return [v.tolist() for v in model.state_dict().values()]
 
-    got = several.run(trained)
+    got = several.run(train_locally)
     assert got == [got[0]] * several.size
 
 
@@ -635,10 +645,10 @@ def test_loops_made_by_hand_may_be_of_unequal_length_on_the_cpu(several):
 
 @pytest.mark.parametrize("options", ["a global batch", "left to the script", "one step a call"])
 @pytest.mark.parametrize("accumulation", [1, 4])
-def test_a_schedule_follows_optimizer_steps_on_any_number_of_processes(ranks, options, accumulation):
-    """With the batch size given for all processes, or schedulers left alone; else samples are what counts."""
+def test_a_scheduler_follows_optimizer_steps_on_any_number_of_processes(ranks, options, accumulation):
+    """Test a global batch size, and schedulers that the script steps itself."""
 
-    def rates(options, accumulation):
+    def collect_rates(options, accumulation):
         config = DataLoaderConfiguration(split_batches=options == "a global batch")
         accelerator = Accelerator(
             dataloader_config=config,
@@ -649,7 +659,7 @@ def test_a_schedule_follows_optimizer_steps_on_any_number_of_processes(ranks, op
         rule = torch.optim.SGD(model.parameters(), lr=1.0)
         schedule = LinearLR(rule, start_factor=1.0, end_factor=0.5, total_iters=8)
         size = 12 if options == "a global batch" else 12 // accelerator.num_processes
-        loader = DataLoader(samples(12 * 4 * accumulation)[0], size)
+        loader = DataLoader(build_samples(12 * 4 * accumulation)[0], size)
         if options == "one step a call":
             model, rule, loader = accelerator.prepare(model, rule, loader)  # the schedule stays the script's
         else:
@@ -657,7 +667,7 @@ def test_a_schedule_follows_optimizer_steps_on_any_number_of_processes(ranks, op
         found = []
         for batch in loader:
             with accelerator.accumulate(model):
-                accelerator.backward(squared(model, batch))
+                accelerator.backward(squared_loss(model, batch))
                 rule.step()
                 if options == "a global batch" or accelerator.sync_gradients:
                     schedule.step()
@@ -667,4 +677,4 @@ def test_a_schedule_follows_optimizer_steps_on_any_number_of_processes(ranks, op
         return found
 
     wanted = [pytest.approx(1 - 0.5 * step / 8) for step in (1, 2, 3, 4)]
-    assert ranks.run(rates, options, accumulation) == [wanted] * ranks.size
+    assert ranks.run(collect_rates, options, accumulation) == [wanted] * ranks.size

@@ -1,4 +1,4 @@
-"""A truth that reads as a property and as a call."""
+"""A boolean that can be read as a property and called as a method."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from accel_runtime.state import Flag
 
 
 @pytest.mark.parametrize("truth", [True, False])
-def test_a_flag_is_its_truth_however_it_is_read(truth):
+def test_a_flag_has_its_value_as_a_property_and_as_a_call(truth):
     flag = Flag(truth)
     assert bool(flag) is truth
     assert flag() is truth
@@ -17,6 +17,6 @@ def test_a_flag_is_its_truth_however_it_is_read(truth):
     assert str(flag) == repr(flag) == f"{flag}" == str(truth)
 
 
-def test_a_flag_is_made_from_anything_true():
+def test_a_flag_converts_any_value_to_a_boolean():
     assert Flag("text")() is True
     assert Flag([])() is False

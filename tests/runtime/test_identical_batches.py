@@ -1,4 +1,4 @@
-"""Processes that compute the same batch are told so, unless a loader divides the data."""
+"""Processes that train on the same batch are reported, unless a loader shards the data."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Scaled(nn.Module):
         return self.layer(x) * (1 if scale is None else scale["by"])
 
 
-def warned(batches, **options):
-    """Return what training on the batches that `batches(rank)` makes is told on this rank."""
+def collect_warnings(batches, **options):
+    """Return the messages on this rank when it trains on the batches of `batches(rank)`."""
     with collect_messages("accel_runtime.data") as messages:
         accelerator = Accelerator(**options)
         accelerator.prepare(Scaled().requires_grad_(requires_grad=False))
@@ -35,7 +35,7 @@ def warned(batches, **options):
         for args, kwargs in batches(accelerator):
             with accelerator.accumulate(model):
                 accelerator.backward(model(*args, **kwargs).sum())
-        assert len(model._forward_pre_hooks) == 2  # those that stay
+        assert len(model._forward_pre_hooks) == 2  # the permanent ones
     return messages
 
 
@@ -43,7 +43,7 @@ def batch(seed, **others):
     return [torch.randn(3, 2, generator=torch.Generator().manual_seed(seed))], others
 
 
-def same(_):
+def same_batches(_):
     return [batch(step) for step in range(4)]
 
 
@@ -52,34 +52,34 @@ def unprepared_loader(_):
     return [([x], {}) for x in DataLoader(torch.randn(8, 2), batch_size=2, shuffle=True)]
 
 
-def of_one_process(accelerator):
-    """Evaluate on one rank first: the other ranks are not waited for."""
+def evaluate_on_one_process(accelerator):
+    """Evaluate on one rank first: the check must not wait for the other ranks."""
     if accelerator.is_main_process:
         with torch.no_grad():
             accelerator._models[1].module(torch.ones(1, 2))
-    return same(accelerator)
+    return same_batches(accelerator)
 
 
-@pytest.mark.parametrize("batches", [same, unprepared_loader, of_one_process])
-def test_equal_batches_are_told_of_once_with_the_line(pair, batches):
-    (message,), other = pair.run(warned, batches)
+@pytest.mark.parametrize("batches", [same_batches, unprepared_loader, evaluate_on_one_process])
+def test_equal_batches_are_reported_once_with_the_line(pair, batches):
+    (message,), other = pair.run(collect_warnings, batches)
     assert other == []
     assert message.startswith("Ranks 0 and 1 train on the same batch, at test_identical_batches.py:")
     assert "Give the DataLoader to prepare()" in message
 
 
-def test_equal_batches_are_told_of_under_accumulation(pair):
+def test_equal_batches_are_reported_with_accumulation(pair):
     def train():
-        return warned(same, gradient_accumulation_steps=2)
+        return collect_warnings(same_batches, gradient_accumulation_steps=2)
 
     assert [len(said) for said in pair.run(train)] == [1, 0]
 
 
-def own(accelerator):
+def different_batches(accelerator):
     return [batch(10 * accelerator.process_index + step) for step in range(4)]
 
 
-def own_in_a_dict(accelerator):
+def different_batches_in_a_dict(accelerator):
     return [batch(step, scale={"by": torch.tensor(accelerator.process_index)}) for step in range(4)]
 
 
@@ -92,6 +92,8 @@ def prepared_loader(accelerator):
     return [([x], {}) for x in loader]
 
 
-@pytest.mark.parametrize("batches", [own, own_in_a_dict, without_tensors, prepared_loader])
-def test_other_batches_and_those_of_a_prepared_loader_are_not(pair, batches):
-    assert pair.run(warned, batches) == [[], []]
+@pytest.mark.parametrize(
+    "batches", [different_batches, different_batches_in_a_dict, without_tensors, prepared_loader]
+)
+def test_different_batches_and_prepared_loaders_are_not_reported(pair, batches):
+    assert pair.run(collect_warnings, batches) == [[], []]

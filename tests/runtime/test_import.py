@@ -1,4 +1,4 @@
-"""Importing the runtime is cheap, and gives what it names."""
+"""Importing the runtime is fast, and every public name exists."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ except ModuleNotFoundError as error:
 """
 
 
-def test_torch_arrives_with_the_first_name_that_needs_it():
+def test_torch_is_imported_with_the_first_name_that_needs_it():
     run = subprocess.run([sys.executable, "-c", CHEAP], capture_output=True, text=True, check=True)
     assert run.stdout == "\ntorch\n"
 
@@ -34,7 +34,7 @@ SLOW = "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tenso
 
 
 @pytest.mark.slow
-def test_an_accelerator_is_imported_without_the_slow_parts_of_torch():
+def test_importing_accelerator_does_not_import_slow_modules_of_torch():
     script = (
         f"import sys; from accel_runtime import Accelerator; print(*(n for n in {SLOW} if n in sys.modules))"
     )
@@ -43,21 +43,21 @@ def test_an_accelerator_is_imported_without_the_slow_parts_of_torch():
 
 
 @pytest.mark.parametrize("name", accel_runtime.__all__)
-def test_every_public_name_is_there(name):
+def test_every_public_name_exists(name):
     assert getattr(accel_runtime, name).__name__ == name
     assert name in dir(accel_runtime)
 
 
-def test_any_other_name_is_an_attribute_error():
+def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="'accel_runtime' has no attribute 'Acelerator'"):
         _ = accel_runtime.Acelerator
 
 
-def test_the_version_is_that_of_the_distribution():
+def test_the_version_equals_that_of_the_distribution():
     assert accel_runtime.__version__ == version("accel-runtime")
 
 
-def test_scripts_that_compare_versions_of_accelerate_have_one_to_compare():
+def test_scripts_can_compare_the_version_of_accelerate():
     version = tuple(map(int, accel_runtime.accelerate_version.split(".")))
     assert version >= (1, 15, 0)
     assert "accelerate_version" in dir(accel_runtime)

@@ -1,4 +1,4 @@
-"""Models without memory, or on another device."""
+"""Models on the meta device, or on another device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Tied(nn.Module):
         self.register_buffer("positions", torch.arange(3))
 
 
-def test_parameters_are_empty_and_buffers_are_what_they_are():
+def test_parameters_are_on_meta_and_buffers_keep_their_values():
     with init_empty_weights():
         model = Tied()
     assert all(parameter.is_meta for parameter in model.parameters())
@@ -32,13 +32,13 @@ def test_parameters_are_empty_and_buffers_are_what_they_are():
     assert not next(nn.Linear(1, 1).parameters()).is_meta, "outside, everything is as it was"
 
 
-def test_with_buffers_everything_is_empty():
+def test_include_buffers_puts_all_tensors_on_meta():
     with init_empty_weights(include_buffers=True):
         model = Tied()
     assert all(tensor.is_meta for tensor in model.state_dict().values())
 
 
-def test_a_device_that_is_the_own_one_changes_nothing():
+def test_init_on_the_default_device_changes_nothing():
     torch.manual_seed(0)
     with init_on_device("cpu"):
         there = nn.Linear(2, 2)
@@ -46,12 +46,12 @@ def test_a_device_that_is_the_own_one_changes_nothing():
     assert torch.equal(there.weight, nn.Linear(2, 2).weight)
 
 
-def test_lazy_parameters_wait():
+def test_lazy_parameters_stay_uninitialized():
     with init_empty_weights():
         assert nn.LazyLinear(2).has_uninitialized_params()
 
 
-def test_an_exception_ends_the_block():
+def test_an_exception_ends_the_context():
     with pytest.raises(ZeroDivisionError), init_empty_weights():
         raise ZeroDivisionError
     assert not nn.Linear(1, 1).weight.is_meta

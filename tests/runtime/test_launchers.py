@@ -1,4 +1,4 @@
-"""Functions that a notebook or a test starts on several processes."""
+"""`notebook_launcher` and `debug_launcher` start a function on several processes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from accel_runtime.env import RANK_FOLDER
 from accel_runtime.heartbeat import heartbeat
 
 
-def written(folder, *words):
-    """What a training might do: gradients, a collective, a file."""
+def train_and_write(folder, *words):
+    """Run a backward pass and a collective, and write a file for this rank."""
     accelerator = Accelerator()
     model = accelerator.prepare(torch.nn.Linear(4, 4))
     accelerator.backward(model(torch.ones(2, 4)).sum())
@@ -38,35 +38,35 @@ def written(folder, *words):
     return lambda: None  # cannot be pickled, and need not be
 
 
-def read(folder):
+def read_files(folder):
     return [file.read_text() for file in sorted(folder.iterdir())]
 
 
-def test_a_function_runs_on_real_processes_on_the_cpu(tmp_path):
+def test_debug_launcher_runs_a_function_on_real_cpu_processes(tmp_path):
     torch.nn.Linear(64, 64)(torch.ones(512, 64)).sum().backward()  # what a session did before
-    debug_launcher(written, (tmp_path, "a"), num_processes=2)
-    assert read(tmp_path) == [f"[[0, 1], 'no', 'cpu', {rank}, 'a']" for rank in range(2)]
+    debug_launcher(train_and_write, (tmp_path, "a"), num_processes=2)
+    assert read_files(tmp_path) == [f"[[0, 1], 'no', 'cpu', {rank}, 'a']" for rank in range(2)]
     assert not multiprocessing.active_children()
     assert "RANK" not in os.environ
 
 
-def test_a_session_that_is_in_a_process_group_is_refused(tmp_path):
+def test_a_session_inside_a_process_group_is_rejected(tmp_path):
     accelerator = Accelerator(parallelism_config=ParallelismConfig(dp_shard_size="auto"))
     with pytest.raises(RuntimeError, match="in a process group already"):
-        debug_launcher(written, (tmp_path, "a"), num_processes=2)
+        debug_launcher(train_and_write, (tmp_path, "a"), num_processes=2)
     assert accelerator.num_processes == 1
 
 
 @pytest.mark.parametrize("precision", ["bf16", PrecisionType.BF16], ids=["text", "member"])
 @pytest.mark.parametrize("processes", [1, 2])
-def test_the_number_format_reaches_the_accelerator_inside(tmp_path, processes, precision):
-    notebook_launcher(written, (tmp_path,), num_processes=processes, mixed_precision=precision)
+def test_mixed_precision_is_passed_to_the_accelerator(tmp_path, processes, precision):
+    notebook_launcher(train_and_write, (tmp_path,), num_processes=processes, mixed_precision=precision)
     everyone = list(range(processes))
-    assert read(tmp_path) == [f"[{everyone}, 'bf16', 'cpu', {rank}]" for rank in everyone]
+    assert read_files(tmp_path) == [f"[{everyone}, 'bf16', 'cpu', {rank}]" for rank in everyone]
     assert "ACCEL_MIXED_PRECISION" not in os.environ
 
 
-def test_a_launcher_that_watches_the_session_gets_the_heartbeat_of_the_first_process(tmp_path, monkeypatch):
+def test_only_the_first_process_writes_the_heartbeat_of_the_session(tmp_path, monkeypatch):
     def record(folder):
         accelerator = Accelerator()
         (folder / str(accelerator.process_index)).write_text(type(heartbeat()).__name__)
@@ -78,13 +78,13 @@ def test_a_launcher_that_watches_the_session_gets_the_heartbeat_of_the_first_pro
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["Heartbeat", "Progress"]
 
 
-def test_the_environment_says_the_number_format_where_the_call_does_not(tmp_path, monkeypatch):
+def test_mixed_precision_defaults_to_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCEL_MIXED_PRECISION", "bf16")
-    notebook_launcher(written, (tmp_path,), num_processes=2)
-    assert all("'bf16'" in text for text in read(tmp_path))
+    notebook_launcher(train_and_write, (tmp_path,), num_processes=2)
+    assert all("'bf16'" in text for text in read_files(tmp_path))
 
 
-def placed(folder):
+def write_topology(folder):
     """Write the world size and the local rank."""
     accelerator = Accelerator()
     accelerator.wait_for_everyone()
@@ -92,12 +92,12 @@ def placed(folder):
     (folder / str(accelerator.process_index)).write_text(place)
 
 
-def test_two_calls_are_two_machines(tmp_path, port):
-    """Each call in a process of its own, as on two nodes whose rendezvous is one port."""
+def test_two_calls_of_notebook_launcher_form_two_nodes(tmp_path, port):
+    """Call it in two processes, as on two nodes whose rendezvous is one port."""
     calls = [
         multiprocessing.get_context("fork").Process(
             target=notebook_launcher,
-            args=(placed, (tmp_path,), 1),
+            args=(write_topology, (tmp_path,), 1),
             kwargs={"rdzv_endpoint": f"127.0.0.1:{port}", "node_rank": node, "num_nodes": 2},
         )
         for node in range(2)
@@ -112,30 +112,30 @@ def test_two_calls_are_two_machines(tmp_path, port):
         for call in calls:
             call.kill()
             call.join()
-    assert read(tmp_path) == ["2 0", "2 0"]
+    assert read_files(tmp_path) == ["2 0", "2 0"]
 
 
-def last():
-    """Whether this is the last process; all have met by now, and have left nothing where they did."""
+def is_last_rank():
+    """Return whether this is the last rank, after a barrier of all ranks."""
     state = PartialState()
     state.wait_for_everyone()
     return state.is_last_process
 
 
-def one_fails():
-    if last():
+def fail_on_last_rank():
+    if is_last_rank():
         raise ZeroDivisionError("no luck")
     time.sleep(600)
 
 
-def one_is_killed():
-    if last():
+def kill_last_rank():
+    if is_last_rank():
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600)
 
 
-def one_exits():
-    if last():
+def exit_on_last_rank():
+    if is_last_rank():
         sys.exit(3)
     time.sleep(600)
 
@@ -143,12 +143,17 @@ def one_exits():
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (one_fails, r"rank 1 of 2 failed: ZeroDivisionError: no luck\nTraceback (.|\n)*in one_fails"),
-        (one_is_killed, "rank 1 of 2 was ended by SIGKILL"),
-        (one_exits, "rank 1 of 2 exited with code 3"),
+        (
+            fail_on_last_rank,
+            r"rank 1 of 2 failed: ZeroDivisionError: no luck\nTraceback (.|\n)*in fail_on_last_rank",
+        ),
+        (kill_last_rank, "rank 1 of 2 was ended by SIGKILL"),
+        (exit_on_last_rank, "rank 1 of 2 exited with code 3"),
     ],
 )
-def test_a_failure_comes_back_with_its_rank_and_nothing_is_left(function, said, tmp_path, monkeypatch):
+def test_a_failure_is_raised_with_its_rank_and_leaves_no_process_or_file(
+    function, said, tmp_path, monkeypatch
+):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(launchers.LaunchError, match=said):
         debug_launcher(function)
@@ -156,24 +161,24 @@ def test_a_failure_comes_back_with_its_rank_and_nothing_is_left(function, said, 
     assert not list(tmp_path.iterdir())
 
 
-def one_fails_and_the_others_lose_it():
+def fail_before_a_barrier():
     accelerator = Accelerator()
     if accelerator.is_last_process:
         raise ZeroDivisionError("no luck")
     accelerator.wait_for_everyone()
 
 
-def test_the_failure_that_was_first_is_told_with_the_frames_of_the_function_only():
+def test_only_the_first_failure_is_raised_with_frames_of_the_function():
     with pytest.raises(launchers.LaunchError) as caught:
-        debug_launcher(one_fails_and_the_others_lose_it)
+        debug_launcher(fail_before_a_barrier)
     lines = str(caught.value).splitlines()
     assert lines[0] == "rank 1 of 2 failed: ZeroDivisionError: no luck"
     assert [line.split(", in ")[1] for line in lines if line.startswith("  File")] == [
-        "one_fails_and_the_others_lose_it"
+        "fail_before_a_barrier"
     ]
 
 
-def test_an_interrupt_while_processes_start_leaves_none(monkeypatch):
+def test_an_interrupt_during_start_leaves_no_process(monkeypatch):
     def interrupted(*_, **__):
         multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,)).start()
         raise KeyboardInterrupt
@@ -211,7 +216,7 @@ def test_an_interrupt_ends_all_processes(tmp_path):
             os.kill(int(path.read_text()), 0)
 
 
-def test_an_exception_of_a_single_process_is_itself():
+def test_an_exception_of_a_single_process_is_raised_unchanged():
     with pytest.raises(ZeroDivisionError):
         notebook_launcher(lambda: 1 / 0, num_processes=1)
 
@@ -237,24 +242,24 @@ def test_an_exception_of_a_single_process_is_itself():
     ],
     ids=str,
 )
-def test_what_cannot_be_honoured_is_refused_by_name(arguments, said):
+def test_unsupported_arguments_of_notebook_launcher_are_rejected_by_name(arguments, said):
     with pytest.raises(ValueError, match=said):
-        notebook_launcher(one_fails, **arguments)
+        notebook_launcher(fail_on_last_rank, **arguments)
 
 
-def test_no_processes_are_no_test():
+def test_debug_launcher_needs_at_least_one_process():
     with pytest.raises(ValueError, match="expected at least 1"):
-        debug_launcher(one_fails, num_processes=0)
+        debug_launcher(fail_on_last_rank, num_processes=0)
 
 
 STAND_IN = """
 class cuda:
     _lazy_init = is_initialized = lambda: False
 """
-"""What is read of torch where packages are tried; torch itself takes seconds to import."""
+"""A stub of torch for the child process that imports packages: importing torch takes seconds."""
 
 
-def test_the_import_that_initialised_cuda_is_named(tmp_path, monkeypatch):
+def test_the_import_that_initialized_cuda_is_named(tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text(STAND_IN)
     (tmp_path / "poisoned.py").write_text("import torch\ntorch.cuda.is_initialized = lambda: True\n")
     (tmp_path / "harmless.py").write_text("")
@@ -273,7 +278,7 @@ def test_the_import_that_initialised_cuda_is_named(tmp_path, monkeypatch):
     with pytest.raises(
         RuntimeError, match=r"CUDA is initialized .*by importing 'poisoned' \(poisoned.py:4\)"
     ):
-        notebook_launcher(one_fails, num_processes=2)
+        notebook_launcher(fail_on_last_rank, num_processes=2)
     monkeypatch.setattr(launchers, "_find_cuda_import", lambda _: None)
     with pytest.raises(RuntimeError, match="by a cell of this session"):
-        notebook_launcher(one_fails, num_processes=2)
+        notebook_launcher(fail_on_last_rank, num_processes=2)

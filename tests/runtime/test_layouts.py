@@ -1,4 +1,4 @@
-"""Into how many parts a model is divided, and what of it cannot be."""
+"""The sizes of the device mesh, and options of sharding that are rejected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ shards = small | st.just("auto")
 
 
 @given(small, shards, small, small, st.integers(1, 300))
-def test_sizes_make_the_number_of_processes_exactly_or_are_refused(replicate, shard, tp, cp, world):
+def test_sizes_of_a_mesh_multiply_to_the_world_size_or_are_rejected(replicate, shard, tp, cp, world):
     parallel = Parallel(dp_replicate=replicate, dp_shard=shard, tp=tp, cp=cp)
     others = replicate * cp * tp
     fits = world % others == 0 if shard == "auto" else world == others * shard
@@ -42,19 +42,19 @@ def test_sizes_make_the_number_of_processes_exactly_or_are_refused(replicate, sh
 
 
 @given(small, small, small, small)
-def test_auto_takes_what_the_other_sizes_leave(replicate, shard, tp, cp):
+def test_auto_takes_the_size_that_the_other_dimensions_leave(replicate, shard, tp, cp):
     parallel = Parallel(dp_replicate=replicate, dp_shard="auto", tp=tp, cp=cp)
     assert parallel.sizes(replicate * shard * cp * tp) == (replicate, shard, cp, tp)
 
 
 @given(every_parallel)
-def test_only_a_layout_of_whole_models_is_plain(parallel):
+def test_only_a_layout_without_sharding_is_plain(parallel):
     sizes = (parallel.dp_replicate, parallel.dp_shard, parallel.tp, parallel.cp)
     assert parallel.plain == (sizes == (1, 1, 1, 1))
     assert parallel.sizes(None)[0] == parallel.dp_replicate
 
 
-def test_shards_of_one_process_are_shards():
+def test_sharding_on_one_process_is_not_plain():
     alone = Parallel(dp_shard="auto")
     assert alone.shards
     assert not alone.plain
@@ -70,7 +70,7 @@ def test_shards_of_one_process_are_shards():
         (Parallel(dp_shard="auto", tp=4), 6, "there are 6 processes, and 6 is not a multiple of 4"),
     ],
 )
-def test_a_refusal_says_what_would_do(parallel, world, said):
+def test_an_error_suggests_sizes_that_fit(parallel, world, said):
     with pytest.raises(SettingsError) as caught:
         parallel.sizes(world)
     assert said in str(caught.value)
@@ -78,13 +78,13 @@ def test_a_refusal_says_what_would_do(parallel, world, said):
 
 @pytest.mark.parametrize("size", [0, -1, True, 1.5, "2", "all", None])
 @pytest.mark.parametrize("name", ["dp_replicate", "dp_shard", "tp", "cp"])
-def test_a_size_is_a_whole_number_above_0(name, size):
+def test_a_size_must_be_a_positive_integer(name, size):
     with pytest.raises(SettingsError, match=f"Invalid parallel.{name} "):
         Parallel(**{name: size})
 
 
 @pytest.mark.parametrize("text", ["a,b", "", " a", "a b", "a\0b"])
-def test_text_that_would_not_come_through_a_variable_is_refused(text):
+def test_text_that_a_variable_cannot_contain_is_rejected(text):
     with pytest.raises(SettingsError, match=r"fully_shard\.ignore"):
         FullyShard(ignore=(text,))
     with pytest.raises(SettingsError, match=r"parallel\.tp_plan"):
@@ -96,29 +96,29 @@ def test_text_that_would_not_come_through_a_variable_is_refused(text):
 @pytest.mark.parametrize(
     ("style", "said"), [("colwize", "Did you mean colwise?"), ("no", "Styles are colwise, ")]
 )
-def test_a_style_that_is_none_is_refused_with_those_there_are(style, said):
+def test_an_unknown_style_is_rejected_with_the_known_ones(style, said):
     with pytest.raises(SettingsError, match=re.escape(said)):
         Parallel(tp=2, tp_plan=(("layers.*.up", style),))
 
 
-def test_the_styles_of_the_contract_are_those_that_the_runtime_knows():
+def test_the_styles_of_the_launcher_equal_those_of_the_runtime():
     from accel_runtime.parallel import tensor_parallel
 
     assert {*STYLES} == {*tensor_parallel.STYLE_NAMES, *tensor_parallel._CLASSES}
 
 
-def test_a_name_of_a_module_has_no_equals_sign():
+def test_a_module_name_must_not_contain_an_equals_sign():
     with pytest.raises(SettingsError, match="tp_plan"):
         Parallel(tp_plan=(("a=b", "colwise"),))
 
 
 @pytest.mark.parametrize("wrap", ["", "0", "-1", "1.5", "Block,", "Block Other", "auto,none", "a-b"])
-def test_what_is_wrapped_is_classes_a_number_or_a_word(wrap):
+def test_wrap_must_be_class_names_a_number_or_a_keyword(wrap):
     with pytest.raises(SettingsError, match=r"fully_shard\.wrap"):
         FullyShard(wrap=wrap)
 
 
-def test_resharding_over_a_number_that_cannot_be_is_refused():
+def test_an_invalid_reshard_after_forward_is_rejected():
     with pytest.raises(SettingsError, match="reshard_after_forward"):
         FullyShard(reshard_after_forward=-2)
     two = FullyShard(reshard_after_forward=2)
@@ -140,7 +140,7 @@ def test_resharding_over_a_number_that_cannot_be_is_refused():
         (Parallel(), {}, []),
     ],
 )
-def test_an_option_that_has_nothing_to_say_is_refused(parallel, options, idle):
+def test_an_option_without_effect_is_rejected(parallel, options, idle):
     said = FullyShard(**options)
     assert said.idle(parallel) == idle
     if idle:
@@ -150,12 +150,12 @@ def test_an_option_that_has_nothing_to_say_is_refused(parallel, options, idle):
         check_layout(parallel, said, None)
 
 
-def test_a_plan_for_layers_that_nothing_divides_is_refused():
+def test_a_tp_plan_without_tensor_parallelism_is_rejected():
     with pytest.raises(SettingsError, match="tp_plan has no effect with tp: 1"):
         check_layout(Parallel(tp_plan=(("a", "colwise"),)), FullyShard(), 4)
 
 
-def test_words_of_fsdp1_are_known_with_and_without_their_prefix():
+def test_options_of_fsdp1_are_explained_with_and_without_their_prefix():
     for word, option in FSDP1.items():
         assert explain_fsdp1_option(word) == explain_fsdp1_option(f"fsdp_{word}") == option.instead
     assert explain_fsdp1_option("reshard_after_forward") is None

@@ -1,4 +1,4 @@
-"""Local SGD: weights are averaged as one would by hand."""
+"""Local SGD averages weights as an explicit computation does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DATA = torch.linspace(-1, 1, 5 * 3 * 4 * 2, dtype=torch.float64).view(5, 3, 4, 2
 
 
 class Network(nn.Module):
-    """Weights of two dtypes, one that does not learn, and a buffer of every process's own."""
+    """Weights of two dtypes, a frozen one, and a buffer that differs on each process."""
 
     def __init__(self):
         super().__init__()
@@ -30,78 +30,78 @@ class Network(nn.Module):
         return self.inner(x) * self.scale * self.frozen
 
 
-def step(model, optimizer, batch):
+def run_step(model, optimizer, batch):
     model(batch).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def weights(model):
+def copy_weights(model):
     return [p.detach().clone() for p in model.parameters()]
 
 
-def sgd(model):
+def build_sgd(model):
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
 
 
-def by_hand(size, every):
-    """Each rank's weights after each step."""
+def compute_expected_weights(size, every):
+    """Return the weights of each rank after each step."""
     models = [Network() for _ in range(size)]
-    optimizers = [sgd(model) for model in models]
+    optimizers = [build_sgd(model) for model in models]
     seen = []
     for number, batches in enumerate(DATA, 1):
         for model, optimizer, batch in zip(models, optimizers, batches[:size], strict=True):
-            step(model, optimizer, batch)
+            run_step(model, optimizer, batch)
         if number % every == 0 or number == len(DATA):
             for parameters in zip(*(model.parameters() for model in models), strict=True):
                 mean = torch.stack([p.detach() for p in parameters]).sum(0) / size
                 for parameter in parameters:
                     parameter.data.copy_(mean)
-        seen.append([weights(model) for model in models])
+        seen.append([copy_weights(model) for model in models])
     return seen
 
 
 @pytest.mark.parametrize("every", [1, 2, 7])
-def test_weights_are_those_averaged_by_hand_in_one_collective(ranks, every):
-    def trained(every):
+def test_local_sgd_averages_weights_in_one_collective(ranks, every):
+    def train_locally(every):
         accelerator = Accelerator()
         model = accelerator.prepare(Network())
-        optimizer, backend, seen = sgd(model), accelerator._backend, []
+        optimizer, backend, seen = build_sgd(model), accelerator._backend, []
         with (
             patch.object(backend.handshake, "exchange", wraps=backend.handshake.exchange) as sent,
             LocalSGD(accelerator, model, every) as local,
         ):
             for batches in DATA:
-                step(model, optimizer, batches[accelerator.process_index])
+                run_step(model, optimizer, batches[accelerator.process_index])
                 local.step()
-                seen.append(weights(model))
-        seen[-1] = weights(model)
+                seen.append(copy_weights(model))
+        seen[-1] = copy_weights(model)
         return seen, sent.call_count, local.num_steps, accelerator.unwrap_model(model).seen.item()
 
     averages = (len(DATA) // every + 1) * (ranks.size > 1)
-    for rank, (seen, sent, steps, own) in enumerate(ranks.run(trained, every)):
+    for rank, (seen, sent, steps, own) in enumerate(ranks.run(train_locally, every)):
         assert (sent, steps) == (averages, len(DATA))
         assert own == pytest.approx(DATA[:, rank].sum().item(), abs=1e-5)
-        for got, hand in zip(seen, by_hand(ranks.size, every), strict=True):
+        for got, hand in zip(seen, compute_expected_weights(ranks.size, every), strict=True):
             pairs = zip(got, hand[rank], strict=True)
             assert all(torch.allclose(g, h, rtol=0, atol=1e-6) for g, h in pairs)
 
 
-def test_inside_gradients_stay_with_their_process(several):
-    def gradient(enabled):
+def test_gradients_are_not_averaged_inside_local_sgd(several):
+    def compute_gradient(enabled):
         accelerator = Accelerator()
         model = accelerator.prepare(nn.Linear(1, 1, bias=False))
         with LocalSGD(accelerator, model, 8, enabled=enabled):
             model(torch.tensor([[float(accelerator.process_index)]])).sum().backward()
             return next(model.parameters()).grad.item()
 
-    assert several.run(gradient, True) == [float(rank) for rank in range(several.size)]
+    assert several.run(compute_gradient, True) == [float(rank) for rank in range(several.size)]
     mean = sum(range(several.size)) / several.size
-    assert several.run(gradient, False) == [mean] * several.size
+    assert several.run(compute_gradient, False) == [mean] * several.size
 
 
-def test_after_an_exception_there_is_no_average_for_others_to_wait_in(pair):
-    def failed():
+def test_an_exception_ends_local_sgd_without_an_average(pair):
+    def fail_on_last_rank():
         accelerator = Accelerator()
         model = accelerator.prepare(nn.Linear(1, 1))
         if accelerator.is_last_process:
@@ -109,9 +109,9 @@ def test_after_an_exception_there_is_no_average_for_others_to_wait_in(pair):
                 1 / 0  # noqa: B018
         return accelerator.gather(torch.tensor([1])).tolist()
 
-    assert pair.run(failed) == [[1, 1]] * 2
+    assert pair.run(fail_on_last_rank) == [[1, 1]] * 2
 
 
-def test_a_number_of_steps_below_one_is_refused():
+def test_local_sgd_steps_must_be_at_least_one():
     with pytest.raises(ValueError, match="local_sgd_steps=0: expected at least 1"):
         LocalSGD(Accelerator(), nn.Linear(1, 1), 0)

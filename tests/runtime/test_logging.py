@@ -23,8 +23,8 @@ def _levels_as_they_were():
     logging.getLogger("a test").setLevel(logging.NOTSET)
 
 
-def said(several, function, *args):
-    """What each rank's handlers get when it calls a function with a logger."""
+def collect_records(several, function, *args):
+    """Call a function with a logger on each rank, and return the messages of each."""
 
     def run(function, args):
         import logging
@@ -43,17 +43,17 @@ def said(several, function, *args):
     return several.run(run, function, args)
 
 
-def test_the_first_process_writes_and_says_who_it_is(several):
-    got = said(several, lambda logger: logger.info("at %d", 3))
+def test_only_the_first_process_logs_with_its_rank(several):
+    got = collect_records(several, lambda logger: logger.info("at %d", 3))
     assert got == [["[RANK 0] at 3"]] + [[]] * (several.size - 1)
 
 
-def test_every_process_writes_if_it_is_told_to(several):
-    got = said(several, lambda logger: logger.warning("at %d", 3, main_process_only=False))
+def test_every_process_logs_with_main_process_only_false(several):
+    got = collect_records(several, lambda logger: logger.warning("at %d", 3, main_process_only=False))
     assert got == [[f"[RANK {rank}] at 3"] for rank in range(several.size)]
 
 
-def test_in_order_they_write_one_after_the_other(several, tmp_path):
+def test_in_order_logs_the_ranks_one_after_another(several, tmp_path):
     def speak(logger, folder):
         import time
 
@@ -73,19 +73,19 @@ def test_in_order_they_write_one_after_the_other(several, tmp_path):
             logger.info("line %d", line, in_order=True)
         logger.logger.removeHandler(file)
 
-    said(several, speak, tmp_path)
+    collect_records(several, speak, tmp_path)
     wanted = [f"[RANK {rank}] line {line}" for line in range(3) for rank in range(several.size)]
     assert (tmp_path / "all.log").read_text().splitlines() == wanted
 
 
-def test_in_order_waits_for_all_also_where_levels_differ(several):
+def test_in_order_waits_for_all_ranks_also_if_their_levels_differ(several):
     def speak(logger):
         from accel_runtime import Topology
 
         logger.setLevel(logging.INFO if Topology.from_env(os.environ).rank == 0 else logging.ERROR)
         logger.info("here", in_order=True)
 
-    assert said(several, speak) == [["[RANK 0] here"]] + [[]] * (several.size - 1)
+    assert collect_records(several, speak) == [["[RANK 0] here"]] + [[]] * (several.size - 1)
 
 
 def test_a_logger_works_before_an_accelerator_and_without_torch():
@@ -98,7 +98,7 @@ def test_a_logger_works_before_an_accelerator_and_without_torch():
     assert done.stdout == "False\n"
 
 
-def test_in_order_before_the_processes_are_connected_is_refused(monkeypatch):
+def test_in_order_is_rejected_before_processes_are_connected(monkeypatch):
     place = {
         "RANK": 0,
         "WORLD_SIZE": 2,
@@ -113,7 +113,7 @@ def test_in_order_before_the_processes_are_connected_is_refused(monkeypatch):
         get_logger("a test").warning("x", in_order=True)
 
 
-def test_a_warning_is_written_once_for_its_message_and_arguments(caplog):
+def test_warning_once_logs_each_message_with_its_arguments_once(caplog):
     logger = get_logger("a test")
     for _ in range(3):
         logger.warning_once("%s is slow", "a")
@@ -121,19 +121,19 @@ def test_a_warning_is_written_once_for_its_message_and_arguments(caplog):
     assert [record.message for record in caplog.records] == ["[RANK 0] a is slow", "[RANK 0] ['b'] is slow"]
 
 
-def test_a_record_names_the_line_that_asked_for_it(caplog):
+def test_a_record_has_the_location_of_its_caller(caplog):
     logger = get_logger("a test", "info")
     logger.info("plain")
     logger.info("in turn", in_order=True)
     logger.warning_once("once")
     logger.log(logging.INFO, "log")
     assert {(record.filename, record.funcName) for record in caplog.records} == {
-        ("test_logging.py", "test_a_record_names_the_line_that_asked_for_it")
+        ("test_logging.py", "test_a_record_has_the_location_of_its_caller")
     }
     assert len(caplog.records) == 4
 
 
-def test_a_stacklevel_counts_as_in_accelerate(caplog):
+def test_stacklevel_counts_frames_as_in_accelerate(caplog):
     logger = get_logger("a test", "info")
 
     def helper():
@@ -143,26 +143,26 @@ def test_a_stacklevel_counts_as_in_accelerate(caplog):
         logger.info("in turn", in_order=True, stacklevel=3)
 
     helper()
-    name = "test_a_stacklevel_counts_as_in_accelerate"
+    name = "test_stacklevel_counts_frames_as_in_accelerate"
     assert [record.funcName for record in caplog.records] == ["helper"] * 4 + [name] * 3
 
 
-def test_a_message_below_the_level_costs_nothing(caplog):
+def test_a_message_below_the_level_is_not_formatted(caplog):
     class Costly:
         def __str__(self):
-            raise AssertionError("nobody asked for it")
+            raise AssertionError("the message must not be formatted")
 
     get_logger("a test", "warning").info(Costly())
     assert not caplog.records
 
 
 @pytest.mark.parametrize("level", ["debug", "DEBUG"])
-def test_the_level_is_that_of_the_argument(level):
+def test_the_argument_sets_the_level(level):
     assert get_logger("a test", level).logger.level == logging.DEBUG
     assert logging.root.level == logging.DEBUG
 
 
-def test_else_it_is_that_of_the_variable_else_it_stays(monkeypatch):
+def test_the_variable_sets_the_level_if_no_argument_does(monkeypatch):
     before = logging.root.level
     assert get_logger("a test").logger.level == logging.NOTSET
     assert logging.root.level == before
@@ -173,18 +173,18 @@ def test_else_it_is_that_of_the_variable_else_it_stays(monkeypatch):
         get_logger("a test")
 
 
-def test_a_level_that_does_not_exist_is_refused():
+def test_an_unknown_level_is_rejected():
     with pytest.raises(ValueError, match="LOUD"):
         get_logger("a test", "loud")
 
 
-def test_the_level_comes_from_the_profile(accel, script):
+def test_the_profile_sets_the_level(accel, script):
     script("from accel_runtime import get_logger; print(get_logger('x').getEffectiveLevel())")
     done = accel("launch", "--cpu", "-q", "--set", "log_level=debug", "train.py")
     assert done.stdout == "10\n", done.stderr
 
 
-def test_the_accelerator_changes_no_level():
+def test_an_accelerator_does_not_change_the_level():
     before = logging.root.level
     Accelerator()
     assert logging.root.level == before

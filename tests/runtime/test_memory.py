@@ -1,4 +1,4 @@
-"""Giving memory back, and the batch size that fits."""
+"""Releasing memory, and `find_executable_batch_size`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from accel_runtime.memory import clear_device_cache, is_out_of_memory
 
 @pytest.fixture(autouse=True, scope="module")
 def _small_heap():
-    """Leave what other tests and imports have made out of the garbage collections of this module: a million objects."""
+    """Exclude existing objects from garbage collection in this module, for speed: there are a million."""
     gc.freeze()
     yield
     gc.unfreeze()
 
 
-def fits(limit):
-    """A training that needs a batch size of at most `limit`, and what it was called with."""
+def build_training(limit):
+    """Return a training that runs out of memory above a batch size of `limit`, and the sizes it tries."""
     tried = []
 
     def train(batch_size, *args, **options):
@@ -37,8 +37,8 @@ def fits(limit):
     return train, tried
 
 
-def test_the_size_shrinks_by_a_tenth_until_it_fits_and_each_retry_is_said_once(capsys):
-    train, tried = fits(90)
+def test_the_batch_size_shrinks_by_a_tenth_until_it_fits_with_one_message_each(capsys):
+    train, tried = build_training(90)
     assert find_executable_batch_size(train)("a", b=1) == (82, ("a",), {"b": 1})
     assert tried == [128, 115, 103, 92, 82]
     said = capsys.readouterr().err.splitlines()
@@ -46,34 +46,34 @@ def test_the_size_shrinks_by_a_tenth_until_it_fits_and_each_retry_is_said_once(c
     assert len(said) == len(tried) - 1
 
 
-def test_as_a_decorator_both_arguments_are_honoured():
+def test_the_decorator_accepts_both_arguments():
     sizes = iter([64, 32, 16])
 
     @find_executable_batch_size(starting_batch_size=100, reduce_batch_size_fn=lambda: next(sizes))
     def train(batch_size):
         """Trains."""
-        return batch_size if batch_size < 40 else fits(0)[0](batch_size)
+        return batch_size if batch_size < 40 else build_training(0)[0](batch_size)
 
     assert train.__doc__ == "Trains."
     assert train() == 32
     assert train() == 32, "the size that was found is where the next call begins"
 
 
-def test_where_nothing_fits_it_is_an_error():
-    train, tried = fits(0)
+def test_an_error_is_raised_if_no_batch_size_fits():
+    train, tried = build_training(0)
     with pytest.raises(RuntimeError, match="No executable batch size found: out of memory with 1"):
         find_executable_batch_size(train, starting_batch_size=3)()
     assert tried == [3, 2, 1]
 
 
 @pytest.mark.parametrize("following", [8, 9, 7.5, None])
-def test_a_next_size_that_is_not_smaller_is_refused_instead_of_tried_for_ever(following):
-    train, _ = fits(1)
+def test_a_reduce_function_that_does_not_reduce_the_size_is_rejected(following):
+    train, _ = build_training(1)
     with pytest.raises(ValueError, match="after 8: reduce_batch_size_fn must return a smaller whole number"):
         find_executable_batch_size(train, 8, lambda: following)()
 
 
-def test_another_exception_is_what_it_is():
+def test_another_exception_is_raised_unchanged():
     @find_executable_batch_size
     def train(batch_size):
         raise ZeroDivisionError("mine")
@@ -82,7 +82,7 @@ def test_another_exception_is_what_it_is():
         train()
 
 
-def test_a_batch_size_in_the_call_is_one_too_many():
+def test_passing_the_batch_size_in_the_call_is_rejected():
     @find_executable_batch_size
     def train(batch_size, model):
         return batch_size
@@ -92,7 +92,7 @@ def test_a_batch_size_in_the_call_is_one_too_many():
     assert train("model") == 128
 
 
-def test_a_starting_size_below_one_is_refused():
+def test_a_starting_batch_size_below_one_is_rejected():
     with pytest.raises(ValueError, match="expected at least 1"):
         find_executable_batch_size(print, 0)
 
@@ -110,12 +110,12 @@ def test_a_starting_size_below_one_is_refused():
     ],
     ids=str,
 )
-def test_what_counts_as_out_of_memory(error, full):
+def test_is_out_of_memory_recognizes_errors_of_allocators(error, full):
     assert is_out_of_memory(error) is full
 
 
-def test_memory_that_ran_out_on_one_rank_makes_all_of_them_try_again(several):
-    def trained(culprit):
+def test_all_ranks_retry_after_one_runs_out_of_memory(several):
+    def find_batch_size(culprit):
         accelerator = Accelerator()
         tried = []
 
@@ -131,15 +131,15 @@ def test_memory_that_ran_out_on_one_rank_makes_all_of_them_try_again(several):
         return result, tried, said.getvalue().splitlines()
 
     for culprit in range(several.size):
-        answers = several.run(trained, culprit)
+        answers = several.run(find_batch_size, culprit)
         assert [answer[:2] for answer in answers] == [([8] * several.size, [10, 9, 8])] * several.size
         retry = f"find_executable_batch_size: out of memory on rank {culprit} with batch size 10; trying 9"
         assert [retry in lines for _, _, lines in answers] == [True] + [False] * (several.size - 1)
         assert [len(lines) for _, _, lines in answers] == [2] + [0] * (several.size - 1)
 
 
-def test_an_exception_of_one_rank_stays_one_while_another_runs_out_of_memory(several):
-    def trained():
+def test_an_exception_of_one_rank_is_raised_while_another_runs_out_of_memory(several):
+    def find_batch_size():
         accelerator = Accelerator()
 
         @find_executable_batch_size(starting_batch_size=10)
@@ -156,7 +156,7 @@ def test_an_exception_of_one_rank_stays_one_while_another_runs_out_of_memory(sev
             except (RuntimeError, ZeroDivisionError) as error:
                 return f"{type(error).__name__}: {error}"
 
-    first, *between, last = several.run(trained)
+    first, *between, last = several.run(find_batch_size)
     assert first.startswith(
         "RuntimeError: Out of memory with batch size 10 (full). No smaller size was tried"
     )
@@ -165,7 +165,7 @@ def test_an_exception_of_one_rank_stays_one_while_another_runs_out_of_memory(sev
     assert between == [10] * (several.size - 2)
 
 
-def test_released_names_are_none_and_what_they_held_is_gone():
+def test_release_memory_returns_none_and_frees_the_objects():
     thing = nn.Linear(2, 2)
     gone = weakref.ref(thing)
     thing, other = release_memory(thing, None)
@@ -174,8 +174,8 @@ def test_released_names_are_none_and_what_they_held_is_gone():
 
 
 @pytest.mark.parametrize("name", ["free_memory", "clear"])
-def test_an_accelerator_forgets_what_it_prepared_and_begins_a_new_window(ranks, name):
-    def freed(name):
+def test_free_memory_releases_prepared_objects_and_starts_a_new_cycle(ranks, name):
+    def free_objects(name):
         accelerator = Accelerator(gradient_accumulation_steps=2)
         model = nn.Linear(2, 2)
         gone = weakref.ref(model)
@@ -190,4 +190,4 @@ def test_an_accelerator_forgets_what_it_prepared_and_begins_a_new_window(ranks, 
         with accelerator.accumulate():
             return accelerator.sync_gradients
 
-    assert ranks.run(freed, name) == [False] * ranks.size
+    assert ranks.run(free_objects, name) == [False] * ranks.size

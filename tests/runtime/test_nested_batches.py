@@ -1,4 +1,4 @@
-"""Walking nested batches."""
+"""Functions on nested batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from accel_runtime import nested as tree
 
-Point = namedtuple("Point", "x y")  # noqa: PYI024 - the old spelling is what scripts have
+Point = namedtuple("Point", "x y")  # noqa: PYI024 - scripts use this form
 
 
 class Pair(tuple):
@@ -33,7 +33,7 @@ class Pair(tuple):
     ],
     ids=lambda nested: type(nested).__name__,
 )
-def test_containers_keep_their_type_and_every_leaf_is_visited_in_order(nested):
+def test_map_leaves_keeps_container_types_and_visits_leaves_in_order(nested):
     visited = []
     copy = tree.map_leaves(lambda leaf: visited.append(leaf) or leaf, nested)
     assert copy == nested
@@ -41,16 +41,16 @@ def test_containers_keep_their_type_and_every_leaf_is_visited_in_order(nested):
     assert visited == tree.leaves(nested)
 
 
-def test_a_default_dict_keeps_its_factory():
+def test_map_leaves_keeps_the_factory_of_a_defaultdict():
     copy = tree.map_leaves(str, defaultdict(list, a=1))
     assert copy["b"] == []
 
 
-def test_only_tensors_are_mapped_by_map_tensors():
+def test_map_tensors_maps_only_tensors():
     assert tree.map_tensors(lambda t: t.item(), [torch.tensor(1), 2, "3", None]) == [1, 2, "3", None]
 
 
-def test_send_moves_tensors_and_what_can_move_itself():
+def test_send_to_moves_tensors_and_objects_with_a_to_method():
     class Movable:
         device = torch.device("cpu")
 
@@ -64,12 +64,12 @@ def test_send_moves_tensors_and_what_can_move_itself():
     assert text == "text"
 
 
-def test_send_does_not_copy_what_is_there_already():
+def test_send_to_does_not_copy_tensors_on_the_device():
     tensor = torch.ones(2)
     assert tree.send_to({"x": tensor}, torch.device("cpu"))["x"] is tensor
 
 
-def test_a_container_that_can_move_itself_keeps_what_is_not_among_its_items():
+def test_send_to_keeps_attributes_of_containers_with_a_to_method():
     class Encoding(UserDict):
         def to(self, device):
             self.data = {key: value.to(device) for key, value in self.data.items()}

@@ -14,11 +14,11 @@ from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.training.accumulation import Accumulation
 from accel_runtime.training.forward import Precision
 
-HUGE = 1e30  # times the scale it is no number of float32 any more
+HUGE = 1e30  # overflows float32 when scaled
 
 
 class Run:
-    """One weight an optimizer, all of value 10, with SGD of rate 1: a step subtracts the gradient."""
+    """One weight of value 10 for each optimizer, with SGD of rate 1: a step subtracts the gradient."""
 
     def __init__(self, mixed_precision="no", optimizers=1, window=1, fused=False, **scaler):
         self.precision = Precision(mixed_precision, torch.device("cpu"), {}, {"init_scale": 1024.0} | scaler)
@@ -33,7 +33,7 @@ class Run:
         self.optimizer = self.optimizers[0]
 
     def backward(self, *gradients):
-        """Add these to the gradients of the first weights, through a loss."""
+        """Add the given gradients to those of the first weights, through a loss."""
         self.precision.backward(sum(w * g for w, g in zip(self.weights, gradients, strict=False)))
 
     @property
@@ -41,10 +41,10 @@ class Run:
         return [weight.item() for weight in self.weights]
 
 
-# Windows ---------------------------------------------------------------------------------
+# Accumulation cycles ---------------------------------------------------------------------
 
 
-def test_step_and_zero_grad_wait_for_the_end_of_the_window():
+def test_step_and_zero_grad_are_skipped_until_the_end_of_a_cycle():
     run = Run(window=2)
     seen = []
     for _ in range(4):
@@ -63,7 +63,7 @@ def test_gradients_can_be_zeroed_in_place():
     assert run.weights[0].grad.item() == 0
 
 
-def test_a_closure_is_run_and_its_loss_returned():
+def test_step_calls_a_closure_and_returns_its_loss():
     run = Run()
     run.backward(1.0)
     assert run.optimizer.step(lambda: 3.5) == 3.5
@@ -73,7 +73,7 @@ def test_a_closure_is_run_and_its_loss_returned():
 # The loss scaler -------------------------------------------------------------------------
 
 
-def test_a_step_takes_the_scale_out_of_the_gradient():
+def test_a_step_unscales_the_gradient():
     run = Run("fp16")
     run.backward(2.0)
     assert run.weights[0].grad.item() == 2048
@@ -98,7 +98,7 @@ def test_overflowed_gradients_skip_one_step_and_halve_the_scale(fused):
     assert values == [10, 9, 8]
 
 
-def test_gradients_are_unscaled_once_however_often_it_is_asked():
+def test_gradients_are_unscaled_only_once():
     run = Run("fp16")
     run.backward(2.0)
     run.optimizer.unscale()
@@ -108,7 +108,7 @@ def test_gradients_are_unscaled_once_however_often_it_is_asked():
     assert run.values == [8]
 
 
-def test_gradients_of_an_open_window_keep_their_scale():
+def test_gradients_are_not_unscaled_before_the_end_of_a_cycle():
     run = Run("fp16", window=2)
     for _ in range(2):
         run.accumulation.advance(is_last=False)
@@ -118,8 +118,8 @@ def test_gradients_of_an_open_window_keep_their_scale():
 
 
 @pytest.mark.parametrize("clipped", [False, True])
-def test_several_optimizers_of_one_loss_take_the_same_scale_out(clipped):
-    """Also where the scale grows: it may not before the last of them has stepped."""
+def test_optimizers_of_one_loss_are_unscaled_by_the_same_scale(clipped):
+    """Let the scale grow: it must not grow before the last optimizer has stepped."""
     run = Run("fp16", optimizers=2, growth_interval=1)
     for _ in range(2):
         run.backward(2.0, 3.0)
@@ -132,8 +132,8 @@ def test_several_optimizers_of_one_loss_take_the_same_scale_out(clipped):
     assert run.precision.scaler.get_scale() == 4096
 
 
-def test_optimizers_that_step_in_turn_do_not_disturb_each_other():
-    """As those of a generator and its critic, where clipping unscales all there are."""
+def test_optimizers_that_step_alternately_are_independent():
+    """Train as a GAN does, in which clipping unscales the gradients of both optimizers."""
     run = Run("fp16", optimizers=2)
     read = []
     for _ in range(2):
@@ -149,7 +149,7 @@ def test_optimizers_that_step_in_turn_do_not_disturb_each_other():
     assert run.values == [6, 4]
 
 
-def test_only_the_optimizer_whose_gradients_overflowed_skips():
+def test_only_the_optimizer_with_overflowed_gradients_skips_its_step():
     run = Run("fp16", optimizers=2)
     run.backward(HUGE * HUGE, 3.0)
     for optimizer in run.optimizers:
@@ -159,7 +159,7 @@ def test_only_the_optimizer_whose_gradients_overflowed_skips():
     assert run.precision.scaler.get_scale() == 512
 
 
-def test_a_scaler_that_is_switched_off_scales_nothing():
+def test_a_disabled_scaler_does_not_scale():
     run = Run("fp16", enabled=False)
     run.backward(2.0)
     run.optimizer.unscale()
@@ -168,17 +168,17 @@ def test_a_scaler_that_is_switched_off_scales_nothing():
     assert not run.optimizer.step_was_skipped
 
 
-def test_a_closure_is_refused_with_a_loss_scaler():
+def test_a_closure_is_rejected_with_a_loss_scaler():
     run = Run("fp16")
     with pytest.raises(ValueError, match=r"is not supported with mixed_precision fp16"):
         run.optimizer.step(lambda: 1.0)
 
 
-# For torch it is an optimizer ------------------------------------------------------------
+# Compatibility with torch ----------------------------------------------------------------
 
 
-def adamw():
-    """A prepared AdamW that has stepped once, and its parameter."""
+def build_adamw():
+    """Return a prepared AdamW that has stepped once, and its parameter."""
     weight = nn.Parameter(torch.tensor([10.0]))
     optimizer = PreparedOptimizer(torch.optim.AdamW([weight], lr=0.5), Accumulation(1), None)
     (weight * 2).backward()
@@ -186,8 +186,8 @@ def adamw():
     return optimizer, weight
 
 
-def test_it_is_an_optimizer_that_shows_the_scripts_groups_state_and_defaults():
-    optimizer, weight = adamw()
+def test_a_prepared_optimizer_has_the_attributes_of_the_original():
+    optimizer, weight = build_adamw()
     assert isinstance(optimizer, torch.optim.Optimizer)
     assert optimizer.param_groups is optimizer.optimizer.param_groups
     assert optimizer.state[weight]["step"] == 1
@@ -195,7 +195,7 @@ def test_it_is_an_optimizer_that_shows_the_scripts_groups_state_and_defaults():
     assert "AdamW" in repr(optimizer)
 
 
-def test_a_learning_rate_set_on_it_is_the_one_it_steps_with():
+def test_a_learning_rate_set_on_the_prepared_optimizer_is_used():
     run = Run()
     for group in run.optimizer.param_groups:
         group["lr"] = 3.0
@@ -204,7 +204,7 @@ def test_a_learning_rate_set_on_it_is_the_one_it_steps_with():
     assert run.values == [7]
 
 
-def test_a_group_added_to_it_is_stepped():
+def test_a_parameter_group_added_to_the_prepared_optimizer_is_stepped():
     run = Run()
     late = nn.Parameter(torch.tensor([5.0]))
     run.optimizer.add_param_group({"params": [late]})
@@ -213,8 +213,8 @@ def test_a_group_added_to_it_is_stepped():
     assert late.item() == 4
 
 
-def test_its_state_loads_into_a_plain_optimizer_and_back():
-    optimizer, _ = adamw()
+def test_state_dicts_of_prepared_and_plain_optimizers_are_exchangeable():
+    optimizer, _ = build_adamw()
     plain = torch.optim.AdamW([nn.Parameter(torch.tensor([10.0]))], lr=0.1)
     plain.load_state_dict(optimizer.state_dict())
     assert plain.param_groups[0]["lr"] == 0.5
@@ -223,7 +223,7 @@ def test_its_state_loads_into_a_plain_optimizer_and_back():
     assert optimizer.optimizer.param_groups[0]["lr"] == 0.25
 
 
-def test_what_the_scripts_own_optimizer_class_adds_is_there():
+def test_attributes_of_a_custom_optimizer_class_are_available():
     class Own(torch.optim.SGD):
         note = "mine"
 
@@ -232,7 +232,7 @@ def test_what_the_scripts_own_optimizer_class_adds_is_there():
     assert not hasattr(optimizer, "no_such_attribute")
 
 
-def test_hooks_of_torch_run_once_a_step():
+def test_step_hooks_of_torch_run_once_a_step():
     run = Run()
     seen = []
     run.optimizer.register_step_post_hook(lambda *_: seen.append(1))
@@ -240,7 +240,7 @@ def test_hooks_of_torch_run_once_a_step():
     assert seen == [1]
 
 
-def test_a_scheduler_built_on_it_moves_its_learning_rate():
+def test_a_scheduler_of_the_prepared_optimizer_changes_its_learning_rate():
     run = Run()
     scheduler = LambdaLR(run.optimizer, lambda step: 0.5**step)
     for _ in range(2):
@@ -251,8 +251,8 @@ def test_a_scheduler_built_on_it_moves_its_learning_rate():
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda item: pickle.loads(pickle.dumps(item))])  # noqa: S301
 @pytest.mark.parametrize("scheduled", [False, True])
-def test_it_can_be_copied_and_pickled_also_under_a_scheduler(copied, scheduled):
-    optimizer, _ = adamw()
+def test_a_prepared_optimizer_can_be_copied_and_pickled_also_with_a_scheduler(copied, scheduled):
+    optimizer, _ = build_adamw()
     if scheduled:
         LambdaLR(optimizer, lambda _: 1.0)
     twin = copied(optimizer)
@@ -264,18 +264,18 @@ def test_it_can_be_copied_and_pickled_also_under_a_scheduler(copied, scheduled):
     assert optimizer.state_dict()["state"][0]["step"] == 1
 
 
-def test_an_optimizer_with_modes_is_told_and_others_are_left_alone():
+def test_train_and_eval_are_called_on_optimizers_that_have_them():
     class ScheduleFree(torch.optim.SGD):
-        told = ()
+        calls = ()
 
         def train(self):
-            self.told += ("train",)
+            self.calls += ("train",)
 
         def eval(self):
-            self.told += ("eval",)
+            self.calls += ("eval",)
 
-    for kind, told in ((ScheduleFree, ("eval", "train")), (torch.optim.SGD, None)):
+    for kind, calls in ((ScheduleFree, ("eval", "train")), (torch.optim.SGD, None)):
         optimizer = PreparedOptimizer(kind([nn.Parameter(torch.ones(1))], lr=1.0), Accumulation(1), None)
         optimizer.eval()
         optimizer.train()
-        assert getattr(optimizer.optimizer, "told", None) == told
+        assert getattr(optimizer.optimizer, "calls", None) == calls

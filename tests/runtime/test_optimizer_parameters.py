@@ -1,4 +1,4 @@
-"""Optimizers made before a model was divided train what took the places of their parameters."""
+"""Optimizers created before a model was sharded train the replaced parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accel_runtime.accelerator.prepare import ParameterMap, named_parameters
 
 
 def replaced(model):
-    """Give a model other parameters with the same values, and say so."""
+    """Replace the parameters of a model by equal ones, and return the map from old to new."""
     before, known = named_parameters(model), ParameterMap()
     for module in model.modules():
         for name, old in list(module.named_parameters(recurse=False)):
@@ -33,7 +33,7 @@ def test_an_optimizer_trains_the_new_parameters_in_the_old_groups():
         assert [id(p) for p in group["params"]] == [id(p) for p in layer.parameters()]
 
 
-def test_the_state_an_optimizer_has_goes_along():
+def test_the_state_of_an_optimizer_is_moved_to_the_new_parameters():
     model = nn.Linear(2, 2)
     twin = copy.deepcopy(model)
     optimizers = [torch.optim.AdamW(some.parameters(), lr=0.1) for some in (model, twin)]
@@ -47,14 +47,14 @@ def test_the_state_an_optimizer_has_goes_along():
     assert torch.equal(model.weight, twin.weight)
 
 
-def test_an_optimizer_that_keeps_the_list_itself_follows():
+def test_an_optimizer_with_its_own_list_of_parameters_is_updated():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.LBFGS(model.parameters())
     replaced(model).replace_parameters(optimizer)
     assert {id(p) for p in optimizer._params} == {id(p) for p in model.parameters()}
 
 
-def test_parameters_that_nobody_has_are_let_go():
+def test_replaced_parameters_are_freed():
     model = nn.Linear(2, 2)
     gone = weakref.ref(model.weight)
     known = replaced(model)
@@ -63,7 +63,7 @@ def test_parameters_that_nobody_has_are_let_go():
     assert known is not None
 
 
-def test_parameters_of_no_prepared_model_are_refused_before_a_step():
+def test_parameters_of_unprepared_models_are_rejected_before_a_step():
     model, other = nn.Linear(2, 2), nn.Linear(3, 3)
     known = replaced(model)
     known.check(torch.optim.SGD(model.parameters()), [model])

@@ -1,4 +1,4 @@
-"""Keyword objects under their known names."""
+"""Keyword handlers with the names of Accelerate."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from accel_runtime.options import (
 KINDS = (AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs)
 
 
-def test_only_what_differs_from_the_defaults_is_passed_on():
+def test_to_kwargs_returns_only_fields_that_differ_from_the_defaults():
     assert GradScalerKwargs().to_kwargs() == {}
     assert GradScalerKwargs(init_scale=2.0, growth_factor=2.0).to_kwargs() == {"init_scale": 2.0}
 
@@ -40,7 +40,7 @@ def test_only_what_differs_from_the_defaults_is_passed_on():
     ],
     ids=lambda value: value.__name__,
 )
-def test_every_option_is_one_of_torch_with_the_default_of_torch(kind, target):
+def test_every_field_is_a_parameter_of_torch_with_the_same_default(kind, target):
     theirs = inspect.signature(target).parameters
     own = {"fp32_outputs", "comm_hook", "comm_wrapper", "comm_state_option"}
     for name, ours in inspect.signature(kind).parameters.items():
@@ -49,34 +49,34 @@ def test_every_option_is_one_of_torch_with_the_default_of_torch(kind, target):
         assert theirs[name].default in {ours.default, None}, name  # None is "torch decides", on what we say
 
 
-def test_a_handler_is_found_by_its_kind():
+def test_find_handlers_returns_handlers_by_class():
     handlers = [AutocastKwargs(enabled=False), InitProcessGroupKwargs(timeout=timedelta(seconds=5))]
     assert find_handlers(handlers, KINDS) == dict(zip(KINDS[::2], handlers, strict=True))
     assert find_handlers(None, KINDS) == {}
 
 
-def test_two_of_a_kind_are_refused():
+def test_two_handlers_of_one_class_are_rejected():
     with pytest.raises(ValueError, match="contains several GradScalerKwargs"):
         find_handlers([GradScalerKwargs(), GradScalerKwargs(init_scale=1.0)], KINDS)
 
 
 @dataclass
 class OwnHandler(KwargsHandler):
-    """A script's own."""
+    """A handler class of a script."""
 
     rate: float = 0.5
     names: list[str] = field(default_factory=list)
 
 
 @pytest.mark.parametrize("other", ["fast", OwnHandler()], ids=["text", "an own handler"])
-def test_an_object_that_nothing_would_use_is_refused_with_the_known_kinds(other):
+def test_an_unknown_handler_is_rejected_with_the_known_classes(other):
     with pytest.raises(
         TypeError, match=r"entry .*(fast|OwnHandler).*: expected one of AutocastKwargs, GradScalerKwargs"
     ):
         find_handlers([other], KINDS)
 
 
-def test_a_handler_of_a_script_is_a_plain_dataclass():
+def test_a_handler_class_of_a_script_can_be_a_plain_dataclass():
     handler = OwnHandler(rate=0.25)
     assert handler.to_kwargs() == {"rate": 0.25}
     handler.rate, handler.names = 0.5, ["a"]
@@ -86,20 +86,20 @@ def test_a_handler_of_a_script_is_a_plain_dataclass():
     assert handler.to_dict()["names"] is not handler.names
 
 
-def test_fields_of_the_hook_are_no_arguments_of_ddp():
+def test_fields_of_the_communication_hook_are_not_passed_to_ddp():
     handler = DistributedDataParallelKwargs(comm_hook="fp16", static_graph=True)
     assert handler.to_kwargs() == {"static_graph": True}
     assert not {"comm_hook", "comm_wrapper", "comm_state_option"} & set(handler.to_dict())
 
 
-def test_options_in_a_dict_are_passed_on_only_if_there_are_any():
+def test_communication_state_options_are_passed_only_if_set():
     assert DistributedDataParallelKwargs().to_kwargs() == {}
     kwargs = DistributedDataParallelKwargs(comm_hook="power_sgd", comm_state_option={"warm_start": False})
     assert changed_fields(kwargs)["comm_state_option"] == {"warm_start": False}
 
 
 @pytest.mark.parametrize("kind", list(DDPCommunicationHookType)[:4])
-def test_a_hook_may_be_given_by_its_text(kind):
+def test_a_communication_hook_can_be_given_as_a_string(kind):
     assert DistributedDataParallelKwargs(comm_hook=kind.value).comm_hook is kind
     assert DistributedDataParallelKwargs(comm_hook=kind).comm_hook is kind
 
@@ -120,6 +120,6 @@ def test_a_hook_may_be_given_by_its_text(kind):
         ({"check_reduction": True}, "Leave it out"),
     ],
 )
-def test_options_of_ddp_that_would_do_nothing_are_refused(arguments, message):
+def test_ddp_options_without_effect_are_rejected(arguments, message):
     with pytest.raises(ValueError, match=message):
         DistributedDataParallelKwargs(**arguments)

@@ -1,4 +1,4 @@
-"""What the forward pass computes in, and whether the loss is scaled."""
+"""The dtype of the forward pass, and the scale of the loss."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ CPU = torch.device("cpu")
 COMPUTES_IN = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def precision(mixed_precision="no", autocast=None, scaler=None):
+def build_precision(mixed_precision="no", autocast=None, scaler=None):
     return Precision(mixed_precision, CPU, autocast or {}, scaler or {})
 
 
 class Nested(nn.Module):
-    """Remembers the type it computed in, and returns more than a tensor."""
+    """Remembers the dtype of its computation, and returns nested outputs."""
 
     def __init__(self):
         super().__init__()
@@ -33,9 +33,9 @@ class Nested(nn.Module):
 
 
 @pytest.mark.parametrize("mixed_precision", FORMATS)
-def test_a_model_computes_in_the_format_and_its_floating_outputs_are_float32(mixed_precision):
+def test_a_model_computes_in_mixed_precision_and_returns_float32(mixed_precision):
     model = Nested()
-    precision(mixed_precision).wrap(model)
+    build_precision(mixed_precision).wrap(model)
     outputs = model(torch.randn(2, 4))
     assert model.seen == COMPUTES_IN[mixed_precision]
     assert outputs["logits"].dtype == outputs["hidden"][0].dtype == torch.float32
@@ -44,34 +44,34 @@ def test_a_model_computes_in_the_format_and_its_floating_outputs_are_float32(mix
 
 
 @pytest.mark.parametrize("mixed_precision", FORMATS)
-def test_operations_outside_a_model_compute_in_the_format_inside_the_context(mixed_precision):
+def test_operations_inside_autocast_compute_in_mixed_precision(mixed_precision):
     x = torch.randn(4, 4)
-    with precision(mixed_precision).autocast():
+    with build_precision(mixed_precision).autocast():
         assert (x @ x).dtype == COMPUTES_IN[mixed_precision]
     assert (x @ x).dtype == torch.float32
 
 
-def test_without_mixed_precision_the_forward_pass_is_left_alone():
+def test_the_forward_method_is_unchanged_without_mixed_precision():
     model = nn.Linear(2, 2)
-    precision("no").wrap(model)
+    build_precision("no").wrap(model)
     assert "forward" not in vars(model)
 
 
-def test_a_model_wrapped_again_is_wrapped_once_and_in_the_newest_format():
+def test_wrapping_a_model_again_replaces_its_precision():
     model = Nested()
     for mixed_precision in ("bf16", "bf16", "fp16"):
-        precision(mixed_precision).wrap(model)
+        build_precision(mixed_precision).wrap(model)
     assert not isinstance(model.forward.forward, AutocastForward)
     model(torch.randn(2, 4))
     assert model.seen == torch.float16
-    precision("no").wrap(model)
+    build_precision("no").wrap(model)
     model(torch.randn(2, 4))
     assert model.seen == torch.float32
 
 
-def test_a_copy_of_a_wrapped_model_is_a_model_of_its_own():
+def test_a_copy_of_a_wrapped_model_is_independent():
     model = Nested()
-    precision("fp16").wrap(model)
+    build_precision("fp16").wrap(model)
     twin = copy.deepcopy(model)
     nn.init.zeros_(twin.linear.weight)
     nn.init.zeros_(twin.linear.bias)
@@ -82,35 +82,39 @@ def test_a_copy_of_a_wrapped_model_is_a_model_of_its_own():
 
 def test_options_of_autocast_take_effect():
     x = torch.randn(4, 4)
-    with precision("bf16", autocast={"enabled": False}).autocast():
+    with build_precision("bf16", autocast={"enabled": False}).autocast():
         assert (x @ x).dtype == torch.float32
 
 
-def test_only_fp16_scales_and_by_the_scale_asked_for():
-    assert [precision(name).scaler is not None for name in ("no", "bf16", "fp16")] == [False, False, True]
+def test_only_fp16_scales_the_loss_and_by_the_configured_scale():
+    assert [build_precision(name).scaler is not None for name in ("no", "bf16", "fp16")] == [
+        False,
+        False,
+        True,
+    ]
     weight = torch.ones(1, requires_grad=True)
-    precision("fp16", scaler={"init_scale": 8.0}).backward(weight * 3)
-    precision("bf16").backward(weight * 3)
+    build_precision("fp16", scaler={"init_scale": 8.0}).backward(weight * 3)
+    build_precision("bf16").backward(weight * 3)
     assert weight.grad.item() == 8 * 3 + 3
 
 
-def test_options_of_backward_are_passed_on():
+def test_options_of_backward_are_passed_to_torch():
     weight = torch.ones(1, requires_grad=True)
     loss = weight * weight
     for mixed_precision in ("no", "no"):
-        precision(mixed_precision).backward(loss, {"retain_graph": True})
+        build_precision(mixed_precision).backward(loss, {"retain_graph": True})
     assert weight.grad.item() == 4
 
 
-def test_outputs_can_be_left_in_the_format():
+def test_outputs_stay_in_the_computation_dtype_without_fp32_outputs():
     model = Nested()
-    precision("bf16", autocast={"fp32_outputs": False}).wrap(model)
+    build_precision("bf16", autocast={"fp32_outputs": False}).wrap(model)
     assert model(torch.randn(2, 4))["logits"].dtype == torch.bfloat16
 
 
-def test_a_context_may_have_options_of_its_own():
+def test_an_autocast_context_can_have_its_own_options():
     x = torch.randn(4, 4)
-    with precision("bf16").autocast({"enabled": False}):
+    with build_precision("bf16").autocast({"enabled": False}):
         assert (x @ x).dtype == torch.float32
 
 
@@ -124,10 +128,8 @@ def test_a_context_may_have_options_of_its_own():
         ("bf16", torch.float16, {}, False),
     ],
 )
-def test_float16_parameters_under_the_scaler_are_refused_with_what_to_do(
-    mixed_precision, dtype, scaler, refused
-):
-    model, check = nn.Linear(2, 2).to(dtype), precision(mixed_precision, scaler=scaler).check
+def test_float16_parameters_are_rejected_with_a_loss_scaler(mixed_precision, dtype, scaler, refused):
+    model, check = nn.Linear(2, 2).to(dtype), build_precision(mixed_precision, scaler=scaler).check
     check(p.detach() for p in model.parameters())
     if refused:
         with pytest.raises(ValueError, match=r"float16 parameters.* float32 \(model\.float\(\)"):

@@ -1,4 +1,4 @@
-"""`accelerator.preempted()`: a signal to one rank is known to all of them at the same step."""
+"""`accelerator.preempted()`: all ranks notice a signal to one rank at the same step."""
 
 import os
 import signal
@@ -17,8 +17,8 @@ def _handlers():
         signal.signal(number, handler)
 
 
-def test_a_signal_to_one_rank_is_known_to_all_at_the_same_step(several):
-    def work():
+def test_all_ranks_notice_a_signal_to_one_rank_at_the_same_step(several):
+    def run_until_preempted():
         accelerator = Accelerator()
         before = signal.getsignal(signal.SIGTERM)
         try:
@@ -30,11 +30,11 @@ def test_a_signal_to_one_rank_is_known_to_all_at_the_same_step(several):
         finally:
             signal.signal(signal.SIGTERM, before)
 
-    assert several.run(work) == [(7, True)] * several.size
+    assert several.run(run_until_preempted) == [(7, True)] * several.size
 
 
-def test_evaluation_ends_too_and_the_loop_around_it_sees_why(pair):
-    def work():
+def test_preempted_stays_true_after_the_inner_loop_ends(pair):
+    def run_until_preempted():
         accelerator = Accelerator()
         before = signal.getsignal(signal.SIGUSR1)
         seen = []
@@ -51,11 +51,11 @@ def test_evaluation_ends_too_and_the_loop_around_it_sees_why(pair):
         finally:
             signal.signal(signal.SIGUSR1, before)
 
-    assert pair.run(work) == [[(1, 2), 1]] * 2
+    assert pair.run(run_until_preempted) == [[(1, 2), 1]] * 2
 
 
-def test_ranks_that_ask_for_different_signals_are_told(pair):
-    def work():
+def test_ranks_with_different_signals_are_reported(pair):
+    def run_until_preempted():
         accelerator = Accelerator()
         mine = [signal.SIGUSR1, signal.SIGUSR2][accelerator.process_index]
         before = signal.getsignal(mine)
@@ -66,18 +66,18 @@ def test_ranks_that_ask_for_different_signals_are_told(pair):
         finally:
             signal.signal(mine, before)
 
-    for said in pair.run(work):
+    for said in pair.run(run_until_preempted):
         assert "rank 0: preempted(SIGUSR1) at test_preemption.py" in said
         assert "rank 1: preempted(SIGUSR2) at test_preemption.py" in said
 
 
-def test_a_script_that_never_asks_keeps_what_signals_do():
+def test_signal_handlers_are_unchanged_if_preempted_is_never_called():
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
     Accelerator()
     assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before
 
 
-def test_the_handlers_of_the_script_are_called_also_those_it_puts_in_place_later():
+def test_handlers_of_the_script_are_called_also_if_installed_later():
     heard = []
     signal.signal(signal.SIGUSR1, lambda *_: heard.append("before"))
     accelerator = Accelerator()
@@ -94,7 +94,7 @@ def test_the_handlers_of_the_script_are_called_also_those_it_puts_in_place_later
     assert accelerator.preempted([signal.SIGUSR2])
 
 
-def test_only_the_signals_asked_for_count():
+def test_only_the_given_signals_count():
     accelerator = Accelerator()
     both = [signal.SIGUSR1, signal.SIGUSR2]
     assert not accelerator.preempted(both)
@@ -103,7 +103,7 @@ def test_only_the_signals_asked_for_count():
     assert accelerator.preempted(both)
 
 
-def test_one_process_asks_nobody(monkeypatch):
+def test_a_single_process_runs_no_collective(monkeypatch):
     accelerator = Accelerator()
     monkeypatch.setattr(accelerator._preemption._handshake, "exchange", None)
     assert not accelerator.preempted()
@@ -111,6 +111,6 @@ def test_one_process_asks_nobody(monkeypatch):
     assert accelerator.preempted()
 
 
-def test_a_signal_that_nothing_can_handle_is_refused_by_name():
+def test_a_signal_that_cannot_be_handled_is_rejected_by_name():
     with pytest.raises(ValueError, match="cannot handle SIGKILL"):
         Accelerator().preempted([signal.SIGKILL])

@@ -1,4 +1,4 @@
-"""What torch finds on this machine."""
+"""The hardware that torch finds on this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import torch
 
 
-def test_the_probe_prints_what_torch_finds_as_one_line_of_json():
+def test_the_probe_prints_the_hardware_as_one_line_of_json():
     command = [sys.executable, "-m", "accel_runtime.probe"]
     found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     there = torch.accelerator.is_available()

@@ -1,4 +1,4 @@
-"""Profiles of a piece of training."""
+"""Profiles of a part of training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accel_runtime import Accelerator, ProfileKwargs
 from accel_runtime.profiling import ProfileKwargs as Home
 
 
-def test_every_process_writes_its_trace_and_all_are_there_afterwards(ranks, tmp_path):
+def test_every_process_writes_a_trace_before_the_context_ends(ranks, tmp_path):
     def profile(folder):
         accelerator = Accelerator(kwargs_handlers=[ProfileKwargs(output_trace_dir=str(folder / "traces"))])
         with accelerator.profile() as profiler:
@@ -27,16 +27,16 @@ def test_every_process_writes_its_trace_and_all_are_there_afterwards(ranks, tmp_
         assert "aten::mm" in {event.get("name") for event in events}
 
 
-def test_without_a_folder_nothing_is_written(cwd):
+def test_no_trace_is_written_without_a_folder(cwd):
     with Accelerator().profile() as profiler:
         torch.ones(2).sum()
     assert profiler.key_averages()
     assert list(cwd.iterdir()) == [cwd / ".git"]
 
 
-# torch says at the second recording that the first is not kept in the profiler, which is why it is written.
+# torch warns at the second recording that the profiler drops the first one.
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
-def test_a_schedule_writes_a_trace_for_every_recording_and_calls_the_script(tmp_path):
+def test_a_schedule_writes_a_trace_for_every_recording_and_calls_on_trace_ready(tmp_path):
     seen = []
     handler = ProfileKwargs(
         schedule_option={"wait": 1, "warmup": 1, "active": 2, "repeat": 2},
@@ -51,7 +51,7 @@ def test_a_schedule_writes_a_trace_for_every_recording_and_calls_the_script(tmp_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["profile_0.1.json", "profile_0.json"]
 
 
-def test_a_schedule_that_never_records_is_told(tmp_path, caplog):
+def test_a_schedule_that_never_records_is_reported(tmp_path, caplog):
     handler = ProfileKwargs(
         schedule_option={"wait": 5, "warmup": 1, "active": 1}, output_trace_dir=str(tmp_path)
     )
@@ -60,7 +60,7 @@ def test_a_schedule_that_never_records_is_told(tmp_path, caplog):
     assert "No trace is written: the schedule" in caplog.text
 
 
-def test_a_process_that_fails_writes_its_trace_and_waits_for_nobody(several, tmp_path):
+def test_a_failed_process_writes_its_trace_and_does_not_wait_for_others(several, tmp_path):
     def fail(folder):
         handler = ProfileKwargs(output_trace_dir=str(folder))
         accelerator = Accelerator()
@@ -73,7 +73,7 @@ def test_a_process_that_fails_writes_its_trace_and_waits_for_nobody(several, tmp
     assert several.run(fail, tmp_path) == [True] * several.size
 
 
-def test_a_script_that_writes_the_trace_itself_is_told_that_torch_writes_it_once(tmp_path, caplog):
+def test_an_on_trace_ready_that_writes_the_trace_is_reported(tmp_path, caplog):
     handler = ProfileKwargs(
         on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(tmp_path / "mine.json")),
         output_trace_dir=str(tmp_path),
@@ -84,7 +84,7 @@ def test_a_script_that_writes_the_trace_itself_is_told_that_torch_writes_it_once
     assert "profile_0.json is not written: on_trace_ready has written this trace" in caplog.text
 
 
-def test_the_argument_wins_over_the_handler_of_the_accelerator(tmp_path):
+def test_the_argument_of_profile_overrides_the_handler(tmp_path):
     accelerator = Accelerator(kwargs_handlers=[ProfileKwargs(output_trace_dir=str(tmp_path))])
     with accelerator.profile(ProfileKwargs(record_shapes=True)) as profiler:
         torch.ones(3, 5) + 1
@@ -93,7 +93,7 @@ def test_the_argument_wins_over_the_handler_of_the_accelerator(tmp_path):
     assert [3, 5] in [shape for each in shapes for shape in each]
 
 
-def test_fields_reach_the_profiler():
+def test_fields_are_passed_to_the_profiler():
     handler = ProfileKwargs(
         activities=["cpu"], profile_memory=True, with_stack=True, with_flops=True, with_modules=True
     )
@@ -103,7 +103,7 @@ def test_fields_reach_the_profiler():
     assert Home is ProfileKwargs
 
 
-def test_without_activities_it_is_the_cpu_and_the_device_in_hand():
+def test_activities_default_to_the_cpu_and_the_current_device():
     assert ProfileKwargs().build(torch.device("cpu")).activities == {ProfilerActivity.CPU}
 
 
@@ -119,6 +119,6 @@ def test_without_activities_it_is_the_cpu_and_the_device_in_hand():
         ({"schedule_option": {"wait": 1, "warmup": 1, "active": 1, "repeats": 2}}, "if needed repeat"),
     ],
 )
-def test_what_cannot_be_profiled_is_refused(arguments, message):
+def test_invalid_profile_options_are_rejected(arguments, message):
     with pytest.raises(ValueError, match=message):
         ProfileKwargs(**arguments)

@@ -1,4 +1,4 @@
-"""Where a project keeps what its runs write."""
+"""The directories of a project."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from accel_runtime import Accelerator, ProjectConfiguration
 
 
-def test_logs_go_into_the_project_unless_they_have_a_place_of_their_own():
+def test_logs_are_in_the_project_directory_unless_logging_dir_is_set():
     assert ProjectConfiguration().logs is None
     assert ProjectConfiguration("project").logs == Path("project")
     assert ProjectConfiguration("project", "logs").logs == Path("logs")
@@ -26,13 +26,13 @@ def test_logs_go_into_the_project_unless_they_have_a_place_of_their_own():
         ({"project_dir": Path("a"), "project_config": ProjectConfiguration("a")}, (Path("a"), Path("a"))),
     ],
 )
-def test_the_accelerator_knows_both_directories(arguments, directories):
+def test_the_accelerator_has_both_directories(arguments, directories):
     accelerator = Accelerator(**arguments)
     assert (accelerator.project_dir, accelerator.logging_dir) == directories
     assert accelerator.save_iteration == 0
 
 
-def test_two_directories_that_contradict_each_other_are_refused():
+def test_contradicting_project_directories_are_rejected():
     with pytest.raises(ValueError, match=r"project_dir='a' and ProjectConfiguration.* contradict"):
         Accelerator(project_dir="a", project_config=ProjectConfiguration("b"))
 
@@ -41,16 +41,16 @@ def test_two_directories_that_contradict_each_other_are_refused():
     ("field", "said"),
     [({"total_limit": 0}, "Invalid total_limit 0: expected at least 1"), ({"iteration": -1}, "at least 0")],
 )
-def test_limits_that_leave_no_checkpoint_are_refused(field, said):
+def test_limits_that_leave_no_checkpoint_are_rejected(field, said):
     with pytest.raises(ValueError, match=said):
         ProjectConfiguration(**field)
 
 
 @pytest.mark.parametrize(("each", "writers"), [(False, [0]), (True, [0, 1])])
-def test_a_file_is_saved_by_the_first_process_or_by_the_first_of_every_machine(pair, tmp_path, each, writers):
+def test_save_writes_on_the_first_process_or_the_first_of_every_node(pair, tmp_path, each, writers):
     def save(folder, each):
         accelerator = Accelerator(project_config=ProjectConfiguration(save_on_each_node=each))
-        # Both ranks of this test are on one machine; as far as `save` can tell, they are not.
+        # Both ranks of this test are on one machine; let `save` see two nodes.
         rank = accelerator.process_index
         type(accelerator).local_process_index, kept = (
             property(lambda _: 0),

@@ -1,7 +1,7 @@
-"""Every public name, with its parameters, members, fields and values, is the one in the golden file.
+"""The public names, with parameters, members, fields and values, equal those of the golden file.
 
-`test_surface.py` compares with what scripts written for Accelerate use, `test_differences.py` with all of Accelerate 1.15;
-this file notices any change of what accel itself offers.
+`test_surface.py` compares with the names that scripts for Accelerate use, `test_differences.py` with all of
+Accelerate 1.15; this file detects any change of the interface of accel itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OWN = {
     "memory": {"is_out_of_memory"},
     "utils.memory": {"should_reduce_batch_size"},
 }
-"""Names of a module that neither Accelerate has there nor `accel_runtime.utils`."""
+"""Names of a module that are neither in the module of Accelerate nor in `accel_runtime.utils`."""
 MADE_BY_ACCEL = {
     *(
         "AcceleratedOptimizer",
@@ -40,7 +40,7 @@ MADE_BY_ACCEL = {
     ),
     *("Checkpoints", "Found", "Manifest"),
 }
-"""Classes that scripts read and do not make: the parameters of their constructors are not public."""
+"""Classes that scripts do not create: the parameters of their constructors are not public."""
 INTERNAL = {
     *(
         "has_used_gradients",
@@ -68,7 +68,7 @@ INTERNAL = {
     ),
     "Manifest.values",
 }
-"""Members that other modules of accel use, and no script: they may change."""
+"""Members for other modules of accel only, which may change."""
 TRACKING_PACKAGES = (
     *(
         "aim",
@@ -82,12 +82,12 @@ TRACKING_PACKAGES = (
     ),
     *("swanlab", "trackio", "wandb"),
 )
-"""Packages that trackers import, and tests do without."""
+"""Packages that trackers import and tests replace by stubs."""
 
 
 @pytest.fixture
 def _tracking_packages(monkeypatch):
-    """Stand-ins for the packages of trackers, and no module that has seen them afterwards."""
+    """Install stubs of the packages of trackers, and remove the modules that imported them."""
     for name in TRACKING_PACKAGES:
         package = mock.MagicMock()
         package.__spec__ = ModuleSpec(name, None)
@@ -100,7 +100,7 @@ def _tracking_packages(monkeypatch):
 
 
 @pytest.mark.usefixtures("_tracking_packages")
-def test_the_public_names_and_signatures_are_those_of_the_golden_file():
+def test_public_names_and_signatures_equal_the_golden_file():
     accelerate = json.loads(describe_surface.PATH.read_text(encoding="utf-8"))
     exported = {*accel_runtime.__all__, *utils.__all__}
     described, lines = {}, []
@@ -124,7 +124,7 @@ def test_the_public_names_and_signatures_are_those_of_the_golden_file():
     golden.check("public_surface.txt", "\n".join(lines[1:]) + "\n")
 
 
-def test_checkpoints_have_the_members_of_the_golden_file(cwd):
+def test_checkpoint_classes_have_the_members_of_the_golden_file(cwd):
     accelerator = Accelerator()
     accelerator.save_state("checkpoint")
     checkpoint = accelerator.checkpoints.verify("checkpoint")
@@ -143,12 +143,12 @@ def import_or_none(path):
 def has(module, name):
     try:
         return hasattr(module, name)
-    except ImportError:  # which tells what to do instead
+    except ImportError:  # with advice for the user
         return False
 
 
 def describe(name, value):
-    """Return the lines of a name: its parameters, and of a class its fields, values and members."""
+    """Return the lines of a name: its parameters, and the fields, values and members of a class."""
     if inspect.isclass(value) and issubclass(value, enum.Enum):
         return [
             f"{name} (enumeration)",
@@ -213,7 +213,7 @@ def default_of(field):
 
 
 class Shown:
-    """A default whose text is the same on every machine, and in whatever module its class is defined."""
+    """A default whose text is equal on every machine, whichever module defines its class."""
 
     def __init__(self, value):
         self.value = value

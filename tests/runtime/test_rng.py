@@ -1,4 +1,4 @@
-"""Random state."""
+"""States of random number generators."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from accel_runtime.rng import broadcast_rng_types, set_seed
 from accel_runtime.topology import Topology
 
 
-def draws():
-    return random.random(), np.random.rand(), torch.rand(1).item()  # noqa: NPY002 - what scripts draw from
+def draw_from_each_generator():
+    return random.random(), np.random.rand(), torch.rand(1).item()  # noqa: NPY002 - scripts use this generator
 
 
-def test_a_seed_makes_every_generator_draw_the_same_again():
+def test_set_seed_seeds_every_generator():
     set_seed(3)
-    first = draws()
+    first = draw_from_each_generator()
     set_seed(3)
-    assert draws() == first
+    assert draw_from_each_generator() == first
     set_seed(4)
-    assert not set(draws()) & set(first)
+    assert not set(draw_from_each_generator()) & set(first)
 
 
 def test_a_device_specific_seed_adds_the_rank(ranks):
-    def drawn(device_specific):
+    def draw_after_broadcast(device_specific):
         set_seed(3, device_specific)
-        return draws()
+        return draw_from_each_generator()
 
     wanted = []
     for rank in range(ranks.size):
         set_seed(3 + rank)
-        wanted.append(draws())
-    assert ranks.run(drawn, True) == wanted
-    assert ranks.run(drawn, False) == wanted[:1] * ranks.size
+        wanted.append(draw_from_each_generator())
+    assert ranks.run(draw_after_broadcast, True) == wanted
+    assert ranks.run(draw_after_broadcast, False) == wanted[:1] * ranks.size
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32])
-def test_a_seed_outside_the_range_of_numpy_is_refused(seed):
+def test_a_seed_outside_the_range_of_numpy_is_rejected(seed):
     with pytest.raises(ValueError, match=f"Invalid seed {seed}: expected 0 to"):
         set_seed(seed)
 
 
-def test_deterministic_algorithms_are_allowed_only_where_asked():
+def test_deterministic_algorithms_are_enabled_only_on_request():
     set_seed(3)
     assert not torch.are_deterministic_algorithms_enabled()
     try:
@@ -57,8 +57,8 @@ def test_deterministic_algorithms_are_allowed_only_where_asked():
         torch.use_deterministic_algorithms(mode=False)
 
 
-def test_shared_states_are_those_of_the_first_rank(ranks):
-    def drawn():
+def test_broadcast_rng_types_sends_the_states_of_the_first_rank(ranks):
+    def draw_after_broadcast():
         backend = connect(Settings.from_env(os.environ), Topology.from_env(os.environ))
         torch.manual_seed(backend.topology.rank)
         broadcast_rng_types(["generator", "torch"], backend)
@@ -66,4 +66,4 @@ def test_shared_states_are_those_of_the_first_rank(ranks):
 
     torch.manual_seed(0)
     wanted = torch.rand(1).item()
-    assert ranks.run(drawn) == [wanted] * ranks.size
+    assert ranks.run(draw_after_broadcast) == [wanted] * ranks.size

@@ -16,8 +16,8 @@ from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.training.accumulation import Accumulation
 
 
-def scheduled(make, *, strides=1, with_optimizer=True, window=1):
-    """A scheduler prepared over an optimizer of rate 1, and what it was prepared with."""
+def prepare_scheduler(make, *, strides=1, with_optimizer=True, window=1):
+    """Return a scheduler of an optimizer of rate 1, the optimizer, and the accumulation."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     accumulation = Accumulation(window)
     prepared = PreparedOptimizer(optimizer, accumulation, None)
@@ -27,12 +27,12 @@ def scheduled(make, *, strides=1, with_optimizer=True, window=1):
     return scheduler, prepared, accumulation
 
 
-def halving(optimizer):
+def build_halving_scheduler(optimizer):
     return LambdaLR(optimizer, lambda step: 0.5**step)
 
 
-def rates(scheduler, optimizer, steps):
-    """The learning rate after each step of the run."""
+def collect_rates(scheduler, optimizer, steps):
+    """Return the learning rate after each step."""
     seen = []
     for _ in range(steps):
         optimizer.step()
@@ -44,40 +44,44 @@ def rates(scheduler, optimizer, steps):
 @pytest.mark.parametrize(
     ("strides", "wanted"), [(1, [0.5, 0.25]), (2, [0.25, 0.0625]), (3, [0.125, 0.015625])]
 )
-def test_it_advances_by_what_all_processes_have_seen(strides, wanted):
-    scheduler, optimizer, _ = scheduled(halving, strides=strides)
-    assert rates(scheduler, optimizer, 2) == wanted
+def test_a_scheduler_advances_once_for_each_process(strides, wanted):
+    scheduler, optimizer, _ = prepare_scheduler(build_halving_scheduler, strides=strides)
+    assert collect_rates(scheduler, optimizer, 2) == wanted
     assert scheduler.get_last_lr() == wanted[-1:]
     assert scheduler.last_epoch == 2 * strides
 
 
-def test_it_waits_while_a_window_is_open():
-    scheduler, optimizer, accumulation = scheduled(halving, window=2)
+def test_a_scheduler_does_not_advance_before_the_end_of_a_cycle():
+    scheduler, optimizer, accumulation = prepare_scheduler(build_halving_scheduler, window=2)
     seen = []
     for _ in range(4):
         accumulation.advance(is_last=False)
-        seen += rates(scheduler, optimizer, 1)
+        seen += collect_rates(scheduler, optimizer, 1)
     assert seen == [1, 0.5, 0.5, 0.25]
 
 
-def test_it_waits_while_its_optimizer_skips():
-    scheduler, optimizer, _ = scheduled(halving)
+def test_a_scheduler_does_not_advance_if_its_optimizer_skipped_the_step():
+    scheduler, optimizer, _ = prepare_scheduler(build_halving_scheduler)
     optimizer.step()
     optimizer.step_was_skipped = True
     scheduler.step()
     assert scheduler.last_epoch == 0
 
 
-def test_left_to_the_script_it_does_what_the_script_says():
-    scheduler, optimizer, accumulation = scheduled(halving, strides=3, with_optimizer=False, window=2)
+def test_a_scheduler_without_step_with_optimizer_advances_once_a_call():
+    scheduler, optimizer, accumulation = prepare_scheduler(
+        build_halving_scheduler, strides=3, with_optimizer=False, window=2
+    )
     optimizer.step()
     accumulation.advance(is_last=False)
     scheduler.step()
     assert scheduler.last_epoch == 1
 
 
-def test_a_plateau_is_judged_once_a_metric():
-    scheduler, optimizer, _ = scheduled(lambda o: ReduceLROnPlateau(o, patience=1, factor=0.5), strides=3)
+def test_reduce_lr_on_plateau_advances_once_for_each_metric():
+    scheduler, optimizer, _ = prepare_scheduler(
+        lambda o: ReduceLROnPlateau(o, patience=1, factor=0.5), strides=3
+    )
     seen = []
     for metric in (1.0, 1.0, 1.0):
         optimizer.step()
@@ -87,44 +91,44 @@ def test_a_plateau_is_judged_once_a_metric():
 
 
 @pytest.mark.parametrize("strides", [1, 2, 3, 4])
-def test_one_cycle_ends_at_its_lowest_rate_however_its_end_is_reached(strides):
+def test_one_cycle_lr_ends_at_its_lowest_rate_for_any_stride(strides):
     total = 10
-    scheduler, optimizer, _ = scheduled(
+    scheduler, optimizer, _ = prepare_scheduler(
         lambda o: OneCycleLR(o, max_lr=1.0, total_steps=total), strides=strides
     )
-    seen = rates(scheduler, optimizer, total)
+    seen = collect_rates(scheduler, optimizer, total)
     assert scheduler.last_epoch == total - 1
     assert seen[-1] == min(seen) == pytest.approx(1.0 / 25 / 1e4)
 
 
-def test_it_is_a_scheduler_that_shows_the_scripts_attributes():
-    scheduler, optimizer, _ = scheduled(halving)
+def test_a_prepared_scheduler_has_the_attributes_of_the_original():
+    scheduler, optimizer, _ = prepare_scheduler(build_halving_scheduler)
     assert isinstance(scheduler, LRScheduler)
     assert scheduler.optimizer is optimizer.optimizer
     assert scheduler.base_lrs == [1.0]
     assert not hasattr(scheduler, "no_such_attribute")
 
 
-def test_its_state_loads_into_a_plain_scheduler_and_back():
-    scheduler, optimizer, _ = scheduled(halving, strides=3)
-    rates(scheduler, optimizer, 1)
-    plain = halving(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
+def test_state_dicts_of_prepared_and_plain_schedulers_are_exchangeable():
+    scheduler, optimizer, _ = prepare_scheduler(build_halving_scheduler, strides=3)
+    collect_rates(scheduler, optimizer, 1)
+    plain = build_halving_scheduler(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
     plain.load_state_dict(scheduler.state_dict())
     assert plain.last_epoch == 3
-    other, _, _ = scheduled(halving)
+    other, _, _ = prepare_scheduler(build_halving_scheduler)
     other.load_state_dict(plain.state_dict())
     assert other.scheduler.last_epoch == 3
 
 
-def test_it_can_be_copied_together_with_its_optimizer():
-    scheduler, optimizer, _ = scheduled(halving)
-    rates(scheduler, optimizer, 1)
-    assert rates(*copy.deepcopy((scheduler, optimizer)), 1) == [0.25]
+def test_a_scheduler_can_be_copied_together_with_its_optimizer():
+    scheduler, optimizer, _ = prepare_scheduler(build_halving_scheduler)
+    collect_rates(scheduler, optimizer, 1)
+    assert collect_rates(*copy.deepcopy((scheduler, optimizer)), 1) == [0.25]
     assert scheduler.get_last_lr() == [0.5]
 
 
-def steps_between(scheduler, optimizer, pattern):
-    """Step the scheduler after so many optimizer steps each."""
+def step_after_optimizer_steps(scheduler, optimizer, pattern):
+    """Step the scheduler after each of the given numbers of optimizer steps."""
     for count in pattern:
         for _ in range(count):
             optimizer.step()
@@ -142,9 +146,9 @@ def steps_between(scheduler, optimizer, pattern):
         ((3, 3, 3), {"with_optimizer": False}, 0),
     ],
 )
-def test_a_scheduler_that_seems_to_count_epochs_is_told_of_once(caplog, pattern, options, told):
-    scheduler, optimizer, _ = scheduled(halving, **{"strides": 2} | options)
-    steps_between(scheduler, optimizer, pattern)
+def test_a_scheduler_that_seems_to_count_epochs_is_reported_once(caplog, pattern, options, told):
+    scheduler, optimizer, _ = prepare_scheduler(build_halving_scheduler, **{"strides": 2} | options)
+    step_after_optimizer_steps(scheduler, optimizer, pattern)
     assert len(caplog.messages) == told
     if told:
         assert "LambdaLR advances too fast if its steps are epochs" in caplog.text
@@ -154,8 +158,8 @@ def test_a_scheduler_that_seems_to_count_epochs_is_told_of_once(caplog, pattern,
         assert scheduler.advances.startswith("2 step(s) of the schedule a call of step(), once in ")
 
 
-def test_a_step_that_was_skipped_is_no_step_between_two_calls(caplog):
-    scheduler, optimizer, _ = scheduled(halving, strides=2)
+def test_a_skipped_step_is_not_counted_between_two_scheduler_calls(caplog):
+    scheduler, optimizer, _ = prepare_scheduler(build_halving_scheduler, strides=2)
     for skipped in (False, True, False):
         optimizer.step()
         optimizer.step_was_skipped = skipped
@@ -163,21 +167,23 @@ def test_a_step_that_was_skipped_is_no_step_between_two_calls(caplog):
     assert not caplog.messages
 
 
-def test_steps_of_a_state_that_is_loaded_are_no_steps_between_two_calls(caplog):
-    scheduler, optimizer, _ = scheduled(halving, strides=2)
-    steps_between(scheduler, optimizer, (1, 1))
+def test_loading_a_state_does_not_count_as_optimizer_steps(caplog):
+    scheduler, optimizer, _ = prepare_scheduler(build_halving_scheduler, strides=2)
+    step_after_optimizer_steps(scheduler, optimizer, (1, 1))
     optimizer.steps = 500
     scheduler.load_state_dict(scheduler.state_dict())
-    steps_between(scheduler, optimizer, (1, 1))
+    step_after_optimizer_steps(scheduler, optimizer, (1, 1))
     assert not caplog.messages
 
 
-def test_the_first_process_tells_of_a_scheduler_that_seems_to_count_epochs(pair):
+def test_only_the_first_process_reports_a_scheduler_that_seems_to_count_epochs(pair):
     def train():
         accelerator = Accelerator(gradient_accumulation_steps=2)
         model = nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        model, optimizer, scheduler = accelerator.prepare(model, optimizer, halving(optimizer))
+        model, optimizer, scheduler = accelerator.prepare(
+            model, optimizer, build_halving_scheduler(optimizer)
+        )
         with collect_messages("accel_runtime.scheduler") as messages:
             for batch in range(16):
                 with accelerator.accumulate(model):

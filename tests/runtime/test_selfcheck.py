@@ -1,4 +1,4 @@
-"""What `accel test` runs in every process."""
+"""The self-check of `accel test` in every process."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from unittest.mock import patch
 import pytest
 
 
-def checked(environ, *, broken=None, on_rank=0):
-    """Exit status and output of the self-check, where `broken` may raise on one rank."""
+def run_selfcheck(environ, *, broken=None, on_rank=0):
+    """Run the self-check, with a check that raises `broken` on one rank; return exit status and output."""
     from accel_runtime import selfcheck
 
     def check(accelerator):
@@ -32,8 +32,8 @@ def checked(environ, *, broken=None, on_rank=0):
 
 
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16", "fp16"])
-def test_all_checks_hold_here_and_the_first_rank_of_a_machine_says_so(ranks, mixed_precision):
-    first, *others = ranks.run(checked, {"ACCEL_MIXED_PRECISION": mixed_precision})
+def test_all_checks_pass_and_only_the_first_rank_of_a_node_prints_them(ranks, mixed_precision):
+    first, *others = ranks.run(run_selfcheck, {"ACCEL_MIXED_PRECISION": mixed_precision})
     status, printed, complained = first
     assert status == 0
     assert [line.split()[:2] for line in printed[:-1]] == [
@@ -47,12 +47,12 @@ def test_all_checks_hold_here_and_the_first_rank_of_a_machine_says_so(ranks, mix
     ]
 
 
-def test_a_check_that_fails_on_one_rank_fails_on_all_and_is_told_by_that_rank(ranks):
-    def failing():
+def test_a_check_that_fails_on_one_rank_fails_on_all_ranks(ranks):
+    def run_failing_selfcheck():
         last = int(os.environ.get("WORLD_SIZE", "1")) - 1
-        return checked({}, broken="no light", on_rank=last)
+        return run_selfcheck({}, broken="no light", on_rank=last)
 
-    results = ranks.run(failing)
+    results = ranks.run(run_failing_selfcheck)
     assert [status for status, *_ in results] == [1] * ranks.size
     printed = results[0][1]
     assert printed[-2].startswith("FAILED check: ")
@@ -73,9 +73,9 @@ def test_a_check_that_fails_on_one_rank_fails_on_all_and_is_told_by_that_rank(ra
         ("backends.distributed.DDPBackend", "wrap_model", lambda _self, model, _options: model),
     ],
 )
-def test_a_backend_that_does_not_do_its_work_is_found_out(pair, part, name, broken):
-    def found_out(part, name, broken):
+def test_a_broken_backend_fails_the_self_check(pair, part, name, broken):
+    def run_with_broken_function(part, name, broken):
         with patch(f"accel_runtime.{part}.{name}", broken):
-            return checked({})[0]
+            return run_selfcheck({})[0]
 
-    assert pair.run(found_out, part, name, broken) == [1, 1]
+    assert pair.run(run_with_broken_function, part, name, broken) == [1, 1]

@@ -1,4 +1,4 @@
-"""The state objects scripts read."""
+"""`PartialState`, `AcceleratorState` and `GradientState`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ assert AcceleratorState().process_index == state.process_index
 
 
 @pytest.mark.slow
-def test_a_state_alone_places_itself_under_torchrun(script, cwd, monkeypatch):
+def test_a_partial_state_connects_under_torchrun(script, cwd, monkeypatch):
     monkeypatch.setenv("ACCEL_DEVICE", "cpu")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -58,7 +58,7 @@ def test_a_state_alone_places_itself_under_torchrun(script, cwd, monkeypatch):
     assert said == [repr((2, "MULTI_CPU", "gloo", "cpu"))] * 2
 
 
-def test_a_state_says_where_the_process_stands(ranks):
+def test_a_partial_state_has_the_topology_of_its_process(ranks):
     def place():
         state = PartialState(cpu=True)
         state.set_device()
@@ -84,12 +84,12 @@ def test_a_state_says_where_the_process_stands(ranks):
     ]
 
 
-def test_an_option_that_no_process_group_has_is_refused():
+def test_an_unknown_process_group_option_is_rejected():
     with pytest.raises(TypeError, match="backened"):
         PartialState(backened="gloo")
 
 
-def test_the_states_of_an_accelerator_are_its_own_and_say_what_they_are(ranks):
+def test_the_state_of_an_accelerator_describes_it(ranks):
     def texts():
         accelerator = Accelerator(mixed_precision="bf16")
         state = accelerator.state
@@ -107,13 +107,13 @@ def test_the_states_of_an_accelerator_are_its_own_and_say_what_they_are(ranks):
         assert text == f"{partial}\nMixed precision: bf16"
 
 
-def in_a_process_that_has_not_joined(function):
-    """Call a function in a thread of this process, which is no rank; a thread has no Accelerator of another."""
+def run_in_unconnected_thread(function):
+    """Call a function in a new thread, which is not a rank and has no Accelerator."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()
 
 
-def test_a_state_that_a_script_makes_is_that_of_the_newest_accelerator(ranks):
+def test_a_new_accelerator_state_equals_that_of_the_newest_accelerator(ranks):
     def states():
         Accelerator()
         accelerator = Accelerator(mixed_precision="bf16")
@@ -134,7 +134,7 @@ def test_a_state_that_a_script_makes_is_that_of_the_newest_accelerator(ranks):
     assert ranks.run(states) == [("bf16", ranks.size, True, None, False)] * ranks.size
 
 
-def test_before_an_accelerator_there_is_no_state():
+def test_an_accelerator_state_needs_an_accelerator():
     def look():
         seen = [is_initialized()]
         with pytest.raises(ValueError, match=r"Create one first: accelerator = Accelerator\(\)"):
@@ -144,13 +144,13 @@ def test_before_an_accelerator_there_is_no_state():
         Accelerator()
         return [*seen, is_initialized()]
 
-    assert in_a_process_that_has_not_joined(look) == [False, False, True]
+    assert run_in_unconnected_thread(look) == [False, False, True]
 
 
-def test_a_state_ends_a_group_of_processes_that_it_is_given(pair):
+def test_destroy_process_group_accepts_a_subgroup(pair):
     def end():
         accelerator, group = Accelerator(), dist.new_group()
-        accelerator.wait_for_everyone()  # the others may still connect
+        accelerator.wait_for_everyone()  # other ranks may still connect
         accelerator.state.destroy_process_group(group)
         with pytest.raises(ValueError, match=r"not registered|Group"):
             dist.get_rank(group)
@@ -159,7 +159,7 @@ def test_a_state_ends_a_group_of_processes_that_it_is_given(pair):
     assert pair.run(end) == [True] * 2
 
 
-def test_a_script_that_asks_for_sharding_learns_of_it(pair):
+def test_the_state_shows_whether_the_model_is_sharded(pair):
     def seen(plugin, config):
         accelerator = Accelerator(fsdp_plugin=plugin, parallelism_config=config)
         state = AcceleratorState()
@@ -177,7 +177,7 @@ def test_a_script_that_asks_for_sharding_learns_of_it(pair):
     assert pair.run(seen, None, None) == [(*layers[:3], None)] * 2
 
 
-def test_a_single_process_with_a_plugin_has_its_kind(alone):
+def test_a_single_process_with_a_sharding_plugin_has_type_fsdp(alone):
     accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
     assert accelerator.distributed_type == DistributedType.FSDP
     assert accelerator.state.fsdp_plugin.fsdp_version == 2
@@ -195,7 +195,7 @@ def test_a_single_process_with_a_plugin_has_its_kind(alone):
     ],
     ids=lambda plugin: ", ".join(plugin) or "nothing",
 )
-def test_settings_of_sharding_as_a_plugin_are_the_same_settings(plugin):
+def test_settings_of_sharding_survive_conversion_to_a_plugin(plugin):
     options = FullyShardedDataParallelPlugin(**plugin).fully_shard()
     again = build_plugin(options).fully_shard()
     assert dataclasses.replace(again, reduce_dtype="auto") == dataclasses.replace(
@@ -204,7 +204,7 @@ def test_settings_of_sharding_as_a_plugin_are_the_same_settings(plugin):
     assert {again.reduce_dtype, options.reduce_dtype} <= {again.reduce_dtype, "auto"}
 
 
-def test_one_process_writes_a_model(pair):
+def test_only_one_process_writes_a_model(pair):
     def writes(each):
         return Accelerator(project_config=ProjectConfiguration(save_on_each_node=each)).should_save_model
 
@@ -212,7 +212,7 @@ def test_one_process_writes_a_model(pair):
     assert pair.run(writes, True) == [True, False]
 
 
-def test_the_step_counts_micro_batches_since_the_end_of_an_epoch():
+def test_step_counts_micro_batches_since_the_end_of_an_epoch():
     accelerator = Accelerator(gradient_accumulation_steps=2)
     loader = accelerator.prepare(DataLoader(range(3)))
     seen = []
@@ -228,16 +228,16 @@ def test_the_step_counts_micro_batches_since_the_end_of_an_epoch():
         accelerator.step = -1
 
 
-# Sent elsewhere --------------------------------------------------------------------------
+# Copying and pickling --------------------------------------------------------------------
 
 
-def test_a_copy_of_an_accelerator_is_the_accelerator():
+def test_copying_an_accelerator_returns_it():
     accelerator = Accelerator()
     assert copy.deepcopy({"a": accelerator})["a"] is accelerator
     assert copy.copy(accelerator) is accelerator
 
 
-def test_an_accelerator_is_unpickled_on_its_rank_as_itself_and_on_another_as_that_of_the_other(several):
+def test_a_pickled_accelerator_is_loaded_as_the_matching_one_on_every_rank(several):
     def send():
         first, second = Accelerator(), Accelerator(mixed_precision="bf16")
         first.prepare(torch.nn.Linear(1, 1), DataLoader(range(3)))
@@ -249,7 +249,7 @@ def test_an_accelerator_is_unpickled_on_its_rank_as_itself_and_on_another_as_tha
     assert several.run(send) == [(True, True, True)] * several.size
 
 
-def test_in_a_process_that_has_not_joined_an_accelerator_says_where_it_was_pickled_and_does_nothing(pair):
+def test_an_accelerator_unpickled_outside_a_rank_has_properties_and_rejects_calls(pair):
     def send():
         accelerator = Accelerator(mixed_precision="bf16")
         return pickle.dumps((accelerator, accelerator.state, PartialState()))
@@ -279,11 +279,11 @@ def test_in_a_process_that_has_not_joined_an_accelerator_says_where_it_was_pickl
         return pickle.loads(again) is here  # noqa: S301
 
     sent = pair.run(send)[1]
-    assert in_a_process_that_has_not_joined(receive)
+    assert run_in_unconnected_thread(receive)
 
 
-class Refusals(Dataset):
-    """The errors of functions, called in a worker."""
+class ErrorDataset(Dataset):
+    """A dataset that calls functions in a worker and returns their errors."""
 
     def __init__(self, functions):
         self.functions = functions
@@ -298,10 +298,10 @@ class Refusals(Dataset):
 
 
 @pytest.mark.parametrize("size", [2, "apart"])
-def test_a_forked_worker_refuses_collectives_and_its_rank_continues(clusters, size):
+def test_a_forked_worker_rejects_collectives_and_its_rank_continues(clusters, size):
     def call():
         accelerator = Accelerator()
-        calls = Refusals(
+        calls = ErrorDataset(
             [
                 lambda: accelerator.gather(torch.ones(1)),
                 lambda: accelerator.reduce(torch.ones(1)),
@@ -324,27 +324,27 @@ def test_a_forked_worker_refuses_collectives_and_its_rank_continues(clusters, si
 
 @pytest.fixture
 def rank_variables(monkeypatch):
-    """The variables of a rank, which a child of it inherits; nothing listens at the address."""
+    """The environment variables of a rank, whose address no process listens at."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     for name, value in zip(names, (1, 1, 2, 2, "127.0.0.1", 1), strict=True):
         monkeypatch.setenv(name, str(value))
 
 
 @pytest.mark.parametrize("make", [Accelerator, PartialState])
-def test_a_spawned_worker_that_imports_an_unguarded_script_is_refused(rank_variables, monkeypatch, make):
+def test_an_unguarded_script_in_a_spawned_worker_is_rejected(rank_variables, monkeypatch, make):
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
     with pytest.raises(
         RuntimeError, match=r"spawned by rank 1.*Guard the script with if __name__ == '__main__'"
     ):
-        in_a_process_that_has_not_joined(make)
+        run_in_unconnected_thread(make)
 
 
-def test_a_spawned_worker_does_not_connect_in_the_place_of_its_rank(rank_variables, monkeypatch):
+def test_a_spawned_worker_does_not_connect_as_its_rank(rank_variables, monkeypatch):
     monkeypatch.setattr("accel_runtime.backends.distributed.get_worker_info", lambda: "a worker")
     with pytest.raises(
         RuntimeError, match="cannot be used here: this process was spawned by rank 1, and this"
     ):
-        in_a_process_that_has_not_joined(PartialState)
+        run_in_unconnected_thread(PartialState)
 
 
 UNGUARDED = """
@@ -356,7 +356,7 @@ list(DataLoader(range(2), num_workers=1, multiprocessing_context="spawn"))
 
 
 @pytest.mark.slow
-def test_an_unguarded_script_with_spawned_workers_ends_with_the_reason(script, monkeypatch):
+def test_an_unguarded_script_with_spawned_workers_ends_with_an_explanation(script, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run([*command, script(UNGUARDED)], capture_output=True, text=True, check=False)
@@ -364,21 +364,21 @@ def test_an_unguarded_script_with_spawned_workers_ends_with_the_reason(script, m
     assert "Guard the script with if __name__ == '__main__'" in done.stderr
 
 
-def test_a_prepared_loader_is_not_pickled_and_says_what_is(alone):
+def test_pickling_a_prepared_loader_is_rejected_with_an_alternative(alone):
     loader = Accelerator().prepare(DataLoader(range(3)))
     with pytest.raises(TypeError, match=r"such as a prepared DataLoader\. Pickle its dataset"):
         pickle.dumps(loader)
 
 
-def test_a_pickled_accelerator_is_the_same_text_in_every_run():
+def test_pickling_an_accelerator_is_deterministic():
     accelerator = Accelerator()
     assert b"0x" not in pickle.dumps(accelerator)
     assert pickle.dumps(accelerator) == pickle.dumps(accelerator)
 
 
 @pytest.mark.parametrize(("length", "remainders"), [(13, {1: 0, 2: 5, 3: 1}), (12, {1: 0, 2: 4, 3: 0})])
-def test_the_gradient_state_follows_the_loop(ranks, length, remainders):
-    def walked(length):
+def test_the_gradient_state_changes_during_an_epoch(ranks, length, remainders):
+    def read_epoch(length):
         accelerator = Accelerator(gradient_accumulation_steps=2)
         loader = accelerator.prepare(DataLoader(torch.arange(length), batch_size=4))
         state = accelerator.gradient_state
@@ -394,10 +394,10 @@ def test_the_gradient_state_follows_the_loop(ranks, length, remainders):
     steps = -(-length // (4 * ranks.size))
     outside = (False, False, -1, 2)
     inside = [(True, False, -1, 2)] * (steps - 1) + [(True, True, remainders[ranks.size], 2)]
-    assert ranks.run(walked, length) == [[outside, *inside, outside]] * ranks.size
+    assert ranks.run(read_epoch, length) == [[outside, *inside, outside]] * ranks.size
 
 
-def test_a_gradient_state_that_a_script_makes_is_that_of_the_newest_accelerator(alone):
+def test_a_new_gradient_state_equals_that_of_the_newest_accelerator(alone):
     def look():
         state = GradientState()
         facts = [(state.sync_gradients, state.num_steps, state.in_dataloader, state.remainder)]
@@ -414,10 +414,10 @@ def test_a_gradient_state_that_a_script_makes_is_that_of_the_newest_accelerator(
         return [*facts, state.num_steps]
 
     before, inside = (True, 1, False, -1), [(False, 2, True, False), (True, 2, True, True)]
-    assert in_a_process_that_has_not_joined(look) == [before, *inside, 2]
+    assert run_in_unconnected_thread(look) == [before, *inside, 2]
 
 
-def test_a_gradient_state_is_pickled_as_that_of_its_accelerator_and_elsewhere_as_numbers(alone):
+def test_a_gradient_state_is_unpickled_as_that_of_its_accelerator_or_as_values(alone):
     accelerator = Accelerator(gradient_accumulation_steps=3)
     Accelerator()
     for _ in accelerator.prepare(DataLoader(range(2))):
@@ -434,5 +434,5 @@ def test_a_gradient_state_is_pickled_as_that_of_its_accelerator_and_elsewhere_as
         assert repr(again) == repr(state)
         return state.num_steps, state.sync_gradients, state.in_dataloader, state.remainder
 
-    assert in_a_process_that_has_not_joined(receive) == (3, False, False, -1)
+    assert run_in_unconnected_thread(receive) == (3, False, False, -1)
     assert repr(pickle.loads(pickle.dumps(GradientState()))) == repr(GradientState())  # noqa: S301

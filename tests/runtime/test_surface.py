@@ -1,4 +1,4 @@
-"""The names scripts know from Accelerate 1.15 are here under the same signature; `test_differences.py` has the others."""
+"""Names of Accelerate 1.15 that scripts use have the same signature; see also `test_differences.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from accel_runtime.data_loader import DataLoaderShard
 from accel_runtime.optimizer import AcceleratedOptimizer
 from accel_runtime.scheduler import AcceleratedScheduler
 
-# The facade ------------------------------------------------------------------------------
+# Accelerator -----------------------------------------------------------------------------
 
 PROPERTIES = [
     "autocast_handler",
@@ -142,11 +142,11 @@ OUR_OWN = (
     "checkpoints context_parallel data_parallel_size describe gather_sequence gathered load load_model preempted resume"
     " settings wait_for_checkpoint"
 )
-"""What Accelerate's has no name for."""
+"""Members that Accelerate does not have."""
 BY_POSITION = 6
-"""So many arguments of the constructor may be given by position; then come those for what is absent."""
+"""Number of positional arguments of the constructor; in Accelerate, unsupported ones follow."""
 EARLY = {"fp16": True, "dispatch_batches": True}
-"""Arguments of early versions, honoured."""
+"""Supported arguments of early versions."""
 REFUSED = "deepspeed_plugin deepspeed_plugins megatron_lm_plugin torch_tp_plugin"
 
 # Functions, of `accelerate` or `accelerate.utils`, which both are in both places here -----
@@ -276,12 +276,12 @@ PLACES = {
     "tracking": "AimTracker ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker MLflowTracker SwanLabTracker"
     " TensorBoardTracker TrackioTracker WandBTracker get_available_trackers on_main_process register_tracker_class",
 }
-"""Modules, and what scripts import from them; trackers only where their package is installed."""
+"""Modules and the names that scripts import from them; trackers need their package."""
 OURS = (
     "CheckpointError Description MismatchError RankLostError Settings StallError Topology "
     "is_numpy_available is_torch_distributed_available is_tqdm_available"
 )
-"""What Accelerate has no name for, or has in `utils.imports` only."""
+"""Names that Accelerate does not have, or only in `utils.imports`."""
 
 # Objects ---------------------------------------------------------------------------------
 
@@ -322,7 +322,7 @@ ENUMS = {
     "PrecisionType": "NO FP8 FP16 BF16",
 }
 DUMMIES = ["DummyOptim", "DummyScheduler", "MegatronLMDummyScheduler"]
-"""What scripts import for DeepSpeed and Megatron-LM, and make only with them."""
+"""Classes that scripts import for DeepSpeed and Megatron-LM, and use only with them."""
 STATES = {
     "AcceleratorState": "backend deepspeed_plugin destroy_process_group device distributed_type dynamo_plugin fsdp_plugin"
     " initialized is_fsdp2 is_last_process parallelism_config"
@@ -356,19 +356,19 @@ DIFFERENT = {
 }
 
 
-def parameters(text):
-    """The parameters that a text describes."""
+def parse_parameters(text):
+    """Return the parameters that a text describes."""
     made = eval(f"lambda {text}: None", {"utils": utils})  # noqa: S307 - it stands above
     return list(inspect.signature(made).parameters.values())
 
 
-def own(function):
-    """The parameters of a function, without `self`."""
+def list_parameters(function):
+    """Return the parameters of a function, without `self`."""
     return [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
 
 
-def differences(name, theirs, ours):
-    """What a call that is right for one signature would be wrong with for the other."""
+def list_differences(name, theirs, ours):
+    """Yield the parameters that a call valid for one signature would pass wrongly to the other."""
     positional = [p for p in ours if p.kind is p.POSITIONAL_OR_KEYWORD]
     named = {p.name: p for p in ours}
     for place, wanted in enumerate(p for p in theirs if p.kind is p.POSITIONAL_OR_KEYWORD):
@@ -385,17 +385,17 @@ def differences(name, theirs, ours):
         assert extra.name in known or extra.default is not extra.empty, f"{name} asks for {extra.name}"
 
 
-def members(facade):
+def list_members(facade):
     return {name for name in dir(facade) if not name.startswith("_")}
 
 
-def words(table):
+def split_names(table):
     return [name for names in table.values() for name in names.split()]
 
 
-def test_the_accelerator_has_what_scripts_ask_of_it_and_nothing_else_but_our_own():
+def test_the_accelerator_has_the_members_of_accelerate_and_those_of_accel():
     accelerator = Accelerator()
-    assert members(accelerator) == {*PROPERTIES, *METHODS, *OUR_OWN.split()}
+    assert list_members(accelerator) == {*PROPERTIES, *METHODS, *OUR_OWN.split()}
     for name in PROPERTIES:
         getattr(accelerator, name)
     for name in SETTABLE:
@@ -403,44 +403,50 @@ def test_the_accelerator_has_what_scripts_ask_of_it_and_nothing_else_but_our_own
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_method_is_called_as_scripts_call_it(name):
-    found = list(differences(name, parameters(METHODS[name]), own(getattr(Accelerator, name))))
+def test_a_method_has_the_parameters_of_accelerate(name):
+    found = list(
+        list_differences(name, parse_parameters(METHODS[name]), list_parameters(getattr(Accelerator, name)))
+    )
     assert set(found) <= set(DIFFERENT)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_is_called_as_scripts_call_it(name):
-    found = list(differences(name, parameters(FUNCTIONS[name]), own(getattr(utils, name))))
+def test_a_function_has_the_parameters_of_accelerate(name):
+    found = list(
+        list_differences(name, parse_parameters(FUNCTIONS[name]), list_parameters(getattr(utils, name)))
+    )
     assert set(found) <= set(DIFFERENT)
 
 
 @pytest.mark.parametrize("name", OBJECTS)
-def test_an_object_has_the_fields_scripts_fill_in(name):
-    found = list(differences(name, parameters(OBJECTS[name]), own(getattr(utils, name))))
+def test_a_configuration_class_has_the_fields_of_accelerate(name):
+    found = list(
+        list_differences(name, parse_parameters(OBJECTS[name]), list_parameters(getattr(utils, name)))
+    )
     defaults = {field.name: field for field in dataclasses.fields(getattr(utils, name))}
     missing = [one for one in found if one not in DIFFERENT]
     made = [one for one in missing if defaults[one.split(".")[1]].default_factory is not dataclasses.MISSING]
     assert missing == made  # a dict that is made for every object
 
 
-def test_every_difference_is_one():
+def test_every_listed_difference_exists():
     calls = [(METHODS, Accelerator), (FUNCTIONS, utils), (OBJECTS, utils)]
     found = {
         one
         for table, home in calls
         for name, text in table.items()
-        for one in differences(name, parameters(text), own(getattr(home, name)))
+        for one in list_differences(name, parse_parameters(text), list_parameters(getattr(home, name)))
     }
     assert found >= set(DIFFERENT)
 
 
 @pytest.mark.parametrize("name", ENUMS)
-def test_an_enumeration_has_the_members_scripts_compare_with(name):
+def test_an_enum_has_the_members_of_accelerate(name):
     assert not set(ENUMS[name].split()) - set(getattr(utils, name).__members__)
 
 
 @pytest.mark.parametrize("name", DUMMIES)
-def test_a_stand_in_of_deepspeed_is_imported_and_says_what_to_make_instead(name):
+def test_a_dummy_of_deepspeed_can_be_imported_and_names_its_replacement(name):
     with pytest.raises(
         NotImplementedError,
         match=rf"{name}\(...\) is not supported.*Create the (optimizer|scheduler) in the script",
@@ -448,12 +454,12 @@ def test_a_stand_in_of_deepspeed_is_imported_and_says_what_to_make_instead(name)
         getattr(utils, name)([torch.ones(1)], lr=0.1)
 
 
-def test_an_early_script_may_compare_with_tpu():
+def test_distributed_type_tpu_is_an_alias_of_xla():
     assert accel_runtime.DistributedType.TPU is accel_runtime.DistributedType.XLA
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_a_state_has_what_scripts_read_of_it(name):
+def test_a_state_has_the_attributes_of_accelerate(name):
     accelerator = Accelerator()
     given = {
         "AcceleratorState": accelerator.state,
@@ -464,27 +470,27 @@ def test_a_state_has_what_scripts_read_of_it(name):
         getattr(given[name], member)
 
 
-def test_the_first_arguments_of_an_accelerator_have_their_known_order():
-    theirs = parameters(CONSTRUCTOR)
-    ours = own(Accelerator)
-    assert not list(differences("Accelerator", theirs[:BY_POSITION], ours))
+def test_the_first_arguments_of_the_accelerator_have_the_order_of_accelerate():
+    theirs = parse_parameters(CONSTRUCTOR)
+    ours = list_parameters(Accelerator)
+    assert not list(list_differences("Accelerator", theirs[:BY_POSITION], ours))
     by_name = {p.name: p.default for p in ours}
     assert by_name == {p.name: p.default for p in theirs} | dict.fromkeys(EARLY)
 
 
 @pytest.mark.parametrize("name", [*REFUSED.split(), "mixed_percision", "fp32"])
-def test_an_argument_that_would_do_nothing_is_refused_by_name(name):
+def test_an_argument_without_effect_is_rejected_by_name(name):
     with pytest.raises(TypeError, match=name):
         Accelerator(**{name: None})
 
 
-def test_what_accelerate_exports_is_exported_and_so_is_ours():
+def test_utils_exports_the_names_of_accelerate_and_accel():
     exported = {*FUNCTIONS, *OBJECTS, *ENUMS, *OURS.split(), "Accelerator", "GeneralTracker", "get_logger"}
     assert set(utils.__all__) == exported | {"KwargsHandler", "split_between_processes", *DUMMIES}
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_scripts_find_names_in_the_modules_they_know(place):
+def test_names_are_importable_from_the_modules_of_accelerate(place):
     module = importlib.import_module(f"accel_runtime.{place}")
     for name in PLACES[place].split():
         if name.endswith("Tracker") and name != "GeneralTracker":
@@ -493,14 +499,14 @@ def test_scripts_find_names_in_the_modules_they_know(place):
             assert getattr(module, name)
 
 
-def test_a_name_of_the_module_hooks_says_what_to_do():
+def test_a_name_of_accelerate_hooks_is_an_import_error_with_advice():
     hooks = importlib.import_module("accel_runtime.hooks")
     with pytest.raises(ImportError, match=r"inference.*from accelerate\.hooks.*ParallelismConfig"):
         from accel_runtime.hooks import remove_hook_from_module  # noqa: F401
     assert not hasattr(hooks, "hook")
 
 
-def test_prepared_objects_are_known_by_the_names_scripts_ask_for():
+def test_prepared_objects_are_instances_of_the_classes_of_accelerate():
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
@@ -681,7 +687,7 @@ if __name__ == "__main__":
         pytest.param(RECENT_SCRIPT, 2, id="a recent script-2"),
     ],
 )
-def test_a_script_whose_import_is_changed_runs(accel, script, text, processes):
+def test_a_script_runs_after_a_change_of_its_import(accel, script, text, processes):
     path = script(re.sub(r"\bfrom accelerate\b", "from accel_runtime", text))
     done = accel("launch", "--cpu", "--nproc-per-node", processes, path)
     assert done.returncode == 0, done.stderr

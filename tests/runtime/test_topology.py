@@ -1,4 +1,4 @@
-"""Where a process stands, as the variables of a launcher say it."""
+"""Rank and world size, from the variables of a launcher."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ COMPLETE = {
 }
 
 
-def test_all_variables_place_the_process():
+def test_all_variables_define_the_topology():
     assert Topology.from_env(COMPLETE) == Topology(5, 8, 1, 4, launched=True)
 
 
-def test_a_launcher_may_start_a_single_process():
+def test_a_launcher_can_start_a_single_process():
     one = (
         COMPLETE
         | dict.fromkeys(("RANK", "LOCAL_RANK"), "0")
@@ -29,17 +29,17 @@ def test_a_launcher_may_start_a_single_process():
     assert Topology.from_env(one) == Topology(launched=True)
 
 
-def test_without_variables_the_process_is_alone():
+def test_a_process_without_variables_has_world_size_one():
     assert Topology.from_env({}) == Topology(0, 1, 0, 1, launched=False)
 
 
-def test_the_address_alone_places_nobody():
+def test_the_address_alone_defines_no_rank():
     assert not Topology.from_env({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}).launched
 
 
 @pytest.mark.parametrize("missing", COMPLETE)
 @pytest.mark.parametrize("how", ["absent", "empty"])
-def test_a_part_of_the_variables_is_an_error_that_names_the_missing_one(missing, how):
+def test_incomplete_variables_are_an_error_that_names_the_missing_one(missing, how):
     others = {name: value for name, value in COMPLETE.items() if name != missing}
     with pytest.raises(TopologyError, match=f"are incomplete: .*{missing}.* missing"):
         Topology.from_env(others if how == "absent" else others | {missing: ""})
@@ -47,7 +47,7 @@ def test_a_part_of_the_variables_is_an_error_that_names_the_missing_one(missing,
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
 @pytest.mark.parametrize("text", ["two", "-1", "1.0", "\u0663"])
-def test_what_is_no_whole_number_is_an_error_that_names_the_variable(name, text):
+def test_a_value_that_is_no_integer_is_an_error_that_names_the_variable(name, text):
     with pytest.raises(TopologyError, match=f"Invalid {name}='{text}': expected a whole number"):
         Topology.from_env(COMPLETE | {name: text})
 
@@ -61,6 +61,6 @@ def test_what_is_no_whole_number_is_an_error_that_names_the_variable(name, text)
         ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK=0: with WORLD_SIZE=0"),
     ],
 )
-def test_a_rank_outside_its_world_is_an_error(wrong, message):
+def test_a_rank_outside_the_world_size_is_an_error(wrong, message):
     with pytest.raises(TopologyError, match=message):
         Topology.from_env(COMPLETE | wrong)

@@ -1,4 +1,4 @@
-"""Gradients of weighted losses are those of one process on the whole window, whatever the window is like."""
+"""Gradients of weighted losses equal those of one process on all samples of an accumulation cycle."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Bigram(nn.Module):
         return self.head(torch.tanh(self.mix(self.embed(tokens))))
 
 
-def text(seed, counts):
-    """Rows of tokens and of what follows them; of the latter, only the first `count` of a row are asked."""
+def build_text(seed, counts):
+    """Build rows of tokens and their targets; only the first `count` targets of a row are counted."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(WORDS, (len(counts), LENGTH + 1), generator=generator)
     targets = rows[:, 1:].clone()
@@ -54,66 +54,70 @@ def text(seed, counts):
 
 
 def mean_loss(model, batch):
-    """The mean over the tokens asked for: nan where there are none."""
+    """Return the mean over the counted tokens, or nan if there are none."""
     tokens, targets = batch
     return nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
-def asked(batch):
+def count_tokens(batch):
     return int((batch[1] != -100).sum())
 
 
-def flat(model):
+def flatten_gradients(model):
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-def error(got, wanted):
+def relative_error(got, wanted):
     return float((got - wanted).norm() / wanted.norm())
 
 
-def reference(batches, model=None):
-    """The gradient of one process on all rows at once."""
+def compute_reference(batches, model=None):
+    """Return the gradient of one process on all rows at once."""
     model = model or Bigram()
     whole = [torch.cat(parts) for parts in zip(*batches, strict=True)]
     mean_loss(model, whole).backward()
-    return flat(model)
+    return flatten_gradients(model)
 
 
-def window(accelerator, model, batches):
-    """The gradient after one window of this rank's micro-batches."""
+def run_cycle(accelerator, model, batches):
+    """Return the gradient after one accumulation cycle of this rank."""
     for batch in batches:
         with accelerator.accumulate(model):
-            accelerator.backward(mean_loss(model, batch), weight=asked(batch))
-    return flat(model)
+            accelerator.backward(mean_loss(model, batch), weight=count_tokens(batch))
+    return flatten_gradients(model)
 
 
-def plan(world, steps, kind, seed=0):
-    """For every rank and micro-batch of a window, how many tokens each of its two rows asks for."""
+def draw_token_counts(world, steps, kind, seed=0):
+    """Draw the number of counted tokens of both rows, for every rank and micro-batch of a cycle."""
     draw = torch.Generator().manual_seed(seed)
 
-    def number(low, high):
+    def draw_number(low, high):
         return int(torch.randint(low, high + 1, (), generator=draw))
 
     kinds = {
         "equal tokens": lambda _: 12,
-        "tokens from 1 to 24": lambda _: number(1, 24),
-        "few tokens, and now and then 24": lambda _: number(1, 2) if number(1, 5) > 1 else 24,
-        "nothing on the last rank": lambda rank: 0 if rank == world - 1 and world > 1 else number(1, 24),
-        "nothing in most batches": lambda _: 24 if number(1, 5) == 1 else 0,
+        "tokens from 1 to 24": lambda _: draw_number(1, 24),
+        "few tokens, and now and then 24": lambda _: draw_number(1, 2) if draw_number(1, 5) > 1 else 24,
+        "nothing on the last rank": lambda rank: 0 if rank == world - 1 and world > 1 else draw_number(1, 24),
+        "nothing in most batches": lambda _: 24 if draw_number(1, 5) == 1 else 0,
     }
     counts = [[[kinds[kind](rank) for _ in range(2)] for _ in range(steps)] for rank in range(world)]
     counts[0][0][0] = counts[0][0][0] or 5
     return counts
 
 
-def own_text(accelerator, counts):
-    """This rank's micro-batches."""
+def build_local_text(accelerator, counts):
+    """Return the micro-batches of this rank."""
     rank = accelerator.process_index
-    return [text(100 * rank + step, each) for step, each in enumerate(counts[rank])]
+    return [build_text(100 * rank + step, each) for step, each in enumerate(counts[rank])]
 
 
-def all_text(counts):
-    return [text(100 * rank + step, each) for rank, own in enumerate(counts) for step, each in enumerate(own)]
+def build_all_text(counts):
+    return [
+        build_text(100 * rank + step, each)
+        for rank, own in enumerate(counts)
+        for step, each in enumerate(own)
+    ]
 
 
 KINDS = [
@@ -125,10 +129,10 @@ KINDS = [
 ]
 
 
-def measured(counts, steps, options=None):
+def compute_gradient(counts, steps, options=None):
     accelerator = Accelerator(gradient_accumulation_steps=steps, **(options or {}))
     model = accelerator.prepare(Bigram())
-    return window(accelerator, model, own_text(accelerator, counts))
+    return run_cycle(accelerator, model, build_local_text(accelerator, counts))
 
 
 # The gradient ----------------------------------------------------------------------------
@@ -136,46 +140,46 @@ def measured(counts, steps, options=None):
 
 @pytest.mark.parametrize("steps", [1, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_gradient_is_that_of_one_process_on_all_tokens(ranks, kind, steps):
-    counts = plan(ranks.size, steps, kind)
-    wanted = reference(all_text(counts))
-    assert all(error(got, wanted) <= BAR for got in ranks.run(measured, counts, steps))
+def test_the_gradient_equals_that_of_one_process_on_all_tokens(ranks, kind, steps):
+    counts = draw_token_counts(ranks.size, steps, kind)
+    wanted = compute_reference(build_all_text(counts))
+    assert all(relative_error(got, wanted) <= BAR for got in ranks.run(compute_gradient, counts, steps))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 3, 4])
-def test_the_gradient_is_that_of_one_process_on_all_tokens_of_four(four, steps):
+def test_the_gradient_on_four_ranks_equals_that_of_one_process(four, steps):
     for kind in KINDS:
-        counts = plan(4, steps, kind)
-        wanted = reference(all_text(counts))
-        assert all(error(got, wanted) <= BAR for got in four.run(measured, counts, steps))
+        counts = draw_token_counts(4, steps, kind)
+        wanted = compute_reference(build_all_text(counts))
+        assert all(relative_error(got, wanted) <= BAR for got in four.run(compute_gradient, counts, steps))
 
 
-def tail(steps, micro_batches, n):
-    """The gradients of all windows of an epoch of so many micro-batches on each rank."""
+def collect_cycle_gradients(steps, micro_batches, n):
+    """Return the gradients of all accumulation cycles of an epoch."""
     accelerator = Accelerator(gradient_accumulation_steps=steps)
     model = Bigram()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     model, optimizer = accelerator.prepare(model, optimizer)
     seen = []
-    with epoch_of(accelerator, micro_batches) as shares:
+    with iterate_epoch(accelerator, micro_batches) as shares:
         for index in shares:
             with accelerator.accumulate(model):
-                batch = text(100 * accelerator.process_index + index, [n, index + 1])
-                accelerator.backward(mean_loss(model, batch), weight=asked(batch))
+                batch = build_text(100 * accelerator.process_index + index, [n, index + 1])
+                accelerator.backward(mean_loss(model, batch), weight=count_tokens(batch))
                 if accelerator.sync_gradients:
-                    seen.append(flat(model))
+                    seen.append(flatten_gradients(model))
                 optimizer.step()
                 optimizer.zero_grad()
     return seen
 
 
 @contextmanager
-def epoch_of(accelerator, steps, factors=None):
-    """The steps of a loop over a loader; `factors` are those of this rank."""
+def iterate_epoch(accelerator, steps, factors=None):
+    """Iterate over the steps of an epoch; `factors` are the loss scales of this rank."""
     loop = EpochIterator()
 
-    def walk():
+    def yield_steps():
         track = accelerator._loops.open(loop)
         try:
             for index in range(steps):
@@ -185,41 +189,41 @@ def epoch_of(accelerator, steps, factors=None):
         finally:
             accelerator._loops.close(track, finished=False)
 
-    walking = walk()
+    walking = yield_steps()
     yield walking
     walking.close()
 
 
 @pytest.mark.parametrize(("steps", "micro_batches"), [(4, 6), (4, 5), (8, 9), (3, 1)])
-def test_a_last_window_that_is_short_has_the_right_gradient(ranks, steps, micro_batches):
-    seen = ranks.run(tail, steps, micro_batches, 7)
+def test_a_short_last_cycle_has_the_correct_gradient(ranks, steps, micro_batches):
+    seen = ranks.run(collect_cycle_gradients, steps, micro_batches, 7)
     starts = range(0, micro_batches, steps)
     for number, start in enumerate(starts):
         indices = range(start, min(start + steps, micro_batches))
-        batches = [text(100 * rank + i, [7, i + 1]) for rank in range(ranks.size) for i in indices]
-        assert all(error(own[number], reference(batches)) <= BAR for own in seen)
+        batches = [build_text(100 * rank + i, [7, i + 1]) for rank in range(ranks.size) for i in indices]
+        assert all(relative_error(own[number], compute_reference(batches)) <= BAR for own in seen)
     assert [len(own) for own in seen] == [len(starts)] * ranks.size
 
 
 @pytest.mark.parametrize(("n", "batch"), [(17, 4), (10, 4), (13, 4), (21, 4), (16, 4), (3, 4)])
 @pytest.mark.parametrize("steps", [1, 2])
-def test_an_update_after_an_epoch_with_a_ragged_tail_is_that_of_one_process(ranks, n, batch, steps):
-    """Samples dealt out exactly once: ranks end with batches of unequal size, or with none."""
+def test_training_on_a_short_last_batch_equals_one_process(ranks, n, batch, steps):
+    """Use each sample once, so that ranks end with batches of unequal size, or with none."""
 
     def trained(n, batch, steps):
         accelerator = Accelerator(gradient_accumulation_steps=steps)
         model = Bigram()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
         model, optimizer = accelerator.prepare(model, optimizer)
-        tokens, targets = text(1, [LENGTH] * n)
+        tokens, targets = build_text(1, [LENGTH] * n)
         size = batch * accelerator.num_processes
         rounds = list(zip(tokens.split(size), targets.split(size), strict=True))
-        with epoch_of(accelerator, len(rounds)) as walk:
+        with iterate_epoch(accelerator, len(rounds)) as walk:
             for index in walk:
                 own = slice(accelerator.process_index * batch, (accelerator.process_index + 1) * batch)
                 mine = [part[own] for part in rounds[index]]
                 count = len(mine[0])
-                # A rank without samples computes on one of the others', and counts nothing.
+                # A rank without samples uses one of another rank as padding.
                 mine = mine if count else [part[:1] for part in rounds[index]]
                 with accelerator.accumulate(model):
                     accelerator.backward(mean_loss(model, mine), weight=count)
@@ -229,7 +233,7 @@ def test_an_update_after_an_epoch_with_a_ragged_tail_is_that_of_one_process(rank
 
     model = Bigram()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    tokens, targets = text(1, [LENGTH] * n)
+    tokens, targets = build_text(1, [LENGTH] * n)
     size = batch * ranks.size * steps
     for whole in zip(tokens.split(size), targets.split(size), strict=True):
         mean_loss(model, whole).backward()
@@ -237,7 +241,7 @@ def test_an_update_after_an_epoch_with_a_ragged_tail_is_that_of_one_process(rank
         optimizer.zero_grad()
     wanted = torch.cat([p.detach().flatten() for p in model.parameters()])
     for got in ranks.run(trained, n, batch, steps):
-        assert error(torch.cat([p.flatten() for p in got]), wanted) <= BAR
+        assert relative_error(torch.cat([p.flatten() for p in got]), wanted) <= BAR
 
 
 @given(
@@ -247,40 +251,40 @@ def test_an_update_after_an_epoch_with_a_ragged_tail_is_that_of_one_process(rank
     factor=st.sampled_from([1, 0.25, 4096]),
 )
 @settings(max_examples=40)
-def test_any_weights_in_any_unit_give_the_mean_over_all_items(counts, factor):
+def test_any_weights_and_scales_give_the_mean_over_all_items(counts, factor):
     accelerator = Accelerator(gradient_accumulation_steps=len(counts))
     model = accelerator.prepare(Bigram())
-    batches = [text(step, row) for step, row in enumerate(counts)]
+    batches = [build_text(step, row) for step, row in enumerate(counts)]
     for batch in batches:
         with accelerator.accumulate(model):
-            accelerator.backward(mean_loss(model, batch), weight=factor * asked(batch))
-    assert error(flat(model), reference(batches)) <= BAR
+            accelerator.backward(mean_loss(model, batch), weight=factor * count_tokens(batch))
+    assert relative_error(flatten_gradients(model), compute_reference(batches)) <= BAR
 
 
-def test_a_weight_may_be_a_tensor_of_any_kind_of_number(ranks):
+def test_a_weight_can_be_a_number_or_a_tensor_of_any_dtype(ranks):
     def kinds():
-        batches = [text(step, [3, 20]) for step in range(2)]
+        batches = [build_text(step, [3, 20]) for step in range(2)]
         seen = []
         for kind in (float, torch.tensor, lambda n: torch.tensor([n]), lambda n: torch.tensor(n).double()):
             accelerator = Accelerator(gradient_accumulation_steps=2)
             model = accelerator.prepare(Bigram())
             for batch in batches:
                 with accelerator.accumulate(model):
-                    accelerator.backward(mean_loss(model, batch), kind(asked(batch)))
-            seen.append(flat(model))
+                    accelerator.backward(mean_loss(model, batch), kind(count_tokens(batch)))
+            seen.append(flatten_gradients(model))
         return seen
 
     for seen in ranks.run(kinds):
         assert all(torch.equal(other, seen[0]) for other in seen[1:])
 
 
-def own_and_all(counts, size):
-    """Every rank's micro-batches, and all of them."""
-    return [text(100 * rank + step, own) for rank in range(size) for step, own in enumerate(counts)]
+def build_text_of_ranks(counts, size):
+    """Return the micro-batches of all ranks."""
+    return [build_text(100 * rank + step, own) for rank in range(size) for step, own in enumerate(counts)]
 
 
 @pytest.mark.parametrize("kind", [float, partial(torch.tensor, dtype=torch.float32)])
-def test_a_gradient_in_float64_is_as_exact_as_its_loss(ranks, kind):
+def test_a_float64_gradient_is_as_exact_as_its_loss(ranks, kind):
     counts = [[3, 7], [11, 0], [1, 9]]
 
     def train():
@@ -288,17 +292,17 @@ def test_a_gradient_in_float64_is_as_exact_as_its_loss(ranks, kind):
         model = accelerator.prepare(Bigram().double())
         for step, own in enumerate(counts):
             with accelerator.accumulate(model):
-                batch = text(100 * accelerator.process_index + step, own)
-                accelerator.backward(mean_loss(model, batch), weight=kind(asked(batch)))
-        return flat(model)
+                batch = build_text(100 * accelerator.process_index + step, own)
+                accelerator.backward(mean_loss(model, batch), weight=kind(count_tokens(batch)))
+        return flatten_gradients(model)
 
-    wanted = reference(own_and_all(counts, ranks.size), Bigram().double())
+    wanted = compute_reference(build_text_of_ranks(counts, ranks.size), Bigram().double())
     assert wanted.dtype == torch.float64
-    assert all(error(got, wanted) < EXACT for got in ranks.run(train))
+    assert all(relative_error(got, wanted) < EXACT for got in ranks.run(train))
 
 
-def test_a_share_of_a_step_in_float64_is_as_exact_as_its_loss(pair):
-    """Three samples on two ranks, which have two and one of them."""
+def test_the_loss_scale_of_an_uneven_step_is_exact_in_float64(pair):
+    """Train on three samples with two ranks."""
 
     def train():
         accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))
@@ -310,7 +314,7 @@ def test_a_share_of_a_step_in_float64_is_as_exact_as_its_loss(pair):
         alone = copy.deepcopy(accelerator.unwrap_model(model))
         alone.zero_grad()
         alone(data).square().mean().backward()
-        return error(flat(model), flat(alone))
+        return relative_error(flatten_gradients(model), flatten_gradients(alone))
 
     assert all(wrong < EXACT for wrong in pair.run(train))
 
@@ -320,8 +324,8 @@ def silent_backward(model, weight, loss):
         loss.backward()
 
 
-def test_a_weight_that_is_only_known_on_the_device_selects_there():
-    """Here the device is the CPU; what matters is that its value is not looked at."""
+def test_a_weight_on_the_device_is_selected_without_reading_its_value():
+    """Use the CPU as the device; the value must not be read."""
     from accel_runtime.backends import connect
     from accel_runtime.env import Settings
     from accel_runtime.topology import Topology
@@ -331,18 +335,18 @@ def test_a_weight_that_is_only_known_on_the_device_selects_there():
     model, accumulation = Bigram(), Accumulation(3)
     weights = LossWeights(connect(Settings(device="cpu"), Topology.from_env(os.environ)), accumulation)
     found = group_parameters([model], [])
-    batches = [text(0, [3, 4]), text(1, [0, 0]), text(2, [9, 1])]
+    batches = [build_text(0, [3, 4]), build_text(1, [0, 0]), build_text(2, [9, 1])]
     for batch in batches:
         accumulation.advance(is_last=False)
-        unknown = LossWeight(torch.tensor(float(asked(batch))), is_zero=None)
+        unknown = LossWeight(torch.tensor(float(count_tokens(batch))), is_zero=None)
         run = partial(silent_backward, model, unknown)
         weights.backward(mean_loss(model, batch), unknown, run, found)
-    assert error(flat(model), reference([batches[0], batches[2]])) <= BAR
+    assert relative_error(flatten_gradients(model), compute_reference([batches[0], batches[2]])) <= BAR
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_no_value_of_a_device_is_waited_for(steps):
-    """On `meta` there are no values: whatever looks at one fails."""
+def test_backward_does_not_synchronize_with_the_device(steps):
+    """Use `meta`, where reading any value fails."""
     accelerator = Accelerator(gradient_accumulation_steps=steps)
     accelerator._backend.device = accelerator._gradients.device = torch.device("meta")
     model = accelerator.prepare(Bigram())
@@ -351,7 +355,7 @@ def test_no_value_of_a_device_is_waited_for(steps):
             with accelerator.accumulate(model):
                 loss = model(torch.zeros(2, 3, dtype=torch.int64, device="meta")).mean()
                 accelerator.backward(loss, weight=weight)
-    assert flat(model).device.type == "meta"
+    assert flatten_gradients(model).device.type == "meta"
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["averaged at once", "kept until the window is complete"])
@@ -367,68 +371,68 @@ def test_fully_sharded_parameters_have_the_same_gradients(several, kept):
         model = fully_shard(Copied())
         accelerator._models.append(model)
         accelerator._gradients.find_groups()
-        for batch in own_text(accelerator, counts):
+        for batch in build_local_text(accelerator, counts):
             with accelerator.accumulate(model):
                 model.set_requires_gradient_sync(accelerator.sync_gradients or not kept)
-                accelerator.backward(mean_loss(model, batch), weight=asked(batch))
+                accelerator.backward(mean_loss(model, batch), weight=count_tokens(batch))
         return torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])
 
     for kind in KINDS[:3]:
-        counts = plan(several.size, 3, kind)
-        wanted = reference(all_text(counts))
-        assert all(error(got, wanted) <= BAR for got in several.run(sharded, counts, kept))
+        counts = draw_token_counts(several.size, 3, kind)
+        wanted = compute_reference(build_all_text(counts))
+        assert all(relative_error(got, wanted) <= BAR for got in several.run(sharded, counts, kept))
 
 
-# Nothing to learn from -------------------------------------------------------------------
+# No items --------------------------------------------------------------------------------
 
 
-def test_a_window_without_any_item_leaves_zeros(ranks):
+def test_a_cycle_without_any_item_leaves_zero_gradients(ranks):
     def nothing():
         accelerator = Accelerator(gradient_accumulation_steps=2)
         model = accelerator.prepare(Bigram())
-        batches = [text(step, [0, 0]) for step in range(2)]
+        batches = [build_text(step, [0, 0]) for step in range(2)]
         assert math.isnan(mean_loss(model, batches[0]).item())
-        return window(accelerator, model, batches)
+        return run_cycle(accelerator, model, batches)
 
     assert all(torch.equal(got, torch.zeros_like(got)) for got in ranks.run(nothing))
 
 
 @pytest.mark.parametrize("loss", ["nan", "inf"])
-def test_weight_zero_hides_a_loss_that_is_no_number_and_no_other_weight_does(ranks, loss):
+def test_weight_zero_hides_a_nonfinite_loss_and_other_weights_do_not(ranks, loss):
     def finite(loss):
         accelerator = Accelerator()
         seen = []
         for weight in (0, 1):
             model = accelerator.prepare(Bigram())
-            accelerator.backward(mean_loss(model, text(0, [5, 5])) * float(loss), weight=weight)
-            seen.append(bool(flat(model).isfinite().all()))
+            accelerator.backward(mean_loss(model, build_text(0, [5, 5])) * float(loss), weight=weight)
+            seen.append(bool(flatten_gradients(model).isfinite().all()))
             model.zero_grad()
         return seen
 
     assert ranks.run(finite, loss) == [[True, False]] * ranks.size
 
 
-# Windows ---------------------------------------------------------------------------------
+# Accumulation cycles ---------------------------------------------------------------------
 
 
-def test_losses_of_one_window_are_pooled(ranks):
+def test_losses_of_one_cycle_are_pooled(ranks):
     def pooled():
         accelerator = Accelerator()
         model = accelerator.prepare(Bigram())
         rank = accelerator.process_index
         for part in range(3):
-            batch = text(10 * rank + part, [part + 1, 20 - rank])
-            accelerator.backward(mean_loss(model, batch), weight=asked(batch))
-        return flat(model)
+            batch = build_text(10 * rank + part, [part + 1, 20 - rank])
+            accelerator.backward(mean_loss(model, batch), weight=count_tokens(batch))
+        return flatten_gradients(model)
 
     batches = [
-        text(10 * rank + part, [part + 1, 20 - rank]) for rank in range(ranks.size) for part in range(3)
+        build_text(10 * rank + part, [part + 1, 20 - rank]) for rank in range(ranks.size) for part in range(3)
     ]
-    assert all(error(got, reference(batches)) <= BAR for got in ranks.run(pooled))
+    assert all(relative_error(got, compute_reference(batches)) <= BAR for got in ranks.run(pooled))
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_two_models_in_one_window_each_have_their_own_weights(ranks, steps):
+def test_two_models_in_one_cycle_have_separate_weights(ranks, steps):
     def both(steps):
         accelerator = Accelerator(gradient_accumulation_steps=steps)
         models = accelerator.prepare([Bigram(0), Bigram(1)])
@@ -436,19 +440,19 @@ def test_two_models_in_one_window_each_have_their_own_weights(ranks, steps):
         for step in range(steps):
             with accelerator.accumulate(*models):
                 for index, model in enumerate(models):
-                    batch = text(100 * rank + 10 * step + index, [index * 10 + 2, step + 1 + rank])
-                    accelerator.backward(mean_loss(model, batch), weight=asked(batch))
-        return [flat(model) for model in models]
+                    batch = build_text(100 * rank + 10 * step + index, [index * 10 + 2, step + 1 + rank])
+                    accelerator.backward(mean_loss(model, batch), weight=count_tokens(batch))
+        return [flatten_gradients(model) for model in models]
 
     places = [(rank, step) for rank in range(ranks.size) for step in range(steps)]
     for index in range(2):
-        batches = [text(100 * r + 10 * s + index, [index * 10 + 2, s + 1 + r]) for r, s in places]
-        wanted = reference(batches, Bigram(index))
-        assert all(error(got[index], wanted) <= BAR for got in ranks.run(both, steps))
+        batches = [build_text(100 * r + 10 * s + index, [index * 10 + 2, s + 1 + r]) for r, s in places]
+        wanted = compute_reference(batches, Bigram(index))
+        assert all(relative_error(got[index], wanted) <= BAR for got in ranks.run(both, steps))
 
 
-def test_two_optimizers_that_step_in_turn_each_get_their_own_gradient(ranks):
-    """As those of a generator and its critic: the critic's gradients of the generator's loss do not count."""
+def test_the_optimizers_of_a_gan_get_their_own_gradients(ranks):
+    """The gradients of the critic from the loss of the generator do not count."""
 
     def play(accelerator, batches, weigh):
         torch.manual_seed(3)
@@ -469,8 +473,8 @@ def test_two_optimizers_that_step_in_turn_each_get_their_own_gradient(ranks):
             optimizers[0].step()
         return torch.cat([p.detach().flatten() for m in (maker, critic) for p in m.parameters()])
 
-    def rounds(ranks):
-        """Per round and rank: noise and real samples, of which a rank has more than another."""
+    def build_rounds(ranks):
+        """Return noise and real samples for each round and rank, of different sizes."""
         draw = torch.Generator().manual_seed(5)
         sizes = [[2 + rank, 2 + rank] for rank in range(ranks)]
         return [
@@ -480,14 +484,16 @@ def test_two_optimizers_that_step_in_turn_each_get_their_own_gradient(ranks):
 
     def played(size):
         accelerator = Accelerator()
-        return play(accelerator, [each[accelerator.process_index] for each in rounds(size)], True)
+        return play(accelerator, [each[accelerator.process_index] for each in build_rounds(size)], True)
 
-    whole = [tuple(torch.cat(parts) for parts in zip(*each, strict=True)) for each in rounds(ranks.size)]
+    whole = [
+        tuple(torch.cat(parts) for parts in zip(*each, strict=True)) for each in build_rounds(ranks.size)
+    ]
     wanted = play(None, whole, False)
-    assert all(error(got, wanted) <= BAR for got in ranks.run(played, ranks.size))
+    assert all(relative_error(got, wanted) <= BAR for got in ranks.run(played, ranks.size))
 
 
-def test_one_model_with_two_optimizers_that_step_in_turn(ranks):
+def test_two_optimizers_of_one_model_can_step_alternately(ranks):
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
@@ -523,10 +529,10 @@ def test_one_model_with_two_optimizers_that_step_in_turn(ranks):
                 p.sub_(0.1 * p.grad)
         model.zero_grad()
     wanted = torch.cat([p.detach().flatten() for p in model.parameters()])
-    assert all(error(got, wanted) <= BAR for got in ranks.run(alternated))
+    assert all(relative_error(got, wanted) <= BAR for got in ranks.run(alternated))
 
 
-def test_parameters_of_an_optimizer_that_are_in_no_model_are_divided_too(alone):
+def test_parameters_outside_of_models_are_scaled_too(alone):
     accelerator = Accelerator(gradient_accumulation_steps=2)
     free = nn.Parameter(torch.tensor([2.0]))
     optimizer = accelerator.prepare(torch.optim.SGD([free], lr=1.0))
@@ -537,56 +543,56 @@ def test_parameters_of_an_optimizer_that_are_in_no_model_are_divided_too(alone):
     assert free.item() == pytest.approx(2 - (1 * 3 + 5 * 1) / 4)
 
 
-def test_inside_no_sync_of_the_script_the_window_is_not_complete(ranks):
+def test_no_sync_of_the_script_keeps_the_cycle_open(ranks):
     def silent():
         accelerator = Accelerator()
         model = accelerator.prepare(Bigram())
         rank = accelerator.process_index
-        first, second = (text(10 * rank + part, [3 + rank, 20 - part]) for part in range(2))
+        first, second = (build_text(10 * rank + part, [3 + rank, 20 - part]) for part in range(2))
         with accelerator.no_sync(model):
-            accelerator.backward(mean_loss(model, first), weight=asked(first))
-        accelerator.backward(mean_loss(model, second), weight=asked(second))
-        return flat(model)
+            accelerator.backward(mean_loss(model, first), weight=count_tokens(first))
+        accelerator.backward(mean_loss(model, second), weight=count_tokens(second))
+        return flatten_gradients(model)
 
     batches = [
-        text(10 * rank + part, [3 + rank, 20 - part]) for rank in range(ranks.size) for part in range(2)
+        build_text(10 * rank + part, [3 + rank, 20 - part]) for rank in range(ranks.size) for part in range(2)
     ]
-    assert all(error(got, reference(batches)) <= BAR for got in ranks.run(silent))
+    assert all(relative_error(got, compute_reference(batches)) <= BAR for got in ranks.run(silent))
 
 
-def test_a_backward_pass_can_be_made_to_synchronise_after_its_forward_pass_was_not(ranks):
+def test_trigger_sync_in_backward_averages_after_a_forward_pass_in_no_sync(ranks):
     def late():
         accelerator = Accelerator()
         model = accelerator.prepare(Bigram())
         rank = accelerator.process_index
-        batches = [text(10 * rank + part, [3 + rank, 20 - part]) for part in range(2)]
+        batches = [build_text(10 * rank + part, [3 + rank, 20 - part]) for part in range(2)]
         with accelerator.no_sync(model):
             losses = [mean_loss(model, batch) for batch in batches]
-        accelerator.backward(losses[0], weight=asked(batches[0]))
+        accelerator.backward(losses[0], weight=count_tokens(batches[0]))
         with accelerator.trigger_sync_in_backward(model):
-            accelerator.backward(losses[1], weight=asked(batches[1]))
-        return flat(model)
+            accelerator.backward(losses[1], weight=count_tokens(batches[1]))
+        return flatten_gradients(model)
 
     batches = [
-        text(10 * rank + part, [3 + rank, 20 - part]) for rank in range(ranks.size) for part in range(2)
+        build_text(10 * rank + part, [3 + rank, 20 - part]) for rank in range(ranks.size) for part in range(2)
     ]
-    assert all(error(got, reference(batches)) <= BAR for got in ranks.run(late))
+    assert all(relative_error(got, compute_reference(batches)) <= BAR for got in ranks.run(late))
 
 
 @pytest.mark.parametrize("to_none", [True, False])
-def test_gradients_that_the_script_zeroes_by_itself_take_their_weights_along(ranks, to_none):
+def test_zeroing_gradients_in_the_script_also_drops_their_weights(ranks, to_none):
     def dropped(to_none):
         accelerator = Accelerator()
         model = accelerator.prepare(Bigram())
         with accelerator.no_sync(model):
-            accelerator.backward(mean_loss(model, text(9, [20, 20])), weight=1000)
+            accelerator.backward(mean_loss(model, build_text(9, [20, 20])), weight=1000)
         model.zero_grad(set_to_none=to_none)
-        batch = text(accelerator.process_index, [3, accelerator.process_index])
-        accelerator.backward(mean_loss(model, batch), weight=asked(batch))
-        return flat(model)
+        batch = build_text(accelerator.process_index, [3, accelerator.process_index])
+        accelerator.backward(mean_loss(model, batch), weight=count_tokens(batch))
+        return flatten_gradients(model)
 
-    wanted = reference([text(rank, [3, rank]) for rank in range(ranks.size)])
-    assert all(error(got, wanted) <= BAR for got in ranks.run(dropped, to_none))
+    wanted = compute_reference([build_text(rank, [3, rank]) for rank in range(ranks.size)])
+    assert all(relative_error(got, wanted) <= BAR for got in ranks.run(dropped, to_none))
 
 
 @pytest.mark.parametrize(
@@ -598,27 +604,25 @@ def test_gradients_that_the_script_zeroes_by_itself_take_their_weights_along(ran
         (1, {"static_graph": True}),
     ],
 )
-def test_the_options_of_ddp_do_not_matter(pair, steps, options):
+def test_options_of_ddp_do_not_change_the_gradient(pair, steps, options):
     def optioned(options, counts):
         accelerator = Accelerator(
             gradient_accumulation_steps=len(counts[0]),
             kwargs_handlers=[DistributedDataParallelKwargs(**options)],
         )
         model = accelerator.prepare(Bigram())
-        return window(accelerator, model, own_text(accelerator, counts))
+        return run_cycle(accelerator, model, build_local_text(accelerator, counts))
 
-    counts = plan(2, steps, "nothing on the last rank")
-    wanted = reference(all_text(counts))
-    assert all(error(got, wanted) <= BAR for got in pair.run(optioned, options, counts))
+    counts = draw_token_counts(2, steps, "nothing on the last rank")
+    wanted = compute_reference(build_all_text(counts))
+    assert all(relative_error(got, wanted) <= BAR for got in pair.run(optioned, options, counts))
 
 
 # Formats ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("mixed_precision", "bar"), [("bf16", 3e-2), ("fp16", 4e-3)])
-def test_half_precision_has_the_gradient_within_its_own_rounding_and_no_step_is_skipped(
-    ranks, mixed_precision, bar
-):
+def test_half_precision_gradients_are_within_rounding_and_no_step_is_skipped(ranks, mixed_precision, bar):
     def halves(mixed_precision, counts):
         accelerator = Accelerator(mixed_precision=mixed_precision, gradient_accumulation_steps=3)
         model = Bigram()
@@ -626,30 +630,30 @@ def test_half_precision_has_the_gradient_within_its_own_rounding_and_no_step_is_
         model, optimizer = accelerator.prepare(model, optimizer)
         seen = []
         for scale in (1, 4096):  # weights far from 1 must not overflow
-            for batch in own_text(accelerator, counts):
+            for batch in build_local_text(accelerator, counts):
                 with accelerator.accumulate(model):
-                    accelerator.backward(mean_loss(model, batch), weight=scale * asked(batch))
+                    accelerator.backward(mean_loss(model, batch), weight=scale * count_tokens(batch))
             accelerator.unscale_gradients()
-            seen.append(flat(model))
+            seen.append(flatten_gradients(model))
             optimizer.step()
             assert scale == 4096 or not accelerator.optimizer_step_was_skipped
             optimizer.zero_grad()
         return seen
 
-    counts = plan(ranks.size, 3, "tokens from 1 to 24")
-    wanted = reference(all_text(counts))
+    counts = draw_token_counts(ranks.size, 3, "tokens from 1 to 24")
+    wanted = compute_reference(build_all_text(counts))
     for seen in ranks.run(halves, mixed_precision, counts):
-        assert error(seen[0], wanted) <= bar
+        assert relative_error(seen[0], wanted) <= bar
 
 
-def test_weights_of_thousands_do_not_overflow_float16(ranks):
+def test_large_weights_do_not_overflow_float16(ranks):
     def skipped():
         accelerator = Accelerator(
             mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=2.0**12)]
         )
         model = Bigram()
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        batch = text(0, [20, 20])
+        batch = build_text(0, [20, 20])
         accelerator.backward(mean_loss(model, batch), weight=100_000)
         optimizer.step()
         return accelerator.optimizer_step_was_skipped
@@ -660,58 +664,58 @@ def test_weights_of_thousands_do_not_overflow_float16(ranks):
 # Clipping --------------------------------------------------------------------------------
 
 
-def test_clipping_is_done_to_the_divided_gradients(ranks):
+def test_clipping_applies_to_the_weighted_mean(ranks):
     def clipped():
         accelerator = Accelerator()
         model = accelerator.prepare(Bigram())
-        batch = text(accelerator.process_index, [9, 9])
+        batch = build_text(accelerator.process_index, [9, 9])
         accelerator.backward(mean_loss(model, batch), weight=500)
         norm = accelerator.clip_grad_norm_(model.parameters(), 0.01)
-        return norm.item(), flat(model).norm().item()
+        return norm.item(), flatten_gradients(model).norm().item()
 
-    wanted = reference([text(rank, [9, 9]) for rank in range(ranks.size)]).norm().item()
+    wanted = compute_reference([build_text(rank, [9, 9]) for rank in range(ranks.size)]).norm().item()
     for norm, after in ranks.run(clipped):
         assert norm == pytest.approx(wanted, rel=1e-5)
         assert after == pytest.approx(0.01, rel=1e-3)
 
 
-# What is refused -------------------------------------------------------------------------
+# Errors ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), torch.tensor(-2.0)])
-def test_a_weight_that_is_no_number_of_items_is_refused(weight):
+def test_a_weight_that_is_no_valid_count_is_rejected(weight):
     accelerator = Accelerator()
     model = accelerator.prepare(Bigram())
     with pytest.raises(ValueError, match="expected a finite number of items, at least 0"):
-        accelerator.backward(mean_loss(model, text(0, [3])), weight=weight)
+        accelerator.backward(mean_loss(model, build_text(0, [3])), weight=weight)
 
 
-def test_a_weight_of_several_numbers_is_refused():
+def test_a_weight_of_several_numbers_is_rejected():
     accelerator = Accelerator()
     with pytest.raises(ValueError, match=r"a tensor of shape \[3\]\. Pass one number"):
-        accelerator.backward(mean_loss(Bigram(), text(0, [3])), weight=torch.ones(3))
+        accelerator.backward(mean_loss(Bigram(), build_text(0, [3])), weight=torch.ones(3))
 
 
 @pytest.mark.parametrize("first", [None, 3])
-def test_losses_with_and_without_weights_in_one_window_are_refused(first):
+def test_weighted_and_unweighted_losses_in_one_cycle_are_rejected(first):
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model = accelerator.prepare(Bigram())
     with accelerator.accumulate(model):
-        accelerator.backward(mean_loss(model, text(0, [3])), weight=first)
+        accelerator.backward(mean_loss(model, build_text(0, [3])), weight=first)
     second = None if first else 3
     with accelerator.accumulate(model), pytest.raises(ValueError, match="with a weight and without one"):
-        accelerator.backward(mean_loss(model, text(0, [3])), weight=second)
+        accelerator.backward(mean_loss(model, build_text(0, [3])), weight=second)
 
 
 @pytest.mark.parametrize("end", ["step", "zero_grad", "by hand"])
-def test_the_next_window_may_do_without_weights(end):
+def test_the_next_cycle_can_have_no_weights(end):
     accelerator = Accelerator()
     model = Bigram()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for weight in (None, 3, None):
-        accelerator.backward(mean_loss(model, text(0, [3])), weight=weight)
+        accelerator.backward(mean_loss(model, build_text(0, [3])), weight=weight)
         assert accelerator._accumulation.weighted is (weight is not None)
-        assert error(flat(model), reference([text(0, [3])])) <= BAR
+        assert relative_error(flatten_gradients(model), compute_reference([build_text(0, [3])])) <= BAR
         if end == "step":
             optimizer.step()
             model.zero_grad()
@@ -726,8 +730,8 @@ def test_the_next_window_may_do_without_weights(end):
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_a_phantom_batch_adds_nothing_and_the_others_have_their_share(ranks, weighted):
-    """Of every step the last rank has fewer samples than the others, at the last none."""
+def test_a_padding_batch_adds_nothing_and_the_others_have_their_share(ranks, weighted):
+    """The last rank has fewer samples than the others in every step, and none in the last one."""
 
     def shared(weighted):
         accelerator = Accelerator()
@@ -736,12 +740,12 @@ def test_a_phantom_batch_adds_nothing_and_the_others_have_their_share(ranks, wei
         seen = []
         sizes = [[3] * (world - 1) + [k] if world > 1 else [3] for k in (3, 1, 0)]
         factors = [each[rank] * world / sum(each) for each in sizes]
-        with epoch_of(accelerator, 3, factors) as walk:
+        with iterate_epoch(accelerator, 3, factors) as walk:
             for step in walk:
-                batch = text(100 * rank + step, [LENGTH] * (sizes[step][rank] or 1))
+                batch = build_text(100 * rank + step, [LENGTH] * (sizes[step][rank] or 1))
                 loss = mean_loss(model, batch) * (1 if sizes[step][rank] else float("nan"))
                 accelerator.backward(loss, **({"weight": len(batch[0])} if weighted else {}))
-                seen.append(flat(model))
+                seen.append(flatten_gradients(model))
                 model.zero_grad()
         return seen
 
@@ -749,5 +753,7 @@ def test_a_phantom_batch_adds_nothing_and_the_others_have_their_share(ranks, wei
     seen = ranks.run(shared, weighted)
     for step, few in enumerate((3, 1, 0)):
         sizes = [3] * (world - 1) + [few] if world > 1 else [3]
-        wanted = reference([text(100 * r + step, [LENGTH] * size) for r, size in enumerate(sizes) if size])
-        assert all(error(own[step], wanted) <= BAR for own in seen)
+        wanted = compute_reference(
+            [build_text(100 * r + step, [LENGTH] * size) for r, size in enumerate(sizes) if size]
+        )
+        assert all(relative_error(own[step], wanted) <= BAR for own in seen)

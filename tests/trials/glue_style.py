@@ -41,7 +41,7 @@ def parse_args():
 
 
 def load_examples(count, seed):
-    """Return sentences of random tokens, of lengths that differ; the label is a property of the tokens."""
+    """Return sentences of random tokens with different lengths; the label is a function of the tokens."""
     generator = torch.Generator().manual_seed(seed)
     examples = []
     for _ in range(count):

@@ -10,19 +10,19 @@ from modules import load_test_module
 
 @pytest.fixture(scope="session")
 def replicas(replicas):
-    """Replicas by their number too; `run(function, *args)` calls a function of a test on every one."""
+    """Clusters of replicas, also by their size; `run(function, *args)` calls a function of a test on each."""
     return replicas | {size: replicas[f"xla {size}"] for size in (1, 2, 4)}
 
 
 @pytest.fixture(scope="session")
 def clusters(replicas):
-    """The same under the name that tests of all backends use."""
+    """The same clusters, with the fixture name of the tests of all backends."""
     return replicas
 
 
 @pytest.fixture(scope="session")
 def gloo():
-    """Processes that talk through gloo, by their number."""
+    """Clusters of processes that use gloo, by their size."""
     sizes = {1: cluster.Alone(), 2: cluster.Cluster(2)}
     yield sizes
     for some in sizes.values():
@@ -31,11 +31,11 @@ def gloo():
 
 @pytest.fixture(autouse=True, scope="module")
 def _by_value(request):
-    """What a test module defines travels with the functions it ships."""
+    """Pickle the definitions of a test module with the functions sent to replicas."""
     cloudpickle.register_pickle_by_value(request.module)
 
 
 @pytest.fixture(scope="session")
 def exactness():
-    """The loaders that the tests of exactness walk, whose numbers are known."""
+    """The module with the loaders of the exactness tests."""
     return load_test_module("runtime/test_exactness.py")

@@ -1,4 +1,4 @@
-"""Checkpoints of XLA replicas: a run that is resumed is the run that was not interrupted, and any machine reads them."""
+"""Checkpoints of XLA replicas: resuming equals an uninterrupted run, and other devices can load them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ COUNT = 22
 
 @pytest.fixture(params=[1, 2], ids=["1 replica", "2 replicas"])
 def ranks(request, replicas):
-    """One and two replicas in turn."""
+    """One and two replicas, in turn."""
     return replicas[request.param]
 
 
 class Network(nn.Module):
-    """Tied weights, a buffer that changes, and random numbers of the device."""
+    """A model with tied weights, a running buffer, and dropout on the device."""
 
     def __init__(self, dropout):
         super().__init__()
@@ -65,7 +65,7 @@ def begun(seed, *, workers=0, rule="AdamW", dropout=0.3, size=4, **options):
 
 
 def walked(run, saved=None):
-    """Train to the end of the last epoch; `saved` is called after every step with its number."""
+    """Train to the end of the last epoch; `saved` is called with the number of each step."""
     accelerator, model, optimizer, loader, schedule = run
     rows, number = [], 0
     for _ in range(loader.epoch, EPOCHS):
@@ -115,8 +115,8 @@ WAYS = {
 
 @pytest.mark.parametrize("background", [False, True], ids=["", "in the background"])
 @pytest.mark.parametrize("kind", WAYS)
-def test_a_run_that_is_resumed_is_the_run_that_was_not_interrupted(ranks, kind, background, tmp_path):
-    """Bit for bit: batches, losses, dropout, weights; in the middle of an epoch and of a window, and at an end."""
+def test_a_resumed_run_equals_an_uninterrupted_one(ranks, kind, background, tmp_path):
+    """Compare batches, losses, dropout and weights bit for bit, at several points of an epoch."""
     points = (1, 4, 6) if kind == "shuffled" else (4,)
     whole = ranks.run(lambda *a: uninterrupted(*a, background=background), str(tmp_path), points, WAYS[kind])
     never = ranks.run(uninterrupted, str(tmp_path), (), WAYS[kind])
@@ -129,7 +129,7 @@ def test_a_run_that_is_resumed_is_the_run_that_was_not_interrupted(ranks, kind, 
             assert end == wanted
 
 
-def test_on_one_replica_instead_of_two_the_same_global_batches_follow(replicas, tmp_path):
+def test_one_replica_resumes_two_with_the_same_global_batches(replicas, tmp_path):
     whole = replicas[2].run(uninterrupted, str(tmp_path), (3,), {})
     again = replicas[1].run(resumed, str(tmp_path), 3, {})
     left = [row[1] for row in whole[0][0][3:] if row[0] == 0]
@@ -137,7 +137,7 @@ def test_on_one_replica_instead_of_two_the_same_global_batches_follow(replicas, 
 
 
 def state_of(folder, options):
-    """What a run has after loading, and what it saves again."""
+    """Return the state of a run after loading, and the state that it saves again."""
     accelerator, model, optimizer, loader, _ = begun(77, **options)
     accelerator.resume(folder)
     accelerator.save_state(f"{folder}-again")
@@ -154,7 +154,7 @@ def state_of(folder, options):
 
 
 def on_the_cpu(function, *args, folder):
-    """The same in a process that computes on the CPU, and has never heard of torch_xla."""
+    """Call a function in a process that computes on the CPU, without torch_xla."""
     call = folder / "call"
     call.write_bytes(cloudpickle.dumps((function, args)))
     text = (
@@ -180,7 +180,7 @@ OPTIONS = {"gradient_accumulation_steps": 3}
 
 
 def tensors_in(folder):
-    """All tensors of a checkpoint but those of random streams."""
+    """Return all tensors of a checkpoint except for random states."""
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         if not path.name.startswith("random"):
@@ -188,7 +188,7 @@ def tensors_in(folder):
     return found
 
 
-def test_what_xla_wrote_the_cpu_reads_and_the_other_way_round(ranks, tmp_path):
+def test_checkpoints_can_be_exchanged_between_xla_and_the_cpu(ranks, tmp_path):
     saved = tmp_path / "4"
     ranks.run(uninterrupted, str(tmp_path), (4,), OPTIONS)
     assert (
@@ -211,7 +211,7 @@ def test_what_xla_wrote_the_cpu_reads_and_the_other_way_round(ranks, tmp_path):
         assert back == here
 
 
-def test_a_run_of_the_cpu_goes_on_on_replicas(ranks, tmp_path):
+def test_a_cpu_run_can_be_resumed_on_replicas(ranks, tmp_path):
     options = {"dropout": 0.0}
     rows, _ = on_the_cpu(uninterrupted, str(tmp_path), (3,), options, folder=tmp_path)
     for got, _ in ranks.run(resumed, str(tmp_path), 3, options):
@@ -233,7 +233,7 @@ def accel(*args):
     )
 
 
-def test_the_command_line_verifies_shows_and_exports(ranks, tmp_path):
+def test_the_command_line_verifies_shows_and_exports_a_checkpoint(ranks, tmp_path):
     ranks.run(uninterrupted, str(tmp_path), (4,), {})
     saved = tmp_path / "4"
     for command in (
@@ -246,7 +246,7 @@ def test_the_command_line_verifies_shows_and_exports(ranks, tmp_path):
     assert "first.weight" in load_file(tmp_path / "exported.safetensors")
 
 
-def test_weights_and_files_hold_tensors_of_the_cpu(ranks, tmp_path):
+def test_saved_weights_and_files_contain_cpu_tensors(ranks, tmp_path):
     def given(folder):
         accelerator, model, optimizer, loader, _ = begun(5)
         for _, x in loader:
@@ -286,8 +286,8 @@ def test_weights_and_files_hold_tensors_of_the_cpu(ranks, tmp_path):
     assert {name: value.tolist() for name, value in whole.items()} == values
 
 
-def test_equal_tensors_of_one_shape_stay_apart(ranks, tmp_path):
-    """No address tells them apart on such a device."""
+def test_equal_tensors_of_one_shape_are_saved_separately(ranks, tmp_path):
+    """Tensors on such a device have no address to compare."""
 
     class Two(nn.Module):
         def __init__(self):
@@ -312,7 +312,7 @@ def test_equal_tensors_of_one_shape_stay_apart(ranks, tmp_path):
         assert wanted["one.weight"] != wanted["other.weight"]
 
 
-def test_the_newest_is_found_by_its_name(ranks, tmp_path):
+def test_the_newest_checkpoint_is_found_by_its_number(ranks, tmp_path):
     def first(folder):
         project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)
         run = begun(5, project_config=project)
@@ -327,7 +327,7 @@ def test_the_newest_is_found_by_its_name(ranks, tmp_path):
     assert ranks.run(second, str(tmp_path)) == [1] * ranks.size
 
 
-def test_random_numbers_of_the_device_follow_the_seed_and_not_how_often_work_is_sent_off(ranks):
+def test_device_random_numbers_depend_only_on_the_seed(ranks):
     def drawn():
         accelerator = Accelerator()
         found = []

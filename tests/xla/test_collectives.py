@@ -1,4 +1,4 @@
-"""Collectives of tensors on replicas' devices: the cases of processes, and what only a device that compiles gets wrong."""
+"""Collectives of tensors on devices of replicas: the tests of processes, and cases of compilation."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ pytest.importorskip("torch_xla", reason="torch_xla is in an environment of its o
 CASES = load_test_module("runtime/test_collectives.py")
 cloudpickle.register_pickle_by_value(CASES)
 
-# Each of their many examples would be a program to compile.
+# Each of their many examples would need a compilation.
 LEFT_OUT = {
-    "test_any_tree_is_gathered_as_if_by_hand",
-    "test_any_tensors_are_reduced_as_if_by_hand",
+    "test_gather_of_any_nested_tensors_equals_concatenation",
+    "test_reduce_of_any_tensors_equals_elementwise_reduction",
 }
 
 
 def on_device(function, *args):
-    """Call a function whose tensors are on the device of the replica, unless it says otherwise."""
+    """Call a function whose tensors are created on the device of the replica by default."""
     import torch_xla
 
     from accel_runtime.backends import current_backend
@@ -53,13 +53,13 @@ class OnDevice:
 
 @pytest.fixture(params=[1, 2, 4], ids=["1 replica", "2 replicas", "4 replicas"])
 def ranks(request, replicas):
-    """One, two and four replicas in turn."""
+    """One, two and four replicas, in turn."""
     return OnDevice(replicas[request.param])
 
 
 @pytest.fixture(params=[2, 4], ids=["2 replicas", "4 replicas"])
 def several(request, replicas):
-    """Two and four replicas in turn."""
+    """Two and four replicas, in turn."""
     return OnDevice(replicas[request.param])
 
 
@@ -75,7 +75,7 @@ globals().update(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
-def test_a_broadcast_takes_nothing_from_ranks_that_hold_no_numbers(several, dtype):
+def test_broadcast_ignores_nonfinite_values_of_other_ranks(several, dtype):
     def broadcast(dtype):
         from accel_runtime.backends import current_backend
 
@@ -88,7 +88,7 @@ def test_a_broadcast_takes_nothing_from_ranks_that_hold_no_numbers(several, dtyp
         assert torch.equal(got, torch.zeros(3, dtype=dtype))
 
 
-def test_scalars_that_are_another_constant_on_every_rank_are_combined(several):
+def test_scalars_with_a_different_constant_on_each_rank_are_combined(several):
     def combined():
         from accel_runtime.backends import current_backend
         from accel_runtime.collectives.tensors import gather, reduce
@@ -104,7 +104,7 @@ def test_scalars_that_are_another_constant_on_every_rank_are_combined(several):
         assert summed.item() == counted.item() == total
 
 
-def test_replicas_that_call_different_collectives_are_told_so(several):
+def test_replicas_that_call_different_collectives_get_an_error(several):
     def called():
         from accel_runtime.backends import current_backend
         from accel_runtime.collectives.tensors import gather, reduce

@@ -1,4 +1,4 @@
-"""What a person reads when torch_xla is missing, does not fit, or was started by somebody else."""
+"""Errors if torch_xla is missing, does not match torch, or was started by another launcher."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCRIPT = "from accel_runtime import Accelerator\na = Accelerator()\nprint(a.devi
 
 
 def ran(*command, **variables):
-    """A process that is told so, as it ended."""
+    """Run a process with the given variables."""
     environ = {name: text for name, text in os.environ.items() if not name.startswith("ACCEL_")}
     return subprocess.run(
         [sys.executable, *command],
@@ -30,7 +30,7 @@ def ran(*command, **variables):
 
 @pytest.mark.skipif(HERE, reason="torch_xla is installed")
 @pytest.mark.parametrize("variables", [{"ACCEL_DEVICE": "xla"}, {"PJRT_DEVICE": "TPU"}], ids=str)
-def test_without_torch_xla_the_message_says_what_to_install(monkeypatch, variables):
+def test_a_missing_torch_xla_is_reported_with_the_install_command(monkeypatch, variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RuntimeError) as raised:
@@ -41,7 +41,7 @@ def test_without_torch_xla_the_message_says_what_to_install(monkeypatch, variabl
     )
 
 
-def test_a_torch_that_does_not_fit_is_named(tmp_path):
+def test_an_incompatible_torch_is_named(tmp_path):
     (tmp_path / "torch_xla.py").write_text(
         "raise ImportError('_XLAC.so: undefined symbol: _ZN5torch8autograd10deleteNodeEPNS0_4NodeE')"
     )
@@ -55,18 +55,18 @@ def test_a_torch_that_does_not_fit_is_named(tmp_path):
 
 
 @pytest.mark.skipif(not HERE, reason="torch_xla is in an environment of its own: make test-xla")
-def test_the_variable_of_torch_xla_means_torch_xla():
+def test_the_variable_of_torch_xla_selects_xla():
     assert ran("-c", SCRIPT, PJRT_DEVICE="CPU").stdout.split() == ["xla:0", "1"]
 
 
 @pytest.mark.skipif(not HERE, reason="torch_xla is in an environment of its own: make test-xla")
-def test_that_torch_xla_is_installed_says_nothing():
+def test_an_installed_torch_xla_alone_does_not_select_xla():
     environ = {"PJRT_DEVICE": ""}
     assert ran("-c", SCRIPT, **environ).stdout.split() == ["cpu", "1"]
 
 
 @pytest.mark.skipif(not HERE, reason="torch_xla is in an environment of its own: make test-xla")
-def test_torchrun_which_makes_every_process_rank_0_is_refused(tmp_path):
+def test_torchrun_with_torch_xla_is_rejected(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     done = ran(

@@ -1,4 +1,4 @@
-"""Every sample once on XLA replicas, though shapes stay the same: in order, from any position, whatever fails."""
+"""Loaders on XLA replicas: every sample once, with constant shapes, resumable, also after errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZES = [1, 2, 4]
 
 @pytest.fixture(params=SIZES, ids=["1 replica", "2 replicas", "4 replicas"])
 def ranks(request, replicas):
-    """Every number of replicas in turn."""
+    """Each number of replicas, in turn."""
     return replicas[request.param]
 
 
@@ -35,8 +35,8 @@ def of(**config):
     return Accelerator(dataloader_config=DataLoaderConfiguration(**config))
 
 
-def test_every_sample_is_gathered_once_and_in_order_with_all_batches_of_one_shape(ranks):
-    """Lengths around every multiple of a batch, from indices and from a stream; numbers, tensors and objects."""
+def test_every_sample_is_gathered_once_in_order_with_constant_shapes(ranks):
+    """Use lengths around each multiple of a batch, from indices and streams; numbers, tensors and objects."""
 
     def walked(count, size, *, stream):
         accelerator = of()
@@ -64,7 +64,7 @@ def test_every_sample_is_gathered_once_and_in_order_with_all_batches_of_one_shap
             assert repeats == -count % (size * ranks.size)
 
 
-def test_without_even_batches_one_replica_keeps_its_short_tail(replicas):
+def test_one_replica_keeps_a_short_last_batch_without_even_batches(replicas):
     def walked():
         accelerator = of(even_batches=False)
         loader = accelerator.prepare(DataLoader(range(10), 4))
@@ -76,7 +76,7 @@ def test_without_even_batches_one_replica_keeps_its_short_tail(replicas):
     assert "the last batch is not padded" in end
 
 
-def test_one_replica_says_what_it_repeats(replicas):
+def test_one_replica_reports_its_padding(replicas):
     def told():
         accelerator = of()
         loader = accelerator.prepare(DataLoader(range(10), 4))
@@ -92,7 +92,7 @@ def test_one_replica_says_what_it_repeats(replicas):
     assert (dropping, left_out) == (2, "no padding")
 
 
-def test_what_a_model_made_of_a_tail_is_known_on_one_replica(replicas):
+def test_outputs_of_a_padded_batch_are_recognized_on_one_replica(replicas):
     def seen():
         accelerator = of()
         model = accelerator.prepare(torch.nn.Identity())
@@ -117,7 +117,7 @@ def test_what_a_model_made_of_a_tail_is_known_on_one_replica(replicas):
     assert mixed == [[0, [0, 0, 1, 1, 2, 2, 3, 3], 1], [0, [4, 4, 5, 5], 1]]
 
 
-def test_data_that_are_split_by_rank_already_keep_their_shapes(ranks):
+def test_sharded_data_keep_constant_shapes(ranks):
     def walked(*, stream, workers):
         import warnings
 
@@ -162,9 +162,13 @@ def test_data_of_every_kind_are_gathered_once(ranks, exactness):
     cloudpickle.register_pickle_by_value(exactness)
 
     def walked(kind, way):
-        accelerator = exactness.accelerator_of(way)
+        accelerator = exactness.create_accelerator(way)
         loader = accelerator.prepare(exactness.LOADERS[kind]())
-        return [n for b in loader for n in accelerator.gather_for_metrics(exactness.numbers(b)).tolist()]
+        return [
+            n
+            for b in loader
+            for n in accelerator.gather_for_metrics(exactness.get_sample_numbers(b)).tolist()
+        ]
 
     kinds = [kind for kind in KINDS if ranks.size < 4 or "workers" not in kind]
     ways = ["even", "not even"] if ranks.size == 1 else ["even"]
@@ -178,7 +182,7 @@ def test_data_of_every_kind_are_gathered_once(ranks, exactness):
         }
 
 
-def test_the_order_of_training_is_that_of_gloo(replicas, gloo):
+def test_the_order_of_training_equals_that_of_gloo(replicas, gloo):
     def epochs():
         torch.manual_seed(3)
         accelerator = of(use_seedable_sampler=True, data_seed=5)
@@ -190,7 +194,7 @@ def test_the_order_of_training_is_that_of_gloo(replicas, gloo):
 
 
 def test_epochs_after_the_first_compile_nothing(ranks):
-    """Whatever the last batch lacks."""
+    """Whatever padding the last batch needs."""
 
     def compiled():
         import torch_xla.debug.metrics as met
@@ -215,7 +219,7 @@ def test_epochs_after_the_first_compile_nothing(ranks):
         assert others == [others[0]] * 3
 
 
-# What is fetched ahead --------------------------------------------------------------------
+# Prefetching --------------------------------------------------------------------------------
 
 
 class Faulty(Dataset):
@@ -234,7 +238,7 @@ class Faulty(Dataset):
 
 
 class Refusing:
-    """A collate function that fails, or makes what no device of this kind takes."""
+    """A collate function that fails, or returns a dtype that the device does not support."""
 
     def __init__(self, bad, *, dtype=None):
         self.bad, self.dtype = bad, dtype
@@ -249,8 +253,8 @@ class Refusing:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_fails_reaches_the_script_after_the_batches_before_it(ranks, workers):
-    """With its own type and traceback, wherever it fails; nothing ends an epoch early, and no thread is left behind."""
+def test_an_error_is_raised_after_the_batches_before_it(ranks, workers):
+    """It keeps its type and traceback; no epoch ends early, and no thread is left."""
 
     def seen(workers):
         import threading
@@ -293,8 +297,8 @@ def test_what_fails_reaches_the_script_after_the_batches_before_it(ranks, worker
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loop_that_is_left_goes_on_where_the_script_was(ranks, workers):
-    """Not where the batch fetched ahead stands."""
+def test_an_interrupted_loop_resumes_at_the_batch_of_the_script(ranks, workers):
+    """The prefetched batch must not count."""
 
     def seen(workers):
         import threading
@@ -336,7 +340,7 @@ def test_a_loop_that_is_left_goes_on_where_the_script_was(ranks, workers):
         assert not threads
 
 
-def test_two_loops_advance_together_and_one_inside_the_other(ranks):
+def test_two_loops_can_run_in_parallel_and_nested(ranks):
     def seen():
         import warnings
 
@@ -364,7 +368,7 @@ def test_two_loops_advance_together_and_one_inside_the_other(ranks):
 
 
 class Moving:
-    """Moves itself."""
+    """A batch with its own `to` method."""
 
     def __init__(self, tensor):
         self.tensor = tensor
@@ -390,7 +394,7 @@ def words(samples):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_batches_of_any_structure_arrive_as_they_are(ranks, workers):
+def test_batches_of_any_structure_keep_it(ranks, workers):
     def seen(workers):
         accelerator = of()
         data = Faulty(10)
@@ -433,5 +437,5 @@ def refused_tail():
         return str(error)
 
 
-def test_ends_of_different_sizes_are_refused_on_several_replicas(replicas):
+def test_different_batch_sizes_are_rejected_on_several_replicas(replicas):
     assert all("all ranks must run the same program" in said for said in replicas[2].run(refused_tail))

@@ -1,4 +1,4 @@
-"""What the pages of the docs show of torch_xla happens, on its CPU device."""
+"""The commands for torch_xla on documentation pages work on its CPU device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.full
-def test_what_needs_torch_xla_on_a_page_happens(tmp_path, monkeypatch):
+def test_commands_for_torch_xla_on_documentation_pages_work(tmp_path, monkeypatch):
     here = Path(__file__).relative_to(ROOT).as_posix()
     mine = {command for command, why in docs.ELSEWHERE.items() if why.covered == here}
     others = {command: why for command, why in docs.ELSEWHERE.items() if command not in mine}

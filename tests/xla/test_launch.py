@@ -1,4 +1,4 @@
-"""`launcher.kind: xla` for real, on torch_xla's CPU device: what a script sees, and how a run ends."""
+"""`launcher.kind: xla` on torch_xla's CPU device: the environment of a script, and the end of a run."""
 
 import os
 import re
@@ -23,7 +23,7 @@ PLACE = "import torch_xla.runtime as xr\nrank, size = xr.global_ordinal(), xr.wo
 
 @pytest.fixture
 def devices(monkeypatch):
-    """Gives torch_xla's CPU device so many devices, whose replicas can meet."""
+    """Set the number of CPU devices of torch_xla, whose replicas can run collectives."""
 
     def give(count):
         monkeypatch.setenv("PJRT_DEVICE", "CPU")
@@ -36,7 +36,7 @@ def devices(monkeypatch):
 
 @pytest.fixture
 def launch(accel, devices):
-    """Launches with the launcher xla, on two replicas unless `devices` said otherwise."""
+    """Launch with the launcher xla, on two replicas unless `devices` changes it."""
 
     def run(*arguments):
         return accel("launch", "-q", "--set", "launcher.kind=xla", *arguments, timeout=PATIENCE_S)
@@ -50,7 +50,7 @@ def log(home, rank):
 
 
 def screen(done):
-    """What was printed, without what gloo itself says in C++."""
+    """Return the printed output without C++ messages of gloo."""
     words = "Gloo", "peer ranks"
     # It writes a line in pieces, and two threads at once: a number may be left over.
     return [
@@ -60,7 +60,7 @@ def screen(done):
     ]
 
 
-def test_a_script_sees_what_python_would_show_it_on_every_replica(script, launch, home):
+def test_a_script_on_each_replica_runs_as_main(script, launch, home):
     script(
         "import multiprocessing, os, pickle, sys, threading\n"
         "from dataclasses import dataclass\n" + PLACE + "@dataclass\nclass Own:\n    rank: int\n"
@@ -84,7 +84,7 @@ def test_a_script_sees_what_python_would_show_it_on_every_replica(script, launch
     assert [log(home, rank) for rank in range(2)] == [f"{said[rank]}to stderr {rank}\n" for rank in range(2)]
 
 
-def test_a_module_runs_and_all_replicas_are_shown_behind_their_rank(script, launch):
+def test_a_module_runs_on_all_replicas_with_rank_prefixes(script, launch):
     script("print('once a process')\n", "own/__init__.py")
     script(
         PLACE + "from . import again\nimport sys\nprint(again, __spec__.name, sys.argv[1:])\n",
@@ -98,7 +98,7 @@ def test_a_module_runs_and_all_replicas_are_shown_behind_their_rank(script, laun
     assert all("own.__main__ ['1']" in line for line in shown)
 
 
-def test_one_replica_calls_the_function_named_and_ends_with_its_code(script, launch, home):
+def test_one_replica_calls_the_main_training_function_and_returns_its_exit_code(script, launch, home):
     script(
         "import sys\nprint('imported as', __name__)\n"
         "def train():\n    import torch_xla.runtime as xr\n    print(xr.world_size(), sys.argv)\n    sys.exit(7)\n"
@@ -111,9 +111,7 @@ def test_one_replica_calls_the_function_named_and_ends_with_its_code(script, lau
     assert log(home, 0) == done.stdout
 
 
-def test_an_exception_while_the_other_replica_is_in_a_collective_ends_the_run_in_seconds(
-    script, launch, home
-):
+def test_an_exception_on_one_replica_ends_a_waiting_run_within_seconds(script, launch, home):
     script(
         "import time, torch\nfrom pathlib import Path\nfrom accel_runtime import Accelerator\n"
         "accelerator = Accelerator()\nprint('begins', accelerator.process_index)\n"
@@ -137,7 +135,7 @@ def test_an_exception_while_the_other_replica_is_in_a_collective_ends_the_run_in
     assert log(home, 1).count("ValueError: there is no data\n") == 1
 
 
-def test_an_exit_code_of_one_replica_is_that_of_the_run(script, launch):
+def test_the_exit_code_of_one_replica_is_that_of_the_run(script, launch):
     script(f"import sys, time\n{PLACE}if rank:\n    sys.exit(7)\ntime.sleep(600)\n")
     done = launch("train.py")
     assert done.returncode == 7
@@ -146,7 +144,7 @@ def test_an_exit_code_of_one_replica_is_that_of_the_run(script, launch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.full)])
-def test_a_replica_that_a_signal_ends_is_named_with_the_signal(script, launch, number):
+def test_a_replica_killed_by_a_signal_is_reported_with_the_signal(script, launch, number):
     script(
         f"import os, time\n{PLACE}time.sleep(1)\nif rank:\n    os.kill(os.getpid(), {int(number)})\ntime.sleep(600)\n"
     )
@@ -156,7 +154,7 @@ def test_a_replica_that_a_signal_ends_is_named_with_the_signal(script, launch, n
     assert re.search(rf"error: rank 0 of 2 on .* terminated by {number.name}", done.stderr)
 
 
-def test_what_keeps_torch_xla_from_starting_is_said_and_not_hidden(script, launch, monkeypatch):
+def test_an_error_of_starting_torch_xla_is_shown(script, launch, monkeypatch):
     script("")
     monkeypatch.setenv("PJRT_DEVICE", "TOASTER")
     done = launch("train.py")
@@ -165,7 +163,7 @@ def test_what_keeps_torch_xla_from_starting_is_said_and_not_hidden(script, launc
     assert "TOASTER" in done.stderr
 
 
-def test_spmd_is_one_process_that_is_told_so(script, launch, home):
+def test_spmd_runs_one_process_with_its_variables(script, launch, home):
     script(
         "import os\nprint(__name__, os.environ['ACCEL_SPMD'], os.environ['ACCEL_DEVICE'], 'RANK' in os.environ)\n"
         "raise SystemExit('no mesh')\n"
@@ -202,7 +200,7 @@ wait()
 """
 
 
-def test_a_signal_reaches_every_replica_and_ends_the_run_after_a_saved_checkpoint(script, devices, cwd, home):
+def test_a_signal_reaches_every_replica_and_a_checkpoint_is_saved(script, devices, cwd, home):
     script(SIGNALLED)
     command = [sys.executable, "-m", "accel_cli"]
     options = ["--set", "launcher.kind=xla", "--shutdown-timeout", "120", "--ranks", "all"]
@@ -242,7 +240,7 @@ def wait_for(condition, said):
         time.sleep(0.1)
 
 
-def test_the_self_check_ends_in_a_table_to_report(accel, launch):
+def test_the_self_check_prints_a_table(accel, launch):
     accel("config", "set", "launcher.kind=xla", "mixed_precision=bf16")
     done = accel("test", timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -259,7 +257,7 @@ def accuracy(done):
     return float(re.search(r"test accuracy (\S+)", done.stdout)[1])
 
 
-def test_the_example_learns_on_replicas_what_it_learns_on_processes(accel, launch, devices):
+def test_the_example_learns_as_well_on_replicas_as_on_processes(accel, launch, devices):
     arguments = (str(EXAMPLES / "digits.py"), "--epochs", "2", "--output", "w.safetensors")
     on_gloo = accuracy(
         accel("launch", "-q", "--cpu", "--nproc-per-node", "2", *arguments, timeout=PATIENCE_S)

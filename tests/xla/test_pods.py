@@ -1,4 +1,4 @@
-"""A pod's command, through a stand-in for gcloud, starts a real run on a worker, which is torch_xla's CPU device."""
+"""The command for a TPU pod, run through a stub of gcloud, starts a run on torch_xla's CPU device."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def program(path, text):
     path.chmod(0o755)
 
 
-def test_a_script_runs_on_a_worker_with_its_arguments_and_its_exit_code(tmp_path):
+def test_a_script_runs_on_a_worker_with_its_arguments_and_exit_code(tmp_path):
     program(tmp_path / "bin/gcloud", GCLOUD)
     program(tmp_path / "bin/python3", f'#!/bin/bash\nexec {sys.executable} "$@"\n')
     for folder in ("me/project", "worker/project"):

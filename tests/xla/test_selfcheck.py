@@ -1,4 +1,4 @@
-"""`accel test` on replicas of torch_xla's CPU device, as a person with a TPU runs it."""
+"""`accel test` on replicas of torch_xla's CPU device."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_the_self_check_holds_on_replicas_in_bf16(tmp_path, replicas):
+def test_the_self_check_passes_on_replicas_in_bf16(tmp_path, replicas):
     told = {
         "PJRT_DEVICE": "CPU",
         "CPU_NUM_DEVICES": str(replicas),

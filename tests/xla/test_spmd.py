@@ -1,4 +1,4 @@
-"""SPMD: one process computes on four devices as on one, with batches cut over them and models sharded."""
+"""SPMD: one process computes on four devices, with sharded batches and models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def mesh(clusters):
 
 
 class Tied(nn.Module):
-    """Guesses a token for each of a few, with one weight used twice."""
+    """Predicts a token for each input token, with tied weights."""
 
     def __init__(self):
         super().__init__()
@@ -41,7 +41,7 @@ class Tied(nn.Module):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3)
 
     def forward(self, tokens):
-        """Of every token, [samples, tokens, 16]."""
+        """Return logits of shape [samples, tokens, 16]."""
         return self.head(torch.tanh(self.inner(self.embed(tokens))))
 
 
@@ -65,7 +65,7 @@ def weights(model):
 
 
 def trained_plainly(kind, accumulation, clip):
-    """Ten steps on the CPU with torch alone: the losses of all batches, and the weights."""
+    """Train ten steps on the CPU with torch alone; return the losses and the weights."""
     model = Tied()
     optimizer = optimizer_of(kind, model)
     losses = []
@@ -82,7 +82,7 @@ def trained_plainly(kind, accumulation, clip):
 
 
 def trained(kind, accumulation, clip, options):
-    """The same with an accelerator; the optimizer is made before the model is prepared."""
+    """Do the same with an accelerator; the optimizer is created before the model is prepared."""
     from accel_runtime import Accelerator
 
     accelerator = Accelerator(gradient_accumulation_steps=accumulation, **options)
@@ -107,14 +107,14 @@ def trained(kind, accumulation, clip, options):
     ("kind", "accumulation", "clip"),
     [("AdamW", 1, None), ("SGD", 1, 0.1), ("AdamW", 2, 0.1), ("SGD", 2, None)],
 )
-def test_ten_steps_give_the_losses_and_weights_of_the_cpu(mesh, kind, accumulation, clip):
+def test_ten_steps_have_the_losses_and_weights_of_the_cpu(mesh, kind, accumulation, clip):
     losses, final = mesh.run(trained, kind, accumulation, clip, {})[0]
     wanted, expected = trained_plainly(kind, accumulation, clip)
     assert losses == pytest.approx(wanted, abs=1e-4)
     torch.testing.assert_close(final, expected, atol=1e-4, rtol=0)
 
 
-def test_ten_steps_in_bf16_give_about_the_losses_of_the_cpu(mesh):
+def test_ten_steps_in_bf16_have_nearly_the_losses_of_the_cpu(mesh):
     losses, final = mesh.run(trained, "SGD", 1, None, {"mixed_precision": "bf16"})[0]
     wanted, expected = trained_plainly("SGD", 1, None)
     assert losses != pytest.approx(wanted, abs=1e-6)
@@ -122,7 +122,7 @@ def test_ten_steps_in_bf16_give_about_the_losses_of_the_cpu(mesh):
     torch.testing.assert_close(final, expected, atol=3e-2, rtol=0)
 
 
-def test_the_model_and_what_adamw_keeps_are_cut_into_a_part_for_each_device(mesh):
+def test_the_model_and_its_adamw_state_are_sharded_over_all_devices(mesh):
     def parts():
         import torch_xla
         import torch_xla.distributed.spmd as xs
@@ -155,7 +155,7 @@ def test_the_model_and_what_adamw_keeps_are_cut_into_a_part_for_each_device(mesh
     assert held == [([(shape[0] // DEVICES, *shape[1:])] * DEVICES,) * 3 for shape in whole]
 
 
-def test_what_is_loaded_into_an_optimizer_lies_as_its_parameters_do(mesh):
+def test_a_loaded_optimizer_state_is_sharded_like_its_parameters(mesh):
     def layouts():
         import torch_xla
 
@@ -180,7 +180,7 @@ def test_what_is_loaded_into_an_optimizer_lies_as_its_parameters_do(mesh):
     )
 
 
-def test_a_tensor_is_put_together_on_the_host_whatever_the_devices_hold_of_it(mesh):
+def test_sharded_tensors_are_gathered_on_the_host(mesh):
     def hosted():
         import torch_xla.debug.metrics as met
 
@@ -205,7 +205,7 @@ def test_a_tensor_is_put_together_on_the_host_whatever_the_devices_hold_of_it(me
     assert kind == "SpmdFullyShardedDataParallel"
 
 
-def test_batch_normalisation_is_over_the_whole_batch(mesh):
+def test_batch_norm_uses_the_statistics_of_the_global_batch(mesh):
     def normalised():
         from accel_runtime import Accelerator
 
@@ -237,7 +237,7 @@ def test_a_prepared_model_can_be_copied(mesh):
     assert mesh.run(copied)[0] == (0.0, True)
 
 
-def test_every_tensor_of_a_batch_is_cut_by_rows_where_the_devices_divide_them(mesh):
+def test_tensors_of_a_batch_are_sharded_by_rows_if_divisible(mesh):
     def shardings(workers):
         import torch_xla
 
@@ -271,7 +271,7 @@ def test_every_tensor_of_a_batch_is_cut_by_rows_where_the_devices_divide_them(me
 
 @dataclass
 class Answer:
-    """What a model of people who like dataclasses gives."""
+    """An output that is a dataclass."""
 
     logits: torch.Tensor
     loss: torch.Tensor
@@ -279,10 +279,10 @@ class Answer:
 
 
 class Talkative(nn.Linear):
-    """Gives its output in the form asked for."""
+    """A layer that returns its output in a given container."""
 
     def forward(self, rows, form):
-        """Tensors in a container of some kind."""
+        """Return tensors in a container of the given form."""
         out = super().forward(rows)
         forms = {
             "tensor": lambda: out,
@@ -294,7 +294,7 @@ class Talkative(nn.Linear):
         return forms[form]()
 
 
-def test_any_output_works_and_what_has_the_rows_of_the_batch_is_cut_with_it(mesh):
+def test_outputs_in_any_container_are_sharded_with_the_batch(mesh):
     def outputs():
         import torch_xla
 
@@ -318,7 +318,7 @@ def test_any_output_works_and_what_has_the_rows_of_the_batch_is_cut_with_it(mesh
     assert text == "nothing"
 
 
-def test_a_batch_that_the_devices_do_not_divide_is_refused_with_sizes_that_fit(mesh):
+def test_a_batch_size_that_is_not_divisible_is_rejected_with_valid_sizes(mesh):
     def refused(size, **options):
         from accel_runtime import Accelerator
 
@@ -333,7 +333,7 @@ def test_a_batch_that_the_devices_do_not_divide_is_refused_with_sizes_that_fit(m
     assert mesh.run(refused, 1)[0].endswith("such as 4.")
 
 
-def test_collectives_give_whole_values_and_barriers_pass(mesh):
+def test_collectives_return_full_values_and_barriers_work(mesh):
     def together():
         from accel_runtime import Accelerator
 
@@ -357,7 +357,7 @@ def test_collectives_give_whole_values_and_barriers_pass(mesh):
     assert mesh.run(together)[0] == (rows, rows, rows, double, rows, 1, 0, True, "XLA")
 
 
-def test_a_ragged_dataset_is_evaluated_exactly(mesh):
+def test_a_dataset_with_a_short_last_batch_is_evaluated_exactly(mesh):
     def evaluated(count):
         from accel_runtime import Accelerator
 
@@ -400,7 +400,7 @@ def test_compilations_do_not_grow_with_steps(mesh):
     assert counts[4] == counts[-1]
 
 
-def test_an_evaluation_model_and_one_that_learns_nothing_are_whole_on_every_device(mesh):
+def test_frozen_and_evaluation_models_are_replicated(mesh):
     def prepared():
         from accel_runtime import Accelerator
 
@@ -413,7 +413,7 @@ def test_an_evaluation_model_and_one_that_learns_nothing_are_whole_on_every_devi
     assert mesh.run(prepared)[0] == ("xla", "xla")
 
 
-def test_a_communication_hook_is_refused_and_other_options_of_ddp_have_nothing_to_change(mesh):
+def test_a_communication_hook_is_rejected_and_other_ddp_options_are_ignored(mesh):
     def refused():
         from accel_runtime import Accelerator, DistributedDataParallelKwargs
 
@@ -428,7 +428,7 @@ def test_a_communication_hook_is_refused_and_other_options_of_ddp_have_nothing_t
     assert "Remove comm_hook" in mesh.run(refused)[0]
 
 
-def test_the_description_says_how_many_devices_are_one(mesh):
+def test_the_description_contains_the_number_of_devices(mesh):
     def described():
         from accel_runtime import Accelerator
 
@@ -442,7 +442,7 @@ def test_the_description_says_how_many_devices_are_one(mesh):
 
 
 def half(folder, options):
-    """Steps of a run: the first five, which are saved, or those after them, where there is something saved."""
+    """Run the first five steps and save, or resume and run the rest."""
     from accel_runtime import Accelerator
 
     accelerator = Accelerator(**options)
@@ -470,7 +470,7 @@ def half(folder, options):
 
 
 @pytest.mark.parametrize("first", ["mesh", "cpu"])
-def test_a_checkpoint_of_one_continues_on_the_other_with_its_optimizer(mesh, tmp_path, first):
+def test_a_checkpoint_continues_between_spmd_and_one_device_with_its_optimizer(mesh, tmp_path, first):
     there = lambda: mesh.run(half, tmp_path / "state", {})[0]  # noqa: E731
     here = lambda: half(tmp_path / "state", {"cpu": True})  # noqa: E731
     runs = (there, here) if first == "mesh" else (here, there)
@@ -512,7 +512,7 @@ Accelerator()
 
 
 def started(path, changed):
-    """A process of its own, on two devices."""
+    """Run a process on two devices."""
     told = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2", "ACCEL_DEVICE": "xla", "ACCEL_SPMD": "1"}
     return subprocess.run(
         [sys.executable, path],
@@ -524,7 +524,7 @@ def started(path, changed):
     )
 
 
-def test_a_seed_that_is_set_before_the_accelerator_is_made_does_not_take_up_the_devices(script):
+def test_a_seed_before_the_accelerator_does_not_initialize_the_devices(script):
     first, second = (started(script(SEEDED), {}) for _ in range(2))
     assert "2 devices compute as one (SPMD)" in first.stdout, first.stderr
     assert first.stdout.splitlines()[-1] == second.stdout.splitlines()[-1]
@@ -540,13 +540,13 @@ def test_a_seed_that_is_set_before_the_accelerator_is_made_does_not_take_up_the_
     ],
     ids=["a device in use", "torch_xla.launch", "no TPU", "not told"],
 )
-def test_where_devices_cannot_be_one_it_is_said_before_training(script, text, changed, said):
+def test_unsupported_spmd_setups_are_rejected_before_training(script, text, changed, said):
     run = started(script(text), changed)
     assert run.returncode != 0
     assert said in run.stderr
 
 
-def test_a_process_whose_devices_are_one_refuses_a_backend_that_was_not_told(mesh):
+def test_a_cpu_accelerator_in_an_spmd_process_is_rejected(mesh):
     def refused():
         from accel_runtime import Accelerator
 

@@ -1,4 +1,4 @@
-"""Who a replica is, before and after there is an Accelerator, where replicas are threads of one process."""
+"""State, logging and trackers of replicas that are threads of one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytest.importorskip("torch_xla", reason="torch_xla is in an environment of its o
 
 
 class Heard(logging.Handler):
-    """Keeps what is written."""
+    """A handler that keeps the messages."""
 
     def __init__(self):
         super().__init__()
@@ -30,7 +30,7 @@ class Heard(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def test_a_replica_knows_its_rank_before_it_has_joined_the_others(replicas):
+def test_a_replica_has_its_rank_before_it_connects(replicas):
     def ranks():
         set_current_backend(None)
         return find_topology().rank, find_topology().world_size, Topology.from_env(os.environ).world_size
@@ -38,7 +38,7 @@ def test_a_replica_knows_its_rank_before_it_has_joined_the_others(replicas):
     assert replicas[2].run(ranks) == [(0, 2, 1), (1, 2, 1)]
 
 
-def test_a_logger_writes_on_the_first_replica_unless_told_otherwise(replicas):
+def test_a_logger_writes_on_the_first_replica_only_by_default(replicas):
     def written():
         import threading
 
@@ -56,7 +56,7 @@ def test_a_logger_writes_on_the_first_replica_unless_told_otherwise(replicas):
     assert second == ["[RANK 1] each", "[RANK 1] in turn"]
 
 
-def test_a_warning_that_another_replica_kept_to_itself_is_written_once(replicas):
+def test_warning_once_is_logged_by_the_first_replica_after_another_suppressed_it(replicas):
     def written():
         shared = vars(logging.getLogger("shared by replicas"))
         logger = shared.setdefault("adapter", get_logger("shared by replicas"))
@@ -85,7 +85,7 @@ def test_a_progress_bar_is_shown_by_the_first_replica(replicas):
     assert replicas[2].run(shown) == [(True, True), (False, True)]
 
 
-def test_a_seed_reaches_the_device_and_can_be_each_replicas_own(replicas):
+def test_a_seed_applies_to_the_device_and_can_be_device_specific(replicas):
     def drawn():
         set_current_backend(None)
         found = []
@@ -101,7 +101,7 @@ def test_a_seed_reaches_the_device_and_can_be_each_replicas_own(replicas):
     assert not torch.equal(own, others)
 
 
-def test_a_state_says_who_does_what(replicas, tmp_path):
+def test_the_state_has_main_process_functions_and_splits_items(replicas, tmp_path):
     def done(folder):
         import time
 
@@ -135,7 +135,7 @@ def test_a_tracker_records_on_the_first_replica(replicas, tmp_path):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_replicas_that_do_different_things_at_once_do_not_meet(replicas, size):
+def test_replicas_with_different_options_do_not_interfere(replicas, size):
     def done():
         state = PartialState()
         rank = state.process_index
@@ -159,7 +159,7 @@ def test_replicas_that_do_different_things_at_once_do_not_meet(replicas, size):
         assert everyone == halves
 
 
-def test_the_first_replica_of_a_process_has_its_heartbeat(replicas, tmp_path):
+def test_the_first_replica_of_a_process_writes_its_heartbeat(replicas, tmp_path):
     def beating(folder):
         import os
 
@@ -184,7 +184,7 @@ def test_the_first_replica_of_a_process_has_its_heartbeat(replicas, tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_notebook_is_told_how_replicas_are_started(monkeypatch):
+def test_notebook_launcher_explains_how_replicas_are_started(monkeypatch):
     from accel_runtime import notebook_launcher
 
     monkeypatch.setenv("PJRT_DEVICE", "CPU")

@@ -1,4 +1,4 @@
-"""Training on replicas of torch_xla gives the numbers of one process on the CPU, or of processes over gloo."""
+"""Training on replicas of torch_xla equals training on one CPU process, or on processes over gloo."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _here_on_the_cpu(monkeypatch):
 
 
 def filled(model, seed=0):
-    """The model with weights that do not come from torch's generator, which threads have in common."""
+    """Fill a model with weights from a separate generator, since threads share that of torch."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -39,7 +39,7 @@ def sgd(model, rate=0.1):
 
 
 def parts(accelerator, steps=4):
-    """This process's part of each global batch, on its device."""
+    """Yield the local part of each global batch, on the device."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         batch = torch.randn(BATCH, 4, generator=generator)
@@ -57,7 +57,7 @@ def step(accelerator, optimizer, loss):
 
 
 def own_factor(accelerator):
-    """One more than the rank, as data: a number in the script would make another program on every replica."""
+    """Return the rank plus one as data: a constant would compile another program on every replica."""
     return torch.tensor([accelerator.process_index + 1.0]).to(accelerator.device)
 
 
@@ -238,7 +238,7 @@ def local_sgd(accelerator):
 
 
 class Centred(nn.Module):
-    """As a batch norm: torch_xla's own has another running variance (over n in place of n - 1)."""
+    """A simplified batch norm: that of torch_xla has another running variance (over n, not n - 1)."""
 
     def __init__(self):
         super().__init__()
@@ -254,7 +254,7 @@ class Centred(nn.Module):
 
 
 def with_buffers(accelerator):
-    """Statistics of each rank's own part, and those of the first at each pass that will average."""
+    """Train with statistics that differ on each rank, and are broadcast at each averaging pass."""
     model = filled(nn.Sequential(nn.Linear(4, 8), Centred(), nn.Linear(8, 1)))
     model, optimizer = accelerator.prepare(model, sgd(model))
     seen = []
@@ -291,7 +291,7 @@ DDP = {
 
 
 def numbers(found):
-    """All numbers of models and tensors, on the CPU."""
+    """Return all numbers of models and tensors, on the CPU."""
     if isinstance(found, (list, tuple)):
         return [number for item in found for number in numbers(item)]
     if isinstance(found, nn.Module):
@@ -322,7 +322,7 @@ def test_two_replicas_train_as_one_process(replicas, gloo, name):
 
 
 @pytest.mark.parametrize("name", ["plainly", "accumulating", "with_weights"])
-def test_one_replica_and_four_train_as_one_process(replicas, gloo, name):
+def test_one_and_four_replicas_train_as_one_process(replicas, gloo, name):
     wanted = gloo[1].run(trained, CASES[name], name)[0]
     for size in (1, 4):
         for got in replicas[size].run(trained, CASES[name], name):
@@ -330,7 +330,7 @@ def test_one_replica_and_four_train_as_one_process(replicas, gloo, name):
 
 
 @pytest.mark.parametrize("name", [*RANKED, "with_buffers_left_alone"])
-def test_two_replicas_train_as_two_processes_where_ranks_differ(replicas, gloo, name):
+def test_two_replicas_train_as_two_processes_with_rank_dependent_data(replicas, gloo, name):
     case = RANKED.get(name, with_buffers)
     wanted = gloo[2].run(trained, case, name)
     for got, other in zip(replicas[2].run(trained, case, name), wanted, strict=True):
@@ -338,7 +338,7 @@ def test_two_replicas_train_as_two_processes_where_ranks_differ(replicas, gloo, 
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_ten_losses_are_those_of_plain_torch(replicas, size):
+def test_ten_losses_equal_those_of_plain_torch(replicas, size):
     data = [(row, row.sum()) for row in torch.randn(80, 4, generator=torch.Generator().manual_seed(2))]
 
     def losses(data):
@@ -377,7 +377,7 @@ def test_gradients_in_bfloat16_are_averaged(replicas):
         assert torch.equal(got, torch.full((1, 4), 1.5, dtype=torch.bfloat16))
 
 
-def test_autocast_computes_in_bfloat16_and_gives_float32(replicas, gloo):
+def test_autocast_computes_in_bfloat16_and_returns_float32(replicas, gloo):
     def computed():
         accelerator = Accelerator(mixed_precision="bf16")
         model = accelerator.prepare(network())
@@ -394,7 +394,7 @@ def test_autocast_computes_in_bfloat16_and_gives_float32(replicas, gloo):
         assert not torch.equal(got, network()(torch.linspace(-1, 1, 8).view(2, 4)))
 
 
-def test_a_loop_without_a_prepared_loader_does_not_record_for_ever(replicas):
+def test_a_loop_without_a_prepared_loader_executes_each_step(replicas):
     def recorded():
         import torch_xla
 
@@ -411,7 +411,7 @@ def test_a_loop_without_a_prepared_loader_does_not_record_for_ever(replicas):
         assert len(set(lengths)) == 1
 
 
-def test_a_loop_over_a_prepared_loader_is_cut_off_by_it_alone(replicas):
+def test_a_loop_with_a_prepared_loader_is_executed_by_the_loader(replicas):
     def recorded():
         import torch_xla
 
@@ -432,7 +432,7 @@ def test_a_loop_over_a_prepared_loader_is_cut_off_by_it_alone(replicas):
         assert max(lengths) < 2 * min(lengths)
 
 
-def test_a_gradient_that_only_some_replicas_have_is_refused_by_name(replicas):
+def test_a_gradient_missing_on_some_replicas_is_an_error_with_its_name(replicas):
     def said():
         accelerator = Accelerator()
         model = accelerator.prepare(network())
@@ -448,7 +448,7 @@ def test_a_gradient_that_only_some_replicas_have_is_refused_by_name(replicas):
         assert "run one program" in text
 
 
-def test_a_backward_pass_that_failed_does_not_keep_the_next_from_averaging(replicas):
+def test_gradients_are_averaged_after_a_failed_backward_pass(replicas):
     def gradients():
         accelerator = Accelerator()
         model = accelerator.prepare(filled(nn.Linear(4, 4, bias=False)))
@@ -476,7 +476,7 @@ def test_a_backward_pass_that_failed_does_not_keep_the_next_from_averaging(repli
         ({"kwargs_handlers": [InitProcessGroupKwargs(init_method="file:///x")]}, "init_method='file:///x'"),
     ],
 )
-def test_what_replicas_do_not_have_is_refused_when_the_accelerator_is_made(replicas, size, options, said):
+def test_unsupported_options_are_rejected_by_the_accelerator(replicas, size, options, said):
     def refused(options):
         try:
             Accelerator(**options)
@@ -486,7 +486,7 @@ def test_what_replicas_do_not_have_is_refused_when_the_accelerator_is_made(repli
     assert all(said in text for text in replicas[size].run(refused, options))
 
 
-def test_joining_uneven_inputs_has_no_effect_and_warns_unless_there_is_nothing_to_join(replicas):
+def test_join_uneven_inputs_warns_only_if_it_would_have_an_effect(replicas):
     def warned():
         accelerator = Accelerator()
         model = accelerator.prepare(network())
@@ -502,7 +502,7 @@ def test_joining_uneven_inputs_has_no_effect_and_warns_unless_there_is_nothing_t
     assert replicas[2].run(warned) == [[False, True]] * 2
 
 
-def test_a_copy_of_a_replicated_model_belongs_to_no_run(replicas):
+def test_a_copied_replica_runs_without_the_other_replicas(replicas):
     def copied():
         import copy
 
@@ -517,7 +517,7 @@ def test_a_copy_of_a_replicated_model_belongs_to_no_run(replicas):
     assert all(replicas[2].run(copied))
 
 
-def test_generators_of_the_device_are_those_of_the_first_rank_if_asked(replicas):
+def test_device_generators_are_synchronized_with_rng_types_xla(replicas):
     def numbers_drawn():
         import torch_xla.core.xla_model as xm
 

@@ -1,4 +1,4 @@
-"""What makes every step slow on a device that compiles graphs is said, once, with its line."""
+"""Operations that make every step slow on a compiling device are reported once, with their line."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ pytest.importorskip("torch_xla", reason="torch_xla is in an environment of its o
 
 
 def said(way, workers):
-    """Two epochs of training in which each step does something; what was logged."""
+    """Train for two epochs with an operation in each step, and return the log messages."""
     import logging
     import threading
 
@@ -55,32 +55,32 @@ def said(way, workers):
     return messages
 
 
-def test_a_loop_that_trains_with_a_schedule_and_fetches_now_and_then_is_told_nothing(clusters):
+def test_a_loop_that_rarely_fetches_values_is_not_reported(clusters):
     for way, workers in (("", 0), ("", 2), ("now and then", 0)):
         assert clusters["xla 1"].run(said, way, workers) == [[]]
 
 
 @pytest.mark.parametrize(("way", "call"), [("item", "item()"), ("text", "__format__()")])
-def test_a_value_that_is_fetched_at_every_step_is_said_once_with_its_line(clusters, way, call):
+def test_fetching_a_value_at_every_step_is_reported_once_with_its_line(clusters, way, call):
     [[message]] = clusters["xla 1"].run(said, way, 0)
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
     line = [text.strip() for text in lines].index(f'if way == "{way}":') + 2
     assert f"test_watching.py:{line} (said): {call} fetches a value from the device at every step" in message
 
 
-def test_shapes_that_change_are_said_once_with_the_loop_and_two_of_them(clusters):
+def test_changing_batch_shapes_are_reported_once_with_two_examples(clusters):
     [[message]] = clusters["xla 1"].run(said, "lengths", 0)
     assert "test_watching.py:" in message
     assert "the last 10 steps compiled" in message
     assert "the shapes of the batches change ([4, " in message
 
 
-def test_sizes_that_change_inside_the_loop_are_said_once(clusters):
+def test_changing_sizes_inside_the_loop_are_reported_once(clusters):
     [[message]] = clusters["xla 1"].run(said, "slice", 0)
     assert "a size, an index or a slice in the loop changes" in message
 
 
-def test_of_several_replicas_the_first_says_it(clusters):
+def test_only_the_first_replica_reports(clusters):
     first, *others = clusters["xla 2"].run(said, "item", 0)
     assert len(first) == 1
     assert not any(others)
@@ -97,7 +97,7 @@ def described():
     return str(accelerator.describe()), torch.__version__
 
 
-def test_the_description_of_a_run_shows_the_device_its_variables_and_its_graphs(clusters):
+def test_the_description_contains_the_device_its_variables_and_graphs(clusters):
     for cluster in (clusters["xla 1"], clusters["xla 2"]):
         for text, version in cluster.run(described):
             assert f"torch_xla  2.9.0 with torch {version}, CPU device" in text

@@ -1,4 +1,4 @@
-"""`accel checkpoint` prints of the kept checkpoints what the golden files have."""
+"""Output of `accel checkpoint` for stored checkpoints, compared with golden files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_prints_of_the_kept_checkpoints_what_its_golden_file_has(cwd, capfd, name):
+def test_a_command_prints_the_golden_file_for_stored_checkpoints(cwd, capfd, name):
     shutil.copytree(KEPT, cwd / "kept")
     for number, layout in enumerate(("one", "two", "window", "stream")):
         shutil.copytree(KEPT / layout, cwd / "runs" / "checkpoints" / f"checkpoint_{number}")
@@ -39,5 +39,5 @@ def test_a_command_prints_of_the_kept_checkpoints_what_its_golden_file_has(cwd, 
     golden.check(f"checkpoint/{name}.txt", text.replace(str(cwd), "<cwd>"))
 
 
-def test_every_golden_output_is_of_a_command():
+def test_every_golden_file_belongs_to_a_command():
     assert golden.names("checkpoint") == set(COMMANDS)

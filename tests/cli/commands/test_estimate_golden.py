@@ -1,4 +1,4 @@
-"""`accel estimate` prints for a model the table and the data of the golden files."""
+"""Tables and data of `accel estimate`, compared with golden files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OPTIONS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
-def test_an_estimate_is_that_of_its_golden_file(script, cwd, name):
+def test_an_estimate_equals_its_golden_file(script, cwd, name):
     script(MODULE, "models.py")
     done = fork_launch.run("estimate", "models:make", *shlex.split(OPTIONS[name]), cwd=cwd)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Options as torchrun and Accelerate spell them are accepted, or named with what they are called here."""
+"""Options in the spelling of torchrun and Accelerate are accepted, or rejected with their replacement."""
 
 import re
 from functools import partial
@@ -29,14 +29,14 @@ ACCELERATE = """
 """
 
 
-def subcommands(command, path=()):
-    """Every command below one, with its path."""
+def list_commands(command, path=()):
+    """Yield every command below one, with its path."""
     yield path, command
     for name, below in getattr(command, "commands", {}).items():
-        yield from subcommands(below, (*path, name))
+        yield from list_commands(below, (*path, name))
 
 
-COMMANDS = dict(subcommands(typer.main.get_command(app)))
+COMMANDS = dict(list_commands(typer.main.get_command(app)))
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_every_option_of_every_command_is_accepted_with_underscores(path):
         assert parser._long_opt[f"--{context.token_normalize_func(name.replace('-', '_').lstrip('_'))}"]
 
 
-def test_an_option_with_underscores_means_the_same(launch):
+def test_an_option_with_underscores_has_the_same_meaning(launch):
     done = launch(
         "--dry_run", "--nproc_per_node=2", "--mixed_precision", "bf16", "--cpu", "train.py", "--a_b"
     )
@@ -67,7 +67,7 @@ def test_an_option_with_underscores_means_the_same(launch):
 
 
 @pytest.mark.parametrize("name", sorted({*TORCHRUN.split(), *ACCELERATE.split()}))
-def test_every_option_of_other_launchers_is_one_here_or_is_named_with_what_to_use(launch, name):
+def test_every_option_of_other_launchers_exists_or_is_rejected_with_a_replacement(launch, name):
     option = normalize_option(name)
     if f"--{option}" in {each for param in COMMANDS["launch",].params for each in param.opts}:
         return
@@ -77,7 +77,7 @@ def test_every_option_of_other_launchers_is_one_here_or_is_named_with_what_to_us
     assert re.fullmatch(rf"accel: error: accel launch has no option --{name}\. [A-Z].*\.\n", done.stderr)
 
 
-def test_all_options_of_other_launchers_in_front_of_the_script_are_named_at_once(launch):
+def test_all_foreign_options_before_the_script_are_reported_at_once(launch):
     args = [
         "--multi_gpu",
         "--num_processes",
@@ -97,7 +97,7 @@ def test_all_options_of_other_launchers_in_front_of_the_script_are_named_at_once
 @pytest.mark.parametrize(
     "args", [("-n", "2"), ("-np", "2"), ("--num_processes=2",), ("--num-processes", "2")]
 )
-def test_the_number_of_processes_by_other_names_is_named(launch, args):
+def test_other_options_for_the_number_of_processes_are_rejected_with_a_replacement(launch, args):
     done = launch("-q", *args, "train.py")
     assert done.returncode == 2
     name = args[0].partition("=")[0]
@@ -114,7 +114,7 @@ def test_the_number_of_processes_by_other_names_is_named(launch, args):
         ("--xyz", None),
     ],
 )
-def test_an_option_that_is_not_known_is_named_as_typed_with_the_one_that_was_meant(launch, option, meant):
+def test_an_unknown_option_is_reported_as_typed_with_a_suggestion(launch, option, meant):
     guess = f"Did you mean {meant}? " if meant else ""
     done = launch("--cpu", f"{option}", "2", "train.py", "--lr", "1")
     assert done.returncode == 2
@@ -135,28 +135,28 @@ def test_an_option_that_is_not_known_is_named_as_typed_with_the_one_that_was_mea
         ("--master-port", "on one node, leave it out."),
     ],
 )
-def test_names_that_people_try_are_named_with_what_to_use(launch, option, cure):
+def test_commonly_guessed_options_are_rejected_with_a_replacement(launch, option, cure):
     done = launch(f"{option}=2", "train.py")
     assert (done.returncode, cure in done.stderr) == (2, True)
 
 
-def test_options_that_are_not_known_do_not_disturb_the_completion_of_a_shell():
+def test_unknown_options_do_not_break_shell_completion():
     command, args = COMMANDS["launch",], ["--num_processes", "2", "--xyz"]
     assert command.make_context("launch", args, resilient_parsing=True)
 
 
-def test_options_of_other_launchers_in_the_arguments_of_the_script_are_its_own(launch):
+def test_foreign_options_after_the_script_belong_to_the_script(launch):
     assert launch("--cpu", "--dry-run", "train.py", "--num_processes", "8").returncode == 0
 
 
 @pytest.mark.parametrize("args", [("config",), ("test",), ("env",)])
-def test_commands_that_take_a_config_file_in_accelerate_name_the_profile(capfd, cwd, args):
+def test_config_file_is_rejected_with_the_option_profile(capfd, cwd, args):
     done = run(capfd, *args, "--config_file", "x.yaml")
     assert done.returncode == 2
     assert f"accel {args[0]} has no option --config_file. Use --profile NAME" in done.stderr
 
 
-def test_what_to_use_instead_names_keys_and_options_that_are_there():
+def test_replacements_name_existing_keys_and_options():
     commands = (COMMANDS["launch",], COMMANDS["tpu-pod",])
     options = {name for command in commands for param in command.params for name in param.opts}
     for cure in FOREIGN_OPTIONS.values():

@@ -1,4 +1,4 @@
-"""The help of every command is that of the golden files."""
+"""The help of every command, compared with golden files."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ def test_a_command_prints_the_help_of_its_golden_file(path, capfd, home):
     )
 
 
-def test_every_golden_help_is_of_a_command():
+def test_every_golden_help_belongs_to_a_command():
     assert golden.names("help") == {"-".join(path) or "accel" for path in PATHS}

@@ -1,4 +1,4 @@
-"""`accel launch` names its own options where they stand after the script."""
+"""Messages of `accel launch` about options after the script, and its start line."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ PRINTS = "import sys\nprint(sys.argv)\n"
 
 @pytest.fixture
 def stderr_of(cwd, capfd):
-    """Calls `accel launch --dry-run`, and returns what it wrote to stderr."""
+    """Call `accel launch --dry-run`, and return its stderr."""
     typed = partial(run, capfd)
     return lambda *args: typed("launch", "--dry-run", "--cpu", *args).stderr
 
@@ -29,7 +29,7 @@ def stderr_of(cwd, capfd):
         (("--log-dir", "logs", "--nproc-per-node", "2", "train.py", "--log-dir", "x"), "--log-dir"),
     ],
 )
-def test_options_after_the_script_are_named(script, stderr_of, args, named):
+def test_options_of_accel_after_the_script_are_reported(script, stderr_of, args, named):
     script(PRINTS)
     target = next(arg for arg in args if arg.startswith("train"))
     assert stderr_of(*args) == (
@@ -47,7 +47,7 @@ def test_options_after_the_script_are_named(script, stderr_of, args, named):
         ("--no-python", "env", "--cpu"),
     ],
 )
-def test_arguments_that_are_surely_the_scripts_are_not_named(script, stderr_of, args):
+def test_other_arguments_of_the_script_are_not_reported(script, stderr_of, args):
     script(PRINTS)
     assert stderr_of(*args) == ""
 
@@ -62,17 +62,17 @@ def test_arguments_that_are_surely_the_scripts_are_not_named(script, stderr_of, 
         "args = options.parse()\nprint(args.log_dir)",
     ],
 )
-def test_an_option_that_the_script_declares_too_is_not_named(script, stderr_of, declares):
+def test_an_option_that_the_script_declares_is_not_reported(script, stderr_of, declares):
     script(declares)
     assert stderr_of("train.py", "--log-dir", "logs") == ""
 
 
-def test_a_method_of_the_same_name_declares_no_option(script, stderr_of):
+def test_a_method_with_the_name_of_an_option_declares_no_option(script, stderr_of):
     script("model.cpu()\nif args.log_directory == cpu:\n    pass\n")
     assert "not to accel launch: --cpu, --log-dir. " in stderr_of("train.py", "--cpu", "--log-dir", "x")
 
 
-def test_a_launch_that_is_refused_leaves_its_reason_in_the_file(cwd, capfd, monkeypatch):
+def test_a_rejected_launch_writes_its_error_to_the_failure_file(cwd, capfd, monkeypatch):
     monkeypatch.setenv("ACCEL_FAILURE_FILE", str(cwd / "failure"))
     assert run(capfd, "launch", "--nproc-per-node", "2", "absent.py").returncode == 2
     assert (cwd / "failure").read_text() == "Script not found: absent.py. Check its path."

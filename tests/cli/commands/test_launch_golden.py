@@ -1,4 +1,4 @@
-"""`accel launch` prints the plans of the golden files, with where each value came from; only the machine is a stand-in."""
+"""Plans of `accel launch` with the source of each value, compared with golden files; hardware is a stub."""
 
 from __future__ import annotations
 
@@ -97,12 +97,12 @@ PLANS = {
     "watched": ("cpu", f"--dry-run --nproc-per-node 4 {WATCHED} train.py", {}),
     "xla-replica": ("tpu", "--dry-run --set launcher.kind=xla --set launcher.replicas=1 train.py", {}),
 }
-"""A machine, what is typed after `accel launch`, and variables of the environment."""
+"""A machine, the arguments of `accel launch`, and environment variables."""
 
 
 @pytest.fixture
 def launch(cwd, home, script, capfd, monkeypatch):
-    """Calls `accel launch` on a machine, and returns what it prints, without names of this machine."""
+    """Call `accel launch` on a stub of a machine, and return its output without names of this machine."""
     script("pass")
     here = {
         str(cwd): "<cwd>",
@@ -147,6 +147,6 @@ def test_options_are_planned_as_in_their_golden_file(launch, home, cwd, name):
     golden.check(f"launch/{name}.txt", launch(machine, shlex.split(typed), env))
 
 
-def test_every_golden_plan_is_of_a_launch():
+def test_every_golden_plan_belongs_to_a_launch():
     assert golden.names("launch") == {*PLANS, "configs"}
     assert golden.names("launch/configs") == {path.stem for path in CONFIGS.glob("*.yaml")}

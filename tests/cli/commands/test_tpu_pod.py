@@ -1,8 +1,4 @@
-"""A pod's workers get the same `accel launch`: through gcloud and their own shells, byte for byte.
-
-gcloud is a stand-in: a program that gives the command to a real bash in another home, as ssh gives it to a worker's.
-The worker's `python3` writes down what it was called with.
-"""
+"""`accel tpu-pod` starts the same `accel launch` on every worker of a pod, through gcloud and its shell."""
 
 import os
 import shlex
@@ -33,7 +29,7 @@ exit "${CODE:-0}"
 POD = tpu_pod.Pod("my-pod", folder="my project", zone="us-central2-b")
 
 
-def program(path, text):
+def write_program(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     path.chmod(0o755)
@@ -41,17 +37,17 @@ def program(path, text):
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """A folder with gcloud, a worker's home with the project in it, and the environment in which they are found."""
+    """Create a folder with a stub of gcloud and the home of a worker; return it with its environment."""
     folder = tmp_path_factory.mktemp("world")
-    program(folder / "bin/gcloud", GCLOUD)
-    program(folder / "worker/bin/python3", PYTHON)
+    write_program(folder / "bin/gcloud", GCLOUD)
+    write_program(folder / "worker/bin/python3", PYTHON)
     (folder / "worker/my project").mkdir()
     (folder / "home/my project/.git").mkdir(parents=True)
     environ = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "RECORD": str(folder)}
     return folder, environ | {"HOME": str(folder / "home")}
 
 
-def words(file):
+def read_words(file):
     return [os.fsdecode(word) for word in file.read_bytes().split(b"\0")[:-1]]
 
 
@@ -60,13 +56,13 @@ def prepared(*args, pod=POD, environ=None, target="train.py", kind="script", **o
     return tpu_pod.prepare(pod, request, environ or {"ACCEL_HOME": "/nowhere"})[1]
 
 
-def received(world, plan, **more):
-    """What a worker's Python gets when the printed command is pasted into a shell."""
+def run_on_worker(world, plan, **more):
+    """Return the arguments of a worker's Python when the printed command is run in a shell."""
     folder, environ = world
     (folder / "argv").unlink(missing_ok=True)
     done = subprocess.run(["bash", "-c", shlex.join(plan.argv)], env=environ | more, check=False)
     assert done.returncode == int(more.get("CODE", 0))
-    return words(folder / "argv")
+    return read_words(folder / "argv")
 
 
 def test_the_command_starts_the_same_launch_on_every_worker(world):
@@ -74,7 +70,7 @@ def test_the_command_starts_the_same_launch_on_every_worker(world):
     assert plan.argv[:6] == ("gcloud", "compute", "tpus", "tpu-vm", "ssh", "my-pod")
     assert plan.argv[6:8] == ("--zone=us-central2-b", "--worker=all")
     launch = "-m accel_cli launch --no-profile --set launcher.kind=xla --set mixed_precision=bf16 --"
-    assert received(world, plan) == [*launch.split(), "train.py", "--epochs", "3"]
+    assert run_on_worker(world, plan) == [*launch.split(), "train.py", "--epochs", "3"]
     assert (world[0] / "pwd").read_text() == f"{world[0]}/worker/my project\n"
 
 
@@ -85,19 +81,19 @@ def test_the_command_starts_the_same_launch_on_every_worker(world):
         max_size=4,
     )
 )
-def test_arguments_arrive_byte_for_byte(world, arguments):
+def test_arguments_are_passed_byte_for_byte(world, arguments):
     arguments = [argument.replace("\0", "") for argument in arguments]
-    got = received(world, prepared(*arguments))
+    got = run_on_worker(world, prepared(*arguments))
     assert got[got.index("--") + 1 :] == ["train.py", *arguments]
 
 
 @pytest.mark.parametrize("target", ["-x.py", "a b/t'r.py", "$HOME.py"])
-def test_the_script_arrives_as_it_was_typed(world, target):
-    assert received(world, prepared(target=target))[-1] == target
+def test_the_script_path_is_passed_as_typed(world, target):
+    assert run_on_worker(world, prepared(target=target))[-1] == target
 
 
-def test_a_module_stays_a_module(world):
-    assert received(world, prepared("x", target="pkg.train", kind="module"))[-4:] == [
+def test_a_module_is_passed_as_a_module(world):
+    assert run_on_worker(world, prepared("x", target="pkg.train", kind="module"))[-4:] == [
         "-m",
         "--",
         "pkg.train",
@@ -105,7 +101,7 @@ def test_a_module_stays_a_module(world):
     ]
 
 
-def test_what_was_decided_here_travels_and_the_own_profile_does_not(world, tmp_path, monkeypatch):
+def test_resolved_settings_are_passed_and_the_user_profile_is_not(world, tmp_path, monkeypatch):
     (tmp_path / ".git").mkdir()
     (tmp_path / "accel.yaml").write_text(
         "schema_version: 1\nlauncher:\n  kind: xla\n  spmd: true\nlog_level: info\n"
@@ -114,7 +110,7 @@ def test_what_was_decided_here_travels_and_the_own_profile_does_not(world, tmp_p
     (tmp_path / "home/profiles/default.yaml").write_text("schema_version: 1\nmixed_precision: fp16\n")
     monkeypatch.chdir(tmp_path)
     environ = {"ACCEL_HOME": str(tmp_path / "home"), "ACCEL_PROCESS_GROUP_TIMEOUT": "60"}
-    said = received(world, prepared(environ=environ, set=("env.A=b c",)))
+    said = run_on_worker(world, prepared(environ=environ, set=("env.A=b c",)))
     given = {said[index + 1] for index, word in enumerate(said) if word == "--set"}
     assert given == {
         "launcher.kind=xla",
@@ -130,27 +126,27 @@ def test_what_was_decided_here_travels_and_the_own_profile_does_not(world, tmp_p
     st.sampled_from(["no", "true", "3", "0,2", "a: b", "#x", "", "~", "'", "[", "a\nb", "\u2028"])
     | st.text(st.characters(codec="utf-8"), min_size=1)
 )
-def test_a_value_is_read_back_as_what_it_was(value):
+def test_an_inlined_value_is_parsed_to_the_same_value(value):
     text = yaml_io.inline(value)
     assert planner.layers.parse_assignments([f"launcher.rdzv_id={text}"]).values == {
         "launcher.rdzv_id": value
     }
 
 
-def test_lines_before_run_on_the_worker(world):
+def test_setup_lines_run_on_the_worker(world):
     pod = tpu_pod.Pod("p", folder="my project", setup=["export CODE=5", "cd /"])
-    received(world, prepared(pod=pod), CODE="5")
+    run_on_worker(world, prepared(pod=pod), CODE="5")
     assert (world[0] / "pwd").read_text() == "/\n"
 
 
-def test_zone_and_project_are_gclouds_own_unless_they_are_said():
+def test_zone_and_project_default_to_those_of_gcloud():
     assert [
         w for w in prepared(pod=tpu_pod.Pod("p", folder=".")).argv if w.startswith(("--zone", "--project"))
     ] == []
     assert "--project=mine" in prepared(pod=tpu_pod.Pod("p", folder=".", project="mine")).argv
 
 
-def test_the_folder_is_the_one_here_seen_from_the_home(tmp_path, monkeypatch):
+def test_the_folder_is_relative_to_the_home(tmp_path, monkeypatch):
     home = tmp_path / "home"
     (home / "a b").mkdir(parents=True)
     monkeypatch.setenv("HOME", str(home))
@@ -162,7 +158,7 @@ def test_the_folder_is_the_one_here_seen_from_the_home(tmp_path, monkeypatch):
     assert tpu_pod.find_folder(None) == str(tmp_path)
 
 
-def test_a_home_that_is_a_link_is_a_home(tmp_path, monkeypatch):
+def test_a_home_that_is_a_symbolic_link_is_resolved(tmp_path, monkeypatch):
     (tmp_path / "disk/me/work").mkdir(parents=True)
     (tmp_path / "me").symlink_to(tmp_path / "disk/me")
     monkeypatch.setenv("HOME", str(tmp_path / "me"))
@@ -170,9 +166,9 @@ def test_a_home_that_is_a_link_is_a_home(tmp_path, monkeypatch):
     assert tpu_pod.find_folder(None) == "work"
 
 
-def test_what_is_said_of_the_hosts_of_this_machine_does_not_travel(world):
+def test_variables_about_the_hosts_of_this_machine_are_not_passed(world):
     environ = {"ACCEL_HOME": "/nowhere", "TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "0"}
-    assert not [word for word in received(world, prepared(environ=environ)) if "nnodes" in word]
+    assert not [word for word in run_on_worker(world, prepared(environ=environ)) if "nnodes" in word]
 
 
 @pytest.mark.parametrize(
@@ -193,7 +189,7 @@ def test_what_is_said_of_the_hosts_of_this_machine_does_not_travel(world):
         ),
     ],
 )
-def test_what_cannot_run_on_a_pod_is_refused_here(said, message):
+def test_a_request_that_cannot_run_on_a_pod_is_rejected(said, message):
     with pytest.raises(UsageError, match=message.replace("(", r"\(")) as caught:
         prepared(**said)
     assert "hf_secret" not in str(caught.value)
@@ -204,11 +200,11 @@ def test_what_cannot_run_on_a_pod_is_refused_here(said, message):
 
 @pytest.fixture
 def tpu_pod_command(cwd, capfd):
-    """Calls `accel tpu-pod` in this process."""
+    """Call `accel tpu-pod` in this process."""
     return partial(in_process.run, capfd, "tpu-pod")
 
 
-def test_the_command_is_printed_and_nothing_runs(tpu_pod_command, script, world):
+def test_the_command_is_printed_and_not_run(tpu_pod_command, script, world):
     script("")
     done = tpu_pod_command("pod", "--zone", "z", "--", "train.py", "a  b", env=world[1])
     assert done.returncode == 0
@@ -218,7 +214,7 @@ def test_the_command_is_printed_and_nothing_runs(tpu_pod_command, script, world)
     assert (quiet.stdout, quiet.stderr) == (done.stdout, "")
 
 
-def test_options_of_the_launch_and_dashes_of_the_script_stand_behind_the_dashes(tpu_pod_command, script):
+def test_options_of_the_launch_and_of_the_script_follow_the_dashes(tpu_pod_command, script):
     script("")
     done = tpu_pod_command("pod", "--", "--mixed-precision", "bf16", "train.py", "--lr", "1", "--", "x")
     assert done.stdout.endswith(
@@ -227,19 +223,19 @@ def test_options_of_the_launch_and_dashes_of_the_script_stand_behind_the_dashes(
 
 
 @pytest.mark.parametrize("code", [0, 7])
-def test_on_request_it_runs_and_its_exit_code_is_gclouds(accel, script, world, code, cwd):
+def test_run_runs_the_command_and_returns_the_exit_code_of_gcloud(accel, script, world, code, cwd):
     script("")
     folder, environ = world
     (folder / "worker/elsewhere").mkdir(exist_ok=True)
     options = ["pod", "--zone", "z", "--folder", "elsewhere", "--run", "--"]
     done = accel("tpu-pod", *options, "train.py", "a  b", env=environ | {"CODE": str(code)})
     assert done.returncode == code, done.stderr
-    assert words(folder / "argv")[-2:] == ["train.py", "a  b"]
+    assert read_words(folder / "argv")[-2:] == ["train.py", "a  b"]
     assert (folder / "pwd").read_text() == f"{folder}/worker/elsewhere\n"
     assert "TPU pod pod" in done.stderr
 
 
-def test_without_gcloud_one_message_says_where_it_is(tpu_pod_command, script, tmp_path):
+def test_a_missing_gcloud_is_one_message(tpu_pod_command, script, tmp_path):
     script("")
     (tmp_path / "empty").mkdir()
     environ = {**os.environ, "PATH": str(tmp_path / "empty")}
@@ -249,12 +245,12 @@ def test_without_gcloud_one_message_says_where_it_is(tpu_pod_command, script, tm
     assert "Traceback" not in done.stderr
 
 
-def test_a_dry_run_says_the_command_and_where_values_came_from(tpu_pod_command, script, world):
+def test_explain_prints_the_command_and_the_source_of_each_value(tpu_pod_command, script, world):
     script("")
     done = tpu_pod_command("p", "--run", "--", "--explain", "train.py", env=world[1])
     assert "command: gcloud compute tpus tpu-vm ssh p" in done.stdout
     assert "launcher.kind: xla  [detected]" in done.stdout
-    assert not (world[0] / "gcloud").exists() or "p" not in words(world[0] / "gcloud")
+    assert not (world[0] / "gcloud").exists() or "p" not in read_words(world[0] / "gcloud")
 
 
 @pytest.mark.parametrize(
@@ -268,22 +264,20 @@ def test_a_dry_run_says_the_command_and_where_values_came_from(tpu_pod_command, 
         (["--run-pod"], "accel tpu-pod NAME --run"),
     ],
 )
-def test_the_options_that_accel_launch_had_for_pods_are_refused_with_the_command(
-    capfd, script, option, replacement
-):
+def test_former_pod_options_of_accel_launch_are_rejected_with_the_command(capfd, script, option, replacement):
     script("")
     done = in_process.run(capfd, "launch", *option, "train.py")
     assert done.returncode == 2
     assert f"accel launch has no option {option[0]}. Use {replacement}" in done.stderr
 
 
-def test_an_option_of_launchers_that_submit_jobs_is_refused(tpu_pod_command, script):
+def test_an_option_of_job_launchers_is_rejected(tpu_pod_command, script):
     script("")
     done = tpu_pod_command("p", "--", "--detach", "train.py")
     assert done.returncode == 2
     assert "Cannot use --detach with launcher.kind: xla" in done.stderr
 
 
-def test_a_script_that_is_not_here_is_refused_unless_the_workers_have_their_own_folder(tpu_pod_command):
+def test_a_missing_script_is_rejected_unless_a_folder_is_given(tpu_pod_command):
     assert "Script not found" in tpu_pod_command("p", "--", "train.py").stderr
     assert tpu_pod_command("p", "--folder", "d", "--", "train.py").returncode == 0

@@ -1,4 +1,4 @@
-"""How an Accelerate file divides models, and what becomes of every key that says so."""
+"""Conversion of FSDP, DeepSpeed and parallelism sections of Accelerate files."""
 
 import json
 
@@ -11,34 +11,34 @@ from accel_cli.launchers.base import LaunchSpec
 from accel_cli.planning.machine import Machine
 from accel_cli.profile import yaml_io
 from accel_cli.profile.schema import Profile
-from tests.cli.import_accelerate.test_accelerate import DEEPSPEED, FSDP, reasons
+from tests.cli.import_accelerate.test_accelerate import DEEPSPEED, FSDP, map_reasons
 
 GPUS = Machine(8, "cuda", ("H100",) * 4, bf16=True)
 
 
-def imported(kind, file=None, **sections):
+def import_config(kind, file=None, **sections):
     data = {"distributed_type": kind, "num_processes": 4, **sections}
     return convert(data, "config.yaml", file)
 
 
-def sections(result):
+def get_sections(result):
     return result.data.get("parallel", {}), result.data.get("fully_shard", {})
 
 
-def fsdp(**words):
-    return imported("FSDP", fsdp_config={f"fsdp_{name}": value for name, value in words.items()})
+def import_fsdp(**words):
+    return import_config("FSDP", fsdp_config={f"fsdp_{name}": value for name, value in words.items()})
 
 
-def zero(**words):
-    return imported("DEEPSPEED", deepspeed_config=words)
+def import_zero(**words):
+    return import_config("DEEPSPEED", deepspeed_config=words)
 
 
-def test_a_file_for_fsdp2_loses_nothing():
+def test_an_fsdp2_file_is_converted_completely():
     result = convert(yaml_io.parse(FSDP, "x").data, "x")
-    parallel, options = sections(result)
+    parallel, options = get_sections(result)
     assert (parallel, options) == ({"dp_shard": 4}, {"wrap": ["LlamaDecoderLayer"]})
     assert result.left == ()
-    told = reasons(result.mapped)
+    told = map_reasons(result.mapped)
     assert told["distributed_type"] == "launcher.kind: torchrun, parallel.dp_shard: 4"
     assert told["fsdp_config.fsdp_auto_wrap_policy"] == "fully_shard.wrap: [LlamaDecoderLayer]"
     assert told["fsdp_config.transformer_layer_cls_to_wrap"] == "fully_shard.wrap: [LlamaDecoderLayer]"
@@ -66,20 +66,20 @@ def test_a_file_for_fsdp2_loses_nothing():
         ({"ignored_modules": "lm_head"}, {"dp_shard": "auto"}, {"ignore": ["lm_head"]}),
     ],
 )  # fmt: skip
-def test_fsdp_becomes_fully_shard(words, parallel, options):
-    assert sections(fsdp(**words)) == (parallel, options)
+def test_fsdp_options_become_fully_shard(words, parallel, options):
+    assert get_sections(import_fsdp(**words)) == (parallel, options)
 
 
-def test_a_copy_on_each_machine_is_kept():
+def test_hybrid_sharding_becomes_one_replica_for_each_node():
     there = {"num_machines": 2, "main_process_ip": "node0"}
-    result = imported("FSDP", fsdp_config={"fsdp_sharding_strategy": "HYBRID_SHARD_ZERO2"}, **there)
-    assert sections(result) == (
+    result = import_config("FSDP", fsdp_config={"fsdp_sharding_strategy": "HYBRID_SHARD_ZERO2"}, **there)
+    assert get_sections(result) == (
         {"dp_replicate": 2, "dp_shard": "auto"},
         {"reshard_after_forward": False},
     )
     assert (
         "parallel.dp_replicate: 2, one replica for each node"
-        in reasons(result.mapped)["fsdp_config.fsdp_sharding_strategy"]
+        in map_reasons(result.mapped)["fsdp_config.fsdp_sharding_strategy"]
     )
 
 
@@ -97,32 +97,32 @@ def test_a_copy_on_each_machine_is_kept():
         ("verison", 2, "did you mean fsdp_version?"),
     ],
 )
-def test_a_word_of_fsdp_that_has_no_place_says_why(word, value, why):
-    assert why in reasons(fsdp(**{word: value}).left)[f"fsdp_config.fsdp_{word}"]
+def test_an_unsupported_fsdp_option_is_omitted_with_a_reason(word, value, why):
+    assert why in map_reasons(import_fsdp(**{word: value}).left)[f"fsdp_config.fsdp_{word}"]
 
 
 @pytest.mark.parametrize(
     ("word", "value"),
     [("backward_prefetch", "BACKWARD_PRE"), ("sync_module_states", True), ("use_orig_params", True), ("version", 1), ("forward_prefetch", True)],
 )  # fmt: skip
-def test_a_word_of_fsdp_that_is_so_anyway_loses_nothing(word, value):
-    assert fsdp(**{word: value}).left == ()
+def test_fsdp_options_that_accel_always_uses_are_converted(word, value):
+    assert import_fsdp(**{word: value}).left == ()
 
 
-def test_options_of_a_model_that_stays_whole_have_no_say_and_it_is_said():
-    result = fsdp(sharding_strategy="NO_SHARD", offload_params=True, backward_prefetch="BACKWARD_PRE")
-    assert reasons(result.left) == {
+def test_options_of_sharding_are_reported_as_unused_without_sharding():
+    result = import_fsdp(sharding_strategy="NO_SHARD", offload_params=True, backward_prefetch="BACKWARD_PRE")
+    assert map_reasons(result.left) == {
         "fsdp_config.fsdp_offload_params": "not used, because the model is not sharded"
     }
-    assert "models are replicated on every process (DDP)" in reasons(result.mapped)["distributed_type"]
+    assert "models are replicated on every process (DDP)" in map_reasons(result.mapped)["distributed_type"]
 
 
-def test_a_section_that_accelerate_does_not_use_has_no_say():
-    result = imported(
+def test_sections_that_accelerate_does_not_use_are_reported_as_unused():
+    result = import_config(
         "MULTI_GPU", fsdp_config={"fsdp_offload_params": True}, deepspeed_config={"zero_stage": 7}
     )
-    assert sections(result) == ({}, {})
-    assert reasons(result.left) == {
+    assert get_sections(result) == ({}, {})
+    assert map_reasons(result.left) == {
         "fsdp_config.fsdp_offload_params": "used only with distributed_type: FSDP",
         "deepspeed_config.zero_stage": "used only with distributed_type: DEEPSPEED",
     }
@@ -140,13 +140,13 @@ def test_a_section_that_accelerate_does_not_use_has_no_say():
         ({"zero_stage": 3, "offload_param_device": "nvme"}, {"dp_shard": "auto"}, {"cpu_offload": True}),
     ],
 )
-def test_zero_becomes_fully_shard(words, parallel, options):
-    assert sections(zero(**words)) == (parallel, options)
+def test_zero_stages_become_fully_shard(words, parallel, options):
+    assert get_sections(import_zero(**words)) == (parallel, options)
 
 
-def test_a_file_for_deepspeed_says_line_by_line_what_became_of_it():
+def test_each_key_of_a_deepspeed_file_is_reported():
     result = convert(yaml_io.parse(DEEPSPEED, "x").data, "x")
-    mapped, left = reasons(result.mapped), reasons(result.left)
+    mapped, left = map_reasons(result.mapped), map_reasons(result.left)
     assert mapped["distributed_type"] == "launcher.kind: torchrun, parallel.dp_shard: auto"
     assert mapped["deepspeed_config.zero_stage"] == "fully_shard.reshard_after_forward: true"
     assert "fully_shard.cpu_offload: true" in mapped["deepspeed_config.offload_param_device"]
@@ -178,14 +178,14 @@ FILE = {
 }
 
 
-def test_the_json_file_of_deepspeed_is_read_and_said_too():
-    result = imported("DEEPSPEED", FILE, deepspeed_config={"deepspeed_config_file": "ds.json"})
-    assert sections(result) == (
+def test_the_json_file_of_deepspeed_is_converted():
+    result = import_config("DEEPSPEED", FILE, deepspeed_config={"deepspeed_config_file": "ds.json"})
+    assert get_sections(result) == (
         {"dp_shard": "auto"},
         {"reshard_after_forward": 2, "reduce_dtype": "bf16", "cpu_offload": True},
     )
     assert result.data["mixed_precision"] == "bf16"
-    mapped, left = reasons(result.mapped), reasons(result.left)
+    mapped, left = map_reasons(result.mapped), map_reasons(result.left)
     at = "deepspeed_config_file"
     assert mapped[f"deepspeed_config.{at}"] == "its keys are listed below"
     assert mapped[f"{at}.bf16.enabled"] == "mixed_precision: bf16"
@@ -198,20 +198,20 @@ def test_the_json_file_of_deepspeed_is_read_and_said_too():
     assert "specific to DeepSpeed" in left[f"{at}.steps_per_print"]
 
 
-def test_a_number_format_that_the_config_itself_says_is_taken():
+def test_mixed_precision_of_the_config_overrides_that_of_the_json_file():
     said = {"deepspeed_config": {"deepspeed_config_file": "ds.json"}, "mixed_precision": "fp16"}
-    result = imported("DEEPSPEED", FILE, **said)
+    result = import_config("DEEPSPEED", FILE, **said)
     assert result.data["mixed_precision"] == "fp16"
-    assert "takes precedence" in reasons(result.left)["deepspeed_config_file.bf16.enabled"]
+    assert "takes precedence" in map_reasons(result.left)["deepspeed_config_file.bf16.enabled"]
 
 
-def test_a_json_file_that_is_not_here_is_said_and_needs_the_least_memory():
-    result = zero(deepspeed_config_file="gone.json")
-    assert sections(result) == ({"dp_shard": "auto"}, {})
-    assert "file not found" in reasons(result.left)["deepspeed_config.deepspeed_config_file"]
+def test_a_missing_json_file_is_reported_and_all_states_are_sharded():
+    result = import_zero(deepspeed_config_file="gone.json")
+    assert get_sections(result) == ({"dp_shard": "auto"}, {})
+    assert "file not found" in map_reasons(result.left)["deepspeed_config.deepspeed_config_file"]
 
 
-def test_the_json_file_is_looked_for_here_and_beside_the_config(tmp_path, monkeypatch):
+def test_the_json_file_is_searched_in_the_working_and_the_config_folder(tmp_path, monkeypatch):
     folder, cwd = tmp_path / "conf", tmp_path / "cwd"
     folder.mkdir()
     cwd.mkdir()
@@ -238,20 +238,20 @@ def test_the_json_file_is_looked_for_here_and_beside_the_config(tmp_path, monkey
         ({"stage": 2, "zero_hpz_partition_size": 2}, False),
     ],
 )
-def test_a_second_partition_counts_with_zero_3_only_in_any_order(zero, reshard):
+def test_zero_hpz_partition_size_counts_only_with_zero_3(zero, reshard):
     file = {"zero_optimization": zero}
-    result = imported("DEEPSPEED", file, deepspeed_config={"deepspeed_config_file": "ds.json"})
-    assert sections(result)[1].get("reshard_after_forward") == reshard
+    result = import_config("DEEPSPEED", file, deepspeed_config={"deepspeed_config_file": "ds.json"})
+    assert get_sections(result)[1].get("reshard_after_forward") == reshard
 
 
-def test_a_key_with_and_without_its_prefix_is_refused():
+def test_a_key_with_and_without_prefix_is_an_error():
     with pytest.raises(ProfileError, match="fsdp_config: a key stands here with and without fsdp_"):
-        imported("FSDP", fsdp_config={"fsdp_offload_params": True, "offload_params": False})
+        import_config("FSDP", fsdp_config={"fsdp_offload_params": True, "offload_params": False})
 
 
-def test_a_list_for_a_single_value_is_a_problem_and_no_traceback():
+def test_a_list_instead_of_a_single_value_is_a_problem():
     with pytest.raises(ProfileError, match="fsdp_version: expected a whole number"):
-        imported("FSDP", fsdp_config={"fsdp_version": [2]})
+        import_config("FSDP", fsdp_config={"fsdp_version": [2]})
 
 
 @pytest.mark.parametrize(
@@ -264,21 +264,21 @@ def test_a_list_for_a_single_value_is_a_problem_and_no_traceback():
         ("FSDP", {"dp_shard": 1}, {"dp_shard": "auto"}),
     ],
 )
-def test_a_mesh_becomes_the_sizes_of_parallel_and_launches(kind, mesh, parallel):
+def test_a_parallelism_config_becomes_the_parallel_section(kind, mesh, parallel):
     sized = {f"parallelism_config_{name}_size": size for name, size in mesh.items()}
-    result = imported(kind, parallelism_config=sized, mixed_precision="bf16")
-    assert sections(result)[0] == parallel
+    result = import_config(kind, parallelism_config=sized, mixed_precision="bf16")
+    assert get_sections(result)[0] == parallel
     profile = Profile.model_validate(result.data)
     job = LaunchSpec("x.py", (), "script", profile.settings, {}, {}, GPUS, "python")
     assert planner.build_plan(profile.launcher, job).nproc_per_node == 4
 
 
-def test_the_mesh_of_early_releases_is_read_too():
-    assert sections(imported("MULTI_GPU", tp_config={"tp_size": 4}))[0] == {"tp": 4}
+def test_the_tp_config_of_early_releases_is_converted():
+    assert get_sections(import_config("MULTI_GPU", tp_config={"tp_size": 4}))[0] == {"tp": 4}
 
 
-def test_what_a_mesh_has_besides_its_sizes_is_said():
-    result = imported(
+def test_other_keys_of_a_parallelism_config_are_reported():
+    result = import_config(
         "FSDP",
         parallelism_config={
             "parallelism_config_dp_shard_size": 2,
@@ -288,19 +288,19 @@ def test_what_a_mesh_has_besides_its_sizes_is_said():
             "tp_size": 2,
         },
     )
-    left = reasons(result.left)
+    left = map_reasons(result.left)
     assert "always uses allgather" in left["parallelism_config.parallelism_config_cp_comm_strategy"]
     assert "use parallel.cp" in left["parallelism_config.parallelism_config_sp_size"]
     assert "did you mean parallelism_config_tp_size" in left["parallelism_config.tp_size"]
 
 
-def test_a_mesh_for_other_processes_than_there_are_is_refused():
+def test_a_mesh_that_does_not_match_the_number_of_processes_is_an_error():
     with pytest.raises(ProfileError, match=r"parallelism_config: .*is 8, and there are 4 processes"):
-        imported("FSDP", parallelism_config={"parallelism_config_dp_shard_size": 8})
+        import_config("FSDP", parallelism_config={"parallelism_config_dp_shard_size": 8})
 
 
 @pytest.mark.parametrize(("kind", "why"), [("NO", "is one process"), ("XLA", "launcher.spmd: true")])
-def test_where_there_is_nothing_to_divide_over_a_mesh_is_left(kind, why):
+def test_parallel_sections_are_omitted_without_several_processes(kind, why):
     result = convert(
         {
             "distributed_type": kind,
@@ -309,9 +309,9 @@ def test_where_there_is_nothing_to_divide_over_a_mesh_is_left(kind, why):
         },
         "x",
     )
-    assert sections(result) == ({}, {})
-    assert why in reasons(result.left)["parallelism_config.parallelism_config_tp_size"]
-    assert "fsdp_config.fsdp_offload_params" in reasons(result.left)
+    assert get_sections(result) == ({}, {})
+    assert why in map_reasons(result.left)["parallelism_config.parallelism_config_tp_size"]
+    assert "fsdp_config.fsdp_offload_params" in map_reasons(result.left)
 
 
 @pytest.mark.parametrize(
@@ -327,16 +327,16 @@ def test_where_there_is_nothing_to_divide_over_a_mesh_is_left(kind, why):
         ("FSDP", {"parallelism_config": {"parallelism_config_tp_size": 0}}, "parallelism_config_tp_size: expected a whole number"),
     ],
 )  # fmt: skip
-def test_a_value_that_cannot_be_understood_is_said_with_its_key(kind, section, expected):
+def test_an_invalid_value_is_reported_with_its_key(kind, section, expected):
     with pytest.raises(ProfileError) as caught:
-        imported(kind, **section)
+        import_config(kind, **section)
     assert expected in str(caught.value)
 
 
-def test_a_value_of_the_json_file_that_cannot_be_understood_is_said_with_its_keys():
+def test_an_invalid_value_of_the_json_file_is_reported_with_its_path():
     said = {"deepspeed_config": {"deepspeed_config_file": "ds.json"}}
     with pytest.raises(
         ProfileError,
         match=r"deepspeed_config_file\.zero_optimization\.stage: expected a whole number from 0 to 3",
     ):
-        imported("DEEPSPEED", {"zero_optimization": {"stage": 9}}, **said)
+        import_config("DEEPSPEED", {"zero_optimization": {"stage": 9}}, **said)

@@ -1,4 +1,4 @@
-"""Accelerate's config files for Amazon SageMaker."""
+"""Conversion of Accelerate's configuration files for Amazon SageMaker."""
 
 import pytest
 from hypothesis import example, given
@@ -8,9 +8,9 @@ from accel_cli.errors import ProfileError
 from accel_cli.import_accelerate import Imported, convert
 from accel_cli.profile import yaml_io
 from accel_cli.profile.schema import Profile
-from tests.cli.import_accelerate.test_accelerate import answered
+from tests.cli.import_accelerate.test_accelerate import list_convertible_keys
 
-# As `accelerate config` of 1.15.0 writes it, with an argument or two by hand.
+# Written by `accelerate config` of 1.15.0, with a few arguments added by hand.
 WRITTEN = """
 additional_args:
   environment:
@@ -43,26 +43,26 @@ LEAST = "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: 'NO'\n"
 P4D = "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: DATA_PARALLEL\nec2_instance_type: ml.p4d.24xlarge\n"
 
 
-def imported(text: str) -> Imported:
+def import_config(text: str) -> Imported:
     return convert(yaml_io.parse(text, "config.yaml").data, "config.yaml")
 
 
-def with_args(lines: str, above: str = LEAST) -> Imported:
-    return imported(above + "additional_args:\n" + "".join(f"  {line}\n" for line in lines.splitlines()))
+def import_with_args(lines: str, above: str = LEAST) -> Imported:
+    return import_config(above + "additional_args:\n" + "".join(f"  {line}\n" for line in lines.splitlines()))
 
 
-def refused(text: str) -> list[str]:
+def list_problems(text: str) -> list[str]:
     with pytest.raises(ProfileError) as caught:
-        imported(text)
+        import_config(text)
     return [str(problem) for problem in caught.value.problems]
 
 
-def told(pairs: tuple[tuple[str, str], ...]) -> dict[str, str]:
+def map_reasons(pairs: tuple[tuple[str, str], ...]) -> dict[str, str]:
     return {line.partition(": ")[0]: text for line, text in pairs}
 
 
-def test_a_file_that_accelerate_wrote_becomes_the_same_job():
-    result = imported(WRITTEN)
+def test_a_file_written_by_accelerate_becomes_the_same_job():
+    result = import_config(WRITTEN)
     launcher = Profile.model_validate(result.data).launcher.model_dump(exclude_none=True)
     expected = {
         "kind": "sagemaker",
@@ -79,15 +79,15 @@ def test_a_file_that_accelerate_wrote_becomes_the_same_job():
     assert not {"pytorch_version", "image_uri"} & set(launcher)
     assert result.data["mixed_precision"] == "bf16"
     assert result.data["env"] == {"HF_HOME": "/opt/Cache"}
-    mapped = told(result.mapped)
+    mapped = map_reasons(result.mapped)
     assert mapped["compute_environment"] == "launcher.kind: sagemaker"
     assert mapped["ec2_instance_type"] == "launcher.instance_type: ml.p4d.24xlarge"
     assert mapped["num_machines"] == "launcher.instance_count: 2"
     assert mapped["additional_args.environment.HF_HOME"] == "env.HF_HOME: /opt/Cache"
 
 
-def test_what_a_file_of_accelerate_says_too_early_for_accel_is_left_with_the_reason():
-    left = told(imported(WRITTEN).left)
+def test_unsupported_keys_are_omitted_with_a_reason():
+    left = map_reasons(import_config(WRITTEN).left)
     assert set(left) == {
         "additional_args.environment.HF_TOKEN", "additional_args.aws_access_key_id", "distributed_type",
         "sagemaker_inputs_file", "sagemaker_metrics_file",
@@ -99,84 +99,86 @@ def test_what_a_file_of_accelerate_says_too_early_for_accel_is_left_with_the_rea
     assert "launcher.requirements" in left["transformers_version"]
 
 
-def test_every_key_is_told_exactly_once():
-    result = imported(WRITTEN)
-    found = sorted([*told(result.mapped), *told(result.left)])
-    assert found == sorted(answered(yaml_io.parse(WRITTEN, "config.yaml").data))
+def test_every_key_is_reported_exactly_once():
+    result = import_config(WRITTEN)
+    found = sorted([*map_reasons(result.mapped), *map_reasons(result.left)])
+    assert found == sorted(list_convertible_keys(yaml_io.parse(WRITTEN, "config.yaml").data))
 
 
-def test_no_secret_is_shown_or_written():
-    result = imported(WRITTEN)
+def test_no_secret_is_printed_or_written():
+    result = import_config(WRITTEN)
     assert "secret" not in str(result.data).lower().replace("'secrets'", "")
     said = str([*result.mapped, *result.left]).lower()
     assert "hf_secret" not in said
     assert "akiasecret" not in said
 
 
-def test_no_distribution_is_one_process_on_a_host_as_in_accelerate():
-    result = imported(LEAST)
+def test_distributed_type_no_is_one_process_on_a_host():
+    result = import_config(LEAST)
     assert result.data["launcher"]["nproc_per_node"] == 1
-    assert told(result.mapped)["distributed_type"] == "launcher.nproc_per_node: 1"
+    assert map_reasons(result.mapped)["distributed_type"] == "launcher.nproc_per_node: 1"
 
 
-def test_torchrun_in_the_arguments_is_a_process_for_each_gpu():
-    result = with_args("distribution: {torch_distributed: {enabled: true}}")
+def test_torch_distributed_in_additional_args_starts_a_process_for_each_gpu():
+    result = import_with_args("distribution: {torch_distributed: {enabled: true}}")
     assert "nproc_per_node" not in result.data["launcher"]
-    assert "torchrun" in told(result.mapped)["additional_args.distribution"]
+    assert "torchrun" in map_reasons(result.mapped)["additional_args.distribution"]
     assert (
         "torchrun"
-        in told(with_args("distribution: {mpi: {enabled: true}}").left)["additional_args.distribution"]
+        in map_reasons(import_with_args("distribution: {mpi: {enabled: true}}").left)[
+            "additional_args.distribution"
+        ]
     )
 
 
 @pytest.mark.parametrize("kind", ["ml.p3.16xlarge", "ml.p3dn.24xlarge", "ml.g5.12xlarge"])
-def test_the_data_parallel_library_is_left_where_the_type_has_none(kind):
-    result = imported(P4D.replace("ml.p4d.24xlarge", kind) + "image_uri: me/image:1\n")
-    assert "torchrun trains on every GPU over NCCL" in told(result.left)["distributed_type"]
+def test_smddp_is_omitted_for_instance_types_without_it(kind):
+    result = import_config(P4D.replace("ml.p4d.24xlarge", kind) + "image_uri: me/image:1\n")
+    assert "torchrun trains on every GPU over NCCL" in map_reasons(result.left)["distributed_type"]
     assert "process_group_backend" not in result.data
 
 
-def test_the_data_parallel_library_is_left_where_the_image_has_none():
-    assert "needs an image that contains it" in told(imported(P4D).left)["distributed_type"]
+def test_smddp_is_omitted_for_images_without_it():
+    assert "needs an image that contains it" in map_reasons(import_config(P4D).left)["distributed_type"]
 
 
-def test_the_data_parallel_library_of_an_image_of_ones_own_is_used():
-    result = imported(P4D + "image_uri: me/image:1\n")
+def test_smddp_is_used_with_a_custom_image():
+    result = import_config(P4D + "image_uri: me/image:1\n")
     assert result.data["process_group_backend"] == "smddp"
-    assert told(result.mapped)["distributed_type"] == "process_group_backend: smddp"
+    assert map_reasons(result.mapped)["distributed_type"] == "process_group_backend: smddp"
 
 
-def test_model_parallelism_is_left_with_the_reason():
-    left = told(imported(LEAST.replace("'NO'", "MODEL_PARALLEL")).left)
+def test_model_parallelism_is_omitted_with_a_reason():
+    left = map_reasons(import_config(LEAST.replace("'NO'", "MODEL_PARALLEL")).left)
     assert "model-parallel library" in left["distributed_type"]
 
 
-def test_the_type_that_accelerate_offers_and_that_is_none_is_the_one_that_is_meant():
-    result = imported(P4D.replace("p4d", "p4dn"))
+def test_the_misspelled_instance_type_of_accelerate_is_corrected():
+    result = import_config(P4D.replace("p4d", "p4dn"))
     assert result.data["launcher"]["instance_type"] == "ml.p4d.24xlarge"
-    assert told(result.mapped)["ec2_instance_type"] == "launcher.instance_type: ml.p4d.24xlarge"
-    below = with_args("instance_type: ml.p4dn.24xlarge")
+    assert map_reasons(result.mapped)["ec2_instance_type"] == "launcher.instance_type: ml.p4d.24xlarge"
+    below = import_with_args("instance_type: ml.p4dn.24xlarge")
     assert below.data["launcher"]["instance_type"] == "ml.p4d.24xlarge"
 
 
 @pytest.mark.parametrize(
     ("version", "kept"), [("2.9.0", True), ("2.13", True), ("2.8.1", False), ("1.10.2", False)]
 )
-def test_a_torch_that_accel_supports_is_kept(version, kept):
-    result = imported(f"{LEAST}pytorch_version: '{version}'\n")
+def test_a_supported_torch_version_is_kept(version, kept):
+    result = import_config(f"{LEAST}pytorch_version: '{version}'\n")
     assert result.data["launcher"].get("pytorch_version") == (version if kept else None)
-    assert ("pytorch_version" in told(result.mapped)) is kept
+    assert ("pytorch_version" in map_reasons(result.mapped)) is kept
 
 
-def test_an_image_says_its_torch_itself():
-    result = imported(LEAST + "image_uri: 1.dkr.ecr/Me:Tag\npytorch_version: '2.13'\n")
+def test_the_torch_version_is_omitted_with_a_custom_image():
+    result = import_config(LEAST + "image_uri: 1.dkr.ecr/Me:Tag\npytorch_version: '2.13'\n")
     assert result.data["launcher"]["image_uri"] == "1.dkr.ecr/Me:Tag"
     assert "pytorch_version" not in result.data["launcher"]
-    assert "launcher.image_uri" in told(result.left)["pytorch_version"]
+    assert "launcher.image_uri" in map_reasons(result.left)["pytorch_version"]
 
 
-def test_arguments_of_the_estimator_become_keys_of_the_launcher():
-    result = with_args("""\
+def test_estimator_arguments_become_keys_of_the_launcher():
+    result = import_with_args("""\
 use_spot_instances: true
 max_run: 3600
 max_wait: 7200
@@ -204,37 +206,39 @@ base_job_name: mine""")
     }  # fmt: skip
     assert {key: launcher[key] for key in expected} == expected
     assert result.left == ()
-    assert told(result.mapped)["additional_args.tags"] == "launcher.tags: {Team: Vision}"
-    assert told(result.mapped)["additional_args.volume_kms_key"] == "launcher.volume_kms_key: alias/Vol"
+    assert map_reasons(result.mapped)["additional_args.tags"] == "launcher.tags: {Team: Vision}"
+    assert (
+        map_reasons(result.mapped)["additional_args.volume_kms_key"] == "launcher.volume_kms_key: alias/Vol"
+    )
 
 
-def test_tags_may_be_keys_and_instances_may_be_kept():
-    result = with_args("tags: {Team: Vision}\nkeep_alive_period_in_seconds: 600")
+def test_tags_can_be_a_mapping_and_keep_alive_is_converted():
+    result = import_with_args("tags: {Team: Vision}\nkeep_alive_period_in_seconds: 600")
     assert result.data["launcher"]["tags"] == {"Team": "Vision"}
     assert result.data["launcher"]["keep_alive"] == 600
-    assert told(result.mapped)["additional_args.tags"] == "launcher.tags: {Team: Vision}"
+    assert map_reasons(result.mapped)["additional_args.tags"] == "launcher.tags: {Team: Vision}"
 
 
-def test_an_argument_wins_over_the_key_above_it_as_in_accelerate():
-    result = with_args("instance_type: ml.g5.xlarge", P4D)
+def test_an_estimator_argument_overrides_the_key_of_the_file():
+    result = import_with_args("instance_type: ml.g5.xlarge", P4D)
     assert result.data["launcher"]["instance_type"] == "ml.g5.xlarge"
-    assert "take precedence" in told(result.left)["ec2_instance_type"]
+    assert "take precedence" in map_reasons(result.left)["ec2_instance_type"]
 
 
-def test_an_argument_that_is_not_applied_leaves_the_key_above_it():
-    result = with_args("framework_version: '1.10'", LEAST + "pytorch_version: '2.13'\n")
+def test_an_omitted_estimator_argument_keeps_the_key_of_the_file():
+    result = import_with_args("framework_version: '1.10'", LEAST + "pytorch_version: '2.13'\n")
     assert result.data["launcher"]["pytorch_version"] == "2.13"
 
 
-def test_other_arguments_are_left_by_name_with_the_reason():
-    result = with_args("""\
+def test_other_estimator_arguments_are_omitted_with_a_reason():
+    result = import_with_args("""\
 hyperparameters: {lr: 0.1, epochs: 3}
 output_path: s3://Bucket/out
 input_mode: FastFile
 debugger_hook_config: {S3OutputPath: s3://Bucket}
 instance_tpye: ml.g5.xlarge
 sagemaker_session: x""")
-    left = told(result.left)
+    left = map_reasons(result.left)
     assert "pass them to the script" in left["additional_args.hyperparameters"]
     assert "launcher.bucket" in left["additional_args.output_path"]
     assert "launcher.inputs" in left["additional_args.input_mode"]
@@ -244,8 +248,8 @@ sagemaker_session: x""")
     assert len(left) == 6
 
 
-def test_arguments_that_ask_for_nothing_are_not_left():
-    result = with_args("""\
+def test_disabled_estimator_arguments_are_not_reported_as_unused():
+    result = import_with_args("""\
 debugger_hook_config: false
 disable_profiler: true
 use_spot_instances: false
@@ -281,14 +285,14 @@ tags: []""")
         ("regoin: x", "config.yaml: regoin: Accelerate does not know this key (did you mean region?)"),
     ],
 )  # fmt: skip
-def test_what_no_job_can_have_is_a_problem_of_its_key(lines, said):
-    found = refused(f"{LEAST}{lines}\n")
+def test_values_that_no_job_supports_are_problems_of_their_keys(lines, said):
+    found = list_problems(f"{LEAST}{lines}\n")
     assert len(found) == 1, found
     assert said in found[0]
 
 
-def test_all_mistakes_are_said_at_once():
-    found = refused(
+def test_all_mistakes_are_reported_at_once():
+    found = list_problems(
         LEAST + "regoin: x\nmixed_precision: fp64\nadditional_args: {max_run: a, volume_size: b}\n"
     )
     assert len(found) == 4
@@ -315,7 +319,7 @@ ARGUMENTS = """
     st.sampled_from(["NO", False, "DATA_PARALLEL", "MODEL_PARALLEL"]),
 )
 @example({"sagemaker_inputs_file": {"": None, "0": None}}, {}, "NO")
-def test_any_file_is_a_profile_with_every_key_told_or_problems(keys, arguments, kind):
+def test_any_file_becomes_a_profile_with_all_keys_reported_or_problems(keys, arguments, kind):
     file = {
         **keys,
         "compute_environment": "AMAZON_SAGEMAKER",
@@ -328,5 +332,5 @@ def test_any_file_is_a_profile_with_every_key_told_or_problems(keys, arguments, 
         assert error.problems
         return
     Profile.model_validate(result.data)
-    assert len(result.mapped) + len(result.left) == len(answered(file))
+    assert len(result.mapped) + len(result.left) == len(list_convertible_keys(file))
     assert all(text for _, text in (*result.mapped, *result.left))

@@ -1,4 +1,4 @@
-"""What `accel config import` prints and writes for whole files, and for pairs of options, as golden files."""
+"""Output and profiles of `accel config import` for files and pairs of options, compared with golden files."""
 
 import itertools
 import json
@@ -137,9 +137,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_the_output_for_a_file_and_its_profile_are_those_of_the_golden_file(
-    name, tmp_path, monkeypatch, capfd
-):
+def test_the_output_and_profile_of_a_file_equal_the_golden_file(name, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     (tmp_path / "config.yaml").write_text(SAMPLES[name].lstrip("\n"))
@@ -153,7 +151,7 @@ def test_the_output_for_a_file_and_its_profile_are_those_of_the_golden_file(
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_pairs_of_options_become_what_the_golden_file_holds(name):
+def test_pairs_of_options_are_converted_as_in_the_golden_file(name):
     cases = [tuple(case) for case in itertools.product(*(range(len(each)) for each in PAIRS[name].values()))]
     chosen = sorted(select_pairs(cases))
     golden.check(f"import/pairs-{name}.txt", "\n".join(_describe(PAIRS[name], case) for case in chosen))

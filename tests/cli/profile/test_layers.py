@@ -16,14 +16,16 @@ def store(cwd, home):
     return Store.from_env({"ACCEL_HOME": str(home)}, cwd)
 
 
-def put(path, text):
+def write_profile(path, text):
     write(path, f"schema_version: 1\n{text}")
 
 
-def test_a_stronger_layer_wins_key_by_key_and_every_value_knows_its_place(store, cwd):
-    put(store.get_path("default"), "mixed_precision: fp16\ndevice: cuda\nprocess_group_timeout: 5\n")
-    put(cwd / "accel.yaml", "device: cpu\nprocess_group_timeout: 6\n")
-    put(store.get_path("gpu"), "process_group_timeout: 7\n")
+def test_a_higher_layer_overrides_single_keys_and_each_value_has_a_source(store, cwd):
+    write_profile(
+        store.get_path("default"), "mixed_precision: fp16\ndevice: cuda\nprocess_group_timeout: 5\n"
+    )
+    write_profile(cwd / "accel.yaml", "device: cpu\nprocess_group_timeout: 6\n")
+    write_profile(store.get_path("gpu"), "process_group_timeout: 7\n")
     environ = {"ACCEL_PROCESS_GROUP_BACKEND": "gloo", "ACCEL_PROFILE": "gpu"}
     resolved = resolve(read_layers(store, environ, None, [parse_assignments(["env.X=1=2"])]))
     profile = resolved.profile
@@ -37,23 +39,25 @@ def test_a_stronger_layer_wins_key_by_key_and_every_value_knows_its_place(store,
     assert resolved.get_source("launcher.kind") == "default"
 
 
-def test_the_option_is_stronger_than_the_variable_that_names_a_profile(store):
-    put(store.get_path("a"), "device: cpu\n")
-    put(store.get_path("b"), "device: cuda\n")
+def test_the_option_profile_overrides_the_variable(store):
+    write_profile(store.get_path("a"), "device: cpu\n")
+    write_profile(store.get_path("b"), "device: cuda\n")
     assert resolve(read_layers(store, {"ACCEL_PROFILE": "a"}, "b")).profile.device == "cuda"
 
 
-def test_a_layer_that_changes_the_launcher_starts_its_section_anew(store, cwd):
-    put(store.get_path("default"), "launcher:\n  kind: torchrun\n  nproc_per_node: 4\n")
-    put(cwd / "accel.yaml", "launcher:\n  kind: single\n")
+def test_a_layer_that_changes_the_launcher_resets_its_section(store, cwd):
+    write_profile(store.get_path("default"), "launcher:\n  kind: torchrun\n  nproc_per_node: 4\n")
+    write_profile(cwd / "accel.yaml", "launcher:\n  kind: single\n")
     resolved = resolve(read_layers(store, {}, None))
     assert resolved.profile.launcher.kind == "single"
     assert "launcher.nproc_per_node" not in resolved.sources
 
 
-def test_a_layer_of_the_same_launcher_changes_only_what_it_names(store, cwd):
-    put(store.get_path("default"), "launcher:\n  kind: torchrun\n  nproc_per_node: 4\n  max_restarts: 2\n")
-    put(cwd / "accel.yaml", "launcher:\n  nproc_per_node: 2\n")
+def test_a_layer_with_the_same_launcher_changes_only_its_keys(store, cwd):
+    write_profile(
+        store.get_path("default"), "launcher:\n  kind: torchrun\n  nproc_per_node: 4\n  max_restarts: 2\n"
+    )
+    write_profile(cwd / "accel.yaml", "launcher:\n  nproc_per_node: 2\n")
     launcher = resolve(read_layers(store, {}, None)).profile.launcher
     assert (launcher.nproc_per_node, launcher.max_restarts) == (2, 2)
 
@@ -67,12 +71,12 @@ def test_a_layer_of_the_same_launcher_changes_only_what_it_names(store, cwd):
         ("", lambda path: os.chown(path, 12345, -1), "{} belongs to another user"),
     ],
 )
-def test_a_project_file_that_others_could_have_written_is_not_used(store, cwd, capfd, distrusted):
-    """It is in a folder above the working folder, which is this user's own."""
+def test_a_project_file_that_other_users_could_have_written_is_not_used(store, cwd, capfd, distrusted):
+    """The file is in a folder above the working folder of the user."""
     which, change, reason = distrusted
     if os.getuid() and "chown" in change.__code__.co_names:
         pytest.skip("only root gives files away")
-    put(cwd / "accel.yaml", "env:\n  PYTHONPATH: planted\n")
+    write_profile(cwd / "accel.yaml", "env:\n  PYTHONPATH: planted\n")
     inside = Store(store.home, cwd / "own")
     inside.cwd.mkdir(mode=0o700)
     assert resolve(read_layers(inside, {}, None)).profile.env == {"PYTHONPATH": "planted"}
@@ -88,18 +92,18 @@ def test_a_project_file_that_others_could_have_written_is_not_used(store, cwd, c
     assert not capfd.readouterr().err
 
 
-def test_the_user_who_called_sudo_is_trusted(store, cwd):
+def test_files_of_the_user_who_called_sudo_are_trusted(store, cwd):
     if os.getuid():
         pytest.skip("only root gives files away")
-    put(cwd / "accel.yaml", "device: cpu\n")
+    write_profile(cwd / "accel.yaml", "device: cpu\n")
     for path in (cwd, cwd / "accel.yaml"):
         os.chown(path, 12345, -1)
     assert not resolve(read_layers(store, {"SUDO_UID": "1"}, None)).sources
     assert resolve(read_layers(store, {"SUDO_UID": "12345"}, None)).profile.device == "cpu"
 
 
-def test_the_project_file_is_found_from_below_but_not_beyond_the_repository(store, cwd):
-    put(cwd / "accel.yaml", "device: cpu\n")
+def test_the_project_file_is_searched_up_to_the_root_of_the_repository(store, cwd):
+    write_profile(cwd / "accel.yaml", "device: cpu\n")
     inside = cwd / "a" / "b"
     inside.mkdir(parents=True)
     assert Store(store.home, inside).find_project_file() == cwd / "accel.yaml"
@@ -119,7 +123,7 @@ def test_the_project_file_is_found_from_below_but_not_beyond_the_repository(stor
         ({"ACCEL_MIXED_PRECISON": "bf16"}, "did you mean ACCEL_MIXED_PRECISION?"),
     ],
 )
-def test_a_variable_that_cannot_be_used_is_named(store, environ, said):
+def test_an_invalid_variable_is_reported(store, environ, said):
     with pytest.raises(UsageError, match=r"ACCEL|name") as caught:
         read_layers(store, environ, None)
     assert said in str(caught.value)
@@ -138,7 +142,7 @@ def test_a_variable_that_cannot_be_used_is_named(store, environ, said):
         ("launcher.nprocs=2", "did you mean launcher.nproc_per_node?"),
     ],
 )
-def test_an_assignment_that_cannot_be_used_says_why(text, said):
+def test_an_invalid_assignment_is_rejected_with_a_reason(text, said):
     with pytest.raises(UsageError) as caught:
         parse_assignments([text])
     assert said in str(caught.value)
@@ -165,7 +169,7 @@ def test_an_assignment_that_cannot_be_used_says_why(text, said):
         ("launcher.xyz", "torchrun", None),
     ],
 )
-def test_the_key_that_was_meant_is_guessed_among_those_of_the_active_launcher_first(key, kind, meant):
+def test_suggested_keys_prefer_those_of_the_active_launcher(key, kind, meant):
     with pytest.raises(ProfileError) as caught:
         parse_assignments([f"{key}=2"], kind=kind)
     assert caught.value.problems[0].hint == (f"did you mean {meant}?" if meant else "")
@@ -186,13 +190,13 @@ def test_the_key_that_was_meant_is_guessed_among_those_of_the_active_launcher_fi
         ("fsdp_config", "the sections parallel and fully_shard"),
     ],
 )
-def test_a_key_of_accelerate_or_torchrun_is_named_with_what_it_is_called_here(key, instead):
+def test_a_key_of_accelerate_or_torchrun_is_rejected_with_its_replacement(key, instead):
     with pytest.raises(ProfileError) as caught:
         parse_assignments([f"{key}=2"])
     assert str(caught.value) == f"--set: {key}: unknown key (use {instead})"
 
 
-def test_what_foreign_keys_are_called_here_names_keys_and_sections_that_are_there():
+def test_replacements_name_existing_keys_and_sections():
     keys = re.findall(
         r"(launcher\.\w+|device|mixed_precision)\b", " ".join(validation_errors._RENAMED.values())
     )
@@ -200,8 +204,8 @@ def test_what_foreign_keys_are_called_here_names_keys_and_sections_that_are_ther
     assert set(validation_errors._EXAMPLES) == set(SECTIONS)
 
 
-def test_a_value_with_commas_that_yaml_divides_is_named_with_the_cure(store, cwd):
-    put(cwd / "accel.yaml", "launcher: {kind: single, gpu_ids: 3,1}\n")
+def test_an_unquoted_value_with_commas_is_reported_with_a_correction(store, cwd):
+    write_profile(cwd / "accel.yaml", "launcher: {kind: single, gpu_ids: 3,1}\n")
     with pytest.raises(ProfileError, match=r"launcher.1: unknown key \(quote a value that has commas: '0,1'"):
         resolve(read_layers(store, {}, None))
 
@@ -209,7 +213,7 @@ def test_a_value_with_commas_that_yaml_divides_is_named_with_the_cure(store, cwd
 @pytest.mark.parametrize(
     "text", ["compute_environment: LOCAL_MACHINE\n", "num_processes: 2\ndistributed_type: NO\n"]
 )
-def test_a_config_file_of_accelerate_in_place_of_a_profile_is_named_with_how_to_import_it(store, cwd, text):
+def test_an_accelerate_file_is_rejected_with_the_import_command(store, cwd, text):
     path = cwd / "accel.yaml"
     path.write_text(text)
     with pytest.raises(ProfileError) as caught:
@@ -219,12 +223,12 @@ def test_a_config_file_of_accelerate_in_place_of_a_profile_is_named_with_how_to_
     )
 
 
-def test_the_launcher_that_an_assignment_names_is_the_active_one():
+def test_the_launcher_of_an_assignment_is_the_active_one():
     with pytest.raises(ProfileError, match=r"did you mean launcher.time\?"):
         parse_assignments(["launcher.timeout=2", "launcher.kind=slurm"], kind="torchrun")
 
 
-def test_all_unknown_keys_of_assignments_are_named_at_once():
+def test_all_unknown_keys_of_assignments_are_reported_at_once():
     with pytest.raises(ProfileError) as caught:
         parse_assignments(["devise=cpu", "device=cpu", "launcher.nprocs=2"])
     assert [problem.key for problem in caught.value.problems] == ["devise", "launcher.nprocs"]
@@ -244,8 +248,8 @@ def test_a_missing_version_does_not_hide_other_mistakes(store, cwd, version):
     assert [problem.key for problem in caught.value.problems] == ["schema_version"]
 
 
-def test_a_wrong_value_is_reported_where_it_was_said(store, cwd):
-    put(cwd / "accel.yaml", "device: gpu\n")
+def test_an_invalid_value_is_reported_with_its_source(store, cwd):
+    write_profile(cwd / "accel.yaml", "device: gpu\n")
     with pytest.raises(ProfileError) as caught:
         resolve(read_layers(store, {}, None, [parse_assignments(["process_group_timeout=soon"])]))
     said = str(caught.value)
@@ -253,9 +257,9 @@ def test_a_wrong_value_is_reported_where_it_was_said(store, cwd):
     assert "--set: process_group_timeout: expected a whole number, got 'soon'" in said
 
 
-def test_a_mistake_of_a_whole_section_is_reported_where_the_section_was_said(store, cwd):
+def test_an_error_of_a_section_is_reported_with_the_source_of_the_section(store, cwd):
     path = cwd / "accel.yaml"
-    put(path, "launcher:\n  kind: torchrun\n  nnodes: 2\n")
+    write_profile(path, "launcher:\n  kind: torchrun\n  nnodes: 2\n")
     for options, place in (
         ((), f"{path}:2"),
         (("launcher.ranks=1",), "--set"),
@@ -269,9 +273,9 @@ def test_a_mistake_of_a_whole_section_is_reported_where_the_section_was_said(sto
         )
 
 
-def test_a_wrong_kind_is_reported_where_it_was_said(store, cwd):
+def test_an_invalid_kind_is_reported_with_its_source(store, cwd):
     path = cwd / "accel.yaml"
-    put(path, "launcher:\n  kind: tochrun\n")
+    write_profile(path, "launcher:\n  kind: tochrun\n")
     for options, place in (
         ((), f"{path}:3"),
         (("launcher.kind=torch",), "--set"),
@@ -281,15 +285,17 @@ def test_a_wrong_kind_is_reported_where_it_was_said(store, cwd):
             resolve(read_layers(store, {}, None, [parse_assignments(options)]))
 
 
-def test_what_a_launch_tells_its_processes_of_spmd_is_no_key_of_a_launch_inside_it():
+def test_the_spmd_variable_is_not_a_key_of_a_nested_launch():
     assert "spmd" not in read_environment(Settings(device="cpu").to_env()).values
     with pytest.raises(UsageError, match=r"Invalid ACCEL_SPMD: .* Set launcher.spmd: true"):
         read_environment({"ACCEL_SPMD": "1"})
 
 
-def test_keys_of_a_section_are_won_one_by_one_and_know_their_place(store, cwd):
-    put(store.get_path("default"), "parallel:\n  dp_shard: 4\n  tp: 2\nfully_shard:\n  wrap: [A, B]\n")
-    put(cwd / "accel.yaml", "parallel:\n  dp_shard: 2\n")
+def test_keys_of_a_section_are_overridden_one_by_one_with_their_sources(store, cwd):
+    write_profile(
+        store.get_path("default"), "parallel:\n  dp_shard: 4\n  tp: 2\nfully_shard:\n  wrap: [A, B]\n"
+    )
+    write_profile(cwd / "accel.yaml", "parallel:\n  dp_shard: 2\n")
     environ = {"ACCEL_FULLY_SHARD_CPU_OFFLOAD": "1", "ACCEL_PARALLEL_TP_PLAN": "a.*=colwise"}
     resolved = resolve(read_layers(store, environ, None, [parse_assignments(["parallel.cp=3"])]))
     parallel, options = resolved.profile.parallel, resolved.profile.fully_shard
@@ -310,11 +316,11 @@ def test_keys_of_a_section_are_won_one_by_one_and_know_their_place(store, cwd):
         ({"ACCEL_FULLY_SHARD_WRAP": "a b"}, "Invalid ACCEL_FULLY_SHARD_WRAP 'a b': expected auto, none"),
     ],
 )
-def test_a_variable_of_a_section_that_cannot_be_used_is_named(store, environ, said):
+def test_an_invalid_variable_of_a_section_is_reported(store, environ, said):
     with pytest.raises(UsageError) as caught:
         read_layers(store, environ, None)
     assert said in str(caught.value)
 
 
-def test_what_a_launch_of_whole_models_tells_its_processes_is_a_profile_of_whole_models():
+def test_the_environment_of_a_launch_without_sharding_is_a_profile_without_sharding():
     assert resolve([read_environment(Settings().to_env())]).profile.settings.parallel.plain

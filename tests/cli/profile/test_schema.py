@@ -69,19 +69,19 @@ PROFILES = st.builds(
 
 
 @given(PROFILES)
-def test_a_profile_that_is_written_is_read_back_the_same(profile):
+def test_a_profile_is_equal_after_writing_and_reading(profile):
     data = yaml_io.parse(yaml_io.dump(profile.data()), "x").data
     assert Profile.model_validate(data) == profile
 
 
 @given(PROFILES)
-def test_a_profile_in_layers_is_the_same_profile(profile):
+def test_a_profile_resolved_from_layers_is_equal(profile):
     values = {key: value for key, value in flatten(profile.data()).items() if key != "schema_version"}
     assert resolve([Layer("file", values)]).profile == profile
 
 
 @given(PROFILES)
-def test_what_a_launch_tells_its_processes_is_the_same_profile_again(profile):
+def test_settings_read_from_the_environment_of_a_launch_are_equal(profile):
     assert resolve([read_environment(profile.settings.to_env())]).profile.settings == profile.settings
 
 
@@ -97,7 +97,7 @@ def test_any_values_are_a_profile_or_problems_with_their_keys(values):
         assert all(problem.key and problem.expected for problem in error.problems)
 
 
-def problems(data):
+def validate_and_fail(data):
     with pytest.raises(ValidationError) as caught:
         Profile.model_validate(data)
     return "\n".join(map(str, explain(caught.value, {"": "f.yaml"})))
@@ -156,12 +156,12 @@ def problems(data):
         ({"env": {"A B": "x"}}, "'A B' cannot name an environment variable"),
     ],
 )  # fmt: skip
-def test_a_mistake_names_key_expectation_value_and_nearest_name(data, said):
-    assert said in problems(data)
+def test_an_error_has_key_expectation_value_and_suggestion(data, said):
+    assert said in validate_and_fail(data)
 
 
 def test_all_mistakes_are_reported_at_once():
-    said = problems(
+    said = validate_and_fail(
         {"devise": "cpu", "mixed_precision": 3, "launcher": {"kind": "torchrun", "nnodes": 0, "x": 1}}
     )
     assert all(key in said for key in ("devise", "mixed_precision", "launcher.nnodes", "launcher.x"))
@@ -169,39 +169,39 @@ def test_all_mistakes_are_reported_at_once():
 
 @pytest.mark.parametrize(("kind", "hint"), [("tochrun", " (did you mean torchrun?)"), ("pbs", "")])
 def test_an_unknown_kind_does_not_hide_other_mistakes_of_the_launcher(kind, hint):
-    assert problems({"launcher": {"kind": kind, "nprocs": 3}}).splitlines() == [
+    assert validate_and_fail({"launcher": {"kind": kind, "nprocs": 3}}).splitlines() == [
         f"f.yaml: launcher.kind: expected single, torchrun, slurm, ssh, xla, sagemaker, kubernetes or ray, got '{kind}'{hint}",
         "f.yaml: launcher.nprocs: unknown key (did you mean launcher.nproc_per_node?)",
     ]
-    more = problems({"launcher": {"kind": "tochrun", "nproc_per_node": 0}})
+    more = validate_and_fail({"launcher": {"kind": "tochrun", "nproc_per_node": 0}})
     assert "launcher.nproc_per_node: expected at least 1 or auto" in more
 
 
-def test_numbers_in_env_are_the_text_a_shell_would_pass():
+def test_numbers_in_env_become_text():
     assert Profile.model_validate({"env": {"NCCL_IB_DISABLE": 1}}).env == {"NCCL_IB_DISABLE": "1"}
 
 
-def test_the_json_schema_knows_every_key_and_is_json():
+def test_the_json_schema_contains_every_key():
     text = json.dumps(json_schema())
     assert all(f'"{key.rpartition(".")[2]}"' in text for key in known_keys())
 
 
-def test_every_key_and_launcher_is_described():
+def test_every_key_and_launcher_has_a_description():
     assert all(known_keys().values())
     assert all(launcher.title for launcher in LAUNCHERS.values())
 
 
-def test_what_divides_nothing_is_left_out_of_a_file():
+def test_sections_without_sharding_are_omitted_from_a_file():
     assert {"parallel", "fully_shard"}.isdisjoint(Profile().data())
     said = Profile.model_validate({"parallel": {"dp_shard": "auto", "tp": 1}, "fully_shard": {"wrap": "100"}})
     assert said.data()["parallel"] == {"dp_shard": "auto"}
     assert said.data()["fully_shard"] == {"wrap": "100"}
 
 
-def test_one_name_is_a_list_of_one():
+def test_a_single_name_becomes_a_list():
     assert Profile.model_validate({"fully_shard": {"ignore": "lm_head"}}).fully_shard.ignore == ["lm_head"]
 
 
-def test_a_profile_does_not_change():
+def test_a_profile_is_immutable():
     with pytest.raises(ValidationError, match="frozen"):
         Profile().device = "cpu"

@@ -9,24 +9,24 @@ from accel_cli.profile.store import Store
 
 
 @pytest.mark.parametrize("name", ["a/b", "../x", "", ".hidden", "-x", "a b", "x" * 65, "ä"])
-def test_a_name_that_could_not_be_a_file_everywhere_is_refused(tmp_path, name):
+def test_an_invalid_profile_name_is_rejected(tmp_path, name):
     with pytest.raises(UsageError, match="Invalid profile name"):
         Store(tmp_path, tmp_path).get_path(name)
 
 
-def test_profiles_live_where_the_variable_says_else_where_the_platform_does(tmp_path):
+def test_profiles_are_in_the_folder_of_the_variable_or_of_the_platform(tmp_path):
     assert Store.from_env({"ACCEL_HOME": str(tmp_path)}, tmp_path).home == tmp_path / "profiles"
     assert Store.from_env({}, tmp_path).home.parts[-2:] == ("accel", "profiles")
 
 
-def test_the_first_line_of_a_written_file_points_at_a_schema_that_is_there(tmp_path):
+def test_the_first_line_of_a_written_file_refers_to_an_existing_schema(tmp_path):
     path = tmp_path / "new" / "x.yaml"
     store.write(path, store.render({"schema_version": 1}))
     pointer = path.read_text().splitlines()[0].partition("$schema=")[2]
     assert json.loads((path.parent / pointer).read_text())["title"] == "accel profile"
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_a_file_is_replaced_completely_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "x.yaml"
     store.write(path, "schema_version: 1\n")
 
@@ -40,13 +40,13 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     assert sorted(item.name for item in tmp_path.iterdir()) == [".accel.schema.json", "x.yaml"]
 
 
-def test_a_new_profile_is_readable_by_its_user_only_and_a_project_file_by_everybody(tmp_path):
+def test_a_new_profile_is_private_and_a_project_file_is_not(tmp_path):
     for name, mode in (("x.yaml", 0o600), ("accel.yaml", 0o644), (".accel.schema.json", 0o644)):
         store.write(tmp_path / name, "schema_version: 1\n")
         assert (tmp_path / name).stat().st_mode & 0o777 == mode
 
 
-def test_a_link_stays_a_link_and_the_mode_stays(tmp_path):
+def test_a_symbolic_link_and_the_file_mode_are_kept(tmp_path):
     real = tmp_path / "dotfiles" / "x.yaml"
     store.write(real, "schema_version: 1\n")
     real.chmod(0o600)
@@ -66,7 +66,7 @@ def test_a_link_stays_a_link_and_the_mode_stays(tmp_path):
         (b"schema_version: 99\n", "schema_version"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_named(tmp_path, content, said):
+def test_an_unreadable_file_is_reported(tmp_path, content, said):
     path = tmp_path / "x.yaml"
     path.write_bytes(content)
     with pytest.raises(UsageError) as caught:
@@ -75,18 +75,18 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path, content, said):
     assert str(path) in str(caught.value)
 
 
-def test_a_folder_in_place_of_a_file_is_named(tmp_path):
+def test_a_folder_instead_of_a_file_is_reported(tmp_path):
     with pytest.raises(UsageError, match=r"Cannot read .*: Is a directory"):
         store.read(tmp_path)
 
 
-def test_a_folder_in_place_of_the_home_is_named(tmp_path):
+def test_a_file_instead_of_the_profile_folder_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="Cannot write "):
         store.write(tmp_path / "file" / "x.yaml", "")
 
 
-def test_a_file_is_known_to_be_writable_before_it_is_written(tmp_path, monkeypatch):
+def test_check_writable_detects_an_unwritable_file_before_writing(tmp_path, monkeypatch):
     store.check_writable(tmp_path / "a" / "b" / "x.yaml")
     assert not list(tmp_path.iterdir())
     (tmp_path / "file").write_text("")
@@ -106,12 +106,12 @@ def test_a_file_is_known_to_be_writable_before_it_is_written(tmp_path, monkeypat
         ("schema_version: 0", "expected a whole number above 0"),
     ],
 )  # fmt: skip
-def test_a_version_that_is_missing_or_wrong_is_a_problem_and_the_rest_is_read(tmp_path, text, said):
+def test_an_invalid_version_is_a_problem_and_the_rest_is_read(tmp_path, text, said):
     document = store.parse(text, tmp_path / "x.yaml")
     assert said in str(document.problems[0])
     assert document.data.get("device", "cpu") == "cpu"
 
 
-def test_a_version_of_a_newer_accel_is_refused(tmp_path):
+def test_a_version_of_a_newer_accel_is_rejected(tmp_path):
     with pytest.raises(UsageError, match="expected at most 1: the file was written by a newer accel, got 99"):
         store.parse("schema_version: 99", tmp_path / "x.yaml")

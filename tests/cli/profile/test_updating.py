@@ -1,4 +1,4 @@
-"""Values are set in a profile's file, or refused before it changes."""
+"""Setting values in the file of a profile."""
 
 from multiprocessing import get_context
 
@@ -16,7 +16,7 @@ def where(tmp_path):
     return Store(tmp_path / "profiles", tmp_path)
 
 
-def test_a_file_is_made_and_changed_with_its_comments_kept(where):
+def test_a_file_is_created_and_changed_with_comments_kept(where):
     file = where.get_path("gpu")
     update_profile(where, file, {"mixed_precision": "bf16", "parallel.dp_shard": 2}, "test")
     file.write_text(file.read_text() + "# mine\n")
@@ -28,7 +28,7 @@ def test_a_file_is_made_and_changed_with_its_comments_kept(where):
     assert "mixed_precision" not in file.read_text()
 
 
-def test_values_that_processes_set_at_once_are_all_kept(where):
+def test_values_set_by_concurrent_processes_are_all_kept(where):
     file = where.get_path("gpu")
     processes = [
         Process(target=update_profile, args=(where, file, {f"env.V{n}": str(n)}, "test")) for n in range(20)
@@ -40,21 +40,21 @@ def test_values_that_processes_set_at_once_are_all_kept(where):
     assert update_profile(where, file, {}, "test")[0].env == {f"V{n}": str(n) for n in range(20)}
 
 
-def test_the_user_s_own_profile_is_below(where):
+def test_the_user_profile_is_the_base_of_other_profiles(where):
     update_profile(where, where.get_path("default"), {"log_level": "info"}, "test")
     profile, _ = update_profile(where, where.get_path("gpu"), {"mixed_precision": "bf16"}, "test")
     assert profile.log_level == "info"
     assert "log_level" not in where.get_path("gpu").read_text()
 
 
-def test_what_could_not_be_used_is_refused_and_nothing_is_written(where):
+def test_an_invalid_value_is_rejected_and_nothing_is_written(where):
     file = where.get_path("gpu")
     with pytest.raises(ProfileError, match="test"):
         update_profile(where, file, {"parallel.dp_shard": 0}, "test")
     assert not file.exists()
 
 
-def test_a_mistake_of_a_section_that_is_set_does_not_name_a_file_that_is_not_there(where):
+def test_an_error_of_a_section_does_not_name_a_missing_file(where):
     with pytest.raises(
         ProfileError, match=r"^test: launcher.kind: expected .* \(set launcher.kind too: torchrun"
     ):

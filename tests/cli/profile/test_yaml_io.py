@@ -17,12 +17,12 @@ DATA = st.dictionaries(
 
 
 @given(DATA)
-def test_what_is_dumped_is_read_back(data):
+def test_dumped_data_are_parsed_to_equal_data(data):
     assert parse(dump(data), "x").data == data
 
 
 @given(st.text(max_size=200))
-def test_any_text_is_read_or_refused_with_its_place(text):
+def test_any_text_is_parsed_or_rejected_with_its_location(text):
     try:
         assert isinstance(parse(text, "some.yaml").data, dict)
     except ProfileError as error:
@@ -30,7 +30,7 @@ def test_any_text_is_read_or_refused_with_its_place(text):
 
 
 @given(st.text(alphabet="[]{}&*!|>%@`'\"#:-?, \n\tab01~<=", max_size=60))
-def test_any_punctuation_is_read_or_refused_with_its_place(text):
+def test_any_punctuation_is_parsed_or_rejected_with_its_location(text):
     try:
         assert isinstance(parse(text, "some.yaml").data, dict)
     except ProfileError as error:
@@ -69,22 +69,22 @@ def test_scalars_are_those_of_yaml_1_2(text, value):
         ("a: !!null 1", "x:1: a: '1' is not a value of the tag !!null"),
     ],
 )
-def test_what_a_profile_does_not_need_is_refused_by_line(text, said):
+def test_unsupported_yaml_is_rejected_with_its_line(text, said):
     with pytest.raises(ProfileError) as caught:
         parse(text, "x")
     assert said in str(caught.value)
 
 
-def test_every_key_knows_its_line():
+def test_every_key_has_its_line():
     lines = parse("a: 1\nb:\n  c: 2\n  d: [x,\n    y]\n", "x").lines
     assert (lines["a"], lines["b.c"], lines["b.d"]) == (1, 3, 4)
 
 
-def test_an_empty_file_says_nothing():
+def test_an_empty_file_has_no_data():
     assert parse("# only a comment\n", "x").data == {}
 
 
-def test_comments_stand_above_their_keys_and_change_nothing():
+def test_comments_are_written_above_their_keys():
     data = {"a": {"b": 1, "c": ["x: y", "# z"], "d": {"e": "f"}}, "g": "no\nline", "h": {}}
     text = dump(data, {"a.b": "First, in words that are more than a line of eighty columns can hold, so in two",
                        "a.c": "second", "g": "third"})  # fmt: skip

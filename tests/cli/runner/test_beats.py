@@ -1,4 +1,4 @@
-"""The reader of heartbeats: what it makes of a file that a process is writing at the same time."""
+"""The reader of heartbeat files, which a process writes at the same time."""
 
 import io
 import itertools

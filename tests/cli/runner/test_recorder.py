@@ -155,7 +155,7 @@ def test_the_samples_of_the_memory_are_limited_and_cover_the_whole_run(run, monk
     assert times[-1] > 49_000
 
 
-def test_gpu_memory_is_added_to_the_samples_where_there_is_a_driver(run, driver):
+def test_gpu_memory_is_added_to_the_samples_if_a_driver_exists(run, driver):
     process = start_rank(run, 1)
     driver({0: {process.pid: 3 << 30, 1: 1 << 30}, 1: {process.pid: None}})
     try:
@@ -188,7 +188,7 @@ def test_a_gpu_that_is_lost_or_has_no_utilisation_does_not_hide_the_others(drive
     assert read_gpu_usage({7, 8}) == {8: (2 << 30, 90)}
 
 
-def test_without_a_driver_no_gpu_usage_is_known():
+def test_no_gpu_usage_is_reported_without_a_driver():
     """The package is installed; its library finds no driver on a machine without GPU."""
     pytest.importorskip("pynvml")
     usage._load_nvml.cache_clear()

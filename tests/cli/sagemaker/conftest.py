@@ -1,4 +1,4 @@
-"""A folder that is sent, and git in it."""
+"""A source folder, and git in it."""
 
 import subprocess
 
@@ -15,7 +15,7 @@ def _models():
 
 @pytest.fixture
 def tree(tmp_path):
-    """An empty folder that no repository is above."""
+    """An empty folder that is in no repository."""
     folder = tmp_path / "tree"
     folder.mkdir()
     return folder
@@ -23,7 +23,7 @@ def tree(tmp_path):
 
 @pytest.fixture
 def write(tree):
-    """Writes files into the folder: names, and what is in them."""
+    """Return a function that writes files of the given names and text into the folder."""
 
     def written(*names, text="x\n"):
         for name in names:
@@ -36,7 +36,7 @@ def write(tree):
 
 @pytest.fixture
 def git(tree, monkeypatch):
-    """Runs git in the folder, or in one below it, with no configuration but its own."""
+    """Return a function that runs git in the folder, without the configuration of this user."""
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
     monkeypatch.setenv("GIT_CONFIG_SYSTEM", "/dev/null")
 

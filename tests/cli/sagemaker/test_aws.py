@@ -1,4 +1,4 @@
-"""An account: where its region comes from, that it says when it tries again, and that every refusal is a message of one line."""
+"""AWS accounts: the source of the region, retries, and error messages of one line."""
 
 import subprocess
 import sys
@@ -82,7 +82,7 @@ def said(error, account=None, doing="start the job"):
     return caught.value
 
 
-def test_the_profiles_region_comes_before_all_others(nobody, monkeypatch):
+def test_the_region_of_the_profile_has_the_highest_precedence(nobody, monkeypatch):
     configured(nobody, "[default]\nregion = eu-north-1\n[profile work]\nregion = eu-south-1\n")
     assert Account().region == "eu-north-1"
     assert Account(aws_profile="work").region == "eu-south-1"
@@ -94,19 +94,19 @@ def test_the_profiles_region_comes_before_all_others(nobody, monkeypatch):
     assert Account(region="us-east-1").session.region_name == "us-east-1"
 
 
-def test_without_a_region_it_is_said_where_one_may_stand():
+def test_a_missing_region_is_an_error_with_the_places_to_set_it():
     with pytest.raises(UsageError, match=r"No AWS region is set\. Set launcher\.region.*aws configure"):
         Account().region  # noqa: B018
 
 
-def test_a_profile_that_is_not_there_is_answered_with_those_that_are(nobody):
+def test_an_unknown_aws_profile_is_an_error_with_the_existing_ones(nobody):
     configured(nobody, "[profile research]\nregion = eu-south-1\n[profile work]\n")
     with pytest.raises(UsageError) as caught:
         Account(aws_profile="reserch").region  # noqa: B018
     assert "no profile 'reserch': it has research, work. Did you mean research?" in str(caught.value)
 
 
-def test_no_credentials_are_a_sentence_with_the_command_that_makes_some(nobody):
+def test_missing_credentials_are_an_error_with_the_command_that_creates_them(nobody):
     account = Account("us-east-1")
     with (
         pytest.raises(UsageError, match=r"No AWS credentials found\. Run aws configure"),
@@ -115,7 +115,7 @@ def test_no_credentials_are_a_sentence_with_the_command_that_makes_some(nobody):
         account.client("sts").get_caller_identity()
 
 
-def test_an_expired_login_names_the_command_and_the_profile(nobody):
+def test_an_expired_login_is_an_error_with_the_command_and_the_profile(nobody):
     configured(
         nobody,
         "[profile work]\nsso_start_url = https://x\nsso_region = eu-west-1\nsso_account_id = 1\nsso_role_name = a\n",
@@ -125,7 +125,7 @@ def test_an_expired_login_names_the_command_and_the_profile(nobody):
         account.client("sts").get_caller_identity()
 
 
-def test_a_configuration_that_is_no_configuration_is_a_sentence(nobody, monkeypatch):
+def test_an_invalid_aws_configuration_is_an_error_of_one_line(nobody, monkeypatch):
     configured(nobody, "nonsense\n")
     with pytest.raises(UsageError, match="Cannot read the AWS configuration: Unable to parse"):
         Account("us-east-1").client("sts")
@@ -135,7 +135,7 @@ def test_a_configuration_that_is_no_configuration_is_a_sentence(nobody, monkeypa
         Account("us-east-1").client("sts")
 
 
-def test_a_busy_service_is_tried_again_and_that_is_said_once(service, capsys):
+def test_a_throttled_request_is_retried_and_reported_once(service, capsys):
     answers, calls = service
     busy = [(400, '{"__type": "ThrottlingException"}'), (503, "{}")]
     answers += [*busy, (200, '{"TrainingJobSummaries": []}')]
@@ -150,7 +150,7 @@ def test_a_busy_service_is_tried_again_and_that_is_said_once(service, capsys):
     assert capsys.readouterr().err == "", "the same burst"
 
 
-def test_a_service_that_stays_busy_is_unreachable(service, monkeypatch):
+def test_a_service_that_stays_throttled_is_unreachable(service, monkeypatch):
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
     answers, calls = service
     answers += [(400, '{"__type": "ThrottlingException"}')]
@@ -161,7 +161,7 @@ def test_a_service_that_stays_busy_is_unreachable(service, monkeypatch):
     assert len(calls) == 2
 
 
-def test_a_network_that_is_down_is_said_and_unreachable(somebody, monkeypatch, capsys):
+def test_a_network_failure_is_reported_as_unreachable(somebody, monkeypatch, capsys):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
     account = Account("us-east-1")
@@ -175,7 +175,7 @@ def test_a_network_that_is_down_is_said_and_unreachable(somebody, monkeypatch, c
     )
 
 
-def test_a_region_that_is_not_there_is_not_taken_for_a_network_that_is_down():
+def test_an_unknown_region_is_distinguished_from_a_network_failure():
     from botocore.exceptions import EndpointConnectionError
 
     error = EndpointConnectionError(endpoint_url="https://api.sagemaker.us-esat-1.amazonaws.com/")
@@ -232,7 +232,7 @@ ENUM = (
         ),
     ],
 )  # fmt: skip
-def test_a_refusal_is_one_sentence(error, kind, words):
+def test_a_rejected_request_is_one_sentence(error, kind, words):
     if "\n" in get_error_code(error):
         error.response["Error"]["Code"] = "BrandNew"
     found = said(error)
@@ -245,20 +245,20 @@ def test_a_refusal_is_one_sentence(error, kind, words):
     ("region", "host"),
     [("cn-north-1", "console.amazonaws.cn"), ("us-gov-west-1", "console.amazonaws-us-gov.com")],
 )
-def test_another_aws_has_another_console(region, host):
+def test_the_console_url_depends_on_the_aws_partition(region, host):
     assert f"https://{host}/servicequotas" in str(
         said(refused("ResourceLimitExceeded", QUOTA), Account(region))
     )
 
 
-def test_errors_that_are_not_of_aws_are_left_alone():
+def test_errors_that_are_not_from_aws_are_raised_unchanged():
     with pytest.raises(ZeroDivisionError), Account("us-east-1").translate_errors("count"):
         1 / 0  # noqa: B018
     with pytest.raises(UsageError, match="as it was"), Account("us-east-1").translate_errors("count"):
         raise UsageError("as it was")
 
 
-def test_a_missing_boto3_is_a_sentence_with_its_cure(tmp_path):
+def test_a_missing_boto3_is_an_error_with_the_install_command(tmp_path):
     (tmp_path / "boto3.py").write_text("raise ImportError('No module named boto3')")
     code = "from accel_cli.sagemaker.aws import Account\nAccount('us-east-1').client('sts')"
     done = subprocess.run(

@@ -57,7 +57,7 @@ def make(tree, write, tmp_path, monkeypatch):
     return make
 
 
-def test_a_bundle_holds_everything_that_a_container_needs(make, tmp_path):
+def test_a_bundle_contains_all_files_for_the_container(make, tmp_path):
     args = ["it's", "a b", "", "ü", "\udce9", "--x=\n", "--", "007", "1e-4", "😀", "\udcf0\udc9f"]
     folder = make({**SPEC, "args": args})
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
@@ -81,8 +81,8 @@ def test_a_bundle_holds_everything_that_a_container_needs(make, tmp_path):
     assert done.stdout.strip() == str(tmp_path / "accel" / "accel_cli" / "__init__.py")
 
 
-def test_the_packages_are_all_that_the_launcher_and_the_runtime_import():
-    """The third-party modules of the sources, but for those of launchers, trackers and commands with packages of their own."""
+def test_the_required_packages_are_those_that_launcher_and_runtime_import():
+    """Compare with the third-party imports of the sources, without those of optional launchers and trackers."""
     names = {re.match(r"[\w.-]+", text)[0] for text in bundle.list_requirements()}
     modules = {"pyyaml": "yaml"}
     packages = {modules.get(name, name.replace("-", "_")) for name in names}
@@ -99,14 +99,14 @@ def test_the_packages_are_all_that_the_launcher_and_the_runtime_import():
     assert found - own <= packages
 
 
-def test_an_incomplete_installation_of_accel_is_refused(tmp_path, monkeypatch):
+def test_an_incomplete_installation_of_accel_is_rejected(tmp_path, monkeypatch):
     (tmp_path / "accel_cli").mkdir()
     monkeypatch.setattr(accel_cli, "__file__", str(tmp_path / "accel_cli" / "__init__.py"))
     with pytest.raises(AccelError, match=r"File not found: .*accel_runtime. Install accel again"):
         bundle.select_accel()
 
 
-def test_hidden_files_and_broken_links_in_an_installation_are_not_sent(tmp_path, monkeypatch):
+def test_hidden_files_and_broken_links_of_an_installation_are_not_packed(tmp_path, monkeypatch):
     packages = [tmp_path / name for name in ("accel_cli", "accel_runtime")]
     (packages[0] / "sagemaker").mkdir(parents=True)
     packages[1].mkdir()
@@ -120,7 +120,7 @@ def test_hidden_files_and_broken_links_in_an_installation_are_not_sent(tmp_path,
     assert sent == [str(file.relative_to(tmp_path)) for file in files]
 
 
-def test_an_archive_holds_files_links_and_modes_but_no_owner_and_time(tree, write, tmp_path):
+def test_an_archive_has_files_links_and_modes_without_owner_and_time(tree, write, tmp_path):
     write("train.py", text="print(1)\n")
     write("lib/run.sh")
     (tree / "lib" / "run.sh").chmod(0o700)
@@ -144,7 +144,7 @@ def test_an_archive_holds_files_links_and_modes_but_no_owner_and_time(tree, writ
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(files=TREES)
-def test_an_archive_unpacks_to_the_same_tree_whatever_the_names(tmp_path_factory, files):
+def test_an_archive_with_any_names_unpacks_to_the_same_tree(tmp_path_factory, files):
     tree = tmp_path_factory.mktemp("tree")
     written = {}
     for name, data in files.items():
@@ -162,7 +162,7 @@ def test_an_archive_unpacks_to_the_same_tree_whatever_the_names(tmp_path_factory
     assert {name: (out / name).read_bytes() for name in written} == written
 
 
-def test_a_container_without_a_locale_reads_the_same_names(tree, write, tmp_path):
+def test_a_container_without_a_locale_unpacks_the_same_names(tree, write, tmp_path):
     write(os.fsdecode(b"caf\xe9.py"), "ü.py")
     bundle.write_archive(select_files(tree), tmp_path / "a.tar.gz")
     code = (
@@ -177,7 +177,7 @@ def test_a_container_without_a_locale_reads_the_same_names(tree, write, tmp_path
     assert done.stdout == b"[b'caf\\xe9.py', b'\\xc3\\xbc.py']\n"
 
 
-def test_errors_of_reading_and_writing_name_the_file(tree, write, tmp_path):
+def test_read_and_write_errors_name_the_file(tree, write, tmp_path):
     write("a.py", text="".join(map(str, range(100_000))))
     files = select_files(tree)
     (tmp_path / "full").symlink_to("/dev/full")
@@ -228,14 +228,14 @@ def fetch(tmp_path, python="3.12", **options):
 @pytest.mark.parametrize(
     ("python", "machine", "tag"), [("3.12", "x86_64", "cp312"), ("3.11", "aarch64", "cp311")]
 )
-def test_wheels_are_those_of_the_containers_python_and_processors(index, tmp_path, python, machine, tag):
+def test_wheels_match_the_python_and_processor_of_the_container(index, tmp_path, python, machine, tag):
     reason, names = fetch(tmp_path, python, architecture=machine)
     assert reason == ""
     assert [name.split("-")[0] for name in names] == ["pygments", "rich", "xxhash"]
     assert [f"-{tag}-" in name and machine in name for name in names] == [False, False, True]
 
 
-def test_a_download_is_announced_once_and_a_second_launch_needs_no_pip(index, tmp_path, monkeypatch, capsys):
+def test_a_download_is_reported_once_and_the_second_launch_runs_no_pip(index, tmp_path, monkeypatch, capsys):
     first = fetch(tmp_path)
     assert "downloading the packages of accel for Python 3.12 (about 8 MB, once)" in capsys.readouterr().err
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
@@ -245,7 +245,7 @@ def test_a_download_is_announced_once_and_a_second_launch_needs_no_pip(index, tm
 
 
 @pytest.mark.slow
-def test_an_unknown_python_gets_wheels_for_each_version_that_has_some(index, tmp_path, capsys):
+def test_an_unknown_python_gets_wheels_for_each_available_version(index, tmp_path, capsys):
     reason, names = fetch(tmp_path, None)
     assert reason == ""
     assert {name.split("-")[2] for name in names} == {"py3", "cp311", "cp312"}
@@ -260,7 +260,7 @@ def test_missing_wheels_are_a_reason_of_one_line(index, tmp_path):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_wheels_are_sent_although_the_cache_cannot_be_written(index, tmp_path):
+def test_wheels_are_sent_although_the_cache_is_not_writable(index, tmp_path):
     (tmp_path / "cache").write_text("a file")
     reason, names = fetch(tmp_path)
     assert (reason, len(names)) == ("", 3)
@@ -274,7 +274,7 @@ def test_wheels_are_sent_although_the_cache_cannot_be_written(index, tmp_path):
         ("echo 'ERROR: no https://me:secret@index/simple' >&2; exit 1", "no https://***@index/simple"),
     ],
 )
-def test_a_pip_that_fails_is_a_reason_without_logins(tmp_path, monkeypatch, script, reason):
+def test_a_failed_pip_is_a_reason_without_credentials(tmp_path, monkeypatch, script, reason):
     path = tmp_path / "python"
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)

@@ -1,4 +1,4 @@
-"""The section of the profile: what it takes, what it refuses before anything is asked of AWS, and the plan it makes."""
+"""The SageMaker section of a profile: validation without AWS, and its plan."""
 
 import os
 from dataclasses import replace
@@ -65,18 +65,18 @@ def job(*args, target="train.py", kind="script", env=None, **told):
         ({"keep_alive": 21601}, "21600"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_with_the_reason(said, wrong):
+def test_an_invalid_section_is_an_error_with_a_reason(said, wrong):
     with pytest.raises(ValidationError, match=wrong.replace("(", r"\(")):
         SageMaker(**said)
 
 
-def test_spot_waits_a_day_beyond_its_running_time_unless_it_is_said_otherwise():
+def test_max_wait_of_spot_defaults_to_a_day_more_than_max_run():
     assert SageMaker(max_run=100).total_limit is None
     assert SageMaker(spot=True, max_run=100).total_limit == 100 + 86400
     assert SageMaker(spot=True, max_run=100, max_wait=200).total_limit == 200
 
 
-def test_the_plan_says_instances_and_what_a_host_runs(tree):
+def test_the_plan_has_the_instances_and_the_command_of_a_host(tree):
     said = SageMaker(
         instance_type="ml.p4d.24xlarge",
         instance_count=2,
@@ -108,12 +108,12 @@ def test_device_cpu_starts_one_process_on_an_instance_with_gpus(tree):
     assert section.get_world_sizes(spec, plan) == (2,)
 
 
-def test_an_arn_of_a_secret_may_end_with_a_key():
+def test_the_arn_of_a_secret_can_end_with_a_key():
     secrets = {"A": ARN, "B": f"{ARN}:key::", "C": f"{ARN}:key", "D": "wandb"}
     assert SageMaker(secrets=secrets).secrets == secrets
 
 
-def test_a_script_in_a_folder_below_starts_there_with_the_whole_folder_sent(tree, monkeypatch):
+def test_a_script_in_a_subfolder_starts_there_and_the_source_folder_is_sent(tree, monkeypatch):
     (tree / "work").mkdir()
     (tree / "work" / "a.py").write_text("")
     monkeypatch.chdir(tree / "work")
@@ -121,7 +121,7 @@ def test_a_script_in_a_folder_below_starts_there_with_the_whole_folder_sent(tree
     assert (run["cwd"], run["target"]) == ("work", "a.py")
 
 
-def test_an_absolute_path_of_a_script_may_contain_a_linked_folder(tree, monkeypatch):
+def test_the_absolute_path_of_a_script_can_contain_a_linked_folder(tree, monkeypatch):
     for name in ("work", "scripts"):
         (tree / name).mkdir()
     (tree / "scripts" / "a.py").write_text("")
@@ -132,7 +132,7 @@ def test_an_absolute_path_of_a_script_may_contain_a_linked_folder(tree, monkeypa
     assert run["target"] == "../scripts/b.py"
 
 
-def test_with_an_image_of_ones_own_sagemakers_libraries_are_passed_on(tree):
+def test_libraries_of_sagemaker_are_used_with_a_custom_image(tree):
     said = SageMaker(image_uri="mine:1")
     run = said.plan(job(process_group_backend="smddp")).job.run
     assert "smddp" in run["settings"].values()
@@ -162,7 +162,7 @@ def test_a_module_and_a_program_are_launched_as_such(tree):
         assert run["options"][:2] == ["--no-profile", option]
 
 
-def test_what_is_of_accel_itself_sends_no_folder(tree):
+def test_builtin_modules_of_accel_send_no_source_folder(tree):
     whole = replace(job(target="accel_runtime.selfcheck", kind="module"), is_builtin=True)
     plan = SageMaker(source_dir="/etc", requirements="gone.txt").plan(whole)
     assert plan.job.source is None
@@ -185,24 +185,24 @@ def test_what_is_of_accel_itself_sends_no_folder(tree):
         ({}, {"env": {"A": "ä" * 65535}}, "env.A is too long: 131,072 bytes, and Linux accepts 131,071. Pass it in a file"),
     ],
 )  # fmt: skip
-def test_what_cannot_travel_is_refused_before_anything_is_asked(tree, said, given, wrong):
+def test_unsupported_requests_are_rejected_without_aws(tree, said, given, wrong):
     (tree / "sub").mkdir()
     with pytest.raises(UsageError, match=wrong):
         SageMaker(**said).plan(job(**given))
 
 
-def test_an_argument_that_linux_does_not_accept_is_refused(tree):
+def test_an_argument_that_linux_does_not_accept_is_rejected(tree):
     assert SageMaker().plan(job("--x", "a" * 131_071)).job.run["args"]
     with pytest.raises(UsageError, match="Argument 2 of the script is too long: 131,072 bytes"):
         SageMaker().plan(job("--x", "a" * 131_072))
 
 
-def test_the_value_of_a_secret_is_in_no_message(tree):
+def test_error_messages_do_not_contain_secret_values(tree):
     with pytest.raises(UsageError) as refused:
         SageMaker().plan(job(env={"HF_TOKEN": "hf_abc"}))
     assert "hf_abc" not in str(refused.value)
 
 
-def test_bytes_that_are_no_text_travel_in_arguments(tree):
+def test_arguments_that_are_not_valid_text_are_passed_byte_for_byte(tree):
     raw = os.fsdecode(b"\xff\xfe")
     assert os.fsencode(SageMaker().plan(job(raw)).job.run["args"][0]) == b"\xff\xfe"

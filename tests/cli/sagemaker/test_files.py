@@ -1,4 +1,4 @@
-"""Which files of a folder are sent: in a repository and out of one, with links, secrets and what cannot be read."""
+"""Selection of source files: in and outside of a repository, with links, secrets and unreadable files."""
 
 import fnmatch
 import os
@@ -22,7 +22,7 @@ def names(found):
     return [file.name for file in found.files]
 
 
-def test_git_says_what_is_sent_and_what_is_not(tree, write, git):
+def test_files_listed_by_git_are_selected(tree, write, git):
     write("train.py", "lib/a.py", "data/big.bin", "deleted.py", ".venv/bin/python")
     write(".gitignore", text="data/\n.venv/\n")
     git("init")
@@ -52,7 +52,7 @@ def is_ordinary(name):
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(said=st.sets(NAMES.filter(is_ordinary), max_size=6))
-def test_where_nothing_is_ignored_the_same_files_are_sent_with_git_and_without(tmp_path_factory, git, said):
+def test_git_and_the_fallback_select_the_same_files_without_ignore_rules(tmp_path_factory, git, said):
     tree = tmp_path_factory.mktemp("tree")
     there = set()
     for name in said:
@@ -68,13 +68,13 @@ def test_where_nothing_is_ignored_the_same_files_are_sent_with_git_and_without(t
     assert names(select_files(tree)) == names(without)
 
 
-def test_what_git_does_not_know_yet_is_sent_without_caches_and_environments(tree, write, git):
+def test_untracked_files_are_selected_except_caches_and_environments(tree, write, git):
     write("train.py", "__pycache__/train.pyc", "env3/pyvenv.cfg", "env3/lib/x.py", "wandb/run/log")
     git("init")
     assert names(select_files(tree)) == ["train.py"]
 
 
-def test_what_git_tracks_is_sent_whatever_its_name(tree, write, git):
+def test_tracked_files_are_selected_whatever_their_name(tree, write, git):
     write("wandb/setup.py", "train.py")
     git("init")
     git("add", ".")
@@ -83,7 +83,7 @@ def test_what_git_tracks_is_sent_whatever_its_name(tree, write, git):
 
 @pytest.fixture
 def submodule(tree, write, git, tmp_path):
-    """A repository with another in it, as a submodule."""
+    """A repository with another as a submodule."""
     library = tmp_path / "library"
     library.mkdir()
     (library / "lib.py").write_text("")
@@ -98,7 +98,7 @@ def submodule(tree, write, git, tmp_path):
     git("commit", "-am", "x")
 
 
-def test_repositories_in_the_folder_are_sent_without_what_they_ignore(tree, write, git, submodule):
+def test_nested_repositories_are_selected_without_their_ignored_files(tree, write, git, submodule):
     write("libs/library/new.py", "libs/library/x.bin", "clone/a.py")
     git("init", below="clone")
     assert names(select_files(tree)) == [
@@ -106,7 +106,7 @@ def test_repositories_in_the_folder_are_sent_without_what_they_ignore(tree, writ
     ]  # fmt: skip
 
 
-def test_a_submodule_that_is_not_checked_out_is_said(tree, git, submodule):
+def test_a_submodule_that_is_not_checked_out_is_reported(tree, git, submodule):
     git("submodule", "deinit", "-f", "--all")
     found = select_files(tree)
     assert names(found) == [".gitmodules", "train.py"]
@@ -114,7 +114,7 @@ def test_a_submodule_that_is_not_checked_out_is_said(tree, git, submodule):
     assert "git submodule update --init" in found.notes[0]
 
 
-def test_out_of_a_repository_all_is_sent_but_clutter(tree, write):
+def test_all_files_except_clutter_are_selected_outside_of_a_repository(tree, write):
     write(
         "train.py",
         "data/x.csv",
@@ -131,7 +131,7 @@ def test_out_of_a_repository_all_is_sent_but_clutter(tree, write):
     assert found.notes == ()
 
 
-def test_a_hook_of_another_repository_does_not_lead_git_astray(tree, write, git, monkeypatch, tmp_path):
+def test_git_variables_of_another_repository_are_ignored(tree, write, git, monkeypatch, tmp_path):
     write("train.py", "x.bin", "job/a.py")
     write(".gitignore", text="*.bin\n")
     git("init")
@@ -144,7 +144,7 @@ def test_a_hook_of_another_repository_does_not_lead_git_astray(tree, write, git,
     assert names(select_files(tree / "job")) == ["a.py"]
 
 
-def test_a_folder_that_a_repository_ignores_is_sent_all_the_same(tree, write, git):
+def test_an_ignored_source_folder_is_selected(tree, write, git):
     write("out/job/train.py", "out/job/lib/a.py", "out/job/__pycache__/a.pyc")
     write(".gitignore", text="out/\n")
     git("init")
@@ -154,7 +154,7 @@ def test_a_folder_that_a_repository_ignores_is_sent_all_the_same(tree, write, gi
 
 
 @pytest.mark.parametrize("repository", [True, False])
-def test_include_adds_and_exclude_takes_away_whatever_else_holds(tree, write, git, repository):
+def test_include_and_exclude_override_other_rules(tree, write, git, repository):
     write("train.py", "data/a.csv", "data/b.bin", "data/deep/c.csv", "wandb/a.log", "tests/x.py")
     write(".gitignore", text="data/\n")
     if repository:
@@ -166,7 +166,7 @@ def test_include_adds_and_exclude_takes_away_whatever_else_holds(tree, write, gi
 
 
 @pytest.mark.parametrize("pattern", ["data/*.csv", "nothing", "link/*", "link/a"])
-def test_an_include_that_means_nothing_is_refused(tree, write, tmp_path, pattern):
+def test_an_include_pattern_without_matches_is_rejected(tree, write, tmp_path, pattern):
     write("train.py")
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "a").write_text("")
@@ -175,7 +175,7 @@ def test_an_include_that_means_nothing_is_refused(tree, write, tmp_path, pattern
         select_files(tree, [pattern])
 
 
-def test_a_pattern_that_is_none_is_refused(tree):
+def test_an_invalid_pattern_is_rejected(tree):
     with pytest.raises(UsageError, match=r"Invalid pattern in launcher.exclude: bad character range"):
         select_files(tree, [], ["[z-a]"])
 
@@ -184,7 +184,7 @@ def test_a_pattern_that_is_none_is_refused(tree):
     "pattern",
     ["*.csv", "data", "data/", "/data", "./data", "data/*.csv", "data/**", "**/a.csv", "x/**/z.bin", "?.bin"],
 )
-def test_patterns_mean_what_they_mean_in_a_gitignore(tree, write, git, pattern):
+def test_patterns_match_as_in_gitignore(tree, write, git, pattern):
     listed = ["a.csv", "data/a.csv", "data/b/a.csv", "x/data/a.csv", "x/y/z.bin", "z.bin", "data2/q"]
     write(*listed)
     excluded = {*listed} - {*names(select_files(tree, [], [pattern]))}
@@ -195,14 +195,14 @@ def test_patterns_mean_what_they_mean_in_a_gitignore(tree, write, git, pattern):
     assert excluded == {*listed} - {*names(select_files(tree))}
 
 
-def test_a_source_that_is_no_folder_is_refused(tree, write):
+def test_a_source_that_is_not_a_folder_is_rejected(tree, write):
     write("file")
     with pytest.raises(UsageError, match="Folder not found"):
         select_files(tree / "file")
 
 
 @pytest.mark.parametrize("repository", [True, False])
-def test_what_may_hold_secrets_is_sent_only_where_include_names_it(tree, write, git, repository):
+def test_files_that_may_contain_secrets_are_selected_only_if_include_names_them(tree, write, git, repository):
     write("train.py", ".env", "conf/.env.prod", "conf/key.pem", ".aws/credentials", "credentials.json")
     if repository:
         git("init")
@@ -220,14 +220,14 @@ def test_what_may_hold_secrets_is_sent_only_where_include_names_it(tree, write, 
 
 
 @pytest.mark.parametrize("pattern", ["*", "conf/**", "*.json", ".e*"])
-def test_a_pattern_that_only_happens_to_match_a_secret_does_not_send_it(tree, write, pattern):
+def test_a_wildcard_pattern_does_not_select_secrets(tree, write, pattern):
     write("conf/.env", "conf/kaggle.json", "conf/a.json", ".env")
     found = select_files(tree, [pattern])
     assert names(found) == ["conf/a.json"]
     assert names(select_files(tree, [pattern, "conf/.env"])) == ["conf/.env", "conf/a.json"]
 
 
-def test_links_in_the_tree_stay_links(tree, write):
+def test_links_inside_of_the_folder_are_kept(tree, write):
     write("a/x.py", "b/y.py")
     (tree / "b" / "up").symlink_to("../a/x.py")
     (tree / "folder").symlink_to("a")
@@ -238,7 +238,7 @@ def test_links_in_the_tree_stay_links(tree, write):
     assert "folder/x.py" not in names(select_files(tree))
 
 
-def test_links_that_lead_out_or_to_nothing_are_named_all_at_once(tree, write, tmp_path):
+def test_links_out_of_the_folder_or_to_missing_files_are_all_reported_at_once(tree, write, tmp_path):
     write("train.py")
     (tmp_path / "data").mkdir()
     (tree / "data").symlink_to(tmp_path / "data")
@@ -257,7 +257,7 @@ def test_links_that_lead_out_or_to_nothing_are_named_all_at_once(tree, write, tm
     assert names(select_files(tree, [], ["data", "gone", "itself"])) == ["train.py"]
 
 
-def test_a_link_to_what_is_not_sent_is_said(tree, write):
+def test_a_link_to_an_unselected_file_is_reported(tree, write):
     write("runs/1/x", "train.py")
     (tree / "last").symlink_to("runs/1")
     assert select_files(tree).notes == ()
@@ -266,7 +266,7 @@ def test_a_link_to_what_is_not_sent_is_said(tree, write):
     )
 
 
-def test_a_tracked_file_behind_a_link_that_took_its_folder_s_place_is_gone(tree, write, git):
+def test_a_tracked_file_whose_folder_became_a_link_is_not_selected(tree, write, git):
     write("a/x.py", "b/x.py")
     git("init")
     git("add", ".")
@@ -275,7 +275,7 @@ def test_a_tracked_file_behind_a_link_that_took_its_folder_s_place_is_gone(tree,
     assert names(select_files(tree)) == ["a", "b/x.py"]
 
 
-def test_names_that_are_no_text_are_kept_and_shown_readably(tree, git):
+def test_names_that_are_not_valid_text_are_kept_and_shown_escaped(tree, git):
     name = os.fsdecode(b"caf\xe9\n.py")
     (tree / name).write_text("")
     for repository in (False, True):
@@ -286,8 +286,8 @@ def test_names_that_are_no_text_are_kept_and_shown_readably(tree, git):
 
 
 @pytest.fixture
-def somebody(tmp_path):
-    """Whom the modes of files hold for, which they do not for root; the way to the tree is open to all."""
+def unprivileged_user(tmp_path):
+    """Run as another user if this one is root, so that file modes apply."""
     if os.geteuid() != 0:
         yield
         return
@@ -301,16 +301,16 @@ def somebody(tmp_path):
         path.chmod(mode)
 
 
-def test_a_folder_that_cannot_be_read_is_named_and_can_be_excluded(tree, write, request):
+def test_an_unreadable_folder_is_reported_and_can_be_excluded(tree, write, request):
     write("train.py", "private/x")
     (tree / "private").chmod(0)
-    request.getfixturevalue("somebody")
+    request.getfixturevalue("unprivileged_user")
     with pytest.raises(UsageError, match=r"Cannot read folder \S+/private: Permission denied"):
         select_files(tree)
     assert names(select_files(tree, [], ["private"])) == ["train.py"]
 
 
-def test_more_than_was_allowed_is_refused_with_the_largest_files(tree, write):
+def test_an_upload_above_the_limit_is_rejected_with_the_largest_files(tree, write):
     for number in range(7):
         write(f"part{number}.bin", text="x" * 200_000 * number)
     found = select_files(tree)
@@ -327,7 +327,7 @@ def test_more_than_was_allowed_is_refused_with_the_largest_files(tree, write):
         assert help_ in str(error.value)
 
 
-def test_a_summary_says_what_is_sent_and_what_is_not(tree, write, git):
+def test_the_summary_lists_selected_and_omitted_files(tree, write, git):
     write("train.py", "a.py", ".env", "big.bin")
     write("lib/large.py", text="x" * 1234)
     write(".gitignore", text="*.bin\n")
@@ -351,7 +351,7 @@ def test_a_summary_says_what_is_sent_and_what_is_not(tree, write, git):
         *((name, False) for name in ("env", "environment.yml", "a.pem.py", "aws/config", "tokens.py", "secrets.py")),
     ],
 )  # fmt: skip
-def test_files_that_may_hold_secrets_are_known_by_their_names(tree, write, name, is_secret):
+def test_files_that_may_contain_secrets_are_recognized_by_name(tree, write, name, is_secret):
     write(name)
     assert select_files(tree).secrets == ((name,) if is_secret else ())
 
@@ -366,7 +366,7 @@ def test_files_that_may_hold_secrets_are_known_by_their_names(tree, write, name,
         ("key.pem", "key.pem is needed, but is not sent: it may hold secrets. Add it to launcher.include"),
     ],
 )  # fmt: skip
-def test_a_file_that_the_job_needs_must_be_sent(tree, write, git, target, reason):
+def test_a_file_that_the_job_needs_must_be_selected(tree, write, git, target, reason):
     write("train.py", "lib/a.py", "ignored.py", "excluded.py", "key.pem")
     write(".gitignore", text="ignored.py\n")
     (tree / "link.py").symlink_to("train.py")
@@ -383,7 +383,7 @@ def test_a_file_that_the_job_needs_must_be_sent(tree, write, git, target, reason
 
 
 @pytest.mark.parametrize("has_git", [True, False])
-def test_all_but_clutter_is_sent_if_git_does_not_list_the_files(  # noqa: PLR0913, PLR0917
+def test_all_files_except_clutter_are_selected_if_git_fails(  # noqa: PLR0913, PLR0917
     tree, write, git, has_git, monkeypatch, tmp_path
 ):
     write("train.py", "x.bin")

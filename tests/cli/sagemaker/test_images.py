@@ -34,31 +34,31 @@ def test_an_image_has_the_account_and_domain_of_its_region(version, region, kind
     "version",
     ["2.13", "2.13.0", "2.13.1", "2.13.0+cpu", "2.13.0+cu130", "2.13.0a0+git1234", "2.13.0.dev20260701"],
 )
-def test_a_local_torch_of_any_build_gets_the_image_of_its_version(version):
+def test_a_local_torch_of_any_build_selects_the_image_of_its_version(version):
     assert images.find_image(version, "us-east-1", GPU) == images.find_image("2.13", "us-east-1", GPU)
 
 
 @pytest.mark.parametrize("version", ["2.99.0+cu140", "1.10.2", "2.8.0", "2,13", "newest"])
-def test_a_version_without_an_image_is_never_replaced_by_another(version):
+def test_a_version_without_an_image_is_rejected_with_the_available_ones(version):
     said = refused(version, "us-east-1", GPU)
     assert f"No image with torch {version} in us-east-1: of torch 2.9 and newer, " in said
     assert "2.9, 2.10, 2.11, 2.12, 2.13, 2.14" in said
     assert "launcher.image_uri" in said
 
 
-def test_an_unknown_region_has_no_image():
+def test_an_unknown_region_is_rejected_with_a_suggestion():
     assert (
         "in region 'us-eastt-1', as far as the installed sagemaker-core knows. Did you mean us-east-1?"
         in refused("2.13", "us-eastt-1", GPU)
     )
 
 
-def test_a_region_without_the_newest_image_says_those_it_has():
+def test_a_region_without_the_newest_image_is_reported_with_its_versions():
     assert "2.12, 2.13. Set launcher.pytorch_version" in refused("2.14", "us-gov-west-1", GPU)
     assert images.list_versions("us-gov-west-1")[-1] == "2.13"
 
 
-def test_the_python_of_an_image_is_known_from_the_table_or_its_name():
+def test_the_python_of_an_image_comes_from_the_table_or_its_name():
     assert images.parse_python_version(images.find_image("2.10.0+cu128", "us-east-1", GPU)) == "3.13"
     assert images.parse_python_version(images.find_image("2.13", "us-east-1", GPU)) == "3.12"
     assert images.parse_python_version("1.dkr.ecr.eu-west-1.amazonaws.com/mine:2.7-gpu-py311-cu128") == "3.11"
@@ -77,11 +77,11 @@ def test_the_python_of_an_image_is_known_from_the_table_or_its_name():
         ("p4d.24xlarge", "Unknown launcher.instance_type"),
     ],
 )
-def test_types_that_no_image_runs_on_are_refused_though_the_sdk_has_one_for_them(kind, reason):
+def test_instance_types_that_no_image_supports_are_rejected(kind, reason):
     assert reason in refused("2.13", "us-east-1", kind)
 
 
-def test_an_error_of_the_sdk_is_not_blamed_on_the_type(monkeypatch):
+def test_another_error_of_the_sdk_is_reported_as_it_is(monkeypatch):
     def refuse(*_, **__):
         raise ValueError("Unsupported image scope: training.")
 
@@ -90,7 +90,7 @@ def test_an_error_of_the_sdk_is_not_blamed_on_the_type(monkeypatch):
     assert text.startswith(f"Cannot find an image for '{GPU}': Unsupported image scope: training. Choose")
 
 
-def test_every_version_has_an_image_in_every_region_that_is_listed_for_it():
+def test_every_version_has_an_image_in_its_listed_regions():
     regions = image_uris.config_for_framework("pytorch-amzn2023")["training"]["versions"]["2.13"][
         "registries"
     ]
@@ -109,25 +109,25 @@ def test_every_version_has_an_image_in_every_region_that_is_listed_for_it():
         ("ml.m5.xlage", "ml.m5.xlarge"),
     ],
 )
-def test_a_misspelt_type_is_refused_with_the_one_that_was_meant(typed, meant):
+def test_a_misspelled_instance_type_is_rejected_with_a_suggestion(typed, meant):
     said = refused(typed, check=images.check_type)
     assert typed in said
     assert meant in said.partition("Did you mean")[2]
 
 
-def test_a_type_that_is_newer_than_boto3_is_taken_when_that_is_said():
+def test_an_instance_type_unknown_to_boto3_is_accepted_on_request():
     said = refused("ml.g9.xlarge", check=images.check_type)
     assert "launcher.allow_unknown_instance: true" in said
     images.check_type("ml.g9.xlarge", allow_unknown=True)
 
 
-def test_arm_is_graviton_and_grace_and_nothing_else():
+def test_graviton_and_grace_types_are_arm():
     arm = ["ml.m7g.large", "ml.c6gn.xlarge", "ml.g5g.xlarge", "ml.t4g.medium", "ml.p6e-gb200.36xlarge"]
     assert all(images.is_arm(kind) for kind in arm)
     assert [kind for kind in images.list_types() if images.is_arm(kind)] == ["ml.p6e-gb200.36xlarge"]
 
 
-def test_gpus_are_counted_of_types_that_are_known_and_of_no_others():
+def test_gpus_are_counted_only_for_known_types():
     counted = {
         kind: images.count_gpus(f"ml.{kind}")
         for kind in ("p4d.24xlarge", "g5.xlarge", "g5.12xlarge", "m5.large")
@@ -141,7 +141,7 @@ def test_gpus_are_counted_of_types_that_are_known_and_of_no_others():
             assert images.count_gpus(f"ml.{family}.{size}")
 
 
-def test_every_type_of_botocore_gets_an_image_for_its_processors():
+def test_every_instance_type_of_botocore_has_an_image():
     for kind in images.list_types():
         if kind.startswith(("ml.trn", "ml.p2.", "ml.p6e-gb200.")):
             continue
@@ -152,13 +152,13 @@ def test_every_type_of_botocore_gets_an_image_for_its_processors():
         assert ("-cpu-" in image) != images.has_gpu(kind)
 
 
-def test_without_boto3_the_message_says_what_to_install(monkeypatch):
+def test_a_missing_boto3_is_an_error_with_the_install_command(monkeypatch):
     aws.load_service_model.cache_clear()
     monkeypatch.setitem(sys.modules, "botocore.loaders", None)
     assert 'pip install "accel-runtime[sagemaker]"' in refused(check=images.list_types)
 
 
-def test_an_aws_profile_that_is_not_there_does_not_matter(monkeypatch):
+def test_an_unknown_aws_profile_does_not_matter(monkeypatch):
     aws.load_service_model.cache_clear()
     monkeypatch.setenv("AWS_PROFILE", "nowhere")
     assert images.list_types()

@@ -1,4 +1,4 @@
-"""What SageMaker says of a job, as a job of ours."""
+"""Descriptions of training jobs, parsed into jobs of accel."""
 
 import datetime as dt
 
@@ -9,7 +9,7 @@ from accel_cli.sagemaker.jobs import parse_job
 BEGAN = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.timezone.utc)
 
 
-def told(**changes):
+def describe_job(**changes):
     said = {
         "TrainingJobName": "train-1",
         "CreationTime": BEGAN,
@@ -35,22 +35,22 @@ def told(**changes):
         ("Stopped", "MaxWaitTimeExceeded", 2),
     ],
 )
-def test_an_end_comes_to_an_exit_code_and_only_an_end_does(status, state, comes_to):
-    job = parse_job(told(TrainingJobStatus=status, SecondaryStatus=state))
+def test_only_an_ended_job_has_an_exit_code(status, state, comes_to):
+    job = parse_job(describe_job(TrainingJobStatus=status, SecondaryStatus=state))
     assert (job.state, job.exit_code, job.finished) == (state, comes_to, comes_to is not None)
 
 
-def test_a_list_says_less_and_that_is_enough():
-    job = parse_job(told(SecondaryStatus=None, TrainingEndTime=BEGAN + dt.timedelta(seconds=3723)))
+def test_a_job_of_a_list_has_state_and_elapsed_time():
+    job = parse_job(describe_job(SecondaryStatus=None, TrainingEndTime=BEGAN + dt.timedelta(seconds=3723)))
     assert (job.state, job.elapsed, job.nodes, job.cost) == ("Completed", "01:02:03", "", "")
-    stopped = parse_job(told(TrainingJobStatus="Stopped", SecondaryStatus="MaxRuntimeExceeded"))
+    stopped = parse_job(describe_job(TrainingJobStatus="Stopped", SecondaryStatus="MaxRuntimeExceeded"))
     assert (stopped.reason, stopped.elapsed) == ("stopped: max_run was reached", "00:00:50")
 
 
-def test_a_job_that_has_not_trained_yet_has_no_host_that_could_print():
+def test_a_job_before_its_training_has_no_hosts():
     resources = {"InstanceType": "ml.m5.large", "InstanceCount": 4}
-    assert parse_job(told(ResourceConfig=resources)).hosts == 0
-    assert parse_job(told(ResourceConfig=resources, TrainingStartTime=BEGAN)).hosts == 4
+    assert parse_job(describe_job(ResourceConfig=resources)).hosts == 0
+    assert parse_job(describe_job(ResourceConfig=resources, TrainingStartTime=BEGAN)).hosts == 4
 
 
 def test_hosts_of_instance_groups_are_counted():
@@ -58,17 +58,19 @@ def test_hosts_of_instance_groups_are_counted():
         {"InstanceGroupName": name, "InstanceType": f"ml.{name}.large", "InstanceCount": count}
         for name, count in (("m5", 1), ("c5", 2))
     ]
-    job = parse_job(told(ResourceConfig={"InstanceGroups": groups}, TrainingStartTime=BEGAN))
+    job = parse_job(describe_job(ResourceConfig={"InstanceGroups": groups}, TrainingStartTime=BEGAN))
     assert (job.hosts, job.nodes) == (3, "")
 
 
-def test_a_job_under_way_says_what_the_platform_says_of_it():
+def test_a_running_job_has_the_status_message_of_the_platform():
     steps = [
         {"Status": "Starting", "StatusMessage": "Preparing"},
         {"Status": "Interrupted", "StatusMessage": "No capacity"},
     ]
     job = parse_job(
-        told(TrainingJobStatus="InProgress", SecondaryStatus="Interrupted", SecondaryStatusTransitions=steps)
+        describe_job(
+            TrainingJobStatus="InProgress", SecondaryStatus="Interrupted", SecondaryStatusTransitions=steps
+        )
     )
     assert (job.reason, job.restarts) == ("No capacity", 1)
 
@@ -92,7 +94,8 @@ def test_a_job_under_way_says_what_the_platform_says_of_it():
         ({"BillableTimeInSeconds": None}, ""),
     ],
 )
-def test_what_is_paid_for(changes, said):
+def test_the_cost_is_the_billable_time(changes, said):
     assert (
-        parse_job(told(**{"TrainingTimeInSeconds": 100, "BillableTimeInSeconds": 100} | changes)).cost == said
+        parse_job(describe_job(**{"TrainingTimeInSeconds": 100, "BillableTimeInSeconds": 100} | changes)).cost
+        == said
     )

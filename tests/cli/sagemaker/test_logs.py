@@ -1,4 +1,4 @@
-"""The log of a training job: every line of every host once, in order, whatever CloudWatch does meanwhile."""
+"""The log of a training job has each line once and in order, whatever CloudWatch returns."""
 
 import itertools
 import re
@@ -18,7 +18,7 @@ HOSTS = ("algo-1", "algo-2", "algo-12")
 
 
 class Logs:
-    """CloudWatch as it may be: small pages, empty ones that are not the last, and failures."""
+    """A stub of CloudWatch with small pages, empty pages before the last, and failures."""
 
     exceptions = SimpleNamespace(ClientError=ClientError)
 
@@ -97,11 +97,11 @@ def job(hosts):
     return Job("job", "job", "Completed", finished=True, hosts=hosts)
 
 
-def test_before_the_first_line_of_an_account_there_is_no_group_and_that_is_no_error(logs):
+def test_a_missing_log_group_is_an_empty_log(logs):
     assert log_of(logs).read() == b""
 
 
-def test_lines_stand_behind_the_name_of_their_host_and_streams_may_come_late(logs):
+def test_lines_have_the_prefix_of_their_host_and_streams_can_appear_late(logs):
     log = log_of(logs)
     logs.write("job/algo-1-100", "one", at=1)
     assert log.read() == b"algo-1 | one\n"
@@ -111,14 +111,14 @@ def test_lines_stand_behind_the_name_of_their_host_and_streams_may_come_late(log
     assert log.read() == b""
 
 
-def test_lines_of_hosts_are_in_the_order_in_which_they_came(logs):
+def test_lines_of_hosts_are_ordered_by_time(logs):
     for at in range(3):
         logs.write("job/algo-1-1", f"a{at}", at=at * 2)
         logs.write("job/algo-2-1", f"b{at}", at=at * 2 + 1)
     assert re.findall(r"[ab]\d", all_of(log_of(logs))) == ["a0", "b0", "a1", "b1", "a2", "b2"]
 
 
-def test_what_a_line_holds_survives(logs):
+def test_special_characters_and_long_lines_are_kept(logs):
     long = "x" * 300_000
     logs.write("job/algo-1-1", "10 %\r20 %\r30 %", "two\nlines", "tab\t\x1b[1mé\udcff", long, "ended\n")
     said = all_of(log_of(logs))
@@ -128,7 +128,7 @@ def test_what_a_line_holds_survives(logs):
     )
 
 
-def test_hosts_have_colours_of_their_own_where_a_person_looks(logs):
+def test_hosts_have_different_colours_on_a_terminal(logs):
     logs.write("job/algo-1-1", "x")
     logs.write("job/algo-2-1", "x")
     first, second = log_of(logs, colored=True).read().decode().splitlines()
@@ -136,7 +136,7 @@ def test_hosts_have_colours_of_their_own_where_a_person_looks(logs):
     assert second.startswith("\x1b[33m")
 
 
-def test_a_log_is_whole_once_the_newest_stream_of_every_host_has_its_last_line(logs):
+def test_a_log_is_complete_after_the_last_line_of_each_host(logs):
     log = log_of(logs)
     assert log.is_complete(job(0))
     logs.write("job/algo-1-1", "accel: algo-1 ended with exit code 0")
@@ -151,7 +151,7 @@ def test_a_log_is_whole_once_the_newest_stream_of_every_host_has_its_last_line(l
     assert not log.is_complete(job(2))
 
 
-def test_a_network_that_drops_between_two_hosts_loses_nothing(logs):
+def test_a_network_failure_between_two_hosts_loses_no_line(logs):
     logs.write("job/algo-1-1", "one")
     logs.write("job/algo-2-1", "two")
     logs.faults = [False, False, True]
@@ -176,7 +176,7 @@ steps = st.lists(
 
 @given(steps)
 @settings(max_examples=300)
-def test_no_line_is_lost_or_doubled(steps):
+def test_no_line_is_lost_or_duplicated(steps):
     logs, time, written, said = Logs(), 1, {}, ""
     log = log_of(logs, quick=True)
     for what, *how in steps:

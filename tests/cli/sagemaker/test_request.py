@@ -1,4 +1,4 @@
-"""The request is a pure function, and botocore's own model of the service takes it."""
+"""The request of a training job, validated by the service model of botocore."""
 
 import re
 from datetime import datetime, timezone
@@ -36,7 +36,7 @@ def shape():
     return model.operation_model("CreateTrainingJob").input_shape
 
 
-def test_the_least_request_says_what_it_must_and_no_more(shape):
+def test_the_minimal_request_has_only_required_fields(shape):
     made = request()
     assert not ParamValidator().validate(made, shape).has_errors()
     assert sorted(made) == [
@@ -54,7 +54,7 @@ def test_the_least_request_says_what_it_must_and_no_more(shape):
     assert channel["DataSource"]["S3DataSource"]["S3Uri"] == "s3://bucket/accel/job-1/bundle/"
 
 
-def test_everything_that_can_be_said_has_its_place(shape):
+def test_each_option_is_in_the_request(shape):
     made = request(
         {
             "spot": True, "max_run": 10, "tags": {"team": "x"}, "subnets": ["subnet-1"],
@@ -76,27 +76,27 @@ def test_everything_that_can_be_said_has_its_place(shape):
     assert made["Environment"] == {"A": "1"}
 
 
-def test_variables_that_a_request_cannot_hold_travel_with_the_files_only():
+def test_variables_that_a_request_cannot_contain_are_only_in_the_bundle():
     made = request(env={"LONG": "x" * 513, "A.B": "1", **{f"N{n}": "" for n in range(120)}})["Environment"]
     assert len(made) == 100
     assert not {"LONG", "A.B"} & set(made)
 
 
-def test_no_argument_of_the_script_is_in_the_request():
+def test_the_request_does_not_contain_script_arguments():
     made = request()
     assert made["AlgorithmSpecification"]["ContainerArguments"] == [
         "exec $(command -v python3 || command -v python) /opt/ml/input/data/accel/entry.py"
     ]
 
 
-def test_a_name_is_of_the_script_and_the_time():
+def test_a_job_name_consists_of_script_and_time():
     assert name_job(None, "src/train_it.py", NOW) == "train-it-20261121-223015-678"
     assert name_job("my-base", "x.py", NOW) == "my-base-20261121-223015-678"
     assert name_job(None, "___", NOW) == "accel-20261121-223015-678"
 
 
 @given(st.text(), st.text(min_size=1))
-def test_every_name_is_one_that_sagemaker_takes(base, target):
+def test_every_job_name_is_valid(base, target):
     pattern = r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}"
     assert re.fullmatch(pattern, name_job(base or None, target.replace("\0", ""), NOW))
 
@@ -114,12 +114,12 @@ def test_every_name_is_one_that_sagemaker_takes(base, target):
         {"volume_kms_key": "arn:aws:kms:eu-west-1:1:key/2"},
     ],
 )  # fmt: skip
-def test_what_a_profile_makes_is_taken(said):
+def test_requests_of_valid_profiles_pass_the_check(said):
     check_request(request(said))
 
 
 def changed(place, value):
-    """A good request with one place changed."""
+    """Return a valid request with one value changed."""
     made = request({"inputs": {"train": "s3://b/x"}})
     *above, last = place.split(".")
     inner = made
@@ -152,7 +152,7 @@ def changed(place, value):
         ("TrainingJobNam", "a", "TrainingJobNam"),
     ],
 )  # fmt: skip
-def test_what_sagemaker_refuses_is_said_with_the_key_of_the_profile(place, value, said):
+def test_invalid_values_are_reported_with_the_key_of_the_profile(place, value, said):
     with pytest.raises(UsageError) as caught:
         check_request(changed(place, value))
     first, *problems = str(caught.value).splitlines()
@@ -161,14 +161,14 @@ def test_what_sagemaker_refuses_is_said_with_the_key_of_the_profile(place, value
     assert len(problems) <= 2
 
 
-def test_everything_is_said_at_once():
+def test_all_problems_are_reported_at_once():
     made = changed("ResourceConfig.KeepAlivePeriodInSeconds", 10**9) | {"TrainingJobName": "-"}
     with pytest.raises(UsageError) as caught:
         check_request(made)
     assert len(str(caught.value).splitlines()) == 3
 
 
-def test_a_secret_is_never_shown():
+def test_secrets_are_never_printed():
     for made in (
         changed("Environment", {"TOKEN": "hunter2" * 99}),
         changed("OutputDataConfig.S3OutputPath", "ftp://me:hunter2@host/x"),

@@ -1,4 +1,4 @@
-"""What a request needs and no profile says: asked of AWS, or said to be unknown; and everything that can be refused before."""
+"""Facts of a request that the profile omits: read from AWS or assumed offline; and early errors."""
 
 import json
 from datetime import datetime, timezone
@@ -38,7 +38,7 @@ def plan(cwd, script):
 
 @pytest.fixture
 def gather(aws, plan):
-    """What there is, asked of the plane; that nothing was changed by it is checked each time."""
+    """Return a function that reads the facts from AWS, and checks that nothing was changed."""
 
     def ask(settings=None, region=None, **said):
         before = len(aws.calls())
@@ -50,7 +50,7 @@ def gather(aws, plan):
     return ask
 
 
-def test_aws_says_what_the_profile_does_not(aws, gather):
+def test_facts_missing_in_the_profile_are_read_from_aws(aws, gather):
     role = aws.role()
     found = gather()
     assert found == Submission(
@@ -67,7 +67,7 @@ def test_aws_says_what_the_profile_does_not(aws, gather):
     assert found.caller.startswith("arn:aws:sts::123456789012:")
 
 
-def test_the_profiles_own_word_is_taken(aws, gather):
+def test_facts_of_the_profile_take_precedence(aws, gather):
     aws.role("one")
     two = aws.role("two")
     aws.client("s3", "eu-west-1").create_bucket(
@@ -83,7 +83,7 @@ def test_the_profiles_own_word_is_taken(aws, gather):
     assert found.bucket_exists
 
 
-def test_a_name_that_is_taken_is_refused(aws, gather):
+def test_an_existing_job_name_is_rejected(aws, gather):
     aws.role()
     aws.bucket("sagemaker-out")
     aws.client("sagemaker").create_training_job(**aws.request("mine"))
@@ -95,7 +95,7 @@ def test_a_name_that_is_taken_is_refused(aws, gather):
         gather(job_name="mine")
 
 
-def test_a_bucket_that_was_named_and_is_not_there_is_not_made(aws, gather):
+def test_a_missing_bucket_of_the_profile_is_an_error_and_not_created(aws, gather):
     aws.role()
     with pytest.raises(
         UsageError, match=r"Bucket not found: my-bucket \(launcher\.bucket\)\. Remove the key"
@@ -103,7 +103,7 @@ def test_a_bucket_that_was_named_and_is_not_there_is_not_made(aws, gather):
         gather(bucket="my-bucket")
 
 
-def test_a_bucket_of_somebody_else_is_refused(aws, gather):
+def test_a_bucket_of_another_account_is_rejected(aws, gather):
     aws.fault("s3:HeadBucket", "error", code="403", status=403)
     with pytest.raises(
         UsageError,
@@ -112,7 +112,7 @@ def test_a_bucket_of_somebody_else_is_refused(aws, gather):
         gather()
 
 
-def test_a_bucket_of_another_region_is_refused_with_both_ways_out(aws, gather):
+def test_a_bucket_of_another_region_is_rejected_with_two_solutions(aws, gather):
     aws.bucket("my-bucket")
     with pytest.raises(
         UsageError,
@@ -136,7 +136,7 @@ def test_the_default_bucket_is_created_in_the_region_of_the_job(aws, region):
     ("kind", "words"),
     [("expired", "have expired. Run aws sso login"), ("invalid", "AWS refused GetCallerIdentity with")],
 )
-def test_credentials_that_are_none_are_found_out_first(aws, gather, kind, words):
+def test_invalid_credentials_are_detected_first(aws, gather, kind, words):
     aws.fault("*", kind, times=None)
     with pytest.raises(UsageError, match=words):
         gather()
@@ -155,13 +155,13 @@ def test_credentials_that_are_none_are_found_out_first(aws, gather, kind, words)
         ({}, {"pytorch_version": "1.13"}, "of torch 2.9 and newer"),
     ],
 )  # fmt: skip
-def test_what_cannot_run_is_refused_before_anybody_is_asked(aws, gather, settings, said, words):
+def test_unsupported_profiles_are_rejected_without_calls_to_aws(aws, gather, settings, said, words):
     with pytest.raises(UsageError, match=words):
         gather(settings, **said)
     assert aws.calls() == []
 
 
-def test_the_image_follows_the_torch_that_is_here_which_is_not_imported(plan, monkeypatch):
+def test_the_image_has_the_version_of_the_installed_torch_without_importing_it(plan, monkeypatch):
     monkeypatch.setattr(resolve, "version", lambda _: "2.9.1+cpu")
     assert resolve.assume_submission(Account("us-east-1"), plan(pytorch_version=None).job, NOW).image_uri == (
         resolve.assume_submission(Account("us-east-1"), plan(pytorch_version="2.9").job, NOW).image_uri
@@ -183,14 +183,14 @@ def test_the_image_follows_the_torch_that_is_here_which_is_not_imported(plan, mo
         ("us-gov-west-1", {"role": "arn:x:role/r", "bucket": "mine"}, ("arn:x:role/r", "mine")),
     ],
 )
-def test_offline_what_only_aws_knows_is_recognisable(plan, monkeypatch, region, said, expected):
+def test_facts_unknown_offline_are_placeholders(plan, monkeypatch, region, said, expected):
     monkeypatch.setattr("socket.socket.connect", None)
     of = resolve.assume_submission(Account(region), plan(**said).job, NOW)
     assert (of.role_arn, of.bucket) == expected
     assert of.account == "<account>"
 
 
-def test_a_request_of_assumed_facts_is_checked_with_their_places_filled(plan):
+def test_a_request_with_placeholders_can_be_checked(plan):
     made = plan()
     request = build_request(made.job, resolve.assume_submission(Account("us-east-1"), made.job, NOW))
     with pytest.raises(UsageError, match="RoleArn"):
@@ -234,7 +234,7 @@ def statement(principal, effect="Allow"):
         ([statement(SAGEMAKER), statement(SAGEMAKER, "Deny") | {"Action": "sts:TagSession"}], True),
     ],
 )
-def test_a_role_fits_if_its_trust_policy_allows_sagemaker(aws, statements, fits):
+def test_a_role_is_listed_if_its_trust_policy_allows_sagemaker(aws, statements, fits):
     arn = aws.role("role", trust(*statements))
     aws.client("iam").create_role(
         RoleName="AWSServiceRoleForAmazonSageMakerNotebooks",
@@ -244,7 +244,7 @@ def test_a_role_fits_if_its_trust_policy_allows_sagemaker(aws, statements, fits)
     assert resolve.list_roles(Account()) == ({"role": arn} if fits else {})
 
 
-def test_the_only_role_needs_no_name_and_of_several_one_has_to_be_chosen(aws):
+def test_a_single_role_is_selected_and_several_need_a_choice(aws):
     account = Account()
     with pytest.raises(UsageError, match=r"no role that SageMaker may assume. Create one as the page"):
         resolve.resolve_role(account, None)
@@ -259,7 +259,7 @@ def test_the_only_role_needs_no_name_and_of_several_one_has_to_be_chosen(aws):
         resolve.resolve_role(account, None)
 
 
-def test_a_name_becomes_an_arn_with_the_path_it_has(aws):
+def test_a_role_name_becomes_an_arn_with_its_path(aws):
     document = json.dumps(trust(statement(SAGEMAKER)))
     made = aws.client("iam").create_role(
         RoleName="Execution", Path="/service-role/", AssumeRolePolicyDocument=document
@@ -278,14 +278,14 @@ def test_a_name_becomes_an_arn_with_the_path_it_has(aws):
         ("lambda", r"may not assume role 'lambda'\. Add this statement .*\"sagemaker\.amazonaws\.com\""),
     ],
 )
-def test_a_role_that_does_not_fit_is_refused_with_what_to_do(aws, role, words):
+def test_an_unsuitable_role_is_rejected_with_a_solution(aws, role, words):
     aws.role("training")
     aws.role("lambda", trust(statement(LAMBDA)))
     with pytest.raises(UsageError, match=words):
         resolve.resolve_role(Account(), role)
 
 
-def test_users_who_may_not_read_roles_may_give_an_arn(aws):
+def test_users_without_permission_to_read_roles_can_pass_an_arn(aws):
     aws.fault("iam:*", "denied", times=None)
     arn = "arn:aws:iam::123456789012:role/training"
     assert resolve.resolve_role(Account(), arn) == arn

@@ -1,4 +1,4 @@
-"""A submission: whole, or nothing of it is left; and looking before it, which changes nothing."""
+"""Submission of a job, which succeeds or leaves nothing behind; and previews, which change nothing."""
 
 import json
 import os
@@ -26,7 +26,7 @@ READS = {
 
 @pytest.fixture
 def here(aws, cwd, script, monkeypatch, tmp_path):
-    """A folder with a script, an account with a role, a folder of its own for what is temporary, and no network."""
+    """A folder with a script, an account with a role, a separate temporary folder, and no network."""
     script("pass")
     aws.role()
     for name in ("scratch", "cache"):
@@ -62,7 +62,7 @@ def plan(here):
 
 
 def objects(aws):
-    """Everything in every bucket, with what was begun only."""
+    """Return the objects of every bucket, including unfinished uploads."""
     s3 = aws.client("s3")
     found = {}
     for bucket in [bucket["Name"] for bucket in s3.list_buckets()["Buckets"]]:
@@ -88,7 +88,7 @@ def scratch():
 
 
 def submitted(aws, plan, capfd):
-    """Submit; the job as AWS knows it, and what was said."""
+    """Submit a job, and return its description and the output."""
     assert submit.submit(plan) == 0
     out, err = capfd.readouterr()
     assert scratch() == []
@@ -99,7 +99,7 @@ def body(aws, name, file):
     return aws.client("s3").get_object(Bucket=BUCKET, Key=f"accel/{name}/bundle/{file}")["Body"].read()
 
 
-def test_a_job_is_sent_and_started(aws, plan, capfd):
+def test_a_job_is_uploaded_and_started(aws, plan, capfd):
     told, said = submitted(aws, plan("--lr", "1e-4", "it's", "\udcff", env={"A": "b"}), capfd)
     name = told["TrainingJobName"]
     assert told["Environment"] == {"A": "b"}
@@ -116,7 +116,7 @@ def test_a_job_is_sent_and_started(aws, plan, capfd):
     assert f"https://console.aws.amazon.com/sagemaker/home?region=us-east-1#/jobs/{name}" in said
 
 
-def test_a_job_goes_where_the_profile_says(aws, plan, capfd, monkeypatch):
+def test_the_profile_selects_region_and_bucket(aws, plan, capfd, monkeypatch):
     aws.client("s3", "eu-west-1").create_bucket(
         Bucket="my-bucket", CreateBucketConfiguration={"LocationConstraint": "eu-west-1"}
     )
@@ -126,13 +126,13 @@ def test_a_job_goes_where_the_profile_says(aws, plan, capfd, monkeypatch):
     assert "is created" not in capfd.readouterr().err
 
 
-def test_a_module_of_accel_sends_no_folder(aws, plan, capfd, here):
+def test_a_builtin_module_uploads_no_source_folder(aws, plan, capfd, here):
     (here / "big.bin").write_bytes(os.urandom(2_000_000))
     told, _ = submitted(aws, plan(is_builtin=True, max_upload_size=1), capfd)
     assert len(body(aws, told["TrainingJobName"], "source.tar.gz")) < 200
 
 
-def test_looking_changes_nothing_at_aws(aws, plan):
+def test_a_preview_changes_nothing_on_aws(aws, plan):
     before, calls = world(aws), len(aws.calls())
     said = submit.preview(plan(spot=True, inputs={"train": "s3://bucket/x"}, max_wait=90000), offline=False)
     assert set(aws.calls()[calls:]) <= READS
@@ -150,7 +150,7 @@ def test_looking_changes_nothing_at_aws(aws, plan):
         assert words in said
 
 
-def test_offline_the_request_is_all_there_is_and_nobody_is_asked(aws, plan, monkeypatch, capfd):
+def test_an_offline_preview_prints_the_request_without_calls_to_aws(aws, plan, monkeypatch, capfd):
     calls = len(aws.calls())
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
@@ -163,7 +163,7 @@ def test_offline_the_request_is_all_there_is_and_nobody_is_asked(aws, plan, monk
 
 
 @pytest.mark.parametrize("offline", [True, False])
-def test_looking_says_what_sagemaker_would_refuse(plan, offline):
+def test_a_preview_reports_invalid_values(plan, offline):
     with pytest.raises(UsageError, match=r"launcher\.tags") as caught:
         submit.preview(plan(tags={"a": "x" * 300}), offline=offline)
     assert "<account>" not in str(caught.value)
@@ -184,7 +184,7 @@ def test_looking_says_what_sagemaker_would_refuse(plan, offline):
         ({"role": "nobody"}, "The account has no role 'nobody'"),
     ],
 )
-def test_what_can_be_refused_is_refused_before_anything_is_sent(aws, plan, here, said, words):
+def test_invalid_jobs_are_rejected_before_anything_is_uploaded(aws, plan, here, said, words):
     (here / "big.bin").write_bytes(os.urandom(2_000_000))
     (here / "out/mine").mkdir(parents=True)
     before = world(aws)
@@ -215,7 +215,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("operation", "fault", "kind", "words"), FAULTS)
-def test_a_submission_that_fails_leaves_nothing(aws, plan, operation, fault, kind, words):  # noqa: PLR0913, PLR0917
+def test_a_failed_submission_leaves_nothing_behind(aws, plan, operation, fault, kind, words):  # noqa: PLR0913, PLR0917
     Path("big.bin").write_bytes(os.urandom(9_000_000 if operation == "s3:UploadPart" else 0))
     before = world(aws)
     aws.fault(operation, **fault)
@@ -229,7 +229,7 @@ def test_a_submission_that_fails_leaves_nothing(aws, plan, operation, fault, kin
     assert scratch() == []
 
 
-def test_a_bucket_that_was_there_stays(aws, plan, here):
+def test_an_existing_bucket_is_kept_after_a_failure(aws, plan, here):
     aws.bucket(BUCKET, theirs=b"x")
     aws.fault("CreateTrainingJob", "denied")
     with pytest.raises(UsageError, match=r"Nothing remains in S3\."):
@@ -237,7 +237,7 @@ def test_a_bucket_that_was_there_stays(aws, plan, here):
     assert objects(aws) == {BUCKET: ["theirs"]}
 
 
-def test_what_cannot_be_deleted_any_more_is_named_with_the_command_that_does(aws, plan):
+def test_files_that_cannot_be_deleted_are_named_with_the_command_to_delete_them(aws, plan):
     aws.fault("CreateTrainingJob", "expired")
     aws.fault("s3:*", "expired", times=None, after=6)
     with pytest.raises(UsageError) as caught:
@@ -247,7 +247,7 @@ def test_what_cannot_be_deleted_any_more_is_named_with_the_command_that_does(aws
     assert len(objects(aws)[BUCKET]) == 4
 
 
-def test_a_quota_of_nothing_is_said_with_the_link(aws, plan):
+def test_a_quota_of_zero_is_reported_with_a_link(aws, plan):
     aws.settings(quota={"ml.m5.large": 0})
     with pytest.raises(
         UsageError, match=r"for training job usage. is 0 .*Request a higher quota at https://console"
@@ -256,7 +256,7 @@ def test_a_quota_of_nothing_is_said_with_the_link(aws, plan):
     assert objects(aws) == {}
 
 
-def test_what_only_aws_can_refuse_is_mapped_to_the_key_and_leaves_nothing(aws, plan):
+def test_a_request_rejected_only_by_aws_leaves_nothing_behind(aws, plan):
     words = r"AWS refused CreateTrainingJob with ValidationException: .*s3://not-there/x.* Nothing remains in S3\.$"
     with pytest.raises(UsageError, match=words):
         submit.submit(plan(inputs={"train": "s3://not-there/x"}))
@@ -264,7 +264,7 @@ def test_what_only_aws_can_refuse_is_mapped_to_the_key_and_leaves_nothing(aws, p
 
 
 @pytest.mark.parametrize("attempts", ["1", "3"])
-def test_a_job_whose_answer_was_lost_is_started_once(aws, plan, capfd, monkeypatch, attempts):
+def test_a_job_with_a_lost_response_is_started_once(aws, plan, capfd, monkeypatch, attempts):
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", attempts)
     aws.fault("CreateTrainingJob", "lost")
     told, _ = submitted(aws, plan(), capfd)
@@ -272,7 +272,7 @@ def test_a_job_whose_answer_was_lost_is_started_once(aws, plan, capfd, monkeypat
     assert len(objects(aws)[BUCKET]) == 4
 
 
-def test_where_nobody_knows_whether_it_started_that_is_said_and_the_files_are_left(aws, plan):
+def test_an_unknown_outcome_is_reported_and_keeps_the_files(aws, plan):
     for operation in ("CreateTrainingJob", "DescribeTrainingJob"):
         aws.fault(operation, "dropped", times=None)
     with pytest.raises(AccelError, match=r"It is unknown if the job started.*accel jobs status train-"):
@@ -293,7 +293,7 @@ def create_job(aws, name, uri):
 
 @pytest.mark.parametrize("is_reader", [False, True])
 @pytest.mark.parametrize("is_retried", [False, True])
-def test_a_job_of_the_same_name_keeps_the_files_that_it_reads(aws, plan, monkeypatch, is_reader, is_retried):
+def test_a_job_of_the_same_name_keeps_its_files(aws, plan, monkeypatch, is_reader, is_retried):
     uri = f"s3://{BUCKET}/accel/mine/bundle/" if is_reader else "s3://other/x"
     aws.bucket(BUCKET)
     upload = submit.s3.upload_bundle
@@ -316,7 +316,7 @@ def test_a_job_of_the_same_name_keeps_the_files_that_it_reads(aws, plan, monkeyp
 
 
 def interrupting(monkeypatch, event):
-    """Have Ctrl-C come before, or after, the call that starts the job."""
+    """Interrupt before, or after, the call that starts the job."""
     client = submit.Account.client
 
     def made(self, name):
@@ -332,7 +332,7 @@ def interrupting(monkeypatch, event):
     monkeypatch.setattr(submit.Account, "client", made)
 
 
-def test_ctrl_c_before_anything_is_sent_is_answered(aws, plan, monkeypatch, capfd):
+def test_ctrl_c_before_the_upload_is_reported(aws, plan, monkeypatch, capfd):
     def broken_off(*_, **__):
         raise KeyboardInterrupt
 
@@ -343,7 +343,7 @@ def test_ctrl_c_before_anything_is_sent_is_answered(aws, plan, monkeypatch, capf
     assert (objects(aws), jobs(aws), scratch()) == ({}, [], [])
 
 
-def test_ctrl_c_before_the_job_leaves_nothing(aws, plan, monkeypatch, capfd):
+def test_ctrl_c_before_the_job_starts_leaves_nothing_behind(aws, plan, monkeypatch, capfd):
     interrupting(monkeypatch, "before-call")
     with pytest.raises(KeyboardInterrupt):
         submit.submit(plan())
@@ -352,7 +352,7 @@ def test_ctrl_c_before_the_job_leaves_nothing(aws, plan, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143)])
-def test_an_interruption_remains_one_if_aws_does_not_answer(aws, plan, monkeypatch, capfd, error):
+def test_an_interrupt_is_raised_although_aws_does_not_answer(aws, plan, monkeypatch, capfd, error):
     upload = submit.s3.upload_bundle
 
     def interrupt(*args):
@@ -380,7 +380,7 @@ def raise_once(client, error):
     return get
 
 
-def test_a_handler_that_python_did_not_install_becomes_the_default(monkeypatch):
+def test_a_signal_handler_not_installed_by_python_becomes_the_default(monkeypatch):
     install, calls = signal.signal, []
 
     def record(number, handler):
@@ -398,7 +398,7 @@ def test_a_handler_that_python_did_not_install_becomes_the_default(monkeypatch):
     assert calls[2:] == [signal.SIG_DFL] * 2
 
 
-def test_ctrl_c_that_comes_too_late_says_how_to_stop_the_job(aws, plan, monkeypatch, capfd):
+def test_ctrl_c_after_the_start_names_the_command_to_stop_the_job(aws, plan, monkeypatch, capfd):
     interrupting(monkeypatch, "after-call")
     with pytest.raises(KeyboardInterrupt):
         submit.submit(plan())
@@ -408,7 +408,7 @@ def test_ctrl_c_that_comes_too_late_says_how_to_stop_the_job(aws, plan, monkeypa
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_within_the_upload_of_a_large_file_leaves_nothing(aws, plan, monkeypatch, number):
+def test_a_signal_during_the_upload_of_a_large_file_leaves_nothing_behind(aws, plan, monkeypatch, number):
     Path("big.bin").write_bytes(os.urandom(30_000_000))
     client, sent = submit.Account.client, []
 
@@ -430,7 +430,7 @@ def test_a_signal_within_the_upload_of_a_large_file_leaves_nothing(aws, plan, mo
     assert (objects(aws), jobs(aws), scratch()) == ({}, [], [])
 
 
-def test_only_the_files_of_the_job_are_deleted_and_what_s3_keeps_is_named(aws):
+def test_only_files_of_the_job_are_deleted_and_remaining_ones_are_named(aws):
     account, folder = Account(), "accel/job-1/bundle"
     aws.bucket(BUCKET, **{f"{folder}/{number}": b"" for number in range(5)}, **{f"{folder}s/kept": b""})
     # As if S3 listed no more than two at once, of its thousand.

@@ -1,4 +1,4 @@
-"""What the wizard offers for SageMaker, asked of a real boto3 with AWS configurations of all kinds."""
+"""Choices of the wizard for SageMaker, from boto3 with different AWS configurations."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ region = us-gov-west-1
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    """Writes the AWS configuration, and takes every variable of AWS away."""
+    """Return a function that writes the AWS configuration, without AWS variables in the environment."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
@@ -40,7 +40,7 @@ def values(offers):
     return [choice.value for choice in offers.choices]
 
 
-def test_profiles_begin_with_the_one_aws_tools_take(config, monkeypatch):
+def test_profiles_start_with_the_default_of_aws_tools(config, monkeypatch):
     offers = wizard._offer_profiles(MACHINE, {})
     assert values(offers) == [None, "default", "team", "bare"]
     assert offers.choices[0].title == "the default of AWS's tools (default)"
@@ -48,7 +48,7 @@ def test_profiles_begin_with_the_one_aws_tools_take(config, monkeypatch):
     assert "(team)" in wizard._offer_profiles(MACHINE, {}).choices[0].title
 
 
-def test_regions_begin_with_that_of_the_chosen_profile_and_stay_in_its_part_of_aws(config):
+def test_regions_start_with_that_of_the_profile_and_stay_in_its_partition(config):
     own = wizard._offer_regions(MACHINE, {})
     assert own.choices[0] == Choice("eu-west-1", "eu-west-1 (from the AWS configuration)")
     assert values(own)[1] == "us-east-1"
@@ -67,7 +67,7 @@ def test_regions_begin_with_that_of_the_chosen_profile_and_stay_in_its_part_of_a
         (wizard._offer_roles, CONFIG, {"region": "eu-west-1"}, "No AWS credentials found"),
     ],
 )
-def test_what_cannot_be_looked_up_is_said_and_then_typed(config, ask, text, said, wrong):
+def test_choices_that_cannot_be_listed_are_reported_and_typed(config, ask, text, said, wrong):
     config(text)
     offers = ask(MACHINE, said)
     assert not offers.choices
@@ -77,7 +77,7 @@ def test_what_cannot_be_looked_up_is_said_and_then_typed(config, ask, text, said
     assert wrong in offers.note
 
 
-def test_without_boto3_one_note_names_what_to_install(config, monkeypatch):
+def test_a_missing_boto3_is_one_note_with_the_install_command(config, monkeypatch):
     for module in ("boto3", "boto3.session"):
         monkeypatch.setitem(sys.modules, module, None)
     notes = {
@@ -90,7 +90,7 @@ def test_without_boto3_one_note_names_what_to_install(config, monkeypatch):
     assert wizard._find_type_error("ml.nonsense.xlarge") is None
 
 
-def test_instance_types_are_completed_and_near_misses_are_named():
+def test_instance_types_are_completed_and_misspelled_ones_get_a_suggestion():
     assert "ml.g5.xlarge" in wizard._complete_types()
     assert wizard._find_type_error("ml.g5.xlarge") is None
     assert wizard._find_type_error("ml.g5.xlrge").startswith(
@@ -99,14 +99,14 @@ def test_instance_types_are_completed_and_near_misses_are_named():
     assert "pip install -U boto3" in wizard._find_type_error("ml.g99.xlarge")
 
 
-def test_the_torch_of_this_machine_comes_before_those_of_aws(config):
+def test_the_local_torch_version_is_listed_before_those_of_aws(config):
     offers = wizard._offer_versions(MACHINE, {"region": "us-east-1"})
     assert offers.choices[0] == Choice(None, "the version of the machine that launches (here: 2.13.0+cpu)")
     assert values(offers)[-1] == "2.9"
     assert "2.13" in values(offers)
 
 
-def test_roles_are_those_that_sagemaker_may_assume(aws):
+def test_listed_roles_are_those_that_sagemaker_can_assume(aws):
     arn = aws.role()
     aws.role("of-lambda", {"Version": "2012-10-17", "Statement": [
         {"Effect": "Allow", "Principal": {"Service": "lambda.amazonaws.com"}, "Action": "sts:AssumeRole"}]})  # fmt: skip
@@ -114,7 +114,7 @@ def test_roles_are_those_that_sagemaker_may_assume(aws):
     assert [(choice.value, choice.title) for choice in offers.choices] == [(arn, "trainer")]
 
 
-def test_who_may_not_list_roles_is_told_so_and_types(aws):
+def test_missing_permission_to_list_roles_is_reported(aws):
     aws.fault("ListRoles", "denied")
     offers = wizard._offer_roles(MACHINE, {"region": "us-east-1"})
     assert not offers.choices

@@ -30,7 +30,7 @@ def profile_from(answers, before):
 
 
 def asked(answers):
-    """The questions of a conversation with these answers, Enter on all others."""
+    """List the keys that are asked with these answers, and Enter for the others."""
     given, keys = {}, []
     while step := next_step(given):
         keys.append(step.key)
@@ -40,7 +40,7 @@ def asked(answers):
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.summary)
 @pytest.mark.parametrize("kind", ["single", "torchrun", "slurm", "sagemaker", None])
-def test_enter_on_every_question_gives_a_profile_that_launches(machine, kind, tmp_path, monkeypatch):
+def test_enter_on_every_question_gives_a_profile_that_can_be_planned(machine, kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     profile = suggested(machine, {"launcher.kind": kind} if kind else None)
     plan = profile.launcher.plan(
@@ -49,17 +49,17 @@ def test_enter_on_every_question_gives_a_profile_that_launches(machine, kind, tm
     assert plan.nnodes * plan.nproc_per_node >= 1
 
 
-def test_the_common_path_is_five_questions_and_a_yes():
+def test_the_default_path_has_five_questions():
     several = ["launcher.kind", "launcher.nnodes", "launcher.nproc_per_node", "mixed_precision"]
     assert asked({}) == [*several, "parallel.dp_shard"]
     assert asked({"launcher.kind": "single"}) == ["launcher.kind", "mixed_precision"]
 
 
-def test_where_machines_meet_is_asked_only_of_several():
+def test_the_rendezvous_is_asked_only_for_several_nodes():
     assert "launcher.rdzv_endpoint" in asked({"launcher.nnodes": 2})
 
 
-def test_where_machines_meet_is_suggested_by_an_address_that_others_reach(monkeypatch):
+def test_the_suggested_rendezvous_is_an_address_that_other_nodes_reach(monkeypatch):
     answers = {"launcher.kind": "torchrun", "launcher.nnodes": 3, "launcher.nproc_per_node": 1}
     step = next_step(answers)
     assert step.key == "launcher.rdzv_endpoint"
@@ -78,7 +78,7 @@ def test_where_machines_meet_is_suggested_by_an_address_that_others_reach(monkey
     assert step.suggest(MACHINES[0], answers, before) == "node0:29400"
 
 
-def test_a_cluster_is_asked_for_nodes_gpus_and_what_is_charged():
+def test_slurm_asks_for_nodes_gpus_and_account():
     keys = ["launcher.kind", "launcher.nnodes", "launcher.gpus_per_node", "launcher.nproc_per_node"]
     rest = ["launcher.partition", "launcher.account", "launcher.time", "mixed_precision"]
     assert asked({"launcher.kind": "slurm"}) == [*keys, *rest]
@@ -107,14 +107,14 @@ DIVIDED = [FITS, "fully_shard.cpu_offload", "fully_shard.activation_checkpointin
         ({"kind": "sagemaker", "instance_type": "ml.m5.xlarge", "instance_count": 2}, [FITS]),
     ],
 )  # fmt: skip
-def test_how_to_divide_a_model_is_asked_where_there_are_processes_to_divide_it_over(answers, keys):
+def test_sharding_is_asked_only_for_several_processes(answers, keys):
     given = {key if "." in key else f"launcher.{key}": value for key, value in answers.items()}
     found = [key for key in asked(given) if key.startswith(("parallel.", "fully_shard."))]
     assert sorted(found) == sorted(keys)
     assert found[:1] == keys[:1]
 
 
-def test_what_divides_a_model_is_kept_while_it_is_divided_and_dropped_when_it_is_not():
+def test_sharding_values_are_kept_or_dropped_with_sharding():
     before = {
         "launcher.kind": "torchrun",
         "launcher.nproc_per_node": 4,
@@ -134,7 +134,7 @@ def test_what_divides_a_model_is_kept_while_it_is_divided_and_dropped_when_it_is
     assert {"parallel", "fully_shard"}.isdisjoint(alone.data())
 
 
-def test_what_was_found_is_suggested():
+def test_suggestions_match_the_detected_hardware():
     best = suggested(MACHINES[-1])
     assert (best.launcher.kind, best.launcher.nproc_per_node, best.mixed_precision) == (
         "torchrun",
@@ -144,7 +144,7 @@ def test_what_was_found_is_suggested():
     assert (suggested(MACHINES[1]).launcher.kind, suggested(MACHINES[1]).mixed_precision) == ("single", "no")
 
 
-def test_what_the_profile_said_before_is_suggested_and_what_was_never_asked_stays():
+def test_values_of_the_previous_profile_are_suggested_and_others_are_kept():
     before = {
         "launcher.kind": "torchrun",
         "launcher.nproc_per_node": 3,
@@ -156,7 +156,7 @@ def test_what_the_profile_said_before_is_suggested_and_what_was_never_asked_stay
 
 
 @pytest.mark.parametrize("kind", ["single", "torchrun", "slurm", "sagemaker"])
-def test_only_what_was_answered_is_written(kind):
+def test_only_answered_keys_are_written(kind):
     written = suggest_values(MACHINES[-1], {"launcher.kind": kind})
     assert set(written) <= set(asked({"launcher.kind": kind}))
     text = render(to_data(written), describe(kind))
@@ -168,14 +168,14 @@ def test_only_what_was_answered_is_written(kind):
     assert all(lines[index - 1].strip().startswith("#") for index in values)
 
 
-def test_what_stands_in_the_file_stays_beside_the_answers():
+def test_other_values_of_the_file_are_kept():
     written = build_values(
         {"launcher.kind": "single", "mixed_precision": "no"}, {"env.A": "1", "resume": True}
     )
     assert written == {"env.A": "1", "resume": True, "launcher.kind": "single", "mixed_precision": "no"}
 
 
-def test_an_answer_no_longer_asked_for_is_not_kept():
+def test_an_answer_that_no_longer_applies_is_dropped():
     before = {"launcher.kind": "torchrun", "launcher.nnodes": 2, "launcher.rdzv_endpoint": "a:1"}
     answers = {
         "launcher.kind": "torchrun",
@@ -186,7 +186,7 @@ def test_an_answer_no_longer_asked_for_is_not_kept():
     assert "launcher.rdzv_endpoint" not in flatten(profile_from(answers, before).data())
 
 
-def test_another_launcher_keeps_nothing_of_the_one_before():
+def test_changing_the_launcher_drops_its_previous_keys():
     before = {"launcher.kind": "torchrun", "launcher.nproc_per_node": 3, "device": "cpu"}
     profile = profile_from({"launcher.kind": "single", "mixed_precision": "no"}, before)
     assert (profile.launcher.kind, profile.device) == ("single", "cpu")
@@ -195,7 +195,7 @@ def test_another_launcher_keeps_nothing_of_the_one_before():
 @pytest.mark.parametrize(
     ("value", "wrong"), [(0, True), ("x", True), (1.5, True), (3, False), ("auto", False)]
 )
-def test_an_answer_is_checked_by_the_field_it_fills(value, wrong):
+def test_an_answer_is_validated_by_its_field(value, wrong):
     answers = {"launcher.kind": "torchrun", "launcher.nnodes": 1}
     step = next_step(answers)
     assert step.key == "launcher.nproc_per_node"
@@ -206,7 +206,7 @@ def test_an_answer_is_checked_by_the_field_it_fills(value, wrong):
 TPU = Machine(8, tpu=Tpu(("TPU v4",) * 4, "PCI"), packages=Packages("2.9.0", "2.9.0", "0.0.21"))
 
 
-def test_a_tpu_is_three_questions_and_suggests_what_suits_it():
+def test_xla_asks_three_questions_and_suggests_bf16():
     profile = suggested(TPU)
     assert (profile.launcher.kind, profile.launcher.replicas, profile.launcher.spmd) == ("xla", "all", False)
     assert profile.mixed_precision == "bf16"
@@ -229,7 +229,7 @@ def test_a_tpu_is_three_questions_and_suggests_what_suits_it():
         (Machine(8, tpu=TPU.tpu, packages=Packages(None, "2.13.0")), True),
     ],
 )
-def test_a_tpu_is_offered_where_there_is_one_or_what_computes_on_it(machine, there):
+def test_xla_is_offered_only_with_a_tpu_or_torch_xla(machine, there):
     kinds = [choice.value for choice in next_step({}).choices(machine, {})]
     assert kinds == [
         "single",
@@ -243,7 +243,7 @@ def test_a_tpu_is_offered_where_there_is_one_or_what_computes_on_it(machine, the
     ]
 
 
-def test_a_format_that_a_launcher_does_not_know_is_neither_offered_nor_kept():
+def test_an_unsupported_precision_is_neither_offered_nor_kept():
     answers = {"launcher.kind": "xla", "launcher.replicas": "all", "launcher.spmd": False}
     step = next_step(answers)
     assert [choice.value for choice in step.choices(TPU, answers)] == ["no", "bf16"]
@@ -265,13 +265,13 @@ MORE = [
 ]  # fmt: skip
 
 
-def test_sagemaker_asks_for_more_only_those_who_want_it():
+def test_sagemaker_asks_advanced_questions_only_on_request():
     first = [*SAGEMAKER, "launcher.keep_alive", "launcher.requirements", "more"]
     assert asked({"launcher.kind": "sagemaker"}) == [*first, "mixed_precision"]
     assert asked({"launcher.kind": "sagemaker", "more": True}) == [*first, *MORE, "mixed_precision"]
 
 
-def test_what_hangs_on_an_answer_is_asked_after_it():
+def test_dependent_questions_follow_their_answer():
     on_spot = asked({"launcher.kind": "sagemaker", "launcher.spot": True, "more": True})
     assert "launcher.max_wait" in on_spot
     assert "launcher.keep_alive" not in on_spot
@@ -302,20 +302,20 @@ def step_of(key, answers):
         ("launcher.instance_type", {}, "ml.g5.xlarge", None),
     ],
 )  # fmt: skip
-def test_what_sagemaker_would_refuse_is_said_at_the_question(key, answers, value, wrong):
+def test_values_that_sagemaker_rejects_are_reported_at_the_question(key, answers, value, wrong):
     step, given = step_of(key, answers)
     problem = step.find_problem(value, given)
     assert (wrong in problem) if wrong else problem is None
 
 
-def test_who_wants_no_more_questions_keeps_what_the_profile_said():
+def test_values_of_advanced_questions_are_kept_without_asking():
     before = {"launcher.kind": "sagemaker", "launcher.tags": {"team": "007"}, "launcher.spot": True,
               "launcher.max_wait": 90000, "launcher.bucket": "mine-of-me"}  # fmt: skip
     kept = suggested(MACHINES[0], before).launcher
     assert (kept.tags, kept.max_wait, kept.bucket) == ({"team": "007"}, 90000, "mine-of-me")
 
 
-def test_what_an_answer_rules_out_is_not_kept():
+def test_values_that_an_answer_excludes_are_dropped():
     before = {"launcher.kind": "sagemaker", "launcher.spot": True, "launcher.max_wait": 90000}
     answers = {}
     while step := next_step(answers):
@@ -324,14 +324,14 @@ def test_what_an_answer_rules_out_is_not_kept():
     assert profile_from(answers, before).launcher.max_wait is None
 
 
-def test_answers_that_do_not_fit_what_stays_are_said():
+def test_answers_that_contradict_kept_values_are_reported():
     before = {"launcher.kind": "sagemaker", "launcher.network_isolation": True}
     answers = {"launcher.kind": "sagemaker", "launcher.requirements": "more.txt", "mixed_precision": "no"}
     with pytest.raises(ProfileError, match="network_isolation: requirements need a network"):
         profile_from(answers, before)
 
 
-def test_a_launcher_that_lacks_something_is_offered_with_what_to_install(monkeypatch):
+def test_a_launcher_with_missing_requirements_is_offered_with_its_extra(monkeypatch):
     title = next(
         choice.title for choice in next_step({}).choices(MACHINES[0], {}) if choice.value == "sagemaker"
     )
@@ -343,7 +343,7 @@ def test_a_launcher_that_lacks_something_is_offered_with_what_to_install(monkeyp
     assert title == "A training job on Amazon SageMaker (needs accel-runtime[sagemaker])"
 
 
-def test_a_profile_that_is_shown_leaves_out_what_is_empty():
+def test_a_printed_profile_omits_empty_values():
     data = suggested(MACHINES[0], {"launcher.kind": "sagemaker"}).data()
     assert {"tags", "inputs", "subnets", "role"}.isdisjoint(data["launcher"])
     assert "env" not in data

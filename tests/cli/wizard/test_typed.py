@@ -1,4 +1,4 @@
-"""How answers are typed: text stays text, and what is shown can be typed again."""
+"""Parsing of typed answers, and formatting of values so that they can be typed again."""
 
 import pytest
 from hypothesis import given
@@ -13,12 +13,12 @@ VALUES = st.text("ab =:0[]()+.{}*", min_size=1, max_size=12).map(str.strip).filt
 
 @pytest.mark.parametrize("text", ["007", "1e-4", "no", "true", "~", "null", "s3://Bucket/PATH", "a: b", "[x"])
 @pytest.mark.parametrize("annotation", [str, str | None])
-def test_text_is_kept_as_it_is_typed(text, annotation):
+def test_text_is_kept_as_typed(text, annotation):
     assert parse_answer(f" {text} ", annotation) == text
 
 
 @pytest.mark.parametrize(("text", "value"), [("7", 7), ("auto", "auto"), ("2h", "2h"), ("a100:4", "a100:4")])
-def test_what_may_be_a_number_is_read_as_yaml_would(text, value):
+def test_a_possible_number_is_parsed_as_yaml(text, value):
     assert parse_answer(text, int | str) == value
 
 
@@ -34,7 +34,7 @@ def test_what_may_be_a_number_is_read_as_yaml_would(text, value):
         ("team=vision,", {"team": "vision"}),
     ],
 )
-def test_names_with_values_are_read_out_of_one_line(text, value):
+def test_a_mapping_is_parsed_from_one_line(text, value):
     assert parse_answer(text, Texts) == value
 
 
@@ -47,31 +47,31 @@ def test_names_with_values_are_read_out_of_one_line(text, value):
         ("a=1, a=2", "a is given twice"),
     ],
 )
-def test_what_is_no_name_with_a_value_is_said(text, wrong):
+def test_an_invalid_mapping_is_an_error(text, wrong):
     with pytest.raises(ValueError, match=wrong):
         parse_answer(text, Texts)
 
 
-def test_a_list_is_read_with_commas_or_spaces():
+def test_a_list_is_separated_by_commas_or_spaces():
     assert parse_answer("subnet-1, subnet-2 subnet-3", list[str]) == ["subnet-1", "subnet-2", "subnet-3"]
 
 
 @pytest.mark.parametrize("annotation", [str | None, Texts, list[str], int | None])
-def test_a_hyphen_is_nothing_where_nothing_may_be(annotation):
+def test_a_hyphen_clears_an_optional_value(annotation):
     assert is_optional(annotation)
     assert parse_answer("-", annotation) is None
 
 
-def test_a_hyphen_is_text_where_there_must_be_some():
+def test_a_hyphen_is_text_for_a_required_value():
     assert not is_optional(str)
     assert parse_answer("-", str) == "-"
 
 
 @given(st.dictionaries(NAMES, VALUES, min_size=1, max_size=3))
-def test_what_is_shown_can_be_typed(value):
+def test_formatted_values_can_be_parsed(value):
     assert parse_answer(format_answer(value), Texts) == value
 
 
-def test_channels_with_more_than_a_place_are_shown_too():
+def test_channels_with_options_are_formatted():
     value = {"train": {"uri": "s3://b/x", "input_mode": "FastFile"}, "test": "s3://b/y"}
     assert format_answer(value) == "train={uri: s3://b/x, input_mode: FastFile}, test=s3://b/y"

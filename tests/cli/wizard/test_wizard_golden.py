@@ -1,4 +1,4 @@
-"""The questions of `accel config`, their choices and what Enter answers are those of the golden files."""
+"""Questions of `accel config` with choices and suggestions, compared with golden files."""
 
 import golden
 import pytest
@@ -28,7 +28,7 @@ CONVERSATIONS = {
 
 
 def transcribe(machine, answers):
-    """Return one block of text for each question: its key, words, choices and suggestion."""
+    """Return a block of text for each question: its key, text, choices and suggestion."""
     given, blocks = {}, []
     while step := next_step(given):
         suggestion = step.suggest(machine, given, {})
@@ -42,7 +42,7 @@ def transcribe(machine, answers):
 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("name", CONVERSATIONS)
-def test_questions_are_those_of_their_golden_file(name, machine, monkeypatch, home):
+def test_questions_equal_their_golden_file(name, machine, monkeypatch, home):
     monkeypatch.setattr(network, "find_own_address", lambda: "10.0.0.7")
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)
     # Ray is in an environment of its own.

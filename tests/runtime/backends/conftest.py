@@ -1,4 +1,4 @@
-"""Here three processes are on a machine each: how bytes travel is what these tests are about."""
+"""Clusters for the tests of backends, in which three ranks are each on a node of their own."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ HERE = XLA if importlib.util.find_spec("torch_xla") else GLOO
 
 @pytest.fixture(params=HERE, ids=HERE.values())
 def ranks(request, clusters):
-    """Every way in which there can be one process or several, in turn."""
+    """Each cluster of one or several ranks, in turn."""
     return clusters[request.param]
 
 
 @pytest.fixture(params=[2, "apart"], ids=["2 processes", "3 machines"])
 def several(request, clusters):
-    """Two processes on one machine, and three machines in turn."""
+    """Two ranks on one node, and three nodes, in turn."""
     return clusters[request.param]

@@ -1,4 +1,4 @@
-"""Every backend keeps the promises of `backends/base.py`."""
+"""Every backend satisfies the contract of `backends/base.py`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from accel_runtime.env import Settings
 from accel_runtime.topology import Topology
 
 
-def backend():
+def connect_backend():
     return connect(Settings.from_env(os.environ), Topology.from_env(os.environ))
 
 
-def test_a_launched_process_joins_the_others_and_one_on_its_own_is_a_backend_too(ranks):
+def test_connect_selects_the_backend_and_device_of_each_rank(ranks):
     def places():
-        b = backend()
+        b = connect_backend()
         return type(b).__name__, b.topology.rank, b.topology.world_size, str(b.device)
 
     wanted = [(ranks.backend, rank, ranks.size, ranks.device(rank)) for rank in range(ranks.size)]
@@ -32,7 +32,7 @@ def test_a_launched_process_joins_the_others_and_one_on_its_own_is_a_backend_too
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float64, torch.complex64])
 def test_all_gather_stacks_in_rank_order(ranks, shape, dtype):
     def gathered(shape, dtype):
-        b = backend()
+        b = connect_backend()
         return b.all_gather(torch.full(shape, b.topology.rank).to(b.device, dtype)).cpu()
 
     wanted = torch.stack([torch.full(shape, rank).to(dtype) for rank in range(ranks.size)])
@@ -41,9 +41,9 @@ def test_all_gather_stacks_in_rank_order(ranks, shape, dtype):
         assert torch.equal(got, wanted)
 
 
-def test_all_gather_takes_a_tensor_that_is_not_contiguous(ranks):
+def test_all_gather_accepts_a_tensor_that_is_not_contiguous(ranks):
     def gathered():
-        b = backend()
+        b = connect_backend()
         return b.all_gather(torch.arange(6, device=b.device).view(2, 3).T).cpu()
 
     for got in ranks.run(gathered):
@@ -54,9 +54,9 @@ def test_all_gather_takes_a_tensor_that_is_not_contiguous(ranks):
     ("reduction", "of"),
     [("sum", sum), ("mean", lambda xs: sum(xs) / len(xs)), ("max", max), ("min", min)],
 )
-def test_all_reduce_combines_into_a_new_tensor(ranks, reduction, of):
+def test_all_reduce_returns_a_new_tensor(ranks, reduction, of):
     def reduced(reduction):
-        b = backend()
+        b = connect_backend()
         mine = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=b.device) * (b.topology.rank + 1)
         before = mine.clone()
         total, transposed = b.all_reduce(mine, reduction), b.all_reduce(mine.T, reduction)
@@ -69,9 +69,9 @@ def test_all_reduce_combines_into_a_new_tensor(ranks, reduction, of):
         torch.testing.assert_close(transposed, wanted.T)
 
 
-def test_broadcast_writes_the_tensor_of_the_source_everywhere(ranks):
+def test_broadcast_overwrites_the_tensors_of_other_ranks(ranks):
     def broadcast():
-        b = backend()
+        b = connect_backend()
         received = []
         for source in range(b.topology.world_size):
             mine = torch.tensor([b.topology.rank * 10], device=b.device)
@@ -82,9 +82,9 @@ def test_broadcast_writes_the_tensor_of_the_source_everywhere(ranks):
     assert ranks.run(broadcast) == [[source * 10 for source in range(ranks.size)]] * ranks.size
 
 
-def test_objects_travel_from_all_to_all_and_from_one_to_all(ranks):
+def test_objects_are_gathered_and_broadcast(ranks):
     def exchanged():
-        b = backend()
+        b = connect_backend()
         mine = {"rank": b.topology.rank, "text": "x" * b.topology.rank}
         return b.all_gather_objects(mine, "tests"), b.broadcast_object(
             mine, "tests", b.topology.world_size - 1
@@ -94,11 +94,11 @@ def test_objects_travel_from_all_to_all_and_from_one_to_all(ranks):
     assert ranks.run(exchanged) == [(everyone, everyone[-1])] * ranks.size
 
 
-def test_nobody_passes_a_barrier_before_everybody_is_there(ranks, tmp_path):
+def test_a_barrier_waits_for_all_ranks(ranks, tmp_path):
     def arrived(folder):
         import time
 
-        b = backend()
+        b = connect_backend()
         time.sleep(0.2 * b.topology.rank)
         (folder / str(b.topology.rank)).touch()
         b.barrier()
@@ -107,9 +107,9 @@ def test_nobody_passes_a_barrier_before_everybody_is_there(ranks, tmp_path):
     assert ranks.run(arrived, tmp_path) == [ranks.size] * ranks.size
 
 
-def test_ranks_exchange_bytes_of_any_number_once_they_agree(ranks):
+def test_a_handshake_exchanges_payloads_of_any_size(ranks):
     def exchanged():
-        b = backend()
+        b = connect_backend()
         call, met = call_at_site("test"), []
         for size in (0, 5, PAYLOAD, 3 * PAYLOAD):
             own = torch.full((size * b.topology.rank or 1,), b.topology.rank, dtype=torch.uint8)
@@ -123,9 +123,9 @@ def test_ranks_exchange_bytes_of_any_number_once_they_agree(ranks):
     assert ranks.run(exchanged) == [wanted] * ranks.size
 
 
-def test_one_rank_deals_to_all_others(ranks):
+def test_scatter_bytes_sends_each_rank_its_buffer(ranks):
     def dealt():
-        b = backend()
+        b = connect_backend()
         call, world = call_at_site("test"), b.topology.world_size
         room = torch.zeros(3, dtype=torch.uint8)
         own = [torch.full((3,), rank, dtype=torch.uint8) for rank in range(world)]
@@ -136,8 +136,8 @@ def test_one_rank_deals_to_all_others(ranks):
     assert ranks.run(dealt) == [*others, [0] * 3]
 
 
-def model_and_batch():
-    """The same on every rank, threads of one process as well, which share torch's generator."""
+def build_model_and_batch():
+    """Return equal models and batches on all ranks, also if they are threads that share a generator."""
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -148,22 +148,22 @@ def model_and_batch():
 
 def test_a_replicated_model_averages_its_gradients(ranks):
     def gradients():
-        b = backend()
-        model, batch = model_and_batch()
+        b = connect_backend()
+        model, batch = build_model_and_batch()
         replica = b.wrap_model(b.move_model(model), {})
         replica(batch.chunk(b.topology.world_size)[b.topology.rank].to(b.device)).square().mean().backward()
         b.barrier()
         return [p.grad.cpu() for p in model.parameters()]
 
-    model, batch = model_and_batch()
+    model, batch = build_model_and_batch()
     model(batch).square().mean().backward()
     for got in ranks.run(gradients):
         torch.testing.assert_close(got, [p.grad for p in model.parameters()], atol=1e-6, rtol=0)
 
 
-def test_replicas_start_as_the_first_rank(ranks):
+def test_replicas_start_with_the_parameters_of_the_first_rank(ranks):
     def weights():
-        b = backend()
+        b = connect_backend()
         model = nn.Linear(2, 2)
         nn.init.constant_(model.weight, b.topology.rank + 1)
         return b.unwrap_model(b.wrap_model(b.move_model(model), {})).weight.detach().cpu()
@@ -171,10 +171,10 @@ def test_replicas_start_as_the_first_rank(ranks):
     assert all(torch.equal(got, torch.ones(2, 2)) for got in ranks.run(weights))
 
 
-def test_no_sync_keeps_gradients_to_this_rank_until_the_next_pass_outside(ranks):
+def test_no_sync_defers_averaging_until_the_next_backward_pass(ranks):
     def gradients():
-        b = backend()
-        model, batch = model_and_batch()
+        b = connect_backend()
+        model, batch = build_model_and_batch()
         own = batch.chunk(b.topology.world_size)[b.topology.rank].to(b.device)
         model = b.move_model(model)
         twin = copy.deepcopy(model)
@@ -187,16 +187,16 @@ def test_no_sync_keeps_gradients_to_this_rank_until_the_next_pass_outside(ranks)
         b.barrier()
         return local, model[0].weight.grad.cpu()
 
-    model, batch = model_and_batch()
+    model, batch = build_model_and_batch()
     (2 * model(batch).square().mean()).backward()
     for local, got in ranks.run(gradients):
         assert local
         torch.testing.assert_close(got, model[0].weight.grad, atol=1e-6, rtol=0)
 
 
-def test_the_original_of_a_replica_is_the_very_module(ranks):
+def test_unwrap_model_returns_the_original_module(ranks):
     def originals():
-        b = backend()
+        b = connect_backend()
         model = b.move_model(nn.Linear(2, 2))
         frozen = b.move_model(nn.Linear(2, 2).requires_grad_(requires_grad=False))
         assert b.unwrap_model(b.wrap_model(model, {})) is model
@@ -208,19 +208,19 @@ def test_the_original_of_a_replica_is_the_very_module(ranks):
     assert all(ranks.run(originals))
 
 
-def test_a_device_that_is_not_there_is_refused_by_name():
+def test_an_unavailable_device_is_rejected_by_name():
     with pytest.raises(RuntimeError, match="Device 'xpu' is not available"):
         connect(Settings(device="xpu"), Topology())
 
 
-def test_words_are_left_for_all_and_turns_are_counted_for_each(ranks):
+def test_store_keys_are_shared_and_counters_are_kept_for_each_rank(ranks):
     def words(name):
-        b = backend()
+        b = connect_backend()
         mine, first = f"{name}/{b.topology.rank}", f"{name}/0"
         before = b.get_store_key(mine)
         b.set_store_key(mine, f"from {b.topology.rank}")
         b.barrier()
-        again = backend()
+        again = connect_backend()
         turns = [
             b.increment_store_key(name),
             b.increment_store_key(name),
@@ -233,9 +233,9 @@ def test_words_are_left_for_all_and_turns_are_counted_for_each(ranks):
     assert ranks.run(words, name) == wanted
 
 
-def test_a_backend_says_what_it_is(ranks):
+def test_a_backend_reports_its_type_and_collective_backend(ranks):
     def said():
-        b = backend()
+        b = connect_backend()
         return b.distributed_type.value, b.collective_backend
 
     assert ranks.run(said) == [(ranks.kind, ranks.carrier)] * ranks.size

@@ -1,4 +1,4 @@
-"""How DDP sends gradients, and how it answers for the script's module, over real processes."""
+"""DDP: how gradients are sent, and how the prepared model exposes the module of the script."""
 
 from __future__ import annotations
 
@@ -18,84 +18,88 @@ from accel_runtime.backends.ddp import ReplicatedModel
 HALF = {"fp16": 2**-10, "bf16": 2**-7}
 
 
-def network():
+def build_network():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))
 
 
-def data(rank):
+def build_batch(rank):
     return torch.randn(8, 32, generator=torch.Generator().manual_seed(rank))
 
 
-def sent(options, weighted=False):
-    """The gradient after the fourth backward pass on the same data; PowerSGD compresses from the third."""
+def compute_gradient(options, weighted=False):
+    """Return the gradient after four backward passes on the same data; PowerSGD compresses from the third."""
     accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(**options)])
-    model = accelerator.prepare(network())
-    x = data(accelerator.process_index)
+    model = accelerator.prepare(build_network())
+    x = build_batch(accelerator.process_index)
     for _ in range(4):
         model.zero_grad()
         accelerator.backward(model(x).square().mean(), **({"weight": 8} if weighted else {}))
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-def wanted(size):
-    model = network()
-    model(torch.cat([data(rank) for rank in range(size)])).square().mean().backward()
+def compute_reference(size):
+    model = build_network()
+    model(torch.cat([build_batch(rank) for rank in range(size)])).square().mean().backward()
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-def error(got, size):
-    return float((got - wanted(size)).norm() / wanted(size).norm())
+def relative_error(got, size):
+    return float((got - compute_reference(size)).norm() / compute_reference(size).norm())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("kind", ["fp16", "bf16"])
-def test_gradients_sent_in_half_precision_are_right_within_its_rounding(several, kind, weighted):
-    results = several.run(sent, {"comm_hook": kind}, weighted)
+def test_gradients_sent_in_half_precision_are_correct_within_rounding(several, kind, weighted):
+    results = several.run(compute_gradient, {"comm_hook": kind}, weighted)
     assert all(torch.equal(got, results[0]) for got in results)
-    assert 1e-7 < error(results[0], several.size) < HALF[kind]
+    assert 1e-7 < relative_error(results[0], several.size) < HALF[kind]
 
 
 @pytest.mark.parametrize("wrapper", ["no", "fp16", "bf16"])
-def test_power_sgd_compresses_and_all_ranks_get_the_same(pair, wrapper):
+def test_power_sgd_compresses_and_all_ranks_get_equal_gradients(pair, wrapper):
     state = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 2}
-    results = pair.run(sent, {"comm_hook": "power_sgd", "comm_wrapper": wrapper, "comm_state_option": state})
+    results = pair.run(
+        compute_gradient, {"comm_hook": "power_sgd", "comm_wrapper": wrapper, "comm_state_option": state}
+    )
     assert torch.equal(*results)
-    assert 1e-4 < error(results[0], 2) < 0.9
+    assert 1e-4 < relative_error(results[0], 2) < 0.9
 
 
-def test_a_power_sgd_of_full_rank_loses_next_to_nothing(pair):
+def test_power_sgd_of_full_rank_is_nearly_exact(pair):
     state = {"matrix_approximation_rank": 32, "start_powerSGD_iter": 2, "min_compression_rate": 0.01}
-    results = pair.run(sent, {"comm_hook": "power_sgd", "comm_state_option": state})
-    assert error(results[0], 2) < 1e-4
+    results = pair.run(compute_gradient, {"comm_hook": "power_sgd", "comm_state_option": state})
+    assert relative_error(results[0], 2) < 1e-4
 
 
 @pytest.mark.parametrize("wrapper", ["no", "fp16"])
-def test_a_wrapped_half_precision_hook_is_right_within_rounding(pair, wrapper):
-    results = pair.run(sent, {"comm_hook": "fp16", "comm_wrapper": wrapper})
-    assert 1e-7 < error(results[0], 2) < 2 * HALF["fp16"]
+def test_a_wrapped_half_precision_hook_is_correct_within_rounding(pair, wrapper):
+    results = pair.run(compute_gradient, {"comm_hook": "fp16", "comm_wrapper": wrapper})
+    assert 1e-7 < relative_error(results[0], 2) < 2 * HALF["fp16"]
 
 
-def test_without_a_hook_gradients_travel_as_they_are(several):
-    assert all(error(got, several.size) < 1e-6 for got in several.run(sent, {"comm_hook": "no"}))
+def test_gradients_without_a_hook_are_exact(several):
+    assert all(
+        relative_error(got, several.size) < 1e-6 for got in several.run(compute_gradient, {"comm_hook": "no"})
+    )
 
 
-def test_what_torch_cannot_do_is_refused_and_torch_still_cannot(pair):
-    """When this fails, torch has mended its hook, and ours can be offered."""
+def test_the_broken_batched_power_sgd_hook_of_torch_is_rejected(pair):
+    """If this fails, torch has repaired its hook, and accel can offer it."""
     with pytest.raises(ValueError, match="batched_powerSGD_hook fails"):
         DistributedDataParallelKwargs(comm_hook="batched_power_sgd")
 
     def torchs_own():
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-        model = nn.parallel.DistributedDataParallel(network())
+        model = nn.parallel.DistributedDataParallel(build_network())
         state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
         model.register_comm_hook(state, powerSGD_hook.batched_powerSGD_hook)
         for _ in range(2):
-            model(data(0)).sum().backward()
+            model(build_batch(0)).sum().backward()
         with pytest.raises(AssertionError):
-            model(data(0)).sum().backward()
+            model(build_batch(0)).sum().backward()
 
     pair.run(torchs_own)
 
@@ -104,7 +108,7 @@ def test_what_torch_cannot_do_is_refused_and_torch_still_cannot(pair):
 
 
 class Decoder(nn.Module):
-    """A model with attributes and methods of its own; DDP has a `dim` too."""
+    """A model with attributes and methods of its own, of which DDP also has `dim`."""
 
     def __init__(self):
         super().__init__()
@@ -125,7 +129,7 @@ class Decoder(nn.Module):
         return self.layer.weight.numel()
 
 
-def test_what_ddp_does_not_have_is_read_from_the_module_and_set_there(ranks):
+def test_attributes_are_read_from_and_set_on_the_module_of_the_script(ranks):
     def use():
         accelerator, own = Accelerator(), Decoder()
         model = accelerator.prepare(own)
@@ -146,16 +150,16 @@ def test_what_ddp_does_not_have_is_read_from_the_module_and_set_there(ranks):
     assert all(ranks.run(use))
 
 
-def test_a_prepared_model_is_indexed_like_that_of_the_script(ranks):
+def test_a_prepared_model_can_be_indexed(ranks):
     def index():
-        own = network()
+        own = build_network()
         model = Accelerator().prepare(own)
         return model[0] is own[0], model[-1] is own[-1], bool(model)
 
     assert ranks.run(index) == [(True, True, True)] * ranks.size
 
 
-def test_a_state_has_the_names_of_the_script_and_is_loaded_under_them_and_under_those_of_ddp(pair):
+def test_a_state_dict_has_the_names_of_the_script_and_loads_those_of_ddp(pair):
     def load():
         own = Decoder()
         model = Accelerator().prepare(own)
@@ -179,7 +183,7 @@ def test_a_state_has_the_names_of_the_script_and_is_loaded_under_them_and_under_
     assert pair.run(load) == [alone.missing_keys] * 2
 
 
-def test_a_module_that_holds_a_prepared_model_saves_and_loads_the_names_of_the_script(ranks):
+def test_a_module_that_contains_a_prepared_model_keeps_the_names_of_the_script(ranks):
     def hold():
         holder = nn.ModuleDict({"inner": Accelerator().prepare(Decoder()), "other": nn.Linear(1, 1)})
         state = holder.state_dict()
@@ -206,7 +210,7 @@ def test_a_module_with_a_child_named_module_keeps_its_names(pair):
     assert pair.run(load) == [["module.weight", "module.bias"]] * 2
 
 
-def test_torchs_distributed_checkpoints_take_a_prepared_model(pair):
+def test_a_prepared_model_works_with_distributed_checkpoints_of_torch(pair):
     def through():
         accelerator, own = Accelerator(), Decoder()
         model, optimizer = accelerator.prepare(own, torch.optim.AdamW(own.parameters()))
@@ -220,10 +224,10 @@ def test_torchs_distributed_checkpoints_take_a_prepared_model(pair):
     assert pair.run(through) == [(True, True)] * 2
 
 
-def test_copies_and_saved_models_work_like_the_prepared_one(pair):
+def test_copied_and_loaded_models_average_gradients_like_the_prepared_one(pair):
     def copied():
         accelerator = Accelerator()
-        model = accelerator.prepare(network())
+        model = accelerator.prepare(build_network())
         file = io.BytesIO()
         torch.save(model, file)
         file.seek(0)
@@ -233,34 +237,34 @@ def test_copies_and_saved_models_work_like_the_prepared_one(pair):
             other.note = 3
             assert other.module.note == 3
             assert "reducer" not in vars(other.module)
-            other(data(accelerator.process_index)).square().mean().backward()
+            other(build_batch(accelerator.process_index)).square().mean().backward()
             seen.append(torch.cat([p.grad.flatten() for p in other.module.parameters()]))
         return seen
 
-    assert all(error(got, 2) < 1e-6 for grads in pair.run(copied) for got in grads)
+    assert all(relative_error(got, 2) < 1e-6 for grads in pair.run(copied) for got in grads)
 
 
 @pytest.mark.parametrize("by_the_script", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_compiled_model_averages_and_has_the_attributes_of_the_script(pair, by_the_script):
+def test_a_compiled_model_averages_gradients_and_keeps_its_parameter_names(pair, by_the_script):
     def compiled():
         accelerator = Accelerator(dynamo_backend="no" if by_the_script else "eager")
-        model = accelerator.prepare(network())
+        model = accelerator.prepare(build_network())
         called = torch.compile(model, backend="eager") if by_the_script else model
-        accelerator.backward(called(data(accelerator.process_index)).square().mean())
-        assert list(model.state_dict()) == list(network().state_dict())
+        accelerator.backward(called(build_batch(accelerator.process_index)).square().mean())
+        assert list(model.state_dict()) == list(build_network().state_dict())
         return torch.cat([p.grad.flatten() for p in model.parameters()])
 
-    assert all(error(got, 2) < 1e-6 for got in pair.run(compiled))
+    assert all(relative_error(got, 2) < 1e-6 for got in pair.run(compiled))
 
 
-def test_parameters_without_a_gradient_are_named_with_the_option_that_allows_them(pair):
+def test_parameters_without_a_gradient_are_named_with_the_option_to_allow_them(pair):
     def train(**options):
         accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(**options)])
-        own = network()
+        own = build_network()
         own.forward = own[0].forward
         model = accelerator.prepare(own)
         for _ in range(2):
-            accelerator.backward(model(data(0)).sum())
+            accelerator.backward(model(build_batch(0)).sum())
 
     def fail():
         with pytest.raises(RuntimeError, match="Gradients of Sequential cannot be averaged") as failure:
@@ -274,7 +278,7 @@ def test_parameters_without_a_gradient_are_named_with_the_option_that_allows_the
 
 
 class Positions(nn.Module):
-    """Buffers and a parameter with strides that torch does not broadcast, and one with strides that it does."""
+    """Buffers and parameters with strides, of which torch cannot broadcast some."""
 
     def __init__(self):
         super().__init__()
@@ -299,14 +303,18 @@ def test_buffers_of_any_strides_are_broadcast(pair, options):
         for _ in range(2):
             accelerator.backward(model(torch.ones(5, 2, 4)))
         assert own.repeated is repeated
-        return own.image.is_contiguous(memory_format=torch.channels_last), wanted, list(own.buffers())
+        return (
+            own.image.is_contiguous(memory_format=torch.channels_last),
+            wanted,
+            list(own.buffers()),
+        )
 
     for image, wanted, got in pair.run(train):
         assert image
         assert all(torch.equal(g, w) for g, w in zip(got, wanted, strict=True))
 
 
-def test_a_sparse_buffer_is_named_unless_buffers_are_not_broadcast(pair):
+def test_a_sparse_buffer_is_rejected_unless_buffers_are_not_broadcast(pair):
     def prepare():
         model = nn.Linear(2, 2)
         model.register_buffer("graph", torch.eye(2).to_sparse())
@@ -314,7 +322,7 @@ def test_a_sparse_buffer_is_named_unless_buffers_are_not_broadcast(pair):
             Accelerator().prepare(model)
         kept = DistributedDataParallelKwargs(broadcast_buffers=False)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch 2.13 calls the option deprecated, and has no other
+            warnings.simplefilter("ignore")  # torch 2.13 deprecates the option without an alternative
             return Accelerator(kwargs_handlers=[kept]).prepare(model)(torch.ones(1, 2)).shape
 
     assert pair.run(prepare) == [torch.Size([1, 2])] * 2

@@ -1,4 +1,4 @@
-"""Beginning and leaving a process group, in processes of their own."""
+"""Start and end of a process group, in separate processes."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def fork_server():
 
 @pytest.fixture
 def run(fork_server, tmp_path):
-    """Runs code in a process that a launcher started alone; returns its output, its errors and its exit code."""
+    """Run code in a process that a launcher started alone; return output, errors and exit code."""
 
     def run(code):
         script = tmp_path / "train.py"
         script.write_text(code)
-        (done,) = fork_server.run(script, [environ(0, 1, port=0)])
+        (done,) = fork_server.run(script, [build_environ(0, 1, port=0)])
         return done
 
     return run
@@ -46,7 +46,7 @@ def run(fork_server, tmp_path):
 
 @pytest.fixture
 def printed(run):
-    """Returns what code prints, line by line."""
+    """Return the lines that code prints."""
 
     def printed(code):
         out, errors, exit_code = run(code)
@@ -56,13 +56,13 @@ def printed(run):
     return printed
 
 
-def environ(rank, size, port):
-    """The environment of a process that a launcher starts."""
+def build_environ(rank, size, port):
+    """Return the environment of a process that a launcher starts."""
     counts = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
     return counts | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
-def test_a_group_of_ours_has_the_timeout_of_the_settings_and_is_gone_at_the_end(printed, monkeypatch):
+def test_a_process_group_has_the_timeout_of_the_settings_and_is_destroyed_at_exit(printed, monkeypatch):
     monkeypatch.setenv("ACCEL_PROCESS_GROUP_TIMEOUT", "90")
     assert printed(INSPECT + "Accelerator(); print(dist.get_backend(), seconds())") == [
         "gloo 90.0",
@@ -70,13 +70,13 @@ def test_a_group_of_ours_has_the_timeout_of_the_settings_and_is_gone_at_the_end(
     ]
 
 
-def test_options_of_the_script_win_over_the_settings(printed):
+def test_options_of_the_script_override_the_settings(printed):
     code = "kwargs = InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=7))\n"
     code += "Accelerator(kwargs_handlers=[kwargs]); print(seconds())"
     assert printed(INSPECT + code) == ["7.0", "is gone"]
 
 
-def test_a_group_of_the_script_is_used_and_left_alone(printed):
+def test_a_process_group_of_the_script_is_used_and_not_destroyed(printed):
     code = (
         "dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=11)); ours = dist.group.WORLD\n"
     )
@@ -84,7 +84,7 @@ def test_a_group_of_the_script_is_used_and_left_alone(printed):
     assert printed(INSPECT + code) == ["11.0 True", "is there"]
 
 
-# A stand-in: SageMaker's own library exists in its images only. It registers itself with torch when it is imported.
+# A stub: SageMaker's library exists only in its images. It registers a backend with torch on import.
 STAND_IN = """
 import sys, types, torch.distributed as dist
 def made(store, rank, size, timeout):
@@ -113,12 +113,12 @@ print(dist.get_backend(), backend.all_reduce_async(torch.ones(2))().tolist(), ba
 """
 
 
-def test_sagemakers_library_is_imported_and_asked_for_before_the_group_is_made(printed, monkeypatch):
+def test_the_smddp_library_is_imported_before_the_process_group_is_created(printed, monkeypatch):
     monkeypatch.setenv("ACCEL_PROCESS_GROUP_BACKEND", "smddp")
     assert printed(STAND_IN + CONNECT) == ["asked for by rank 0", "smddp [1.0, 1.0] smddp"]
 
 
-def test_sagemakers_library_where_it_is_not_is_one_message(run, monkeypatch):
+def test_a_missing_smddp_library_is_one_message(run, monkeypatch):
     monkeypatch.setenv("ACCEL_PROCESS_GROUP_BACKEND", "smddp")
     for code, said in (
         (CONNECT, "which cannot be imported here (No module named 'smdistributed')"),
@@ -135,13 +135,13 @@ def test_sagemakers_library_where_it_is_not_is_one_message(run, monkeypatch):
 END = "import torch, accel_runtime; accel_runtime.Accelerator().gather(torch.ones(3))"
 
 
-def forked(server, script, environs):
-    """The output, errors and exit codes of processes that are forked from one interpreter."""
+def run_forked(server, script, environs):
+    """Fork the processes from one interpreter; return output, errors and exit codes."""
     return server.run(script, environs)
 
 
-def launched(_, script, environs):
-    """The same of interpreters of their own."""
+def run_launched(_, script, environs):
+    """Start an interpreter for each process; return output, errors and exit codes."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     told = [{name: str(value) for name, value in environ.items()} for environ in environs]
     processes = [
@@ -152,14 +152,16 @@ def launched(_, script, environs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", [forked, pytest.param(launched, marks=pytest.mark.full)])
-def test_processes_that_end_right_after_a_collective_end_well(fork_server, tmp_path, start):
-    """gloo's threads may still be at work: see `_leave`, without which about one launched pair in ten aborts."""
+@pytest.mark.parametrize("start", [run_forked, pytest.param(run_launched, marks=pytest.mark.full)])
+def test_processes_that_end_right_after_a_collective_exit_cleanly(fork_server, tmp_path, start):
+    """Threads of gloo may still run: without `_leave`, about one launched pair in ten aborts."""
     script = tmp_path / "train.py"
     script.write_text(END)
     with ExitStack() as ports:
         for _ in range(4):
-            # Two pairs at once: a busy machine shows it sooner.
+            # Two pairs at once: load makes a failure more likely.
             pairs = [ports.enter_context(free_port()) for _ in range(2)]
-            done = start(fork_server, script, [environ(rank, 2, port) for port in pairs for rank in range(2)])
+            done = start(
+                fork_server, script, [build_environ(rank, 2, port) for port in pairs for rank in range(2)]
+            )
             assert done == [("", "", 0)] * 4

@@ -1,4 +1,4 @@
-"""Forks beside the threads of collectives, and the wait for them."""
+"""Forks of a process with threads that run collectives."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc
 ROUNDS = 4_000_000
 
 
-def pauses():
-    """For how long a fork makes this process sleep, each time, in seconds."""
+def collect_pauses():
+    """Return the times in seconds that a fork makes this process sleep."""
     Accelerator()
     found, sleep = [], time.sleep
     time.sleep = found.append
@@ -33,42 +33,42 @@ def pauses():
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="later versions of Python need no pause")
-def test_a_process_in_a_group_forks_after_a_pause_in_which_threads_leave_python(pair):
-    for found in pair.run(pauses):
+def test_a_fork_in_a_process_group_waits_for_other_threads(pair):
+    for found in pair.run(collect_pauses):
         assert found
         assert set(found) == {PAUSE_S}
 
 
 @on_linux
-def test_a_thread_at_work_is_seen_and_one_that_waits_is_not():
+def test_only_a_running_thread_is_detected():
     def seen():
         found = [_other_threads_run() for _ in range(50) if not time.sleep(PAUSE_S)]
         return sum(found) / len(found)
 
     assert seen() < 0.5
-    with at_work():
+    with compute_in_thread():
         assert seen() > 0.5
 
 
 @on_linux
-def test_the_wait_is_as_long_as_the_work_of_others():
-    with at_work() as ended:
+def test_the_wait_lasts_as_long_as_other_threads_run():
+    with compute_in_thread() as ended:
         wait_for_threads(PAUSE_S, 600)
         returned = time.monotonic()
     assert ended[0] < returned + 0.5
 
 
 @on_linux
-def test_the_wait_is_not_longer_than_its_patience():
-    with at_work() as ended:
+def test_the_wait_ends_at_its_limit():
+    with compute_in_thread() as ended:
         wait_for_threads(PAUSE_S, 0.05)
         returned = time.monotonic()
     assert returned < ended[0]
 
 
 @contextmanager
-def at_work():
-    """A thread that computes for a second or two without the interpreter; then there is when it was done."""
+def compute_in_thread():
+    """Run a thread that computes without the GIL for a second or two, and yield its end time."""
     ended = []
 
     def work():

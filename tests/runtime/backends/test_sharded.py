@@ -1,4 +1,4 @@
-"""Models that are divided among processes, from `prepare` to the end of a run."""
+"""Models that are sharded over processes, from `prepare` to the end of a run."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def sharded(**options):
+def create_sharding_accelerator(**options):
     return Accelerator(parallelism_config=ParallelismConfig(dp_shard_size="auto"), **options)
 
 
-def whole(model):
+def gather_parameters(model):
     return [p.full_tensor().tolist() for p in model.parameters()]
 
 
-def trained(make, order):
-    """Parameters after three steps, however model and optimizer came to `prepare`."""
+def train(make, order):
+    """Return the parameters after three steps, for any order of `prepare` calls."""
     torch.manual_seed(0)
     accelerator, model = make(), Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -65,59 +65,63 @@ def trained(make, order):
         accelerator.backward(model(torch.ones(2, 4) * (step + 1)).mean())
         optimizer.step()
         optimizer.zero_grad()
-    return whole(model)
+    return gather_parameters(model)
 
 
 @pytest.mark.parametrize("order", ["model", "optimizer", "together"])
-def test_an_optimizer_made_before_prepare_trains_whatever_the_order(pair, order):
-    assert pair.run(trained, sharded, order) == pair.run(trained, sharded, "new")
+def test_an_optimizer_created_before_prepare_trains_in_any_order(pair, order):
+    assert pair.run(train, create_sharding_accelerator, order) == pair.run(
+        train, create_sharding_accelerator, "new"
+    )
 
 
-def test_one_process_shards_over_itself(alone):
-    model = sharded().prepare(Model())
+def test_one_process_uses_fully_shard(alone):
+    model = create_sharding_accelerator().prepare(Model())
     assert isinstance(model, FSDPModule)
     assert all(isinstance(block, FSDPModule) for block in model.blocks)
 
 
-def test_scripts_see_that_models_are_sharded(pair):
+def test_the_accelerator_reports_sharding(pair):
     def seen():
-        accelerator = sharded()
+        accelerator = create_sharding_accelerator()
         accelerator.prepare(Model())
         return accelerator.distributed_type, accelerator.is_fsdp2, accelerator.describe().models[0].wrapping
 
     assert pair.run(seen) == [(DistributedType.FSDP, True, "fully_shard (dp_shard 2)")] * 2
 
 
-def test_a_model_prepared_twice_is_the_same(alone):
-    accelerator = sharded()
+def test_preparing_a_model_twice_returns_it(alone):
+    accelerator = create_sharding_accelerator()
     model = accelerator.prepare(Model())
     assert accelerator.prepare(model) is model
 
 
-def test_a_model_that_is_never_trained_is_divided_too(pair):
+def test_a_model_for_evaluation_is_sharded(pair):
     def divided():
-        return isinstance(sharded().prepare_model(Model(), evaluation_mode=True), FSDPModule)
+        return isinstance(
+            create_sharding_accelerator().prepare_model(Model(), evaluation_mode=True), FSDPModule
+        )
 
     assert pair.run(divided) == [True, True]
 
 
-def test_options_of_ddp_are_refused(alone):
+def test_options_of_ddp_are_rejected_with_sharding(alone):
     with pytest.raises(
         ValueError,
         match=r"DistributedDataParallelKwargs\(bucket_cap_mb\) is not supported for sharded models",
     ):
-        sharded(kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=3)])
+        create_sharding_accelerator(kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=3)])
 
 
-def test_sharding_on_xla_is_refused(alone, monkeypatch):
+def test_sharding_on_xla_is_rejected(alone, monkeypatch):
     monkeypatch.setenv("ACCEL_DEVICE", "xla")
     with pytest.raises(ValueError, match="XLA devices"):
-        sharded()
+        create_sharding_accelerator()
 
 
-def test_uneven_inputs_are_not_joined_which_one_warning_with_the_line_tells(pair):
+def test_join_uneven_inputs_warns_once_that_it_has_no_effect(pair):
     def joined():
-        accelerator = sharded()
+        accelerator = create_sharding_accelerator()
         model = accelerator.prepare(Model())
         with collect_messages("accel_runtime.backends") as messages:
             for _ in range(2):
@@ -131,10 +135,10 @@ def test_uneven_inputs_are_not_joined_which_one_warning_with_the_line_tells(pair
         assert "(joined)" in message
 
 
-def test_gradients_stay_here_in_no_sync_and_come_together_with_the_next_pass(pair):
+def test_no_sync_defers_averaging_until_the_next_backward_pass(pair):
     def grads():
         torch.manual_seed(0)
-        accelerator = sharded()
+        accelerator = create_sharding_accelerator()
         model = accelerator.prepare(Model())
         x = torch.full((1, 4), float(accelerator.process_index + 1))
         with accelerator.no_sync(model):
@@ -150,10 +154,10 @@ def test_gradients_stay_here_in_no_sync_and_come_together_with_the_next_pass(pai
     assert pair.run(grads) == [(True, True, [3.0])] * 2
 
 
-def test_a_state_saved_after_an_evaluation_is_that_of_the_sharded_model(pair, tmp_path):
+def test_a_state_saved_after_an_evaluation_restores_the_sharded_model(pair, tmp_path):
     def saved(folder):
         torch.manual_seed(0)
-        accelerator, model = sharded(), Model()
+        accelerator, model = create_sharding_accelerator(), Model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         model, optimizer = accelerator.prepare(model, optimizer)
         for grad in (True, False):
@@ -164,36 +168,40 @@ def test_a_state_saved_after_an_evaluation_is_that_of_the_sharded_model(pair, tm
                 optimizer.step()
                 optimizer.zero_grad()
         accelerator.save_state(folder)
-        before = whole(model)
+        before = gather_parameters(model)
         accelerator.backward(model(torch.ones(2, 4)).mean())
         optimizer.step()
         accelerator.load_state(folder)
-        return before == whole(model)
+        return before == gather_parameters(model)
 
     assert pair.run(saved, str(tmp_path / "state")) == [True, True]
 
 
-def test_an_optimizer_of_no_prepared_model_is_refused_at_its_first_step(alone):
-    accelerator, model = sharded(), Model()
+def test_an_optimizer_of_unprepared_parameters_is_rejected_at_its_first_step(alone):
+    accelerator, model = create_sharding_accelerator(), Model()
     other = nn.Linear(2, 2)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(other.parameters(), lr=0.1))
     with pytest.raises(ValueError, match="SGD cannot step: 2 of its parameters"):
         optimizer.step()
 
 
-def test_names_to_leave_whole_are_left_whole(pair):
+def test_ignored_modules_are_not_sharded(pair):
     def kept():
-        accelerator = sharded(fsdp_plugin=FullyShardedDataParallelPlugin(ignored_modules="head"))
+        accelerator = create_sharding_accelerator(
+            fsdp_plugin=FullyShardedDataParallelPlugin(ignored_modules="head")
+        )
         model = accelerator.prepare(Model())
         return [name for name, p in model.named_parameters() if not hasattr(p, "device_mesh")]
 
     assert pair.run(kept) == [["head.weight", "head.bias"]] * 2
 
 
-def test_gradients_of_what_is_left_whole_are_averaged_as_the_others_are(pair):
+def test_gradients_of_ignored_modules_are_averaged(pair):
     def grads():
         torch.manual_seed(0)
-        accelerator = sharded(fsdp_plugin=FullyShardedDataParallelPlugin(ignored_modules="head"))
+        accelerator = create_sharding_accelerator(
+            fsdp_plugin=FullyShardedDataParallelPlugin(ignored_modules="head")
+        )
         model = accelerator.prepare(Model())
         x = torch.full((1, 4), float(accelerator.process_index + 1))
         with accelerator.no_sync(model):
@@ -208,10 +216,10 @@ def test_gradients_of_what_is_left_whole_are_averaged_as_the_others_are(pair):
     assert mean == 3.0
 
 
-def test_running_means_are_the_first_ranks_at_an_evaluation(pair):
+def test_batch_norm_statistics_of_the_first_rank_are_used_in_evaluation(pair):
     def means():
         torch.manual_seed(0)
-        accelerator = sharded()
+        accelerator = create_sharding_accelerator()
         model = accelerator.prepare(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
         for step in range(2):
             torch.manual_seed(10 * step + accelerator.process_index)
@@ -228,9 +236,9 @@ def test_running_means_are_the_first_ranks_at_an_evaluation(pair):
     assert steps == others == 2
 
 
-def test_a_part_of_a_tensor_is_not_saved_for_a_whole_one(pair, tmp_path):
+def test_saving_a_sharded_tensor_is_rejected(pair, tmp_path):
     def saved(path):
-        accelerator = sharded()
+        accelerator = create_sharding_accelerator()
         model = accelerator.prepare(Model())
         try:
             accelerator.save(model.state_dict(), path)
@@ -246,10 +254,10 @@ def test_a_part_of_a_tensor_is_not_saved_for_a_whole_one(pair, tmp_path):
         assert shape == [1, 4]
 
 
-def test_an_evaluation_before_the_first_step_changes_nothing(pair):
+def test_an_evaluation_between_backward_and_step_changes_nothing(pair):
     def stepped(evaluate):
         torch.manual_seed(0)
-        accelerator, model = sharded(), Model()
+        accelerator, model = create_sharding_accelerator(), Model()
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
         accelerator.backward(model(torch.ones(2, 4)).mean())
         if evaluate:
@@ -257,15 +265,15 @@ def test_an_evaluation_before_the_first_step_changes_nothing(pair):
                 model(torch.ones(2, 4))
         optimizer.step()
         accelerator._backend.synchronize()
-        return whole(model)
+        return gather_parameters(model)
 
     assert pair.run(stepped, True) == pair.run(stepped, False)
 
 
-def test_several_models_and_optimizers_find_each_other(pair):
+def test_several_models_and_optimizers_are_matched(pair):
     def both(divided):
         torch.manual_seed(0)
-        accelerator = sharded() if divided else Accelerator()
+        accelerator = create_sharding_accelerator() if divided else Accelerator()
         one, two = Model(), Model()
         first = torch.optim.AdamW(one.parameters(), lr=0.1)
         # One optimizer of two groups, of which each is of another model.

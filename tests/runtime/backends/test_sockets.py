@@ -1,4 +1,4 @@
-"""Ranks on one machine exchange bytes over sockets between every two of them."""
+"""Ranks on one node exchange bytes over a socket between each two of them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from accel_runtime.collectives.transport import (
 )
 
 
-class Wires:
-    """The wires of `size` ranks, each used in a thread of its own."""
+class SocketRanks:
+    """The transports of `size` ranks, each used in its own thread."""
 
     def __init__(self, size, timeout=20.0):
         peers = [{} for _ in range(size)]
@@ -40,7 +40,7 @@ class Wires:
         self.wires = [SocketTransport(p, rank, store, seconds) for rank, p in enumerate(peers)]
 
     def run(self, step):
-        """What `step(rank, wire)` gives on every rank, all at once."""
+        """Call `step(rank, transport)` on all ranks at once, and return the results."""
         with ThreadPoolExecutor(len(self.wires)) as threads:
             return list(threads.map(step, range(len(self.wires)), self.wires))
 
@@ -52,12 +52,12 @@ class Wires:
             peer.close()
 
 
-def slot(rank):
+def build_slot(rank):
     return memoryview(bytes([rank]) * SLOT)
 
 
-def failed(wire, step, doing=""):
-    """The error to raise after an exchange that fails."""
+def fail_exchange(wire, step, doing=""):
+    """Run a failing exchange, and return the error to raise."""
     with pytest.raises(BaseException) as caught:
         step()
     return wire.fail(caught.value, doing)
@@ -65,16 +65,16 @@ def failed(wire, step, doing=""):
 
 @settings(max_examples=20)
 @given(size=st.integers(2, 20))
-def test_every_rank_has_the_slots_of_all_in_rank_order(size):
-    with Wires(size) as wires:
+def test_all_gather_slots_returns_slots_in_rank_order(size):
+    with SocketRanks(size) as wires:
         for _ in range(2):
-            for got in wires.run(lambda rank, wire: wire.all_gather_slots(slot(rank))):
-                assert got == b"".join(map(slot, range(size)))
+            for got in wires.run(lambda rank, wire: wire.all_gather_slots(build_slot(rank))):
+                assert got == b"".join(map(build_slot, range(size)))
 
 
 @settings(max_examples=15)
 @given(data=st.data(), size=st.integers(2, 4))
-def test_any_rank_sends_any_number_of_bytes_to_any_other_at_once(data, size):
+def test_transfer_sends_any_number_of_bytes_between_any_ranks(data, size):
     pairs = [(a, b) for a in range(size) for b in range(size) if a != b]
     counts = {pair: data.draw(st.sampled_from([0, 1, 5000, 3_000_000])) for pair in pairs}
 
@@ -84,97 +84,104 @@ def test_any_rank_sends_any_number_of_bytes_to_any_other_at_once(data, size):
         wire.transfer(own, rooms)
         return rooms
 
-    with Wires(size) as wires:
+    with SocketRanks(size) as wires:
         for rank, rooms in enumerate(wires.run(step)):
             for other, room in rooms.items():
                 assert torch.equal(room, torch.full((counts[other, rank],), other, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("large", [False, True], ids=["slots", "large data"])
-def test_a_rank_that_is_gone_is_missing_for_all_others_and_stays_so(large):
+def test_a_lost_rank_is_an_error_for_all_others_now_and_later(large):
     def step(rank, wire):
         if rank == 2:
             for peer in wires.peers[2].values():
                 peer.close()
             return None
         rooms = {2: torch.empty(100_000, dtype=torch.uint8)}
-        step = partial(wire.transfer, {}, rooms) if large else partial(wire.all_gather_slots, slot(rank))
-        first = failed(wire, step, f"here {rank}")
-        assert failed(wire, partial(wire.all_gather_slots, slot(rank))) is first
+        step = (
+            partial(wire.transfer, {}, rooms) if large else partial(wire.all_gather_slots, build_slot(rank))
+        )
+        first = fail_exchange(wire, step, f"here {rank}")
+        assert fail_exchange(wire, partial(wire.all_gather_slots, build_slot(rank))) is first
         return first
 
-    with Wires(3) as wires:
+    with SocketRanks(3) as wires:
         *errors, _ = wires.run(step)
     assert [error.waiting for error in errors] == [{0: "here 0", 1: "here 1"}] * 2
     assert not errors[0].timed_out
 
 
-def test_a_rank_that_does_not_come_in_time_is_missing_and_it_is_said_that_time_ran_out():
+def test_a_late_rank_is_reported_as_a_timeout():
     def step(rank, wire):
         if rank == 1:
             time.sleep(1.5)
             return None
-        return failed(wire, partial(wire.all_gather_slots, slot(rank)), "here")
+        return fail_exchange(wire, partial(wire.all_gather_slots, build_slot(rank)), "here")
 
-    with Wires(2, timeout=0.3) as wires:
+    with SocketRanks(2, timeout=0.3) as wires:
         error, _ = wires.run(step)
     assert error.waiting == {0: "here"}
     assert error.timed_out
 
 
-def test_what_is_interrupted_half_way_is_never_taken_for_an_answer():
+def test_the_data_of_an_interrupted_transfer_is_never_returned():
     def step(rank, wire):
         if rank == 0:
             step = partial(wire.transfer, {1: torch.ones(10, dtype=torch.uint8)}, {1: Interrupting()})
-            assert isinstance(failed(wire, step), KeyboardInterrupt)
+            assert isinstance(fail_exchange(wire, step), KeyboardInterrupt)
         else:
-            assert isinstance(failed(wire, partial(wire.all_gather_slots, slot(rank))), ConnectionLostError)
+            assert isinstance(
+                fail_exchange(wire, partial(wire.all_gather_slots, build_slot(rank))),
+                ConnectionLostError,
+            )
 
     class Interrupting:
         def __len__(self):
             raise KeyboardInterrupt
 
-    with Wires(2) as wires:
+    with SocketRanks(2) as wires:
         wires.run(step)
 
 
 def test_a_forked_child_holds_no_connection():
-    with Wires(2) as wires:
+    with SocketRanks(2) as wires:
         child = os.fork()
         if not child:
             os._exit(sum(peer.fileno() != -1 for peers in wires.peers for peer in peers.values()))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert wires.run(lambda rank, wire: wire.all_gather_slots(slot(rank)))[0][SLOT:] == slot(1)
+        assert wires.run(lambda rank, wire: wire.all_gather_slots(build_slot(rank)))[0][SLOT:] == build_slot(
+            1
+        )
 
 
-def wire():
+def read_transport_name():
     from accel_runtime import Accelerator
 
     return type(Accelerator()._backend.handshake._transport).__name__
 
 
-def test_ranks_of_one_machine_meet_over_sockets_and_others_over_gloo(pair, clusters):
-    assert pair.run(wire) == [SocketTransport.__name__] * 2
-    assert clusters["apart"].run(wire) == [GlooTransport.__name__] * 3
+def test_ranks_of_one_node_use_sockets_and_others_gloo(pair, clusters):
+    assert pair.run(read_transport_name) == [SocketTransport.__name__] * 2
+    assert clusters["apart"].run(read_transport_name) == [GlooTransport.__name__] * 3
 
 
-def new_group():
-    """Make a gloo group, whether or not another test has made the default one."""
+def create_group():
+    """Create a gloo group, whether or not another test has created the default one."""
     from accel_runtime import Accelerator
 
     Accelerator()
     return dist.new_group(backend="gloo")
 
 
-def attempt_with(broken, environ=()):
-    """Connect while rank 0 or all ranks meet an error; return the error, or what came of it."""
+def connect_with_error(broken, environ=()):
+    """Connect while a call fails on rank 0 or on all ranks; return the error or the connections."""
     import tempfile
     from unittest import mock
 
     def refuse(*_, **__):
         raise OSError("no room")
 
-    group = new_group()
+    group = create_group()
     what = {
         "no folder": (tempfile, "mkdtemp"),
         "cannot listen": (socket.socket, "listen"),
@@ -188,26 +195,26 @@ def attempt_with(broken, environ=()):
 
 
 @pytest.mark.parametrize("broken", ["no folder", "cannot listen", "cannot call"])
-def test_where_one_rank_cannot_be_reached_all_refuse_to_go_on(pair, broken):
-    said = pair.run(attempt_with, broken)
+def test_all_ranks_fail_if_one_cannot_connect(pair, broken):
+    said = pair.run(connect_with_error, broken)
     assert all(text.startswith("Cannot connect the processes of this machine: ") for text in said)
     assert all("Set TMPDIR to a directory" in text and "ACCEL_TRUST_NETWORK=1" in text for text in said)
     assert any("no room" in text for text in said)
 
 
 @pytest.mark.parametrize("broken", ["no folder", "cannot call"])
-def test_where_one_rank_cannot_be_reached_a_user_may_allow_tcp_for_all(pair, broken):
-    assert pair.run(attempt_with, broken, {"ACCEL_TRUST_NETWORK": "1"}) == [None, None]
+def test_trust_network_allows_tcp_if_one_rank_cannot_connect(pair, broken):
+    assert pair.run(connect_with_error, broken, {"ACCEL_TRUST_NETWORK": "1"}) == [None, None]
 
 
 @pytest.mark.parametrize("change", ["others may enter", "a link", "another owner"])
-def test_a_folder_that_another_user_may_have_written_into_the_store_is_refused(pair, change, tmp_path):
-    """The store has no authentication: whoever reaches its port can replace the folder of the ranks."""
+def test_a_socket_folder_that_another_user_could_have_set_is_rejected(pair, change, tmp_path):
+    """The store has no authentication: other users could replace the folder of the ranks."""
 
     def attempt(change, folder):
         from unittest import mock
 
-        group = new_group()
+        group = create_group()
         place = Path(folder, "planted")
         if group.rank() == 0:
             place.mkdir(mode=0o700)
@@ -230,14 +237,14 @@ def test_a_folder_that_another_user_may_have_written_into_the_store_is_refused(p
     assert "that only this user may enter" in said[1]
 
 
-def test_a_connection_whose_process_belongs_to_another_user_is_refused(pair):
+def test_a_connection_of_another_user_is_rejected(pair):
     def attempt():
         from unittest import mock
 
         from accel_runtime.collectives import transport
 
-        group = new_group()
-        # Of rank 1 the kernel names another user.
+        group = create_group()
+        # Let the kernel report another user for rank 1.
         there = mock.patch.object(
             transport, "_CREDENTIALS", mock.Mock(size=12, unpack=lambda _: (1, 4242, 1))
         )
@@ -253,7 +260,7 @@ def test_a_connection_whose_process_belongs_to_another_user_is_refused(pair):
     assert "see the error of another process" in said[1] or "Broken pipe" in said[1]
 
 
-def test_nobody_else_may_enter_the_place_where_ranks_meet(pair):
+def test_the_socket_folder_is_accessible_only_to_its_user(pair):
     def attempt():
         import stat
         from pathlib import Path
@@ -269,7 +276,7 @@ def test_nobody_else_may_enter_the_place_where_ranks_meet(pair):
         class Watched(socket.socket):
             bind = watched
 
-        group = new_group()
+        group = create_group()
         with mock.patch.object(socket, "socket", Watched):
             peers = connect_sockets(group, group.get_group_store(), timedelta(seconds=10))
         for peer in peers.values():

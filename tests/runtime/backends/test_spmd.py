@@ -1,4 +1,4 @@
-"""What SPMD asks before all devices compute as one; on devices it is tested in tests/xla."""
+"""Checks before SPMD starts; SPMD on devices is tested in tests/xla."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPMD = Settings(device="xla", spmd=True)
 
 
 def runtime(*, machines=1):
-    """What stands for torch_xla's runtime on a slice of several machines, which no machine of ours is."""
+    """Return a stub of the runtime of torch_xla on a slice of several nodes."""
     return SimpleNamespace(
         is_spmd=lambda: True,
         process_count=lambda: machines,
@@ -24,22 +24,22 @@ def runtime(*, machines=1):
     )
 
 
-def test_the_devices_of_one_machine_are_counted():
+def test_start_spmd_returns_the_number_of_devices():
     assert start_spmd(SPMD, Topology(), runtime(), lambda: False) == 4
 
 
-def test_several_processes_are_refused():
+def test_several_processes_are_rejected():
     with pytest.raises(RuntimeError, match="WORLD_SIZE=2, but SPMD"):
         start_spmd(SPMD, Topology(0, 2, 0, 2, launched=True), runtime(), lambda: False)
 
 
-def test_several_machines_are_refused():
+def test_several_nodes_are_rejected():
     with pytest.raises(RuntimeError, match="SPMD supports one machine, but torch_xla finds 2"):
         start_spmd(SPMD, Topology(), runtime(machines=2), lambda: False)
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu"])
-def test_spmd_without_xla_devices_is_refused_where_the_accelerator_is_made(monkeypatch, device):
+def test_spmd_without_xla_devices_is_rejected_by_the_accelerator(monkeypatch, device):
     monkeypatch.setenv("ACCEL_SPMD", "1")
     monkeypatch.setenv("ACCEL_DEVICE", device)
     with pytest.raises(
@@ -48,7 +48,7 @@ def test_spmd_without_xla_devices_is_refused_where_the_accelerator_is_made(monke
         Accelerator()
 
 
-def test_one_dimension_is_cut():
+def test_a_partition_spec_shards_one_dimension():
     assert partition_spec(0, 3) == ("fsdp", None, None)
     assert partition_spec(1, 2) == (None, "fsdp")
     assert partition_spec(0, 0) == ()

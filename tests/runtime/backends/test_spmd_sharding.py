@@ -1,4 +1,4 @@
-"""Rows: which tensors are cut over devices, and which of what a model makes of them are cut with them."""
+"""Sharding of rows over devices: inputs, and outputs with the same number of rows."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from accel_runtime.backends.xla.spmd import RowSharding
 
 @dataclass
 class Answer:
-    """An output as a dataclass."""
+    """An output that is a dataclass."""
 
     logits: torch.Tensor
     states: tuple[torch.Tensor, ...]
     text: str = "nothing to cut"
 
 
-def rows(marked=None):
+def build_row_sharding(marked=None):
     def sharding(rank):
         return SimpleNamespace(xla_spec=lambda _: f"first of {rank}")
 
@@ -42,14 +42,14 @@ def rows(marked=None):
         ((2,), None),
     ],
 )
-def test_a_tensor_is_cut_by_its_first_dimension_where_the_devices_divide_it(shape, expected):
-    assert rows().xla_spec(torch.zeros(shape)) == expected
+def test_a_tensor_is_sharded_by_rows_if_the_devices_divide_them(shape, expected):
+    assert build_row_sharding().xla_spec(torch.zeros(shape)) == expected
 
 
-def test_outputs_with_as_many_rows_as_the_input_are_cut_in_any_container():
+def test_outputs_with_the_rows_of_the_input_are_sharded_in_any_container():
     def passed(*args, output, **kwargs):
         marked = []
-        rows(marked).shard_outputs(nn.Identity(), args, kwargs, output)
+        build_row_sharding(marked).shard_outputs(nn.Identity(), args, kwargs, output)
         return [tuple(tensor.shape) for tensor in marked]
 
     batch, other, total = torch.zeros(8, 2), torch.zeros(4, 2), torch.tensor(1.0)
@@ -62,6 +62,6 @@ def test_outputs_with_as_many_rows_as_the_input_are_cut_in_any_container():
     assert passed(batch, output=Answer) == []
 
 
-def test_a_copied_model_keeps_the_rows_it_has_as_a_hook():
-    own = rows()
+def test_deepcopy_keeps_the_row_sharding_of_a_hook():
+    own = build_row_sharding()
     assert copy.deepcopy([own])[0] is own

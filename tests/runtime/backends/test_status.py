@@ -1,4 +1,4 @@
-"""Where ranks are: each is told of all others in seconds, whatever those are doing."""
+"""The status of ranks: each rank can query all others within seconds."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def _by_value(request):
     cloudpickle.register_pickle_by_value(request.module)
 
 
-def nap(folder):
+def sleep_until_woken(folder):
     (folder / "sleeps").touch()
     while not (folder / "awake").exists():
         time.sleep(0.01)
 
 
-def test_a_rank_that_does_something_else_is_told_with_its_line_and_steps(pair, tmp_path):
+def test_the_status_of_a_rank_has_its_line_and_its_counts(pair, tmp_path):
     def asked(folder):
         accelerator = Accelerator()
         model, optimizer = accelerator.prepare(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters()))
@@ -37,7 +37,7 @@ def test_a_rank_that_does_something_else_is_told_with_its_line_and_steps(pair, t
         accelerator.backward(model(torch.ones(1, 1)).sum())
         optimizer.step()
         if accelerator.process_index == 1:
-            nap(folder)
+            sleep_until_woken(folder)
             return None
         while not (folder / "sleeps").exists():
             time.sleep(0.01)
@@ -47,11 +47,11 @@ def test_a_rank_that_does_something_else_is_told_with_its_line_and_steps(pair, t
 
     (text, counts, ended) = pair.run(asked, tmp_path)[0][1]
     assert text.startswith("is at test_status.py:")
-    assert re.search(r" \(nap\) after \d+ steps? and \d+ batch(es)?$", text)
+    assert re.search(r" \(sleep_until_woken\) after \d+ steps? and \d+ batch(es)?$", text)
     assert (counts.backwards, counts.steps, ended) == (1, 1, False)
 
 
-def test_a_rank_in_a_library_is_told_with_the_line_of_the_script_that_called_it(pair, tmp_path):
+def test_the_status_of_a_rank_inside_a_library_has_the_calling_line_of_the_script(pair, tmp_path):
     def asked(folder):
         accelerator = Accelerator()
         if accelerator.process_index == 1:
@@ -70,11 +70,11 @@ def test_a_rank_in_a_library_is_told_with_the_line_of_the_script_that_called_it(
     assert re.match(r"is at test_status\.py:\d+ \(asked\) after", text)
 
 
-def test_an_error_of_a_collective_tells_where_all_ranks_are(pair, tmp_path):
+def test_an_error_of_a_collective_contains_the_status_of_all_ranks(pair, tmp_path):
     def explained(folder):
         accelerator = Accelerator()
         if accelerator.process_index == 1:
-            nap(folder)
+            sleep_until_woken(folder)
             return None
         lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
         own = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
@@ -101,21 +101,21 @@ def test_an_error_of_a_collective_tells_where_all_ranks_are(pair, tmp_path):
     assert first.startswith("backward() at test_status.py:")
     assert " cannot complete: rank 1 is at test_status.py:" in first
     assert lines[0].startswith("  rank 0: is in backward() at test_status.py:")
-    assert " (nap) after " in lines[1]
+    assert " (sleep_until_woken) after " in lines[1]
 
 
-def test_a_rank_is_beyond_another_once_it_has_begun_what_that_one_has_not():
+def test_progress_counts_are_beyond_others_if_any_counter_is_larger():
     before = ProgressCounts(collectives=3, backwards=2, steps=2, batches=3)
     assert not before.is_beyond(before)
     for name in ProgressCounts._fields:
         after = before._replace(**{name: getattr(before, name) + 1})
         assert after.is_beyond(before)
         assert not before.is_beyond(after)
-    # What was counted before the last common collective is no sign.
+    # Counts before the last common collective do not matter.
     assert not ProgressCounts(3, 9, 9, 9).is_beyond(ProgressCounts(4, 0, 0, 0))
 
 
-def test_counts_start_anew_at_each_collective_and_after_uneven_loops():
+def test_counts_restart_at_each_collective_and_after_uneven_loops():
     progress = Progress()
     progress.backward()
     progress.batch()
@@ -129,7 +129,7 @@ def test_counts_start_anew_at_each_collective_and_after_uneven_loops():
     assert progress.steps == 1
 
 
-def test_ranks_do_not_wait_in_a_store_that_ends_with_the_first_rank():
+def test_the_status_service_ends_if_the_store_of_the_first_rank_ends():
     store = TCPStore("127.0.0.1", 0, is_master=True)
     services = [StatusService(store, rank, 3, Progress()) for rank in range(3)]
     try:
@@ -144,7 +144,7 @@ def test_ranks_do_not_wait_in_a_store_that_ends_with_the_first_rank():
             service.close()
 
 
-def test_a_child_that_a_script_forks_does_not_tell_that_its_rank_has_ended():
+def test_a_forked_child_does_not_report_that_its_rank_has_ended():
     store = TCPStore("127.0.0.1", 0, is_master=True)
     services = [StatusService(store, rank, 2, Progress()) for rank in range(2)]
     try:

@@ -1,4 +1,4 @@
-"""When an optimizer's step sends off to the device what was recorded: without torch_xla, by what loaders hand out."""
+"""The step hook, which executes the recorded operations after a step unless a loader does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from accel_runtime.backends.xla.host import build_step_hook
         pytest.param([1, 2, 2, 3], 1, id="one step more than batches"),
     ],
 )
-def test_every_step_is_cut_off_once_by_the_loader_or_the_optimizer(handed, cuts):
+def test_operations_are_executed_once_a_step_by_the_loader_or_the_optimizer(handed, cuts):
     counts, made = iter(handed), []
     after_step = build_step_hook(lambda: next(counts), lambda: made.append(None))
     for _ in handed:

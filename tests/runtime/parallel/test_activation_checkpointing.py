@@ -1,4 +1,4 @@
-"""Activations computed again: the same numbers, less memory, nothing else changed."""
+"""Activation checkpointing: equal gradients with less memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Model(nn.Module):
         return x.sin()
 
 
-def gradients(model):
+def compute_gradients(model):
     torch.manual_seed(5)
     model(torch.linspace(-1, 1, 32).view(4, 8)).square().sum().backward()
     found = {}
@@ -47,7 +47,7 @@ def gradients(model):
     return found
 
 
-def saved_bytes(model):
+def count_saved_bytes(model):
     seen = {}
 
     def pack(tensor):
@@ -60,17 +60,17 @@ def saved_bytes(model):
     return sum(size for where, size in seen.items() if where not in parameters)
 
 
-def test_gradients_are_the_same_with_dropout_and_names_stay():
+def test_gradients_are_equal_with_dropout_and_names_are_kept():
     plain, again = Model(), Model()
     activations.checkpoint_activations(again, find_units(again, "Block"))
-    torch.testing.assert_close(gradients(again), gradients(plain), rtol=0, atol=0)
+    torch.testing.assert_close(compute_gradients(again), compute_gradients(plain), rtol=0, atol=0)
     assert list(again.state_dict()) == list(plain.state_dict())
     assert [type(layer) for layer in again.layers] == [Block] * 3
     assert [layer.runs for layer in again.layers] == [2] * 3
-    assert saved_bytes(again) < saved_bytes(plain) / 2
+    assert count_saved_bytes(again) < count_saved_bytes(plain) / 2
 
 
-def test_without_gradients_nothing_is_computed_again():
+def test_nothing_is_recomputed_without_gradients():
     model = Model()
     activations.checkpoint_activations(model, find_units(model, "Block"))
     with torch.no_grad():
@@ -78,7 +78,7 @@ def test_without_gradients_nothing_is_computed_again():
     assert [layer.runs for layer in model.layers] == [1] * 3
 
 
-def test_the_innermost_modules_are_chosen_once():
+def test_only_the_innermost_units_are_checkpointed_once():
     model = nn.ModuleDict({"a": Model(1), "b": Model(2)})
     units = find_units(model, "Model,Block")
     activations.checkpoint_activations(model, units)
@@ -92,14 +92,14 @@ def test_the_innermost_modules_are_chosen_once():
     assert not isinstance(model["a"].layers[0].forward.forward, activations.CheckpointedForward)
 
 
-def test_a_warning_says_that_a_model_has_no_such_modules(caplog):
+def test_a_model_without_units_is_warned_about(caplog):
     activations.checkpoint_activations(Model(), [])
     assert (
         "activation_checkpointing has no effect on Model: fully_shard.wrap selects no module" in caplog.text
     )
 
 
-def test_a_model_that_does_it_by_itself_is_refused():
+def test_a_model_with_its_own_checkpointing_is_rejected():
     model = SimpleNamespace(is_gradient_checkpointing=True)
     with pytest.raises(ValueError, match="Use one of them"):
         activations.checkpoint_activations(model, [("a", nn.Linear(1, 1))])
@@ -115,21 +115,21 @@ def test_a_model_that_does_it_by_itself_is_refused():
         pytest.param(True, "aot_eager", id="its blocks-aot_eager", marks=pytest.mark.full),
     ],
 )
-def test_compiled_modules_compute_again_too(regional, backend):
+def test_compiled_modules_are_recomputed(regional, backend):
     plain, again = Model(), Model()
     activations.checkpoint_activations(again, find_units(again, "Block"))
     for module in again.layers if regional else [again]:
         module.compile(backend=backend)
     for layer in [*plain.layers, *again.layers]:
-        layer.drop.p = 0.0  # the compiler draws in another order
-    torch.testing.assert_close(gradients(again), gradients(plain))
+        layer.drop.p = 0.0  # the compiler draws random numbers in another order
+    torch.testing.assert_close(compute_gradients(again), compute_gradients(plain))
     if backend == "aot_eager":
-        assert saved_bytes(again) < saved_bytes(plain)
+        assert count_saved_bytes(again) < count_saved_bytes(plain)
 
 
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("nested", [False, True])
-def test_sharded_modules_have_the_same_gradients(reshard, nested, pair):
+def test_sharded_modules_have_equal_gradients(reshard, nested, pair):
     def trained(reshard, nested):
         Accelerator()
         found = []
@@ -141,8 +141,8 @@ def test_sharded_modules_have_the_same_gradients(reshard, nested, pair):
             for _, module in units:
                 fully_shard(module, reshard_after_forward=reshard)
             fully_shard(model)
-            found.append(gradients(model))
-            found.append(gradients(model))
+            found.append(compute_gradients(model))
+            found.append(compute_gradients(model))
         return found
 
     for plain, twice, again, again_twice in pair.run(trained, reshard, nested):

@@ -1,4 +1,4 @@
-"""The first rank's model is that of all ranks."""
+"""Parameters and buffers are broadcast from the first rank."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from accel_runtime import Accelerator
 from accel_runtime.backends.fsdp import broadcast_parameters
 
 
-def model():
+def build_model():
     made = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     made[0].weight = made[2].weight if made[0].weight.shape == made[2].weight.shape else made[0].weight
     return made
 
 
-def taken(make):
+def broadcast_and_list(make):
     accelerator = Accelerator()
     torch.manual_seed(accelerator.process_index)
     made = make()
@@ -24,14 +24,14 @@ def taken(make):
     return [tensor.tolist() for tensor in (*made.parameters(), *made.buffers())]
 
 
-def test_every_rank_has_the_values_of_the_first(ranks):
+def test_all_ranks_get_the_values_of_the_first_rank(ranks):
     torch.manual_seed(0)
-    expected = model()
-    found = ranks.run(taken, model)
+    expected = build_model()
+    found = ranks.run(broadcast_and_list, build_model)
     assert found == [[t.tolist() for t in (*expected.parameters(), *expected.buffers())]] * ranks.size
 
 
-def test_models_of_other_shapes_are_refused_by_name(pair):
+def test_models_of_different_shapes_are_rejected_by_name(pair):
     def other():
         return nn.Linear(2 + Accelerator().process_index, 2)
 
@@ -39,12 +39,12 @@ def test_models_of_other_shapes_are_refused_by_name(pair):
         AssertionError,
         match=r"Linear differs between rank 1 and rank 0: weight is \[2, 3\] float32, and on rank 0 \[2, 2\]",
     ):
-        pair.run(taken, other)
+        pair.run(broadcast_and_list, other)
 
 
-def test_a_model_that_only_some_ranks_have_on_meta_is_refused(pair):
+def test_a_model_on_meta_on_only_some_ranks_is_rejected(pair):
     def other():
         return nn.Linear(2, 2, device="meta" if Accelerator().process_index else "cpu")
 
     with pytest.raises(AssertionError, match="weight is on the meta device on one of them only"):
-        pair.run(taken, other)
+        pair.run(broadcast_and_list, other)

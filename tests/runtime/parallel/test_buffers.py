@@ -1,4 +1,4 @@
-"""Which buffers are the first rank's."""
+"""Buffers that are broadcast from the first rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 from accel_runtime.backends.fsdp import build_buffer_broadcast
 
 
-def test_what_is_saved_travels_together_and_tables_stay():
+def test_persistent_buffers_are_broadcast_together_and_others_are_not():
     model = nn.BatchNorm1d(2)
     model.register_buffer("table", torch.zeros(9), persistent=False)
     model.register_buffer("none", None)
@@ -26,7 +26,7 @@ def test_what_is_saved_travels_together_and_tables_stay():
     assert model.table.tolist() == [0] * 9
 
 
-def test_a_buffer_that_is_another_tensor_now_travels_too():
+def test_a_replaced_buffer_is_broadcast():
     model = nn.BatchNorm1d(2)
     shared = build_buffer_broadcast(model, lambda tensor: tensor + 1)
     model.running_mean = torch.full((2,), 5.0)
@@ -34,7 +34,7 @@ def test_a_buffer_that_is_another_tensor_now_travels_too():
     assert model.running_mean.tolist() == [6, 6]
 
 
-def test_what_has_no_values_stays():
+def test_buffers_on_meta_are_not_broadcast():
     model = nn.BatchNorm1d(2, device="meta")
     build_buffer_broadcast(model, lambda _: None)(())
     assert model.running_mean.is_meta

@@ -1,4 +1,4 @@
-"""What scripts say of sharding under Accelerate's names, and what becomes of it."""
+"""Sharding options with the names of Accelerate, and the settings they become."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Block(nn.Module):
     pass
 
 
-HONOURED = {
+SUPPORTED = {
     "nothing": ({}, {}),
     "its own version": ({"fsdp_version": 2}, {}),
     "the strategy that is always": ({"sharding_strategy": "FULL_SHARD"}, {}),
@@ -179,30 +179,30 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", HONOURED)
-def test_what_can_be_done_is_done(case):
-    given, wanted = HONOURED[case]
+@pytest.mark.parametrize("case", SUPPORTED)
+def test_supported_options_become_settings(case):
+    given, wanted = SUPPORTED[case]
     assert Plugin(**given).fully_shard() == replace(FullyShard(), **wanted)
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_would_do_nothing_is_refused_with_its_word(case):
-    given, told = REFUSED[case]
-    with pytest.raises(ValueError, match=f"FullyShardedDataParallelPlugin.*{told}"):
+def test_unsupported_options_are_rejected_with_an_alternative(case):
+    given, message = REFUSED[case]
+    with pytest.raises(ValueError, match=f"FullyShardedDataParallelPlugin.*{message}"):
         Plugin(**given)
 
 
-def test_every_option_is_honoured_or_refused():
-    told = {name for table in (HONOURED, REFUSED) for given, _ in table.values() for name in given}
-    assert told == {f.name for f in fields(Plugin)}
+def test_every_option_is_supported_or_rejected():
+    names = {name for table in (SUPPORTED, REFUSED) for given, _ in table.values() for name in given}
+    assert names == {f.name for f in fields(Plugin)}
 
 
-def test_what_a_plugin_does_not_say_the_profile_says():
+def test_options_missing_in_a_plugin_come_from_the_profile():
     profile = FullyShard(wrap="Block", cpu_offload=True)
     assert Plugin(cpu_offload=False).fully_shard(profile) == FullyShard(wrap="Block")
 
 
-def test_sizes_and_a_plan_become_settings():
+def test_sizes_and_a_tp_plan_become_settings():
     config = ParallelismConfig(2, "auto", tp_size=4, tp_plan={"layers.*.up": "colwise"})
     wanted = Parallel(dp_replicate=2, dp_shard="auto", tp=4, tp_plan=(("layers.*.up", "colwise"),))
     assert config.parallel() == wanted
@@ -211,7 +211,7 @@ def test_sizes_and_a_plan_become_settings():
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ({"tp_size": 0}, "tp_size 0: expected a whole number above 0"),
         ({"tp_size": True}, "tp_size"),
@@ -222,12 +222,12 @@ def test_sizes_and_a_plan_become_settings():
         ({"sp_handler": object()}, "DeepSpeed"),
     ],
 )
-def test_a_size_or_a_backend_that_cannot_be_is_refused(given, told):
-    with pytest.raises(ValueError, match=told):
+def test_an_invalid_size_or_backend_is_rejected(given, message):
+    with pytest.raises(ValueError, match=message):
         ParallelismConfig(**given)
 
 
-def test_handlers_say_what_is_done_or_are_refused():
+def test_handlers_are_supported_or_rejected():
     ParallelismConfig(
         tp_handler=TorchTensorParallelConfig(), cp_handler=TorchContextParallelConfig("allgather")
     )
@@ -241,10 +241,10 @@ def test_handlers_say_what_is_done_or_are_refused():
         ParallelismConfig(cp_handler=SimpleNamespace())
 
 
-def test_arguments_win_over_the_environment():
-    told = Settings(parallel=Parallel(tp=2), fully_shard=FullyShard(wrap="Block"))
-    assert merge_settings(told, None, None) == told
-    assert merge_settings(told, ParallelismConfig(dp_shard_size=4), None).parallel == Parallel(
+def test_arguments_override_the_environment():
+    settings = Settings(parallel=Parallel(tp=2), fully_shard=FullyShard(wrap="Block"))
+    assert merge_settings(settings, None, None) == settings
+    assert merge_settings(settings, ParallelismConfig(dp_shard_size=4), None).parallel == Parallel(
         dp_shard=4, tp=2
     )
 
@@ -262,12 +262,12 @@ def test_a_plugin_alone_shards_over_all_processes():
     assert merge_settings(Settings(), ParallelismConfig(dp_shard_size=2), Plugin()).parallel.dp_shard == 2
 
 
-def test_a_plugin_that_has_nothing_to_shard_is_refused():
+def test_a_plugin_with_a_shard_size_of_one_is_rejected():
     with pytest.raises(ValueError, match="Remove dp_shard_size"):
         merge_settings(Settings(), ParallelismConfig(dp_shard_size=1, tp_size=2), Plugin())
 
 
-def test_an_object_of_another_kind_is_refused():
+def test_an_object_of_another_class_is_rejected():
     with pytest.raises(TypeError, match=r"fsdp_plugin .*: expected a FullyShardedDataParallelPlugin"):
         merge_settings(Settings(), None, ParallelismConfig())
     with pytest.raises(TypeError, match=r"Accelerator.parallelism_config .*: expected a ParallelismConfig"):

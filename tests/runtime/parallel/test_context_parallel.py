@@ -1,4 +1,4 @@
-"""Sequences divided among ranks: losses and gradients are those of one process."""
+"""Context parallelism: losses and gradients equal those of one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LENGTH = 16
 
 
 class Block(nn.Module):
-    """Attention with positions, of as many heads as asked for."""
+    """Attention with positions and a number of heads."""
 
     def __init__(self, kind="causal", heads=4, shared=4):
         super().__init__()
@@ -38,8 +38,8 @@ class Block(nn.Module):
         return self.out(found.transpose(1, 2).flatten(-2))
 
 
-class Torchs(nn.Module):
-    """torch's own layer."""
+class TorchBlock(nn.Module):
+    """The encoder layer of torch."""
 
     def __init__(self, kind="causal"):
         super().__init__()
@@ -54,22 +54,22 @@ class Torchs(nn.Module):
 
 
 class Recomputed(Block):
-    """Computes its activations again in the backward pass."""
+    """A block that recomputes its activations in the backward pass."""
 
     def forward(self, x, positions, mask=None):
         return checkpoint(super().forward, x, positions, mask, use_reentrant=False)
 
 
-def made(model, kind, length=LENGTH):
-    """A model, and a batch: inputs, labels, positions."""
+def build_model_and_batch(model, kind, length=LENGTH):
+    """Return a model, and a batch: inputs, labels, positions."""
     torch.manual_seed(0)
     model = model(kind)
     x, y = torch.randn(3, length, 8), torch.randn(3, length, 8)
     return model, x, y, torch.arange(length).expand(3, length).contiguous()
 
 
-def masks(kind, length=LENGTH):
-    """The masks of a kind: the whole one, and what a rank gives, with the dimension it is cut along, if any."""
+def build_mask(kind, length=LENGTH):
+    """Return the full mask of a kind, and the dimension in which ranks shard it, or None."""
     torch.manual_seed(1)
     full = torch.rand(length, length) > 0.4
     full |= torch.eye(length, dtype=torch.bool)
@@ -86,10 +86,10 @@ def masks(kind, length=LENGTH):
     return found[kind]
 
 
-def alone(model, kind, length=LENGTH):
-    """The outputs and gradients of one process."""
-    model, x, y, positions = made(model, kind, length)
-    mask = masks(kind, length)[0] if isinstance(model, Block) else None
+def compute_reference(model, kind, length=LENGTH):
+    """Return the outputs and gradients of one process."""
+    model, x, y, positions = build_model_and_batch(model, kind, length)
+    mask = build_mask(kind, length)[0] if isinstance(model, Block) else None
     x.requires_grad_()
     out = model(x, positions, mask)
     loss = (out - y).square().mean()
@@ -97,14 +97,14 @@ def alone(model, kind, length=LENGTH):
     return out.detach(), loss.item(), [p.grad for p in model.parameters()], x.grad
 
 
-def together(model, kind, length=LENGTH):
-    """The same of the ranks of a group: outputs joined, losses and gradients averaged."""
+def compute_on_ranks(model, kind, length=LENGTH):
+    """Return the same on the ranks of a group: outputs joined, losses and gradients averaged."""
     import accel_runtime
 
     accel_runtime.Accelerator()
     group = dist.group.WORLD
-    model, x, y, positions = made(model, kind, length)
-    mask, cut = masks(kind, length) if isinstance(model, Block) else (None, None)
+    model, x, y, positions = build_model_and_batch(model, kind, length)
+    mask, cut = build_mask(kind, length) if isinstance(model, Block) else (None, None)
     buffers = [x, y, positions] + ([mask] if cut is not None else [])
     dims = [1, -2, 1] + ([cut] if cut is not None else [])
     with shard_sequences(group, buffers, dims, {y}):
@@ -114,7 +114,7 @@ def together(model, kind, length=LENGTH):
         loss = (out - y).square().mean()
         loss.backward()
     assert x.shape[1] == positions.shape[1] == length
-    assert y.shape[1] == length // group.size(), "asked to stay"
+    assert y.shape[1] == length // group.size(), "no_restore_buffers"
     whole = gather_sequence(out.detach(), 1, group)
     grads = [p.grad for p in model.parameters()]
     for grad in [*grads, total := loss.detach().clone()]:
@@ -123,10 +123,10 @@ def together(model, kind, length=LENGTH):
     return whole, total.item(), grads, gather_sequence(own.grad, 1, group) / group.size()
 
 
-def equal(four_or_pair, model, kind, length=LENGTH):
-    """See that the ranks found what one process finds."""
-    wanted = alone(model, kind, length)
-    for found in four_or_pair.run(together, model, kind, length):
+def check_equal(four_or_pair, model, kind, length=LENGTH):
+    """Check that the results of the ranks equal those of one process."""
+    wanted = compute_reference(model, kind, length)
+    for found in four_or_pair.run(compute_on_ranks, model, kind, length):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
@@ -139,33 +139,33 @@ def group(request, clusters):
 @pytest.mark.parametrize(
     "kind", ["plain", "causal", "whole rows", "own rows", "own keys", "whole keys", "added"]
 )
-def test_attention_is_that_of_one_process_forward_and_backward(group, kind):
-    equal(group, Block, kind)
+def test_attention_equals_that_of_one_process_forward_and_backward(group, kind):
+    check_equal(group, Block, kind)
 
 
-def test_a_length_that_only_the_number_of_ranks_divides_is_divided_too(group):
-    equal(group, Block, "causal", 12 if group.size == 4 else 14)
+def test_a_length_divisible_only_by_the_number_of_ranks_is_sharded(group):
+    check_equal(group, Block, "causal", 12 if group.size == 4 else 14)
 
 
 @pytest.mark.parametrize("kind", ["plain", "causal"])
-def test_layers_of_torch_attend_to_whole_sequences(group, kind):
-    equal(group, Torchs, kind)
+def test_torch_layers_attend_to_full_sequences(group, kind):
+    check_equal(group, TorchBlock, kind)
 
 
-def test_activations_computed_again_are_those_of_the_whole_sequence(pair):
-    equal(pair, Recomputed, "causal")
+def test_recomputed_activations_attend_to_full_sequences(pair):
+    check_equal(pair, Recomputed, "causal")
 
 
-def test_heads_may_share_keys(pair):
-    equal(pair, lambda kind: Block(kind, shared=2), "causal")
+def test_heads_can_share_keys(pair):
+    check_equal(pair, lambda kind: Block(kind, shared=2), "causal")
 
 
-def test_padding_is_masked_for_torchs_layers(pair):
+def test_padding_is_masked_in_torch_layers(pair):
     def both():
         import accel_runtime
 
         accel_runtime.Accelerator()
-        model, x, _, positions = made(Torchs, "plain")
+        model, x, _, positions = build_model_and_batch(TorchBlock, "plain")
         padded = torch.arange(LENGTH).expand(3, LENGTH) >= LENGTH - 3
         padded = padded.clone()
         wanted = model(x, positions, padded)
@@ -235,7 +235,7 @@ REFUSALS = {
 }
 
 
-def test_what_would_see_a_part_only_is_refused(pair):
+def test_operations_that_would_see_only_a_shard_are_rejected(pair):
     def refused(cases):
         import accel_runtime
 
@@ -255,8 +255,8 @@ def test_what_would_see_a_part_only_is_refused(pair):
     pair.run(refused, REFUSALS)
 
 
-def test_flexible_attention_is_refused(pair):
-    """torch compiles it on its own, and says what was raised inside as an error of the compiler."""
+def test_flex_attention_is_rejected(pair):
+    """torch compiles it by itself, and reports the error as one of the compiler."""
 
     def refused():
         import accel_runtime
@@ -271,7 +271,7 @@ def test_flexible_attention_is_refused(pair):
     pair.run(refused)
 
 
-def test_sequences_are_not_divided_twice(pair):
+def test_sharding_sequences_twice_is_rejected(pair):
     def refused():
         import accel_runtime
 
@@ -285,8 +285,8 @@ def test_sequences_are_not_divided_twice(pair):
     pair.run(refused)
 
 
-def test_views_of_one_tensor_are_cut_and_come_back_unharmed(pair):
-    """Inputs and labels often are: writing into the memory of one would change the other."""
+def test_views_of_one_tensor_are_sharded_and_restored(pair):
+    """Inputs and labels often share memory: writing into one would change the other."""
 
     def cut():
         import accel_runtime
@@ -310,7 +310,7 @@ def test_views_of_one_tensor_are_cut_and_come_back_unharmed(pair):
 
 
 class Tagger(nn.Module):
-    """A causal model that gives every token a class."""
+    """A causal model that classifies every token."""
 
     def __init__(self):
         super().__init__()
@@ -321,34 +321,34 @@ class Tagger(nn.Module):
         return self.head(self.block(self.words(tokens), positions))
 
 
-def sentences():
-    """Six sentences, and their labels, of which some do not count."""
+def build_sentences():
+    """Return six sentences with labels, some of which are ignored."""
     torch.manual_seed(2)
     tokens, labels = torch.randint(11, (6, LENGTH)), torch.randint(5, (6, LENGTH))
     labels[torch.rand(6, LENGTH) < 0.4] = -100
     return TensorDataset(tokens, labels, torch.arange(LENGTH).expand(6, LENGTH).contiguous())
 
 
-def loss_of(logits, labels):
-    """The mean over the labels that count, and how many do."""
+def compute_loss(logits, labels):
+    """Return the mean over the counted labels, and their number."""
     mean = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
     return mean, (labels != -100).sum()
 
 
-def learned(sizes, batch):
-    """Parameters after an epoch, losses and predictions, of one rank; all by an Accelerator."""
+def train(sizes, batch):
+    """Train for an epoch, and return parameters and predictions of this rank."""
     from accel_runtime import Accelerator, ParallelismConfig
 
     accelerator = Accelerator(parallelism_config=ParallelismConfig(**sizes) if sizes else None)
     model = Tagger()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    loader = DataLoader(sentences(), batch_size=batch)
+    loader = DataLoader(build_sentences(), batch_size=batch)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     seen, refused = [], 0
     for tokens, labels, positions in loader:
         with accelerator.maybe_context_parallel([tokens, labels, positions], [1, 1, 1], {labels}):
             logits = model(tokens, positions)
-            loss, count = loss_of(logits, labels)
+            loss, count = compute_loss(logits, labels)
             accelerator.backward(loss, weight=count)
         optimizer.step()
         optimizer.zero_grad()
@@ -379,8 +379,8 @@ LAYOUTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_run_is_that_of_one_process(clusters, layout):
+def test_training_with_context_parallelism_equals_one_process(clusters, layout):
     sizes, world, batch = LAYOUTS[layout]
-    wanted = learned(None, 2)
-    for found in clusters[world].run(learned, sizes, batch):
+    wanted = train(None, 2)
+    for found in clusters[world].run(train, sizes, batch):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""What a run says of a sharded model."""
+"""The description of a sharded model."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def prepared(tp=1, replicate=1, precision="bf16", **options):
-    """A run with a divided model."""
+def prepare_sharded(tp=1, replicate=1, precision="bf16", **options):
+    """Prepare a sharded model."""
     config = ParallelismConfig(dp_replicate_size=replicate, tp_size=tp, tp_plan=PLAN if tp > 1 else None)
     plugin = FullyShardedDataParallelPlugin(**options)
     accelerator = Accelerator(mixed_precision=precision, parallelism_config=config, fsdp_plugin=plugin)
@@ -46,15 +46,15 @@ def prepared(tp=1, replicate=1, precision="bf16", **options):
     return accelerator, accelerator.prepare(model)
 
 
-def told(*args, **options):
-    description = prepared(*args, **options)[0].describe()
+def describe_model(*args, **options):
+    description = prepare_sharded(*args, **options)[0].describe()
     found = description.models[0]
     return found, [text for title, text in description.lines() if title == ""]
 
 
-def test_parameters_are_told_of_by_what_is_gathered_together(pair):
+def test_parameters_are_described_by_gathered_group(pair):
     def described():
-        return told(1, activation_checkpointing=True, ignored_modules="layers.*.norm")
+        return describe_model(1, activation_checkpointing=True, ignored_modules="layers.*.norm")
 
     for facts, lines in pair.run(described):
         assert (facts.name, facts.computes_in, facts.reduces_in) == ("Model", "bfloat16", "float32")
@@ -78,9 +78,9 @@ def test_parameters_are_told_of_by_what_is_gathered_together(pair):
 
 
 @pytest.mark.slow
-def test_copies_and_divided_layers_are_told_of(four):
+def test_replicas_and_tensor_parallel_layers_are_described(four):
     def layouts(tp, replicate):
-        facts, _ = told(tp, replicate)
+        facts, _ = describe_model(tp, replicate)
         return {group.layout for group in facts.groups if group.kind == "Block"}
 
     shards = "divided over 2 ranks of dp_shard"
@@ -92,7 +92,7 @@ def test_copies_and_divided_layers_are_told_of(four):
     assert four.run(layouts, 2, 1) == [wanted | {shards}] * 4
 
 
-def test_a_layout_has_words(pair):
+def test_each_kind_of_layout_is_described(pair):
     def words():
         Accelerator()
         mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -104,11 +104,11 @@ def test_a_layout_has_words(pair):
     assert pair.run(words) == [wanted] * 2
 
 
-def test_every_setting_of_a_section_says_where_it_comes_from(pair):
+def test_each_setting_of_a_section_has_its_origin(pair):
     def origins():
         os.environ["ACCEL_FULLY_SHARD_WRAP"] = "Block"
         try:
-            accelerator, _ = prepared(1, cpu_offload=True)
+            accelerator, _ = prepare_sharded(1, cpu_offload=True)
         finally:
             del os.environ["ACCEL_FULLY_SHARD_WRAP"]
         found = accelerator.describe().options

@@ -47,7 +47,7 @@ ON_FOUR = ("replicated", "sharded", "hybrid", "tensor, sharded", "tensor, replic
 
 @dataclass(frozen=True)
 class Case:
-    """A training, but for how it is divided."""
+    """A training run, except for its layout."""
 
     accumulate: int = 1
     mixed_precision: str = "no"
@@ -104,7 +104,7 @@ class Layer(nn.Module):
 
 
 class Words(nn.Module):
-    """A small language model; what it has of positions is a buffer."""
+    """A small language model whose positions are a buffer."""
 
     def __init__(self, case):
         super().__init__()
@@ -126,16 +126,16 @@ class Words(nn.Module):
         return self.head(self.norm(x))
 
 
-def data(case):
+def build_loader(case):
     generator = torch.Generator().manual_seed(5)
     words = torch.randint(WORDS, (case.rows, LENGTH + 1), generator=generator)
     if case.batch_norm:
-        # A rank's statistics are those of its own rows: only where ranks have the same rows are they those of all.
+        # Statistics of a rank equal those of all ranks only if all have the same rows.
         words = words.reshape(STEPS, 4, BATCH // 4, LENGTH + 1)[:, :1].expand(-1, 4, -1, -1).flatten(0, 2)
     return DataLoader(TensorDataset(words, torch.arange(len(words)) % 3 + 1), batch_size=BATCH)
 
 
-def accelerator(case, layout):
+def create_accelerator(case, layout):
     sizes = LAYOUTS[layout]
     plan = {name: style for name, style in PLAN.items() if name not in case.whole}
     parallel = ParallelismConfig(**sizes, tp_plan=plan if "tp_size" in sizes else None) if sizes else None
@@ -149,21 +149,21 @@ def accelerator(case, layout):
     )
 
 
-def trained(case, layout):
-    """Losses, norms, and every parameter and buffer after the steps, on this rank."""
+def train(case, layout):
+    """Return losses, norms, and all parameters and buffers after the steps on this rank."""
     torch._dynamo.reset()
-    # What torch says of its own hooks, and of a model that ends with a layer that is divided.
+    # Warnings of torch about its own hooks, and about a model whose last layer is sharded.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-    accel = accelerator(case, layout)
+    accel = create_accelerator(case, layout)
     torch.manual_seed(1)
     model = Words(case)
     if case.optimizer_first:
-        optimizer = optimizer_of(model, case)
-        model, optimizer, loader = accel.prepare(model, optimizer, data(case))
+        optimizer = build_optimizer(model, case)
+        model, optimizer, loader = accel.prepare(model, optimizer, build_loader(case))
     else:
-        model, loader = accel.prepare(model, data(case))
-        optimizer = accel.prepare(optimizer_of(model, case))
+        model, loader = accel.prepare(model, build_loader(case))
+        optimizer = accel.prepare(build_optimizer(model, case))
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, STEPS) if case.schedule else None
     losses, norms = [], []
     for words, weights in loader:
@@ -183,19 +183,19 @@ def trained(case, layout):
             if scheduler and accel.sync_gradients:
                 scheduler.step()
             optimizer.zero_grad()
-    return losses, norms, whole(accel.unwrap_model(model))
+    return losses, norms, gather_state(accel.unwrap_model(model))
 
 
-def optimizer_of(model, case):
+def build_optimizer(model, case):
     learning = [p for p in model.parameters() if p.requires_grad]
     if case.mixed_precision == "bf16":
         return torch.optim.SGD(learning, lr=1e-2, momentum=0.5)
     return torch.optim.AdamW(learning, lr=1e-2)
 
 
-def whole(model):
+def gather_state(model):
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    # The variance that is kept counts a rank's own rows.
+    # The running variance depends on the rows of the rank.
     found = {name: tensor.detach() for name, tensor in tensors.items() if "running_var" not in name}
     return {
         name: some.full_tensor() if isinstance(some, DTensor) else some.clone()
@@ -204,7 +204,7 @@ def whole(model):
 
 
 def compare(ranks, alone, case):
-    """Hold every rank against the one process."""
+    """Compare every rank with the single process."""
     losses, norms, parameters = alone
     exact = case.mixed_precision == "no"
     bar = BAR if exact else 2**-7
@@ -222,18 +222,18 @@ def compare(ranks, alone, case):
 
 @pytest.fixture(scope="module")
 def references():
-    """What one process came to, computed when first asked for."""
+    """Results of one process, computed on first use."""
     return {}
 
 
 @pytest.fixture
 def equal(references, alone):
-    """Holds a training on several processes against the one on this process."""
+    """Compare training on several processes with training on this process."""
 
     def check(cluster, name, layout):
         if name not in references:
-            references[name] = alone.run(trained, CASES[name], "replicated")[0]
-        compare(cluster.run(trained, CASES[name], layout), references[name], CASES[name])
+            references[name] = alone.run(train, CASES[name], "replicated")[0]
+        compare(cluster.run(train, CASES[name], layout), references[name], CASES[name])
 
     return check
 
@@ -243,14 +243,14 @@ QUICK = {
     (2, "tensor"): ("plain", "accumulated, clipped, scheduled", "bf16"),
     (4, "hybrid"): ("accumulated, clipped, scheduled",),
 }
-"""What `make test` runs: cases by world size and layout."""
+"""Cases that `make test` runs, by world size and layout."""
 
 
-def trainings():
-    """Every case in every layout: some in `make test`, of the others one in three in `make test-slow`.
+def list_trainings():
+    """Yield every case in every layout: some run in `make test`, a third of the others in `make test-slow`.
 
-    Each third of the layouts has one on two processes and two on four, of these one that shards parameters and one that
-    divides layers. Each case has the third that follows that of the case before.
+    Each third of the layouts has one on two processes and two on four, of these one that shards parameters and one
+    that is tensor parallel. Each case has the third that follows that of the case before.
     """
     layouts = [(2, layout) for layout in ON_TWO] + [(4, layout) for layout in ON_FOUR]
     for number, (size, layout) in enumerate(layouts):
@@ -262,6 +262,6 @@ def trainings():
             )
 
 
-@pytest.mark.parametrize(("size", "layout", "case"), list(trainings()))
-def test_training_on_several_processes_is_that_of_one(equal, clusters, size, layout, case):
+@pytest.mark.parametrize(("size", "layout", "case"), list(list_trainings()))
+def test_training_on_several_processes_equals_training_on_one(equal, clusters, size, layout, case):
     equal(clusters[size], case, layout)

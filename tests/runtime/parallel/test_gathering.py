@@ -1,4 +1,4 @@
-"""Sharded models are put together for whoever wants them whole, and are sharded again afterwards."""
+"""Gathering of sharded models: full state dicts, `gathered()`, and sharding again afterwards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accel_runtime.torch_internals import fsdp_parameter_groups
 MESHES = [{"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}]
 
 
-def state(sizes, everywhere):
+def gather_state(sizes, everywhere):
     run = accelerator(sizes)
     model = run.prepare(net())
     model(torch.arange(3))  # the outermost parameters stay gathered after it
@@ -30,26 +30,26 @@ def state(sizes, everywhere):
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
-def test_a_state_dict_is_whole_on_the_first_process_or_on_all(pair, everywhere):
+def test_a_state_dict_is_full_on_the_first_process_or_on_all(pair, everywhere):
     want = {name: value.tolist() for name, value in net().state_dict().items()}
-    first, second = pair.run(state, {"dp_shard": 2}, everywhere)
+    first, second = pair.run(gather_state, {"dp_shard": 2}, everywhere)
     assert first == (want, True)
     assert second == (want if everywhere else {}, True)
 
 
-def plain_state():
+def read_unsharded_state():
     run = accelerator({})
     model = run.prepare(nn.Linear(2, 2))
     found = run.get_state_dict(model)
     return found["weight"].data_ptr() == run.unwrap_model(model).weight.data_ptr()
 
 
-def test_a_model_that_all_have_whole_is_given_as_it_is_to_all(pair):
-    assert pair.run(plain_state) == [True, True]
+def test_the_state_dict_of_a_replicated_model_shares_its_tensors(pair):
+    assert pair.run(read_unsharded_state) == [True, True]
 
 
-def inside(sizes, options, raises):
-    """Ranks call the model one, two, ... times, in gathered(); then all train a step as if nothing had been."""
+def run_inside_gathered(sizes, options, raises):
+    """Call the model a different number of times on each rank in gathered(); then train a step."""
     run = accelerator(sizes, options)
     model = run.prepare(net())
     optimizer = run.prepare(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
@@ -87,7 +87,7 @@ def inside(sizes, options, raises):
     )
 
 
-def stepped(sizes, options):
+def train_step(sizes, options):
     run = accelerator(sizes, options)
     model = run.prepare(net())
     optimizer = run.prepare(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
@@ -99,12 +99,12 @@ def stepped(sizes, options):
 
 @pytest.mark.parametrize("raises", [False, True], ids=["to its end", "by an exception"])
 @pytest.mark.parametrize("wrap", ["auto", "none", "Block,Embedding"])
-def test_inside_of_gathered_every_rank_calls_the_model_as_often_as_it_likes(pair, wrap, raises):
+def test_each_rank_can_call_the_model_any_number_of_times_inside_gathered(pair, wrap, raises):
     sizes, options = {"dp_shard": 2}, {"wrap": wrap}
-    trained = pair.run(stepped, sizes, options)[0]
+    trained = pair.run(train_step, sizes, options)[0]
     total = sum(parameter.numel() for parameter in net().parameters())
     held = 0
-    for same, plain, whole, own, after in pair.run(inside, sizes, options, raises):
+    for same, plain, whole, own, after in pair.run(run_inside_gathered, sizes, options, raises):
         assert (same, plain, whole) == (True, True, True)
         assert after == trained
         held += own
@@ -113,15 +113,15 @@ def test_inside_of_gathered_every_rank_calls_the_model_as_often_as_it_likes(pair
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}], ids=str)
-def test_on_four(four, sizes):
+def test_gathered_works_on_four_ranks(four, sizes):
     four.run(warm)
-    for same, plain, whole, own, _ in four.run(inside, sizes, {}, False):
+    for same, plain, whole, own, _ in four.run(run_inside_gathered, sizes, {}, False):
         assert (same, plain, whole) == (True, True, True)
         assert own < sum(parameter.numel() for parameter in net().parameters())
 
 
-def numbers_inside(options):
-    """In the format in which it computes."""
+def compute_inside_gathered(options):
+    """Compute in bf16 inside gathered()."""
     run = accelerator({"dp_shard": 2}, options, mixed_precision="bf16")
     model = run.prepare(net())
     with torch.no_grad():
@@ -132,11 +132,11 @@ def numbers_inside(options):
     return same, dtypes, {str(parameter.dtype) for parameter in model.parameters()}
 
 
-def test_gathered_parameters_have_the_format_in_which_they_compute(pair):
-    assert pair.run(numbers_inside, {}) == [(True, {"torch.bfloat16"}, {"torch.float32"})] * 2
+def test_gathered_parameters_have_the_computation_dtype(pair):
+    assert pair.run(compute_inside_gathered, {}) == [(True, {"torch.bfloat16"}, {"torch.float32"})] * 2
 
 
-def step_inside():
+def step_inside_gathered():
     run = accelerator({"dp_shard": 2})
     model = run.prepare(net())
     optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -151,20 +151,20 @@ def step_inside():
     return said
 
 
-def test_a_step_inside_is_refused_and_after_it_is_not(pair):
-    for said in pair.run(step_inside):
+def test_a_step_inside_gathered_is_rejected_and_allowed_afterwards(pair):
+    for said in pair.run(step_inside_gathered):
         assert said.startswith("optimizer.step() inside gathered(model) would")
 
 
-def test_a_model_that_is_whole_is_as_it_is():
+def test_gathered_returns_a_replicated_model_unchanged():
     run = accelerator({})
     model = run.prepare(nn.Linear(2, 2))
     with run.gathered(model) as same:
         assert same is model
 
 
-def first_of_all():
-    """No forward pass before, and the first rank makes none at all; then all make one."""
+def call_first_inside_gathered():
+    """Run the first forward passes inside gathered(), with none on the first rank; then one on all ranks."""
     run = accelerator({"dp_shard": 2})
     model = run.prepare(net())
     with run.gathered(model):
@@ -180,14 +180,14 @@ def first_of_all():
     return said, model(torch.arange(3)).sum().item()
 
 
-def test_the_very_first_forward_passes_may_be_inside_and_files_are_for_outside(pair):
-    first, second = pair.run(first_of_all)
+def test_the_first_forward_passes_can_be_inside_gathered_and_saving_cannot(pair):
+    first, second = pair.run(call_first_inside_gathered)
     assert first == second
     assert len(first[0]) == 3
     assert all(said.endswith("Exit the context first.") for said in first[0])
 
 
-def the_module():
+def unwrap():
     run = accelerator({"dp_shard": 2})
     model = net()
     prepared = run.prepare(model)
@@ -195,12 +195,12 @@ def the_module():
     return own is model, sorted(own.state_dict()) == sorted(net().state_dict())
 
 
-def test_the_scripts_own_module_is_the_sharded_one_with_the_names_it_had(pair):
-    assert pair.run(the_module) == [(True, True)] * 2
+def test_unwrap_model_returns_the_sharded_module_with_its_names(pair):
+    assert pair.run(unwrap) == [(True, True)] * 2
 
 
 class Pretrained(Net):
-    """Saves itself as models of the transformers library do."""
+    """A model that saves itself as models of the transformers library do."""
 
     def save_pretrained(self, save_directory, is_main_process=True, state_dict=None):
         weights = self.state_dict() if state_dict is None else state_dict
@@ -229,7 +229,7 @@ def test_save_pretrained_of_a_sharded_model_needs_the_gathered_state_dict(pair):
     assert (first, second) == ([names, names], ["here", "here"])
 
 
-def test_save_pretrained_of_a_replicated_model_is_left_alone(pair):
+def test_save_pretrained_of_a_replicated_model_works_unchanged(pair):
     names = sorted(net().state_dict())
     assert pair.run(save_pretrained, {})[0] == ("", names, names)
 
@@ -255,7 +255,7 @@ def save_transformers_model(folder):
 
 
 @pytest.mark.slow
-def test_a_sharded_model_of_transformers_saves_itself_by_the_line_of_the_refusal(pair, tmp_path):
+def test_a_sharded_transformers_model_is_saved_by_the_line_of_the_error(pair, tmp_path):
     pytest.importorskip("transformers")
     assert pair.run(save_transformers_model, str(tmp_path / "model")) == [True, True]
 
@@ -269,12 +269,12 @@ def test_a_sharded_model_of_transformers_saves_itself_by_the_line_of_the_refusal
     ],
     ids=["torch 2.13", "torch 2.9", "torch 2.9, no parameters"],
 )
-def test_the_groups_of_a_sharded_module_are_found_in_every_torch(state, wanted):
+def test_parameter_groups_of_fsdp_are_found_in_every_version_of_torch(state, wanted):
     unit = SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(**state))
     assert fsdp_parameter_groups(unit) == wanted
 
 
-def averaged(sizes):
+def train_with_average(sizes):
     """Evaluate a model and its moving average before the average is updated, as at the end of an epoch."""
     run = accelerator(sizes)
     model = net()
@@ -295,16 +295,16 @@ def averaged(sizes):
     return state_of(run.unwrap_model(average))
 
 
-def test_the_average_of_evaluated_models_is_that_of_one_process(alone, pair):
-    (wanted,) = alone.run(averaged, {})
-    for got in pair.run(averaged, {"dp_shard": 2}):
+def test_a_moving_average_of_an_evaluated_model_equals_that_of_one_process(alone, pair):
+    (wanted,) = alone.run(train_with_average, {})
+    for got in pair.run(train_with_average, {"dp_shard": 2}):
         assert got.keys() == wanted.keys()
         for name, value in wanted.items():
             torch.testing.assert_close(torch.tensor(got[name]), torch.tensor(value))
 
 
 class Scaled(nn.Module):
-    """A model that, evaluated, returns a part of a parameter of its outermost module."""
+    """A model whose evaluation returns a slice of a parameter of its outermost module."""
 
     def __init__(self):
         super().__init__()
@@ -317,8 +317,8 @@ class Scaled(nn.Module):
         return {"out": self.layers[1](self.layers[0](inputs)) * self.scale, "scale": scale}
 
 
-def evaluated_in_a_step(sizes):
-    """Return gradients of a step in which the model is also evaluated, and a parameter that the evaluation returned."""
+def evaluate_within_a_step(sizes):
+    """Return the gradients of a step that also evaluates the model, and the parameter of the evaluation."""
     run = accelerator(sizes)
     model = run.prepare(Scaled())
     inputs = torch.ones(2, 4)
@@ -330,9 +330,9 @@ def evaluated_in_a_step(sizes):
     return reference["scale"].tolist(), gradients
 
 
-def test_a_model_that_is_evaluated_before_backward_has_the_gradients_of_one_process(alone, pair):
-    (wanted,) = alone.run(evaluated_in_a_step, {})
-    for scale, gradients in pair.run(evaluated_in_a_step, {"dp_shard": 2}):
+def test_a_model_evaluated_before_backward_has_the_gradients_of_one_process(alone, pair):
+    (wanted,) = alone.run(evaluate_within_a_step, {})
+    for scale, gradients in pair.run(evaluate_within_a_step, {"dp_shard": 2}):
         assert scale == wanted[0] == [2, 3, 4]
         for name, gradient in wanted[1].items():
             key = next(key for key in gradients if key.endswith(name))

@@ -1,4 +1,4 @@
-"""Models made without memory are divided, filled from files part by part, and train; what cannot be is said before."""
+"""Models on the meta device are sharded, loaded shard by shard, and trained; missing values are reported."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ MESHES = [{"dp_shard": 2}, {"dp_shard": 1, "dp_replicate": 2}]
 FOUR = [{"dp_shard": 4}, {"dp_shard": 2, "dp_replicate": 2}]
 
 
-def step(run, model, optimizer):
-    """One step on all ranks' data, and what came of it."""
+def run_step(run, model, optimizer):
+    """Train one step on the data of all ranks, and return the state."""
     loss = model(torch.arange(6) + run.process_index).square().mean()
     run.backward(loss)
     optimizer.step()
@@ -24,8 +24,8 @@ def step(run, model, optimizer):
     return state_of(model)
 
 
-def filled(folder, sizes, when, include_buffers):
-    """A model that never was whole, loaded and trained a step; and the same made whole."""
+def load_and_train(folder, sizes, when, include_buffers):
+    """Load a model created on meta and train a step; do the same with a model created on the CPU."""
     run = accelerator(sizes)
     with init_empty_weights(include_buffers=include_buffers):
         model = Net()
@@ -39,11 +39,11 @@ def filled(folder, sizes, when, include_buffers):
     loaded = state_of(model)
     other = run.prepare(net())
     others = run.prepare(torch.optim.AdamW([p for p in other.parameters() if p.requires_grad], lr=0.1))
-    return loaded, step(run, model, optimizer), step(run, other, others)
+    return loaded, run_step(run, model, optimizer), run_step(run, other, others)
 
 
-def ignoring(folder):
-    """Some parameters stay whole."""
+def load_with_ignored(folder):
+    """Do the same with parameters that are not sharded."""
     options = {"ignore": "gain,blocks.*.norm"}
     run = accelerator({"dp_shard": 2}, options)
     with init_empty_weights():
@@ -54,21 +54,21 @@ def ignoring(folder):
     loaded = state_of(model)
     other = run.prepare(net())
     others = run.prepare(torch.optim.SGD([p for p in other.parameters() if p.requires_grad], lr=0.1))
-    return loaded, step(run, model, optimizer), step(run, other, others)
+    return loaded, run_step(run, model, optimizer), run_step(run, other, others)
 
 
-def test_what_stays_whole_is_filled_too(pair, tmp_path):
-    want = written(tmp_path / "weights")
-    for loaded, trained, other in pair.run(ignoring, tmp_path / "weights"):
+def test_ignored_parameters_are_loaded(pair, tmp_path):
+    want = write_weights(tmp_path / "weights")
+    for loaded, trained, other in pair.run(load_with_ignored, tmp_path / "weights"):
         assert loaded == want
-        # What is averaged may lie elsewhere in memory, and is added up by other instructions there.
+        # Averaged tensors may have another memory layout, which changes the order of additions.
         for name, value in trained.items():
             assert torch.tensor(value).allclose(torch.tensor(other[name]), atol=1e-6), name
         assert trained["gain"] != want["gain"]
 
 
-def written(folder):
-    """The file, and what is in it."""
+def write_weights(folder):
+    """Write a file of weights, and return its contents."""
     model = net()
     folder.mkdir()
     save_model(model, str(folder / "model.safetensors"))
@@ -77,12 +77,10 @@ def written(folder):
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("include_buffers", [None, True])
-def test_a_model_without_memory_is_filled_by_each_rank_with_its_own_parts(
-    pair, tmp_path, when, include_buffers
-):
-    want = written(tmp_path / "weights")
+def test_each_rank_loads_only_its_shards_of_a_meta_model(pair, tmp_path, when, include_buffers):
+    want = write_weights(tmp_path / "weights")
     for loaded, trained, other in pair.run(
-        filled, tmp_path / "weights", {"dp_shard": 2}, when, include_buffers
+        load_and_train, tmp_path / "weights", {"dp_shard": 2}, when, include_buffers
     ):
         assert loaded == want
         assert trained == other
@@ -92,16 +90,16 @@ def test_a_model_without_memory_is_filled_by_each_rank_with_its_own_parts(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", FOUR, ids=str)
-def test_on_four(four, tmp_path, sizes):
+def test_meta_models_are_loaded_on_four_ranks(four, tmp_path, sizes):
     four.run(warm)
-    want = written(tmp_path / "weights")
-    for loaded, trained, other in four.run(filled, tmp_path / "weights", sizes, "before", True):
+    want = write_weights(tmp_path / "weights")
+    for loaded, trained, other in four.run(load_and_train, tmp_path / "weights", sizes, "before", True):
         assert loaded == want
         assert trained == other
 
 
-def test_on_one_process_too(tmp_path):
-    want = written(tmp_path / "weights")
+def test_a_meta_model_is_loaded_on_one_process(tmp_path):
+    want = write_weights(tmp_path / "weights")
     run = accelerator({"dp_shard": "auto"})
     with init_empty_weights():
         model = Net()
@@ -110,7 +108,7 @@ def test_on_one_process_too(tmp_path):
     assert state_of(model) == want
 
 
-def without_values(sizes):
+def run_without_values(sizes):
     run = accelerator(sizes)
     with torch.device("meta"):
         model = Net()
@@ -128,15 +126,15 @@ def without_values(sizes):
     return said, model(torch.arange(3)).sum().item()
 
 
-def test_a_forward_pass_before_that_says_what_is_missing_and_what_to_do(pair):
-    for said, found in pair.run(without_values, {"dp_shard": 2}):
+def test_a_forward_pass_on_meta_reports_the_missing_values(pair):
+    for said, found in pair.run(run_without_values, {"dp_shard": 2}):
         assert len(said) == 2
         assert said[0].startswith("Cannot run the model: gain, frozen, embedding.weight and ")
         assert "are on the meta device. Load values with accelerator.load_model(model, path)" in said[0]
         assert found != 0
 
 
-def test_only_a_model_that_is_divided_can_be_prepared_without_memory():
+def test_a_meta_model_without_sharding_is_rejected():
     with init_empty_weights():
         model = nn.Linear(2, 2)
     with pytest.raises(
@@ -145,8 +143,8 @@ def test_only_a_model_that_is_divided_can_be_prepared_without_memory():
         Accelerator().prepare(model)
 
 
-class Stubborn(nn.Module):
-    """Has a buffer that nobody can compute."""
+class ModelWithUncomputedBuffer(nn.Module):
+    """A model with a buffer that no module computes."""
 
     def __init__(self):
         super().__init__()
@@ -155,7 +153,7 @@ class Stubborn(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Computes its buffer when it is reset, in place."""
+    """A module that computes its buffer in place when it is reset."""
 
     def __init__(self):
         super().__init__()
@@ -166,7 +164,7 @@ class Rotary(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Computes for those inside of it, as models of transformers do."""
+    """A model that initializes its submodules, as models of transformers do."""
 
     def __init__(self):
         super().__init__()
@@ -182,7 +180,7 @@ class Transformer(nn.Module):
             nn.init.ones_(module.weight)
 
 
-def computed(folder, kind):
+def load_with_buffers(folder, kind):
     run = accelerator({"dp_shard": 2})
     with torch.device("meta"):
         model = kind()
@@ -197,24 +195,24 @@ def computed(folder, kind):
     return {name: buffer.tolist() for name, buffer in model.named_buffers()}, state_of(model)["layer.bias"]
 
 
-def test_buffers_that_are_in_no_file_are_computed_by_the_modules_that_can(pair, tmp_path):
+def test_buffers_in_no_file_are_computed_by_their_modules(pair, tmp_path):
     layer = nn.Linear(4, 4)
     save_file(
         {f"layer.{name}": value.detach() for name, value in layer.named_parameters()},
         tmp_path / "a.safetensors",
     )
-    for buffers, bias in pair.run(computed, tmp_path / "a.safetensors", Transformer):
+    for buffers, bias in pair.run(load_with_buffers, tmp_path / "a.safetensors", Transformer):
         assert buffers == {"rotary.angles": [0, 1, 2], "other.table": [7, 7]}
         assert bias == layer.bias.tolist()
 
 
-def test_a_buffer_that_nobody_computes_is_named_and_nothing_is_changed(pair, tmp_path):
+def test_a_buffer_that_no_module_computes_is_named_and_nothing_is_changed(pair, tmp_path):
     layer = nn.Linear(4, 4)
     save_file(
         {f"layer.{name}": value.detach() for name, value in layer.named_parameters()},
         tmp_path / "a.safetensors",
     )
-    for said, untouched in pair.run(computed, tmp_path / "a.safetensors", Stubborn):
+    for said, untouched in pair.run(load_with_buffers, tmp_path / "a.safetensors", ModelWithUncomputedBuffer):
         assert said.startswith("Cannot compute table: on the meta device and in no file (persistent=False)")
         assert "reset_buffers()" in said
         assert untouched

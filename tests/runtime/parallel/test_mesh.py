@@ -1,4 +1,4 @@
-"""The processes as a mesh."""
+"""The device mesh of the processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ few = st.integers(min_value=1, max_value=4)
 
 
 @given(few, few, few, few)
-def test_every_part_of_a_batch_has_as_many_ranks_and_they_are_neighbours(replicate, shard, cp, tp):
+def test_neighbouring_ranks_share_a_batch_and_all_batches_have_equally_many_ranks(replicate, shard, cp, tp):
     world = replicate * shard * cp * tp
     sizes = MeshSizes.of(Parallel(replicate, shard, tp=tp, cp=cp), world)
     places = [sizes.data_rank(rank) for rank in range(world)]
@@ -33,24 +33,24 @@ def test_every_part_of_a_batch_has_as_many_ranks_and_they_are_neighbours(replica
 
 
 @given(few, few, few, few)
-def test_the_ranks_that_hold_parameters_are_all_ranks(replicate, shard, cp, tp):
+def test_parameter_dimensions_cover_all_ranks(replicate, shard, cp, tp):
     world = replicate * shard * cp * tp
     copies, shards, layers = MeshSizes.of(Parallel(replicate, shard, tp=tp, cp=cp), world).parameters
     assert copies * shards * layers == world
 
 
-def test_auto_shards_over_the_ranks_that_are_left():
+def test_auto_shards_over_the_remaining_ranks():
     sizes = MeshSizes.of(Parallel(dp_replicate=2, dp_shard="auto", tp=2), 16)
     assert (sizes.dp_replicate, sizes.dp_shard, sizes.tp) == (2, 4, 2)
     assert sizes.description == "dp_replicate 2 x dp_shard 4 x tp 2"
 
 
-def test_a_product_that_is_not_the_number_of_processes_is_refused():
+def test_sizes_that_do_not_match_the_world_size_are_rejected():
     with pytest.raises(SettingsError, match="6"):
         MeshSizes.of(Parallel(dp_shard=3, tp=2), 4)
 
 
-def meshes(**asked):
+def build_meshes(**asked):
     accelerator = Accelerator()
     rank, size = accelerator.process_index, accelerator.num_processes
     mesh = ProcessMesh(MeshSizes.of(Parallel(**asked), size), torch.device("cpu"), Topology(rank, size))
@@ -63,29 +63,29 @@ def meshes(**asked):
 
 
 def test_the_innermost_dimension_is_tensor_parallel(four):
-    found = four.run(lambda: meshes(dp_shard=2, tp=2))
+    found = four.run(lambda: build_meshes(dp_shard=2, tp=2))
     assert [one["tp"] for one in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [one["shard"] for one in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert found[0]["whole"] == ("dp_shard", "tp")
 
 
-def test_copies_of_shards_are_the_outer_dimension(four):
-    found = four.run(lambda: meshes(dp_replicate=2, dp_shard=2))
+def test_replicas_are_the_outermost_dimension(four):
+    found = four.run(lambda: build_meshes(dp_replicate=2, dp_shard=2))
     assert [one["shard"] for one in found] == [[[0, 1], [2, 3]]] * 4
 
 
-def test_ranks_that_divide_sequences_hold_parameters_as_those_that_divide_batches(four):
-    assert [one["shard"] for one in four.run(lambda: meshes(dp_shard=2, cp=2))] == [[0, 1, 2, 3]] * 4
-    assert [one["shard"] for one in four.run(lambda: meshes(dp_replicate=2, cp=2))] == [
+def test_context_parallel_ranks_shard_parameters(four):
+    assert [one["shard"] for one in four.run(lambda: build_meshes(dp_shard=2, cp=2))] == [[0, 1, 2, 3]] * 4
+    assert [one["shard"] for one in four.run(lambda: build_meshes(dp_replicate=2, cp=2))] == [
         [[0], [1], [2], [3]]
     ] * 4
 
 
-def test_dimensions_are_named_as_scripts_know_them():
+def test_dimension_names_are_those_of_accelerate():
     assert DIMENSIONS == ("dp_replicate", "dp_shard", "cp", "tp")
 
 
-def test_the_same_layout_is_the_same_groups(four):
+def test_equal_layouts_share_process_groups(four):
     def same():
         accelerator = Accelerator()
         rank, size = accelerator.process_index, accelerator.num_processes

@@ -1,4 +1,4 @@
-"""Norms of divided gradients: those that one process would find."""
+"""Norms of sharded gradients equal those of one process."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ ORDERS = [2.0, 1.0, 0.0, 3.0, 0.5, -1.0, math.inf, -math.inf]
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 
 
-def values(size, seed):
+def draw_values(size, seed):
     return torch.randn(size, generator=torch.Generator().manual_seed(seed)) + 0.1
 
 
-def laid_out(whole, mesh, placements):
-    """A parameter with a gradient, laid out; for parts to be added up, half of it is on every rank."""
+def distribute_parameter(whole, mesh, placements):
+    """Return a distributed parameter with a gradient; a partial gradient has an equal part on every rank."""
     gradient = distribute_tensor(whole, mesh, [Replicate() if p.is_partial() else p for p in placements])
     if any(p.is_partial() for p in placements):
         share = mesh.size(next(at for at, p in enumerate(placements) if p.is_partial()))
@@ -36,8 +36,8 @@ def laid_out(whole, mesh, placements):
     return parameter
 
 
-def zoo():
-    """Parameters of every layout, and the same gradients whole."""
+def build_parameters():
+    """Return parameters of every layout, and their full gradients."""
     size = Accelerator().num_processes
     line = init_device_mesh("cpu", (size,), mesh_dim_names=("dp_shard",))
     square = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp_replicate", "tp"))
@@ -51,21 +51,21 @@ def zoo():
         ((5, 3), square, [Shard(0), Shard(1)]),
         ((8, 4), square, [Shard(0), Shard(0)]),
         ((3, 4), square, [Replicate(), Partial()]),
-        ((6, 4), square["tp"], [Shard(0)]),  # each of its meshes has all of it
+        ((6, 4), square["tp"], [Shard(0)]),  # each submesh has all of it
         ((3,), square["dp_replicate"], [Replicate()]),
         ((5, 2), square["dp_replicate"], [Shard(0)]),
     ]
-    whole = [values(shape, at) for at, (shape, _, _) in enumerate(layouts)]
-    divided = [laid_out(one, *where) for one, (_, *where) in zip(whole, layouts, strict=True)]
+    whole = [draw_values(shape, at) for at, (shape, _, _) in enumerate(layouts)]
+    divided = [distribute_parameter(one, *where) for one, (_, *where) in zip(whole, layouts, strict=True)]
     for at, shape in enumerate([(3, 3), (2,)]):
         plain = nn.Parameter(torch.zeros(shape))
-        plain.grad = values(shape, 50 + at)
+        plain.grad = draw_values(shape, 50 + at)
         whole.append(plain.grad.clone())
         divided.insert(at * 3, plain)
     return divided, whole
 
 
-def unused(parameters):
+def add_unused_parameter(parameters):
     return [*parameters, nn.Parameter(torch.zeros(2))]
 
 
@@ -74,10 +74,10 @@ def full(tensor):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_the_norm_of_any_mixture_is_that_of_one_process(order, pair):
+def test_the_norm_of_mixed_layouts_equals_that_of_one_process(order, pair):
     def measured(order):
-        divided, whole = zoo()
-        norm = grad_norm.get_total_norm([p.grad for p in unused(divided)], order)
+        divided, whole = build_parameters()
+        norm = grad_norm.get_total_norm([p.grad for p in add_unused_parameter(divided)], order)
         assert type(norm) is torch.Tensor
         return norm, torch.nn.utils.get_total_norm(whole, order)
 
@@ -88,10 +88,10 @@ def test_the_norm_of_any_mixture_is_that_of_one_process(order, pair):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
-def test_so_it_is_on_a_mesh_of_two_dimensions(order, four):
+def test_the_norm_on_a_two_dimensional_mesh_equals_that_of_one_process(order, four):
     def measured(order):
-        divided, whole = zoo()
-        return grad_norm.get_total_norm([p.grad for p in unused(divided)], order), whole
+        divided, whole = build_parameters()
+        return grad_norm.get_total_norm([p.grad for p in add_unused_parameter(divided)], order), whole
 
     found = four.run(measured, order)
     wanted = torch.nn.utils.get_total_norm(found[0][1], order)
@@ -101,10 +101,10 @@ def test_so_it_is_on_a_mesh_of_two_dimensions(order, four):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", [2.0, math.inf])
-def test_clipped_gradients_are_those_of_one_process(order, four):
+def test_clipped_gradients_equal_those_of_one_process(order, four):
     def clipped(order):
-        divided, _ = zoo()
-        grad_norm.clip_grad_norm_(unused(divided), 0.7, order)
+        divided, _ = build_parameters()
+        grad_norm.clip_grad_norm_(add_unused_parameter(divided), 0.7, order)
         assert not any(p.is_partial() for d in divided if isinstance(d, DTensor) for p in d.grad.placements)
         return [full(p.grad) for p in divided]
 
@@ -115,40 +115,40 @@ def test_clipped_gradients_are_those_of_one_process(order, four):
         torch.nn.utils.clip_grad_norm_(parameters, 0.7, order)
         return [p.grad for p in parameters]
 
-    whole = four.run(originals)[0]
+    whole = four.run(gather_gradients)[0]
     for got in four.run(clipped, order):
         torch.testing.assert_close(got, plain())
 
 
-def originals():
-    divided, _ = zoo()
+def gather_gradients():
+    divided, _ = build_parameters()
     return [full(p.grad) for p in divided]
 
 
 @pytest.mark.slow
-def test_values_are_clipped_after_their_parts_are_added_up(four):
+def test_partial_gradients_are_reduced_before_values_are_clipped(four):
     def clipped():
-        divided, _ = zoo()
-        grad_norm.clip_grad_value_(unused(divided), 0.3)
+        divided, _ = build_parameters()
+        grad_norm.clip_grad_value_(add_unused_parameter(divided), 0.3)
         return [full(p.grad) for p in divided]
 
-    wanted = [one.clamp(-0.3, 0.3) for one in four.run(originals)[0]]
+    wanted = [one.clamp(-0.3, 0.3) for one in four.run(gather_gradients)[0]]
     for got in four.run(clipped):
         torch.testing.assert_close(got, wanted)
 
 
-def test_a_mesh_that_not_all_processes_belong_to_counts_among_its_own(clusters):
+def test_a_mesh_of_some_processes_counts_only_their_gradients(clusters):
     def measured():
         Accelerator()
         mesh = DeviceMesh("cpu", [1, 2])
         if dist.get_rank() == 0:
             return None
-        gradient = distribute_tensor(values((5, 2), 1), mesh, [Shard(0)], src_data_rank=None)
-        plain = values((3,), 2)
-        wanted = torch.nn.utils.get_total_norm([values((5, 2), 1), plain])
+        gradient = distribute_tensor(draw_values((5, 2), 1), mesh, [Shard(0)], src_data_rank=None)
+        plain = draw_values((3,), 2)
+        wanted = torch.nn.utils.get_total_norm([draw_values((5, 2), 1), plain])
         norm = grad_norm.get_total_norm([gradient, plain])
         largest = grad_norm.get_total_norm([gradient, plain], math.inf)
-        assert largest == torch.nn.utils.get_total_norm([values((5, 2), 1), plain], math.inf)
+        assert largest == torch.nn.utils.get_total_norm([draw_values((5, 2), 1), plain], math.inf)
         return norm, wanted
 
     _, *found = clusters[3].run(measured)
@@ -158,13 +158,13 @@ def test_a_mesh_that_not_all_processes_belong_to_counts_among_its_own(clusters):
 
 @pytest.mark.parametrize("order", [2.0, math.inf])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_no_number_on_one_rank_is_none_on_all(order, bad, pair):
+def test_nonfinite_gradients_of_one_rank_are_an_error_on_all(order, bad, pair):
     def measured(order, bad):
         Accelerator()
         mesh = init_device_mesh("cpu", (2,))
         whole = torch.ones(4)
         whole[3] = bad
-        parameter = laid_out(whole, mesh, [Shard(0)])
+        parameter = distribute_parameter(whole, mesh, [Shard(0)])
         norm = grad_norm.get_total_norm([parameter.grad], order)
         try:
             grad_norm.clip_grad_norm_([parameter], 1.0, order, error_if_nonfinite=True)
@@ -178,15 +178,15 @@ def test_what_is_no_number_on_one_rank_is_none_on_all(order, bad, pair):
         assert kept[0] == 1
 
 
-def test_halves_are_measured_in_full_precision(pair):
+def test_norms_of_half_precision_gradients_are_computed_in_float32(pair):
     def measured():
         Accelerator()
         mesh = init_device_mesh("cpu", (2,))
-        parameter = laid_out(values((301,), 1).bfloat16(), mesh, [Shard(0)])
+        parameter = distribute_parameter(draw_values((301,), 1).bfloat16(), mesh, [Shard(0)])
         return grad_norm.clip_grad_norm_([parameter], 1e-3), parameter.grad.dtype
 
     for norm, dtype in pair.run(measured):
-        torch.testing.assert_close(norm, values((301,), 1).bfloat16().float().norm())
+        torch.testing.assert_close(norm, draw_values((301,), 1).bfloat16().float().norm())
         assert dtype == torch.bfloat16
 
 
@@ -195,7 +195,7 @@ def test_halves_are_measured_in_full_precision(pair):
 )
 def test_gradients_of_different_layouts_need_one_collective(pair):
     def counted():
-        divided, _ = zoo()
+        divided, _ = build_parameters()
         gradients = [
             p.grad for p in divided if not any(x.is_partial() for x in getattr(p.grad, "placements", ()))
         ]
@@ -211,13 +211,13 @@ def test_gradients_of_different_layouts_need_one_collective(pair):
 
 
 @pytest.mark.slow
-def test_a_model_divided_twice_is_measured_as_it_is_whole(four):
+def test_the_norm_with_tensor_parallelism_and_sharding_equals_that_of_one_process(four):
     def measured():
         Accelerator()
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
-        x = values((5, 4), 9)
+        x = draw_values((5, 4), 9)
         model(x).square().mean().backward()
         wanted = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
         model.zero_grad()
@@ -233,21 +233,21 @@ def test_a_model_divided_twice_is_measured_as_it_is_whole(four):
 
 
 @pytest.mark.parametrize("single", [False, True])
-def test_parameters_listed_before_prepare_are_clipped_as_those_that_are_trained(pair, single):
+def test_parameters_listed_before_prepare_can_be_clipped(pair, single):
     def clipped(single):
         accelerator = Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=2))
         torch.manual_seed(3)
         model = nn.Linear(4, 2, bias=False)
         listed = model.weight if single else list(model.parameters())
         model = accelerator.prepare(model)
-        accelerator.backward(model(values((5, 4), 9)).square().mean())
+        accelerator.backward(model(draw_values((5, 4), 9)).square().mean())
         norm = accelerator.clip_grad_norm_(listed, 0.1)
         accelerator.clip_grad_value_(listed, 0.02)
         return norm, model.weight.grad.full_tensor()
 
     torch.manual_seed(3)
     alone = nn.Linear(4, 2, bias=False)
-    alone(values((5, 4), 9)).square().mean().backward()
+    alone(draw_values((5, 4), 9)).square().mean().backward()
     wanted = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
     alone.weight.grad.clamp_(-0.02, 0.02)
     for norm, gradient in pair.run(clipped, single):

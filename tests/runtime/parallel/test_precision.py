@@ -1,4 +1,4 @@
-"""What a sharded model computes, averages and gives back in."""
+"""The dtypes in which a sharded model computes, reduces and returns."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ class Model(nn.Module):
         ({"param_dtype": "bf16", "output_dtype": "fp32"}, None, FP32, (BF16, FP32, FP32)),
     ],
 )
-def test_what_is_not_asked_for_is_exact(asked, computes_in, own, wanted):
+def test_unset_dtypes_keep_full_precision(asked, computes_in, own, wanted):
     policy = build_policy(FullyShard(**asked), computes_in, nn.Linear(1, 1, dtype=own).parameters())
     assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == wanted
     assert policy.cast_forward_inputs
 
 
-def test_batch_normalisations_keep_the_format_of_their_statistics():
+def test_batch_norms_keep_the_dtype_of_their_statistics():
     model = Model(nn.BatchNorm1d)
     units = find_units(model, "Block")
     found, own = find_batch_norms(model, MixedPrecisionPolicy(BF16, FP32), units)
@@ -74,7 +74,7 @@ def test_batch_normalisations_keep_the_format_of_their_statistics():
     assert find_batch_norms(Model(), MixedPrecisionPolicy(BF16), units)[0] == []
 
 
-def test_parameters_of_different_formats_are_refused_by_name():
+def test_parameters_of_mixed_dtypes_are_rejected_by_name():
     model = Model().bfloat16()
     for layer in model.layers:
         layer.norm.float()
@@ -93,15 +93,15 @@ def test_parameters_of_different_formats_are_refused_by_name():
     refuse_mixed_dtypes(model, find_units(model, "Block"))
 
 
-def test_what_is_gathered_by_itself_is_not_gathered_twice():
+def test_parameters_of_nested_units_belong_only_to_the_inner_unit():
     model = Model()
     units = find_units(model, "Block")
     assert [name for name, _ in parameters_of_unit(model, units)] == ["head.weight", "head.bias"]
     assert len(parameters_of_unit(model.layers[0], units)) == 4
 
 
-def trained(mixed_precision, policy, norm, dtype):
-    """One step; what blocks saw, what came out, and what the parameters and gradients are."""
+def train_step(mixed_precision, policy, norm, dtype):
+    """Train one step, and return the dtypes of blocks, outputs, parameters and gradients."""
     plugin = FullyShardedDataParallelPlugin(
         mixed_precision_policy=policy, transformer_cls_names_to_wrap=["Block"]
     )
@@ -143,9 +143,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_model_computes_in_what_was_asked_for(case, pair):
+def test_a_model_computes_in_the_configured_dtype(case, pair):
     given, blocks, out, kept = CASES[case]
-    for found in pair.run(trained, *given):
+    for found in pair.run(train_step, *given):
         assert found["blocks"] == blocks
         assert found["out"] == out
         assert found["parameters"] == found["gradients"] == {kept}

@@ -1,4 +1,4 @@
-"""What a plan leaves whole has to learn the same on all ranks of a tensor parallel group."""
+"""Replicated parameters must have equal gradients on all tensor parallel ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Model(nn.Module):
         return self.down(self.between(heads).flatten(-2))
 
 
-def said(**also):
+def collect_error(**also):
     torch.manual_seed(0)
     plan = {"up": "colwise", "down": "rowwise"} | also
     accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2, tp_plan=plan))
@@ -34,13 +34,13 @@ def said(**also):
     return ""
 
 
-def test_a_norm_between_divided_layers_is_refused_at_the_first_step_by_name(pair):
-    for message in pair.run(said):
+def test_a_norm_between_sharded_layers_is_rejected_at_the_first_step(pair):
+    for message in pair.run(collect_error):
         assert "between.weight" in message
         assert "before.weight" not in message
         assert "replicated_with_grad_allreduce" in message
 
 
 @pytest.mark.parametrize("style", ["replicated_with_grad_allreduce"])
-def test_a_plan_that_says_what_it_does_is_taken(pair, style):
-    assert pair.run(lambda: said(between=style)) == ["", ""]
+def test_a_plan_with_an_explicit_style_is_accepted(pair, style):
+    assert pair.run(lambda: collect_error(between=style)) == ["", ""]

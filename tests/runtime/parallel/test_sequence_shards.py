@@ -1,4 +1,4 @@
-"""The places of a sequence: every one is some rank's, once, and causal work is shared out equally."""
+"""The slices of a sequence: each position belongs to one rank, and causal work is balanced."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accel_runtime.parallel.context_parallel import join_sequence, sequence_slic
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 8])
-def test_every_place_is_in_one_part_and_all_are_equally_long(parts):
+def test_each_position_is_in_one_slice_and_all_have_equal_length(parts):
     for length in range(parts, 10 * parts, parts):
         own = [
             list(chain.from_iterable(range(*span) for span in sequence_slices(length, parts, part)))
@@ -23,7 +23,7 @@ def test_every_place_is_in_one_part_and_all_are_equally_long(parts):
 
 
 @pytest.mark.parametrize("parts", [2, 3, 4, 8])
-def test_every_part_sees_as_many_earlier_places(parts):
+def test_all_ranks_have_equal_causal_work(parts):
     work = {
         sum(place + 1 for span in sequence_slices(6 * 2 * parts, parts, part) for place in range(*span))
         for part in range(parts)
@@ -31,14 +31,14 @@ def test_every_part_sees_as_many_earlier_places(parts):
     assert len(work) == 1
 
 
-def test_a_length_that_would_leave_parts_of_unlike_length_is_refused():
+def test_a_length_that_is_not_divisible_is_rejected():
     with pytest.raises(ValueError, match=r"a sequence of 10 .* 4 ranks \(cp: 4\): pad or cut it to 8 or 12"):
         sequence_slices(10, 4, 0)
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @pytest.mark.parametrize(("length", "parts"), [(6, 1), (12, 3), (9, 3), (16, 4)])
-def test_parts_make_the_whole_again(dim, length, parts):
+def test_joining_the_slices_restores_the_sequence(dim, length, parts):
     shape = [2, 3, 4]
     shape[dim] = length
     whole = torch.arange(torch.Size(shape).numel()).view(shape)

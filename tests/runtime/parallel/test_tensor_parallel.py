@@ -1,4 +1,4 @@
-"""Tensor parallel: plans of models and profiles, what cannot be divided, and the same numbers as whole."""
+"""Tensor parallelism: plans, layers that cannot be sharded, and equal results."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Layer(nn.Module):
 
 
 class Words(nn.Module):
-    """A small language model whose head is its embedding."""
+    """A small language model whose head is tied to its embedding."""
 
     def __init__(  # noqa: PLR0913
         self, words=32, width=16, heads=4, *, dropout=0.0, padding=None, tie=True
@@ -79,20 +79,20 @@ class Words(nn.Module):
 # Plans ---------------------------------------------------------------------------------
 
 
-def test_a_pattern_stands_for_every_module_it_matches():
+def test_a_pattern_matches_several_modules():
     plan = plan_tensor_parallel(Words(), (("layers.*.up", "colwise"), ("head", "colwise_rep")))
     assert {name: style.output_layouts for name, style in plan.items()} == {
         "layers.0.up": (Shard(-1),), "layers.1.up": (Shard(-1),), "head": (Replicate(),)
     }  # fmt: skip
 
 
-def test_a_star_stands_for_no_dot():
+def test_a_star_does_not_match_a_dot():
     with pytest.raises(ValueError, match=r"tp_plan: \*\.up matches no module of Words; did you mean"):
         plan_tensor_parallel(Words(), (("*.up", "colwise"),))
 
 
 @pytest.mark.parametrize("name", ["tp_plan", "_tp_plan"])
-def test_a_models_own_plan_is_taken(name):
+def test_the_plan_of_a_model_is_used(name):
     model = Words()
     setattr(model, name, {"layers.*.up": "colwise", "layers.*.down": "rowwise"})
     assert set(plan_tensor_parallel(model)) == {
@@ -100,19 +100,19 @@ def test_a_models_own_plan_is_taken(name):
     }
 
 
-def test_the_profiles_plan_wins_over_the_models():
+def test_the_plan_of_the_profile_overrides_that_of_the_model():
     model = Words()
     model.tp_plan = {"layers.*.up": "colwise"}
     assert set(plan_tensor_parallel(model, (("head", "colwise_rep"),))) == {"head"}
 
 
-def test_a_plan_in_the_configuration_is_taken():
+def test_the_plan_of_a_model_configuration_is_used():
     model = Words()
     model.config = SimpleNamespace(base_model_tp_plan={"layers.*.up": "colwise"})
     assert set(plan_tensor_parallel(model)) == {"layers.0.up", "layers.1.up"}
 
 
-def test_a_plan_of_a_module_inside_counts_from_there():
+def test_the_plan_of_a_submodule_is_relative_to_it():
     model = Words()
     for layer in model.layers:
         layer._tp_plan = {"up": "colwise", "down": "rowwise"}
@@ -121,13 +121,13 @@ def test_a_plan_of_a_module_inside_counts_from_there():
     }
 
 
-def test_a_models_own_plan_may_name_what_this_model_lacks():
+def test_the_plan_of_a_model_can_name_missing_modules():
     model = Words()
     model.tp_plan = {"layers.*.up": "colwise", "layers.*.experts": "moe_tp_experts"}
     assert set(plan_tensor_parallel(model)) == {"layers.0.up", "layers.1.up"}
 
 
-def test_a_plan_may_hold_torchs_own_styles():
+def test_a_plan_can_contain_styles_of_torch():
     model = Words()
     model.tp_plan = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
     assert plan_tensor_parallel(model)["layers.0.up"] is model.tp_plan["layers.*.up"]
@@ -152,64 +152,64 @@ def test_a_plan_may_hold_torchs_own_styles():
         ((), "Words has no tp_plan of its own"),
     ],
 )
-def test_a_plan_that_cannot_be_followed_is_refused(plan, said):
+def test_an_invalid_plan_is_rejected(plan, said):
     with pytest.raises(ValueError, match=said):
         plan_tensor_parallel(Words(), plan)
 
 
-def test_torchs_own_attention_cannot_be_divided():
+def test_multihead_attention_of_torch_is_rejected():
     with pytest.raises(ValueError, match="cannot be sharded: nn"):
         plan_tensor_parallel(nn.TransformerEncoderLayer(8, 2), (("self_attn.out_proj", "rowwise"),))
 
 
-# What comes out even -------------------------------------------------------------------
+# Divisibility --------------------------------------------------------------------------
 
 
-def refused(model, tp, *entries):
+def check_and_fail(model, tp, *entries):
     plan = plan_tensor_parallel(model, entries)
     with pytest.raises(ValueError) as caught:
         tensor_parallel.check_divisibility(model, tp, plan)
     return str(caught.value)
 
 
-def test_a_dimension_that_does_not_divide_is_named_with_its_numbers():
-    said = refused(Words(words=33), 2, ("embed", "rowwise"), ("head", "colwise_rep"))
+def test_a_dimension_that_is_not_divisible_is_reported_with_its_size():
+    said = check_and_fail(Words(words=33), 2, ("embed", "rowwise"), ("head", "colwise_rep"))
     assert "parallel.tp=2 does not divide dimension 0 of embed.weight, which is 33" in said
     assert "pad it to 34" in said
-    assert "dimension 1 of layers.0.down.weight, which is 32" in refused(
+    assert "dimension 1 of layers.0.down.weight, which is 32" in check_and_fail(
         Words(), 3, ("layers.*.down", "rowwise")
     )
 
 
-def test_heads_that_do_not_divide_are_named_with_the_numbers_that_do():
-    said = refused(Words(width=24, heads=6), 4, ("layers.*.attention.q", "colwise"))
+def test_heads_that_are_not_divisible_are_reported_with_valid_sizes():
+    said = check_and_fail(Words(width=24, heads=6), 4, ("layers.*.attention.q", "colwise"))
     assert "parallel.tp=4 does not divide n_heads=6 of layers.0.attention; tp may be 1, 2, 3, 6" in said
 
 
-def test_heads_of_keys_and_values_are_read_from_the_configuration():
+def test_key_value_heads_are_read_from_the_model_configuration():
     model = Words()
     model.config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2)
-    said = refused(model, 4, ("layers.*.attention.k", "colwise"))
+    said = check_and_fail(model, 4, ("layers.*.attention.k", "colwise"))
     assert "num_key_value_heads=2 of model.config; tp may be 1, 2" in said
 
 
-def test_heads_do_not_matter_where_attention_stays_whole():
+def test_heads_are_not_checked_if_attention_is_replicated():
     model = Words(width=24, heads=3)
     plan = plan_tensor_parallel(model, (("layers.*.up", "colwise"), ("layers.*.attention.q", "colwise_rep")))
     tensor_parallel.check_divisibility(model, 4, plan)
 
 
-def test_tied_parameters_that_would_come_apart_are_named():
-    said = refused(Words(), 2, ("head", "colwise_rep"))
+def test_tied_parameters_with_different_layouts_are_rejected():
+    said = check_and_fail(Words(), 2, ("head", "colwise_rep"))
     assert "embed.weight and head.weight are one parameter, and the plan has the first whole" in said
     assert "and the second divided along dimension 0" in said
 
 
-# The same numbers ----------------------------------------------------------------------
+# Equal results -------------------------------------------------------------------------
 
 
-def run_of(plan, tp, options):
-    """Losses and the whole parameters after some steps, and how many numbers of `embed` are here."""
+def train(plan, tp, options):
+    """Return losses and full parameters after some steps, and the number of local elements of `embed`."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor
 
@@ -252,17 +252,17 @@ def run_of(plan, tp, options):
     ],
     ids=["whole layers", "sequences", "padding", "padding of another", "the other way"],
 )
-def test_divided_layers_compute_what_whole_ones_do(pair, alone, plan, options):
-    (losses, parameters, tied, frozen, size) = alone.run(run_of, plan, 1, options)[0]
-    for rank in pair.run(run_of, plan, 2, options):
+def test_sharded_layers_compute_the_same_as_full_layers(pair, alone, plan, options):
+    (losses, parameters, tied, frozen, size) = alone.run(train, plan, 1, options)[0]
+    for rank in pair.run(train, plan, 2, options):
         torch.testing.assert_close(rank[0], losses, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(rank[1], parameters, rtol=1e-5, atol=1e-5)
         assert rank[2:] == (tied, frozen, size // 2)
 
 
-def test_dropout_on_what_all_have_is_the_same_dropout(pair):
+def test_dropout_of_replicated_activations_is_equal_on_all_ranks(pair):
     first, second = pair.run(
-        run_of, (("layers.*.up", "colwise"), ("layers.*.down", "rowwise")), 2, {"dropout": 0.5}
+        train, (("layers.*.up", "colwise"), ("layers.*.down", "rowwise")), 2, {"dropout": 0.5}
     )
     assert first[0] == second[0]
     assert all(torch.equal(parameter, second[1][name]) for name, parameter in first[1].items())

@@ -1,4 +1,4 @@
-"""fp16 where parameters are divided: one rank's overflow is everybody's."""
+"""fp16 with sharded parameters: an overflow on one rank skips the step on all."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from accel_runtime.torch_internals import local_tensor
 from accel_runtime.training.forward import LossScaler
 
 
-def parameters(size):
-    """Of every layout: copies that differ in one dimension only, parts, and a plain one."""
+def build_parameters(size):
+    """Return parameters of every layout: replicated in one dimension only, sharded, and plain."""
     line = init_device_mesh("cpu", (size,), mesh_dim_names=("dp_shard",))
     square = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp_replicate", "tp"))
     layouts = [(line, [Shard(0)]), (square, [Replicate(), Shard(0)]), (square, [Shard(0), Replicate()])]
@@ -26,11 +26,11 @@ def parameters(size):
     return made
 
 
-def steps(size, kind, options, overflowing):
-    """One step, in which the gradient of one parameter overflows on one rank."""
+def run_step(size, kind, options, overflowing):
+    """Run one step in which the gradient of one parameter overflows on one rank."""
     accelerator = Accelerator()
     scaler = LossScaler("cpu", init_scale=4.0)
-    own = parameters(size)
+    own = build_parameters(size)
     if overflowing is not None:
         rank, index = overflowing
         if accelerator.process_index == rank:
@@ -38,14 +38,14 @@ def steps(size, kind, options, overflowing):
     optimizer = kind([{"params": [one]} for one in own], lr=1.0, **options)
     scaler.add_optimizer(optimizer)
     scaler.scale(torch.ones(()))
-    went = scaler.step_unless_overflowed(optimizer)
-    return went, scaler.get_scale(), [local_tensor(one).detach().clone() for one in own]
+    stepped = scaler.step_unless_overflowed(optimizer)
+    return stepped, scaler.get_scale(), [local_tensor(one).detach().clone() for one in own]
 
 
 @pytest.mark.parametrize("index", range(4))
-def test_an_overflow_on_one_rank_leaves_out_the_step_on_all(index, pair):
-    for went, scale, values in pair.run(steps, 2, torch.optim.SGD, {"foreach": False}, (1, index)):
-        assert not went
+def test_an_overflow_on_one_rank_skips_the_step_on_all(index, pair):
+    for stepped, scale, values in pair.run(run_step, 2, torch.optim.SGD, {"foreach": False}, (1, index)):
+        assert not stepped
         assert scale == 2.0
         assert all((one == 0).all() for one in values)
 
@@ -53,27 +53,27 @@ def test_an_overflow_on_one_rank_leaves_out_the_step_on_all(index, pair):
 @pytest.mark.slow
 @pytest.mark.parametrize("index", range(4))
 @pytest.mark.parametrize("rank", range(4))
-def test_so_it_is_for_copies_and_for_ranks_that_divide_layers(rank, index, four):
-    found = four.run(steps, 4, torch.optim.SGD, {"foreach": False}, (rank, index))
-    assert [(went, scale) for went, scale, _ in found] == [(False, 2.0)] * 4
+def test_an_overflow_skips_the_step_on_all_ranks_of_a_two_dimensional_mesh(rank, index, four):
+    found = four.run(run_step, 4, torch.optim.SGD, {"foreach": False}, (rank, index))
+    assert [(stepped, scale) for stepped, scale, _ in found] == [(False, 2.0)] * 4
 
 
 @pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {}], ids=str)
-def test_without_one_every_part_is_unscaled_and_steps(options, pair):
-    for went, scale, values in pair.run(steps, 2, torch.optim.SGD, options, None):
-        assert went
+def test_gradients_without_overflow_are_unscaled_and_applied(options, pair):
+    for stepped, scale, values in pair.run(run_step, 2, torch.optim.SGD, options, None):
+        assert stepped
         assert scale == 4.0
         assert all((one == -1).all() for one in values)
 
 
 @pytest.mark.parametrize("overflowing", [None, (1, 0)], ids=["fits", "overflows"])
-def test_an_optimizer_that_reads_the_overflow_itself_reads_it_on_all_ranks(overflowing, pair):
+def test_a_fused_optimizer_reads_the_overflow_of_any_rank(overflowing, pair):
     def fused(overflowing):
         found = []
         for kind in (torch.optim.AdamW, torch.optim.Adam):
-            went, _, values = steps(2, kind, {"fused": True}, overflowing)
-            found.append((went, [bool((one != 0).all()) for one in values]))
+            stepped, _, values = run_step(2, kind, {"fused": True}, overflowing)
+            found.append((stepped, [bool((one != 0).all()) for one in values]))
         return found
 
-    went = overflowing is None
-    assert pair.run(fused, overflowing) == [[(went, [went] * 5)] * 2] * 2
+    stepped = overflowing is None
+    assert pair.run(fused, overflowing) == [[(stepped, [stepped] * 5)] * 2] * 2

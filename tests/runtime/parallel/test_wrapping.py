@@ -1,4 +1,4 @@
-"""Which modules of a model are gathered as a whole."""
+"""The modules of a model whose parameters are gathered together."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ class Model(nn.Module):
         self.head = nn.Linear(4, 10, bias=False)
 
 
-class Said(Model):
+class ModelWithNoSplitModules(Model):
     _no_split_modules = ("Linear",)
 
 
-def names(model, wrap):
+def list_units(model, wrap):
     return [name for name, _ in find_units(model, wrap)]
 
 
 def test_classes_are_found_by_name():
-    assert names(Model(), "Block") == ["blocks.0", "blocks.1"]
+    assert list_units(Model(), "Block") == ["blocks.0", "blocks.1"]
 
 
-def test_what_lies_inside_another_comes_first():
-    found = names(Model(), "Block,Linear")
+def test_inner_units_are_listed_before_outer_units():
+    found = list_units(Model(), "Block,Linear")
     assert set(found) == {
         "blocks.0",
         "blocks.1",
@@ -46,47 +46,47 @@ def test_what_lies_inside_another_comes_first():
         assert found.index(f"blocks.{index}.up") < found.index(f"blocks.{index}")
 
 
-def test_auto_is_what_the_model_says_of_itself():
-    assert set(names(Said(), "auto")) == {
+def test_auto_uses_no_split_modules_of_a_model():
+    assert set(list_units(ModelWithNoSplitModules(), "auto")) == {
         "head",
         *(f"blocks.{i}.{n}" for i in (0, 1) for n in ("up", "down")),
     }
 
 
-def test_auto_is_what_the_lists_of_a_model_hold_where_it_says_nothing():
-    assert names(Model(), "auto") == ["blocks.0", "blocks.1"]
+def test_auto_uses_module_lists_without_no_split_modules():
+    assert list_units(Model(), "auto") == ["blocks.0", "blocks.1"]
 
 
-def test_a_model_without_lists_is_one_unit():
-    assert names(nn.Sequential(nn.Linear(2, 2)), "auto") == []
-    assert names(Model(), "none") == []
+def test_a_model_without_module_lists_is_one_unit():
+    assert list_units(nn.Sequential(nn.Linear(2, 2)), "auto") == []
+    assert list_units(Model(), "none") == []
 
 
-def test_a_number_takes_the_smallest_modules_with_so_many_parameters_of_their_own():
+def test_a_number_selects_the_smallest_modules_with_enough_parameters():
     # 4 * 8 + 8 and 8 * 4 + 4; a block has 76 of which none are taken yet.
-    assert names(Model(), "76") == ["blocks.0", "blocks.1"]
-    assert set(names(Model(), "40")) == {"blocks.0.up", "blocks.1.up", "embed", "head"}
+    assert list_units(Model(), "76") == ["blocks.0", "blocks.1"]
+    assert set(list_units(Model(), "40")) == {"blocks.0.up", "blocks.1.up", "embed", "head"}
 
 
-def test_a_class_that_is_not_there_is_refused_with_the_one_that_was_meant():
+def test_an_unknown_class_is_rejected_with_a_suggestion():
     with pytest.raises(ValueError, match=r"Model has no module of class Blok; did you mean Block\?"):
         find_units(Model(), "Blok")
 
 
-def test_a_list_of_modules_is_no_unit():
+def test_a_module_list_is_rejected_as_a_unit():
     with pytest.raises(ValueError, match="ModuleList has no forward pass"):
         find_units(Model(), "ModuleList")
 
 
-def test_a_module_with_a_tied_parameter_stays_with_the_rest():
+def test_a_module_with_a_tied_parameter_is_no_unit():
     model = Model()
     model.head.weight = model.embed.weight
-    assert names(model, "Embedding,Linear,Block") == names(model, "Block,Linear")
-    assert "head" not in names(model, "Linear")
-    assert "embed" not in names(model, "Embedding")
+    assert list_units(model, "Embedding,Linear,Block") == list_units(model, "Block,Linear")
+    assert "head" not in list_units(model, "Linear")
+    assert "embed" not in list_units(model, "Embedding")
 
 
-def test_a_tie_inside_of_a_module_stays_inside():
+def test_a_tie_within_a_module_does_not_matter():
     model = Model()
     model.blocks[0].down = model.blocks[0].up
-    assert "blocks.0" in names(model, "Block")
+    assert "blocks.0" in list_units(model, "Block")

@@ -1,4 +1,4 @@
-"""Hosts of a SageMaker job: each a folder that stands for its `/opt/ml`, with a bundle made by hand, and a process."""
+"""Hosts of a SageMaker job: each has a folder that replaces `/opt/ml`, a bundle, and a process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from accel_cli.sagemaker.request import build_job_spec
 from accel_runtime.env import Settings
 
 OPT = Path("/opt/ml")
-# As in the request: ContainerEntrypoint, and then ContainerArguments.
+# ContainerEntrypoint and ContainerArguments of the request.
 ENTRYPOINT = (
     "/bin/sh",
     "-c",
@@ -48,7 +48,7 @@ UNSHARE = ("unshare", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "--
 
 
 class Host:
-    """One host: its root, and the process that is the first of its container."""
+    """A host: its root folder, and the first process of its container."""
 
     def __init__(self, root, name):
         self.root, self.name = root, name
@@ -56,12 +56,12 @@ class Host:
 
     @property
     def failure(self):
-        """What the platform would find as the reason, or None."""
+        """Return the failure reason that the platform would read, or None."""
         file = self.root / "output" / "failure"
         return file.read_text() if file.exists() else None
 
     def start(self, python=sys.executable, **env):
-        """Start it with the Python of an image; without one, the image has all that these tests have."""
+        """Start the host with the Python of an image, by default this one, which has all packages."""
         inherited = {
             key: value for key, value in os.environ.items() if key not in {"ACCEL_HOME", "PIP_FIND_LINKS"}
         }
@@ -78,7 +78,7 @@ class Host:
         return self
 
     def contain(self, table, port):
-        """Start it as the platform does, in namespaces: the first process of a container, whose `/opt/ml` is the root."""
+        """Start the host in namespaces, as the first process of a container whose `/opt/ml` is the root."""
         command = [*UNSHARE, "sh", "-c", INSIDE, "sh", str(self.root), str(table), self.name, *ENTRYPOINT]
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         self.process = subprocess.Popen(
@@ -105,7 +105,7 @@ class Host:
         return self
 
     def until(self, word, seconds=180):
-        """Read what it says until a word comes."""
+        """Read the output until it contains a word."""
         said = ""
         late = threading.Timer(seconds, self.process.kill)
         late.start()
@@ -119,7 +119,7 @@ class Host:
         return said
 
     def end(self, seconds=180):
-        """Its exit code, and what it has said since."""
+        """Return the exit code, and the output since the last read."""
         said, _ = self.process.communicate(timeout=seconds)
         return self.process.returncode, said
 
@@ -136,23 +136,13 @@ class Host:
 
 
 class Containers:
-    """Makes hosts, and ends them."""
+    """Creates hosts, and ends them."""
 
     def __init__(self, folder, accel):
         self.folder, self._accel, self._made = folder, accel, []
 
     def hosts(self, *names, source, kind="script", target="train.py", args=(), section=(), **spec):
-        """Make the hosts of one job.
-
-        Args:
-            names: Their names; `127.2` is one that resolves.
-            source: The files of the source, by path.
-            kind: What the target is.
-            target: What runs.
-            args: Its arguments.
-            section: Keys of the profile.
-            spec: Values of `job.json`.
-        """
+        """Create the hosts of one job."""
         launcher = SageMaker(instance_count=len(names), **{"ranks": "all", **dict(section)})
         # The paths of the source are not those of this folder.
         given = (target, tuple(args), kind, Settings(device="cpu"), {}, {}, Machine(2), sys.executable)
@@ -179,7 +169,7 @@ class Containers:
         return made
 
     def make_image(self, *requirements):
-        """Return a Python that has some packages only, as links to those of this one; the folder of its packages."""
+        """Return a Python that has only the given packages, as links, and its package folder."""
         venv.create(self.folder / "image")
         site = Path(sysconfig.get_path("purelib", vars={"base": str(self.folder / "image")}))
         for each in closure(requirements).values():
@@ -206,7 +196,7 @@ class Containers:
 
 
 def packed(source, file):
-    """The files of a source, as an archive."""
+    """Pack the files of a source into an archive."""
     folder = file.parents[3] / "source"
     for name, text in source.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -217,14 +207,14 @@ def packed(source, file):
 
 @pytest.fixture
 def containers(tmp_path):
-    """Makes hosts of a job; all are gone at the end."""
+    """Create the hosts of a job, and end them after the test."""
     made = Containers(tmp_path, bundle.select_accel())
     yield made
     made.close()
 
 
 def closure(requirements):
-    """The installed distributions that some need, with themselves, by name."""
+    """Return the installed distributions that the requirements need, with themselves, by name."""
     found, rest = {}, list(requirements)
     while rest:
         name = re.match(r"[\w.-]+", rest.pop())[0].lower().replace("_", "-")
@@ -240,7 +230,7 @@ KEPT = {"wandb": "s3cr3t", ARN: '{"key": "inner", "number": 7, "null": null}', "
 
 
 class Manager(BaseHTTPRequestHandler):
-    """Answers as AWS Secrets Manager does, in as far as this asks."""
+    """A stub of AWS Secrets Manager."""
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["SecretId"]
@@ -270,7 +260,7 @@ def address():
 
 @pytest.fixture
 def manager(address, monkeypatch):
-    """A Secrets Manager that boto3 asks, here and in containers; what it keeps."""
+    """A stub of Secrets Manager that boto3 uses, here and in containers; yields its secrets."""
     pytest.importorskip("boto3", reason="boto3 is not installed")
     for name, value in {
         "AWS_ENDPOINT_URL": address,
@@ -286,7 +276,7 @@ def manager(address, monkeypatch):
 
 
 def permitted(folder):
-    """Whether this machine lets us make containers of this kind."""
+    """Return whether this machine can create such containers."""
     if sys.platform != "linux" or not shutil.which("unshare"):
         return False
     probe = ["sh", "-c", 'mount --bind "$1" /opt && hostname aws', "sh", str(folder)]
@@ -295,7 +285,7 @@ def permitted(folder):
 
 @pytest.fixture
 def opt(tmp_path):
-    """The names of hosts in containers, whose folder is made here; skipped by name where there can be no containers."""
+    """Names of hosts in containers; skips the test if containers cannot be created."""
     if not permitted(tmp_path):
         pytest.skip("namespaces need root and unshare")
     with shared(OPT):

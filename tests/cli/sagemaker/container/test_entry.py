@@ -1,4 +1,4 @@
-"""Whole containers as processes: `entry.py` under a folder that stands for `/opt/ml`, with real training."""
+"""`entry.py` as the process of a container, with a folder that replaces `/opt/ml`, and real training."""
 
 import json
 import os
@@ -33,7 +33,7 @@ ARGS = ['it\'s a "test" $HOME; rm -rf x', "", "two\nlines", "--lr=1e-4", "--", "
 
 
 @pytest.mark.slow
-def test_two_hosts_with_two_processes_train_and_get_the_arguments_byte_for_byte(containers, port):
+def test_two_hosts_with_two_processes_train_with_the_exact_arguments(containers, port):
     first, second = hosts = containers.hosts(
         "127.1",
         "127.2",
@@ -68,8 +68,8 @@ def test_two_hosts_with_two_processes_train_and_get_the_arguments_byte_for_byte(
 
 
 @pytest.mark.slow
-def test_what_an_image_lacks_comes_from_the_bundle_and_its_torch_stays(containers):
-    """An image with torch and pip, but none of the packages that `accel launch` imports, and no network."""
+def test_missing_packages_are_installed_from_the_bundle_and_torch_is_kept(containers):
+    """Use an image with torch and pip, without the other packages of `accel launch` and without a network."""
     python, site = containers.make_image("torch", "numpy", "pip")
     text = (
         "import sys, accel_runtime, pydantic, torch\nprint('imported', pydantic.__file__, torch.__file__)\n"
@@ -91,7 +91,7 @@ def test_what_an_image_lacks_comes_from_the_bundle_and_its_torch_stays(container
         ("2.4.1+cu121", "this image has torch 2.4.1+cu121, and accel needs 2.9"),
     ],
 )
-def test_an_image_without_torch_or_with_an_old_one_is_refused(containers, torch, reason):
+def test_an_image_without_a_supported_torch_is_rejected(containers, torch, reason):
     python, site = containers.make_image()
     if torch:
         info = site / f"torch-{torch}.dist-info"
@@ -104,7 +104,7 @@ def test_an_image_without_torch_or_with_an_old_one_is_refused(containers, torch,
 
 
 @pytest.mark.slow
-def test_only_the_host_of_the_process_that_failed_leaves_a_reason(containers, port):
+def test_only_the_host_of_the_failed_process_writes_a_reason(containers, port):
     script = (
         "import accel_runtime, torch\naccelerator = accel_runtime.Accelerator()\n"
         "def main():\n    if accelerator.process_index == 1:\n        raise ValueError('boom on rank 1')\n"
@@ -132,7 +132,7 @@ time.sleep(100)
 """
 
 
-def test_a_signal_of_the_platform_reaches_the_script_which_saves_at_once(containers, manager):
+def test_a_signal_of_the_platform_reaches_the_script_which_saves(containers, manager):
     section = {"checkpoint_dir": "runs", "secrets": {"TOKEN": "wandb"}}
     host = containers.hosts("algo-1", source={"train.py": SAVES}, section=section).start()
     before = host.until("ready")
@@ -149,7 +149,7 @@ def test_a_signal_of_the_platform_reaches_the_script_which_saves_at_once(contain
     assert not [file for file in kept if manager["wandb"].encode() in file.read_bytes()]
 
 
-def test_a_program_that_fails_leaves_its_last_words(containers):
+def test_the_reason_of_a_failed_program_is_the_end_of_its_output(containers):
     host = containers.hosts(
         "algo-1",
         source={"run.sh": "#!/bin/sh\necho 'no such sample: 12' >&2\nexit 3\n"},
@@ -184,7 +184,7 @@ def test_the_error_of_pip_is_the_reason_if_a_requirement_cannot_be_installed(con
     assert said.splitlines()[-1] == "accel: algo-1 ended with exit code 1"
 
 
-def test_a_host_that_is_stopped_while_pip_waits_for_the_network_leaves_no_reason_and_no_pip(containers):
+def test_a_host_stopped_while_pip_waits_leaves_no_reason_and_no_process(containers):
     source = {"train.py": "", "needs-of-nobody.txt": "no-such-package-of-accel\n"}
     host = containers.hosts("algo-1", source=source, requirements="needs-of-nobody.txt")
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -210,7 +210,7 @@ def read(file):
 
 
 @pytest.mark.slow
-def test_a_launcher_that_is_killed_is_said_by_the_first_process(containers):
+def test_a_killed_launcher_is_reported_by_the_first_process(containers):
     host = containers.hosts("algo-1", source={"train.py": SAVES}).start()
     host.until("ready")
     children = Path(f"/proc/{host.process.pid}/task/{host.process.pid}/children").read_text()
@@ -246,7 +246,7 @@ def test_an_error_of_the_job_is_one_message(containers, spec, code, reason):
 
 
 @pytest.mark.slow
-def test_a_host_that_the_platform_ends_because_another_failed_leaves_no_reason(containers, port):
+def test_a_host_stopped_after_the_failure_of_another_writes_no_reason(containers, port):
     script = (
         "import time, accel_runtime\naccelerator = accel_runtime.Accelerator()\naccelerator.wait_for_everyone()\n"
         "if accelerator.process_index == 1:\n    raise ValueError('boom')\ntime.sleep(100)\n"

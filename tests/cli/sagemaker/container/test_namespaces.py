@@ -1,4 +1,4 @@
-"""Containers as near as namespaces come to them: a first process, `/opt/ml`, and a host name that means nothing."""
+"""Hosts in namespaces, similar to containers: with a first process, `/opt/ml`, and arbitrary host names."""
 
 from __future__ import annotations
 
@@ -40,9 +40,7 @@ time.sleep(100)
 
 
 @pytest.mark.slow
-def test_the_first_process_of_a_container_reaps_passes_signals_on_and_meets_hosts_that_share_a_name(
-    containers, opt, port
-):
+def test_the_first_process_reaps_forwards_signals_and_joins_hosts_of_equal_names(containers, opt, port):
     hosts = containers.hosts("algo-1", "algo-2", source={"train.py": SCRIPT})
     for host in hosts:
         host.contain(opt, port)

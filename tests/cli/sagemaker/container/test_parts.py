@@ -1,4 +1,4 @@
-"""The parts of the container's entry point that need no process."""
+"""Functions of the entry point of the container that need no process."""
 
 import json
 
@@ -12,7 +12,7 @@ ARN = "arn:aws:secretsmanager:us-east-1:123456789012:secret:wandb-AbCdEf"
 
 
 def variables(root, hosts=("algo-1",), **files):
-    """Return the variables of the last of some hosts."""
+    """Return the variables of the last of several hosts."""
     config = root / "input" / "config"
     config.mkdir(parents=True)
     for name, content in files.items():
@@ -30,7 +30,7 @@ def test_hosts_are_ordered_by_number(tmp_path):
     assert "GLOO_SOCKET_IFNAME" not in variables(tmp_path / "alone")
 
 
-def test_a_channel_of_any_name_has_a_variable_but_not_that_of_accel(tmp_path):
+def test_each_channel_has_a_variable_except_for_that_of_accel(tmp_path):
     channels = {"my-data.v2": {"TrainingInputMode": "File"}, "accel": {}, "train": {}}
     found = variables(tmp_path, inputdataconfig=channels)
     folder = str(tmp_path / "input" / "data" / "my-data.v2")
@@ -55,9 +55,7 @@ def test_a_channel_of_any_name_has_a_variable_but_not_that_of_accel(tmp_path):
         (None, ["libcuda.so.580.65.06"], False),
     ],
 )
-def test_the_driver_libraries_of_the_image_are_for_hosts_with_an_older_driver(
-    tmp_path, driver, libraries, needed
-):
+def test_driver_libraries_of_the_image_are_used_with_an_older_driver(tmp_path, driver, libraries, needed):
     compat = tmp_path / "compat"
     compat.mkdir()
     for name in libraries:
@@ -67,7 +65,7 @@ def test_the_driver_libraries_of_the_image_are_for_hosts_with_an_older_driver(
     assert entry.needs_compat(tmp_path / "version", compat) is needed
 
 
-def test_a_linked_folder_keeps_the_files_of_the_source_and_those_of_the_platform_win(tmp_path):
+def test_a_linked_folder_merges_source_files_and_prefers_those_of_the_platform(tmp_path):
     runs, kept = tmp_path / "code" / "runs", tmp_path / "checkpoints"
     for file, text in ((runs / "a/new", "new"), (runs / "a/both", "source"), (kept / "a/both", "saved")):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +80,7 @@ def test_a_linked_folder_keeps_the_files_of_the_source_and_those_of_the_platform
     }
 
 
-def test_a_folder_that_the_source_does_not_have_is_linked_and_a_file_is_kept(tmp_path):
+def test_a_missing_folder_is_linked_and_an_existing_file_is_kept(tmp_path):
     (tmp_path / "model").mkdir()
     entry.link_folder(tmp_path / "code" / "deep" / "out", tmp_path / "model")
     (tmp_path / "code" / "deep" / "out" / "x").touch()
@@ -93,7 +91,7 @@ def test_a_folder_that_the_source_does_not_have_is_linked_and_a_file_is_kept(tmp
     assert (tmp_path / "code" / "file").is_file()
 
 
-def test_a_secret_has_a_name_or_an_arn_and_may_be_a_key_of_an_object(manager):
+def test_a_secret_is_read_by_name_or_arn_or_as_a_key_of_an_object(manager):
     asked = {"A": "wandb", "B": ARN, "C": f"{ARN}:key::", "D": f"{ARN}:number::"}
     assert entry.read_secrets(asked, "us-east-1") == {
         "A": manager["wandb"],
@@ -114,14 +112,14 @@ def test_a_secret_has_a_name_or_an_arn_and_may_be_a_key_of_an_object(manager):
         (f"{ARN}:null::", f"{ARN}:null:: has no value for the key null"),
     ],
 )
-def test_a_secret_that_cannot_be_read_is_one_message_without_a_value(secret, reason):
+def test_an_unreadable_secret_is_one_message_without_its_value(secret, reason):
     with pytest.raises(entry.JobError) as caught:
         entry.read_secrets({"KEY": secret}, "us-east-1")
     assert reason in str(caught.value)
     assert "inner" not in str(caught.value)
 
 
-def test_without_boto3_the_message_has_the_cure(monkeypatch):
+def test_a_missing_boto3_is_an_error_with_the_install_command(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "boto3", None)
     with pytest.raises(
         entry.JobError, match=r"secrets\.KEY: this image has no boto3 to read it\. Choose an image"

@@ -1,4 +1,4 @@
-"""Spot instances: a container that is taken away, and another one that goes on from its checkpoints."""
+"""Spot instances: an interrupted container, and another that resumes from its checkpoints."""
 
 import os
 import shutil
@@ -42,7 +42,7 @@ def weights(said):
     return next(line.rpartition("weights ")[2] for line in said.splitlines() if ", weights " in line)
 
 
-def test_a_container_that_is_taken_away_saves_and_the_next_one_ends_with_the_weights_of_a_run_in_one_go(
+def test_an_interrupted_container_saves_and_the_next_one_ends_with_the_same_weights(
     containers, source, tmp_path
 ):
     whole = started(containers, source, "algo-1")
@@ -71,7 +71,7 @@ def test_a_container_that_is_taken_away_saves_and_the_next_one_ends_with_the_wei
 
 
 @pytest.mark.full
-def test_two_hosts_with_a_folder_each_save_on_the_first_and_both_go_on_from_what_the_platform_kept(
+def test_two_hosts_with_separate_folders_resume_from_the_checkpoint_of_the_first(
     containers, source, opt, port, tmp_path
 ):
     def contain(host):
