@@ -29,6 +29,7 @@ _CALLS = {
     "init_module": ("empty_init", "Write with accelerator.device:, or with init_empty_weights(): for a model that is loaded later."),
     "init_tensor": ("", "Write with accelerator.device:", "$fabric.device"),
     "load": ("path state strict weights_only", 'Write checkpoint = torch.load(path, map_location="cpu"), and load_state_dict for each object.'),
+    "load_raw": ("path obj strict weights_only", 'Write obj.load_state_dict(torch.load(path, map_location="cpu")).'),
     "log": ("name value step", "Write accelerator.log({name: value}, step=step).", "$fabric.log({$name: $value}, step=$step)", "$fabric.log({$name: $value})"),
     "no_backward_sync": ("module enabled", "Write with accelerator.no_sync(model):"),
     "rank_zero_first": ("local", "Write accelerator.main_process_first(), or local_main_process_first() for each node."),
@@ -38,7 +39,6 @@ _CALLS = {
 }  # fmt: skip
 """The parameters of methods, what to write for a call that is not converted, and the code: the first whose parameters are given."""
 _ADVICE = {
-    "load_raw": 'Write obj.load_state_dict(torch.load(path, map_location="cpu"))',
     "call": "Call the functions of the callbacks in the script",
     "logger": "Use accelerator.get_tracker(name)",
     "loggers": "Use accelerator.trackers",
@@ -99,8 +99,9 @@ class _Converter:
         self.is_sharded = False
         self.builders: dict[str, Callable[[cst.Call, dict[str, cst.BaseExpression]], str]] = {
             "all_gather": self._build_all_gather, "all_reduce": self._build_all_reduce, "clip_gradients": self._build_clip_gradients,
-            "init_module": self._build_init_module, "load": self._build_load, "no_backward_sync": self._build_no_backward_sync,
-            "rank_zero_first": self._build_rank_zero_first, "save": self._build_save, "seed_everything": self._build_seed_everything,
+            "init_module": self._build_init_module, "load": self._build_load, "load_raw": self._build_load_raw,
+            "no_backward_sync": self._build_no_backward_sync, "rank_zero_first": self._build_rank_zero_first, "save": self._build_save,
+            "seed_everything": self._build_seed_everything,
         }  # fmt: skip
         """The methods that return the code for a call that depends on its arguments; empty if it is not understood."""
 
@@ -293,12 +294,10 @@ class _Converter:
 
     def _get_strategy(self, node: cst.BaseExpression) -> str:
         """Return the name of the strategy of which an expression creates the class; empty for another expression."""
-        if not isinstance(node, cst.Call) or not self._is_of_lightning(
-            node.func, to_code(node.func).rpartition(".")[2]
-        ):
+        kind = to_code(node.func).rpartition(".")[2] if isinstance(node, cst.Call) else ""
+        if not isinstance(node, cst.Call) or not self._is_of_lightning(node.func, kind):
             return ""
         arguments = {to_code(arg).replace(" ", "") for arg in node.args}
-        kind = to_code(node.func).rpartition(".")[2]
         if kind == "DDPStrategy" and not arguments - {"find_unused_parameters=True"}:
             return "ddp" + (_UNUSED if arguments else "")
         return "fsdp" if kind == "FSDPStrategy" else ""
@@ -552,6 +551,14 @@ class _Converter:
                     statement, value if isinstance(state, cst.Dict) else f"{obj} = {value}"
                 )
         return loaded
+
+    def _build_load_raw(self, _: cst.Call, given: dict[str, cst.BaseExpression]) -> str:
+        if not {"path", "obj"} <= given.keys() or self.is_sharded:
+            return ""
+        safe = ", weights_only=$weights_only" if "weights_only" in given else ""
+        is_model = self.uses.kind_of(given["obj"]) == "model"
+        strict = ", strict=$strict" if "strict" in given and is_model else ""
+        return f'$obj.load_state_dict(torch.load($path, map_location="cpu"{safe}){strict})'
 
 
 def _bind(call: cst.Call, parameters: list[str]) -> dict[str, cst.BaseExpression] | None:

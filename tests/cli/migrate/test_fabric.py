@@ -87,7 +87,6 @@ REPORTED = {
     "fabric.call('on_end')": "Call the functions of the callbacks in the script",
     "fabric.logger.log(1)": "accelerator.get_tracker(name)",
     "fabric.node_rank": "GROUP_RANK",
-    "fabric.load_raw('a', model)": "Write obj.load_state_dict(torch.load(path",
     "fabric.something()": "See the page Migrate from Fabric",
     "rows = fabric.all_gather(x)\nprint(rows.shape)": "returns one row for each process",
     "rows = fabric.all_gather(x)[0]": "returns one row for each process",
