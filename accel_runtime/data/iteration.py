@@ -31,12 +31,18 @@ class _LoopRecord:
     """Batches and steps of one loop."""
 
     def __init__(self, loop: EpochIterator) -> None:
-        self.loop = loop
+        self.loop: EpochIterator | None = loop
+        """None after the loop: it would keep the dataset and the loader's workers."""
         self.recent: deque[tuple[list[weakref.ref[torch.Tensor]], StepInfo]] = deque(maxlen=_MAX_RECENT)
         self.steps: list[tuple[StepInfo, int]] = []
         """Run-length encoded steps so far: step info and number of repetitions."""
         self.times = (0, 0)
         """Times of the last two batches (newest first), counted over all loops."""
+
+    @property
+    def step_info(self) -> StepInfo | None:
+        """Return the step of the newest batch; None before the first and after the loop."""
+        return None if self.loop is None else self.loop.step_info
 
     def find_step(self, tensor: torch.Tensor) -> StepInfo | None:
         """Return the step whose batch contained this tensor, or the tensor it is a view of."""
@@ -77,14 +83,14 @@ class ActiveLoops:
     @property
     def current_step(self) -> StepInfo | None:
         """Return the newest step of the innermost loop; None outside of all loops."""
-        return self._open[-1].loop.step_info if self._open else None
+        return self._open[-1].step_info if self._open else None
 
     @property
     def model_step(self) -> StepInfo | None:
         """Return the step that a prepared model computed on last, or the newest step if that is unknown."""
         if self.has_padding and (info := self._find_model_step()) is not None:
             return info
-        return self._open[-1].loop.step_info if self._open else None
+        return self._open[-1].step_info if self._open else None
 
     def open(self, loop: EpochIterator) -> _LoopRecord:
         """Add a loop, and return its record for `record_batch` and `close`."""
@@ -94,7 +100,7 @@ class ActiveLoops:
 
     def record_batch(self, record: _LoopRecord, batch: Any) -> None:
         """Record a batch that is about to be returned to the script."""
-        info = record.loop.step_info
+        info = record.step_info
         assert info is not None
         self._clock += 1
         record.times = (self._clock, record.times[0])
@@ -107,7 +113,7 @@ class ActiveLoops:
     def close(self, record: _LoopRecord, *, finished: bool) -> None:
         """Remove a loop that has reached its end, or was left by `break` or an exception."""
         self._open.remove(record)
-        self._model_input = None
+        record.loop = self._model_input = None
         if finished and self.has_padding:
             self._finished.append(record)
 
@@ -160,12 +166,11 @@ class ActiveLoops:
                         "use gather() for data that are not from the loop."
                     )
                 return steps
-        if newest is None or newest.loop.step_info is None:
+        if newest is None or (info := newest.step_info) is None:
             return []
-        info = newest.loop.step_info
         # Loops that have advanced since this loop's last batch but one, so it is not nested in them.
         before = newest.times[1]
-        others = [other.loop.step_info for other in self._open[:-1] if before and other.times[0] > before]
+        others = [other.step_info for other in self._open[:-1] if before and other.times[0] > before]
         if any(other and other[:2] != info[:2] for other in others):
             raise ValueError(
                 "gather_for_metrics() cannot tell which batch the data come from: several loops advance together (zip), and "
