@@ -17,7 +17,7 @@ import yaml
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.jobs.base import UnreachableError
 
-__all__ = ["BAD_REQUEST", "NOT_FOUND", "TIMEOUT_S", "Cluster"]
+__all__ = ["BAD_REQUEST", "NOT_FOUND", "TIMEOUT_S", "KubernetesCluster"]
 
 TIMEOUT_S = (10, 60)
 """Seconds to connect, and to wait for an answer."""
@@ -27,7 +27,7 @@ _CURE = "Check the network, or set launcher.context."
 _POD_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
-class Cluster:
+class KubernetesCluster:
     """A cluster of the user's kubeconfig, and a namespace in it.
 
     In a pod without a kubeconfig it is the cluster of the pod, with the credentials of its service account.

@@ -364,10 +364,10 @@ class Kubernetes(Launcher):
     @classmethod
     @override
     def open_jobs(cls, values: Mapping[str, Any]) -> KubernetesJobs:
-        from accel_cli.kubernetes.cluster import Cluster  # noqa: PLC0415 - imports the client
+        from accel_cli.kubernetes.cluster import KubernetesCluster  # noqa: PLC0415 - imports the client
         from accel_cli.kubernetes.jobs import open_jobs  # noqa: PLC0415 - imports the client
 
-        cluster = Cluster(values.get("launcher.context"), values.get("launcher.namespace"))
+        cluster = KubernetesCluster(values.get("launcher.context"), values.get("launcher.namespace"))
         return open_jobs(cluster, kubeflow=values.get("launcher.kubeflow") is True)
 
     def _check_env(self, spec: LaunchSpec) -> None:

@@ -17,7 +17,7 @@ from typing_extensions import override
 from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.jobs.base import Job, Jobs, Log, PollIntervals, UnreachableError, follow, format_commands
-from accel_cli.kubernetes.cluster import BAD_REQUEST, NOT_FOUND, TIMEOUT_S, Cluster
+from accel_cli.kubernetes.cluster import BAD_REQUEST, NOT_FOUND, TIMEOUT_S, KubernetesCluster
 from accel_cli.kubernetes.manifests import (
     CONTAINER,
     INSTANCE,
@@ -56,7 +56,7 @@ class KubernetesJobs(Jobs):
     children: ClassVar[tuple[str, ...]] = ()
     """The ends of the names of objects through which a job creates its pods."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: KubernetesCluster) -> None:
         self.cluster = cluster
         self._last: dict[str, Job] = {}
         self._pods: dict[str, dict[str, Any]] = {}
@@ -217,7 +217,7 @@ class TrainJobs(KubernetesJobs):
             raise
 
 
-def open_jobs(cluster: Cluster, *, kubeflow: bool) -> KubernetesJobs:
+def open_jobs(cluster: KubernetesCluster, *, kubeflow: bool) -> KubernetesJobs:
     """Return the Jobs of a cluster, or its TrainJobs."""
     return TrainJobs(cluster) if kubeflow else KubernetesJobs(cluster)
 
@@ -343,7 +343,7 @@ def submit(plan: Plan) -> int:
     job = plan.job
     assert isinstance(job, KubernetesJobPlan)
     section = job.section
-    jobs = open_jobs(Cluster(section.context, section.namespace), kubeflow=section.kubeflow)
+    jobs = open_jobs(KubernetesCluster(section.context, section.namespace), kubeflow=section.kubeflow)
     jobs.jobs_options = job.jobs_options
     name = name_job(job)
     _create(jobs, name, render(job, name, format_user(), read_source(job)))

@@ -98,10 +98,10 @@ class KubernetesJobPlan(JobPlan):
 def preview(job: KubernetesJobPlan) -> str:
     """Return the manifests of a job as YAML."""
     manifests = render(job, name_job(job), format_user(), read_source(job))
-    return yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, width=10**9).rstrip("\n")
+    return yaml.dump_all(manifests, Dumper=_ManifestDumper, sort_keys=False, width=10**9).rstrip("\n")
 
 
-class _Dumper(yaml.SafeDumper):
+class _ManifestDumper(yaml.SafeDumper):
     """Writes text of several lines as a block."""
 
     def represent_str(self, data: str) -> Any:
@@ -112,7 +112,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-_Dumper.add_representer(str, _Dumper.represent_str)
+_ManifestDumper.add_representer(str, _ManifestDumper.represent_str)
 
 
 def name_job(job: KubernetesJobPlan) -> str:

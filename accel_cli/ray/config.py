@@ -247,9 +247,9 @@ class Ray(Launcher):
     @classmethod
     @override
     def open_jobs(cls, values: Mapping[str, Any]) -> RayJobs:
-        from accel_cli.ray.jobs import Cluster, RayJobs  # noqa: PLC0415 - only for jobs
+        from accel_cli.ray.jobs import RayCluster, RayJobs  # noqa: PLC0415 - only for jobs
 
-        return RayJobs(Cluster(values.get("launcher.address") or "auto"))
+        return RayJobs(RayCluster(values.get("launcher.address") or "auto"))
 
     def _count_processes(self, spec: LaunchSpec) -> int:
         """Return the number of processes on each node."""

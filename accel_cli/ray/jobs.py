@@ -28,7 +28,7 @@ from accel_cli.planning.plan import Plan
 from accel_cli.ray.plan import EXTRA, RayJobPlan, write_folder
 from accel_runtime.env import __version__
 
-__all__ = ["Cluster", "JobLog", "RayJobs", "parse_job", "submit"]
+__all__ = ["JobLog", "RayCluster", "RayJobs", "parse_job", "submit"]
 
 _USER = "accel-user"
 """The metadata with the user who submitted a job."""
@@ -42,7 +42,7 @@ _FIRST_S, _QUIET_S = 5.0, 0.3
 _ERROR = "accel: error: "
 
 
-class Cluster:
+class RayCluster:
     """A Ray cluster, by the address of its dashboard.
 
     Args:
@@ -113,7 +113,7 @@ class RayJobs(Jobs):
 
     intervals: ClassVar[PollIntervals] = PollIntervals(log_s=0.1, status_s=(1.0, 10.0), last_output_s=5.0)
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: RayCluster) -> None:
         self._cluster = cluster
 
     @override
@@ -205,7 +205,7 @@ def _find_reason(message: str) -> str:
 class JobLog(Log):
     """The output of the driver, which has that of all nodes; Ray sends new output over a web socket."""
 
-    def __init__(self, cluster: Cluster, job_id: str) -> None:
+    def __init__(self, cluster: RayCluster, job_id: str) -> None:
         self._cluster, self._job_id = cluster, job_id
         self._output: queue.SimpleQueue[str | Exception | None] = queue.SimpleQueue()
         self._receiver: threading.Thread | None = None
@@ -264,7 +264,7 @@ def submit(plan: Plan) -> int:
     """Submit a job and return 0 if the plan detaches; otherwise follow it to its end and return its exit code."""
     job = plan.job
     assert isinstance(job, RayJobPlan)
-    cluster = Cluster(job.address)
+    cluster = RayCluster(job.address)
     job_id = f"{job.name}-{secrets.token_hex(3)}"
     if job.run.max_retries and job.run.sends_source:
         console.note(

@@ -1,1 +1,1 @@
-"""What a run keeps on the disk: its folder and logs, the heartbeats of ranks, and the memory that processes use."""
+"""Files of a run: its folder and logs, the heartbeats of its ranks, and the memory that processes use."""

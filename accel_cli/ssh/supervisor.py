@@ -49,14 +49,14 @@ _CHUNK = 1 << 16
 
 def main() -> None:
     """Serve the launcher until `accel launch` has ended, or until the connection is lost."""
-    Supervisor().serve()
+    HostSupervisor().serve()
 
 
 class LostConnectionError(Exception):
     """The launcher has ended or cannot be reached."""
 
 
-class Supervisor:
+class HostSupervisor:
     """Runs one `accel launch` for the launcher at the other end of standard input and output."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from kubernetes.client import ApiException
 
 from accel_cli.errors import UsageError
 from accel_cli.kubernetes import cluster as module
-from accel_cli.kubernetes.cluster import Cluster
+from accel_cli.kubernetes.cluster import KubernetesCluster
 
 CONFIG = {
     "apiVersion": "v1",
@@ -35,7 +35,7 @@ def kubeconfig(tmp_path, monkeypatch):
 
 
 def connect(**options):
-    cluster = Cluster(**options)
+    cluster = KubernetesCluster(**options)
     return cluster.core.api_client.configuration.host, cluster.namespace
 
 
@@ -50,8 +50,8 @@ def test_the_context_selects_the_cluster_and_its_namespace(kubeconfig):
 
 def test_commands_of_kubectl_use_the_same_context_and_namespace(kubeconfig):
     kubeconfig.write_text(yaml.safe_dump({**CONFIG, "current-context": "x"}))
-    assert Cluster().kubectl == "kubectl -n team"
-    assert Cluster(context="y", namespace="mine").kubectl == "kubectl --context y -n mine"
+    assert KubernetesCluster().kubectl == "kubectl -n team"
+    assert KubernetesCluster(context="y", namespace="mine").kubectl == "kubectl --context y -n mine"
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,10 @@ def test_commands_of_kubectl_use_the_same_context_and_namespace(kubeconfig):
 def test_an_answer_that_is_an_error_has_a_cure(status, body, message):
     error = ApiException(status=status, reason="Not Found")
     error.body = json.dumps({"message": body}) if body else "404 page not found\n"
-    with pytest.raises(UsageError, match=re.escape(message)), Cluster().translate_errors("list jobs"):
+    with (
+        pytest.raises(UsageError, match=re.escape(message)),
+        KubernetesCluster().translate_errors("list jobs"),
+    ):
         raise error
 
 
@@ -110,10 +113,10 @@ def test_in_a_pod_without_a_kubeconfig_the_cluster_is_that_of_the_pod(kubeconfig
     monkeypatch.setattr(module, "_POD_NAMESPACE", tmp_path / "namespace")
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
-    cluster = Cluster()
+    cluster = KubernetesCluster()
     monkeypatch.setattr(cluster._sdk.client, "ApiClient", lambda configuration: configuration)
     configuration, namespace = cluster._connection
     assert (configuration.host, namespace) == ("https://10.0.0.1:443", "jobs")
     kubeconfig.write_text(yaml.safe_dump({**CONFIG, "current-context": "x"}))
-    configuration, namespace = Cluster()._connection
+    configuration, namespace = KubernetesCluster()._connection
     assert (configuration.host, namespace) == ("http://one.example:1", "team")

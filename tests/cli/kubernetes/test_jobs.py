@@ -8,7 +8,7 @@ from kubernetes.client import ApiClient, ApiException
 
 from accel_cli.errors import UsageError
 from accel_cli.jobs.base import Job, UnreachableError
-from accel_cli.kubernetes.cluster import Cluster
+from accel_cli.kubernetes.cluster import KubernetesCluster
 from accel_cli.kubernetes.jobs import KubernetesJobs, PodLogs, TrainJobs
 from accel_cli.kubernetes.state import describe_job
 
@@ -161,7 +161,10 @@ class FakeCluster:
     """A cluster whose answers are those of functions; its errors are translated as those of a real one."""
 
     namespace, kubectl, response_error = "team", "kubectl", ApiException
-    translate_errors, _translate_response = Cluster.translate_errors, Cluster._translate_response
+    translate_errors, _translate_response = (
+        KubernetesCluster.translate_errors,
+        KubernetesCluster._translate_response,
+    )
 
     def __init__(self, pods, log=None, **core):
         import kubernetes

@@ -18,7 +18,7 @@ from accel_cli.planning.network import Endpoint
 from accel_cli.ray import config
 from accel_cli.ray import plan as plans
 from accel_cli.ray.config import Ray
-from accel_cli.ray.jobs import Cluster, JobLog, parse_job
+from accel_cli.ray.jobs import JobLog, RayCluster, parse_job
 from accel_cli.ray.plan import ARCHIVE, RUN_FILE, RayRun, write_folder
 from accel_runtime.env import Settings
 
@@ -301,7 +301,7 @@ class Client:
 
 
 def test_a_broken_connection_to_a_log_loses_and_repeats_no_output():
-    cluster = Cluster("auto")
+    cluster = RayCluster("auto")
     cluster.__dict__["client"] = Client()
     log = JobLog(cluster, "train-1")
     output, lost = b"", 0
@@ -328,7 +328,7 @@ def test_a_broken_connection_to_a_log_loses_and_repeats_no_output():
     ],
 )  # fmt: skip
 def test_errors_of_the_client_say_what_failed_and_whether_to_try_again(error, kind, message):
-    with pytest.raises(kind, match=message) as raised, Cluster("auto").translate_errors("read job x"):
+    with pytest.raises(kind, match=message) as raised, RayCluster("auto").translate_errors("read job x"):
         raise error
     assert type(raised.value) is kind
 
