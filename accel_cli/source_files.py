@@ -27,6 +27,7 @@ __all__ = [
     "describe_selection",
     "format_name",
     "is_clutter",
+    "locate_target",
     "select_files",
     "walk_files",
     "write_archive",
@@ -119,6 +120,26 @@ def select_files(
     if broken:
         notes.append(f"links that will be broken, since their targets are not sent: {_join_names(broken)}")
     return Selection(source, tuple(files), method, tuple(sorted(secrets)), tuple(notes))
+
+
+def locate_target(target: str, kind: str, source_dir: str, cure: str) -> tuple[str, str]:
+    """Return a target and the current directory, by their paths in the folder that is sent.
+
+    Raises:
+        UsageError: One of them is not in that folder; the message ends with `cure`.
+    """
+    source, here = Path(source_dir).resolve(), Path.cwd().resolve()
+    paths = {"The current directory": here}
+    if kind == "script":
+        paths[f"The script {target}"] = Path(target).resolve()
+    for what, path in paths.items():
+        if not path.is_relative_to(source):
+            raise UsageError(
+                f"{what} is not in {source}, the folder that is sent. Launch from that folder, set launcher.source_dir, or {cure}."
+            )
+    if kind == "script" and Path(target).is_absolute():
+        target = os.path.relpath(Path(target).resolve(), here)
+    return target, str(here.relative_to(source))
 
 
 def check_selected(selection: Selection, path: str | Path) -> None:

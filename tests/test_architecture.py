@@ -28,7 +28,6 @@ READ_THE_ENVIRONMENT = (
     "accel_cli/runner/rendezvous.py",
     "accel_cli/worker.py",
     "accel_cli/runner/xla_replicas.py",
-    "accel_cli/jobs/",
     "accel_cli/slurm/jobs.py",
     # The first process of a container reads its environment, as `accel launch` reads a shell's.
     "accel_cli/sagemaker/entry.py",

@@ -28,6 +28,7 @@ from accel_cli.launchers import torchrun
 from accel_cli.launchers.base import DETACH, JOB_NAME, Launcher, LaunchSpec, Plan
 from accel_cli.planning.options import LaunchOption
 from accel_cli.sections import Answers, CountOrAuto, Question
+from accel_cli.source_files import locate_target
 
 if TYPE_CHECKING:
     from accel_cli.kubernetes.jobs import KubernetesJobs
@@ -317,7 +318,11 @@ class Kubernetes(Launcher):
         self._check_env(spec)
         count = self._count_processes(spec)
         sends_files = self.source == "folder" and not spec.is_builtin
-        target, cwd = self._locate_source(spec) if sends_files else (spec.target, None)
+        target: str = spec.target
+        cwd: str | None = None
+        if sends_files:
+            cure = "use launcher.source: image if the image has the script"
+            target, cwd = locate_target(spec.target, spec.kind, self.source_dir, cure)
         needed = cwd or "."
         if cwd is not None and spec.kind == "script":
             needed = os.path.normpath(Path(cwd, target))
@@ -412,22 +417,6 @@ class Kubernetes(Launcher):
         }
         sets = (f"launcher.{key}={value}" for key, value in values.items() if value is not None)
         return ["--quiet", "--no-profile", *kind, *(word for text in sets for word in ("--set", text))]
-
-    def _locate_source(self, spec: LaunchSpec) -> tuple[str, str]:
-        """Return the target and the working directory, by their paths in the folder that is sent."""
-        source, here = Path(self.source_dir).resolve(), Path.cwd().resolve()
-        paths = {"The current directory": here}
-        if spec.kind == "script":
-            paths[f"The script {spec.target}"] = Path(spec.target).resolve()
-        for what, path in paths.items():
-            if not path.is_relative_to(source):
-                raise UsageError(
-                    f"{what} is not in {source}, the folder that is sent. Launch from that folder, set launcher.source_dir, or "
-                    "use launcher.source: image if the image has the script."
-                )
-        is_path = spec.kind == "script" and Path(spec.target).is_absolute()
-        target = os.path.relpath(Path(spec.target).resolve(), here) if is_path else spec.target
-        return target, str(here.relative_to(source))
 
 
 def _check_text(job: KubernetesJobPlan) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,6 +18,7 @@ from accel_cli.launchers import torchrun
 from accel_cli.launchers.base import DETACH, JOB_NAME, Launcher, LaunchSpec, Plan
 from accel_cli.ray.plan import EXTRA, RayJobPlan, RayRun, preview
 from accel_cli.sections import Answers, Choice, CountOrAuto, Question
+from accel_cli.source_files import locate_target
 
 if TYPE_CHECKING:
     from accel_cli.ray.jobs import RayJobs
@@ -155,6 +155,16 @@ class Ray(Launcher):
     stall_timeout: torchrun.StallTimeout = None
 
     @model_validator(mode="after")
+    def _check_source(self) -> Self:
+        if self.source == "folder" and self.working_dir:
+            raise ValueError(
+                "working_dir needs source: shared; files that are sent have a folder of their own"
+            )
+        if self.source == "shared" and (self.source_dir != "." or self.include or self.exclude):
+            raise ValueError("source_dir, include and exclude need source: folder; remove them")
+        return self
+
+    @model_validator(mode="after")
     def _check_bundle(self) -> Self:
         if not (self.cpus_per_process or self.gpus_per_node or self.resources):
             raise ValueError(
@@ -286,19 +296,8 @@ class Ray(Launcher):
         """Return the target, and the working folder: by its path in the source if that is sent."""
         if not sends_source:
             return spec.target, None if spec.is_builtin else self.working_dir or str(Path.cwd())
-        source, here = Path(self.source_dir).resolve(), Path.cwd().resolve()
-        paths = {"The current directory": here}
-        if spec.kind == "script":
-            paths[f"The script {spec.target}"] = Path(spec.target).resolve()
-        for what, path in paths.items():
-            if not path.is_relative_to(source):
-                raise UsageError(
-                    f"{what} is not in {source}, the folder that is sent. Launch from that folder, set launcher.source_dir, or "
-                    "use launcher.source: shared if all nodes have it at the same path."
-                )
-        is_path = spec.kind == "script" and Path(spec.target).is_absolute()
-        target = os.path.relpath(Path(spec.target).resolve(), here) if is_path else spec.target
-        return target, str(here.relative_to(source))
+        cure = "use launcher.source: shared if all nodes have it at the same path"
+        return locate_target(spec.target, spec.kind, self.source_dir, cure)
 
     def _read_requirements(self) -> tuple[str, ...]:
         """Return the lines of the requirements file."""

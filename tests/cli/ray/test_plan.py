@@ -214,6 +214,8 @@ def test_a_file_that_the_job_needs_must_be_among_those_that_are_sent():
         ({"resources": {"x": 0.0}}, "expected amounts above 0"),
         ({"cpus_per_process": 0}, "must reserve something on each node"),
         ({"working_dir": "data"}, "pattern"),
+        ({"working_dir": "/app"}, "working_dir needs source: shared"),
+        ({"source": "shared", "include": ["data"]}, "source_dir, include and exclude need source: folder"),
         ({"source": "image"}, "'folder' or 'shared'"),
     ],
 )
