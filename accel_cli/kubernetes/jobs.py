@@ -231,7 +231,7 @@ def _get_event_time(event: Any) -> float:
 
 
 class PodLogs(Log):
-    """The output of all pods of a job; with several pods, each line begins with the name of its own."""
+    """The output of all pods of a job; with several pods, each line begins with the name of its pod."""
 
     def __init__(self, jobs: KubernetesJobs, job: Job) -> None:
         self._jobs, self._job_id = jobs, job.id

@@ -92,11 +92,8 @@ def _migrate_raw_loop(text: str) -> Migration:
     script = Script(started)
     findings = distributed.find_collectives(script)
     if findings or not trains:
-        return (
-            Migration(text, distributed.map_lines(findings, text, started))
-            if findings
-            else _check_objects(text)
-        )
+        located = distributed.map_lines(findings, text, started)
+        return Migration(text, located) if findings else _check_objects(text)
     conversion = Conversion(script)
     if not conversion.backwards:
         return Migration(text)

@@ -181,14 +181,13 @@ def _gather(conversion: Conversion, loop: cst.For) -> str:
 def _leave_unprepared(
     conversion: Conversion, loop: cst.For, origins: frozenset[Variable], problem: str
 ) -> None:
-    advice = "Gather the outputs and targets with accelerator.gather_for_metrics before counting."
     if origins & conversion.find_training_loaders():
-        conversion.finding(loop, f"{problem} The metrics are those of one process. {advice}")
+        conversion.finding(loop, f"{problem} The metrics are those of one process. {_ADVICE}")
         return
     conversion.unprepared |= origins
     conversion.finding(
         loop,
-        f"{problem} The loader is not prepared, so every process evaluates all samples. Prepare it. {advice}",
+        f"{problem} The loader is not prepared, so every process evaluates all samples. Prepare it. {_ADVICE}",
     )
 
 
@@ -282,20 +281,14 @@ def _find_loss(conversion: Conversion, assign: cst.CSTNode, later: list[cst.CSTN
 
 def _find_derived(script: Script, loop: cst.For, nodes: Iterable[cst.CSTNode]) -> set[Variable]:
     """Return the variables that are computed from the batch in these nodes."""
-    target = script.batch_target(loop) or loop.target
-    known = script.variables(target)
+    known = script.variables(script.batch_target(loop) or loop.target)
     found: set[Variable] = set()
     for node in nodes:
         if isinstance(node, (cst.Assign, cst.NamedExpr)) and any(
             script.variable(one) in known for one in descendants(node.value)
         ):
             targets = [one.target for one in node.targets] if isinstance(node, cst.Assign) else [node.target]
-            names = {
-                variable
-                for one in targets
-                for part in descendants(one)
-                if (variable := script.variable(part))
-            }
+            names = set().union(*map(script.variables, targets))
             known |= names
             found |= names
     return found

@@ -430,7 +430,7 @@ def _check_file(conversion: Conversion, call: cst.Call) -> None:
             if downloads
             else "Guard it with if accelerator.is_main_process:"
         )
-        conversion.finding(call, f"Every process writes this file. {advice}.".replace(":.", ":"))
+        conversion.finding(call, f"Every process writes this file. {advice}")
 
 
 def _check_training_call(conversion: Conversion, call: cst.Call) -> None:

@@ -91,7 +91,7 @@ def build_view(
     shows_all: bool = False,
     is_ascii: bool = False,
 ) -> Group:
-    """Return the header, the table of ranks and the last metrics, in as many columns and lines as fit.
+    """Return the header, the table of ranks and the last metrics, cut to these columns and lines.
 
     Args:
         run: The snapshot.
@@ -362,7 +362,7 @@ def shorten_location(text: str, width: int, *, is_ascii: bool = False) -> str:
 
 
 def _cut(text: str, width: int, *, is_ascii: bool = False) -> str:
-    """Cut a text at its end."""
+    """Shorten a text at its end."""
     mark = _ASCII_ELLIPSIS if is_ascii else _ELLIPSIS
     return text if cell_len(text) <= width else f"{text[: max(0, width - len(mark))]}{mark}"[:width]
 

@@ -113,7 +113,8 @@ class ActiveLoops:
     def close(self, record: _LoopRecord, *, finished: bool) -> None:
         """Remove a loop that has reached its end, or was left by `break` or an exception."""
         self._open.remove(record)
-        record.loop = self._model_input = None
+        record.loop = None
+        self._model_input = None
         if finished and self.has_padding:
             self._finished.append(record)
 
