@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import functools
+import gc
 import multiprocessing
 import os
 import signal
@@ -37,6 +39,8 @@ __all__ = ["LaunchError", "debug_launcher", "notebook_launcher"]
 
 _GRACE_S = 5.0
 _CUDA_PROBE_TIMEOUT_S = 60
+_CRASH = ".crash"
+"""The suffix of the file with the Python stack of a rank that crashed."""
 
 
 class LaunchError(RuntimeError):
@@ -168,38 +172,50 @@ def _run(
         store = TCPStore(spec.host, spec.port, is_master=True, wait_for_workers=False)
         spec = spec._replace(port=store.port)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        # Python 3.12 warns of threads that are not forked; `_Started` sees to those of torch.
+        # Python 3.12 warns of threads that are not forked: `_work` accounts for them.
         warnings.filterwarnings("ignore", ".*is multi-threaded", DeprecationWarning)
         context: ProcessContext | None = None
         others = set(multiprocessing.active_children())
+        collecting = gc.isenabled()
+        gc.disable()  # until the forked processes have called `gc.freeze`
         try:
             context = start_processes(  # type: ignore[no-untyped-call]
                 _work,
-                args=(functools.partial(function, *args), spec, settings, Path(folder)),
+                args=(functools.partial(function, *args), spec, settings, Path(folder), collecting),
                 nprocs=spec.num_local,
                 join=False,
                 start_method="fork",
             )
             assert context is not None
+            if collecting:
+                gc.enable()
             while not context.join():
                 pass
         except (ProcessRaisedException, ProcessExitedException) as error:
             raise LaunchError(_format_failure(error, spec, Path(folder))) from None
         finally:
+            if collecting:
+                gc.enable()
             # Not the processes of the context: an interrupt may arrive before all are started.
             started = [process for process in multiprocessing.active_children() if process not in others]
             _terminate(started, context.error_files if context else ())
             del store
 
 
-def _work(
+def _work(  # noqa: PLR0913, PLR0917 - called by torch with the rank and positional arguments
     local_rank: int,
     function: Callable[[], Any],
     spec: _ProcessGroupSpec,
     settings: Settings,
     failures: Path,
+    collecting: bool,
 ) -> None:
     """Run the function in a forked process; a failure is written to a file of `failures` that the parent reads."""
+    # Garbage of the parent must not be collected here: a process group or a loader in it would wait for threads or
+    # workers that this process does not have.
+    gc.freeze()
+    if collecting:
+        gc.enable()
     os.environ.update(
         settings.to_env(),
         RANK=str(spec.node * spec.num_local + local_rank),
@@ -219,6 +235,8 @@ def _work(
     # The threads of the parent's OpenMP are not forked, and waiting for them would hang.
     torch.set_num_threads(1)
     set_current_backend(None)
+    # Open until the process ends; the parent may have faulthandler write to the same stderr as the other ranks.
+    faulthandler.enable((failures / f"{local_rank}{_CRASH}").open("wb"), all_threads=False)
     try:
         function()
     except Exception as error:  # noqa: BLE001 - any exception is reported
@@ -250,7 +268,7 @@ def _format_failure(
     error: ProcessRaisedException | ProcessExitedException, spec: _ProcessGroupSpec, failures: Path
 ) -> str:
     """Return the message of the process that failed first: others lost the connection to it, or were terminated."""
-    recorded = {int(file.name): file for file in failures.iterdir()}
+    recorded = {int(file.name): file for file in failures.iterdir() if file.suffix != _CRASH}
     index = error.error_index
     if index in recorded:
         index = min(recorded, key=lambda local_rank: recorded[local_rank].stat().st_mtime_ns)
@@ -260,7 +278,11 @@ def _format_failure(
         return f"{rank} failed: {trace.splitlines()[-1]}\n{trace}"
     code = getattr(error, "exit_code", 1)
     if code < 0:
-        return f"{rank} was ended by {signal.Signals(-code).name}"
+        reason = f"{rank} was ended by {signal.Signals(-code).name}"
+        crash = failures / f"{index}{_CRASH}"
+        dump = crash.read_text(encoding="utf-8", errors="replace") if crash.exists() else ""
+        stack = dump.partition("(most recent call first):\n")[2].partition(f'  File "{__file__}"')[0].rstrip()
+        return f"{reason}\nIts Python stack, most recent call first:\n{stack}" if stack else reason
     return f"{rank} exited with code {code}"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -134,6 +136,12 @@ def kill_last_rank():
     time.sleep(600)
 
 
+def crash_on_last_rank():
+    if is_last_rank():
+        ctypes.string_at(0)
+    time.sleep(600)
+
+
 def exit_on_last_rank():
     if is_last_rank():
         sys.exit(3)
@@ -148,6 +156,10 @@ def exit_on_last_rank():
             r"rank 1 of 2 failed: ZeroDivisionError: no luck\nTraceback (.|\n)*in fail_on_last_rank",
         ),
         (kill_last_rank, "rank 1 of 2 was ended by SIGKILL"),
+        (
+            crash_on_last_rank,
+            r"rank 1 of 2 was ended by SIGSEGV\nIts Python stack, most recent call first:\n.*in string_at\n.*in crash_on_last_rank$",
+        ),
         (exit_on_last_rank, "rank 1 of 2 exited with code 3"),
     ],
 )
@@ -159,6 +171,37 @@ def test_a_failure_is_raised_with_its_rank_and_leaves_no_process_or_file(
         debug_launcher(function)
     assert not multiprocessing.active_children()
     assert not list(tmp_path.iterdir())
+
+
+class Garbage:
+    """An object in a reference cycle, which writes a file when it is collected."""
+
+    def __init__(self, folder):
+        self.folder, self.cycle = folder, self
+
+    def __del__(self):
+        (self.folder / f"{os.getpid()}").touch()
+
+
+def collect_garbage(folder):
+    assert gc.isenabled()
+    own = Garbage(folder / "ranks").folder
+    gc.collect()
+    assert (own / f"{os.getpid()}").exists()
+
+
+def test_ranks_do_not_collect_the_garbage_of_the_session(tmp_path):
+    (tmp_path / "ranks").mkdir()
+    gc.disable()
+    try:
+        Garbage(tmp_path)
+        gc.enable()
+        debug_launcher(collect_garbage, (tmp_path,))
+    finally:
+        gc.enable()
+    gc.collect()
+    assert [file.name for file in tmp_path.iterdir() if file.is_file()] == [str(os.getpid())]
+    assert len(list((tmp_path / "ranks").iterdir())) == 2
 
 
 def fail_before_a_barrier():
