@@ -112,8 +112,8 @@ class RankSnapshot:
 
     @property
     def eta(self) -> float | None:
-        """Seconds until the end of the epoch; None if they are unknown."""
-        return self.beat.eta if self.beat and self.state == "running" else None
+        """Seconds until the end of the epoch; None if they are unknown. They increase while no batch is returned."""
+        return self.beat.compute_eta(self.now) if self.beat and self.state == "running" else None
 
     def to_json(self) -> dict[str, Any]:
         """Return the state as JSON data; the docs list the fields."""

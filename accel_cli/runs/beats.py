@@ -127,14 +127,13 @@ class Beat:
         seconds = self.step_time - self.started
         return self.steps / seconds if self.steps and seconds > 0 else None
 
-    @property
-    def eta(self) -> float | None:
-        """Seconds from the last progress to the end of the epoch, at its mean speed; None if that is unknown."""
+    def compute_eta(self, now: float) -> float | None:
+        """Return the seconds from `now` to the end of the epoch, at its mean speed until `now`; None if that is unknown."""
         returned = self.epoch_batches - self.epoch_first
         if self.epoch_length is None or returned <= 0:
             return None
         remaining = max(self.epoch_length - self.epoch_batches, 0)
-        return remaining * (self.time - self.epoch_started) / returned
+        return remaining * max(0.0, now - self.epoch_started) / returned
 
     def to_epoch(self, time: float) -> float:
         """Convert a time of the monotonic clock to seconds since 1970."""

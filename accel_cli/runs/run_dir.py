@@ -416,7 +416,9 @@ def _get_only(matches: Sequence[RunFolder], name: str, base: Path) -> RunFolder:
     if len(matches) == 1:
         return matches[0]
     if not matches:
-        raise UsageError(f"Run {name!r} not found in {base}. List the runs with accel runs.")
+        raise UsageError(
+            f"Run {name!r} not found in {base}. List the runs with accel runs, and submitted jobs with accel jobs list."
+        )
     names = ", ".join(run.path.name for run in matches[:_MAX_CANDIDATES])
     more = f" and {len(matches) - _MAX_CANDIDATES} more" if len(matches) > _MAX_CANDIDATES else ""
     raise UsageError(f"Run {name!r} is ambiguous: it matches {names}{more}. Give the id of one run.")

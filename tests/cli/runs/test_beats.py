@@ -216,7 +216,8 @@ def test_rates_and_the_end_of_the_epoch_come_from_the_steps_and_batches(tmp_path
     folder = RankFolder(tmp_path)
     writer = Heartbeat(folder.beat)
     beat = Beat.read(folder)
-    assert (beat.rate_now, beat.rate_mean, beat.eta, beat.epoch_length) == (None, None, None, None)
+    assert (beat.rate_now, beat.rate_mean, beat.epoch_length) == (None, None, None)
+    assert beat.compute_eta(beat.time) is None
     writer.step()
     assert Beat.read(folder).rate_now is None
     writer.step()
@@ -228,10 +229,13 @@ def test_rates_and_the_end_of_the_epoch_come_from_the_steps_and_batches(tmp_path
         writer.batch(epoch)
     beat = Beat.read(folder)
     assert (beat.epoch, beat.epoch_batches, beat.epoch_length, beat.epoch_first) == (2, 94, 100, 90)
-    assert beat.eta == pytest.approx(6 * TICK_NS / 1e9), "skipped batches took no time"
+    assert beat.compute_eta(beat.time) == pytest.approx(6 * TICK_NS / 1e9), "skipped batches took no time"
+    stalled = beat.time + 4 * TICK_NS / 1e9
+    assert beat.compute_eta(stalled) == pytest.approx(12 * TICK_NS / 1e9), "half as fast until now"
     writer.batch(LoaderEpoch(number=0, first=0, length=0))
     beat = Beat.read(folder)
-    assert (beat.epoch, beat.epoch_batches, beat.epoch_length, beat.eta) == (0, 1, None, None)
+    assert (beat.epoch, beat.epoch_batches, beat.epoch_length) == (0, 1, None)
+    assert beat.compute_eta(beat.time) is None, "without a length"
 
 
 def test_times_are_converted_to_those_of_the_calendar(tmp_path):

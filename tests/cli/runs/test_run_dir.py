@@ -226,7 +226,7 @@ def test_a_run_is_found_by_its_id_the_beginning_of_it_or_its_script(tmp_path, mo
         f"Run '202601' is ambiguous: it matches {evaluated.path.name}, {second.path.name}, {first.path.name}. Give the id of "
         "one run."
     )
-    with pytest.raises(UsageError, match=r"Run 'tra' not found in .*\. List the runs with accel runs\."):
+    with pytest.raises(UsageError, match=r"Run 'tra' not found in .*\. List the runs with accel runs, and "):
         find_run(tmp_path, "tra")
 
 
