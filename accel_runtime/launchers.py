@@ -242,7 +242,9 @@ def _work(  # noqa: PLR0913, PLR0917 - called by torch with the rank and positio
     except Exception as error:  # noqa: BLE001 - any exception is reported
         trace = error.__traceback__
         lines = traceback.format_exception(type(error), error, trace.tb_next if trace else None)
-        (failures / str(local_rank)).write_text("".join(lines).strip(), encoding="utf-8")
+        summary = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
+        text = "".join(lines).strip()
+        (failures / str(local_rank)).write_text(f"{summary}\n{text}", encoding="utf-8")
         sys.exit(1)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -274,8 +276,7 @@ def _format_failure(
         index = min(recorded, key=lambda local_rank: recorded[local_rank].stat().st_mtime_ns)
     rank = f"rank {spec.node * spec.num_local + index} of {spec.nodes * spec.num_local}"
     if index in recorded:
-        trace = recorded[index].read_text(encoding="utf-8")
-        return f"{rank} failed: {trace.splitlines()[-1]}\n{trace}"
+        return f"{rank} failed: {recorded[index].read_text(encoding='utf-8')}"
     code = getattr(error, "exit_code", 1)
     if code < 0:
         reason = f"{rank} was ended by {signal.Signals(-code).name}"

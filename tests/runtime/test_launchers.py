@@ -126,7 +126,7 @@ def is_last_rank():
 
 def fail_on_last_rank():
     if is_last_rank():
-        raise ZeroDivisionError("no luck")
+        raise ZeroDivisionError("no luck\nsecond line")
     time.sleep(600)
 
 
@@ -153,7 +153,7 @@ def exit_on_last_rank():
     [
         (
             fail_on_last_rank,
-            r"rank 1 of 2 failed: ZeroDivisionError: no luck\nTraceback (.|\n)*in fail_on_last_rank",
+            r"rank 1 of 2 failed: ZeroDivisionError: no luck\nTraceback (.|\n)*in fail_on_last_rank(.|\n)*second line$",
         ),
         (kill_last_rank, "rank 1 of 2 was ended by SIGKILL"),
         (
