@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -24,15 +25,17 @@ class PreparedOptimizer(torch.optim.Optimizer):
         scaler: The loss scaler, for formats that need one.
         stepped: Called after each step, on devices that need it.
         check: Called before the first, second, fourth, eighth, ... step, until it returns True.
+        gather: Returns the objects of all ranks, for the losses of LBFGS; None on one process.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - the parts of a step
         self,
         optimizer: torch.optim.Optimizer,
         accumulation: Accumulation,
         scaler: LossScaler | None,
         stepped: Callable[[], None] | None = None,
         check: Callable[[], bool] | None = None,
+        gather: Callable[[Any], list[Any]] | None = None,
     ) -> None:
         # Optimizer.__init__ is not called on purpose: groups and state are those of the wrapped optimizer.
         self.optimizer = optimizer
@@ -45,6 +48,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._scaler = scaler
         self._stepped = stepped
         self._check = check
+        self._gather = gather if isinstance(optimizer, torch.optim.LBFGS) else None
         self._calls = 0
         self._used_backward = 0
         self._beat = heartbeat()
@@ -73,6 +77,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Step if the accumulation cycle is complete.
 
+        The loss that a closure returns to LBFGS is averaged over the ranks: with its own, each rank would choose a step
+        length and a number of iterations of its own.
+
         Raises:
             ValueError: A closure with fp16, as the scaler cannot run it.
         """
@@ -89,6 +96,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if self._beat is not None:
             self._beat.step()
         if self._scaler is None:
+            if closure is not None and self._gather is not None:
+                closure = self._average_loss(closure, self._gather)
             loss = self.optimizer.step() if closure is None else self.optimizer.step(closure)
             if self._stepped is not None:
                 self._stepped()
@@ -97,6 +106,18 @@ class PreparedOptimizer(torch.optim.Optimizer):
             raise ValueError("optimizer.step(closure) is not supported with mixed_precision fp16. Use bf16.")
         self.step_was_skipped = not self._scaler.step_unless_overflowed(self.optimizer)
         return None
+
+    @staticmethod
+    def _average_loss(closure: Callable[[], Any], gather: Callable[[Any], list[Any]]) -> Callable[[], Any]:
+        """Return a closure whose loss is the mean over the ranks."""
+
+        def average() -> Any:
+            loss = closure()
+            losses: list[float] = gather(loss.item() if isinstance(loss, torch.Tensor) else loss)
+            mean = math.fsum(losses) / len(losses)
+            return torch.full_like(loss.detach(), mean) if isinstance(loss, torch.Tensor) else mean
+
+        return average
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -166,12 +187,12 @@ class PreparedOptimizer(torch.optim.Optimizer):
     @override
     def __getstate__(self) -> dict[str, Any]:
         # A scheduler sets its own `step` on the instance, which cannot be pickled; the others belong to this process.
-        transient = {"step", "_beat", "_stepped", "_check"}
+        transient = {"step", "_beat", "_stepped", "_check", "_gather"}
         return {name: value for name, value in vars(self).items() if name not in transient}
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _beat=heartbeat(), _stepped=None, _check=None)
+        vars(self).update(state, _beat=heartbeat(), _stepped=None, _check=None, _gather=None)
 
 
 AcceleratedOptimizer = PreparedOptimizer

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Callable
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -15,6 +17,8 @@ from accel_runtime.training.accumulation import Accumulation
 
 __all__ = ["AcceleratedScheduler", "PreparedScheduler"]
 
+_MAX_METRICS = 8
+"""The most metrics that a warning lists."""
 _LOG = MultiProcessAdapter(logging.getLogger("accel_runtime.scheduler"))
 
 
@@ -30,9 +34,10 @@ class PreparedScheduler(LRScheduler):
         accumulation: Counts accumulation cycles.
         strides: Steps of the schedule per step of the run; 1 if the batch size is the global one.
         with_optimizer: If true, it steps with the optimizer; False leaves stepping to the script.
+        gather: Returns the objects of all ranks, for the metrics of `ReduceLROnPlateau`; None on one process.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of a step
         self,
         scheduler: LRScheduler,
         optimizers: list[PreparedOptimizer],
@@ -40,6 +45,7 @@ class PreparedScheduler(LRScheduler):
         *,
         strides: int,
         with_optimizer: bool,
+        gather: Callable[[Any], list[Any]] | None = None,
     ) -> None:
         # LRScheduler.__init__ is not called on purpose: it would take a first step.
         self.scheduler = scheduler
@@ -49,6 +55,8 @@ class PreparedScheduler(LRScheduler):
         self.set_strides(strides)
         self._ends = hasattr(scheduler, "total_steps")
         self._with_optimizer = with_optimizer
+        self._gather = gather if isinstance(scheduler, ReduceLROnPlateau) else None
+        self._has_warned_of_metrics = False
         self._optimizer_steps: int | None = None
         """Number of steps of the first optimizer at the last call of `step`."""
         self._interval = 1
@@ -61,9 +69,14 @@ class PreparedScheduler(LRScheduler):
 
     @override
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance the schedule by one step of the run; arguments are passed to the script's scheduler."""
+        """Advance the schedule by one step of the run; arguments are passed to the script's scheduler.
+
+        The metric of `ReduceLROnPlateau` is averaged if it differs between ranks, so that all have one learning rate. The
+        call is collective then.
+        """
         scheduler = self.scheduler
         if not self._with_optimizer:
+            args, kwargs = self._average_metric(args, kwargs)
             scheduler.step(*args, **kwargs)
             return
         if not self._accumulation.synced:
@@ -75,12 +88,35 @@ class PreparedScheduler(LRScheduler):
         for optimizer in self._optimizers:
             if optimizer.step_was_skipped:
                 return
+        args, kwargs = self._average_metric(args, kwargs)
         strides = self._limit_strides() if self._ends else self._strides
         if strides == 1 and not args and not kwargs:
             scheduler.step()
             return
         for _ in range(strides):
             scheduler.step(*args, **kwargs)
+
+    def _average_metric(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Replace the metric by its mean over the ranks if it differs: each rank would choose a learning rate of its own."""
+        if self._gather is None or not (args or "metrics" in kwargs):
+            return args, kwargs
+        own = float(args[0] if args else kwargs["metrics"])
+        metrics: list[float] = self._gather(own)
+        if all(metric == own or (math.isnan(metric) and math.isnan(own)) for metric in metrics):
+            return args, kwargs
+        if not self._has_warned_of_metrics:
+            self._has_warned_of_metrics = True
+            _LOG.warning(
+                "ReduceLROnPlateau.step() got different metrics on the ranks at %s: %s. Their mean is used on all. Pass a metric "
+                "of the whole dataset, such as one of gather_for_metrics() or reduce(), to make it exact.",
+                call_site(),
+                ", ".join(f"{metric:g}" for metric in metrics[:_MAX_METRICS])
+                + ", ..." * (len(metrics) > _MAX_METRICS),
+            )
+        mean = math.fsum(metrics) / len(metrics)
+        return ((mean, *args[1:]), kwargs) if args else (args, kwargs | {"metrics": mean})
 
     def _warn_interval(self) -> None:
         """Warn once if several optimizer steps lie between two calls: the schedule may count epochs instead of batches."""
@@ -132,6 +168,10 @@ class PreparedScheduler(LRScheduler):
     def get_lr(self) -> Any:
         """Return the learning rates that the wrapped scheduler computes."""
         return self.scheduler.get_lr()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The connection to other ranks belongs to this process.
+        return vars(self) | {"_gather": None}
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":

@@ -432,6 +432,7 @@ class PrepareMethods(CheckpointMethods):
             self._precision.scaler,
             self._backend.build_step_hook(),
             self._build_step_check(optimizer),
+            self._build_gather("the loss of LBFGS"),
         )
         self._backend.register_load_state_hook(optimizer)
         if self._should_place(device_placement):
@@ -440,6 +441,13 @@ class PrepareMethods(CheckpointMethods):
         self._gradients.find_groups()
         self._reserve_staging(prepared)
         return prepared
+
+    def _build_gather(self, subject: str) -> Callable[[Any], list[Any]] | None:
+        """Return a function that gathers an object of each rank; None on one process."""
+        backend = self._backend
+        return (
+            partial(backend.all_gather_objects, subject=subject) if backend.topology.world_size > 1 else None
+        )
 
     def _build_step_check(self, optimizer: torch.optim.Optimizer) -> Callable[[], bool] | None:
         """Return the check of an optimizer before its first step; None on one process."""
@@ -516,6 +524,7 @@ class PrepareMethods(CheckpointMethods):
             self._accumulation,
             strides=self._strides,
             with_optimizer=self._step_with_optimizer,
+            gather=self._build_gather("the metric of ReduceLROnPlateau"),
         )
         self._schedulers.append(prepared)
         return prepared

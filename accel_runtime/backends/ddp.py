@@ -202,6 +202,10 @@ class ReplicatedModel(DistributedDataParallel):
             # DDP uses its own `dim` in `scatter` and `gather` only, which nothing calls; models often have a `dim`.
             del self.dim
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
+        # Some may be frozen later: DDP keeps the indices of now.
+        self._averaged_names = [
+            name for name, parameter in module.named_parameters() if parameter.requires_grad
+        ]
         self._own_names = frozenset(vars(self)) | {"_own_names"}
 
     explain_error: Callable[[RuntimeError, str], RuntimeError] = staticmethod(lambda error, _: error)
@@ -262,7 +266,7 @@ class ReplicatedModel(DistributedDataParallel):
 
     def _explain_unused(self, message: str) -> str:
         """Return DDP's message with names of the parameters without a gradient instead of indices."""
-        names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+        names = self._averaged_names
         match = re.search(r"did not receive grad for rank (\d+): ([\d ]+)", message)
         indices = [int(index) for index in match[2].split()] if match else []
         parameters = ", ".join(names[index] for index in indices if index < len(names)) or "some parameters"

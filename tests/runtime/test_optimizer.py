@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from accel_runtime import Accelerator, PartialState
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.training.accumulation import Accumulation
 from accel_runtime.training.forward import Precision
@@ -166,6 +167,41 @@ def test_a_disabled_scaler_does_not_scale():
     run.optimizer.step()
     assert run.values == [8]
     assert not run.optimizer.step_was_skipped
+
+
+def test_lbfgs_uses_the_mean_of_the_losses_of_the_ranks(several):
+    inputs = torch.arange(12.0).view(12, 1) / 12
+    targets = (3 * inputs).sin()
+
+    def fit(first, last, prepare):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=10, line_search_fn="strong_wolfe")
+        model, optimizer, backward = prepare(model, optimizer)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = (model(inputs[first:last].double()) - targets[first:last].double()).square().mean()
+            backward(loss)
+            return loss
+
+        losses = [optimizer.step(closure).item() for _ in range(4)]
+        return losses, [parameter.tolist() for parameter in model.parameters()]
+
+    def fit_shard(index, size):
+        accelerator = Accelerator()
+        rows = len(inputs) // size
+        return fit(
+            index * rows,
+            (index + 1) * rows,
+            lambda *objects: (*accelerator.prepare(*objects), accelerator.backward),
+        )
+
+    expected = fit(0, len(inputs), lambda *objects: (*objects, torch.Tensor.backward))
+    by_rank = several.run(lambda: fit_shard(PartialState().process_index, PartialState().num_processes))
+    for losses, parameters in by_rank:
+        assert (losses, parameters) == by_rank[0], "all ranks have the same parameters"
+        assert losses == pytest.approx(expected[0], rel=1e-9)
 
 
 def test_a_closure_is_rejected_with_a_loss_scaler():

@@ -90,6 +90,33 @@ def test_reduce_lr_on_plateau_advances_once_for_each_metric():
     assert seen == [1, 1, 0.5]
 
 
+@pytest.mark.parametrize("steps_with_optimizer", [True, False])
+def test_reduce_lr_on_plateau_uses_the_mean_of_metrics_that_differ(several, steps_with_optimizer):
+    def step():
+        accelerator = Accelerator(step_scheduler_with_optimizer=steps_with_optimizer)
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+        plateau = ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        optimizer, scheduler = accelerator.prepare(optimizer, plateau)
+        rates = []
+        with collect_messages("accel_runtime.scheduler") as messages:
+            # The metric of rank 0 gets worse with each call, and the mean gets better.
+            for call in range(3):
+                optimizer.step()
+                scheduler.step(metrics=1.0 + (call if accelerator.is_main_process else -2 * call))
+                rates.append(optimizer.param_groups[0]["lr"])
+            equal = copy.deepcopy(scheduler.scheduler.best)
+            scheduler.step(float("nan"))
+        return rates, equal, scheduler.num_bad_epochs, messages
+
+    mean = 1.0 + (2 - 4 * (several.size - 1)) / several.size
+    for rank, (rates, best, num_bad_epochs, messages) in enumerate(several.run(step)):
+        assert rates == [1.0, 1.0, 1.0]
+        assert best == mean
+        assert num_bad_epochs == 0, "a metric that is not a number counts on all ranks"
+        assert len(messages) == (rank == 0)
+        assert not messages or "got different metrics on the ranks at test_scheduler.py" in messages[0]
+
+
 @pytest.mark.parametrize("strides", [1, 2, 3, 4])
 def test_one_cycle_lr_ends_at_its_lowest_rate_for_any_stride(strides):
     total = 10

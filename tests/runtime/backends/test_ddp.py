@@ -257,12 +257,15 @@ def test_a_compiled_model_averages_gradients_and_keeps_its_parameter_names(pair,
     assert all(relative_error(got, 2) < 1e-6 for got in pair.run(compiled))
 
 
-def test_parameters_without_a_gradient_are_named_with_the_option_to_allow_them(pair):
+@pytest.mark.parametrize("freezes", [False, True])
+def test_parameters_without_a_gradient_are_named_with_the_option_to_allow_them(pair, freezes):
     def train(**options):
         accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(**options)])
         own = build_network()
-        own.forward = own[0].forward
+        if not freezes:
+            own.forward = own[2].forward
         model = accelerator.prepare(own)
+        own[0].requires_grad_(not freezes)
         for _ in range(2):
             accelerator.backward(model(build_batch(0)).sum())
 
@@ -273,7 +276,7 @@ def test_parameters_without_a_gradient_are_named_with_the_option_to_allow_them(p
         return str(failure.value)
 
     for rank, message in enumerate(pair.run(fail)):
-        assert f"no gradient of 2.weight, 2.bias on rank {rank}." in message
+        assert f"no gradient of 0.weight, 0.bias on rank {rank}." in message
         assert "DistributedDataParallelKwargs(find_unused_parameters=True)" in message
 
 
