@@ -163,8 +163,12 @@ def _check_loader(loader: DataLoader[Any], backend: Backend, options: LoaderOpti
         "in_order=False lets batches overtake each other. Leave it out.": not getattr(
             loader, "in_order", True
         ),
+        "split_batches needs one batch size, and the DataLoader has none: its batches come from its dataset, or from a batch "
+        "sampler without batch_size. Use split_batches=False, or a batch sampler with batch_size.": (
+            options.split_batches and world_size > 1 and size is None
+        ),
         f"split_batches needs a batch size divisible by {world_size}, and it is {size}. Change the batch size.": bool(
-            options.split_batches and world_size > 1 and (size is None or size % world_size)
+            options.split_batches and size is not None and size % world_size
         ),
         "even_batches=False gives ranks batches of different sizes at the end of an epoch, and on this device all ranks must "
         "run the same program. Use even_batches=True (gather_for_metrics drops the padding) or drop_last=True.": (
