@@ -32,71 +32,71 @@ the directory in `OUT`.
 """
 
 
-def features() -> list[str]:
+def list_features() -> list[str]:
     """Return the features that tests name, in the order of their files."""
-    found = {}
+    features = {}
     for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
         text, names = path.read_text(encoding="utf-8"), {}
         for line in text.splitlines():
             left, _, right = line.partition(" = ")
             if right.startswith('"') and left.replace(", ", "").isupper():
-                values = [one.strip('"') for one in right.split('", "')]
+                values = [value.strip('"') for value in right.split('", "')]
                 names |= dict(zip(left.split(", "), values, strict=True))
         for part in text.split("pytest.mark.feature(")[1:]:
-            said = part.partition(")")[0]
-            name = names.get(said) or said.strip('"')
-            over = (
+            argument = part.partition(")")[0]
+            name = names.get(argument) or argument.strip('"')
+            variants = (
                 [f"{name}, over gloo", f"{name}, over NCCL"] if path.stem == "test_two_processes" else [name]
             )
-            found |= dict.fromkeys(over, True)
-    return list(found)
+            features |= dict.fromkeys(variants, True)
+    return list(features)
 
 
-def merged(kept: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
-    """Return what is kept of each feature, after one more report.
+def merge_report(kept: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
+    """Return the last success and failure of each feature, after one more report.
 
     Args:
-        kept: By feature, `worked` and `failed`: where and when it was last seen to, or None.
-        report: What a run of the tests has left.
+        kept: By feature, `worked` and `failed`: the device, versions and date of the last run that did, or None.
+        report: The report of a run of the tests.
     """
-    where = {name: report[name] for name in ("date", "gpu", "gpus", "torch", "cuda", "python", "accel")}
-    found = dict(kept)
-    for name, own in report["features"].items():
-        last = dict(found.get(name, {"worked": None, "failed": None}))
-        if own["failed"]:
-            last["failed"] = where | {"tests": sorted(own["failed"])}
-        elif own["passed"]:
-            last["worked"] = where | {"passed": len(own["passed"]), "skipped": len(own["skipped"])}
+    run = {name: report[name] for name in ("date", "gpu", "gpus", "torch", "cuda", "python", "accel")}
+    merged = dict(kept)
+    for name, tests in report["features"].items():
+        last = dict(merged.get(name, {"worked": None, "failed": None}))
+        if tests["failed"]:
+            last["failed"] = run | {"tests": sorted(tests["failed"])}
+        elif tests["passed"]:
+            last["worked"] = run | {"passed": len(tests["passed"]), "skipped": len(tests["skipped"])}
             last["failed"] = None
         if last["worked"] or last["failed"]:
-            found[name] = last
-    return found
+            merged[name] = last
+    return merged
 
 
-def page(kept: dict[str, Any]) -> str:
+def render_page(kept: dict[str, Any]) -> str:
     """Return the page."""
     rows = ["| Feature | Last success | Device |", "| --- | --- | --- |"]
-    for name in features():
-        own = kept.get(name, {"worked": None, "failed": None})
-        worked, failed = own["worked"], own["failed"]
-        when, on = "not yet run on a GPU", ""
+    for name in list_features():
+        last = kept.get(name, {"worked": None, "failed": None})
+        worked, failed = last["worked"], last["failed"]
+        when, device = "not yet run on a GPU", ""
         if worked:
             tests = f"{worked['passed']} tests" + (
                 f", {worked['skipped']} skipped" if worked["skipped"] else ""
             )
-            when, on = f"{worked['date']} ({tests})", place(worked)
+            when, device = f"{worked['date']} ({tests})", describe_device(worked)
         elif failed:
             when = "never"
         if failed:
             when += f"; failed on {failed['date']}: {', '.join(failed['tests'])}"
-            on = on or place(failed)
-        rows.append(f"| {name} | {when} | {on} |")
+            device = device or describe_device(failed)
+        rows.append(f"| {name} | {when} | {device} |")
     return "\n".join([TITLE, TEXT, *rows, ""])
 
 
-def place(own: dict[str, Any]) -> str:
-    """Return on what a report was made."""
-    return f"{own['gpus']} × {own['gpu']}, torch {own['torch']}, Python {own['python']}"  # noqa: RUF001
+def describe_device(run: dict[str, Any]) -> str:
+    """Return the devices and versions of a run of the tests."""
+    return f"{run['gpus']} × {run['gpu']}, torch {run['torch']}, Python {run['python']}"  # noqa: RUF001
 
 
 def main(arguments: list[str]) -> None:
@@ -108,10 +108,10 @@ def main(arguments: list[str]) -> None:
             sys.exit(
                 f"{path} is the report of a machine without a GPU. Run make test-gpu on a machine with one."
             )
-        kept = merged(kept, report)
+        kept = merge_report(kept, report)
     if arguments:
         KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(page(kept), encoding="utf-8")
+    PAGE.write_text(render_page(kept), encoding="utf-8")
 
 
 if __name__ == "__main__":

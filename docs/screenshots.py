@@ -27,7 +27,7 @@ __all__ = ["PICTURES", "draw", "failure", "main", "top", "wizard"]
 COLUMNS, LINES = 80, 24
 FOLDER = Path(__file__).parent / "img"
 _TIMEOUT_S = 120
-_SETTLED_S = 0.3
+_TYPING_S = 0.3
 _DOWN, _ENTER = "\x1b[B", "\r"
 _COLOURS = {"brown": "yellow"}
 """pyte's names of colours where rich has others."""
@@ -128,7 +128,7 @@ def top() -> Iterator[list[Text]]:
         Path(folder, "train.py").write_text(_WATCHED, encoding="utf-8")
         run = _Terminal(folder, "launch", "--cpu", "--nproc-per-node", "4", "train.py", **{HOME: "home"})
         try:
-            run.wait(Path(folder, "done3").exists)
+            run.wait(Path(folder, "done3").exists, "file done3")
             terminal = _Terminal(folder, "top", **{HOME: "home"})
             terminal.answer("* slowest rank: 3", "")
             yield terminal.render()
@@ -169,7 +169,7 @@ PICTURES: dict[str, tuple[str, Callable[[], Iterator[list[Text]]]]] = {
 
 
 def draw(name: str) -> str:
-    """Screens below each other, as one SVG."""
+    """Return the screens below each other, as one SVG."""
     title, screens = PICTURES[name]
     console = Console(
         record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor"
@@ -191,7 +191,7 @@ def main(arguments: list[str]) -> None:
 
 
 class _Terminal:
-    """A command of `accel` behind a screen of 80 columns and 24 lines."""
+    """A command of `accel` in a terminal of 80 columns and 24 lines."""
 
     def __init__(self, folder: str, *command: str, **homes: str) -> None:
         self._folder = folder.encode()
@@ -216,26 +216,35 @@ class _Terminal:
 
     def answer(self, question: str, keys: str) -> None:
         """Wait for a question, and type."""
-        self._until(lambda: any(question in line for line in self._screen.display), question)
+        self.wait(lambda: any(question in line for line in self._screen.display), repr(question))
         self.type(keys)
 
-    def wait(self, holds: Callable[[], bool]) -> None:
-        """Wait until something holds."""
-        self._until(holds, "what it does")
+    def wait(self, condition: Callable[[], bool], description: str) -> None:
+        """Wait until a condition is true, and read the output meanwhile."""
+        end = time.monotonic() + _TIMEOUT_S
+        while not condition():
+            self._read()
+            if time.monotonic() > end:
+                screen = "\n".join(self._screen.display)
+                raise RuntimeError(
+                    f"Cannot draw the picture: no {description} after {_TIMEOUT_S} s. The screen:\n{screen}"
+                )
 
     def type(self, keys: str) -> None:
-        """Type, and let the screen settle."""
+        """Type, and read the output for a moment."""
         self._child.send(keys)
-        settled = time.monotonic() + _SETTLED_S
-        while time.monotonic() < settled:
+        end = time.monotonic() + _TYPING_S
+        while time.monotonic() < end:
             self._read()
 
     def end(self, code: int = 0) -> None:
         """Wait until the command has ended, with this exit code."""
-        self._until(self._child.eof, "its end")
+        self.wait(self._child.eof, "end of the command")
         self._child.close()
         if self._child.exitstatus != code:
-            raise RuntimeError(f"it ended with code {self._child.exitstatus}")
+            raise RuntimeError(
+                f"Cannot draw the picture: exit code {self._child.exitstatus}, expected {code}."
+            )
 
     def render(self) -> list[Text]:
         """Return the screen as text of rich, without empty lines at the end."""
@@ -243,44 +252,37 @@ class _Terminal:
         if self._child.isalive():
             under = self._screen.buffer[cursor.y][cursor.x]
             self._screen.buffer[cursor.y][cursor.x] = under._replace(data="\N{FULL BLOCK}")
-        lines = [_line(self._screen.buffer[row]) for row in range(LINES)]
+        lines = [_render_row(self._screen.buffer[row]) for row in range(LINES)]
         while not lines[-1].plain:
             lines.pop()
         return lines
 
-    def _until(self, holds: Callable[[], bool], what: str) -> None:
-        late = time.monotonic() + _TIMEOUT_S
-        while not holds():
-            self._read()
-            if time.monotonic() > late:
-                raise RuntimeError(f"no sign of {what}; the screen is\n" + "\n".join(self._screen.display))
-
     def _read(self) -> None:
         try:
-            said = self._child.read_nonblocking(65536, timeout=0.05)
-            self._stream.feed(said.replace(self._folder, _PROJECT[: len(self._folder)]))
+            output = self._child.read_nonblocking(65536, timeout=0.05)
+            self._stream.feed(output.replace(self._folder, _PROJECT[: len(self._folder)]))
         except pexpect.TIMEOUT:
             pass
         except pexpect.EOF:
             self._child.flag_eof = True
 
 
-def _line(row: Mapping[int, Char]) -> Text:
+def _render_row(row: Mapping[int, Char]) -> Text:
     line = Text()
     for column in range(COLUMNS):
-        line.append(row[column].data, _style(row[column]))
+        line.append(row[column].data, _get_style(row[column]))
     line.rstrip()
     return line
 
 
-def _style(char: Char) -> Style:
+def _get_style(char: Char) -> Style:
     return Style(
-        color=_colour(char.fg), bgcolor=_colour(char.bg), bold=char.bold, italic=char.italics,
+        color=_get_colour(char.fg), bgcolor=_get_colour(char.bg), bold=char.bold, italic=char.italics,
         underline=char.underscore, reverse=char.reverse,
     )  # fmt: skip
 
 
-def _colour(name: str) -> str | None:
+def _get_colour(name: str) -> str | None:
     if name == "default":
         return None
     if len(name) == _HEX and set(name) <= set("0123456789abcdef"):

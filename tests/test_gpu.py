@@ -115,24 +115,26 @@ def rows(text):
 
 def test_the_page_is_made_from_the_report_that_is_kept_and_names_every_feature_of_a_test(gpu_page):
     kept = json.loads(gpu_page.KEPT.read_text()) if gpu_page.KEPT.exists() else {}
-    assert gpu_page.PAGE.read_text() == gpu_page.page(kept), "run docs/gpu_page.py"
-    names = gpu_page.features()
+    assert gpu_page.PAGE.read_text() == gpu_page.render_page(kept), "run docs/gpu_page.py"
+    names = gpu_page.list_features()
     assert {"Device placement", "fully_shard with fp16", "Two processes, over NCCL"} <= set(names)
     assert len(names) == len(set(names)) > 20
-    told = rows(gpu_page.page({}))
+    told = rows(gpu_page.render_page({}))
     assert {told[name] for name in names} == {"not yet run on a GPU"}
 
 
 def test_only_what_has_passed_is_claimed_and_a_later_failure_is_told(gpu_page):
-    first = gpu_page.merged({}, report(fully_shard=(3, 0, 1), torch=(0, 0, 2), gather_for_metrics=(1, 1, 0)))
+    first = gpu_page.merge_report(
+        {}, report(fully_shard=(3, 0, 1), torch=(0, 0, 2), gather_for_metrics=(1, 1, 0))
+    )
     assert sorted(first) == ["fully shard", "gather for metrics"], "what was only skipped says nothing"
     assert first["gather for metrics"]["worked"] is None
-    later = gpu_page.merged(first, report(fully_shard=(2, 1, 0)) | {"date": "2027-02-03"})
+    later = gpu_page.merge_report(first, report(fully_shard=(2, 1, 0)) | {"date": "2027-02-03"})
     assert later["fully shard"]["worked"]["date"] == "2027-01-02"
     assert later["fully shard"]["failed"]["tests"] == ["f0"]
-    told = rows(gpu_page.page({"fully_shard": later["fully shard"]}))["fully_shard"]
+    told = rows(gpu_page.render_page({"fully_shard": later["fully shard"]}))["fully_shard"]
     assert told.startswith("2027-01-02 (3 tests, 1 skipped); failed on 2027-02-03: f0 | 1 × A, torch 2.11")  # noqa: RUF001
-    mended = gpu_page.merged(later, report(fully_shard=(4, 0, 0)) | {"date": "2027-03-04"})
+    mended = gpu_page.merge_report(later, report(fully_shard=(4, 0, 0)) | {"date": "2027-03-04"})
     assert mended["fully shard"]["failed"] is None
 
 
