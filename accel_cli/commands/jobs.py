@@ -178,6 +178,19 @@ def _submits_jobs(kind: Any) -> bool:
     return isinstance(kind, str) and kind in LAUNCHERS and LAUNCHERS[kind].location == "job"
 
 
+def _check_kind(kind: Any) -> None:
+    """Raise if a launcher that the command or its profile names does not submit jobs."""
+    from accel_cli.errors import UsageError
+    from accel_cli.launchers import LAUNCHERS
+
+    if _submits_jobs(kind):
+        return
+    known = isinstance(kind, str) and kind in LAUNCHERS
+    reason = "its processes end with accel launch, and are no job of a service" if known else "it is unknown"
+    kinds = " or ".join(filter(_submits_jobs, LAUNCHERS))
+    raise UsageError(f"Cannot use accel jobs with launcher {kind!r}: {reason}. Use --launcher {kinds}.")
+
+
 def _list_assignments(service: Service) -> list[str]:
     texts = list(service.assignments or ())
     return texts if service.launcher is None else [f"launcher.kind={service.launcher}", *texts]
@@ -187,16 +200,14 @@ def _read_launcher_values(service: Service) -> dict[str, Any]:
     """Return the values of the launcher in the layers of the profile, by dotted key."""
     import os
 
-    from accel_cli.errors import ProfileError, UsageError
-    from accel_cli.launchers import LAUNCHERS
+    from accel_cli.errors import ProfileError
     from accel_cli.profile import layers
     from accel_cli.profile.store import Store
 
     options = layers.parse_assignments(_list_assignments(service))
     requested = options.values.get("launcher.kind")
-    if requested is not None and not _submits_jobs(requested):
-        kinds = " or ".join(filter(_submits_jobs, LAUNCHERS))
-        raise UsageError(f"Invalid launcher {requested!r}: expected {kinds}, which submit jobs.")
+    if requested is not None:
+        _check_kind(requested)
     values: dict[str, Any] = {}
     for layer in layers.read_layers(
         Store.from_env(os.environ, Path.cwd()), os.environ, service.profile, [options]
@@ -206,4 +217,6 @@ def _read_launcher_values(service: Service) -> dict[str, Any]:
         if layer.values.get("launcher.kind", values.get("launcher.kind")) != values.get("launcher.kind"):
             values = {}
         values |= {key: value for key, value in layer.values.items() if key.startswith("launcher.")}
+    if service.profile and "launcher.kind" in values:
+        _check_kind(values["launcher.kind"])
     return values

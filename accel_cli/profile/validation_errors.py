@@ -198,7 +198,8 @@ def _build_problem(items: list[Any], key: str, where: str) -> Problem:
         text = str(items[0]["ctx"]["error"])
         if isinstance(value, (dict, BaseModel)):
             return Problem(where, key, text.removeprefix(f"{key.rpartition('.')[2]}: "))
-        return Problem(where, key, text, _format_value(value))
+        # A validator of several items names the one that is invalid.
+        return Problem(where, key, text, "" if ", got " in text else _format_value(value))
     expected = [text for item in items if item["input"] is value for text in _list_expected(item)]
     nearest = find_nearest(value, expected) if isinstance(value, str) else None
     return Problem(where, key, one_of(dict.fromkeys(expected)), _format_value(value), did_you_mean(nearest))

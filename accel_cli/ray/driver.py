@@ -37,6 +37,8 @@ _SILENT_S = 60
 _UNANSWERED_S = 5
 """The same for a node that was to end; a peer may notice a lost node before Ray does."""
 
+_LOST_CURE = "Check the nodes with ray status, or raise launcher.max_retries to start again on other nodes."
+
 
 @dataclass
 class _Node:
@@ -113,7 +115,7 @@ class _Driver:
                 if self._received:
                     return 128 + self._received[0], ""
                 if attempt == self._run.max_retries:
-                    return error.exit_code, str(error)
+                    return error.exit_code, f"{error} {_LOST_CURE}"
                 console.note(
                     f"{error} Retry {attempt + 1} of {self._run.max_retries}: all nodes start again with --resume."
                 )

@@ -45,8 +45,8 @@ def parse_host(text: str) -> Host:
     name = _parse_name(typed_name)
     if name is None or (at and not _USER.fullmatch(user)):
         raise ValueError(
-            f"expected a host such as node1, user@node1 or an IP address, with slots=N after it or not, got {text!r}; a port "
-            "belongs in ~/.ssh/config"
+            f"expected a host such as node1, user@node1 or an IP address, with slots=N after it or not (a port belongs in "
+            f"~/.ssh/config), got {text!r}"
         )
     slots = None
     for word in words:

@@ -306,13 +306,23 @@ def test_open_jobs_of_every_job_launcher_returns_its_jobs(launcher):
 
 
 @pytest.mark.parametrize(
-    "option", ["--launcher=single", "--set=launcher.kind=single", "--set=launcher.kind=[single]"]
+    ("option", "reason"),
+    [
+        ("--launcher=single", "its processes end with accel launch"),
+        ("--set=launcher.kind=single", "its processes end with accel launch"),
+        ("--profile=hosts", "its processes end with accel launch"),
+        ("--set=launcher.kind=[single]", "it is unknown"),
+        ("--launcher=nomad", "it is unknown"),
+    ],
 )
-def test_selecting_a_launcher_without_jobs_is_an_error(cwd, capfd, option):
+def test_selecting_a_launcher_without_jobs_is_an_error_with_the_reason(cwd, capfd, option, reason):
+    (cwd / "hosts.yaml").write_text("schema_version: 1\nlauncher: {kind: ssh, hosts: [node1]}\n")
+    assert run(capfd, "config", "import", "hosts.yaml", "--profile", "hosts").returncode == 0
     done = run(capfd, "jobs", "list", option)
     assert done.returncode == 2
     assert re.search(
-        r"Invalid launcher \S*'single'\S*: expected slurm or sagemaker or kubernetes or ray", done.stderr
+        rf"Cannot use accel jobs with launcher .*: {reason}.*\. Use --launcher slurm or sagemaker or kubernetes or ray\.",
+        done.stderr,
     )
 
 

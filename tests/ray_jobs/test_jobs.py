@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -189,6 +190,20 @@ def test_without_retries_a_lost_node_ends_the_run_and_its_script_can_save(launch
     ), err
     assert launches.wait_for_end() == []
     assert (tmp_path / "saved").exists()
+
+
+def test_nodes_that_could_not_be_started_end_the_run_with_a_cure(monkeypatch):
+    from accel_cli.ray import driver
+
+    def fail(_, attempt):
+        raise driver._LostNodeError("Cannot start the nodes: Could not create the actor.")
+
+    monkeypatch.setattr(driver._Driver, "_run_attempt", fail)
+    code, reason = driver._Driver(SimpleNamespace(max_retries=1), []).run()
+    assert code == 1
+    assert re.fullmatch(
+        r"Cannot start .* actor\. Check the nodes with ray status, .*launcher\.max_retries .*", reason
+    )
 
 
 def test_what_a_cluster_cannot_run_is_named(launches, cwd):

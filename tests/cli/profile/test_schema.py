@@ -126,6 +126,8 @@ def validate_and_fail(data):
         ({"launcher": {"kind": "slurm", "setup": [1]}}, "launcher.setup: expected text, got 1"),
         ({"launcher": {"kind": "slurm", "time": "soon"}}, "launcher.time: expected minutes, or text such as 30:00"),
         ({"launcher": {"kind": "slurm", "gpus_per_node": True}}, "launcher.gpus_per_node: expected a whole number"),
+        ({"launcher": {"kind": "ssh", "hosts": ["a", "b:22"]}}, "(a port belongs in ~/.ssh/config), got 'b:22'\n"),
+        ({"launcher": {"kind": "kubernetes", "image": "a b"}}, "launcher.image: expected text without spaces, got 'a b'\n"),
         ({"launcher": 3}, "launcher: expected keys and values, got 3"),
         ({"process_group_timeout": 0}, "process_group_timeout: expected at least 1, got 0"),
         ({"parallel": {"dp_shard": 0}}, "parallel.dp_shard: expected at least 1 or auto, got 0"),
@@ -157,7 +159,7 @@ def validate_and_fail(data):
     ],
 )  # fmt: skip
 def test_an_error_has_key_expectation_value_and_suggestion(data, said):
-    assert said in validate_and_fail(data)
+    assert said in f"{validate_and_fail(data)}\n"
 
 
 def test_all_mistakes_are_reported_at_once():
