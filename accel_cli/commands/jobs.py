@@ -205,9 +205,6 @@ def _read_launcher_values(service: Service) -> dict[str, Any]:
     from accel_cli.profile.store import Store
 
     options = layers.parse_assignments(_list_assignments(service))
-    requested = options.values.get("launcher.kind")
-    if requested is not None:
-        _check_kind(requested)
     values: dict[str, Any] = {}
     for layer in layers.read_layers(
         Store.from_env(os.environ, Path.cwd()), os.environ, service.profile, [options]
@@ -217,6 +214,6 @@ def _read_launcher_values(service: Service) -> dict[str, Any]:
         if layer.values.get("launcher.kind", values.get("launcher.kind")) != values.get("launcher.kind"):
             values = {}
         values |= {key: value for key, value in layer.values.items() if key.startswith("launcher.")}
-    if service.profile and "launcher.kind" in values:
+    if (service.profile or "launcher.kind" in options.values) and "launcher.kind" in values:
         _check_kind(values["launcher.kind"])
     return values

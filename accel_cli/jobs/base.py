@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
+from accel_cli.planning.plan import JobPlan
 
 __all__ = [
     "FileLog",
@@ -25,7 +26,7 @@ __all__ = [
     "PollIntervals",
     "UnreachableError",
     "follow",
-    "format_commands",
+    "follow_submission",
     "format_options",
     "print_new_output",
 ]
@@ -124,6 +125,8 @@ class Jobs(ABC):
     intervals: ClassVar[PollIntervals]
     jobs_options: str = ""
     """The options with which `accel jobs` finds the same jobs again."""
+    output_location: ClassVar[str] = "where its script wrote them."
+    """The location of a job's files and how to get them, for a service that keeps none to download."""
 
     @abstractmethod
     def list(self) -> list[Job]:
@@ -160,8 +163,7 @@ class Jobs(ABC):
             UsageError: The job is unknown, or belongs to another user.
         """
 
-    @abstractmethod
-    def download(self, job_id: str, into: Path) -> Path:
+    def download(self, job_id: str, into: Path) -> Path:  # noqa: ARG002 - for services that keep output files
         """Download the output files of a job into a new folder of the job's name.
 
         Returns:
@@ -171,6 +173,7 @@ class Jobs(ABC):
             UnreachableError: The service does not answer now.
             UsageError: The job has no output files to download, or the folder exists.
         """
+        raise UsageError(f"Cannot download job {job_id}: its files are {self.output_location}")
 
 
 _T = TypeVar("_T")
@@ -193,9 +196,26 @@ def format_options(profile: str | None, assignments: Iterable[str]) -> str:
     return "".join(f" {option} {shlex.quote(value)}" for option, value in options)
 
 
-def format_commands(job_id: str, options: str) -> str:
+def _format_commands(job_id: str, options: str) -> str:
     """Return how to follow and stop a job, as a sentence with the options of `format_options`."""
     return f"Follow it with accel jobs logs {job_id} -f{options} or stop it with accel jobs stop {job_id}{options}"
+
+
+def follow_submission(jobs: Jobs, job_id: str, plan: JobPlan, *, note: str = "") -> int:
+    """Report a submitted job, with an additional note; then follow it, or print its id if the plan detaches.
+
+    Returns:
+        0 if the plan detaches, otherwise as `follow`.
+    """
+    jobs.jobs_options = plan.jobs_options
+    # Before the next call to the service, since from here on there is a job to stop.
+    console.note(f"job {job_id} is submitted. {_format_commands(job_id, plan.jobs_options)}")
+    if note:
+        console.note(note)
+    if plan.detach:
+        console.plain(job_id)
+        return 0
+    return follow(jobs, jobs.status(job_id))
 
 
 def follow(jobs: Jobs, job: Job) -> int:
@@ -211,11 +231,11 @@ def follow(jobs: Jobs, job: Job) -> int:
     try:
         job = _Follower(jobs, job).run()
     except KeyboardInterrupt:
-        console.note(f"job {job.id} keeps running. {format_commands(job.id, jobs.jobs_options)}")
+        console.note(f"job {job.id} keeps running. {_format_commands(job.id, jobs.jobs_options)}")
         return _INTERRUPTED
     except (UnreachableError, UsageError) as error:
         raise type(error)(
-            f"{_strip(error)}. Job {job.id} may still be running. {format_commands(job.id, jobs.jobs_options)}"
+            f"{_strip(error)}. Job {job.id} may still be running. {_format_commands(job.id, jobs.jobs_options)}"
         ) from error
     code, cost = job.exit_code or 0, f"; {job.cost}" if job.cost else ""
     if code:

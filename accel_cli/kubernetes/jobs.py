@@ -9,14 +9,13 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 from typing_extensions import override
 
 from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
-from accel_cli.jobs.base import Job, Jobs, Log, PollIntervals, UnreachableError, follow, format_commands
+from accel_cli.jobs.base import Job, Jobs, Log, PollIntervals, UnreachableError, follow_submission
 from accel_cli.kubernetes.cluster import BAD_REQUEST, NOT_FOUND, TIMEOUT_S, KubernetesCluster
 from accel_cli.kubernetes.manifests import (
     CONTAINER,
@@ -46,6 +45,9 @@ class KubernetesJobs(Jobs):
     """The user's Jobs in a namespace; Kubernetes deletes a finished one after `launcher.ttl` seconds."""
 
     intervals: ClassVar[PollIntervals] = PollIntervals(log_s=0.5, status_s=(1.0, 10.0), last_output_s=2.0)
+    output_location = (
+        "on the volumes of its pods. Mount a volume with launcher.volumes, and read it from another pod."
+    )
     resource: ClassVar[tuple[str, str, str]] = ("batch", "v1", "jobs")
     """The group, version and plural name of the jobs in the API."""
     kind: ClassVar[str] = "Job"
@@ -185,13 +187,6 @@ class KubernetesJobs(Jobs):
     def stop(self, job_id: str) -> None:
         with self.cluster.translate_errors(f"stop job {job_id}"):
             self.delete(job_id)
-
-    @override
-    def download(self, job_id: str, into: Path) -> Path:
-        raise UsageError(
-            f"Cannot download Kubernetes job {job_id}: its files are on the volumes of its pods. Mount a volume with "
-            "launcher.volumes, and read it from another pod."
-        )
 
 
 class TrainJobs(KubernetesJobs):
@@ -344,15 +339,9 @@ def submit(plan: Plan) -> int:
     assert isinstance(job, KubernetesJobPlan)
     section = job.section
     jobs = open_jobs(KubernetesCluster(section.context, section.namespace), kubeflow=section.kubeflow)
-    jobs.jobs_options = job.jobs_options
     name = name_job(job)
     _create(jobs, name, render(job, name, format_user(), read_source(job)))
-    # Before the next call to the cluster, since from here on there is a job to stop.
-    console.note(f"job {name} is submitted. {format_commands(name, jobs.jobs_options)}")
-    if job.detach:
-        console.plain(name)
-        return 0
-    return follow(jobs, jobs.status(name))
+    return follow_submission(jobs, name, job)
 
 
 def _create(jobs: KubernetesJobs, name: str, manifests: list[dict[str, Any]]) -> None:

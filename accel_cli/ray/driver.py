@@ -36,7 +36,6 @@ _SILENT_S = 60
 """Seconds without an answer after which a node counts as lost: a read takes a second."""
 _UNANSWERED_S = 5
 """The same for a node that was to end; a peer may notice a lost node before Ray does."""
-
 _LOST_CURE = "Check the nodes with ray status, or raise launcher.max_retries to start again on other nodes."
 
 

@@ -16,14 +16,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar
 
 from typing_extensions import override
 
 from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
-from accel_cli.jobs.base import Job, Jobs, Log, PollIntervals, UnreachableError, follow, format_commands
+from accel_cli.jobs.base import Job, Jobs, Log, PollIntervals, UnreachableError, follow_submission
 from accel_cli.planning.plan import Plan
 from accel_cli.ray.plan import EXTRA, RayJobPlan, write_folder
 from accel_runtime.env import __version__
@@ -112,6 +111,9 @@ class RayJobs(Jobs):
     """The jobs that the user has submitted with accel, as long as their cluster runs."""
 
     intervals: ClassVar[PollIntervals] = PollIntervals(log_s=0.1, status_s=(1.0, 10.0), last_output_s=5.0)
+    output_location = (
+        "on the nodes where its script wrote them. Write them to a shared file system or to a bucket."
+    )
 
     def __init__(self, cluster: RayCluster) -> None:
         self._cluster = cluster
@@ -140,13 +142,6 @@ class RayJobs(Jobs):
         client = self._cluster.client
         with self._cluster.translate_errors(f"stop job {job_id}"):
             client.stop_job(job_id)
-
-    @override
-    def download(self, job_id: str, into: Path) -> Path:
-        raise UsageError(
-            f"Cannot download Ray job {job_id}: its files are on the nodes where its script wrote them. Write them to a shared "
-            "file system or to a bucket."
-        )
 
 
 def _get_user() -> str:
@@ -279,11 +274,4 @@ def submit(plan: Plan) -> int:
                 runtime_env=job.build_runtime_env(str(folder)),
                 metadata={_USER: _get_user(), "accel-version": __version__, "job_name": job_id},
             )
-    jobs = RayJobs(cluster)
-    jobs.jobs_options = job.jobs_options
-    # Before the next call to the cluster, since from here on there is a job to stop.
-    console.note(f"job {job_id} is submitted. {format_commands(job_id, jobs.jobs_options)}")
-    if job.detach:
-        console.plain(job_id)
-        return 0
-    return follow(jobs, jobs.status(job_id))
+    return follow_submission(RayJobs(cluster), job_id, job)

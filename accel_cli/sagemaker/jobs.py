@@ -42,9 +42,8 @@ class SageMakerJobs(Jobs):
     # Calls are limited for the whole account, and lines take seconds to arrive.
     intervals: ClassVar[PollIntervals] = PollIntervals(log_s=2.0, status_s=(2.0, 10.0), last_output_s=15.0)
 
-    def __init__(self, account: Account, *, options: str = "") -> None:
+    def __init__(self, account: Account) -> None:
         self._account = account
-        self.jobs_options = options
 
     @override
     def list(self) -> list[Job]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from accel_cli import console, source_files
 from accel_cli.errors import AccelError, UsageError
-from accel_cli.jobs.base import Jobs, follow, format_commands
+from accel_cli.jobs.base import Jobs, follow_submission
 from accel_cli.planning.plan import Plan
 from accel_cli.sagemaker import bundle, images, s3
 from accel_cli.sagemaker.aws import NAME_IN_USE, Account, find_job, format_console_url, get_error_code
@@ -60,14 +60,11 @@ def submit(plan: Plan) -> int:
     with _raise_on_signals():
         submission = _submit(job)
     name = submission.name
-    jobs = SageMakerJobs(Account(submission.region, job.section.aws_profile), options=job.jobs_options)
-    # From here on there is a job to stop, so this comes before the next call to AWS.
-    console.note(f"job {name} is submitted. {format_commands(name, jobs.jobs_options)}")
-    console.note(f"console: {format_console_url(submission.region, 'sagemaker/home')}#/jobs/{name}")
+    jobs = SageMakerJobs(Account(submission.region, job.section.aws_profile))
+    note = f"console: {format_console_url(submission.region, 'sagemaker/home')}#/jobs/{name}"
+    code = follow_submission(jobs, name, job, note=note)
     if job.detach:
-        console.plain(name)
-        return 0
-    code = follow(jobs, jobs.status(name))
+        return code
     # `accel test` has no source, and leaves no model.
     if code == 0 and job.section.download and job.source is not None:
         _download(jobs, name, Path(job.output_dir))

@@ -19,8 +19,7 @@ from accel_cli.jobs.base import (
     Log,
     PollIntervals,
     UnreachableError,
-    follow,
-    format_commands,
+    follow_submission,
 )
 from accel_cli.planning.plan import Plan
 from accel_cli.slurm.config import SlurmJobPlan
@@ -57,6 +56,7 @@ class SlurmJobs(Jobs):
 
     # The last lines arrive late on a shared file system.
     intervals: ClassVar[PollIntervals] = PollIntervals(log_s=0.2, status_s=(0.5, 5.0), last_output_s=1.0)
+    output_location = "on the file system of the cluster, where its script wrote them. Copy them from there."
 
     @override
     def list(self) -> list[Job]:
@@ -85,13 +85,6 @@ class SlurmJobs(Jobs):
     def stop(self, job_id: str) -> None:
         _check_id(job_id)
         _run("scancel", job_id)
-
-    @override
-    def download(self, job_id: str, into: Path) -> Path:
-        raise UsageError(
-            f"Cannot download Slurm job {job_id}: its files are on the file system of the cluster, where its script wrote them. "
-            "Copy them from there."
-        )
 
 
 class _UnknownJobError(UsageError):
@@ -212,13 +205,6 @@ def submit_job(plan: Plan) -> int:
     if result.returncode:
         raise UsageError(f"Slurm rejects the job: {result.stderr.decode(errors='replace').strip()}")
     job_id = result.stdout.decode().strip().partition(";")[0]
-    jobs = SlurmJobs()
-    jobs.jobs_options = submission.jobs_options
-    # Before the next call to Slurm, since from here on there is a job to stop.
-    console.note(f"job {job_id} is submitted. {format_commands(job_id, jobs.jobs_options)}")
-    if submission.detach:
-        console.plain(job_id)
-        return 0
-    job = jobs.status(job_id)
-    console.note(f"the log of job {job_id}: {console.abbreviate_home(job.log)}")
-    return follow(jobs, job)
+    log = Path(submission.output_dir, f"slurm-{job_id}.out").absolute()
+    note = f"the log of job {job_id}: {console.abbreviate_home(str(log))}"
+    return follow_submission(SlurmJobs(), job_id, submission, note=note)
