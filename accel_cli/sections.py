@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from accel_cli.planning.machine import Machine
 
-__all__ = ["Answers", "Choice", "CountOrAuto", "Offers", "Question", "Section"]
+__all__ = ["Answers", "Choice", "CountOrAuto", "Offers", "Question", "Section", "match"]
 
 Answers = Mapping[str, Any]
 """The answers so far in this section, by field."""
@@ -49,8 +50,8 @@ class Question:
 
     text: str
     """The text of the question."""
-    suggest: Callable[[Machine, Answers], Any]
-    """Returns the default answer: suits this machine, and can always be launched."""
+    suggest: Callable[[Machine, Answers], Any] = lambda *_: None
+    """Returns the default answer: suits this machine, and can always be launched. None leaves the key unset."""
     choices: Sequence[Choice] = ()
     """The fixed choices; if empty, the answer is typed."""
     offers: Callable[[Machine, Answers], Offers] | None = None
@@ -65,3 +66,16 @@ class Question:
     """True if the question is asked only on request."""
     hint: str = ""
     """One line of help under the question."""
+
+
+def match(pattern: str, expected: str) -> AfterValidator:
+    """Return a validator of text, a number, the items of a list or the keys of a mapping; None is valid."""
+
+    def check(value: Any) -> Any:
+        is_one = not isinstance(value, (list, dict))
+        for item in [value] if is_one else value:
+            if item is not None and not re.fullmatch(pattern, str(item)):
+                raise ValueError(f"expected {expected}" + ("" if is_one else f", got {item!r}"))
+        return value
+
+    return AfterValidator(check)

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -24,10 +23,10 @@ from accel_cli.kubernetes.manifests import (
     KubernetesJobPlan,
     preview,
 )
-from accel_cli.launchers import torchrun
-from accel_cli.launchers.base import DETACH, JOB_NAME, Launcher, LaunchSpec, Plan
+from accel_cli.launchers import job_launcher, torchrun
+from accel_cli.launchers.base import LaunchSpec, Plan
 from accel_cli.planning.options import LaunchOption
-from accel_cli.sections import Answers, CountOrAuto, Question
+from accel_cli.sections import Question, match
 from accel_cli.source_files import locate_target
 
 if TYPE_CHECKING:
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Kubernetes"]
 
-_EXTRA = "accel-runtime[kubernetes]"
 _WEEK_S = 7 * 86400
 _MANIFEST = LaunchOption(
     "--manifest", "Print only the manifests, for kubectl create -f -, and run nothing.", only_prints=True
@@ -49,18 +47,8 @@ _POD_GRACE_S = 30
 """Seconds that Kubernetes gives pods to end, unless their manifest says otherwise."""
 _MIN_TTL_S = 60
 """Seconds of a finished job in which `accel launch` reads its end."""
-
-
-def _match(pattern: str, expected: str) -> AfterValidator:
-    """Return a validator of text, of a number, or of the texts in a list."""
-
-    def check(value: Any) -> Any:
-        for item in value if isinstance(value, list) else [value]:
-            if item is not None and not re.fullmatch(pattern, str(item)):
-                raise ValueError(f"expected {expected}, got {item!r}")
-        return value
-
-    return AfterValidator(check)
+_NODE_KEYS = {"rdzv_timeout", "max_restarts", "ranks", "shutdown_timeout", "stall_timeout"}
+"""Keys of torchrun that `accel launch` in each pod receives."""
 
 
 def _match_items(key: str, value: str, expected: str) -> AfterValidator:
@@ -81,22 +69,17 @@ def _check_labels(labels: dict[str, str]) -> dict[str, str]:
     return labels
 
 
-def _ask(text: str, hint: str, **options: Any) -> Question:
-    """Return a question; Enter leaves its key unset."""
-    return Question(text, suggest=lambda *_: None, hint=hint, **options)
+_Name = Annotated[str, match(_NAME, "a name of lower-case letters, digits, hyphens and dots")]
+_Text = Annotated[str, match(r"\S+", "text without spaces")]
 
 
-_Name = Annotated[str, _match(_NAME, "a name of lower-case letters, digits, hyphens and dots")]
-_Text = Annotated[str, _match(r"\S+", "text without spaces")]
-
-
-class Kubernetes(Launcher):
+class Kubernetes(job_launcher.JobLauncher):
     """A Job of a Kubernetes cluster, with an elastic agent in each pod."""
 
     title: ClassVar[str] = "A job on a Kubernetes cluster"
-    location = "job"
+    packages = ("kubernetes", "pathspec")
     job_keys: ClassVar[tuple[str, ...]] = ("context", "namespace", "kubeflow")
-    launch_options = (DETACH, JOB_NAME, _MANIFEST)
+    launch_options = (*job_launcher.JobLauncher.launch_options, _MANIFEST)
 
     kind: Literal["kubernetes"] = Field(
         "kubernetes",
@@ -111,32 +94,20 @@ class Kubernetes(Launcher):
             hint="with torch, accel and the script's packages",
         ),
     ] = None
-    nnodes: Annotated[int, Question("How many nodes?", suggest=lambda *_: 1)] = Field(
-        1, ge=1, description="Number of pods; each is a node of the run."
+    nnodes: job_launcher.Nodes = Field(1, description="Number of pods; each is a node of the run.")
+    gpus_per_node: job_launcher.GpusPerNode = Field(0, description="GPUs of each pod; 0 requests none.")
+    nproc_per_node: job_launcher.ProcessesPerNode = Field(
+        "auto",
+        description="Number of processes in each pod; `auto` is one for each of `gpus_per_node`, or 1.",
     )
-    gpus_per_node: Annotated[int, Question("How many GPUs on each node?", suggest=lambda *_: 0)] = Field(
-        0, ge=0, description="GPUs of each pod; 0 requests none."
-    )
-    nproc_per_node: Annotated[
-        CountOrAuto,
-        Field(
-            description="Number of processes in each pod; `auto` is one for each of `gpus_per_node`, or 1."
-        ),
-        Question(
-            "How many processes on each node?",
-            suggest=lambda *_: 1,
-            when=lambda answers: not answers.get("gpus_per_node"),
-            hint="a number",
-        ),
-    ] = "auto"
     context: Annotated[
-        _Text | None, _ask("Which context of the kubeconfig?", "Enter for the current one")
+        _Text | None, Question("Which context of the kubeconfig?", hint="Enter for the current one")
     ] = Field(None, description="Context of the kubeconfig; unset is the current one.")
-    namespace: Annotated[_Name | None, _ask("Which namespace?", "Enter for that of the context")] = Field(
-        None, description="Namespace of the job; unset is that of the context."
+    namespace: Annotated[_Name | None, Question("Which namespace?", hint="Enter for that of the context")] = (
+        Field(None, description="Namespace of the job; unset is that of the context.")
     )
     gpu_resource: Annotated[
-        str, _match(rf"{_NAME}/[\w.-]+", "a resource such as nvidia.com/gpu or amd.com/gpu")
+        str, match(rf"{_NAME}/[\w.-]+", "a resource such as nvidia.com/gpu or amd.com/gpu")
     ] = Field("nvidia.com/gpu", description="Name of the GPUs in the cluster, such as `amd.com/gpu`.")
     resources: Annotated[
         dict[str, int | str],
@@ -145,7 +116,7 @@ class Kubernetes(Launcher):
         default_factory=dict,
         description="Other resources of each pod, requested and limited to: `{cpu: 8, memory: 64Gi}`.",
     )
-    shared_memory: Annotated[str | None, _match(_QUANTITY, "a size such as 16Gi")] = Field(
+    shared_memory: Annotated[str | None, match(_QUANTITY, "a size such as 16Gi")] = Field(
         None,
         description="Maximum size of `/dev/shm`, which counts as memory of the pod; unset is the limit of its memory.",
     )
@@ -155,7 +126,7 @@ class Kubernetes(Launcher):
     )
     runtime: Annotated[
         str,
-        _match(rf"(TrainingRuntime/)?{_NAME}", "a name such as torch-distributed, or TrainingRuntime/NAME"),
+        match(rf"(TrainingRuntime/)?{_NAME}", "a name such as torch-distributed, or TrainingRuntime/NAME"),
     ] = Field(
         _RUNTIME,
         description="ClusterTrainingRuntime of a `TrainJob`, or `TrainingRuntime/NAME` for one of the namespace.",
@@ -189,7 +160,7 @@ class Kubernetes(Launcher):
     )
     tolerations: Annotated[
         list[str],
-        _match(
+        match(
             r"[\w./-]+(=[\w.-]*)?(:(NoSchedule|PreferNoSchedule|NoExecute))?",
             "KEY, KEY:EFFECT or KEY=VALUE:EFFECT such as nvidia.com/gpu:NoSchedule",
         ),
@@ -223,14 +194,10 @@ class Kubernetes(Launcher):
         description="`folder` sends the files of `source_dir` with the job, at most 1 MiB compressed; `image` sends none, "
         "since the image or a volume has them.",
     )
-    source_dir: Annotated[str, Field(min_length=1)] = Field(
-        ".", description="Folder that is sent, with the script and the modules it imports."
-    )
-    include: list[str] = Field(
-        default_factory=list, description="Patterns of files to send although git ignores them."
-    )
-    exclude: list[str] = Field(default_factory=list, description="Patterns of files not to send.")
-    working_dir: Annotated[str | None, _match(r"/.*", "an absolute path")] = Field(
+    source_dir: job_launcher.SourceDir = "."
+    include: job_launcher.Include = Field(default_factory=list)
+    exclude: job_launcher.Exclude = Field(default_factory=list)
+    working_dir: Annotated[job_launcher.WorkingDir, match(r"/.*", "an absolute path")] = Field(
         None,
         description="Working directory of the script with `source: image`; unset is that of the image.",
     )
@@ -245,14 +212,11 @@ class Kubernetes(Launcher):
         ge=_MIN_TTL_S,
         description="Seconds after which Kubernetes deletes the finished job, with its pods and their logs. A `TrainJob` remains.",
     )
-    max_restarts: Annotated[
-        int,
-        Field(
-            ge=0,
-            description="Maximum number of restarts of all processes after a failure, inside the pods. Kubernetes then also "
-            "replaces a pod, other than the first, whose node was drained or lost.",
-        ),
-    ] = 0
+    max_restarts: torchrun.MaxRestarts = Field(
+        0,
+        description="Maximum number of restarts of all processes after a failure, inside the pods. Kubernetes then also "
+        "replaces a pod, other than the first, whose node was drained or lost.",
+    )
     rdzv_timeout: int = Field(
         1800,
         ge=1,
@@ -261,16 +225,6 @@ class Kubernetes(Launcher):
     ranks: torchrun.Ranks = 0
     shutdown_timeout: torchrun.ShutdownTimeout = 30
     stall_timeout: torchrun.StallTimeout = None
-
-    @model_validator(mode="after")
-    def _check_source(self) -> Self:
-        if self.source == "folder" and self.working_dir:
-            raise ValueError(
-                "working_dir needs source: image; the files that are sent are unpacked into /workspace"
-            )
-        if self.source == "image" and (self.source_dir != "." or self.include or self.exclude):
-            raise ValueError("source_dir, include and exclude need source: folder; remove them")
-        return self
 
     @model_validator(mode="after")
     def _check_kubeflow(self) -> Self:
@@ -297,17 +251,6 @@ class Kubernetes(Launcher):
             )
         return self
 
-    @classmethod
-    @override
-    def get_missing_requirement(cls) -> str:
-        return "" if find_spec("kubernetes") and find_spec("pathspec") else _EXTRA
-
-    @classmethod
-    @override
-    def may_start_several(cls, answers: Answers) -> bool:
-        each = answers.get("nproc_per_node", max(1, answers.get("gpus_per_node") or 0))
-        return (answers.get("nnodes", 1), each) != (1, 1)
-
     @override
     def plan(self, spec: LaunchSpec) -> Plan:
         if self.image is None:
@@ -316,7 +259,10 @@ class Kubernetes(Launcher):
                 "--set launcher.image=registry.example.com/accel:cuda"
             )
         self._check_env(spec)
-        count = self._count_processes(spec)
+        count = job_launcher.count_processes(spec, self.nproc_per_node, self.gpus_per_node)
+        options = job_launcher.build_node_options(
+            {"nproc_per_node": count, **self.model_dump(include=_NODE_KEYS)}
+        )
         sends_files = self.source == "folder" and not spec.is_builtin
         target: str = spec.target
         cwd: str | None = None
@@ -334,7 +280,7 @@ class Kubernetes(Launcher):
         job = KubernetesJobPlan(
             section=self,
             name=self.job_name or Path(spec.target).stem,
-            args=(*self._list_options(spec, count), "--", target, *spec.args),
+            args=("--quiet", "--no-profile", *options, *spec.build_arguments(target)),
             env={**spec.env, **settings.to_env()},
             nproc_per_node=count,
             cwd=cwd,
@@ -390,33 +336,6 @@ class Kubernetes(Launcher):
                     f"env.{name} looks like a secret, and everyone who may read the job would see it. Store the value in a "
                     f"Secret of the namespace, and its name and key in the profile: --set 'launcher.secrets={{{name}: NAME/KEY}}'"
                 )
-
-    def _count_processes(self, spec: LaunchSpec) -> int:
-        """Return the number of processes in each pod."""
-        on_cpu = spec.settings.device == "cpu"
-        if self.nproc_per_node == "auto":
-            return 1 if on_cpu else max(1, self.gpus_per_node)
-        if 0 < self.gpus_per_node < self.nproc_per_node and not on_cpu:
-            raise UsageError(
-                f"Invalid launcher.nproc_per_node {self.nproc_per_node}: launcher.gpus_per_node requests {self.gpus_per_node} "
-                "GPU(s) per node. Request one GPU for each process, or use --cpu."
-            )
-        return self.nproc_per_node
-
-    def _list_options(self, spec: LaunchSpec, nproc_per_node: int) -> list[str]:
-        """Return the options of `accel launch` in a pod, whose variables have the number of nodes and its rank."""
-        kind = {"script": (), "module": ("--module",), "program": ("--no-python",)}[spec.kind]
-        values = {
-            "kind": "torchrun",
-            "nproc_per_node": nproc_per_node,
-            "rdzv_timeout": self.rdzv_timeout,
-            "max_restarts": self.max_restarts,
-            "ranks": self.ranks,
-            "shutdown_timeout": self.shutdown_timeout,
-            "stall_timeout": self.stall_timeout,
-        }
-        sets = (f"launcher.{key}={value}" for key, value in values.items() if value is not None)
-        return ["--quiet", "--no-profile", *kind, *(word for text in sets for word in ("--set", text))]
 
 
 def _check_text(job: KubernetesJobPlan) -> None:

@@ -80,6 +80,11 @@ class LaunchSpec:
     jobs_options: str = ""
     """The options with which `accel jobs` finds a submitted job, each with a space before it."""
 
+    def build_arguments(self, target: str = "") -> tuple[str, ...]:
+        """Return the target, or its path on a node, and its arguments, as `accel launch` takes them."""
+        options = {"script": (), "module": ("-m",), "program": ("--no-python",)}[self.kind]
+        return (*options, "--", target or self.target, *self.args)
+
 
 class Launcher(Section):
     """A way to start processes, and the `launcher:` section of a profile that selects it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -14,10 +13,10 @@ from typing_extensions import Self, override
 
 from accel_cli.console import is_secret, mask_secrets
 from accel_cli.errors import UsageError
-from accel_cli.launchers import torchrun
-from accel_cli.launchers.base import DETACH, JOB_NAME, Launcher, LaunchSpec, Plan
-from accel_cli.ray.plan import EXTRA, RayJobPlan, RayRun, preview
-from accel_cli.sections import Answers, Choice, CountOrAuto, Question
+from accel_cli.launchers import job_launcher, torchrun
+from accel_cli.launchers.base import LaunchSpec, Plan
+from accel_cli.ray.plan import RayJobPlan, RayRun, preview
+from accel_cli.sections import Choice, Question, match
 from accel_cli.source_files import locate_target
 
 if TYPE_CHECKING:
@@ -30,11 +29,8 @@ _ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 _RESERVED = {"CPU": "launcher.cpus_per_process", "GPU": "launcher.gpus_per_node"}
 """Resources of Ray that other keys set."""
 
-
-def _check_word(value: str) -> str:
-    if not re.fullmatch(r"[^\s'\"`$;&|<>()\\]+", value):
-        raise ValueError("expected text without spaces and quotes")
-    return value
+_NODE_KEYS = {"max_restarts", "ranks", "shutdown_timeout", "stall_timeout"}
+"""Keys of torchrun that `accel launch` on each node receives."""
 
 
 def _check_resources(value: dict[str, float]) -> dict[str, float]:
@@ -46,16 +42,15 @@ def _check_resources(value: dict[str, float]) -> dict[str, float]:
     return value
 
 
-_Word = Annotated[str, AfterValidator(_check_word)]
+_Word = Annotated[str, match(r"[^\s'\"`$;&|<>()\\]+", "text without spaces and quotes")]
 
 
-class Ray(Launcher):
+class Ray(job_launcher.JobLauncher):
     """A job of a Ray cluster, with one `accel launch` on each node of a placement group."""
 
     title: ClassVar[str] = "A job on a Ray cluster"
-    location = "job"
+    packages = ("ray", "pathspec")
     job_keys: ClassVar[tuple[str, ...]] = ("address",)
-    launch_options = (DETACH, JOB_NAME)
 
     kind: Literal["ray"] = Field(
         "ray",
@@ -73,24 +68,11 @@ class Ray(Launcher):
             hint="its dashboard, as http://head:8265; auto for the one on this machine",
         ),
     ] = "auto"
-    nnodes: Annotated[int, Question("How many nodes?", suggest=lambda *_: 1)] = Field(
-        1, ge=1, description="Number of nodes; each is another node of the cluster."
+    nnodes: job_launcher.Nodes = Field(1, description="Number of nodes; each is another node of the cluster.")
+    gpus_per_node: job_launcher.GpusPerNode = Field(
+        0, description="GPUs to reserve on each node; 0 reserves none."
     )
-    gpus_per_node: Annotated[int, Question("How many GPUs on each node?", suggest=lambda *_: 0)] = Field(
-        0, ge=0, description="GPUs to reserve on each node; 0 reserves none."
-    )
-    nproc_per_node: Annotated[
-        CountOrAuto,
-        Field(
-            description="Number of processes on each node; `auto` is one for each of `gpus_per_node`, or 1."
-        ),
-        Question(
-            "How many processes on each node?",
-            suggest=lambda *_: 1,
-            when=lambda answers: not answers.get("gpus_per_node"),
-            hint="a number",
-        ),
-    ] = "auto"
+    nproc_per_node: job_launcher.ProcessesPerNode = "auto"
     cpus_per_process: int = Field(
         1, ge=0, description="CPUs to reserve for each process, and its OMP_NUM_THREADS."
     )
@@ -113,14 +95,10 @@ class Ray(Launcher):
             ),
         ),
     ] = "folder"
-    source_dir: Annotated[str, Field(min_length=1)] = Field(
-        ".", description="Folder that is sent, with the script and the modules it imports."
-    )
-    include: list[str] = Field(
-        default_factory=list, description="Patterns of files to send although git ignores them."
-    )
-    exclude: list[str] = Field(default_factory=list, description="Patterns of files not to send.")
-    working_dir: str | None = Field(
+    source_dir: job_launcher.SourceDir = "."
+    include: job_launcher.Include = Field(default_factory=list)
+    exclude: job_launcher.Exclude = Field(default_factory=list)
+    working_dir: job_launcher.WorkingDir = Field(
         None,
         pattern="^/",
         description="Working folder on the nodes with `source: shared`; unset is the path of the current folder.",
@@ -134,13 +112,9 @@ class Ray(Launcher):
     job_name: Annotated[str | None, Field(min_length=1)] = Field(
         None, description="Start of the job's id, before random characters; unset is the script's name."
     )
-    max_restarts: Annotated[
-        int,
-        Field(
-            ge=0,
-            description="Maximum number of restarts of all processes after a failure, on the same nodes.",
-        ),
-    ] = 0
+    max_restarts: torchrun.MaxRestarts = Field(
+        0, description="Maximum number of restarts of all processes after a failure, on the same nodes."
+    )
     max_retries: int = Field(
         0,
         ge=0,
@@ -155,16 +129,6 @@ class Ray(Launcher):
     stall_timeout: torchrun.StallTimeout = None
 
     @model_validator(mode="after")
-    def _check_source(self) -> Self:
-        if self.source == "folder" and self.working_dir:
-            raise ValueError(
-                "working_dir needs source: shared; files that are sent have a folder of their own"
-            )
-        if self.source == "shared" and (self.source_dir != "." or self.include or self.exclude):
-            raise ValueError("source_dir, include and exclude need source: folder; remove them")
-        return self
-
-    @model_validator(mode="after")
     def _check_bundle(self) -> Self:
         if not (self.cpus_per_process or self.gpus_per_node or self.resources):
             raise ValueError(
@@ -172,21 +136,10 @@ class Ray(Launcher):
             )
         return self
 
-    @classmethod
-    @override
-    def get_missing_requirement(cls) -> str:
-        return "" if find_spec("ray") and find_spec("pathspec") else EXTRA
-
-    @classmethod
-    @override
-    def may_start_several(cls, answers: Answers) -> bool:
-        each = answers.get("nproc_per_node", max(1, answers.get("gpus_per_node") or 0))
-        return (answers.get("nnodes", 1), each) != (1, 1)
-
     @override
     def plan(self, spec: LaunchSpec) -> Plan:
         _check_env(spec.env)
-        count = self._count_processes(spec)
+        count = job_launcher.count_processes(spec, self.nproc_per_node, self.gpus_per_node)
         sends_source = self.source == "folder" and not spec.is_builtin
         target, folder = self._locate_target(spec, sends_source=sends_source)
         # Nodes that unpack the source themselves have no common folder: the first one writes all of a checkpoint.
@@ -202,13 +155,14 @@ class Ray(Launcher):
             settings = replace(settings, device="cpu")
         # Ray gives its variables precedence over the address.
         variable = next((name for name in _ADDRESS_VARIABLES if spec.environ.get(name)), "")
-        kind = {"script": (), "module": ("--module",), "program": ("--no-python",)}[spec.kind]
         threads = {"OMP_NUM_THREADS": str(max(1, self.cpus_per_process))}
         run = RayRun(
             nnodes=self.nnodes,
             bundle=self._build_bundle(count, on_cpu=spec.settings.device == "cpu"),
-            options=tuple(self._list_options(count)),
-            target=(*kind, "--", target, *spec.args),
+            options=job_launcher.build_node_options(
+                {"nproc_per_node": count, **self.model_dump(include=_NODE_KEYS)}
+            ),
+            target=spec.build_arguments(target),
             env={**threads, **spec.env, **settings.to_env()},
             sends_source=sends_source,
             folder=folder,
@@ -261,36 +215,11 @@ class Ray(Launcher):
 
         return RayJobs(RayCluster(values.get("launcher.address") or "auto"))
 
-    def _count_processes(self, spec: LaunchSpec) -> int:
-        """Return the number of processes on each node."""
-        on_cpu = spec.settings.device == "cpu"
-        if self.nproc_per_node == "auto":
-            return 1 if on_cpu else max(1, self.gpus_per_node)
-        if 0 < self.gpus_per_node < self.nproc_per_node and not on_cpu:
-            raise UsageError(
-                f"Invalid launcher.nproc_per_node {self.nproc_per_node}: launcher.gpus_per_node reserves {self.gpus_per_node} "
-                "GPU(s) per node. Reserve one GPU for each process, or use --cpu."
-            )
-        return self.nproc_per_node
-
     def _build_bundle(self, nproc_per_node: int, *, on_cpu: bool) -> dict[str, float]:
         """Return the resources that each node reserves."""
         gpus = 0 if on_cpu else self.gpus_per_node
         bundle = {"CPU": nproc_per_node * self.cpus_per_process, "GPU": gpus, **self.resources}
         return {name: amount for name, amount in bundle.items() if amount}
-
-    def _list_options(self, nproc_per_node: int) -> list[str]:
-        """Return the options of `accel launch` that are the same on all nodes."""
-        values = {
-            "kind": "torchrun",
-            "nproc_per_node": nproc_per_node,
-            "max_restarts": self.max_restarts,
-            "ranks": self.ranks,
-            "shutdown_timeout": self.shutdown_timeout,
-            "stall_timeout": self.stall_timeout,
-        }
-        sets = (f"launcher.{key}={value}" for key, value in values.items() if value is not None)
-        return [word for text in sets for word in ("--set", text)]
 
     def _locate_target(self, spec: LaunchSpec, *, sends_source: bool) -> tuple[str, str | None]:
         """Return the target, and the working folder: by its path in the source if that is sent."""

@@ -19,7 +19,7 @@ from accel_cli.planning.options import LaunchOption
 from accel_cli.sagemaker import images
 from accel_cli.sagemaker.aws import Account
 from accel_cli.sagemaker.request import CHANNEL, SageMakerJobPlan, build_job_spec
-from accel_cli.sections import Answers, Choice, CountOrAuto, Offers, Question, Section
+from accel_cli.sections import Answers, Choice, CountOrAuto, Offers, Question, Section, match
 from accel_runtime.env import ProcessGroupBackend
 
 if TYPE_CHECKING:
@@ -37,13 +37,8 @@ _ATTEMPTS = 2
 _DEFAULT_REGION = "us-east-1"
 
 
-def _ask(text: str, hint: str, **options: Any) -> Question:
-    """Return a question; Enter leaves its key unset."""
-    return Question(text, suggest=lambda *_: None, hint=hint, **options)
-
-
 def _ask_advanced(text: str, hint: str, **options: Any) -> Question:
-    return _ask(text, hint, advanced=True, **options)
+    return Question(text, hint=hint, advanced=True, **options)
 
 
 def _find_missing_extra() -> str:
@@ -160,29 +155,15 @@ def _check_secret(value: str) -> str:
     return value
 
 
-def _match(pattern: str, expected: str) -> AfterValidator:
-    """Return a validator of text, or of the keys of a mapping."""
-
-    def check(value: Any) -> Any:
-        for text in [value] if isinstance(value, str) else value:
-            if not re.fullmatch(pattern, text):
-                raise ValueError(
-                    f"expected {expected}" + ("" if text is value else f" as the key, got {text!r}")
-                )
-        return value
-
-    return AfterValidator(check)
-
-
 _Text = Annotated[str, Field(min_length=1)]
 _PARSE_SECONDS = BeforeValidator(_parse_seconds, json_schema_input_type=Annotated[int, Field(ge=1)] | str)
 _Seconds = Annotated[int, Field(ge=1), _PARSE_SECONDS]
 _Folder = Annotated[str, AfterValidator(_check_folder)]
 _Patterns = list[Annotated[str, AfterValidator(_check_pattern)]]
-_S3Uri = Annotated[str, _match(r"s3://[^/\s]+(/.*)?", "an address in S3 such as s3://bucket/folder")]
+_S3Uri = Annotated[str, match(r"s3://[^/\s]+(/.*)?", "an address in S3 such as s3://bucket/folder")]
 _JobName = Annotated[
     str,
-    _match(
+    match(
         r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}",
         "at most 63 letters, digits and hyphens, with no hyphen at the start or end",
     ),
@@ -226,10 +207,11 @@ class SageMaker(Launcher):
     )
     aws_profile: Annotated[
         _Text | None,
-        _ask("Which AWS profile?", "Enter = the default of AWS's tools", offers=_offer_profiles),
+        Question("Which AWS profile?", hint="Enter = the default of AWS's tools", offers=_offer_profiles),
     ] = Field(None, description="Profile of the AWS configuration; unset takes the default of AWS's tools.")
     region: Annotated[
-        str | None, _ask("Which region?", "Enter = from the AWS configuration", offers=_offer_regions)
+        str | None,
+        Question("Which region?", hint="Enter = from the AWS configuration", offers=_offer_regions),
     ] = Field(
         None,
         pattern=r"^[a-z]{2,4}(-[a-z]+)+-\d$",
@@ -237,9 +219,9 @@ class SageMaker(Launcher):
     )
     role: Annotated[
         _Text | None,
-        _ask(
+        Question(
             "Which role does the job use?",
-            "name or ARN; Enter = the only role that SageMaker may assume",
+            hint="name or ARN; Enter = the only role that SageMaker may assume",
             offers=_offer_roles,
         ),
     ] = Field(
@@ -248,7 +230,7 @@ class SageMaker(Launcher):
     )
     instance_type: Annotated[
         str,
-        _match(r"ml\.[a-z0-9-]+\.[a-z0-9-]+", "an instance type such as ml.g5.xlarge"),
+        match(r"ml\.[a-z0-9-]+\.[a-z0-9-]+", "an instance type such as ml.g5.xlarge"),
         Question(
             "Which instance type?",
             suggest=lambda *_: "ml.g5.xlarge",
@@ -297,9 +279,9 @@ class SageMaker(Launcher):
     )
     keep_alive: Annotated[
         Annotated[int, Field(ge=1, le=21600), _PARSE_SECONDS] | None,
-        _ask(
+        Question(
             "Keep the instances warm after the job?",
-            "for example 30m; billed at full price; Enter = no",
+            hint="for example 30m; billed at full price; Enter = no",
             when=lambda answers: not answers.get("spot"),
         ),
     ] = Field(
@@ -333,9 +315,9 @@ class SageMaker(Launcher):
     ] = Field(None, description="Requirements file that pip installs before the script starts.")
     inputs: Annotated[
         dict[str, _S3Uri | InputChannel],
-        _match(
+        match(
             rf"(?!{CHANNEL}$)[A-Za-z0-9.\-_]+",
-            f"letters, digits, dots, hyphens and underscores, but not {CHANNEL}",
+            f"letters, digits, dots, hyphens and underscores, but not {CHANNEL} as the key",
         ),
         _ask_advanced("Which data does it read?", "train=s3://bucket/folder, test=s3://...; Enter = none"),
     ] = Field(
@@ -354,7 +336,7 @@ class SageMaker(Launcher):
     )
     secrets: Annotated[
         dict[str, Annotated[str, AfterValidator(_check_secret)]],
-        _match(r"[A-Za-z_][A-Za-z0-9_]*", "the name of an environment variable"),
+        match(r"[A-Za-z_][A-Za-z0-9_]*", "the name of an environment variable as the key"),
         _ask_advanced(
             "Which variables are in Secrets Manager?",
             "NAME=secret, with the name or ARN of the secret, not its value; Enter = none",
@@ -411,7 +393,7 @@ class SageMaker(Launcher):
     output_kms_key: _Text | None = Field(None, description="KMS key for the output in S3.")
     bucket: (
         Annotated[
-            str, _match(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", "the name of a bucket, without s3:// and folder")
+            str, match(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", "the name of a bucket, without s3:// and folder")
         ]
         | None
     ) = Field(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from accel_cli.console import is_secret, mask_secrets
 from accel_cli.errors import UsageError
 from accel_cli.launchers.base import LaunchSpec
+from accel_cli.launchers.job_launcher import build_node_options
 from accel_cli.planning.plan import JobPlan
 from accel_cli.sagemaker.aws import load_service_model
 
@@ -263,7 +264,6 @@ def _build_options(section: SageMaker, spec: LaunchSpec) -> list[str]:
     """Return the options of `accel launch` on a host."""
     kind = {"script": (), "module": ("--module",), "program": ("--no-python",)}[spec.kind]
     values = {
-        "kind": "torchrun",
         "nproc_per_node": section.nproc_per_node,
         # One host may still build packages that another has built already.
         "rdzv_timeout": 1800,
@@ -272,8 +272,7 @@ def _build_options(section: SageMaker, spec: LaunchSpec) -> list[str]:
         "shutdown_timeout": section.shutdown_timeout,
         "stall_timeout": section.stall_timeout,
     }
-    sets = (f"launcher.{key}={value}" for key, value in values.items() if value is not None)
-    return ["--no-profile", *kind, *(word for text in sets for word in ("--set", text))]
+    return ["--no-profile", *kind, *build_node_options(values)]
 
 
 def _locate_source(section: SageMaker, spec: LaunchSpec) -> dict[str, Any]:

@@ -12,11 +12,12 @@ from pydantic import AfterValidator, Field
 from typing_extensions import override
 
 from accel_cli.errors import UsageError
-from accel_cli.launchers.base import DETACH, JOB_NAME, Launcher, LaunchSpec, Plan, build_environment
+from accel_cli.launchers.base import LaunchSpec, Plan, build_environment
+from accel_cli.launchers.job_launcher import JobLauncher, Nodes, ProcessesPerNode, count_gpus, count_processes
 from accel_cli.launchers.torchrun import Torchrun
 from accel_cli.planning.nodes import FIRST_JOB_PORT, NUM_JOB_PORTS, get_slurm_rendezvous
 from accel_cli.planning.plan import JobPlan, check_ranks, quote_for_bash
-from accel_cli.sections import Answers, CountOrAuto, Question
+from accel_cli.sections import Question, match
 
 if TYPE_CHECKING:
     from accel_cli.slurm.jobs import SlurmJobs
@@ -32,18 +33,6 @@ _RESERVED_OPTIONS = frozenset({
     "--gpus-per-node", "--chdir", "-D", "--wrap",
 })  # fmt: skip
 """Options of sbatch that have a key of the profile, or that the batch script depends on."""
-
-
-def _match(pattern: str, expected: str) -> AfterValidator:
-    """Return a validator of a number or text whose text matches a pattern."""
-    compiled = re.compile(pattern, re.IGNORECASE)
-
-    def check(value: int | str | None) -> int | str | None:
-        if value is not None and not compiled.fullmatch(str(value)):
-            raise ValueError(f"expected {expected}")
-        return value
-
-    return AfterValidator(check)
 
 
 def _check_line(value: str | None) -> str | None:
@@ -66,11 +55,6 @@ def _check_options(values: list[str]) -> list[str]:
     return values
 
 
-def _count_gpus(gpus_per_node: int | str | None) -> int:
-    """Return the number in a value such as `4` or `a100:4`."""
-    return int(str(gpus_per_node or 0).rpartition(":")[2])
-
-
 @dataclass(frozen=True, kw_only=True)
 class SlurmJobPlan(JobPlan):
     """A job of Slurm."""
@@ -83,24 +67,18 @@ class SlurmJobPlan(JobPlan):
         return ["batch script:", self.script.rstrip("\n")]
 
 
-class Slurm(Launcher):
+class Slurm(JobLauncher):
     """A job of a Slurm cluster, with an elastic agent on each node."""
 
     title: ClassVar[str] = "A job on a Slurm cluster"
-    location = "job"
-    launch_options = (DETACH, JOB_NAME)
 
     kind: Literal["slurm"] = Field(
         "slurm", description="A Slurm job: `accel launch` on a login node submits it and follows its log."
     )
-    nnodes: Annotated[
-        int,
-        Field(ge=1, description="Number of nodes."),
-        Question("How many nodes?", suggest=lambda *_: 1),
-    ] = 1
+    nnodes: Nodes = 1
     gpus_per_node: Annotated[
         int | str | None,
-        _match(r"([\w.-]+:)?\d+", "a number, or a type and a number such as a100:4"),
+        match(r"([\w.-]+:)?\d+", "a number, or a type and a number such as a100:4"),
         Field(
             description="GPUs to ask for on each node: a number, or a type and a number like `a100:4`; "
             "unset asks for none."
@@ -111,41 +89,28 @@ class Slurm(Launcher):
             hint="0 for none, or with a type like a100:4",
         ),
     ] = None
-    nproc_per_node: Annotated[
-        CountOrAuto,
-        Field(
-            description="Number of processes on each node; `auto` is one for each of `gpus_per_node`, or 1."
-        ),
-        Question(
-            "How many processes on each node?",
-            suggest=lambda *_: 1,
-            when=lambda answers: not answers.get("gpus_per_node"),
-            hint="a number",
-        ),
-    ] = "auto"
+    nproc_per_node: ProcessesPerNode = "auto"
     partition: Annotated[
         _Line,
         Field(description="Partition; unset is the cluster's default one."),
-        Question("Which partition?", suggest=lambda *_: None, hint="Enter for the cluster's default"),
+        Question("Which partition?", hint="Enter for the cluster's default"),
     ] = None
     account: Annotated[
         _Line,
         Field(description="Account that is charged; unset is your default one."),
-        Question("Which account?", suggest=lambda *_: None, hint="Enter for your default"),
+        Question("Which account?", hint="Enter for your default"),
     ] = None
     time: Annotated[
         int | str | None,
-        _match(
-            r"(?!0$)\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|infinite|unlimited",
+        match(
+            r"(?i)(?!0$)\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|infinite|unlimited",
             "minutes, or text such as 30:00, 4:00:00 or 2-12:00:00 (days-hours)",
         ),
         Field(
             description="Time limit: minutes, or text like `4:00:00` or `2-12:00:00` (days-hours); "
             "unset is the partition's."
         ),
-        Question(
-            "Which time limit?", suggest=lambda *_: None, hint="like 4:00:00; Enter for the partition's"
-        ),
+        Question("Which time limit?", hint="like 4:00:00; Enter for the partition's"),
     ] = None
     qos: Annotated[_Line, Field(description="Quality of service.")] = None
     cpus_per_task: Annotated[
@@ -156,14 +121,14 @@ class Slurm(Launcher):
     ] = None
     mem: Annotated[
         int | str | None,
-        _match(r"\d+[KMGT]?", "a size such as 64G, or a number of megabytes; 0 is all memory of a node"),
+        match(r"(?i)\d+[KMGT]?", "a size such as 64G, or a number of megabytes; 0 is all memory of a node"),
         Field(description="Memory on each node, like `64G`; `0` is all, unset is what the partition gives."),
     ] = None
     job_name: Annotated[_Line, Field(description="Name of the job; unset is the script's.")] = None
     output_dir: Annotated[
         str,
         AfterValidator(_check_line),
-        _match(
+        match(
             r"[^%~][^%]*", "a folder without % and without ~ at the start; the file in it is slurm-JOBID.out"
         ),
         Field(description="Folder of the log `slurm-JOBID.out`, made if it is not there."),
@@ -175,7 +140,7 @@ class Slurm(Launcher):
     signal: Annotated[
         str | None,
         # Not SIGTERM, which a job also receives when it is cancelled.
-        _match(r"(SIG)?USR[12]@[1-9]\d*", "USR1@SECONDS or USR2@SECONDS, such as USR1@120"),
+        match(r"(?i)(SIG)?USR[12]@[1-9]\d*", "USR1@SECONDS or USR2@SECONDS, such as USR1@120"),
         Field(
             description="`USR1@SECONDS` or `USR2@SECONDS`: the signal the scripts get so long before the time limit; "
             "with `requeue` the job is then run again."
@@ -202,17 +167,11 @@ class Slurm(Launcher):
         Field(description="Lines of shell at the start of the batch script: `module load cuda`."),
     ] = Field(default_factory=list)
 
-    @classmethod
-    @override
-    def may_start_several(cls, answers: Answers) -> bool:
-        each = answers.get("nproc_per_node", max(1, _count_gpus(answers.get("gpus_per_node"))))
-        return (answers.get("nnodes", 1), each) != (1, 1)
-
     @override
     def plan(self, spec: LaunchSpec) -> Plan:
         if "SLURM_JOB_ID" in spec.environ:
             return self._plan_step(spec)
-        count = self._count_processes(spec)
+        count = count_processes(spec, self.nproc_per_node, self.gpus)
         return Plan(
             launcher=self.kind,
             argv=("sbatch", "--parsable", "--export=ALL"),
@@ -246,19 +205,7 @@ class Slurm(Launcher):
     @property
     def gpus(self) -> int:
         """The number of GPUs per node."""
-        return _count_gpus(self.gpus_per_node)
-
-    def _count_processes(self, spec: LaunchSpec) -> int:
-        """Return the number of processes per node."""
-        on_cpu = spec.settings.device == "cpu"
-        if self.nproc_per_node == "auto":
-            return 1 if on_cpu else max(1, self.gpus)
-        if 0 < self.gpus < self.nproc_per_node and not on_cpu:
-            raise UsageError(
-                f"Invalid launcher.nproc_per_node {self.nproc_per_node}: launcher.gpus_per_node requests {self.gpus} GPU(s) "
-                "per node. Request one GPU for each process, or use --cpu."
-            )
-        return self.nproc_per_node
+        return count_gpus(self.gpus_per_node)
 
     def _plan_step(self, spec: LaunchSpec) -> Plan:
         """Return the plan of the agent of one node, in a step of a running job."""
@@ -328,13 +275,12 @@ class Slurm(Launcher):
         values["max_restarts"] = self.max_restarts
         if self.ranks not in {0, "0"}:
             values["ranks"] = quote_for_bash(str(self.ranks))
-        kind = {"script": [], "module": ["-m"], "program": ["--no-python"]}[spec.kind]
         return [
             srun,
             'bash -c "$node_command" accel',
             f"{quote_for_bash(spec.python)} -m accel_cli launch --quiet --no-profile",
             *(f"--set launcher.{name}={value}" for name, value in values.items()),
-            " ".join([*kind, "--", *map(quote_for_bash, (spec.target, *spec.args))]),
+            " ".join(map(quote_for_bash, spec.build_arguments())),
         ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing_extensions import Self, override
 
 from accel_cli.errors import UsageError
 from accel_cli.launchers.base import GpuIds, Launcher, LaunchSpec, Plan
+from accel_cli.launchers.job_launcher import build_node_options
 from accel_cli.launchers.torchrun import Endpoint, MaxRestarts, Ranks, ShutdownTimeout, StallTimeout
 from accel_cli.planning.network import Endpoint as Address
 from accel_cli.planning.nodes import PORT
@@ -26,10 +26,10 @@ from accel_cli.ssh.hosts import Host, check_hosts, parse_host, read_hostfile
 __all__ = ["Ssh", "SshPlan"]
 
 _EXTRA = "accel-runtime[ssh]"
-_FORWARDED_KEYS = (
+_NODE_KEYS = {
     "gpu_ids", "max_restarts", "ranks", "log_dir", "shutdown_timeout", "stall_timeout", "rdzv_timeout", "omp_num_threads",
-)  # fmt: skip
-"""Keys that `accel launch` on each host receives if they are set."""
+}  # fmt: skip
+"""Keys of torchrun that `accel launch` on each host receives if they are set."""
 _START = (
     "import sys; sys.path[:] = [path for path in sys.path if path]; "
     "from accel_cli.ssh.supervisor import main; main()"
@@ -347,22 +347,14 @@ class Ssh(Launcher):
         return len(str(self.gpu_ids).split(","))
 
     def _build_job(self, spec: LaunchSpec, hosts: tuple[Host, ...], counts: tuple[int | str, ...]) -> SshPlan:
-        defaults = {name: type(self).model_fields[name].default for name in _FORWARDED_KEYS}
-        values = {name: getattr(self, name) for name in _FORWARDED_KEYS}
-        # As JSON, since the values of --set are YAML, in which ` #` begins a comment.
-        options = [
-            f"launcher.{name}={json.dumps(value, ensure_ascii=False)}"
-            for name, value in values.items()
-            if value != defaults[name]
-        ]
-        kind = {"script": (), "module": ("-m",), "program": ("--no-python",)}[spec.kind]
+        keys = self.model_dump(include=_NODE_KEYS, exclude_defaults=True)
         return SshPlan(
             hosts=hosts,
             counts=counts,
             python=self.python or spec.python,
             folder=self.folder or str(Path.cwd()),
-            options=tuple(word for text in ("launcher.kind=torchrun", *options) for word in ("--set", text)),
-            target=(*kind, "--", spec.target, *spec.args),
+            options=build_node_options(keys),
+            target=spec.build_arguments(),
             script=spec.target if spec.kind == "script" else None,
             fixed_ranks=not self.max_restarts,
             rdzv_endpoint=self.rdzv_endpoint,

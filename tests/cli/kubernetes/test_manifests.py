@@ -200,7 +200,7 @@ def test_what_only_a_cluster_or_a_secret_may_have_is_refused():
 )
 def test_an_invalid_value_is_an_error(key, value, message):
     with pytest.raises(ValidationError, match=message):
-        Kubernetes(**{key: value})
+        Kubernetes(**{"source": "image", key: value})
 
 
 def test_pods_without_a_common_volume_do_not_share_files():
@@ -221,9 +221,9 @@ def test_pods_without_a_common_volume_do_not_share_files():
         ({"kubeflow": True, "ttl": 3600}, "ttl: a TrainJob cannot set it"),
         ({"kubeflow": True, "trainer_version": "2.1", "time": 60}, "since Kubeflow Trainer 2.2"),
         ({"kubeflow": True, "shutdown_timeout": 60}, "are killed after 30 seconds"),
-        ({"working_dir": "/app"}, "working_dir needs source: image"),
-        ({"source": "image", "exclude": ["data"]}, "source_dir, include and exclude need source: folder"),
-        ({"source": "image", "source_dir": ".."}, "source_dir, include and exclude need source: folder"),
+        ({"working_dir": "/app"}, "expected none with source: folder, whose files"),
+        ({"source": "image", "exclude": ["data"]}, "expected none without source: folder"),
+        ({"source": "image", "source_dir": ".."}, "expected none without source: folder"),
     ],
 )
 def test_a_key_without_effect_is_an_error(options, message):

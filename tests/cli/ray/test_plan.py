@@ -12,10 +12,10 @@ from pydantic import ValidationError
 
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.jobs.base import UnreachableError
+from accel_cli.launchers import job_launcher
 from accel_cli.launchers.base import LaunchSpec
 from accel_cli.planning.machine import Machine
 from accel_cli.planning.network import Endpoint
-from accel_cli.ray import config
 from accel_cli.ray import plan as plans
 from accel_cli.ray.config import Ray
 from accel_cli.ray.jobs import JobLog, RayCluster, parse_job
@@ -152,7 +152,7 @@ def test_a_shared_folder_is_not_sent(cwd):
     assert (run.sends_source, run.folder) == (False, str(cwd))
     assert plan(Ray(source="shared", working_dir="/data/x")).job.run.folder == "/data/x"
     run = plan(Ray(), target="accel_runtime.selfcheck", kind="module", is_builtin=True).job.run
-    assert (run.sends_source, run.folder, run.target[:2]) == (False, None, ("--module", "--"))
+    assert (run.sends_source, run.folder, run.target[:2]) == (False, None, ("-m", "--"))
 
 
 def test_nodes_without_a_common_folder_do_not_share_files():
@@ -214,8 +214,8 @@ def test_a_file_that_the_job_needs_must_be_among_those_that_are_sent():
         ({"resources": {"x": 0.0}}, "expected amounts above 0"),
         ({"cpus_per_process": 0}, "must reserve something on each node"),
         ({"working_dir": "data"}, "pattern"),
-        ({"working_dir": "/app"}, "working_dir needs source: shared"),
-        ({"source": "shared", "include": ["data"]}, "source_dir, include and exclude need source: folder"),
+        ({"working_dir": "/app"}, "expected none with source: folder, whose files"),
+        ({"source": "shared", "include": ["data"]}, "expected none without source: folder"),
         ({"source": "image"}, "'folder' or 'shared'"),
     ],
 )
@@ -230,7 +230,7 @@ def test_a_variable_that_looks_like_a_secret_is_refused():
 
 
 def test_more_processes_than_reserved_gpus_are_an_error():
-    with pytest.raises(UsageError, match=r"reserves 1 GPU\(s\) per node"):
+    with pytest.raises(UsageError, match=r"requests 1 GPU\(s\) per node"):
         plan(Ray(gpus_per_node=1, nproc_per_node=2))
 
 
@@ -240,7 +240,7 @@ def test_the_missing_package_is_named_with_its_extra(cwd, capfd, monkeypatch):
     done = run(capfd, "launch", "--set", "launcher.kind=ray", "train.py")
     assert done.returncode == 2
     assert "pip install 'accel-runtime[ray]'" in done.stderr
-    monkeypatch.setattr(config, "find_spec", lambda _: None)
+    monkeypatch.setattr(job_launcher, "find_spec", lambda _: None)
     assert Ray.get_missing_requirement() == "accel-runtime[ray]"
     monkeypatch.setattr(plans, "find_spec", lambda _: None)
     with pytest.raises(UsageError, match=r"needs pathspec.*accel-runtime\[ray\]"):

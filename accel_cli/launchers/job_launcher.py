@@ -1,0 +1,131 @@
+"""The parts of launchers that start `accel launch` on several nodes: common fields, checks, and the options of a node."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, Field, ValidationInfo
+from typing_extensions import override
+
+from accel_cli.errors import UsageError
+from accel_cli.launchers.base import DETACH, JOB_NAME, Launcher, LaunchSpec
+from accel_cli.planning.options import LaunchOption
+from accel_cli.sections import Answers, CountOrAuto, Question
+
+__all__ = [
+    "Exclude",
+    "GpusPerNode",
+    "Include",
+    "JobLauncher",
+    "Nodes",
+    "ProcessesPerNode",
+    "SourceDir",
+    "WorkingDir",
+    "build_node_options",
+    "count_gpus",
+    "count_processes",
+]
+
+_FOLDER = "folder"
+"""The value of `launcher.source` with which the job carries files."""
+
+
+def _check_is_sent(value: Any, info: ValidationInfo) -> Any:
+    """Raise ValueError if a key selects files although the job carries none."""
+    if value not in (".", []) and info.data.get("source", _FOLDER) != _FOLDER:
+        raise ValueError(f"expected none without source: {_FOLDER}")
+    return value
+
+
+def _check_working_dir(value: str | None, info: ValidationInfo) -> str | None:
+    if value and info.data.get("source") == _FOLDER:
+        raise ValueError(f"expected none with source: {_FOLDER}, whose files have a folder of their own")
+    return value
+
+
+Nodes = Annotated[
+    int, Field(ge=1, description="Number of nodes."), Question("How many nodes?", suggest=lambda *_: 1)
+]
+GpusPerNode = Annotated[int, Field(ge=0), Question("How many GPUs on each node?", suggest=lambda *_: 0)]
+ProcessesPerNode = Annotated[
+    CountOrAuto,
+    Field(description="Number of processes on each node; `auto` is one for each of `gpus_per_node`, or 1."),
+    Question(
+        "How many processes on each node?",
+        suggest=lambda *_: 1,
+        when=lambda answers: not answers.get("gpus_per_node"),
+        hint="a number",
+    ),
+]
+SourceDir = Annotated[
+    str,
+    Field(min_length=1, description="Folder that is sent, with the script and the modules it imports."),
+    AfterValidator(_check_is_sent),
+]
+Include = Annotated[
+    list[str],
+    Field(description="Patterns of files to send although git ignores them."),
+    AfterValidator(_check_is_sent),
+]
+Exclude = Annotated[
+    list[str], Field(description="Patterns of files not to send."), AfterValidator(_check_is_sent)
+]
+WorkingDir = Annotated[str | None, AfterValidator(_check_working_dir)]
+
+
+class JobLauncher(Launcher):
+    """A launcher that submits a job to a cluster, with one `accel launch` on each of its nodes."""
+
+    location = "job"
+    launch_options: ClassVar[tuple[LaunchOption, ...]] = (DETACH, JOB_NAME)
+    packages: ClassVar[tuple[str, ...]] = ()
+    """The packages that it needs, which the extra of its name installs."""
+
+    @classmethod
+    @override
+    def get_missing_requirement(cls) -> str:
+        return (
+            "" if all(map(find_spec, cls.packages)) else f"accel-runtime[{cls.model_fields['kind'].default}]"
+        )
+
+    @classmethod
+    @override
+    def may_start_several(cls, answers: Answers) -> bool:
+        each = answers.get("nproc_per_node", max(1, count_gpus(answers.get("gpus_per_node"))))
+        return (answers.get("nnodes", 1), each) != (1, 1)
+
+
+def count_gpus(gpus_per_node: int | str | None) -> int:
+    """Return the number in a value such as `4` or `a100:4`."""
+    return int(str(gpus_per_node or 0).rpartition(":")[2])
+
+
+def count_processes(spec: LaunchSpec, nproc_per_node: CountOrAuto, num_gpus: int) -> int:
+    """Return the number of processes on each node, from the key and the GPUs that a node reserves.
+
+    Raises:
+        UsageError: There are more processes than GPUs.
+    """
+    on_cpu = spec.settings.device == "cpu"
+    if nproc_per_node == "auto":
+        return 1 if on_cpu else max(1, num_gpus)
+    if 0 < num_gpus < nproc_per_node and not on_cpu:
+        raise UsageError(
+            f"Invalid launcher.nproc_per_node {nproc_per_node}: launcher.gpus_per_node requests {num_gpus} GPU(s) per node. "
+            "Request one GPU for each process, or use --cpu."
+        )
+    return nproc_per_node
+
+
+def build_node_options(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the options of `accel launch` on a node: the launcher torchrun with the values that are not None."""
+    # As JSON, since the values of --set are YAML, in which ` #` begins a comment.
+    keys = (
+        f"launcher.{key}={json.dumps(value, ensure_ascii=False)}"
+        for key, value in values.items()
+        if value is not None
+    )
+    return tuple(word for text in ("launcher.kind=torchrun", *keys) for word in ("--set", text))
