@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import select
-import shutil
 import socket
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -16,9 +14,10 @@ from typing import Any
 import ray
 
 from accel_cli.errors import AccelError
-from accel_cli.planning.network import Endpoint, bind_free_port
-from accel_cli.planning.nodes import PORT, VARIABLES
+from accel_cli.planning.network import Endpoint
+from accel_cli.planning.nodes import VARIABLES
 from accel_cli.ray.plan import ARCHIVE, RayRun
+from accel_cli.runner.node_launch import NodeLaunch, find_problem
 from accel_runtime import env
 
 __all__ = ["NodeLauncher"]
@@ -37,7 +36,6 @@ It runs isolated (`-I`), so that no module of the working folder is imported."""
 _READ_S = 1.0
 """Seconds that a read waits for output; a signal waits behind it."""
 _CHUNK = 1 << 18
-_NUM_PORTS = 100
 
 
 class NodeLauncher:
@@ -49,11 +47,8 @@ class NodeLauncher:
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self._launch: subprocess.Popen[bytes] | None = None
-        self._scratch = ""
+        self._launch = NodeLaunch()
         self._folder = Path.cwd()
-        self._port = bind_free_port(PORT, _NUM_PORTS)
-        """A socket with the port of the rendezvous, which stays reserved until `accel launch` of the first node listens on it."""
 
     def describe(self) -> dict[str, Any]:
         """Prepare the working folder, and return the facts that the driver needs before the start."""
@@ -61,13 +56,8 @@ class NodeLauncher:
             problem = self._prepare_folder(RayRun.from_json(self._text))
         except AccelError as error:  # another version of accel
             problem = str(error)
-        address = ray.util.get_node_ip_address()
-        return {
-            "host": socket.gethostname(),
-            "address": address,
-            "port": self._port.getsockname()[1],
-            "problem": problem,
-        }
+        address, port = ray.util.get_node_ip_address(), self._launch.port
+        return {"host": socket.gethostname(), "address": address, "port": port, "problem": problem}
 
     def start(self, rank: int, endpoint: tuple[str, int], run_id: str, name: str, *, resume: bool) -> None:
         """Start `accel launch`.
@@ -80,58 +70,34 @@ class NodeLauncher:
             resume: Continue from the newest checkpoint.
         """
         run = RayRun.from_json(self._text)
-        self._scratch = tempfile.mkdtemp(prefix="accel-ray-")
         command = run.build_command(sys.executable, rank, Endpoint(*endpoint), run_id, resume=resume)
         # A worker may have been started by another scheduler, whose variables describe its own processes.
         foreign = {variable for names in VARIABLES.values() for variable in names} | {"OMP_NUM_THREADS"}
         environ = {key: value for key, value in os.environ.items() if key not in foreign} | dict(run.env)
-        environ |= {env.NODE_NAME: name, env.FAILURE_FILE: str(self._reason_file)}
-        serves_rendezvous = rank == 0 and run.nnodes > 1
-        if serves_rendezvous:
-            environ[env.RDZV_SOCKET] = str(self._port.fileno())
-        self._launch = subprocess.Popen(
+        self._launch.start(
             [sys.executable, "-I", "-c", _START, str(os.getpid()), *command],
-            cwd=self._folder,
-            env=environ,
-            pass_fds=[self._port.fileno()] if serves_rendezvous else [],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+            self._folder,
+            {**environ, env.NODE_NAME: name},
+            serves_rendezvous=rank == 0 and run.nnodes > 1,
         )
-        self._port.close()
 
     def read(self) -> tuple[bytes, int | None, str]:
         """Return new output, and after the last output the exit code of `accel launch` and the reason of its failure."""
-        launch = self._launch
-        assert launch
-        assert launch.stdout
-        has_exited = launch.poll() is not None  # before the last output is read
-        if select.select([launch.stdout], [], [], 0 if has_exited else _READ_S)[0]:
-            data = os.read(launch.stdout.fileno(), _CHUNK)
-            if data:
+        process = self._launch.process
+        assert process
+        assert process.stdout
+        has_exited = process.poll() is not None  # before the last output is read
+        # Processes that the script has left running may keep the pipe open.
+        if select.select([process.stdout], [], [], 0 if has_exited else _READ_S)[0]:
+            if data := os.read(process.stdout.fileno(), _CHUNK):
                 return data, None, ""
-            launch.wait()
         elif not has_exited:
             return b"", None, ""
-        # Processes that the script has left running may keep the pipe open.
-        code = launch.wait()
-        reason = (
-            self._reason_file.read_text(encoding="utf-8", errors="replace")
-            if self._reason_file.exists()
-            else ""
-        )
-        shutil.rmtree(self._scratch, ignore_errors=True)
-        return b"", code if code >= 0 else 128 - code, reason
+        return b"", *self._launch.wait()
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to `accel launch`, which passes it on to its processes."""
-        if self._launch and self._launch.poll() is None:
-            self._launch.send_signal(number)
-
-    @property
-    def _reason_file(self) -> Path:
-        return Path(self._scratch, "reason")
+        """Send a signal to `accel launch`."""
+        self._launch.send_signal(number)
 
     def _prepare_folder(self, run: RayRun) -> str:
         """Unpack the source if the job carries it, and return why the script cannot run here; empty if it can."""
@@ -144,11 +110,10 @@ class NodeLauncher:
             self._folder = source / (run.folder or ".")
         elif run.folder:
             self._folder = Path(run.folder)
-        if not self._folder.is_dir():
-            return f"folder not found: {self._folder}. Use a shared file system, or launcher.source: folder"
-        if run.script is not None and not (self._folder / run.script).is_file():
-            return f"script not found: {self._folder / run.script}"
-        return ""
+        problem = find_problem(self._folder, run.script)
+        if problem and not run.sends_source:
+            problem += ". Use a shared file system, or launcher.source: folder"
+        return problem
 
 
 def _unpack(archive: Path, folder: Path) -> None:

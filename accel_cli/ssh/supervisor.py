@@ -13,19 +13,17 @@ import json
 import os
 import select
 import selectors
-import shutil
 import signal
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from accel_cli.planning import network
-from accel_cli.planning.nodes import PORT
+from accel_cli.runner.node_launch import NodeLaunch, find_problem
 from accel_runtime import env
 
 __all__ = ["CONTROL", "HEADER", "MARK", "STDERR", "STDOUT", "main"]
@@ -40,7 +38,6 @@ _FIRST_LOST_AFTER_S = 60
 """Seconds of silence before the first request counts as a lost connection."""
 _ENDING_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 """Signals that end this process, for example when the system ends the session of a lost connection."""
-_NUM_PORTS = 100
 _POLL_S = 0.2
 _MARGIN_S = 5
 """Seconds beyond `shutdown_timeout` that `accel launch` has to exit."""
@@ -60,10 +57,7 @@ class HostSupervisor:
     """Runs one `accel launch` for the launcher at the other end of standard input and output."""
 
     def __init__(self) -> None:
-        self._launch: subprocess.Popen[bytes] | None = None
-        self._scratch = ""
-        self._port = network.bind_free_port(PORT, _NUM_PORTS)
-        """A socket with the port of the rendezvous, which stays reserved until `accel launch` of the first host listens on it."""
+        self._launch = NodeLaunch()
         self._lost_after = float(_FIRST_LOST_AFTER_S)
         self._shutdown_timeout = 0
         self._is_lost = False
@@ -81,7 +75,7 @@ class HostSupervisor:
         """Answer requests; end the processes of this host when the connection is lost."""
         try:
             self._write(MARK)
-            self._reply("host", _describe_host(self._port.getsockname()[1]))
+            self._reply("host", _describe_host(self._launch.port))
             for request in self._read_requests():
                 self._handle(request)
         except LostConnectionError:
@@ -106,7 +100,7 @@ class HostSupervisor:
         if folder := request.get("create"):
             self._reply("problem", _create_folder(folder))
         if check := request.get("check"):
-            self._reply("problem", _find_problem(check["folder"], check["script"]))
+            self._reply("problem", find_problem(check["folder"], check["script"]))
         if start := request.get("start"):
             try:
                 self._start_launch(start)
@@ -116,37 +110,28 @@ class HostSupervisor:
                 self._exit(1)
         if channel := request.get("close"):
             self._closed.add(channel)
-        if (number := request.get("signal")) and self._launch and self._launch.poll() is None:
+        if number := request.get("signal"):
             self._launch.send_signal(number)
 
     def _start_launch(self, start: Mapping[str, Any]) -> None:
         self._lost_after, self._shutdown_timeout = start["lost_after"], start["shutdown_timeout"]
-        self._scratch = tempfile.mkdtemp(prefix="accel-ssh-")
-        reason = Path(self._scratch, "reason")
-        environ = {**os.environ, **start["env"], env.FAILURE_FILE: str(reason)}
-        if start["serves_rendezvous"]:
-            environ[env.RDZV_SOCKET] = str(self._port.fileno())
-        self._launch = launch = subprocess.Popen(
+        process = self._launch.start(
             start["argv"],
-            cwd=start["folder"],
-            env=environ,
-            pass_fds=[self._port.fileno()] if start["serves_rendezvous"] else [],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            start["folder"],
+            {**os.environ, **start["env"]},
+            serves_rendezvous=start["serves_rendezvous"],
             stderr=subprocess.STDOUT if start["merge"] else subprocess.PIPE,
-            start_new_session=True,
         )
-        self._port.close()
-        threading.Thread(target=self._copy_output, args=(launch, reason), daemon=True).start()
+        threading.Thread(target=self._copy_output, args=(process,), daemon=True).start()
 
-    def _copy_output(self, launch: subprocess.Popen[bytes], reason: Path) -> None:
+    def _copy_output(self, process: subprocess.Popen[bytes]) -> None:
         """Send the output of `accel launch`, then its exit code, and exit."""
         with selectors.DefaultSelector() as selector:
-            for stream, channel in ((launch.stdout, STDOUT), (launch.stderr, STDERR)):
+            for stream, channel in ((process.stdout, STDOUT), (process.stderr, STDERR)):
                 if stream:
                     selector.register(stream, selectors.EVENT_READ, (stream, channel))
             while selector.get_map():
-                has_exited = launch.poll() is not None  # before the last output is read
+                has_exited = process.poll() is not None  # before the last output is read
                 ready = selector.select(_POLL_S)
                 if self._must_answer.is_set():
                     self._must_answer.clear()
@@ -161,9 +146,8 @@ class HostSupervisor:
                 # Processes that the script has left running may keep the streams open.
                 if not ready and has_exited:
                     break
-        code = launch.wait()
-        text = reason.read_text(encoding="utf-8", errors="replace") if reason.exists() else ""
-        self._reply("exit", {"code": code if code >= 0 else 128 - code, "reason": text})
+        code, reason = self._launch.wait()
+        self._reply("exit", {"code": code, "reason": reason})
         if not self._is_lost:
             self._exit(0)
 
@@ -172,17 +156,18 @@ class HostSupervisor:
         for number in _ENDING_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         self._is_lost = True
-        if self._launch is None:
+        process = self._launch.process
+        if process is None:
             return
-        self._launch.terminate()
+        process.terminate()
         try:
-            self._launch.wait(self._shutdown_timeout + _MARGIN_S)
+            process.wait(self._shutdown_timeout + _MARGIN_S)
         except subprocess.TimeoutExpired:
-            os.killpg(self._launch.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
         self._exit(1)
 
     def _exit(self, code: int) -> NoReturn:
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._launch.remove_files()
         os._exit(code)
 
     def _reply(self, kind: str, content: Any) -> None:
@@ -225,15 +210,4 @@ def _create_folder(folder: str) -> str:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         return f"cannot create the folder {folder}: {error.strerror}"
-    return ""
-
-
-def _find_problem(folder: str, script: str | None) -> str:
-    """Return why the script cannot run here; empty if it can."""
-    if not Path(folder).is_dir():
-        return f"folder not found: {folder}"
-    if not os.access(folder, os.X_OK):
-        return f"cannot enter the folder {folder}: permission denied"
-    if script is not None and not Path(folder, script).is_file():
-        return f"script not found: {Path(folder, script)}"
     return ""
