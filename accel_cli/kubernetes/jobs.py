@@ -19,10 +19,7 @@ from accel_cli.jobs.base import Job, Jobs, Log, PollIntervals, UnreachableError,
 from accel_cli.kubernetes.cluster import BAD_REQUEST, NOT_FOUND, TIMEOUT_S, KubernetesCluster
 from accel_cli.kubernetes.manifests import (
     CONTAINER,
-    INSTANCE,
-    MANAGED_BY,
     NODE_CONTAINER,
-    OWNER,
     TRAINER_API,
     KubernetesJobPlan,
     format_user,
@@ -30,6 +27,7 @@ from accel_cli.kubernetes.manifests import (
     read_source,
     render,
 )
+from accel_cli.kubernetes.section import INSTANCE, MANAGED_BY, OWNER
 from accel_cli.kubernetes.state import count_restarts, describe_job, get_index, keep_failure
 from accel_cli.planning.plan import Plan
 

@@ -12,28 +12,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from accel_cli import console
 from accel_cli.errors import UsageError
+from accel_cli.kubernetes.section import INSTANCE, MANAGED_BY, OWNER, KubernetesSection
 from accel_cli.planning.nodes import PORT
 from accel_cli.planning.plan import JobPlan
 from accel_cli.source_files import check_selected, select_files, write_archive
 from accel_runtime.env import FAILURE_FILE
 
-if TYPE_CHECKING:
-    from accel_cli.kubernetes.config import Kubernetes
-
 __all__ = [
     "CONTAINER",
-    "INSTANCE",
-    "MANAGED_BY",
     "NODE_CONTAINER",
-    "OWNER",
-    "RESERVED_VARIABLES",
-    "SHARED_VOLUMES",
     "TRAINER_API",
     "KubernetesJobPlan",
     "format_user",
@@ -49,15 +42,6 @@ NODE_CONTAINER = "node"
 """The name of the container, and of the replicated job, of the runtimes of Kubeflow Trainer."""
 TRAINER_API = ("trainer.kubeflow.org", "v1alpha1", "trainjobs")
 """The group, version and plural name of TrainJobs."""
-INSTANCE, MANAGED_BY = "app.kubernetes.io/instance", "app.kubernetes.io/managed-by"
-OWNER = "accel-user"
-"""The label with the user who submitted a job."""
-SHARED_VOLUMES = ("pvc/", "host:")
-"""The volumes that all pods share."""
-RESERVED_VARIABLES = frozenset(
-    {"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT", FAILURE_FILE}
-)
-"""The variables that the launcher or Kubeflow Trainer sets."""
 _FAILURE = "/dev/termination-log"
 _SOURCE, _ARCHIVE, _WORKSPACE = "/etc/accel/source", "source.tar.gz", "/workspace"
 _MAX_LABEL = 63
@@ -79,7 +63,7 @@ _REFERENCE = re.compile(r"\$(?=[($])")
 class KubernetesJobPlan(JobPlan):
     """A job of Kubernetes."""
 
-    section: Kubernetes
+    section: KubernetesSection
     """The launcher's section of the profile."""
     name: str
     """The start of its name."""
@@ -316,7 +300,7 @@ def _build_train_job(
     return {"apiVersion": "/".join(TRAINER_API[:2]), "kind": "TrainJob", "metadata": metadata, "spec": spec}
 
 
-def _build_scheduling(section: Kubernetes) -> dict[str, Any]:
+def _build_scheduling(section: KubernetesSection) -> dict[str, Any]:
     """Return the fields of a pod that both kinds of jobs can set."""
     values = {
         "serviceAccountName": section.service_account,
@@ -354,7 +338,7 @@ def _list_variables(job: KubernetesJobPlan, variables: Mapping[str, str]) -> lis
     return env
 
 
-def _build_resources(section: Kubernetes) -> dict[str, Any]:
+def _build_resources(section: KubernetesSection) -> dict[str, Any]:
     """Return what a container requests and is limited to; empty if nothing is set."""
     resources = {key: str(value) for key, value in section.resources.items()}
     if section.gpus_per_node:
@@ -362,7 +346,7 @@ def _build_resources(section: Kubernetes) -> dict[str, Any]:
     return {"requests": resources, "limits": resources} if resources else {}
 
 
-def _list_volumes(section: Kubernetes, source: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+def _list_volumes(section: KubernetesSection, source: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Yield every volume of a pod with its mount; `source` is the ConfigMap with the archive, empty if none is sent."""
     memory = {"medium": "Memory", **({"sizeLimit": section.shared_memory} if section.shared_memory else {})}
     # The default of a container is 64 MB, too little for the workers of a DataLoader.

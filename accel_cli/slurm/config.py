@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 from typing_extensions import override
@@ -16,13 +15,11 @@ from accel_cli.launchers.base import LaunchSpec, Plan, build_environment
 from accel_cli.launchers.job_launcher import JobLauncher, Nodes, ProcessesPerNode, count_gpus, count_processes
 from accel_cli.launchers.torchrun import Torchrun
 from accel_cli.planning.nodes import FIRST_JOB_PORT, NUM_JOB_PORTS, get_slurm_rendezvous
-from accel_cli.planning.plan import JobPlan, check_ranks, quote_for_bash
+from accel_cli.planning.plan import check_ranks, quote_for_bash
 from accel_cli.sections import Question, match
+from accel_cli.slurm.jobs import SlurmJobPlan, SlurmJobs, submit_job
 
-if TYPE_CHECKING:
-    from accel_cli.slurm.jobs import SlurmJobs
-
-__all__ = ["Slurm", "SlurmJobPlan"]
+__all__ = ["Slurm"]
 
 _REQUEUE_MARGIN_S = 15
 """Seconds before the time limit at which a job is requeued, even if its scripts are still running."""
@@ -53,18 +50,6 @@ def _check_options(values: list[str]) -> list[str]:
         if name in _RESERVED_OPTIONS:
             raise ValueError(f"cannot contain {name}, which accel sets; use the key of the profile")
     return values
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlurmJobPlan(JobPlan):
-    """A job of Slurm."""
-
-    script: str
-    """The batch script, which is the standard input of the plan's command."""
-
-    @override
-    def describe(self) -> list[str]:
-        return ["batch script:", self.script.rstrip("\n")]
 
 
 class Slurm(JobLauncher):
@@ -191,15 +176,11 @@ class Slurm(JobLauncher):
     def run(self, plan: Plan) -> int:
         if plan.job is None:
             return Torchrun().run(plan)
-        from accel_cli.slurm.jobs import submit_job  # noqa: PLC0415 - not for a dry run
-
         return submit_job(plan)
 
     @classmethod
     @override
     def open_jobs(cls, values: Mapping[str, Any]) -> SlurmJobs:
-        from accel_cli.slurm.jobs import SlurmJobs  # noqa: PLC0415 - imports this module
-
         return SlurmJobs()
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,10 +22,9 @@ from accel_cli.jobs.base import (
     UnreachableError,
     follow_submission,
 )
-from accel_cli.planning.plan import Plan
-from accel_cli.slurm.config import SlurmJobPlan
+from accel_cli.planning.plan import JobPlan, Plan
 
-__all__ = ["SlurmJobs", "parse_job_line", "submit_job"]
+__all__ = ["SlurmJobPlan", "SlurmJobs", "parse_job_line", "submit_job"]
 
 _TIMEOUT_S = 60
 _FINAL_STATES = frozenset({
@@ -49,6 +49,18 @@ _JOB = re.compile(r"JobId=(\d+)\S* .*?JobName=(.*) UserId=[^ (]*\((\d+)\) (.*)")
 _FIELD = re.compile(r"(?:^| )([A-Z]\w*)=")
 _EMPTY_VALUES = frozenset({"(null)", "None", "N/A", "Unknown", "NonZeroExitCode"})
 """Values that mean nothing, or repeat that the exit code is not zero."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmJobPlan(JobPlan):
+    """A job of Slurm."""
+
+    script: str
+    """The batch script, which is the standard input of the plan's command."""
+
+    @override
+    def describe(self) -> list[str]:
+        return ["batch script:", self.script.rstrip("\n")]
 
 
 class SlurmJobs(Jobs):

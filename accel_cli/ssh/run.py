@@ -26,8 +26,8 @@ from accel_cli.planning.plan import Plan
 from accel_cli.runner.guard import FORWARDED_SIGNALS, HANDLED_SIGNALS
 from accel_cli.runner.output import get_file_identity
 from accel_cli.source_files import Selection, check_selected, select_files
-from accel_cli.ssh.config import SshPlan
 from accel_cli.ssh.connections import Connection, Screen
+from accel_cli.ssh.plan import SshPlan
 from accel_runtime import env
 
 __all__ = ["run"]
