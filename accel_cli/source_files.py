@@ -179,8 +179,12 @@ def is_clutter(path: Path) -> bool:
 
 
 def _parse_patterns(key: str, texts: Iterable[str]) -> GitIgnoreSpec:
-    from pathspec import GitIgnoreSpec  # noqa: PLC0415 - it is a package of the extra
-
+    try:
+        from pathspec import GitIgnoreSpec  # noqa: PLC0415 - it is a package of the extra
+    except ImportError:
+        raise UsageError(
+            "Cannot select the files to send: pathspec is not installed. Run pip install pathspec."
+        ) from None
     try:
         return GitIgnoreSpec.from_lines(re.sub(r"^\./", "/", text) for text in texts)
     except (ValueError, re.error) as error:

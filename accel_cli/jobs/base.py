@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import shlex
 import sys
@@ -28,6 +29,7 @@ __all__ = [
     "follow",
     "follow_submission",
     "format_options",
+    "get_user",
     "print_new_output",
 ]
 
@@ -185,6 +187,14 @@ _MAX_OUTAGE_S = 600
 _MAX_FINAL_OUTAGE_S = 60
 """The same for a finished job, of which only the rest of the log is missing."""
 _BACKOFF = 1.2
+
+
+def get_user() -> str:
+    """Return the name of the user; `unknown` for a user id without an account."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "unknown"
 
 
 def format_options(profile: str | None, assignments: Iterable[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -63,9 +62,6 @@ class Kubernetes(KubernetesSection):
         if sends_files:
             cure = "use launcher.source: image if the image has the script"
             target, cwd = locate_target(spec.target, spec.kind, self.source_dir, cure)
-        needed = cwd or "."
-        if cwd is not None and spec.kind == "script":
-            needed = os.path.normpath(Path(cwd, target))
         has_shared_files = self.nnodes == 1 or any(
             volume.startswith(_SHARED_VOLUMES) for volume in self.volumes.values()
         )
@@ -78,7 +74,7 @@ class Kubernetes(KubernetesSection):
             env={**spec.env, **settings.to_env()},
             nproc_per_node=count,
             cwd=cwd,
-            needed=needed,
+            needed=str(Path(cwd or ".", target if spec.kind == "script" else "")),
             detach="detach" in spec.option_values,
             jobs_options=spec.jobs_options,
         )

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import base64
-import getpass
 import re
 import secrets
 import shlex
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import yaml
 
 from accel_cli import console
 from accel_cli.errors import UsageError
+from accel_cli.jobs.base import get_user
 from accel_cli.kubernetes.section import INSTANCE, MANAGED_BY, OWNER, KubernetesSection
 from accel_cli.planning.nodes import PORT
 from accel_cli.planning.plan import JobPlan
@@ -75,7 +74,7 @@ class KubernetesJobPlan(JobPlan):
     """The number of processes in every pod."""
     cwd: str | None
     """The working directory in the folder that is sent; None if no folder is sent."""
-    needed: str = "."
+    needed: str
     """The file or folder without which the job cannot run, in the folder that is sent."""
 
 
@@ -114,11 +113,7 @@ def name_job(job: KubernetesJobPlan) -> str:
 
 def format_user() -> str:
     """Return the name of the user, as the value of a label."""
-    try:
-        name = getpass.getuser()
-    except (KeyError, OSError):  # a user id without an account
-        name = ""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:_MAX_LABEL].strip("-_.") or "unknown"
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", get_user())[:_MAX_LABEL].strip("-_.") or "unknown"
 
 
 def read_source(job: KubernetesJobPlan) -> bytes | None:
@@ -130,11 +125,6 @@ def read_source(job: KubernetesJobPlan) -> bytes | None:
     if job.cwd is None:
         return None
     section = job.section
-    if not find_spec("pathspec"):
-        raise UsageError(
-            "launcher.source: folder needs pathspec, which is not installed. Run pip install 'accel-runtime[kubernetes]', or "
-            "use launcher.source: image."
-        )
     selection = select_files(Path(section.source_dir), section.include, section.exclude)
     for note in selection.notes:
         console.note(note)
@@ -165,12 +155,7 @@ def render(job: KubernetesJobPlan, name: str, user: str, archive: bytes | None) 
         archive: The archive of the source; None if none is sent.
     """
     section = job.section
-    labels = {
-        **section.labels,
-        MANAGED_BY: "accel",
-        INSTANCE: name,
-        OWNER: user,
-    }
+    labels = {**section.labels, MANAGED_BY: "accel", INSTANCE: name, OWNER: user}
     metadata: dict[str, Any] = {"name": name, "labels": labels}
     if section.namespace:
         metadata["namespace"] = section.namespace

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
-import getpass
 import json
 import logging
 import os
@@ -22,9 +21,9 @@ from typing_extensions import override
 
 from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
-from accel_cli.jobs.base import Job, Jobs, Log, PollIntervals, UnreachableError, follow_submission
+from accel_cli.jobs.base import Job, Jobs, Log, PollIntervals, UnreachableError, follow_submission, get_user
 from accel_cli.planning.plan import Plan
-from accel_cli.ray.plan import EXTRA, RayJobPlan, write_folder
+from accel_cli.ray.plan import RayJobPlan, write_folder
 from accel_runtime.env import __version__
 
 __all__ = ["JobLog", "RayCluster", "RayJobs", "parse_job", "submit"]
@@ -35,7 +34,6 @@ _HEADERS = "RAY_JOB_HEADERS"
 """The variable with the headers of requests, as Ray's own command line reads it."""
 _NOT_FOUND, _TOO_MANY, _SERVER_ERROR = 404, 429, 500
 _SIGTERM_EXIT_CODE = 143
-_FINAL_STATES = frozenset({"STOPPED", "SUCCEEDED", "FAILED"})
 _FIRST_S, _QUIET_S = 5.0, 0.3
 """Seconds to wait for the first output of a log, and for more: Ray sends what exists at once."""
 _ERROR = "accel: error: "
@@ -58,7 +56,8 @@ class RayCluster:
             from ray.job_submission import JobSubmissionClient  # noqa: PLC0415 - takes a second
         except ImportError as error:
             raise UsageError(
-                f"launcher.kind: ray needs the package ray, which cannot be imported ({error}). Run pip install '{EXTRA}'."
+                f"launcher.kind: ray needs the package ray, which cannot be imported ({error}). Run "
+                "pip install 'accel-runtime[ray]'."
             ) from None
         # They write lines about each upload.
         for name in ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):
@@ -122,7 +121,7 @@ class RayJobs(Jobs):
     def list(self) -> list[Job]:
         client = self._cluster.client
         with self._cluster.translate_errors("list jobs"):
-            jobs = [job for job in client.list_jobs() if (job.metadata or {}).get(_USER) == _get_user()]
+            jobs = [job for job in client.list_jobs() if (job.metadata or {}).get(_USER) == get_user()]
         return [
             parse_job(job, self.jobs_options) for job in sorted(jobs, key=lambda job: job.start_time or 0)
         ]
@@ -144,13 +143,6 @@ class RayJobs(Jobs):
             client.stop_job(job_id)
 
 
-def _get_user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a user id without an account
-        return "unknown"
-
-
 def parse_job(details: Any, options: str = "") -> Job:
     """Return the state of a job from the details of Ray's client.
 
@@ -158,24 +150,21 @@ def parse_job(details: Any, options: str = "") -> Job:
         details: The details.
         options: The options with which `accel jobs` finds the job.
     """
-    state = str(getattr(details.status, "value", details.status))
-    metadata, message = details.metadata or {}, details.message or ""
-    finished = state in _FINAL_STATES
-    code = None
-    reason = message if state == "PENDING" else ""
-    if finished:
-        code = {"SUCCEEDED": 0, "STOPPED": _SIGTERM_EXIT_CODE}.get(state)
-        if code is None:
-            code, reason = getattr(details, "driver_exit_code", None) or 1, _find_reason(message)
-        elif code:
-            reason = "the job was stopped"
+    state, message = str(details.status), details.message or ""
+    code, reason = None, message if state == "PENDING" else ""
+    if state == "SUCCEEDED":
+        code = 0
+    elif state == "STOPPED":
+        code, reason = _SIGTERM_EXIT_CODE, "the job was stopped"
+    elif state == "FAILED":
+        code, reason = details.driver_exit_code or 1, _find_reason(message)
     start, end = details.start_time or 0, details.end_time or time.time() * 1000
     job_id = details.submission_id or details.job_id or ""
     return Job(
         id=job_id,
-        name=metadata.get("job_name", job_id),
+        name=(details.metadata or {}).get("job_name", job_id),
         state=state,
-        finished=finished,
+        finished=code is not None,
         exit_code=code if code is None or code >= 0 else 128 - code,
         reason=" ".join(reason.split()),
         submitted=dt.datetime.fromtimestamp(start / 1000, dt.timezone.utc).isoformat() if start else "",
@@ -272,6 +261,6 @@ def submit(plan: Plan) -> int:
                 entrypoint=job.entrypoint,
                 submission_id=job_id,
                 runtime_env=job.build_runtime_env(str(folder)),
-                metadata={_USER: _get_user(), "accel-version": __version__, "job_name": job_id},
+                metadata={_USER: get_user(), "accel-version": __version__, "job_name": job_id},
             )
     return follow_submission(RayJobs(cluster), job_id, job)

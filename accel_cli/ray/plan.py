@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,15 @@ import yaml
 from typing_extensions import override
 
 from accel_cli import console
-from accel_cli.errors import AccelError, UsageError
+from accel_cli.errors import AccelError
 from accel_cli.planning.network import Endpoint
 from accel_cli.planning.nodes import PORT
 from accel_cli.planning.plan import JobPlan
 from accel_cli.source_files import Selection, check_selected, describe_selection, select_files, write_archive
 from accel_runtime.env import __version__
 
-__all__ = ["ARCHIVE", "EXTRA", "RUN_FILE", "STOP_MARGIN_S", "RayJobPlan", "RayRun", "preview", "write_folder"]
+__all__ = ["ARCHIVE", "RUN_FILE", "STOP_MARGIN_S", "RayJobPlan", "RayRun", "preview", "write_folder"]
 
-EXTRA = "accel-runtime[ray]"
 RUN_FILE, ARCHIVE = "accel-run.json", "accel-source.tar.gz"
 """The files in the working directory of the job: the run, and the source if it is sent."""
 STOP_MARGIN_S = 10
@@ -146,11 +144,6 @@ def list_files(job: RayJobPlan) -> Selection | None:
     run = job.run
     if not run.sends_source:
         return None
-    if not find_spec("pathspec"):
-        raise UsageError(
-            f"launcher.source: folder needs pathspec, which is not installed. Run pip install '{EXTRA}', or use "
-            "launcher.source: shared."
-        )
     selection = select_files(Path(job.source_dir), job.include, job.exclude)
     folder = Path(run.folder or ".")
     check_selected(selection, folder / run.script if run.script else folder)
@@ -160,13 +153,12 @@ def list_files(job: RayJobPlan) -> Selection | None:
 def preview(job: RayJobPlan) -> str:
     """Return the request of a job as YAML, secrets masked, with the files that it carries."""
     selection = list_files(job)
-    run = asdict(job.run)
     env = {key: console.mask_secrets(key, value) for key, value in job.run.env.items()}
     request = {
         "submission_id": f"{job.name}-...",
         "entrypoint": job.entrypoint,
         "runtime_env": job.build_runtime_env(f"{RUN_FILE}{f', {ARCHIVE}' if selection else ''}"),
-        RUN_FILE: {**run, "options": list(run["options"]), "target": list(run["target"]), "env": env},
+        RUN_FILE: json.loads(replace(job.run, env=env).to_json()),
     }
     lines = yaml.safe_dump(request, sort_keys=False, allow_unicode=True, width=10**9).splitlines()
     return "\n".join([*lines, *(describe_selection(selection) if selection else ())])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -22,7 +21,6 @@ from accel_cli.ssh.plan import SshPlan
 
 __all__ = ["Ssh"]
 
-_EXTRA = "accel-runtime[ssh]"
 _NODE_KEYS = {
     "gpu_ids", "max_restarts", "ranks", "log_dir", "shutdown_timeout", "stall_timeout", "rdzv_timeout", "omp_num_threads",
 }  # fmt: skip
@@ -188,10 +186,6 @@ class Ssh(Launcher):
 
     @override
     def plan(self, spec: LaunchSpec) -> Plan:
-        if self.sync and not find_spec("pathspec"):
-            raise UsageError(
-                f'Cannot use launcher.sync: pathspec is not installed. Install it: pip install "{_EXTRA}"'
-            )
         hosts = self._list_hosts()
         counts = tuple(self._count_processes(host, spec) for host in hosts)
         job = self._build_job(spec, hosts, counts)
