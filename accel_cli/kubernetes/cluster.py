@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,10 @@ import yaml
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.jobs.base import UnreachableError
 
-__all__ = ["BAD_REQUEST", "NOT_FOUND", "TIMEOUT_S", "KubernetesCluster"]
+__all__ = ["TIMEOUT_S", "KubernetesCluster"]
 
 TIMEOUT_S = (10, 60)
 """Seconds to connect, and to wait for an answer."""
-BAD_REQUEST, NOT_FOUND = 400, 404
-_UNAUTHORIZED, _FORBIDDEN, _TOO_MANY, _SERVER_ERROR = 401, 403, 429, 500
 _CURE = "Check the network, or set launcher.context."
 _POD_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
@@ -138,17 +137,17 @@ class KubernetesCluster:
 
     def _translate_response(self, error: Any, action: str) -> AccelError:
         code, message = error.status or 0, _read_message(error)
-        if code in {0, _TOO_MANY} or code >= _SERVER_ERROR:
+        if code in {0, HTTPStatus.TOO_MANY_REQUESTS} or code >= HTTPStatus.INTERNAL_SERVER_ERROR:
             return UnreachableError(
                 f"Cannot {action}: the cluster does not answer: {code} {message}. {_CURE}"
             )
-        if code == _UNAUTHORIZED:
+        if code == HTTPStatus.UNAUTHORIZED:
             return UsageError(
                 f"Cannot {action}: the cluster rejects the credentials: {message}. Log in again, or set launcher.context."
             )
-        if code == _FORBIDDEN:
+        if code == HTTPStatus.FORBIDDEN:
             return UsageError(f"Cannot {action}: {message}. Ask an administrator of the cluster.")
-        if code == NOT_FOUND and "page not found" in str(error.body):
+        if code == HTTPStatus.NOT_FOUND and "page not found" in str(error.body):
             return UsageError(
                 f"Cannot {action}: the cluster has no Kubeflow Trainer 2. Install it, or set launcher.kubeflow: false for an "
                 "ordinary Job."

@@ -13,7 +13,7 @@ from accel_cli.console import is_secret
 from accel_cli.errors import UsageError
 from accel_cli.kubernetes.cluster import KubernetesCluster
 from accel_cli.kubernetes.jobs import KubernetesJobs, open_jobs, submit
-from accel_cli.kubernetes.manifests import KubernetesJobPlan, preview
+from accel_cli.kubernetes.manifests import KubernetesJobPlan
 from accel_cli.kubernetes.section import KubernetesSection
 from accel_cli.launchers import job_launcher
 from accel_cli.launchers.base import LaunchSpec, Plan
@@ -94,11 +94,6 @@ class Kubernetes(KubernetesSection):
     @override
     def run(self, plan: Plan) -> int:
         return submit(plan)
-
-    @override
-    def preview(self, plan: Plan, options: Mapping[str, Any]) -> str:
-        assert isinstance(plan.job, KubernetesJobPlan)
-        return preview(plan.job)
 
     @classmethod
     @override

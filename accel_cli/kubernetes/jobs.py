@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
+from http import HTTPStatus
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -16,7 +17,7 @@ from typing_extensions import override
 from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.jobs.base import Job, Jobs, Log, PollIntervals, UnreachableError, follow_submission
-from accel_cli.kubernetes.cluster import BAD_REQUEST, NOT_FOUND, TIMEOUT_S, KubernetesCluster
+from accel_cli.kubernetes.cluster import TIMEOUT_S, KubernetesCluster
 from accel_cli.kubernetes.manifests import (
     CONTAINER,
     NODE_CONTAINER,
@@ -124,7 +125,7 @@ class KubernetesJobs(Jobs):
             try:
                 found = self.cluster.custom.get_namespaced_custom_object(**self._location, name=job_id)
             except self.cluster.response_error as error:
-                if error.status != NOT_FOUND:
+                if error.status != HTTPStatus.NOT_FOUND:
                     raise
                 return self._describe_deleted(job_id)
             if found["metadata"].get("labels", {}).get(MANAGED_BY) != "accel":
@@ -289,7 +290,7 @@ class PodLogs(Log):
                 data = response.data
             except cluster.response_error as error:
                 # The container has not started, or the pod was deleted meanwhile.
-                if error.status in {BAD_REQUEST, NOT_FOUND}:
+                if error.status in {HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND}:
                     return []
                 raise
         lines = self._drop_known(name, data.split(b"\n"))
@@ -373,7 +374,7 @@ def _withdraw(jobs: KubernetesJobs, name: str) -> None:
             try:
                 jobs.delete(name)
             except jobs.cluster.response_error as error:
-                if error.status != NOT_FOUND:
+                if error.status != HTTPStatus.NOT_FOUND:
                     raise
     except AccelError as failure:
         console.error(

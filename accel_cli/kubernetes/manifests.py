@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from typing_extensions import override
 
 from accel_cli import console
 from accel_cli.errors import UsageError
@@ -30,7 +31,6 @@ __all__ = [
     "KubernetesJobPlan",
     "format_user",
     "name_job",
-    "preview",
     "read_source",
     "render",
 ]
@@ -77,11 +77,11 @@ class KubernetesJobPlan(JobPlan):
     needed: str
     """The file or folder without which the job cannot run, in the folder that is sent."""
 
-
-def preview(job: KubernetesJobPlan) -> str:
-    """Return the manifests of a job as YAML."""
-    manifests = render(job, name_job(job), format_user(), read_source(job))
-    return yaml.dump_all(manifests, Dumper=_ManifestDumper, sort_keys=False, width=10**9).rstrip("\n")
+    @override
+    def preview(self) -> str:
+        """Return the manifests as YAML."""
+        manifests = render(self, name_job(self), format_user(), read_source(self))
+        return yaml.dump_all(manifests, Dumper=_ManifestDumper, sort_keys=False, width=10**9).rstrip("\n")
 
 
 class _ManifestDumper(yaml.SafeDumper):

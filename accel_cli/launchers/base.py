@@ -166,14 +166,14 @@ class Launcher(Section):
         min_nodes = plan.agent.min_nodes if plan.agent else plan.nnodes
         return [nnodes * plan.nproc_per_node for nnodes in range(min_nodes, plan.nnodes + 1)]
 
-    def preview(self, plan: Plan, options: Mapping[str, Any]) -> str:  # noqa: ARG002 - most plans are complete
+    def preview(self, plan: Plan, options: Mapping[str, Any]) -> str:  # noqa: ARG002 - some depend on options
         """Return what would be sent to a service, for `--dry-run` and options that only print; empty if nothing is.
 
         Args:
             plan: The plan; nothing of it is run.
             options: The values of the launcher's own options, as typed, by name.
         """
-        return ""
+        return plan.job.preview() if plan.job else ""
 
     @abstractmethod
     def plan(self, spec: LaunchSpec) -> Plan:

@@ -39,9 +39,12 @@ from accel_runtime import env
 __all__ = [
     "ElasticLauncher",
     "Endpoint",
+    "LogDir",
     "MaxRestarts",
     "Nnodes",
+    "OmpNumThreads",
     "Ranks",
+    "RdzvTimeout",
     "ShutdownTimeout",
     "StallTimeout",
     "Torchrun",
@@ -115,7 +118,23 @@ StallTimeout = Annotated[
     ),
 ]
 
-
+RdzvTimeout = Annotated[
+    int, Field(ge=1, description="Seconds to wait for the other nodes before the launch fails.")
+]
+LogDir = Annotated[
+    str | None,
+    Field(
+        min_length=1,
+        description="Folder for the logs of runs; if unset, the system's folder for program state.",
+    ),
+]
+OmpNumThreads = Annotated[
+    int | None,
+    Field(
+        ge=1,
+        description="OMP_NUM_THREADS of each process; if unset, the processor cores are divided among them.",
+    ),
+]
 LIVE = LaunchOption("--live", "Show a table of the ranks at the bottom of the terminal, as accel top does.")
 
 
@@ -156,9 +175,7 @@ class ElasticLauncher(Launcher):
         description="Name of the run; nodes with the same name and endpoint join the same run.",
     )
     max_restarts: MaxRestarts = 0
-    rdzv_timeout: int = Field(
-        600, ge=1, description="Seconds to wait for the other nodes before the launch fails."
-    )
+    rdzv_timeout: RdzvTimeout = 600
     last_call_timeout: int = Field(
         5,
         ge=1,
@@ -166,11 +183,7 @@ class ElasticLauncher(Launcher):
     )
     monitor_interval: float = Field(0.1, gt=0, description="Seconds between two checks of the processes.")
     ranks: Ranks = 0
-    log_dir: str | None = Field(
-        None,
-        min_length=1,
-        description="Folder for the logs of runs; if unset, the system's folder for program state.",
-    )
+    log_dir: LogDir = None
     keep_runs: KeepRuns = KEEP_RUNS
     keep_days: KeepDays = KEEP_DAYS
     shutdown_timeout: ShutdownTimeout = 30
@@ -323,13 +336,7 @@ class Torchrun(ElasticLauncher):
         description="Start method of processes: `forkserver` imports torch once and forks, `exec` executes a command for "
         "each; `auto` is forkserver for Python on Linux.",
     )
-    omp_num_threads: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            description="OMP_NUM_THREADS of each process; if unset, the processor cores are divided among them.",
-        ),
-    ] = None
+    omp_num_threads: OmpNumThreads = None
 
     @classmethod
     @override

@@ -127,6 +127,10 @@ class JobPlan:
         """Return the lines about the job that `--dry-run` prints."""
         return []
 
+    def preview(self) -> str:
+        """Return what would be sent to a service; empty if nothing is, or `describe` has it."""
+        return ""
+
 
 @dataclass(frozen=True)
 class LaunchDetails:

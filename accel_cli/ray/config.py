@@ -15,7 +15,7 @@ from accel_cli.console import is_secret, mask_secrets
 from accel_cli.errors import UsageError
 from accel_cli.launchers import job_launcher, torchrun
 from accel_cli.launchers.base import LaunchSpec, Plan
-from accel_cli.ray.plan import RayJobPlan, RayRun, preview
+from accel_cli.ray.plan import RayJobPlan, RayRun
 from accel_cli.sections import Choice, Question, match
 from accel_cli.source_files import locate_target
 
@@ -202,11 +202,6 @@ class Ray(job_launcher.JobLauncher):
         from accel_cli.ray.jobs import submit  # noqa: PLC0415 - not for a dry run
 
         return submit(plan)
-
-    @override
-    def preview(self, plan: Plan, options: Mapping[str, Any]) -> str:
-        assert isinstance(plan.job, RayJobPlan)
-        return preview(plan.job)
 
     @classmethod
     @override

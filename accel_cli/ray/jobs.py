@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
+from http import HTTPStatus
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -32,7 +33,6 @@ _USER = "accel-user"
 """The metadata with the user who submitted a job."""
 _HEADERS = "RAY_JOB_HEADERS"
 """The variable with the headers of requests, as Ray's own command line reads it."""
-_NOT_FOUND, _TOO_MANY, _SERVER_ERROR = 404, 429, 500
 _SIGTERM_EXIT_CODE = 143
 _FIRST_S, _QUIET_S = 5.0, 0.3
 """Seconds to wait for the first output of a log, and for more: Ray sends what exists at once."""
@@ -73,14 +73,14 @@ class RayCluster:
         """
         try:
             yield
-        except (AccelError, KeyboardInterrupt):
+        except AccelError:
             raise
         except Exception as error:
             text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
             code = int(match[1]) if (match := re.search(r"status code:? (\d{3})", text)) else 0
             if "Traceback (most recent call last)" in text:  # of the server
                 text = str(error).strip().splitlines()[-1].strip(' "}.')
-            if code == _NOT_FOUND and "does not exist" in text:
+            if code == HTTPStatus.NOT_FOUND and "does not exist" in text:
                 raise UsageError(
                     f"Cannot {action}: the cluster does not know it. Run accel jobs list, or set launcher.address."
                 ) from error
@@ -89,7 +89,11 @@ class RayCluster:
                     f"Cannot {action}: its files are larger than the cluster accepts. Add files to launcher.exclude or .gitignore, or "
                     "use launcher.source: shared."
                 ) from error
-            if isinstance(error, OSError) or code == _TOO_MANY or code >= _SERVER_ERROR:
+            if (
+                isinstance(error, OSError)
+                or code == HTTPStatus.TOO_MANY_REQUESTS
+                or code >= HTTPStatus.INTERNAL_SERVER_ERROR
+            ):
                 raise UnreachableError(
                     f"Cannot {action}: the cluster does not answer: {text}. Check that it runs, and launcher.address."
                 ) from error
@@ -119,18 +123,20 @@ class RayJobs(Jobs):
 
     @override
     def list(self) -> list[Job]:
-        client = self._cluster.client
         with self._cluster.translate_errors("list jobs"):
-            jobs = [job for job in client.list_jobs() if (job.metadata or {}).get(_USER) == get_user()]
+            jobs = [
+                job
+                for job in self._cluster.client.list_jobs()
+                if (job.metadata or {}).get(_USER) == get_user()
+            ]
         return [
             parse_job(job, self.jobs_options) for job in sorted(jobs, key=lambda job: job.start_time or 0)
         ]
 
     @override
     def status(self, job_id: str) -> Job:
-        client = self._cluster.client
         with self._cluster.translate_errors(f"read job {job_id}"):
-            return parse_job(client.get_job_info(job_id), self.jobs_options)
+            return parse_job(self._cluster.client.get_job_info(job_id), self.jobs_options)
 
     @override
     def open_log(self, job: Job) -> Log:
@@ -138,9 +144,8 @@ class RayJobs(Jobs):
 
     @override
     def stop(self, job_id: str) -> None:
-        client = self._cluster.client
         with self._cluster.translate_errors(f"stop job {job_id}"):
-            client.stop_job(job_id)
+            self._cluster.client.stop_job(job_id)
 
 
 def parse_job(details: Any, options: str = "") -> Job:
@@ -254,13 +259,11 @@ def submit(plan: Plan) -> int:
         console.note(
             "checkpoints in relative folders are lost with their node: write them to storage that all nodes share"
         )
-    with write_folder(job, job_id) as folder:
-        client = cluster.client
-        with cluster.translate_errors("submit the job"):
-            client.submit_job(
-                entrypoint=job.entrypoint,
-                submission_id=job_id,
-                runtime_env=job.build_runtime_env(str(folder)),
-                metadata={_USER: get_user(), "accel-version": __version__, "job_name": job_id},
-            )
+    with write_folder(job, job_id) as folder, cluster.translate_errors("submit the job"):
+        cluster.client.submit_job(
+            entrypoint=job.entrypoint,
+            submission_id=job_id,
+            runtime_env=job.build_runtime_env(str(folder)),
+            metadata={_USER: get_user(), "accel-version": __version__, "job_name": job_id},
+        )
     return follow_submission(RayJobs(cluster), job_id, job)

@@ -23,7 +23,7 @@ from accel_cli.planning.plan import JobPlan
 from accel_cli.source_files import Selection, check_selected, describe_selection, select_files, write_archive
 from accel_runtime.env import __version__
 
-__all__ = ["ARCHIVE", "RUN_FILE", "STOP_MARGIN_S", "RayJobPlan", "RayRun", "preview", "write_folder"]
+__all__ = ["ARCHIVE", "RUN_FILE", "STOP_MARGIN_S", "RayJobPlan", "RayRun", "write_folder"]
 
 RUN_FILE, ARCHIVE = "accel-run.json", "accel-source.tar.gz"
 """The files in the working directory of the job: the run, and the source if it is sent."""
@@ -134,34 +134,32 @@ class RayJobPlan(JobPlan):
             f"command of the first node: {shlex.join(command)}",
         ]
 
+    def list_files(self) -> Selection | None:
+        """Return the files that the job carries; None if it carries none.
 
-def list_files(job: RayJobPlan) -> Selection | None:
-    """Return the files that a job carries; None if it carries none.
+        Raises:
+            UsageError: A file that the job needs is not among them.
+        """
+        run = self.run
+        if not run.sends_source:
+            return None
+        selection = select_files(Path(self.source_dir), self.include, self.exclude)
+        check_selected(selection, Path(run.folder or ".", run.script or ""))
+        return selection
 
-    Raises:
-        UsageError: A file that the job needs is not among them.
-    """
-    run = job.run
-    if not run.sends_source:
-        return None
-    selection = select_files(Path(job.source_dir), job.include, job.exclude)
-    folder = Path(run.folder or ".")
-    check_selected(selection, folder / run.script if run.script else folder)
-    return selection
-
-
-def preview(job: RayJobPlan) -> str:
-    """Return the request of a job as YAML, secrets masked, with the files that it carries."""
-    selection = list_files(job)
-    env = {key: console.mask_secrets(key, value) for key, value in job.run.env.items()}
-    request = {
-        "submission_id": f"{job.name}-...",
-        "entrypoint": job.entrypoint,
-        "runtime_env": job.build_runtime_env(f"{RUN_FILE}{f', {ARCHIVE}' if selection else ''}"),
-        RUN_FILE: json.loads(replace(job.run, env=env).to_json()),
-    }
-    lines = yaml.safe_dump(request, sort_keys=False, allow_unicode=True, width=10**9).splitlines()
-    return "\n".join([*lines, *(describe_selection(selection) if selection else ())])
+    @override
+    def preview(self) -> str:
+        """Return the request as YAML, secrets masked, with the files that the job carries."""
+        selection = self.list_files()
+        env = {key: console.mask_secrets(key, value) for key, value in self.run.env.items()}
+        request = {
+            "submission_id": f"{self.name}-...",
+            "entrypoint": self.entrypoint,
+            "runtime_env": self.build_runtime_env(f"{RUN_FILE}{f', {ARCHIVE}' if selection else ''}"),
+            RUN_FILE: json.loads(replace(self.run, env=env).to_json()),
+        }
+        lines = yaml.safe_dump(request, sort_keys=False, allow_unicode=True, width=10**9).splitlines()
+        return "\n".join([*lines, *(describe_selection(selection) if selection else ())])
 
 
 @contextmanager
@@ -170,7 +168,7 @@ def write_folder(job: RayJobPlan, job_id: str) -> Iterator[Path]:
 
     The source is an archive: Ray would leave out files that git ignores, and jobs with equal files share a folder.
     """
-    selection = list_files(job)
+    selection = job.list_files()
     for note in selection.notes if selection else ():
         console.note(note)
     with tempfile.TemporaryDirectory(prefix="accel-") as scratch:

@@ -11,11 +11,11 @@ from pydantic import AfterValidator, Field
 from typing_extensions import override
 
 from accel_cli.errors import UsageError
+from accel_cli.launchers import torchrun
 from accel_cli.launchers.base import LaunchSpec, Plan, build_environment
 from accel_cli.launchers.job_launcher import JobLauncher, Nodes, ProcessesPerNode, count_gpus, count_processes
-from accel_cli.launchers.torchrun import Torchrun
 from accel_cli.planning.nodes import FIRST_JOB_PORT, NUM_JOB_PORTS, get_slurm_rendezvous
-from accel_cli.planning.plan import check_ranks, quote_for_bash
+from accel_cli.planning.plan import quote_for_bash
 from accel_cli.sections import Question, match
 from accel_cli.slurm.jobs import SlurmJobPlan, SlurmJobs, submit_job
 
@@ -131,17 +131,12 @@ class Slurm(JobLauncher):
             "with `requeue` the job is then run again."
         ),
     ] = None
-    max_restarts: Annotated[
-        int,
-        Field(
-            ge=0, description="Maximum number of restarts of all processes after a failure, inside the job."
-        ),
-    ] = 0
-    ranks: Annotated[
-        int | str,
-        AfterValidator(check_ranks),
-        Field(description="Ranks whose output is in the job's log: `all`, `none`, or a list as in `0,2`."),
-    ] = 0
+    max_restarts: torchrun.MaxRestarts = Field(
+        0, description="Maximum number of restarts of all processes after a failure, inside the job."
+    )
+    ranks: torchrun.Ranks = Field(
+        0, description="Ranks whose output is in the job's log: `all`, `none`, or a list as in `0,2`."
+    )
     sbatch_args: Annotated[
         list[str],
         AfterValidator(_check_options),
@@ -175,7 +170,7 @@ class Slurm(JobLauncher):
     @override
     def run(self, plan: Plan) -> int:
         if plan.job is None:
-            return Torchrun().run(plan)
+            return torchrun.Torchrun().run(plan)
         return submit_job(plan)
 
     @classmethod
@@ -196,7 +191,7 @@ class Slurm(JobLauncher):
                 f"Cannot use --detach here: this step of the Slurm job {spec.environ['SLURM_JOB_ID']} runs the script itself. "
                 "Leave it out."
             )
-        return Torchrun(
+        return torchrun.Torchrun(
             nnodes=self.nnodes,
             nproc_per_node=self.nproc_per_node,
             rdzv_endpoint=endpoint,

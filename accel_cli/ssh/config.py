@@ -10,9 +10,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from typing_extensions import Self, override
 
 from accel_cli.errors import UsageError
+from accel_cli.launchers import torchrun
 from accel_cli.launchers.base import GpuIds, Launcher, LaunchSpec, Plan
 from accel_cli.launchers.job_launcher import build_node_options
-from accel_cli.launchers.torchrun import Endpoint, MaxRestarts, Ranks, ShutdownTimeout, StallTimeout
 from accel_cli.planning.options import LaunchOption
 from accel_cli.planning.plan import get_highest_rank
 from accel_cli.sections import Answers, Choice, CountOrAuto, Question
@@ -134,31 +134,22 @@ class Ssh(Launcher):
         default_factory=list, description="With `sync`, patterns of files not to copy."
     )
     rdzv_endpoint: Annotated[
-        Endpoint,
+        torchrun.Endpoint,
         Field(
             description="Rendezvous address, `host:port` on one of the hosts; unset is the address of the first host that ssh "
             "connects to, and a free port."
         ),
     ] = None
-    max_restarts: MaxRestarts = 0
-    rdzv_timeout: int = Field(
-        600, ge=1, description="Seconds to wait for the other nodes before the launch fails."
-    )
-    ranks: Ranks = 0
-    log_dir: str | None = Field(
+    max_restarts: torchrun.MaxRestarts = 0
+    rdzv_timeout: torchrun.RdzvTimeout = 600
+    ranks: torchrun.Ranks = 0
+    log_dir: torchrun.LogDir = Field(
         None,
-        min_length=1,
         description="Folder for the logs of runs on each host; if unset, the system's folder for program state.",
     )
-    shutdown_timeout: ShutdownTimeout = 30
-    stall_timeout: StallTimeout = None
-    omp_num_threads: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            description="OMP_NUM_THREADS of each process; if unset, the processor cores are divided among them.",
-        ),
-    ] = None
+    shutdown_timeout: torchrun.ShutdownTimeout = 30
+    stall_timeout: torchrun.StallTimeout = None
+    omp_num_threads: torchrun.OmpNumThreads = None
     connect_timeout: int = Field(
         10, ge=1, description="Seconds within which a host must accept a connection."
     )

@@ -16,7 +16,6 @@ from accel_cli.launchers import job_launcher
 from accel_cli.launchers.base import LaunchSpec
 from accel_cli.planning.machine import Machine
 from accel_cli.planning.network import Endpoint
-from accel_cli.ray import plan as plans
 from accel_cli.ray.config import Ray
 from accel_cli.ray.jobs import JobLog, RayCluster, parse_job
 from accel_cli.ray.plan import ARCHIVE, RUN_FILE, RayRun, write_folder
@@ -202,7 +201,7 @@ def test_a_dry_run_prints_what_is_submitted_and_hides_secrets(cwd, capfd, monkey
 
 def test_a_file_that_the_job_needs_must_be_among_those_that_are_sent():
     with pytest.raises(UsageError, match=r"train\.py is needed, but is not sent"):
-        plans.list_files(plan(Ray(exclude=["*.py"])).job)
+        plan(Ray(exclude=["*.py"])).job.list_files()
 
 
 @pytest.mark.parametrize(
@@ -244,8 +243,8 @@ def test_the_missing_package_is_named_with_its_extra(cwd, capfd, monkeypatch):
     assert Ray.get_missing_requirement() == "accel-runtime[ray]"
     monkeypatch.setitem(sys.modules, "pathspec", None)
     with pytest.raises(UsageError, match=r"pathspec is not installed\. Run pip install pathspec"):
-        plans.list_files(plan(Ray()).job)
-    assert plans.list_files(plan(Ray(source="shared")).job) is None
+        plan(Ray()).job.list_files()
+    assert plan(Ray(source="shared")).job.list_files() is None
 
 
 # The state of jobs -----------------------------------------------------------
