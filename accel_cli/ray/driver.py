@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,10 @@ class _LostNodeError(AccelError):
     """Nodes could not be started, or one was lost."""
 
 
+class _StoppedError(Exception):
+    """A signal ended the run."""
+
+
 class _Driver:
     """Runs the attempts of one run."""
 
@@ -107,42 +112,46 @@ class _Driver:
 
     def run(self) -> tuple[int, str]:
         """Run until an attempt ends without a lost node, and return the exit code and the reason of a failure."""
-        for attempt in range(self._run.max_retries + 1):
+        for attempt in count():
             try:
                 return self._run_attempt(attempt)
+            except _StoppedError:
+                break
             except _LostNodeError as error:
-                if self._received:
-                    return 128 + self._received[0], ""
                 if attempt == self._run.max_retries:
                     return error.exit_code, f"{error} {_LOST_CURE}"
                 console.note(
                     f"{error} Retry {attempt + 1} of {self._run.max_retries}: all nodes start again with --resume."
                 )
-        raise AssertionError
+        return 128 + self._received[0], ""
+
+    def _raise_if_stopped(self) -> None:
+        if self._received:
+            raise _StoppedError
 
     def _run_attempt(self, attempt: int) -> tuple[int, str]:
-        group = self._reserve()
-        if group is None:
-            return 128 + self._received[0], ""
+        run = self._run
         nodes: list[_Node] = []
+        group = placement_group([dict(run.bundle)] * run.nnodes, strategy="STRICT_SPREAD", name=run.job_id)
         try:
+            self._wait_for_resources(group)
             nodes += self._create_nodes(group)
             try:
                 self._start(nodes, attempt)
             except ray.exceptions.RayError as error:
+                self._raise_if_stopped()
                 if isinstance(error, ray.exceptions.RayTaskError) or "creation task" in str(error):
                     raise AccelError(
                         f"Cannot start the nodes: {_shorten(error)}. Check that all nodes have the same accel, and space."
                     ) from error
                 raise _LostNodeError(f"Cannot start the nodes: {_shorten(error)}.") from error
-            self._follow([node for node in nodes if node.pending])
+            self._follow(nodes)
         finally:
             for node in nodes:
                 with suppress(ray.exceptions.RayError):
                     ray.kill(node.actor)
             remove_placement_group(group)
-        if self._received:
-            return 128 + self._received[0], ""
+        self._raise_if_stopped()
         lost = [node for node in nodes if node.is_lost]
         if lost:
             names = " and ".join(node.name for node in lost)
@@ -155,17 +164,13 @@ class _Driver:
         text = first.reason.partition("\n")[0] or f"accel launch ended with exit code {first.code}"
         return int(first.code or 1), f"node {first.name}: {text}"
 
-    def _reserve(self) -> Any:
-        """Return the placement group once it has its resources; None after a signal."""
+    def _wait_for_resources(self, group: Any) -> None:
+        """Wait until a placement group has its resources."""
         run, start, is_noted = self._run, time.monotonic(), False
-        group = placement_group([dict(run.bundle)] * run.nnodes, strategy="STRICT_SPREAD", name=run.job_id)
         needed = f"{run.nnodes} node(s) with {_format_resources(run.bundle)} each"
         while not group.wait(1):
+            self._raise_if_stopped()
             seconds = time.monotonic() - start
-            if self._received or seconds > run.start_timeout:
-                remove_placement_group(group)
-            if self._received:
-                return None
             if seconds > run.start_timeout:
                 raise AccelError(
                     f"Cannot start the run: the cluster did not have {needed} free within {run.start_timeout} s. Free "
@@ -174,7 +179,6 @@ class _Driver:
             if seconds > _NOTE_AFTER_S and not is_noted:
                 is_noted = True
                 console.note(f"waiting for {needed}: {_describe_shortage(run.bundle)}")
-        return group
 
     def _create_nodes(self, group: Any) -> list[_Node]:
         bundle = dict(self._run.bundle)
@@ -189,27 +193,24 @@ class _Driver:
             nodes.append(_Node(rank, actor))
         return nodes
 
-    def _describe(self, nodes: list[_Node]) -> list[dict[str, Any]] | None:
-        """Return the facts of all nodes once they have started; None after a signal."""
+    def _describe(self, nodes: list[_Node]) -> list[dict[str, Any]]:
+        """Return the facts of all nodes once they have started."""
         pending, start = [node.actor.describe.remote() for node in nodes], time.monotonic()
-        while not self._received:
+        while True:
             ready, _ = ray.wait(pending, num_returns=len(pending), timeout=_POLL_S)
-            facts = ray.get(ready)  # raises for a node that cannot start, before the others have
+            facts = list(ray.get(ready))  # raises for a node that cannot start, before the others have
+            self._raise_if_stopped()
             if len(ready) == len(pending):
-                return list(facts)
+                return facts
             if time.monotonic() - start > self._run.start_timeout:
                 raise AccelError(
                     f"Cannot start the nodes: {len(ready)} of {len(nodes)} answered within {self._run.start_timeout} s. Check the "
                     "log of the cluster, or raise launcher.start_timeout."
                 )
-        return None
 
     def _start(self, nodes: list[_Node], attempt: int) -> None:
-        """Check all nodes, then start `accel launch` on each, unless a signal arrives."""
-        run = self._run
-        facts = self._describe(nodes)
-        if facts is None:
-            return
+        """Check all nodes, then start `accel launch` on each."""
+        run, facts = self._run, self._describe(nodes)
         counts = Counter(fact["host"] for fact in facts)
         for node, fact in zip(nodes, facts, strict=True):
             host = fact["host"]
