@@ -83,6 +83,9 @@ class PollIntervals:
 class Log(ABC):
     """Reads the output of a job from its first byte."""
 
+    _complete = False
+    """True if all output has been read."""
+
     @abstractmethod
     def read(self) -> bytes:
         """Return the output written since the last call, which may be empty.
@@ -93,7 +96,7 @@ class Log(ABC):
 
     def is_complete(self, job: Job) -> bool:  # noqa: ARG002 - subclasses may need the job
         """Return True if all output of a finished job is known to have been read."""
-        return False
+        return self._complete
 
 
 class FileLog(Log):

@@ -234,7 +234,6 @@ class PodLogs(Log):
         self._restarts: dict[str, int] = {}
         self._last: dict[str, tuple[int, int]] = {}
         """The time of the last line of each pod, and the number of lines of that time."""
-        self._complete = False
 
     @override
     def read(self) -> bytes:
@@ -258,10 +257,6 @@ class PodLogs(Log):
             raise failure
         self._complete = is_complete and failure is None
         return b"".join(output)
-
-    @override
-    def is_complete(self, job: Job) -> bool:
-        return self._complete
 
     def _read_pod(self, pod: Any) -> Iterator[list[bytes]]:
         """Yield the new lines of a pod, those of a container that was restarted meanwhile first."""

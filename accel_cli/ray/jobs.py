@@ -200,7 +200,6 @@ class JobLog(Log):
         self._receiver: threading.Thread | None = None
         self._length = 0
         """Characters that were received."""
-        self._complete = False
 
     @override
     def read(self) -> bytes:
@@ -229,10 +228,6 @@ class JobLog(Log):
                         f"Cannot read the log of job {self._job_id}: the connection is lost: {item}."
                     ) from item
         return "".join(output).encode(errors="surrogateescape")
-
-    @override
-    def is_complete(self, job: Job) -> bool:
-        return self._complete
 
     async def _receive(self, client: Any) -> None:
         """Put the output that was not received before, then None, or the error that ended the connection."""

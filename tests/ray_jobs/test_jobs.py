@@ -186,7 +186,8 @@ def test_without_retries_a_lost_node_ends_the_run_and_its_script_can_save(launch
     out, err = following.communicate(timeout=WAIT_S)
     assert following.returncode == 1, err + out
     assert re.search(
-        r"with exit code 1: Lost node \S+: The actor is dead because its worker process has died;", err
+        r"with exit code 1: Lost node \S+: The actor is dead because its worker process has died\. Check the nodes",
+        err,
     ), err
     assert launches.wait_for_end() == []
     assert (tmp_path / "saved").exists()
