@@ -15,15 +15,13 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_process import run
+from launch_specs import build_spec
 from pydantic import ValidationError
 
 from accel_cli.errors import UsageError
 from accel_cli.jobs import base
 from accel_cli.kubernetes import manifests
 from accel_cli.kubernetes.config import Kubernetes
-from accel_cli.launchers.base import LaunchSpec
-from accel_cli.planning.machine import Machine
-from accel_runtime.env import Settings
 
 ROOT = Path(__file__).parents[3]
 EVERYTHING = Kubernetes(
@@ -64,9 +62,8 @@ def _files(cwd):
     (cwd / "train.py").write_text("pass")
 
 
-def plan(section, *args, target="train.py", kind="script", env=None, **options):
-    spec = LaunchSpec(target, args, kind, Settings(**options), env or {}, {}, Machine(2), python="python")
-    return section.plan(spec)
+def plan(section, *args, **options):
+    return section.plan(build_spec(*args, **options))
 
 
 def render(section, *args, archive=b"files", **options):

@@ -8,18 +8,16 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from in_process import run
+from launch_specs import build_spec
 from pydantic import ValidationError
 
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.jobs.base import UnreachableError
 from accel_cli.launchers import job_launcher
-from accel_cli.launchers.base import LaunchSpec
-from accel_cli.planning.machine import Machine
 from accel_cli.planning.network import Endpoint
 from accel_cli.ray.config import Ray
 from accel_cli.ray.jobs import JobLog, RayCluster, parse_job
 from accel_cli.ray.plan import ARCHIVE, RUN_FILE, RayRun, write_folder
-from accel_runtime.env import Settings
 
 ELSEWHERE = Endpoint("10.0.0.7", 29400)
 
@@ -29,19 +27,8 @@ def _files(cwd):
     (cwd / "train.py").write_text("pass")
 
 
-def plan(section, *args, target="train.py", kind="script", env=None, is_builtin=False, **options):
-    spec = LaunchSpec(
-        target,
-        args,
-        kind,
-        Settings(**options),
-        env or {},
-        {},
-        Machine(2),
-        python="python",
-        is_builtin=is_builtin,
-    )
-    return section.plan(spec)
+def plan(section, *args, **options):
+    return section.plan(build_spec(*args, **options))
 
 
 @pytest.mark.parametrize(
@@ -69,17 +56,7 @@ def test_a_job_without_gpus_runs_on_the_cpus_of_its_nodes():
 
 
 def test_the_plan_names_the_variable_that_overrides_the_address():
-    spec = LaunchSpec(
-        "train.py",
-        (),
-        "script",
-        Settings(),
-        {},
-        {"RAY_ADDRESS": "http://other:8265"},
-        Machine(2),
-        python="python",
-    )
-    planned = Ray(address="http://head:8265").plan(spec)
+    planned = plan(Ray(address="http://head:8265"), environ={"RAY_ADDRESS": "http://other:8265"})
     assert planned.job.describe()[0] == "cluster: http://other:8265 (from RAY_ADDRESS)"
     assert plan(Ray(address="http://head:8265")).job.describe()[0] == "cluster: http://head:8265"
 

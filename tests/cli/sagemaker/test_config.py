@@ -4,11 +4,11 @@ import os
 from dataclasses import replace
 
 import pytest
+from launch_specs import build_spec
 from pydantic import ValidationError
 
 from accel_cli import planner
 from accel_cli.errors import UsageError
-from accel_cli.launchers.base import LaunchSpec
 from accel_cli.planning.machine import Machine
 from accel_cli.planning.options import Request
 from accel_cli.sagemaker.config import SageMaker
@@ -24,12 +24,6 @@ def tree(tmp_path, monkeypatch):
     (tmp_path / "requirements.txt").write_text("")
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def job(*args, target="train.py", kind="script", env=None, **told):
-    return LaunchSpec(
-        target, args, kind, Settings(**told), env or {}, {}, Machine(2), python="/venv/bin/python"
-    )
 
 
 @pytest.mark.parametrize(
@@ -83,26 +77,26 @@ def test_the_plan_has_the_instances_and_the_command_of_a_host(tree):
         requirements="requirements.txt",
         checkpoint_dir="runs",
     )
-    plan = said.plan(job("--lr", "1e-4", env={"NCCL_DEBUG": "INFO"}, mixed_precision="bf16"))
+    plan = said.plan(build_spec("--lr", "1e-4", env={"NCCL_DEBUG": "INFO"}, mixed_precision="bf16"))
     assert (plan.nnodes, plan.device, plan.process_description) == (
         2,
         "ml.p4d.24xlarge",
         "a process for each GPU",
     )
-    assert SageMaker(instance_type="ml.m5.large").plan(job()).process_description == ""
-    assert SageMaker(nproc_per_node=4).plan(job()).nproc_per_node == 4
+    assert SageMaker(instance_type="ml.m5.large").plan(build_spec()).process_description == ""
+    assert SageMaker(nproc_per_node=4).plan(build_spec()).nproc_per_node == 4
     run = plan.job.run
     assert (run["kind"], run["target"], run["args"]) == ("script", "train.py", ["--lr", "1e-4"])
     assert (run["cwd"], run["requirements"], run["checkpoint_dir"]) == (".", "requirements.txt", "runs")
     # Every instance has a checkpoint folder of its own.
     assert run["settings"] == Settings(mixed_precision="bf16", shared_files=False).to_env()
-    assert SageMaker().plan(job()).job.run["settings"] == Settings().to_env()
+    assert SageMaker().plan(build_spec()).job.run["settings"] == Settings().to_env()
     assert run["env"] == {"NCCL_DEBUG": "INFO"}
     assert plan.job.section.instance_count == 2
 
 
 def test_device_cpu_starts_one_process_on_an_instance_with_gpus(tree):
-    section, spec = SageMaker(instance_type="ml.p4d.24xlarge", instance_count=2), job(device="cpu")
+    section, spec = SageMaker(instance_type="ml.p4d.24xlarge", instance_count=2), build_spec(device="cpu")
     plan = section.plan(spec)
     assert (plan.process_description, plan.nproc_per_node) == ("", 1)
     assert section.get_world_sizes(spec, plan) == (2,)
@@ -117,7 +111,7 @@ def test_a_script_in_a_subfolder_starts_there_and_the_source_folder_is_sent(tree
     (tree / "work").mkdir()
     (tree / "work" / "a.py").write_text("")
     monkeypatch.chdir(tree / "work")
-    run = SageMaker(source_dir="..").plan(job(target=str(tree / "work" / "a.py"))).job.run
+    run = SageMaker(source_dir="..").plan(build_spec(target=str(tree / "work" / "a.py"))).job.run
     assert (run["cwd"], run["target"]) == ("work", "a.py")
 
 
@@ -128,20 +122,20 @@ def test_the_absolute_path_of_a_script_can_contain_a_linked_folder(tree, monkeyp
     (tree / "scripts" / "b.py").symlink_to("a.py")
     (tree / "link").symlink_to("scripts")
     monkeypatch.chdir(tree / "work")
-    run = SageMaker(source_dir="..").plan(job(target=str(tree / "link" / "b.py"))).job.run
+    run = SageMaker(source_dir="..").plan(build_spec(target=str(tree / "link" / "b.py"))).job.run
     assert run["target"] == "../scripts/b.py"
 
 
 def test_libraries_of_sagemaker_are_used_with_a_custom_image(tree):
     said = SageMaker(image_uri="mine:1")
-    run = said.plan(job(process_group_backend="smddp")).job.run
+    run = said.plan(build_spec(process_group_backend="smddp")).job.run
     assert "smddp" in run["settings"].values()
 
 
 @pytest.mark.parametrize("shape", [{}, {"parallel": Parallel(dp_shard=8), "mixed_precision": "bf16"}])
 def test_accel_launch_on_a_host_has_the_settings_and_launcher_of_the_profile(tree, home, shape):
     section = SageMaker(instance_count=2, nproc_per_node=4, max_restarts=2, ranks="0,3", stall_timeout=60)
-    run = section.plan(job(**shape)).job.run
+    run = section.plan(build_spec(**shape)).job.run
     flag, *sets = run["options"]
     assert (flag, set(sets[::2])) == ("--no-profile", {"--set"})
     hosts = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2", "SM_MASTER_PORT": "7777"}
@@ -158,16 +152,16 @@ def test_accel_launch_on_a_host_has_the_settings_and_launcher_of_the_profile(tre
 
 def test_a_module_and_a_program_are_launched_as_such(tree):
     for kind, option in (("module", "--module"), ("program", "--no-python")):
-        run = SageMaker().plan(replace(job(), kind=kind)).job.run
+        run = SageMaker().plan(replace(build_spec(), kind=kind)).job.run
         assert run["options"][:2] == ["--no-profile", option]
 
 
 def test_builtin_modules_of_accel_send_no_source_folder(tree):
-    whole = replace(job(target="accel_runtime.selfcheck", kind="module"), is_builtin=True)
+    whole = replace(build_spec(target="accel_runtime.selfcheck", kind="module"), is_builtin=True)
     plan = SageMaker(source_dir="/etc", requirements="gone.txt").plan(whole)
     assert plan.job.source is None
     assert plan.job.run["requirements"] is None
-    assert SageMaker().plan(job()).job.source == "."
+    assert SageMaker().plan(build_spec()).job.source == "."
 
 
 @pytest.mark.parametrize(
@@ -188,21 +182,21 @@ def test_builtin_modules_of_accel_send_no_source_folder(tree):
 def test_unsupported_requests_are_rejected_without_aws(tree, said, given, wrong):
     (tree / "sub").mkdir()
     with pytest.raises(UsageError, match=wrong):
-        SageMaker(**said).plan(job(**given))
+        SageMaker(**said).plan(build_spec(**given))
 
 
 def test_an_argument_that_linux_does_not_accept_is_rejected(tree):
-    assert SageMaker().plan(job("--x", "a" * 131_071)).job.run["args"]
+    assert SageMaker().plan(build_spec("--x", "a" * 131_071)).job.run["args"]
     with pytest.raises(UsageError, match="Argument 2 of the script is too long: 131,072 bytes"):
-        SageMaker().plan(job("--x", "a" * 131_072))
+        SageMaker().plan(build_spec("--x", "a" * 131_072))
 
 
 def test_error_messages_do_not_contain_secret_values(tree):
     with pytest.raises(UsageError) as refused:
-        SageMaker().plan(job(env={"HF_TOKEN": "hf_abc"}))
+        SageMaker().plan(build_spec(env={"HF_TOKEN": "hf_abc"}))
     assert "hf_abc" not in str(refused.value)
 
 
 def test_arguments_that_are_not_valid_text_are_passed_byte_for_byte(tree):
     raw = os.fsdecode(b"\xff\xfe")
-    assert os.fsencode(SageMaker().plan(job(raw)).job.run["args"][0]) == b"\xff\xfe"
+    assert os.fsencode(SageMaker().plan(build_spec(raw)).job.run["args"][0]) == b"\xff\xfe"

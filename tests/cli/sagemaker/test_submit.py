@@ -7,15 +7,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from launch_specs import build_spec
 
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.jobs.base import UnreachableError
-from accel_cli.launchers.base import LaunchSpec
-from accel_cli.planning.machine import Machine
 from accel_cli.sagemaker import bundle, s3, submit
 from accel_cli.sagemaker.aws import Account
 from accel_cli.sagemaker.config import SageMaker
-from accel_runtime.env import Settings
 
 BUCKET = "sagemaker-us-east-1-123456789012"
 READS = {
@@ -44,17 +42,7 @@ def plan(here):
 
     def make(*args, detach=True, env=None, target="train.py", is_builtin=False, **said):
         said = {"pytorch_version": "2.9", "instance_type": "ml.m5.large"} | said
-        job = LaunchSpec(
-            target,
-            args,
-            "script",
-            Settings(),
-            env or {},
-            {},
-            Machine(2),
-            python="python",
-            is_builtin=is_builtin,
-        )
+        job = build_spec(*args, env=env, target=target, is_builtin=is_builtin)
         plan = SageMaker(**said).plan(job)
         return replace(plan, job=replace(plan.job, detach=detach))
 

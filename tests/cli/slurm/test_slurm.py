@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launch_specs import build_spec
 from pydantic import ValidationError
 
 from accel_cli.errors import UsageError
-from accel_cli.launchers.base import LaunchSpec
-from accel_cli.planning.machine import Machine
 from accel_cli.planning.plan import quote_for_bash
 from accel_cli.slurm.config import Slurm
-from accel_runtime.env import Settings
 
 GOLDEN = Path(__file__).parent / "golden"
 PROFILES = {
@@ -41,16 +39,9 @@ PROFILES = {
 }
 
 
-def job(*args, kind="script", environ=None, env=None, **options):
-    environ = environ or {}
-    return LaunchSpec(
-        "train.py", args, kind, Settings(**options), env or {}, environ, Machine(2), python="/venv/bin/python"
-    )
-
-
 @pytest.mark.parametrize("name", PROFILES)
 def test_the_batch_script_equals_its_golden_file_and_is_valid_bash(name):
-    script = PROFILES[name].plan(job("--lr", "-1", "a b", "it's", "$HOME")).job.script
+    script = PROFILES[name].plan(build_spec("--lr", "-1", "a b", "it's", "$HOME")).job.script
     golden = GOLDEN / f"{name}.sh"
     if os.environ.get("WRITE_GOLDEN"):
         golden.write_text(script)
@@ -68,7 +59,7 @@ def test_a_job_near_its_time_limit_is_requeued_once(tmp_path):
     for name, text in stubs.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    script = Slurm(requeue=True, signal="USR1@120").plan(job()).job.script
+    script = Slurm(requeue=True, signal="USR1@120").plan(build_spec()).job.script
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "requeue_pid": "1"}
     process = subprocess.Popen(["bash", "-c", script], env=environ)
     while not (tmp_path / "started").exists():
@@ -86,7 +77,7 @@ def test_every_golden_batch_script_has_a_profile():
 
 
 def test_a_slurm_plan_needs_no_gpu_on_this_machine():
-    plan = PROFILES["two-nodes"].plan(job(device="cuda"))
+    plan = PROFILES["two-nodes"].plan(build_spec(device="cuda"))
     assert (plan.launcher, plan.nnodes, plan.nproc_per_node, plan.device) == ("slurm", 2, 4, "cuda")
     assert plan.argv == ("sbatch", "--parsable", "--export=ALL")
     assert plan.job.output_dir == "logs/a b"
@@ -103,14 +94,14 @@ def test_a_slurm_plan_needs_no_gpu_on_this_machine():
     ],
 )
 def test_auto_starts_one_process_for_each_requested_gpu(launcher, options, count):
-    assert launcher.plan(job(**options)).nproc_per_node == count
+    assert launcher.plan(build_spec(**options)).nproc_per_node == count
 
 
 def test_more_processes_than_requested_gpus_are_an_error_except_on_the_cpu():
     launcher = Slurm(gpus_per_node="a100:2", nproc_per_node=4)
     with pytest.raises(UsageError, match=r"nproc_per_node 4: launcher.gpus_per_node requests 2"):
-        launcher.plan(job())
-    assert launcher.plan(job(device="cpu")).nproc_per_node == 4
+        launcher.plan(build_spec())
+    assert launcher.plan(build_spec(device="cpu")).nproc_per_node == 4
 
 
 @pytest.mark.parametrize(
@@ -122,11 +113,11 @@ def test_more_processes_than_requested_gpus_are_an_error_except_on_the_cpu():
     ],
 )
 def test_scripts_modules_and_programs_are_passed_to_srun(kind, command):
-    assert Slurm().plan(job("x", kind=kind)).job.script.endswith(command)
+    assert Slurm().plan(build_spec("x", kind=kind)).job.script.endswith(command)
 
 
 def test_settings_are_passed_in_the_environment_and_not_in_the_batch_script():
-    plan = Slurm().plan(job(env={"WANDB_API_KEY": "s3cret"}, mixed_precision="bf16"))
+    plan = Slurm().plan(build_spec(env={"WANDB_API_KEY": "s3cret"}, mixed_precision="bf16"))
     assert plan.env["WANDB_API_KEY"] == "s3cret"
     assert plan.env["ACCEL_MIXED_PRECISION"] == "bf16"
     assert "s3cret" not in plan.job.script + " ".join(plan.argv)
@@ -134,7 +125,7 @@ def test_settings_are_passed_in_the_environment_and_not_in_the_batch_script():
 
 def test_unprintable_characters_are_replaced_in_the_job_name():
     target = "a\n#SBATCH --uid=0.py"
-    plan = Slurm().plan(LaunchSpec(target, (), "script", Settings(), {}, {}, Machine(2), python="py"))
+    plan = Slurm().plan(build_spec(target=target))
     assert "#SBATCH '--job-name=a_#SBATCH --uid=0.py'\n" in plan.job.script
     assert not [line for line in plan.job.script.splitlines() if line.startswith("#SBATCH --uid")]
 
@@ -177,7 +168,7 @@ def test_an_invalid_value_for_sbatch_is_an_error(key, value, message):
 
 @pytest.mark.parametrize("value", [30, "30", "30:00", "4:00:00", "2-12", "2-12:00:00", "UNLIMITED"])
 def test_time_limits_have_the_formats_of_slurm(value):
-    assert f"\n#SBATCH --time={value}\n" in Slurm(time=value).plan(job()).job.script
+    assert f"\n#SBATCH --time={value}\n" in Slurm(time=value).plan(build_spec()).job.script
 
 
 # Inside an allocation -------------------------------------------------------------------
@@ -194,7 +185,7 @@ def step(**changes):
 
 
 def test_a_step_with_one_task_per_node_runs_agents():
-    plan = Slurm(nnodes=2, nproc_per_node=3, max_restarts=1).plan(job(environ=step()))
+    plan = Slurm(nnodes=2, nproc_per_node=3, max_restarts=1).plan(build_spec(environ=step()))
     assert (plan.launcher, plan.nnodes, plan.nproc_per_node) == ("torchrun", 2, 3)
     agent = plan.agent
     assert (agent.run_id, agent.rdzv_endpoint, agent.max_restarts) == ("slurm-7.2", "n03:20201", 1)
@@ -204,10 +195,10 @@ def test_submitting_from_inside_a_job_is_an_error():
     with pytest.raises(
         UsageError, match=r"already inside the Slurm job 7.*srun --nodes=2 --ntasks-per-node=1"
     ):
-        Slurm(nnodes=2).plan(job(environ={"SLURM_JOB_ID": "7"}))
+        Slurm(nnodes=2).plan(build_spec(environ={"SLURM_JOB_ID": "7"}))
 
 
 @pytest.mark.parametrize("changes", [{"SLURM_STEP_NUM_TASKS": "4"}, {"SLURM_STEP_NUM_NODES": "1"}])
 def test_a_step_of_another_size_than_the_profile_is_an_error(changes):
     with pytest.raises(UsageError, match=r"the profile needs one on each of 2\. Use srun"):
-        Slurm(nnodes=2).plan(job(environ=step(**changes)))
+        Slurm(nnodes=2).plan(build_spec(environ=step(**changes)))

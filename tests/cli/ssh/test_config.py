@@ -6,26 +6,19 @@ import shlex
 
 import pytest
 import yaml
+from launch_specs import build_spec
 
 from accel_cli import planner
 from accel_cli.errors import ProfileError, UsageError
-from accel_cli.launchers.base import LaunchSpec
 from accel_cli.launchers.torchrun import Torchrun
 from accel_cli.planning.machine import Machine
-from accel_cli.planning.nodes import NodeLayout
 from accel_cli.planning.options import Request
 from accel_cli.profile.layers import parse_assignments
 from accel_cli.profile.store import write
 from accel_cli.ssh.config import Ssh
-from accel_runtime.env import Parallel, Settings
+from accel_runtime.env import Parallel
 
 CPU = Machine(8)
-
-
-def job(*args, kind="script", environ=None, env=None, nodes=None, **options):
-    return LaunchSpec(
-        "train.py", args, kind, Settings(**options), env or {}, environ or {}, CPU, python="/venv/bin/python", nodes=nodes or NodeLayout()
-    )  # fmt: skip
 
 
 def resolved(**options):
@@ -103,7 +96,7 @@ def test_invalid_hosts_are_an_error(cwd, options, problem):
 
 
 def test_every_host_runs_the_same_launch_with_its_rank_and_processes():
-    plan = Ssh(hosts=["ann@a slots=2", "b"], ranks="all").plan(job("--lr", "a b", device="cpu"))
+    plan = Ssh(hosts=["ann@a slots=2", "b"], ranks="all").plan(build_spec("--lr", "a b", device="cpu"))
     first, second = (plan.job.build_launch_command(rank, "10.0.0.1:29400", "run") for rank in (0, 1))
     assert shlex.join(first) == (
         "/venv/bin/python -m accel_cli launch --quiet --no-profile --nnodes 2 --rdzv-endpoint 10.0.0.1:29400 --rdzv-id run "
@@ -114,34 +107,34 @@ def test_every_host_runs_the_same_launch_with_its_rank_and_processes():
 
 
 def test_with_restarts_the_rendezvous_assigns_the_ranks():
-    plan = Ssh(hosts=["a", "b"], max_restarts=2).plan(job())
+    plan = Ssh(hosts=["a", "b"], max_restarts=2).plan(build_spec())
     command = plan.job.build_launch_command(1, "a:1", "run")
     assert "--node-rank" not in command
     assert "launcher.max_restarts=2" in command
 
 
 def test_one_host_has_no_rendezvous():
-    command = Ssh(hosts=["a"]).plan(job()).job.build_launch_command(0, "", "run")
+    command = Ssh(hosts=["a"]).plan(build_spec()).job.build_launch_command(0, "", "run")
     assert not {"--nnodes", "--rdzv-endpoint", "--node-rank"} & set(command)
 
 
 def test_nnodes_takes_the_first_hosts_of_the_list():
-    plan = Ssh(hosts=["a", "b", "c"], nnodes=2).plan(job())
+    plan = Ssh(hosts=["a", "b", "c"], nnodes=2).plan(build_spec())
     assert [host.name for host in plan.job.hosts] == ["a", "b"]
     with pytest.raises(UsageError, match="only 3 host"):
-        Ssh(hosts=["a", "b", "c"], nnodes=4).plan(job())
+        Ssh(hosts=["a", "b", "c"], nnodes=4).plan(build_spec())
 
 
 def test_more_processes_than_slots_are_an_error():
     with pytest.raises(UsageError, match="host a has slots=2"):
-        Ssh(hosts=["a slots=2"], nproc_per_node=3).plan(job())
+        Ssh(hosts=["a slots=2"], nproc_per_node=3).plan(build_spec())
 
 
 def test_gpu_ids_are_the_processes_of_a_host_without_slots():
-    plan = Ssh(hosts=["a", "b slots=1"], gpu_ids="0,2").plan(job())
+    plan = Ssh(hosts=["a", "b slots=1"], gpu_ids="0,2").plan(build_spec())
     assert plan.job.counts == (2, 1)
-    assert Ssh(hosts=["a"], gpu_ids="all").plan(job()).job.counts == ("auto",)
-    assert Ssh(hosts=["a slots=3"], gpu_ids="0,2").plan(job(device="cpu")).job.counts == (3,)
+    assert Ssh(hosts=["a"], gpu_ids="all").plan(build_spec()).job.counts == ("auto",)
+    assert Ssh(hosts=["a slots=3"], gpu_ids="0,2").plan(build_spec(device="cpu")).job.counts == (3,)
 
 
 @pytest.mark.parametrize(
@@ -157,8 +150,8 @@ def test_gpu_ids_are_the_processes_of_a_host_without_slots():
 def test_more_processes_than_gpu_ids_are_an_error_unless_gloo_shares_the_gpus(options, problem):
     launcher = Ssh(gpu_ids="0,2", **options)
     with pytest.raises(UsageError, match=problem):
-        launcher.plan(job())
-    assert max(launcher.plan(job(process_group_backend="gloo")).job.counts) > 2
+        launcher.plan(build_spec())
+    assert max(launcher.plan(build_spec(process_group_backend="gloo")).job.counts) > 2
 
 
 def test_a_node_rank_is_an_error(cwd):
@@ -186,7 +179,9 @@ def plan_on_host(total, **options):
     """Plan the launch of a host with two processes, of two hosts with `total` processes."""
     launcher = Torchrun(nnodes=2, nproc_per_node=2, rdzv_endpoint="a:1", **options)
     settings = {"parallel": Parallel(dp_shard=6)} if total == "6" else {}
-    return planner.build_plan(launcher, job(environ={"ACCEL_NUM_PROCESSES": total}, device="cpu", **settings))
+    return planner.build_plan(
+        launcher, build_spec(environ={"ACCEL_NUM_PROCESSES": total}, device="cpu", **settings)
+    )
 
 
 @pytest.mark.parametrize("total", ["6", "0"])
@@ -198,24 +193,24 @@ def test_a_rank_beyond_the_processes_of_all_hosts_is_an_error():
     with pytest.raises(UsageError, match="the last rank is 5"):
         plan_on_host("6", ranks="6")
     with pytest.raises(UsageError, match="the last rank is 9"):
-        Ssh(hosts=["a slots=8", "b slots=2"], ranks="10").plan(job())
+        Ssh(hosts=["a slots=8", "b slots=2"], ranks="10").plan(build_spec())
 
 
 def test_forwarded_values_are_the_same_after_yaml_is_parsed():
     folder = "/data/a #1: ü"
-    command = Ssh(hosts=["a"], log_dir=folder).plan(job()).job.build_launch_command(0, "", "run")
+    command = Ssh(hosts=["a"], log_dir=folder).plan(build_spec()).job.build_launch_command(0, "", "run")
     assert parse_assignments([command[-3]]).values == {"launcher.log_dir": folder}
 
 
 def test_the_variables_of_the_profile_are_in_no_command():
-    spec = job(env={"API_KEY": "secret", "A": "1"}, environ={"A": "2"})
+    spec = build_spec(env={"API_KEY": "secret", "A": "1"}, environ={"A": "2"})
     plan = Ssh(hosts=["a", "b"]).plan(spec)
     assert (plan.env["API_KEY"], plan.env["A"]) == ("secret", "2")
     assert "secret" not in str((plan.argv, plan.job))
 
 
 def test_the_command_of_ssh_asks_for_no_password_and_takes_no_option_from_a_host():
-    plan = Ssh(hosts=["a"], connect_timeout=3, python="/opt/my python").plan(job())
+    plan = Ssh(hosts=["a"], connect_timeout=3, python="/opt/my python").plan(build_spec())
     assert plan.argv[0] == "ssh"
     assert {"-oBatchMode=yes", "-oConnectTimeout=3"} <= set(plan.argv)
     assert plan.argv[-3:-1] == ("--", "a")
