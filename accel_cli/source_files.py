@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
 
 __all__ = [
+    "GIT_LS_FILES",
     "SECRETS",
     "SelectedFile",
     "Selection",
@@ -49,11 +50,12 @@ _CLUTTER = frozenset({
 _ENVIRONMENT_MARKS = ("pyvenv.cfg", "conda-meta")
 _ALL = "all files except caches and environments"
 _NUM_SHOWN = 5
-_LS_FILES = (
+GIT_LS_FILES = (
     # Git sets these for its hooks, where they would point to another repository.
     "env", "-uGIT_DIR", "-uGIT_WORK_TREE", "-uGIT_INDEX_FILE", "-uGIT_PREFIX", "-uGIT_COMMON_DIR",
-    "git", "ls-files", "-z", "-t", "--cached", "--others", "--exclude-standard",
+    "git", "ls-files", "-z", "--others", "--exclude-standard",
 )  # fmt: skip
+"""Command that lists the files of the current directory that git does not track; `--ignored` selects those it ignores."""
 
 
 @dataclass(frozen=True)
@@ -211,8 +213,9 @@ def _list_files(source: Path, excluded: GitIgnoreSpec) -> tuple[set[str], str, l
 
 def _list_with_git(source: Path, subfolder: str, notes: list[str]) -> set[str]:
     """Return the files that git lists in a folder and in the repositories below it, without clutter that is new."""
+    command = (*GIT_LS_FILES, "-t", "--cached")
     result = subprocess.run(
-        _LS_FILES, cwd=source / subfolder, stdin=subprocess.DEVNULL, capture_output=True, check=True
+        command, cwd=source / subfolder, stdin=subprocess.DEVNULL, capture_output=True, check=True
     )
     names: set[str] = set()
     new: set[str] = set()

@@ -51,15 +51,17 @@ def migrate(
         problems += [f"{file.path}:{place.line}: {place.text}" for place in file.findings]
         problems += [f"{file.path}:{place.line}: note: {place.text}" for place in file.notes]
     changed = [file for file in files if file.is_changed]
-    for file in files:
-        _show(file, write=write)
+    unwritten = [error for file in files if (error := _show(file, write=write))]
     sys.stdout.flush()
+    problems += unwritten
     for problem in problems:
         sys.stderr.write(f"{problem}\n")
     if not changed and not problems:
         console.note("nothing to convert")
     elif changed and not write:
         console.note(f"{_count(len(changed))} would change; accel migrate --write applies it")
+    if unwritten:
+        raise typer.Exit(2)
     if check and ((changed and not write) or any(file.findings for file in files)):
         raise typer.Exit(1)
 
@@ -84,16 +86,20 @@ def _read_files(paths: list[Path]) -> tuple[list[MigratedFile], list[str]]:
     return files, problems
 
 
-def _show(file: MigratedFile, *, write: bool) -> None:
-    """Write a file, or print its changes."""
+def _show(file: MigratedFile, *, write: bool) -> str:
+    """Write a file, or print its changes; return the error if it cannot be written."""
     from accel_cli.migrate.files import STDIN
 
     if write and file.path == STDIN:
         sys.stdout.write(file.after)
     elif write and file.is_changed:
-        console.note(f"wrote {file.path}; the file before is {file.write().name}")
+        try:
+            console.note(f"wrote {file.path}; the file before is {file.write().name}")
+        except UsageError as error:
+            return str(error)
     elif file.is_changed:
         _print_diff(file.format_diff())
+    return ""
 
 
 def _count(number: int) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -15,6 +17,7 @@ from pathlib import Path
 
 from accel_cli.errors import UsageError
 from accel_cli.migrate.raw import Finding
+from accel_cli.source_files import GIT_LS_FILES
 
 __all__ = ["STDIN", "MigratedFile", "find_files", "migrate_file"]
 
@@ -57,17 +60,23 @@ class MigratedFile:
         if not os.access(path, os.W_OK):
             raise UsageError(f"Cannot write {self.path}: the file is read-only. Change its permissions.")
         copy = _choose_copy(path)
-        shutil.copy2(path, copy)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        created = [copy]
         try:
+            shutil.copy2(path, copy)
+            descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:99]}.")
+            created.append(Path(name))
             with os.fdopen(descriptor, "wb") as file:
                 file.write(self.after.encode())
                 file.flush()
                 os.fsync(file.fileno())
             shutil.copymode(path, name)
             Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
+        except BaseException as error:
+            for one in created:
+                with contextlib.suppress(OSError):
+                    one.unlink()
+            if isinstance(error, OSError):
+                raise UsageError(f"Cannot write {self.path}: {error.strerror}. It is unchanged.") from None
             raise
         return copy
 
@@ -76,7 +85,7 @@ def _choose_copy(path: Path) -> Path:
     """Return the path for a copy that does not exist yet: `train.py.orig`, `train.py.orig.1`."""
     copy = path.with_name(f"{path.name}.orig")
     number = 0
-    while copy.exists():
+    while os.path.lexists(copy):
         number += 1
         copy = path.with_name(f"{path.name}.orig.{number}")
     return copy
@@ -103,7 +112,7 @@ def find_files(paths: Iterable[Path]) -> Iterator[Path]:
             raise UsageError(
                 f"Cannot migrate {path}: it is not a script. Convert a configuration file of Accelerate: accel config import {path}"
             )
-        elif path.suffix not in {".py", *_SHELL}:
+        elif path.suffix not in {".py", *_SHELL} or not path.is_file():
             raise UsageError(
                 f"Cannot migrate {path}: expected a Python script (.py), a shell script (.sh) or a folder."
             )
@@ -112,6 +121,8 @@ def find_files(paths: Iterable[Path]) -> Iterator[Path]:
 
 
 def _find_in_folder(folder: Path) -> Iterator[Path]:
+    """Yield the scripts in a folder, without those in hidden folders and environments, and those that git ignores."""
+    ignored = _list_ignored(folder)
     for root, folders, names in os.walk(folder):
         folders[:] = sorted(
             name
@@ -119,10 +130,18 @@ def _find_in_folder(folder: Path) -> Iterator[Path]:
             if name not in _SKIPPED
             and not name.startswith(".")
             and not (Path(root) / name / "pyvenv.cfg").exists()
+            and Path(root) / name not in ignored
         )
-        for name in sorted(names):
-            if Path(name).suffix in {".py", *_SHELL} and (Path(root) / name).is_file():
-                yield Path(root) / name
+        for path in (Path(root) / name for name in sorted(names)):
+            if path.suffix in {".py", *_SHELL} and path.is_file() and path not in ignored:
+                yield path
+
+
+def _list_ignored(folder: Path) -> set[Path]:
+    """Return the files and folders that git ignores; none outside a repository."""
+    command = (*GIT_LS_FILES, "--ignored", "--directory")
+    done = subprocess.run(command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    return {folder / os.fsdecode(name) for name in done.stdout.split(b"\0") if name}
 
 
 def migrate_file(path: Path) -> MigratedFile:
@@ -138,6 +157,8 @@ def migrate_file(path: Path) -> MigratedFile:
         raise UsageError(
             f"Cannot migrate {path}: it is not encoded in UTF-8. Convert its encoding first."
         ) from None
+    except OSError as error:
+        raise UsageError(f"Cannot read {path}: {error.strerror}. Check its permissions.") from None
     if path.suffix in _SHELL or re.match(r"#!.*sh\b", text):
         from accel_cli.migrate.shell import migrate_shell  # noqa: PLC0415 - a Python script does without
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
 import sys
+from pathlib import Path
 from unittest import mock
 
 import in_process
@@ -33,8 +36,6 @@ def test_the_diff_is_printed_and_nothing_is_written(capfd, script):
 
 
 def test_the_diff_can_be_applied_with_patch(capfd, script, tmp_path):
-    import subprocess
-
     done = in_process.run(capfd, "migrate", "train.py")
     subprocess.run(
         ["patch", "-p0"], input=done.stdout, text=True, check=True, cwd=tmp_path, stdout=subprocess.DEVNULL
@@ -92,6 +93,58 @@ def test_a_folder_is_searched_for_scripts(capfd, script):
     assert "accel_runtime" in script.read_text()
     assert (package / ".venv" / "other.py").read_text() == RAW
     assert "broken.py:1: Cannot migrate the script: Python" in done.stderr
+
+
+def test_a_folder_is_searched_without_what_git_ignores_and_without_pipes(capfd, script):
+    names = ("build/lib/train.py", "local.py", "package/train.py", ".hidden/train.py")
+    for name in names:
+        (script.parent / name).parent.mkdir(parents=True, exist_ok=True)
+        (script.parent / name).write_text(RAW)
+    os.mkfifo("pipe.py")
+    (script.parent / ".gitignore").write_text("build/\n/local.py\n")
+    subprocess.run(["git", "init", "-q"], check=True)
+
+    def list_written():
+        return [name for name in names if "accel_runtime" in (script.parent / name).read_text()]
+
+    assert in_process.run(capfd, "migrate", "--write", ".").returncode == 0
+    assert list_written() == ["package/train.py"]
+    assert in_process.run(capfd, "migrate", "--write", "build", "local.py").returncode == 0
+    assert list_written() == ["build/lib/train.py", "local.py", "package/train.py"]
+
+
+def test_write_continues_after_a_file_that_cannot_be_written(capfd, script):
+    long = script.with_name(f"{'a' * 250}.py")  # the name of its copy would be too long
+    long.write_text(RAW)
+    done = in_process.run(capfd, "migrate", "--write", ".")
+    assert done.returncode == 2
+    assert f"Cannot write {long.name}: File name too long. It is unchanged." in done.stderr
+    assert "accelerator.backward(loss)" in script.read_text()
+    assert long.read_text() == RAW
+    assert {path.name for path in script.parent.iterdir()} == {"train.py", "train.py.orig", long.name}
+
+
+def test_a_file_whose_write_fails_stays_without_a_copy(capfd, script):
+    with mock.patch.object(os, "fsync", side_effect=OSError(28, "No space left on device")):
+        done = in_process.run(capfd, "migrate", "--write", "train.py")
+    assert done.returncode == 2
+    assert "Cannot write train.py: No space left on device. It is unchanged." in done.stderr
+    assert [path.name for path in script.parent.iterdir()] == ["train.py"]
+    assert script.read_text() == RAW
+
+
+def test_a_file_of_a_folder_that_cannot_be_read_is_reported(capfd, script):
+    with mock.patch.object(Path, "read_bytes", side_effect=PermissionError(13, "Permission denied")):
+        done = in_process.run(capfd, "migrate", ".")
+    assert "Cannot read train.py: Permission denied. Check its permissions." in done.stderr
+    assert done.returncode == 0
+
+
+def test_a_pipe_is_refused(capfd, script):
+    os.mkfifo("pipe.py")
+    done = in_process.run(capfd, "migrate", "pipe.py")
+    assert done.returncode == 2
+    assert "Cannot migrate pipe.py: expected a Python script (.py)" in done.stderr
 
 
 @pytest.mark.parametrize(
