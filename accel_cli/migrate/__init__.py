@@ -78,7 +78,7 @@ def _migrate_fabric(text: str, script: Script) -> Migration:
     others = {name: module_name for name, module_name in _STANDARD.items() if name in conversion.imports}
     imports = [f"from {module_name} import {name}" for name, module_name in others.items()]
     imports.append(_format_import(conversion.imports - others.keys()))
-    return _finish(text, conversion, add_import(module, imports))
+    return _finish(text, conversion, add_import(module, imports), tuple(_LIGHTNING))
 
 
 def _migrate_raw_loop(text: str) -> Migration:
@@ -109,9 +109,11 @@ def _migrate_raw_loop(text: str) -> Migration:
     )
 
 
-def _finish(text: str, conversion: Conversion, module: cst.Module) -> Migration:
+def _finish(
+    text: str, conversion: Conversion, module: cst.Module, packages: tuple[str, ...] = ()
+) -> Migration:
     """Return the result without unused imports; the text before, with a finding, if names would be missing."""
-    changed = drop_unused_imports(text, module).code
+    changed = drop_unused_imports(text, module, packages).code
     try:
         compile(changed, "script", "exec", dont_inherit=True)
     except SyntaxError as error:

@@ -13,7 +13,7 @@ from typing import Any
 import libcst as cst
 from typing_extensions import override
 
-from accel_cli.migrate.script import descendants
+from accel_cli.migrate.script import descendants, to_code
 
 __all__ = [
     "Edits",
@@ -22,6 +22,7 @@ __all__ = [
     "drop_parameters",
     "drop_unused_imports",
     "find_early_use",
+    "is_docstring",
     "keep_arguments",
     "list_unbound_names",
     "set_fields",
@@ -76,14 +77,21 @@ class _Transformer(cst.CSTTransformer):
         super().__init__()
         self._edits = edits
         self._config = config
+        self._statements: set[cst.CSTNode] = set()
+        self._blank: list[list[cst.EmptyLine]] = []
+        """The blank lines before removed statements that the next statement gets, for each block that is entered."""
 
     @override
     def on_visit(self, node: cst.CSTNode) -> bool:
+        if isinstance(node, (cst.IndentedBlock, cst.Module)):
+            self._statements.update(node.body)
+            self._blank.append([])
         return True
 
     @override
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
         if original_node in self._edits.removed:
+            self._keep_blank_lines(original_node)
             return cst.RemoveFromParent()
         updated = updated_node
         for change in self._edits.changes.get(original_node, ()):
@@ -91,16 +99,35 @@ class _Transformer(cst.CSTTransformer):
         if isinstance(original_node, cst.If):
             updated = _drop_empty_branches(original_node, updated)
         if isinstance(updated, (cst.IndentedBlock, cst.Module)):
-            updated = updated.with_changes(body=_drop_empty_lines(_strip_start(original_node, updated.body)))
+            self._blank.pop()
+            updated = updated.with_changes(body=_strip_start(original_node, updated.body))
         before = self._parse(self._edits.before.get(original_node, ()))
         after = self._parse(self._edits.after.get(original_node, ()))
+        if _is_empty(updated) and not before and not after:
+            self._keep_blank_lines(original_node)
+        elif original_node in self._statements:
+            updated = self._add_blank_lines(updated)
         if before or after:
-            kept = [] if isinstance(updated, cst.SimpleStatementLine) and not updated.body else [updated]
+            kept = [] if _is_empty(updated) else [updated]
             if not kept and isinstance(updated, cst.SimpleStatementLine):
                 first, *rest = [*before, *after]
                 before, after = [first.with_changes(leading_lines=updated.leading_lines), *rest], []
             return cst.FlattenSentinel([*before, *kept, *after])
         return updated
+
+    def _keep_blank_lines(self, statement: cst.CSTNode) -> None:
+        if statement in self._statements and not self._blank[-1]:
+            lines = getattr(statement, "leading_lines", ())
+            self._blank[-1] = [line for line in lines if line.comment is None]
+
+    def _add_blank_lines(self, statement: Any) -> Any:
+        blank, self._blank[-1] = self._blank[-1], []
+        lines = statement.leading_lines
+        return (
+            statement
+            if lines and not lines[0].comment
+            else set_fields(statement, leading_lines=[*blank, *lines])
+        )
 
     def _parse(self, code: Iterable[Code]) -> list[Any]:
         return [cst.parse_statement(one if isinstance(one, str) else one(), self._config) for one in code]
@@ -118,27 +145,6 @@ def _strip_start(original: cst.IndentedBlock | cst.Module, body: Sequence[Any]) 
         return body
     kept = lines[next((n for n, line in enumerate(lines) if line.comment), len(lines)) :]
     return [body[0].with_changes(leading_lines=kept), *body[1:]]
-
-
-def _drop_empty_lines(body: Sequence[Any]) -> list[Any]:
-    """Return statements without those whose content was removed; blank lines before them stay."""
-    kept: list[Any] = []
-    blank: list[cst.EmptyLine] = []
-    is_first = False
-    for statement in body:
-        if _is_empty(statement):
-            blank = blank or [line for line in statement.leading_lines if line.comment is None]
-            is_first = not kept
-            continue
-        lines = getattr(statement, "leading_lines", ())
-        if is_first and not kept:
-            lines = lines[next((n for n, line in enumerate(lines) if line.comment), len(lines)) :]
-            statement = statement.with_changes(leading_lines=lines)  # noqa: PLW2901
-        if blank and kept and not (lines and lines[0].comment is None):
-            statement = statement.with_changes(leading_lines=[*blank, *lines])  # noqa: PLW2901
-        blank = []
-        kept.append(statement)
-    return kept
 
 
 def _drop_empty_branches(original: cst.If, updated: cst.If) -> Any:
@@ -162,6 +168,12 @@ def _drop_empty_branches(original: cst.If, updated: cst.If) -> Any:
     return updated
 
 
+def is_docstring(statement: cst.CSTNode) -> bool:
+    """Return whether a statement that is the first of its block is a docstring."""
+    small = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) and statement.body else None
+    return isinstance(small, cst.Expr) and isinstance(small.value, (cst.SimpleString, cst.ConcatenatedString))
+
+
 def add_import(module: cst.Module, statements: Iterable[str]) -> cst.Module:
     """Return a module with imports after its last import at the top, without those that it has."""
     body = list(module.body)
@@ -172,7 +184,7 @@ def add_import(module: cst.Module, statements: Iterable[str]) -> cst.Module:
         small = statement.body if isinstance(statement, cst.SimpleStatementLine) else ()
         if any(isinstance(one, (cst.Import, cst.ImportFrom)) for one in small):
             position = number + 1
-        elif small and number == 0 and isinstance(small[0], cst.Expr):
+        elif number == 0 and is_docstring(statement):
             position = 1
         elif not isinstance(statement, (cst.Try, cst.If)) and position:
             break
@@ -257,22 +269,29 @@ def _reads_global(node: ast.AST, names: set[str]) -> bool:
 def _list_used_names(text: str) -> set[str]:
     """Return the names that a script reads, and those in its `__all__`."""
     nodes = list(ast.walk(ast.parse(text)))
-    exported = {
-        node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    }
-    return {node.id for node in nodes if isinstance(node, ast.Name)} | exported
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return names | texts if "__all__" in names else names
 
 
-def drop_unused_imports(before: str, module: cst.Module) -> cst.Module:
-    """Return a module without the imports that only the text before the changes used."""
-    unused = _list_used_names(before) - _list_used_names(module.code)
+def drop_unused_imports(before: str, module: cst.Module, packages: tuple[str, ...] = ()) -> cst.Module:
+    """Return a module without the imports that only the text before the changes used, and unused ones of packages."""
+    used = _list_used_names(module.code)
+    unused = _list_used_names(before) - used
     edits = Edits()
-    for statement in module.body:
+    bodies = [one.body.body for one in descendants(module) if isinstance(one, cst.FunctionDef)]
+    for statement in [*module.body, *(one for body in bodies if len(body) > 1 for one in body)]:
         for small in statement.body if isinstance(statement, cst.SimpleStatementLine) else ():
             if isinstance(small, (cst.Import, cst.ImportFrom)) and not isinstance(
                 small.names, cst.ImportStar
             ):
-                kept = [alias for alias in small.names if _get_bound_name(alias) not in unused]
+                source = to_code(small.module) if isinstance(small, cst.ImportFrom) and small.module else ""
+                kept = [
+                    alias
+                    for alias in small.names
+                    if (name := _get_bound_name(alias)) in used
+                    or not (name in unused or (source or to_code(alias.name)).startswith(packages))
+                ]
                 if not kept:
                     edits.remove(small)
                 elif len(kept) < len(small.names):

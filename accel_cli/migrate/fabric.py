@@ -60,14 +60,7 @@ _LAUNCH = {
     "num_nodes": ({"1"}, "The number of nodes is an option of the launch: accel launch --nnodes {}."),
 }  # fmt: skip
 """Arguments of Fabric that belong to the launch: the values without a note, and the note."""
-_PRECISIONS = {
-    "32": "",
-    "32-true": "",
-    "16": "fp16",
-    "16-mixed": "fp16",
-    "bf16": "bf16",
-    "bf16-mixed": "bf16",
-}
+_PRECISIONS = {"32": "", "32-true": "", "16": "fp16", "16-mixed": "fp16", "bf16": "bf16", "bf16-mixed": "bf16"}  # fmt: skip
 _REPLICATED = {"auto", "ddp", "ddp_spawn", "ddp_fork", "ddp_notebook", "dp", "fsdp"}
 _UNUSED = "_find_unused_parameters_true"
 _REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
@@ -81,6 +74,7 @@ def convert_fabric(conversion: Conversion) -> cst.Module:
     converter.convert_calls()
     converter.convert_names()
     converter.check_models()
+    converter.uses.note_counts()
     return conversion.edits.apply(conversion.script.module)
 
 

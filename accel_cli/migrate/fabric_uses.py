@@ -6,9 +6,9 @@ import re
 
 import libcst as cst
 
-from accel_cli.migrate.metrics import find_samples, list_evaluations
+from accel_cli.migrate.metrics import accumulates, find_samples, list_evaluations
 from accel_cli.migrate.raw import Conversion
-from accel_cli.migrate.script import Script, Variable, descendants, list_elements, to_code
+from accel_cli.migrate.script import Script, Variable, descendants, get_method, list_elements, to_code
 
 __all__ = ["FABRIC", "FabricUses", "uses_fabric"]
 
@@ -22,6 +22,7 @@ FABRIC = {
 _IN_TEXT = re.compile(r"""["'](?:\w+\.)*Fabric["']""")
 _STATE = re.compile(r"model|net|optim|sched", re.IGNORECASE)
 """Names of objects with a state dict."""
+_PADDED = "The last batch is padded with repeated samples, and this counts them. Count outputs and targets that accelerator.gather_for_metrics returns, and do not reduce the count."
 _TOTALS = {"sum", "mean", "max", "min", "any", "all", "std", "var", "numel", "item", "flatten"}
 """Methods whose result without arguments does not depend on the shape of a tensor."""
 _ELEMENTWISE = {
@@ -191,6 +192,16 @@ class FabricUses:
         samples = find_samples(self.conversion, loop)
         names = [self.script.variable(one) for one in list_elements(data)]
         return all(name is not None and samples.get(name) in {"batch", "output"} for name in names)
+
+    def note_counts(self) -> None:
+        """Note the first statement of each evaluation loop that counts samples before they are gathered."""
+        for loop in list_evaluations(self.conversion):
+            for node in descendants(loop.body):
+                if get_method(node) == "all_gather":
+                    break
+                if accumulates(node):
+                    self.conversion.note(node, _PADDED)
+                    break
 
     def ignores_shape(self, node: cst.CSTNode, gathered: set[Variable | None]) -> bool:
         """Return whether the use of gathered values depends on their elements only, and not on their first dimension."""

@@ -11,6 +11,7 @@ from accel_cli.migrate.raw import Conversion
 from accel_cli.migrate.script import Script, Variable, descendants, get_method, list_elements, to_code
 
 __all__ = [
+    "accumulates",
     "check_loaders",
     "convert_evaluation",
     "convert_training_metrics",

@@ -46,6 +46,7 @@ _LEFT = {
     "torch.utils.data.distributed.DistributedSampler": "Remove it: accelerator.prepare(loader) shards the batches.",
     **dict.fromkeys(FABRIC, "Write Accelerator(), and its methods for those of Fabric."),
     "torch.multiprocessing.spawn": "Call the function once, and start the script with accel launch.",
+    "get_ipython": "Remove this line: get_ipython exists in notebooks only, so the script fails here.",
 }
 
 
@@ -397,6 +398,8 @@ def find_places(conversion: Conversion) -> None:
     for node in conversion.script.nodes:
         if isinstance(node, cst.Call):
             _check_file(conversion, node)
+            if to_code(node.func) == "get_ipython":
+                conversion.finding(node, _LEFT["get_ipython"])
             if node in region:
                 _check_training_call(conversion, node)
         elif isinstance(node, cst.Name) and conversion.script.variable(node) in losses:
@@ -581,7 +584,7 @@ def find_rest(script: Script) -> tuple[Finding, ...]:
     """Return the places of a raw script in one that imports accel already."""
     findings = []
     for call in script.calls:
-        advice = _LEFT.get(script.qualified_name(call.func), "")
+        advice = _LEFT.get(script.qualified_name(call.func) or to_code(call.func), "")
         if isinstance(call.func, cst.Attribute) and call.func.attr.value == "backward" and not call.args:
             advice = f"Write accelerator.backward({to_code(call.func.value)})."
         if advice:

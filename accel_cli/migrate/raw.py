@@ -8,7 +8,7 @@ from typing import Any
 
 import libcst as cst
 
-from accel_cli.migrate.edits import Edits
+from accel_cli.migrate.edits import Edits, is_docstring
 from accel_cli.migrate.script import WRAPPERS, Script, Variable, descendants, to_code
 
 __all__ = [
@@ -301,14 +301,7 @@ def thread_accelerator(conversion: Conversion) -> None:
 
 
 def _insert_first(body: Any, code: Any) -> Any:
-    first = body.body[0] if body.body else None
-    is_docstring = (
-        isinstance(first, cst.SimpleStatementLine)
-        and bool(first.body)
-        and isinstance(first.body[0], cst.Expr)
-        and isinstance(first.body[0].value, (cst.SimpleString, cst.ConcatenatedString))
-    )
-    count = 1 if is_docstring else 0
+    count = 1 if body.body and is_docstring(body.body[0]) else 0
     return body.with_changes(body=[*body.body[:count], code, *body.body[count:]])
 
 

@@ -25,9 +25,7 @@ _ROUNDS = 12
 """Roles are passed through assignments and calls until nothing changes, at most this often."""
 _MODULE_BASES = ("torch.nn.", "torch.optim.Optimizer", "torch.utils.data.")
 _SAME_MODEL = {"to", "cuda", "cpu", "train", "eval", "float", "double", "half", "bfloat16", "compile"}
-_SAME_BATCH = _SAME_MODEL | {
-    "view", "reshape", "unsqueeze", "squeeze", "flatten", "long", "contiguous", "items",
-}  # fmt: skip
+_SAME_BATCH = _SAME_MODEL | {"view", "reshape", "unsqueeze", "squeeze", "flatten", "long", "contiguous", "items"}  # fmt: skip
 WRAPPERS = {
     "torch.nn.DataParallel", "torch.nn.parallel.DataParallel", "torch.nn.parallel.DistributedDataParallel",
     "torch.nn.parallel.distributed.DistributedDataParallel", "torch.nn.SyncBatchNorm.convert_sync_batchnorm", "torch.compile",
@@ -468,14 +466,16 @@ class Script:
         name = self.qualified_name(call.func)
         if call.args and (name in WRAPPERS or name == "builtins.int" or self.is_progress_bar(call)):
             return self.role_of(call.args[0].value)
-        if kind := _KINDS.get(name, "") or self._library_kind(name) or self._environment_kind(call):
-            return Role(kind)
-        if self._makes_optimizer(call):
-            return Role("optimizer")
+        kind = _KINDS.get(name, "") or self._library_kind(name) or self._environment_kind(call)
+        if kind or self._makes_optimizer(call):
+            return Role(kind or "optimizer")
         if call in self.constructed:
             return self._role_of_instance(self.constructed[call])
         if call in self.callees:
             return self._role_of_result(self.callees[call])
+        if get_method(call) == "setup_dataloaders":
+            roles = [self.role_of(arg.value) for arg in call.args if arg.keyword is None]
+            return roles[0] if len(roles) == 1 else tuple(roles)
         role = self.role_of(call.func.value) if isinstance(call.func, cst.Attribute) else None
         methods: set[str] = {"model": _SAME_MODEL, "batch": _SAME_BATCH}.get(getattr(role, "kind", ""), set())
         return role if isinstance(call.func, cst.Attribute) and call.func.attr.value in methods else None

@@ -210,6 +210,43 @@ def test_samples_of_an_evaluation_are_gathered_without_padding():
     assert "    found, targets = accelerator.gather_for_metrics((found, targets))" in result.text.splitlines()
 
 
+EVALUATION = "    for x in loader:\n        {}\n    return total\ntotal = validate(fabric, model, loader)\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "count"),
+    [
+        ("total += model(x).sum()", 1),
+        ("y = fabric.all_gather(model(x)).sum(); total += y", 0),
+        ("model(x)", 0),
+    ],
+)
+def test_an_evaluation_that_counts_padding_has_a_note(line, count):
+    head = HEAD.replace(
+        "fabric = Fabric()\n", "def load(fabric, data):\n    return fabric.setup_dataloaders(data)\n"
+    )
+    text = f"{head}fabric = Fabric()\nloader = load(fabric, loader)\ndef validate(fabric, model, loader):\n    total = 0\n"
+    result = migrate_script(text + EVALUATION.format(line))
+    assert not result.findings
+    assert ["accelerator.gather_for_metrics" in one.text for one in result.notes] == [True] * count
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import lightning as L",
+        "import lightning",
+        "from lightning.fabric.loggers import CSVLogger",
+        "import lightning.pytorch as pl",
+    ],
+)
+def test_an_unused_import_of_lightning_is_removed(imports):
+    text = f"import os\n\n{imports}\n{IMPORTS}\n\ndef main():\n    {imports}\n    fabric = Fabric()\n    print('L', 'lightning')\n"
+    result = migrate_script(text)
+    assert "lightning" not in result.text.replace("'lightning'", "")
+    assert result.text.startswith("import os\n\nimport torch\nfrom accel_runtime import Accelerator\n")
+
+
 @pytest.mark.parametrize("annotation", ["Fabric", '"Fabric"', "Optional[Fabric]", "Fabric | None"])
 def test_a_parameter_with_an_annotation_is_a_fabric(annotation):
     text = f"from typing import Optional\n{IMPORTS}def end(fabric: {annotation}):\n    fabric.barrier()\n"

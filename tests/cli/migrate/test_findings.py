@@ -327,3 +327,24 @@ def test_a_print_in_a_function_without_the_accelerator_has_a_note():
     result = migrate_script(text)
     line = text.splitlines().index("    print(x)") + 1
     assert [(one.line, "Every process prints this" in one.text) for one in result.notes] == [(line, True)]
+
+
+def test_the_lines_of_a_notebook_stay_in_order_and_are_findings():
+    magic = "get_ipython().run_line_magic('matplotlib', 'inline')\n"
+    text = f"{magic}get_ipython().system('pip install torch')\n{HEAD}{LOOP}"
+    result = migrate_script(text)
+    assert [one.line for one in result.findings] == [1, 2]
+    assert "Remove this line: get_ipython exists in notebooks only" in result.findings[0].text
+    head = HEAD.partition("\n\n")[0]
+    assert (
+        f"{magic}get_ipython().system('pip install torch')\n{head}\nfrom accel_runtime import" in result.text
+    )
+    assert [one.line for one in migrate_script(result.text).findings] == [1, 2]
+
+
+def test_a_blank_line_before_a_removed_statement_stays():
+    text = f"{HEAD}x = 1\n\nmodel.to(device)\ny = 2\nif x:\n    z = 3\n{LOOP}"
+    assert (
+        "x = 1\n\ny = 2\nif x:\n    z = 3\n"
+        in migrate_script(text.replace("nn.Linear(8, 2).to(device)", "nn.Linear(8, 2)")).text
+    )
