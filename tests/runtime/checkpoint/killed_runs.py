@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-from failing_disk import Probe, Run
+from failing_disk import RecordingFileSystem, Run
 from ports import free_port
 
 from accel_runtime.checkpoint.errors import CheckpointError
@@ -32,14 +32,14 @@ from accel_runtime.checkpoint.errors import CheckpointError
 PATIENCE_S = 60
 
 
-class KillingFileSystem(Probe):
+class KillingFileSystem(RecordingFileSystem):
     """A file system that kills its process before the call with a given number."""
 
     def __init__(self, at, *, exchanges):
         super().__init__(exchanges=exchanges)
         self._at = at
 
-    def before(self, number, path):  # noqa: ARG002 - whatever the call
+    def before_call(self, number, path):  # noqa: ARG002 - whatever the call
         if number == self._at:
             os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(PATIENCE_S)  # another thread may be faster than the signal
@@ -101,7 +101,7 @@ def build_run(case, folder, disk=None):
         folder,
         total_limit=None if case["same"] else case["limit"],
         automatic=not case["same"],
-        disk=disk or Probe(exchanges=case["exchanges"]),
+        disk=disk or RecordingFileSystem(exchanges=case["exchanges"]),
     )
     logging.getLogger("accel_runtime.checkpoint").setLevel(logging.ERROR)
     return run
@@ -113,7 +113,7 @@ def save(case, folder, step, at=0, which=None):
         at if which in {None, int(os.environ.get("RANK", "0"))} else 0, exchanges=case["exchanges"]
     )
     run = build_run(case, folder, disk)
-    run.put(step)
+    run.set_step(step)
     run.acc.save_state(get_target(case, folder))
     if run.rank == (which or 0):
         (folder / "calls").write_text(str(len(disk.calls)))
@@ -122,7 +122,7 @@ def save(case, folder, step, at=0, which=None):
 def load_and_save_again(case, folder, before, answer):
     """Load, save and load again, as the next run does."""
     run = build_run(case, folder)
-    run.put(99)
+    run.set_step(99)
     try:
         step = run.acc.load_state(get_target(case, folder)).manifest.step
         assert run.step() == step
@@ -130,9 +130,9 @@ def load_and_save_again(case, folder, before, answer):
         step = 0
         assert run.step() == 99
     assert step in {before, 7}, step
-    run.put(8)
+    run.set_step(8)
     run.acc.save_state(get_target(case, folder))
-    run.put(99)
+    run.set_step(99)
     run.acc.load_state(get_target(case, folder))
     assert run.step() == 8
     if run.rank == 0:
@@ -186,7 +186,7 @@ def save_in_loop(case, folder, in_background, pipe):
         if run.rank == 0:
             os.write(pipe, json.dumps(message).encode() + b"\n")
         step += 1
-        run.put(step)
+        run.set_step(step)
         run.acc.save_state(get_target(case, folder), async_save=in_background)
         # An asynchronous save is complete when the next one starts.
         message = [1, step - 1 if in_background else step]
@@ -247,7 +247,7 @@ def preload_modules():
 def list_imported_modules(pipe):
     with tempfile.TemporaryDirectory() as folder:
         run = Run(folder)
-        run.put(1)
+        run.set_step(1)
         run.acc.save_state()
         run.acc.load_state()
     with os.fdopen(pipe, "w") as writer:

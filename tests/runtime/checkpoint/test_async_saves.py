@@ -159,10 +159,10 @@ def save_asynchronously(folder):
     accelerator.wait_for_checkpoint()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     checkpoint = accelerator.load_state(Path(folder) / "2")
-    same = all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    is_equal = all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     accelerator.load_state(Path(folder) / "0")
     return (
-        same,
+        is_equal,
         checkpoint.manifest.step,
         not torch.equal(before["weight"], model.state_dict()["weight"]),
     )

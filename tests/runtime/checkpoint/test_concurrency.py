@@ -21,7 +21,7 @@ def test_two_concurrent_saves_to_one_directory_leave_a_complete_checkpoint(memor
     errors = save_in_two_processes(memory, FileSystem)
     assert all("is being written by another process" in error for error in errors), errors
     run = Run(memory, automatic=False)
-    run.put(99)
+    run.set_step(99)
     assert run.acc.load_state(memory / "mine").manifest.step == run.step()
     assert [path.name for path in memory.iterdir()] == ["mine"]
 
@@ -65,7 +65,7 @@ def call_in_two_processes(function):
 def save_repeatedly(memory, disk, number):
     run, messages = Run(memory, automatic=False, disk=disk), ""
     for turn in range(25):
-        run.put(100 * (1 + number) + turn)
+        run.set_step(100 * (1 + number) + turn)
         try:
             run.acc.save_state(memory / "mine")
         except CheckpointError as error:
@@ -88,7 +88,7 @@ def test_a_save_skips_a_number_that_another_run_takes_concurrently(memory):
 
     disk = RacingFileSystem()
     run = Run(memory, disk=disk)
-    run.put(1)
+    run.set_step(1)
     assert Path(run.acc.save_state()).name == "checkpoint_1"
     assert sorted(path.name for path in project.iterdir()) == [disk.other.name, "checkpoint_1"]
     with pytest.raises(directory.TargetExistsError):
@@ -117,7 +117,7 @@ def test_concurrent_runs_lose_no_save_and_prune_without_warnings(memory, caplog)
     def save(number):
         run, messages = Run(memory, total_limit=3), ""
         for turn in range(15):
-            run.put(100 * (1 + number) + turn)
+            run.set_step(100 * (1 + number) + turn)
             try:
                 messages += f"{run.acc.save_state()}\n"
             except CheckpointError as error:
@@ -135,7 +135,7 @@ def test_concurrent_runs_lose_no_save_and_prune_without_warnings(memory, caplog)
 def test_several_runs_in_one_directory_share_the_numbering(memory):
     first, second = Run(memory), Run(memory)
     for step, run in enumerate([first, second, second, first], 1):
-        run.put(step)
+        run.set_step(step)
         run.acc.save_state()
     assert [found.manifest.step for found in first.acc.checkpoints.list()] == [1, 2, 3, 4]
     assert [found.number for found in first.acc.checkpoints.list()] == [0, 1, 2, 3]
@@ -143,9 +143,9 @@ def test_several_runs_in_one_directory_share_the_numbering(memory):
 
 def test_pruning_keeps_a_checkpoint_while_it_is_loaded(memory):
     reader, writer = Run(memory), Run(memory, total_limit=1)
-    writer.put(1)
+    writer.set_step(1)
     writer.acc.save_state()
-    writer.put(2)
+    writer.set_step(2)
     inside, written = threading.Event(), threading.Event()
 
     def hook(models, path):
@@ -167,9 +167,9 @@ def test_pruning_keeps_a_checkpoint_while_it_is_loaded(memory):
 
 def test_removal_of_a_checkpoint_during_a_load_raises_a_clear_error(memory, monkeypatch):
     run = Run(memory)
-    run.put(1)
+    run.set_step(1)
     path = Path(run.acc.save_state())
-    run.put(5)
+    run.set_step(5)
 
     def remove_then_verify(found, chunks, was=load.find_damage):
         shutil.rmtree(path)
@@ -183,9 +183,9 @@ def test_removal_of_a_checkpoint_during_a_load_raises_a_clear_error(memory, monk
 
 def test_a_read_error_after_verification_reports_an_inconsistent_state(memory, monkeypatch):
     run = Run(memory)
-    run.put(1)
+    run.set_step(1)
     path = Path(run.acc.save_state())
-    run.put(5)
+    run.set_step(5)
 
     def verify_then_remove(found, chunks, was=load.find_damage):
         wrong = was(found, chunks)

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from failing_disk import Run, same
+from failing_disk import Run, is_same_state
 
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.manifest import NAME, Manifest, hash_bytes, read_checkpoint
@@ -25,7 +25,7 @@ def pristine(tmp_path_factory):
         lambda *args: (Path(args[2]) / "note.txt").write_text("a note of the hook")
     )
     for step in (3, 4):
-        run.put(step)
+        run.set_step(step)
         run.acc.save_state()
     return top
 
@@ -46,16 +46,16 @@ def newest(project):
 def run(project):
     """Return a run in the project, at step 9."""
     run = Run(project)
-    run.put(9)
+    run.set_step(9)
     return run
 
 
 def load_damaged(run, path):
     """Return the error of loading; require that the training state is unchanged."""
-    before = run.live()
+    before = run.copy_state()
     with pytest.raises(CheckpointError) as raised:
         run.acc.load_state(path)
-    assert same(run.live(), before)
+    assert is_same_state(run.copy_state(), before)
     assert run.step() == 9
     return str(raised.value)
 
@@ -276,7 +276,7 @@ def test_load_hooks_are_not_called_for_a_damaged_checkpoint(run, newest):
 def test_a_load_hook_that_fails_on_one_rank_fails_loading_on_both(pair, memory):
     def load(folder):
         run = Run(folder)
-        run.put(2)
+        run.set_step(2)
         run.acc.save_state()
 
         def hook(models, path):
@@ -284,7 +284,7 @@ def test_a_load_hook_that_fails_on_one_rank_fails_loading_on_both(pair, memory):
                 raise OSError("the script has no luck")
 
         run.acc.register_load_state_pre_hook(hook)
-        run.put(5)
+        run.set_step(5)
         try:
             run.acc.load_state()
         except CheckpointError as error:
@@ -298,10 +298,10 @@ def test_a_load_hook_that_fails_on_one_rank_fails_loading_on_both(pair, memory):
 def test_damage_is_raised_on_both_ranks_and_changes_nothing(pair, memory):
     def load(folder, bit):
         run = Run(folder)
-        run.put(2)
+        run.set_step(2)
         run.acc.save_state()
-        run.put(5)
-        before = run.live()
+        run.set_step(5)
+        before = run.copy_state()
         path = run.acc.checkpoints.newest().path
         run.acc.wait_for_everyone()
         list_files = sorted(path.glob("*.safetensors"))
@@ -317,7 +317,7 @@ def test_damage_is_raised_on_both_ranks_and_changes_nothing(pair, memory):
             return (
                 [file.name for file in list_files if str(file) in str(error)],
                 len(list_files),
-                same(run.live(), before),
+                is_same_state(run.copy_state(), before),
             )
 
     for named, count, unchanged in pair.run(load, memory, 4):

@@ -6,7 +6,7 @@ import errno
 from pathlib import Path
 
 import pytest
-from failing_disk import Probe
+from failing_disk import RecordingFileSystem
 
 from accel_runtime.checkpoint import directory
 from accel_runtime.checkpoint.errors import CheckpointError
@@ -49,7 +49,7 @@ def test_saving_replaces_a_checkpoint_and_keeps_files_of_the_user(tmp_path, exch
     (target / "logs" / "empty").mkdir(parents=True)
     (target / "notes").write_text("of the user")
     for save in ("a1", "b2", "c3"):
-        save_checkpoint(target, save, Probe(exchanges=exchanges))
+        save_checkpoint(target, save, RecordingFileSystem(exchanges=exchanges))
         assert directory.find_checkpoint(target).manifest.save == save
         assert list_names(target) == [NAME, "data", "logs", "notes"]
         assert (target / "logs" / "empty").is_dir()
@@ -57,7 +57,7 @@ def test_saving_replaces_a_checkpoint_and_keeps_files_of_the_user(tmp_path, exch
 
 
 def test_directories_are_synced_before_and_after_the_rename(tmp_path):
-    disk = Probe()
+    disk = RecordingFileSystem()
     save_checkpoint(tmp_path / "mine", "a1", disk)
     calls = [call for call in disk.calls if call in {"remove", "sync_directory", "rename"}]
     assert calls == ["remove", "sync_directory", "rename", "sync_directory"]

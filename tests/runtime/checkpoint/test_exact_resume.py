@@ -9,7 +9,17 @@ import sys
 import cloudpickle
 import pytest
 import torch
-from recorded_runs import COUNT, Script, begun, continues, learn, point, resumed, uninterrupted, walked
+from recorded_runs import (
+    COUNT,
+    Script,
+    assert_resumes_are_exact,
+    point,
+    resume_training,
+    start_training,
+    train_and_save,
+    train_batch,
+    train_to_end,
+)
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from accel_runtime import Accelerator, DataLoaderConfiguration
@@ -106,7 +116,9 @@ LOADERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_resume_continues_with_every_kind_of_loader(alone, kind, tmp_path):
-    continues(alone, Script(**LOADERS[kind]()), tmp_path, None if kind == "shuffled" else (1, 4))
+    assert_resumes_are_exact(
+        alone, Script(**LOADERS[kind]()), tmp_path, None if kind == "shuffled" else (1, 4)
+    )
 
 
 ON_THREE = ("shuffled", "uneven", "dispatched", "workers", "a stream with state", "a stream dispatched")
@@ -119,7 +131,7 @@ ON_THREE = ("shuffled", "uneven", "dispatched", "workers", "a stream with state"
 )
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_a_resume_continues_with_every_kind_of_loader_on_several_ranks(clusters, size, kind, tmp_path):
-    continues(clusters[size], Script(**LOADERS[kind]()), tmp_path, (1, 4))
+    assert_resumes_are_exact(clusters[size], Script(**LOADERS[kind]()), tmp_path, (1, 4))
 
 
 # Scripts that skip by themselves ---------------------------------------------------------
@@ -144,20 +156,20 @@ SKIPPING = LOADERS | {"augmented": lambda: {"dataset": Noisy}}
 
 def test_scripts_that_skip_batches_after_load_state_continue_from_every_step(alone, tmp_path):
     """The samples are augmented at random, also those that are loaded again and skipped."""
-    continues(alone, Script(dataset=Noisy), tmp_path, ways=WAYS)
+    assert_resumes_are_exact(alone, Script(dataset=Noisy), tmp_path, methods=WAYS)
 
 
 def test_scripts_that_skip_batches_continue_on_two_ranks(clusters, tmp_path):
     """Saved at the first batch, in the middle of an accumulation cycle, at the last batch of an epoch and after it."""
-    continues(clusters[2], build_accumulating_script(), tmp_path, (1, 4, 6), WAYS)
+    assert_resumes_are_exact(clusters[2], build_accumulating_script(), tmp_path, (1, 4, 6), WAYS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SKIPPING)
 def test_scripts_that_skip_batches_continue_with_every_kind_of_loader(alone, kind, tmp_path):
     script = Script(**SKIPPING[kind]())
-    last = len(begun(script, 5).loader) if "stream" not in kind else COUNT // 2
-    continues(alone, script, tmp_path, (1, 4, last), WAYS)
+    last = len(start_training(script, 5).loader) if "stream" not in kind else COUNT // 2
+    assert_resumes_are_exact(alone, script, tmp_path, (1, 4, last), WAYS)
 
 
 @pytest.mark.slow
@@ -165,18 +177,18 @@ def test_scripts_that_skip_batches_continue_with_every_kind_of_loader(alone, kin
     "kind", [pytest.param(kind, marks=[] if kind in ON_THREE else pytest.mark.full) for kind in SKIPPING]
 )
 def test_scripts_that_skip_batches_continue_on_three_ranks(clusters, kind, tmp_path):
-    continues(clusters[3], Script(**SKIPPING[kind]()), tmp_path, (1, 3, 4), WAYS)
+    assert_resumes_are_exact(clusters[3], Script(**SKIPPING[kind]()), tmp_path, (1, 3, 4), WAYS)
 
 
 def load_state_and_continue(script, folder, name):
-    run = begun(script, 77)
+    run = start_training(script, 77)
     run.accelerator.load_state(f"{folder}/{name}")
-    return walked(script, run)
+    return train_to_end(script, run)
 
 
 def test_a_stateful_loader_continues_by_itself_after_load_state(ranks, tmp_path):
     script = Script(**build_loader_config(use_stateful_dataloader=True))
-    before = ranks.run(uninterrupted, script, str(tmp_path), [3])
+    before = ranks.run(train_and_save, script, str(tmp_path), [3])
     after = ranks.run(load_state_and_continue, script, str(tmp_path), "3")
     assert after == [(rows[3:], end) for rows, end, _ in before]
 
@@ -189,7 +201,7 @@ def test_every_way_to_resume_continues_the_same_batches_on_another_world_size(cl
     )
 
     def batches(number, folder):
-        run = begun(script, 77)
+        run = start_training(script, 77)
         per_epoch = len(run.loader)
         if way == "resume":
             run.accelerator.resume(f"{folder}/{number}")
@@ -200,7 +212,7 @@ def test_every_way_to_resume_continues_the_same_batches_on_another_world_size(cl
         seen = [run.accelerator.gather_for_metrics(batch[0]).tolist() for batch in loader]
         return seen if way == WAYS[0] else seen[done:]
 
-    rows, _, _ = uninterrupted(script, str(tmp_path), [1, 3])
+    rows, _, _ = train_and_save(script, str(tmp_path), [1, 3])
     per_epoch = len(rows) // 3
     for number in (1, 3):
         expected = [row[1] for row in rows[number : number - number % per_epoch + per_epoch]]
@@ -216,7 +228,7 @@ def build_accumulating_script():
 
 
 def train_step(run):
-    learn(run, next(iter(run.loader)))
+    train_batch(run, next(iter(run.loader)))
 
 
 def accumulate_gradients(run):
@@ -235,41 +247,41 @@ BEFORE = {
     "gradients": lambda _: accumulate_gradients,
     "having been loaded": resume_before,
     "a walk under way": lambda _: lambda run: [None for _ in zip(range(3), run.loader, strict=False)],
-    "an epoch": lambda _: lambda run: [learn(run, batch) for batch in run.loader],
+    "an epoch": lambda _: lambda run: [train_batch(run, batch) for batch in run.loader],
 }
 
 
 @pytest.mark.parametrize("earlier", BEFORE)
 def test_a_resume_replaces_any_earlier_state(alone, earlier, tmp_path):
-    rows, end, _ = uninterrupted(build_accumulating_script(), tmp_path, [4])
-    assert resumed(build_accumulating_script(), tmp_path, "4", BEFORE[earlier](tmp_path / "4")) == (
+    rows, end, _ = train_and_save(build_accumulating_script(), tmp_path, [4])
+    assert resume_training(build_accumulating_script(), tmp_path, "4", BEFORE[earlier](tmp_path / "4")) == (
         rows[4:],
         end,
     )
 
 
 def test_a_loaded_state_can_be_saved_immediately(alone, tmp_path):
-    rows, end, _ = uninterrupted(build_accumulating_script(), tmp_path, [4])
-    run = begun(build_accumulating_script(), 77)
+    rows, end, _ = train_and_save(build_accumulating_script(), tmp_path, [4])
+    run = start_training(build_accumulating_script(), 77)
     run.accelerator.resume(tmp_path / "4")
     run.accelerator.save_state(tmp_path / "again")
-    assert walked(build_accumulating_script(), run) == (rows[4:], end)
-    assert resumed(build_accumulating_script(), tmp_path, "again") == (rows[4:], end)
+    assert train_to_end(build_accumulating_script(), run) == (rows[4:], end)
+    assert resume_training(build_accumulating_script(), tmp_path, "again") == (rows[4:], end)
 
 
 def test_saving_does_not_change_the_results_of_a_run(ranks, tmp_path):
     """A run without saves has the same results as a run that saves at several steps."""
-    saved = ranks.run(uninterrupted, build_accumulating_script(), str(tmp_path), [2, 3, 4])
+    saved = ranks.run(train_and_save, build_accumulating_script(), str(tmp_path), [2, 3, 4])
     assert [result[:2] for result in saved] == [
-        result[:2] for result in ranks.run(uninterrupted, build_accumulating_script(), str(tmp_path), [])
+        result[:2] for result in ranks.run(train_and_save, build_accumulating_script(), str(tmp_path), [])
     ]
 
 
 @pytest.mark.slow
 def test_a_new_process_continues_from_a_checkpoint(alone, tmp_path):
-    rows, end, _ = uninterrupted(build_accumulating_script(), tmp_path, [4])
+    rows, end, _ = train_and_save(build_accumulating_script(), tmp_path, [4])
     call = tmp_path / "call"
-    call.write_bytes(cloudpickle.dumps((resumed, build_accumulating_script(), str(tmp_path), "4")))
+    call.write_bytes(cloudpickle.dumps((resume_training, build_accumulating_script(), str(tmp_path), "4")))
     text = "import cloudpickle, sys; f, *a = cloudpickle.load(open(sys.argv[1], 'rb')); print(repr(f(*a)))"
     process = subprocess.run(
         [sys.executable, "-c", text, str(call)], capture_output=True, text=True, timeout=240, check=True

@@ -50,10 +50,10 @@ def test_a_disk_that_becomes_full_during_a_save_keeps_the_previous_checkpoint(sm
             return 1 << 60
 
     run = Run(small_disk, width=80, disk=OverreportingFileSystem())  # about 80 kB per checkpoint
-    run.put(1)
+    run.set_step(1)
     run.acc.save_state()
     (small_disk / "filler").write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096 - 40_000))
-    run.put(2)
+    run.set_step(2)
     message = fail_to_save(run)
     assert "No space left on device" in message
     assert ".safetensors" in message
@@ -61,7 +61,7 @@ def test_a_disk_that_becomes_full_during_a_save_keeps_the_previous_checkpoint(sm
     assert run.step() == 1
     assert not list(small_disk.rglob(".*"))
     (small_disk / "filler").unlink()
-    run.put(3)
+    run.set_step(3)
     run.acc.save_state()
     run.acc.load_state()
     assert run.step() == 3
@@ -70,7 +70,7 @@ def test_a_disk_that_becomes_full_during_a_save_keeps_the_previous_checkpoint(sm
 @root_only
 def test_missing_free_space_is_reported_before_anything_is_written(small_disk):
     run = Run(small_disk, width=80)
-    run.put(1)
+    run.set_step(1)
     run.acc.save_state()
     (small_disk / "filler").write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096 - 40_000))
     message = fail_to_save(run)
@@ -86,10 +86,10 @@ def test_missing_free_space_is_reported_before_anything_is_written(small_disk):
 @root_only
 def test_a_checkpoint_loads_from_a_full_file_system(small_disk):
     run = Run(small_disk)
-    run.put(1)
+    run.set_step(1)
     run.acc.save_state()
     (small_disk / "filler").write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096))
-    run.put(2)
+    run.set_step(2)
     fail_to_save(run)
     run.acc.load_state()
     assert run.step() == 1
@@ -98,16 +98,16 @@ def test_a_checkpoint_loads_from_a_full_file_system(small_disk):
 @root_only
 def test_a_save_names_a_read_only_file_system(small_disk):
     run = Run(small_disk)
-    run.put(1)
+    run.set_step(1)
     run.acc.save_state()
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    run.put(2)
+    run.set_step(2)
     assert "Read-only file system" in (message := fail_to_save(run))
     assert str(small_disk / "checkpoints") in message
     run.acc.load_state()
     assert run.step() == 1
     subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
-    run.put(3)
+    run.set_step(3)
     run.acc.save_state()
     run.acc.load_state()
     assert run.step() == 3
@@ -130,7 +130,7 @@ def test_a_save_names_a_read_only_bind_mount(tmp_path):
 @root_only
 def test_a_mount_point_is_rejected_as_a_target_with_a_suggestion(small_disk):
     run = Run(small_disk, automatic=False)
-    run.put(1)
+    run.set_step(1)
     message = fail_to_save(run, small_disk)
     assert f"Use a subdirectory such as {small_disk / 'checkpoint'}" in message
     assert not list(small_disk.parent.glob(".*"))
@@ -147,7 +147,7 @@ def test_a_bind_mount_is_rejected_as_a_target_with_a_suggestion(tmp_path):
     mount("none", "bind", target, str(target))
     try:
         run = Run(tmp_path, automatic=False)
-        run.put(1)
+        run.set_step(1)
         assert f"Use a subdirectory such as {target / 'checkpoint'}" in fail_to_save(run, target)
         assert [path.name for path in tmp_path.iterdir()] == ["there"]
         assert (target / "notes").read_text() == "of the user"
@@ -171,9 +171,9 @@ def test_an_exceeded_quota_keeps_the_previous_checkpoint(tmp_path):
 
 def exceed_quota(folder):
     run = Run(folder, width=60)
-    run.put(1)
+    run.set_step(1)
     run.acc.save_state()
-    run.put(2)
+    run.set_step(2)
     assert "Disk quota exceeded" in fail_to_save(run)
     run.acc.load_state()
     assert run.step() == 1
@@ -214,7 +214,7 @@ def test_a_directory_that_is_removed_during_a_save_is_named(memory):
             return super().create(path)
 
     run = Run(memory, disk=VanishingFileSystem())
-    run.put(1)
+    run.set_step(1)
     message = fail_to_save(run)
     assert "No such file or directory" in message
     assert "checkpoint_0" in message
@@ -235,14 +235,14 @@ def test_a_file_in_place_of_a_directory_is_named(memory):
 def test_the_current_directory_is_rejected_as_a_target(memory, monkeypatch):
     monkeypatch.chdir(memory)
     run = Run(memory, automatic=False)
-    run.put(1)
+    run.set_step(1)
     assert f"Use a subdirectory such as {memory / 'checkpoint'}" in fail_to_save(run, ".")
     run.acc.save_state("checkpoint")
     run.acc.load_state("checkpoint")
     assert run.step() == 1
     (memory / "checkpoint" / "inner").mkdir()
     monkeypatch.chdir(memory / "checkpoint" / "inner")
-    run.put(2)
+    run.set_step(2)
     run.acc.save_state("..")
     assert Path.cwd() == memory / "checkpoint" / "inner"
     run.acc.load_state("..")
@@ -254,7 +254,7 @@ def test_a_save_to_a_symlink_replaces_the_target_of_the_link(memory):
     (memory / "real").mkdir()
     (memory / "latest").symlink_to("real")
     for step in (1, 2):
-        run.put(step)
+        run.set_step(step)
         assert run.acc.save_state(memory / "latest") == str(memory / "real")
     assert (memory / "latest").is_symlink()
     run.acc.load_state(memory / "latest")
@@ -263,7 +263,7 @@ def test_a_save_to_a_symlink_replaces_the_target_of_the_link(memory):
 
 def test_a_symlink_that_a_save_hook_creates_is_rejected(memory):
     run = Run(memory)
-    run.put(1)
+    run.set_step(1)
     run.acc.register_save_state_pre_hook(lambda *args: (Path(args[2]) / "big").symlink_to("/dev/null"))
     assert "it is a link that a hook has made" in fail_to_save(run)
     assert not list(memory.rglob(".*"))

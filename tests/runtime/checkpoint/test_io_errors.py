@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from failing_disk import ERRORS, Failing, Probe, Run
+from failing_disk import ERRORS, FailingFileSystem, RecordingFileSystem, Run
 
 from accel_runtime.checkpoint.errors import CheckpointError
 
@@ -80,17 +80,17 @@ def create_initial_state(case, folder, run):
             (target / "plans" / "more.txt").write_text("too")
             (target / "link").symlink_to("nowhere")
     run.acc.wait_for_everyone()
-    run.move(folder, total_limit=case.limit, automatic=case.automatic)
-    run.acc._file_system = Probe()
+    run.change_project(folder, total_limit=case.limit, automatic=case.automatic)
+    run.acc._file_system = RecordingFileSystem()
     for step in range(1, case.before + 1):
-        run.put(step)
+        run.set_step(step)
         run.acc.save_state(case.target(folder))
     return case.before
 
 
 def load_step(case, folder, run):
     """Return the step that is loaded, or 0 if no checkpoint exists."""
-    run.put(99)
+    run.set_step(99)
     try:
         run.acc.load_state(case.target(folder))
     except CheckpointError:
@@ -106,7 +106,7 @@ def list_leftovers(folder):
 
 def try_to_save(case, folder, run, disk, step):
     """Save with this file system; return the error or None."""
-    run.put(step)
+    run.set_step(step)
     run.acc._file_system = disk
     try:
         run.acc.save_state(case.target(folder))
@@ -120,10 +120,10 @@ def save_with_failing_call(run, folder, case, which, error, at):  # noqa: PLR091
     workspace = folder / f"{at}"
     before = create_initial_state(case, workspace, run)
     user_contents = read_user_files(case, workspace)
-    failing = Failing(at if run.rank == which else 0, error, exchanges=case.exchanges)
+    failing = FailingFileSystem(at if run.rank == which else 0, error, exchanges=case.exchanges)
     message = try_to_save(case, workspace, run, failing, 7)
     context = f"call {at}, {failing.calls[at - 1 : at]}: {message}"
-    messages = [run.share(message, rank) for rank in range(run.acc.num_processes)]
+    messages = [run.gather_from_rank(message, rank) for rank in range(run.acc.num_processes)]
     assert len({text is None for text in messages}) == 1, messages
     if message:
         prefix = f"rank {which}: " if run.acc.num_processes > 1 and run.rank != which else ""
@@ -136,13 +136,13 @@ def save_with_failing_call(run, folder, case, which, error, at):  # noqa: PLR091
     assert load_step(case, workspace, run) == (before if message else 7), context
     # A file of the user that could not be restored immediately is restored by the next save.
     assert not message or read_user_files(case, workspace) == user_contents, context
-    assert try_to_save(case, workspace, run, Probe(), 8) is None, context
+    assert try_to_save(case, workspace, run, RecordingFileSystem(), 8) is None, context
     if run.rank == 0:
         assert list_leftovers(workspace) == [], context
         assert case.limit is None or len(run.acc.checkpoints.list()) == case.limit, context
     assert load_step(case, workspace, run) == 8, context
     assert read_user_files(case, workspace) == user_contents, context
-    return message, run.share(failing.calls, which)
+    return message, run.gather_from_rank(failing.calls, which)
 
 
 def build_run(case):
@@ -242,12 +242,12 @@ def save_with_failing_disk(run, folder, case, error, at):
     workspace = folder / f"{at}"
     before = create_initial_state(case, workspace, run)
     user_contents = read_user_files(case, workspace)
-    disk = Failing(at, error, forever=True, exchanges=case.exchanges)
+    disk = FailingFileSystem(at, error, forever=True, exchanges=case.exchanges)
     message = try_to_save(case, workspace, run, disk, 7)
     context = f"from call {at} on, {disk.calls[at - 1 : at]}: {message}"
     # A complete checkpoint that could not be removed is valid.
     assert load_step(case, workspace, run) in ({before, 7} if message else {7}), context
-    assert try_to_save(case, workspace, run, Probe(), 8) is None, context
+    assert try_to_save(case, workspace, run, RecordingFileSystem(), 8) is None, context
     assert list_leftovers(workspace) == [], context
     assert load_step(case, workspace, run) == 8, context
     assert read_user_files(case, workspace) == user_contents, context

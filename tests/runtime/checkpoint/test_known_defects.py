@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from failing_disk import Failing, Log, Probe, Run, same
+from failing_disk import FailingFileSystem, RecordingFileSystem, RegisteredState, Run, is_same_state
 
 from accel_runtime import Accelerator
 from accel_runtime.checkpoint.errors import CheckpointError
@@ -47,7 +47,7 @@ def save_in_process_that_exits(folder, target, disk, step, **project):
     if not pid:
         try:
             run = Run(folder, disk=disk, **project)
-            run.put(step)
+            run.set_step(step)
             run.acc.save_state(target)
         finally:
             os._exit(1)
@@ -55,7 +55,7 @@ def save_in_process_that_exits(folder, target, disk, step, **project):
 
 
 def load_step(run, target=None):
-    run.put(99)
+    run.set_step(99)
     run.acc.load_state(target)
     return run.step()
 
@@ -67,11 +67,11 @@ def load_step(run, target=None):
 )
 def test_c1_c2_c3_a_save_killed_during_an_overwrite_keeps_the_complete_old_checkpoint(memory, moment):
     run = Run(memory, automatic=False)
-    run.put(1)
+    run.set_step(1)
     run.acc.save_state(memory / "mine")
     save_in_process_that_exits(memory, memory / "mine", ExitingFileSystem(*moment), 2, automatic=False)
     assert load_step(run, memory / "mine") == 1
-    run.put(3)
+    run.set_step(3)
     run.acc.save_state(memory / "mine")
     assert load_step(run, memory / "mine") == 3
     assert [path.name for path in memory.iterdir()] == ["mine"]
@@ -80,7 +80,7 @@ def test_c1_c2_c3_a_save_killed_during_an_overwrite_keeps_the_complete_old_check
 @pytest.mark.parametrize("method", ["exchange", "remove_tree"])
 def test_c1_a_save_killed_after_the_exchange_leaves_the_complete_new_checkpoint(memory, method):
     run = Run(memory, automatic=False)
-    run.put(1)
+    run.set_step(1)
     run.acc.save_state(memory / "mine")
     save_in_process_that_exits(memory, memory / "mine", ExitingFileSystem(method, ""), 2, automatic=False)
     assert load_step(run, memory / "mine") == 2
@@ -91,11 +91,11 @@ def test_c1_a_save_killed_after_the_exchange_leaves_the_complete_new_checkpoint(
 )
 def test_c4_total_limit_1_always_leaves_a_complete_checkpoint(memory, moment):
     run = Run(memory, total_limit=1)
-    run.put(1)
+    run.set_step(1)
     run.acc.save_state()
     save_in_process_that_exits(memory, None, ExitingFileSystem(*moment), 2, total_limit=1)
     assert load_step(run) in {1, 2}
-    run.put(3)
+    run.set_step(3)
     run.acc.save_state()
     assert load_step(run) == 3
     assert len(run.acc.checkpoints.list()) == 1
@@ -103,15 +103,15 @@ def test_c4_total_limit_1_always_leaves_a_complete_checkpoint(memory, moment):
 
 def test_c5_a_full_disk_leaves_no_partial_checkpoint_and_the_run_can_save_again(memory):
     run = Run(memory, total_limit=3)
-    run.put(1)
+    run.set_step(1)
     run.acc.save_state()
-    run.acc._file_system = Failing(15, errno.ENOSPC, forever=True)
-    run.put(2)
+    run.acc._file_system = FailingFileSystem(15, errno.ENOSPC, forever=True)
+    run.set_step(2)
     with pytest.raises(CheckpointError, match="No space left on device"):
         run.acc.save_state()
     assert load_step(run) == 1
     run.acc._file_system = FileSystem()
-    run.put(3)
+    run.set_step(3)
     run.acc.save_state()
     assert load_step(run) == 3
     assert not [path for path in (memory / "checkpoints").iterdir() if path.name.startswith(".")]
@@ -121,7 +121,7 @@ def test_c5_a_full_disk_leaves_no_partial_checkpoint_and_the_run_can_save_again(
 @pytest.mark.parametrize("way", ["truncated", "missing"])
 def test_c6_c7_a_truncated_or_missing_file_is_named_and_nothing_changes(memory, item, way):
     run = Run(memory)
-    run.put(1)
+    run.set_step(1)
     path = Path(run.acc.save_state())
     file = path / f"{item}.safetensors"
     if not file.exists():
@@ -130,22 +130,22 @@ def test_c6_c7_a_truncated_or_missing_file_is_named_and_nothing_changes(memory, 
         file.write_bytes(file.read_bytes()[:-2])
     else:
         file.unlink()
-    run.put(5)
-    before = run.live()
+    run.set_step(5)
+    before = run.copy_state()
     with pytest.raises(CheckpointError, match=file.name):
         run.acc.load_state(path)
-    assert same(run.live(), before)
+    assert is_same_state(run.copy_state(), before)
 
 
 def save_step_five(folder):
     run = Run(folder)
-    run.put(5)
+    run.set_step(5)
     run.acc.save_state()
 
 
 def load_and_report(folder):
     run = Run(folder)
-    run.put(9)
+    run.set_step(9)
     before = torch.get_rng_state()
     found = run.acc.load_state()
     weights = {float(value) for tensor in run.tensors() for value in tensor.flatten()}
@@ -163,7 +163,7 @@ def test_c8_a_checkpoint_of_two_ranks_loads_on_three_with_the_same_step(clusters
 @pytest.mark.parametrize("item", ["model", "optimizer", "random", "registered"])
 def test_c9_a_flipped_bit_is_an_error(memory, item):
     run = Run(memory)
-    run.put(1)
+    run.set_step(1)
     path = Path(run.acc.save_state())
     file = path / f"{item}.safetensors"
     data = bytearray(file.read_bytes())
@@ -183,7 +183,7 @@ class Payload:
 
 def test_c10_a_pickle_in_a_checkpoint_is_not_executed(memory, caplog):
     run = Run(memory)
-    run.put(1)
+    run.set_step(1)
     path = Path(run.acc.save_state())
     (path / "custom_checkpoint_0.pkl").write_bytes(pickle.dumps(Payload(str(memory / "executed"))))
     assert load_step(run) == 1
@@ -196,7 +196,7 @@ def test_c11_c12_a_save_writes_next_to_its_target_and_not_to_tmpdir(memory, monk
     elsewhere.mkdir()
     monkeypatch.setenv("TMPDIR", str(elsewhere))
     run = Run(memory, automatic=False)
-    run.put(1)
+    run.set_step(1)
     run.acc.save_state(memory / "mine")
     save_in_process_that_exits(memory, memory / "mine", ExitingFileSystem("exchange", ""), 2, automatic=False)
     assert not list(elsewhere.iterdir())
@@ -205,7 +205,7 @@ def test_c11_c12_a_save_writes_next_to_its_target_and_not_to_tmpdir(memory, monk
 
 def test_c13_the_old_checkpoint_loads_after_a_save_killed_during_an_overwrite(memory):
     run = Run(memory, automatic=False)
-    run.put(7)
+    run.set_step(7)
     run.acc.save_state(memory / "step")
     save_in_process_that_exits(
         memory, memory / "step", ExitingFileSystem("create", "model"), 8, automatic=False
@@ -215,18 +215,18 @@ def test_c13_the_old_checkpoint_loads_after_a_save_killed_during_an_overwrite(me
 
 def save_with_failing_rank(folder):
     run = Run(folder, automatic=False)
-    run.put(7)
+    run.set_step(7)
     run.acc.save_state(folder / "step")
     before = (folder / "step" / "checkpoint.json").read_text()
     run.acc.wait_for_everyone()
-    run.put(8)
+    run.set_step(8)
     if run.rank == 1:
-        run.acc._file_system = Failing(1, errno.EIO, forever=True)
+        run.acc._file_system = FailingFileSystem(1, errno.EIO, forever=True)
     try:
         run.acc.save_state(folder / "step")
     except CheckpointError as error:
         message = str(error)
-    run.put(99)
+    run.set_step(99)
     run.acc.load_state(folder / "step")
     return message, run.step(), (folder / "step" / "checkpoint.json").read_text() == before
 
@@ -257,25 +257,25 @@ def test_c16_a_checkpoint_of_two_ranks_loads_on_one_and_on_two(pair, alone, memo
             assert (step, steps, weights) == (5, 5, {5.0})
 
 
-class SlowFileSystem(Probe):
+class SlowFileSystem(RecordingFileSystem):
     """A file system with slow calls."""
 
-    def before(self, number, path):  # noqa: ARG002 - whatever the call
+    def before_call(self, number, path):  # noqa: ARG002 - whatever the call
         time.sleep(0.005)
 
 
 def test_c17_changes_after_an_asynchronous_save_has_returned_are_not_saved(memory):
     run = Run(memory, disk=SlowFileSystem())
-    run.put(1)
+    run.set_step(1)
     run.acc.save_state(async_save=True)
-    run.put(2)
+    run.set_step(2)
     run.acc.wait_for_checkpoint()
     assert load_step(run) == 1
 
 
 def test_c18_a_later_optimizer_step_raises_the_error_of_an_asynchronous_save(memory):
-    run = Run(memory, disk=Failing(20, errno.ENOSPC, forever=True))
-    run.put(1)
+    run = Run(memory, disk=FailingFileSystem(20, errno.ENOSPC, forever=True))
+    run.set_step(1)
     run.acc.save_state(async_save=True)
 
     def steps():
@@ -286,7 +286,7 @@ def test_c18_a_later_optimizer_step_raises_the_error_of_an_asynchronous_save(mem
     with pytest.raises(CheckpointError, match="No space left on device"):
         steps()
     run.acc._file_system = FileSystem()
-    run.put(2)
+    run.set_step(2)
     run.acc.save_state()
     assert load_step(run) == 2
 
@@ -294,21 +294,21 @@ def test_c18_a_later_optimizer_step_raises_the_error_of_an_asynchronous_save(mem
 def test_b5_the_random_state_of_every_rank_is_restored(pair, memory):
     def draw_after_load(folder):
         run = Run(folder)
-        run.put(4)
+        run.set_step(4)
         torch.rand(run.rank + 3)
         run.acc.save_state()
-        wanted = torch.rand(4).tolist()
+        expected = torch.rand(4).tolist()
         torch.manual_seed(1)
         run.acc.load_state()
-        return wanted, torch.rand(4).tolist()
+        return expected, torch.rand(4).tolist()
 
-    (one, one_again), (two, two_again) = pair.run(draw_after_load, memory)
-    assert one == one_again != two == two_again
+    (first, first_restored), (second, second_restored) = pair.run(draw_after_load, memory)
+    assert first == first_restored != second == second_restored
 
 
 def test_an_object_that_cannot_be_saved_is_named_before_anything_is_written(memory):
     acc = Accelerator(cpu=True, project_dir=memory)
-    log = Log()
+    log = RegisteredState()
     log.state = {"callback": print}
     acc.register_for_checkpointing(log)
     with pytest.raises(CheckpointError, match="registered/callback cannot be saved"):

@@ -64,10 +64,10 @@ def train_and_save_on_one_rank(folder, rank, metrics):
     accelerator, model, optimizer, loader = prepare_run(folder)
     found = accelerator.load_state(path)
     states = optimizer.state_dict()["state"][0]["step"].item()
-    same = weights(model) == wanted
+    is_equal = weights(model) == wanted
     learn(accelerator, model, optimizer, (torch.ones(4, 3),))
     after = accelerator.gather(torch.tensor(weights(model)).unsqueeze(0))
-    return messages, requests, found.manifest.step, states, same, bool((after == after[0]).all())
+    return messages, requests, found.manifest.step, states, is_equal, bool((after == after[0]).all())
 
 
 @pytest.mark.parametrize(("rank", "metrics"), [(0, False), (1, True)])

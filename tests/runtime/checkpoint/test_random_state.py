@@ -88,8 +88,8 @@ def test_derived_streams_are_equal_on_all_ranks_only_if_the_saved_ones_were(old,
     again = [restore_and_draw(rng.derive_rng_state(trees, rank, new)) for rank in range(new)]
     wanted = restore_and_draw(trees[0])
     equal = {"torch": old > 1, "python": False, "numpy": old > 1 and len(set(numpy_seed[:old])) == 1}
-    for kind, same in equal.items():
-        if same:
+    for kind, is_same in equal.items():
+        if is_same:
             assert all(draw[kind] == wanted[kind] for draw in again)
         else:
             streams = [draw[kind] for draw in again] + [restore_and_draw(tree)[kind] for tree in trees]

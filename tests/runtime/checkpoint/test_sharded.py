@@ -122,8 +122,8 @@ def four_ready(clusters):
 @pytest.mark.parametrize("sizes", PAIRS[:2], ids=str)
 def test_a_sharded_checkpoint_of_two_ranks_loads_on_two_and_on_one(pair_ready, tmp_path, sizes):
     folder = str(tmp_path / "saved")
-    expected, same = pair_ready.run(train_and_save, folder, sizes)
-    assert expected == same
+    expected, actual = pair_ready.run(train_and_save, folder, sizes)
+    assert expected == actual
     manifest = check_chunks(folder)
     assert list_sharded_tensors(manifest)
     assert not [

@@ -1,4 +1,4 @@
-"""A state comes back from JSON and tensors with the values and the types it had; what cannot is refused by its path."""
+"""States are restored from JSON and tensors with their values and types; other values are rejected by path."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.serialization import deserialize, serialize
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
-KINDS = ["<f8", "<f4", "<i8", ">i4", "|u1", "|b1", "<c16", "<f2"]
+NUMPY_TYPES = ["<f8", "<f4", "<i8", ">i4", "|u1", "|b1", "<c16", "<f2"]
 
 
 @st.composite
 def tensors(draw):
     shape = draw(st.lists(st.integers(0, 3), max_size=3))
-    made = torch.arange(math.prod(shape)).reshape(shape).to(draw(st.sampled_from(DTYPES)))
-    return made.t() if made.dim() == 2 and draw(st.booleans()) else made
+    tensor = torch.arange(math.prod(shape)).reshape(shape).to(draw(st.sampled_from(DTYPES)))
+    return tensor.t() if tensor.dim() == 2 and draw(st.booleans()) else tensor
 
 
 @st.composite
 def arrays(draw):
-    kind = draw(st.sampled_from([kind for kind in KINDS if kind[0] != ">"]))
-    return np.arange(6).astype(kind).reshape(draw(st.sampled_from([(6,), (2, 3), (3, 2), (1, 6)])))
+    dtype = draw(st.sampled_from([dtype for dtype in NUMPY_TYPES if dtype[0] != ">"]))
+    return np.arange(6).astype(dtype).reshape(draw(st.sampled_from([(6,), (2, 3), (3, 2), (1, 6)])))
 
 
-numbers = st.one_of(
+leaves = st.one_of(
     st.none(),
     st.booleans(),
     st.integers(),
@@ -45,11 +45,11 @@ numbers = st.one_of(
     st.binary().map(bytearray),
     st.sampled_from(DTYPES),
     st.sampled_from([torch.device("cpu"), torch.device("cuda", 3), Path("a/b"), torch.Size([2, 3]), "$"]),
-    st.sampled_from(KINDS).map(lambda kind: np.dtype(kind).type(1)),
+    st.sampled_from(NUMPY_TYPES).map(lambda kind: np.dtype(kind).type(1)),
 )
 keys = st.one_of(st.text(), st.integers(), st.booleans(), st.none(), st.floats(allow_nan=False), st.just("$"))
-trees = st.recursive(
-    numbers | tensors() | arrays(),
+state_trees = st.recursive(
+    leaves | tensors() | arrays(),
     lambda inner: st.one_of(
         st.lists(inner, max_size=4),
         st.lists(inner, max_size=4).map(tuple),
@@ -65,96 +65,98 @@ trees = st.recursive(
 )
 
 
-def equal(one, other):  # noqa: PLR0911 - a kind a line
-    """Equal in value and type, all the way down, in the same order; NaN is itself."""
-    if type(one) is not type(other):
+def is_equal(value, other):  # noqa: PLR0911 - one line for each type
+    """Compare values, types and order recursively; NaN equals NaN."""
+    if type(value) is not type(other):
         return False
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, np.ndarray | np.generic):
-        return one.dtype.newbyteorder("=") == other.dtype.newbyteorder("=") and np.array_equal(one, other)
-    if isinstance(one, float | complex):
-        return repr(one) == repr(other)
-    if isinstance(one, dict):
-        if getattr(one, "default_factory", None) is not getattr(other, "default_factory", None):
+    if isinstance(value, torch.Tensor):
+        return value.dtype == other.dtype and torch.equal(value, other)
+    if isinstance(value, np.ndarray | np.generic):
+        return value.dtype.newbyteorder("=") == other.dtype.newbyteorder("=") and np.array_equal(value, other)
+    if isinstance(value, float | complex):
+        return repr(value) == repr(other)
+    if isinstance(value, dict):
+        if getattr(value, "default_factory", None) is not getattr(other, "default_factory", None):
             return False
-        return equal(list(one.items()), list(other.items()))
-    if isinstance(one, deque) and one.maxlen != other.maxlen:
+        return is_equal(list(value.items()), list(other.items()))
+    if isinstance(value, deque) and value.maxlen != other.maxlen:
         return False
-    if isinstance(one, list | tuple | deque):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return one == other
+    if isinstance(value, list | tuple | deque):
+        return len(value) == len(other) and all(map(is_equal, value, other))
+    return value == other
 
 
-@given(trees)
+@given(state_trees)
 @settings(max_examples=150, suppress_health_check=list(HealthCheck))
-def test_any_tree_comes_back_with_its_values_types_and_order(tree):
-    text, found = serialize(tree, "item")
-    again = deserialize(json.loads(json.dumps(text)), found)
-    assert equal(again, tree), (tree, again)
-    assert all(name.startswith("item") and "#" not in name for name in found)
+def test_deserialize_restores_values_types_and_order_of_any_tree(tree):
+    text, tensors_by_name = serialize(tree, "item")
+    restored = deserialize(json.loads(json.dumps(text)), tensors_by_name)
+    assert is_equal(restored, tree), (tree, restored)
+    assert all(name.startswith("item") and "#" not in name for name in tensors_by_name)
 
 
-def test_an_array_without_dimensions_stays_one():
+def test_an_array_without_dimensions_is_restored():
     for value in (np.array(3.5), np.array(7, dtype="<i4")):
-        text, found = serialize(value, "item")
-        assert equal(deserialize(text, found), value)
+        text, tensors_by_name = serialize(value, "item")
+        assert is_equal(deserialize(text, tensors_by_name), value)
 
 
-def test_tied_tensors_are_kept_once_and_a_conjugate_is_not_its_original():
+def test_tied_tensors_are_stored_once_and_conjugates_separately():
     tensor = torch.tensor([1 + 2j, 3 - 4j])
     tree = {"one": tensor, "tied": tensor, "other": tensor.conj(), "copy": tensor.clone()}
-    text, found = serialize(tree, "item")
-    assert len(found) == 3
-    assert equal(deserialize(text, found), tree)
+    text, tensors_by_name = serialize(tree, "item")
+    assert len(tensors_by_name) == 3
+    assert is_equal(deserialize(text, tensors_by_name), tree)
 
 
-def test_a_rank_mark_in_a_name_is_not_taken_for_one():
+def test_a_rank_suffix_in_a_key_is_escaped():
     tree = {"a#1": torch.ones(1), "a%231": torch.zeros(1)}
-    text, found = serialize(tree, "item")
-    assert len(found) == 2
-    assert equal(deserialize(text, found), tree)
+    text, tensors_by_name = serialize(tree, "item")
+    assert len(tensors_by_name) == 2
+    assert is_equal(deserialize(text, tensors_by_name), tree)
 
 
-Point = namedtuple("Point", "x y")  # noqa: PYI024 - what a script may have
-_ITSELF: list = []
-_ITSELF.append(_ITSELF)
+NamedPoint = namedtuple("Point", "x y")  # noqa: PYI024 - scripts may use it
+_RECURSIVE: list = []
+_RECURSIVE.append(_RECURSIVE)
 
 
 @pytest.mark.parametrize(
-    "odd",
+    "value",
     [
-        print, object(), Point(1, 2), lambda: 0, _ITSELF, torch.ones(1, device="meta"), torch.eye(2).to_sparse(),
+        print, object(), NamedPoint(1, 2), lambda: 0, _RECURSIVE, torch.ones(1, device="meta"), torch.eye(2).to_sparse(),
         np.array(["text"]), np.array([object()], dtype=object), defaultdict(lambda: 3), type("Text", (str,), {})("x"),
         np.longdouble(1) if np.longdouble is None else np.array([1], dtype=np.longdouble), range(3), slice(1), ...,
     ],
-    ids=lambda odd: type(odd).__name__,
+    ids=lambda value: type(value).__name__,
 )  # fmt: skip
-def test_what_loading_could_not_make_without_running_code_is_refused_by_its_path(odd):
+def test_serialize_rejects_values_that_need_code_to_load_and_names_their_path(value):
     with pytest.raises(CheckpointError, match=r"^item/outer\.0.* cannot be saved"):
-        serialize({"outer": [odd]}, "item")
+        serialize({"outer": [value]}, "item")
 
 
-words = st.sampled_from(
+tags = st.sampled_from(
     ["tensor", "ndarray", "tuple", "set", "size", "dict", "OrderedDict", "Counter", "deque", "defaultdict", "float",
      "complex", "bytes", "bytearray", "dtype", "device", "path", "numpy", "int", "odd"]
 )  # fmt: skip
-fields = st.sampled_from(
+keys_of_tags = st.sampled_from(
     ["$", "items", "value", "base64", "name", "tensor", "factory", "maxlen", "dtype", "hex"]
 )
-noise = st.recursive(
-    st.none() | st.integers() | st.text(max_size=4) | words,
+encoded_trees = st.recursive(
+    st.none() | st.integers() | st.text(max_size=4) | tags,
     lambda inner: (
         st.lists(inner, max_size=3)
-        | st.dictionaries(fields, inner, max_size=4)
-        | st.builds(lambda word, rest: rest | {"$": word}, words, st.dictionaries(fields, inner, max_size=4))
+        | st.dictionaries(keys_of_tags, inner, max_size=4)
+        | st.builds(
+            lambda word, rest: rest | {"$": word}, tags, st.dictionaries(keys_of_tags, inner, max_size=4)
+        )
     ),
 )
 
 
-@given(noise)
+@given(encoded_trees)
 @settings(max_examples=150, suppress_health_check=list(HealthCheck))
-def test_text_that_nobody_packed_gives_plain_things_or_an_error_that_says_so(text):
+def test_deserialize_of_arbitrary_json_returns_a_value_or_raises_checkpoint_error(text):
     try:
         deserialize(text, {"known": torch.ones(1)})
     except CheckpointError as error:

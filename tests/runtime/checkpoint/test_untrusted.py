@@ -1,4 +1,4 @@
-"""Nothing in a checkpoint runs, whatever was planted in it, and no name in it leads out of it."""
+"""Loading an untrusted checkpoint runs no code of it and accesses no file outside it."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from failing_disk import Run, same
+from failing_disk import Run, is_same_state
 
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.manifest import NAME, hash_bytes
 
 
-class Payload:
-    """Unpickled, it makes a directory that the test looks for."""
+class DirectoryPayload:
+    """An object that creates a directory when it is unpickled."""
 
-    def __init__(self, trace):
-        self.trace = trace
+    def __init__(self, payload_directory):
+        self.directory = payload_directory
 
     def __reduce__(self):
-        return os.mkdir, (str(self.trace),)
+        return os.mkdir, (str(self.directory),)
 
 
 @pytest.fixture
-def trace(memory):
-    """Where the payload would leave its trace; it must not be there in the end."""
+def payload_directory(memory):
+    """Return the directory that the payload would create; it must not exist after the test."""
     path = memory / "executed"
     yield path
     assert not path.exists()
@@ -37,9 +37,9 @@ def trace(memory):
 @pytest.fixture
 def project(memory):
     run = Run(memory / "project")
-    run.put(3)
+    run.set_step(3)
     run.acc.save_state()
-    run.put(9)
+    run.set_step(9)
     return run
 
 
@@ -48,28 +48,30 @@ def newest(project):
     return project.acc.checkpoints.newest().path
 
 
-def forge(path, change):
-    """Change a manifest and give it the right checksum, as somebody does who means harm."""
+def rewrite_manifest(path, change):
+    """Change a manifest and give it a valid checksum, as an attacker would."""
     body = json.loads((path / NAME).read_text())["checkpoint"]
     change(body)
     text = json.dumps(body, separators=(",", ":"))
     (path / NAME).write_text(f'{{"checksum":"{hash_bytes(text.encode())}",\n"checkpoint":{text}}}\n')
 
 
-def refused(run, path):
-    before = run.live()
+def load_and_expect_error(run, path):
+    before = run.copy_state()
     with pytest.raises(CheckpointError) as raised:
         run.acc.load_state(path)
-    assert same(run.live(), before)
+    assert is_same_state(run.copy_state(), before)
     return str(raised.value)
 
 
-def test_the_payload_would_run(memory):
-    pickle.loads(pickle.dumps(Payload(memory / "it does")))  # noqa: S301 - to see that it would
+def test_the_payload_runs_if_it_is_unpickled(memory):
+    pickle.loads(pickle.dumps(DirectoryPayload(memory / "it does")))  # noqa: S301 - the purpose of the test
     assert (memory / "it does").is_dir()
 
 
-def test_pickles_beside_the_files_are_not_read_and_told(project, newest, trace, caplog):
+def test_untracked_pickles_in_a_checkpoint_are_logged_and_not_read(
+    project, newest, payload_directory, caplog
+):
     for name in (
         "optimizer.bin",
         "custom_checkpoint_0.pkl",
@@ -77,8 +79,8 @@ def test_pickles_beside_the_files_are_not_read_and_told(project, newest, trace, 
         "pytorch_model.bin",
         "x.pt",
     ):
-        (newest / name).write_bytes(pickle.dumps(Payload(trace)))
-    torch.save(Payload(trace), newest / "scheduler.bin")
+        (newest / name).write_bytes(pickle.dumps(DirectoryPayload(payload_directory)))
+    torch.save(DirectoryPayload(payload_directory), newest / "scheduler.bin")
     project.acc.load_state(newest)
     assert project.step() == 3
     assert (
@@ -87,25 +89,27 @@ def test_pickles_beside_the_files_are_not_read_and_told(project, newest, trace, 
     )
 
 
-def test_pickles_in_place_of_any_file_are_refused(project, newest, trace):
-    harm = pickle.dumps(Payload(trace))
+def test_a_pickle_in_place_of_any_file_is_rejected(project, newest, payload_directory):
+    payload = pickle.dumps(DirectoryPayload(payload_directory))
     for path in sorted(newest.iterdir()):
         data = path.read_bytes()
-        for put in (harm, harm.ljust(len(data), b"\0")[: max(len(data), len(harm))]):
-            path.write_bytes(put)
-            assert path.name in refused(project, newest)
+        for content in (payload, payload.ljust(len(data), b"\0")[: max(len(data), len(payload))]):
+            path.write_bytes(content)
+            assert path.name in load_and_expect_error(project, newest)
         path.write_bytes(data)
 
 
-def test_pickles_as_the_bytes_of_files_with_the_right_checksums_are_only_numbers(project, newest, trace):
-    harm = pickle.dumps(Payload(trace))
+def test_a_pickle_in_tensor_data_with_valid_checksums_is_loaded_as_numbers(
+    project, newest, payload_directory
+):
+    payload = pickle.dumps(DirectoryPayload(payload_directory))
     path = newest / "model.safetensors"
     data = bytearray(path.read_bytes())
-    start = len(data) - len(harm) // 8 * 8 - 8
-    data[start : start + len(harm)] = harm
+    start = len(data) - len(payload) // 8 * 8 - 8
+    data[start : start + len(payload)] = payload
     path.write_bytes(data)
 
-    def resum(body):
+    def update_checksums(body):
         for stored in body["tensors"].values():
             for chunk in stored["chunks"]:
                 if chunk["file"] == path.name:
@@ -113,27 +117,27 @@ def test_pickles_as_the_bytes_of_files_with_the_right_checksums_are_only_numbers
                         bytes(data[chunk["start"] : chunk["start"] + chunk["bytes"]])
                     )
 
-    forge(newest, resum)
+    rewrite_manifest(newest, update_checksums)
     project.acc.load_state(newest)
 
 
-def test_pickles_in_a_header_with_the_right_checksum_are_not_read(project, newest, trace):
+def test_a_pickle_in_a_header_with_a_valid_checksum_is_not_read(project, newest, payload_directory):
     path = newest / "model.safetensors"
     data = bytearray(path.read_bytes())
-    harm = pickle.dumps(Payload(trace))
-    data[8 : 8 + len(harm)] = harm
+    payload = pickle.dumps(DirectoryPayload(payload_directory))
+    data[8 : 8 + len(payload)] = payload
     path.write_bytes(data)
 
-    def resum(body):
+    def update_checksum(body):
         file = body["files"][path.name]
         file["header_checksum"] = hash_bytes(bytes(data[: file["header"]]))
 
-    forge(newest, resum)
+    rewrite_manifest(newest, update_checksum)
     project.acc.load_state(newest)
     assert project.step() == 3
 
 
-ODD = [
+MALFORMED_STATES = [
     {"$": "pickle", "base64": "gASVAAAA"},
     {"$": "eval", "value": "__import__('os').mkdir('executed')"},
     {"$": "__class__"},
@@ -162,26 +166,26 @@ ODD = [
 ]
 
 
-@pytest.mark.parametrize("odd", ODD, ids=str)
-def test_odd_words_in_a_state_are_refused_before_anything_changes(project, newest, odd):
-    forge(newest, lambda body: body["values"]["registered"].update(odd=odd))
-    assert "the state of registered" in refused(project, newest)
+@pytest.mark.parametrize("state", MALFORMED_STATES, ids=str)
+def test_malformed_states_are_rejected_before_anything_changes(project, newest, state):
+    rewrite_manifest(newest, lambda body: body["values"]["registered"].update(odd=state))
+    assert "the state of registered" in load_and_expect_error(project, newest)
 
 
 @pytest.mark.parametrize("dtype", ["load", "os", "__name__", "nn", "float33", "", "compile", "Tensor"])
-def test_a_dtype_that_is_none_is_refused(project, newest, dtype):
-    forge(newest, lambda body: body["tensors"]["model/0.weight"].update(dtype=dtype))
-    assert "model/0.weight" in refused(project, newest)
+def test_an_invalid_dtype_is_rejected(project, newest, dtype):
+    rewrite_manifest(newest, lambda body: body["tensors"]["model/0.weight"].update(dtype=dtype))
+    assert "model/0.weight" in load_and_expect_error(project, newest)
 
 
-def test_a_dtype_of_another_width_is_refused(project, newest):
-    forge(newest, lambda body: body["tensors"]["model/0.weight"].update(dtype="float64"))
-    assert "model/0.weight is float64 of shape [8, 8], and its parts have 256 bytes" in refused(
+def test_a_dtype_of_another_size_is_rejected(project, newest):
+    rewrite_manifest(newest, lambda body: body["tensors"]["model/0.weight"].update(dtype="float64"))
+    assert "model/0.weight is float64 of shape [8, 8], and its parts have 256 bytes" in load_and_expect_error(
         project, newest
     )
 
 
-NAMES = [
+ESCAPING_NAMES = [
     "../../secret",
     "/etc/passwd",
     "a/../../secret",
@@ -197,74 +201,82 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_names_that_lead_out_of_a_checkpoint_are_refused(project, newest, name):
-    forge(newest, lambda body: body["files"].update({name: body["files"]["model.safetensors"]}))
-    assert "is not the name of a file inside a checkpoint" in refused(project, newest)
+@pytest.mark.parametrize("name", ESCAPING_NAMES)
+def test_file_names_outside_a_checkpoint_are_rejected(project, newest, name):
+    rewrite_manifest(newest, lambda body: body["files"].update({name: body["files"]["model.safetensors"]}))
+    assert "is not the name of a file inside a checkpoint" in load_and_expect_error(project, newest)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_tensors_in_files_that_lead_out_are_refused(project, newest, name):
-    forge(newest, lambda body: body["tensors"]["model/0.weight"]["chunks"][0].update(file=name))
-    assert "tensor model/0.weight" in refused(project, newest)
+@pytest.mark.parametrize("name", ESCAPING_NAMES)
+def test_tensors_in_files_outside_a_checkpoint_are_rejected(project, newest, name):
+    rewrite_manifest(newest, lambda body: body["tensors"]["model/0.weight"]["chunks"][0].update(file=name))
+    assert "tensor model/0.weight" in load_and_expect_error(project, newest)
 
 
-def test_a_manifest_does_not_decide_what_is_deleted(memory):
+def test_files_named_in_a_forged_manifest_are_not_deleted(memory):
     run = Run(memory, total_limit=1)
     (memory / "precious").write_text("of the user")
-    run.put(1)
+    run.set_step(1)
     path = Path(run.acc.save_state())
-    forge(path, lambda body: body["files"].update({"../../precious": body["files"]["model.safetensors"]}))
-    run.put(2)
+    rewrite_manifest(
+        path, lambda body: body["files"].update({"../../precious": body["files"]["model.safetensors"]})
+    )
+    run.set_step(2)
     run.acc.save_state()
-    run.put(3)
+    run.set_step(3)
     run.acc.save_state()
     assert (memory / "precious").read_text() == "of the user"
-    # It is none that could be loaded, so it is not counted, and stays for somebody to look at.
+    # It cannot be loaded, so it is not counted; it is kept so that the user can inspect it.
     assert path.is_dir()
-    assert [found.number for found in run.acc.checkpoints.list()] == [2]
+    assert [checkpoint.number for checkpoint in run.acc.checkpoints.list()] == [2]
 
 
-def weight(**change):
-    return lambda body: body["tensors"]["model/0.weight"].update(change)
+def change_weight(**fields):
+    return lambda body: body["tensors"]["model/0.weight"].update(fields)
 
 
-def chunk(**change):
-    return lambda body: body["tensors"]["model/0.weight"]["chunks"][0].update(change)
+def change_chunk(**fields):
+    return lambda body: body["tensors"]["model/0.weight"]["chunks"][0].update(fields)
 
 
-def halves(*boxes):
-    """Cut the chunk of an 8 x 8 tensor of float32 into these: offsets, sizes, and where they begin."""
+def split_chunk(*boxes):
+    """Split the chunk of an 8 x 8 float32 tensor into these: offsets, sizes and start in bytes."""
 
     def change(body):
-        whole = body["tensors"]["model/0.weight"]["chunks"][0]
+        chunk = body["tensors"]["model/0.weight"]["chunks"][0]
         body["tensors"]["model/0.weight"]["chunks"] = [
-            whole | {"offsets": o, "sizes": s, "start": whole["start"] + at, "bytes": 4 * s[0] * s[1]}
-            for o, s, at in boxes
+            chunk
+            | {
+                "offsets": offsets,
+                "sizes": sizes,
+                "start": chunk["start"] + start,
+                "bytes": 4 * sizes[0] * sizes[1],
+            }
+            for offsets, sizes, start in boxes
         ]
 
     return change
 
 
-LIES = {
-    "elements that are not there": weight(shape=[10**8, 10**7]),
+INVALID_TENSORS = {
+    "elements that are not there": change_weight(shape=[10**8, 10**7]),
     "a huge shape with huge parts": lambda body: (
-        weight(shape=[10**15])(body),
-        chunk(sizes=[10**15], offsets=[0])(body),
+        change_weight(shape=[10**15])(body),
+        change_chunk(sizes=[10**15], offsets=[0])(body),
     ),
-    "more bytes than the file": chunk(bytes=10**15),
-    "a start beyond the end": chunk(start=10**9),
-    "a negative start": chunk(start=-8),
-    "a part beyond the tensor": chunk(offsets=[8, 0]),
-    "a part that is too small": chunk(sizes=[4, 8], bytes=128),
-    "a part of other dimensions": chunk(sizes=[64], offsets=[0]),
-    "no parts": weight(chunks=[]),
-    "a shape of text": weight(shape=["8", "8"]),
-    "a negative shape": weight(shape=[-8, -8]),
-    "parts that overlap": halves(([0, 0], [5, 8], 0), ([3, 0], [5, 8], 96)),
-    "parts that overlap and leave a hole": halves(([0, 0], [4, 8], 0), ([0, 0], [4, 8], 128)),
-    "corners that overlap": halves(([0, 0], [8, 4], 0), ([0, 2], [8, 4], 128)),
-    "another width": chunk(bytes=64 * 3),
+    "more bytes than the file": change_chunk(bytes=10**15),
+    "a start beyond the end": change_chunk(start=10**9),
+    "a negative start": change_chunk(start=-8),
+    "a part beyond the tensor": change_chunk(offsets=[8, 0]),
+    "a part that is too small": change_chunk(sizes=[4, 8], bytes=128),
+    "a part of other dimensions": change_chunk(sizes=[64], offsets=[0]),
+    "no parts": change_weight(chunks=[]),
+    "a shape of text": change_weight(shape=["8", "8"]),
+    "a negative shape": change_weight(shape=[-8, -8]),
+    "parts that overlap": split_chunk(([0, 0], [5, 8], 0), ([3, 0], [5, 8], 96)),
+    "parts that overlap and leave a hole": split_chunk(([0, 0], [4, 8], 0), ([0, 0], [4, 8], 128)),
+    "corners that overlap": split_chunk(([0, 0], [8, 4], 0), ([0, 2], [8, 4], 128)),
+    "another width": change_chunk(bytes=64 * 3),
     "a file that is a list": lambda body: body["files"].update({"model.safetensors": []}),
     "a part without its checksum": lambda body: body["tensors"]["model/0.weight"]["chunks"][0].pop(
         "checksum"
@@ -272,52 +284,54 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("name", LIES)
-def test_what_cannot_be_true_is_refused_before_memory_is_taken(project, newest, name):
-    forge(newest, LIES[name])
-    message = refused(project, newest)
+@pytest.mark.parametrize("name", INVALID_TENSORS)
+def test_invalid_tensor_entries_are_rejected_before_memory_is_allocated(project, newest, name):
+    rewrite_manifest(newest, INVALID_TENSORS[name])
+    message = load_and_expect_error(project, newest)
     assert f"{newest / NAME} cannot be used: " in message or "and its parts have" in message
 
 
-def test_parts_that_make_up_a_tensor_are_taken(project, newest):
-    forge(newest, halves(([4, 0], [4, 8], 128), ([0, 0], [4, 8], 0)))
+def test_chunks_that_cover_a_tensor_in_any_order_are_loaded(project, newest):
+    rewrite_manifest(newest, split_chunk(([4, 0], [4, 8], 128), ([0, 0], [4, 8], 0)))
     for stored in ("checksum",):
 
-        def resum(body, key=stored):
+        def update_checksums(body, key=stored):
             for part in body["tensors"]["model/0.weight"]["chunks"]:
                 data = (newest / part["file"]).read_bytes()[part["start"] : part["start"] + part["bytes"]]
                 part[key] = hash_bytes(data)
 
-        forge(newest, resum)
+        rewrite_manifest(newest, update_checksums)
     project.acc.load_state(newest)
     assert project.step() == 3
 
 
-def test_states_that_are_not_of_their_kind_are_refused(project, newest):
-    whole = (newest / NAME).read_bytes()
+def test_states_of_a_wrong_type_are_rejected(project, newest):
+    original = (newest / NAME).read_bytes()
     for item in ("model", "optimizer", "random", "scheduler", "window", "counters"):
-        for wrong in (None, 1, "text", [], {"$": "tuple", "items": []}):
-            forge(newest, lambda body, item=item, wrong=wrong: body["values"].update({item: wrong}))
+        for value in (None, 1, "text", [], {"$": "tuple", "items": []}):
+            rewrite_manifest(
+                newest, lambda body, item=item, value=value: body["values"].update({item: value})
+            )
             with pytest.raises(CheckpointError) as raised:
                 project.acc.load_state(newest)
-            assert str(newest) in str(raised.value), (item, wrong)
-            (newest / NAME).write_bytes(whole)
-            project.put(9)
+            assert str(newest) in str(raised.value), (item, value)
+            (newest / NAME).write_bytes(original)
+            project.set_step(9)
 
 
-def test_nested_beyond_reason_is_refused(project, newest):
+def test_a_deeply_nested_state_is_rejected(project, newest):
     deep = "[" * 100_000 + "]" * 100_000
     body = json.loads((newest / NAME).read_text())["checkpoint"]
     body["values"]["registered"]["odd"] = "HERE"
     text = json.dumps(body, separators=(",", ":")).replace('"HERE"', deep)
     (newest / NAME).write_text(f'{{"checksum":"{hash_bytes(text.encode())}",\n"checkpoint":{text}}}\n')
-    assert "is damaged" in refused(project, newest)
+    assert "is damaged" in load_and_expect_error(project, newest)
 
 
-def test_a_link_out_of_the_checkpoint_is_none_of_its_files(project, newest, memory):
+def test_a_symlink_out_of_the_checkpoint_is_rejected(project, newest, memory):
     secret = memory / "secret"
     shutil.copy(newest / "model.safetensors", secret)
     secret.write_bytes(secret.read_bytes()[:-1] + b"\1")
     (newest / "model.safetensors").unlink()
     (newest / "model.safetensors").symlink_to(secret)
-    assert "is damaged" in refused(project, newest)
+    assert "is damaged" in load_and_expect_error(project, newest)
