@@ -1,7 +1,7 @@
-"""Real processes that stay: started once, they call whatever function a test ships to them.
+"""Ranks in real processes that stay alive and call the functions that tests send to them.
 
-This file is both sides. Tests see `Cluster` and `Alone`; run as a script, it is an interpreter that has imported torch
-and forks a rank whenever it is asked to, which takes milliseconds where a fresh interpreter takes seconds.
+This file is both sides. Tests use `Cluster` and `Alone`; run as a script, it is an interpreter that has imported torch
+and forks ranks on request. A fork takes milliseconds, a new interpreter that imports torch seconds.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ import cloudpickle
 from ports import free_port
 
 CALL_S = 150
-"""How long the ranks may take over one function."""
+"""Time limit of one function on all ranks."""
 STRAGGLER_S = 30
-"""How long the others may still take once a rank has failed."""
-LEAVE_S = 5
-"""How long a rank that is in the midst of a call stays once its test process has ended."""
+"""Time limit of the other ranks after a rank has failed."""
+EXIT_DELAY_S = 5
+"""Time after which a rank exits during a call if its test process has ended."""
 IDLE_S = 10
-"""How long ranks that are not called stay: the threads of a dozen gloo groups cost a quarter of a core, also at rest."""
+"""Time after which idle ranks are killed: the idle threads of a dozen gloo groups use a quarter of a core."""
 PRELOADED = (
     "torch",
     "numpy",
@@ -45,15 +45,15 @@ PRELOADED = (
     "accel_runtime.accelerator",
     "accel_runtime.utils",
 )
-"""What the interpreter imports before it forks ranks."""
+"""Modules that the interpreter imports before it forks ranks."""
 
 
 class RanksFailedError(AssertionError):
-    """A function raised, or did not return, on some ranks; the message has their tracebacks."""
+    """A function raised or did not return on some ranks; the message contains their tracebacks."""
 
 
 class Alone:
-    """The cluster of this one process."""
+    """A cluster of one rank: this process."""
 
     size = 1
     backend, kind, carrier = "Single", "NO", None
@@ -69,7 +69,7 @@ class Alone:
         return 0
 
     def run(self, function, *args):
-        """Call `function(*args)` here."""
+        """Call `function(*args)` in this process."""
         assert "RANK" not in os.environ
         return [function(*args)]
 
@@ -78,25 +78,25 @@ class Alone:
 
 
 class Cluster:
-    """`size` ranks over gloo; they start at a `run`, and end when they are not called for a while.
+    """Ranks over gloo; they start with the first `run`, and are killed when they have been idle for `IDLE_S`.
 
     Args:
         size: The world size.
-        apart: Each rank has a node of its own: `LOCAL_RANK` 0 and `LOCAL_WORLD_SIZE` 1.
-        settings: Variables of the ranks in place of those of a rank on the CPU.
+        one_per_node: Whether each rank is on its own node: `LOCAL_RANK` 0 and `LOCAL_WORLD_SIZE` 1.
+        settings: Environment variables of the ranks that replace those of a rank on the CPU.
     """
 
     backend, kind, carrier = "DDPBackend", "MULTI_CPU", "gloo"
 
-    def __init__(self, size, *, apart=False, settings=None):
+    def __init__(self, size, *, one_per_node=False, settings=None):
         self.size = size
-        self._apart = apart
+        self._one_per_node = one_per_node
         self._settings = {"ACCEL_DEVICE": "cpu", "ACCEL_PROCESS_GROUP_TIMEOUT": CALL_S} | (settings or {})
         self._pids = []
         self._connections = []
-        self._held = ExitStack()
-        self._running = threading.Lock()
-        self._rest = threading.Timer(IDLE_S, self.close)
+        self._resources = ExitStack()
+        self._lock = threading.Lock()
+        self._idle_timer = threading.Timer(IDLE_S, self.close)
 
     @staticmethod
     def device(_rank):
@@ -105,79 +105,81 @@ class Cluster:
 
     def local_rank(self, rank):
         """Return the local rank of a rank."""
-        return 0 if self._apart else rank
+        return 0 if self._one_per_node else rank
 
     def run(self, function, *args):
         """Call `function(*args)`, both taken by value, on every rank; return the results in rank order."""
-        self._rest.cancel()
-        with self._running:
+        self._idle_timer.cancel()
+        with self._lock:
             if not self._pids:
-                self._start()
+                self._start_ranks()
             cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
             call = cloudpickle.dumps((function, args))
             try:
                 for connection in self._connections:
                     connection.send_bytes(call)
-                results = self._results()
+                results = self._receive_results()
             except BaseException:
-                self._end()  # the ranks may be out of step: the next run starts new ones
+                self._kill_ranks()  # the ranks may be in different states: the next run starts new ones
                 raise
-        self._rest = threading.Timer(IDLE_S, self.close)
-        self._rest.daemon = True
-        self._rest.start()
+        self._idle_timer = threading.Timer(IDLE_S, self.close)
+        self._idle_timer.daemon = True
+        self._idle_timer.start()
         return results
 
     def close(self):
         """End all ranks."""
-        self._rest.cancel()
-        with self._running:
-            self._end()
+        self._idle_timer.cancel()
+        with self._lock:
+            self._kill_ranks()
 
-    def _end(self):
+    def _kill_ranks(self):
         if self._pids:
             INTERPRETER.kill(self._pids)
         for connection in self._connections:
             connection.close()
         self._pids, self._connections = [], []
-        self._held.close()
+        self._resources.close()
 
-    def _start(self):
-        port = self._held.enter_context(free_port())
+    def _start_ranks(self):
+        port = self._resources.enter_context(free_port())
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("ACCEL_")}
         for rank in range(self.size):
-            ours, theirs = Pipe()
-            local = (0, 1) if self._apart else (rank, self.size)
-            place = {"RANK": rank, "WORLD_SIZE": self.size}
-            place |= dict(zip(("LOCAL_RANK", "LOCAL_WORLD_SIZE"), local, strict=True))
+            local_end, remote_end = Pipe()
+            local_rank_and_size = (0, 1) if self._one_per_node else (rank, self.size)
+            variables = {"RANK": rank, "WORLD_SIZE": self.size}
+            variables |= dict(zip(("LOCAL_RANK", "LOCAL_WORLD_SIZE"), local_rank_and_size, strict=True))
             group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-            told = {name: str(value) for name, value in (place | group | self._settings).items()}
-            self._pids.append(INTERPRETER.fork(inherited | told, theirs.fileno()))
-            self._connections.append(ours)
-            theirs.close()
+            environ = {name: str(value) for name, value in (variables | group | self._settings).items()}
+            self._pids.append(INTERPRETER.fork(inherited | environ, remote_end.fileno()))
+            self._connections.append(local_end)
+            remote_end.close()
 
-    def _results(self):
-        waiting = {connection: rank for rank, connection in enumerate(self._connections)}
+    def _receive_results(self):
+        pending = {connection: rank for rank, connection in enumerate(self._connections)}
         results, errors = {}, {}
         deadline = time.monotonic() + CALL_S
-        while waiting and (ready := wait(list(waiting), max(0, deadline - time.monotonic()))):
+        while pending and (ready := wait(list(pending), max(0, deadline - time.monotonic()))):
             for connection in ready:
-                rank = waiting.pop(connection)
+                rank = pending.pop(connection)
                 try:
-                    fine, value = cloudpickle.loads(connection.recv_bytes())
+                    is_success, value = cloudpickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionResetError):
-                    fine, value = False, "the process ended"
-                (results if fine else errors)[rank] = value
+                    is_success, value = False, "the process ended"
+                (results if is_success else errors)[rank] = value
             if errors:
                 deadline = min(deadline, time.monotonic() + STRAGGLER_S)
-        errors |= dict.fromkeys(waiting.values(), "no answer")
+        errors |= dict.fromkeys(pending.values(), "no answer")
         if errors:
-            told = "\n".join(f"rank {rank} of {self.size}: {text}" for rank, text in sorted(errors.items()))
-            raise RanksFailedError(told)
+            message = "\n".join(
+                f"rank {rank} of {self.size}: {text}" for rank, text in sorted(errors.items())
+            )
+            raise RanksFailedError(message)
         return [results[rank] for rank in range(self.size)]
 
 
 class Interpreter:
-    """An interpreter that has imported torch, as the test process sees it; it starts with the first rank."""
+    """The test process's side of the interpreter that has imported torch; it starts with the first rank."""
 
     def __init__(self):
         self._process = None
@@ -219,17 +221,17 @@ class Interpreter:
         return json.loads(answer)
 
     def _start(self):
-        self._link, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        with theirs:
+        self._link, remote_end = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        with remote_end:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
+                [sys.executable, __file__, str(remote_end.fileno())],
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
-                pass_fds=[theirs.fileno()],
+                pass_fds=[remote_end.fileno()],
             )
 
 
 INTERPRETER = Interpreter()
-"""The one of this test process."""
+"""The interpreter of this test process."""
 
 
 def preload(link):
@@ -245,7 +247,7 @@ def preload(link):
             break
         request = json.loads(data)
         for pid in request.get("kill", []):
-            end(pid)
+            kill_rank(pid)
             ranks.discard(pid)
         pid = None
         if connections:
@@ -257,17 +259,17 @@ def preload(link):
             os.close(*connections)
         link.send(json.dumps(pid).encode())
     for pid in ranks:
-        end(pid)
+        kill_rank(pid)
 
 
-def end(pid):
-    """Kill a rank, and wait for its end."""
-    os.kill(pid, signal.SIGKILL)  # a child that nobody has waited for: its id is still its own
+def kill_rank(pid):
+    """Kill a rank and wait for its exit."""
+    os.kill(pid, signal.SIGKILL)  # the process is not reaped yet, so its id is not reused
     os.waitpid(pid, 0)
 
 
 def run_rank(request, connection):
-    """Be a rank, in a process that was just forked."""
+    """Run as a rank in a forked process."""
     import numpy as np
 
     os.environ.clear()
@@ -288,7 +290,7 @@ def serve(connection):
 
     warnings.simplefilter(os.environ.get("RANK_WARNINGS", "error"))
     while (call := calls.get()) is not None:
-        set_current_backend(None)  # no test starts from what another left
+        set_current_backend(None)  # tests must not share a backend
         try:
             function, args = cloudpickle.loads(call)
             answer = cloudpickle.dumps((True, function(*args)))
@@ -298,17 +300,17 @@ def serve(connection):
 
 
 def _receive(connection, calls):
-    """Pass calls on; when the other end is closed, end this process even during a call."""
+    """Put received calls into the queue; when the other end is closed, exit even during a call."""
     with suppress(EOFError, ConnectionResetError):
         while True:
             calls.put(connection.recv_bytes())
     calls.put(None)
-    time.sleep(LEAVE_S)
+    time.sleep(EXIT_DELAY_S)
     os._exit(1)
 
 
 if __name__ == "__main__":
-    # A dependency of the SageMaker SDK installs a package called `tests`: this one comes first.
+    # A dependency of the SageMaker SDK installs a package `tests`: this repository must precede it.
     sys.path.insert(1, str(Path(__file__).parents[1]))
     with socket.socket(fileno=int(sys.argv[1])) as channel:
         preload(channel)

@@ -1,4 +1,4 @@
-"""What tests share: a home of their own, and the real `accel` as a subprocess."""
+"""Fixtures of all tests: an empty `ACCEL_HOME`, and the real `accel` as a subprocess."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ from ports import free_port
 with contextlib.suppress(ImportError):  # a machine with a GPU may have none
     from hypothesis import HealthCheck, settings
 
-    # How long an example takes says nothing where a machine is busy. In CI hypothesis chooses the same examples each time.
+    # Examples take long on a busy machine, so they have no deadline. In CI hypothesis selects the same examples each time.
     settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("busy")
 
-# A shell that runs the tests in the background has these ignored, which every process of a test would inherit.
+# A shell ignores these signals for background jobs, and every process of a test would inherit that.
 if threading.current_thread() is threading.main_thread():
-    for _number, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+    for _number, _default_handler in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGQUIT, signal.SIG_DFL),
+    ):
         if signal.getsignal(_number) is signal.SIG_IGN:
-            signal.signal(_number, _usual)
+            signal.signal(_number, _default_handler)
 
 ROOT = Path(__file__).parent.parent
-_LAUNCHED = (
+_LAUNCHER_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",
@@ -42,9 +45,9 @@ _LAUNCHED = (
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    """A home without profiles, and no variable of accel, of Accelerate or of a launcher."""
+    """Return an empty `ACCEL_HOME`, and delete the variables of accel, of Accelerate and of launchers."""
     for name in os.environ:
-        if name.startswith(("ACCEL_", "ACCELERATE_")) or name in (*_LAUNCHED, "USE_FP16"):
+        if name.startswith(("ACCEL_", "ACCELERATE_")) or name in (*_LAUNCHER_VARIABLES, "USE_FP16"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
@@ -52,12 +55,12 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _loggers():
-    """Loggers as they were, after a test that has set some."""
-    known = [
+    """Restore the levels and propagation of all loggers after a test."""
+    loggers = [
         logging.root,
-        *(one for one in logging.root.manager.loggerDict.values() if isinstance(one, logging.Logger)),
+        *(entry for entry in logging.root.manager.loggerDict.values() if isinstance(entry, logging.Logger)),
     ]
-    before = [(logger, logger.level, logger.propagate) for logger in known]
+    before = [(logger, logger.level, logger.propagate) for logger in loggers]
     yield
     for logger, level, propagate in before:
         if logger.level != level:  # `setLevel` clears the cache of all loggers
@@ -67,7 +70,7 @@ def _loggers():
 
 @pytest.fixture(autouse=True)
 def _process_group():
-    """No process group of a test is left: a process that is forked later would collect it, and wait for its threads."""
+    """Destroy the process group of a test: a process forked later would collect it and wait for its threads."""
     yield
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
@@ -81,7 +84,7 @@ def _process_group():
 
 @pytest.fixture
 def cwd(tmp_path, monkeypatch):
-    """An empty working folder that no project file reaches."""
+    """Change to an empty folder without a project file in any parent, and return it."""
     folder = tmp_path / "cwd"
     (folder / ".git").mkdir(parents=True)
     monkeypatch.chdir(folder)
@@ -90,7 +93,7 @@ def cwd(tmp_path, monkeypatch):
 
 @pytest.fixture
 def accel(cwd):
-    """Runs the real `accel` in an empty folder."""
+    """Return a function that runs the real `accel` in an empty folder."""
 
     def run(*args, timeout=240, **options):
         command = [sys.executable, "-m", "accel_cli", *map(str, args)]
@@ -102,7 +105,7 @@ def accel(cwd):
 
 @pytest.fixture
 def script(cwd):
-    """Writes a script into the working folder."""
+    """Return a function that writes a script into the working folder."""
 
     def write(text, name="train.py"):
         path = cwd / name
@@ -115,14 +118,14 @@ def script(cwd):
 
 @pytest.fixture
 def port():
-    """A port of loopback that is free until something of the test listens there."""
+    """Return a loopback port that stays free until the test listens on it."""
     with free_port() as free:
         yield free
 
 
 @pytest.fixture(scope="session")
 def handmade():
-    """Checkpoints made by hand, `write`, and damage, `flip`."""
+    """Return the module that writes (`write`) and damages (`flip`) checkpoints without a run."""
     import checkpoint_writer
 
     return checkpoint_writer
@@ -130,30 +133,30 @@ def handmade():
 
 @pytest.fixture(scope="session")
 def replicas():
-    """Replicas of torch_xla's CPU device, and its SPMD; they start when a test first calls them."""
+    """Return replicas of torch_xla's CPU device, and with SPMD; they start with the first call of a test."""
     from xla_replicas import Replicas
 
-    found = {f"xla {size}": Replicas(size) for size in (1, 2, 4)}
-    found["spmd 4"] = Replicas(1, devices=4)
-    yield found
-    for some in found.values():
-        some.close()
+    replicas_by_name = {f"xla {size}": Replicas(size) for size in (1, 2, 4)}
+    replicas_by_name["spmd 4"] = Replicas(1, devices=4)
+    yield replicas_by_name
+    for cluster in replicas_by_name.values():
+        cluster.close()
 
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory):
-    """The documentation, built as `make check` builds it."""
+    """Build the documentation like `make check`, and return its folder."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
     environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
     return folder
 
 
 @pytest.fixture(scope="session")
 def slurm_cluster():
-    """A Slurm cluster of two nodes, made once; skipped by name where the machine cannot have one."""
+    """Start a Slurm cluster of two nodes once; skip the test with a reason if this machine cannot run one."""
     from debian import UnavailableError
     from slurm_cluster import SlurmCluster
 
@@ -167,7 +170,7 @@ def slurm_cluster():
 
 @pytest.fixture(scope="session")
 def aws_plane(tmp_path_factory):
-    """A SageMaker of our own with the services around it, started once."""
+    """Start the SageMaker stub and the services around it once."""
     from aws.client import AwsPlane
 
     plane = AwsPlane(tmp_path_factory.mktemp("plane"))
@@ -177,44 +180,44 @@ def aws_plane(tmp_path_factory):
 
 @pytest.fixture
 def aws(aws_plane, monkeypatch):
-    """The plane as this test's AWS: empty at its start and at its end; bundles run only after `settings(run=True)`."""
+    """Return the stub of AWS, empty before and after the test; bundles run only after `settings(run=True)`."""
     aws_plane.use(monkeypatch)
-    aws_plane.reset()  # tests of uploads use it by its port
+    aws_plane.reset()  # tests of uploads use the plane by its port
     yield aws_plane
     aws_plane.reset()
 
 
 @pytest.fixture
 def terminal(cwd):
-    """Opens terminals with `accel config` in them, and closes what a failed test left open."""
+    """Return a function that opens terminals with `accel config`; close those that a failed test left open."""
     from terminal import Terminal
 
-    opened = []
+    terminals = []
 
-    def open_(*args, **size):
-        opened.append(Terminal(*args, **size))
-        return opened[-1]
+    def open_terminal(*args, **size):
+        terminals.append(Terminal(*args, **size))
+        return terminals[-1]
 
-    yield open_
-    for one in opened:
-        one.process.close(force=True)
+    yield open_terminal
+    for opened_terminal in terminals:
+        opened_terminal.process.close(force=True)
 
 
 @pytest.fixture
-def written(home):
-    """The profile the wizard wrote."""
+def read_profile(home):
+    """Return a function that reads a profile that the wizard has written."""
     from accel_cli.profile.layers import read_file, resolve
 
     return lambda name="default": resolve([read_file(home / "profiles" / f"{name}.yaml", "file")]).profile
 
 
 def pytest_configure():
-    """Have SIGHUP end the processes that tests start, also if pytest was started with nohup."""
+    """Restore the default action of SIGHUP, which nohup ignores, so that it ends the processes of tests."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_finish(session):
-    """Leave what importing the tests made out of every later garbage collection: it is a million objects."""
+    """Exclude the million objects of imported tests from later garbage collections."""
     gc.collect()
     gc.freeze()
 

@@ -1,9 +1,9 @@
-"""`accel launch` as a process that starts in milliseconds: forked from an interpreter that has imported torch.
+"""Run `accel launch` in a process forked from an interpreter that has imported torch, which takes milliseconds.
 
-This file is both sides. Tests see `Accel` and `run`; run as a script, it is the interpreter. What it forks is an `accel`
-like any other, with an environment, a folder, descriptors and a session of its own, and everything that follows is real:
-its plan, its fork server, its agent, its ranks. Only the fresh interpreter that imports torch is left out; the tests of
-how a launch starts, and those that set variables which Python or torch reads at the start, use `accel` of `conftest.py`.
+This file is both sides. Tests use `Accel` and `run`; run as a script, it is the interpreter. A forked `accel` has its own
+environment, folder, descriptors and session, and its plan, fork server, agent and ranks are real. Only the start of an
+interpreter that imports torch is left out: tests of the start of a launch, and tests with variables that Python or torch
+reads at its start, use `accel` of `conftest.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PRELOADED = (
-    "accel_cli.runner.forkserver_main",  # the first: what is loaded by then is what a bare process has loaded
+    "accel_cli.runner.forkserver_main",  # the first: it must not see the modules below as loaded
     "torch",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
@@ -37,20 +37,20 @@ PRELOADED = (
     "rich.traceback",
     "typer.rich_utils",
 )
-"""What the interpreter imports before it forks."""
+"""Modules that the interpreter imports before it forks."""
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x20000, 0x4000000, 0x40000000
 MS_BIND, MS_REC, MS_SLAVE = 0x1000, 0x4000, 0x80000
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
-"""Numbers of Linux, from sys/prctl.h, sched.h and sys/mount.h."""
+"""Constants of Linux, from sys/prctl.h, sched.h and sys/mount.h."""
 
 
 class Accel(subprocess.Popen):
-    """The command `accel` under way: a child of this process, with all that `subprocess.Popen` offers.
+    """A running command `accel`: a child of this process, with the interface of `subprocess.Popen`.
 
     Args:
-        args: What follows `accel`.
-        host: The name of a network namespace, and that of the host which it stands for; None stays where this process is.
-        options: Those of `subprocess.Popen` for streams, text, folder and environment.
+        args: The arguments of `accel`.
+        host: The names of a network namespace and of its host; None for the namespace of this process.
+        options: Options of `subprocess.Popen` for streams, text, folder and environment.
     """
 
     def __init__(self, *args, host=None, **options):
@@ -58,8 +58,8 @@ class Accel(subprocess.Popen):
         super().__init__(["accel", *map(str, args)], **options)
 
     def _execute_child(self, args, *options):
-        """Fork where `subprocess.Popen` would execute a command."""
-        if sys.platform != "linux":  # no process there can adopt another
+        """Fork instead of executing a command."""
+        if sys.platform != "linux":  # a process can adopt others on Linux only
             super()._execute_child([sys.executable, "-m", "accel_cli", *args[1:]], *options)
             return
         cwd, env = options[4:6]
@@ -78,12 +78,12 @@ class Accel(subprocess.Popen):
 
 
 def run(*args, timeout=240, **options):
-    """Run `accel` to its end, as the fixture `accel` of `conftest.py` does.
+    """Run `accel` and wait for its exit, like the fixture `accel` of `conftest.py`.
 
     Args:
-        args: What follows `accel`.
-        timeout: Seconds until it is killed.
-        options: Those of `Accel`; without any, its output is captured as text.
+        args: The arguments of `accel`.
+        timeout: Seconds until the process is killed.
+        options: Options of `Accel`; by default the output is captured as text.
     """
     options = {"stdin": subprocess.DEVNULL, "text": True} | options
     if options.pop("capture_output", True):
@@ -98,20 +98,22 @@ def run(*args, timeout=240, **options):
 
 
 def preload(*modules):
-    """Have the interpreter import more before it forks the next command.
+    """Import modules in the interpreter before it forks the next command.
 
     Args:
         modules: Names of modules, or paths of files that are run.
     """
-    INTERPRETER.more += [str(module) for module in modules if str(module) not in INTERPRETER.more]
+    INTERPRETER.extra_modules += [
+        str(module) for module in modules if str(module) not in INTERPRETER.extra_modules
+    ]
 
 
 class Interpreter:
-    """The interpreter that forks, as the test process sees it; it starts with the first command and ends with the tests."""
+    """The test process's side of the interpreter that forks; it starts with the first command and ends with the tests."""
 
     def __init__(self):
-        self.more = []
-        """What it imports besides `PRELOADED`; see `preload`."""
+        self.extra_modules = []
+        """Modules to import besides `PRELOADED`; see `preload`."""
         self._process = None
         self._lock = threading.Lock()
 
@@ -119,25 +121,25 @@ class Interpreter:
         """Fork an `accel`, as a child of this process.
 
         Args:
-            request: Its arguments, environment and folder.
-            streams: The file descriptors of its standard input, output and error.
+            request: The arguments, environment, folder and host of the command.
+            streams: The file descriptors of standard input, output and error.
 
         Returns:
-            Its process id.
+            The process id.
         """
         with self._lock, adopt_orphans():
             if self._process is None:
                 self._start()
-            late = {name for name, _ in _read_at_start(request["environ"]) ^ self._read}
-            assert not late, f"{late} would come too late: use `accel` of conftest.py"
-            told = request | {"preload": self.more}
-            socket.send_fds(self._link, [json.dumps(told).encode()], streams)
+            late_variables = {name for name, _ in _read_at_start(request["environ"]) ^ self._read}
+            assert not late_variables, f"{late_variables} would come too late: use `accel` of conftest.py"
+            message = request | {"preload": self.extra_modules}
+            socket.send_fds(self._link, [json.dumps(message).encode()], streams)
             pid = self._link.recv(100)
         assert pid, "the interpreter that forks launches has ended"
         return int(pid)
 
     def close(self):
-        """End the interpreter; what it has forked are children of this process, and run on."""
+        """End the interpreter; forked commands are children of this process and keep running."""
         if self._process is not None:
             self._link.close()
             self._process.kill()
@@ -146,15 +148,15 @@ class Interpreter:
 
     def _start(self):
         self._read = _read_at_start(os.environ)
-        self._link, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        with theirs:
+        self._link, remote_end = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        with remote_end:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
-                # The temporary folder of a test is not where torch keeps what it compiles.
+                [sys.executable, __file__, str(remote_end.fileno())],
+                # torch must not keep compiled code in the temporary folder of a test.
                 env={key: value for key, value in os.environ.items() if key != "TMPDIR"}
                 | {"OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[remote_end.fileno()],
                 start_new_session=True,
             )
 
@@ -172,7 +174,7 @@ def adopt_orphans():
 
 
 INTERPRETER = Interpreter()
-"""The one of this test process."""
+"""The interpreter of this test process."""
 
 
 def _read_at_start(environ):
@@ -183,7 +185,7 @@ def serve(link):
     """Fork a process for each request until the tests end; return its request in each of them."""
     for name in PRELOADED:
         if name == "torch":
-            # torch reads it once: a launch of several machines sets it before it imports torch.
+            # torch reads the variable once: a launch on several nodes sets it before it imports torch.
             os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
         importlib.import_module(name)
         os.environ.pop("TORCH_CPP_LOG_LEVEL", None)
@@ -220,10 +222,10 @@ def load(module):
 
 
 def fork():
-    """Fork a process whose parent is not this one: a process in between ends. Return its id, and 0 in it."""
+    """Fork twice, so that the new process is no child of this one; return its id, and 0 in it."""
     read, write = os.pipe()
-    between = os.fork()
-    if not between:
+    intermediate = os.fork()
+    if not intermediate:
         pid = os.fork()
         if not pid:
             os.close(read)
@@ -231,15 +233,15 @@ def fork():
             return 0
         os.write(write, str(pid).encode())
         os._exit(0)
-    os.waitpid(between, 0)
+    os.waitpid(intermediate, 0)
     pid = int(os.read(read, 100))
     os.close(read)
     os.close(write)
     return pid
 
 
-class PlannedError(BaseException):
-    """What leads out of the command line's stack, with the plan that the fork server would be executed with."""
+class PlanReadyError(BaseException):
+    """Unwinds the stack of the command line with the plan that the fork server would execute."""
 
 
 def run_forked_command(request):
@@ -249,31 +251,31 @@ def run_forked_command(request):
 
     os.setsid()
     if request["host"]:
-        enter(*request["host"])
+        enter_namespace(*request["host"])
     os.environ.clear()
     os.environ.update(request["environ"])
     os.chdir(request["folder"])
     sys.argv = ["accel", *request["args"]]
     sys.stdout.reconfigure(line_buffering=os.isatty(1))
 
-    def planned(plan):
-        raise PlannedError(plan)
+    def raise_plan(plan):
+        raise PlanReadyError(plan)
 
-    forkserver.exec_fork_server = planned
+    forkserver.exec_fork_server = raise_plan
     try:
         main.main()
     except SystemExit as error:
-        end(error.code)
-    except PlannedError as error:
+        exit_process(error.code)
+    except PlanReadyError as error:
         (plan,) = error.args
     os.environ.update(plan.env)
-    # What `exec_fork_server` does in a fresh interpreter, done in this one.
+    # Continue like `exec_fork_server` in a new interpreter, but in this one.
     sys.argv = [forkserver_main.__file__, str(forkserver._write_plan(plan)), *sys.argv[1:]]
     forkserver_main.main()
 
 
-def enter(namespace, name):
-    """Move to a network namespace, as `ip netns exec` does, and call its host by a name."""
+def enter_namespace(namespace, name):
+    """Enter a network namespace like `ip netns exec`, and set the host name."""
     libc = ctypes.CDLL(None, use_errno=True)
 
     def check(result):
@@ -288,8 +290,8 @@ def enter(namespace, name):
     socket.sethostname(name)
 
 
-def end(code):
-    """Exit at once, without the slow teardown of torch."""
+def exit_process(code):
+    """Exit immediately, without the slow teardown of torch."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
@@ -299,5 +301,5 @@ def end(code):
 if __name__ == "__main__":
     del sys.path[0]
     with socket.socket(fileno=int(sys.argv[1])) as channel:
-        asked = serve(channel)
-    run_forked_command(asked)
+        command_request = serve(channel)
+    run_forked_command(command_request)

@@ -1,7 +1,7 @@
-"""Run scripts in processes that are forked from one interpreter which has imported torch, and that end as it would end.
+"""Run scripts in processes forked from one interpreter that has imported torch, with its normal teardown.
 
-This file is both sides. Tests see `ForkServer`; run as a script, it is the interpreter. A fork takes milliseconds where
-an interpreter that imports torch takes seconds.
+This file is both sides. Tests use `ForkServer`; run as a script, it is the interpreter. A fork takes milliseconds, a new
+interpreter that imports torch seconds.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ class ForkServer:
     _process = None
 
     def run(self, script, environs, timeout=240):
-        """Run a script in one process for each environment, at once.
+        """Run a script in one process for each environment, all at the same time.
 
         Args:
-            script: Its path. Files named after it are written beside it.
-            environs: What the environment of each process has beyond that of this process.
-            timeout: How long all may take, in seconds.
+            script: The path of the script. Output files are written to its folder.
+            environs: Variables of each process in addition to those of this process.
+            timeout: The time limit of all processes in seconds.
 
         Returns:
-            What each printed, its errors, and its exit code: negative, a signal.
+            The output, errors and exit code of each process; a negative code is a signal.
         """
         if self._process is None:
             self._start()
         names = [(f"{script}.{number}.out", f"{script}.{number}.err") for number in range(len(environs))]
-        whole = [os.environ | {name: str(value) for name, value in environ.items()} for environ in environs]
-        request = {"script": str(script), "processes": [*zip(whole, names, strict=True)]}
+        merged_environs = [
+            os.environ | {name: str(value) for name, value in environ.items()} for environ in environs
+        ]
+        request = {"script": str(script), "processes": [*zip(merged_environs, names, strict=True)]}
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         if not select.select([self._process.stdout], [], [], timeout)[0]:
@@ -48,7 +50,7 @@ class ForkServer:
         return [(read(out), read(errors), code) for (out, errors), code in zip(names, codes, strict=True)]
 
     def close(self):
-        """Kill the interpreter and what it has forked."""
+        """Kill the interpreter and all forked processes."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.communicate()
@@ -56,7 +58,7 @@ class ForkServer:
 
     def _start(self):
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        environ = os.environ | {"OMP_NUM_THREADS": "1"}  # it is read when torch is imported
+        environ = os.environ | {"OMP_NUM_THREADS": "1"}  # torch reads the variable when it is imported
         self._process = subprocess.Popen(
             [sys.executable, __file__], env=environ, start_new_session=True, **pipes
         )
@@ -67,10 +69,10 @@ def read(path):
 
 
 def serve():
-    """Fork a process for each environment of a request; return, in each of them, the script to run."""
+    """Fork a process for each environment of a request; return the script to run in each of them."""
     for name in MODULES:
         __import__(name)
-    gc.freeze()  # a process that ends collects its own garbage, and copies none of these pages for it
+    gc.freeze()  # the garbage collection of a forked process must not copy these pages
     while line := sys.stdin.readline():
         request = json.loads(line)
         pids = []
@@ -85,7 +87,7 @@ def serve():
 
 
 def run_forked_script(environ, files):
-    """Set up a forked process as that of a script."""
+    """Set the environment and streams of a forked process."""
     os.environ.clear()
     os.environ.update(environ)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -95,5 +97,5 @@ def run_forked_script(environ, files):
 
 if __name__ == "__main__" and (_script := serve()) is not None:
     sys.argv, sys.path[0] = [_script], str(Path(_script).parent)
-    # In the module that the interpreter takes down last, as it does a script's.
+    # In `__main__`, which the interpreter tears down last, as for a script.
     exec(compile(read(_script), _script, "exec", dont_inherit=True), globals())  # noqa: S102

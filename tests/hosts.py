@@ -1,6 +1,6 @@
-"""Machines for tests: network namespaces with names and addresses of their own, joined by a switch.
+"""Hosts for tests: network namespaces with their own names and addresses, connected by a switch.
 
-The switch is a namespace too, so that the network of the machine that runs the tests stays as it is.
+The switch is a namespace too, so that the network of this machine does not change.
 """
 
 from __future__ import annotations
@@ -21,22 +21,26 @@ from fork_launch import Accel
 __all__ = ["Host", "Hosts", "hosts", "needs_hosts"]
 
 
-def possible() -> bool:
-    """Whether this machine lets us make namespaces."""
+def can_create_hosts() -> bool:
+    """Return whether network namespaces can be created here."""
     if sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"):
         return False
     name = f"probe{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode == 0
-    if made:
+    is_created = (
+        subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode == 0
+    )
+    if is_created:
         subprocess.run(["ip", "netns", "del", name], check=False)
-    return made
+    return is_created
 
 
-needs_hosts = pytest.mark.skipif(not possible(), reason="network namespaces need root, ip and unshare")
+needs_hosts = pytest.mark.skipif(
+    not can_create_hosts(), reason="network namespaces need root, ip and unshare"
+)
 
 
 class Host:
-    """One machine: a name, an address, and processes."""
+    """A host with its name, address and processes."""
 
     def __init__(self, number: int, namespace: str, switch: str) -> None:
         self.name, self.address = f"h{number}", f"10.77.0.{10 + number}"
@@ -44,22 +48,24 @@ class Host:
         self.processes: list[subprocess.Popen[str]] = []
 
     def accel(self, *args: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-        """Run `accel` on it, forked from an interpreter that has imported torch."""
+        """Run `accel` on this host, forked from an interpreter that has imported torch."""
         streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        here = (self.namespace, self.name)
-        process = Accel(*args, host=here, text=True, env={**os.environ, **(env or {})}, **streams)
+        namespace_and_name = (self.namespace, self.name)
+        process = Accel(
+            *args, host=namespace_and_name, text=True, env={**os.environ, **(env or {})}, **streams
+        )
         self.processes.append(process)
         return process
 
     def call_itself(self, address: str) -> None:
-        """Let its own name lead to an address on itself, as Debian does with 127.0.1.1."""
+        """Resolve the name of this host to a local address on the host, as Debian does with 127.0.1.1."""
         path = Path("/etc/netns", self.namespace, "hosts")
         others = [line for line in path.read_text().splitlines() if not line.endswith(f" {self.name}")]
         path.write_text("\n".join([*others, f"{address} {self.name}"]) + "\n")
 
     def kill(self) -> None:
-        """End everything that runs on it at once, as a power cut would end it."""
-        # Again and again, since one that is listed may have forked meanwhile.
+        """Kill all processes of this host at once, like a power failure."""
+        # Repeat, since a listed process may have forked meanwhile.
         while pids := ip("netns", "pids", self.namespace).split():
             for pid in pids:
                 with suppress(ProcessLookupError):
@@ -67,21 +73,21 @@ class Host:
             time.sleep(0.01)
 
     def cut(self) -> None:
-        """Take its cable out."""
+        """Disconnect this host from the switch."""
         ip("-n", self._switch, "link", "set", self._port, "down")
 
     def mend(self) -> None:
-        """Put its cable in again."""
+        """Reconnect this host to the switch."""
         ip("-n", self._switch, "link", "set", self._port, "up")
 
 
 class Hosts(tuple[Host, ...]):
-    """Machines of one network."""
+    """Hosts of one network."""
 
     __slots__ = ()
 
     def launch(self, *options: str, env: Mapping[str, str] | None = None) -> list[subprocess.Popen[str]]:
-        """`accel launch` with the same options on all of them, which shows what all ranks write."""
+        """Run `accel launch --ranks all` with the same options on all hosts."""
         return [host.accel("launch", "--ranks", "all", *options, env=env) for host in self]
 
 
@@ -91,36 +97,36 @@ def ip(*args: str) -> str:
 
 @contextmanager
 def hosts(count: int) -> Iterator[Hosts]:
-    """So many machines, h0 and on, gone with all their processes at the end."""
-    stem = f"accel{os.getpid()}"
-    switch = f"{stem}sw"
-    machines = Hosts(Host(n, f"{stem}h{n}", switch) for n in range(count))
-    table = "127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in machines)
+    """Create hosts h0, h1, ...; remove them with all their processes at the end."""
+    prefix = f"accel{os.getpid()}"
+    switch = f"{prefix}sw"
+    hosts_of_network = Hosts(Host(n, f"{prefix}h{n}", switch) for n in range(count))
+    table = "127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in hosts_of_network)
     try:
         ip("netns", "add", switch)
         ip("-n", switch, "link", "add", "br0", "type", "bridge")
         ip("-n", switch, "link", "set", "br0", "up")
-        for number, host in enumerate(machines):
-            connect(host, switch, f"p{number}", table)
-        yield machines
+        for number, host in enumerate(hosts_of_network):
+            connect_host(host, switch, f"p{number}", table)
+        yield hosts_of_network
     finally:
-        for host in machines:
+        for host in hosts_of_network:
             with suppress(subprocess.CalledProcessError):
                 host.kill()
             for process in host.processes:
                 process.kill()
                 process.communicate()
-        for namespace in (switch, *(host.namespace for host in machines)):
+        for namespace in (switch, *(host.namespace for host in hosts_of_network)):
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
             shutil.rmtree(Path("/etc/netns", namespace), ignore_errors=True)
 
 
-def connect(host: Host, switch: str, port: str, table: str) -> None:
+def connect_host(host: Host, switch: str, port: str, table: str) -> None:
     ip("netns", "add", host.namespace)
     folder = Path("/etc/netns", host.namespace)
     folder.mkdir(parents=True)
     (folder / "hosts").write_text(table)
-    (folder / "nsswitch.conf").write_text("hosts: files\n")  # there is no name server to wait for
+    (folder / "nsswitch.conf").write_text("hosts: files\n")  # no name server is available
     ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", host.namespace)
     ip("-n", switch, "link", "set", port, "master", "br0", "up")
     ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", "eth0")

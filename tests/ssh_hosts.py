@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from debian import UnavailableError, install
 
-from tests.hosts import Hosts, hosts, possible
+from tests.hosts import Hosts, can_create_hosts, hosts
 
 PROGRAMS = ("ssh", "ssh-keygen", "sshd", "rsync")
 PACKAGES = ("openssh-client", "openssh-server", "rsync")
@@ -51,7 +51,7 @@ def check_available() -> None:
     Raises:
         UnavailableError: This machine cannot have such hosts.
     """
-    if not possible():
+    if not can_create_hosts():
         raise UnavailableError("network namespaces need root, ip and unshare")
     os.environ["PATH"] += ":/usr/sbin"
     install(PACKAGES, PROGRAMS)

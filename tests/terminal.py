@@ -1,4 +1,4 @@
-"""Screens on which `accel` runs: real pseudo-terminals, whose text is compared."""
+"""Pseudo-terminals that run `accel`, with the text on their screens."""
 
 import fcntl
 import os
@@ -15,16 +15,16 @@ from fork_launch import Accel
 
 __all__ = ["CommandScreen", "Terminal"]
 
-REAL = ["-m", "accel_cli"]
-WITHOUT_DEVICES = [
+WITH_PROBE = ["-m", "accel_cli"]
+WITHOUT_PROBE = [
     "-c",
     "from accel_cli import main; from accel_cli.planning import machine; machine._probe_torch = lambda _: machine.Machine(machine.count_cpus()); main.main()",
 ]
-"""Starts `accel` on a machine that is known to have no devices: to find out takes a process that imports torch."""
+"""Starts `accel` without a probe of devices, which needs a process that imports torch."""
 
 
 class Screen(pyte.Screen):
-    """A screen that answers where its cursor is, as terminals do."""
+    """A screen that answers queries for the cursor position, as terminals do."""
 
     def __init__(self, columns, lines):
         super().__init__(columns, lines)
@@ -35,9 +35,9 @@ class Screen(pyte.Screen):
 
 
 class Terminal:
-    """A screen on which `accel config` runs, which looks for the devices of this machine if `start` is `REAL`."""
+    """A screen that runs `accel config`, which probes the devices of this machine if `start` is `WITH_PROBE`."""
 
-    def __init__(self, *args, columns=80, lines=40, start=WITHOUT_DEVICES):
+    def __init__(self, *args, columns=80, lines=40, start=WITHOUT_PROBE):
         self._screen = Screen(columns, lines)
         self._stream = pyte.Stream(self._screen)
         environ = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns)}
@@ -55,16 +55,16 @@ class Terminal:
         return "\n".join(line.rstrip() for line in self._screen.display).strip()
 
     def question(self):
-        """The question in hand, without the line breaks that a narrow window makes, and spaces."""
+        """Return the current question without spaces and the line breaks of a narrow window."""
         lines = self._screen.display
-        asked = [index for index, line in enumerate(lines) if line.startswith("? ")]
-        return "".join(lines[asked[-1] :] if asked else lines).replace(" ", "")
+        question_lines = [index for index, line in enumerate(lines) if line.startswith("? ")]
+        return "".join(lines[question_lines[-1] :] if question_lines else lines).replace(" ", "")
 
     def see(self, text, seconds=120):
-        """Wait until the question in hand shows this text."""
-        end = time.monotonic() + seconds
+        """Wait until the current question contains this text."""
+        deadline = time.monotonic() + seconds
         while text.replace(" ", "") not in self.question():
-            assert time.monotonic() < end, f"{text!r} was not shown; the screen is\n{self.text()}"
+            assert time.monotonic() < deadline, f"{text!r} was not shown; the screen is\n{self.text()}"
             self._read()
 
     def _read(self):
@@ -76,16 +76,16 @@ class Terminal:
             return
 
     def answer(self, question, keys):
-        """Wait for a question, then press keys."""
+        """Wait for a question, then send keys."""
         self.see(question)
-        # The question is drawn a moment before its keys are heard.
+        # The question is drawn shortly before it accepts keys.
         time.sleep(0.1)
         self.process.send(keys)
 
-    def end(self):
-        """Read to the end; the exit code."""
-        end = time.monotonic() + 120
-        while self.process.isalive() and time.monotonic() < end:
+    def deadline(self):
+        """Read until the command ends; return the exit code."""
+        deadline = time.monotonic() + 120
+        while self.process.isalive() and time.monotonic() < deadline:
             self._read()
         self._read()
         self.process.close()
@@ -93,39 +93,45 @@ class Terminal:
 
 
 class CommandScreen:
-    """A screen on which `accel` runs, with all lines that have left it at the top.
+    """A screen that runs `accel`, with the lines that have scrolled off it.
 
     Args:
-        args: What follows `accel`.
+        args: The arguments of `accel`.
         columns: The width of the screen.
-        lines: Its height.
-        term: The kind of the terminal.
+        lines: The height of the screen.
+        term: The value of `TERM`.
         start: Starts `accel`: a function like `Accel`.
     """
 
     def __init__(self, *args, columns=80, lines=24, term="xterm-256color", start=Accel):
         self._screen = pyte.HistoryScreen(columns, lines, history=10_000)
         self._stream = pyte.ByteStream(self._screen)
-        self._ours, theirs = os.openpty()
+        self._terminal, terminal_of_command = os.openpty()
         self.resize(columns, lines)
         environ = {name: value for name, value in os.environ.items() if name not in {"COLUMNS", "LINES"}}
-        self.process = start(*args, stdin=theirs, stdout=theirs, stderr=theirs, env={**environ, "TERM": term})
-        os.close(theirs)
+        self.process = start(
+            *args,
+            stdin=terminal_of_command,
+            stdout=terminal_of_command,
+            stderr=terminal_of_command,
+            env={**environ, "TERM": term},
+        )
+        os.close(terminal_of_command)
 
     def resize(self, columns, lines):
-        """Change the size, as a terminal does without reflow."""
+        """Change the size without reflow of the text."""
         self._screen.resize(lines, columns)
-        fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("4H", lines, columns, 0, 0))
+        fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, struct.pack("4H", lines, columns, 0, 0))
 
     def type(self, keys):
-        os.write(self._ours, keys.encode())
+        os.write(self._terminal, keys.encode())
 
     def text(self):
-        """The lines on the screen."""
+        """Return the lines on the screen."""
         return "\n".join(line.rstrip() for line in self._screen.display).rstrip()
 
     def scrolled(self):
-        """The lines that have left the screen at the top."""
+        """Return the lines that have scrolled off the screen."""
         rows = self._screen.history.top
         return ["".join(row[column].data for column in range(self._screen.columns)).rstrip() for row in rows]
 
@@ -137,19 +143,19 @@ class CommandScreen:
             assert self.read(), f"{texts} were not shown before the end; the screen is\n{self.text()}"
 
     def read(self, seconds=0.05):
-        """Take what is written within some time; return False at the end of the command."""
-        ready, _, _ = select.select([self._ours], [], [], seconds)
+        """Read the output of some time; return False at the end of the command."""
+        ready, _, _ = select.select([self._terminal], [], [], seconds)
         if not ready:
             return True
         try:
-            data = os.read(self._ours, 65536)
+            data = os.read(self._terminal, 65536)
         except OSError:  # no process has the terminal open
             return False
         self._stream.feed(data)
         return bool(data)
 
     def end(self, seconds=120):
-        """Read to the end; the exit code."""
+        """Read until the command ends; return the exit code."""
         deadline = time.monotonic() + seconds
         while self.read():
             assert time.monotonic() < deadline, f"it has not ended; the screen is\n{self.text()}"
@@ -162,4 +168,4 @@ class CommandScreen:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             self.end()
-        os.close(self._ours)
+        os.close(self._terminal)

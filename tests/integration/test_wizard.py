@@ -2,7 +2,7 @@
 
 import in_process
 import pytest
-from terminal import REAL
+from terminal import WITH_PROBE
 
 from accel_cli.profile.layers import read_file, resolve
 
@@ -12,13 +12,13 @@ PRECISION, WRITE = "Mixed precision?", "default.yaml?"
 FITS = "fit on one device?"
 
 
-def test_enter_on_every_question_writes_a_profile_that_can_be_launched(terminal, written, accel, script):
-    screen = terminal(start=REAL)
+def test_enter_on_every_question_writes_a_profile_that_can_be_launched(terminal, read_profile, accel, script):
+    screen = terminal(start=WITH_PROBE)
     for question in (KIND, PRECISION, WRITE):
         screen.answer(question, ENTER)
     assert screen.end() == 0
     assert "; next: accel launch train.py" in screen.text().replace("\n", "")
-    assert written().model_dump(exclude_unset=True) == {
+    assert read_profile().model_dump(exclude_unset=True) == {
         "launcher": {"kind": "single"},
         "mixed_precision": "no",
     }
@@ -44,7 +44,7 @@ def test_keys_pressed_before_a_question_are_ignored(terminal):
 
 
 @pytest.mark.slow
-def test_torchrun_asks_five_questions_and_shows_the_yaml_before_writing(terminal, written, home):
+def test_torchrun_asks_five_questions_and_shows_the_yaml_before_writing(terminal, read_profile, home):
     screen = terminal()
     screen.answer(KIND, DOWN + ENTER)
     screen.answer(NNODES, ENTER)
@@ -56,11 +56,11 @@ def test_torchrun_asks_five_questions_and_shows_the_yaml_before_writing(terminal
     assert not (home / "profiles").exists()
     screen.answer(WRITE, ENTER)
     assert screen.end() == 0
-    assert (written().launcher.nproc_per_node, written().mixed_precision) == (3, "bf16")
+    assert (read_profile().launcher.nproc_per_node, read_profile().mixed_precision) == (3, "bf16")
 
 
 @pytest.mark.slow
-def test_sharding_asks_further_questions(terminal, written):
+def test_sharding_asks_further_questions(terminal, read_profile):
     screen = terminal()
     screen.answer(KIND, DOWN + ENTER)
     screen.answer(NNODES, ENTER)
@@ -73,12 +73,15 @@ def test_sharding_asks_further_questions(terminal, written):
     assert "dp_shard: auto" in screen.text()
     screen.answer(WRITE, ENTER)
     assert screen.end() == 0
-    assert (written().parallel.dp_shard, written().fully_shard.activation_checkpointing) == ("auto", True)
-    assert not written().fully_shard.cpu_offload
+    assert (read_profile().parallel.dp_shard, read_profile().fully_shard.activation_checkpointing) == (
+        "auto",
+        True,
+    )
+    assert not read_profile().fully_shard.cpu_offload
 
 
 @pytest.mark.slow
-def test_every_question_allows_to_go_back(terminal, written):
+def test_every_question_allows_to_go_back(terminal, read_profile):
     screen = terminal()
     screen.answer(KIND, DOWN + ENTER)
     screen.answer(NNODES, "<" + ENTER)
@@ -96,7 +99,7 @@ def test_every_question_allows_to_go_back(terminal, written):
     screen.answer(FITS, ENTER)
     screen.answer(WRITE, ENTER)
     assert screen.end() == 0
-    assert (written().launcher.nproc_per_node, written().mixed_precision) == (2, "bf16")
+    assert (read_profile().launcher.nproc_per_node, read_profile().mixed_precision) == (2, "bf16")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +130,7 @@ def test_no_at_the_end_writes_nothing(terminal, home):
 
 
 @pytest.mark.slow
-def test_an_invalid_answer_is_asked_again_with_the_expectation(terminal, written):
+def test_an_invalid_answer_is_asked_again_with_the_expectation(terminal, read_profile):
     screen = terminal()
     screen.answer(KIND, DOWN + ENTER)
     screen.answer(NNODES, "2" + ENTER)
@@ -142,11 +145,11 @@ def test_an_invalid_answer_is_asked_again_with_the_expectation(terminal, written
     screen.answer(FITS, ENTER)
     screen.answer(WRITE, ENTER)
     assert screen.end() == 0
-    assert (written().launcher.nnodes, written().launcher.rdzv_endpoint) == (2, "node0:29400")
+    assert (read_profile().launcher.nnodes, read_profile().launcher.rdzv_endpoint) == (2, "node0:29400")
 
 
 @pytest.mark.slow
-def test_enter_keeps_the_values_of_the_profile(terminal, written, accel, home):
+def test_enter_keeps_the_values_of_the_profile(terminal, read_profile, accel, home):
     accel(
         "config",
         "set",
@@ -168,7 +171,7 @@ def test_enter_keeps_the_values_of_the_profile(terminal, written, accel, home):
         "  # Number of nodes, or a range MIN:MAX within which nodes may join and leave\n  nnodes: 1\n"
         in comment.read_text()
     )
-    kept = written()
+    kept = read_profile()
     assert (kept.launcher.nproc_per_node, kept.mixed_precision, kept.env) == (3, "fp16", {"A": "1"})
 
 
@@ -186,7 +189,7 @@ def test_a_file_without_values_keeps_its_comments(terminal, home):
 
 
 @pytest.mark.slow
-def test_a_profile_that_this_machine_cannot_run_is_not_suggested(terminal, written, accel):
+def test_a_profile_that_this_machine_cannot_run_is_not_suggested(terminal, read_profile, accel):
     accel("config", "set", "device=xpu")
     screen = terminal()
     screen.answer(KIND, ENTER)
@@ -194,12 +197,12 @@ def test_a_profile_that_this_machine_cannot_run_is_not_suggested(terminal, writt
     screen.answer("Replace", ENTER)
     assert screen.end() == 0
     assert "on this machine, so the wizard suggests defaults" in screen.text().replace("\n", "")
-    assert written().device == "auto"
+    assert read_profile().device == "auto"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [40, 30])
-def test_the_questions_work_in_a_narrow_window(terminal, written, columns):
+def test_the_questions_work_in_a_narrow_window(terminal, read_profile, columns):
     screen = terminal(columns=columns, lines=60)
     screen.answer(KIND, DOWN + ENTER)
     screen.answer(NNODES, ENTER)
@@ -208,7 +211,7 @@ def test_the_questions_work_in_a_narrow_window(terminal, written, columns):
     screen.answer(FITS, ENTER)
     screen.answer("Write", ENTER)
     assert screen.end() == 0
-    assert written().launcher.nproc_per_node == 2
+    assert read_profile().launcher.nproc_per_node == 2
 
 
 @pytest.mark.slow
@@ -231,7 +234,7 @@ def test_an_unwritable_home_is_an_error_before_the_first_question(terminal, tmp_
 
 
 @pytest.mark.slow
-def test_a_hyphen_clears_a_value_of_the_profile(terminal, written, accel):
+def test_a_hyphen_clears_a_value_of_the_profile(terminal, read_profile, accel):
     accel("config", "set", "launcher.kind=slurm", "launcher.partition=long", "launcher.gpus_per_node=1")
     screen = terminal(columns=120)
     for question in (KIND, NNODES, "How many GPUs on each node?"):
@@ -243,18 +246,18 @@ def test_a_hyphen_clears_a_value_of_the_profile(terminal, written, accel):
     for question in ("Which account?", "Which time limit?", PRECISION, "Replace"):
         screen.answer(question, ENTER)
     assert screen.end() == 0
-    assert (written().launcher.partition, written().launcher.gpus_per_node) == (None, 1)
+    assert (read_profile().launcher.partition, read_profile().launcher.gpus_per_node) == (None, 1)
 
 
 @pytest.mark.slow
-def test_a_named_profile_and_the_project_file_are_written_to_their_paths(terminal, written, cwd):
+def test_a_named_profile_and_the_project_file_are_written_to_their_paths(terminal, read_profile, cwd):
     for options, path in ((("--profile", "gpu"), None), (("--project",), cwd / "accel.yaml")):
         screen = terminal(*options)
         screen.answer(KIND, ENTER)
         screen.answer(PRECISION, ENTER)
         screen.answer("Write", ENTER)
         assert screen.end() == 0
-        profile = resolve([read_file(path, "file")]).profile if path else written("gpu")
+        profile = resolve([read_file(path, "file")]).profile if path else read_profile("gpu")
         launch = "accel launch train.py" if path else "accel launch --profile gpu train.py"
         assert f"; next: {launch}" in screen.text().replace("\n", "")
         assert profile.launcher.kind == "single"
@@ -269,7 +272,7 @@ def test_the_wizard_without_a_terminal_names_other_commands(cwd, home, capfd):
 
 
 @pytest.mark.slow
-def test_a_tpu_is_suggested_with_its_missing_packages_and_questions(terminal, written, monkeypatch):
+def test_a_tpu_is_suggested_with_its_missing_packages_and_questions(terminal, read_profile, monkeypatch):
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     screen = terminal(columns=120)
     screen.see(KIND)
@@ -283,13 +286,13 @@ def test_a_tpu_is_suggested_with_its_missing_packages_and_questions(terminal, wr
     screen.answer(PRECISION, ENTER)
     screen.answer(WRITE, ENTER)
     assert screen.end() == 0
-    launcher = written().launcher
+    launcher = read_profile().launcher
     assert (launcher.kind, launcher.replicas, launcher.spmd) == ("xla", "all", True)
-    assert written().mixed_precision == "bf16"
+    assert read_profile().mixed_precision == "bf16"
 
 
 @pytest.mark.slow
-def test_one_tpu_core_skips_the_question_of_spmd(terminal, written, monkeypatch):
+def test_one_tpu_core_skips_the_question_of_spmd(terminal, read_profile, monkeypatch):
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     screen = terminal()
     screen.answer(KIND, ENTER)
@@ -299,7 +302,7 @@ def test_one_tpu_core_skips_the_question_of_spmd(terminal, written, monkeypatch)
     screen.answer(PRECISION, ENTER)
     screen.answer(WRITE, ENTER)
     assert screen.end() == 0
-    assert (written().launcher.replicas, written().launcher.spmd) == (1, False)
+    assert (read_profile().launcher.replicas, read_profile().launcher.spmd) == (1, False)
 
 
 @pytest.mark.slow

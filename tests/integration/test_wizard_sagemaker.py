@@ -44,14 +44,14 @@ def enter(screen, *questions):
 
 @pytest.mark.slow
 def test_enter_on_every_question_writes_a_profile_that_can_be_launched(
-    terminal, configured, written, accel, script
+    terminal, configured, read_profile, accel, script
 ):
     arn = configured.role()
     screen = terminal(columns=120, lines=60)
     screen.answer(KIND, SAGEMAKER)
     enter(screen, PROFILE, REGION, ROLE, *REST)
     assert screen.end() == 0
-    said = written().launcher
+    said = read_profile().launcher
     assert (said.aws_profile, said.region, said.role) == (None, "eu-west-1", arn)
     assert (said.instance_type, said.instance_count, said.max_run) == ("ml.g5.xlarge", 1, 86400)
     script("print('it ran')")
@@ -62,7 +62,7 @@ def test_enter_on_every_question_writes_a_profile_that_can_be_launched(
 
 @pytest.mark.slow
 def test_profile_region_and_role_are_selected_and_an_unknown_type_is_asked_again(
-    terminal, configured, written
+    terminal, configured, read_profile
 ):
     configured.role("a-first")
     arn = configured.role("b-second")
@@ -80,14 +80,16 @@ def test_profile_region_and_role_are_selected_and_an_unknown_type_is_asked_again
     screen.answer(RUN, "2h" + ENTER)
     enter(screen, PACKAGES, MORE, PRECISION, FITS, WRITE)  # instances of spot jobs are not kept
     assert screen.end() == 0
-    said = written().launcher
+    said = read_profile().launcher
     assert (said.aws_profile, said.region, said.role) == ("team", "eu-central-1", arn)
     assert (said.instance_type, said.instance_count) == ("ml.p4d.24xlarge", 2)
     assert (said.spot, said.max_run, said.keep_alive) == (True, 7200, None)
 
 
 @pytest.mark.slow
-def test_advanced_questions_are_asked_on_request_and_text_is_kept_as_typed(terminal, configured, written):
+def test_advanced_questions_are_asked_on_request_and_text_is_kept_as_typed(
+    terminal, configured, read_profile
+):
     configured.role()
     screen = terminal(columns=120, lines=80)
     screen.answer(KIND, SAGEMAKER)
@@ -103,7 +105,7 @@ def test_advanced_questions_are_asked_on_request_and_text_is_kept_as_typed(termi
     screen.answer("write checkpoints?", ENTER)
     enter(screen, PRECISION, WRITE)
     assert screen.end() == 0
-    said = written().launcher
+    said = read_profile().launcher
     assert said.inputs == {"train": "s3://data/PATH/1e-4", "no": "s3://data/no"}
     assert said.metrics == {"loss": "loss=([0-9.]{1,3})", "acc": "acc (.+)"}
     assert said.secrets == {"API_KEY": "007", "MODE": "no"}
@@ -111,7 +113,7 @@ def test_advanced_questions_are_asked_on_request_and_text_is_kept_as_typed(termi
 
 
 @pytest.mark.slow
-def test_every_kind_of_question_allows_to_go_back(terminal, configured, written):
+def test_every_kind_of_question_allows_to_go_back(terminal, configured, read_profile):
     configured.role()
     screen = terminal(columns=120, lines=60)
     screen.answer(KIND, SAGEMAKER)
@@ -132,11 +134,11 @@ def test_every_kind_of_question_allows_to_go_back(terminal, configured, written)
     screen.see("My-Role (current)")
     enter(screen, ROLE, *REST)
     assert screen.end() == 0
-    assert (written().launcher.role, written().launcher.aws_profile) == ("My-Role", "team")
+    assert (read_profile().launcher.role, read_profile().launcher.aws_profile) == ("My-Role", "team")
 
 
 @pytest.mark.slow
-def test_answers_are_typed_if_aws_does_not_respond(terminal, configured, written, monkeypatch):
+def test_answers_are_typed_if_aws_does_not_respond(terminal, configured, read_profile, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     screen = terminal(columns=200, lines=60)
     screen.answer(KIND, SAGEMAKER)
@@ -145,11 +147,11 @@ def test_answers_are_typed_if_aws_does_not_respond(terminal, configured, written
     assert "The roles cannot be listed; type the answer. " in screen.text()
     enter(screen, *REST)
     assert screen.end() == 0
-    assert written().launcher.role == "Trainer"
+    assert read_profile().launcher.role == "Trainer"
 
 
 @pytest.mark.slow
-def test_enter_keeps_the_values_of_the_profile(terminal, configured, written, accel):
+def test_enter_keeps_the_values_of_the_profile(terminal, configured, read_profile, accel):
     configured.role()
     accel(
         "config", "set", "launcher.kind=sagemaker", "launcher.region=eu-north-1", "launcher.role=Mine",
@@ -163,7 +165,7 @@ def test_enter_keeps_the_values_of_the_profile(terminal, configured, written, ac
     screen.see("Mine (current)")
     enter(screen, ROLE, TYPE, COUNT, SPOT, RUN, KEEP, PACKAGES, MORE, PRECISION, "Replace")
     assert screen.end() == 0
-    said = written().launcher
+    said = read_profile().launcher
     assert (said.region, said.role, said.instance_type, said.max_run) == (
         "eu-north-1",
         "Mine",

@@ -16,13 +16,13 @@ cloudpickle.register_pickle_by_value(sharded_runs)
 
 @pytest.fixture(autouse=True)
 def _on_the_cpu(home, monkeypatch):
-    """Use the CPU, whatever accelerator this machine has, and start every test with the same seed."""
+    """Use the CPU even if this machine has an accelerator, and start every test with the same seed."""
     monkeypatch.setenv("ACCEL_DEVICE", "cpu")
     torch.manual_seed(0)
     set_current_backend(None)
     yield
     if torch.distributed.is_initialized():
-        # A model that is sharded on one process has a group of one rank, which forked processes would inherit.
+        # A model sharded on one process creates a group of one rank, which forked processes would inherit.
         distributed._destroy_process_group()
 
 
@@ -30,7 +30,7 @@ def _on_the_cpu(home, monkeypatch):
 def clusters(replicas):
     """The cluster of each size; `run(function, *args)` calls a function of a test on every rank.
 
-    The ranks of the cluster `apart` are each alone on their node, and so use another transport.
+    Each rank of the cluster `apart` is on its own node, and therefore uses another transport.
     """
     torch.set_num_threads(1)
     sizes = {
@@ -38,7 +38,7 @@ def clusters(replicas):
         2: cluster.Cluster(2),
         3: cluster.Cluster(3),
         4: cluster.Cluster(4),
-        "apart": cluster.Cluster(3, apart=True),
+        "apart": cluster.Cluster(3, one_per_node=True),
     }
     yield sizes | replicas
     for group in sizes.values():
@@ -76,5 +76,5 @@ def pair(clusters):
 
 @pytest.fixture
 def four(clusters):
-    """Four processes; a machine with fewer cores takes its time over them, so such a test is marked slow."""
+    """Four processes; a test of them is marked slow, since machines with fewer cores run them slowly."""
     return clusters[4]
