@@ -13,7 +13,7 @@ from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.remote.webdriver import WebDriver
 
-__all__ = ["WIDTHS", "open_browser", "prefer", "resize"]
+__all__ = ["WIDTHS", "open_browser", "resize", "set_color_scheme"]
 
 WIDTHS = {"desktop": 1280, "phone": 390}
 
@@ -49,12 +49,12 @@ def open_browser() -> Iterator[WebDriver]:
 
 
 def resize(browser: WebDriver, width: str) -> None:
-    """Give the page the width of a screen."""
+    """Set the width of the page to that of a screen."""
     screen = {"width": WIDTHS[width], "height": 900, "deviceScaleFactor": 1, "mobile": width == "phone"}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
 
 
-def prefer(browser: WebDriver, scheme: str) -> None:
-    """Prefer `dark` or `light` colours."""
+def set_color_scheme(browser: WebDriver, scheme: str) -> None:
+    """Set the preferred colour scheme to `dark` or `light`."""
     feature = {"name": "prefers-color-scheme", "value": scheme}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})

@@ -1,4 +1,4 @@
-"""Checkpoints made by hand: any tensors, cut into any parts."""
+"""Write checkpoints without a run: any tensors, split into any parts."""
 
 from __future__ import annotations
 
@@ -10,39 +10,45 @@ from accel_runtime.checkpoint.manifest import NAME, Checkpoint, Chunk, Manifest,
 from accel_runtime.checkpoint.serialization import serialize
 
 
-def boxes(shape, cuts):
-    """The parts of a tensor that is cut into so many along each dimension: offsets and sizes."""
+def split_shape(shape, num_parts):
+    """Return the offsets and sizes of the parts of a tensor that is split along each dimension."""
     edges = []
-    for size, count in itertools.zip_longest(shape, cuts, fillvalue=1):
+    for size, count in itertools.zip_longest(shape, num_parts, fillvalue=1):
         step = -(-size // count)
         edges.append([(start, min(step, size - start)) for start in range(0, size, step)])
-    return [tuple(zip(*some, strict=True)) for some in itertools.product(*edges)]
+    return [tuple(zip(*edges_of_part, strict=True)) for edges_of_part in itertools.product(*edges)]
 
 
-def write(path, trees, *, cuts=None, step=7, own=None, world_size=1, saved_at="2026-11-21T15:00:00Z"):  # noqa: PLR0913
-    """Write a checkpoint: items as trees, and into how many parts tensors are cut, by name."""
+def write(  # noqa: PLR0913
+    path, trees, *, cuts=None, step=7, tensors_by_rank=None, world_size=1, saved_at="2026-11-21T15:00:00Z"
+):
+    """Write a checkpoint of items given as trees; `cuts` is the number of parts along each dimension, by tensor name."""
     path.mkdir(parents=True)
     values, tensors, files = {}, {}, {}
     for item, tree in trees.items():
-        values[item], named = serialize(tree, item)
-        ranks = {f"{name}#{rank}": t for name, some in (own or {}).items() for rank, t in enumerate(some)}
-        kept = {name: t for name, t in named.items() if name not in (own or {})}
-        kept |= {name: t for name, t in ranks.items() if name.startswith(f"{item}/")}
+        values[item], named_tensors = serialize(tree, item)
+        ranks = {
+            f"{name}#{rank}": t
+            for name, rank_tensors in (tensors_by_rank or {}).items()
+            for rank, t in enumerate(rank_tensors)
+        }
+        saved_tensors = {name: t for name, t in named_tensors.items() if name not in (tensors_by_rank or {})}
+        saved_tensors |= {name: t for name, t in ranks.items() if name.startswith(f"{item}/")}
         parts = [
             (name, tensor, *box)
-            for name, tensor in kept.items()
+            for name, tensor in saved_tensors.items()
             for box in (
-                boxes(tensor.shape, (cuts or {}).get(name, ()))
+                split_shape(tensor.shape, (cuts or {}).get(name, ()))
                 if tensor.numel() and tensor.shape
                 else [((0,) * tensor.ndim, tensor.shape)]
             )
         ]
-        chunks = {name: [] for name in kept}
+        chunks = {name: [] for name in saved_tensors}
         for number, part in enumerate(parts):
             file = f"{item}-{number}.safetensors"
-            files[file], chunk = one_file(path / file, file, *part)
+            files[file], chunk = write_part(path / file, file, *part)
             chunks[part[0]].append(chunk)
-        for name, tensor in kept.items():
+        for name, tensor in saved_tensors.items():
             dtype = str(tensor.dtype).removeprefix("torch.")
             tensors[name] = TensorEntry(dtype, tuple(tensor.shape), tuple(chunks[name]))
     manifest = Manifest(
@@ -59,7 +65,7 @@ def write(path, trees, *, cuts=None, step=7, own=None, world_size=1, saved_at="2
     return Checkpoint(path, manifest)
 
 
-def one_file(path, file, name, tensor, offsets, sizes):  # noqa: PLR0913, PLR0917
+def write_part(path, file, name, tensor, offsets, sizes):  # noqa: PLR0913, PLR0917
     piece = tensor
     for dimension, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         piece = piece.narrow(dimension, offset, size)
@@ -70,7 +76,7 @@ def one_file(path, file, name, tensor, offsets, sizes):  # noqa: PLR0913, PLR091
 
 
 def flip(path, at):
-    """Turn one bit of a file over; a negative place counts from the end."""
+    """Invert one bit of a file; a negative index counts from the end."""
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)

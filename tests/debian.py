@@ -1,4 +1,4 @@
-"""Install packages of Debian that tests need."""
+"""Install Debian packages that tests need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 class UnavailableError(RuntimeError):
-    """This machine does not have what a test needs, and cannot install it."""
+    """This machine does not have a program that a test needs, and cannot install it."""
 
 
 def install(packages: Sequence[str], programs: Sequence[str]) -> None:
@@ -27,6 +27,6 @@ def install(packages: Sequence[str], programs: Sequence[str]) -> None:
     quiet = {"env": {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}, "capture_output": True, "text": True}
     subprocess.run(["apt-get", "update", "-q"], check=False, **quiet)
     options = ["-o", "DPkg::Lock::Timeout=120", "-y", "-q", "--no-install-recommends"]
-    done = subprocess.run(["apt-get", "install", *options, *packages], check=False, **quiet)
+    process = subprocess.run(["apt-get", "install", *options, *packages], check=False, **quiet)
     if not all(map(shutil.which, programs)):
-        raise UnavailableError(f"apt-get cannot install {' '.join(packages)}: {done.stderr[-500:]}")
+        raise UnavailableError(f"apt-get cannot install {' '.join(packages)}: {process.stderr[-500:]}")

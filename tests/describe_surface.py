@@ -40,22 +40,22 @@ MODULES = (
     "utils.other",
     "utils.random",
 )
-"""Modules that published training scripts import from; of the last ones, what `utils` exports too."""
+"""Modules that published scripts import from; of submodules of `utils`, only names that `utils` exports."""
 
 
 def describe(package):
     """Return the description of a package: `{module: {name: entry}}`."""
-    found = {}
-    exported = set(names_of(package, "utils"))
+    modules = {}
+    exported = set(list_names(package, "utils"))
     for name in MODULES:
-        names = names_of(package, name)
+        names = list_names(package, name)
         if name.startswith("utils."):
             names = {key: value for key, value in names.items() if key in exported}
-        found[name] = {key: describe_object(value, package) for key, value in sorted(names.items())}
-    return found
+        modules[name] = {key: describe_object(value, package) for key, value in sorted(names.items())}
+    return modules
 
 
-def names_of(package, name):
+def list_names(package, name):
     """Return the public objects of a module by name: for packages all of this package, for others what they define."""
     path = f"{package}.{name}".rstrip(".")
     module = importlib.import_module(path)
@@ -64,8 +64,8 @@ def names_of(package, name):
     for key, value in everything.items():
         home = getattr(value, "__module__", None) or ""
         constant = key.isupper() and not inspect.ismodule(value) and not home
-        own = home.startswith(package) if name in {"", "utils"} else home == path
-        if not inspect.ismodule(value) and (own or (constant and name in {"", "utils"})):
+        is_own = home.startswith(package) if name in {"", "utils"} else home == path
+        if not inspect.ismodule(value) and (is_own or (constant and name in {"", "utils"})):
             public[key] = value
     return public
 
@@ -76,34 +76,37 @@ def describe_object(value, package):
         return {"members": dict.fromkeys(value.__members__)}
     entry = {}
     if callable(value):
-        entry["parameters"] = parameters_of(value)
+        entry["parameters"] = describe_parameters(value)
     if inspect.isclass(value):
-        entry["members"] = members_of(value, package)
+        entry["members"] = describe_members(value, package)
     return entry
 
 
-def members_of(value, package):
+def describe_members(value, package):
     """Return the public members of a class, those that its methods assign too, with the parameters of methods."""
     homes = [home for home in value.__mro__ if home.__module__.startswith(package)]
-    members = {name: None for home in homes for name in assigned(home)}
+    members = {name: None for home in homes for name in find_assigned_attributes(home)}
     for home in reversed(homes):
         for name in [*vars(home), *vars(home).get("__annotations__", ())]:
             member = inspect.getattr_static(value, name, None)
             if isinstance(member, (staticmethod, classmethod)):
                 member = member.__func__
             members[name] = (
-                parameters_of(undecorated(name, member))[1:] if inspect.isfunction(member) else None
+                describe_parameters(unwrap(name, member))[1:] if inspect.isfunction(member) else None
             )
     return {name: members[name] for name in sorted(members) if not name.startswith("_")}
 
 
-def undecorated(name, function):
+def unwrap(name, function):
     """Return the function of this name that a decorator without `functools.wraps` holds; else the function itself."""
-    held = [cell.cell_contents for cell in function.__closure__ or ()]
-    return next((one for one in held if inspect.isfunction(one) and one.__name__ == name), function)
+    contents = [cell.cell_contents for cell in function.__closure__ or ()]
+    return next(
+        (content for content in contents if inspect.isfunction(content) and content.__name__ == name),
+        function,
+    )
 
 
-def assigned(value):
+def find_assigned_attributes(value):
     """Return the attributes that methods of a class assign to `self`."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(value)))
@@ -119,17 +122,17 @@ def assigned(value):
     }
 
 
-def parameters_of(function):
+def describe_parameters(function):
     """Return the parameters of a callable as `[name, kind, default]`; a default that is no plain value is `"..."`."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return []
-    return [[p.name, p.kind.name, default_of(p)] for p in signature.parameters.values()]
+    return [[p.name, p.kind.name, format_default(p)] for p in signature.parameters.values()]
 
 
-def default_of(parameter):
-    """Return a default as text, None where there is none."""
+def format_default(parameter):
+    """Return a default as text, or None without a default."""
     value = parameter.default
     if value is parameter.empty:
         return None

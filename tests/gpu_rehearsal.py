@@ -1,8 +1,8 @@
-"""Whether tests marked `gpu` are tried on the CPU."""
+"""Rehearsal of the tests marked `gpu` on the CPU."""
 
 from __future__ import annotations
 
 import os
 
 REHEARSAL = os.environ.get("REHEARSE_GPU_TESTS") == "1"
-"""Then those that need nothing of CUDA itself run, so that a mistake in a test is found without a GPU."""
+"""Whether to run the GPU tests that do not depend on CUDA on the CPU, to find mistakes in tests without a GPU."""

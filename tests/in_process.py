@@ -1,4 +1,4 @@
-"""The `accel` command as a call in this process: for tests of what it says and writes, not of how it starts and runs."""
+"""Call the `accel` command in this process: for tests of its output and files, not of its start and processes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["run"]
 
 
 def run(capfd, *args, env=None):
-    """Call the command as if it was typed where there is no terminal.
+    """Call the command as if it ran without a terminal.
 
     Args:
-        capfd: The fixture of pytest that captures this process and those that it starts.
-        args: What follows `accel`.
-        env: The environment; None takes that of this process.
+        capfd: The fixture of pytest that captures the output of this process and its children.
+        args: The arguments of `accel`.
+        env: The environment; None for that of this process.
 
     Returns:
         The exit code and output, as `subprocess.run` returns them.
@@ -29,7 +29,9 @@ def run(capfd, *args, env=None):
     with (
         mock.patch.dict(os.environ, environ, clear=True),
         mock.patch.object(sys, "argv", command),
-        mock.patch.object(sys.modules["__main__"], "__package__", None),  # or it is called `python -m pytest`
+        mock.patch.object(
+            sys.modules["__main__"], "__package__", None
+        ),  # otherwise the program name is `python -m pytest`
     ):
         try:
             main()

@@ -1,4 +1,4 @@
-"""Collect what is logged, also on ranks, where pytest's `caplog` is not."""
+"""Collect log messages, also on ranks, where pytest's `caplog` does not exist."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collect_messages(name):
-    """Give a list that takes the messages of the logger `name` as they are written."""
+    """Yield a list to which the messages of the logger `name` are added."""
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())

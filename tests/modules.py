@@ -1,4 +1,4 @@
-"""Test modules whose cases other tests run too."""
+"""Import test modules whose cases other tests run too."""
 
 from __future__ import annotations
 

@@ -16,13 +16,14 @@ def pairwise_params(factors, *, ids=None):
         ids: A function that returns the text of a value in the id of a case; the name or `str` of the value by default.
 
     Returns:
-        Every pair of values of two factors is in a case without a mark `full` but that of a value; the other cases
-        carry it. Values with marks are in no case that is needed for a pair of values without marks.
+        Params such that every pair of values of two factors is in a case that is not marked `full`, unless a value is;
+        the remaining cases are marked. Pairs of values without marks are covered by cases without marked values.
     """
     values = [
-        [value if _is_param(value) else pytest.param(value) for value in some] for some in factors.values()
+        [value if _is_param(value) else pytest.param(value) for value in factor_values]
+        for factor_values in factors.values()
     ]
-    cases = list(product(*(range(len(some)) for some in values)))
+    cases = list(product(*(range(len(factor_values)) for factor_values in values)))
     plain = [case for case in cases if not any(values[i][k].marks for i, k in enumerate(case))]
     chosen = select_pairs(plain)
     chosen |= select_pairs(cases, chosen)
@@ -39,7 +40,7 @@ def select_pairs(cases, chosen=()):
     while uncovered:
         best = max(
             cases, key=lambda case: len(uncovered & pairs[case])
-        )  # the first of the best: always the same
+        )  # the first of the best, so that the selection is deterministic
         added.add(best)
         uncovered -= pairs[best]
     return added

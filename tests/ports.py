@@ -8,12 +8,12 @@ from contextlib import contextmanager
 
 @contextmanager
 def free_port():
-    """A port that nobody takes by chance before a server of the test does, as long as the block lasts.
+    """Return a port that stays reserved for a server of the test inside this context.
 
-    Linux lets several sockets with SO_REUSEADDR have a port as long as none of them listens: this one keeps away those
-    that want any port, as each connection does, and servers, which set the option too, are let in.
+    Linux lets several sockets with SO_REUSEADDR bind a port if none of them listens. The bound socket keeps the kernel
+    from assigning the port to a connection, and servers, which set the option too, can bind it.
     """
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
-        yield held.getsockname()[1]
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        yield reserved.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Walking a source on all ranks, and what has to hold of every walk; with the streams the tests read."""
+"""Read the steps of a source on all ranks, check their invariants, and define the streams of the tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from accel_runtime.backends.single import Single
-from accel_runtime.data.iterable import IterableSource as EachReads
+from accel_runtime.data.iterable import IterableSource
 from accel_runtime.data.prepare import DispatchedIterable, DispatchedMapStyle
 from accel_runtime.data.sharding import sharding_of_loader
 from accel_runtime.data.source import EpochIterator
@@ -19,15 +19,15 @@ from accel_runtime.topology import Topology
 
 
 class Step(NamedTuple):
-    """What one rank saw of a step."""
+    """A step on one rank: its samples, its information, and the offset after it."""
 
     samples: list
     step_info: tuple
-    position: dict
+    offset: dict
 
 
-class Likewise(Single):
-    """A rank of a world whose other ranks do just what this one does: no processes, no waiting."""
+class SimulatedRank(Single):
+    """A rank without processes, whose collectives assume that the other ranks have the same values."""
 
     def __init__(self, rank, world_size):
         super().__init__(Topology(rank, world_size), torch.device("cpu"))
@@ -36,93 +36,97 @@ class Likewise(Single):
         return torch.stack([tensor] * self.topology.world_size)
 
 
-def backend():
-    """The backend of a shared process."""
+def get_backend():
+    """Return the backend of this process."""
     from accel_runtime import Accelerator
 
-    # This machine may have fewer cores than a loader of these tests has workers.
+    # A loader of these tests may have more workers than this machine has cores.
     warnings.filterwarnings("ignore", "This DataLoader will create")
     return Accelerator()._backend
 
 
-def read(loader, backend, *, split=False, even=True):
-    """A stream that every rank reads."""
-    return EachReads(
+def build_iterable_source(loader, backend, *, split=False, even=True):
+    """Return a source of a stream that every rank reads."""
+    return IterableSource(
         loader, backend, sharding_of_loader(loader, backend.data_rank, split=split, pad_last=even)
     )
 
 
-def dispatched(loader, backend, *, split=False, even=True):
-    """Data that the first rank reads for all."""
+def build_dispatched_source(loader, backend, *, split=False, even=True):
+    """Return a source that the first rank reads for all ranks."""
     source = DispatchedIterable if isinstance(loader.dataset, IterableDataset) else DispatchedMapStyle
     return source(loader, backend, sharding_of_loader(loader, backend.data_rank, split=split, pad_last=even))
 
 
-def ids(batch):
-    """The samples of a batch, as numbers."""
+def to_ids(batch):
+    """Return the samples of a batch as a list of numbers."""
     return torch.as_tensor(batch).flatten().tolist()
 
 
-def walked(source, start=None, stop=None, read=ids):
-    """The steps of one rank after a position, as many as asked for."""
-    loop, steps = EpochIterator(), []
-    for batch in source.iterate(loop, start or {}):
-        steps.append(Step(read(batch), loop.step_info, loop.state_dict()))
+def read_steps(source, start=None, stop=None, to_samples=to_ids):
+    """Return the steps of this rank after an offset, at most `stop`."""
+    iterator, steps = EpochIterator(), []
+    for batch in source.iterate(iterator, start or {}):
+        steps.append(Step(to_samples(batch), iterator.step_info, iterator.state_dict()))
         if len(steps) == stop:
             break
     return steps
 
 
-def checked(walks):
-    """What the ranks saw: every promise of a walk holds. Returns the global batches, without repeats."""
-    world = len(walks)
-    assert len({len(steps) for steps in walks}) == 1, "equally many steps everywhere"
-    seen = []
-    for steps in zip(*walks, strict=True):
-        shares = [step.step_info for step in steps]
-        first = shares[0]
-        assert all(step_info[:3] == first[:3] for step_info in shares), "one share everywhere"
+def check_steps(steps_by_rank):
+    """Assert the invariants of the steps of all ranks; return the global batches without padding."""
+    world = len(steps_by_rank)
+    assert len({len(steps) for steps in steps_by_rank}) == 1, "all ranks have the same number of steps"
+    batches = []
+    for steps in zip(*steps_by_rank, strict=True):
+        step_infos = [step.step_info for step in steps]
+        first = step_infos[0]
+        assert all(step_info[:3] == first[:3] for step_info in step_infos), (
+            "the step information is equal on all ranks"
+        )
         assert len(first.num_valid) == len(first.batch_sizes) == world
         assert tuple(len(step.samples) for step in steps) == first.batch_sizes
         assert min(first.batch_sizes) > 0
         assert all(count <= size for count, size in zip(first.num_valid, first.batch_sizes, strict=True))
         assert sum(first.num_valid) > 0
-        factors = [step_info.loss_scale for step_info in shares]
+        factors = [step_info.loss_scale for step_info in step_infos]
         even = [1.0] * world
         exact = [count * world / sum(first.num_valid) for count in first.num_valid]
         assert factors == (even if len(set(first.batch_sizes)) == 1 and factors == even else exact)
-        seen.append(
+        batches.append(
             list(chain.from_iterable(s.samples[: s.step_info.num_valid[r]] for r, s in enumerate(steps)))
         )
-    assert [steps.step_info.is_last for steps in walks[0]] == [False] * (len(seen) - 1) + [True] * bool(seen)
-    positions = [[plain(shared(step.position)) for step in steps] for steps in walks]
-    assert all(own == positions[0] for own in positions), "one position everywhere"
-    return seen
+    assert [steps.step_info.is_last for steps in steps_by_rank[0]] == [False] * (len(batches) - 1) + [
+        True
+    ] * bool(batches)
+    offsets = [[to_plain(drop_local_state(step.offset)) for step in steps] for steps in steps_by_rank]
+    assert all(rank_offsets == offsets[0] for rank_offsets in offsets), "the offset is equal on all ranks"
+    return batches
 
 
-def shared(position):
-    """Without what of data that are split by process is each rank's own."""
-    return {key: value for key, value in position.items() if key not in {"local", "reading", "began"}}
+def drop_local_state(offset):
+    """Remove the entries of an offset that differ between ranks if data are split by rank."""
+    return {key: value for key, value in offset.items() if key not in {"local", "reading", "began"}}
 
 
-def plain(position):
-    """A position that can be compared."""
-    if isinstance(position, dict):
-        return {key: plain(value) for key, value in position.items()}
-    if isinstance(position, list):
-        return [plain(value) for value in position]
-    return position.tolist() if isinstance(position, torch.Tensor) else position
+def to_plain(offset):
+    """Convert an offset to values that == compares."""
+    if isinstance(offset, dict):
+        return {key: to_plain(value) for key, value in offset.items()}
+    if isinstance(offset, list):
+        return [to_plain(value) for value in offset]
+    return offset.tolist() if isinstance(offset, torch.Tensor) else offset
 
 
-def chunks(samples, size, *, drop_last=False):
-    """The global batches of one process."""
+def split_batches(samples, size, *, drop_last=False):
+    """Return the batches that one process reads."""
     samples = list(samples)
-    found = [samples[at : at + size] for at in range(0, len(samples), size)]
-    return [batch for batch in found if len(batch) == size or not drop_last]
+    batches = [samples[start : start + size] for start in range(0, len(samples), size)]
+    return [batch for batch in batches if len(batch) == size or not drop_last]
 
 
 class Stream(IterableDataset):
-    """So many samples; knows nothing of ranks and workers."""
+    """A stream of numbers that is not split by rank or worker."""
 
     def __init__(self, count):
         self.count = count
@@ -131,15 +135,15 @@ class Stream(IterableDataset):
         return iter(range(self.count))
 
 
-class Sized(Stream):
-    """Has a length."""
+class SizedStream(Stream):
+    """A stream with a length."""
 
     def __len__(self):
         return self.count
 
 
-class Divided(Stream):
-    """Splits itself among the workers, as torch's documentation shows it."""
+class WorkerSplitStream(Stream):
+    """A stream that splits itself among the workers, as in torch's documentation."""
 
     def __iter__(self):
         info = get_worker_info()
@@ -148,8 +152,8 @@ class Divided(Stream):
         )
 
 
-class Ranged(Stream):
-    """Is split by a `worker_init_fn`, as torch's documentation shows it."""
+class InitSplitStream(Stream):
+    """A stream that a `worker_init_fn` splits, as in torch's documentation."""
 
     start = 0
 
@@ -157,8 +161,8 @@ class Ranged(Stream):
         return iter(range(self.start, self.count))
 
 
-def divide(worker_id):
-    """The `worker_init_fn` of `Ranged`."""
+def split_range(worker_id):
+    """The `worker_init_fn` of `InitSplitStream`."""
     info = get_worker_info()
     dataset = info.dataset
     each = -(-(dataset.count - dataset.start) // info.num_workers)
@@ -166,8 +170,8 @@ def divide(worker_id):
     dataset.count = min(dataset.start + each, dataset.count)
 
 
-class Shuffled(Stream):
-    """Shuffles with the process's own random numbers, of every kind."""
+class ShuffledStream(Stream):
+    """A stream that shuffles with all random number generators of the process."""
 
     def __iter__(self):
         import numpy as np
@@ -179,8 +183,8 @@ class Shuffled(Stream):
         return iter(order)
 
 
-class Buffered(Stream):
-    """Shuffles as it reads, with the process's own random numbers."""
+class BufferedShuffleStream(Stream):
+    """A stream that shuffles with a buffer and the random numbers of the process."""
 
     def __iter__(self):
         buffer = []
@@ -192,42 +196,42 @@ class Buffered(Stream):
         yield from buffer
 
 
-class Stateful(Stream):
-    """Says where it stands, and can be put there; counts what it reads."""
+class StatefulStream(Stream):
+    """A stream with `state_dict` and `load_state_dict` that counts the samples it reads."""
 
     def __init__(self, count):
         super().__init__(count)
-        self.at = self.read = 0
+        self.offset = self.num_read = 0
 
     def __iter__(self):
-        while self.at < self.count:
-            self.at += 1
-            self.read += 1
-            yield self.at - 1
-        self.at = 0
+        while self.offset < self.count:
+            self.offset += 1
+            self.num_read += 1
+            yield self.offset - 1
+        self.offset = 0
 
     def state_dict(self):
-        return {"at": self.at}
+        return {"at": self.offset}
 
     def load_state_dict(self, state):
-        self.at = state["at"]
+        self.offset = state["at"]
 
 
-class DividedStateful(Stateful):
-    """As `Stateful`, and splits itself among the workers."""
+class WorkerSplitStatefulStream(StatefulStream):
+    """A stateful stream that splits itself among the workers."""
 
     def __iter__(self):
         info = get_worker_info()
-        place, of = (0, 1) if info is None else (info.id, info.num_workers)
-        own = range(place, self.count, of)
-        while self.at < len(own):
-            self.at += 1
-            yield own[self.at - 1]
-        self.at = 0
+        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
+        samples = range(worker, self.count, num_workers)
+        while self.offset < len(samples):
+            self.offset += 1
+            yield samples[self.offset - 1]
+        self.offset = 0
 
 
-class Shards(Stream):
-    """As `datasets.IterableDataset`: so many shards, which workers share out among themselves."""
+class ShardedStream(Stream):
+    """A stream of shards that are split among the workers, like `datasets.IterableDataset`."""
 
     def __init__(self, count, shards):
         super().__init__(count)
@@ -238,6 +242,6 @@ class Shards(Stream):
 
     def __iter__(self):
         info = get_worker_info()
-        place, of = (0, 1) if info is None else (info.id, info.num_workers)
-        for shard in range(place, self.num_shards, of):
+        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
+        for shard in range(worker, self.num_shards, num_workers):
             yield from range(shard, self.count, self.num_shards)

@@ -1,4 +1,4 @@
-"""Run folders as `accel launch` and `accel_runtime` write them, from numbers that a test chooses."""
+"""Write run folders like `accel launch` and `accel_runtime`, with the numbers of a test."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from accel_runtime import env
 __all__ = ["START", "RunWriter"]
 
 START = 1_800_000_000.0
-"""When a run starts, in seconds since 1970."""
+"""The start of a run in seconds since 1970."""
 _CLOCK = 5000.0
-"""The monotonic clock at that moment."""
+"""The monotonic clock at the start of a run."""
 
 
 class RunWriter:
@@ -63,7 +63,7 @@ class RunWriter:
     def metrics(
         self, values: Iterable[tuple[float, int | None, dict[str, Any]]], attempt: int = 0, rank: int = 0
     ) -> Path:
-        """Write `metrics.jsonl` of a rank: when, step and values."""
+        """Write `metrics.jsonl` of a rank: time, step and values."""
         return self.lines(
             f"attempt_{attempt}/rank_{rank}/metrics.jsonl",
             ({"time": at, "step": step, "values": named} for at, step, named in values),
@@ -72,7 +72,7 @@ class RunWriter:
     def beat(
         self, rank: int, history: Sequence[tuple[float, float]], attempt: int = 0, stride: int = 1
     ) -> None:
-        """Write the heartbeat of a rank, with the time and own time after each `stride` steps."""
+        """Write the heartbeat of a rank, with the time and busy time after each `stride` steps."""
         numbers = dict.fromkeys(env.BEAT_NUMBERS, 0) | {
             "pid": 100 + rank,
             "steps": len(history) * stride,

@@ -1,8 +1,8 @@
-"""A Slurm cluster on one machine: every node a network namespace with its own name, from Debian's packages.
+"""A Slurm cluster on one machine, from Debian's packages: each node is a network namespace with its own name.
 
-It needs root, and touches nothing of a Slurm that may be there: configuration, keys, sockets and logs live in a
-folder of its own, the network in namespaces of its own. Its daemons die with the process that started them. Run as a
-script it stays until Ctrl-C, and prints the `PATH` under which `sbatch` and its like mean this cluster.
+It needs root, and does not affect another Slurm on this machine: configuration, keys, sockets and logs are in a separate
+folder, the network is in separate namespaces. Its daemons end with the process that started them. Run as a script, it
+runs until Ctrl-C and prints the `PATH` with which `sbatch` and similar commands use this cluster.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "munged", "ip", "nsente
 CLIENTS = ("sbatch", "srun", "salloc", "scancel", "scontrol", "sinfo", "squeue", "sacct")
 NETWORK = "10.79.0"
 CPUS, GPUS = 4, 2
-"""What every node pretends to have."""
+"""The simulated CPUs and GPUs of each node."""
 READY_S = 120
 
 CONFIG = """\
@@ -63,11 +63,11 @@ PartitionName=long Nodes={names} MaxTime=600 State=UP
 
 
 class SlurmCluster:
-    """Two nodes and a login node; `path` is what goes before `PATH` for commands to mean this cluster."""
+    """Two nodes and a login node; `path` is the folder to prepend to `PATH` so that commands use this cluster."""
 
     def __init__(self, nodes=2):
-        self.folder = Path(f"/tmp/accel-slurm-{os.getpid()}")  # noqa: S108 - a socket's path is short
-        # Names are the machine's, and another session may run: each has its own.
+        self.folder = Path(f"/tmp/accel-slurm-{os.getpid()}")  # noqa: S108 - the path of a socket must be short
+        # Names of namespaces are global: another session must use other names.
         self.names = [f"s{os.getpid()}n{number}" for number in range(nodes)]
         self.login = f"s{os.getpid()}login"
         self._switch = f"s{os.getpid()}sw"
@@ -75,25 +75,25 @@ class SlurmCluster:
         self.path = self.folder / "bin"
 
     def start(self):
-        """Install what is missing, and wait until all nodes are idle.
+        """Install missing packages, start the cluster, and wait until all nodes are idle.
 
         Raises:
-            UnavailableError: This machine cannot have one.
+            UnavailableError: This machine cannot run a cluster.
         """
         _install()
-        _sweep()
+        _remove_stale_clusters()
         try:
-            self._lay_cables()
+            self._create_network()
             self._configure()
             self._start_daemons()
-            self._wait()
+            self._wait_until_idle()
         except BaseException:
             self.close()
             raise
         return self
 
     def close(self):
-        """End every daemon and job, and leave nothing behind."""
+        """End all daemons and jobs, and remove all files and namespaces."""
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             self.command("scancel", "--full", "--signal=KILL", f"--user={os.getuid()}")
         for daemon in reversed(self._daemons):
@@ -111,7 +111,7 @@ class SlurmCluster:
         command = [self.path / args[0], *args[1:]]
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
 
-    def _lay_cables(self):
+    def _create_network(self):
         self.folder.mkdir(mode=0o755)
         _ip("netns", "add", self._switch)
         _ip("-n", self._switch, "link", "add", "br0", "type", "bridge")
@@ -119,8 +119,8 @@ class SlurmCluster:
         hosts = ["127.0.0.1 localhost"]
         for port, (name, address) in enumerate(self._addresses().items()):
             _ip("netns", "add", name)
-            cable = ("type", "veth", "peer", "name", "eth0", "netns", name)
-            _ip("-n", self._switch, "link", "add", f"p{port}", *cable)
+            link_options = ("type", "veth", "peer", "name", "eth0", "netns", name)
+            _ip("-n", self._switch, "link", "add", f"p{port}", *link_options)
             _ip("-n", self._switch, "link", "set", f"p{port}", "master", "br0", "up")
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
             for link in ("eth0", "lo"):
@@ -150,30 +150,30 @@ class SlurmCluster:
             nodes="\n".join(nodes), names=",".join(self.names),
         )  # fmt: skip
         (self.folder / "slurm.conf").write_text(config)
-        for number in range(GPUS):  # Slurm wants devices, and a link to one will do
+        for number in range(GPUS):  # Slurm needs device files, and accepts links to them
             (self.folder / "dev" / f"gpu{number}").symlink_to("/dev/null")
         gpus = f"Name=gpu File={self.folder}/dev/gpu[0-{GPUS - 1}]"
         (self.folder / "gres.conf").write_text(f"NodeName={','.join(self.names)} {gpus}\n")
-        # Before 23.05 there is no `disabled`: naming v1 keeps Slurm from looking for systemd's.
+        # `disabled` exists since 23.05; before, v1 keeps Slurm from searching for systemd's cgroup.
         plugin = "disabled" if _version() >= (23, 5) else "cgroup/v1"
-        said = f"CgroupPlugin={plugin}\nCgroupMountpoint={self.folder}/cgroup\n"
-        (self.folder / "cgroup.conf").write_text(said)
+        config_of_cgroups = f"CgroupPlugin={plugin}\nCgroupMountpoint={self.folder}/cgroup\n"
+        (self.folder / "cgroup.conf").write_text(config_of_cgroups)
         for name in CLIENTS:
-            self._wrap(name)
+            self._write_wrapper(name)
 
-    def _wrap(self, name):
-        """A command of the same name that runs on the login node, or where it stands inside a job."""
-        real = shutil.which(name)
+    def _write_wrapper(self, name):
+        """Write a command of the same name that runs on the login node, or inside a job on the node of the job."""
+        program = shutil.which(name)
         wrapper = self.path / name
-        there = shlex.join(self._at(self.login))
+        prefix = shlex.join(self._build_node_prefix(self.login))
         wrapper.write_text(
             f"#!/bin/sh\nexport SLURM_CONF={self.folder}/slurm.conf\n"
-            f'[ -n "$SLURM_JOB_ID" ] && exec {real} "$@"\nexec {there} {real} "$@"\n'
+            f'[ -n "$SLURM_JOB_ID" ] && exec {program} "$@"\nexec {prefix} {program} "$@"\n'
         )
         wrapper.chmod(0o755)
 
-    def _at(self, name):
-        """The words before a command that make it run on a node."""
+    def _build_node_prefix(self, name):
+        """Return the words before a command that run it on a node."""
         enter = f'mount --bind {self.folder}/hosts /etc/hosts && hostname {name} && exec "$@"'
         return ("nsenter", f"--net=/run/netns/{name}", "unshare", "--uts", "--mount", "sh", "-c", enter, name)
 
@@ -182,7 +182,7 @@ class SlurmCluster:
         self._daemon(
             self.login, "munged", "--foreground", "--force", f"--socket={self.folder}/munge.sock", *files
         )
-        self._until((self.folder / "munge.sock").exists, "munged did not start")
+        self._wait_for((self.folder / "munge.sock").exists, "munged did not start")
         self._daemon(self.login, "slurmctld", "-D", "-c")
         for name in self.names:
             self._daemon(name, "slurmd", "-D", "-c", "-N", name)
@@ -190,24 +190,24 @@ class SlurmCluster:
     def _daemon(self, name, *command):
         log = self.folder / f"{command[0]}.{name}.log"
         environ = {**os.environ, "SLURM_CONF": f"{self.folder}/slurm.conf"}
-        dies_with_us = ("setpriv", "--pdeathsig", "KILL")
+        until_parent_exits = ("setpriv", "--pdeathsig", "KILL")
         with log.open("wb") as file:
-            started = subprocess.Popen(
-                [*dies_with_us, *self._at(name), *command],
+            process = subprocess.Popen(
+                [*until_parent_exits, *self._build_node_prefix(name), *command],
                 stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environ,
             )  # fmt: skip
-        self._daemons.append(started)
+        self._daemons.append(process)
 
-    def _wait(self):
-        self._until(lambda: self._idle() == len(self.names), "the nodes are not idle")
+    def _wait_until_idle(self):
+        self._wait_for(lambda: self._count_idle_nodes() == len(self.names), "the nodes are not idle")
 
-    def _idle(self):
+    def _count_idle_nodes(self):
         return len(set(self.command("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").stdout.split()))
 
-    def _until(self, condition, problem):
-        end = time.monotonic() + READY_S
+    def _wait_for(self, condition, problem):
+        deadline = time.monotonic() + READY_S
         while not condition():
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 logs = [f"== {log.name}\n{log.read_text()[-1500:]}" for log in self.folder.glob("*.log")]
                 raise UnavailableError("\n".join([f"{problem} within {READY_S} s", *logs]))
             time.sleep(0.1)
@@ -221,33 +221,33 @@ def _install():
 
 
 def _version():
-    said = subprocess.run(["slurmd", "-V"], capture_output=True, text=True, check=True).stdout
-    return tuple(map(int, re.findall(r"\d+", said)[:2]))
+    output = subprocess.run(["slurmd", "-V"], capture_output=True, text=True, check=True).stdout
+    return tuple(map(int, re.findall(r"\d+", output)[:2]))
 
 
 def _ip(*args):
-    done = subprocess.run(["ip", *args], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise UnavailableError(f"ip {' '.join(args)}: {done.stderr.strip()}")
+    result = subprocess.run(["ip", *args], capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise UnavailableError(f"ip {' '.join(args)}: {result.stderr.strip()}")
 
 
-def _sweep():
-    """Remove what sessions left behind that were killed."""
+def _remove_stale_clusters():
+    """Remove clusters of sessions that were killed."""
     for folder in Path("/tmp").glob("accel-slurm-*"):  # noqa: S108
-        owner = folder.name.rpartition("-")[2]
-        if owner.isdecimal() and not Path("/proc", owner).exists():
-            _remove(int(owner))
+        pid = folder.name.rpartition("-")[2]
+        if pid.isdecimal() and not Path("/proc", pid).exists():
+            _remove(int(pid))
 
 
-def _remove(owner):
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
-    for name in re.findall(rf"^s{owner}(?:n\d+|login|sw)\b", listed, re.MULTILINE):
-        inside = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
-        for pid in inside.stdout.split():
+def _remove(session):
+    namespaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
+    for name in re.findall(rf"^s{session}(?:n\d+|login|sw)\b", namespaces, re.MULTILINE):
+        processes = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+        for pid in processes.stdout.split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), 9)
         subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-    shutil.rmtree(f"/tmp/accel-slurm-{owner}", ignore_errors=True)  # noqa: S108
+    shutil.rmtree(f"/tmp/accel-slurm-{session}", ignore_errors=True)  # noqa: S108
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import open_browser, prefer, resize
+from browser import open_browser, resize, set_color_scheme
 from docs_reader import DOCS, blocks, commands, sides
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webdriver import WebDriver
@@ -107,7 +107,7 @@ def test_every_page_is_reached_and_shown_at_any_width_in_both_schemes(
             resize(browser, width)
             problems += [f"{url}: {width}: {code} is too wide" for code in browser.execute_async_script(FIT)]
             for scheme in schemes:
-                prefer(browser, "dark" if scheme == "slate" else "light")
+                set_color_scheme(browser, "dark" if scheme == "slate" else "light")
                 shown = browser.execute_async_script(COLORS, scheme)
                 problems += [f"{url}: {width}: {scheme} is shown as {shown}"] * (shown != scheme)
         problems += [f"{url}: {entry['message']}" for entry in browser.get_log("browser")]

@@ -1,6 +1,6 @@
-"""Replicas of torch_xla's CPU device that stay: started once, they call whatever function a test ships to them.
+"""Replicas of torch_xla's CPU device that stay alive and call the functions that tests send to them.
 
-This file is both sides. Tests see `Replicas`; run as a script, it is one process with a thread a replica.
+This file is both sides. Tests use `Replicas`; run as a script, it is one process with one thread for each replica.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from pathlib import Path
 import cloudpickle
 
 CALL_S = 120
-"""How long the replicas may take over one function: a graph that is new is compiled first."""
+"""Time limit of one function on all replicas, which includes the compilation of new graphs."""
 STRAGGLER_S = 5
-"""How long the others may still take once one has failed."""
+"""Time limit of the other replicas after one has failed."""
 
 
-ARTEFACT = "Termination timeout for"
-"""What XLA:CPU says when it ends a process because it has not given all replicas a thread in time."""
+TERMINATION_MESSAGE = "Termination timeout for"
+"""The message of XLA:CPU when it aborts a process in which not all replicas got a thread in time."""
 
 
 class ReplicasFailedError(AssertionError):
-    """A function raised, or did not come back, on some replicas; the message has their tracebacks."""
+    """A function raised or did not return on some replicas; the message contains their tracebacks."""
 
 
-class EndedError(ReplicasFailedError):
+class ProcessEndedError(ReplicasFailedError):
     """The process of the replicas ended."""
 
 
 class Replicas:
-    """`size` replicas of the CPU device; they start at the first `run`.
+    """Replicas of the CPU device; they start with the first `run`.
 
     Args:
-        size: How many.
-        devices: With SPMD there is one replica that computes on several devices.
+        size: The number of replicas.
+        devices: The number of devices of the single replica with SPMD; 0 without SPMD.
     """
 
     kind = "XLA"
@@ -53,33 +53,33 @@ class Replicas:
 
     @property
     def backend(self):
-        """The class of the backend."""
+        """Return the name of the backend class."""
         return "SPMDBackend" if self.devices else "SingleXLABackend" if self.size == 1 else "XLABackend"
 
     @property
     def carrier(self):
-        """What carries collectives."""
+        """Return the name of the transport of collectives."""
         return None if self.size == 1 else "xla"
 
     @staticmethod
     def device(rank):
-        """What a rank computes on."""
+        """Return the device of a rank."""
         return f"xla:{rank}"
 
     @staticmethod
     def local_rank(rank):
-        """Where a rank stands on its machine."""
+        """Return the local rank of a rank."""
         return rank
 
     def run(self, function, *args):
-        """Call `function(*args)`, both taken by value, on every replica; the results in rank order.
+        """Call `function(*args)`, both pickled by value, on every replica; return the results in rank order.
 
-        Where XLA:CPU has not given all replicas a thread in time, which says nothing about them, once more.
+        The call is repeated once if XLA:CPU did not give all replicas a thread in time, which is no failure of the function.
         """
         try:
             return self._run(function, args)
-        except EndedError:
-            if not self._said(ARTEFACT):
+        except ProcessEndedError:
+            if not self._has_message(TERMINATION_MESSAGE):
                 raise
         return self._run(function, args)
 
@@ -92,15 +92,15 @@ class Replicas:
             answers = cloudpickle.loads(self._connection.recv_bytes())  # within CALL_S, see `_collected`
         except (EOFError, ConnectionResetError):
             self.close()
-            raise EndedError("the process ended") from None
+            raise ProcessEndedError("the process ended") from None
         except BaseException:
             self.close()
             raise
-        failed = {rank: said for rank, (fine, said) in enumerate(answers) if not fine}
+        failed = {rank: text for rank, (is_success, text) in enumerate(answers) if not is_success}
         if failed:
-            self.close()  # they may be out of step
-            told = "\n".join(f"rank {rank} of {self.size}: {said}" for rank, said in failed.items())
-            raise ReplicasFailedError(told)
+            self.close()  # the replicas may be in different states
+            message = "\n".join(f"rank {rank} of {self.size}: {text}" for rank, text in failed.items())
+            raise ReplicasFailedError(message)
         return [value for _, value in answers]
 
     def close(self):
@@ -110,37 +110,37 @@ class Replicas:
             self._process.wait()
             self._connection.close()
             self._process = None
-            with self._errors as errors:
+            with self._stderr_file as errors:
                 errors.seek(0)
-                self._told = errors.read().decode(errors="replace")
-            sys.stderr.write(self._told)
+                self._stderr = errors.read().decode(errors="replace")
+            sys.stderr.write(self._stderr)
 
     def _start(self):
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("ACCEL_")}
-        told = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": self.devices or self.size, "OMP_NUM_THREADS": 1}
-        told |= {
+        variables = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": self.devices or self.size, "OMP_NUM_THREADS": 1}
+        variables |= {
             "ACCEL_DEVICE": "xla",
             "ACCEL_SPMD": int(bool(self.devices)),
             "ACCEL_PROCESS_GROUP_TIMEOUT": CALL_S,
         }
-        ours, theirs = Pipe()
-        self._connection = ours
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
+        local_end, remote_end = Pipe()
+        self._connection = local_end
+        self._stderr_file = tempfile.TemporaryFile()  # noqa: SIM115 - it is open as long as the process runs
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno()), str(self.size)],
-            env=inherited | {name: str(value) for name, value in told.items()},
-            pass_fds=[theirs.fileno()],
-            stderr=self._errors,
+            [sys.executable, __file__, str(remote_end.fileno()), str(self.size)],
+            env=inherited | {name: str(value) for name, value in variables.items()},
+            pass_fds=[remote_end.fileno()],
+            stderr=self._stderr_file,
         )
-        theirs.close()
+        remote_end.close()
 
-    def _said(self, words):
-        """Whether this is in what the last process wrote on stderr."""
-        return words in self._told
+    def _has_message(self, message):
+        """Return whether the last process wrote this message to stderr."""
+        return message in self._stderr
 
 
 def serve(connection, size):
-    """Be all replicas: call what comes on every one of them, until the other end is gone."""
+    """Call received functions on every replica until the other end is closed."""
     sys.path.insert(0, str(Path(__file__).with_name("xla")))
     import cpu_collectives
 
@@ -156,12 +156,14 @@ def serve(connection, size):
     def replica():
         import torch_xla.runtime as xr
 
-        rank = xr.global_ordinal() if size > 1 else 0  # asked, it would take up devices before SPMD can be
+        rank = (
+            xr.global_ordinal() if size > 1 else 0
+        )  # calling it would initialize the devices before SPMD is enabled
         while True:
             function, args = cloudpickle.loads(calls[rank].get())
             try:
                 answers.put((rank, (True, cloudpickle.dumps(function(*args)))))
-            except BaseException:  # noqa: BLE001 - it is the test's
+            except BaseException:  # noqa: BLE001 - the test reports it
                 answers.put((rank, (False, traceback.format_exc())))
 
     import threading
@@ -174,24 +176,24 @@ def serve(connection, size):
     try:
         while True:
             call = connection.recv_bytes()
-            for waiting in calls:
-                waiting.put(call)
-            connection.send_bytes(cloudpickle.dumps(_collected(answers, size)))
+            for replica_calls in calls:
+                replica_calls.put(call)
+            connection.send_bytes(cloudpickle.dumps(_collect_answers(answers, size)))
     except (EOFError, ConnectionResetError):
         os._exit(1)
 
 
-def _collected(answers, size):
-    found, deadline = {}, time.monotonic() + CALL_S
-    while len(found) < size:
+def _collect_answers(answers, size):
+    results, deadline = {}, time.monotonic() + CALL_S
+    while len(results) < size:
         try:
-            rank, (fine, said) = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            rank, (is_success, value) = answers.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             break
-        found[rank] = (fine, cloudpickle.loads(said) if fine else said)
-        if not fine:
+        results[rank] = (is_success, cloudpickle.loads(value) if is_success else value)
+        if not is_success:
             deadline = min(deadline, time.monotonic() + STRAGGLER_S)
-    return [found.get(rank, (False, "no answer")) for rank in range(size)]
+    return [results.get(rank, (False, "no answer")) for rank in range(size)]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Lets replicas meet in a script that is started with this folder in PYTHONPATH: see `meeting`."""
+"""Let replicas run collectives in a script started with this folder in PYTHONPATH: see `cpu_collectives`."""
 
 import importlib.abc
 import importlib.machinery
@@ -11,7 +11,7 @@ _REPLICAS = int(os.environ.get("CPU_NUM_DEVICES", "1")) if os.environ.get("PJRT_
 
 
 class _Watch(importlib.abc.MetaPathFinder):
-    """Calls a function with a module when it has been loaded."""
+    """A finder that calls a function with a module after it was loaded."""
 
     def __init__(self, name, function):
         self._name, self._function = name, function
@@ -32,7 +32,7 @@ class _Watch(importlib.abc.MetaPathFinder):
 
 
 def _let_replicas_be_planned(module):
-    """Take out the check of the launcher, which knows that replicas of this device cannot meet."""
+    """Remove the launcher's check, which rejects several replicas of this device."""
     module._check_cpu_replicas = lambda _: None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser import open_browser, prefer, resize
+from browser import open_browser, resize, set_color_scheme
 from in_process import run
 from run_writer import RunWriter
 from selenium.webdriver.remote.webdriver import WebDriver
@@ -111,7 +111,7 @@ def test_a_report_is_drawn_at_any_width_in_both_schemes(
     assert done.returncode == 0, done.stderr
     for width, scheme in itertools.product(("desktop", "phone"), ("light", "dark")):
         resize(browser, width)
-        prefer(browser, scheme)
+        set_color_scheme(browser, scheme)
         browser.get(file.as_uri())
         assert browser.execute_async_script(SCROLL) == [], f"{width}: not drawn"
         assert browser.execute_async_script(WIDE) == [], f"{width}: too wide"
@@ -119,7 +119,7 @@ def test_a_report_is_drawn_at_any_width_in_both_schemes(
         assert (page < 128) == (scheme == "dark")
         assert all((text > 128) == (scheme == "dark") for text in plots)
         assert browser.get_log("browser") == []
-    prefer(browser, "light")
+    set_color_scheme(browser, "light")
     page, plots = browser.execute_async_script(TEXT_COLOR, False)
     assert all(text < 128 for text in plots), "the plots follow a change of the scheme"
     assert browser.title.startswith("train.py")

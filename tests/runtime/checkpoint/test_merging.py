@@ -144,7 +144,7 @@ def test_merging_selects_the_rank_specific_tensors_of_a_rank(checkpoint, tmp_pat
     found = checkpoint(
         tmp_path / "c",
         {"model": {"w": torch.ones(2), "mean": given[0]}},
-        own={"model/mean": given},
+        tensors_by_rank={"model/mean": given},
         world_size=2,
     )
     for rank in range(2):

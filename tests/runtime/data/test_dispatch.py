@@ -8,7 +8,7 @@ from itertools import chain
 import pytest
 import read_epochs
 import torch
-from read_epochs import checked, chunks, walked
+from read_epochs import check_steps, read_steps, split_batches
 from torch.utils.data import DataLoader, RandomSampler
 
 from accel_runtime import Accelerator, DataLoaderConfiguration
@@ -32,41 +32,45 @@ def test_dispatched_global_batches_equal_those_of_one_process(ranks, kind, even)
 
     def walk(make, even):
         seen = {}
-        world = read_epochs.backend().topology.world_size
+        world = read_epochs.get_backend().topology.world_size
         for count in (0, 1, 2, 17, 24):
             for size, split, drop in ((1, False, False), (4, False, True), (6, True, False)):
                 loader = DataLoader(make(count), batch_size=size, drop_last=drop)
-                source = read_epochs.dispatched(loader, read_epochs.backend(), split=split, even=even)
+                source = read_epochs.build_dispatched_source(
+                    loader, read_epochs.get_backend(), split=split, even=even
+                )
                 key = (count, size if split else size * world, drop)
-                seen[key] = walked(source), None if make is read_epochs.Stream else source.num_steps()
+                seen[key] = read_steps(source), None if make is read_epochs.Stream else source.num_steps()
         return seen
 
     found = ranks.run(walk, DATASETS[kind], even)
     for (count, size, drop), (_, steps) in found[0].items():
-        got = checked([own[count, size, drop][0] for own in found])
-        assert got == chunks(range(count), size, drop_last=drop)
+        got = check_steps([own[count, size, drop][0] for own in found])
+        assert got == split_batches(range(count), size, drop_last=drop)
         assert steps in {None, len(got)}
 
 
 def test_only_the_first_rank_reads(several):
     def walk(kind):
-        backend = read_epochs.backend()
+        backend = read_epochs.get_backend()
         stream = kind(11)
         stream.rank = backend.topology.rank
-        return walked(read_epochs.dispatched(DataLoader(stream, batch_size=2), backend))
+        return read_steps(read_epochs.build_dispatched_source(DataLoader(stream, batch_size=2), backend))
 
-    assert checked(several.run(walk, Forbidden)) == chunks(range(11), 2 * several.size)
+    assert check_steps(several.run(walk, Forbidden)) == split_batches(range(11), 2 * several.size)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("kind", [read_epochs.Stream, read_epochs.Divided, range, read_epochs.Shuffled])
+@pytest.mark.parametrize(
+    "kind", [read_epochs.Stream, read_epochs.WorkerSplitStream, range, read_epochs.ShuffledStream]
+)
 def test_workers_read_for_all_ranks(ranks, kind, workers):
     def walk(kind, workers):
-        read_epochs.backend()
+        read_epochs.get_backend()
         loader = DataLoader(kind(17), batch_size=2, num_workers=workers)
-        return walked(read_epochs.dispatched(loader, read_epochs.backend()))
+        return read_steps(read_epochs.build_dispatched_source(loader, read_epochs.get_backend()))
 
-    got = checked(ranks.run(walk, kind, workers))
+    got = check_steps(ranks.run(walk, kind, workers))
     assert sorted(chain.from_iterable(got)) == list(range(17))
 
 
@@ -85,11 +89,13 @@ def test_texts_and_batches_of_different_shapes_are_dispatched(ranks, kind):
 
     def walk(make):
         loader = DataLoader(make(11), batch_size=2, collate_fn=collate_texts)
-        source = read_epochs.dispatched(loader, read_epochs.backend(), even=False)
-        return walked(source, read=lambda b: list(zip(b["x"][:, 0].tolist(), b["text"], strict=True)))
+        source = read_epochs.build_dispatched_source(loader, read_epochs.get_backend(), even=False)
+        return read_steps(
+            source, to_samples=lambda b: list(zip(b["x"][:, 0].tolist(), b["text"], strict=True))
+        )
 
     found = ranks.run(walk, DATASETS[kind])
-    assert list(chain.from_iterable(checked(found))) == [(n, f"no {n}") for n in range(11)]
+    assert list(chain.from_iterable(check_steps(found))) == [(n, f"no {n}") for n in range(11)]
 
 
 class Uneven:
@@ -109,14 +115,14 @@ def test_dispatched_batches_of_any_length_are_not_split(ranks, even):
     """A16: Accelerate loses a sample and repeats another."""
 
     def walk(sampler, even):
-        return walked(
-            read_epochs.dispatched(
-                DataLoader(range(11), batch_sampler=sampler), read_epochs.backend(), even=even
+        return read_steps(
+            read_epochs.build_dispatched_source(
+                DataLoader(range(11), batch_sampler=sampler), read_epochs.get_backend(), even=even
             )
         )
 
     found = ranks.run(walk, Uneven(), even)
-    assert list(chain.from_iterable(checked(found))) == list(range(11))
+    assert list(chain.from_iterable(check_steps(found))) == list(range(11))
     for rank, steps in enumerate(found):
         for step, batch in zip(steps, Uneven.batches[rank :: ranks.size], strict=False):
             assert step.samples[: len(batch)] == batch
@@ -125,9 +131,13 @@ def test_dispatched_batches_of_any_length_are_not_split(ranks, even):
 @pytest.mark.parametrize("kind", DATASETS)
 def test_single_samples_are_dispatched_one_per_step_and_rank(ranks, kind):
     def walk(make):
-        return walked(read_epochs.dispatched(DataLoader(make(7), batch_size=None), read_epochs.backend()))
+        return read_steps(
+            read_epochs.build_dispatched_source(
+                DataLoader(make(7), batch_size=None), read_epochs.get_backend()
+            )
+        )
 
-    assert checked(ranks.run(walk, DATASETS[kind])) == chunks(range(7), ranks.size)
+    assert check_steps(ranks.run(walk, DATASETS[kind])) == split_batches(range(7), ranks.size)
 
 
 @pytest.mark.parametrize("at", [0, 5])
@@ -140,12 +150,12 @@ def test_a_read_error_on_the_first_rank_is_raised_on_all(several, at):
                 yield sample
 
     def walk(kind, at):
-        backend = read_epochs.backend()
+        backend = read_epochs.get_backend()
         stream = kind(24)
         stream.at = at
         error = FileNotFoundError if backend.topology.rank == 0 else DispatchError
         with pytest.raises(error, match="the shard"):
-            walked(read_epochs.dispatched(DataLoader(stream, batch_size=2), backend))
+            read_steps(read_epochs.build_dispatched_source(DataLoader(stream, batch_size=2), backend))
         return True
 
     assert all(several.run(walk, Broken, at))
@@ -166,51 +176,55 @@ def build_with_generator(count, **options):
 
 def build_stream(count, **options):
     """Return a loader of a stream that shuffles."""
-    return DataLoader(read_epochs.Shuffled(count), **options)
+    return DataLoader(read_epochs.ShuffledStream(count), **options)
 
 
 @pytest.mark.parametrize("make", [build_shuffled, build_with_generator, build_stream])
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_dispatched_iteration_continues_from_an_offset_on_any_world_size(clusters, make, epoch):
     def walk(make, epoch, start=None):
-        torch.manual_seed(read_epochs.backend().topology.rank)
+        torch.manual_seed(read_epochs.get_backend().topology.rank)
         random.seed(5)
-        source = read_epochs.dispatched(make(23, batch_size=2), read_epochs.backend(), even=False)
+        source = read_epochs.build_dispatched_source(
+            make(23, batch_size=2), read_epochs.get_backend(), even=False
+        )
         for _ in range(epoch):
-            walked(source)
-        return walked(source, start)
+            read_steps(source)
+        return read_steps(source, start)
 
     whole = clusters[2].run(walk, make, epoch)
-    flat = list(chain.from_iterable(checked(whole)))
+    flat = list(chain.from_iterable(check_steps(whole)))
     assert sorted(flat) == list(range(23))
-    position = whole[1][2].position
+    position = whole[1][2].offset
     for world in (1, 2, 3):
-        rest = checked(clusters[world].run(walk, make, 0, position))
-        assert rest == chunks(flat[12:], 2 * world)
+        rest = check_steps(clusters[world].run(walk, make, 0, position))
+        assert rest == split_batches(flat[12:], 2 * world)
 
 
 def test_skipped_batches_are_read_by_the_first_rank_only(several):
     """B3: Accelerate skips the batches of one rank instead of those of all ranks."""
 
     def walk(make):
-        source = read_epochs.dispatched(DataLoader(make(33), batch_size=2), read_epochs.backend())
-        return walked(source, source.skip_steps(2, {}))
+        source = read_epochs.build_dispatched_source(
+            DataLoader(make(33), batch_size=2), read_epochs.get_backend()
+        )
+        return read_steps(source, source.skip_steps(2, {}))
 
     for make in DATASETS.values():
-        assert checked(several.run(walk, make)) == chunks(range(33), 2 * several.size)[2:]
+        assert check_steps(several.run(walk, make)) == split_batches(range(33), 2 * several.size)[2:]
 
 
 def test_the_dispatched_order_equals_that_of_the_unprepared_loader(ranks):
     def walk(make):
-        torch.manual_seed(3 if read_epochs.backend().topology.rank == 0 else 4)
-        source = read_epochs.dispatched(make(23, batch_size=2), read_epochs.backend())
-        return [walked(source) for _ in range(2)]
+        torch.manual_seed(3 if read_epochs.get_backend().topology.rank == 0 else 4)
+        source = read_epochs.build_dispatched_source(make(23, batch_size=2), read_epochs.get_backend())
+        return [read_steps(source) for _ in range(2)]
 
     found = ranks.run(walk, build_shuffled)
     torch.manual_seed(3)
     alone = build_shuffled(23, batch_size=2 * ranks.size)
     for epoch in range(2):
-        assert checked([own[epoch] for own in found]) == [batch.tolist() for batch in alone]
+        assert check_steps([own[epoch] for own in found]) == [batch.tolist() for batch in alone]
 
 
 @pytest.mark.parametrize("make", [build_shuffled, build_with_generator, build_stream])

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pairs import pairwise_params
-from read_epochs import checked, chunks, walked
+from read_epochs import check_steps, read_steps, split_batches
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -36,7 +36,7 @@ def place(topology, copies=COPIES):
 
 def backend(copies=COPIES):
     """Return a backend whose data-parallel size is smaller than its world size."""
-    found = read_epochs.backend()
+    found = read_epochs.get_backend()
     found.data_rank = place(found.topology, copies)
     return found
 
@@ -68,8 +68,8 @@ def parts(found, copies=COPIES):
     """Return the steps by data rank; require that model-parallel ranks have equal steps."""
     for rank, own in enumerate(found):
         first = found[rank - rank % copies]
-        assert [(step.samples, step.step_info, read_epochs.plain(step.position)) for step in own] == [
-            (step.samples, step.step_info, read_epochs.plain(step.position)) for step in first
+        assert [(step.samples, step.step_info, read_epochs.to_plain(step.offset)) for step in own] == [
+            (step.samples, step.step_info, read_epochs.to_plain(step.offset)) for step in first
         ]
     return found[::copies]
 
@@ -78,15 +78,16 @@ def every_walk(kind, reader, copies, even):
     """Return the epochs of many loaders on one rank."""
     seen = {}
     found = backend(copies)
-    read = {"each": read_epochs.read if kind == "a stream" else ordered, "the first": read_epochs.dispatched}[
-        reader
-    ]
+    read = {
+        "each": read_epochs.build_iterable_source if kind == "a stream" else ordered,
+        "the first": read_epochs.build_dispatched_source,
+    }[reader]
     for count, size, drop, split in product((0, 1, 2, 3, 9, 16), (1, 2, 4), (False, True), (False, True)):
         if split and size % found.data_rank.world_size:
             continue
         loader = DataLoader(KINDS[kind](count), batch_size=size, drop_last=drop)
         world = 1 if split else found.data_rank.world_size
-        seen[count, size * world, drop, split] = walked(read(loader, found, split=split, even=even))
+        seen[count, size * world, drop, split] = read_steps(read(loader, found, split=split, even=even))
     return seen
 
 
@@ -106,7 +107,7 @@ def test_model_parallel_ranks_receive_equal_batches_and_every_sample_is_read_onc
     for key in found[0]:
         count, size, drop, _ = key
         own = parts([seen[key] for seen in found], copies)
-        assert checked(own) == chunks(range(count), size, drop_last=drop)
+        assert check_steps(own) == split_batches(range(count), size, drop_last=drop)
 
 
 @pytest.mark.parametrize(
@@ -114,10 +115,10 @@ def test_model_parallel_ranks_receive_equal_batches_and_every_sample_is_read_onc
     pairwise_params(
         {
             "kind": [
-                read_epochs.Shuffled,
-                read_epochs.Divided,
-                read_epochs.Stateful,
-                read_epochs.Buffered,
+                read_epochs.ShuffledStream,
+                read_epochs.WorkerSplitStream,
+                read_epochs.StatefulStream,
+                read_epochs.BufferedShuffleStream,
                 range,
             ],
             "workers": [0, 2],
@@ -131,7 +132,9 @@ def test_model_parallel_ranks_with_different_seeds_read_equal_batches(four, kind
         torch.manual_seed(made.process_index)
         random.seed(made.process_index)
         loader = made.prepare(DataLoader(kind(17), batch_size=2, num_workers=workers, shuffle=kind is range))
-        seen = [[(read_epochs.ids(b), made.gather_for_metrics(b).tolist()) for b in loader] for _ in range(2)]
+        seen = [
+            [(read_epochs.to_ids(b), made.gather_for_metrics(b).tolist()) for b in loader] for _ in range(2)
+        ]
         return seen, torch.rand(1).item(), random.random()
 
     found = four.run(walk, kind, workers, dispatch)
@@ -180,8 +183,8 @@ def sharded(copies, counts, wrong=None):
 
 @pytest.mark.parametrize("counts", [(4, 4), (5, 2), (0, 3), (1, 6)])
 def test_data_sharded_by_data_rank_are_read_once(four, counts):
-    found = parts(four.run(lambda counts: walked(sharded(COPIES, counts)), counts))
-    assert sorted(chain.from_iterable(checked(found))) == sorted(
+    found = parts(four.run(lambda counts: read_steps(sharded(COPIES, counts)), counts))
+    assert sorted(chain.from_iterable(check_steps(found))) == sorted(
         rank * 100 + number for rank in (0, 1) for number in range(counts[rank])
     )
 
@@ -190,7 +193,7 @@ def test_data_sharded_by_data_rank_are_read_once(four, counts):
 def test_data_sharded_by_process_are_rejected(four, counts):
     def error(counts):
         with pytest.raises(RuntimeError, match=r"by accelerator\.data_parallel_rank") as caught:
-            walked(sharded(COPIES, counts, wrong=True))
+            read_steps(sharded(COPIES, counts, wrong=True))
         return str(caught.value)
 
     four.run(error, counts)
@@ -237,15 +240,15 @@ def test_an_offset_is_valid_for_any_number_of_data_ranks(  # noqa: PLR0913, PLR0
         # torch refuses to shuffle an empty dataset.
         shuffle = None if stream else shuffled and count > 0
         loader = DataLoader(data, batch_size=size, drop_last=drop, shuffle=shuffle)
-        read = read_epochs.read if stream else ordered
-        return walked(read(loader, found, even=even), start, stop)
+        read = read_epochs.build_iterable_source if stream else ordered
+        return read_steps(read(loader, found, even=even), start, stop)
 
     begun = checked_or_cut(four.run(first, 1, size, {}, stop), stop)
     left = four.run(first, 1, size, {}, stop)[0]
-    position = left[-1].position if left else {}
-    rest = checked(parts(four.run(first, 2, 2 * size, position, None)))
-    plain_rest = checked(pair.run(first, 1, 2 * size, position, None))
-    whole = checked(four.run(first, 1, size, {}, None))
+    position = left[-1].offset if left else {}
+    rest = check_steps(parts(four.run(first, 2, 2 * size, position, None)))
+    plain_rest = check_steps(pair.run(first, 1, 2 * size, position, None))
+    whole = check_steps(four.run(first, 1, size, {}, None))
     assert rest == plain_rest
     if not left or not left[-1].step_info.is_last:
         assert begun + rest == whole
@@ -411,7 +414,7 @@ def test_a_seed_before_the_accelerator_uses_the_data_rank_of_the_settings(four, 
 
 def test_an_accelerator_synchronizes_the_generators_of_model_parallel_ranks(four):
     def drawn():
-        rank = read_epochs.backend().topology.rank
+        rank = read_epochs.get_backend().topology.rank
         random.seed(rank)
         torch.manual_seed(rank)
         before = random.getstate()

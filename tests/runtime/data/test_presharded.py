@@ -7,7 +7,7 @@ from itertools import chain
 import pytest
 import read_epochs
 import torch
-from read_epochs import checked, walked
+from read_epochs import check_steps, read_steps
 from torch.utils.data import DataLoader, DistributedSampler
 
 from accel_runtime import Accelerator, DataLoaderConfiguration
@@ -38,7 +38,7 @@ def alone():
 
 def build_source(kind, counts, options=None):
     """Return a source of the samples of this rank, which start at 100 times the rank."""
-    backend = read_epochs.backend()
+    backend = read_epochs.get_backend()
     rank = backend.topology.rank
     made = {
         "a stream": Offset(rank * 100, counts[rank]),
@@ -46,7 +46,9 @@ def build_source(kind, counts, options=None):
     }
     loader = DataLoader(made[kind], batch_size=2, **options or {})
     local = (
-        read_epochs.read(loader, alone()) if kind == "a stream" else read_epochs.dispatched(loader, alone())
+        read_epochs.build_iterable_source(loader, alone())
+        if kind == "a stream"
+        else read_epochs.build_dispatched_source(loader, alone())
     )
     return PreshardedSource(local, loader, backend)
 
@@ -64,7 +66,7 @@ def test_collectives_of_a_source_of_one_rank_are_not_counted(pair):
 
 def valid_samples(found):
     """Check the epoch; return the samples of every rank without padding."""
-    checked(found)
+    check_steps(found)
     return [
         list(chain.from_iterable(step.samples[: step.step_info.num_valid[rank]] for step in steps))
         for rank, steps in enumerate(found)
@@ -77,10 +79,12 @@ def test_a_batch_that_collates_to_none_does_not_end_the_epoch(kind):
     data = Offset(0, 6) if kind == "a stream" else range(6)
     loader = DataLoader(data, batch_size=2, collate_fn=lambda rows: None if 2 in rows else rows)
     local = (
-        read_epochs.read(loader, alone()) if kind == "a stream" else read_epochs.dispatched(loader, alone())
+        read_epochs.build_iterable_source(loader, alone())
+        if kind == "a stream"
+        else read_epochs.build_dispatched_source(loader, alone())
     )
-    source = PreshardedSource(local, loader, read_epochs.Likewise(0, 2))
-    batches = [step.samples for step in walked(source, read=lambda batch: batch)]
+    source = PreshardedSource(local, loader, read_epochs.SimulatedRank(0, 2))
+    batches = [step.samples for step in read_steps(source, to_samples=lambda batch: batch)]
     assert batches == [[0, 1], None, [4, 5]]
 
 
@@ -91,7 +95,7 @@ def test_every_rank_reads_its_own_samples_once_in_equal_step_counts(ranks, kind,
 
     def walk(kind, counts):
         source = build_source(kind, counts)
-        return [walked(source), walked(source)]
+        return [read_steps(source), read_steps(source)]
 
     found = ranks.run(walk, kind, counts)
     for epoch in (0, 1):
@@ -103,7 +107,7 @@ def test_every_rank_reads_its_own_samples_once_in_equal_step_counts(ranks, kind,
 
 def test_a_rank_without_further_data_repeats_its_first_batch(pair):
     def walk(kind):
-        return walked(build_source(kind, (5, 2)))
+        return read_steps(build_source(kind, (5, 2)))
 
     for kind in ("a stream", "a map"):
         first, second = pair.run(walk, kind)
@@ -114,7 +118,7 @@ def test_a_rank_without_further_data_repeats_its_first_batch(pair):
 
 def test_a_rank_without_data_receives_a_batch_of_another(pair):
     def walk(kind):
-        return walked(build_source(kind, (0, 3)))
+        return read_steps(build_source(kind, (0, 3)))
 
     for kind in ("a stream", "a map"):
         assert [step.samples for step in pair.run(walk, kind)[0]] == [[100, 101]] * 2
@@ -122,10 +126,10 @@ def test_a_rank_without_data_receives_a_batch_of_another(pair):
 
 def test_a_repeated_batch_is_not_affected_by_changes_of_the_script(pair):
     def walk():
-        backend = read_epochs.backend()
+        backend = read_epochs.get_backend()
         rank = backend.topology.rank
         loader = DataLoader([{"x": n, "label": n} for n in range(6 if rank == 0 else 1)], batch_size=2)
-        source = PreshardedSource(read_epochs.dispatched(loader, alone()), loader, backend)
+        source = PreshardedSource(read_epochs.build_dispatched_source(loader, alone()), loader, backend)
         return [batch.pop("label").tolist() for batch in source.iterate(EpochIterator(), {})]
 
     assert pair.run(walk) == [[[0, 1], [2, 3], [4, 5]], [[0]] * 3]
@@ -135,19 +139,21 @@ def test_a_loader_with_a_distributed_sampler_is_not_sharded_again(ranks):
     """A20: Accelerate splits it a second time, and loses half."""
 
     def walk():
-        backend = read_epochs.backend()
+        backend = read_epochs.get_backend()
         place = backend.topology
         sampler = DistributedSampler(range(18), place.world_size, place.rank, shuffle=False)
         loader = DataLoader(range(18), batch_size=2, sampler=sampler)
-        return walked(PreshardedSource(read_epochs.dispatched(loader, alone()), loader, backend))
+        return read_steps(
+            PreshardedSource(read_epochs.build_dispatched_source(loader, alone()), loader, backend)
+        )
 
-    assert sorted(chain.from_iterable(checked(ranks.run(walk)))) == list(range(18))
+    assert sorted(chain.from_iterable(check_steps(ranks.run(walk)))) == list(range(18))
 
 
 @pytest.mark.parametrize("kind", ["a stream", "a map"])
 def test_workers_read_the_samples_of_their_rank(pair, kind):
     def walk(kind):
-        return walked(build_source(kind, (9, 4), {"num_workers": 2}))
+        return read_steps(build_source(kind, (9, 4), {"num_workers": 2}))
 
     assert valid_samples(pair.run(walk, kind)) == [list(range(9)), list(range(100, 104))]
 
@@ -156,11 +162,11 @@ def test_workers_read_the_samples_of_their_rank(pair, kind):
 def test_presharded_iteration_continues_from_an_offset(pair, kind):
     def walk(kind):
         source = build_source(kind, (9, 4))
-        whole = walked(source)
+        whole = read_steps(source)
         return (
             whole,
-            [walked(source, step.position) for step in whole],
-            walked(source, source.skip_steps(3, {})),
+            [read_steps(source, step.offset) for step in whole],
+            read_steps(source, source.skip_steps(3, {})),
         )
 
     (whole, rests, skipped), (others, other_rests, other_skipped) = pair.run(walk, kind)
@@ -173,7 +179,7 @@ def test_presharded_iteration_continues_from_an_offset(pair, kind):
 def test_an_offset_of_another_world_size_is_rejected(pair):
     def walk():
         with pytest.raises(ValueError, match="saved on 3 processes"):
-            walked(build_source("a stream", (9, 4)), {"steps": 1, "world_size": 3})
+            read_steps(build_source("a stream", (9, 4)), {"steps": 1, "world_size": 3})
         return True
 
     assert all(pair.run(walk))
@@ -187,13 +193,13 @@ def test_a_read_error_on_one_rank_is_raised_on_all(several):
                 raise FileNotFoundError("the shard")
 
     def walk(kind):
-        backend = read_epochs.backend()
+        backend = read_epochs.get_backend()
         stream = kind(4)
         stream.rank = backend.topology.rank
         loader = DataLoader(stream, batch_size=2)
         error = FileNotFoundError if stream.rank == 1 else RuntimeError
         with pytest.raises(error, match="the shard" if stream.rank == 1 else "rank 1 could not read"):
-            walked(PreshardedSource(read_epochs.read(loader, alone()), loader, backend))
+            read_steps(PreshardedSource(read_epochs.build_iterable_source(loader, alone()), loader, backend))
         return True
 
     assert all(several.run(walk, Missing))
@@ -208,9 +214,9 @@ def test_a_sampler_shorter_than_its_length_is_an_error():
             return 4
 
     loader = DataLoader(range(4), batch_size=2, sampler=Short())
-    source = PreshardedSource(read_epochs.dispatched(loader, alone()), loader, alone())
+    source = PreshardedSource(read_epochs.build_dispatched_source(loader, alone()), loader, alone())
     with pytest.raises(RuntimeError, match="fewer samples than its length"):
-        walked(source)
+        read_steps(source)
 
 
 @pytest.mark.parametrize("option", ["dispatch_batches", "split_batches"])

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pairs import pairwise_params
-from read_epochs import checked, chunks, plain, walked
+from read_epochs import check_steps, read_steps, split_batches, to_plain
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import worker as torchs
 
@@ -31,12 +31,17 @@ RANKS = [
     pytest.param(2, id="2 processes", marks=pytest.mark.full),
     pytest.param(3, id="3 processes"),
 ]
-WHOLE = [read_epochs.Stream, read_epochs.Shuffled, read_epochs.Buffered, read_epochs.Stateful]
-WHOLE += [pytest.param(read_epochs.Sized, marks=pytest.mark.full)]
+WHOLE = [
+    read_epochs.Stream,
+    read_epochs.ShuffledStream,
+    read_epochs.BufferedShuffleStream,
+    read_epochs.StatefulStream,
+]
+WHOLE += [pytest.param(read_epochs.SizedStream, marks=pytest.mark.full)]
 DIVIDED = {
-    "in __iter__": (read_epochs.Divided, None),
-    "by worker_init_fn": (read_epochs.Ranged, read_epochs.divide),
-    "by shards": (lambda count: read_epochs.Shards(count, 3), None),
+    "in __iter__": (read_epochs.WorkerSplitStream, None),
+    "by worker_init_fn": (read_epochs.InitSplitStream, read_epochs.split_range),
+    "by shards": (lambda count: read_epochs.ShardedStream(count, 3), None),
 }
 
 
@@ -55,7 +60,13 @@ def read_on_all_ranks(world, loader, start=None, stop=None, **options):
     for rank in range(world):
         rng.restore_states(kept)
         seen.append(
-            walked(read_epochs.read(loader(), read_epochs.Likewise(rank, world), **options), start, stop)
+            read_steps(
+                read_epochs.build_iterable_source(
+                    loader(), read_epochs.SimulatedRank(rank, world), **options
+                ),
+                start,
+                stop,
+            )
         )
     return seen
 
@@ -74,8 +85,8 @@ def test_global_batches_of_streams_equal_those_of_one_process(world, even, drop_
             def loader(count=count, size=size):
                 return DataLoader(read_epochs.Stream(count), batch_size=size, drop_last=drop_last)
 
-            seen = checked(read_on_all_ranks(world, loader, even=even))
-            assert seen == chunks(range(count), size * world, drop_last=drop_last)
+            seen = check_steps(read_on_all_ranks(world, loader, even=even))
+            assert seen == split_batches(range(count), size * world, drop_last=drop_last)
 
 
 @given(st.integers(0, 40), st.integers(1, 4), st.integers(1, 5), st.booleans(), st.booleans(), st.booleans())
@@ -85,8 +96,8 @@ def test_global_batches_of_streams_are_exact_for_any_options(count, world, each,
             read_epochs.Stream(count), batch_size=each * world if split else each, drop_last=drop_last
         )
 
-    seen = checked(read_on_all_ranks(world, loader, even=even, split=split))
-    assert seen == chunks(range(count), each * world, drop_last=drop_last)
+    seen = check_steps(read_on_all_ranks(world, loader, even=even, split=split))
+    assert seen == split_batches(range(count), each * world, drop_last=drop_last)
 
 
 @pytest.mark.parametrize(
@@ -113,20 +124,22 @@ def test_a_stream_that_ignores_workers_is_read_once(ranks, kind, workers, count,
     """A7: Accelerate returns every sample once per worker."""
 
     def walk(kind, workers, count, options):
-        read_epochs.backend()
+        read_epochs.get_backend()
         torch.manual_seed(0)
         loader = DataLoader(kind(count), batch_size=2, num_workers=workers, **options)
-        source = read_epochs.read(loader, read_epochs.backend(), even=not options.get("drop_last"))
-        return [walked(source), walked(source)]
+        source = read_epochs.build_iterable_source(
+            loader, read_epochs.get_backend(), even=not options.get("drop_last")
+        )
+        return [read_steps(source), read_steps(source)]
 
     size = 2 * ranks.size
     whole = count // size * size if options.get("drop_last") else count
     for steps in zip(*ranks.run(walk, kind, workers, count, options), strict=True):
-        got = checked(steps)
+        got = check_steps(steps)
         flat = list(chain.from_iterable(got))
-        assert [len(b) for b in got] == [len(b) for b in chunks(flat, size)]
+        assert [len(b) for b in got] == [len(b) for b in split_batches(flat, size)]
         assert len(flat) == whole
-        if kind in {read_epochs.Shuffled, read_epochs.Buffered}:
+        if kind in {read_epochs.ShuffledStream, read_epochs.BufferedShuffleStream}:
             assert len(set(flat)) == len(flat)
         else:
             assert flat == list(range(whole))
@@ -153,11 +166,11 @@ def test_a_stream_sharded_by_workers_is_read_once(ranks, kind, workers, data):
     (make, init), (count, even) = DIVIDED[kind], data
 
     def walk(make, init, workers, count, even):
-        read_epochs.backend()
+        read_epochs.get_backend()
         loader = DataLoader(make(count), batch_size=2, num_workers=workers, worker_init_fn=init)
-        return walked(read_epochs.read(loader, read_epochs.backend(), even=even))
+        return read_steps(read_epochs.build_iterable_source(loader, read_epochs.get_backend(), even=even))
 
-    got = checked(ranks.run(walk, make, init, workers, count, even))
+    got = check_steps(ranks.run(walk, make, init, workers, count, even))
     assert sorted(chain.from_iterable(got)) == list(range(count))
     if ranks.size == 1:
         loader = DataLoader(make(count), batch_size=2, num_workers=workers, worker_init_fn=init)
@@ -169,7 +182,7 @@ def test_a_stream_sharded_by_workers_is_read_once(ranks, kind, workers, data):
     ("kind", "workers", "world", "count", "even"),
     pairwise_params(
         {
-            "kind": [read_epochs.Stream, read_epochs.Divided],
+            "kind": [read_epochs.Stream, read_epochs.WorkerSplitStream],
             "workers": [0, 1, 2, 3],
             "world": [1, 3, 4],
             "count": [0, 1, 3, 16, 23],
@@ -183,14 +196,16 @@ def test_streams_of_any_length_are_read_once_with_any_world_size_and_workers(
     def loader():
         return DataLoader(kind(count), batch_size=2, num_workers=workers)
 
-    got = checked(read_on_all_ranks(world, loader, even=even))
+    got = check_steps(read_on_all_ranks(world, loader, even=even))
     assert sorted(chain.from_iterable(got)) == list(range(count))
 
 
 def test_the_last_batch_is_padded_from_the_start_of_the_epoch(pair):
     def walk():
-        return walked(
-            read_epochs.read(DataLoader(read_epochs.Stream(11), batch_size=4), read_epochs.backend())
+        return read_steps(
+            read_epochs.build_iterable_source(
+                DataLoader(read_epochs.Stream(11), batch_size=4), read_epochs.get_backend()
+            )
         )
 
     first, second = pair.run(walk)
@@ -201,15 +216,15 @@ def test_the_last_batch_is_padded_from_the_start_of_the_epoch(pair):
 
 def test_uneven_last_batches_are_split_and_weighted(several):
     def walk():
-        size = 4 * read_epochs.backend().topology.world_size
-        return walked(
-            read_epochs.read(
-                DataLoader(read_epochs.Stream(size + 1), batch_size=4), read_epochs.backend(), even=False
+        size = 4 * read_epochs.get_backend().topology.world_size
+        return read_steps(
+            read_epochs.build_iterable_source(
+                DataLoader(read_epochs.Stream(size + 1), batch_size=4), read_epochs.get_backend(), even=False
             )
         )
 
     found = several.run(walk)
-    checked(found)
+    check_steps(found)
     world = several.size
     assert [steps[-1].step_info.batch_sizes for steps in found] == [(1,) * world] * world
     assert [steps[-1].step_info.num_valid for steps in found] == [(1,) + (0,) * (world - 1)] * world
@@ -221,10 +236,10 @@ def test_a_stream_of_single_samples_yields_one_per_step_and_rank(ranks):
 
     def walk():
         loader = DataLoader(read_epochs.Stream(7), batch_size=None)
-        source = read_epochs.read(loader, read_epochs.backend())
-        return walked(source)
+        source = read_epochs.build_iterable_source(loader, read_epochs.get_backend())
+        return read_steps(source)
 
-    assert checked(ranks.run(walk)) == chunks(range(7), ranks.size)
+    assert check_steps(ranks.run(walk)) == split_batches(range(7), ranks.size)
 
 
 # Samples of any kind ----------------------------------------------------------------------
@@ -248,14 +263,16 @@ def test_texts_and_padded_batches_are_not_changed(ranks, workers):
     """A14, A15: dispatch of Accelerate fails for both."""
 
     def walk(workers):
-        read_epochs.backend()
+        read_epochs.get_backend()
         loader = DataLoader(Texts(11), batch_size=2, collate_fn=collate_padded, num_workers=workers)
-        source = read_epochs.read(loader, read_epochs.backend(), even=False)
+        source = read_epochs.build_iterable_source(loader, read_epochs.get_backend(), even=False)
         for batch in source.iterate(EpochIterator(), {}):
             assert batch["x"].shape[1] == max(n % 4 for n in batch["id"]) + 1
-        return walked(source, read=lambda batch: list(zip(batch["id"], batch["text"], strict=True)))
+        return read_steps(source, to_samples=lambda batch: list(zip(batch["id"], batch["text"], strict=True)))
 
-    assert list(chain.from_iterable(checked(ranks.run(walk, workers)))) == [(n, f"no {n}") for n in range(11)]
+    assert list(chain.from_iterable(check_steps(ranks.run(walk, workers)))) == [
+        (n, f"no {n}") for n in range(11)
+    ]
 
 
 class Doubling(DataLoader):
@@ -274,14 +291,14 @@ class Doubling(DataLoader):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_iteration_of_a_subclass_is_kept(ranks, workers):
     def walk(workers):
-        read_epochs.backend()
-        return walked(
-            read_epochs.read(
-                Doubling(read_epochs.Stream(11), batch_size=2, num_workers=workers), read_epochs.backend()
+        read_epochs.get_backend()
+        return read_steps(
+            read_epochs.build_iterable_source(
+                Doubling(read_epochs.Stream(11), batch_size=2, num_workers=workers), read_epochs.get_backend()
             )
         )
 
-    found = list(chain.from_iterable(checked(ranks.run(walk, workers))))
+    found = list(chain.from_iterable(check_steps(ranks.run(walk, workers))))
     assert found == list(range(0, 22, 2))
 
 
@@ -293,24 +310,24 @@ def test_the_stateful_loader_of_torchdata_reads_every_epoch_and_continues(ranks,
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # by torchdata 0.11
         from torchdata.stateful_dataloader import StatefulDataLoader
 
-        read_epochs.backend()
+        read_epochs.get_backend()
         options = {"batch_size": 2, "num_workers": workers, "persistent_workers": persistent}
-        source = read_epochs.read(
-            StatefulDataLoader(read_epochs.Stateful(11), **options), read_epochs.backend()
+        source = read_epochs.build_iterable_source(
+            StatefulDataLoader(read_epochs.StatefulStream(11), **options), read_epochs.get_backend()
         )
-        first, second = walked(source), walked(source)
-        again = walked(source, second[0].position)
+        first, second = read_steps(source), read_steps(source)
+        again = read_steps(source, second[0].offset)
         assert [step.samples for step in second] == [step.samples for step in first]
         assert [step.samples for step in again] == [step.samples for step in second[1:]]
         return second
 
-    assert list(chain.from_iterable(checked(ranks.run(walk, workers, persistent)))) == list(range(11))
+    assert list(chain.from_iterable(check_steps(ranks.run(walk, workers, persistent)))) == list(range(11))
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_a_torchdata_loader_with_a_loaded_state_is_rejected():
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
-    loader = stateful.StatefulDataLoader(read_epochs.Stateful(11), batch_size=2)
+    loader = stateful.StatefulDataLoader(read_epochs.StatefulStream(11), batch_size=2)
     loader.load_state_dict(loader.state_dict())
     with pytest.raises(ValueError, match=r"load_state_dict\(\) was called before prepare\(\)"):
         Accelerator().prepare(loader)
@@ -320,24 +337,24 @@ def test_a_torchdata_loader_with_a_loaded_state_is_rejected():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", [read_epochs.Shuffled, read_epochs.Buffered])
+@pytest.mark.parametrize("kind", [read_epochs.ShuffledStream, read_epochs.BufferedShuffleStream])
 def test_streams_shuffled_by_each_rank_have_one_order(several, kind, workers):
     """A9: Accelerate loses samples and repeats others."""
 
     def walk(kind, workers):
-        read_epochs.backend()
+        read_epochs.get_backend()
         set_seed(3, device_specific=True)
-        source = read_epochs.read(
-            DataLoader(kind(23), batch_size=2, num_workers=workers), read_epochs.backend(), even=False
+        source = read_epochs.build_iterable_source(
+            DataLoader(kind(23), batch_size=2, num_workers=workers), read_epochs.get_backend(), even=False
         )
         epochs, own = [], []
         for _ in range(3):
-            epochs.append(walked(source))
+            epochs.append(read_steps(source))
             own.append(random.random())
         return epochs, own
 
     found = several.run(walk, kind, workers)
-    epochs = [checked([found[rank][0][epoch] for rank in range(several.size)]) for epoch in range(3)]
+    epochs = [check_steps([found[rank][0][epoch] for rank in range(several.size)]) for epoch in range(3)]
     flat = [list(chain.from_iterable(epoch)) for epoch in epochs]
     assert all(sorted(epoch) == list(range(23)) for epoch in flat)
     assert len({tuple(epoch) for epoch in flat}) == 3, "every epoch in another order"
@@ -347,36 +364,41 @@ def test_streams_shuffled_by_each_rank_have_one_order(several, kind, workers):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_order_of_a_stream_equals_that_of_the_unprepared_loader(ranks, workers):
     def walk(workers):
-        read_epochs.backend()
+        read_epochs.get_backend()
         set_seed(3)
-        source = read_epochs.read(
-            DataLoader(read_epochs.Shuffled(23), batch_size=2, num_workers=workers), read_epochs.backend()
+        source = read_epochs.build_iterable_source(
+            DataLoader(read_epochs.ShuffledStream(23), batch_size=2, num_workers=workers),
+            read_epochs.get_backend(),
         )
-        set_seed(3 + read_epochs.backend().topology.rank)
-        return [walked(source) for _ in range(2)]
+        set_seed(3 + read_epochs.get_backend().topology.rank)
+        return [read_steps(source) for _ in range(2)]
 
     found = ranks.run(walk, workers)
     set_seed(3)
-    alone = DataLoader(read_epochs.Shuffled(23), batch_size=2 * ranks.size, num_workers=workers)
+    alone = DataLoader(read_epochs.ShuffledStream(23), batch_size=2 * ranks.size, num_workers=workers)
     for epoch in range(2):
-        assert checked([own[epoch] for own in found]) == [batch.tolist() for batch in alone]
+        assert check_steps([own[epoch] for own in found]) == [batch.tolist() for batch in alone]
 
 
 def test_persistent_workers_of_all_ranks_shuffle_equally_after_a_break(ranks):
     def walk():
-        loader = DataLoader(read_epochs.Shuffled(23), batch_size=2, num_workers=2, persistent_workers=True)
-        source = read_epochs.read(loader, read_epochs.backend(), even=False)
-        return [walked(source, stop=2), walked(source), walked(source)]
+        loader = DataLoader(
+            read_epochs.ShuffledStream(23), batch_size=2, num_workers=2, persistent_workers=True
+        )
+        source = read_epochs.build_iterable_source(loader, read_epochs.get_backend(), even=False)
+        return [read_steps(source, stop=2), read_steps(source), read_steps(source)]
 
     found = ranks.run(walk)
-    epochs = [list(chain.from_iterable(checked([own[epoch] for own in found]))) for epoch in (1, 2)]
+    epochs = [list(chain.from_iterable(check_steps([own[epoch] for own in found]))) for epoch in (1, 2)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(23))] * 2
     assert epochs[0] != epochs[1]
 
 
 def test_two_loops_over_one_stream_are_independent(ranks):
     def walk():
-        source = read_epochs.read(DataLoader(read_epochs.Stream(11), batch_size=2), read_epochs.backend())
+        source = read_epochs.build_iterable_source(
+            DataLoader(read_epochs.Stream(11), batch_size=2), read_epochs.get_backend()
+        )
         one, other = EpochIterator(), EpochIterator()
         pairs = zip(source.iterate(one, {}), source.iterate(other, {}), strict=True)
         return all(a.tolist() == b.tolist() and one.step_info == other.step_info for a, b in pairs)
@@ -398,12 +420,14 @@ def test_a_stream_sharded_by_rank_is_rejected_before_the_first_batch(several, wo
             )
 
     def walk(kind, workers):
-        backend = read_epochs.backend()
+        backend = read_epochs.get_backend()
         stream = kind(24)
         stream.rank, stream.world = backend.topology.rank, backend.topology.world_size
-        source = read_epochs.read(DataLoader(stream, batch_size=2, num_workers=workers), backend)
+        source = read_epochs.build_iterable_source(
+            DataLoader(stream, batch_size=2, num_workers=workers), backend
+        )
         with pytest.raises(StreamsDifferError, match=r'data="sharded".*dispatch_batches=True'):
-            walked(source)
+            read_steps(source)
         return True
 
     assert all(several.run(walk, Split, workers))
@@ -415,11 +439,11 @@ def test_streams_that_diverge_later_raise_an_error(pair):
             return (n if n < 20 else n * (self.rank + 1) for n in range(self.count))
 
     def walk(kind):
-        backend, loop = read_epochs.backend(), EpochIterator()
+        backend, loop = read_epochs.get_backend(), EpochIterator()
         stream = kind(64)
         stream.rank = backend.topology.rank
         taken = []
-        source = read_epochs.read(DataLoader(stream, batch_size=2), backend)
+        source = read_epochs.build_iterable_source(DataLoader(stream, batch_size=2), backend)
         with pytest.raises(StreamsDifferError):
             taken.extend(source.iterate(loop, {}))
         return len(taken)
@@ -436,9 +460,11 @@ def test_workers_that_read_a_stream_in_different_orders_are_rejected(ranks):
             return iter(order)
 
     def walk(kind):
-        source = read_epochs.read(DataLoader(kind(24), batch_size=2, num_workers=2), read_epochs.backend())
+        source = read_epochs.build_iterable_source(
+            DataLoader(kind(24), batch_size=2, num_workers=2), read_epochs.get_backend()
+        )
         with pytest.raises(StreamsDifferError, match="workers"):
-            walked(source)
+            read_steps(source)
         return True
 
     assert all(ranks.run(walk, Seeded))
@@ -452,12 +478,12 @@ def test_a_read_error_of_a_stream_on_one_rank_is_raised_on_all(several):
             return iter(range(self.count))
 
     def walk(kind):
-        backend = read_epochs.backend()
+        backend = read_epochs.get_backend()
         stream = kind(24)
         stream.rank = backend.topology.rank
         error = FileNotFoundError if stream.rank == 1 else RuntimeError
         with pytest.raises(error, match="the shard" if stream.rank == 1 else "rank 1 could not read"):
-            walked(read_epochs.read(DataLoader(stream, batch_size=2), backend))
+            read_steps(read_epochs.build_iterable_source(DataLoader(stream, batch_size=2), backend))
         return True
 
     assert all(several.run(walk, Missing))
@@ -477,10 +503,10 @@ def seed_by_number(worker_id):
 def test_a_worker_init_fn_that_only_seeds_loses_no_sample(ranks):
     def walk(init):
         torch.manual_seed(0)
-        loader = DataLoader(read_epochs.Shuffled(23), batch_size=2, num_workers=2, worker_init_fn=init)
-        return walked(read_epochs.read(loader, read_epochs.backend(), even=False))
+        loader = DataLoader(read_epochs.ShuffledStream(23), batch_size=2, num_workers=2, worker_init_fn=init)
+        return read_steps(read_epochs.build_iterable_source(loader, read_epochs.get_backend(), even=False))
 
-    flat = list(chain.from_iterable(checked(ranks.run(walk, seed_by_number))))
+    flat = list(chain.from_iterable(check_steps(ranks.run(walk, seed_by_number))))
     assert sorted(flat) == list(range(23))
 
 
@@ -492,18 +518,20 @@ def collate_noisy(samples):
 def test_random_numbers_in_collate_fn_do_not_affect_the_order(several):
     def walk(collate):
         torch.manual_seed(0)
-        loader = DataLoader(read_epochs.Buffered(40), batch_size=2, num_workers=2, collate_fn=collate)
-        source = read_epochs.read(loader, read_epochs.backend(), even=False)
+        loader = DataLoader(
+            read_epochs.BufferedShuffleStream(40), batch_size=2, num_workers=2, collate_fn=collate
+        )
+        source = read_epochs.build_iterable_source(loader, read_epochs.get_backend(), even=False)
         drawn = []
 
         def read(batch):
             drawn.extend(batch[:, 1].tolist())
             return batch[:, 0].tolist()
 
-        return walked(source, read=read), drawn
+        return read_steps(source, read=read), drawn
 
     found = several.run(walk, collate_noisy)
-    assert sorted(chain.from_iterable(checked([steps for steps, _ in found]))) == list(range(40))
+    assert sorted(chain.from_iterable(check_steps([steps for steps, _ in found]))) == list(range(40))
     draws = list(chain.from_iterable(drawn for _, drawn in found))
     assert len(set(draws)) == len(draws), "each rank draws its own"
 
@@ -529,10 +557,10 @@ def test_get_worker_info_matches_torch():
             assert info.seed == torch.initial_seed()
             yield seen
 
-    got = checked(
+    got = check_steps(
         [
-            walked(
-                read_epochs.read(
+            read_steps(
+                read_epochs.build_iterable_source(
                     DataLoader(Curious(1), num_workers=2), Single(Topology(), torch.device("cpu"))
                 )
             )
@@ -550,14 +578,16 @@ def test_num_steps_equals_the_number_of_batches_of_an_epoch(count, world, each, 
     size = each * world if split else each
 
     def loader():
-        return DataLoader(read_epochs.Sized(count), batch_size=size, drop_last=drop_last)
+        return DataLoader(read_epochs.SizedStream(count), batch_size=size, drop_last=drop_last)
 
-    source = read_epochs.read(loader(), read_epochs.Likewise(0, world), split=split)
-    assert source.num_steps() == len(checked(read_on_all_ranks(world, loader, split=split)))
+    source = read_epochs.build_iterable_source(loader(), read_epochs.SimulatedRank(0, world), split=split)
+    assert source.num_steps() == len(check_steps(read_on_all_ranks(world, loader, split=split)))
 
 
 def test_num_steps_of_a_stream_without_a_length_raises():
-    source = read_epochs.read(DataLoader(read_epochs.Stream(3)), read_epochs.Likewise(0, 2))
+    source = read_epochs.build_iterable_source(
+        DataLoader(read_epochs.Stream(3)), read_epochs.SimulatedRank(0, 2)
+    )
     with pytest.raises(TypeError, match="has no length"):
         source.num_steps()
 
@@ -567,11 +597,11 @@ def test_num_steps_of_a_stream_without_a_length_raises():
 KINDS = {
     "plain": (read_epochs.Stream, 0),
     "plain, workers": (read_epochs.Stream, 2),
-    "shuffled": (read_epochs.Shuffled, 0),
-    "shuffled, workers": (read_epochs.Shuffled, 2),
-    "buffered": (read_epochs.Buffered, 0),
-    "stateful": (read_epochs.Stateful, 0),
-    "stateful, workers": (read_epochs.Stateful, 2),
+    "shuffled": (read_epochs.ShuffledStream, 0),
+    "shuffled, workers": (read_epochs.ShuffledStream, 2),
+    "buffered": (read_epochs.BufferedShuffleStream, 0),
+    "stateful": (read_epochs.StatefulStream, 0),
+    "stateful, workers": (read_epochs.StatefulStream, 2),
 }
 
 
@@ -587,16 +617,16 @@ def test_a_stream_continues_from_an_offset_on_any_world_size(kind, epoch, at, wo
     def loader():
         return DataLoader(make(23), batch_size=2, num_workers=workers)
 
-    source = read_epochs.read(loader(), Single(Topology(), torch.device("cpu")))
+    source = read_epochs.build_iterable_source(loader(), Single(Topology(), torch.device("cpu")))
     for _ in range(epoch):
-        walked(source)
-    whole = walked(source)
-    flat = list(chain.from_iterable(checked([whole])))
-    position = whole[at].position
+        read_steps(source)
+    whole = read_steps(source)
+    flat = list(chain.from_iterable(check_steps([whole])))
+    position = whole[at].offset
     torch.manual_seed(99)
     random.seed(99)
-    rest = checked(read_on_all_ranks(world, loader, position))
-    assert rest == chunks(flat[position["position"] :], 2 * world)
+    rest = check_steps(read_on_all_ranks(world, loader, position))
+    assert rest == split_batches(flat[position["position"] :], 2 * world)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -604,13 +634,13 @@ def test_a_resumed_stream_is_equal_including_padding(kind, pair):
     make, workers = KINDS[kind]
 
     def walk(make, workers):
-        read_epochs.backend()
-        source = read_epochs.read(
-            DataLoader(make(23), batch_size=3, num_workers=workers), read_epochs.backend()
+        read_epochs.get_backend()
+        source = read_epochs.build_iterable_source(
+            DataLoader(make(23), batch_size=3, num_workers=workers), read_epochs.get_backend()
         )
-        whole = walked(source)
-        again = walked(source, whole[1].position)
-        twice = walked(source, again[0].position)
+        whole = read_steps(source)
+        again = read_steps(source, whole[1].offset)
+        twice = read_steps(source, again[0].offset)
         return (
             [(s.samples, s.step_info) for s in whole[2:]],
             [(s.samples, s.step_info) for s in again],
@@ -620,16 +650,18 @@ def test_a_resumed_stream_is_equal_including_padding(kind, pair):
 
     for whole, again, twice, steps in pair.run(walk, make, workers):
         assert whole == again
-        assert [plain(step._asdict()) for step in twice] == [plain(step._asdict()) for step in steps[1:]]
+        assert [to_plain(step._asdict()) for step in twice] == [
+            to_plain(step._asdict()) for step in steps[1:]
+        ]
 
 
 @pytest.mark.parametrize(
     ("make", "workers"),
     [
-        (read_epochs.Divided, 2),
-        (read_epochs.DividedStateful, 3),
-        pytest.param(read_epochs.Divided, 3, marks=pytest.mark.slow),
-        pytest.param(read_epochs.DividedStateful, 2, marks=pytest.mark.slow),
+        (read_epochs.WorkerSplitStream, 2),
+        (read_epochs.WorkerSplitStatefulStream, 3),
+        pytest.param(read_epochs.WorkerSplitStream, 3, marks=pytest.mark.slow),
+        pytest.param(read_epochs.WorkerSplitStatefulStream, 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_stream_sharded_by_workers_continues_in_worker_order(make, workers):
@@ -638,8 +670,8 @@ def test_a_stream_sharded_by_workers_continues_in_worker_order(make, workers):
 
     whole = read_on_all_ranks(2, loader)
     for at in range(len(whole[0])):
-        rest = read_on_all_ranks(2, loader, whole[0][at].position)
-        assert checked(rest) == checked([steps[at + 1 :] for steps in whole])
+        rest = read_on_all_ranks(2, loader, whole[0][at].offset)
+        assert check_steps(rest) == check_steps([steps[at + 1 :] for steps in whole])
         assert [[s.samples for s in steps] for steps in rest] == [
             [s.samples for s in steps[at + 1 :]] for steps in whole
         ]
@@ -647,24 +679,24 @@ def test_a_stream_sharded_by_workers_continues_in_worker_order(make, workers):
 
 @pytest.mark.usefixtures("_impatient")
 def test_an_offset_of_another_number_of_workers_is_rejected():
-    def source(workers, kind=read_epochs.Divided):
-        return read_epochs.read(
-            DataLoader(kind(23), batch_size=2, num_workers=workers), read_epochs.Likewise(0, 2)
+    def source(workers, kind=read_epochs.WorkerSplitStream):
+        return read_epochs.build_iterable_source(
+            DataLoader(kind(23), batch_size=2, num_workers=workers), read_epochs.SimulatedRank(0, 2)
         )
 
-    divided, whole = walked(source(2))[0].position, walked(source(0))[0].position
+    divided, whole = read_steps(source(2))[0].offset, read_steps(source(0))[0].offset
     for other, position, wanted in ((3, divided, 2), (0, divided, 2), (2, whole, 0)):
         with pytest.raises(ValueError, match=f"num_workers={wanted}"):
-            walked(source(other), position)
+            read_steps(source(other), position)
     with pytest.raises(ValueError, match="num_workers=2"):
-        walked(source(2, read_epochs.Stream), divided)
+        read_steps(source(2, read_epochs.Stream), divided)
 
 
 KIND_OF_SKIPPED = {
-    0: read_epochs.Buffered,
-    1: read_epochs.Stateful,
+    0: read_epochs.BufferedShuffleStream,
+    1: read_epochs.StatefulStream,
     4: read_epochs.Stream,
-    5: read_epochs.Shuffled,
+    5: read_epochs.ShuffledStream,
     40: read_epochs.Stream,
 }
 """For each number of batches, a stream its workers do not split that is skipped with workers in `make test`."""
@@ -673,14 +705,16 @@ KIND_OF_SKIPPED = {
 def skipping_cases():
     kinds = [
         read_epochs.Stream,
-        read_epochs.Shuffled,
-        read_epochs.Buffered,
-        read_epochs.Stateful,
-        read_epochs.Divided,
+        read_epochs.ShuffledStream,
+        read_epochs.BufferedShuffleStream,
+        read_epochs.StatefulStream,
+        read_epochs.WorkerSplitStream,
     ]
     for kind, workers, skipped in product(kinds, [0, 2, 3], KIND_OF_SKIPPED):
         # A stream that its workers split is skipped in another way than one they do not split.
-        chosen = not workers or (workers == 2 and kind in {read_epochs.Divided, KIND_OF_SKIPPED[skipped]})
+        chosen = not workers or (
+            workers == 2 and kind in {read_epochs.WorkerSplitStream, KIND_OF_SKIPPED[skipped]}
+        )
         yield pytest.param(kind, workers, skipped, marks=[] if chosen else [pytest.mark.full])
 
 
@@ -693,25 +727,29 @@ def test_skip_steps_skips_exactly_the_first_batches(kind, workers, skipped):
 
     set_seed(0)
     whole = read_on_all_ranks(2, loader)
-    source = read_epochs.read(loader(), read_epochs.Likewise(0, 2))
+    source = read_epochs.build_iterable_source(loader(), read_epochs.SimulatedRank(0, 2))
     set_seed(0)
-    assert checked(read_on_all_ranks(2, loader, source.skip_steps(skipped, {}))) == checked(
+    assert check_steps(read_on_all_ranks(2, loader, source.skip_steps(skipped, {}))) == check_steps(
         [s[skipped:] for s in whole]
     )
-    further = source.skip_steps(skipped, whole[0][0].position)
-    assert checked(read_on_all_ranks(2, loader, further)) == checked([s[skipped + 1 :] for s in whole])
+    further = source.skip_steps(skipped, whole[0][0].offset)
+    assert check_steps(read_on_all_ranks(2, loader, further)) == check_steps(
+        [s[skipped + 1 :] for s in whole]
+    )
 
 
 def test_a_stateful_dataset_is_not_read_again():
-    stream = read_epochs.Stateful(400_000)
-    source = read_epochs.read(DataLoader(stream, batch_size=2), Single(Topology(), torch.device("cpu")))
+    stream = read_epochs.StatefulStream(400_000)
+    source = read_epochs.build_iterable_source(
+        DataLoader(stream, batch_size=2), Single(Topology(), torch.device("cpu"))
+    )
     position = {"whole": True, "position": 300_000, "state": {"at": 300_000}, "state_at": 300_000}
-    assert [step.samples for step in walked(source, position, stop=2)] == [
+    assert [step.samples for step in read_steps(source, position, stop=2)] == [
         [300_000, 300_001],
         [300_002, 300_003],
     ]
-    assert stream.read < 10
-    assert walked(source, stop=1)[0].samples == [0, 1], "the next walk begins at the start"
+    assert stream.num_read < 10
+    assert read_steps(source, stop=1)[0].samples == [0, 1], "the next walk begins at the start"
 
 
 def test_skipped_samples_are_not_collated():
@@ -721,8 +759,8 @@ def test_skipped_samples_are_not_collated():
         collated.extend(samples)
         return torch.tensor(samples)
 
-    source = read_epochs.read(
-        DataLoader(read_epochs.Stream(23), batch_size=2, collate_fn=collate), read_epochs.Likewise(0, 2)
+    source = read_epochs.build_iterable_source(
+        DataLoader(read_epochs.Stream(23), batch_size=2, collate_fn=collate), read_epochs.SimulatedRank(0, 2)
     )
-    walked(source, source.skip_steps(3, {}))
+    read_steps(source, source.skip_steps(3, {}))
     assert min(collated[:2]) == 12
