@@ -82,7 +82,7 @@ class Terminal:
         time.sleep(0.1)
         self.process.send(keys)
 
-    def deadline(self):
+    def end(self):
         """Read until the command ends; return the exit code."""
         deadline = time.monotonic() + 120
         while self.process.isalive() and time.monotonic() < deadline:

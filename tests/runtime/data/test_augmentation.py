@@ -109,16 +109,16 @@ def prepare_noisy_loader(kind, workers=None):
     options = {"num_workers": 2, "batch_size": PART, "data": Noisy} | KINDS[kind]
     if workers is not None and options["num_workers"]:
         options["num_workers"] = workers
-    dispatch, own = options.pop("dispatch", False), options.pop("own", False)
-    options |= {"generator": torch.Generator().manual_seed(5)} if own else {}
+    dispatch, has_own_generator = options.pop("dispatch", False), options.pop("own", False)
+    options |= {"generator": torch.Generator().manual_seed(5)} if has_own_generator else {}
     sharded = options.pop("sharded", False)
     accelerator = Accelerator(dispatch_batches=dispatch)
     data = options.pop("data")()
     if sharded:
         data = Subset(data, range(COUNT // 2 - 3 * accelerator.process_index))
     loader = DataLoader(data, **options)
-    how = "sharded" if sharded else "global"
-    return accelerator, accelerator.prepare_data_loader(loader, data=how)
+    setting = "sharded" if sharded else "global"
+    return accelerator, accelerator.prepare_data_loader(loader, data=setting)
 
 
 def record_step(accelerator, batch):
@@ -141,10 +141,10 @@ def run_uninterrupted(kind, starts, apart, epochs):
         steps.append([])
         if (epoch, 0) in starts:
             saved[epoch, 0] = copy.deepcopy((loader.state_dict(), capture_generators()))
-        for done, batch in enumerate(loader, 1):
+        for step, batch in enumerate(loader, 1):
             steps[-1].append(record_step(accelerator, batch))
-            if (epoch, done) in starts:
-                saved[epoch, done] = copy.deepcopy((loader.state_dict(), capture_generators()))
+            if (epoch, step) in starts:
+                saved[epoch, step] = copy.deepcopy((loader.state_dict(), capture_generators()))
     return saved, steps
 
 
@@ -166,8 +166,8 @@ def require_equal_resumes(pair, kind, *starts, epochs, workers=None, apart=0):
     results = pair.run(run_uninterrupted, kind, starts, apart, epochs)
     for epoch, after in starts:
         saved = [saved[epoch, after] for saved, _ in results]
-        again = pair.run(run_resumed, kind, saved, workers, 3)
-        assert again == [[steps[epoch][after:], *steps[epoch + 1 : epoch + 3]] for _, steps in results]
+        resumed = pair.run(run_resumed, kind, saved, workers, 3)
+        assert resumed == [[steps[epoch][after:], *steps[epoch + 1 : epoch + 3]] for _, steps in results]
 
 
 SIBLINGS = ["two", "shuffled", "persistent", "persistent in order", "far ahead", "initialised", "a stream"]
@@ -242,16 +242,16 @@ def test_two_ranks_draw_the_same_numbers_for_a_batch_as_one(alone, pair):
         torch.manual_seed(3)
         if start:
             loader.load_state_dict(start)
-        seen = []
+        batches_seen = []
         for batch in loader:
-            seen += accelerator.gather_for_metrics(batch).tolist()
-            if not start and len(seen) == 2 * 2 * PART:
+            batches_seen += accelerator.gather_for_metrics(batch).tolist()
+            if not start and len(batches_seen) == 2 * 2 * PART:
                 start = loader.state_dict()
-        return seen, start
+        return batches_seen, start
 
-    whole, saved = alone.run(batches, None)[0]
-    assert pair.run(batches, None)[0][0] == whole
-    assert pair.run(batches, saved)[0][0] == whole[2 * 2 * PART :]
+    expected, saved = alone.run(batches, None)[0]
+    assert pair.run(batches, None)[0][0] == expected
+    assert pair.run(batches, saved)[0][0] == expected[2 * 2 * PART :]
 
 
 def test_an_epoch_saved_before_its_start_draws_from_the_restored_generator(ranks):
@@ -260,14 +260,14 @@ def test_an_epoch_saved_before_its_start_draws_from_the_restored_generator(ranks
         torch.manual_seed(1)
         state, there = loader.state_dict(), torch.get_rng_state()
         torch.rand(3)  # what a script does before its next epoch
-        wanted = [batch[:, 0].tolist() for batch in loader]
+        expected = [batch[:, 0].tolist() for batch in loader]
         _, loader = prepare_noisy_loader("without")
         torch.manual_seed(2)
         loader.load_state_dict(state, random_restored=restored)
         if restored:
             torch.set_rng_state(there)
             torch.rand(3)
-        return [batch[:, 0].tolist() for batch in loader] == wanted
+        return [batch[:, 0].tolist() for batch in loader] == expected
 
     assert ranks.run(order, True) == [True] * ranks.size
     assert ranks.run(order, False) == [False] * ranks.size

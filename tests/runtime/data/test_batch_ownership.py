@@ -18,26 +18,28 @@ every_sharding = pytest.mark.parametrize(
 )
 
 
-def chunks(items, size, *, drop_last=False):
+def split_batches(items, size, *, drop_last=False):
     """Return the batches of a plain BatchSampler."""
     batches = [items[start : start + size] for start in range(0, len(items), size)]
     return [batch for batch in batches if len(batch) == size or not drop_last]
 
 
-def read_epoch(world, walk, **options):
+def read_epoch(world, read, **options):
     """Return, for every step, the indices and the StepInfo of each rank."""
     ranks = [
         [
             (step[batch_slices(step_info)[rank]], step_info)
-            for step, step_info in walk(BatchSharding(rank, world, **options))
+            for step, step_info in read(BatchSharding(rank, world, **options))
         ]
         for rank in range(world)
     ]
     assert len({len(steps) for steps in ranks}) == 1, "ranks take different numbers of steps"
-    together = list(zip(*ranks, strict=True))
-    for step in together:
+    batches_by_step = list(zip(*ranks, strict=True))
+    for step in batches_by_step:
         assert len({step_info[:3] for _, step_info in step}) == 1, "ranks know different things of a step"
-    return [([indices for indices, _ in step], [step_info for _, step_info in step]) for step in together]
+    return [
+        ([indices for indices, _ in step], [step_info for _, step_info in step]) for step in batches_by_step
+    ]
 
 
 def samples(step):
@@ -60,8 +62,8 @@ def generate_epochs(world, split, drop_last, pad_last):
 @every_sharding
 def test_the_local_batches_of_a_step_form_the_global_batch(world, split, drop_last, pad_last):
     for number, _, global_size, steps in generate_epochs(world, split, drop_last, pad_last):
-        wanted = chunks(list(range(number)), global_size, drop_last=drop_last)
-        assert [samples(step) for step in steps] == wanted
+        expected = split_batches(list(range(number)), global_size, drop_last=drop_last)
+        assert [samples(step) for step in steps] == expected
 
 
 @every_sharding
@@ -94,7 +96,7 @@ def test_static_shapes_pad_the_last_batch_from_the_start_of_the_epoch(drop_last)
     for number, size in product(range(21), range(1, 6)):
         sharding = BatchSharding(0, 1, size, drop_last=drop_last, static_shapes=True)
         steps = list(sharding.split_samples(range(number)))
-        assert [step[: step_info.num_valid[0]] for step, step_info in steps] == chunks(
+        assert [step[: step_info.num_valid[0]] for step, step_info in steps] == split_batches(
             list(range(number)), size, drop_last=drop_last
         )
         assert all(len(step) == size == step_info.batch_sizes[0] for step, step_info in steps)
@@ -122,8 +124,8 @@ def test_loss_scales_turn_the_average_over_ranks_into_the_mean_over_samples(
     for *_, steps in generate_epochs(world, split, drop_last, pad_last):
         for _, step_infos in steps:
             total = sum(step_infos[0].num_valid)
-            wanted = [1.0] * world if pad_last else [n * world / total for n in step_infos[0].num_valid]
-            assert [step_info.loss_scale for step_info in step_infos] == pytest.approx(wanted)
+            expected = [1.0] * world if pad_last else [n * world / total for n in step_infos[0].num_valid]
+            assert [step_info.loss_scale for step_info in step_infos] == pytest.approx(expected)
 
 
 @every_sharding
@@ -147,15 +149,15 @@ def test_the_remaining_steps_from_any_offset_are_unchanged(world, split, drop_la
     options = {"split": split, "drop_last": drop_last, "pad_last": pad_last}
     for number, size, global_size, steps in generate_epochs(world, split, drop_last, pad_last):
         for at in range(1, len(steps)):
-            rest, head = range(at * global_size, number), range(min(number, global_size))
-            again = read_epoch(
-                world, lambda s, r=rest, h=head: s.split_samples(r, h), batch_size=size, **options
+            remaining, head = range(at * global_size, number), range(min(number, global_size))
+            resumed = read_epoch(
+                world, lambda s, r=remaining, h=head: s.split_samples(r, h), batch_size=size, **options
             )
-            assert again == steps[at:]
+            assert resumed == steps[at:]
 
 
 @pytest.mark.parametrize(
-    ("number", "size", "options", "wanted"),
+    ("number", "size", "options", "expected"),
     [
         (7, 2, {}, [[[0, 1], [4, 5]], [[2, 3], [6, 0]]]),
         (7, 2, {"split": True}, [[[0], [2], [4], [6]], [[1], [3], [5], [0]]]),
@@ -165,9 +167,9 @@ def test_the_remaining_steps_from_any_offset_are_unchanged(world, split, drop_la
         (7, 2, {"pad_last": False}, [[[0, 1], [4, 5]], [[2, 3], [6]]]),
     ],
 )
-def test_batches_are_those_of_accelerate(number, size, options, wanted):
+def test_batches_are_those_of_accelerate(number, size, options, expected):
     steps = read_epoch(2, lambda s: s.split_samples(range(number)), batch_size=size, **options)
-    assert [[parts[rank] for parts, _ in steps] for rank in range(2)] == wanted
+    assert [[parts[rank] for parts, _ in steps] for rank in range(2)] == expected
 
 
 def test_a_rank_without_samples_repeats_one_with_loss_scale_zero():
@@ -199,7 +201,7 @@ def test_batches_of_any_length_are_distributed_once_and_in_order(
     """Also if the batches of a sampler differ from its `batch_size`."""
     options = {"batch_size": batch_size, "drop_last": drop_last, "pad_last": pad_last}
     steps = read_epoch(world, lambda s: s.group_batches(batches), **options)
-    rounds = chunks(batches, world, drop_last=drop_last)
+    rounds = split_batches(batches, world, drop_last=drop_last)
     assert [samples(step) for step in steps] == [list(chain.from_iterable(round_)) for round_ in rounds]
     assert BatchSharding(0, world, **options).num_steps(len(batches), world) == len(steps)
     for parts, step_infos in steps:
@@ -212,7 +214,7 @@ def test_batches_of_any_length_are_distributed_once_and_in_order(
 def test_batches_of_unequal_sizes_are_not_padded_to_the_largest(batches, world):
     """A rank without a batch in the last step receives one of the first step."""
     steps = read_epoch(world, lambda s: s.group_batches(batches), batch_size=None, pad_last=True)
-    for (parts, _), step in zip(steps, chunks(batches, world), strict=True):
+    for (parts, _), step in zip(steps, split_batches(batches, world), strict=True):
         repeats = islice(cycle(batches[:world]), world - len(step))
         assert parts == [*step, *repeats]
 
@@ -222,7 +224,7 @@ def test_static_shapes_pad_batches_to_the_largest_of_a_step(batches, world):
     steps = read_epoch(
         world, lambda s: s.group_batches(batches), batch_size=None, pad_last=True, static_shapes=True
     )
-    for (parts, _), step in zip(steps, chunks(batches, world), strict=True):
+    for (parts, _), step in zip(steps, split_batches(batches, world), strict=True):
         assert set(map(len, parts)) == {max(map(len, step))}
 
 
@@ -238,7 +240,7 @@ def test_split_batches_longer_than_the_batch_size_lose_no_sample(batches, world,
 def test_batches_of_unknown_size_are_not_split(batches):
     """A batch of the script is the batch of one rank."""
     steps = read_epoch(3, lambda s: s.group_batches(batches), batch_size=None)
-    for (parts, step_infos), round_ in zip(steps, chunks(batches, 3), strict=True):
+    for (parts, step_infos), round_ in zip(steps, split_batches(batches, 3), strict=True):
         valid = [part[:n] for part, n in zip(parts, step_infos[0].num_valid, strict=True)]
         assert valid == [*round_, *[[]] * (3 - len(round_))]
 
@@ -248,8 +250,10 @@ def test_the_remaining_batches_from_any_step_are_unchanged(batches, world, pad_l
     options = {"batch_size": None, "pad_last": pad_last}
     steps = read_epoch(world, lambda s: s.group_batches(batches), **options)
     for at in range(1, len(steps)):
-        rest, head = batches[at * world :], batches[:world]
-        assert read_epoch(world, lambda s, r=rest, h=head: s.group_batches(r, h), **options) == steps[at:]
+        remaining, head = batches[at * world :], batches[:world]
+        assert (
+            read_epoch(world, lambda s, r=remaining, h=head: s.group_batches(r, h), **options) == steps[at:]
+        )
 
 
 def test_batches_are_drawn_lazily():

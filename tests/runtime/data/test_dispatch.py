@@ -30,8 +30,8 @@ class Forbidden(read_epochs.Stream):
 def test_dispatched_global_batches_equal_those_of_one_process(ranks, kind, even):
     """A12, A13: Accelerate fails for empty streams and for streams shorter than the world size."""
 
-    def walk(make, even):
-        seen = {}
+    def read_source(make, even):
+        steps_by_case = {}
         world = read_epochs.get_backend().topology.world_size
         for count in (0, 1, 2, 17, 24):
             for size, split, drop in ((1, False, False), (4, False, True), (6, True, False)):
@@ -40,24 +40,27 @@ def test_dispatched_global_batches_equal_those_of_one_process(ranks, kind, even)
                     loader, read_epochs.get_backend(), split=split, even=even
                 )
                 key = (count, size if split else size * world, drop)
-                seen[key] = read_steps(source), None if make is read_epochs.Stream else source.num_steps()
-        return seen
+                steps_by_case[key] = (
+                    read_steps(source),
+                    None if make is read_epochs.Stream else source.num_steps(),
+                )
+        return steps_by_case
 
-    found = ranks.run(walk, DATASETS[kind], even)
-    for (count, size, drop), (_, steps) in found[0].items():
-        got = check_steps([own[count, size, drop][0] for own in found])
-        assert got == split_batches(range(count), size, drop_last=drop)
-        assert steps in {None, len(got)}
+    results = ranks.run(read_source, DATASETS[kind], even)
+    for (count, size, drop), (_, steps) in results[0].items():
+        actual = check_steps([rank_results[count, size, drop][0] for rank_results in results])
+        assert actual == split_batches(range(count), size, drop_last=drop)
+        assert steps in {None, len(actual)}
 
 
 def test_only_the_first_rank_reads(several):
-    def walk(kind):
+    def read_source(kind):
         backend = read_epochs.get_backend()
         stream = kind(11)
         stream.rank = backend.topology.rank
         return read_steps(read_epochs.build_dispatched_source(DataLoader(stream, batch_size=2), backend))
 
-    assert check_steps(several.run(walk, Forbidden)) == split_batches(range(11), 2 * several.size)
+    assert check_steps(several.run(read_source, Forbidden)) == split_batches(range(11), 2 * several.size)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -65,13 +68,13 @@ def test_only_the_first_rank_reads(several):
     "kind", [read_epochs.Stream, read_epochs.WorkerSplitStream, range, read_epochs.ShuffledStream]
 )
 def test_workers_read_for_all_ranks(ranks, kind, workers):
-    def walk(kind, workers):
+    def read_source(kind, workers):
         read_epochs.get_backend()
         loader = DataLoader(kind(17), batch_size=2, num_workers=workers)
         return read_steps(read_epochs.build_dispatched_source(loader, read_epochs.get_backend()))
 
-    got = check_steps(ranks.run(walk, kind, workers))
-    assert sorted(chain.from_iterable(got)) == list(range(17))
+    actual = check_steps(ranks.run(read_source, kind, workers))
+    assert sorted(chain.from_iterable(actual)) == list(range(17))
 
 
 def collate_texts(samples):
@@ -87,15 +90,15 @@ def collate_texts(samples):
 def test_texts_and_batches_of_different_shapes_are_dispatched(ranks, kind):
     """A14, A15: dispatch of Accelerate fails for both."""
 
-    def walk(make):
+    def read_source(make):
         loader = DataLoader(make(11), batch_size=2, collate_fn=collate_texts)
         source = read_epochs.build_dispatched_source(loader, read_epochs.get_backend(), even=False)
         return read_steps(
             source, to_samples=lambda b: list(zip(b["x"][:, 0].tolist(), b["text"], strict=True))
         )
 
-    found = ranks.run(walk, DATASETS[kind])
-    assert list(chain.from_iterable(check_steps(found))) == [(n, f"no {n}") for n in range(11)]
+    results = ranks.run(read_source, DATASETS[kind])
+    assert list(chain.from_iterable(check_steps(results))) == [(n, f"no {n}") for n in range(11)]
 
 
 class Uneven:
@@ -114,30 +117,30 @@ class Uneven:
 def test_dispatched_batches_of_any_length_are_not_split(ranks, even):
     """A16: Accelerate loses a sample and repeats another."""
 
-    def walk(sampler, even):
+    def read_source(sampler, even):
         return read_steps(
             read_epochs.build_dispatched_source(
                 DataLoader(range(11), batch_sampler=sampler), read_epochs.get_backend(), even=even
             )
         )
 
-    found = ranks.run(walk, Uneven(), even)
-    assert list(chain.from_iterable(check_steps(found))) == list(range(11))
-    for rank, steps in enumerate(found):
+    results = ranks.run(read_source, Uneven(), even)
+    assert list(chain.from_iterable(check_steps(results))) == list(range(11))
+    for rank, steps in enumerate(results):
         for step, batch in zip(steps, Uneven.batches[rank :: ranks.size], strict=False):
             assert step.samples[: len(batch)] == batch
 
 
 @pytest.mark.parametrize("kind", DATASETS)
 def test_single_samples_are_dispatched_one_per_step_and_rank(ranks, kind):
-    def walk(make):
+    def read_source(make):
         return read_steps(
             read_epochs.build_dispatched_source(
                 DataLoader(make(7), batch_size=None), read_epochs.get_backend()
             )
         )
 
-    assert check_steps(ranks.run(walk, DATASETS[kind])) == split_batches(range(7), ranks.size)
+    assert check_steps(ranks.run(read_source, DATASETS[kind])) == split_batches(range(7), ranks.size)
 
 
 @pytest.mark.parametrize("at", [0, 5])
@@ -149,7 +152,7 @@ def test_a_read_error_on_the_first_rank_is_raised_on_all(several, at):
                     raise FileNotFoundError("the shard")
                 yield sample
 
-    def walk(kind, at):
+    def read_source(kind, at):
         backend = read_epochs.get_backend()
         stream = kind(24)
         stream.at = at
@@ -158,7 +161,7 @@ def test_a_read_error_on_the_first_rank_is_raised_on_all(several, at):
             read_steps(read_epochs.build_dispatched_source(DataLoader(stream, batch_size=2), backend))
         return True
 
-    assert all(several.run(walk, Broken, at))
+    assert all(several.run(read_source, Broken, at))
 
 
 def build_shuffled(count, **options):
@@ -182,7 +185,7 @@ def build_stream(count, **options):
 @pytest.mark.parametrize("make", [build_shuffled, build_with_generator, build_stream])
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_dispatched_iteration_continues_from_an_offset_on_any_world_size(clusters, make, epoch):
-    def walk(make, epoch, start=None):
+    def read_source(make, epoch, start=None):
         torch.manual_seed(read_epochs.get_backend().topology.rank)
         random.seed(5)
         source = read_epochs.build_dispatched_source(
@@ -192,67 +195,71 @@ def test_dispatched_iteration_continues_from_an_offset_on_any_world_size(cluster
             read_steps(source)
         return read_steps(source, start)
 
-    whole = clusters[2].run(walk, make, epoch)
-    flat = list(chain.from_iterable(check_steps(whole)))
+    all_steps = clusters[2].run(read_source, make, epoch)
+    flat = list(chain.from_iterable(check_steps(all_steps)))
     assert sorted(flat) == list(range(23))
-    position = whole[1][2].offset
+    offset = all_steps[1][2].offset
     for world in (1, 2, 3):
-        rest = check_steps(clusters[world].run(walk, make, 0, position))
-        assert rest == split_batches(flat[12:], 2 * world)
+        remaining = check_steps(clusters[world].run(read_source, make, 0, offset))
+        assert remaining == split_batches(flat[12:], 2 * world)
 
 
 def test_skipped_batches_are_read_by_the_first_rank_only(several):
     """B3: Accelerate skips the batches of one rank instead of those of all ranks."""
 
-    def walk(make):
+    def read_source(make):
         source = read_epochs.build_dispatched_source(
             DataLoader(make(33), batch_size=2), read_epochs.get_backend()
         )
         return read_steps(source, source.skip_steps(2, {}))
 
     for make in DATASETS.values():
-        assert check_steps(several.run(walk, make)) == split_batches(range(33), 2 * several.size)[2:]
+        assert check_steps(several.run(read_source, make)) == split_batches(range(33), 2 * several.size)[2:]
 
 
 def test_the_dispatched_order_equals_that_of_the_unprepared_loader(ranks):
-    def walk(make):
+    def read_source(make):
         torch.manual_seed(3 if read_epochs.get_backend().topology.rank == 0 else 4)
         source = read_epochs.build_dispatched_source(make(23, batch_size=2), read_epochs.get_backend())
         return [read_steps(source) for _ in range(2)]
 
-    found = ranks.run(walk, build_shuffled)
+    results = ranks.run(read_source, build_shuffled)
     torch.manual_seed(3)
     alone = build_shuffled(23, batch_size=2 * ranks.size)
     for epoch in range(2):
-        assert check_steps([own[epoch] for own in found]) == [batch.tolist() for batch in alone]
+        assert check_steps([rank_epochs[epoch] for rank_epochs in results]) == [
+            batch.tolist() for batch in alone
+        ]
 
 
 @pytest.mark.parametrize("make", [build_shuffled, build_with_generator, build_stream])
 @pytest.mark.parametrize("first", [True, False], ids=["from dispatched", "to dispatched"])
 def test_an_offset_is_valid_with_and_without_dispatch(pair, make, first):
-    def walk(make, first):
-        loaders, rest = [], []
+    def read_source(make, first):
+        loaders, remaining = [], []
         for dispatch in (first, not first):
-            how = DataLoaderConfiguration(dispatch_batches=dispatch, even_batches=False)
-            accelerator = Accelerator(dataloader_config=how)
+            config = DataLoaderConfiguration(dispatch_batches=dispatch, even_batches=False)
+            accelerator = Accelerator(dataloader_config=config)
             loaders.append(accelerator.prepare(make(23, batch_size=2)))
         for step, batch in enumerate(loaders[0]):
             if step == 2:
                 loaders[1].load_state_dict(loaders[0].state_dict())
             elif step > 2:
-                rest.append(batch.tolist())
-        return rest == [batch.tolist() for batch in loaders[1]]
+                remaining.append(batch.tolist())
+        return remaining == [batch.tolist() for batch in loaders[1]]
 
-    assert pair.run(walk, make, first) == [True, True]
+    assert pair.run(read_source, make, first) == [True, True]
 
 
 def test_a_seeded_order_is_equal_with_and_without_dispatch(pair):
-    def walk(make):
-        seen = []
+    def read_source(make):
+        samples = []
         for dispatch in (False, True):
-            how = DataLoaderConfiguration(dispatch_batches=dispatch, use_seedable_sampler=True, data_seed=7)
-            loader = Accelerator(dataloader_config=how).prepare(make(23, batch_size=2))
-            seen.append([[batch.tolist() for batch in loader] for _ in range(2)])
-        return seen[0] == seen[1] and seen[0][0] != seen[0][1]
+            config = DataLoaderConfiguration(
+                dispatch_batches=dispatch, use_seedable_sampler=True, data_seed=7
+            )
+            loader = Accelerator(dataloader_config=config).prepare(make(23, batch_size=2))
+            samples.append([[batch.tolist() for batch in loader] for _ in range(2)])
+        return samples[0] == samples[1] and samples[0][0] != samples[0][1]
 
-    assert pair.run(walk, build_shuffled) == [True, True]
+    assert pair.run(read_source, build_shuffled) == [True, True]

@@ -126,12 +126,19 @@ class Doubling(DataLoader):
 def test_the_order_equals_that_of_the_unprepared_loader_on_one_process(ranks, split, seeded):
     def epochs(seeded, split):
         torch.manual_seed(SEED)
-        own = {"generator": torch.Generator().manual_seed(7)} if seeded == "an own generator" else {}
+        generator_options = (
+            {"generator": torch.Generator().manual_seed(7)} if seeded == "an own generator" else {}
+        )
         accelerator = Accelerator(split_batches=split)
-        return gather_epochs(accelerator, prepared(accelerator, shuffle=True, **own), epochs=3)
+        return gather_epochs(accelerator, prepared(accelerator, shuffle=True, **generator_options), epochs=3)
 
-    own = {"generator": torch.Generator().manual_seed(7)} if seeded == "an own generator" else {}
-    assert ranks.run(epochs, seeded, split) == [read_unprepared(3, shuffle=True, **own)] * ranks.size
+    generator_options = (
+        {"generator": torch.Generator().manual_seed(7)} if seeded == "an own generator" else {}
+    )
+    assert (
+        ranks.run(epochs, seeded, split)
+        == [read_unprepared(3, shuffle=True, **generator_options)] * ranks.size
+    )
 
 
 def test_persistent_workers_keep_the_order_of_the_unprepared_loader_after_a_break(pair):
@@ -139,14 +146,16 @@ def test_persistent_workers_keep_the_order_of_the_unprepared_loader_after_a_brea
         accelerator = Accelerator()
         options = {"shuffle": True, "num_workers": 2, "persistent_workers": True}
         loaders = [prepared(accelerator, **options), DataLoader(range(COUNT), GLOBAL_BATCH, **options)]
-        seen = []
-        for loader, whole in zip(loaders, (accelerator.gather_for_metrics, lambda batch: batch), strict=True):
+        epochs_read = []
+        for loader, to_global_batch in zip(
+            loaders, (accelerator.gather_for_metrics, lambda batch: batch), strict=True
+        ):
             torch.manual_seed(SEED)
-            seen.append([whole(batch).tolist() for batch in loader])
+            epochs_read.append([to_global_batch(batch).tolist() for batch in loader])
             for _ in loader:
                 break
-            seen.append([whole(batch).tolist() for batch in loader])
-        return seen
+            epochs_read.append([to_global_batch(batch).tolist() for batch in loader])
+        return epochs_read
 
     for first, third, wanted_first, wanted_third in pair.run(epochs):
         assert first == wanted_first == read_unprepared(shuffle=True)[0]
@@ -162,8 +171,8 @@ def test_ranks_with_different_seeds_use_the_order_of_the_first(several, sampler)
             accelerator, prepared(accelerator, shuffle=sampler is None, sampler=sampler), epochs=2
         )
 
-    wanted = read_unprepared(2, shuffle=sampler is None, sampler=sampler)
-    assert several.run(epochs, sampler) == [wanted] * several.size
+    expected = read_unprepared(2, shuffle=sampler is None, sampler=sampler)
+    assert several.run(epochs, sampler) == [expected] * several.size
 
 
 def iterate_in_library(loader):
@@ -188,16 +197,16 @@ def test_one_rank_can_read_a_loader_through_a_library(pair, kind):
         options = {"shuffled": {"shuffle": True}, "sampler": {"sampler": Halves()}}.get(kind, {})
         loader = DataLoader(Counted() if kind == "stream" else range(COUNT), batch_size=3, **options)
         if kind == "sharded":
-            own = DataLoader(range(3 + rank), batch_size=3)
-            loader = accelerator.prepare_data_loader(own, data="sharded")
+            rank_loader = DataLoader(range(3 + rank), batch_size=3)
+            loader = accelerator.prepare_data_loader(rank_loader, data="sharded")
         else:
             loader = accelerator.prepare(loader)
         with collect_messages("accel_runtime.collectives") as messages:
             batches = list(loader if rank else iterate_in_library(loader))
         return sum(accelerator.gather_for_metrics(batch).numel() for batch in batches), messages
 
-    wanted = {"sampler": COUNT // 2, "sharded": 7}.get(kind, COUNT)
-    assert pair.run(read, kind) == [(wanted, [])] * 2
+    expected = {"sampler": COUNT // 2, "sharded": 7}.get(kind, COUNT)
+    assert pair.run(read, kind) == [(expected, [])] * 2
 
 
 def test_ranks_that_read_different_loaders_raise_a_mismatch(pair):
@@ -222,18 +231,18 @@ def test_an_epoch_advances_the_global_generator_like_the_unprepared_loader(ranks
         return torch.get_rng_state()
 
     read_unprepared(2, shuffle=True)
-    wanted = torch.get_rng_state()
-    assert all(torch.equal(got, wanted) for got in ranks.run(state))
+    expected = torch.get_rng_state()
+    assert all(torch.equal(actual, expected) for actual in ranks.run(state))
 
 
 def test_rng_types_synchronize_the_generators_of_all_ranks(several):
-    def drawn():
+    def draw():
         accelerator = Accelerator(rng_types=["torch", "generator"])
         torch.manual_seed(SEED + accelerator.process_index)
         return [torch.rand(1).item() for _ in prepared(accelerator)]
 
-    got = several.run(drawn)
-    assert got == [got[0]] * several.size
+    actual = several.run(draw)
+    assert actual == [actual[0]] * several.size
 
 
 def test_set_epoch_is_passed_to_the_sampler(ranks):
@@ -287,9 +296,12 @@ def test_set_epoch_is_passed_to_the_sampler_inside_a_batch_sampler(ranks, wrappe
         accelerator = Accelerator()
         batches = BatchSampler(DrawsByEpoch(), GLOBAL_BATCH // accelerator.num_processes, drop_last=False)
         loader = prepared(accelerator, batch_sampler=Nested(batches) if wrapped else batches)
-        seen = [gather_epochs(accelerator, loader)[0] for _ in range(2)]
+        recorded_epochs = [gather_epochs(accelerator, loader)[0] for _ in range(2)]
         loader.set_epoch(5)
-        return [list(chain.from_iterable(steps)) for steps in [*seen, gather_epochs(accelerator, loader)[0]]]
+        return [
+            list(chain.from_iterable(steps))
+            for steps in [*recorded_epochs, gather_epochs(accelerator, loader)[0]]
+        ]
 
     expected = [[(index + epoch) % COUNT for index in range(COUNT)] for epoch in (0, 1, 5)]
     assert ranks.run(epochs, wrapped) == [expected] * ranks.size
@@ -303,14 +315,16 @@ def test_every_sample_is_gathered_once_and_in_order(ranks, split):
     def lost_or_repeated(split):
         accelerator = Accelerator(split_batches=split)
         world = accelerator.num_processes
-        wrong = []
+        differences = []
         for count, size in product((0, 1, 2, 7, 12, 13), (1, 2, 5)):  # all: test_sampling
             dataset = TensorDataset(torch.arange(count))
             loader = accelerator.prepare(DataLoader(dataset, batch_size=size * world if split else size))
-            seen = [index for (batch,) in loader for index in accelerator.gather_for_metrics(batch).tolist()]
-            if seen != list(range(count)):
-                wrong.append((count, size, seen))
-        return wrong
+            samples = [
+                index for (batch,) in loader for index in accelerator.gather_for_metrics(batch).tolist()
+            ]
+            if samples != list(range(count)):
+                differences.append((count, size, samples))
+        return differences
 
     assert ranks.run(lost_or_repeated, split) == [[]] * ranks.size
 
@@ -337,64 +351,64 @@ def test_the_samples_of_a_sampler_are_gathered_independent_of_the_dataset_length
 def test_results_of_a_step_are_gathered_like_its_samples(ranks):
     def gathered():
         accelerator = Accelerator()
-        seen = {"id": [], "text": [], "twice": [], "losses": []}
+        gathered_values = {"id": [], "text": [], "twice": [], "losses": []}
         for batch in prepared(accelerator, [{"id": n, "text": f"no {n}"} for n in range(COUNT)]):
             batch["twice"] = batch["id"].repeat_interleave(2)
             loss = torch.tensor(float(accelerator.process_index))
-            whole, (losses, _) = (
+            results, (losses, _) = (
                 accelerator.gather_for_metrics(batch),
                 accelerator.gather_for_metrics((loss, loss)),
             )
-            seen["text"] += whole["text"]
-            seen["losses"].append(losses.flatten().tolist())
+            gathered_values["text"] += results["text"]
+            gathered_values["losses"].append(losses.flatten().tolist())
             for name in ("id", "twice"):
-                seen[name] += whole[name].tolist()
-        return seen
+                gathered_values[name] += results[name].tolist()
+        return gathered_values
 
-    wanted = {
+    expected = {
         "id": list(range(COUNT)),
         "text": [f"no {n}" for n in range(COUNT)],
         "twice": [n for n in range(COUNT) for _ in range(2)],
         "losses": [[float(rank) for rank in range(ranks.size)]] * 4,
     }
-    assert ranks.run(gathered) == [wanted] * ranks.size
+    assert ranks.run(gathered) == [expected] * ranks.size
 
 
 def test_batches_of_different_lengths_are_not_split_between_ranks(ranks):
-    def shared():
+    def read_batches():
         accelerator = Accelerator()
         loader = prepared(accelerator, batch_sampler=Uneven())
-        own = [batch.tolist() for batch in loader]
-        return own, gather_epochs(accelerator, loader)[0]
+        expected = [batch.tolist() for batch in loader]
+        return expected, gather_epochs(accelerator, loader)[0]
 
-    shares = ranks.run(shared)
+    rank_batches = ranks.run(read_batches)
     steps = [Uneven.batches[at : at + ranks.size] for at in range(0, len(Uneven.batches), ranks.size)]
-    for rank, (own, gathered) in enumerate(shares):
+    for rank, (expected, gathered) in enumerate(rank_batches):
         assert gathered == [list(chain.from_iterable(step)) for step in steps]
-        for step, batch in zip(steps, own, strict=True):
+        for step, batch in zip(steps, expected, strict=True):
             assert batch == (step[rank] if rank < len(step) else steps[0][rank - len(step)])
 
 
 def test_two_simultaneous_loops_over_one_loader_are_independent(ranks):
-    def both():
+    def read_twice():
         accelerator = Accelerator()
         loader = prepared(accelerator, shuffle=True)
-        return [(one.tolist(), other.tolist()) for one, other in zip(loader, loader, strict=True)]
+        return [(first.tolist(), second.tolist()) for first, second in zip(loader, loader, strict=True)]
 
-    for steps in ranks.run(both):
+    for steps in ranks.run(read_twice):
         assert len(steps) == 4
-        assert all(len(one) == len(other) == GLOBAL_BATCH // ranks.size for one, other in steps[:3])
+        assert all(len(first) == len(second) == GLOBAL_BATCH // ranks.size for first, second in steps[:3])
 
 
 def test_an_inner_loop_keeps_the_current_batch_of_the_outer_loop(ranks):
     def gathered():
         accelerator = Accelerator()
         outer, inner = prepared(accelerator), prepared(accelerator, range(7))
-        seen = []
+        samples = []
         for batch in outer:
             assert gather_epochs(accelerator, inner)[0] == [[0, 1, 2, 3, 4, 5], [6]]
-            seen += accelerator.gather_for_metrics(batch).tolist()
-        return seen
+            samples += accelerator.gather_for_metrics(batch).tolist()
+        return samples
 
     assert ranks.run(gathered) == [list(range(COUNT))] * ranks.size
 
@@ -414,8 +428,8 @@ def test_a_loop_that_ends_early_leaves_no_current_batch(ranks, end):
         try:
             leave()
         except KeyError as error:
-            kept = error  # its traceback keeps the frame, as a debugger or a log would
-            assert kept is not None
+            raised_error = error  # its traceback keeps the frame, as a debugger or a log would
+            assert raised_error is not None
         with accelerator.accumulate():
             synced = accelerator.sync_gradients
         return accelerator.gather_for_metrics(torch.arange(2)).tolist(), synced
@@ -426,8 +440,8 @@ def test_a_loop_that_ends_early_leaves_no_current_batch(ranks, end):
 def test_len_and_total_batch_size_are_equal_on_any_world_size(ranks):
     def lengths():
         accelerator = Accelerator()
-        made = [prepared(accelerator), prepared(accelerator, drop_last=True), prepared(accelerator, [])]
-        return [(len(loader), len(list(loader)), loader.total_batch_size) for loader in made]
+        loaders = [prepared(accelerator), prepared(accelerator, drop_last=True), prepared(accelerator, [])]
+        return [(len(loader), len(list(loader)), loader.total_batch_size) for loader in loaders]
 
     assert ranks.run(lengths) == [[(4, 4, 6), (3, 3, 6), (0, 0, 6)]] * ranks.size
 
@@ -467,21 +481,24 @@ def test_a_subclass_keeps_its_iteration_attributes_and_methods(ranks):
 
 
 def test_the_unprepared_loader_still_reads_all_samples(ranks):
-    def both():
+    def read_both():
         script = DataLoader(range(7), batch_size=2)
         Accelerator().prepare(script)
         return len(list(script))
 
-    assert ranks.run(both) == [4] * ranks.size
+    assert ranks.run(read_both) == [4] * ranks.size
 
 
-@pytest.mark.parametrize("place", [True, False])
-def test_batches_are_moved_to_the_device_if_put_on_device(place):
+@pytest.mark.parametrize("put_on_device", [True, False])
+def test_batches_are_moved_to_the_device_if_put_on_device(put_on_device):
     backend = Single(Topology(), torch.device("meta"))
     loader = prepare_loader(
-        DataLoader(range(3)), backend, ActiveLoops(0, has_padding=False), LoaderOptions(put_on_device=place)
+        DataLoader(range(3)),
+        backend,
+        ActiveLoops(0, has_padding=False),
+        LoaderOptions(put_on_device=put_on_device),
     )
-    assert {batch.device.type for batch in loader} == {"meta" if place else "cpu"}
+    assert {batch.device.type for batch in loader} == {"meta" if put_on_device else "cpu"}
 
 
 # Unsupported loaders --------------------------------------------------------------------
@@ -509,8 +526,8 @@ def test_a_loader_that_cannot_be_sharded_is_rejected_with_the_reason(several, ki
 def test_a_loader_that_cannot_be_sharded_works_on_one_process(kind):
     accelerator = Accelerator()
     loader = accelerator.prepare(UNSUPPORTED[kind][0]())
-    seen = [accelerator.gather_for_metrics(torch.as_tensor(batch)).flatten().tolist() for batch in loader]
-    assert list(chain.from_iterable(seen)) == list(range(7))
+    samples = [accelerator.gather_for_metrics(torch.as_tensor(batch)).flatten().tolist() for batch in loader]
+    assert list(chain.from_iterable(samples)) == list(range(7))
 
 
 def test_an_endless_sampler_works_on_one_process():
@@ -569,8 +586,8 @@ def test_a_loader_is_freed_with_its_last_reference(ranks, kind, end):
                 break
         loader.state_dict()
         # The process group outlives the accelerator.
-        own = [accelerator] if accelerator.num_processes == 1 else []
-        return [weakref.ref(item) for item in (loader, loader._source, *own)]
+        accelerators = [accelerator] if accelerator.num_processes == 1 else []
+        return [weakref.ref(item) for item in (loader, loader._source, *accelerators)]
 
     def count_left():
         iterate_and_drop()  # what torch imports meanwhile keeps frames

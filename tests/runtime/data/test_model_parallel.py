@@ -25,30 +25,32 @@ from accel_runtime.topology import DataRank, Topology
 
 pytestmark = pytest.mark.slow
 
-COPIES = 2
+MODEL_PARALLEL_SIZE = 2
 KINDS = {"a stream": read_epochs.Stream, "a map": range}
 
 
-def place(topology, copies=COPIES):
+def set_mesh(topology, model_parallel_size=MODEL_PARALLEL_SIZE):
     """Return the data rank of a rank with this number of model-parallel ranks."""
-    return DataRank(topology.rank // copies, topology.world_size // copies, copies)
+    return DataRank(
+        topology.rank // model_parallel_size, topology.world_size // model_parallel_size, model_parallel_size
+    )
 
 
-def backend(copies=COPIES):
+def build_backend(model_parallel_size=MODEL_PARALLEL_SIZE):
     """Return a backend whose data-parallel size is smaller than its world size."""
-    found = read_epochs.get_backend()
-    found.data_rank = place(found.topology, copies)
-    return found
+    backend = read_epochs.get_backend()
+    backend.data_rank = set_mesh(backend.topology, model_parallel_size)
+    return backend
 
 
-def accelerator(copies=COPIES, **options):
+def build_accelerator(model_parallel_size=MODEL_PARALLEL_SIZE, **options):
     """Return an Accelerator with model-parallel ranks."""
     real = facade.connect
 
     def connect(*args):
-        made = real(*args)
-        made.data_rank = place(made.topology, copies)
-        return made
+        backend = real(*args)
+        backend.data_rank = set_mesh(backend.topology, model_parallel_size)
+        return backend
 
     facade.connect = connect
     try:
@@ -64,50 +66,50 @@ def ordered(loader, backend, *, split=False, even=True):
     )
 
 
-def parts(found, copies=COPIES):
+def select_data_ranks(results, model_parallel_size=MODEL_PARALLEL_SIZE):
     """Return the steps by data rank; require that model-parallel ranks have equal steps."""
-    for rank, own in enumerate(found):
-        first = found[rank - rank % copies]
-        assert [(step.samples, step.step_info, read_epochs.to_plain(step.offset)) for step in own] == [
+    for rank, result in enumerate(results):
+        first = results[rank - rank % model_parallel_size]
+        assert [(step.samples, step.step_info, read_epochs.to_plain(step.offset)) for step in result] == [
             (step.samples, step.step_info, read_epochs.to_plain(step.offset)) for step in first
         ]
-    return found[::copies]
+    return results[::model_parallel_size]
 
 
-def every_walk(kind, reader, copies, even):
+def read_all_variants(kind, reader, model_parallel_size, even):
     """Return the epochs of many loaders on one rank."""
-    seen = {}
-    found = backend(copies)
+    steps = {}
+    backend = build_backend(model_parallel_size)
     read = {
         "each": read_epochs.build_iterable_source if kind == "a stream" else ordered,
         "the first": read_epochs.build_dispatched_source,
     }[reader]
     for count, size, drop, split in product((0, 1, 2, 3, 9, 16), (1, 2, 4), (False, True), (False, True)):
-        if split and size % found.data_rank.world_size:
+        if split and size % backend.data_rank.world_size:
             continue
         loader = DataLoader(KINDS[kind](count), batch_size=size, drop_last=drop)
-        world = 1 if split else found.data_rank.world_size
-        seen[count, size * world, drop, split] = read_steps(read(loader, found, split=split, even=even))
-    return seen
+        world = 1 if split else backend.data_rank.world_size
+        steps[count, size * world, drop, split] = read_steps(read(loader, backend, split=split, even=even))
+    return steps
 
 
 # Reading ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("kind", "reader", "even", "copies"),
+    ("kind", "reader", "even", "model_parallel_size"),
     pairwise_params(
         {"kind": list(KINDS), "reader": ["each", "the first"], "even": [True, False], "copies": [2, 4]}
     ),
 )
 def test_model_parallel_ranks_receive_equal_batches_and_every_sample_is_read_once(
-    four, kind, reader, even, copies
+    four, kind, reader, even, model_parallel_size
 ):
-    found = four.run(every_walk, kind, reader, copies, even)
-    for key in found[0]:
+    results = four.run(read_all_variants, kind, reader, model_parallel_size, even)
+    for key in results[0]:
         count, size, drop, _ = key
-        own = parts([seen[key] for seen in found], copies)
-        assert check_steps(own) == split_batches(range(count), size, drop_last=drop)
+        steps_by_data_rank = select_data_ranks([steps[key] for steps in results], model_parallel_size)
+        assert check_steps(steps_by_data_rank) == split_batches(range(count), size, drop_last=drop)
 
 
 @pytest.mark.parametrize(
@@ -127,22 +129,25 @@ def test_model_parallel_ranks_receive_equal_batches_and_every_sample_is_read_onc
     ),
 )
 def test_model_parallel_ranks_with_different_seeds_read_equal_batches(four, kind, workers, dispatch):
-    def walk(kind, workers, dispatch):
-        made = accelerator(dispatch_batches=dispatch)
-        torch.manual_seed(made.process_index)
-        random.seed(made.process_index)
-        loader = made.prepare(DataLoader(kind(17), batch_size=2, num_workers=workers, shuffle=kind is range))
-        seen = [
-            [(read_epochs.to_ids(b), made.gather_for_metrics(b).tolist()) for b in loader] for _ in range(2)
+    def read_epochs_of_rank(kind, workers, dispatch):
+        accelerator = build_accelerator(dispatch_batches=dispatch)
+        torch.manual_seed(accelerator.process_index)
+        random.seed(accelerator.process_index)
+        loader = accelerator.prepare(
+            DataLoader(kind(17), batch_size=2, num_workers=workers, shuffle=kind is range)
+        )
+        epochs = [
+            [(read_epochs.to_ids(b), accelerator.gather_for_metrics(b).tolist()) for b in loader]
+            for _ in range(2)
         ]
-        return seen, torch.rand(1).item(), random.random()
+        return epochs, torch.rand(1).item(), random.random()
 
-    found = four.run(walk, kind, workers, dispatch)
-    assert found[0] == found[1]
-    assert found[2] == found[3]
-    assert found[0][1:] != found[2][1:], "parts draw numbers of their own"
+    results = four.run(read_epochs_of_rank, kind, workers, dispatch)
+    assert results[0] == results[1]
+    assert results[2] == results[3]
+    assert results[0][1:] != results[2][1:], "parts draw numbers of their own"
     for epoch in (0, 1):
-        every = [[whole for _, whole in own[0][epoch]] for own in found]
+        every = [[gathered for _, gathered in result[0][epoch]] for result in results]
         assert every == [every[0]] * 4
         assert sorted(chain.from_iterable(every[0])) == list(range(17))
 
@@ -159,32 +164,34 @@ class Noisy(torch.utils.data.Dataset):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_augmentation_is_equal_on_model_parallel_ranks(four, workers):
-    def walk(workers):
-        made = accelerator()
-        random.seed(made.process_index)
-        torch.manual_seed(made.process_index)
-        loader = made.prepare(DataLoader(Noisy(), batch_size=2, shuffle=True, num_workers=workers))
+    def read_epoch(workers):
+        accelerator = build_accelerator()
+        random.seed(accelerator.process_index)
+        torch.manual_seed(accelerator.process_index)
+        loader = accelerator.prepare(DataLoader(Noisy(), batch_size=2, shuffle=True, num_workers=workers))
         return [[batch.tolist() for batch in loader] for _ in range(2)]
 
-    found = four.run(walk, workers)
-    assert found[0] == found[1] != found[2] == found[3]
+    results = four.run(read_epoch, workers)
+    assert results[0] == results[1] != results[2] == results[3]
 
 
-def sharded(copies, counts, wrong=None):
+def build_presharded_source(model_parallel_size, counts, wrong=None):
     """Return a source of data that the script has sharded by data rank."""
     set_seed(0)  # a test before may have left each rank in another state
-    found = backend(copies)
-    rank = found.data_rank.rank if wrong is None else found.topology.rank
+    backend = build_backend(model_parallel_size)
+    rank = backend.data_rank.rank if wrong is None else backend.topology.rank
     data = [rank * 100 + number for number in range(counts[rank])]
     alone = Single(Topology(), torch.device("cpu"), is_counted=False)
     loader = DataLoader(data, batch_size=2)
-    return PreshardedSource(ordered(loader, alone), loader, found)
+    return PreshardedSource(ordered(loader, alone), loader, backend)
 
 
 @pytest.mark.parametrize("counts", [(4, 4), (5, 2), (0, 3), (1, 6)])
 def test_data_sharded_by_data_rank_are_read_once(four, counts):
-    found = parts(four.run(lambda counts: read_steps(sharded(COPIES, counts)), counts))
-    assert sorted(chain.from_iterable(check_steps(found))) == sorted(
+    steps = select_data_ranks(
+        four.run(lambda counts: read_steps(build_presharded_source(MODEL_PARALLEL_SIZE, counts)), counts)
+    )
+    assert sorted(chain.from_iterable(check_steps(steps))) == sorted(
         rank * 100 + number for rank in (0, 1) for number in range(counts[rank])
     )
 
@@ -193,7 +200,7 @@ def test_data_sharded_by_data_rank_are_read_once(four, counts):
 def test_data_sharded_by_process_are_rejected(four, counts):
     def error(counts):
         with pytest.raises(RuntimeError, match=r"by accelerator\.data_parallel_rank") as caught:
-            read_steps(sharded(COPIES, counts, wrong=True))
+            read_steps(build_presharded_source(MODEL_PARALLEL_SIZE, counts, wrong=True))
         return str(caught.value)
 
     four.run(error, counts)
@@ -201,13 +208,17 @@ def test_data_sharded_by_process_are_rejected(four, counts):
 
 def test_a_sampler_that_shards_by_process_is_rejected(four):
     def prepared(by_part):
-        made = accelerator()
-        place = made.data_parallel_rank, made.data_parallel_size
-        rank, count = place if by_part else (made.process_index, made.num_processes)
+        accelerator = build_accelerator()
+        data_rank_and_size = accelerator.data_parallel_rank, accelerator.data_parallel_size
+        rank, count = (
+            data_rank_and_size if by_part else (accelerator.process_index, accelerator.num_processes)
+        )
         data = list(range(8))
         sampler = DistributedSampler(data, rank=rank, num_replicas=count, shuffle=False)
-        loader = made.prepare_data_loader(DataLoader(data, batch_size=2, sampler=sampler), data="sharded")
-        return [made.gather_for_metrics(batch).tolist() for batch in loader]
+        loader = accelerator.prepare_data_loader(
+            DataLoader(data, batch_size=2, sampler=sampler), data="sharded"
+        )
+        return [accelerator.gather_for_metrics(batch).tolist() for batch in loader]
 
     assert four.run(prepared, True) == [[[0, 2, 1, 3], [4, 6, 5, 7]]] * 4
 
@@ -233,32 +244,32 @@ def test_an_offset_is_valid_for_any_number_of_data_ranks(  # noqa: PLR0913, PLR0
 ):
     """An epoch of four data ranks continues on two data ranks, with and without model-parallel ranks."""
 
-    def first(copies, size, start, stop):
-        found = backend(copies)
+    def read_part(model_parallel_size, size, start, stop):
+        backend = build_backend(model_parallel_size)
         torch.manual_seed(5)
         data = read_epochs.Stream(count) if stream else range(count)
         # torch refuses to shuffle an empty dataset.
         shuffle = None if stream else shuffled and count > 0
         loader = DataLoader(data, batch_size=size, drop_last=drop, shuffle=shuffle)
         read = read_epochs.build_iterable_source if stream else ordered
-        return read_steps(read(loader, found, even=even), start, stop)
+        return read_steps(read(loader, backend, even=even), start, stop)
 
-    begun = checked_or_cut(four.run(first, 1, size, {}, stop), stop)
-    left = four.run(first, 1, size, {}, stop)[0]
-    position = left[-1].offset if left else {}
-    rest = check_steps(parts(four.run(first, 2, 2 * size, position, None)))
-    plain_rest = check_steps(pair.run(first, 1, 2 * size, position, None))
-    whole = check_steps(four.run(first, 1, size, {}, None))
-    assert rest == plain_rest
-    if not left or not left[-1].step_info.is_last:
-        assert begun + rest == whole
+    batches_before = check_complete_or_stopped(four.run(read_part, 1, size, {}, stop), stop)
+    steps_before = four.run(read_part, 1, size, {}, stop)[0]
+    offset = steps_before[-1].offset if steps_before else {}
+    remaining = check_steps(select_data_ranks(four.run(read_part, 2, 2 * size, offset, None)))
+    plain_rest = check_steps(pair.run(read_part, 1, 2 * size, offset, None))
+    all_batches = check_steps(four.run(read_part, 1, size, {}, None))
+    assert remaining == plain_rest
+    if not steps_before or not steps_before[-1].step_info.is_last:
+        assert batches_before + remaining == all_batches
     else:
-        assert rest == []
+        assert remaining == []
 
 
-def checked_or_cut(found, stop):
+def check_complete_or_stopped(steps_by_rank, stop):
     """Return the global batches of epochs that may have ended early."""
-    steps = zip(*found, strict=True)
+    steps = zip(*steps_by_rank, strict=True)
     return [
         list(chain.from_iterable(s.samples[: s.step_info.num_valid[r]] for r, s in enumerate(step)))
         for step in steps
@@ -269,55 +280,61 @@ def checked_or_cut(found, stop):
 
 
 @pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
-@pytest.mark.parametrize("copies", [2, 4])
-def test_results_of_any_type_are_gathered_once_per_sample(four, copies, even):
-    def gathered(copies, even):
-        made = accelerator(copies, dataloader_config=DataLoaderConfiguration(even_batches=even))
-        loader = made.prepare(DataLoader(TensorDataset(torch.arange(11)), batch_size=2))
-        seen = {"rows": [], "twice": [], "texts": [], "lists": [], "losses": []}
+@pytest.mark.parametrize("model_parallel_size", [2, 4])
+def test_results_of_any_type_are_gathered_once_per_sample(four, model_parallel_size, even):
+    def gathered(model_parallel_size, even):
+        accelerator = build_accelerator(
+            model_parallel_size, dataloader_config=DataLoaderConfiguration(even_batches=even)
+        )
+        loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(11)), batch_size=2))
+        gathered_values = {"rows": [], "twice": [], "texts": [], "lists": [], "losses": []}
         for (batch,) in loader:
-            seen["rows"] += made.gather_for_metrics(batch).tolist()
-            seen["twice"] += made.gather_for_metrics({"x": batch.repeat_interleave(2)})["x"].tolist()
-            seen["texts"] += made.gather_for_metrics([f"no {n}" for n in batch.tolist()])
-            seen["lists"] += made.gather_for_metrics(list(batch[:, None].unbind()), use_gather_object=True)
-            loss = made.gather_for_metrics(batch.float().mean())
-            seen["losses"].append(1 if not loss.dim() else len(loss))
-        assert made.gather(torch.tensor(made.process_index)).tolist() == [0, 1, 2, 3]
-        seen["lists"] = [int(item) for item in seen["lists"]]
-        return seen
+            gathered_values["rows"] += accelerator.gather_for_metrics(batch).tolist()
+            gathered_values["twice"] += accelerator.gather_for_metrics({"x": batch.repeat_interleave(2)})[
+                "x"
+            ].tolist()
+            gathered_values["texts"] += accelerator.gather_for_metrics([f"no {n}" for n in batch.tolist()])
+            gathered_values["lists"] += accelerator.gather_for_metrics(
+                list(batch[:, None].unbind()), use_gather_object=True
+            )
+            loss = accelerator.gather_for_metrics(batch.float().mean())
+            gathered_values["losses"].append(1 if not loss.dim() else len(loss))
+        assert accelerator.gather(torch.tensor(accelerator.process_index)).tolist() == [0, 1, 2, 3]
+        gathered_values["lists"] = [int(item) for item in gathered_values["lists"]]
+        return gathered_values
 
-    found = four.run(gathered, copies, even)
-    assert found == [found[0]] * 4
-    assert found[0]["rows"] == found[0]["lists"] == list(range(11))
-    assert found[0]["twice"] == [n for n in range(11) for _ in (0, 1)]
-    assert found[0]["texts"] == [f"no {n}" for n in range(11)]
-    assert set(found[0]["losses"]) == {4 // copies}
+    results = four.run(gathered, model_parallel_size, even)
+    assert results == [results[0]] * 4
+    assert results[0]["rows"] == results[0]["lists"] == list(range(11))
+    assert results[0]["twice"] == [n for n in range(11) for _ in (0, 1)]
+    assert results[0]["texts"] == [f"no {n}" for n in range(11)]
+    assert set(results[0]["losses"]) == {4 // model_parallel_size}
 
 
 def test_rows_collected_over_a_loop_are_gathered_without_padding(four):
     def gathered():
-        made = accelerator()
-        loader = made.prepare(DataLoader(range(11), batch_size=2))
-        return made.gather_for_metrics(torch.cat([batch + 0 for batch in loader])).tolist()
+        accelerator = build_accelerator()
+        loader = accelerator.prepare(DataLoader(range(11), batch_size=2))
+        return accelerator.gather_for_metrics(torch.cat([batch + 0 for batch in loader])).tolist()
 
     assert four.run(gathered) == [list(range(11))] * 4
 
 
 @pytest.mark.parametrize("apply_padding", [False, True])
 def test_split_between_processes_splits_between_data_ranks(four, apply_padding):
-    def own(apply_padding):
-        made = accelerator()
-        with made.split_between_processes(list("abc"), apply_padding=apply_padding) as items:
+    def split_range(apply_padding):
+        accelerator = build_accelerator()
+        with accelerator.split_between_processes(list("abc"), apply_padding=apply_padding) as items:
             return items
 
-    tail = ["c", "c"] if apply_padding else ["c"]
-    assert four.run(own, apply_padding) == [["a", "b"]] * 2 + [tail] * 2
+    last_batch = ["c", "c"] if apply_padding else ["c"]
+    assert four.run(split_range, apply_padding) == [["a", "b"]] * 2 + [last_batch] * 2
 
 
 # Training --------------------------------------------------------------------------------
 
 
-def reference(even_sizes):
+def compute_reference(even_sizes):
     """Return the parameters of one process that trains on the global batches."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
@@ -326,9 +343,11 @@ def reference(even_sizes):
     data = torch.randn(11, 3)
     weights = torch.arange(1.0, 12.0)
     for at in range(0, 11, 8):
-        rows, own = data[at : at + 8], weights[at : at + 8]
+        rows, sample_weights = data[at : at + 8], weights[at : at + 8]
         loss = model(rows).square().squeeze(1)
-        loss = (loss * own).sum() / own.sum() if even_sizes == "weights" else loss.mean()
+        loss = (
+            (loss * sample_weights).sum() / sample_weights.sum() if even_sizes == "weights" else loss.mean()
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -342,38 +361,38 @@ def test_model_parallel_gradients_equal_those_of_one_process(four, kind, steps):
 
     def trained(kind, steps):
         config = DataLoaderConfiguration(even_batches=False)
-        made = accelerator(dataloader_config=config, gradient_accumulation_steps=steps)
+        accelerator = build_accelerator(dataloader_config=config, gradient_accumulation_steps=steps)
         torch.manual_seed(0)
         model = nn.Linear(3, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         torch.manual_seed(1)
         data = TensorDataset(torch.randn(11, 3), torch.arange(1.0, 12.0))
         loader = DataLoader(data, batch_size=4 // steps)
-        model, optimizer, loader = made.prepare(model, optimizer, loader)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         for rows, weights in loader:
-            with made.accumulate(model):
+            with accelerator.accumulate(model):
                 losses = model(rows).square().squeeze(1)
                 if kind == "weights":
-                    made.backward((losses * weights).sum() / weights.sum(), weight=weights.sum())
+                    accelerator.backward((losses * weights).sum() / weights.sum(), weight=weights.sum())
                 else:
-                    made.backward(losses.mean(), weight=len(rows) if steps > 1 else None)
+                    accelerator.backward(losses.mean(), weight=len(rows) if steps > 1 else None)
                 optimizer.step()
                 optimizer.zero_grad()
         return [p.detach() for p in model.parameters()]
 
-    for own in four.run(trained, kind, steps):
-        for got, wanted in zip(own, reference(kind), strict=True):
-            torch.testing.assert_close(got, wanted)
+    for gradients in four.run(trained, kind, steps):
+        for actual, expected in zip(gradients, compute_reference(kind), strict=True):
+            torch.testing.assert_close(actual, expected)
 
 
 def test_a_scheduler_advances_by_the_number_of_data_ranks(four):
     def rate():
-        made = accelerator()
+        accelerator = build_accelerator()
         model = nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        model, optimizer, scheduler = made.prepare(model, optimizer, scheduler)
-        made.backward(model(torch.ones(1, 1)).sum())
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+        accelerator.backward(model(torch.ones(1, 1)).sum())
         optimizer.step()
         scheduler.step()
         return scheduler.get_last_lr()
@@ -385,17 +404,17 @@ def test_a_scheduler_advances_by_the_number_of_data_ranks(four):
 
 
 def test_device_specific_seeds_are_equal_on_model_parallel_ranks(four):
-    def drawn():
-        accelerator()
+    def draw():
+        build_accelerator()
         set_seed(3, device_specific=True)
         return torch.rand(1).item(), random.random()
 
-    first, second, third, fourth = four.run(drawn)
+    first, second, third, fourth = four.run(draw)
     assert first == second != third == fourth
 
 
 def test_a_seed_before_the_accelerator_uses_the_data_rank_of_the_settings(four, monkeypatch):
-    def drawn():
+    def draw():
         import os
 
         from accel_runtime.backends import set_current_backend
@@ -408,23 +427,25 @@ def test_a_seed_before_the_accelerator_uses_the_data_rank_of_the_settings(four, 
             del os.environ["ACCEL_PARALLEL_TP"], os.environ["ACCEL_PARALLEL_DP_REPLICATE"]
         return torch.rand(1).item()
 
-    first, second, third, fourth = four.run(drawn)
+    first, second, third, fourth = four.run(draw)
     assert first == second != third == fourth
 
 
 def test_an_accelerator_synchronizes_the_generators_of_model_parallel_ranks(four):
-    def drawn():
+    def draw():
         rank = read_epochs.get_backend().topology.rank
         random.seed(rank)
         torch.manual_seed(rank)
         before = random.getstate()
-        made = accelerator()
-        kept = random.getstate() == before
-        return kept, torch.rand(1).item(), random.random(), made.process_index
+        accelerator = build_accelerator()
+        is_unchanged = random.getstate() == before
+        return is_unchanged, torch.rand(1).item(), random.random(), accelerator.process_index
 
-    found = four.run(drawn)
-    assert [own[0] for own in found] == [True, False, True, False], "the first of each keeps what it has"
-    assert found[0][1:3] == found[1][1:3] != found[2][1:3] == found[3][1:3]
+    results = four.run(draw)
+    assert [result[0] for result in results] == [True, False, True, False], (
+        "the first of each keeps what it has"
+    )
+    assert results[0][1:3] == results[1][1:3] != results[2][1:3] == results[3][1:3]
 
 
 # Checkpoints and description -------------------------------------------------------------
@@ -434,41 +455,41 @@ def test_an_accelerator_synchronizes_the_generators_of_model_parallel_ranks(four
 def test_a_checkpoint_resumes_with_another_number_of_model_parallel_ranks(four, pair, tmp_path, data):
     """From two data ranks of two ranks each to two of one rank each; a global order also to four."""
 
-    def rank(copies, size, folder, data, *, saves):
-        made = accelerator(copies, project_dir=folder)
+    def run_rank(model_parallel_size, size, folder, data, *, saves):
+        accelerator = build_accelerator(model_parallel_size, project_dir=folder)
         part = (
             range(100)
             if data == "global"
-            else range(made.data_parallel_rank * 100, made.data_parallel_rank * 100 + 7)
+            else range(accelerator.data_parallel_rank * 100, accelerator.data_parallel_rank * 100 + 7)
         )
-        loader = made.prepare_data_loader(DataLoader(part, batch_size=size, shuffle=True), data=data)
+        loader = accelerator.prepare_data_loader(DataLoader(part, batch_size=size, shuffle=True), data=data)
         if saves:
             torch.manual_seed(3)
         else:
-            made.resume(f"{folder}/kept")
-        seen = []
+            accelerator.resume(f"{folder}/kept")
+        samples = []
         for batch in loader:
-            seen.append(made.gather_for_metrics(batch).tolist())
-            if saves and len(seen) == 2:
-                made.save_state(f"{folder}/kept")
-        return seen
+            samples.append(accelerator.gather_for_metrics(batch).tolist())
+            if saves and len(samples) == 2:
+                accelerator.save_state(f"{folder}/kept")
+        return samples
 
-    begun = four.run(lambda f, *a: f(*a, saves=True), rank, 2, 2, str(tmp_path), data)
-    assert begun == [begun[0]] * 4
-    rest = pair.run(lambda f, *a: f(*a, saves=False), rank, 1, 2, str(tmp_path), data)
-    assert rest == [begun[0][2:]] * 2
+    before_save = four.run(lambda f, *a: f(*a, saves=True), run_rank, 2, 2, str(tmp_path), data)
+    assert before_save == [before_save[0]] * 4
+    remaining = pair.run(lambda f, *a: f(*a, saves=False), run_rank, 1, 2, str(tmp_path), data)
+    assert remaining == [before_save[0][2:]] * 2
     if data == "global":
-        again = four.run(lambda f, *a: f(*a, saves=False), rank, 1, 1, str(tmp_path), data)
-        assert again == [begun[0][2:]] * 4
+        resumed = four.run(lambda f, *a: f(*a, saves=False), run_rank, 1, 1, str(tmp_path), data)
+        assert resumed == [before_save[0][2:]] * 4
 
 
 def test_a_description_contains_the_number_of_model_parallel_ranks(four):
-    def told():
-        made = accelerator()
-        made.loader = made.prepare(DataLoader(range(64), batch_size=8))
-        said = made.describe()
-        return said.loaders[0].global_batch, str(said)
+    def describe():
+        accelerator = build_accelerator()
+        accelerator.loader = accelerator.prepare(DataLoader(range(64), batch_size=8))
+        description = accelerator.describe()
+        return description.loaders[0].global_batch, str(description)
 
-    for size, text in four.run(told):
+    for size, text in four.run(describe):
         assert size == 16
         assert "8 x 2 parts, 2 ranks each x 1 accumulation = 16 samples" in text

@@ -28,77 +28,77 @@ def prepared(accelerator, count, size=4):
 def test_two_zipped_loaders_of_different_lengths_lose_no_sample(ranks):
     """Row A26: `zip`. Tensors of the loaders and outputs of a prepared model are recognized."""
 
-    def seen():
+    def gather_samples():
         accelerator = Accelerator()
         model = accelerator.prepare(Doubling())
         first, second = prepared(accelerator, 16), prepared(accelerator, 10)
-        found = [[], [], [], []]
-        for one, other in zip(first, second, strict=False):
-            found[0] += accelerator.gather_for_metrics(one).tolist()
-            found[1] += accelerator.gather_for_metrics(other).tolist()
-            found[2] += accelerator.gather_for_metrics(model(one) + 1).tolist()
-            found[3] += accelerator.gather_for_metrics(model(other) + 1).tolist()
-        return found
+        gathered_values = [[], [], [], []]
+        for first_batch, second_batch in zip(first, second, strict=False):
+            gathered_values[0] += accelerator.gather_for_metrics(first_batch).tolist()
+            gathered_values[1] += accelerator.gather_for_metrics(second_batch).tolist()
+            gathered_values[2] += accelerator.gather_for_metrics(model(first_batch) + 1).tolist()
+            gathered_values[3] += accelerator.gather_for_metrics(model(second_batch) + 1).tolist()
+        return gathered_values
 
     steps = -(-10 // (4 * ranks.size))
     longer, shorter = list(range(min(16, steps * 4 * ranks.size))), list(range(10))
-    wanted = [longer, shorter, [2 * n + 1 for n in longer], [2 * n + 1 for n in shorter]]
-    assert ranks.run(seen) == [wanted] * ranks.size
+    expected = [longer, shorter, [2 * n + 1 for n in longer], [2 * n + 1 for n in shorter]]
+    assert ranks.run(gather_samples) == [expected] * ranks.size
 
 
 def test_an_unknown_tensor_in_zipped_loops_is_rejected_without_its_batch(several):
-    def seen():
+    def gather_samples():
         accelerator = Accelerator()
         first, second = (
             prepared(accelerator, 20, 2),
             prepared(accelerator, 4 * accelerator.num_processes - 1, 2),
         )
-        told, refused = [], 0
-        for one, _ in zip(first, second, strict=False):
-            told += accelerator.gather_for_metrics(one + 1, batch=one).tolist()
+        expected, refused = [], 0
+        for first_batch, _ in zip(first, second, strict=False):
+            expected += accelerator.gather_for_metrics(first_batch + 1, batch=first_batch).tolist()
             try:
-                accelerator.gather_for_metrics(one + 1)
+                accelerator.gather_for_metrics(first_batch + 1)
             except ValueError as error:
                 refused += "Pass the batch" in str(error)
-        return told, refused
+        return expected, refused
 
-    told = list(range(1, 4 * several.size + 1))
-    assert several.run(seen) == [(told, 1)] * several.size
+    expected = list(range(1, 4 * several.size + 1))
+    assert several.run(gather_samples) == [(expected, 1)] * several.size
 
 
 def test_an_unknown_batch_argument_is_rejected(several):
-    def told():
+    def gather_and_catch():
         with pytest.raises(ValueError, match="the batch is unknown"):
             Accelerator().gather_for_metrics(torch.ones(2), batch=torch.ones(2))
 
-    several.run(told)
+    several.run(gather_and_catch)
 
 
 def test_the_batch_argument_works_on_any_world_size(ranks):
-    def seen():
+    def gather_samples():
         accelerator = Accelerator()
         pairs = zip(prepared(accelerator, 16, 4), prepared(accelerator, 10, 4), strict=False)
         return [n for _, b in pairs for n in accelerator.gather_for_metrics(b + 1, batch=b).tolist()]
 
-    assert ranks.run(seen) == [list(range(1, 11))] * ranks.size
+    assert ranks.run(gather_samples) == [list(range(1, 11))] * ranks.size
 
 
 def test_gathering_is_exact_if_a_script_prefetches_one_batch(ranks):
     """Row A27: the current batch is not the one fetched last."""
 
-    def seen():
+    def gather_samples():
         accelerator = Accelerator()
         model = accelerator.prepare(Doubling())
-        found = [[], []]
-        walk = iter(prepared(accelerator, 9, 2))
-        ahead = next(walk)
+        gathered_values = [[], []]
+        iterator = iter(prepared(accelerator, 9, 2))
+        ahead = next(iterator)
         while ahead is not None:
-            batch, ahead = ahead, next(walk, None)
-            found[0] += accelerator.gather_for_metrics(batch).tolist()
-            found[1] += accelerator.gather_for_metrics(model(batch) + 1).tolist()
-        return found
+            batch, ahead = ahead, next(iterator, None)
+            gathered_values[0] += accelerator.gather_for_metrics(batch).tolist()
+            gathered_values[1] += accelerator.gather_for_metrics(model(batch) + 1).tolist()
+        return gathered_values
 
-    assert ranks.run(seen) == [[list(range(9)), [2 * n + 1 for n in range(9)]]] * ranks.size
+    assert ranks.run(gather_samples) == [[list(range(9)), [2 * n + 1 for n in range(9)]]] * ranks.size
 
 
 @pytest.mark.parametrize("count", [13, 16, 24, 25])
@@ -114,16 +114,16 @@ def test_results_collected_in_a_loop_are_gathered_once_after_it(ranks, count):
             texts
         )
 
-    def seen(count):
+    def gather_samples(count):
         accelerator = Accelerator()
-        found = [collected(accelerator, count)]
+        gathered_values = [collected(accelerator, count)]
         for batch in prepared(accelerator, 7, 1):
-            found.append(collected(accelerator, count))
+            gathered_values.append(collected(accelerator, count))
             assert len(accelerator.gather_for_metrics(batch + 1)) in {1, accelerator.num_processes}
-        return all(one == found[0] for one in found) and found[0]
+        return all(result == gathered_values[0] for result in gathered_values) and gathered_values[0]
 
-    wanted = [2 * n for n in range(count)], [str(n) for n in range(count)]
-    assert ranks.run(seen, count) == [wanted] * ranks.size
+    expected = [2 * n for n in range(count)], [str(n) for n in range(count)]
+    assert ranks.run(gather_samples, count) == [expected] * ranks.size
 
 
 def test_gathering_after_a_loop_of_one_padded_batch_needs_the_batch_argument(several):
@@ -143,14 +143,14 @@ def test_gathering_after_a_loop_of_one_padded_batch_needs_the_batch_argument(sev
 def test_gathering_outside_of_loops_keeps_all_rows(ranks):
     """Rows A29 and A31: finished and abandoned loops do not affect other data."""
 
-    def seen():
+    def gather_samples():
         accelerator = Accelerator(gradient_accumulation_steps=4)
         for _ in prepared(accelerator, 9, 4):
             pass
         after = accelerator.gather_for_metrics(torch.arange(5)).tolist()
         for _ in prepared(accelerator, 3, 4):
             break
-        left = accelerator.gather_for_metrics(torch.arange(5)).tolist()
+        outside = accelerator.gather_for_metrics(torch.arange(5)).tolist()
         try:
             for _ in prepared(accelerator, 3, 4):
                 next(iter(()))
@@ -162,11 +162,11 @@ def test_gathering_outside_of_loops_keeps_all_rows(ranks):
                 synced.append(accelerator.sync_gradients)
             if len(synced) == 5:
                 break
-        return after, left, failed, synced
+        return after, outside, failed, synced
 
     everything = [0, 1, 2, 3, 4] * ranks.size
     assert (
-        ranks.run(seen)
+        ranks.run(gather_samples)
         == [(everything, everything, everything, [False, False, False, True, False])] * ranks.size
     )
 
@@ -174,71 +174,73 @@ def test_gathering_outside_of_loops_keeps_all_rows(ranks):
 def test_loops_that_end_early_are_removed(ranks):
     """Row A30."""
 
-    def left():
+    def count_loops():
         accelerator = Accelerator()
         for _ in range(5):
             for _ in prepared(accelerator, 40):
                 break
         return len(accelerator._loops._open), len(accelerator._loops._finished)
 
-    assert ranks.run(left) == [(0, 0)] * ranks.size
+    assert ranks.run(count_loops) == [(0, 0)] * ranks.size
 
 
 def test_scalars_objects_and_repeated_rows_are_exact_at_the_last_step(ranks):
     """Rows A22 to A25."""
 
-    def seen():
+    def gather_samples():
         accelerator = Accelerator()
-        found = {"id": [], "txt": [], "rows": [], "scalar": None, "one": None}
+        gathered_values = {"id": [], "txt": [], "rows": [], "scalar": None, "one": None}
         for batch in prepared(accelerator, 10, 2):
-            whole = accelerator.gather_for_metrics({"id": batch, "txt": [f"no {n}" for n in batch.tolist()]})
-            found["id"] += whole["id"].tolist()
-            found["txt"] += whole["txt"]
-            found["rows"] += accelerator.gather_for_metrics(batch.repeat_interleave(3)).tolist()
+            gathered = accelerator.gather_for_metrics(
+                {"id": batch, "txt": [f"no {n}" for n in batch.tolist()]}
+            )
+            gathered_values["id"] += gathered["id"].tolist()
+            gathered_values["txt"] += gathered["txt"]
+            gathered_values["rows"] += accelerator.gather_for_metrics(batch.repeat_interleave(3)).tolist()
             rank = torch.tensor(accelerator.process_index)
-            found["scalar"] = torch.atleast_1d(accelerator.gather_for_metrics(rank)).tolist()
-        return found
+            gathered_values["scalar"] = torch.atleast_1d(accelerator.gather_for_metrics(rank)).tolist()
+        return gathered_values
 
-    wanted = {
+    expected = {
         "id": list(range(10)),
         "txt": [f"no {n}" for n in range(10)],
         "rows": [n for n in range(10) for _ in range(3)],
         "scalar": list(range(ranks.size)),
         "one": None,
     }
-    assert ranks.run(seen) == [wanted] * ranks.size
+    assert ranks.run(gather_samples) == [expected] * ranks.size
 
 
 @pytest.mark.parametrize(("count", "size"), [(10, 4), (5, 4), (9, 4), (1, 3), (0, 2), (21, 4)])
 def test_uneven_batches_are_gathered_exactly_and_all_ranks_take_the_same_steps(ranks, count, size):
     """Row A2 (there: a hang, or an abort)."""
 
-    def seen(count, size):
+    def gather_samples(count, size):
         accelerator = Accelerator()
         accelerator.even_batches = False
-        loader, own, whole = prepared(accelerator, count, size), 0, []
+        loader, num_local, gathered = prepared(accelerator, count, size), 0, []
         for batch in loader:
-            own += 1
-            whole += accelerator.gather_for_metrics(batch).tolist()
-        return own == len(loader), whole
+            num_local += 1
+            gathered += accelerator.gather_for_metrics(batch).tolist()
+        return num_local == len(loader), gathered
 
-    assert ranks.run(seen, count, size) == [(True, list(range(count)))] * ranks.size
+    assert ranks.run(gather_samples, count, size) == [(True, list(range(count)))] * ranks.size
 
 
 def test_a_prepared_model_can_be_copied_and_saved(several):
-    def copies():
+    def copy_and_save():
         accelerator = Accelerator()
         model = accelerator.prepare(nn.Flatten(0))
         torch.save(model, io.BytesIO())
         return copy.deepcopy(model)(torch.ones(1, 1)).tolist()
 
-    assert several.run(copies) == [[1.0]] * several.size
+    assert several.run(copy_and_save) == [[1.0]] * several.size
 
 
 def test_a_loop_over_data_without_tensors_is_exact(ranks):
-    def seen():
+    def gather_samples():
         accelerator = Accelerator()
         loader = accelerator.prepare(DataLoader([str(n) for n in range(9)], batch_size=2))
         return list(itertools.chain.from_iterable(map(accelerator.gather_for_metrics, loader)))
 
-    assert ranks.run(seen) == [[str(n) for n in range(9)]] * ranks.size
+    assert ranks.run(gather_samples) == [[str(n) for n in range(9)]] * ranks.size

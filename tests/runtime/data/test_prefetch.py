@@ -63,8 +63,8 @@ class Streams:
 
     def record_event(self):
         """Return the copies that are done when the event is."""
-        copies, self._waiting = self._waiting, []
-        return copies
+        pending, self._waiting = self._waiting, []
+        return pending
 
     def wait_event(self, event):
         """Make the copies before the event."""
@@ -88,9 +88,9 @@ class Drawn(Sampler):
     """A sampler that draws each sample with Python's generator."""
 
     def __iter__(self):
-        left = list(range(11))
-        while left:
-            yield left.pop(random.randrange(len(left)))
+        remaining = list(range(11))
+        while remaining:
+            yield remaining.pop(random.randrange(len(remaining)))
 
     def __len__(self):
         return 11
@@ -108,9 +108,11 @@ WORKERS = [0, pytest.param(1, id="worker")]
 
 
 def prepared(name, workers, **options):
-    data, own = LOADERS[name]
+    data, loader_options = LOADERS[name]
     config = DataLoaderConfiguration(non_blocking=True, **options)
-    return Accelerator(dataloader_config=config).prepare(DataLoader(data, num_workers=workers, **own))
+    return Accelerator(dataloader_config=config).prepare(
+        DataLoader(data, num_workers=workers, **loader_options)
+    )
 
 
 def numbers(batch):
@@ -128,12 +130,12 @@ def to_lists(value):
 
 def record_epoch(loader, count=100):
     """Return the numbers, loader state and random draws of every batch, and the final states."""
-    found = []
+    steps = []
     for batch in loader:
-        found.append((numbers(batch), to_lists(loader.state_dict()), random.random(), torch.rand(1).item()))
-        if len(found) == count:
+        steps.append((numbers(batch), to_lists(loader.state_dict()), random.random(), torch.rand(1).item()))
+        if len(steps) == count:
             break
-    return found, to_lists(loader.state_dict()), to_lists(capture_states())
+    return steps, to_lists(loader.state_dict()), to_lists(capture_states())
 
 
 def seeded():
@@ -146,12 +148,12 @@ def seeded():
 def test_prefetching_does_not_change_batches_offsets_or_random_numbers(name, workers, monkeypatch):
     seeded()
     plain = prepared(name, workers)
-    wanted = [record_epoch(plain), record_epoch(plain, 2), record_epoch(plain)]
+    expected = [record_epoch(plain), record_epoch(plain, 2), record_epoch(plain)]
     streams = Streams(monkeypatch)
     seeded()
     loader = prepared(name, workers)
-    got = [record_epoch(loader), record_epoch(loader, 2), record_epoch(loader)]
-    assert got == wanted
+    actual = [record_epoch(loader), record_epoch(loader, 2), record_epoch(loader)]
+    assert actual == expected
     assert streams.calls
 
 
@@ -198,28 +200,28 @@ def test_blocking_copies_use_the_current_stream(streams, workers):
 def build_broken_epoch(at):
     """Return an epoch whose batch with this number cannot be read."""
 
-    def walk(loop):
-        done = 0
-        loop.state_at = lambda _: {"position": done}
+    def iterate(loop):
+        num_read = 0
+        loop.state_at = lambda _: {"position": num_read}
         for number in range(4):
             if number == at:
                 raise LookupError(f"batch {number} is broken")
-            done += 1
+            num_read += 1
             yield torch.tensor([number])
 
-    return walk
+    return iterate
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_a_read_error_is_raised_after_the_earlier_batches_with_their_offset(streams, at):
-    loop, seen = EpochIterator(), []
+    loop, offsets = EpochIterator(), []
     batches = prefetch_batches(build_broken_epoch(at), loop, lambda: StreamCopies(streams))
     for _ in range(at):
-        seen.append(next(batches).item())
-        assert loop.state_dict() == {"position": len(seen)}
+        offsets.append(next(batches).item())
+        assert loop.state_dict() == {"position": len(offsets)}
     with pytest.raises(LookupError, match=f"batch {at} is broken"):
         next(batches)
-    assert seen == list(range(at))
+    assert offsets == list(range(at))
     assert loop.state_dict() == {"position": at}
 
 
@@ -253,9 +255,9 @@ def test_only_plain_tensors_of_a_batch_are_copied_on_the_stream(streams):
         "pair": Pair(torch.tensor([3.0]), 4),
         "left": (there, grown, sparse, movable, torch.nn.Parameter(torch.ones(1))),
     }
-    copies = StreamCopies(streams)
-    copies.put(batch)
-    got = copies.take(batch)
+    stream_copies = StreamCopies(streams)
+    stream_copies.put(batch)
+    actual = stream_copies.take(batch)
     assert [call for call in streams.calls if call[0] == "copy"] == [
         ("copy", 1.0),
         ("copy", 2.0),
@@ -264,10 +266,12 @@ def test_only_plain_tensors_of_a_batch_are_copied_on_the_stream(streams):
     assert [call for call in streams.calls if call[0] == "record"] == [
         ("record", float(n)) for n in (1, 2, 3)
     ]
-    assert got["nested"][0].tolist() == [1.0]
-    assert got["nested"][1][1:] == ("text", None)
-    assert (type(got["pair"]), got["pair"].left.tolist(), got["pair"].right) == (Pair, [3.0], 4)
-    assert all(one is other for one, other in zip(got["left"], batch["left"], strict=True))
+    assert actual["nested"][0].tolist() == [1.0]
+    assert actual["nested"][1][1:] == ("text", None)
+    assert (type(actual["pair"]), actual["pair"].left.tolist(), actual["pair"].right) == (Pair, [3.0], 4)
+    assert all(
+        copied_value is value for copied_value, value in zip(actual["left"], batch["left"], strict=True)
+    )
 
 
 class Encoding(UserDict):
@@ -284,12 +288,17 @@ class Encoding(UserDict):
 
 def test_a_batch_encoding_is_copied_and_keeps_its_attributes(streams):
     batch = Encoding({"ids": torch.tensor([5]), "mask": torch.tensor([6])}, words=["a"])
-    copies = StreamCopies(streams)
-    copies.put(batch)
-    got = copies.take(batch)
+    stream_copies = StreamCopies(streams)
+    stream_copies.put(batch)
+    actual = stream_copies.take(batch)
     assert streams.calls == [("copy", 5), ("copy", 6), ("record", 5), ("record", 6)]
-    assert (type(got), got["ids"].tolist(), got["mask"].tolist(), got.words) == (Encoding, [5], [6], ["a"])
-    assert got.to(torch.device("cpu"))["ids"].tolist() == [5]
+    assert (type(actual), actual["ids"].tolist(), actual["mask"].tolist(), actual.words) == (
+        Encoding,
+        [5],
+        [6],
+        ["a"],
+    )
+    assert actual.to(torch.device("cpu"))["ids"].tolist() == [5]
 
 
 def test_objects_with_a_to_method_are_moved_when_the_batch_is_returned(streams):
@@ -317,11 +326,11 @@ def gather_with_streams(dispatch, workers):
         config = DataLoaderConfiguration(non_blocking=True, dispatch_batches=dispatch)
         accelerator = Accelerator(dataloader_config=config)
         loader = accelerator.prepare(DataLoader(DATA, batch_size=2, num_workers=workers))
-        seen, ends = [], []
+        batches, ends = [], []
         for (batch,) in loader:
-            seen += accelerator.gather_for_metrics(batch).tolist()
+            batches += accelerator.gather_for_metrics(batch).tolist()
             ends.append(accelerator.gradient_state.end_of_dataloader)
-        return seen, ends, bool(streams.calls)
+        return batches, ends, bool(streams.calls)
 
 
 @pytest.mark.parametrize("dispatch", [False, True])
@@ -337,11 +346,11 @@ def test_prefetching_on_several_ranks_gathers_every_sample_once(pair, dispatch, 
     ("kind", "streams_of_own"), [("cpu", False), ("mps", False), ("cuda", True), ("xpu", True)]
 )
 def test_a_backend_has_one_copy_stream_on_devices_with_streams(monkeypatch, kind, streams_of_own):
-    made = []
+    streams = []
     for module in (torch.cpu, torch.cuda, torch.xpu):
-        monkeypatch.setattr(module, "Stream", lambda device: made.append(device) or object())
+        monkeypatch.setattr(module, "Stream", lambda device: streams.append(device) or object())
     device = torch.device(kind, 0) if kind != "cpu" else torch.device(kind)
     backend = Single(Topology(), device)
     assert (backend.copy_stream is not None) == streams_of_own
     assert backend.copy_stream is backend.copy_stream
-    assert made == [device] * streams_of_own
+    assert streams == [device] * streams_of_own

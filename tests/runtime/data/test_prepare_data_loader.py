@@ -14,7 +14,7 @@ def test_samples_are_sharded_and_gathered_once(ranks):
     def run(options):
         accelerator = Accelerator()
         loader = DataLoader(range(11), batch_size=2)
-        mine = prepare_data_loader(
+        rank_loader = prepare_data_loader(
             loader,
             accelerator.device,
             num_processes=accelerator.num_processes,
@@ -22,11 +22,11 @@ def test_samples_are_sharded_and_gathered_once(ranks):
             put_on_device=True,
             **options,
         )
-        assert isinstance(mine, DataLoaderShard)
-        assert prepare_data_loader(mine) is mine
-        gathered = [n for batch in mine for n in accelerator.gather_for_metrics(batch).tolist()]
-        ends = [accelerator.gradient_state.end_of_dataloader for _ in mine]
-        return gathered, ends[-1], len(mine) == len(accelerator.prepare_data_loader(loader))
+        assert isinstance(rank_loader, DataLoaderShard)
+        assert prepare_data_loader(rank_loader) is rank_loader
+        gathered = [n for batch in rank_loader for n in accelerator.gather_for_metrics(batch).tolist()]
+        ends = [accelerator.gradient_state.end_of_dataloader for _ in rank_loader]
+        return gathered, ends[-1], len(rank_loader) == len(accelerator.prepare_data_loader(loader))
 
     assert ranks.run(run, {}) == [(list(range(11)), True, True)] * ranks.size
     options = {"dispatch_batches": True, "rng_types": ["generator"]}
@@ -34,7 +34,7 @@ def test_samples_are_sharded_and_gathered_once(ranks):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"num_processes": 7}, "num_processes=7 is not 1"),
         ({"process_index": 3}, "process_index=3 is not 0"),
@@ -45,9 +45,9 @@ def test_samples_are_sharded_and_gathered_once(ranks):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_arguments_that_do_not_match_this_process_are_rejected(options, said):
+def test_arguments_that_do_not_match_this_process_are_rejected(options, message):
     Accelerator()
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         prepare_data_loader(DataLoader(range(3)), **options)
 
 

@@ -40,11 +40,11 @@ def build_source(kind, counts, options=None):
     """Return a source of the samples of this rank, which start at 100 times the rank."""
     backend = read_epochs.get_backend()
     rank = backend.topology.rank
-    made = {
+    loaders = {
         "a stream": Offset(rank * 100, counts[rank]),
         "a map": range(rank * 100, rank * 100 + counts[rank]),
     }
-    loader = DataLoader(made[kind], batch_size=2, **options or {})
+    loader = DataLoader(loaders[kind], batch_size=2, **options or {})
     local = (
         read_epochs.build_iterable_source(loader, alone())
         if kind == "a stream"
@@ -64,12 +64,12 @@ def test_collectives_of_a_source_of_one_rank_are_not_counted(pair):
     assert pair.run(count) == [0, 0]
 
 
-def valid_samples(found):
+def valid_samples(steps_by_rank):
     """Check the epoch; return the samples of every rank without padding."""
-    check_steps(found)
+    check_steps(steps_by_rank)
     return [
         list(chain.from_iterable(step.samples[: step.step_info.num_valid[rank]] for step in steps))
-        for rank, steps in enumerate(found)
+        for rank, steps in enumerate(steps_by_rank)
     ]
 
 
@@ -93,96 +93,98 @@ def test_a_batch_that_collates_to_none_does_not_end_the_epoch(kind):
 def test_every_rank_reads_its_own_samples_once_in_equal_step_counts(ranks, kind, counts):
     """A11, F1: Accelerate hangs if ranks have different numbers of batches."""
 
-    def walk(kind, counts):
+    def read_source(kind, counts):
         source = build_source(kind, counts)
         return [read_steps(source), read_steps(source)]
 
-    found = ranks.run(walk, kind, counts)
+    results = ranks.run(read_source, kind, counts)
     for epoch in (0, 1):
         expected = [list(range(r * 100, r * 100 + counts[r])) for r in range(ranks.size)]
-        assert valid_samples([steps[epoch] for steps in found]) == expected
+        assert valid_samples([steps[epoch] for steps in results]) == expected
         longest = max(-(-count // 2) for count in counts[: ranks.size])
-        assert len(found[0][epoch]) == longest
+        assert len(results[0][epoch]) == longest
 
 
 def test_a_rank_without_further_data_repeats_its_first_batch(pair):
-    def walk(kind):
+    def read_source(kind):
         return read_steps(build_source(kind, (5, 2)))
 
     for kind in ("a stream", "a map"):
-        first, second = pair.run(walk, kind)
+        first, second = pair.run(read_source, kind)
         assert [step.samples for step in second] == [[100, 101]] * 3
         assert [step.step_info.loss_scale for step in first] == [1.0, 2.0, 2.0]
         assert [step.step_info.loss_scale for step in second] == [1.0, 0.0, 0.0]
 
 
 def test_a_rank_without_data_receives_a_batch_of_another(pair):
-    def walk(kind):
+    def read_source(kind):
         return read_steps(build_source(kind, (0, 3)))
 
     for kind in ("a stream", "a map"):
-        assert [step.samples for step in pair.run(walk, kind)[0]] == [[100, 101]] * 2
+        assert [step.samples for step in pair.run(read_source, kind)[0]] == [[100, 101]] * 2
 
 
 def test_a_repeated_batch_is_not_affected_by_changes_of_the_script(pair):
-    def walk():
+    def read_source():
         backend = read_epochs.get_backend()
         rank = backend.topology.rank
         loader = DataLoader([{"x": n, "label": n} for n in range(6 if rank == 0 else 1)], batch_size=2)
         source = PreshardedSource(read_epochs.build_dispatched_source(loader, alone()), loader, backend)
         return [batch.pop("label").tolist() for batch in source.iterate(EpochIterator(), {})]
 
-    assert pair.run(walk) == [[[0, 1], [2, 3], [4, 5]], [[0]] * 3]
+    assert pair.run(read_source) == [[[0, 1], [2, 3], [4, 5]], [[0]] * 3]
 
 
 def test_a_loader_with_a_distributed_sampler_is_not_sharded_again(ranks):
     """A20: Accelerate splits it a second time, and loses half."""
 
-    def walk():
+    def read_source():
         backend = read_epochs.get_backend()
-        place = backend.topology
-        sampler = DistributedSampler(range(18), place.world_size, place.rank, shuffle=False)
+        topology = backend.topology
+        sampler = DistributedSampler(range(18), topology.world_size, topology.rank, shuffle=False)
         loader = DataLoader(range(18), batch_size=2, sampler=sampler)
         return read_steps(
             PreshardedSource(read_epochs.build_dispatched_source(loader, alone()), loader, backend)
         )
 
-    assert sorted(chain.from_iterable(check_steps(ranks.run(walk)))) == list(range(18))
+    assert sorted(chain.from_iterable(check_steps(ranks.run(read_source)))) == list(range(18))
 
 
 @pytest.mark.parametrize("kind", ["a stream", "a map"])
 def test_workers_read_the_samples_of_their_rank(pair, kind):
-    def walk(kind):
+    def read_source(kind):
         return read_steps(build_source(kind, (9, 4), {"num_workers": 2}))
 
-    assert valid_samples(pair.run(walk, kind)) == [list(range(9)), list(range(100, 104))]
+    assert valid_samples(pair.run(read_source, kind)) == [list(range(9)), list(range(100, 104))]
 
 
 @pytest.mark.parametrize("kind", ["a stream", "a map"])
 def test_presharded_iteration_continues_from_an_offset(pair, kind):
-    def walk(kind):
+    def read_source(kind):
         source = build_source(kind, (9, 4))
-        whole = read_steps(source)
+        all_steps = read_steps(source)
         return (
-            whole,
-            [read_steps(source, step.offset) for step in whole],
+            all_steps,
+            [read_steps(source, step.offset) for step in all_steps],
             read_steps(source, source.skip_steps(3, {})),
         )
 
-    (whole, rests, skipped), (others, other_rests, other_skipped) = pair.run(walk, kind)
-    for at in range(len(whole)):
-        expected = valid_samples([whole[at + 1 :], others[at + 1 :]]) if at + 1 < len(whole) else [[], []]
+    (all_steps, rests, skipped), (others, other_rests, other_skipped) = pair.run(read_source, kind)
+    for at in range(len(all_steps)):
+        expected = (
+            valid_samples([all_steps[at + 1 :], others[at + 1 :]]) if at + 1 < len(all_steps) else [[], []]
+        )
         assert valid_samples([rests[at], other_rests[at]]) == expected
     assert valid_samples([skipped, other_skipped]) == [[6, 7, 8], []]
 
 
 def test_an_offset_of_another_world_size_is_rejected(pair):
-    def walk():
+    def read_source():
         with pytest.raises(ValueError, match="saved on 3 processes"):
             read_steps(build_source("a stream", (9, 4)), {"steps": 1, "world_size": 3})
         return True
 
-    assert all(pair.run(walk))
+    assert all(pair.run(read_source))
 
 
 def test_a_read_error_on_one_rank_is_raised_on_all(several):
@@ -192,7 +194,7 @@ def test_a_read_error_on_one_rank_is_raised_on_all(several):
             if self.rank == 1:
                 raise FileNotFoundError("the shard")
 
-    def walk(kind):
+    def read_source(kind):
         backend = read_epochs.get_backend()
         stream = kind(4)
         stream.rank = backend.topology.rank
@@ -202,7 +204,7 @@ def test_a_read_error_on_one_rank_is_raised_on_all(several):
             read_steps(PreshardedSource(read_epochs.build_iterable_source(loader, alone()), loader, backend))
         return True
 
-    assert all(several.run(walk, Missing))
+    assert all(several.run(read_source, Missing))
 
 
 def test_a_sampler_shorter_than_its_length_is_an_error():

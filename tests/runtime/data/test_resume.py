@@ -73,12 +73,12 @@ def prepare_ordered_loader(accelerator, kind):
 
 def gather_steps(accelerator, loader, steps=None):
     """Return the gathered samples of the next steps in one list."""
-    seen = []
+    steps_read = []
     for at, batch in enumerate(loader):
-        seen.append(accelerator.gather_for_metrics(batch).flatten().tolist())
+        steps_read.append(accelerator.gather_for_metrics(batch).flatten().tolist())
         if at + 1 == steps:
             break
-    return list(chain.from_iterable(seen))
+    return list(chain.from_iterable(steps_read))
 
 
 def seed_generators():
@@ -93,24 +93,24 @@ def run_interrupted(kind, epoch, steps):
     loader = prepare_ordered_loader(accelerator, kind)
     for _ in range(epoch):
         gather_steps(accelerator, loader)
-    walk = iter(loader)
+    iterator = iter(loader)
     for _ in range(steps):
-        next(walk)
+        next(iterator)
     state = loader.state_dict()
-    kept = io.BytesIO()
-    torch.save(state, kept)
-    rest = [accelerator.gather_for_metrics(batch).flatten().tolist() for batch in walk]
+    saved_state = io.BytesIO()
+    torch.save(state, saved_state)
+    remaining = [accelerator.gather_for_metrics(batch).flatten().tolist() for batch in iterator]
     following = gather_steps(accelerator, loader)
-    return kept.getvalue(), list(chain.from_iterable(rest)), following
+    return saved_state.getvalue(), list(chain.from_iterable(remaining)), following
 
 
-def run_resumed(kind, kept):
+def run_resumed(kind, state):
     """Load the state in a new run; return the rest of the epoch and the next epoch."""
     torch.manual_seed(99)  # only the state is kept
     random.seed(99)
     accelerator = Accelerator()
     loader = prepare_ordered_loader(accelerator, kind)
-    loader.load_state_dict(torch.load(io.BytesIO(kept), weights_only=True))
+    loader.load_state_dict(torch.load(io.BytesIO(state), weights_only=True))
     epoch = loader.epoch
     return gather_steps(accelerator, loader), gather_steps(accelerator, loader), (epoch, loader.epoch)
 
@@ -123,16 +123,16 @@ def run_resumed(kind, kept):
 )
 def test_a_resumed_epoch_has_the_remaining_samples_of_the_uninterrupted_run(ranks, kind, epoch):
     """Rows B1 and B6, with gathered samples, so that all ranks return the same."""
-    (kept, rest, _), *others = ranks.run(run_interrupted, kind, epoch, 2)
-    assert all(other[1] == rest for other in others)
-    for again, _, epochs in ranks.run(run_resumed, kind, kept):
-        assert again == rest
+    (state, remaining, _), *others = ranks.run(run_interrupted, kind, epoch, 2)
+    assert all(other[1] == remaining for other in others)
+    for resumed, _, epochs in ranks.run(run_resumed, kind, state):
+        assert resumed == remaining
         assert epochs == (epoch, epoch + 2)
 
 
 def test_the_epoch_after_a_resumed_one_uses_the_generator_of_the_loader(ranks):
-    (kept, _, following), *_ = ranks.run(run_interrupted, "shuffled by a generator", 1, 2)
-    assert [again for _, again, _ in ranks.run(run_resumed, "shuffled by a generator", kept)] == [
+    (state, _, following), *_ = ranks.run(run_interrupted, "shuffled by a generator", 1, 2)
+    assert [resumed for _, resumed, _ in ranks.run(run_resumed, "shuffled by a generator", state)] == [
         following
     ] * ranks.size
 
@@ -148,14 +148,14 @@ def test_the_epoch_after_a_resumed_one_uses_the_generator_of_the_loader(ranks):
 )
 def test_an_epoch_resumes_on_another_world_size(clusters, kind, before, after):
     """Row B5: the samples not seen yet, in the order of the epoch."""
-    kept, rest, _ = clusters[before].run(run_interrupted, kind, 1, 2)[0]
-    for again, _, _ in clusters[after].run(run_resumed, kind, kept):
-        assert again == rest
+    state, remaining, _ = clusters[before].run(run_interrupted, kind, 1, 2)[0]
+    for resumed, _, _ in clusters[after].run(run_resumed, kind, state):
+        assert resumed == remaining
 
 
 def test_a_loader_state_is_equal_on_all_ranks(several):
     states = several.run(run_interrupted, "shuffled", 1, 2)
-    assert len({kept for kept, *_ in states}) == 1
+    assert len({state for state, *_ in states}) == 1
 
 
 def test_a_state_between_two_epochs_contains_the_next_epoch(ranks):
@@ -165,10 +165,10 @@ def test_a_state_between_two_epochs_contains_the_next_epoch(ranks):
         loader = prepare_ordered_loader(accelerator, "shuffled by a generator")
         gather_steps(accelerator, loader)
         state = loader.state_dict()
-        wanted = gather_steps(accelerator, loader)
+        expected = gather_steps(accelerator, loader)
         other = prepare_ordered_loader(accelerator, "shuffled by a generator")
         other.load_state_dict(state)
-        return state["epoch"], state["position"], gather_steps(accelerator, other) == wanted
+        return state["epoch"], state["position"], gather_steps(accelerator, other) == expected
 
     assert ranks.run(between) == [(1, 0, True)] * ranks.size
 
@@ -185,8 +185,8 @@ def test_a_state_of_the_last_step_resumes_according_to_the_position_argument(ran
         first = loader.epoch, gather_steps(accelerator, loader)
         return first, (loader.epoch, gather_steps(accelerator, loader))
 
-    whole = list(range(COUNT))
-    expected = ((0, []), (1, whole)) if position == "exact" else ((1, whole), (2, whole))
+    all_samples = list(range(COUNT))
+    expected = ((0, []), (1, all_samples)) if position == "exact" else ((1, all_samples), (2, all_samples))
     assert ranks.run(last, position) == [expected] * ranks.size
 
 
@@ -209,20 +209,20 @@ def test_set_epoch_after_loading_starts_another_epoch_at_its_beginning(ranks):
 
 
 def test_a_resumed_epoch_does_not_change_the_global_generators(ranks):
-    def left(kept):
+    def read_generator_states(state):
         accelerator = Accelerator()
         loader = prepare_ordered_loader(accelerator, "a sampler of Python's")
-        loader.load_state_dict(torch.load(io.BytesIO(kept), weights_only=True))
+        loader.load_state_dict(torch.load(io.BytesIO(state), weights_only=True))
         torch.manual_seed(5)
         random.seed(5)
         gather_steps(accelerator, loader)
         return torch.rand(1).item(), random.random()
 
-    kept = ranks.run(run_interrupted, "a sampler of Python's", 0, 2)[0][0]
+    state = ranks.run(run_interrupted, "a sampler of Python's", 0, 2)[0][0]
     torch.manual_seed(5)
     random.seed(5)
-    wanted = torch.rand(1).item(), random.random()
-    assert ranks.run(left, kept) == [wanted] * ranks.size
+    expected = torch.rand(1).item(), random.random()
+    assert ranks.run(read_generator_states, state) == [expected] * ranks.size
 
 
 def test_a_state_that_is_not_of_this_kind_of_loader_is_rejected():
@@ -244,21 +244,21 @@ def test_a_state_that_is_not_of_this_kind_of_loader_is_rejected():
 def test_skip_first_batches_skips_exactly_the_first_batches(ranks, kind, skip):
     """Row B4: also for gather_for_metrics of the last batch."""
 
-    def both(kind, skip):
+    def read_both(kind, skip):
         accelerator = Accelerator()
         seed_generators()
         steps = list(prepare_ordered_loader(accelerator, kind))
         seed_generators()
-        whole = prepare_ordered_loader(accelerator, kind)
-        kept = gather_steps(accelerator, whole, skip) if skip else []
+        loader = prepare_ordered_loader(accelerator, kind)
+        skipped_steps = gather_steps(accelerator, loader, skip) if skip else []
         seed_generators()
         skipped = skip_first_batches(prepare_ordered_loader(accelerator, kind), skip)
-        rest = gather_steps(accelerator, skipped)
+        remaining = gather_steps(accelerator, skipped)
         seed_generators()
         everything = gather_steps(accelerator, prepare_ordered_loader(accelerator, kind))
-        return kept + rest == everything, len(skipped) == max(len(steps) - skip, 0)
+        return skipped_steps + remaining == everything, len(skipped) == max(len(steps) - skip, 0)
 
-    assert ranks.run(both, kind, skip) == [(True, True)] * ranks.size
+    assert ranks.run(read_both, kind, skip) == [(True, True)] * ranks.size
 
 
 def test_an_epoch_with_skipped_batches_counts_as_an_epoch_of_the_loader(ranks):
@@ -270,23 +270,23 @@ def test_an_epoch_with_skipped_batches_counts_as_an_epoch_of_the_loader(ranks):
         first = gather_steps(accelerator, skip_first_batches(loader, 1) if skip else loader)
         return first, gather_steps(accelerator, loader), loader.epoch
 
-    for (rest, second, epoch), (first, wanted, _) in zip(
+    for (read_remaining, second, epoch), (first, expected, _) in zip(
         ranks.run(epochs, True), ranks.run(epochs, False), strict=True
     ):
-        assert rest == first[PART * ranks.size :]
-        assert second == wanted
+        assert read_remaining == first[PART * ranks.size :]
+        assert second == expected
         assert epoch == 2
 
 
 def test_skip_first_batches_after_loading_a_state_skips_once(ranks):
-    def rest(kept):
+    def read_remaining(state):
         accelerator = Accelerator()
         loader = prepare_ordered_loader(accelerator, "shuffled")
-        loader.load_state_dict(torch.load(io.BytesIO(kept), weights_only=True))
+        loader.load_state_dict(torch.load(io.BytesIO(state), weights_only=True))
         return gather_steps(accelerator, skip_first_batches(loader, 2))
 
-    kept, wanted, *_ = ranks.run(run_interrupted, "shuffled", 1, 2)[0]
-    assert ranks.run(rest, kept) == [wanted] * ranks.size
+    state, expected, *_ = ranks.run(run_interrupted, "shuffled", 1, 2)[0]
+    assert ranks.run(read_remaining, state) == [expected] * ranks.size
 
 
 def test_skipped_samples_are_not_loaded():
@@ -304,13 +304,13 @@ def test_skipped_samples_are_not_loaded():
 
 
 def test_a_loader_with_skipped_batches_can_be_prepared(ranks):
-    def rest():
+    def read_remaining():
         accelerator = Accelerator()
         skipped = skip_first_batches(DataLoader(range(COUNT), batch_size=PART), 3)
         assert len(list(skipped)) == len(skipped) == 10
         return gather_steps(accelerator, accelerator.prepare(skipped))
 
-    assert ranks.run(rest) == [list(range(6, COUNT))] * ranks.size
+    assert ranks.run(read_remaining) == [list(range(6, COUNT))] * ranks.size
 
 
 def test_a_negative_number_of_skipped_batches_is_rejected():
@@ -322,23 +322,31 @@ def test_a_negative_number_of_skipped_batches_is_rejected():
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 5), st.booleans())
-def test_a_permutation_from_an_offset_equals_that_of_torch(count, at, size, own):
+def test_a_permutation_from_an_offset_equals_that_of_torch(count, at, size, own_generator):
     """This test fails if RandomSampler of torch changes."""
 
     def order(position):
         torch.manual_seed(5)
-        generator = torch.Generator().manual_seed(6) if own else None
+        generator = torch.Generator().manual_seed(6) if own_generator else None
         sampler = RandomSampler(range(count), generator=generator)
         loader = DataLoader(range(count), batch_size=size, sampler=sampler)
         samples = EpochOrder(loader, BatchSharding(0, 1, size), Single(Topology(), torch.device("cpu")))
-        drawn = [index for indices, _ in samples.iterate_steps(position, 0, eager=False) for index in indices]
-        return drawn, torch.get_rng_state().tolist(), generator.get_state().tolist() if own else None
+        indices_drawn = [
+            index for indices, _ in samples.iterate_steps(position, 0, eager=False) for index in indices
+        ]
+        return (
+            indices_drawn,
+            torch.get_rng_state().tolist(),
+            generator.get_state().tolist() if own_generator else None,
+        )
 
-    whole, *states = order(0)
-    assert order(min(at, count)) == (whole[min(at, count) :], *states)
+    all_indices, *states = order(0)
+    assert order(min(at, count)) == (all_indices[min(at, count) :], *states)
     torch.manual_seed(5)
-    torchs = RandomSampler(range(count), generator=torch.Generator().manual_seed(6) if own else None)
-    assert whole == list(torchs)
+    torchs = RandomSampler(
+        range(count), generator=torch.Generator().manual_seed(6) if own_generator else None
+    )
+    assert all_indices == list(torchs)
 
 
 def test_a_data_seed_determines_the_order_of_each_epoch_by_its_number():
@@ -365,16 +373,20 @@ def test_a_resumed_epoch_keeps_its_order_in_a_process_with_another_seed(ranks, s
         loader = prepare_ordered_loader(accelerator, "shuffled")
         if state is not None:
             loader.load_state_dict(state)
-        seen = gather_steps(accelerator, loader, steps)
+        steps_read = gather_steps(accelerator, loader, steps)
         state = loader.state_dict()
-        return seen, state, gather_steps(accelerator, loader) if steps is None else []
+        return steps_read, state, gather_steps(accelerator, loader) if steps is None else []
 
     def continued(seedable):
         uninterrupted, _, following = run(1, seedable, None)
-        begun, state, _ = run(1, seedable, 3)
-        rest, _, next_epoch = run(2, seedable, None, state)
+        first_steps, state, _ = run(1, seedable, 3)
+        remaining, _, next_epoch = run(2, seedable, None, state)
         # An order that is drawn with its epoch is another one in the next epoch.
-        return begun + rest == uninterrupted, next_epoch == following or not seedable, len(rest) > 0
+        return (
+            first_steps + remaining == uninterrupted,
+            next_epoch == following or not seedable,
+            len(remaining) > 0,
+        )
 
     assert ranks.run(continued, seedable) == [(True, True, True)] * ranks.size
 
@@ -388,7 +400,7 @@ def test_set_epoch_of_a_sampler_is_called_before_every_epoch(ranks):
         def set_epoch(self, epoch):
             self.epochs.append(epoch)
 
-    def told():
+    def record_calls():
         sampler = Remembering(range(COUNT))
         loader = Accelerator().prepare(DataLoader(range(COUNT), sampler=sampler, batch_size=PART))
         for _ in range(2):
@@ -397,7 +409,7 @@ def test_set_epoch_of_a_sampler_is_called_before_every_epoch(ranks):
         list(loader)
         return sampler.epochs
 
-    assert ranks.run(told) == [[0, 1, 2, 3]] * ranks.size
+    assert ranks.run(record_calls) == [[0, 1, 2, 3]] * ranks.size
 
 
 def test_a_batch_sampler_as_sampler_passes_its_lists_to_the_dataset(ranks):
@@ -410,11 +422,11 @@ def test_a_batch_sampler_as_sampler_passes_its_lists_to_the_dataset(ranks):
         def __len__(self):
             return COUNT
 
-    def seen():
+    def read_samples():
         accelerator = Accelerator()
         sampler = BatchSampler(SequentialSampler(range(COUNT)), PART, drop_last=False)
         return gather_steps(
             accelerator, accelerator.prepare(DataLoader(Whole(), sampler=sampler, batch_size=None))
         )
 
-    assert ranks.run(seen) == [list(range(COUNT))] * ranks.size
+    assert ranks.run(read_samples) == [list(range(COUNT))] * ranks.size

@@ -35,17 +35,17 @@ def run():
     """Return a function that iterates over a loader and returns its batches and gathered results."""
     backend = Kept(Topology(), torch.device("cpu"))
 
-    def walked(loader, made=lambda batch: batch, *, skip=0, as_objects=False, **options):
+    def read_steps(loader, transform=lambda batch: batch, *, skip=0, as_objects=False, **options):
         loops = ActiveLoops(0, has_padding=backend.pads_batches)
         prepared = prepare_loader(loader, backend, loops, LoaderOptions(**options))
         batches, gathered = [], []
         for batch in skip_first_batches(prepared, skip):
             batches.append(batch.tolist())
-            data = made(batch)
+            data = transform(batch)
             gathered.append(gather_samples(data, loops.find_steps(data), backend, as_objects=as_objects))
         return batches, gathered, prepared
 
-    return walked
+    return read_steps
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 8, 11])
@@ -63,8 +63,8 @@ def test_the_last_batch_is_not_padded_with_even_batches_false_or_drop_last(run):
     short, _, prepared = run(DataLoader(range(6), 4), even_batches=False)
     assert short == [[0, 1, 2, 3], [4, 5]]
     assert prepared.end == "the last batch is not padded, so its shape differs"
-    left, _, prepared = run(DataLoader(range(6), 4, drop_last=True))
-    assert left == [[0, 1, 2, 3]]
+    steps, _, prepared = run(DataLoader(range(6), 4, drop_last=True))
+    assert steps == [[0, 1, 2, 3]]
     assert prepared.end == "no padding"
 
 
@@ -75,7 +75,7 @@ def test_batches_of_a_script_without_a_batch_size_are_not_padded(run):
 
 
 def test_gathered_structures_contain_no_padding(run):
-    def made(batch):
+    def build_structure(batch):
         words = [f"no {n}" for n in batch.tolist()]
         return {
             "rows": batch.repeat_interleave(2),
@@ -86,7 +86,7 @@ def test_gathered_structures_contain_no_padding(run):
             "more": [1, 2, 3],
         }
 
-    _, gathered, _ = run(DataLoader(range(6), 4), made)
+    _, gathered, _ = run(DataLoader(range(6), 4), build_structure)
     last = gathered[-1]
     assert last["rows"].tolist() == [4, 4, 5, 5]
     assert last["loss"].item() == 4 + 5 + 0 + 1
@@ -98,7 +98,7 @@ def test_gathered_structures_contain_no_padding(run):
 
 def test_tensors_of_any_shape_are_gathered_as_objects(run):
     _, gathered, _ = run(DataLoader(range(6), 4), lambda b: [torch.ones(int(n)) for n in b], as_objects=True)
-    assert [len(one) for one in gathered[-1]] == [4, 5]
+    assert [len(rows) for rows in gathered[-1]] == [4, 5]
 
 
 def test_rows_that_do_not_match_the_batch_are_rejected(run):

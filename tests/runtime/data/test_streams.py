@@ -55,11 +55,11 @@ def _impatient(monkeypatch):
 
 def read_on_all_ranks(world, loader, start=None, stop=None, **options):
     """Return the epochs of all ranks, which this process reads one after another."""
-    kept = rng.capture_states()
-    seen = []
+    generator_states = rng.capture_states()
+    steps_by_rank = []
     for rank in range(world):
-        rng.restore_states(kept)
-        seen.append(
+        rng.restore_states(generator_states)
+        steps_by_rank.append(
             read_steps(
                 read_epochs.build_iterable_source(
                     loader(), read_epochs.SimulatedRank(rank, world), **options
@@ -68,7 +68,7 @@ def read_on_all_ranks(world, loader, start=None, stop=None, **options):
                 stop,
             )
         )
-    return seen
+    return steps_by_rank
 
 
 # Every sample once ------------------------------------------------------------------------
@@ -85,8 +85,8 @@ def test_global_batches_of_streams_equal_those_of_one_process(world, even, drop_
             def loader(count=count, size=size):
                 return DataLoader(read_epochs.Stream(count), batch_size=size, drop_last=drop_last)
 
-            seen = check_steps(read_on_all_ranks(world, loader, even=even))
-            assert seen == split_batches(range(count), size * world, drop_last=drop_last)
+            batches = check_steps(read_on_all_ranks(world, loader, even=even))
+            assert batches == split_batches(range(count), size * world, drop_last=drop_last)
 
 
 @given(st.integers(0, 40), st.integers(1, 4), st.integers(1, 5), st.booleans(), st.booleans(), st.booleans())
@@ -96,8 +96,8 @@ def test_global_batches_of_streams_are_exact_for_any_options(count, world, each,
             read_epochs.Stream(count), batch_size=each * world if split else each, drop_last=drop_last
         )
 
-    seen = check_steps(read_on_all_ranks(world, loader, even=even, split=split))
-    assert seen == split_batches(range(count), each * world, drop_last=drop_last)
+    batches = check_steps(read_on_all_ranks(world, loader, even=even, split=split))
+    assert batches == split_batches(range(count), each * world, drop_last=drop_last)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_global_batches_of_streams_are_exact_for_any_options(count, world, each,
 def test_a_stream_that_ignores_workers_is_read_once(ranks, kind, workers, count, options):
     """A7: Accelerate returns every sample once per worker."""
 
-    def walk(kind, workers, count, options):
+    def read_source(kind, workers, count, options):
         read_epochs.get_backend()
         torch.manual_seed(0)
         loader = DataLoader(kind(count), batch_size=2, num_workers=workers, **options)
@@ -133,16 +133,16 @@ def test_a_stream_that_ignores_workers_is_read_once(ranks, kind, workers, count,
         return [read_steps(source), read_steps(source)]
 
     size = 2 * ranks.size
-    whole = count // size * size if options.get("drop_last") else count
-    for steps in zip(*ranks.run(walk, kind, workers, count, options), strict=True):
-        got = check_steps(steps)
-        flat = list(chain.from_iterable(got))
-        assert [len(b) for b in got] == [len(b) for b in split_batches(flat, size)]
-        assert len(flat) == whole
+    num_samples = count // size * size if options.get("drop_last") else count
+    for steps in zip(*ranks.run(read_source, kind, workers, count, options), strict=True):
+        actual = check_steps(steps)
+        flat = list(chain.from_iterable(actual))
+        assert [len(b) for b in actual] == [len(b) for b in split_batches(flat, size)]
+        assert len(flat) == num_samples
         if kind in {read_epochs.ShuffledStream, read_epochs.BufferedShuffleStream}:
             assert len(set(flat)) == len(flat)
         else:
-            assert flat == list(range(whole))
+            assert flat == list(range(num_samples))
 
 
 @pytest.mark.parametrize(
@@ -165,16 +165,16 @@ def test_a_stream_sharded_by_workers_is_read_once(ranks, kind, workers, data):
     """A8: Accelerate pads the last batch of every worker; A11: three shards on two ranks hang."""
     (make, init), (count, even) = DIVIDED[kind], data
 
-    def walk(make, init, workers, count, even):
+    def read_source(make, init, workers, count, even):
         read_epochs.get_backend()
         loader = DataLoader(make(count), batch_size=2, num_workers=workers, worker_init_fn=init)
         return read_steps(read_epochs.build_iterable_source(loader, read_epochs.get_backend(), even=even))
 
-    got = check_steps(ranks.run(walk, make, init, workers, count, even))
-    assert sorted(chain.from_iterable(got)) == list(range(count))
+    actual = check_steps(ranks.run(read_source, make, init, workers, count, even))
+    assert sorted(chain.from_iterable(actual)) == list(range(count))
     if ranks.size == 1:
         loader = DataLoader(make(count), batch_size=2, num_workers=workers, worker_init_fn=init)
-        assert got == [batch.tolist() for batch in loader]
+        assert actual == [batch.tolist() for batch in loader]
 
 
 @pytest.mark.slow
@@ -196,26 +196,26 @@ def test_streams_of_any_length_are_read_once_with_any_world_size_and_workers(
     def loader():
         return DataLoader(kind(count), batch_size=2, num_workers=workers)
 
-    got = check_steps(read_on_all_ranks(world, loader, even=even))
-    assert sorted(chain.from_iterable(got)) == list(range(count))
+    actual = check_steps(read_on_all_ranks(world, loader, even=even))
+    assert sorted(chain.from_iterable(actual)) == list(range(count))
 
 
 def test_the_last_batch_is_padded_from_the_start_of_the_epoch(pair):
-    def walk():
+    def read_source():
         return read_steps(
             read_epochs.build_iterable_source(
                 DataLoader(read_epochs.Stream(11), batch_size=4), read_epochs.get_backend()
             )
         )
 
-    first, second = pair.run(walk)
+    first, second = pair.run(read_source)
     assert [step.samples for step in first] == [[0, 1, 2, 3], [8, 9, 10, 0]]
     assert [step.samples for step in second] == [[4, 5, 6, 7], [1, 2, 3, 4]]
     assert first[-1].step_info.num_valid == (3, 0)
 
 
 def test_uneven_last_batches_are_split_and_weighted(several):
-    def walk():
+    def read_source():
         size = 4 * read_epochs.get_backend().topology.world_size
         return read_steps(
             read_epochs.build_iterable_source(
@@ -223,23 +223,23 @@ def test_uneven_last_batches_are_split_and_weighted(several):
             )
         )
 
-    found = several.run(walk)
-    check_steps(found)
+    results = several.run(read_source)
+    check_steps(results)
     world = several.size
-    assert [steps[-1].step_info.batch_sizes for steps in found] == [(1,) * world] * world
-    assert [steps[-1].step_info.num_valid for steps in found] == [(1,) + (0,) * (world - 1)] * world
-    assert [steps[-1].step_info.loss_scale for steps in found] == [float(world)] + [0.0] * (world - 1)
+    assert [steps[-1].step_info.batch_sizes for steps in results] == [(1,) * world] * world
+    assert [steps[-1].step_info.num_valid for steps in results] == [(1,) + (0,) * (world - 1)] * world
+    assert [steps[-1].step_info.loss_scale for steps in results] == [float(world)] + [0.0] * (world - 1)
 
 
 def test_a_stream_of_single_samples_yields_one_per_step_and_rank(ranks):
     """A21: Accelerate fails for batch_size=None."""
 
-    def walk():
+    def read_source():
         loader = DataLoader(read_epochs.Stream(7), batch_size=None)
         source = read_epochs.build_iterable_source(loader, read_epochs.get_backend())
         return read_steps(source)
 
-    assert check_steps(ranks.run(walk)) == split_batches(range(7), ranks.size)
+    assert check_steps(ranks.run(read_source)) == split_batches(range(7), ranks.size)
 
 
 # Samples of any kind ----------------------------------------------------------------------
@@ -262,7 +262,7 @@ def collate_padded(samples):
 def test_texts_and_padded_batches_are_not_changed(ranks, workers):
     """A14, A15: dispatch of Accelerate fails for both."""
 
-    def walk(workers):
+    def read_source(workers):
         read_epochs.get_backend()
         loader = DataLoader(Texts(11), batch_size=2, collate_fn=collate_padded, num_workers=workers)
         source = read_epochs.build_iterable_source(loader, read_epochs.get_backend(), even=False)
@@ -270,7 +270,7 @@ def test_texts_and_padded_batches_are_not_changed(ranks, workers):
             assert batch["x"].shape[1] == max(n % 4 for n in batch["id"]) + 1
         return read_steps(source, to_samples=lambda batch: list(zip(batch["id"], batch["text"], strict=True)))
 
-    assert list(chain.from_iterable(check_steps(ranks.run(walk, workers)))) == [
+    assert list(chain.from_iterable(check_steps(ranks.run(read_source, workers)))) == [
         (n, f"no {n}") for n in range(11)
     ]
 
@@ -290,7 +290,7 @@ class Doubling(DataLoader):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_iteration_of_a_subclass_is_kept(ranks, workers):
-    def walk(workers):
+    def read_source(workers):
         read_epochs.get_backend()
         return read_steps(
             read_epochs.build_iterable_source(
@@ -298,15 +298,15 @@ def test_the_iteration_of_a_subclass_is_kept(ranks, workers):
             )
         )
 
-    found = list(chain.from_iterable(check_steps(ranks.run(walk, workers))))
-    assert found == list(range(0, 22, 2))
+    samples = list(chain.from_iterable(check_steps(ranks.run(read_source, workers))))
+    assert samples == list(range(0, 22, 2))
 
 
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
 def test_the_stateful_loader_of_torchdata_reads_every_epoch_and_continues(ranks, workers, persistent):
     pytest.importorskip("torchdata")
 
-    def walk(workers, persistent):
+    def read_source(workers, persistent):
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # by torchdata 0.11
         from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -316,12 +316,14 @@ def test_the_stateful_loader_of_torchdata_reads_every_epoch_and_continues(ranks,
             StatefulDataLoader(read_epochs.StatefulStream(11), **options), read_epochs.get_backend()
         )
         first, second = read_steps(source), read_steps(source)
-        again = read_steps(source, second[0].offset)
+        resumed = read_steps(source, second[0].offset)
         assert [step.samples for step in second] == [step.samples for step in first]
-        assert [step.samples for step in again] == [step.samples for step in second[1:]]
+        assert [step.samples for step in resumed] == [step.samples for step in second[1:]]
         return second
 
-    assert list(chain.from_iterable(check_steps(ranks.run(walk, workers, persistent)))) == list(range(11))
+    assert list(chain.from_iterable(check_steps(ranks.run(read_source, workers, persistent)))) == list(
+        range(11)
+    )
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -341,29 +343,31 @@ def test_a_torchdata_loader_with_a_loaded_state_is_rejected():
 def test_streams_shuffled_by_each_rank_have_one_order(several, kind, workers):
     """A9: Accelerate loses samples and repeats others."""
 
-    def walk(kind, workers):
+    def read_source(kind, workers):
         read_epochs.get_backend()
         set_seed(3, device_specific=True)
         source = read_epochs.build_iterable_source(
             DataLoader(kind(23), batch_size=2, num_workers=workers), read_epochs.get_backend(), even=False
         )
-        epochs, own = [], []
+        epochs, rank_orders = [], []
         for _ in range(3):
             epochs.append(read_steps(source))
-            own.append(random.random())
-        return epochs, own
+            rank_orders.append(random.random())
+        return epochs, rank_orders
 
-    found = several.run(walk, kind, workers)
-    epochs = [check_steps([found[rank][0][epoch] for rank in range(several.size)]) for epoch in range(3)]
+    results = several.run(read_source, kind, workers)
+    epochs = [check_steps([results[rank][0][epoch] for rank in range(several.size)]) for epoch in range(3)]
     flat = [list(chain.from_iterable(epoch)) for epoch in epochs]
     assert all(sorted(epoch) == list(range(23)) for epoch in flat)
     assert len({tuple(epoch) for epoch in flat}) == 3, "every epoch in another order"
-    assert len({tuple(own) for _, own in found}) == several.size, "each keeps its own random numbers"
+    assert len({tuple(rank_orders) for _, rank_orders in results}) == several.size, (
+        "each keeps its own random numbers"
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_order_of_a_stream_equals_that_of_the_unprepared_loader(ranks, workers):
-    def walk(workers):
+    def read_source(workers):
         read_epochs.get_backend()
         set_seed(3)
         source = read_epochs.build_iterable_source(
@@ -373,37 +377,42 @@ def test_the_order_of_a_stream_equals_that_of_the_unprepared_loader(ranks, worke
         set_seed(3 + read_epochs.get_backend().topology.rank)
         return [read_steps(source) for _ in range(2)]
 
-    found = ranks.run(walk, workers)
+    results = ranks.run(read_source, workers)
     set_seed(3)
     alone = DataLoader(read_epochs.ShuffledStream(23), batch_size=2 * ranks.size, num_workers=workers)
     for epoch in range(2):
-        assert check_steps([own[epoch] for own in found]) == [batch.tolist() for batch in alone]
+        assert check_steps([rank_epochs[epoch] for rank_epochs in results]) == [
+            batch.tolist() for batch in alone
+        ]
 
 
 def test_persistent_workers_of_all_ranks_shuffle_equally_after_a_break(ranks):
-    def walk():
+    def read_source():
         loader = DataLoader(
             read_epochs.ShuffledStream(23), batch_size=2, num_workers=2, persistent_workers=True
         )
         source = read_epochs.build_iterable_source(loader, read_epochs.get_backend(), even=False)
         return [read_steps(source, stop=2), read_steps(source), read_steps(source)]
 
-    found = ranks.run(walk)
-    epochs = [list(chain.from_iterable(check_steps([own[epoch] for own in found]))) for epoch in (1, 2)]
+    results = ranks.run(read_source)
+    epochs = [
+        list(chain.from_iterable(check_steps([rank_epochs[epoch] for rank_epochs in results])))
+        for epoch in (1, 2)
+    ]
     assert [sorted(epoch) for epoch in epochs] == [list(range(23))] * 2
     assert epochs[0] != epochs[1]
 
 
 def test_two_loops_over_one_stream_are_independent(ranks):
-    def walk():
+    def read_twice():
         source = read_epochs.build_iterable_source(
             DataLoader(read_epochs.Stream(11), batch_size=2), read_epochs.get_backend()
         )
-        one, other = EpochIterator(), EpochIterator()
-        pairs = zip(source.iterate(one, {}), source.iterate(other, {}), strict=True)
-        return all(a.tolist() == b.tolist() and one.step_info == other.step_info for a, b in pairs)
+        first, second = EpochIterator(), EpochIterator()
+        pairs = zip(source.iterate(first, {}), source.iterate(second, {}), strict=True)
+        return all(a.tolist() == b.tolist() and first.step_info == second.step_info for a, b in pairs)
 
-    assert all(ranks.run(walk))
+    assert all(ranks.run(read_twice))
 
 
 # Inconsistent streams ---------------------------------------------------------------------
@@ -419,7 +428,7 @@ def test_a_stream_sharded_by_rank_is_rejected_before_the_first_batch(several, wo
                 range(0 if ragged and rank else rank, 0 if ragged and rank else self.count, self.world)
             )
 
-    def walk(kind, workers):
+    def read_source(kind, workers):
         backend = read_epochs.get_backend()
         stream = kind(24)
         stream.rank, stream.world = backend.topology.rank, backend.topology.world_size
@@ -430,7 +439,7 @@ def test_a_stream_sharded_by_rank_is_rejected_before_the_first_batch(several, wo
             read_steps(source)
         return True
 
-    assert all(several.run(walk, Split, workers))
+    assert all(several.run(read_source, Split, workers))
 
 
 def test_streams_that_diverge_later_raise_an_error(pair):
@@ -438,7 +447,7 @@ def test_streams_that_diverge_later_raise_an_error(pair):
         def __iter__(self):
             return (n if n < 20 else n * (self.rank + 1) for n in range(self.count))
 
-    def walk(kind):
+    def read_source(kind):
         backend, loop = read_epochs.get_backend(), EpochIterator()
         stream = kind(64)
         stream.rank = backend.topology.rank
@@ -448,7 +457,7 @@ def test_streams_that_diverge_later_raise_an_error(pair):
             taken.extend(source.iterate(loop, {}))
         return len(taken)
 
-    assert pair.run(walk, Parts) == [7, 7]
+    assert pair.run(read_source, Parts) == [7, 7]
 
 
 def test_workers_that_read_a_stream_in_different_orders_are_rejected(ranks):
@@ -459,7 +468,7 @@ def test_workers_that_read_a_stream_in_different_orders_are_rejected(ranks):
             random.Random(info.seed).shuffle(order)
             return iter(order)
 
-    def walk(kind):
+    def read_source(kind):
         source = read_epochs.build_iterable_source(
             DataLoader(kind(24), batch_size=2, num_workers=2), read_epochs.get_backend()
         )
@@ -467,7 +476,7 @@ def test_workers_that_read_a_stream_in_different_orders_are_rejected(ranks):
             read_steps(source)
         return True
 
-    assert all(ranks.run(walk, Seeded))
+    assert all(ranks.run(read_source, Seeded))
 
 
 def test_a_read_error_of_a_stream_on_one_rank_is_raised_on_all(several):
@@ -477,7 +486,7 @@ def test_a_read_error_of_a_stream_on_one_rank_is_raised_on_all(several):
                 raise FileNotFoundError("the shard")
             return iter(range(self.count))
 
-    def walk(kind):
+    def read_source(kind):
         backend = read_epochs.get_backend()
         stream = kind(24)
         stream.rank = backend.topology.rank
@@ -486,7 +495,7 @@ def test_a_read_error_of_a_stream_on_one_rank_is_raised_on_all(several):
             read_steps(read_epochs.build_iterable_source(DataLoader(stream, batch_size=2), backend))
         return True
 
-    assert all(several.run(walk, Missing))
+    assert all(several.run(read_source, Missing))
 
 
 # Seeding by worker ------------------------------------------------------------------------
@@ -501,12 +510,12 @@ def seed_by_number(worker_id):
 
 
 def test_a_worker_init_fn_that_only_seeds_loses_no_sample(ranks):
-    def walk(init):
+    def read_source(init):
         torch.manual_seed(0)
         loader = DataLoader(read_epochs.ShuffledStream(23), batch_size=2, num_workers=2, worker_init_fn=init)
         return read_steps(read_epochs.build_iterable_source(loader, read_epochs.get_backend(), even=False))
 
-    flat = list(chain.from_iterable(check_steps(ranks.run(walk, seed_by_number))))
+    flat = list(chain.from_iterable(check_steps(ranks.run(read_source, seed_by_number))))
     assert sorted(flat) == list(range(23))
 
 
@@ -516,23 +525,23 @@ def collate_noisy(samples):
 
 
 def test_random_numbers_in_collate_fn_do_not_affect_the_order(several):
-    def walk(collate):
+    def read_source(collate):
         torch.manual_seed(0)
         loader = DataLoader(
             read_epochs.BufferedShuffleStream(40), batch_size=2, num_workers=2, collate_fn=collate
         )
         source = read_epochs.build_iterable_source(loader, read_epochs.get_backend(), even=False)
-        drawn = []
+        random_numbers = []
 
         def read(batch):
-            drawn.extend(batch[:, 1].tolist())
+            random_numbers.extend(batch[:, 1].tolist())
             return batch[:, 0].tolist()
 
-        return read_steps(source, read=read), drawn
+        return read_steps(source, read=read), random_numbers
 
-    found = several.run(walk, collate_noisy)
-    assert sorted(chain.from_iterable(check_steps([steps for steps, _ in found]))) == list(range(40))
-    draws = list(chain.from_iterable(drawn for _, drawn in found))
+    results = several.run(read_source, collate_noisy)
+    assert sorted(chain.from_iterable(check_steps([steps for steps, _ in results]))) == list(range(40))
+    draws = list(chain.from_iterable(random_numbers for _, random_numbers in results))
     assert len(set(draws)) == len(draws), "each rank draws its own"
 
 
@@ -552,12 +561,12 @@ def test_get_worker_info_matches_torch():
     class Curious(read_epochs.Stream):
         def __iter__(self):
             info = get_worker_info()
-            seen = info.id + 10 * info.num_workers
+            batches = info.id + 10 * info.num_workers
             assert info.dataset is self
             assert info.seed == torch.initial_seed()
-            yield seen
+            yield batches
 
-    got = check_steps(
+    actual = check_steps(
         [
             read_steps(
                 read_epochs.build_iterable_source(
@@ -566,7 +575,7 @@ def test_get_worker_info_matches_torch():
             )
         ]
     )
-    assert got == [[20], [21]]
+    assert actual == [[20], [21]]
 
 
 # Length -----------------------------------------------------------------------------------
@@ -620,36 +629,36 @@ def test_a_stream_continues_from_an_offset_on_any_world_size(kind, epoch, at, wo
     source = read_epochs.build_iterable_source(loader(), Single(Topology(), torch.device("cpu")))
     for _ in range(epoch):
         read_steps(source)
-    whole = read_steps(source)
-    flat = list(chain.from_iterable(check_steps([whole])))
-    position = whole[at].offset
+    all_steps = read_steps(source)
+    flat = list(chain.from_iterable(check_steps([all_steps])))
+    offset = all_steps[at].offset
     torch.manual_seed(99)
     random.seed(99)
-    rest = check_steps(read_on_all_ranks(world, loader, position))
-    assert rest == split_batches(flat[position["position"] :], 2 * world)
+    remaining = check_steps(read_on_all_ranks(world, loader, offset))
+    assert remaining == split_batches(flat[offset["position"] :], 2 * world)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_stream_is_equal_including_padding(kind, pair):
     make, workers = KINDS[kind]
 
-    def walk(make, workers):
+    def read_source(make, workers):
         read_epochs.get_backend()
         source = read_epochs.build_iterable_source(
             DataLoader(make(23), batch_size=3, num_workers=workers), read_epochs.get_backend()
         )
-        whole = read_steps(source)
-        again = read_steps(source, whole[1].offset)
-        twice = read_steps(source, again[0].offset)
+        all_steps = read_steps(source)
+        resumed = read_steps(source, all_steps[1].offset)
+        twice = read_steps(source, resumed[0].offset)
         return (
-            [(s.samples, s.step_info) for s in whole[2:]],
-            [(s.samples, s.step_info) for s in again],
+            [(s.samples, s.step_info) for s in all_steps[2:]],
+            [(s.samples, s.step_info) for s in resumed],
             twice,
-            again,
+            resumed,
         )
 
-    for whole, again, twice, steps in pair.run(walk, make, workers):
-        assert whole == again
+    for all_steps, resumed, twice, steps in pair.run(read_source, make, workers):
+        assert all_steps == resumed
         assert [to_plain(step._asdict()) for step in twice] == [
             to_plain(step._asdict()) for step in steps[1:]
         ]
@@ -668,12 +677,12 @@ def test_a_stream_sharded_by_workers_continues_in_worker_order(make, workers):
     def loader(count=23):
         return DataLoader(make(count), batch_size=2, num_workers=workers)
 
-    whole = read_on_all_ranks(2, loader)
-    for at in range(len(whole[0])):
-        rest = read_on_all_ranks(2, loader, whole[0][at].offset)
-        assert check_steps(rest) == check_steps([steps[at + 1 :] for steps in whole])
-        assert [[s.samples for s in steps] for steps in rest] == [
-            [s.samples for s in steps[at + 1 :]] for steps in whole
+    all_steps = read_on_all_ranks(2, loader)
+    for at in range(len(all_steps[0])):
+        remaining = read_on_all_ranks(2, loader, all_steps[0][at].offset)
+        assert check_steps(remaining) == check_steps([steps[at + 1 :] for steps in all_steps])
+        assert [[s.samples for s in steps] for steps in remaining] == [
+            [s.samples for s in steps[at + 1 :]] for steps in all_steps
         ]
 
 
@@ -684,12 +693,12 @@ def test_an_offset_of_another_number_of_workers_is_rejected():
             DataLoader(kind(23), batch_size=2, num_workers=workers), read_epochs.SimulatedRank(0, 2)
         )
 
-    divided, whole = read_steps(source(2))[0].offset, read_steps(source(0))[0].offset
-    for other, position, wanted in ((3, divided, 2), (0, divided, 2), (2, whole, 0)):
-        with pytest.raises(ValueError, match=f"num_workers={wanted}"):
-            read_steps(source(other), position)
+    split_offset, unsplit_offset = read_steps(source(2))[0].offset, read_steps(source(0))[0].offset
+    for other, offset, expected in ((3, split_offset, 2), (0, split_offset, 2), (2, unsplit_offset, 0)):
+        with pytest.raises(ValueError, match=f"num_workers={expected}"):
+            read_steps(source(other), offset)
     with pytest.raises(ValueError, match="num_workers=2"):
-        read_steps(source(2, read_epochs.Stream), divided)
+        read_steps(source(2, read_epochs.Stream), split_offset)
 
 
 KIND_OF_SKIPPED = {
@@ -726,15 +735,15 @@ def test_skip_steps_skips_exactly_the_first_batches(kind, workers, skipped):
         return DataLoader(kind(23), batch_size=2, num_workers=workers)
 
     set_seed(0)
-    whole = read_on_all_ranks(2, loader)
+    all_steps = read_on_all_ranks(2, loader)
     source = read_epochs.build_iterable_source(loader(), read_epochs.SimulatedRank(0, 2))
     set_seed(0)
     assert check_steps(read_on_all_ranks(2, loader, source.skip_steps(skipped, {}))) == check_steps(
-        [s[skipped:] for s in whole]
+        [s[skipped:] for s in all_steps]
     )
-    further = source.skip_steps(skipped, whole[0][0].offset)
-    assert check_steps(read_on_all_ranks(2, loader, further)) == check_steps(
-        [s[skipped + 1 :] for s in whole]
+    next_offset = source.skip_steps(skipped, all_steps[0][0].offset)
+    assert check_steps(read_on_all_ranks(2, loader, next_offset)) == check_steps(
+        [s[skipped + 1 :] for s in all_steps]
     )
 
 
@@ -743,8 +752,8 @@ def test_a_stateful_dataset_is_not_read_again():
     source = read_epochs.build_iterable_source(
         DataLoader(stream, batch_size=2), Single(Topology(), torch.device("cpu"))
     )
-    position = {"whole": True, "position": 300_000, "state": {"at": 300_000}, "state_at": 300_000}
-    assert [step.samples for step in read_steps(source, position, stop=2)] == [
+    offset = {"whole": True, "position": 300_000, "state": {"at": 300_000}, "state_at": 300_000}
+    assert [step.samples for step in read_steps(source, offset, stop=2)] == [
         [300_000, 300_001],
         [300_002, 300_003],
     ]
