@@ -1,4 +1,4 @@
-"""A small model that is difficult to shard, and runs of it on any mesh, for functions sent to ranks."""
+"""A small model that is difficult to shard, and functions that run it on any mesh of ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import nn
 from accel_runtime import Accelerator
 
 ROWS, WIDTH, HIDDEN = 11, 6, 10
-"""Numbers that neither 2 nor 4 divides evenly, but for what tensor parallelism divides."""
+"""Sizes that 2 and 4 do not divide, except those that tensor parallelism divides."""
 
 
 class Block(nn.Module):
-    """Two layers that can be tensor parallel, and a norm that cannot."""
+    """A block of two layers that support tensor parallelism, and a norm that does not."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ class Net(nn.Module):
         return self.head(x * self.gain)
 
 
-def net(seed=1, kind=Net):
+def build_model(seed=1, kind=Net):
     """Return the model with parameters that are equal in all processes."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -63,12 +63,12 @@ def net(seed=1, kind=Net):
 
 
 @contextmanager
-def divided(options=None, **sizes):
+def shard_by_environment(options=None, **sizes):
     """Shard the models of an Accelerator inside this context; options are those of fully_shard."""
-    told = {f"ACCEL_PARALLEL_{name.upper()}": str(value) for name, value in sizes.items()}
-    told |= {f"ACCEL_FULLY_SHARD_{name.upper()}": str(value) for name, value in (options or {}).items()}
-    before = {name: os.environ.get(name) for name in told}
-    os.environ.update(told)
+    variables = {f"ACCEL_PARALLEL_{name.upper()}": str(value) for name, value in sizes.items()}
+    variables |= {f"ACCEL_FULLY_SHARD_{name.upper()}": str(value) for name, value in (options or {}).items()}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
@@ -76,23 +76,23 @@ def divided(options=None, **sizes):
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def accelerator(sizes, options=None, **arguments):
+def build_accelerator(sizes, options=None, **arguments):
     """Return an Accelerator on a mesh; without sizes, models are replicated."""
-    with divided(options, **sizes):
+    with shard_by_environment(options, **sizes):
         return Accelerator(**arguments)
 
 
-def full(value):
+def to_full(value):
     """Return the full tensor of a DTensor; return other values unchanged."""
     return value.full_tensor() if hasattr(value, "device_mesh") else value
 
 
-def state_of(model):
+def gather_model_state(model):
     """Return the gathered state of a model, as numbers."""
-    return {name: full(value.detach()).tolist() for name, value in model.state_dict().items()}
+    return {name: to_full(value.detach()).tolist() for name, value in model.state_dict().items()}
 
 
-def warm():
+def import_sharding():
     """Import modules that take seconds, before a time limit applies."""
     import torch.distributed.fsdp
     import torch.distributed.tensor  # noqa: F401

@@ -20,12 +20,12 @@ def connect_backend():
 
 
 def test_connect_selects_the_backend_and_device_of_each_rank(ranks):
-    def places():
+    def describe_backend():
         b = connect_backend()
         return type(b).__name__, b.topology.rank, b.topology.world_size, str(b.device)
 
-    wanted = [(ranks.backend, rank, ranks.size, ranks.device(rank)) for rank in range(ranks.size)]
-    assert ranks.run(places) == wanted
+    expected = [(ranks.backend, rank, ranks.size, ranks.device(rank)) for rank in range(ranks.size)]
+    assert ranks.run(describe_backend) == expected
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 0, 3), (2, 3)])
@@ -35,10 +35,10 @@ def test_all_gather_stacks_in_rank_order(ranks, shape, dtype):
         b = connect_backend()
         return b.all_gather(torch.full(shape, b.topology.rank).to(b.device, dtype)).cpu()
 
-    wanted = torch.stack([torch.full(shape, rank).to(dtype) for rank in range(ranks.size)])
-    for got in ranks.run(gathered, shape, dtype):
-        assert got.dtype == dtype
-        assert torch.equal(got, wanted)
+    expected = torch.stack([torch.full(shape, rank).to(dtype) for rank in range(ranks.size)])
+    for actual in ranks.run(gathered, shape, dtype):
+        assert actual.dtype == dtype
+        assert torch.equal(actual, expected)
 
 
 def test_all_gather_accepts_a_tensor_that_is_not_contiguous(ranks):
@@ -46,8 +46,8 @@ def test_all_gather_accepts_a_tensor_that_is_not_contiguous(ranks):
         b = connect_backend()
         return b.all_gather(torch.arange(6, device=b.device).view(2, 3).T).cpu()
 
-    for got in ranks.run(gathered):
-        assert all(torch.equal(own, torch.arange(6).view(2, 3).T) for own in got)
+    for actual in ranks.run(gathered):
+        assert all(torch.equal(tensor, torch.arange(6).view(2, 3).T) for tensor in actual)
 
 
 @pytest.mark.parametrize(
@@ -57,16 +57,16 @@ def test_all_gather_accepts_a_tensor_that_is_not_contiguous(ranks):
 def test_all_reduce_returns_a_new_tensor(ranks, reduction, of):
     def reduced(reduction):
         b = connect_backend()
-        mine = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=b.device) * (b.topology.rank + 1)
-        before = mine.clone()
-        total, transposed = b.all_reduce(mine, reduction), b.all_reduce(mine.T, reduction)
-        assert torch.equal(mine, before)
+        value = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=b.device) * (b.topology.rank + 1)
+        before = value.clone()
+        total, transposed = b.all_reduce(value, reduction), b.all_reduce(value.T, reduction)
+        assert torch.equal(value, before)
         return total.cpu(), transposed.cpu()
 
-    wanted = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * of([rank + 1 for rank in range(ranks.size)])
+    expected = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * of([rank + 1 for rank in range(ranks.size)])
     for total, transposed in ranks.run(reduced, reduction):
-        torch.testing.assert_close(total, wanted)
-        torch.testing.assert_close(transposed, wanted.T)
+        torch.testing.assert_close(total, expected)
+        torch.testing.assert_close(transposed, expected.T)
 
 
 def test_broadcast_overwrites_the_tensors_of_other_ranks(ranks):
@@ -74,9 +74,9 @@ def test_broadcast_overwrites_the_tensors_of_other_ranks(ranks):
         b = connect_backend()
         received = []
         for source in range(b.topology.world_size):
-            mine = torch.tensor([b.topology.rank * 10], device=b.device)
-            assert b.broadcast(mine, source) is mine
-            received.append(mine.item())
+            value = torch.tensor([b.topology.rank * 10], device=b.device)
+            assert b.broadcast(value, source) is value
+            received.append(value.item())
         return received
 
     assert ranks.run(broadcast) == [[source * 10 for source in range(ranks.size)]] * ranks.size
@@ -85,9 +85,9 @@ def test_broadcast_overwrites_the_tensors_of_other_ranks(ranks):
 def test_objects_are_gathered_and_broadcast(ranks):
     def exchanged():
         b = connect_backend()
-        mine = {"rank": b.topology.rank, "text": "x" * b.topology.rank}
-        return b.all_gather_objects(mine, "tests"), b.broadcast_object(
-            mine, "tests", b.topology.world_size - 1
+        value = {"rank": b.topology.rank, "text": "x" * b.topology.rank}
+        return b.all_gather_objects(value, "tests"), b.broadcast_object(
+            value, "tests", b.topology.world_size - 1
         )
 
     everyone = [{"rank": rank, "text": "x" * rank} for rank in range(ranks.size)]
@@ -112,15 +112,15 @@ def test_a_handshake_exchanges_payloads_of_any_size(ranks):
         b = connect_backend()
         call, met = call_at_site("test"), []
         for size in (0, 5, PAYLOAD, 3 * PAYLOAD):
-            own = torch.full((size * b.topology.rank or 1,), b.topology.rank, dtype=torch.uint8)
-            found = b.handshake.exchange(call, len(own), build_writer(bytes(own.tolist())))
-            met.append([(len(blob), blob.unique().tolist()) for blob in found.payloads])
+            payload = torch.full((size * b.topology.rank or 1,), b.topology.rank, dtype=torch.uint8)
+            result = b.handshake.exchange(call, len(payload), build_writer(bytes(payload.tolist())))
+            met.append([(len(blob), blob.unique().tolist()) for blob in result.payloads])
         return met
 
-    wanted = [
+    expected = [
         [(size * rank or 1, [rank]) for rank in range(ranks.size)] for size in (0, 5, PAYLOAD, 3 * PAYLOAD)
     ]
-    assert ranks.run(exchanged) == [wanted] * ranks.size
+    assert ranks.run(exchanged) == [expected] * ranks.size
 
 
 def test_scatter_bytes_sends_each_rank_its_buffer(ranks):
@@ -128,8 +128,8 @@ def test_scatter_bytes_sends_each_rank_its_buffer(ranks):
         b = connect_backend()
         call, world = call_at_site("test"), b.topology.world_size
         room = torch.zeros(3, dtype=torch.uint8)
-        own = [torch.full((3,), rank, dtype=torch.uint8) for rank in range(world)]
-        b.handshake.scatter_bytes(own, room, world - 1, call)
+        buffers = [torch.full((3,), rank, dtype=torch.uint8) for rank in range(world)]
+        b.handshake.scatter_bytes(buffers, room, world - 1, call)
         return room.tolist()
 
     others = [[rank] * 3 for rank in range(ranks.size - 1)]
@@ -157,8 +157,8 @@ def test_a_replicated_model_averages_its_gradients(ranks):
 
     model, batch = build_model_and_batch()
     model(batch).square().mean().backward()
-    for got in ranks.run(gradients):
-        torch.testing.assert_close(got, [p.grad for p in model.parameters()], atol=1e-6, rtol=0)
+    for actual in ranks.run(gradients):
+        torch.testing.assert_close(actual, [p.grad for p in model.parameters()], atol=1e-6, rtol=0)
 
 
 def test_replicas_start_with_the_parameters_of_the_first_rank(ranks):
@@ -168,30 +168,30 @@ def test_replicas_start_with_the_parameters_of_the_first_rank(ranks):
         nn.init.constant_(model.weight, b.topology.rank + 1)
         return b.unwrap_model(b.wrap_model(b.move_model(model), {})).weight.detach().cpu()
 
-    assert all(torch.equal(got, torch.ones(2, 2)) for got in ranks.run(weights))
+    assert all(torch.equal(actual, torch.ones(2, 2)) for actual in ranks.run(weights))
 
 
 def test_no_sync_defers_averaging_until_the_next_backward_pass(ranks):
     def gradients():
         b = connect_backend()
         model, batch = build_model_and_batch()
-        own = batch.chunk(b.topology.world_size)[b.topology.rank].to(b.device)
+        local_batch = batch.chunk(b.topology.world_size)[b.topology.rank].to(b.device)
         model = b.move_model(model)
         twin = copy.deepcopy(model)
         replica = b.wrap_model(model, {})
         with b.no_sync(replica):
-            replica(own).square().mean().backward()
-        twin(own).square().mean().backward()
+            replica(local_batch).square().mean().backward()
+        twin(local_batch).square().mean().backward()
         local = torch.allclose(model[0].weight.grad, twin[0].weight.grad, atol=1e-6)
-        replica(own).square().mean().backward()
+        replica(local_batch).square().mean().backward()
         b.barrier()
         return local, model[0].weight.grad.cpu()
 
     model, batch = build_model_and_batch()
     (2 * model(batch).square().mean()).backward()
-    for local, got in ranks.run(gradients):
+    for local, actual in ranks.run(gradients):
         assert local
-        torch.testing.assert_close(got, model[0].weight.grad, atol=1e-6, rtol=0)
+        torch.testing.assert_close(actual, model[0].weight.grad, atol=1e-6, rtol=0)
 
 
 def test_unwrap_model_returns_the_original_module(ranks):
@@ -216,26 +216,32 @@ def test_an_unavailable_device_is_rejected_by_name():
 def test_store_keys_are_shared_and_counters_are_kept_for_each_rank(ranks):
     def words(name):
         b = connect_backend()
-        mine, first = f"{name}/{b.topology.rank}", f"{name}/0"
-        before = b.get_store_key(mine)
-        b.set_store_key(mine, f"from {b.topology.rank}")
+        rank_key, first = f"{name}/{b.topology.rank}", f"{name}/0"
+        before = b.get_store_key(rank_key)
+        b.set_store_key(rank_key, f"from {b.topology.rank}")
         b.barrier()
-        again = connect_backend()
+        second_backend = connect_backend()
         turns = [
             b.increment_store_key(name),
             b.increment_store_key(name),
-            again.increment_store_key(name) if b.topology.world_size > 1 else 3,
+            second_backend.increment_store_key(name) if b.topology.world_size > 1 else 3,
         ]
-        return before, b.get_store_key(mine), b.get_store_key(first), b.get_store_key(f"{name}/nobody"), turns
+        return (
+            before,
+            b.get_store_key(rank_key),
+            b.get_store_key(first),
+            b.get_store_key(f"{name}/nobody"),
+            turns,
+        )
 
     name = f"words of {ranks.size}"
-    wanted = [(None, f"from {rank}", "from 0", None, [1, 2, 3]) for rank in range(ranks.size)]
-    assert ranks.run(words, name) == wanted
+    expected = [(None, f"from {rank}", "from 0", None, [1, 2, 3]) for rank in range(ranks.size)]
+    assert ranks.run(words, name) == expected
 
 
 def test_a_backend_reports_its_type_and_collective_backend(ranks):
-    def said():
+    def read_types():
         b = connect_backend()
         return b.distributed_type.value, b.collective_backend
 
-    assert ranks.run(said) == [(ranks.kind, ranks.carrier)] * ranks.size
+    assert ranks.run(read_types) == [(ranks.kind, ranks.carrier)] * ranks.size

@@ -44,8 +44,8 @@ def compute_reference(size):
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-def relative_error(got, size):
-    return float((got - compute_reference(size)).norm() / compute_reference(size).norm())
+def relative_error(actual, size):
+    return float((actual - compute_reference(size)).norm() / compute_reference(size).norm())
 
 
 @pytest.mark.slow
@@ -53,7 +53,7 @@ def relative_error(got, size):
 @pytest.mark.parametrize("kind", ["fp16", "bf16"])
 def test_gradients_sent_in_half_precision_are_correct_within_rounding(several, kind, weighted):
     results = several.run(compute_gradient, {"comm_hook": kind}, weighted)
-    assert all(torch.equal(got, results[0]) for got in results)
+    assert all(torch.equal(actual, results[0]) for actual in results)
     assert 1e-7 < relative_error(results[0], several.size) < HALF[kind]
 
 
@@ -81,7 +81,8 @@ def test_a_wrapped_half_precision_hook_is_correct_within_rounding(pair, wrapper)
 
 def test_gradients_without_a_hook_are_exact(several):
     assert all(
-        relative_error(got, several.size) < 1e-6 for got in several.run(compute_gradient, {"comm_hook": "no"})
+        relative_error(actual, several.size) < 1e-6
+        for actual in several.run(compute_gradient, {"comm_hook": "no"})
     )
 
 
@@ -131,47 +132,47 @@ class Decoder(nn.Module):
 
 def test_attributes_are_read_from_and_set_on_the_module_of_the_script(ranks):
     def use():
-        accelerator, own = Accelerator(), Decoder()
-        model = accelerator.prepare(own)
+        accelerator, module = Accelerator(), Decoder()
+        model = accelerator.prepare(module)
         x = torch.ones(2, 2)
-        assert torch.equal(model.decode(x), own.decode(x))
-        assert (model.dim, model.size, model.layer) == (7, 4, own.layer)
+        assert torch.equal(model.decode(x), module.decode(x))
+        assert (model.dim, model.size, model.layer) == (7, 4, module.layer)
         model.hidden, model.fresh, model.dim = x, 3, 8
-        assert (own.hidden is x, own.fresh, own.dim) == (True, 3, 8)
+        assert (module.hidden is x, module.fresh, module.dim) == (True, 3, 8)
         assert torch.equal(model(x), x)
         del model.fresh
-        assert not hasattr(own, "fresh")
+        assert not hasattr(module, "fresh")
         with pytest.raises(AttributeError, match="'Decoder' object has no attribute 'nothing'"):
             _ = model.nothing
         model.eval()
-        assert (model.training, own.training) == (False, False)
-        return accelerator.unwrap_model(model) is own
+        assert (model.training, module.training) == (False, False)
+        return accelerator.unwrap_model(model) is module
 
     assert all(ranks.run(use))
 
 
 def test_a_prepared_model_can_be_indexed(ranks):
     def index():
-        own = build_network()
-        model = Accelerator().prepare(own)
-        return model[0] is own[0], model[-1] is own[-1], bool(model)
+        module = build_network()
+        model = Accelerator().prepare(module)
+        return model[0] is module[0], model[-1] is module[-1], bool(model)
 
     assert ranks.run(index) == [(True, True, True)] * ranks.size
 
 
 def test_a_state_dict_has_the_names_of_the_script_and_loads_those_of_ddp(pair):
     def load():
-        own = Decoder()
-        model = Accelerator().prepare(own)
-        zeros = {name: torch.zeros_like(value) for name, value in own.state_dict().items()}
+        module = Decoder()
+        model = Accelerator().prepare(module)
+        zeros = {name: torch.zeros_like(value) for name, value in module.state_dict().items()}
         assert list(model.state_dict()) == list(zeros)
         for prefix in ("", "module."):
-            own.layer.weight.data.fill_(1)
+            module.layer.weight.data.fill_(1)
             model.load_state_dict({f"{prefix}{name}": value for name, value in zeros.items()})
-            assert not own.layer.weight.any()
-        own.layer.weight.data.fill_(1)
+            assert not module.layer.weight.any()
+        module.layer.weight.data.fill_(1)
         state = DistributedDataParallel.state_dict(model)  # with versions of modules
-        own.layer.weight.data.fill_(2)
+        module.layer.weight.data.fill_(2)
         model.load_state_dict(state)
         with pytest.raises(RuntimeError, match='"other"'):
             model.load_state_dict(zeros | {"other": torch.zeros(1)})
@@ -200,9 +201,9 @@ def test_a_module_that_contains_a_prepared_model_keeps_the_names_of_the_script(r
 
 def test_a_module_with_a_child_named_module_keeps_its_names(pair):
     def load():
-        own = nn.ModuleDict({"module": nn.Linear(1, 1)})
-        own.forward = own["module"].forward
-        model = Accelerator().prepare(own)
+        module = nn.ModuleDict({"module": nn.Linear(1, 1)})
+        module.forward = module["module"].forward
+        model = Accelerator().prepare(module)
         for state in (model.state_dict(), DistributedDataParallel.state_dict(model)):
             model.load_state_dict(state)
         return list(model.state_dict())
@@ -212,14 +213,14 @@ def test_a_module_with_a_child_named_module_keeps_its_names(pair):
 
 def test_a_prepared_model_works_with_distributed_checkpoints_of_torch(pair):
     def through():
-        accelerator, own = Accelerator(), Decoder()
-        model, optimizer = accelerator.prepare(own, torch.optim.AdamW(own.parameters()))
+        accelerator, module = Accelerator(), Decoder()
+        model, optimizer = accelerator.prepare(module, torch.optim.AdamW(module.parameters()))
         accelerator.backward(model(torch.randn(4, 2)).sum())
         optimizer.step()
         state, optimizer_state = get_state_dict(model, optimizer.optimizer)
         names, trained = set(state), set(optimizer_state["state"])
         set_state_dict(model, optimizer.optimizer, model_state_dict=state, optim_state_dict=optimizer_state)
-        return names == set(own.state_dict()), trained == {name for name, _ in own.named_parameters()}
+        return names == set(module.state_dict()), trained == {name for name, _ in module.named_parameters()}
 
     assert pair.run(through) == [(True, True)] * 2
 
@@ -231,17 +232,17 @@ def test_copied_and_loaded_models_average_gradients_like_the_prepared_one(pair):
         file = io.BytesIO()
         torch.save(model, file)
         file.seek(0)
-        seen = []
+        gradients_of_models = []
         for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
             assert isinstance(other, ReplicatedModel)
             other.note = 3
             assert other.module.note == 3
             assert "reducer" not in vars(other.module)
             other(build_batch(accelerator.process_index)).square().mean().backward()
-            seen.append(torch.cat([p.grad.flatten() for p in other.module.parameters()]))
-        return seen
+            gradients_of_models.append(torch.cat([p.grad.flatten() for p in other.module.parameters()]))
+        return gradients_of_models
 
-    assert all(relative_error(got, 2) < 1e-6 for grads in pair.run(copied) for got in grads)
+    assert all(relative_error(actual, 2) < 1e-6 for grads in pair.run(copied) for actual in grads)
 
 
 @pytest.mark.parametrize("by_the_script", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -254,18 +255,18 @@ def test_a_compiled_model_averages_gradients_and_keeps_its_parameter_names(pair,
         assert list(model.state_dict()) == list(build_network().state_dict())
         return torch.cat([p.grad.flatten() for p in model.parameters()])
 
-    assert all(relative_error(got, 2) < 1e-6 for got in pair.run(compiled))
+    assert all(relative_error(actual, 2) < 1e-6 for actual in pair.run(compiled))
 
 
 @pytest.mark.parametrize("freezes", [False, True])
 def test_parameters_without_a_gradient_are_named_with_the_option_to_allow_them(pair, freezes):
     def train(**options):
         accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(**options)])
-        own = build_network()
+        module = build_network()
         if not freezes:
-            own.forward = own[2].forward
-        model = accelerator.prepare(own)
-        own[0].requires_grad_(not freezes)
+            module.forward = module[2].forward
+        model = accelerator.prepare(module)
+        module[0].requires_grad_(not freezes)
         for _ in range(2):
             accelerator.backward(model(build_batch(0)).sum())
 
@@ -300,21 +301,21 @@ class Positions(nn.Module):
 )
 def test_buffers_of_any_strides_are_broadcast(pair, options):
     def train():
-        accelerator, own = Accelerator(**options), Positions()
-        repeated, wanted = own.repeated, [buffer.clone() for buffer in own.buffers()]
-        model = accelerator.prepare(own)
+        accelerator, module = Accelerator(**options), Positions()
+        repeated, expected = module.repeated, [buffer.clone() for buffer in module.buffers()]
+        model = accelerator.prepare(module)
         for _ in range(2):
             accelerator.backward(model(torch.ones(5, 2, 4)))
-        assert own.repeated is repeated
+        assert module.repeated is repeated
         return (
-            own.image.is_contiguous(memory_format=torch.channels_last),
-            wanted,
-            list(own.buffers()),
+            module.image.is_contiguous(memory_format=torch.channels_last),
+            expected,
+            list(module.buffers()),
         )
 
-    for image, wanted, got in pair.run(train):
+    for image, expected, actual in pair.run(train):
         assert image
-        assert all(torch.equal(g, w) for g, w in zip(got, wanted, strict=True))
+        assert all(torch.equal(g, w) for g, w in zip(actual, expected, strict=True))
 
 
 def test_a_sparse_buffer_is_rejected_unless_buffers_are_not_broadcast(pair):
@@ -323,9 +324,9 @@ def test_a_sparse_buffer_is_rejected_unless_buffers_are_not_broadcast(pair):
         model.register_buffer("graph", torch.eye(2).to_sparse())
         with pytest.raises(ValueError, match="Buffer 'graph' of Linear cannot be broadcast"):
             Accelerator().prepare(model)
-        kept = DistributedDataParallelKwargs(broadcast_buffers=False)
+        handler = DistributedDataParallelKwargs(broadcast_buffers=False)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch 2.13 deprecates the option without an alternative
-            return Accelerator(kwargs_handlers=[kept]).prepare(model)(torch.ones(1, 2)).shape
+            return Accelerator(kwargs_handlers=[handler]).prepare(model)(torch.ones(1, 2)).shape
 
     assert pair.run(prepare) == [torch.Size([1, 2])] * 2

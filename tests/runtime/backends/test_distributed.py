@@ -38,8 +38,8 @@ def run(fork_server, tmp_path):
     def run(code):
         script = tmp_path / "train.py"
         script.write_text(code)
-        (done,) = fork_server.run(script, [build_environ(0, 1, port=0)])
-        return done
+        (result,) = fork_server.run(script, [build_environ(0, 1, port=0)])
+        return result
 
     return run
 
@@ -120,7 +120,7 @@ def test_the_smddp_library_is_imported_before_the_process_group_is_created(print
 
 def test_a_missing_smddp_library_is_one_message(run, monkeypatch):
     monkeypatch.setenv("ACCEL_PROCESS_GROUP_BACKEND", "smddp")
-    for code, said in (
+    for code, message in (
         (CONNECT, "which cannot be imported here (No module named 'smdistributed')"),
         (
             "import accel_runtime; accel_runtime.Accelerator(cpu=True)",
@@ -128,7 +128,7 @@ def test_a_missing_smddp_library_is_one_message(run, monkeypatch):
         ),
     ):
         _, errors, exit_code = run(code)
-        assert said in errors.splitlines()[-1]
+        assert message in errors.splitlines()[-1]
         assert exit_code == 1
 
 
@@ -143,10 +143,12 @@ def run_forked(server, script, environs):
 def run_launched(_, script, environs):
     """Start an interpreter for each process; return output, errors and exit codes."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    told = [{name: str(value) for name, value in environ.items()} for environ in environs]
+    environs_of_ranks = [{name: str(value) for name, value in environ.items()} for environ in environs]
     processes = [
-        subprocess.Popen([sys.executable, script], env=os.environ | {"OMP_NUM_THREADS": "1"} | some, **pipes)
-        for some in told
+        subprocess.Popen(
+            [sys.executable, script], env=os.environ | {"OMP_NUM_THREADS": "1"} | rank_environ, **pipes
+        )
+        for rank_environ in environs_of_ranks
     ]
     return [(*process.communicate(timeout=240), process.returncode) for process in processes]
 
@@ -161,7 +163,7 @@ def test_processes_that_end_right_after_a_collective_exit_cleanly(fork_server, t
         for _ in range(4):
             # Two pairs at once: load makes a failure more likely.
             pairs = [ports.enter_context(free_port()) for _ in range(2)]
-            done = start(
+            results = start(
                 fork_server, script, [build_environ(rank, 2, port) for port in pairs for rank in range(2)]
             )
-            assert done == [("", "", 0)] * 4
+            assert results == [("", "", 0)] * 4

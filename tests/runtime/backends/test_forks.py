@@ -21,33 +21,33 @@ ROUNDS = 4_000_000
 def collect_pauses():
     """Return the times in seconds that a fork makes this process sleep."""
     Accelerator()
-    found, sleep = [], time.sleep
-    time.sleep = found.append
+    pauses, sleep = [], time.sleep
+    time.sleep = pauses.append
     try:
         if not (child := os.fork()):
             os._exit(0)
     finally:
         time.sleep = sleep
     os.waitpid(child, 0)
-    return found
+    return pauses
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="later versions of Python need no pause")
 def test_a_fork_in_a_process_group_waits_for_other_threads(pair):
-    for found in pair.run(collect_pauses):
-        assert found
-        assert set(found) == {PAUSE_S}
+    for pauses in pair.run(collect_pauses):
+        assert pauses
+        assert set(pauses) == {PAUSE_S}
 
 
 @on_linux
 def test_only_a_running_thread_is_detected():
-    def seen():
-        found = [_other_threads_run() for _ in range(50) if not time.sleep(PAUSE_S)]
-        return sum(found) / len(found)
+    def detect():
+        detections = [_other_threads_run() for _ in range(50) if not time.sleep(PAUSE_S)]
+        return sum(detections) / len(detections)
 
-    assert seen() < 0.5
+    assert detect() < 0.5
     with compute_in_thread():
-        assert seen() > 0.5
+        assert detect() > 0.5
 
 
 @on_linux

@@ -82,12 +82,12 @@ def test_one_process_uses_fully_shard(alone):
 
 
 def test_the_accelerator_reports_sharding(pair):
-    def seen():
+    def read_properties():
         accelerator = create_sharding_accelerator()
         accelerator.prepare(Model())
         return accelerator.distributed_type, accelerator.is_fsdp2, accelerator.describe().models[0].wrapping
 
-    assert pair.run(seen) == [(DistributedType.FSDP, True, "fully_shard (dp_shard 2)")] * 2
+    assert pair.run(read_properties) == [(DistributedType.FSDP, True, "fully_shard (dp_shard 2)")] * 2
 
 
 def test_preparing_a_model_twice_returns_it(alone):
@@ -143,13 +143,13 @@ def test_no_sync_defers_averaging_until_the_next_backward_pass(pair):
         x = torch.full((1, 4), float(accelerator.process_index + 1))
         with accelerator.no_sync(model):
             model(x).sum().backward()
-            held = model.head.bias.grad is None
+            is_deferred = model.head.bias.grad is None
             with accelerator.trigger_sync_in_backward(model):
                 pass
             model(x).sum().backward()
             still = model.head.bias.grad is None
         model(x).sum().backward()
-        return held, still, model.head.bias.grad.full_tensor().tolist()
+        return is_deferred, still, model.head.bias.grad.full_tensor().tolist()
 
     assert pair.run(grads) == [(True, True, [3.0])] * 2
 
@@ -186,14 +186,14 @@ def test_an_optimizer_of_unprepared_parameters_is_rejected_at_its_first_step(alo
 
 
 def test_ignored_modules_are_not_sharded(pair):
-    def kept():
+    def read_types():
         accelerator = create_sharding_accelerator(
             fsdp_plugin=FullyShardedDataParallelPlugin(ignored_modules="head")
         )
         model = accelerator.prepare(Model())
         return [name for name, p in model.named_parameters() if not hasattr(p, "device_mesh")]
 
-    assert pair.run(kept) == [["head.weight", "head.bias"]] * 2
+    assert pair.run(read_types) == [["head.weight", "head.bias"]] * 2
 
 
 def test_gradients_of_ignored_modules_are_averaged(pair):
@@ -210,8 +210,8 @@ def test_gradients_of_ignored_modules_are_averaged(pair):
         (model(x).sum() * (accelerator.process_index + 1)).backward()
         return alone, model.head.bias.grad.item(), model.head.weight.grad.tolist()
 
-    (one, mean, weight), (two, same, others) = pair.run(grads)
-    assert (one, two) == (1.0, 2.0)
+    (first_gradient, mean, weight), (second_gradient, same, others) = pair.run(grads)
+    assert (first_gradient, second_gradient) == (1.0, 2.0)
     assert (mean, weight) == (same, others)
     assert mean == 3.0
 
@@ -243,14 +243,14 @@ def test_saving_a_sharded_tensor_is_rejected(pair, tmp_path):
         try:
             accelerator.save(model.state_dict(), path)
         except ValueError as error:
-            said = str(error)
+            message = str(error)
         accelerator.save(accelerator.get_state_dict(model), path)
         accelerator.wait_for_everyone()
-        return said, list(accelerator.load(path)["head.weight"].shape)
+        return message, list(accelerator.load(path)["head.weight"].shape)
 
-    for said, shape in pair.run(saved, str(tmp_path / "model.pt")):
-        assert "cannot write a sharded tensor" in said
-        assert "get_state_dict" in said
+    for message, shape in pair.run(saved, str(tmp_path / "model.pt")):
+        assert "cannot write a sharded tensor" in message
+        assert "get_state_dict" in message
         assert shape == [1, 4]
 
 
@@ -271,27 +271,29 @@ def test_an_evaluation_between_backward_and_step_changes_nothing(pair):
 
 
 def test_several_models_and_optimizers_are_matched(pair):
-    def both(divided):
+    def train_both(divided):
         torch.manual_seed(0)
         accelerator = create_sharding_accelerator() if divided else Accelerator()
-        one, two = Model(), Model()
-        first = torch.optim.AdamW(one.parameters(), lr=0.1)
+        first_model, second_model = Model(), Model()
+        first = torch.optim.AdamW(first_model.parameters(), lr=0.1)
         # One optimizer of two groups, of which each is of another model.
         groups = [
-            {"params": list(two.blocks.parameters())},
-            {"params": list(two.head.parameters()), "lr": 0.01},
+            {"params": list(second_model.blocks.parameters())},
+            {"params": list(second_model.head.parameters()), "lr": 0.01},
         ]
         second = torch.optim.SGD(groups, lr=0.1)
-        second, one, two, first = accelerator.prepare(second, one, two, first)
+        second, first_model, second_model, first = accelerator.prepare(
+            second, first_model, second_model, first
+        )
         for step in range(3):
-            accelerator.backward((two(one(torch.ones(2, 4) * step).expand(2, 4))).mean())
+            accelerator.backward((second_model(first_model(torch.ones(2, 4) * step).expand(2, 4))).mean())
             for optimizer in (first, second):
                 optimizer.step()
                 optimizer.zero_grad()
         accelerator._backend.synchronize()
-        everything = (*one.parameters(), *two.parameters())
+        everything = (*first_model.parameters(), *second_model.parameters())
         return [p.full_tensor() if divided else p.detach() for p in everything]
 
-    for own, expected in zip(pair.run(both, True), pair.run(both, False), strict=True):
-        for tensor, same in zip(own, expected, strict=True):
+    for actual, expected in zip(pair.run(train_both, True), pair.run(train_both, False), strict=True):
+        for tensor, same in zip(actual, expected, strict=True):
             torch.testing.assert_close(tensor, same, atol=1e-6, rtol=0)

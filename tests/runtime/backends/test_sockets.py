@@ -48,7 +48,7 @@ class SocketRanks:
         return self
 
     def __exit__(self, *_):
-        for peer in (one for peers in self.peers for one in peers.values()):
+        for peer in (connection for peers in self.peers for connection in peers.values()):
             peer.close()
 
 
@@ -68,8 +68,8 @@ def fail_exchange(wire, step, doing=""):
 def test_all_gather_slots_returns_slots_in_rank_order(size):
     with SocketRanks(size) as wires:
         for _ in range(2):
-            for got in wires.run(lambda rank, wire: wire.all_gather_slots(build_slot(rank))):
-                assert got == b"".join(map(build_slot, range(size)))
+            for actual in wires.run(lambda rank, wire: wire.all_gather_slots(build_slot(rank))):
+                assert actual == b"".join(map(build_slot, range(size)))
 
 
 @settings(max_examples=15)
@@ -79,9 +79,9 @@ def test_transfer_sends_any_number_of_bytes_between_any_ranks(data, size):
     counts = {pair: data.draw(st.sampled_from([0, 1, 5000, 3_000_000])) for pair in pairs}
 
     def step(rank, wire):
-        own = {b: torch.full((counts[a, b],), a, dtype=torch.uint8) for a, b in pairs if a == rank}
+        buffers = {b: torch.full((counts[a, b],), a, dtype=torch.uint8) for a, b in pairs if a == rank}
         rooms = {a: torch.empty(counts[a, b], dtype=torch.uint8) for a, b in pairs if b == rank}
-        wire.transfer(own, rooms)
+        wire.transfer(buffers, rooms)
         return rooms
 
     with SocketRanks(size) as wires:
@@ -182,12 +182,12 @@ def connect_with_error(broken, environ=()):
         raise OSError("no room")
 
     group = create_group()
-    what = {
+    replacements = {
         "no folder": (tempfile, "mkdtemp"),
         "cannot listen": (socket.socket, "listen"),
         "cannot call": (socket.socket, "connect"),
     }[broken]
-    with mock.patch.object(*what, refuse), mock.patch.dict(os.environ, environ):
+    with mock.patch.object(*replacements, refuse), mock.patch.dict(os.environ, environ):
         try:
             return connect_sockets(group, group.get_group_store(), timedelta(seconds=1))
         except RuntimeError as error:
@@ -196,10 +196,10 @@ def connect_with_error(broken, environ=()):
 
 @pytest.mark.parametrize("broken", ["no folder", "cannot listen", "cannot call"])
 def test_all_ranks_fail_if_one_cannot_connect(pair, broken):
-    said = pair.run(connect_with_error, broken)
-    assert all(text.startswith("Cannot connect the processes of this machine: ") for text in said)
-    assert all("Set TMPDIR to a directory" in text and "ACCEL_TRUST_NETWORK=1" in text for text in said)
-    assert any("no room" in text for text in said)
+    messages = pair.run(connect_with_error, broken)
+    assert all(text.startswith("Cannot connect the processes of this machine: ") for text in messages)
+    assert all("Set TMPDIR to a directory" in text and "ACCEL_TRUST_NETWORK=1" in text for text in messages)
+    assert any("no room" in text for text in messages)
 
 
 @pytest.mark.parametrize("broken", ["no folder", "cannot call"])
@@ -215,16 +215,18 @@ def test_a_socket_folder_that_another_user_could_have_set_is_rejected(pair, chan
         from unittest import mock
 
         group = create_group()
-        place = Path(folder, "planted")
+        folder_of_attacker = Path(folder, "planted")
         if group.rank() == 0:
-            place.mkdir(mode=0o700)
+            folder_of_attacker.mkdir(mode=0o700)
             if change == "others may enter":
-                place.chmod(0o755)
+                folder_of_attacker.chmod(0o755)
             if change == "a link":
-                place = Path(folder, "link")
-                place.symlink_to(Path(folder, "planted"))
+                folder_of_attacker = Path(folder, "link")
+                folder_of_attacker.symlink_to(Path(folder, "planted"))
         store = mock.Mock(wraps=group.get_group_store())
-        store.set = lambda key, value: group.get_group_store().set(key, os.fsencode(place) if value else "")
+        store.set = lambda key, value: group.get_group_store().set(
+            key, os.fsencode(folder_of_attacker) if value else ""
+        )
         other = mock.patch.object(os, "geteuid", return_value=os.getuid() + 1)
         with other if change == "another owner" and group.rank() == 1 else nullcontext():
             try:
@@ -232,9 +234,11 @@ def test_a_socket_folder_that_another_user_could_have_set_is_rejected(pair, chan
             except RuntimeError as error:
                 return str(error)
 
-    said = pair.run(attempt, change, str(tmp_path))
-    assert all(text.startswith("Cannot connect the processes of this machine: ") for text in said), said
-    assert "that only this user may enter" in said[1]
+    messages = pair.run(attempt, change, str(tmp_path))
+    assert all(text.startswith("Cannot connect the processes of this machine: ") for text in messages), (
+        messages
+    )
+    assert "that only this user may enter" in messages[1]
 
 
 def test_a_connection_of_another_user_is_rejected(pair):
@@ -254,10 +258,10 @@ def test_a_connection_of_another_user_is_rejected(pair):
             except RuntimeError as error:
                 return str(error)
 
-    said = pair.run(attempt)
-    assert "the process of a rank belongs to user 4242" in said[0]
+    messages = pair.run(attempt)
+    assert "the process of a rank belongs to user 4242" in messages[0]
     # Rank 0 may have closed the connection before rank 1 has written its number into it.
-    assert "see the error of another process" in said[1] or "Broken pipe" in said[1]
+    assert "see the error of another process" in messages[1] or "Broken pipe" in messages[1]
 
 
 def test_the_socket_folder_is_accessible_only_to_its_user(pair):
@@ -266,12 +270,12 @@ def test_the_socket_folder_is_accessible_only_to_its_user(pair):
         from pathlib import Path
         from unittest import mock
 
-        seen = []
+        modes = []
         bind = socket.socket.bind
 
         def watched(self, path):
             bind(self, path)
-            seen.append(stat.S_IMODE(Path(path).parent.stat().st_mode))
+            modes.append(stat.S_IMODE(Path(path).parent.stat().st_mode))
 
         class Watched(socket.socket):
             bind = watched
@@ -281,6 +285,6 @@ def test_the_socket_folder_is_accessible_only_to_its_user(pair):
             peers = connect_sockets(group, group.get_group_store(), timedelta(seconds=10))
         for peer in peers.values():
             peer.close()
-        return seen
+        return modes
 
     assert pair.run(attempt) == [[0o700], [0o700]]

@@ -63,5 +63,5 @@ def test_outputs_with_the_rows_of_the_input_are_sharded_in_any_container():
 
 
 def test_deepcopy_keeps_the_row_sharding_of_a_hook():
-    own = build_row_sharding()
-    assert copy.deepcopy([own])[0] is own
+    module = build_row_sharding()
+    assert copy.deepcopy([module])[0] is module

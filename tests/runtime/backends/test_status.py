@@ -30,7 +30,7 @@ def sleep_until_woken(folder):
 
 
 def test_the_status_of_a_rank_has_its_line_and_its_counts(pair, tmp_path):
-    def asked(folder):
+    def query_status(folder):
         accelerator = Accelerator()
         model, optimizer = accelerator.prepare(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters()))
         accelerator.wait_for_everyone()
@@ -41,18 +41,18 @@ def test_the_status_of_a_rank_has_its_line_and_its_counts(pair, tmp_path):
             return None
         while not (folder / "sleeps").exists():
             time.sleep(0.01)
-        found = accelerator._backend.rank_monitor.service.ask([0, 1])
+        statuses = accelerator._backend.rank_monitor.service.ask([0, 1])
         (folder / "awake").touch()
-        return {rank: (status.text, status.counts, status.ended) for rank, status in found.items()}
+        return {rank: (status.text, status.counts, status.ended) for rank, status in statuses.items()}
 
-    (text, counts, ended) = pair.run(asked, tmp_path)[0][1]
+    (text, counts, ended) = pair.run(query_status, tmp_path)[0][1]
     assert text.startswith("is at test_status.py:")
     assert re.search(r" \(sleep_until_woken\) after \d+ steps? and \d+ batch(es)?$", text)
     assert (counts.backwards, counts.steps, ended) == (1, 1, False)
 
 
 def test_the_status_of_a_rank_inside_a_library_has_the_calling_line_of_the_script(pair, tmp_path):
-    def asked(folder):
+    def query_status(folder):
         accelerator = Accelerator()
         if accelerator.process_index == 1:
             (folder / "sleeps").touch()
@@ -66,7 +66,7 @@ def test_the_status_of_a_rank_inside_a_library_has_the_calling_line_of_the_scrip
         (folder / "awake").touch()
         return text
 
-    text = pair.run(asked, tmp_path)[0]
+    text = pair.run(query_status, tmp_path)[0]
     assert re.match(r"is at test_status\.py:\d+ \(asked\) after", text)
 
 
@@ -77,7 +77,7 @@ def test_an_error_of_a_collective_contains_the_status_of_all_ranks(pair, tmp_pat
             sleep_until_woken(folder)
             return None
         lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
-        own = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+        error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
         class Loss:
             def backward(self):
@@ -90,10 +90,10 @@ def test_an_error_of_a_collective_contains_the_status_of_all_ranks(pair, tmp_pat
         with pytest.raises(RankLostError) as raised:
             accelerator.backward(loss)
         assert raised.value.__cause__ is lost
-        loss.error = own
+        loss.error = error
         with pytest.raises(RuntimeError) as other:
             accelerator.backward(loss)
-        assert other.value is own
+        assert other.value is error
         (folder / "awake").touch()
         return str(raised.value)
 
@@ -137,8 +137,8 @@ def test_the_status_service_ends_if_the_store_of_the_first_rank_ends():
         services[0].close()
         services[1]._thread.join(10)
         assert not services[1]._thread.is_alive()
-        (found,) = services[1].ask([0, 2]).items()
-        assert (found[0], found[1].ended) == (0, True)
+        (statuses,) = services[1].ask([0, 2]).items()
+        assert (statuses[0], statuses[1].ended) == (0, True)
     finally:
         for service in services:
             service.close()

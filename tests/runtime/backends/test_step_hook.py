@@ -18,8 +18,8 @@ from accel_runtime.backends.xla.host import build_step_hook
     ],
 )
 def test_operations_are_executed_once_a_step_by_the_loader_or_the_optimizer(handed, cuts):
-    counts, made = iter(handed), []
-    after_step = build_step_hook(lambda: next(counts), lambda: made.append(None))
+    counts, calls = iter(handed), []
+    after_step = build_step_hook(lambda: next(counts), lambda: calls.append(None))
     for _ in handed:
         after_step()
-    assert len(made) == cuts
+    assert len(calls) == cuts

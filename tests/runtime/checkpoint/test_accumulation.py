@@ -133,7 +133,7 @@ def compare_runs(before, after, kind, stop):
     """Return the parameters of the uninterrupted run, and those of each rank of the resumed run."""
     results = before.run(train_until, stop, KINDS[kind])
     saved = results[0][0]
-    trees = [own["window"] for own, _ in results]
+    trees = [rank_tree["window"] for rank_tree, _ in results]
     return results[0][1], after.run(restore_and_train, stop, KINDS[kind], saved, trees, before.size)
 
 
@@ -148,16 +148,16 @@ OTHER = {
 @pytest.mark.parametrize(("size", "stop", "kind"), pairwise_params(SAME))
 def test_steps_after_a_resume_on_the_same_world_size_are_bitwise_equal(clusters, size, stop, kind):
     """SGD with weight decay gives different results for a zero gradient and for None."""
-    wanted, resumed = compare_runs(clusters[size], clusters[size], kind, stop)
-    assert all(torch.equal(flat, wanted) for flat in resumed)
+    expected, resumed = compare_runs(clusters[size], clusters[size], kind, stop)
+    assert all(torch.equal(flat, expected) for flat in resumed)
 
 
 @pytest.mark.parametrize(("sizes", "stop", "kind"), pairwise_params(OTHER))
 def test_steps_after_a_resume_on_another_world_size_agree_within_rounding(clusters, sizes, stop, kind):
     before, after = sizes
-    wanted, resumed = compare_runs(clusters[before], clusters[after], kind, stop)
+    expected, resumed = compare_runs(clusters[before], clusters[after], kind, stop)
     for flat in resumed:
-        assert (flat - wanted).norm() <= TOLERANCE * wanted.norm()
+        assert (flat - expected).norm() <= TOLERANCE * expected.norm()
 
 
 def test_ranks_hold_different_gradients_within_a_cycle_and_none_at_its_end(pair):
@@ -170,10 +170,10 @@ def test_ranks_hold_different_gradients_within_a_cycle_and_none_at_its_end(pair)
 
 def test_merging_preserves_the_sum_of_pending_loss_weights_on_any_world_size(clusters):
     trees = [saved["window"] for saved, _ in clusters[3].run(train_until, 2, {"weighted": True})]
-    wanted = sum(float(book["pending"]) for tree in trees for book in tree["weights"].values())
+    expected = sum(float(book["pending"]) for tree in trees for book in tree["weights"].values())
     for world in (1, 2, 4):
         shared = training_state.merge_accumulation(trees, world)["weights"]
-        assert world * sum(float(book["pending"]) for book in shared.values()) == pytest.approx(wanted)
+        assert world * sum(float(book["pending"]) for book in shared.values()) == pytest.approx(expected)
 
 
 def test_gradients_of_unprepared_parameters_are_rejected_without_changes(alone):
@@ -192,17 +192,19 @@ def test_gradients_of_unprepared_parameters_are_rejected_without_changes(alone):
         )
     after = training_state.capture_accumulation(*run.cycle_state)
     assert after["accumulation"] == before["accumulation"]
-    assert all(torch.equal(after["gradients"][name], held) for name, held in before["gradients"].items())
+    assert all(
+        torch.equal(after["gradients"][name], gradient) for name, gradient in before["gradients"].items()
+    )
 
 
 def test_merging_counts_a_missing_gradient_of_a_rank_as_zeros():
     def tree(gradients):
         return {"accumulation": {}, "unit": None, "used": [], "gradients": gradients, "weights": {}}
 
-    got = training_state.merge_accumulation(
+    actual = training_state.merge_accumulation(
         [tree({"a": torch.tensor([3.0])}), tree({}), tree({"b": torch.tensor([6.0])})], 2
     )
-    assert got["gradients"] == {"a": torch.tensor([1.0]), "b": torch.tensor([2.0])}
+    assert actual["gradients"] == {"a": torch.tensor([1.0]), "b": torch.tensor([2.0])}
 
 
 class TwoModels:
@@ -240,16 +242,16 @@ def test_gradients_pending_after_a_step_of_another_optimizer_are_saved(tmp_path,
     run.train_micro_batch(0, generator)
     run.train_micro_batch(1, generator)
     run.accelerator.save_state(tmp_path / "c")
-    held = [p.grad.clone() for p in run.models[0].parameters()]
+    pending = [p.grad.clone() for p in run.models[0].parameters()]
     state = generator.get_state()
-    wanted = run.finish(generator)
+    expected = run.finish(generator)
     resumed = TwoModels(weight)
-    for again in range(2):
+    for attempt in range(2):
         resumed.accelerator.load_state(tmp_path / "c")
         assert all(
-            torch.equal(p.grad, grad) for p, grad in zip(resumed.models[0].parameters(), held, strict=True)
+            torch.equal(p.grad, grad) for p, grad in zip(resumed.models[0].parameters(), pending, strict=True)
         )
         assert all(p.grad is None for p in resumed.models[1].parameters())
-        if not again:
+        if not attempt:
             resumed.accelerator.save_state(tmp_path / "c")
-    assert torch.equal(resumed.finish(generator.set_state(state)), wanted)
+    assert torch.equal(resumed.finish(generator.set_state(state)), expected)

@@ -124,8 +124,8 @@ def test_a_project_with_async_save_allocates_staging_memory_once_before_the_firs
         train_step(accelerator, model, optimizer)
     accelerator.save_state(async_save=False)
     assert (accelerator._staging.bytes, accelerator._staging._memory.data_ptr()) == (allocated, address)
-    assert [found.number for found in accelerator.checkpoints.list()] == [0, 1, 2, 3]
-    assert [found.manifest.step for found in accelerator.checkpoints.list()] == [1, 2, 3, 4]
+    assert [checkpoint.number for checkpoint in accelerator.checkpoints.list()] == [0, 1, 2, 3]
+    assert [checkpoint.manifest.step for checkpoint in accelerator.checkpoints.list()] == [1, 2, 3, 4]
 
 
 def test_staging_buffers_reuse_their_memory():
@@ -197,7 +197,7 @@ print("done", flush=True)
 @pytest.mark.slow
 @pytest.mark.parametrize(("argument", "code"), [("", 0), ("full", 1)])
 def test_a_script_waits_for_its_last_asynchronous_save_and_fails_if_the_save_fails(tmp_path, argument, code):
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", SCRIPT, argument],
         cwd=tmp_path,
         capture_output=True,
@@ -206,11 +206,11 @@ def test_a_script_waits_for_its_last_asynchronous_save_and_fails_if_the_save_fai
         timeout=240,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
     )
-    assert (done.returncode, done.stdout) == (code, "done\n"), done.stderr
+    assert (process.returncode, process.stdout) == (code, "done\n"), process.stderr
     if code:
-        assert "a was not saved: checkpoint: No space left on device" in done.stderr
+        assert "a was not saved: checkpoint: No space left on device" in process.stderr
         assert list(tmp_path.iterdir()) == []
     else:
-        assert "accel: waiting for " in done.stderr
-        assert "a is written" in done.stderr
+        assert "accel: waiting for " in process.stderr
+        assert "a is written" in process.stderr
         assert (tmp_path / "a" / "checkpoint.json").exists()

@@ -64,8 +64,8 @@ def call_in_two_processes(function):
 
 def save_repeatedly(memory, disk, number):
     run, messages = Run(memory, automatic=False, disk=disk), ""
-    for turn in range(25):
-        run.set_step(100 * (1 + number) + turn)
+    for iteration in range(25):
+        run.set_step(100 * (1 + number) + iteration)
         try:
             run.acc.save_state(memory / "mine")
         except CheckpointError as error:
@@ -101,12 +101,12 @@ def test_a_scratch_directory_is_created_again_if_another_run_removes_it_before_t
 
         swept = False
 
-        def lock(self, folder, **how):
+        def lock(self, folder, **options):
             if not self.swept:
                 self.swept = True
                 directory.remove_leftovers(folder.parent, 9, FileSystem())
                 assert not folder.exists()
-            return super().lock(folder, **how)
+            return super().lock(folder, **options)
 
     disk = CleaningFileSystem()
     scratch, _ = directory.create_scratch(memory / "checkpoint_0", "abc", disk, new=True)
@@ -116,8 +116,8 @@ def test_a_scratch_directory_is_created_again_if_another_run_removes_it_before_t
 def test_concurrent_runs_lose_no_save_and_prune_without_warnings(memory, caplog):
     def save(number):
         run, messages = Run(memory, total_limit=3), ""
-        for turn in range(15):
-            run.set_step(100 * (1 + number) + turn)
+        for iteration in range(15):
+            run.set_step(100 * (1 + number) + iteration)
             try:
                 messages += f"{run.acc.save_state()}\n"
             except CheckpointError as error:
@@ -137,8 +137,8 @@ def test_several_runs_in_one_directory_share_the_numbering(memory):
     for step, run in enumerate([first, second, second, first], 1):
         run.set_step(step)
         run.acc.save_state()
-    assert [found.manifest.step for found in first.acc.checkpoints.list()] == [1, 2, 3, 4]
-    assert [found.number for found in first.acc.checkpoints.list()] == [0, 1, 2, 3]
+    assert [checkpoint.manifest.step for checkpoint in first.acc.checkpoints.list()] == [1, 2, 3, 4]
+    assert [checkpoint.number for checkpoint in first.acc.checkpoints.list()] == [0, 1, 2, 3]
 
 
 def test_pruning_keeps_a_checkpoint_while_it_is_loaded(memory):
@@ -171,9 +171,9 @@ def test_removal_of_a_checkpoint_during_a_load_raises_a_clear_error(memory, monk
     path = Path(run.acc.save_state())
     run.set_step(5)
 
-    def remove_then_verify(found, chunks, was=load.find_damage):
+    def remove_then_verify(checkpoint, chunks, was=load.find_damage):
         shutil.rmtree(path)
-        return was(found, chunks)
+        return was(checkpoint, chunks)
 
     monkeypatch.setattr(load, "find_damage", remove_then_verify)
     with pytest.raises(CheckpointError, match="cannot be read: No such file or directory"):
@@ -187,10 +187,10 @@ def test_a_read_error_after_verification_reports_an_inconsistent_state(memory, m
     path = Path(run.acc.save_state())
     run.set_step(5)
 
-    def verify_then_remove(found, chunks, was=load.find_damage):
-        wrong = was(found, chunks)
+    def verify_then_remove(checkpoint, chunks, was=load.find_damage):
+        damage = was(checkpoint, chunks)
         (path / "optimizer.safetensors").unlink()
-        return wrong
+        return damage
 
     monkeypatch.setattr(load, "find_damage", verify_then_remove)
     with pytest.raises(CheckpointError, match="training state is now inconsistent") as raised:

@@ -131,8 +131,8 @@ def test_a_flipped_bit_in_a_tensor_names_the_tensor(run, newest):
 def test_a_file_of_a_different_length_is_detected_and_named(run, newest):
     for name in list_files(newest):
         data = (newest / name).read_bytes()
-        for wrong in (b"", data[:1], data[:8], data[: len(data) // 2], data[:-1], data + b"\0"):
-            (newest / name).write_bytes(wrong)
+        for content in (b"", data[:1], data[:8], data[: len(data) // 2], data[:-1], data + b"\0"):
+            (newest / name).write_bytes(content)
             message = load_damaged_with_previous(run, newest)
             assert str(newest / name) in message
         (newest / name).write_bytes(data)
@@ -212,9 +212,9 @@ def test_a_manifest_with_values_of_wrong_types_is_rejected(run, newest):
     manifest = json.loads((newest / NAME).read_text())["checkpoint"]
     original = (newest / NAME).read_bytes()
     for key in manifest:
-        for wrong in (None, 7.5, "text", [1], -1, True) if isinstance(manifest[key], dict) else ():
-            rewrite_manifest(newest, lambda body, key=key, wrong=wrong: body.update({key: wrong}))
-            assert str(newest) in load_damaged(run, newest), (key, wrong)
+        for value in (None, 7.5, "text", [1], -1, True) if isinstance(manifest[key], dict) else ():
+            rewrite_manifest(newest, lambda body, key=key, value=value: body.update({key: value}))
+            assert str(newest) in load_damaged(run, newest), (key, value)
         if key not in {"about", "run", "sections"}:  # manifests of older versions may lack these
             rewrite_manifest(newest, lambda body, key=key: body.pop(key))
             assert str(newest) in load_damaged(run, newest), key

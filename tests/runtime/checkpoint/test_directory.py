@@ -71,7 +71,7 @@ def test_a_directory_without_a_manifest_is_not_a_checkpoint(tmp_path):
 def test_a_complete_checkpoint_that_a_crash_left_unrenamed_is_found_and_renamed_later(tmp_path):
     write_checkpoint(tmp_path / ".checkpoint_4.saving-a1", "a1")
     assert directory.find_checkpoint(tmp_path / "checkpoint_4").manifest.save == "a1"
-    assert [found.number for found in directory.list_numbered(tmp_path)[0]] == [4]
+    assert [checkpoint.number for checkpoint in directory.list_numbered(tmp_path)[0]] == [4]
     assert directory.next_number(tmp_path) == 5
     directory.remove_leftovers(tmp_path, 6, FileSystem())
     assert list_names(tmp_path) == ["checkpoint_4"]
@@ -103,7 +103,7 @@ def test_leftovers_of_an_interrupted_removal_are_removed(tmp_path):
     leftover = write_checkpoint(tmp_path / ".checkpoint_7.removing", "b2")
     (leftover / NAME).unlink()
     (leftover / "model-00002-of-00002").write_text("old")
-    assert [found.manifest.save for found in directory.list_numbered(tmp_path)[0]] == ["a1"]
+    assert [checkpoint.manifest.save for checkpoint in directory.list_numbered(tmp_path)[0]] == ["a1"]
     directory.remove_leftovers(tmp_path, 9, FileSystem())
     assert list_names(tmp_path) == ["checkpoint_7"]
     assert list_names(tmp_path / "checkpoint_7") == [NAME, "data"]
@@ -143,11 +143,11 @@ class StuckFileSystem(FileSystem):
             raise OSError(errno.EIO, "Input/output error", str(folder))
         super().sync_directory(folder)
 
-    def exchange(self, one, other):
+    def exchange(self, old, new):
         if self.renamed:
-            raise OSError(errno.EIO, "Input/output error", str(one))
+            raise OSError(errno.EIO, "Input/output error", str(old))
         self.renamed += 1
-        super().exchange(one, other)
+        super().exchange(old, new)
 
 
 def test_the_old_checkpoint_is_kept_if_a_replacement_cannot_be_undone(tmp_path):
@@ -181,7 +181,7 @@ def test_checkpoint_numbers_are_compared_numerically(tmp_path):
     for number in (2, 10, 9):
         save_checkpoint(tmp_path / f"checkpoint_{number}", "a1")
     (tmp_path / "checkpoint_x").mkdir()
-    assert [found.number for found in directory.list_numbered(tmp_path)[0]] == [2, 9, 10]
+    assert [checkpoint.number for checkpoint in directory.list_numbered(tmp_path)[0]] == [2, 9, 10]
     previous = directory.find_previous_checkpoint(tmp_path / "checkpoint_10")
     assert previous is not None
     assert previous.number == 9

@@ -136,7 +136,7 @@ def test_a_resume_continues_with_every_kind_of_loader_on_several_ranks(clusters,
 
 # Scripts that skip by themselves ---------------------------------------------------------
 
-WAYS = ("skip_first_batches", "continue")
+METHODS = ("skip_first_batches", "continue")
 """How scripts skip the batches they have trained on after `load_state`."""
 
 
@@ -156,12 +156,12 @@ SKIPPING = LOADERS | {"augmented": lambda: {"dataset": Noisy}}
 
 def test_scripts_that_skip_batches_after_load_state_continue_from_every_step(alone, tmp_path):
     """The samples are augmented at random, also those that are loaded again and skipped."""
-    assert_resumes_are_exact(alone, Script(dataset=Noisy), tmp_path, methods=WAYS)
+    assert_resumes_are_exact(alone, Script(dataset=Noisy), tmp_path, methods=METHODS)
 
 
 def test_scripts_that_skip_batches_continue_on_two_ranks(clusters, tmp_path):
     """Saved at the first batch, in the middle of an accumulation cycle, at the last batch of an epoch and after it."""
-    assert_resumes_are_exact(clusters[2], build_accumulating_script(), tmp_path, (1, 4, 6), WAYS)
+    assert_resumes_are_exact(clusters[2], build_accumulating_script(), tmp_path, (1, 4, 6), METHODS)
 
 
 @pytest.mark.slow
@@ -169,7 +169,7 @@ def test_scripts_that_skip_batches_continue_on_two_ranks(clusters, tmp_path):
 def test_scripts_that_skip_batches_continue_with_every_kind_of_loader(alone, kind, tmp_path):
     script = Script(**SKIPPING[kind]())
     last = len(start_training(script, 5).loader) if "stream" not in kind else COUNT // 2
-    assert_resumes_are_exact(alone, script, tmp_path, (1, 4, last), WAYS)
+    assert_resumes_are_exact(alone, script, tmp_path, (1, 4, last), METHODS)
 
 
 @pytest.mark.slow
@@ -177,7 +177,7 @@ def test_scripts_that_skip_batches_continue_with_every_kind_of_loader(alone, kin
     "kind", [pytest.param(kind, marks=[] if kind in ON_THREE else pytest.mark.full) for kind in SKIPPING]
 )
 def test_scripts_that_skip_batches_continue_on_three_ranks(clusters, kind, tmp_path):
-    assert_resumes_are_exact(clusters[3], Script(**SKIPPING[kind]()), tmp_path, (1, 3, 4), WAYS)
+    assert_resumes_are_exact(clusters[3], Script(**SKIPPING[kind]()), tmp_path, (1, 3, 4), METHODS)
 
 
 def load_state_and_continue(script, folder, name):
@@ -193,8 +193,10 @@ def test_a_stateful_loader_continues_by_itself_after_load_state(ranks, tmp_path)
     assert after == [(rows[3:], end) for rows, end, _ in before]
 
 
-@pytest.mark.parametrize("way", ["resume", *WAYS])
-def test_every_way_to_resume_continues_the_same_batches_on_another_world_size(clusters, alone, way, tmp_path):
+@pytest.mark.parametrize("method", ["resume", *METHODS])
+def test_every_way_to_resume_continues_the_same_batches_on_another_world_size(
+    clusters, alone, method, tmp_path
+):
     # Global batches are the same on every number of processes.
     script = Script(
         **build_loader_config(split_batches=True), **build_loader_options(batch_size=6, shuffle=True)
@@ -203,14 +205,16 @@ def test_every_way_to_resume_continues_the_same_batches_on_another_world_size(cl
     def batches(number, folder):
         run = start_training(script, 77)
         per_epoch = len(run.loader)
-        if way == "resume":
+        if method == "resume":
             run.accelerator.resume(f"{folder}/{number}")
             return [run.accelerator.gather_for_metrics(batch[0]).tolist() for batch in run.loader]
         run.accelerator.load_state(f"{folder}/{number}")
-        done = number % per_epoch
-        loader = run.accelerator.skip_first_batches(run.loader, done) if way == WAYS[0] else run.loader
-        seen = [run.accelerator.gather_for_metrics(batch[0]).tolist() for batch in loader]
-        return seen if way == WAYS[0] else seen[done:]
+        num_done = number % per_epoch
+        loader = (
+            run.accelerator.skip_first_batches(run.loader, num_done) if method == METHODS[0] else run.loader
+        )
+        batches_read = [run.accelerator.gather_for_metrics(batch[0]).tolist() for batch in loader]
+        return batches_read if method == METHODS[0] else batches_read[num_done:]
 
     rows, _, _ = train_and_save(script, str(tmp_path), [1, 3])
     per_epoch = len(rows) // 3
@@ -299,8 +303,8 @@ def test_a_garbage_collected_loader_is_not_required_by_a_checkpoint(alone, tmp_p
     accelerator, _, iterator, _ = build_iterator(keep=False)
     next(iterator)
     accelerator.save_state(tmp_path / "saved")
-    rest = [int(batch) for batch in iterator]
+    remaining = [int(batch) for batch in iterator]
     for keep in (False, True):
-        again, loader, *_ = build_iterator(keep=keep)
-        again.resume(tmp_path / "saved")
-        assert [int(batch) for batch in loader] == rest
+        resumed, loader, *_ = build_iterator(keep=keep)
+        resumed.resume(tmp_path / "saved")
+        assert [int(batch) for batch in loader] == remaining

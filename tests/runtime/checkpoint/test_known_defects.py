@@ -30,8 +30,8 @@ class ExitingFileSystem(FileSystem):
             os._exit(9)
         return opened
 
-    def exchange(self, one, other):
-        super().exchange(one, other)
+    def exchange(self, old, new):
+        super().exchange(old, new)
         if self._method == "exchange":
             os._exit(9)
 
@@ -118,15 +118,15 @@ def test_c5_a_full_disk_leaves_no_partial_checkpoint_and_the_run_can_save_again(
 
 
 @pytest.mark.parametrize("item", ["model", "optimizer", "scheduler", "random", "registered"])
-@pytest.mark.parametrize("way", ["truncated", "missing"])
-def test_c6_c7_a_truncated_or_missing_file_is_named_and_nothing_changes(memory, item, way):
+@pytest.mark.parametrize("damage", ["truncated", "missing"])
+def test_c6_c7_a_truncated_or_missing_file_is_named_and_nothing_changes(memory, item, damage):
     run = Run(memory)
     run.set_step(1)
     path = Path(run.acc.save_state())
     file = path / f"{item}.safetensors"
     if not file.exists():
         file = path / "checkpoint.json"  # items without tensors are stored in the manifest
-    if way == "truncated":
+    if damage == "truncated":
         file.write_bytes(file.read_bytes()[:-2])
     else:
         file.unlink()
@@ -147,10 +147,10 @@ def load_and_report(folder):
     run = Run(folder)
     run.set_step(9)
     before = torch.get_rng_state()
-    found = run.acc.load_state()
+    checkpoint = run.acc.load_state()
     weights = {float(value) for tensor in run.tensors() for value in tensor.flatten()}
     changed = not torch.equal(torch.get_rng_state(), before)
-    return found.manifest.step, run.optimizer.steps, weights, changed, torch.get_rng_state().sum().item()
+    return checkpoint.manifest.step, run.optimizer.steps, weights, changed, torch.get_rng_state().sum().item()
 
 
 def test_c8_a_checkpoint_of_two_ranks_loads_on_three_with_the_same_step(clusters, memory):

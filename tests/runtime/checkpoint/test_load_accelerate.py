@@ -59,8 +59,12 @@ def test_a_run_continues_from_accelerate_on_any_world_size(ranks, tmp_path):
         import numpy as np
 
         run = Run()
-        found = run.accelerator.load_state(written)
-        drawn = {"torch": torch.rand(2).tolist(), "python": random.random(), "numpy": float(np.random.rand())}  # noqa: NPY002
+        checkpoint = run.accelerator.load_state(written)
+        random_numbers = {
+            "torch": torch.rand(2).tolist(),
+            "python": random.random(),
+            "numpy": float(np.random.rand()),  # noqa: NPY002
+        }
         states = run.optimizer.state_dict()["state"]
         return {
             "weights": run.weights,
@@ -68,18 +72,18 @@ def test_a_run_continues_from_accelerate_on_any_world_size(ranks, tmp_path):
             "last_epoch": run.scheduler.scheduler.last_epoch,
             "lr": run.scheduler.get_last_lr(),
             "score": run.best.state["score"],
-            "steps": (run.optimizer.steps, found.manifest.step, found.manifest.world_size),
-        }, drawn
+            "steps": (run.optimizer.steps, checkpoint.manifest.step, checkpoint.manifest.world_size),
+        }, random_numbers
 
     results = ranks.run(load, WRITTEN)
-    wanted = {name: EXPECTED[name] for name in ("weights", "exp_avg", "last_epoch", "lr")}
-    assert all(state == wanted | {"score": 0.75, "steps": (2, 2, 2)} for state, _ in results)
-    drawn = [numbers for _, numbers in results]
+    expected = {name: EXPECTED[name] for name in ("weights", "exp_avg", "last_epoch", "lr")}
+    assert all(state == expected | {"score": 0.75, "steps": (2, 2, 2)} for state, _ in results)
+    random_numbers = [numbers for _, numbers in results]
     if ranks.size == 2:
-        assert drawn == EXPECTED["drawn"]
+        assert random_numbers == EXPECTED["drawn"]
     else:  # each rank derives its own stream from the saved ones
-        assert len({str(numbers) for numbers in drawn}) == ranks.size
-        assert [numbers for _, numbers in ranks.run(load, WRITTEN)] == drawn
+        assert len({str(numbers) for numbers in random_numbers}) == ranks.size
+        assert [numbers for _, numbers in ranks.run(load, WRITTEN)] == random_numbers
 
 
 def test_state_that_accelerate_does_not_save_is_logged(caplog):

@@ -85,11 +85,11 @@ def test_a_truncated_text_is_detected(manifest, data):
 def test_the_verified_parts_cover_every_byte_of_the_files_once(manifest):
     parts = list(manifest.parts(["item"]))
     for name, file in manifest.files.items():
-        places = sorted(
+        ranges = sorted(
             (chunk.start, chunk.bytes) for _, chunk in parts if chunk.file == name and chunk.bytes
         )
         end = 0
-        for start, length in places:
+        for start, length in ranges:
             assert start == end
             end += length
         assert end == file.bytes

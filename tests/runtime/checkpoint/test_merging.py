@@ -52,9 +52,9 @@ def tensors(generator):
 def test_chunks_of_any_shape_merge_into_bitwise_equal_tensors(checkpoint, tmp_path, generator):
     model = tensors(generator)
     cuts = {f"model/{name}": cut for name, cut in CUTS.items()}
-    found = checkpoint(tmp_path / "c", {"model": model}, cuts=cuts)
-    assert sum(len(stored.chunks) for stored in found.manifest.tensors.values()) == 30
-    merged = merge_tensors(found, tmp_path / "m.safetensors", MergeRequest())
+    source = checkpoint(tmp_path / "c", {"model": model}, cuts=cuts)
+    assert sum(len(stored.chunks) for stored in source.manifest.tensors.values()) == 30
+    merged = merge_tensors(source, tmp_path / "m.safetensors", MergeRequest())
     loaded = load_file(tmp_path / "m.safetensors")
     assert set(loaded) == set(model)
     for name, tensor in model.items():
@@ -68,9 +68,9 @@ def test_chunks_of_any_shape_merge_into_bitwise_equal_tensors(checkpoint, tmp_pa
 def test_chunks_larger_than_the_read_block_are_merged(checkpoint, tmp_path, generator, monkeypatch):
     monkeypatch.setattr("accel_runtime.checkpoint.safetensors_file.BLOCK", 256)
     model = {"wide": torch.randn(9, 31, generator=generator), "long": torch.randn(200, generator=generator)}
-    found = checkpoint(tmp_path / "c", {"model": model}, cuts={"model/wide": (2, 3)})
+    source = checkpoint(tmp_path / "c", {"model": model}, cuts={"model/wide": (2, 3)})
     for dtype in (None, "float16"):
-        merge_tensors(found, tmp_path / "m.safetensors", MergeRequest(dtype=dtype))
+        merge_tensors(source, tmp_path / "m.safetensors", MergeRequest(dtype=dtype))
         loaded = load_file(tmp_path / "m.safetensors")
         for name, tensor in model.items():
             assert torch.equal(loaded[name], tensor if dtype is None else tensor.half())
@@ -81,15 +81,15 @@ def test_floating_point_tensors_are_converted_and_others_keep_their_dtype(
     checkpoint, tmp_path, generator, dtype
 ):
     model = tensors(generator)
-    found = checkpoint(
+    source = checkpoint(
         tmp_path / "c", {"model": model}, cuts={f"model/{name}": cut for name, cut in CUTS.items()}
     )
-    merge_tensors(found, tmp_path / "m.safetensors", MergeRequest(dtype=dtype))
+    merge_tensors(source, tmp_path / "m.safetensors", MergeRequest(dtype=dtype))
     loaded = load_file(tmp_path / "m.safetensors")
     for name, tensor in model.items():
-        wanted = tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
-        assert loaded[name].dtype == wanted.dtype
-        assert torch.equal(loaded[name], wanted), name
+        expected = tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
+        assert loaded[name].dtype == expected.dtype
+        assert torch.equal(loaded[name], expected), name
 
 
 class Tied(nn.Module):
@@ -102,23 +102,23 @@ class Tied(nn.Module):
 
 def test_tied_weights_are_written_once_and_the_file_loads_into_the_model(checkpoint, tmp_path):
     model, other = Tied(), Tied()
-    found = checkpoint(tmp_path / "c", {"model": model.state_dict()})
-    merged = merge_tensors(found, tmp_path / "m.safetensors", MergeRequest())
+    source = checkpoint(tmp_path / "c", {"model": model.state_dict()})
+    merged = merge_tensors(source, tmp_path / "m.safetensors", MergeRequest())
     assert merged.ties == {"head.weight": "embed.weight"}
     with safe_open(tmp_path / "m.safetensors", "pt") as file:
         assert list(file.keys()) == ["embed.weight"]
         assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
     assert load_model(other, tmp_path / "m.safetensors") == (set(), [])
     assert torch.equal(other.head.weight, model.head.weight)
-    again = Tied()
-    again.load_state_dict(load_file(tmp_path / "m.safetensors"), strict=False)
-    assert torch.equal(again.head.weight, model.head.weight)
+    loaded_model = Tied()
+    loaded_model.load_state_dict(load_file(tmp_path / "m.safetensors"), strict=False)
+    assert torch.equal(loaded_model.head.weight, model.head.weight)
 
 
 def test_several_files_have_an_index_in_the_format_of_hugging_face(checkpoint, tmp_path, generator):
     model = {f"layer{number}": torch.randn(10, generator=generator) for number in range(5)}
-    found = checkpoint(tmp_path / "c", {"model": model})
-    merge_tensors(found, tmp_path / "model.safetensors", MergeRequest(max_shard_bytes=80))
+    source = checkpoint(tmp_path / "c", {"model": model})
+    merge_tensors(source, tmp_path / "model.safetensors", MergeRequest(max_shard_bytes=80))
     names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
     written = sorted(path.name for path in tmp_path.iterdir())
     assert written == ["c", *names, "model.safetensors.index.json"]
@@ -132,28 +132,28 @@ def test_several_files_have_an_index_in_the_format_of_hugging_face(checkpoint, t
 
 
 def test_shards_are_rejected_next_to_a_file_that_would_be_read_instead(checkpoint, tmp_path):
-    found = checkpoint(tmp_path / "c", {"model": {"a": torch.zeros(10), "b": torch.zeros(10)}})
+    source = checkpoint(tmp_path / "c", {"model": {"a": torch.zeros(10), "b": torch.zeros(10)}})
     (tmp_path / "model.safetensors").write_text("mine")
     with pytest.raises(RequestError, match="would be read in place of the shards"):
-        merge_tensors(found, tmp_path / "model.safetensors", MergeRequest(max_shard_bytes=40))
+        merge_tensors(source, tmp_path / "model.safetensors", MergeRequest(max_shard_bytes=40))
     assert (tmp_path / "model.safetensors").read_text() == "mine"
 
 
 def test_merging_selects_the_rank_specific_tensors_of_a_rank(checkpoint, tmp_path):
-    given = [torch.full((3,), float(rank)) for rank in range(2)]
-    found = checkpoint(
+    tensors = [torch.full((3,), float(rank)) for rank in range(2)]
+    source = checkpoint(
         tmp_path / "c",
-        {"model": {"w": torch.ones(2), "mean": given[0]}},
-        tensors_by_rank={"model/mean": given},
+        {"model": {"w": torch.ones(2), "mean": tensors[0]}},
+        tensors_by_rank={"model/mean": tensors},
         world_size=2,
     )
     for rank in range(2):
-        merge_tensors(found, tmp_path / "m.safetensors", MergeRequest(rank=rank))
+        merge_tensors(source, tmp_path / "m.safetensors", MergeRequest(rank=rank))
         loaded = load_file(tmp_path / "m.safetensors")
         assert set(loaded) == {"w", "mean"}
-        assert torch.equal(loaded["mean"], given[rank])
+        assert torch.equal(loaded["mean"], tensors[rank])
     with pytest.raises(RequestError, match="has no rank 2: 2 process"):
-        list_item_contents(found, "model", 2)
+        list_item_contents(source, "model", 2)
 
 
 def test_the_tensors_of_an_optimizer_are_named_by_their_paths(checkpoint, tmp_path):
@@ -161,25 +161,25 @@ def test_the_tensors_of_an_optimizer_are_named_by_their_paths(checkpoint, tmp_pa
         "state": {"model.w": {"exp_avg": torch.ones(2), "step": torch.tensor(3.0)}},
         "groups": [{"lr": 0.1}],
     }
-    found = checkpoint(tmp_path / "c", {"model": {"w": torch.ones(2)}, "optimizer": state})
-    merged = merge_tensors(found, tmp_path / "o.safetensors", MergeRequest(item="optimizer"))
+    source = checkpoint(tmp_path / "c", {"model": {"w": torch.ones(2)}, "optimizer": state})
+    merged = merge_tensors(source, tmp_path / "o.safetensors", MergeRequest(item="optimizer"))
     assert set(load_file(tmp_path / "o.safetensors")) == {"state.model.w.exp_avg", "state.model.w.step"}
     assert merged.others == []
 
 
 def test_values_of_a_model_that_are_not_tensors_are_listed(checkpoint, tmp_path):
-    found = checkpoint(tmp_path / "c", {"model": {"w": torch.ones(2), "_extra_state": {"scale": 2.0}}})
-    assert merge_tensors(found, tmp_path / "m.safetensors", MergeRequest()).others == ["_extra_state.scale"]
+    source = checkpoint(tmp_path / "c", {"model": {"w": torch.ones(2), "_extra_state": {"scale": 2.0}}})
+    assert merge_tensors(source, tmp_path / "m.safetensors", MergeRequest()).others == ["_extra_state.scale"]
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_a_damaged_tensor_is_named_and_no_file_is_written(checkpoint, tmp_path, handmade, dtype):
     model = {"fine": torch.ones(50), "hurt": torch.ones(50)}
-    found = checkpoint(tmp_path / "c", {"model": model}, cuts={"model/hurt": (2,)})
-    handmade.flip(tmp_path / "c" / found.manifest.tensors["model/hurt"].chunks[1].file, -5)
+    source = checkpoint(tmp_path / "c", {"model": model}, cuts={"model/hurt": (2,)})
+    handmade.flip(tmp_path / "c" / source.manifest.tensors["model/hurt"].chunks[1].file, -5)
     (tmp_path / "m.safetensors").write_text("of before")
     with pytest.raises(CheckpointError, match=r"model-\d\.safetensors is damaged: hurt does not have"):
-        merge_tensors(found, tmp_path / "m.safetensors", MergeRequest(dtype=dtype))
+        merge_tensors(source, tmp_path / "m.safetensors", MergeRequest(dtype=dtype))
     assert (tmp_path / "m.safetensors").read_text() == "of before"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "m.safetensors"]
 
@@ -196,10 +196,10 @@ def test_a_damaged_tensor_is_named_and_no_file_is_written(checkpoint, tmp_path, 
 def test_an_impossible_request_is_rejected_without_changes(
     checkpoint, tmp_path, target, merge_request, message
 ):
-    found = checkpoint(tmp_path / "c", {"model": {"w": torch.ones(2)}})
+    source = checkpoint(tmp_path / "c", {"model": {"w": torch.ones(2)}})
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(RequestError, match=message):
-        merge_tensors(found, tmp_path / target, merge_request)
+        merge_tensors(source, tmp_path / target, merge_request)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -222,7 +222,7 @@ def test_memory_does_not_grow_with_the_size_of_the_tensors(checkpoint, tmp_path)
         "assert 'torch' not in sys.modules\n"
         "print(peak() - before)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    grown = int(done.stdout.splitlines()[-1])
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    grown = int(process.stdout.splitlines()[-1])
     assert size > 3e8
     assert grown < 4e7, grown

@@ -60,26 +60,26 @@ def train_and_save_on_one_rank(folder, rank, metrics):
                 accelerator.gather(torch.ones(1))
     service.ask = send_request
     accelerator.wait_for_everyone()
-    path, wanted = gather_object([saved])[rank][1]
+    path, expected = gather_object([saved])[rank][1]
     accelerator, model, optimizer, loader = prepare_run(folder)
-    found = accelerator.load_state(path)
+    checkpoint = accelerator.load_state(path)
     states = optimizer.state_dict()["state"][0]["step"].item()
-    is_equal = weights(model) == wanted
+    is_equal = weights(model) == expected
     learn(accelerator, model, optimizer, (torch.ones(4, 3),))
     after = accelerator.gather(torch.tensor(weights(model)).unsqueeze(0))
-    return messages, requests, found.manifest.step, states, is_equal, bool((after == after[0]).all())
+    return messages, requests, checkpoint.manifest.step, states, is_equal, bool((after == after[0]).all())
 
 
 @pytest.mark.parametrize(("rank", "metrics"), [(0, False), (1, True)])
 def test_one_rank_saves_while_the_others_train(pair, tmp_path, rank, metrics):
     results = pair.run(train_and_save_on_one_rank, str(tmp_path), rank, metrics)
     (warning,), later = results[rank][0], results[rank][1]
-    where = "waits in gather at" if metrics else "is "
+    state_of_rank = "waits in gather at" if metrics else "is "
     assert re.search(
         rf"save_state\(\) at test_partial_saves.py:\d+ \(train_and_save_on_one_rank\) was called by rank {rank} ",
         warning,
     )
-    assert f"(rank {1 - rank} {where}" in warning
+    assert f"(rank {1 - rank} {state_of_rank}" in warning
     assert "Call save_state() on every process" in warning
     assert later == 0  # a second save at the same line does not wait
     assert results[1 - rank][0] == []
@@ -124,18 +124,18 @@ def test_the_first_of_several_saving_ranks_writes(clusters, tmp_path):
 
 def save_own_data_and_open_cycle(folder):
     accelerator, model, _, _ = prepare_run(model=nn.Linear(1, 1), gradient_accumulation_steps=2)
-    own = accelerator.prepare_data_loader(DataLoader(torch.arange(6.0).view(6, 1)), data="sharded")
+    rank_loader = accelerator.prepare_data_loader(DataLoader(torch.arange(6.0).view(6, 1)), data="sharded")
     with collect_messages("accel_runtime.checkpoint") as messages:
-        for step, batch in enumerate(own):
+        for step, batch in enumerate(rank_loader):
             with accelerator.accumulate(model):
                 accelerator.backward(model(batch).mean())
             if step == 2 and accelerator.is_main_process:
                 accelerator.save_state(folder)
     accelerator.wait_for_everyone()
     accelerator, model, _, _ = prepare_run(model=nn.Linear(1, 1), gradient_accumulation_steps=2)
-    own = accelerator.prepare_data_loader(DataLoader(torch.arange(6.0).view(6, 1)), data="sharded")
+    rank_loader = accelerator.prepare_data_loader(DataLoader(torch.arange(6.0).view(6, 1)), data="sharded")
     accelerator.load_state(folder)
-    return messages, len(list(own))
+    return messages, len(list(rank_loader))
 
 
 def test_state_of_ranks_that_did_not_save_is_named_and_starts_anew(pair, tmp_path):
@@ -179,9 +179,9 @@ def train_three_epochs(folder, load):
 
 def test_later_epochs_keep_their_order_after_a_save_of_one_rank(pair, tmp_path):
     """The rank that saved keeps its random streams, and those of the first rank define the order."""
-    whole = pair.run(train_three_epochs, str(tmp_path / "saved"), False)
-    again = pair.run(train_three_epochs, str(tmp_path / "saved"), True)
-    assert again == [[first[3:], *others] for first, *others in whole]
+    uninterrupted = pair.run(train_three_epochs, str(tmp_path / "saved"), False)
+    resumed = pair.run(train_three_epochs, str(tmp_path / "saved"), True)
+    assert resumed == [[first[3:], *others] for first, *others in uninterrupted]
 
 
 def save_in_background(folder):
@@ -201,21 +201,21 @@ def test_one_rank_can_save_asynchronously(pair, tmp_path):
 
 def export_alone(folder):
     accelerator, model, optimizer, loader = prepare_run()
-    wanted = None
+    expected = None
     for step, batch in enumerate(loader):
         learn(accelerator, model, optimizer, batch)
         if step == 1 and accelerator.is_main_process:
             accelerator.save_model(model, folder)
-            wanted = weights(model)
+            expected = weights(model)
     accelerator.wait_for_everyone()
     _, model, *_ = prepare_run()
     accelerator.load_model(model, folder)
-    return weights(model), wanted
+    return weights(model), expected
 
 
 def test_one_rank_exports_weights_while_the_others_train(pair, tmp_path):
-    (read, wanted), (others, _) = pair.run(export_alone, str(tmp_path))
-    assert read == others == wanted
+    (read, expected), (others, _) = pair.run(export_alone, str(tmp_path))
+    assert read == others == expected
 
 
 def save_after_each_epoch(folder):

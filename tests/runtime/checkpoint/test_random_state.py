@@ -48,14 +48,14 @@ seeds = st.integers(0, 2**32 - 1)
 
 @settings(max_examples=25)
 @given(seeds, seeds, seeds, st.integers(0, 5))
-def test_a_restored_state_draws_the_same_numbers(one, two, three, before):
-    seed_and_capture(one, two, three)
+def test_a_restored_state_draws_the_same_numbers(first, second, third, before):
+    seed_and_capture(first, second, third)
     for _ in range(before):
         draw_numbers()
     tree = rng.capture_rng_state(CPU)
-    wanted = draw_numbers(), draw_numbers()
+    expected = draw_numbers(), draw_numbers()
     seed_and_capture(0, 0, 0)
-    assert (restore_and_draw(tree), draw_numbers()) == wanted
+    assert (restore_and_draw(tree), draw_numbers()) == expected
 
 
 def test_a_state_consists_of_numbers_texts_and_tensors():
@@ -63,18 +63,18 @@ def test_a_state_consists_of_numbers_texts_and_tensors():
     assert set(tree) == {"torch", "python", "numpy"}
     words = tree["python"][1], tree["numpy"][1]
     assert all(isinstance(part, torch.Tensor) and part.dtype == torch.int64 for part in words)
-    rest = [*tree["python"][::2], tree["numpy"][0], *tree["numpy"][2:]]
-    assert all(part is None or isinstance(part, (int, float, str)) for part in rest)
+    remaining = [*tree["python"][::2], tree["numpy"][0], *tree["numpy"][2:]]
+    assert all(part is None or isinstance(part, (int, float, str)) for part in remaining)
 
 
 def test_a_stream_without_a_saved_state_is_not_changed():
     tree = seed_and_capture(1, 2, 3)
     del tree["python"]
     random.seed(9)
-    wanted = random.random()
+    expected = random.random()
     random.seed(9)
     rng.restore_rng_state(tree, CPU)
-    assert random.random() == wanted
+    assert random.random() == expected
 
 
 worlds = st.integers(1, 4)
@@ -85,14 +85,14 @@ worlds = st.integers(1, 4)
 def test_derived_streams_are_equal_on_all_ranks_only_if_the_saved_ones_were(old, new, numpy_seed):
     """torch's stream is equal on all old ranks, Python's differs, and NumPy's depends on the example."""
     trees = [seed_and_capture(7, rank, numpy_seed[rank]) for rank in range(old)]
-    again = [restore_and_draw(rng.derive_rng_state(trees, rank, new)) for rank in range(new)]
-    wanted = restore_and_draw(trees[0])
+    restored = [restore_and_draw(rng.derive_rng_state(trees, rank, new)) for rank in range(new)]
+    expected = restore_and_draw(trees[0])
     equal = {"torch": old > 1, "python": False, "numpy": old > 1 and len(set(numpy_seed[:old])) == 1}
     for kind, is_same in equal.items():
         if is_same:
-            assert all(draw[kind] == wanted[kind] for draw in again)
+            assert all(draw[kind] == expected[kind] for draw in restored)
         else:
-            streams = [draw[kind] for draw in again] + [restore_and_draw(tree)[kind] for tree in trees]
+            streams = [draw[kind] for draw in restored] + [restore_and_draw(tree)[kind] for tree in trees]
             assert len({tuple(stream) for stream in streams}) >= new + min(old, 2)
 
 
@@ -145,10 +145,10 @@ def device(monkeypatch):
 def test_the_generator_of_the_device_is_restored(device):
     device.module.manual_seed(4)
     tree = rng.capture_rng_state(device.name)
-    wanted = device.module.draw()
+    expected = device.module.draw()
     device.module.manual_seed(0)
     rng.restore_rng_state(tree, device.name)
-    assert device.module.draw() == wanted
+    assert device.module.draw() == expected
 
 
 def test_a_device_without_a_saved_generator_is_seeded_from_the_stream_of_torch(device):
@@ -176,10 +176,10 @@ def test_the_generator_of_the_device_is_derived_if_ranks_differed(device):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_generator_of_a_gpu_is_restored():
-    where = torch.device("cuda", torch.cuda.current_device())
+    device = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.manual_seed(3)
-    tree = rng.capture_rng_state(where)
-    wanted = torch.rand(2, device=where).tolist()
-    torch.rand(5, device=where)
-    rng.restore_rng_state(tree, where)
-    assert torch.rand(2, device=where).tolist() == wanted
+    tree = rng.capture_rng_state(device)
+    expected = torch.rand(2, device=device).tolist()
+    torch.rand(5, device=device)
+    rng.restore_rng_state(tree, device)
+    assert torch.rand(2, device=device).tolist() == expected

@@ -40,8 +40,8 @@ def folder(tmp_path):
     return Path(shutil.copytree(WRITTEN, tmp_path / "checkpoint_0"))
 
 
-def list_rejected(found):
-    return {one.item: one.reason for one in found.refused}
+def list_rejected(loaded_state):
+    return {rejected.item: rejected.reason for rejected in loaded_state.refused}
 
 
 # What Accelerate 1.15.0 wrote ------------------------------------------------------------
@@ -69,11 +69,11 @@ def test_a_run_continues_from_a_checkpoint_of_accelerate():
     optimizer = torch.optim.AdamW(model.parameters(), lr=9.0)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=24)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    found = read_accelerate_checkpoint(WRITTEN, 0)
-    model.load_state_dict(found.items["model"])
-    assert found.items["optimizer"]["format"] == "torch"
-    optimizer.load_state_dict(found.items["optimizer"]["state_dict"])
-    scheduler.load_state_dict(found.items["scheduler"])
+    loaded_state = read_accelerate_checkpoint(WRITTEN, 0)
+    model.load_state_dict(loaded_state.items["model"])
+    assert loaded_state.items["optimizer"]["format"] == "torch"
+    optimizer.load_state_dict(loaded_state.items["optimizer"]["state_dict"])
+    scheduler.load_state_dict(loaded_state.items["scheduler"])
     assert model(torch.arange(24.0).view(12, 2) / 24).flatten().tolist() == pytest.approx(EXPECTED["output"])
     states = optimizer.state_dict()["state"]
     assert {str(k): state["exp_avg"].tolist() for k, state in states.items()} == EXPECTED["exp_avg"]
@@ -82,42 +82,53 @@ def test_a_run_continues_from_a_checkpoint_of_accelerate():
         EXPECTED["last_epoch"],
         EXPECTED["lr"],
     )
-    registered = found.items["registered"]
+    registered = loaded_state.items["registered"]
     assert registered.pop("weights").tolist() == [0, 1, 2]
     assert registered == {"score": 0.75, "epochs": [0, 1]}
-    assert found.items["counters"] == {"step": EXPECTED["step"]}
-    assert found.world_size == 2
+    assert loaded_state.items["counters"] == {"step": EXPECTED["step"]}
+    assert loaded_state.world_size == 2
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_every_rank_draws_the_same_numbers_as_under_accelerate(rank):
     import numpy as np
 
-    own = rng.capture_states()
+    states_before = rng.capture_states()
     tree = read_accelerate_checkpoint(WRITTEN, rank).items["random"]
     assert tree.keys() == {"torch", "python", "numpy"}
     tree["python"][1] = tree["python"][1].tolist()
     try:
         rng.restore_states(tree)
-        drawn = {"torch": torch.rand(2).tolist(), "python": random.random(), "numpy": float(np.random.rand())}  # noqa: NPY002
+        random_numbers = {
+            "torch": torch.rand(2).tolist(),
+            "python": random.random(),
+            "numpy": float(np.random.rand()),  # noqa: NPY002
+        }
     finally:
-        rng.restore_states(own)
-    assert drawn == EXPECTED["drawn"][rank]
+        rng.restore_states(states_before)
+    assert random_numbers == EXPECTED["drawn"][rank]
 
 
 def test_only_the_offset_of_loaders_is_missing():
-    found = read_accelerate_checkpoint(WRITTEN, 1)
-    assert found.items.keys() == {"model", "optimizer", "scheduler", "registered", "random", "counters"}
-    assert list_rejected(found).keys() == {"loader"}
-    assert LOADER in list_rejected(found)["loader"]
+    loaded_state = read_accelerate_checkpoint(WRITTEN, 1)
+    assert loaded_state.items.keys() == {
+        "model",
+        "optimizer",
+        "scheduler",
+        "registered",
+        "random",
+        "counters",
+    }
+    assert list_rejected(loaded_state).keys() == {"loader"}
+    assert LOADER in list_rejected(loaded_state)["loader"]
 
 
 def test_random_states_of_a_rank_that_did_not_save_are_rejected():
-    found = read_accelerate_checkpoint(WRITTEN, 2)
-    assert list_rejected(found)["random"] == (
+    loaded_state = read_accelerate_checkpoint(WRITTEN, 2)
+    assert list_rejected(loaded_state)["random"] == (
         "the checkpoint was written by 2 processes and has no random states of rank 2"
     )
-    assert found.items["counters"] == {"step": EXPECTED["step"]}
+    assert loaded_state.items["counters"] == {"step": EXPECTED["step"]}
     every = read_rng_states(WRITTEN)
     for rank in (0, 1):
         assert every[rank]["torch"].equal(read_accelerate_checkpoint(WRITTEN, rank).items["random"]["torch"])
@@ -154,13 +165,13 @@ def test_models_in_the_old_format_and_in_shards_are_read(folder):
         torch.save(
             {name: state[name] for name in half}, folder / f"pytorch_model_2-0000{number}-of-00002.bin"
         )
-    places = {name: f"pytorch_model_2-0000{name[0]}-of-00002.bin" for name in state}
-    (folder / "pytorch_model_2.bin.index.json").write_text(json.dumps({"weight_map": places}))
-    found = read_accelerate_checkpoint(folder, 0)
-    assert found.items["model"].keys() == found.items["model_2"].keys() == state.keys()
-    assert all(found.items["model_2"][name].equal(state[name]) for name in state)
-    assert found.items["model_1"]["weight"].shape == (3, 2)
-    assert list_rejected(found).keys() == {"loader"}
+    file_by_name = {name: f"pytorch_model_2-0000{name[0]}-of-00002.bin" for name in state}
+    (folder / "pytorch_model_2.bin.index.json").write_text(json.dumps({"weight_map": file_by_name}))
+    loaded_state = read_accelerate_checkpoint(folder, 0)
+    assert loaded_state.items["model"].keys() == loaded_state.items["model_2"].keys() == state.keys()
+    assert all(loaded_state.items["model_2"][name].equal(state[name]) for name in state)
+    assert loaded_state.items["model_1"]["weight"].shape == (3, 2)
+    assert list_rejected(loaded_state).keys() == {"loader"}
 
 
 def test_names_of_tied_weights_are_added_from_the_model(folder):
@@ -179,7 +190,7 @@ def test_several_objects_of_a_kind_are_numbered_and_a_gap_is_reported(folder):
     shutil.copy(folder / "optimizer.bin", folder / "optimizer_1.bin")
     shutil.copy(folder / "custom_checkpoint_0.pkl", folder / "custom_checkpoint_2.pkl")
     (folder / "random_states_0.pkl").unlink()
-    found = read_accelerate_checkpoint(folder, 1)
+    loaded_state = read_accelerate_checkpoint(folder, 1)
     assert {
         "optimizer",
         "optimizer_1",
@@ -187,8 +198,8 @@ def test_several_objects_of_a_kind_are_numbered_and_a_gap_is_reported(folder):
         "model_2",
         "scheduler_2",
         "registered_2",
-    } <= found.items.keys()
-    reasons = list_rejected(found)
+    } <= loaded_state.items.keys()
+    reasons = list_rejected(loaded_state)
     assert reasons.keys() == {"scheduler_1", "model_1", "registered_1", "random", "counters", "loader"}
     assert (
         reasons["scheduler_1"] == f"{folder}/scheduler_1.bin is missing, but there is one with the number 2"
@@ -200,10 +211,13 @@ def test_several_objects_of_a_kind_are_numbered_and_a_gap_is_reported(folder):
 def test_a_scaler_is_read_and_offsets_of_loaders_are_rejected(folder):
     torch.save({"scale": 1024.0, "growth_factor": 2.0}, folder / "scaler.pt")
     torch.save({"_num_yielded": 3}, folder / "dl_state_dict.bin")
-    found = read_accelerate_checkpoint(folder, 0)
-    assert found.items["scaler"] == {"scale": 1024.0, "growth_factor": 2.0}
-    assert "the position of loaders that others can use (dl_state_dict.bin)" in list_rejected(found)["loader"]
-    assert LOADER in list_rejected(found)["loader"]
+    loaded_state = read_accelerate_checkpoint(folder, 0)
+    assert loaded_state.items["scaler"] == {"scale": 1024.0, "growth_factor": 2.0}
+    assert (
+        "the position of loaders that others can use (dl_state_dict.bin)"
+        in list_rejected(loaded_state)["loader"]
+    )
+    assert LOADER in list_rejected(loaded_state)["loader"]
 
 
 def test_sharded_state_is_rejected_with_the_command_that_merges_it(folder):
@@ -233,10 +247,10 @@ ITEMS = {
 def test_a_truncated_file_is_named_and_the_others_are_read(folder, name, fraction):
     data = (folder / name).read_bytes()
     (folder / name).write_bytes(data[: int(len(data) * fraction)])
-    found = read_accelerate_checkpoint(folder, 1)
-    assert list_rejected(found).keys() == {ITEMS[name], "loader"}
-    assert re.match(rf"{folder}/{name} cannot be read", list_rejected(found)[ITEMS[name]])
-    assert found.items.keys() == set(ITEMS.values()) - {ITEMS[name]}
+    loaded_state = read_accelerate_checkpoint(folder, 1)
+    assert list_rejected(loaded_state).keys() == {ITEMS[name], "loader"}
+    assert re.match(rf"{folder}/{name} cannot be read", list_rejected(loaded_state)[ITEMS[name]])
+    assert loaded_state.items.keys() == set(ITEMS.values()) - {ITEMS[name]}
 
 
 @pytest.mark.parametrize("content", [[1, 2], {"a": "b"}, 3, None], ids=str)
@@ -294,10 +308,12 @@ def test_malicious_code_in_a_file_is_not_executed(folder, name, payload):
     marker = folder / "ran"
     bad = {"state": payload(marker), "param_groups": [], "step": 1}
     torch.save(bad, folder / name)
-    found = read_accelerate_checkpoint(folder, 1)
+    loaded_state = read_accelerate_checkpoint(folder, 1)
     assert not marker.exists()
     item = {"scaler.pt": "scaler", "pytorch_model.bin": "model"}.get(name) or ITEMS.get(name, "loader")
-    assert str(folder / name) in list_rejected(found)[item] or name in list_rejected(found)[item]
+    assert (
+        str(folder / name) in list_rejected(loaded_state)[item] or name in list_rejected(loaded_state)[item]
+    )
     with (folder / name).open("rb") as file:
         torch.load(file, weights_only=False)
     assert marker.exists()  # the payload works
@@ -321,11 +337,11 @@ def test_the_command_in_the_error_converts_a_file_that_needs_code(folder):
     )
     command = shlex.split(reason.splitlines()[-1])
     assert command[0] == sys.executable  # a `python` on PATH may be another one
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    found = read_accelerate_checkpoint(folder, 0)
-    assert list_rejected(found).keys() == {"loader"}
-    registered = found.items["registered"]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stderr) == (0, "")
+    loaded_state = read_accelerate_checkpoint(folder, 0)
+    assert list_rejected(loaded_state).keys() == {"loader"}
+    registered = loaded_state.items["registered"]
     assert registered.pop("big").tolist() == [0, 1, 2]
     assert registered == {"path": "a/b", "names": ["x", "y"]}
     with pytest.raises(CheckpointError, match=r"it\['s'\]\[1\] is a numpy.ndarray: change the saved state"):

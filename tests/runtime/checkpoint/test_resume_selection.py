@@ -23,16 +23,16 @@ def project(handmade, tmp_path):
     def write(*runs):
         for number, identity in enumerate(runs):
             path = tmp_path / "checkpoints" / f"checkpoint_{number}"
-            found = handmade.write(path, {"model": {"w": torch.ones(1)}}, step=number)
-            (path / NAME).write_text(dataclasses.replace(found.manifest, run=identity).text())
+            checkpoint = handmade.write(path, {"model": {"w": torch.ones(1)}}, step=number)
+            (path / NAME).write_text(dataclasses.replace(checkpoint.manifest, run=identity).text())
         return Checkpoints(tmp_path / "checkpoints")
 
     return write
 
 
 def select_step(policy, checkpoints):
-    found = policy.choose(checkpoints) if policy.possible else None
-    return found.manifest.step if found else None
+    checkpoint = policy.choose(checkpoints) if policy.possible else None
+    return checkpoint.manifest.step if checkpoint else None
 
 
 def test_a_requested_resume_selects_the_newest_checkpoint_of_any_run(project):

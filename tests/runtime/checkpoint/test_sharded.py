@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from sharded_runs import ROWS, Net, accelerator, full, net, warm
+from sharded_runs import ROWS, Net, build_accelerator, build_model, import_sharding, to_full
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_runtime import DataLoaderConfiguration, ProjectConfiguration, init_empty_weights
@@ -28,12 +28,12 @@ class Run:
     def __init__(self, sizes, seed=1, *, meta=False, options=None, **arguments):
         config = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True)
         torch.manual_seed(seed)
-        self.accelerator = accelerator(sizes, options, dataloader_config=config, **arguments)
+        self.accelerator = build_accelerator(sizes, options, dataloader_config=config, **arguments)
         if meta:
             with init_empty_weights(include_buffers=True):
                 model = Net()
         else:
-            model = net(seed)
+            model = build_model(seed)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
         data = TensorDataset(torch.arange(32), torch.arange(32) % ROWS)
         loader = DataLoader(data, batch_size=8, shuffle=True)
@@ -54,10 +54,10 @@ class Run:
         model = self.accelerator.unwrap_model(self.model)
         names = {parameter: name for name, parameter in model.named_parameters()}
         moments = {
-            names[parameter]: {key: full(value).tolist() for key, value in state.items()}
+            names[parameter]: {key: to_full(value).tolist() for key, value in state.items()}
             for parameter, state in self.optimizer.state.items()
         }
-        values = {name: full(value.detach()).tolist() for name, value in model.state_dict().items()}
+        values = {name: to_full(value.detach()).tolist() for name, value in model.state_dict().items()}
         return {"model": values, "moments": moments, "steps": self.optimizer.steps}
 
     def read_next_samples(self):
@@ -94,11 +94,11 @@ def check_chunks(folder):
     """Check that every element is in exactly one chunk; return the manifest."""
     manifest = json.loads((Path(folder) / "checkpoint.json").read_text())["checkpoint"]
     for name, stored in manifest["tensors"].items():
-        seen = torch.zeros(stored["shape"], dtype=torch.int32)
+        counts = torch.zeros(stored["shape"], dtype=torch.int32)
         for chunk in stored["chunks"]:
             box = tuple(slice(o, o + s) for o, s in zip(chunk["offsets"], chunk["sizes"], strict=True))
-            seen[box] += 1
-        assert bool((seen == 1).all()), name
+            counts[box] += 1
+        assert bool((counts == 1).all()), name
     return manifest
 
 
@@ -109,13 +109,13 @@ def list_sharded_tensors(manifest):
 @pytest.fixture(scope="module")
 def pair_ready(clusters):
     """Return a cluster of two ranks with slow imports done."""
-    clusters[2].run(warm)
+    clusters[2].run(import_sharding)
     return clusters[2]
 
 
 @pytest.fixture(scope="module")
 def four_ready(clusters):
-    clusters[4].run(warm)
+    clusters[4].run(import_sharding)
     return clusters[4]
 
 
@@ -207,8 +207,8 @@ def save_or_resume(folder, sizes):
     """Save with automatic names, or resume if a checkpoint exists; return the state."""
     project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)
     run = Run(sizes, project_config=project)
-    found = run.accelerator.resume() if (Path(folder) / "checkpoints").exists() else None
-    if found is None:
+    checkpoint = run.accelerator.resume() if (Path(folder) / "checkpoints").exists() else None
+    if checkpoint is None:
         run.learn(next(iter(run.loader)))
         run.accelerator.save_state()
     return run.state()
@@ -224,9 +224,9 @@ def test_merge_tensors_merges_shards_into_one_file(pair_ready, tmp_path):
     folder = tmp_path / "saved"
     (expected, _), _ = pair_ready.run(train_and_save, str(folder), {"dp_shard": 2})
     merge_tensors(find_checkpoint(folder), tmp_path / "m.safetensors", MergeRequest())
-    found = {name: value.tolist() for name, value in load_file(tmp_path / "m.safetensors").items()}
-    assert found.items() <= expected["model"].items()
-    assert expected["model"].keys() - found.keys() in ({"head.weight"}, {"embedding.weight"})
+    merged = {name: value.tolist() for name, value in load_file(tmp_path / "m.safetensors").items()}
+    assert merged.items() <= expected["model"].items()
+    assert expected["model"].keys() - merged.keys() in ({"head.weight"}, {"embedding.weight"})
 
 
 # Within an accumulation cycle ---------------------------------------------------------------
@@ -254,16 +254,16 @@ def test_an_accumulation_cycle_continues_bitwise_on_the_same_mesh(pair_ready, tm
     assert pair_ready.run(save_or_resume_within_cycle, folder, {"dp_shard": 2}, True, options) == expected
 
 
-def require_close(one, other):
+def require_close(actual, expected):
     """Require that two states are equal up to the order of sums."""
-    assert one["steps"] == other["steps"]
-    for name, value in one["model"].items():
+    assert actual["steps"] == expected["steps"]
+    for name, value in actual["model"].items():
         assert torch.tensor(value, dtype=torch.float64).allclose(
-            torch.tensor(other["model"][name], dtype=torch.float64), atol=1e-5
+            torch.tensor(expected["model"][name], dtype=torch.float64), atol=1e-5
         ), name
-    for name, state in one["moments"].items():
+    for name, state in actual["moments"].items():
         for key, value in state.items():
-            assert torch.tensor(value).allclose(torch.tensor(other["moments"][name][key]), atol=1e-5), (
+            assert torch.tensor(value).allclose(torch.tensor(expected["moments"][name][key]), atol=1e-5), (
                 name,
                 key,
             )
@@ -319,21 +319,21 @@ def load_unsharded_state(state):
     run.optimizer.load_state_dict(state)
     kinds = {
         type(value).__name__
-        for own in run.optimizer.state.values()
-        for key, value in own.items()
+        for parameter_state in run.optimizer.state.values()
+        for key, value in parameter_state.items()
         if key != "step"
     }
-    found = run.optimizer.state_dict()
-    run.optimizer.load_state_dict(found)
-    found = run.state()["moments"]
+    state_dict = run.optimizer.state_dict()
+    run.optimizer.load_state_dict(state_dict)
+    state_dict = run.state()["moments"]
     run.learn(next(iter(run.loader)))
-    return kinds, found
+    return kinds, state_dict
 
 
 def test_an_unsharded_optimizer_state_is_sharded_like_the_parameters(pair_ready):
     run = Run({})
     run.learn(next(iter(run.loader)))
     expected = run.state()["moments"]
-    for kinds, found in pair_ready.run(load_unsharded_state, run.optimizer.state_dict()):
+    for kinds, state in pair_ready.run(load_unsharded_state, run.optimizer.state_dict()):
         assert kinds == {"DTensor"}
-        assert found == expected
+        assert state == expected

@@ -9,7 +9,7 @@ import cluster
 import pytest
 import torch
 from safetensors.torch import load_file, load_model, save_file
-from sharded_runs import Net, accelerator, net, state_of, warm
+from sharded_runs import Net, build_accelerator, build_model, gather_model_state, import_sharding
 from torch import nn
 
 from accel_runtime import Accelerator, init_empty_weights
@@ -17,13 +17,13 @@ from accel_runtime.checkpoint.errors import CheckpointError
 
 
 def save_and_load(folder, sizes, limit):
-    run = accelerator(sizes)
-    model = run.prepare(net())
+    run = build_accelerator(sizes)
+    model = run.prepare(build_model())
     run.save_model(model, folder, max_shard_size=limit)
     there = sorted(path.name for path in folder.iterdir())
-    other = run.prepare(net(2))
+    other = run.prepare(build_model(2))
     run.load_model(other, folder)
-    return there, state_of(other)
+    return there, gather_model_state(other)
 
 
 def read_files(folder):
@@ -34,7 +34,7 @@ def read_files(folder):
 def test_a_sharded_model_is_exported_in_full_and_loaded_into_shards(pair, tmp_path, limit):
     folder = tmp_path / "export"
     told = pair.run(save_and_load, folder, {"dp_shard": 2}, limit)
-    want = {name: value.tolist() for name, value in net().state_dict().items()}
+    want = {name: value.tolist() for name, value in build_model().state_dict().items()}
     assert [state for _, state in told] == [want] * 2
     several = len(list(folder.glob("*.safetensors")))
     assert (several == 1) == (limit == "10GB")
@@ -54,22 +54,22 @@ def test_a_sharded_model_is_exported_in_full_and_loaded_into_shards(pair, tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"dp_shard": 4}, {"dp_shard": 2, "dp_replicate": 2}], ids=str)
 def test_four_ranks_export_and_load_a_sharded_model(four, tmp_path, sizes):
-    four.run(warm)
-    want = {name: value.tolist() for name, value in net().state_dict().items()}
+    four.run(import_sharding)
+    want = {name: value.tolist() for name, value in build_model().state_dict().items()}
     for _, state in four.run(save_and_load, tmp_path / "export", sizes, 500):
         assert state == want
 
 
 def try_to_load(folder, sizes, kind, meta):
-    run = accelerator(sizes)
+    run = build_accelerator(sizes)
     with init_empty_weights() if meta else torch.device("cpu"):
         model = kind()
     model = run.prepare(model)
-    before = None if meta else state_of(model)
+    before = None if meta else gather_model_state(model)
     try:
         run.load_model(model, folder / str(run.process_index) if (folder / "0").exists() else folder)
     except CheckpointError as error:
-        same = all(p.is_meta for p in model.parameters()) if meta else state_of(model) == before
+        same = all(p.is_meta for p in model.parameters()) if meta else gather_model_state(model) == before
         return str(error), same
     return "", False
 
@@ -85,7 +85,7 @@ class Other(Net):
 
 @pytest.mark.parametrize("meta", [False, True], ids=["with values", "without"])
 def test_mismatched_weights_are_named_and_change_no_rank(pair, tmp_path, meta):
-    own = {name: value for name, value in net().state_dict().items() if name != "head.weight"}
+    own = {name: value for name, value in build_model().state_dict().items() if name != "head.weight"}
     save_file(own, tmp_path / "model.safetensors")
     for said, unchanged in pair.run(try_to_load, tmp_path, {"dp_shard": 2}, Other, meta):
         assert unchanged
@@ -95,7 +95,7 @@ def test_mismatched_weights_are_named_and_change_no_rank(pair, tmp_path, meta):
 
 
 def test_a_read_error_on_one_rank_changes_no_rank(pair, tmp_path):
-    own = {name: value for name, value in net().state_dict().items() if name != "head.weight"}
+    own = {name: value for name, value in build_model().state_dict().items() if name != "head.weight"}
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
         save_file(own, tmp_path / str(rank) / "model.safetensors")
@@ -108,7 +108,7 @@ def test_a_read_error_on_one_rank_changes_no_rank(pair, tmp_path):
 
 
 def test_tied_weights_with_different_values_in_the_file_are_rejected(pair, tmp_path):
-    own = dict(net().state_dict())
+    own = dict(build_model().state_dict())
     own["head.weight"] = own["head.weight"] + 1
     save_file(own, tmp_path / "model.safetensors")
     for said, unchanged in pair.run(try_to_load, tmp_path, {"dp_shard": 2}, Net, False):
@@ -128,17 +128,17 @@ def test_a_file_that_does_not_match_the_index_is_rejected(pair, tmp_path):
 
 
 def load_into_bfloat16(folder):
-    run = accelerator({"dp_shard": 2})
-    model = run.prepare(net(2).to(torch.bfloat16))
+    run = build_accelerator({"dp_shard": 2})
+    model = run.prepare(build_model(2).to(torch.bfloat16))
     run.load_model(model, folder / "model.safetensors")
-    return state_of(model)
+    return gather_model_state(model)
 
 
 def test_sharded_weights_are_cast_to_the_dtype_of_the_model(pair, tmp_path):
-    own = {name: value for name, value in net().state_dict().items() if name != "head.weight"}
+    own = {name: value for name, value in build_model().state_dict().items() if name != "head.weight"}
     own["frozen"] = own["frozen"].double()
     save_file(own, tmp_path / "model.safetensors")
-    want = {name: value.tolist() for name, value in net().to(torch.bfloat16).state_dict().items()}
+    want = {name: value.tolist() for name, value in build_model().to(torch.bfloat16).state_dict().items()}
     assert pair.run(load_into_bfloat16, tmp_path) == [want] * 2
 
 
@@ -146,8 +146,8 @@ def export_to_full_disk(folder, sizes):
     """Export with a disk that is full at the second file; return the error and the number of writes."""
     from accel_runtime.export import save_model
 
-    run = accelerator(sizes)
-    model = run.prepare(net())
+    run = build_accelerator(sizes)
+    model = run.prepare(build_model())
     write, calls = save_model.write_safetensors, []
 
     def full(path, parts, about, disk):
@@ -193,7 +193,7 @@ def read_status(name):
 
 def load_within_limit(folder, limit):
     """Load the weights with a memory limit of `limit` more bytes; return the memory used and the sum of the shards."""
-    run = accelerator({"dp_shard": 4})
+    run = build_accelerator({"dp_shard": 4})
     with init_empty_weights(include_buffers=True):
         model = layers()
     model = run.prepare(model)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sharded_runs import Net, accelerator, full, net, state_of, warm
+from sharded_runs import Net, build_accelerator, build_model, gather_model_state, import_sharding, to_full
 from torch import nn
 
 from accel_runtime.torch_internals import fsdp_parameter_groups
@@ -15,8 +15,8 @@ MESHES = [{"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}]
 
 
 def gather_state(sizes, everywhere):
-    run = accelerator(sizes)
-    model = run.prepare(net())
+    run = build_accelerator(sizes)
+    model = run.prepare(build_model())
     model(torch.arange(3))  # the outermost parameters stay gathered after it
     found = run.get_state_dict(model, everywhere=everywhere)
     plain = all(type(value) is torch.Tensor and value.device.type == "cpu" for value in found.values())
@@ -31,14 +31,14 @@ def gather_state(sizes, everywhere):
 
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_a_state_dict_is_full_on_the_first_process_or_on_all(pair, everywhere):
-    want = {name: value.tolist() for name, value in net().state_dict().items()}
+    want = {name: value.tolist() for name, value in build_model().state_dict().items()}
     first, second = pair.run(gather_state, {"dp_shard": 2}, everywhere)
     assert first == (want, True)
     assert second == (want if everywhere else {}, True)
 
 
 def read_unsharded_state():
-    run = accelerator({})
+    run = build_accelerator({})
     model = run.prepare(nn.Linear(2, 2))
     found = run.get_state_dict(model)
     return found["weight"].data_ptr() == run.unwrap_model(model).weight.data_ptr()
@@ -50,8 +50,8 @@ def test_the_state_dict_of_a_replicated_model_shares_its_tensors(pair):
 
 def run_inside_gathered(sizes, options, raises):
     """Call the model a different number of times on each rank in gathered(); then train a step."""
-    run = accelerator(sizes, options)
-    model = run.prepare(net())
+    run = build_accelerator(sizes, options)
+    model = run.prepare(build_model())
     optimizer = run.prepare(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
     numbers = torch.arange(5)
     with torch.no_grad():
@@ -81,20 +81,20 @@ def run_inside_gathered(sizes, options, raises):
     return (
         all(outside.equal(one) for one in calls),
         {kind.__name__ for kind in kinds} <= {"Parameter", "Tensor"},
-        shapes == {name: list(parameter.shape) for name, parameter in net().named_parameters()},
+        shapes == {name: list(parameter.shape) for name, parameter in build_model().named_parameters()},
         held,
-        state_of(model),
+        gather_model_state(model),
     )
 
 
 def train_step(sizes, options):
-    run = accelerator(sizes, options)
-    model = run.prepare(net())
+    run = build_accelerator(sizes, options)
+    model = run.prepare(build_model())
     optimizer = run.prepare(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
     numbers = torch.arange(5)
     run.backward(model(numbers + run.process_index).square().mean())
     optimizer.step()
-    return state_of(model)
+    return gather_model_state(model)
 
 
 @pytest.mark.parametrize("raises", [False, True], ids=["to its end", "by an exception"])
@@ -102,7 +102,7 @@ def train_step(sizes, options):
 def test_each_rank_can_call_the_model_any_number_of_times_inside_gathered(pair, wrap, raises):
     sizes, options = {"dp_shard": 2}, {"wrap": wrap}
     trained = pair.run(train_step, sizes, options)[0]
-    total = sum(parameter.numel() for parameter in net().parameters())
+    total = sum(parameter.numel() for parameter in build_model().parameters())
     held = 0
     for same, plain, whole, own, after in pair.run(run_inside_gathered, sizes, options, raises):
         assert (same, plain, whole) == (True, True, True)
@@ -114,16 +114,16 @@ def test_each_rank_can_call_the_model_any_number_of_times_inside_gathered(pair, 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}], ids=str)
 def test_gathered_works_on_four_ranks(four, sizes):
-    four.run(warm)
+    four.run(import_sharding)
     for same, plain, whole, own, _ in four.run(run_inside_gathered, sizes, {}, False):
         assert (same, plain, whole) == (True, True, True)
-        assert own < sum(parameter.numel() for parameter in net().parameters())
+        assert own < sum(parameter.numel() for parameter in build_model().parameters())
 
 
 def compute_inside_gathered(options):
     """Compute in bf16 inside gathered()."""
-    run = accelerator({"dp_shard": 2}, options, mixed_precision="bf16")
-    model = run.prepare(net())
+    run = build_accelerator({"dp_shard": 2}, options, mixed_precision="bf16")
+    model = run.prepare(build_model())
     with torch.no_grad():
         outside = model(torch.arange(5))
         with run.gathered(model):
@@ -137,8 +137,8 @@ def test_gathered_parameters_have_the_computation_dtype(pair):
 
 
 def step_inside_gathered():
-    run = accelerator({"dp_shard": 2})
-    model = run.prepare(net())
+    run = build_accelerator({"dp_shard": 2})
+    model = run.prepare(build_model())
     optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     said = ""
     optimizer.step()
@@ -157,7 +157,7 @@ def test_a_step_inside_gathered_is_rejected_and_allowed_afterwards(pair):
 
 
 def test_gathered_returns_a_replicated_model_unchanged():
-    run = accelerator({})
+    run = build_accelerator({})
     model = run.prepare(nn.Linear(2, 2))
     with run.gathered(model) as same:
         assert same is model
@@ -165,8 +165,8 @@ def test_gathered_returns_a_replicated_model_unchanged():
 
 def call_first_inside_gathered():
     """Run the first forward passes inside gathered(), with none on the first rank; then one on all ranks."""
-    run = accelerator({"dp_shard": 2})
-    model = run.prepare(net())
+    run = build_accelerator({"dp_shard": 2})
+    model = run.prepare(build_model())
     with run.gathered(model):
         found = [model(torch.arange(3)) for _ in range(2 * run.process_index)]
         said = []
@@ -188,11 +188,11 @@ def test_the_first_forward_passes_can_be_inside_gathered_and_saving_cannot(pair)
 
 
 def unwrap():
-    run = accelerator({"dp_shard": 2})
-    model = net()
+    run = build_accelerator({"dp_shard": 2})
+    model = build_model()
     prepared = run.prepare(model)
     own = run.unwrap_model(prepared)
-    return own is model, sorted(own.state_dict()) == sorted(net().state_dict())
+    return own is model, sorted(own.state_dict()) == sorted(build_model().state_dict())
 
 
 def test_unwrap_model_returns_the_sharded_module_with_its_names(pair):
@@ -208,8 +208,8 @@ class Pretrained(Net):
 
 
 def save_pretrained(sizes):
-    run = accelerator(sizes)
-    model = run.prepare(net(kind=Pretrained))
+    run = build_accelerator(sizes)
+    model = run.prepare(build_model(kind=Pretrained))
     own, first = run.unwrap_model(model), run.is_main_process
     try:
         own.save_pretrained("here", is_main_process=first)
@@ -222,7 +222,7 @@ def save_pretrained(sizes):
 
 
 def test_save_pretrained_of_a_sharded_model_needs_the_gathered_state_dict(pair):
-    names = sorted(net().state_dict())
+    names = sorted(build_model().state_dict())
     (refusal, *first), (same, *second) = pair.run(save_pretrained, {"dp_shard": 2})
     assert refusal == same
     assert "state_dict=accelerator.get_state_dict(model)" in refusal
@@ -230,7 +230,7 @@ def test_save_pretrained_of_a_sharded_model_needs_the_gathered_state_dict(pair):
 
 
 def test_save_pretrained_of_a_replicated_model_works_unchanged(pair):
-    names = sorted(net().state_dict())
+    names = sorted(build_model().state_dict())
     assert pair.run(save_pretrained, {})[0] == ("", names, names)
 
 
@@ -241,7 +241,7 @@ def save_transformers_model(folder):
         vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
         tie_word_embeddings=True,
     )  # fmt: skip
-    run = accelerator({"dp_shard": 2})
+    run = build_accelerator({"dp_shard": 2})
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
     want = {name: value.clone() for name, value in model.state_dict().items()}
@@ -276,8 +276,8 @@ def test_parameter_groups_of_fsdp_are_found_in_every_version_of_torch(state, wan
 
 def train_with_average(sizes):
     """Evaluate a model and its moving average before the average is updated, as at the end of an epoch."""
-    run = accelerator(sizes)
-    model = net()
+    run = build_accelerator(sizes)
+    model = build_model()
     average = torch.optim.swa_utils.AveragedModel(
         model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
     )
@@ -292,7 +292,7 @@ def train_with_average(sizes):
             model(numbers)
             average(numbers)
         run.unwrap_model(average).update_parameters(run.unwrap_model(model))
-    return state_of(run.unwrap_model(average))
+    return gather_model_state(run.unwrap_model(average))
 
 
 def test_a_moving_average_of_an_evaluated_model_equals_that_of_one_process(alone, pair):
@@ -319,14 +319,14 @@ class Scaled(nn.Module):
 
 def evaluate_within_a_step(sizes):
     """Return the gradients of a step that also evaluates the model, and the parameter of the evaluation."""
-    run = accelerator(sizes)
+    run = build_accelerator(sizes)
     model = run.prepare(Scaled())
     inputs = torch.ones(2, 4)
     loss = model(inputs)["out"].square().mean()
     with torch.no_grad():
         reference = model(inputs)
     run.backward(loss * reference["scale"][0])
-    gradients = {name: full(parameter.grad).tolist() for name, parameter in model.named_parameters()}
+    gradients = {name: to_full(parameter.grad).tolist() for name, parameter in model.named_parameters()}
     return reference["scale"].tolist(), gradients
 
 

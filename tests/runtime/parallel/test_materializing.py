@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import save_file, save_model
-from sharded_runs import Net, accelerator, net, state_of, warm
+from sharded_runs import Net, build_accelerator, build_model, gather_model_state, import_sharding
 from torch import nn
 
 from accel_runtime import Accelerator, init_empty_weights
@@ -21,12 +21,12 @@ def run_step(run, model, optimizer):
     run.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
-    return state_of(model)
+    return gather_model_state(model)
 
 
 def load_and_train(folder, sizes, when, include_buffers):
     """Load a model created on meta and train a step; do the same with a model created on the CPU."""
-    run = accelerator(sizes)
+    run = build_accelerator(sizes)
     with init_empty_weights(include_buffers=include_buffers):
         model = Net()
     early = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
@@ -36,8 +36,8 @@ def load_and_train(folder, sizes, when, include_buffers):
     optimizer = run.prepare(early)
     run.load_model(model, folder)
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    loaded = state_of(model)
-    other = run.prepare(net())
+    loaded = gather_model_state(model)
+    other = run.prepare(build_model())
     others = run.prepare(torch.optim.AdamW([p for p in other.parameters() if p.requires_grad], lr=0.1))
     return loaded, run_step(run, model, optimizer), run_step(run, other, others)
 
@@ -45,14 +45,14 @@ def load_and_train(folder, sizes, when, include_buffers):
 def load_with_ignored(folder):
     """Do the same with parameters that are not sharded."""
     options = {"ignore": "gain,blocks.*.norm"}
-    run = accelerator({"dp_shard": 2}, options)
+    run = build_accelerator({"dp_shard": 2}, options)
     with init_empty_weights():
         model = Net()
     early = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     model, optimizer = run.prepare(model, early)
     run.load_model(model, folder)
-    loaded = state_of(model)
-    other = run.prepare(net())
+    loaded = gather_model_state(model)
+    other = run.prepare(build_model())
     others = run.prepare(torch.optim.SGD([p for p in other.parameters() if p.requires_grad], lr=0.1))
     return loaded, run_step(run, model, optimizer), run_step(run, other, others)
 
@@ -69,7 +69,7 @@ def test_ignored_parameters_are_loaded(pair, tmp_path):
 
 def write_weights(folder):
     """Write a file of weights, and return its contents."""
-    model = net()
+    model = build_model()
     folder.mkdir()
     save_model(model, str(folder / "model.safetensors"))
     return {name: value.tolist() for name, value in model.state_dict().items()}
@@ -91,7 +91,7 @@ def test_each_rank_loads_only_its_shards_of_a_meta_model(pair, tmp_path, when, i
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", FOUR, ids=str)
 def test_meta_models_are_loaded_on_four_ranks(four, tmp_path, sizes):
-    four.run(warm)
+    four.run(import_sharding)
     want = write_weights(tmp_path / "weights")
     for loaded, trained, other in four.run(load_and_train, tmp_path / "weights", sizes, "before", True):
         assert loaded == want
@@ -100,16 +100,16 @@ def test_meta_models_are_loaded_on_four_ranks(four, tmp_path, sizes):
 
 def test_a_meta_model_is_loaded_on_one_process(tmp_path):
     want = write_weights(tmp_path / "weights")
-    run = accelerator({"dp_shard": "auto"})
+    run = build_accelerator({"dp_shard": "auto"})
     with init_empty_weights():
         model = Net()
     model = run.prepare(model)
     run.load_model(model, tmp_path / "weights" / "model.safetensors")
-    assert state_of(model) == want
+    assert gather_model_state(model) == want
 
 
 def run_without_values(sizes):
-    run = accelerator(sizes)
+    run = build_accelerator(sizes)
     with torch.device("meta"):
         model = Net()
     model = run.prepare(model)
@@ -181,7 +181,7 @@ class Transformer(nn.Module):
 
 
 def load_with_buffers(folder, kind):
-    run = accelerator({"dp_shard": 2})
+    run = build_accelerator({"dp_shard": 2})
     with torch.device("meta"):
         model = kind()
     model = run.prepare(model)
@@ -192,7 +192,9 @@ def load_with_buffers(folder, kind):
     except CheckpointError as error:
         return str(error), all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     assert torch.get_rng_state().equal(before)
-    return {name: buffer.tolist() for name, buffer in model.named_buffers()}, state_of(model)["layer.bias"]
+    return {name: buffer.tolist() for name, buffer in model.named_buffers()}, gather_model_state(model)[
+        "layer.bias"
+    ]
 
 
 def test_buffers_in_no_file_are_computed_by_their_modules(pair, tmp_path):

@@ -5,22 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file
-from sharded_runs import accelerator, full, net, state_of
+from sharded_runs import build_accelerator, build_model, gather_model_state, to_full
 
 from accel_runtime import utils
 from accel_runtime.checkpoint.errors import CheckpointError
 
 
 def prepare_run(sizes, seed, rate):
-    run = accelerator(sizes)
-    model = net(seed)
+    run = build_accelerator(sizes)
+    model = build_model(seed)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate)
     return run, *run.prepare(model, optimizer)
 
 
 def list_moments(optimizer):
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return [{name: full(value).tolist() for name, value in optimizer.state[p].items()} for p in parameters]
+    return [{name: to_full(value).tolist() for name, value in optimizer.state[p].items()} for p in parameters]
 
 
 def save(sizes, folder):
@@ -32,14 +32,18 @@ def save(sizes, folder):
     run.save_state(folder / "state")
     utils.merge_fsdp_weights(folder / "pytorch_model_fsdp_0", folder / "of the model")
     utils.merge_fsdp_weights(folder / "state" / "pytorch_model_fsdp_0", folder / "of the state")
-    return state_of(run.unwrap_model(model)), list_moments(optimizer)
+    return gather_model_state(run.unwrap_model(model)), list_moments(optimizer)
 
 
 def load(sizes, folder):
     run, model, optimizer = prepare_run(sizes, 2, 0.5)
     utils.load_fsdp_model(None, run, model, folder)
     utils.load_fsdp_optimizer(None, run, optimizer, model, folder)
-    return state_of(run.unwrap_model(model)), list_moments(optimizer), optimizer.param_groups[0]["lr"]
+    return (
+        gather_model_state(run.unwrap_model(model)),
+        list_moments(optimizer),
+        optimizer.param_groups[0]["lr"],
+    )
 
 
 def test_a_sharded_model_and_optimizer_are_saved_merged_and_loaded_on_another_layout(clusters, tmp_path):
@@ -56,8 +60,8 @@ def test_a_sharded_model_and_optimizer_are_saved_merged_and_loaded_on_another_la
 
 
 def test_a_merged_checkpoint_is_removed_on_request(tmp_path):
-    run = accelerator({})
-    utils.save_fsdp_model(None, run, run.prepare(net()), tmp_path, model_index=1)
+    run = build_accelerator({})
+    utils.save_fsdp_model(None, run, run.prepare(build_model()), tmp_path, model_index=1)
     utils.merge_fsdp_weights(tmp_path / "pytorch_model_fsdp_1", tmp_path / "one", remove_checkpoint_dir=True)
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
 
@@ -71,10 +75,15 @@ def test_a_merged_checkpoint_is_removed_on_request(tmp_path):
     ],
 )
 def test_unsupported_options_of_fsdp_utils_are_rejected(tmp_path, function, options):
-    run = accelerator({})
+    run = build_accelerator({})
     with pytest.raises(ValueError, match=f"{function} does not support {next(iter(options))}="):
         getattr(utils, function)(
-            None, run, net(), *([net()] if "optimizer" in function else []), tmp_path, **options
+            None,
+            run,
+            build_model(),
+            *([build_model()] if "optimizer" in function else []),
+            tmp_path,
+            **options,
         )
 
 
