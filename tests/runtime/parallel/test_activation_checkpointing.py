@@ -41,33 +41,33 @@ class Model(nn.Module):
 def compute_gradients(model):
     torch.manual_seed(5)
     model(torch.linspace(-1, 1, 32).view(4, 8)).square().sum().backward()
-    found = {}
+    gradients = {}
     for name, parameter in model.named_parameters():
-        found[name] = getattr(parameter.grad, "full_tensor", lambda g=parameter.grad: g)()
-    return found
+        gradients[name] = getattr(parameter.grad, "full_tensor", lambda g=parameter.grad: g)()
+    return gradients
 
 
 def count_saved_bytes(model):
-    seen = {}
+    size_by_storage = {}
 
     def pack(tensor):
-        seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        size_by_storage[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(torch.ones(64, 8))
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    return sum(size for where, size in seen.items() if where not in parameters)
+    return sum(size for storage, size in size_by_storage.items() if storage not in parameters)
 
 
 def test_gradients_are_equal_with_dropout_and_names_are_kept():
-    plain, again = Model(), Model()
-    activations.checkpoint_activations(again, find_units(again, "Block"))
-    torch.testing.assert_close(compute_gradients(again), compute_gradients(plain), rtol=0, atol=0)
-    assert list(again.state_dict()) == list(plain.state_dict())
-    assert [type(layer) for layer in again.layers] == [Block] * 3
-    assert [layer.runs for layer in again.layers] == [2] * 3
-    assert count_saved_bytes(again) < count_saved_bytes(plain) / 2
+    plain, checkpointed = Model(), Model()
+    activations.checkpoint_activations(checkpointed, find_units(checkpointed, "Block"))
+    torch.testing.assert_close(compute_gradients(checkpointed), compute_gradients(plain), rtol=0, atol=0)
+    assert list(checkpointed.state_dict()) == list(plain.state_dict())
+    assert [type(layer) for layer in checkpointed.layers] == [Block] * 3
+    assert [layer.runs for layer in checkpointed.layers] == [2] * 3
+    assert count_saved_bytes(checkpointed) < count_saved_bytes(plain) / 2
 
 
 def test_nothing_is_recomputed_without_gradients():
@@ -116,15 +116,15 @@ def test_a_model_with_its_own_checkpointing_is_rejected():
     ],
 )
 def test_compiled_modules_are_recomputed(regional, backend):
-    plain, again = Model(), Model()
-    activations.checkpoint_activations(again, find_units(again, "Block"))
-    for module in again.layers if regional else [again]:
+    plain, checkpointed = Model(), Model()
+    activations.checkpoint_activations(checkpointed, find_units(checkpointed, "Block"))
+    for module in checkpointed.layers if regional else [checkpointed]:
         module.compile(backend=backend)
-    for layer in [*plain.layers, *again.layers]:
+    for layer in [*plain.layers, *checkpointed.layers]:
         layer.drop.p = 0.0  # the compiler draws random numbers in another order
-    torch.testing.assert_close(compute_gradients(again), compute_gradients(plain))
+    torch.testing.assert_close(compute_gradients(checkpointed), compute_gradients(plain))
     if backend == "aot_eager":
-        assert count_saved_bytes(again) < count_saved_bytes(plain)
+        assert count_saved_bytes(checkpointed) < count_saved_bytes(plain)
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -132,19 +132,19 @@ def test_compiled_modules_are_recomputed(regional, backend):
 def test_sharded_modules_have_equal_gradients(reshard, nested, pair):
     def trained(reshard, nested):
         Accelerator()
-        found = []
-        for again in (False, True):
+        gradients = []
+        for is_checkpointed in (False, True):
             model = Model()
             units = find_units(model, "Block,Linear" if nested else "Block")
-            if again:
+            if is_checkpointed:
                 activations.checkpoint_activations(model, find_units(model, "Block"))
             for _, module in units:
                 fully_shard(module, reshard_after_forward=reshard)
             fully_shard(model)
-            found.append(compute_gradients(model))
-            found.append(compute_gradients(model))
-        return found
+            gradients.append(compute_gradients(model))
+            gradients.append(compute_gradients(model))
+        return gradients
 
-    for plain, twice, again, again_twice in pair.run(trained, reshard, nested):
-        torch.testing.assert_close(again, plain, rtol=0, atol=0)
+    for plain, twice, is_checkpointed, again_twice in pair.run(trained, reshard, nested):
+        torch.testing.assert_close(is_checkpointed, plain, rtol=0, atol=0)
         torch.testing.assert_close(again_twice, twice, rtol=0, atol=0)

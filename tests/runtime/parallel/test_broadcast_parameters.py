@@ -11,24 +11,24 @@ from accel_runtime.backends.fsdp import broadcast_parameters
 
 
 def build_model():
-    made = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
-    made[0].weight = made[2].weight if made[0].weight.shape == made[2].weight.shape else made[0].weight
-    return made
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    model[0].weight = model[2].weight if model[0].weight.shape == model[2].weight.shape else model[0].weight
+    return model
 
 
 def broadcast_and_list(make):
     accelerator = Accelerator()
     torch.manual_seed(accelerator.process_index)
-    made = make()
-    broadcast_parameters(made, accelerator._backend)
-    return [tensor.tolist() for tensor in (*made.parameters(), *made.buffers())]
+    model = make()
+    broadcast_parameters(model, accelerator._backend)
+    return [tensor.tolist() for tensor in (*model.parameters(), *model.buffers())]
 
 
 def test_all_ranks_get_the_values_of_the_first_rank(ranks):
     torch.manual_seed(0)
     expected = build_model()
-    found = ranks.run(broadcast_and_list, build_model)
-    assert found == [[t.tolist() for t in (*expected.parameters(), *expected.buffers())]] * ranks.size
+    results = ranks.run(broadcast_and_list, build_model)
+    assert results == [[t.tolist() for t in (*expected.parameters(), *expected.buffers())]] * ranks.size
 
 
 def test_models_of_different_shapes_are_rejected_by_name(pair):

@@ -181,19 +181,19 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", SUPPORTED)
 def test_supported_options_become_settings(case):
-    given, wanted = SUPPORTED[case]
-    assert Plugin(**given).fully_shard() == replace(FullyShard(), **wanted)
+    options, expected = SUPPORTED[case]
+    assert Plugin(**options).fully_shard() == replace(FullyShard(), **expected)
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_unsupported_options_are_rejected_with_an_alternative(case):
-    given, message = REFUSED[case]
+    options, message = REFUSED[case]
     with pytest.raises(ValueError, match=f"FullyShardedDataParallelPlugin.*{message}"):
-        Plugin(**given)
+        Plugin(**options)
 
 
 def test_every_option_is_supported_or_rejected():
-    names = {name for table in (SUPPORTED, REFUSED) for given, _ in table.values() for name in given}
+    names = {name for table in (SUPPORTED, REFUSED) for options, _ in table.values() for name in options}
     assert names == {f.name for f in fields(Plugin)}
 
 
@@ -204,14 +204,14 @@ def test_options_missing_in_a_plugin_come_from_the_profile():
 
 def test_sizes_and_a_tp_plan_become_settings():
     config = ParallelismConfig(2, "auto", tp_size=4, tp_plan={"layers.*.up": "colwise"})
-    wanted = Parallel(dp_replicate=2, dp_shard="auto", tp=4, tp_plan=(("layers.*.up", "colwise"),))
-    assert config.parallel() == wanted
+    expected = Parallel(dp_replicate=2, dp_shard="auto", tp=4, tp_plan=(("layers.*.up", "colwise"),))
+    assert config.parallel() == expected
     assert ParallelismConfig(tp_plan=[("a", "rowwise")]).parallel() == Parallel(tp_plan=(("a", "rowwise"),))
-    assert ParallelismConfig(cp_size=2, cp_backend="torch", sp_size=1).parallel(wanted).tp == 4
+    assert ParallelismConfig(cp_size=2, cp_backend="torch", sp_size=1).parallel(expected).tp == 4
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"tp_size": 0}, "tp_size 0: expected a whole number above 0"),
         ({"tp_size": True}, "tp_size"),
@@ -222,9 +222,9 @@ def test_sizes_and_a_tp_plan_become_settings():
         ({"sp_handler": object()}, "DeepSpeed"),
     ],
 )
-def test_an_invalid_size_or_backend_is_rejected(given, message):
+def test_an_invalid_size_or_backend_is_rejected(options, message):
     with pytest.raises(ValueError, match=message):
-        ParallelismConfig(**given)
+        ParallelismConfig(**options)
 
 
 def test_handlers_are_supported_or_rejected():

@@ -34,8 +34,8 @@ class Block(nn.Module):
         q = self.query(x).unflatten(-1, (self.heads, 2)).transpose(1, 2)
         k, v = (f(x).unflatten(-1, (self.shared, 2)).transpose(1, 2) for f in (self.key, self.value))
         options = {"is_causal": self.kind == "causal", "enable_gqa": self.heads != self.shared, "scale": 0.7}
-        found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
-        return self.out(found.transpose(1, 2).flatten(-2))
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
+        return self.out(attended.transpose(1, 2).flatten(-2))
 
 
 class TorchBlock(nn.Module):
@@ -74,7 +74,7 @@ def build_mask(kind, length=LENGTH):
     full = torch.rand(length, length) > 0.4
     full |= torch.eye(length, dtype=torch.bool)
     keys = (torch.arange(length) < length - 3).view(1, 1, 1, length).repeat(3, 1, 1, 1)
-    found = {
+    masks = {
         "plain": (None, None),
         "causal": (None, None),
         "whole rows": (full, None),
@@ -83,7 +83,7 @@ def build_mask(kind, length=LENGTH):
         "whole keys": (keys, None),
         "added": (torch.randn(length, length), None),
     }
-    return found[kind]
+    return masks[kind]
 
 
 def compute_reference(model, kind, length=LENGTH):
@@ -109,25 +109,25 @@ def compute_on_ranks(model, kind, length=LENGTH):
     dims = [1, -2, 1] + ([cut] if cut is not None else [])
     with shard_sequences(group, buffers, dims, {y}):
         assert x.shape[1] == positions.shape[1] == length // group.size()
-        own = x.clone().requires_grad_()
-        out = model(own, positions, mask)
+        leaf = x.clone().requires_grad_()
+        out = model(leaf, positions, mask)
         loss = (out - y).square().mean()
         loss.backward()
     assert x.shape[1] == positions.shape[1] == length
     assert y.shape[1] == length // group.size(), "no_restore_buffers"
-    whole = gather_sequence(out.detach(), 1, group)
+    output = gather_sequence(out.detach(), 1, group)
     grads = [p.grad for p in model.parameters()]
     for grad in [*grads, total := loss.detach().clone()]:
         dist.all_reduce(grad)
         grad.div_(group.size())
-    return whole, total.item(), grads, gather_sequence(own.grad, 1, group) / group.size()
+    return output, total.item(), grads, gather_sequence(leaf.grad, 1, group) / group.size()
 
 
 def check_equal(four_or_pair, model, kind, length=LENGTH):
     """Check that the results of the ranks equal those of one process."""
-    wanted = compute_reference(model, kind, length)
-    for found in four_or_pair.run(compute_on_ranks, model, kind, length):
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    expected = compute_reference(model, kind, length)
+    for result in four_or_pair.run(compute_on_ranks, model, kind, length):
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture(params=[2, pytest.param(4, marks=pytest.mark.slow)], ids=["2 ranks", "4 ranks"])
@@ -161,20 +161,20 @@ def test_heads_can_share_keys(pair):
 
 
 def test_padding_is_masked_in_torch_layers(pair):
-    def both():
+    def run_both():
         import accel_runtime
 
         accel_runtime.Accelerator()
         model, x, _, positions = build_model_and_batch(TorchBlock, "plain")
         padded = torch.arange(LENGTH).expand(3, LENGTH) >= LENGTH - 3
         padded = padded.clone()
-        wanted = model(x, positions, padded)
+        expected = model(x, positions, padded)
         with shard_sequences(dist.group.WORLD, [x, positions, padded], [1, 1, 1]):
-            found = model(x, positions, padded)
-            return gather_sequence(found, 1, dist.group.WORLD).detach(), wanted.detach()
+            result = model(x, positions, padded)
+            return gather_sequence(result, 1, dist.group.WORLD).detach(), expected.detach()
 
-    for found, wanted in pair.run(both):
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    for result, expected in pair.run(run_both):
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
 
 
 # Refused ---------------------------------------------------------------------------------
@@ -241,14 +241,14 @@ def test_operations_that_would_see_only_a_shard_are_rejected(pair):
 
         accel_runtime.Accelerator()
 
-        for case, (act, said) in cases.items():
+        for case, (act, message) in cases.items():
             x = torch.randn(3, LENGTH, 8)
 
             def inside(act, x=x):
                 with shard_sequences(dist.group.WORLD, [x], [1]):
                     act()
 
-            with pytest.raises(ValueError, match=re.escape(said)):
+            with pytest.raises(ValueError, match=re.escape(message)):
                 act(x, inside)
             assert x.shape[1] == LENGTH, case
 
@@ -300,9 +300,9 @@ def test_views_of_one_tensor_are_sharded_and_restored(pair):
 
     numbers = list(range(17))
     front, back = [[*numbers[:4], *numbers[12:16]]], [numbers[4:12]]
-    for own, ((inputs, labels), *after) in zip((front, back), pair.run(cut), strict=True):
-        assert inputs == own
-        assert labels == [[number + 1 for number in own[0]]]
+    for half, ((inputs, labels), *after) in zip((front, back), pair.run(cut), strict=True):
+        assert inputs == half
+        assert labels == [[number + 1 for number in half[0]]]
         assert after == [[numbers], [numbers[:-1]], [numbers[1:]]]
 
 
@@ -344,7 +344,7 @@ def train(sizes, batch):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     loader = DataLoader(build_sentences(), batch_size=batch)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    seen, refused = [], 0
+    losses, refused = [], 0
     for tokens, labels, positions in loader:
         with accelerator.maybe_context_parallel([tokens, labels, positions], [1, 1, 1], {labels}):
             logits = model(tokens, positions)
@@ -358,15 +358,15 @@ def train(sizes, batch):
             with pytest.raises(ValueError, match=r"accelerator\.gather_sequence"):
                 accelerator.gather_for_metrics(logits.argmax(-1).tolist())
             refused += 1
-        whole = accelerator.gather_sequence(logits.detach())
-        seen.append(accelerator.gather_for_metrics(whole))
+        full_logits = accelerator.gather_sequence(logits.detach())
+        losses.append(accelerator.gather_for_metrics(full_logits))
         assert accelerator.gather_for_metrics(tokens).shape[1] == LENGTH
         texts = accelerator.gather_for_metrics([str(row) for row in tokens.tolist()])
-        assert len(texts) == len(seen[-1])
+        assert len(texts) == len(losses[-1])
     state = {
         name: getattr(p, "full_tensor", lambda p=p: p)().detach() for name, p in model.named_parameters()
     }
-    return {name.removeprefix("module."): p for name, p in state.items()}, torch.cat(seen)
+    return {name.removeprefix("module."): p for name, p in state.items()}, torch.cat(losses)
 
 
 LAYOUTS = {
@@ -381,6 +381,6 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_with_context_parallelism_equals_one_process(clusters, layout):
     sizes, world, batch = LAYOUTS[layout]
-    wanted = train(None, 2)
-    for found in clusters[world].run(train, sizes, batch):
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    expected = train(None, 2)
+    for result in clusters[world].run(train, sizes, batch):
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)

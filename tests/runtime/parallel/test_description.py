@@ -48,8 +48,8 @@ def prepare_sharded(tp=1, replicate=1, precision="bf16", **options):
 
 def describe_model(*args, **options):
     description = prepare_sharded(*args, **options)[0].describe()
-    found = description.models[0]
-    return found, [text for title, text in description.lines() if title == ""]
+    description_of_model = description.models[0]
+    return description_of_model, [text for title, text in description.lines() if title == ""]
 
 
 def test_parameters_are_described_by_gathered_group(pair):
@@ -58,12 +58,12 @@ def test_parameters_are_described_by_gathered_group(pair):
 
     for facts, lines in pair.run(described):
         assert (facts.name, facts.computes_in, facts.reduces_in) == ("Model", "bfloat16", "float32")
-        blocks, whole, head = sorted(facts.groups, key=lambda group: (group.kind, -group.elements))
-        assert blocks.modules == whole.modules == ("layers.0", "layers.1", "layers.2")
+        blocks, root, head = sorted(facts.groups, key=lambda group: (group.kind, -group.elements))
+        assert blocks.modules == root.modules == ("layers.0", "layers.1", "layers.2")
         assert (blocks.elements, blocks.parameters, blocks.bytes_here) == (552, 4, 3 * 552 * 4 // 2)
         assert (blocks.dtype, blocks.gradients) == ("float32", "float32")
         assert (blocks.layout, blocks.computed_again) == ("divided over 2 ranks of dp_shard", True)
-        assert (whole.layout, whole.reduces_in, whole.bytes_here) == ("whole on every rank", "float32", 192)
+        assert (root.layout, root.reduces_in, root.bytes_here) == ("whole on every rank", "float32", 192)
         assert (head.modules, head.gradients, head.reduces_in) == (("",), "", "")
         assert lines[0].startswith(
             "Model: 32 parameters in float32, frozen, computed in bfloat16; divided over 2"
@@ -86,22 +86,22 @@ def test_replicas_and_tensor_parallel_layers_are_described(four):
     shards = "divided over 2 ranks of dp_shard"
     tp = "2 ranks of tp"
     assert four.run(layouts, 1, 2) == [{f"{shards}, 2 copies"}] * 4
-    wanted = {f"{shards}, divided over {tp} along dimension {at}" for at in (0, 1)} | {
+    expected = {f"{shards}, divided over {tp} along dimension {at}" for at in (0, 1)} | {
         f"{shards}, the same over {tp}"
     }
-    assert four.run(layouts, 2, 1) == [wanted | {shards}] * 4
+    assert four.run(layouts, 2, 1) == [expected | {shards}] * 4
 
 
 def test_each_kind_of_layout_is_described(pair):
     def words():
         Accelerator()
         mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        whole = distribute_tensor(torch.ones(2), mesh, [Replicate()])
+        replicated = distribute_tensor(torch.ones(2), mesh, [Replicate()])
         part = DTensor.from_local(torch.ones(2), mesh, [torch.distributed.tensor.Partial()])
-        return describe_layout(whole), describe_layout(part), describe_layout(torch.ones(1))
+        return describe_layout(replicated), describe_layout(part), describe_layout(torch.ones(1))
 
-    wanted = ("the same over 2 ranks of tp", "to be added up over 2 ranks of tp", "whole on every rank")
-    assert pair.run(words) == [wanted] * 2
+    expected = ("the same over 2 ranks of tp", "to be added up over 2 ranks of tp", "whole on every rank")
+    assert pair.run(words) == [expected] * 2
 
 
 def test_each_setting_of_a_section_has_its_origin(pair):
@@ -111,8 +111,10 @@ def test_each_setting_of_a_section_has_its_origin(pair):
             accelerator, _ = prepare_sharded(1, cpu_offload=True)
         finally:
             del os.environ["ACCEL_FULLY_SHARD_WRAP"]
-        found = accelerator.describe().options
+        options = accelerator.describe().options
         names = ("wrap", "cpu_offload", "ignore")
-        return [found[f"fully_shard_{name}"].origin for name in names] + [found["parallel_dp_shard"].origin]
+        return [options[f"fully_shard_{name}"].origin for name in names] + [
+            options["parallel_dp_shard"].origin
+        ]
 
     assert pair.run(origins) == [["ACCEL_FULLY_SHARD_WRAP", "argument", "default", "argument"]] * 2

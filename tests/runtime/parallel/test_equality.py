@@ -196,10 +196,12 @@ def build_optimizer(model, case):
 def gather_state(model):
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     # The running variance depends on the rows of the rank.
-    found = {name: tensor.detach() for name, tensor in tensors.items() if "running_var" not in name}
+    tensors_to_compare = {
+        name: tensor.detach() for name, tensor in tensors.items() if "running_var" not in name
+    }
     return {
-        name: some.full_tensor() if isinstance(some, DTensor) else some.clone()
-        for name, some in found.items()
+        name: tensor_value.full_tensor() if isinstance(tensor_value, DTensor) else tensor_value.clone()
+        for name, tensor_value in tensors_to_compare.items()
     }
 
 
@@ -254,8 +256,8 @@ def list_trainings():
     """
     layouts = [(2, layout) for layout in ON_TWO] + [(4, layout) for layout in ON_FOUR]
     for number, (size, layout) in enumerate(layouts):
-        for turn, case in enumerate(CASES):
-            slow = number % 3 == turn % 3 and (layout, case) != ("tensor by four", "compiled")
+        for index, case in enumerate(CASES):
+            slow = number % 3 == index % 3 and (layout, case) != ("tensor by four", "compiled")
             marks = [pytest.mark.slow if slow else pytest.mark.full]
             yield pytest.param(
                 size, layout, case, marks=[] if case in QUICK.get((size, layout), ()) else marks

@@ -18,30 +18,30 @@ def gather_state(sizes, everywhere):
     run = build_accelerator(sizes)
     model = run.prepare(build_model())
     model(torch.arange(3))  # the outermost parameters stay gathered after it
-    found = run.get_state_dict(model, everywhere=everywhere)
-    plain = all(type(value) is torch.Tensor and value.device.type == "cpu" for value in found.values())
-    tied = not found or found["head.weight"] is found["embedding.weight"]
-    before = {name: value.clone() for name, value in found.items()}
+    state = run.get_state_dict(model, everywhere=everywhere)
+    plain = all(type(value) is torch.Tensor and value.device.type == "cpu" for value in state.values())
+    tied = not state or state["head.weight"] is state["embedding.weight"]
+    before = {name: value.clone() for name, value in state.items()}
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1)
-    same = all(before[name].equal(value) for name, value in found.items())
-    return {name: value.tolist() for name, value in found.items()}, plain and tied and same
+    same = all(before[name].equal(value) for name, value in state.items())
+    return {name: value.tolist() for name, value in state.items()}, plain and tied and same
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_a_state_dict_is_full_on_the_first_process_or_on_all(pair, everywhere):
-    want = {name: value.tolist() for name, value in build_model().state_dict().items()}
+    expected = {name: value.tolist() for name, value in build_model().state_dict().items()}
     first, second = pair.run(gather_state, {"dp_shard": 2}, everywhere)
-    assert first == (want, True)
-    assert second == (want if everywhere else {}, True)
+    assert first == (expected, True)
+    assert second == (expected if everywhere else {}, True)
 
 
 def read_unsharded_state():
     run = build_accelerator({})
     model = run.prepare(nn.Linear(2, 2))
-    found = run.get_state_dict(model)
-    return found["weight"].data_ptr() == run.unwrap_model(model).weight.data_ptr()
+    state = run.get_state_dict(model)
+    return state["weight"].data_ptr() == run.unwrap_model(model).weight.data_ptr()
 
 
 def test_the_state_dict_of_a_replicated_model_shares_its_tensors(pair):
@@ -72,17 +72,17 @@ def run_inside_gathered(sizes, options, raises):
     except KeyError:
         assert raises
     run.wait_for_everyone()
-    held = sum(getattr(p, "_local_tensor", p).numel() for p in model.parameters())
+    num_elements = sum(getattr(p, "_local_tensor", p).numel() for p in model.parameters())
     run.backward(model(numbers + run.process_index).square().mean())
     optimizer.step()
-    again = [id(parameter) for parameter in optimizer.param_groups[0]["params"]]
-    assert again == shards
+    parameter_ids = [id(parameter) for parameter in optimizer.param_groups[0]["params"]]
+    assert parameter_ids == shards
     assert [id(p) for p in model.parameters() if p.requires_grad] == shards
     return (
-        all(outside.equal(one) for one in calls),
+        all(outside.equal(output) for output in calls),
         {kind.__name__ for kind in kinds} <= {"Parameter", "Tensor"},
         shapes == {name: list(parameter.shape) for name, parameter in build_model().named_parameters()},
-        held,
+        num_elements,
         gather_model_state(model),
     )
 
@@ -103,21 +103,21 @@ def test_each_rank_can_call_the_model_any_number_of_times_inside_gathered(pair, 
     sizes, options = {"dp_shard": 2}, {"wrap": wrap}
     trained = pair.run(train_step, sizes, options)[0]
     total = sum(parameter.numel() for parameter in build_model().parameters())
-    held = 0
-    for same, plain, whole, own, after in pair.run(run_inside_gathered, sizes, options, raises):
-        assert (same, plain, whole) == (True, True, True)
+    num_elements = 0
+    for same, plain, full_state, local_state, after in pair.run(run_inside_gathered, sizes, options, raises):
+        assert (same, plain, full_state) == (True, True, True)
         assert after == trained
-        held += own
-    assert held == total
+        num_elements += local_state
+    assert num_elements == total
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}], ids=str)
 def test_gathered_works_on_four_ranks(four, sizes):
     four.run(import_sharding)
-    for same, plain, whole, own, _ in four.run(run_inside_gathered, sizes, {}, False):
-        assert (same, plain, whole) == (True, True, True)
-        assert own < sum(parameter.numel() for parameter in build_model().parameters())
+    for same, plain, full_state, local_state, _ in four.run(run_inside_gathered, sizes, {}, False):
+        assert (same, plain, full_state) == (True, True, True)
+        assert local_state < sum(parameter.numel() for parameter in build_model().parameters())
 
 
 def compute_inside_gathered(options):
@@ -140,20 +140,20 @@ def step_inside_gathered():
     run = build_accelerator({"dp_shard": 2})
     model = run.prepare(build_model())
     optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
-    said = ""
+    message = ""
     optimizer.step()
     with run.gathered(model):
         try:
             optimizer.step()
         except RuntimeError as error:
-            said = str(error)
+            message = str(error)
     optimizer.step()
-    return said
+    return message
 
 
 def test_a_step_inside_gathered_is_rejected_and_allowed_afterwards(pair):
-    for said in pair.run(step_inside_gathered):
-        assert said.startswith("optimizer.step() inside gathered(model) would")
+    for message in pair.run(step_inside_gathered):
+        assert message.startswith("optimizer.step() inside gathered(model) would")
 
 
 def test_gathered_returns_a_replicated_model_unchanged():
@@ -168,31 +168,31 @@ def call_first_inside_gathered():
     run = build_accelerator({"dp_shard": 2})
     model = run.prepare(build_model())
     with run.gathered(model):
-        found = [model(torch.arange(3)) for _ in range(2 * run.process_index)]
-        said = []
+        outputs = [model(torch.arange(3)) for _ in range(2 * run.process_index)]
+        messages = []
         for call in (run.get_state_dict, lambda model: run.save_model(model, "nowhere"), run.gathered):
             try:
                 with call(model):
                     pass
             except RuntimeError as error:
-                said.append(str(error))
-    assert len(found) == 2 * run.process_index
-    return said, model(torch.arange(3)).sum().item()
+                messages.append(str(error))
+    assert len(outputs) == 2 * run.process_index
+    return messages, model(torch.arange(3)).sum().item()
 
 
 def test_the_first_forward_passes_can_be_inside_gathered_and_saving_cannot(pair):
     first, second = pair.run(call_first_inside_gathered)
     assert first == second
     assert len(first[0]) == 3
-    assert all(said.endswith("Exit the context first.") for said in first[0])
+    assert all(message.endswith("Exit the context first.") for message in first[0])
 
 
 def unwrap():
     run = build_accelerator({"dp_shard": 2})
     model = build_model()
     prepared = run.prepare(model)
-    own = run.unwrap_model(prepared)
-    return own is model, sorted(own.state_dict()) == sorted(build_model().state_dict())
+    module = run.unwrap_model(prepared)
+    return module is model, sorted(module.state_dict()) == sorted(build_model().state_dict())
 
 
 def test_unwrap_model_returns_the_sharded_module_with_its_names(pair):
@@ -210,15 +210,15 @@ class Pretrained(Net):
 def save_pretrained(sizes):
     run = build_accelerator(sizes)
     model = run.prepare(build_model(kind=Pretrained))
-    own, first = run.unwrap_model(model), run.is_main_process
+    module, first = run.unwrap_model(model), run.is_main_process
     try:
-        own.save_pretrained("here", is_main_process=first)
+        module.save_pretrained("here", is_main_process=first)
         refusal = ""
     except RuntimeError as error:
         refusal = str(error)
     with run.gathered(model):
-        inside = own.save_pretrained("here", is_main_process=first)
-    return refusal, inside, own.save_pretrained("here", first, run.get_state_dict(model))
+        inside = module.save_pretrained("here", is_main_process=first)
+    return refusal, inside, module.save_pretrained("here", first, run.get_state_dict(model))
 
 
 def test_save_pretrained_of_a_sharded_model_needs_the_gathered_state_dict(pair):
@@ -244,14 +244,16 @@ def save_transformers_model(folder):
     run = build_accelerator({"dp_shard": 2})
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
-    want = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
     model = run.prepare(model)
     run.unwrap_model(model).save_pretrained(
         folder, is_main_process=run.is_main_process, state_dict=run.get_state_dict(model)
     )
     run.wait_for_everyone()
-    found = LlamaForCausalLM.from_pretrained(folder).state_dict()
-    return set(found) == set(want) and all(found[name].equal(want[name]) for name in want)
+    saved_state = LlamaForCausalLM.from_pretrained(folder).state_dict()
+    return set(saved_state) == set(expected) and all(
+        saved_state[name].equal(expected[name]) for name in expected
+    )
 
 
 @pytest.mark.slow
@@ -261,7 +263,7 @@ def test_a_sharded_transformers_model_is_saved_by_the_line_of_the_error(pair, tm
 
 
 @pytest.mark.parametrize(
-    ("state", "wanted"),
+    ("state", "expected"),
     [
         ({"_fsdp_param_groups": ["a", "b"]}, ["a", "b"]),
         ({"_fsdp_param_group": "a"}, ["a"]),
@@ -269,9 +271,9 @@ def test_a_sharded_transformers_model_is_saved_by_the_line_of_the_error(pair, tm
     ],
     ids=["torch 2.13", "torch 2.9", "torch 2.9, no parameters"],
 )
-def test_parameter_groups_of_fsdp_are_found_in_every_version_of_torch(state, wanted):
+def test_parameter_groups_of_fsdp_are_found_in_every_version_of_torch(state, expected):
     unit = SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(**state))
-    assert fsdp_parameter_groups(unit) == wanted
+    assert fsdp_parameter_groups(unit) == expected
 
 
 def train_with_average(sizes):
@@ -296,11 +298,11 @@ def train_with_average(sizes):
 
 
 def test_a_moving_average_of_an_evaluated_model_equals_that_of_one_process(alone, pair):
-    (wanted,) = alone.run(train_with_average, {})
-    for got in pair.run(train_with_average, {"dp_shard": 2}):
-        assert got.keys() == wanted.keys()
-        for name, value in wanted.items():
-            torch.testing.assert_close(torch.tensor(got[name]), torch.tensor(value))
+    (expected,) = alone.run(train_with_average, {})
+    for actual in pair.run(train_with_average, {"dp_shard": 2}):
+        assert actual.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(torch.tensor(actual[name]), torch.tensor(value))
 
 
 class Scaled(nn.Module):
@@ -331,9 +333,9 @@ def evaluate_within_a_step(sizes):
 
 
 def test_a_model_evaluated_before_backward_has_the_gradients_of_one_process(alone, pair):
-    (wanted,) = alone.run(evaluate_within_a_step, {})
+    (expected,) = alone.run(evaluate_within_a_step, {})
     for scale, gradients in pair.run(evaluate_within_a_step, {"dp_shard": 2}):
-        assert scale == wanted[0] == [2, 3, 4]
-        for name, gradient in wanted[1].items():
+        assert scale == expected[0] == [2, 3, 4]
+        for name, gradient in expected[1].items():
             key = next(key for key in gradients if key.endswith(name))
             torch.testing.assert_close(torch.tensor(gradients[key]), torch.tensor(gradient))

@@ -58,13 +58,13 @@ def load_with_ignored(folder):
 
 
 def test_ignored_parameters_are_loaded(pair, tmp_path):
-    want = write_weights(tmp_path / "weights")
+    expected = write_weights(tmp_path / "weights")
     for loaded, trained, other in pair.run(load_with_ignored, tmp_path / "weights"):
-        assert loaded == want
+        assert loaded == expected
         # Averaged tensors may have another memory layout, which changes the order of additions.
         for name, value in trained.items():
             assert torch.tensor(value).allclose(torch.tensor(other[name]), atol=1e-6), name
-        assert trained["gain"] != want["gain"]
+        assert trained["gain"] != expected["gain"]
 
 
 def write_weights(folder):
@@ -78,34 +78,34 @@ def write_weights(folder):
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("include_buffers", [None, True])
 def test_each_rank_loads_only_its_shards_of_a_meta_model(pair, tmp_path, when, include_buffers):
-    want = write_weights(tmp_path / "weights")
+    expected = write_weights(tmp_path / "weights")
     for loaded, trained, other in pair.run(
         load_and_train, tmp_path / "weights", {"dp_shard": 2}, when, include_buffers
     ):
-        assert loaded == want
+        assert loaded == expected
         assert trained == other
-        assert trained["embedding.weight"] != want["embedding.weight"]
-        assert trained["frozen"] == want["frozen"]
+        assert trained["embedding.weight"] != expected["embedding.weight"]
+        assert trained["frozen"] == expected["frozen"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", FOUR, ids=str)
 def test_meta_models_are_loaded_on_four_ranks(four, tmp_path, sizes):
     four.run(import_sharding)
-    want = write_weights(tmp_path / "weights")
+    expected = write_weights(tmp_path / "weights")
     for loaded, trained, other in four.run(load_and_train, tmp_path / "weights", sizes, "before", True):
-        assert loaded == want
+        assert loaded == expected
         assert trained == other
 
 
 def test_a_meta_model_is_loaded_on_one_process(tmp_path):
-    want = write_weights(tmp_path / "weights")
+    expected = write_weights(tmp_path / "weights")
     run = build_accelerator({"dp_shard": "auto"})
     with init_empty_weights():
         model = Net()
     model = run.prepare(model)
     run.load_model(model, tmp_path / "weights" / "model.safetensors")
-    assert gather_model_state(model) == want
+    assert gather_model_state(model) == expected
 
 
 def run_without_values(sizes):
@@ -113,25 +113,25 @@ def run_without_values(sizes):
     with torch.device("meta"):
         model = Net()
     model = run.prepare(model)
-    said = []
+    message = []
     for _ in range(2):
         try:
             model(torch.arange(3))
         except RuntimeError as error:
-            said.append(str(error))
+            message.append(str(error))
     model.to_empty(device=run.device)
     with torch.no_grad():
         for tensor in (*model.parameters(), model.scale):
             tensor.fill_(0.5)
-    return said, model(torch.arange(3)).sum().item()
+    return message, model(torch.arange(3)).sum().item()
 
 
 def test_a_forward_pass_on_meta_reports_the_missing_values(pair):
-    for said, found in pair.run(run_without_values, {"dp_shard": 2}):
-        assert len(said) == 2
-        assert said[0].startswith("Cannot run the model: gain, frozen, embedding.weight and ")
-        assert "are on the meta device. Load values with accelerator.load_model(model, path)" in said[0]
-        assert found != 0
+    for message, values in pair.run(run_without_values, {"dp_shard": 2}):
+        assert len(message) == 2
+        assert message[0].startswith("Cannot run the model: gain, frozen, embedding.weight and ")
+        assert "are on the meta device. Load values with accelerator.load_model(model, path)" in message[0]
+        assert values != 0
 
 
 def test_a_meta_model_without_sharding_is_rejected():
@@ -214,7 +214,11 @@ def test_a_buffer_that_no_module_computes_is_named_and_nothing_is_changed(pair, 
         {f"layer.{name}": value.detach() for name, value in layer.named_parameters()},
         tmp_path / "a.safetensors",
     )
-    for said, untouched in pair.run(load_with_buffers, tmp_path / "a.safetensors", ModelWithUncomputedBuffer):
-        assert said.startswith("Cannot compute table: on the meta device and in no file (persistent=False)")
-        assert "reset_buffers()" in said
+    for message, untouched in pair.run(
+        load_with_buffers, tmp_path / "a.safetensors", ModelWithUncomputedBuffer
+    ):
+        assert message.startswith(
+            "Cannot compute table: on the meta device and in no file (persistent=False)"
+        )
+        assert "reset_buffers()" in message
         assert untouched

@@ -24,14 +24,14 @@ def draw_values(size, seed):
     return torch.randn(size, generator=torch.Generator().manual_seed(seed)) + 0.1
 
 
-def distribute_parameter(whole, mesh, placements):
+def distribute_parameter(values, mesh, placements):
     """Return a distributed parameter with a gradient; a partial gradient has an equal part on every rank."""
-    gradient = distribute_tensor(whole, mesh, [Replicate() if p.is_partial() else p for p in placements])
+    gradient = distribute_tensor(values, mesh, [Replicate() if p.is_partial() else p for p in placements])
     if any(p.is_partial() for p in placements):
-        share = mesh.size(next(at for at, p in enumerate(placements) if p.is_partial()))
-        gradient = DTensor.from_local(gradient.to_local() / share, mesh, placements, run_check=False)
+        num_partial = mesh.size(next(at for at, p in enumerate(placements) if p.is_partial()))
+        gradient = DTensor.from_local(gradient.to_local() / num_partial, mesh, placements, run_check=False)
         placements = [Replicate() if p.is_partial() else p for p in placements]
-    parameter = nn.Parameter(distribute_tensor(torch.zeros_like(whole), mesh, placements))
+    parameter = nn.Parameter(distribute_tensor(torch.zeros_like(values), mesh, placements))
     parameter.grad = gradient
     return parameter
 
@@ -55,14 +55,17 @@ def build_parameters():
         ((3,), square["dp_replicate"], [Replicate()]),
         ((5, 2), square["dp_replicate"], [Shard(0)]),
     ]
-    whole = [draw_values(shape, at) for at, (shape, _, _) in enumerate(layouts)]
-    divided = [distribute_parameter(one, *where) for one, (_, *where) in zip(whole, layouts, strict=True)]
+    full_values = [draw_values(shape, at) for at, (shape, _, _) in enumerate(layouts)]
+    divided = [
+        distribute_parameter(values, *layout)
+        for values, (_, *layout) in zip(full_values, layouts, strict=True)
+    ]
     for at, shape in enumerate([(3, 3), (2,)]):
         plain = nn.Parameter(torch.zeros(shape))
         plain.grad = draw_values(shape, 50 + at)
-        whole.append(plain.grad.clone())
+        full_values.append(plain.grad.clone())
         divided.insert(at * 3, plain)
-    return divided, whole
+    return divided, full_values
 
 
 def add_unused_parameter(parameters):
@@ -76,13 +79,13 @@ def full(tensor):
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_norm_of_mixed_layouts_equals_that_of_one_process(order, pair):
     def measured(order):
-        divided, whole = build_parameters()
+        divided, full_values = build_parameters()
         norm = grad_norm.get_total_norm([p.grad for p in add_unused_parameter(divided)], order)
         assert type(norm) is torch.Tensor
-        return norm, torch.nn.utils.get_total_norm(whole, order)
+        return norm, torch.nn.utils.get_total_norm(full_values, order)
 
-    (first, wanted), *others = pair.run(measured, order)
-    torch.testing.assert_close(first, wanted)
+    (first, expected), *others = pair.run(measured, order)
+    torch.testing.assert_close(first, expected)
     assert all(first.equal(other) for other, _ in others)
 
 
@@ -90,13 +93,13 @@ def test_the_norm_of_mixed_layouts_equals_that_of_one_process(order, pair):
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_norm_on_a_two_dimensional_mesh_equals_that_of_one_process(order, four):
     def measured(order):
-        divided, whole = build_parameters()
-        return grad_norm.get_total_norm([p.grad for p in add_unused_parameter(divided)], order), whole
+        divided, full_values = build_parameters()
+        return grad_norm.get_total_norm([p.grad for p in add_unused_parameter(divided)], order), full_values
 
-    found = four.run(measured, order)
-    wanted = torch.nn.utils.get_total_norm(found[0][1], order)
-    torch.testing.assert_close(found[0][0], wanted)
-    assert all(found[0][0].equal(norm) for norm, _ in found)
+    results = four.run(measured, order)
+    expected = torch.nn.utils.get_total_norm(results[0][1], order)
+    torch.testing.assert_close(results[0][0], expected)
+    assert all(results[0][0].equal(norm) for norm, _ in results)
 
 
 @pytest.mark.slow
@@ -109,15 +112,15 @@ def test_clipped_gradients_equal_those_of_one_process(order, four):
         return [full(p.grad) for p in divided]
 
     def plain():
-        parameters = [nn.Parameter(torch.zeros_like(p)) for p in whole]
-        for parameter, gradient in zip(parameters, whole, strict=True):
+        parameters = [nn.Parameter(torch.zeros_like(p)) for p in full_values]
+        for parameter, gradient in zip(parameters, full_values, strict=True):
             parameter.grad = gradient.clone()
         torch.nn.utils.clip_grad_norm_(parameters, 0.7, order)
         return [p.grad for p in parameters]
 
-    whole = four.run(gather_gradients)[0]
-    for got in four.run(clipped, order):
-        torch.testing.assert_close(got, plain())
+    full_values = four.run(gather_gradients)[0]
+    for actual in four.run(clipped, order):
+        torch.testing.assert_close(actual, plain())
 
 
 def gather_gradients():
@@ -132,9 +135,9 @@ def test_partial_gradients_are_reduced_before_values_are_clipped(four):
         grad_norm.clip_grad_value_(add_unused_parameter(divided), 0.3)
         return [full(p.grad) for p in divided]
 
-    wanted = [one.clamp(-0.3, 0.3) for one in four.run(gather_gradients)[0]]
-    for got in four.run(clipped):
-        torch.testing.assert_close(got, wanted)
+    expected = [gradient.clamp(-0.3, 0.3) for gradient in four.run(gather_gradients)[0]]
+    for actual in four.run(clipped):
+        torch.testing.assert_close(actual, expected)
 
 
 def test_a_mesh_of_some_processes_counts_only_their_gradients(clusters):
@@ -145,15 +148,15 @@ def test_a_mesh_of_some_processes_counts_only_their_gradients(clusters):
             return None
         gradient = distribute_tensor(draw_values((5, 2), 1), mesh, [Shard(0)], src_data_rank=None)
         plain = draw_values((3,), 2)
-        wanted = torch.nn.utils.get_total_norm([draw_values((5, 2), 1), plain])
+        expected = torch.nn.utils.get_total_norm([draw_values((5, 2), 1), plain])
         norm = grad_norm.get_total_norm([gradient, plain])
         largest = grad_norm.get_total_norm([gradient, plain], math.inf)
         assert largest == torch.nn.utils.get_total_norm([draw_values((5, 2), 1), plain], math.inf)
-        return norm, wanted
+        return norm, expected
 
-    _, *found = clusters[3].run(measured)
-    for norm, wanted in found:
-        torch.testing.assert_close(norm, wanted)
+    _, *results = clusters[3].run(measured)
+    for norm, expected in results:
+        torch.testing.assert_close(norm, expected)
 
 
 @pytest.mark.parametrize("order", [2.0, math.inf])
@@ -162,9 +165,9 @@ def test_nonfinite_gradients_of_one_rank_are_an_error_on_all(order, bad, pair):
     def measured(order, bad):
         Accelerator()
         mesh = init_device_mesh("cpu", (2,))
-        whole = torch.ones(4)
-        whole[3] = bad
-        parameter = distribute_parameter(whole, mesh, [Shard(0)])
+        gradient = torch.ones(4)
+        gradient[3] = bad
+        parameter = distribute_parameter(gradient, mesh, [Shard(0)])
         norm = grad_norm.get_total_norm([parameter.grad], order)
         try:
             grad_norm.clip_grad_norm_([parameter], 1.0, order, error_if_nonfinite=True)
@@ -172,10 +175,10 @@ def test_nonfinite_gradients_of_one_rank_are_an_error_on_all(order, bad, pair):
             return norm, str(error), full(parameter.grad)
         return norm, None, None
 
-    for norm, told, kept in pair.run(measured, order, bad):
+    for norm, message, is_unchanged in pair.run(measured, order, bad):
         assert norm.isnan() if math.isnan(bad) else norm.isinf()
-        assert "Cannot clip gradients" in told
-        assert kept[0] == 1
+        assert "Cannot clip gradients" in message
+        assert is_unchanged[0] == 1
 
 
 def test_norms_of_half_precision_gradients_are_computed_in_float32(pair):
@@ -199,13 +202,13 @@ def test_gradients_of_different_layouts_need_one_collective(pair):
         gradients = [
             p.grad for p in divided if not any(x.is_partial() for x in getattr(p.grad, "placements", ()))
         ]
-        made, real = [], dist.all_gather
-        dist.all_gather = lambda *args, **kwargs: (made.append(args), real(*args, **kwargs))[1]
+        calls, real = [], dist.all_gather
+        dist.all_gather = lambda *args, **kwargs: (calls.append(args), real(*args, **kwargs))[1]
         try:
             grad_norm.get_total_norm(gradients)
         finally:
             dist.all_gather = real
-        return len(made)
+        return len(calls)
 
     assert pair.run(counted) == [1, 1]
 
@@ -219,16 +222,16 @@ def test_the_norm_with_tensor_parallelism_and_sharding_equals_that_of_one_proces
         model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
         x = draw_values((5, 4), 9)
         model(x).square().mean().backward()
-        wanted = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
         model.zero_grad()
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(output_layouts=Replicate())})
         fully_shard(model, mesh=mesh["dp_shard"])
         model(x).square().mean().backward()
         kinds = {type(p).__name__ for parameter in model.parameters() for p in parameter.placements}
-        return grad_norm.get_total_norm([p.grad for p in model.parameters()]), wanted, kinds
+        return grad_norm.get_total_norm([p.grad for p in model.parameters()]), expected, kinds
 
-    for norm, wanted, kinds in four.run(measured):
-        torch.testing.assert_close(norm, wanted)
+    for norm, expected, kinds in four.run(measured):
+        torch.testing.assert_close(norm, expected)
         assert "_StridedShard" in kinds
 
 
@@ -248,7 +251,7 @@ def test_parameters_listed_before_prepare_can_be_clipped(pair, single):
     torch.manual_seed(3)
     alone = nn.Linear(4, 2, bias=False)
     alone(draw_values((5, 4), 9)).square().mean().backward()
-    wanted = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+    expected = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
     alone.weight.grad.clamp_(-0.02, 0.02)
     for norm, gradient in pair.run(clipped, single):
-        torch.testing.assert_close((norm, gradient), (wanted, alone.weight.grad))
+        torch.testing.assert_close((norm, gradient), (expected, alone.weight.grad))

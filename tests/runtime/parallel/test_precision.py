@@ -44,7 +44,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("asked", "computes_in", "own", "wanted"),
+    ("options", "computes_in", "parameter_dtype", "expected"),
     [
         ({}, None, FP32, (None, None, None)),
         ({}, BF16, FP32, (BF16, FP32, None)),
@@ -57,18 +57,20 @@ class Model(nn.Module):
         ({"param_dtype": "bf16", "output_dtype": "fp32"}, None, FP32, (BF16, FP32, FP32)),
     ],
 )
-def test_unset_dtypes_keep_full_precision(asked, computes_in, own, wanted):
-    policy = build_policy(FullyShard(**asked), computes_in, nn.Linear(1, 1, dtype=own).parameters())
-    assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == wanted
+def test_unset_dtypes_keep_full_precision(options, computes_in, parameter_dtype, expected):
+    policy = build_policy(
+        FullyShard(**options), computes_in, nn.Linear(1, 1, dtype=parameter_dtype).parameters()
+    )
+    assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == expected
     assert policy.cast_forward_inputs
 
 
 def test_batch_norms_keep_the_dtype_of_their_statistics():
     model = Model(nn.BatchNorm1d)
     units = find_units(model, "Block")
-    found, own = find_batch_norms(model, MixedPrecisionPolicy(BF16, FP32), units)
-    assert [name for name, _ in found] == ["layers.0.norm", "layers.1.norm"]
-    assert own == MixedPrecisionPolicy(None, FP32, cast_forward_inputs=False)
+    norms, own_parameters = find_batch_norms(model, MixedPrecisionPolicy(BF16, FP32), units)
+    assert [name for name, _ in norms] == ["layers.0.norm", "layers.1.norm"]
+    assert own_parameters == MixedPrecisionPolicy(None, FP32, cast_forward_inputs=False)
     assert find_batch_norms(model, MixedPrecisionPolicy(), units)[0] == []
     assert find_batch_norms(model.bfloat16(), MixedPrecisionPolicy(BF16), units)[0] == []
     assert find_batch_norms(Model(), MixedPrecisionPolicy(BF16), units)[0] == []
@@ -144,9 +146,9 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_computes_in_the_configured_dtype(case, pair):
-    given, blocks, out, kept = CASES[case]
-    for found in pair.run(train_step, *given):
-        assert found["blocks"] == blocks
-        assert found["out"] == out
-        assert found["parameters"] == found["gradients"] == {kept}
-        assert found["norm"].isfinite()
+    options, blocks, out, parameter_dtype = CASES[case]
+    for dtypes in pair.run(train_step, *options):
+        assert dtypes["blocks"] == blocks
+        assert dtypes["out"] == out
+        assert dtypes["parameters"] == dtypes["gradients"] == {parameter_dtype}
+        assert dtypes["norm"].isfinite()

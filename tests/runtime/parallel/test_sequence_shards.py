@@ -13,19 +13,19 @@ from accel_runtime.parallel.context_parallel import join_sequence, sequence_slic
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 8])
 def test_each_position_is_in_one_slice_and_all_have_equal_length(parts):
     for length in range(parts, 10 * parts, parts):
-        own = [
+        positions_by_part = [
             list(chain.from_iterable(range(*span) for span in sequence_slices(length, parts, part)))
             for part in range(parts)
         ]
-        assert sorted(chain.from_iterable(own)) == list(range(length))
-        assert {len(places) for places in own} == {length // parts}
-        assert all(places == sorted(places) for places in own)
+        assert sorted(chain.from_iterable(positions_by_part)) == list(range(length))
+        assert {len(positions) for positions in positions_by_part} == {length // parts}
+        assert all(positions == sorted(positions) for positions in positions_by_part)
 
 
 @pytest.mark.parametrize("parts", [2, 3, 4, 8])
 def test_all_ranks_have_equal_causal_work(parts):
     work = {
-        sum(place + 1 for span in sequence_slices(6 * 2 * parts, parts, part) for place in range(*span))
+        sum(position + 1 for span in sequence_slices(6 * 2 * parts, parts, part) for position in range(*span))
         for part in range(parts)
     }
     assert len(work) == 1
@@ -41,7 +41,7 @@ def test_a_length_that_is_not_divisible_is_rejected():
 def test_joining_the_slices_restores_the_sequence(dim, length, parts):
     shape = [2, 3, 4]
     shape[dim] = length
-    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    sequence = torch.arange(torch.Size(shape).numel()).view(shape)
     assert torch.equal(
-        join_sequence([slice_sequence(whole, dim, parts, part) for part in range(parts)], dim), whole
+        join_sequence([slice_sequence(sequence, dim, parts, part) for part in range(parts)], dim), sequence
     )

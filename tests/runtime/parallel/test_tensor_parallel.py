@@ -134,7 +134,7 @@ def test_a_plan_can_contain_styles_of_torch():
 
 
 @pytest.mark.parametrize(
-    ("plan", "said"),
+    ("plan", "message"),
     [
         ((("layers.*.up", "colwize"),), r"layers\.0\.up: unknown style 'colwize'; did you mean colwise\?"),
         ((("layers.*.upp", "colwise"),), r"layers\.\*\.upp matches no module of Words"),
@@ -152,8 +152,8 @@ def test_a_plan_can_contain_styles_of_torch():
         ((), "Words has no tp_plan of its own"),
     ],
 )
-def test_an_invalid_plan_is_rejected(plan, said):
-    with pytest.raises(ValueError, match=said):
+def test_an_invalid_plan_is_rejected(plan, message):
+    with pytest.raises(ValueError, match=message):
         plan_tensor_parallel(Words(), plan)
 
 
@@ -173,24 +173,24 @@ def check_and_fail(model, tp, *entries):
 
 
 def test_a_dimension_that_is_not_divisible_is_reported_with_its_size():
-    said = check_and_fail(Words(words=33), 2, ("embed", "rowwise"), ("head", "colwise_rep"))
-    assert "parallel.tp=2 does not divide dimension 0 of embed.weight, which is 33" in said
-    assert "pad it to 34" in said
+    message = check_and_fail(Words(words=33), 2, ("embed", "rowwise"), ("head", "colwise_rep"))
+    assert "parallel.tp=2 does not divide dimension 0 of embed.weight, which is 33" in message
+    assert "pad it to 34" in message
     assert "dimension 1 of layers.0.down.weight, which is 32" in check_and_fail(
         Words(), 3, ("layers.*.down", "rowwise")
     )
 
 
 def test_heads_that_are_not_divisible_are_reported_with_valid_sizes():
-    said = check_and_fail(Words(width=24, heads=6), 4, ("layers.*.attention.q", "colwise"))
-    assert "parallel.tp=4 does not divide n_heads=6 of layers.0.attention; tp may be 1, 2, 3, 6" in said
+    message = check_and_fail(Words(width=24, heads=6), 4, ("layers.*.attention.q", "colwise"))
+    assert "parallel.tp=4 does not divide n_heads=6 of layers.0.attention; tp may be 1, 2, 3, 6" in message
 
 
 def test_key_value_heads_are_read_from_the_model_configuration():
     model = Words()
     model.config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2)
-    said = check_and_fail(model, 4, ("layers.*.attention.k", "colwise"))
-    assert "num_key_value_heads=2 of model.config; tp may be 1, 2" in said
+    message = check_and_fail(model, 4, ("layers.*.attention.k", "colwise"))
+    assert "num_key_value_heads=2 of model.config; tp may be 1, 2" in message
 
 
 def test_heads_are_not_checked_if_attention_is_replicated():
@@ -200,9 +200,9 @@ def test_heads_are_not_checked_if_attention_is_replicated():
 
 
 def test_tied_parameters_with_different_layouts_are_rejected():
-    said = check_and_fail(Words(), 2, ("head", "colwise_rep"))
-    assert "embed.weight and head.weight are one parameter, and the plan has the first whole" in said
-    assert "and the second divided along dimension 0" in said
+    message = check_and_fail(Words(), 2, ("head", "colwise_rep"))
+    assert "embed.weight and head.weight are one parameter, and the plan has the first whole" in message
+    assert "and the second divided along dimension 0" in message
 
 
 # Equal results -------------------------------------------------------------------------
@@ -233,12 +233,12 @@ def train(plan, tp, options):
         losses.append(loss.item())
     tied = model.head.weight is model.embed.weight
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-    whole = {
+    gathered = {
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach()
         for name, p in model.named_parameters()
     }
     embed = model.embed.weight
-    return losses, whole, tied, frozen, (embed.to_local() if isinstance(embed, DTensor) else embed).numel()
+    return losses, gathered, tied, frozen, (embed.to_local() if isinstance(embed, DTensor) else embed).numel()
 
 
 @pytest.mark.parametrize(

@@ -35,15 +35,15 @@ def test_classes_are_found_by_name():
 
 
 def test_inner_units_are_listed_before_outer_units():
-    found = list_units(Model(), "Block,Linear")
-    assert set(found) == {
+    names = list_units(Model(), "Block,Linear")
+    assert set(names) == {
         "blocks.0",
         "blocks.1",
         "head",
         *(f"blocks.{i}.{n}" for i in (0, 1) for n in ("up", "down")),
     }
     for index in (0, 1):
-        assert found.index(f"blocks.{index}.up") < found.index(f"blocks.{index}")
+        assert names.index(f"blocks.{index}.up") < names.index(f"blocks.{index}")
 
 
 def test_auto_uses_no_split_modules_of_a_model():
