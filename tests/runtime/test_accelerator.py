@@ -56,8 +56,8 @@ def copy_gradients(model):
     return [p.grad.clone() for p in model.parameters()]
 
 
-def is_close(got, wanted, tolerance=1e-6):
-    return all(torch.allclose(g, w, rtol=0, atol=tolerance) for g, w in zip(got, wanted, strict=True))
+def is_close(actual, expected, tolerance=1e-6):
+    return all(torch.allclose(g, w, rtol=0, atol=tolerance) for g, w in zip(actual, expected, strict=True))
 
 
 def fp16():
@@ -80,11 +80,11 @@ def test_topology_flags_can_be_read_as_properties_and_called(ranks):
         assert [bool(flag) for flag in flags] == [flag() for flag in flags]
         return a.num_processes, a.process_index, a.local_process_index, str(a.device), [f() for f in flags]
 
-    wanted = [
+    expected = [
         (ranks.size, rank, rank, "cpu", [rank == 0, rank == 0, rank == ranks.size - 1])
         for rank in range(ranks.size)
     ]
-    assert ranks.run(read_topology) == wanted
+    assert ranks.run(read_topology) == expected
 
 
 def test_print_writes_on_the_first_process_only(ranks):
@@ -130,7 +130,9 @@ def test_prepare_returns_a_single_object_itself_and_keeps_prepared_objects(ranks
         objects = [model, optimizer, LambdaLR(optimizer, lambda _: 1.0), DataLoader(DATA)]
         prepared = [accelerator.prepare(item) for item in objects]
         assert all(accelerator.prepare(item) is item for item in prepared)
-        assert all(one is other for one, other in zip(accelerator.prepare(*prepared), prepared, strict=True))
+        assert all(
+            result is other for result, other in zip(accelerator.prepare(*prepared), prepared, strict=True)
+        )
         return True
 
     assert all(ranks.run(prepare_again))
@@ -139,9 +141,9 @@ def test_prepare_returns_a_single_object_itself_and_keeps_prepared_objects(ranks
 def test_prepare_does_not_wrap_a_ddp_model_again(several):
     def wrap_twice():
         first, second = Accelerator(), Accelerator()
-        mine = DistributedDataParallel(build_network())
-        theirs = first.prepare(build_network())
-        return first.prepare(mine) is mine, second.prepare(theirs) is theirs
+        wrapped = DistributedDataParallel(build_network())
+        prepared_model = first.prepare(build_network())
+        return first.prepare(wrapped) is wrapped, second.prepare(prepared_model) is prepared_model
 
     assert several.run(wrap_twice) == [(True, True)] * several.size
 
@@ -153,7 +155,7 @@ def test_a_model_without_trainable_parameters_can_be_prepared(ranks):
         with accelerator.accumulate(frozen), accelerator.no_sync(frozen):
             return frozen(DATA)
 
-    assert all(torch.equal(got, build_network()(DATA)) for got in ranks.run(compute_output))
+    assert all(torch.equal(actual, build_network()(DATA)) for actual in ranks.run(compute_output))
 
 
 def test_unwrap_model_returns_the_script_model_with_its_parameter_names(ranks):
@@ -187,9 +189,9 @@ def test_get_state_dict_uses_the_names_of_the_script_unless_unwrap_is_false(rank
         assert all(torch.equal(state[name], value) for name, value in build_network().state_dict().items())
         return list(state), list(accelerator.get_state_dict(model, unwrap=False))
 
-    own = list(build_network().state_dict())
-    wrapped = own if ranks.size == 1 else [f"module.{name}" for name in own]
-    assert ranks.run(list_state_names) == [(own, wrapped)] * ranks.size
+    names = list(build_network().state_dict())
+    wrapped = names if ranks.size == 1 else [f"module.{name}" for name in names]
+    assert ranks.run(list_state_names) == [(names, wrapped)] * ranks.size
 
 
 def test_two_accelerators_work_independently_in_one_process(ranks):
@@ -197,11 +199,11 @@ def test_two_accelerators_work_independently_in_one_process(ranks):
         first, second = Accelerator(mixed_precision="fp16"), Accelerator(gradient_accumulation_steps=2)
         with second.accumulate():
             pass
-        seen = [a.gather(torch.tensor([a.process_index])).tolist() for a in (first, second)]
-        return seen, first.sync_gradients, second.sync_gradients, second.scaler
+        records = [a.gather(torch.tensor([a.process_index])).tolist() for a in (first, second)]
+        return records, first.sync_gradients, second.sync_gradients, second.scaler
 
-    wanted = ([list(range(ranks.size))] * 2, True, False, None)
-    assert ranks.run(use_both) == [wanted] * ranks.size
+    expected = ([list(range(ranks.size))] * 2, True, False, None)
+    assert ranks.run(use_both) == [expected] * ranks.size
 
 
 def test_a_model_prepared_for_evaluation_is_not_wrapped_in_ddp(several):
@@ -227,8 +229,8 @@ def test_device_placement_selects_the_objects_that_are_moved():
         accelerator.prepare(*models[:2], device_placement=[True])
 
 
-@pytest.mark.parametrize(("placed", "wanted"), [(True, torch.float32), (False, torch.float64)])
-def test_the_state_of_a_placed_optimizer_gets_the_dtype_of_its_parameters(placed, wanted):
+@pytest.mark.parametrize(("placed", "expected"), [(True, torch.float32), (False, torch.float64)])
+def test_the_state_of_a_placed_optimizer_gets_the_dtype_of_its_parameters(placed, expected):
     """Compare dtypes, since there is only one device here."""
     model = build_network()
     optimizer = torch.optim.Adam(model.parameters())
@@ -237,15 +239,15 @@ def test_the_state_of_a_placed_optimizer_gets_the_dtype_of_its_parameters(placed
     state = optimizer.state[next(iter(model.parameters()))]
     state["exp_avg"] = state["exp_avg"].double()
     prepared, _ = Accelerator().prepare(optimizer, model, device_placement=[placed, None])
-    kept = prepared.state[next(iter(model.parameters()))]
-    assert kept["exp_avg"].dtype == wanted
-    assert kept["step"] == 1
+    parameter_state = prepared.state[next(iter(model.parameters()))]
+    assert parameter_state["exp_avg"].dtype == expected
+    assert parameter_state["step"] == 1
 
 
-@pytest.mark.parametrize("what", ["model", "optimizer"])
-def test_prepare_rejects_float16_parameters_with_fp16(what):
+@pytest.mark.parametrize("kind", ["model", "optimizer"])
+def test_prepare_rejects_float16_parameters_with_fp16(kind):
     accelerator, model = fp16(), build_network().half()
-    item = model if what == "model" else build_sgd(model)
+    item = model if kind == "model" else build_sgd(model)
     with pytest.raises(ValueError, match="fp16 cannot train float16 parameters"):
         accelerator.prepare(item)
     assert accelerator.prepare_model(model, evaluation_mode=True) is model
@@ -284,20 +286,20 @@ def test_gradients_equal_those_of_one_process_on_the_same_global_batches(ranks, 
     model = build_network()
     for batch in DATA.split(GLOBAL_BATCH)[:steps]:
         (compute_loss(model, batch) / steps).backward()
-    assert all(is_close(got, copy_gradients(model)) for got in ranks.run(average_gradients, steps))
+    assert all(is_close(actual, copy_gradients(model)) for actual in ranks.run(average_gradients, steps))
 
 
 def test_gradients_are_averaged_only_at_the_end_of_an_accumulation_cycle(several):
     def compare_gradients():
         accelerator = Accelerator(gradient_accumulation_steps=2)
         model = accelerator.prepare(build_network())
-        seen = []
+        records = []
         for batch in DATA.split(GLOBAL_BATCH)[:2]:
             with accelerator.accumulate(model):
                 accelerator.backward(compute_loss(model, take_local_batch(accelerator, batch)))
             everyone = accelerator.gather(copy_gradients(model)[0].unsqueeze(0))
-            seen.append(bool((everyone == everyone[0]).all()))
-        return seen
+            records.append(bool((everyone == everyone[0]).all()))
+        return records
 
     assert several.run(compare_gradients) == [[False, True]] * several.size
 
@@ -334,8 +336,8 @@ def test_training_with_split_batches_equals_a_plain_loop_on_one_process(ranks):
         optimizer.step()
         optimizer.param_groups[0]["lr"] *= 0.9
         optimizer.zero_grad()
-    for got, rate in ranks.run(run):
-        assert is_close(got, copy_parameters(model))
+    for actual, rate in ranks.run(run):
+        assert is_close(actual, copy_parameters(model))
         assert rate == pytest.approx(0.1 * 0.9**5)
 
 
@@ -345,12 +347,12 @@ def test_the_last_micro_batch_of_an_epoch_ends_the_accumulation_cycle(ranks):
         model = build_network()
         loader = accelerator.prepare(DataLoader(DATA, batch_size=GLOBAL_BATCH))
         accelerator.prepare(model)
-        seen = []
+        records = []
         for _ in range(2):
             for _ in loader:
                 with accelerator.accumulate(model):
-                    seen.append(accelerator.sync_gradients)
-        return seen
+                    records.append(accelerator.sync_gradients)
+        return records
 
     assert ranks.run(collect_sync_flags) == [[False, True, False, True, True] * 2] * ranks.size
 
@@ -365,19 +367,19 @@ def test_a_prepared_model_computes_in_mixed_precision_and_returns_float32(ranks,
     def collect_dtypes(mixed_precision):
         accelerator = Accelerator(mixed_precision=mixed_precision)
         model, optimizer = prepare_network(accelerator)
-        seen = []
-        accelerator.unwrap_model(model)[0].register_forward_hook(lambda *call: seen.append(call[-1].dtype))
+        records = []
+        accelerator.unwrap_model(model)[0].register_forward_hook(lambda *call: records.append(call[-1].dtype))
         output = model(DATA)
         with accelerator.autocast():
-            seen.append((DATA @ DATA.T).dtype)
+            records.append((DATA @ DATA.T).dtype)
         before = copy_parameters(model)
         accelerator.backward(output.square().mean())
         optimizer.step()
         assert not is_close(copy_parameters(model), before)
-        return accelerator.mixed_precision, seen, output.dtype, {p.dtype for p in model.parameters()}
+        return accelerator.mixed_precision, records, output.dtype, {p.dtype for p in model.parameters()}
 
-    wanted = (mixed_precision, [dtype, dtype], torch.float32, {torch.float32})
-    assert ranks.run(collect_dtypes, mixed_precision) == [wanted] * ranks.size
+    expected = (mixed_precision, [dtype, dtype], torch.float32, {torch.float32})
+    assert ranks.run(collect_dtypes, mixed_precision) == [expected] * ranks.size
 
 
 def test_all_ranks_skip_the_optimizer_and_scheduler_step_on_overflow(ranks):
@@ -388,7 +390,7 @@ def test_all_ranks_skip_the_optimizer_and_scheduler_step_on_overflow(ranks):
         model, optimizer, scheduler = accelerator.prepare(
             model, optimizer, LambdaLR(optimizer, lambda step: 0.5**step)
         )
-        seen = []
+        records = []
         for overflows in (False, True, False):
             before, scale = copy_parameters(model), accelerator.scaler.get_scale()
             loss = compute_loss(model, take_local_batch(accelerator, DATA))
@@ -399,12 +401,12 @@ def test_all_ranks_skip_the_optimizer_and_scheduler_step_on_overflow(ranks):
             optimizer.zero_grad()
             backed_off = accelerator.scaler.get_scale() == scale / 2
             moved = not is_close(copy_parameters(model), before, tolerance=0)
-            seen.append((accelerator.optimizer_step_was_skipped, moved, backed_off, scheduler.last_epoch))
-        return seen
+            records.append((accelerator.optimizer_step_was_skipped, moved, backed_off, scheduler.last_epoch))
+        return records
 
     n = ranks.size
-    wanted = [(False, True, False, n), (True, False, True, n), (False, True, False, 2 * n)]
-    assert ranks.run(run) == [wanted] * n
+    expected = [(False, True, False, n), (True, False, True, n), (False, True, False, 2 * n)]
+    assert ranks.run(run) == [expected] * n
 
 
 @pytest.mark.parametrize("mixed_precision", ["no", "fp16"])
@@ -420,10 +422,10 @@ def test_clip_grad_norm_returns_the_unscaled_norm_and_clips_to_the_maximum(ranks
 
     model = build_network()
     (10 * compute_loss(model, DATA)).backward()
-    wanted = nn.utils.get_total_norm(copy_gradients(model)).item()
-    assert wanted > 1
+    expected = nn.utils.get_total_norm(copy_gradients(model)).item()
+    assert expected > 1
     for first, second, largest in ranks.run(clip_gradients, mixed_precision):
-        assert first == pytest.approx(wanted, rel=1e-5 if mixed_precision == "no" else 1e-2)
+        assert first == pytest.approx(expected, rel=1e-5 if mixed_precision == "no" else 1e-2)
         assert second == pytest.approx(1.0, rel=1e-4)
         assert largest == pytest.approx(0.01)
 
@@ -504,8 +506,8 @@ def test_save_writes_one_complete_file_that_other_libraries_can_read(ranks, tmp_
     assert [path.name for path in tmp_path.glob("*.weights")] == ["0.weights"]
     path = tmp_path / "0.weights"
     loaded = load_file(path) if safe else torch.load(path, weights_only=True)
-    wanted = build_network().state_dict()
-    assert is_close([loaded.pop(name) for name in wanted], wanted.values(), tolerance=0)
+    expected = build_network().state_dict()
+    assert is_close([loaded.pop(name) for name in expected], expected.values(), tolerance=0)
     assert not loaded
 
 
@@ -523,9 +525,9 @@ def test_tied_and_transposed_weights_are_saved_under_every_name(ranks, tmp_path)
         model = accelerator.prepare(build_tied_model())
         accelerator.save(accelerator.get_state_dict(model), path, safe_serialization=True)
         accelerator.wait_for_everyone()
-        again = build_tied_model()
-        again.load_state_dict(load_file(path))
-        return all(map(torch.equal, again.state_dict().values(), model.state_dict().values()))
+        loaded_model = build_tied_model()
+        loaded_model.load_state_dict(load_file(path))
+        return all(map(torch.equal, loaded_model.state_dict().values(), model.state_dict().values()))
 
     assert all(ranks.run(save_and_load, tmp_path / "model.safetensors"))
 
@@ -558,7 +560,7 @@ def test_a_saved_file_has_the_permissions_of_a_new_file(tmp_path, safe):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environ", "wanted"),
+    ("arguments", "environ", "expected"),
     [
         ({}, {}, "no"),
         ({"fp16": True}, {}, "fp16"),
@@ -569,11 +571,11 @@ def test_a_saved_file_has_the_permissions_of_a_new_file(tmp_path, safe):
         ({"mixed_precision": "no"}, {"ACCEL_MIXED_PRECISION": "bf16"}, "no"),
     ],
 )
-def test_mixed_precision_comes_from_the_argument_or_else_from_the_environment(arguments, environ, wanted):
+def test_mixed_precision_comes_from_the_argument_or_else_from_the_environment(arguments, environ, expected):
     with patch.dict(os.environ, environ):
         accelerator = Accelerator(**arguments)
-    assert accelerator.mixed_precision == wanted
-    assert (accelerator.scaler is not None) == (wanted == "fp16")
+    assert accelerator.mixed_precision == expected
+    assert (accelerator.scaler is not None) == (expected == "fp16")
 
 
 @pytest.mark.parametrize(("fp16", "mixed_precision"), [(True, "bf16"), (True, "no"), (False, "fp16")])

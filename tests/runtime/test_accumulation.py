@@ -115,8 +115,8 @@ def test_a_cycle_left_open_by_a_break_ends_in_the_next_loop(ranks):
 def test_a_micro_batch_that_fails_before_its_backward_pass_is_not_counted(ranks, failing):
     def train_after_break(failing):
         run = Run(gradient_accumulation_steps=3)
-        for turn in range(1, 4):
-            if turn == failing:
+        for step in range(1, 4):
+            if step == failing:
                 with pytest.raises(RuntimeError, match="no memory"), run.accelerator.accumulate(run.model):
                     raise RuntimeError("no memory")
             run.run_micro_batch()
@@ -139,12 +139,12 @@ def test_sync_each_batch_averages_gradients_after_every_micro_batch(pair, each):
     def collect_gradients(each):
         plugin = GradientAccumulationPlugin(3, sync_each_batch=each)
         run = Run(gradient_accumulation_plugin=plugin)
-        rank, seen = run.accelerator.process_index, []
+        rank, records = run.accelerator.process_index, []
         for _ in range(3):
             with run.accelerator.accumulate(run.model):
                 run.accelerator.backward(run.model(torch.full((1, 1), 1.0 + rank)).sum())
-                seen.append(run.model.module.weight.grad.item())
-        return seen
+                records.append(run.model.module.weight.grad.item())
+        return records
 
     first, second = pair.run(collect_gradients, each)
     assert (first[:2] == second[:2]) == each
@@ -186,8 +186,8 @@ def test_a_scheduler_advances_once_a_cycle_and_counts_calls_with_adjust_schedule
         return scheduler.last_epoch, scheduler.scheduler._step_count
 
     n = ranks.size
-    wanted = (2 * n, 1 + 2 * n + (4 if adjust else 0))
-    assert ranks.run(step_scheduler, adjust) == [wanted] * n
+    expected = (2 * n, 1 + 2 * n + (4 if adjust else 0))
+    assert ranks.run(step_scheduler, adjust) == [expected] * n
 
 
 def test_one_cycle_lr_reaches_its_end_with_accumulation():
@@ -208,34 +208,34 @@ def test_clipping_is_skipped_until_the_end_of_a_cycle_and_returns_the_current_no
     def clip_gradients(mixed_precision):
         scaler = GradScalerKwargs(init_scale=128.0)
         run = Run(gradient_accumulation_steps=2, mixed_precision=mixed_precision, kwargs_handlers=[scaler])
-        seen = []
+        records = []
         for _ in range(2):
             with run.accelerator.accumulate(run.model):
                 run.accelerator.backward(run.model(torch.full((1, 1), 4.0)).sum())
                 weight = run.accelerator.unwrap_model(run.model).weight
                 run.accelerator.clip_grad_value_(weight, 3.0)
                 norm = run.accelerator.clip_grad_norm_(run.model.parameters(), 1.0).item()
-                seen.append(round(norm, 4))
-        return seen, round(weight.grad.item(), 4)
+                records.append(round(norm, 4))
+        return records, round(weight.grad.item(), 4)
 
     assert ranks.run(clip_gradients, mixed_precision) == [([2.0, 3.0], 1.0)] * ranks.size
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_accumulating_for_alternating_models_is_reported_once(pair, together):
-    def collect_reports(together):
+@pytest.mark.parametrize("in_one_context", [False, True])
+def test_accumulating_for_alternating_models_is_reported_once(pair, in_one_context):
+    def collect_reports(in_one_context):
         accelerator = Accelerator(gradient_accumulation_steps=2)
         models = accelerator.prepare(nn.Linear(1, 1), nn.Linear(1, 1))
         with collect_messages("accel_runtime.training.gradients") as logged:
             for _ in range(4):
-                for contexts in [models] if together else [models[:1], models[1:]]:
+                for contexts in [models] if in_one_context else [models[:1], models[1:]]:
                     with accelerator.accumulate(*contexts):
                         for model in contexts:
                             accelerator.backward(model(torch.ones(1, 1)).sum())
         return [message for message in logged if "other models" in message]
 
-    first, other = pair.run(collect_reports, together)
-    assert len(first) == (not together)
+    first, other = pair.run(collect_reports, in_one_context)
+    assert len(first) == (not in_one_context)
     assert not other
 
 

@@ -120,22 +120,22 @@ def train_as_usual():
 
 
 def accumulate():
-    accelerator, own, model, optimizer = prepare_autoencoder(gradient_accumulation_steps=2)
-    for compute in (own, model, own, model):  # DDP averages the gradients of the whole cycle
+    accelerator, module, model, optimizer = prepare_autoencoder(gradient_accumulation_steps=2)
+    for compute in (module, model, module, model):  # DDP averages the gradients of the whole cycle
         with accelerator.accumulate(model):
             run_step(accelerator, optimizer, compute(draw_batch()).sum())
 
 
 def defer_averaging():
-    accelerator, own, model, optimizer = prepare_autoencoder()
+    accelerator, module, model, optimizer = prepare_autoencoder()
     with accelerator.no_sync(model):
-        accelerator.backward(own(draw_batch()).sum())
+        accelerator.backward(module(draw_batch()).sum())
         loss = model(draw_batch()).sum()
     with accelerator.trigger_sync_in_backward(model):
         run_step(accelerator, optimizer, loss)
     with LocalSGD(accelerator, model, 2) as local:
         for _ in range(2):
-            run_step(accelerator, optimizer, own(draw_batch()).sum())
+            run_step(accelerator, optimizer, module(draw_batch()).sum())
             local.step()
 
 
@@ -288,15 +288,15 @@ def test_a_single_process_reports_nothing(alone, train):
 
 
 def test_an_optimizer_is_checked_at_steps_that_are_powers_of_two_until_a_finding():
-    parameter, seen = nn.Parameter(torch.ones(1)), []
+    parameter, records = nn.Parameter(torch.ones(1)), []
 
     def record_check():
-        seen.append(optimizer.steps + 1)
-        return len(seen) == 4
+        records.append(optimizer.steps + 1)
+        return len(records) == 4
 
     optimizer = PreparedOptimizer(
         torch.optim.SGD([parameter], lr=0.1), Accumulation(1), None, check=record_check
     )
     for _ in range(40):
         optimizer.step()
-    assert seen == [1, 2, 4, 8]
+    assert records == [1, 2, 4, 8]

@@ -32,14 +32,14 @@ def connect_backend():
 def test_gather_concatenates_nested_tensors_in_rank_order(ranks):
     def gathered():
         b = connect_backend()
-        own = torch.tensor([[b.topology.rank * 2], [b.topology.rank * 2 + 1]])
-        return gather({"x": own, "y": [own.float(), (own > 1,)]}, b)
+        tensor = torch.tensor([[b.topology.rank * 2], [b.topology.rank * 2 + 1]])
+        return gather({"x": tensor, "y": [tensor.float(), (tensor > 1,)]}, b)
 
     x = torch.arange(2 * ranks.size).view(-1, 1)
-    for got in ranks.run(gathered):
-        assert torch.equal(got["x"], x)
-        assert torch.equal(got["y"][0], x.float())
-        assert torch.equal(got["y"][1][0], x > 1)
+    for actual in ranks.run(gathered):
+        assert torch.equal(actual["x"], x)
+        assert torch.equal(actual["y"][0], x.float())
+        assert torch.equal(actual["y"][1][0], x > 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float64, torch.complex64])
@@ -48,10 +48,10 @@ def test_gather_keeps_dtype_and_shape(ranks, dtype, shape):
     def gathered(dtype, shape):
         return gather(torch.ones(shape, dtype=dtype), connect_backend())
 
-    wanted = torch.ones((shape[0] * ranks.size, *shape[1:]), dtype=dtype)
-    for got in ranks.run(gathered, dtype, shape):
-        assert got.dtype == dtype
-        assert torch.equal(got, wanted)
+    expected = torch.ones((shape[0] * ranks.size, *shape[1:]), dtype=dtype)
+    for actual in ranks.run(gathered, dtype, shape):
+        assert actual.dtype == dtype
+        assert torch.equal(actual, expected)
 
 
 def test_gather_returns_one_entry_for_the_scalar_of_each_rank(several):
@@ -78,7 +78,7 @@ def test_collectives_of_one_process_return_their_input(alone):
 
 
 @pytest.mark.parametrize(
-    ("reduction", "wanted"),
+    ("reduction", "expected"),
     [
         ("sum", lambda n: n * (n + 1) / 2),
         ("mean", lambda n: (n + 1) / 2),
@@ -87,19 +87,19 @@ def test_collectives_of_one_process_return_their_input(alone):
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
-def test_reduce_combines_nested_tensors_into_new_ones(ranks, reduction, wanted, dtype):
+def test_reduce_combines_nested_tensors_into_new_ones(ranks, reduction, expected, dtype):
     def reduced(reduction, dtype):
         b = connect_backend()
-        mine = torch.full((2,), b.topology.rank + 1, dtype=dtype)
-        total = reduce({"x": [mine]}, reduction, b)["x"][0]
-        assert total is not mine
-        assert mine.tolist() == [b.topology.rank + 1] * 2
+        tensor = torch.full((2,), b.topology.rank + 1, dtype=dtype)
+        total = reduce({"x": [tensor]}, reduction, b)["x"][0]
+        assert total is not tensor
+        assert tensor.tolist() == [b.topology.rank + 1] * 2
         return total
 
-    for got in ranks.run(reduced, reduction, dtype):
-        assert got.tolist() == [wanted(ranks.size)] * 2
-        whole = reduction == "mean" and not dtype.is_floating_point
-        assert got.dtype == (torch.float32 if whole else dtype)
+    for actual in ranks.run(reduced, reduction, dtype):
+        assert actual.tolist() == [expected(ranks.size)] * 2
+        is_integer_mean = reduction == "mean" and not dtype.is_floating_point
+        assert actual.dtype == (torch.float32 if is_integer_mean else dtype)
 
 
 def test_reduce_accepts_scalars_empty_and_complex_tensors(ranks):
@@ -142,12 +142,12 @@ def test_gather_accepts_large_data_on_one_rank_and_small_on_others(several):
         last = b.topology.rank == b.topology.world_size - 1
         return gather({"x": torch.full((5000 if last else 2,), b.topology.rank), "y": torch.ones(0)}, b)
 
-    for got in several.run(gathered):
-        wanted = [
+    for actual in several.run(gathered):
+        expected = [
             rank for rank in range(several.size) for _ in range(5000 if rank == several.size - 1 else 2)
         ]
-        assert got["x"].tolist() == wanted
-        assert got["y"].shape == (0,)
+        assert actual["x"].tolist() == expected
+        assert actual["y"].shape == (0,)
 
 
 DTYPES = [torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16, torch.float32, torch.complex64]
@@ -190,11 +190,14 @@ def test_gather_of_any_nested_tensors_equals_concatenation(several, data):
         return gather(build_tree(tree, b.topology.rank), b)
 
     everyone = [list(leaves(build_tree(tree, rank))) for rank in range(several.size)]
-    wanted = [torch.cat([t if t.dim() else t.view(1) for t in own]) for own in zip(*everyone, strict=True)]
-    for got in several.run(gathered, tree):
-        found = leaves(got)
-        assert [(t.dtype, t.shape) for t in found] == [(t.dtype, t.shape) for t in wanted]
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    expected = [
+        torch.cat([t if t.dim() else t.view(1) for t in rank_tensors])
+        for rank_tensors in zip(*everyone, strict=True)
+    ]
+    for actual in several.run(gathered, tree):
+        gathered_leaves = leaves(actual)
+        assert [(t.dtype, t.shape) for t in gathered_leaves] == [(t.dtype, t.shape) for t in expected]
+        assert all(torch.equal(a, b) for a, b in zip(gathered_leaves, expected, strict=True))
 
 
 @given(
@@ -204,8 +207,8 @@ def test_gather_of_any_nested_tensors_equals_concatenation(several, data):
 def test_reduce_of_any_tensors_equals_elementwise_reduction(several, tree):
     def reduced(tree):
         b = connect_backend()
-        mine = [torch.arange(n).remainder(9).add(b.topology.rank).to(dtype) for dtype, n in tree]
-        return reduce(mine, "sum", b), reduce(mine, "max", b)
+        tensors = [torch.arange(n).remainder(9).add(b.topology.rank).to(dtype) for dtype, n in tree]
+        return reduce(tensors, "sum", b), reduce(tensors, "max", b)
 
     n = several.size
     for total, most in several.run(reduced, tree):
@@ -257,19 +260,19 @@ def test_broadcast_rejects_a_source_outside_the_world_size(ranks):
 
 
 @pytest.mark.parametrize(
-    ("dim", "first", "wanted"),
+    ("dim", "first", "expected"),
     [(0, False, [1, 7, 7]), (-1, True, [7, 7, 1]), (1, False, [1])],
 )
-def test_pad_across_processes_pads_to_the_longest_tensor(several, dim, first, wanted):
+def test_pad_across_processes_pads_to_the_longest_tensor(several, dim, first, expected):
     def padded(dim, first):
         b = connect_backend()
-        own = torch.ones(3 if b.topology.rank else 1)
+        tensor = torch.ones(3 if b.topology.rank else 1)
         scalar = torch.tensor(5.0)
-        got = pad_across_processes([own, scalar], b, dim=dim, pad_index=7, pad_first=first)
-        assert got[1] is scalar
-        return got[0].tolist()
+        actual = pad_across_processes([tensor, scalar], b, dim=dim, pad_index=7, pad_first=first)
+        assert actual[1] is scalar
+        return actual[0].tolist()
 
-    assert several.run(padded, dim, first) == [wanted] + [[1, 1, 1]] * (several.size - 1)
+    assert several.run(padded, dim, first) == [expected] + [[1, 1, 1]] * (several.size - 1)
 
 
 def test_pad_across_processes_keeps_other_dimensions(several):
@@ -291,10 +294,12 @@ def test_gather_object_joins_the_lists_of_all_ranks(several, size):
         rank = b.topology.rank
         return gather_object([{"rank": rank, "text": "x" * size, "t": torch.ones(size) * rank}] * rank, b)
 
-    for got in several.run(gathered, size):
-        assert [item["rank"] for item in got] == [rank for rank in range(several.size) for _ in range(rank)]
-        assert all(item["t"].tolist() == [float(item["rank"])] * size for item in got)
-        got[0]["t"].add_(1)
+    for actual in several.run(gathered, size):
+        assert [item["rank"] for item in actual] == [
+            rank for rank in range(several.size) for _ in range(rank)
+        ]
+        assert all(item["t"].tolist() == [float(item["rank"])] * size for item in actual)
+        actual[0]["t"].add_(1)
 
 
 def test_gather_object_rejects_objects_that_are_not_lists(ranks):
@@ -310,9 +315,9 @@ def test_gather_object_rejects_objects_that_are_not_lists(ranks):
 def test_broadcast_object_list_overwrites_the_lists_of_other_ranks(several):
     def sent():
         b = connect_backend()
-        mine = [b.topology.rank, {"x": torch.full((2,), b.topology.rank)}]
-        assert broadcast_object_list(mine, b, 1) is mine
-        return mine[0], mine[1]["x"].tolist()
+        objects = [b.topology.rank, {"x": torch.full((2,), b.topology.rank)}]
+        assert broadcast_object_list(objects, b, 1) is objects
+        return objects[0], objects[1]["x"].tolist()
 
     assert several.run(sent) == [(1, [1, 1])] * several.size
 
@@ -323,9 +328,11 @@ def test_scatter_objects_gives_each_rank_its_own_object(ranks, size):
         b = connect_backend()
         world = b.topology.world_size
         items = [{"x": torch.full((size, 2), rank), "t": (str(rank), None)} for rank in range(world)]
-        mine = scatter_objects("tests", items if b.topology.rank == 0 else None, b.handshake)
-        again = scatter_objects("tests", list(range(world)) if b.topology.rank == 0 else None, b.handshake)
-        return mine["x"].unique().tolist(), mine["x"].shape, mine["t"], again
+        received = scatter_objects("tests", items if b.topology.rank == 0 else None, b.handshake)
+        received_again = scatter_objects(
+            "tests", list(range(world)) if b.topology.rank == 0 else None, b.handshake
+        )
+        return received["x"].unique().tolist(), received["x"].shape, received["t"], received_again
 
     assert ranks.run(dealt, size) == [([r], (size, 2), (str(r), None), r) for r in range(ranks.size)]
 
@@ -382,8 +389,8 @@ def test_gather_samples_removes_all_rows_of_a_padding_sample(several):
     def gathered():
         return gather_padded_step(lambda rank: torch.arange(6).view(6, 1) + rank * 6)
 
-    for got in several.run(gathered):
-        assert got.flatten().tolist() == list(range(6 * several.size - 3))
+    for actual in several.run(gathered):
+        assert actual.flatten().tolist() == list(range(6 * several.size - 3))
 
 
 def test_rows_that_do_not_match_the_samples_are_rejected_on_every_rank(several):
@@ -471,9 +478,9 @@ def test_samples_of_several_steps_are_gathered_in_dataset_order(several):
         texts = gather_samples({"texts": [str(i) for i in ids]}, [full, full, last_step], b)
         return tensors["ids"].tolist(), tensors["tokens"].tolist(), texts["texts"]
 
-    wanted = list(range(4 * several.size + 1))
-    tokens = [i for i in wanted for _ in range(3)]
-    assert several.run(gathered) == [(wanted, tokens, [str(i) for i in wanted])] * several.size
+    expected = list(range(4 * several.size + 1))
+    tokens = [i for i in expected for _ in range(3)]
+    assert several.run(gathered) == [(expected, tokens, [str(i) for i in expected])] * several.size
 
 
 def test_gather_samples_accepts_different_batch_sizes_on_each_rank(several):
@@ -506,23 +513,23 @@ def test_lists_of_tensors_gathered_as_objects_have_one_entry_for_each_sample(sev
         b = connect_backend()
         world, rank = b.topology.world_size, b.topology.rank
         step = StepInfo((2,) * (world - 1) + (1,), (2,) * world, is_last=True)
-        own = [torch.full((rank + 1,), i) for i in (2 * rank, 2 * rank + 1)]
-        return [t.tolist() for t in gather_samples(own, [step], b, as_objects=True)]
+        tensors = [torch.full((rank + 1,), i) for i in (2 * rank, 2 * rank + 1)]
+        return [t.tolist() for t in gather_samples(tensors, [step], b, as_objects=True)]
 
-    wanted = [[i] * (i // 2 + 1) for i in range(2 * several.size - 1)]
-    assert several.run(gathered) == [wanted] * several.size
+    expected = [[i] * (i // 2 + 1) for i in range(2 * several.size - 1)]
+    assert several.run(gathered) == [expected] * several.size
 
 
 def test_objects_that_cannot_be_joined_are_reported(several):
     def refused():
         b = connect_backend()
-        odd = b.topology.rank == 1
-        for mine, what in (
-            ({"b" if odd else "a": "text"}, "keys differ"),
-            ({"a": "text", "x": torch.ones(1, 3 if odd else 2)}, "tensors differ"),
+        is_second_rank = b.topology.rank == 1
+        for value, message in (
+            ({"b" if is_second_rank else "a": "text"}, "keys differ"),
+            ({"a": "text", "x": torch.ones(1, 3 if is_second_rank else 2)}, "tensors differ"),
         ):
-            with pytest.raises(MismatchError, match=what):
-                gather_samples(mine, [], b)
+            with pytest.raises(MismatchError, match=message):
+                gather_samples(value, [], b)
         return True
 
     assert all(several.run(refused))

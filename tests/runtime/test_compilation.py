@@ -59,7 +59,7 @@ def train_compiled(**options):
 
 
 @pytest.fixture(scope="module")
-def wanted():
+def expected():
     model = Stack()
     for _ in range(2):
         model(X).square().mean().backward()
@@ -70,11 +70,11 @@ def wanted():
     return model.state_dict()
 
 
-def check_results(results, wanted, compiled):
+def check_results(results, expected, compiled):
     for state, parts in results:
         assert parts == compiled
-        assert list(state) == list(wanted)
-        assert all(torch.allclose(state[name], wanted[name], atol=1e-6) for name in wanted)
+        assert list(state) == list(expected)
+        assert all(torch.allclose(state[name], expected[name], atol=1e-6) for name in expected)
 
 
 @pytest.mark.parametrize(
@@ -87,25 +87,25 @@ def check_results(results, wanted, compiled):
     ],
 )
 def test_a_compiled_model_trains_as_an_eager_one_and_keeps_its_parameter_names(
-    clusters, size, backend, wanted
+    clusters, size, backend, expected
 ):
-    check_results(clusters[size].run(lambda b: train_compiled(dynamo_backend=b), backend), wanted, [""])
+    check_results(clusters[size].run(lambda b: train_compiled(dynamo_backend=b), backend), expected, [""])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
-def test_a_model_compiled_with_inductor_trains_as_an_eager_one(clusters, size, wanted):
-    check_results(clusters[size].run(lambda: train_compiled(dynamo_backend="INDUCTOR")), wanted, [""])
+def test_a_model_compiled_with_inductor_trains_as_an_eager_one(clusters, size, expected):
+    check_results(clusters[size].run(lambda: train_compiled(dynamo_backend="INDUCTOR")), expected, [""])
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_regional_compilation_compiles_repeated_blocks_and_the_layers_around_them(clusters, size, wanted):
+def test_regional_compilation_compiles_repeated_blocks_and_the_layers_around_them(clusters, size, expected):
     def train_with_regions():
         return train_compiled(dynamo_plugin=TorchDynamoPlugin("aot_eager", use_regional_compilation=True))
 
     parts = ["first", "blocks.0", "blocks.1", "blocks.2", "last"]
-    check_results(clusters[size].run(train_with_regions), wanted, parts)
+    check_results(clusters[size].run(train_with_regions), expected, parts)
 
 
 def test_a_mixed_precision_model_is_compiled_into_one_graph():
@@ -119,30 +119,30 @@ def test_a_mixed_precision_model_is_compiled_into_one_graph():
 
 def test_a_model_of_a_torch_class_is_compiled():
     torch._dynamo.reset()
-    seen = []
+    records = []
 
     def remember(graph, _):
-        seen.append(graph)
+        records.append(graph)
         return graph.forward
 
     torch._dynamo.register_backend(remember, "remember")
     plugin = TorchDynamoPlugin("remember", fullgraph=True)
     for model in (nn.Linear(8, 1), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))):
-        wanted = model(X)
-        assert torch.equal(Accelerator(dynamo_plugin=plugin).prepare(model)(X), wanted)
-    assert len(seen) == 2
+        expected = model(X)
+        assert torch.equal(Accelerator(dynamo_plugin=plugin).prepare(model)(X), expected)
+    assert len(records) == 2
 
 
 def test_a_compiled_model_runs_hooks_and_modes_and_can_be_copied():
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(1.0))
-    seen = []
-    model.register_forward_hook(lambda *_call: seen.append(1))
+    records = []
+    model.register_forward_hook(lambda *_call: records.append(1))
     model = Accelerator(dynamo_backend="eager").prepare(model)
     assert model(X).abs().sum() == 0
     model.eval()
     assert model(X).abs().sum() > 0
-    assert len(seen) == 2
+    assert len(records) == 2
     twin = copy.deepcopy(model)
     nn.init.zeros_(twin[0].weight)
     nn.init.zeros_(twin[0].bias)
@@ -159,8 +159,8 @@ def test_all_compilation_options_are_passed_to_torch():
     plugin = TorchDynamoPlugin(
         DynamoBackend.INDUCTOR, mode="reduce-overhead", fullgraph=True, dynamic=False, disable=True
     )
-    wanted = {"backend": "inductor", "mode": "reduce-overhead", "fullgraph": True, "dynamic": False}
-    assert plugin.to_kwargs() == wanted | {"options": None, "disable": True}
+    expected = {"backend": "inductor", "mode": "reduce-overhead", "fullgraph": True, "dynamic": False}
+    assert plugin.to_kwargs() == expected | {"options": None, "disable": True}
     model = Accelerator(dynamo_plugin=plugin).prepare(Stack())
     assert torch.equal(model(X), Stack()(X))
 
@@ -173,14 +173,14 @@ def test_unwrap_model_can_remove_the_compilation():
 
 
 def test_a_model_compiled_by_the_script_is_not_compiled_again_and_can_be_unwrapped():
-    own = torch.compile(model := Stack(), backend="eager")
+    compiled_model = torch.compile(model := Stack(), backend="eager")
     accelerator = Accelerator(dynamo_backend="eager")
-    prepared = accelerator.prepare(own)
-    assert prepared is own
+    prepared = accelerator.prepare(compiled_model)
+    assert prepared is compiled_model
     assert model._compiled_call_impl is None
-    assert accelerator.unwrap_model(prepared) is own
+    assert accelerator.unwrap_model(prepared) is compiled_model
     assert accelerator.unwrap_model(prepared, keep_torch_compile=False) is model
-    assert uncompiled_module(own) is model
+    assert uncompiled_module(compiled_model) is model
     assert uncompiled_module(model) is model
 
 

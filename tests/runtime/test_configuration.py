@@ -189,7 +189,7 @@ def test_loader_configuration_changes_affect_loaders_prepared_later(pair):
         accelerator = Accelerator(split_batches=True, dataloader_config=config)
         config.even_batches = False
         first = accelerator.prepare(DataLoader(range(6), batch_size=4))
-        seen = [batch.tolist() for batch in first]
+        batches = [batch.tolist() for batch in first]
         with collect_warnings() as messages:
             accelerator.dataloader_config.split_batches = False
             accelerator.dataloader_config.split_batches = False  # no change
@@ -197,12 +197,12 @@ def test_loader_configuration_changes_affect_loaders_prepared_later(pair):
             second = accelerator.prepare(DataLoader(range(6), batch_size=4))
         assert accelerator.dataloader_config is config
         assert accelerator.use_stateful_dataloader
-        return seen, [batch.tolist() for batch in second], messages
+        return batches, [batch.tolist() for batch in second], messages
 
-    (first, second, told), (other, others, other_messages) = pair.run(prepare)
+    (first, second, first_messages), (other, others, other_messages) = pair.run(prepare)
     assert (first, other) == ([[0, 1], [4]], [[2, 3], [5]])
     assert (second, others) == ([[0, 1, 2]], [[3, 4, 5]])
-    (message,) = told
+    (message,) = first_messages
     assert message.removeprefix("[RANK 0] ").startswith(
         "DataLoaderConfiguration.split_batches = False at test_configuration.py:"
     )
@@ -293,13 +293,13 @@ def test_autocast_argument_changes_affect_prepared_models_immediately():
 def test_assigned_accumulation_steps_are_shared_by_plugin_and_accelerator():
     plugin = GradientAccumulationPlugin(2)
     accelerator = Accelerator(gradient_accumulation_plugin=plugin)
-    seen = []
+    records = []
     for steps in (2, 3):
         plugin.num_steps = steps
         for _ in range(2 * steps):
             with accelerator.accumulate():
-                seen.append(accelerator.sync_gradients)
-    assert seen == [False, True] * 2 + [False, False, True] * 2
+                records.append(accelerator.sync_gradients)
+    assert records == [False, True] * 2 + [False, False, True] * 2
     accelerator.gradient_accumulation_steps = 4
     assert plugin.num_steps == 4
     with pytest.raises(ValueError, match="Invalid gradient_accumulation_steps 0: expected at least 1"):
@@ -343,21 +343,21 @@ def test_profile_uses_assigned_handler_fields(tmp_path):
 )
 def test_an_assignment_that_comes_too_late_is_rejected(make, name, value, why):
     options = make()
-    (given,) = [
-        one for values in options.values() for one in (values if isinstance(values, list) else [values])
+    (given_option,) = [
+        item for values in options.values() for item in (values if isinstance(values, list) else [values])
     ]
     accelerator = Accelerator(**options)
-    before = getattr(given, name)
+    before = getattr(given_option, name)
     with pytest.raises(
         RuntimeError,
-        match=rf"Cannot set {type(given).__name__}.{name}: {why}. Set it before you create the Acc",
+        match=rf"Cannot set {type(given_option).__name__}.{name}: {why}. Set it before you create the Acc",
     ):
-        setattr(given, name, value)
-    assert getattr(given, name) == before
-    setattr(given, name, before)
+        setattr(given_option, name, value)
+    assert getattr(given_option, name) == before
+    setattr(given_option, name, before)
     del accelerator
     gc.collect()
-    setattr(given, name, value)  # for the next Accelerator
+    setattr(given_option, name, value)  # for the next Accelerator
 
 
 def test_compilation_option_changes_affect_models_prepared_later():

@@ -116,8 +116,8 @@ def test_ranks_that_share_a_gpu_over_nccl_are_named_in_the_error():
         describe_gpu("b", 3, 4),
         describe_gpu("b", 4, 5),
     ]
-    wanted = r"over nccl: some use the same GPU \(ranks 0, 2 on a; ranks 1, 3 on b\)\..*process_group_backend: gloo"
-    with pytest.raises(RuntimeError, match=wanted):
+    expected = r"over nccl: some use the same GPU \(ranks 0, 2 on a; ranks 1, 3 on b\)\..*process_group_backend: gloo"
+    with pytest.raises(RuntimeError, match=expected):
         check_gpus_differ(gpus, "nccl")
 
 
@@ -154,7 +154,7 @@ def connect_rank(uuids, carriers):
     ],
 )
 def test_ranks_that_see_one_gpu_each_are_compared_by_uuid(pair, uuids, carriers, outcome):
-    assert all(outcome in told for told in pair.run(connect_rank, uuids, carriers))
+    assert all(outcome in message for message in pair.run(connect_rank, uuids, carriers))
 
 
 def test_functions_used_before_a_notebook_launch_do_not_initialize_cuda(two_gpus, monkeypatch):
@@ -178,22 +178,22 @@ class UnsynchronizedCopies(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is torch.ops.aten._to_copy.default and kwargs.get("non_blocking"):
-            way = args[0].device.type, torch.device(kwargs["device"]).type
-            self.recorded += [way] if way == ("cuda", "cpu") else []
+            devices = args[0].device.type, torch.device(kwargs["device"]).type
+            self.recorded += [devices] if devices == ("cuda", "cpu") else []
         return func(*args, **kwargs)
 
 
 def test_offloaded_gradients_are_unscaled_after_the_copy_of_the_scale_is_complete(monkeypatch):
     monkeypatch.setattr(forward, "has_dtensor", lambda _: True)
     monkeypatch.setattr(grad_norm, "unscale_gradients", lambda optimizer, unscale: unscale(optimizer))
-    with FakeTensorMode(), UnsynchronizedCopies() as copies:
+    with FakeTensorMode(), UnsynchronizedCopies() as copy_mode:
         offloaded = torch.nn.Parameter(torch.ones(3))
         offloaded.grad = torch.ones(3)
         optimizer = SimpleNamespace(param_groups=[{"params": [offloaded]}])
         factor, flag = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
-        found = LossScaler("cpu")._unscale_grads_(optimizer, factor, flag, allow_fp16=False)
-    assert [device.type for device in found] == ["cpu"]
-    assert copies.recorded == [], "the CPU could read the value before the copy from the GPU is complete"
+        inverse_scales = LossScaler("cpu")._unscale_grads_(optimizer, factor, flag, allow_fp16=False)
+    assert [device.type for device in inverse_scales] == ["cpu"]
+    assert copy_mode.recorded == [], "the CPU could read the value before the copy from the GPU is complete"
 
 
 class CudaRuntime:
@@ -221,22 +221,22 @@ class CudaRuntime:
 @pytest.fixture
 def runtime(monkeypatch):
     """Install a stub of CUDA's runtime and of synchronize."""
-    own = CudaRuntime()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: own)
+    cuda_runtime = CudaRuntime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda_runtime)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    return own
+    return cuda_runtime
 
 
 def test_staging_buffers_are_pinned_reused_and_unpinned_when_deleted(runtime):
     staging = StagingBuffers(pinned=True)
     sizes = []
     for count in (1000, 5000, 3000):
-        copies = staging.copy_tensors({"x": torch.arange(count)})
-        assert torch.equal(copies["x"], torch.arange(count))
+        staged = staging.copy_tensors({"x": torch.arange(count)})
+        assert torch.equal(staged["x"], torch.arange(count))
         sizes.append(list(runtime.pinned.values()))
-        assert copies["x"].data_ptr() in runtime.pinned
+        assert staged["x"].data_ptr() in runtime.pinned
     assert sizes == [[8000], [40000], [40000]], "a larger buffer replaces the old one"
-    del staging, copies
+    del staging, staged
     gc.collect()
     assert runtime.pinned == {}
 
@@ -266,20 +266,20 @@ class Numbers(IterableDataset):
 @pytest.fixture
 def pinned(monkeypatch):
     """Let loaders pin memory, and return the set of addresses of pinned tensors."""
-    seen = set()
+    addresses = set()
 
     def pin(tensor, *_):
         # Return a copy, as pin_memory does.
         copied = tensor.clone()
-        seen.add(copied.untyped_storage().data_ptr())
-        kept.append(copied)
+        addresses.add(copied.untyped_storage().data_ptr())
+        buffers.append(copied)
         return copied
 
-    kept = []
+    buffers = []
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda"))
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    return seen
+    return addresses
 
 
 @pytest.mark.parametrize("data", [TensorDataset(torch.arange(10.0)), Numbers()], ids=["map", "stream"])
@@ -302,8 +302,8 @@ def test_batches_of_a_pin_memory_loader_are_pinned_and_sent_asynchronously(
     loader = Accelerator().prepare(DataLoader(data, pin_memory=True, **options))
     count = len(list(loader))
     assert count == len(sent) == {None: 10, 4: 3, 5: 2}[options["batch_size"]]
-    for batch, how in sent:
-        assert how == {"non_blocking": True}
+    for batch, copy_options in sent:
+        assert copy_options == {"non_blocking": True}
         leaves = [leaf for leaf in nested.leaves(batch) if isinstance(leaf, torch.Tensor)]
         assert leaves
         assert all(leaf.untyped_storage().data_ptr() in pinned for leaf in leaves)
@@ -337,10 +337,10 @@ def broadcast_gpu_rng():
     from accel_runtime.backends import current_backend
 
     accelerator = Accelerator()
-    own = torch.full((16,), accelerator.process_index + 5, dtype=torch.uint8)
+    rank_state = torch.full((16,), accelerator.process_index + 5, dtype=torch.uint8)
     restored = []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(torch.cuda, "get_rng_state", lambda: own)
+        patched.setattr(torch.cuda, "get_rng_state", lambda: rank_state)
         patched.setattr(torch.cuda, "set_rng_state", restored.append)
         broadcast_rng_types(["cuda"], current_backend())
     return [state.tolist() for state in restored]
@@ -365,10 +365,10 @@ def test_the_hash_of_a_gpu_tensor_depends_on_every_value_and_not_on_strides(tens
     assert hash_words(torch.stack([tensor, tensor + 1], -1)[..., 0]) == hash_words(tensor), (
         "strides must not change the hash"
     )
-    for place in range(tensor.numel()):
+    for index in range(tensor.numel()):
         other = tensor.clone()
-        other.view(-1)[place] += 1
-        assert hash_words(other) != hash_words(tensor), f"value {place}"
+        other.view(-1)[index] += 1
+        assert hash_words(other) != hash_words(tensor), f"value {index}"
 
 
 class OffloadedParameter:
@@ -427,5 +427,5 @@ import accel_runtime.launchers, accel_runtime.backends.fsdp, accel_runtime.paral
 
 @pytest.mark.slow
 def test_imports_do_not_initialize_cuda_so_that_processes_can_fork_afterwards():
-    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    process = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stderr) == (0, "")

@@ -32,19 +32,19 @@ def test_the_current_backend_without_an_accelerator_comes_from_the_environment(r
 
 
 def test_each_thread_has_its_own_current_backend():
-    mine = Accelerator()._backend
-    theirs = []
-    thread = threading.Thread(target=lambda: theirs.append(Accelerator()._backend))
+    backend = Accelerator()._backend
+    backends_of_thread = []
+    thread = threading.Thread(target=lambda: backends_of_thread.append(Accelerator()._backend))
     thread.start()
     thread.join()
-    assert current_backend() is mine
-    assert theirs[0] is not mine
+    assert current_backend() is backend
+    assert backends_of_thread[0] is not backend
 
 
 def test_a_forked_process_does_not_use_the_backend_of_its_parent(monkeypatch):
-    mine = Accelerator()._backend
+    backend = Accelerator()._backend
     monkeypatch.setattr(os, "getpid", lambda: -1)
-    assert current_backend() is not mine
+    assert current_backend() is not backend
 
 
 def test_a_backend_of_another_device_is_not_used_for_the_cpu(monkeypatch):

@@ -60,14 +60,14 @@ def describe_as_dict(*args, **options):
 
 def test_a_run_is_described_as_plain_data(ranks):
     def describe_without_options():
-        found = describe_as_dict({"gradient_accumulation_steps": 4})
-        found.pop("options")
-        assert found.pop("device") == {}
-        return json.loads(json.dumps(found))
+        description = describe_as_dict({"gradient_accumulation_steps": 4})
+        description.pop("options")
+        assert description.pop("device") == {}
+        return json.loads(json.dumps(description))
 
-    for rank, found in enumerate(ranks.run(describe_without_options)):
+    for rank, description in enumerate(ranks.run(describe_without_options)):
         several = ranks.size > 1
-        assert found == {
+        assert description == {
             "processes": {
                 "world_size": ranks.size,
                 "rank": rank,
@@ -75,9 +75,9 @@ def test_a_run_is_described_as_plain_data(ranks):
                 "device": "cpu",
                 "process_group": "gloo" if several else "",
             },
-            "precision": found["precision"],
+            "precision": description["precision"],
             "accumulation_steps": 4,
-            "gradients": found["gradients"],
+            "gradients": description["gradients"],
             "models": [
                 {
                     "name": "Linear",
@@ -104,7 +104,7 @@ def test_a_run_is_described_as_plain_data(ranks):
                     "ranks_a_part": 1,
                     "global_batch": 2 * ranks.size,
                     "samples_a_step": 8 * ranks.size,
-                    "end": found["loaders"][0]["end"],
+                    "end": description["loaders"][0]["end"],
                 }
             ],
         }
@@ -173,8 +173,8 @@ def test_all_ranks_have_the_same_description_except_for_processes(several):
     def read_description():
         return dataclasses.replace(describe_run(), processes=None).as_dict()
 
-    found = several.run(read_description)
-    assert found == [found[0]] * several.size
+    descriptions = several.run(read_description)
+    assert descriptions == [descriptions[0]] * several.size
 
 
 # Where options come from -----------------------------------------------------------------
@@ -255,8 +255,8 @@ def test_a_field_changes_when_the_run_changes(pair, path):
     def describe_change(change):
         return describe_as_dict(), describe_as_dict(), describe_as_dict(**change)
 
-    for before, again, after in pair.run(describe_change, CHANGES[path]):
-        assert again == before
+    for before, unchanged, after in pair.run(describe_change, CHANGES[path]):
+        assert unchanged == before
         assert read_path(after, path) != read_path(before, path)
 
 
@@ -279,8 +279,8 @@ def test_every_field_of_the_description_is_tested():
 def test_the_end_of_an_epoch_is_described_for_every_kind_of_loader(pair, loader, end):
     def read_description(loader):
         accelerator = Accelerator()
-        kept = [accelerator.prepare(loader())]
-        return kept and str(accelerator.describe())
+        loaders = [accelerator.prepare(loader())]
+        return loaders and str(accelerator.describe())
 
     assert all(end in lines for lines in pair.run(read_description, loader))
 
@@ -288,20 +288,22 @@ def test_the_end_of_an_epoch_is_described_for_every_kind_of_loader(pair, loader,
 def test_unknown_lengths_and_batch_sizes_are_described_as_unknown(ranks):
     def read_description():
         accelerator = Accelerator()
-        kept = accelerator.prepare(DataLoader(Stream(), 2), DataLoader(range(3), batch_sampler=[[0], [1, 2]]))
-        return kept and accelerator.describe()
+        loaders = accelerator.prepare(
+            DataLoader(Stream(), 2), DataLoader(range(3), batch_sampler=[[0], [1, 2]])
+        )
+        return loaders and accelerator.describe()
 
-    for found in ranks.run(read_description):
-        assert (found.loaders[0].samples, found.loaders[0].steps) == (None, None)
-        assert (found.loaders[1].batch_size, found.loaders[1].samples_a_step) == (None, None)
-        assert "unknown samples in an unknown number of steps" in str(found)
-        assert "batches of different sizes" in str(found)
+    for description in ranks.run(read_description):
+        assert (description.loaders[0].samples, description.loaders[0].steps) == (None, None)
+        assert (description.loaders[1].batch_size, description.loaders[1].samples_a_step) == (None, None)
+        assert "unknown samples in an unknown number of steps" in str(description)
+        assert "batches of different sizes" in str(description)
 
 
 def test_a_deleted_loader_is_not_described():
     accelerator = Accelerator()
     for _ in range(3):
-        kept = accelerator.prepare(DataLoader(range(5)))
+        loaders = accelerator.prepare(DataLoader(range(5)))
     assert len(accelerator.describe().loaders) == 1
-    del kept
+    del loaders
     assert accelerator.describe().loaders == ()

@@ -108,9 +108,9 @@ def build_loaders():
 def describe_run(run, options):
     """Return the description of a run as lines and as data."""
     torch.manual_seed(0)
-    accelerator, kept = run(**options)
+    accelerator, objects = run(**options)
     description = accelerator.describe()
-    del kept
+    del objects
     return str(description), description.as_dict()
 
 

@@ -28,38 +28,38 @@ def accelerate():
 
 
 @pytest.fixture
-def found(accelerate, monkeypatch):
+def differences(accelerate, monkeypatch):
     """Return all differences: `name`, `module.name`, `Class.member`, `function(parameter)`."""
-    packages = {known.package for known in TRACKERS.values()} - {None, "tensorboard"}
+    packages = {tracker.package for tracker in TRACKERS.values()} - {None, "tensorboard"}
     for name in [*packages, "dvclive.plots", "mlflow.utils", "mlflow.utils.validation"]:
         monkeypatch.setitem(sys.modules, name, mock.MagicMock())
-    for known in TRACKERS.values():
-        if known.package in packages:
-            monkeypatch.delitem(sys.modules, f"accel_runtime.tracking.{known.module}", raising=False)
-    classes = {known.class_name: known.load() for known in TRACKERS.values()}
-    found = set(list_differences(accelerate, classes))
-    for known in TRACKERS.values():
-        if known.package in packages:
-            del sys.modules[f"accel_runtime.tracking.{known.module}"]
-    return found
+    for tracker in TRACKERS.values():
+        if tracker.package in packages:
+            monkeypatch.delitem(sys.modules, f"accel_runtime.tracking.{tracker.module}", raising=False)
+    classes = {tracker.class_name: tracker.load() for tracker in TRACKERS.values()}
+    names = set(list_differences(accelerate, classes))
+    for tracker in TRACKERS.values():
+        if tracker.package in packages:
+            del sys.modules[f"accel_runtime.tracking.{tracker.module}"]
+    return names
 
 
 def list_differences(accelerate, classes):
-    ours = {
+    our_names = {
         module: {name: classes.get(name) or get_own(module, name) for name in names}
         for module, names in accelerate.items()
     }
-    present = {name for names in ours.values() for name, value in names.items() if value is not None}
+    present = {name for names in our_names.values() for name, value in names.items() if value is not None}
     for module, names in accelerate.items():
         if import_module_or_none(module) is None:
             yield f"accelerate.{module}"
             continue
-        for name, theirs in names.items():
-            value = ours[module][name]
+        for name, their_entry in names.items():
+            value = our_names[module][name]
             if value is None or name in REFUSED:
                 yield f"{module}.{name}" if name in present - REFUSED else name
             else:
-                yield from compare(name, theirs, describe_object(value, "accel_runtime"), value)
+                yield from compare(name, their_entry, describe_object(value, "accel_runtime"), value)
 
 
 def import_module_or_none(name):
@@ -76,40 +76,40 @@ def get_own(module, name):
         return None
 
 
-def compare(name, theirs, ours, value):
-    mine = ours.get("members", {})
-    for member, parameters in theirs.get("members", {}).items():
-        if member not in mine and not hasattr(value, member):
+def compare(name, their_entry, our_entry, value):
+    our_members = our_entry.get("members", {})
+    for member, parameters in their_entry.get("members", {}).items():
+        if member not in our_members and not hasattr(value, member):
             yield f"{name}.{member}"
-        elif parameters and mine.get(member) is not None:
-            yield from compare_parameters(f"{name}.{member}", parameters, mine[member])
-    yield from compare_parameters(name, theirs.get("parameters", []), ours.get("parameters", []))
+        elif parameters and our_members.get(member) is not None:
+            yield from compare_parameters(f"{name}.{member}", parameters, our_members[member])
+    yield from compare_parameters(name, their_entry.get("parameters", []), our_entry.get("parameters", []))
 
 
-def compare_parameters(name, theirs, ours):
+def compare_parameters(name, their_parameters, our_parameters):
     """Yield parameters that cannot be passed as in Accelerate, or that have another default."""
-    by_name = {parameter: default for parameter, _, default in ours}
-    kinds = {kind for _, kind, _ in ours}
-    places = [parameter for parameter, kind, _ in ours if kind in PLACED]
-    given = [parameter for parameter, kind, _ in theirs if kind in PLACED]
-    for parameter, kind, default in theirs:
+    by_name = {parameter: default for parameter, _, default in our_parameters}
+    kinds = {kind for _, kind, _ in our_parameters}
+    our_positions = [parameter for parameter, kind, _ in our_parameters if kind in PLACED]
+    their_positions = [parameter for parameter, kind, _ in their_parameters if kind in PLACED]
+    for parameter, kind, default in their_parameters:
         if parameter.startswith("_"):
             continue
         if kind.startswith("VAR_"):
             if kind not in kinds:
                 yield f"{name}({'**' if kind == 'VAR_KEYWORD' else '*'}{parameter})"
             continue
-        place = given.index(parameter) if kind in PLACED else None
-        moved = place is not None and places[place : place + 1] != [parameter]
+        index = their_positions.index(parameter) if kind in PLACED else None
+        moved = index is not None and our_positions[index : index + 1] != [parameter]
         if moved or parameter not in by_name or not is_same_default(by_name[parameter], default):
             yield f"{name}({parameter})"
 
 
-def is_same_default(ours, theirs):
+def is_same_default(our_default, their_default):
     """Return whether two defaults mean the same, as far as their texts show."""
-    if theirs is None or "..." in {ours, theirs}:
+    if their_default is None or "..." in {our_default, their_default}:
         return True
-    return ours is not None and ast.literal_eval(ours) == ast.literal_eval(theirs)
+    return our_default is not None and ast.literal_eval(our_default) == ast.literal_eval(their_default)
 
 
 def read_documented_names():
@@ -129,11 +129,15 @@ def read_documented_names():
 def spell_out(name):
     """Return the names that a name with a list of parameters means: `f(a, b)` is `f(a)` and `f(b)`."""
     function, bracket, parameters = name.partition("(")
-    return [f"{function}({one})" for one in parameters.rstrip(")").split(", ")] if bracket else [name]
+    return (
+        [f"{function}({parameter})" for parameter in parameters.rstrip(")").split(", ")]
+        if bracket
+        else [name]
+    )
 
 
-def test_the_page_lists_every_difference_and_no_other(found):
+def test_the_page_lists_every_difference_and_no_other(differences):
     named = read_documented_names()
-    missing, wrong = sorted(found - named), sorted(named - found)
+    missing, obsolete = sorted(differences - named), sorted(named - differences)
     assert not missing, "differences that the page does not list"
-    assert not wrong, "names on the page that do not differ"
+    assert not obsolete, "names on the page that do not differ"

@@ -83,8 +83,8 @@ class ShardedStream(Stream):
 
     def list_numbers(self):
         info = get_worker_info()
-        place, of = (0, 1) if info is None else (info.id, info.num_workers)
-        return [n for shard in range(place, 3, of) for n in range(shard, self.count, 3)]
+        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
+        return [n for shard in range(worker, 3, num_workers) for n in range(shard, self.count, 3)]
 
 
 class RandomSamplerWithoutGenerator(Sampler):
@@ -217,11 +217,11 @@ def get_sample_numbers(batch):
     return batch if batch.dim() == 1 else batch[:, 0]
 
 
-def create_accelerator(way, **options):
+def create_accelerator(method, **options):
     """Return an accelerator, on a rank with random numbers of its own."""
     # This machine may have fewer cores than a loader of these tests has workers.
     warnings.filterwarnings("ignore", "This DataLoader will create")
-    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**way), **options)
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**method), **options)
     random.seed(accelerator.process_index)
     torch.manual_seed(accelerator.process_index)
     return accelerator
@@ -241,33 +241,35 @@ def get_length(loader):
 def test_every_sample_is_gathered_once_in_equally_many_steps_on_every_rank(ranks, kind):
     """Accelerate repeats or loses samples for most of these, and hangs, aborts or fails for the others."""
 
-    def read_epoch(build, way):
-        accelerator = create_accelerator(way)
+    def read_epoch(build, method):
+        accelerator = create_accelerator(method)
         loader = accelerator.prepare(build())
-        steps, whole, computed = 0, [], []
+        steps, gathered, computed = 0, [], []
         for batch in loader:
             steps += 1
-            own = get_sample_numbers(batch)
+            numbers = get_sample_numbers(batch)
             # Ranks that pad to lengths of their own have nothing that can be joined but the numbers.
             ragged = torch.is_tensor(batch) and batch.dim() == 2
-            whole += get_sample_numbers(accelerator.gather_for_metrics(own if ragged else batch)).tolist()
-            computed += accelerator.gather_for_metrics(own * 2).tolist()
-        assert computed == [2 * number for number in whole]
+            gathered += get_sample_numbers(
+                accelerator.gather_for_metrics(numbers if ragged else batch)
+            ).tolist()
+            computed += accelerator.gather_for_metrics(numbers * 2).tolist()
+        assert computed == [2 * number for number in gathered]
         assert get_length(loader) in {steps, None}
-        return steps, whole
+        return steps, gathered
 
-    def read_with_each_option(build, ways):
-        return [read_epoch(build, way) for way in ways]
+    def read_with_each_option(build, methods):
+        return [read_epoch(build, method) for method in methods]
 
     # Workers take long to start; the other ways differ in the main process only.
-    ways = ["even", "dispatched"] if "workers" in kind else list(WAYS)
-    got = ranks.run(read_with_each_option, LOADERS[kind], [WAYS[way] for way in ways])
-    assert got == [got[0]] * ranks.size
-    for way, (_, found) in zip(ways, got[0], strict=True):
+    methods = ["even", "dispatched"] if "workers" in kind else list(WAYS)
+    actual = ranks.run(read_with_each_option, LOADERS[kind], [WAYS[method] for method in methods])
+    assert actual == [actual[0]] * ranks.size
+    for method, (_, samples) in zip(methods, actual[0], strict=True):
         if kind == "10 of 100 by weight":
-            assert len(set(found)) == len(found) == 10, way
+            assert len(set(samples)) == len(samples) == 10, method
         else:
-            assert sorted(found) == list(COUNTS[kind]), way
+            assert sorted(samples) == list(COUNTS[kind]), method
 
 
 @pytest.mark.parametrize("kind", ["17 in batches of 4", "a stream with a length"])
@@ -291,8 +293,8 @@ def test_without_even_batches_only_ranks_without_samples_get_padding(ranks, kind
     def list_batch_sizes(build):
         accelerator = create_accelerator({"even_batches": False})
         loader = accelerator.prepare(build())
-        own = [len(get_sample_numbers(batch)) for batch in loader]
-        return gather_object([own]), loader.repeats
+        batch_sizes = [len(get_sample_numbers(batch)) for batch in loader]
+        return gather_object([batch_sizes]), loader.repeats
 
     lengths, repeats = ranks.run(list_batch_sizes, MAPS[kind])[0]
     count = 10 if kind == "10 of 100 by weight" else len(COUNTS[kind])
@@ -313,9 +315,9 @@ def test_a_distributed_sampler_is_rejected_unless_data_is_declared_sharded(sever
         return [n for batch in prepared for n in accelerator.gather_for_metrics(batch).tolist()]
 
     count = -(-16 // several.size) * several.size  # the sampler adds padding
-    for found in several.run(read_with_each_option):
-        assert len(found) == count
-        assert set(found) == set(range(16))
+    for result in several.run(read_with_each_option):
+        assert len(result) == count
+        assert set(result) == set(range(16))
 
 
 @pytest.mark.parametrize("kind", ["a list", "a stream"])
@@ -323,38 +325,38 @@ def test_ranks_with_unequal_sharded_data_take_equally_many_steps(several, kind):
     def read_with_each_option(kind):
         accelerator = create_accelerator({})
         rank = accelerator.process_index
-        own = [100 * rank + n for n in range(3 + 4 * rank)]
-        data = own if kind == "a list" else Stream(len(own), lambda n: torch.tensor(own[n]))
+        numbers = [100 * rank + n for n in range(3 + 4 * rank)]
+        data = numbers if kind == "a list" else Stream(len(numbers), lambda n: torch.tensor(numbers[n]))
         loader = accelerator.prepare_data_loader(DataLoader(data, 2), data="sharded")
-        steps, whole = 0, []
+        steps, gathered = 0, []
         for batch in loader:
             steps += 1
-            whole += accelerator.gather_for_metrics(batch).tolist()
-        return steps, sorted(whole)
+            gathered += accelerator.gather_for_metrics(batch).tolist()
+        return steps, sorted(gathered)
 
-    wanted = [100 * rank + n for rank in range(several.size) for n in range(3 + 4 * rank)]
+    expected = [100 * rank + n for rank in range(several.size) for n in range(3 + 4 * rank)]
     assert (
         several.run(read_with_each_option, kind)
-        == [(-(-len(range(3 + 4 * (several.size - 1))) // 2), wanted)] * several.size
+        == [(-(-len(range(3 + 4 * (several.size - 1))) // 2), expected)] * several.size
     )
 
 
 @pytest.mark.parametrize(
     "options", [{"shuffle": True}, {"drop_last": True}, {"shuffle": True, "drop_last": True}]
 )
-@pytest.mark.parametrize("way", ["even", "dispatched", "from a seed"])
-def test_batches_depend_only_on_the_global_batch_size(clusters, options, way):
+@pytest.mark.parametrize("method", ["even", "dispatched", "from a seed"])
+def test_batches_depend_only_on_the_global_batch_size(clusters, options, method):
     """With Accelerate the order and `drop_last` depend on the number of processes."""
 
-    def read_epochs(options, way):
+    def read_epochs(options, method):
         torch.manual_seed(5)
-        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**way))
+        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**method))
         loader = accelerator.prepare(DataLoader(range(20), 6 // accelerator.num_processes, **options))
         return [[sorted(accelerator.gather_for_metrics(b).tolist()) for b in loader] for _ in range(2)]
 
-    wanted = clusters[1].run(read_epochs, options, WAYS[way])[0]
+    expected = clusters[1].run(read_epochs, options, WAYS[method])[0]
     for size in (2, 3):
-        assert clusters[size].run(read_epochs, options, WAYS[way]) == [wanted] * size
+        assert clusters[size].run(read_epochs, options, WAYS[method]) == [expected] * size
 
 
 def test_the_order_from_a_data_seed_is_the_same_with_dispatch_batches(ranks):
@@ -365,9 +367,9 @@ def test_the_order_from_a_data_seed_is_the_same_with_dispatch_batches(ranks):
         loader = accelerator.prepare(DataLoader(range(20), 4, shuffle=True))
         return [[accelerator.gather_for_metrics(b).tolist() for b in loader] for _ in range(2)]
 
-    wanted = ranks.run(read_epochs, False)
-    assert ranks.run(read_epochs, True) == wanted
-    assert wanted[0][0] != wanted[0][1]
+    expected = ranks.run(read_epochs, False)
+    assert ranks.run(read_epochs, True) == expected
+    assert expected[0][0] != expected[0][1]
 
 
 def test_reduce_mean_of_integers_returns_a_float(ranks):
@@ -382,13 +384,13 @@ def test_reduce_mean_of_integers_returns_a_float(ranks):
 def test_four_ranks_can_read_one_or_three_samples(four):
     def read_with_each_option():
         accelerator = Accelerator()
-        found = []
+        results = []
         for data in (build_tensor_dataset(1), build_tensor_dataset(3), Stream(1), Stream(3)):
             loader = accelerator.prepare(DataLoader(data, 1))
-            found.append(
+            results.append(
                 [n for b in loader for n in accelerator.gather_for_metrics(get_sample_numbers(b)).tolist()]
             )
-        return found
+        return results
 
     assert four.run(read_with_each_option) == [[[0], [0, 1, 2]] * 2] * 4
 
@@ -396,19 +398,19 @@ def test_four_ranks_can_read_one_or_three_samples(four):
 # Resuming --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["even", "dispatched", "not even"])
+@pytest.mark.parametrize("method", ["even", "dispatched", "not even"])
 @pytest.mark.parametrize("kind", ["a list", "a stream"])
-def test_skip_first_batches_skips_global_batches_and_the_last_gather_is_exact(ranks, kind, way):
+def test_skip_first_batches_skips_global_batches_and_the_last_gather_is_exact(ranks, kind, method):
     """Accelerate skips one batch of one rank with dispatch_batches, and pads the last gather."""
 
-    def read_rest(kind, way):
-        accelerator = create_accelerator(way)
+    def read_rest(kind, method):
+        accelerator = create_accelerator(method)
         loader = accelerator.prepare(DataLoader(range(33) if kind == "a list" else SizedStream(33), 4))
-        some = skip_first_batches(loader, 1)
-        assert len(some) == len(loader) - 1
-        return [n for batch in some for n in accelerator.gather_for_metrics(batch).tolist()]
+        skipped_loader = skip_first_batches(loader, 1)
+        assert len(skipped_loader) == len(loader) - 1
+        return [n for batch in skipped_loader for n in accelerator.gather_for_metrics(batch).tolist()]
 
-    assert ranks.run(read_rest, kind, WAYS[way]) == [list(range(4 * ranks.size, 33))] * ranks.size
+    assert ranks.run(read_rest, kind, WAYS[method]) == [list(range(4 * ranks.size, 33))] * ranks.size
 
 
 RESUMED = {
@@ -429,9 +431,9 @@ RESUMED = {
 
 def interrupt_epoch(kind, epoch, state=None):
     """Return the samples from step 3 of an epoch to the end of the next, and the state before step 3."""
-    way, options = RESUMED[kind]
+    method, options = RESUMED[kind]
     torch.manual_seed(5)
-    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**way))
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**method))
     data = SizedStream(20) if "stream" in kind else range(20)
     loader = accelerator.prepare(DataLoader(data, 6 // accelerator.num_processes, **options))
     if state is None:
@@ -441,13 +443,13 @@ def interrupt_epoch(kind, epoch, state=None):
     else:
         torch.manual_seed(99)
         loader.load_state_dict(state)
-    found = []
+    batches_read = []
     for _ in range(2):
         for step, batch in enumerate(loader):
-            found.append(sorted(accelerator.gather_for_metrics(batch).tolist()))
-            if state is None and step == 1 and len(found) == 2:
-                state, found = loader.state_dict(), []
-    return found, state
+            batches_read.append(sorted(accelerator.gather_for_metrics(batch).tolist()))
+            if state is None and step == 1 and len(batches_read) == 2:
+                state, batches_read = loader.state_dict(), []
+    return batches_read, state
 
 
 @pytest.mark.parametrize(
@@ -466,15 +468,17 @@ def test_a_resumed_run_reads_the_rest_of_its_epoch_on_any_world_size(clusters, k
         warnings.filterwarnings("ignore", "This DataLoader will create")
         return interrupt_epoch(kind, epoch)
 
-    wanted, state = clusters[2].run(interrupt_without_warnings, kind, epoch)[0]
+    expected, state = clusters[2].run(interrupt_without_warnings, kind, epoch)[0]
     for size in (1, 2, 3):
-        got = clusters[size].run(lambda *a: interrupt_epoch(*a)[0], kind, epoch, state)
+        actual = clusters[size].run(lambda *a: interrupt_epoch(*a)[0], kind, epoch, state)
         if kind in {"a seed", "dispatched from a seed", "a stream", "a dispatched stream"}:
-            assert got == [wanted] * size
+            assert actual == [expected] * size
         else:  # the next epoch is drawn from the current state of the generator
-            left = 20 // 6 + 1 - 2
-            assert [each[:left] for each in got] == [wanted[:left]] * size
-            assert all(sorted(chain.from_iterable(each[left:])) == list(range(20)) for each in got)
+            num_remaining = 20 // 6 + 1 - 2
+            assert [each[:num_remaining] for each in actual] == [expected[:num_remaining]] * size
+            assert all(
+                sorted(chain.from_iterable(each[num_remaining:])) == list(range(20)) for each in actual
+            )
 
 
 # Gradients -------------------------------------------------------------------------------
@@ -497,9 +501,9 @@ def build_samples(count):
     return torch.randn(count, 4, generator=generator), torch.arange(count)
 
 
-def relative_error(got, wanted):
-    got, wanted = (torch.cat([v.flatten() for v in values]) for values in (got, wanted))
-    return float((got - wanted).norm() / wanted.norm().clamp(min=1e-12))
+def relative_error(actual, expected):
+    actual, expected = (torch.cat([v.flatten() for v in values]) for values in (actual, expected))
+    return float((actual - expected).norm() / expected.norm().clamp(min=1e-12))
 
 
 def copy_gradients(model):
@@ -511,13 +515,13 @@ def squared_loss(model, x):
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["mean losses", "weighted losses"])
-@pytest.mark.parametrize("way", ["not even", "dispatched, not even"])
+@pytest.mark.parametrize("method", ["not even", "dispatched, not even"])
 @pytest.mark.parametrize("stream", [False, True], ids=["a list", "a stream"])
-def test_training_without_even_batches_has_the_gradients_of_one_process(ranks, weighted, way, stream):
+def test_training_without_even_batches_has_the_gradients_of_one_process(ranks, weighted, method, stream):
     """Accelerate has the mean of unequal means, off by 0.76, and hangs for some lengths."""
 
-    def train_locally(count, weighted, way, stream):
-        accelerator = create_accelerator(way)
+    def train_locally(count, weighted, method, stream):
+        accelerator = create_accelerator(method)
         x, index = build_samples(count)
         plain = Network()
         data = SizedStream(count, lambda n: (x[n], index[n])) if stream else TensorDataset(x, index)
@@ -525,7 +529,7 @@ def test_training_without_even_batches_has_the_gradients_of_one_process(ranks, w
         rule = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         model, rule, loader = accelerator.prepare(model, rule, DataLoader(data, 4))
         plain_rule = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-        seen, worst, size = [], 0.0, 4 * accelerator.num_processes
+        samples, worst, size = [], 0.0, 4 * accelerator.num_processes
         assert isinstance(model, DistributedDataParallel) == (accelerator.num_processes > 1)
         for step, (batch, which) in enumerate(loader):
             # A padding batch counts for nothing, also with the weight of a real one.
@@ -533,19 +537,19 @@ def test_training_without_even_batches_has_the_gradients_of_one_process(ranks, w
             accelerator.backward(squared_loss(model, batch), **options)
             squared_loss(plain, x[step * size : (step + 1) * size]).backward()
             worst = max(worst, relative_error(copy_gradients(model), copy_gradients(plain)))
-            for one in (rule, plain_rule):
-                one.step()
-                one.zero_grad()
-            seen += accelerator.gather_for_metrics(which).tolist()
+            for accumulation_rule in (rule, plain_rule):
+                accumulation_rule.step()
+                accumulation_rule.zero_grad()
+            samples += accelerator.gather_for_metrics(which).tolist()
         accelerator.wait_for_everyone()
-        return seen, max(worst, relative_error(model.state_dict().values(), plain.state_dict().values()))
+        return samples, max(worst, relative_error(model.state_dict().values(), plain.state_dict().values()))
 
-    def train_all_lengths(*how):
-        return [train_locally(count, *how) for count in (13, 21, 10, 5, 1)]
+    def train_all_lengths(*arguments):
+        return [train_locally(count, *arguments) for count in (13, 21, 10, 5, 1)]
 
-    for found in ranks.run(train_all_lengths, weighted, WAYS[way], stream):
-        assert [seen for seen, _ in found] == [list(range(count)) for count in (13, 21, 10, 5, 1)]
-        assert max(worst for _, worst in found) <= BAR
+    for result in ranks.run(train_all_lengths, weighted, WAYS[method], stream):
+        assert [samples for samples, _ in result] == [list(range(count)) for count in (13, 21, 10, 5, 1)]
+        assert max(worst for _, worst in result) <= BAR
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
@@ -571,12 +575,12 @@ def test_shuffled_training_is_equal_on_any_number_of_processes(clusters, accumul
                     rule.zero_grad()
         return [v.tolist() for v in accelerator.unwrap_model(model).state_dict().values()]
 
-    def is_near(got, wanted):
-        return relative_error([torch.tensor(v) for v in got], [torch.tensor(v) for v in wanted]) <= BAR
+    def is_near(actual, expected):
+        return relative_error([torch.tensor(v) for v in actual], [torch.tensor(v) for v in expected]) <= BAR
 
-    wanted = clusters[1].run(train_locally, accumulation)[0]
+    expected = clusters[1].run(train_locally, accumulation)[0]
     for size in (2, 3):
-        assert all(is_near(got, wanted) for got in clusters[size].run(train_locally, accumulation))
+        assert all(is_near(actual, expected) for actual in clusters[size].run(train_locally, accumulation))
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
@@ -598,22 +602,22 @@ def test_token_weighted_losses_have_the_gradient_over_all_tokens_of_a_cycle(rank
             each = (model(x) - x.sum(1, keepdim=True)).square().squeeze(1)
             return (each * tokens).sum() / tokens.sum()
 
-        found, done, begun = 0.0, 0, 0
+        largest_error, steps_done, first_step = 0.0, 0, 0
         for batch, number in loader:
-            done += 4 * accelerator.num_processes
+            steps_done += 4 * accelerator.num_processes
             with accelerator.accumulate(model):
                 accelerator.backward(compute_loss(model, batch, number), weight=number.sum())
                 if accelerator.sync_gradients:
                     plain.zero_grad()
-                    compute_loss(plain, x[begun:done], tokens[begun:done]).backward()
-                    found, begun = (
-                        max(found, relative_error(copy_gradients(model), copy_gradients(plain))),
-                        done,
+                    compute_loss(plain, x[first_step:steps_done], tokens[first_step:steps_done]).backward()
+                    largest_error, first_step = (
+                        max(largest_error, relative_error(copy_gradients(model), copy_gradients(plain))),
+                        steps_done,
                     )
                 rule.step()
                 rule.zero_grad()
-        assert begun >= count
-        return found
+        assert first_step >= count
+        return largest_error
 
     assert all(value <= BAR for value in ranks.run(measure_error, accumulation, even))
 
@@ -626,9 +630,9 @@ def test_join_uneven_inputs_accepts_loops_of_unequal_length_on_the_cpu(several):
         model = Network()
         rule = torch.optim.SGD(model.parameters(), lr=0.1)
         model, rule = accelerator.prepare(model, rule)
-        own = build_samples(2 + 3 * accelerator.process_index)[0]
+        inputs = build_samples(2 + 3 * accelerator.process_index)[0]
         with accelerator.join_uneven_inputs([model]):
-            for each in own:
+            for each in inputs:
                 accelerator.backward(squared_loss(model, each[None]))
                 rule.step()
                 rule.zero_grad()
@@ -636,8 +640,8 @@ def test_join_uneven_inputs_accepts_loops_of_unequal_length_on_the_cpu(several):
         # A rank that finishes early has the same weights as the others.
         return [v.tolist() for v in model.state_dict().values()]
 
-    got = several.run(train_locally)
-    assert got == [got[0]] * several.size
+    actual = several.run(train_locally)
+    assert actual == [actual[0]] * several.size
 
 
 # The learning rate -----------------------------------------------------------------------
@@ -664,7 +668,7 @@ def test_a_scheduler_follows_optimizer_steps_on_any_number_of_processes(ranks, o
             model, rule, loader = accelerator.prepare(model, rule, loader)  # the schedule stays the script's
         else:
             model, rule, loader, schedule = accelerator.prepare(model, rule, loader, schedule)
-        found = []
+        rates = []
         for batch in loader:
             with accelerator.accumulate(model):
                 accelerator.backward(squared_loss(model, batch))
@@ -673,8 +677,8 @@ def test_a_scheduler_follows_optimizer_steps_on_any_number_of_processes(ranks, o
                     schedule.step()
                 rule.zero_grad()
             if accelerator.sync_gradients:
-                found.append(rule.param_groups[0]["lr"])
-        return found
+                rates.append(rule.param_groups[0]["lr"])
+        return rates
 
-    wanted = [pytest.approx(1 - 0.5 * step / 8) for step in (1, 2, 3, 4)]
-    assert ranks.run(collect_rates, options, accumulation) == [wanted] * ranks.size
+    expected = [pytest.approx(1 - 0.5 * step / 8) for step in (1, 2, 3, 4)]
+    assert ranks.run(collect_rates, options, accumulation) == [expected] * ranks.size

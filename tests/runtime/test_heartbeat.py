@@ -42,26 +42,26 @@ def train(accelerator, batches):
 
 def test_a_launcher_reads_the_steps_the_batches_and_the_last_collective(folder):
     accelerator = Accelerator(gradient_accumulation_steps=2)
-    begun = Beat.read(folder)
+    first_beat = Beat.read(folder)
     train(accelerator, batches=6)
     beat = Beat.read(folder)
     assert (beat.steps, beat.batches, beat.is_inside) == (3, 6, False)
-    assert beat.time > begun.time
-    assert begun.location == "no collective yet"
+    assert beat.time > first_beat.time
+    assert first_beat.location == "no collective yet"
     accelerator.wait_for_everyone()
     assert Beat.read(folder).location.startswith("after wait_for_everyone at test_heartbeat.py:")
 
 
 def test_the_location_of_a_rank_is_the_collective_that_it_is_in(folder):
     accelerator = Accelerator()
-    seen = []
+    records = []
     all_gather_slots = accelerator._backend.handshake._transport.all_gather_slots
     accelerator._backend.handshake._transport.all_gather_slots = lambda *args: (
-        seen.append(Beat.read(folder)),
+        records.append(Beat.read(folder)),
         all_gather_slots(*args),
     )[1]
     accelerator.wait_for_everyone()
-    assert seen[0].location.startswith("in wait_for_everyone at test_heartbeat.py:")
+    assert records[0].location.startswith("in wait_for_everyone at test_heartbeat.py:")
 
 
 def test_without_a_launcher_there_is_no_heartbeat(monkeypatch):
@@ -196,15 +196,15 @@ def test_the_epoch_is_that_of_the_loader_which_returned_the_last_batch(folder):
         return beat.epoch, beat.epoch_batches, beat.epoch_length
 
     loader, evaluation = Accelerator().prepare(DataLoader(torch.ones(3, 2)), DataLoader(torch.ones(2, 2)))
-    seen = []
+    records = []
     for _ in range(2):
         for _ in loader:
             before = read()
             for _ in evaluation:
                 pass
-            seen.append((before, read()))
-    assert [training for training, _ in seen] == [(e, b, 3) for e in range(2) for b in range(1, 4)]
-    assert [other for _, other in seen] == [(e, 2, 2) for e in range(6)]
+            records.append((before, read()))
+    assert [training for training, _ in records] == [(e, b, 3) for e in range(2) for b in range(1, 4)]
+    assert [other for _, other in records] == [(e, 2, 2) for e in range(6)]
     assert Beat.read(folder).batches == 6 + 6 * 2
 
 

@@ -72,7 +72,7 @@ def test_equal_batches_are_reported_with_accumulation(pair):
     def train():
         return collect_warnings(same_batches, gradient_accumulation_steps=2)
 
-    assert [len(said) for said in pair.run(train)] == [1, 0]
+    assert [len(messages) for messages in pair.run(train)] == [1, 0]
 
 
 def different_batches(accelerator):

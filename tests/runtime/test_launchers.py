@@ -90,8 +90,8 @@ def write_topology(folder):
     """Write the world size and the local rank."""
     accelerator = Accelerator()
     accelerator.wait_for_everyone()
-    place = f"{accelerator.num_processes} {accelerator.local_process_index}"
-    (folder / str(accelerator.process_index)).write_text(place)
+    text = f"{accelerator.num_processes} {accelerator.local_process_index}"
+    (folder / str(accelerator.process_index)).write_text(text)
 
 
 def test_two_calls_of_notebook_launcher_form_two_nodes(tmp_path, port):
@@ -149,7 +149,7 @@ def exit_on_last_rank():
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "message"),
     [
         (
             fail_on_last_rank,
@@ -164,10 +164,10 @@ def exit_on_last_rank():
     ],
 )
 def test_a_failure_is_raised_with_its_rank_and_leaves_no_process_or_file(
-    function, said, tmp_path, monkeypatch
+    function, message, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(launchers.LaunchError, match=said):
+    with pytest.raises(launchers.LaunchError, match=message):
         debug_launcher(function)
     assert not multiprocessing.active_children()
     assert not list(tmp_path.iterdir())
@@ -185,9 +185,9 @@ class Garbage:
 
 def collect_garbage(folder):
     assert gc.isenabled()
-    own = Garbage(folder / "ranks").folder
+    garbage_folder = Garbage(folder / "ranks").folder
     gc.collect()
-    assert (own / f"{os.getpid()}").exists()
+    assert (garbage_folder / f"{os.getpid()}").exists()
 
 
 def test_ranks_do_not_collect_the_garbage_of_the_session(tmp_path):
@@ -251,9 +251,9 @@ def test_an_interrupt_ends_all_processes(tmp_path):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=120)
-    assert said.splitlines()[-1] == "KeyboardInterrupt"
-    assert said.count("Traceback") == 1
+        _, errors = process.communicate(timeout=120)
+    assert errors.splitlines()[-1] == "KeyboardInterrupt"
+    assert errors.count("Traceback") == 1
     for path in tmp_path.glob("up*"):
         with pytest.raises(ProcessLookupError):
             os.kill(int(path.read_text()), 0)
@@ -265,7 +265,7 @@ def test_an_exception_of_a_single_process_is_raised_unchanged():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({}, "Invalid num_processes="),
         ({"num_processes": 0}, "Invalid num_processes="),
@@ -285,8 +285,8 @@ def test_an_exception_of_a_single_process_is_raised_unchanged():
     ],
     ids=str,
 )
-def test_unsupported_arguments_of_notebook_launcher_are_rejected_by_name(arguments, said):
-    with pytest.raises(ValueError, match=said):
+def test_unsupported_arguments_of_notebook_launcher_are_rejected_by_name(arguments, message):
+    with pytest.raises(ValueError, match=message):
         notebook_launcher(fail_on_last_rank, **arguments)
 
 

@@ -62,7 +62,7 @@ def test_sharding_on_one_process_is_not_plain():
 
 
 @pytest.mark.parametrize(
-    ("parallel", "world", "said"),
+    ("parallel", "world", "message"),
     [
         (Parallel(tp=2), 4, "set dp_replicate: 2 (more replicas) or dp_shard: auto (more shards)"),
         (Parallel(dp_shard=4), 6, "is 4, and there are 6 processes. Start 4, or change the sizes"),
@@ -70,10 +70,10 @@ def test_sharding_on_one_process_is_not_plain():
         (Parallel(dp_shard="auto", tp=4), 6, "there are 6 processes, and 6 is not a multiple of 4"),
     ],
 )
-def test_an_error_suggests_sizes_that_fit(parallel, world, said):
+def test_an_error_suggests_sizes_that_fit(parallel, world, message):
     with pytest.raises(SettingsError) as caught:
         parallel.sizes(world)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("size", [0, -1, True, 1.5, "2", "all", None])
@@ -94,10 +94,10 @@ def test_text_that_a_variable_cannot_contain_is_rejected(text):
 
 
 @pytest.mark.parametrize(
-    ("style", "said"), [("colwize", "Did you mean colwise?"), ("no", "Styles are colwise, ")]
+    ("style", "message"), [("colwize", "Did you mean colwise?"), ("no", "Styles are colwise, ")]
 )
-def test_an_unknown_style_is_rejected_with_the_known_ones(style, said):
-    with pytest.raises(SettingsError, match=re.escape(said)):
+def test_an_unknown_style_is_rejected_with_the_known_ones(style, message):
+    with pytest.raises(SettingsError, match=re.escape(message)):
         Parallel(tp=2, tp_plan=(("layers.*.up", style),))
 
 
@@ -141,13 +141,13 @@ def test_an_invalid_reshard_after_forward_is_rejected():
     ],
 )
 def test_an_option_without_effect_is_rejected(parallel, options, idle):
-    said = FullyShard(**options)
-    assert said.idle(parallel) == idle
+    section = FullyShard(**options)
+    assert section.idle(parallel) == idle
     if idle:
         with pytest.raises(SettingsError, match=rf"fully_shard\.{idle[0]} has no effect"):
-            check_layout(parallel, said, None)
+            check_layout(parallel, section, None)
     else:
-        check_layout(parallel, said, None)
+        check_layout(parallel, section, None)
 
 
 def test_a_tp_plan_without_tensor_parallelism_is_rejected():

@@ -48,7 +48,7 @@ def compute_expected_weights(size, every):
     """Return the weights of each rank after each step."""
     models = [Network() for _ in range(size)]
     optimizers = [build_sgd(model) for model in models]
-    seen = []
+    weights_after_step = []
     for number, batches in enumerate(DATA, 1):
         for model, optimizer, batch in zip(models, optimizers, batches[:size], strict=True):
             run_step(model, optimizer, batch)
@@ -57,8 +57,8 @@ def compute_expected_weights(size, every):
                 mean = torch.stack([p.detach() for p in parameters]).sum(0) / size
                 for parameter in parameters:
                     parameter.data.copy_(mean)
-        seen.append([copy_weights(model) for model in models])
-    return seen
+        weights_after_step.append([copy_weights(model) for model in models])
+    return weights_after_step
 
 
 @pytest.mark.parametrize("every", [1, 2, 7])
@@ -66,7 +66,7 @@ def test_local_sgd_averages_weights_in_one_collective(ranks, every):
     def train_locally(every):
         accelerator = Accelerator()
         model = accelerator.prepare(Network())
-        optimizer, backend, seen = build_sgd(model), accelerator._backend, []
+        optimizer, backend, weights_seen = build_sgd(model), accelerator._backend, []
         with (
             patch.object(backend.handshake, "exchange", wraps=backend.handshake.exchange) as sent,
             LocalSGD(accelerator, model, every) as local,
@@ -74,16 +74,16 @@ def test_local_sgd_averages_weights_in_one_collective(ranks, every):
             for batches in DATA:
                 run_step(model, optimizer, batches[accelerator.process_index])
                 local.step()
-                seen.append(copy_weights(model))
-        seen[-1] = copy_weights(model)
-        return seen, sent.call_count, local.num_steps, accelerator.unwrap_model(model).seen.item()
+                weights_seen.append(copy_weights(model))
+        weights_seen[-1] = copy_weights(model)
+        return weights_seen, sent.call_count, local.num_steps, accelerator.unwrap_model(model).seen.item()
 
     averages = (len(DATA) // every + 1) * (ranks.size > 1)
-    for rank, (seen, sent, steps, own) in enumerate(ranks.run(train_locally, every)):
+    for rank, (weights_seen, sent, steps, is_own) in enumerate(ranks.run(train_locally, every)):
         assert (sent, steps) == (averages, len(DATA))
-        assert own == pytest.approx(DATA[:, rank].sum().item(), abs=1e-5)
-        for got, hand in zip(seen, compute_expected_weights(ranks.size, every), strict=True):
-            pairs = zip(got, hand[rank], strict=True)
+        assert is_own == pytest.approx(DATA[:, rank].sum().item(), abs=1e-5)
+        for actual, hand in zip(weights_seen, compute_expected_weights(ranks.size, every), strict=True):
+            pairs = zip(actual, hand[rank], strict=True)
             assert all(torch.allclose(g, h, rtol=0, atol=1e-6) for g, h in pairs)
 
 

@@ -44,13 +44,13 @@ def collect_records(several, function, *args):
 
 
 def test_only_the_first_process_logs_with_its_rank(several):
-    got = collect_records(several, lambda logger: logger.info("at %d", 3))
-    assert got == [["[RANK 0] at 3"]] + [[]] * (several.size - 1)
+    actual = collect_records(several, lambda logger: logger.info("at %d", 3))
+    assert actual == [["[RANK 0] at 3"]] + [[]] * (several.size - 1)
 
 
 def test_every_process_logs_with_main_process_only_false(several):
-    got = collect_records(several, lambda logger: logger.warning("at %d", 3, main_process_only=False))
-    assert got == [[f"[RANK {rank}] at 3"] for rank in range(several.size)]
+    actual = collect_records(several, lambda logger: logger.warning("at %d", 3, main_process_only=False))
+    assert actual == [[f"[RANK {rank}] at 3"] for rank in range(several.size)]
 
 
 def test_in_order_logs_the_ranks_one_after_another(several, tmp_path):
@@ -74,8 +74,8 @@ def test_in_order_logs_the_ranks_one_after_another(several, tmp_path):
         logger.logger.removeHandler(file)
 
     collect_records(several, speak, tmp_path)
-    wanted = [f"[RANK {rank}] line {line}" for line in range(3) for rank in range(several.size)]
-    assert (tmp_path / "all.log").read_text().splitlines() == wanted
+    expected = [f"[RANK {rank}] line {line}" for line in range(3) for rank in range(several.size)]
+    assert (tmp_path / "all.log").read_text().splitlines() == expected
 
 
 def test_in_order_waits_for_all_ranks_also_if_their_levels_differ(several):
@@ -94,12 +94,12 @@ def test_a_logger_works_before_an_accelerator_and_without_torch():
         "logger = get_logger('x', 'info'); logger.info('hello'); logger.info('in turn', in_order=True)\n"
         "print('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout == "False\n"
 
 
 def test_in_order_is_rejected_before_processes_are_connected(monkeypatch):
-    place = {
+    variables = {
         "RANK": 0,
         "WORLD_SIZE": 2,
         "LOCAL_RANK": 0,
@@ -107,7 +107,7 @@ def test_in_order_is_rejected_before_processes_are_connected(monkeypatch):
         "MASTER_ADDR": "x",
         "MASTER_PORT": 1,
     }
-    for name, value in place.items():
+    for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(RuntimeError, match="Create the Accelerator before this call"):
         get_logger("a test").warning("x", in_order=True)
@@ -180,8 +180,8 @@ def test_an_unknown_level_is_rejected():
 
 def test_the_profile_sets_the_level(accel, script):
     script("from accel_runtime import get_logger; print(get_logger('x').getEffectiveLevel())")
-    done = accel("launch", "--cpu", "-q", "--set", "log_level=debug", "train.py")
-    assert done.stdout == "10\n", done.stderr
+    process = accel("launch", "--cpu", "-q", "--set", "log_level=debug", "train.py")
+    assert process.stdout == "10\n", process.stderr
 
 
 def test_an_accelerator_does_not_change_the_level():

@@ -41,9 +41,9 @@ def test_the_batch_size_shrinks_by_a_tenth_until_it_fits_with_one_message_each(c
     train, tried = build_training(90)
     assert find_executable_batch_size(train)("a", b=1) == (82, ("a",), {"b": 1})
     assert tried == [128, 115, 103, 92, 82]
-    said = capsys.readouterr().err.splitlines()
-    assert said[0] == "find_executable_batch_size: out of memory with batch size 128; trying 115"
-    assert len(said) == len(tried) - 1
+    messages = capsys.readouterr().err.splitlines()
+    assert messages[0] == "find_executable_batch_size: out of memory with batch size 128; trying 115"
+    assert len(messages) == len(tried) - 1
 
 
 def test_the_decorator_accepts_both_arguments():
@@ -126,9 +126,9 @@ def test_all_ranks_retry_after_one_runs_out_of_memory(several):
                 raise torch.OutOfMemoryError("CUDA out of memory.\nlong story")
             return accelerator.gather(torch.tensor([batch_size])).tolist() if batch_size <= 8 else None
 
-        with contextlib.redirect_stderr(io.StringIO()) as said:
+        with contextlib.redirect_stderr(io.StringIO()) as stderr:
             result = train()
-        return result, tried, said.getvalue().splitlines()
+        return result, tried, stderr.getvalue().splitlines()
 
     for culprit in range(several.size):
         answers = several.run(find_batch_size, culprit)

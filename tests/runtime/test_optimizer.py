@@ -21,9 +21,9 @@ HUGE = 1e30  # overflows float32 when scaled
 class Run:
     """One weight of value 10 for each optimizer, with SGD of rate 1: a step subtracts the gradient."""
 
-    def __init__(self, mixed_precision="no", optimizers=1, window=1, fused=False, **scaler):
+    def __init__(self, mixed_precision="no", optimizers=1, cycle=1, fused=False, **scaler):
         self.precision = Precision(mixed_precision, torch.device("cpu"), {}, {"init_scale": 1024.0} | scaler)
-        self.accumulation = Accumulation(window)
+        self.accumulation = Accumulation(cycle)
         self.weights = [nn.Parameter(torch.tensor([10.0])) for _ in range(optimizers)]
         self.optimizers = [
             PreparedOptimizer(
@@ -46,15 +46,15 @@ class Run:
 
 
 def test_step_and_zero_grad_are_skipped_until_the_end_of_a_cycle():
-    run = Run(window=2)
-    seen = []
+    run = Run(cycle=2)
+    records = []
     for _ in range(4):
         run.accumulation.advance(is_last=False)
         run.backward(1.0)
         run.optimizer.step()
         run.optimizer.zero_grad()
-        seen.append((run.values[0], run.weights[0].grad is None))
-    assert seen == [(10, False), (8, True), (8, False), (6, True)]
+        records.append((run.values[0], run.weights[0].grad is None))
+    assert records == [(10, False), (8, True), (8, False), (6, True)]
 
 
 def test_gradients_can_be_zeroed_in_place():
@@ -110,7 +110,7 @@ def test_gradients_are_unscaled_only_once():
 
 
 def test_gradients_are_not_unscaled_before_the_end_of_a_cycle():
-    run = Run("fp16", window=2)
+    run = Run("fp16", cycle=2)
     for _ in range(2):
         run.accumulation.advance(is_last=False)
         run.backward(1.0)
@@ -138,14 +138,14 @@ def test_optimizers_that_step_alternately_are_independent():
     run = Run("fp16", optimizers=2)
     read = []
     for _ in range(2):
-        for turn, gradients in enumerate(((2.0, 1.0), (0.0, 3.0))):
+        for index, gradients in enumerate(((2.0, 1.0), (0.0, 3.0))):
             for optimizer in run.optimizers:
                 optimizer.zero_grad()
             run.backward(*gradients)
             for optimizer in run.optimizers:
                 optimizer.unscale()
-            read.append(run.weights[turn].grad.item())
-            run.optimizers[turn].step()
+            read.append(run.weights[index].grad.item())
+            run.optimizers[index].step()
     assert read == [2, 3, 2, 3]
     assert run.values == [6, 4]
 
@@ -270,10 +270,10 @@ def test_attributes_of_a_custom_optimizer_class_are_available():
 
 def test_step_hooks_of_torch_run_once_a_step():
     run = Run()
-    seen = []
-    run.optimizer.register_step_post_hook(lambda *_: seen.append(1))
+    records = []
+    run.optimizer.register_step_post_hook(lambda *_: records.append(1))
     run.optimizer.step()
-    assert seen == [1]
+    assert records == [1]
 
 
 def test_a_scheduler_of_the_prepared_optimizer_changes_its_learning_rate():

@@ -15,12 +15,12 @@ from accel_runtime.accelerator.prepare import ParameterMap, named_parameters
 
 def replaced(model):
     """Replace the parameters of a model by equal ones, and return the map from old to new."""
-    before, known = named_parameters(model), ParameterMap()
+    before, parameter_map = named_parameters(model), ParameterMap()
     for module in model.modules():
         for name, old in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(old.detach().clone()))
-    known.add(before, model)
-    return known
+    parameter_map.add(before, model)
+    return parameter_map
 
 
 def test_an_optimizer_trains_the_new_parameters_in_the_old_groups():
@@ -36,12 +36,12 @@ def test_an_optimizer_trains_the_new_parameters_in_the_old_groups():
 def test_the_state_of_an_optimizer_is_moved_to_the_new_parameters():
     model = nn.Linear(2, 2)
     twin = copy.deepcopy(model)
-    optimizers = [torch.optim.AdamW(some.parameters(), lr=0.1) for some in (model, twin)]
+    optimizers = [torch.optim.AdamW(source.parameters(), lr=0.1) for source in (model, twin)]
     for step in range(2):
         if step:
             replaced(model).replace_parameters(optimizers[0])
-        for some, optimizer in zip((model, twin), optimizers, strict=True):
-            some(torch.ones(1, 2)).sum().backward()
+        for source, optimizer in zip((model, twin), optimizers, strict=True):
+            source(torch.ones(1, 2)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
     assert torch.equal(model.weight, twin.weight)
@@ -57,18 +57,18 @@ def test_an_optimizer_with_its_own_list_of_parameters_is_updated():
 def test_replaced_parameters_are_freed():
     model = nn.Linear(2, 2)
     gone = weakref.ref(model.weight)
-    known = replaced(model)
+    parameter_map = replaced(model)
     gc.collect()
     assert gone() is None
-    assert known is not None
+    assert parameter_map is not None
 
 
 def test_parameters_of_unprepared_models_are_rejected_before_a_step():
     model, other = nn.Linear(2, 2), nn.Linear(3, 3)
-    known = replaced(model)
-    known.check(torch.optim.SGD(model.parameters()), [model])
+    parameter_map = replaced(model)
+    parameter_map.check(torch.optim.SGD(model.parameters()), [model])
     with pytest.raises(
         ValueError,
         match=r"SGD cannot step: 2 of its parameters, the first of shape \[3, 3\]",
     ):
-        known.check(torch.optim.SGD([*model.parameters(), *other.parameters()]), [model])
+        parameter_map.check(torch.optim.SGD([*model.parameters(), *other.parameters()]), [model])

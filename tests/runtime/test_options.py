@@ -41,12 +41,14 @@ def test_to_kwargs_returns_only_fields_that_differ_from_the_defaults():
     ids=lambda value: value.__name__,
 )
 def test_every_field_is_a_parameter_of_torch_with_the_same_default(kind, target):
-    theirs = inspect.signature(target).parameters
-    own = {"fp32_outputs", "comm_hook", "comm_wrapper", "comm_state_option"}
-    for name, ours in inspect.signature(kind).parameters.items():
-        if name in own:
+    torch_parameters = inspect.signature(target).parameters
+    fields_of_accel = {"fp32_outputs", "comm_hook", "comm_wrapper", "comm_state_option"}
+    for name, parameter in inspect.signature(kind).parameters.items():
+        if name in fields_of_accel:
             continue
-        assert theirs[name].default in {ours.default, None}, name  # None is "torch decides", on what we say
+        assert torch_parameters[name].default in {parameter.default, None}, (
+            name
+        )  # None is "torch decides", on what we say
 
 
 def test_find_handlers_returns_handlers_by_class():

@@ -37,17 +37,17 @@ def test_preempted_stays_true_after_the_inner_loop_ends(pair):
     def run_until_preempted():
         accelerator = Accelerator()
         before = signal.getsignal(signal.SIGUSR1)
-        seen = []
+        records = []
         try:
             for epoch in range(3):
                 for batch in range(5):
                     if (epoch, batch) == (1, 2) and accelerator.process_index == 0:
                         os.kill(os.getpid(), signal.SIGUSR1)
                     if accelerator.preempted():
-                        seen.append((epoch, batch))
+                        records.append((epoch, batch))
                         break
                 if accelerator.preempted():
-                    return [*seen, epoch]
+                    return [*records, epoch]
         finally:
             signal.signal(signal.SIGUSR1, before)
 
@@ -57,18 +57,18 @@ def test_preempted_stays_true_after_the_inner_loop_ends(pair):
 def test_ranks_with_different_signals_are_reported(pair):
     def run_until_preempted():
         accelerator = Accelerator()
-        mine = [signal.SIGUSR1, signal.SIGUSR2][accelerator.process_index]
-        before = signal.getsignal(mine)
+        signal_number = [signal.SIGUSR1, signal.SIGUSR2][accelerator.process_index]
+        before = signal.getsignal(signal_number)
         try:
-            accelerator.preempted([mine])
+            accelerator.preempted([signal_number])
         except MismatchError as error:
             return str(error)
         finally:
-            signal.signal(mine, before)
+            signal.signal(signal_number, before)
 
-    for said in pair.run(run_until_preempted):
-        assert "rank 0: preempted(SIGUSR1) at test_preemption.py" in said
-        assert "rank 1: preempted(SIGUSR2) at test_preemption.py" in said
+    for message in pair.run(run_until_preempted):
+        assert "rank 0: preempted(SIGUSR1) at test_preemption.py" in message
+        assert "rank 1: preempted(SIGUSR2) at test_preemption.py" in message
 
 
 def test_signal_handlers_are_unchanged_if_preempted_is_never_called():
@@ -96,11 +96,11 @@ def test_handlers_of_the_script_are_called_also_if_installed_later():
 
 def test_only_the_given_signals_count():
     accelerator = Accelerator()
-    both = [signal.SIGUSR1, signal.SIGUSR2]
-    assert not accelerator.preempted(both)
+    signals = [signal.SIGUSR1, signal.SIGUSR2]
+    assert not accelerator.preempted(signals)
     os.kill(os.getpid(), signal.SIGUSR2)
     assert not accelerator.preempted([signal.SIGUSR1])
-    assert accelerator.preempted(both)
+    assert accelerator.preempted(signals)
 
 
 def test_a_single_process_runs_no_collective(monkeypatch):

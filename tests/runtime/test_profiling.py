@@ -37,17 +37,17 @@ def test_no_trace_is_written_without_a_folder(cwd):
 # torch warns at the second recording that the profiler drops the first one.
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_a_schedule_writes_a_trace_for_every_recording_and_calls_on_trace_ready(tmp_path):
-    seen = []
+    records = []
     handler = ProfileKwargs(
         schedule_option={"wait": 1, "warmup": 1, "active": 2, "repeat": 2},
-        on_trace_ready=lambda profiler: seen.append(profiler.step_num),
+        on_trace_ready=lambda profiler: records.append(profiler.step_num),
         output_trace_dir=str(tmp_path),
     )
     with Accelerator().profile(handler) as profiler:
         for _ in range(10):
             torch.ones(2).sum()
             profiler.step()
-    assert seen == [4, 8]
+    assert records == [4, 8]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["profile_0.1.json", "profile_0.json"]
 
 

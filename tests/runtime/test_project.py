@@ -38,11 +38,11 @@ def test_contradicting_project_directories_are_rejected():
 
 
 @pytest.mark.parametrize(
-    ("field", "said"),
+    ("field", "message"),
     [({"total_limit": 0}, "Invalid total_limit 0: expected at least 1"), ({"iteration": -1}, "at least 0")],
 )
-def test_limits_that_leave_no_checkpoint_are_rejected(field, said):
-    with pytest.raises(ValueError, match=said):
+def test_limits_that_leave_no_checkpoint_are_rejected(field, message):
+    with pytest.raises(ValueError, match=message):
         ProjectConfiguration(**field)
 
 
@@ -52,14 +52,14 @@ def test_save_writes_on_the_first_process_or_the_first_of_every_node(pair, tmp_p
         accelerator = Accelerator(project_config=ProjectConfiguration(save_on_each_node=each))
         # Both ranks of this test are on one machine; let `save` see two nodes.
         rank = accelerator.process_index
-        type(accelerator).local_process_index, kept = (
+        type(accelerator).local_process_index, original_property = (
             property(lambda _: 0),
             type(accelerator).local_process_index,
         )
         try:
             accelerator.save(torch.tensor(rank), folder / f"{rank}.pt")
         finally:
-            type(accelerator).local_process_index = kept
+            type(accelerator).local_process_index = original_property
 
     pair.run(save, tmp_path, each)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{rank}.pt" for rank in writers]

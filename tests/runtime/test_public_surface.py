@@ -108,9 +108,9 @@ def test_public_names_and_signatures_equal_the_golden_file():
         module = import_or_none(path)
         if module is None:
             continue
-        theirs = {name for name in accelerate.get(path, ()) if has(module, name)}
-        known = exported | set(accelerate.get(path, ())) | OWN.get(path, set())
-        names = sorted(set(module.__all__) & known | theirs)
+        accelerate_names = {name for name in accelerate.get(path, ()) if has(module, name)}
+        known_names = exported | set(accelerate.get(path, ())) | OWN.get(path, set())
+        names = sorted(set(module.__all__) & known_names | accelerate_names)
         if not path:
             names += ["__version__", "accelerate_version"]
         lines += ["", f"[{module.__name__}]"]
@@ -152,7 +152,7 @@ def describe(name, value):
     if inspect.isclass(value) and issubclass(value, enum.Enum):
         return [
             f"{name} (enumeration)",
-            *(f"    {key} = {one.value!r}" for key, one in value.__members__.items()),
+            *(f"    {key} = {enum_member.value!r}" for key, enum_member in value.__members__.items()),
         ]
     if not inspect.isclass(value):
         return [name + signature_of(value) if callable(value) else name]
@@ -222,7 +222,7 @@ class Shown:
         if isinstance(self.value, enum.Enum):
             return f"{type(self.value).__name__}.{self.value.name}"
         if isinstance(self.value, tuple):
-            return f"({', '.join(repr(Shown(one)) for one in self.value)})"
+            return f"({', '.join(repr(Shown(element)) for element in self.value)})"
         if isinstance(self.value, (str, int, float, list, dict, type(None))):
             return repr(self.value)
         return getattr(self.value, "__name__", f"<{type(self.value).__name__}>").replace(

@@ -171,9 +171,9 @@ def test_a_full_file_keeps_every_nth_line_of_each_kind_and_rare_kinds_longest(ca
             lines = read_lines(path)
             assert len(lines) <= 16
             for each in "abc":
-                kept = [line["number"] for line in lines if line["kind"] == each]
+                numbers_kept = [line["number"] for line in lines if line["kind"] == each]
                 stride = log._series[each].stride if each in log._series else 1
-                assert kept == list(range(0, counts[each], stride))
+                assert numbers_kept == list(range(0, counts[each], stride))
             if sum(counts.values()) > 16:
                 assert len(lines) >= 4
     assert list(path.parent.iterdir()) in ([], [path])

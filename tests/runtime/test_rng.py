@@ -33,12 +33,12 @@ def test_a_device_specific_seed_adds_the_rank(ranks):
         set_seed(3, device_specific)
         return draw_from_each_generator()
 
-    wanted = []
+    expected = []
     for rank in range(ranks.size):
         set_seed(3 + rank)
-        wanted.append(draw_from_each_generator())
-    assert ranks.run(draw_after_broadcast, True) == wanted
-    assert ranks.run(draw_after_broadcast, False) == wanted[:1] * ranks.size
+        expected.append(draw_from_each_generator())
+    assert ranks.run(draw_after_broadcast, True) == expected
+    assert ranks.run(draw_after_broadcast, False) == expected[:1] * ranks.size
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32])
@@ -65,5 +65,5 @@ def test_broadcast_rng_types_sends_the_states_of_the_first_rank(ranks):
         return torch.rand(1).item()
 
     torch.manual_seed(0)
-    wanted = torch.rand(1).item()
-    assert ranks.run(draw_after_broadcast) == [wanted] * ranks.size
+    expected = torch.rand(1).item()
+    assert ranks.run(draw_after_broadcast) == [expected] * ranks.size

@@ -16,10 +16,10 @@ from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.training.accumulation import Accumulation
 
 
-def prepare_scheduler(make, *, strides=1, with_optimizer=True, window=1):
+def prepare_scheduler(make, *, strides=1, with_optimizer=True, cycle=1):
     """Return a scheduler of an optimizer of rate 1, the optimizer, and the accumulation."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-    accumulation = Accumulation(window)
+    accumulation = Accumulation(cycle)
     prepared = PreparedOptimizer(optimizer, accumulation, None)
     scheduler = PreparedScheduler(
         make(optimizer), [prepared], accumulation, strides=strides, with_optimizer=with_optimizer
@@ -33,31 +33,31 @@ def build_halving_scheduler(optimizer):
 
 def collect_rates(scheduler, optimizer, steps):
     """Return the learning rate after each step."""
-    seen = []
+    rates = []
     for _ in range(steps):
         optimizer.step()
         scheduler.step()
-        seen.append(optimizer.param_groups[0]["lr"])
-    return seen
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
 
 
 @pytest.mark.parametrize(
-    ("strides", "wanted"), [(1, [0.5, 0.25]), (2, [0.25, 0.0625]), (3, [0.125, 0.015625])]
+    ("strides", "expected"), [(1, [0.5, 0.25]), (2, [0.25, 0.0625]), (3, [0.125, 0.015625])]
 )
-def test_a_scheduler_advances_once_for_each_process(strides, wanted):
+def test_a_scheduler_advances_once_for_each_process(strides, expected):
     scheduler, optimizer, _ = prepare_scheduler(build_halving_scheduler, strides=strides)
-    assert collect_rates(scheduler, optimizer, 2) == wanted
-    assert scheduler.get_last_lr() == wanted[-1:]
+    assert collect_rates(scheduler, optimizer, 2) == expected
+    assert scheduler.get_last_lr() == expected[-1:]
     assert scheduler.last_epoch == 2 * strides
 
 
 def test_a_scheduler_does_not_advance_before_the_end_of_a_cycle():
-    scheduler, optimizer, accumulation = prepare_scheduler(build_halving_scheduler, window=2)
-    seen = []
+    scheduler, optimizer, accumulation = prepare_scheduler(build_halving_scheduler, cycle=2)
+    rates = []
     for _ in range(4):
         accumulation.advance(is_last=False)
-        seen += collect_rates(scheduler, optimizer, 1)
-    assert seen == [1, 0.5, 0.5, 0.25]
+        rates += collect_rates(scheduler, optimizer, 1)
+    assert rates == [1, 0.5, 0.5, 0.25]
 
 
 def test_a_scheduler_does_not_advance_if_its_optimizer_skipped_the_step():
@@ -70,7 +70,7 @@ def test_a_scheduler_does_not_advance_if_its_optimizer_skipped_the_step():
 
 def test_a_scheduler_without_step_with_optimizer_advances_once_a_call():
     scheduler, optimizer, accumulation = prepare_scheduler(
-        build_halving_scheduler, strides=3, with_optimizer=False, window=2
+        build_halving_scheduler, strides=3, with_optimizer=False, cycle=2
     )
     optimizer.step()
     accumulation.advance(is_last=False)
@@ -82,12 +82,12 @@ def test_reduce_lr_on_plateau_advances_once_for_each_metric():
     scheduler, optimizer, _ = prepare_scheduler(
         lambda o: ReduceLROnPlateau(o, patience=1, factor=0.5), strides=3
     )
-    seen = []
+    rates = []
     for metric in (1.0, 1.0, 1.0):
         optimizer.step()
         scheduler.step(metric)
-        seen.append(optimizer.param_groups[0]["lr"])
-    assert seen == [1, 1, 0.5]
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [1, 1, 0.5]
 
 
 @pytest.mark.parametrize("steps_with_optimizer", [True, False])
@@ -123,9 +123,9 @@ def test_one_cycle_lr_ends_at_its_lowest_rate_for_any_stride(strides):
     scheduler, optimizer, _ = prepare_scheduler(
         lambda o: OneCycleLR(o, max_lr=1.0, total_steps=total), strides=strides
     )
-    seen = collect_rates(scheduler, optimizer, total)
+    rates = collect_rates(scheduler, optimizer, total)
     assert scheduler.last_epoch == total - 1
-    assert seen[-1] == min(seen) == pytest.approx(1.0 / 25 / 1e4)
+    assert rates[-1] == min(rates) == pytest.approx(1.0 / 25 / 1e4)
 
 
 def test_a_prepared_scheduler_has_the_attributes_of_the_original():
@@ -163,7 +163,7 @@ def step_after_optimizer_steps(scheduler, optimizer, pattern):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "options", "told"),
+    ("pattern", "options", "is_reported"),
     [
         ((3, 3, 3), {}, 1),
         ((3, 1, 1, 4, 5), {}, 1),
@@ -173,11 +173,11 @@ def step_after_optimizer_steps(scheduler, optimizer, pattern):
         ((3, 3, 3), {"with_optimizer": False}, 0),
     ],
 )
-def test_a_scheduler_that_seems_to_count_epochs_is_reported_once(caplog, pattern, options, told):
+def test_a_scheduler_that_seems_to_count_epochs_is_reported_once(caplog, pattern, options, is_reported):
     scheduler, optimizer, _ = prepare_scheduler(build_halving_scheduler, **{"strides": 2} | options)
     step_after_optimizer_steps(scheduler, optimizer, pattern)
-    assert len(caplog.messages) == told
-    if told:
+    assert len(caplog.messages) == is_reported
+    if is_reported:
         assert "LambdaLR advances too fast if its steps are epochs" in caplog.text
         assert "leave the scheduler out of prepare()" in caplog.text
         assert "step_scheduler_with_optimizer=False" in caplog.text
@@ -221,5 +221,5 @@ def test_only_the_first_process_reports_a_scheduler_that_seems_to_count_epochs(p
                     scheduler.step()
         return len(messages), scheduler.last_epoch, accelerator.describe().schedulers[0].advances
 
-    wanted = "2 step(s) of the schedule a call of step(), once in 4 optimizer steps"
-    assert pair.run(train) == [(1, 4, wanted), (0, 4, wanted)]
+    expected = "2 step(s) of the schedule a call of step(), once in 4 optimizer steps"
+    assert pair.run(train) == [(1, 4, expected), (0, 4, expected)]

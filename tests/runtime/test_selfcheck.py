@@ -42,8 +42,8 @@ def test_all_checks_pass_and_only_the_first_rank_of_a_node_prints_them(ranks, mi
     assert printed[-1] == "everything works here"
     assert complained == ""
     quiet = [(0, [] if ranks.local_rank(rank) else printed, "") for rank in range(1, ranks.size)]
-    assert [(status, [line.split(" (")[0] for line in said], text) for status, said, text in others] == [
-        (status, [line.split(" (")[0] for line in said], text) for status, said, text in quiet
+    assert [(status, [line.split(" (")[0] for line in lines], text) for status, lines, text in others] == [
+        (status, [line.split(" (")[0] for line in lines], text) for status, lines, text in quiet
     ]
 
 

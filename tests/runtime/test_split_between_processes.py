@@ -56,13 +56,21 @@ def test_each_item_belongs_to_one_rank_and_the_first_ranks_get_one_more(length, 
 def test_all_kinds_of_inputs_are_split_equally_and_padded_with_the_last_item(length, world_size, kind, pad):
     if pad and length == 0 and world_size > 1:
         return
-    got = split_for_all_ranks(kind(list(range(length))), world_size, pad=pad)
-    lists = [p.items if kind is Dataset else [int(i) for i in p] for p in got]
-    real = [item for rank, own in enumerate(lists) for item in own[: count_items(length, rank, world_size)]]
+    actual = split_for_all_ranks(kind(list(range(length))), world_size, pad=pad)
+    lists = [p.items if kind is Dataset else [int(i) for i in p] for p in actual]
+    real = [
+        item
+        for rank, rank_items in enumerate(lists)
+        for item in rank_items[: count_items(length, rank, world_size)]
+    ]
     assert real == list(range(length))
-    extra = [item for rank, own in enumerate(lists) for item in own[count_items(length, rank, world_size) :]]
+    extra = [
+        item
+        for rank, rank_items in enumerate(lists)
+        for item in rank_items[count_items(length, rank, world_size) :]
+    ]
     assert set(extra) <= {length - 1}
-    assert not pad or len({len(own) for own in lists}) == 1
+    assert not pad or len({len(rank_items) for rank_items in lists}) == 1
     assert pad or not extra
 
 
@@ -119,7 +127,7 @@ def test_values_of_different_lengths_are_rejected_by_name():
         split_items({"a": [1, 2], "b": [1, 2, 3]}, 0, 2)
 
 
-@pytest.mark.parametrize("odd", ["text", 3, {1, 2}, torch.tensor(1), {"a": 3}], ids=repr)
-def test_inputs_that_cannot_be_split_are_rejected(odd):
+@pytest.mark.parametrize("inputs", ["text", 3, {1, 2}, torch.tensor(1), {"a": 3}], ids=repr)
+def test_inputs_that_cannot_be_split_are_rejected(inputs):
     with pytest.raises(TypeError, match=r"Cannot split a .* between processes"):
-        split_items(odd, 0, 2)
+        split_items(inputs, 0, 2)

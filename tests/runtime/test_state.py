@@ -52,14 +52,14 @@ def test_a_partial_state_connects_under_torchrun(script, cwd, monkeypatch):
     monkeypatch.setenv("ACCEL_DEVICE", "cpu")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*command, script(SCRIPT)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    said = [(cwd / f"{rank}.txt").read_text() for rank in range(2)]
-    assert said == [repr((2, "MULTI_CPU", "gloo", "cpu"))] * 2
+    process = subprocess.run([*command, script(SCRIPT)], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    texts = [(cwd / f"{rank}.txt").read_text() for rank in range(2)]
+    assert texts == [repr((2, "MULTI_CPU", "gloo", "cpu"))] * 2
 
 
 def test_a_partial_state_has_the_topology_of_its_process(ranks):
-    def place():
+    def read_topology():
         state = PartialState(cpu=True)
         state.set_device()
         facts = (
@@ -78,9 +78,9 @@ def test_a_partial_state_has_the_topology_of_its_process(ranks):
 
     several = ranks.size > 1
     kind = DistributedType.MULTI_CPU if several else DistributedType.NO
-    wanted = (kind, several, several, "gloo" if several else None)
-    assert ranks.run(place) == [
-        ((ranks.size, rank, ranks.local_rank(rank), "cpu"), wanted, True) for rank in range(ranks.size)
+    expected = (kind, several, several, "gloo" if several else None)
+    assert ranks.run(read_topology) == [
+        ((ranks.size, rank, ranks.local_rank(rank), "cpu"), expected, True) for rank in range(ranks.size)
     ]
 
 
@@ -136,13 +136,13 @@ def test_a_new_accelerator_state_equals_that_of_the_newest_accelerator(ranks):
 
 def test_an_accelerator_state_needs_an_accelerator():
     def look():
-        seen = [is_initialized()]
+        records = [is_initialized()]
         with pytest.raises(ValueError, match=r"Create one first: accelerator = Accelerator\(\)"):
             AcceleratorState()
         PartialState()
-        seen.append(is_initialized())
+        records.append(is_initialized())
         Accelerator()
-        return [*seen, is_initialized()]
+        return [*records, is_initialized()]
 
     assert run_in_unconnected_thread(look) == [False, False, True]
 
@@ -160,7 +160,7 @@ def test_destroy_process_group_accepts_a_subgroup(pair):
 
 
 def test_the_state_shows_whether_the_model_is_sharded(pair):
-    def seen(plugin, config):
+    def read_state(plugin, config):
         accelerator = Accelerator(fsdp_plugin=plugin, parallelism_config=config)
         state = AcceleratorState()
         sizes = accelerator.parallelism_config
@@ -168,13 +168,16 @@ def test_the_state_shows_whether_the_model_is_sharded(pair):
         return *facts, None if sizes is None else (sizes.total_size, sizes.tp_enabled, sizes.dp_shard_enabled)
 
     plugin = FullyShardedDataParallelPlugin()
-    known = DistributedType.FSDP, True, True
-    assert pair.run(seen, plugin, None) == [(*known, None)] * 2
-    assert pair.run(seen, None, ParallelismConfig(dp_shard_size="auto")) == [(*known, (2, False, True))] * 2
+    expected = DistributedType.FSDP, True, True
+    assert pair.run(read_state, plugin, None) == [(*expected, None)] * 2
+    assert (
+        pair.run(read_state, None, ParallelismConfig(dp_shard_size="auto"))
+        == [(*expected, (2, False, True))] * 2
+    )
     layers = DistributedType.MULTI_CPU, False, False, (2, True, False)
-    assert pair.run(seen, None, ParallelismConfig(tp_size=2)) == [layers] * 2
-    assert pair.run(seen, None, ParallelismConfig()) == [(*layers[:3], (2, False, False))] * 2
-    assert pair.run(seen, None, None) == [(*layers[:3], None)] * 2
+    assert pair.run(read_state, None, ParallelismConfig(tp_size=2)) == [layers] * 2
+    assert pair.run(read_state, None, ParallelismConfig()) == [(*layers[:3], (2, False, False))] * 2
+    assert pair.run(read_state, None, None) == [(*layers[:3], None)] * 2
 
 
 def test_a_single_process_with_a_sharding_plugin_has_type_fsdp(alone):
@@ -197,11 +200,11 @@ def test_a_single_process_with_a_sharding_plugin_has_type_fsdp(alone):
 )
 def test_settings_of_sharding_survive_conversion_to_a_plugin(plugin):
     options = FullyShardedDataParallelPlugin(**plugin).fully_shard()
-    again = build_plugin(options).fully_shard()
-    assert dataclasses.replace(again, reduce_dtype="auto") == dataclasses.replace(
+    converted = build_plugin(options).fully_shard()
+    assert dataclasses.replace(converted, reduce_dtype="auto") == dataclasses.replace(
         options, reduce_dtype="auto"
     )
-    assert {again.reduce_dtype, options.reduce_dtype} <= {again.reduce_dtype, "auto"}
+    assert {converted.reduce_dtype, options.reduce_dtype} <= {converted.reduce_dtype, "auto"}
 
 
 def test_only_one_process_writes_a_model(pair):
@@ -215,12 +218,12 @@ def test_only_one_process_writes_a_model(pair):
 def test_step_counts_micro_batches_since_the_end_of_an_epoch():
     accelerator = Accelerator(gradient_accumulation_steps=2)
     loader = accelerator.prepare(DataLoader(range(3)))
-    seen = []
+    records = []
     for _ in range(2):
         for _ in loader:
             with accelerator.accumulate():
-                seen.append((accelerator.step, accelerator.sync_gradients))
-    assert seen == [(1, False), (2, True), (0, True)] * 2
+                records.append((accelerator.step, accelerator.sync_gradients))
+    assert records == [(1, False), (2, True), (0, True)] * 2
     accelerator.step = 3
     with accelerator.accumulate():
         assert (accelerator.step, accelerator.sync_gradients) == (4, True)
@@ -241,10 +244,10 @@ def test_a_pickled_accelerator_is_loaded_as_the_matching_one_on_every_rank(sever
     def send():
         first, second = Accelerator(), Accelerator(mixed_precision="bf16")
         first.prepare(torch.nn.Linear(1, 1), DataLoader(range(3)))
-        mine = [pickle.loads(pickle.dumps(one)) for one in (first, second)]  # noqa: S301 - our own
+        loaded = [pickle.loads(pickle.dumps(accelerator)) for accelerator in (first, second)]  # noqa: S301 - our own
         sent = broadcast_object_list([first, second, first.state, PartialState()])
-        found = sent[2].process_index, sent[3].process_index
-        return mine == [first, second], sent[:2] == [first, second], found == (first.process_index,) * 2
+        indices = sent[2].process_index, sent[3].process_index
+        return loaded == [first, second], sent[:2] == [first, second], indices == (first.process_index,) * 2
 
     assert several.run(send) == [(True, True, True)] * several.size
 
@@ -273,10 +276,10 @@ def test_an_accelerator_unpickled_outside_a_rank_has_properties_and_rejects_call
         for name, call in calls.items():
             with pytest.raises(RuntimeError, match="was pickled on rank 1, and this process is not a rank"):
                 pytest.fail(f"{name} gave {call()}")
-        again = pickle.dumps(accelerator)
-        assert pickle.loads(again).process_index == 1  # noqa: S301
+        pickled = pickle.dumps(accelerator)
+        assert pickle.loads(pickled).process_index == 1  # noqa: S301
         here = Accelerator()
-        return pickle.loads(again) is here  # noqa: S301
+        return pickle.loads(pickled) is here  # noqa: S301
 
     sent = pair.run(send)[1]
     assert run_in_unconnected_thread(receive)
@@ -359,9 +362,9 @@ list(DataLoader(range(2), num_workers=1, multiprocessing_context="spawn"))
 def test_an_unguarded_script_with_spawned_workers_ends_with_an_explanation(script, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*command, script(UNGUARDED)], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "Guard the script with if __name__ == '__main__'" in done.stderr
+    process = subprocess.run([*command, script(UNGUARDED)], capture_output=True, text=True, check=False)
+    assert process.returncode == 1
+    assert "Guard the script with if __name__ == '__main__'" in process.stderr
 
 
 def test_pickling_a_prepared_loader_is_rejected_with_an_alternative(alone):
@@ -383,13 +386,15 @@ def test_the_gradient_state_changes_during_an_epoch(ranks, length, remainders):
         loader = accelerator.prepare(DataLoader(torch.arange(length), batch_size=4))
         state = accelerator.gradient_state
         assert isinstance(state, GradientState)
-        seen = [(state.in_dataloader, state.end_of_dataloader, state.remainder, state.num_steps)]
+        records = [(state.in_dataloader, state.end_of_dataloader, state.remainder, state.num_steps)]
         for _ in loader:
             with accelerator.accumulate():
                 assert state.sync_gradients == accelerator.sync_gradients
-                seen.append((state.in_dataloader, state.end_of_dataloader, state.remainder, state.num_steps))
+                records.append(
+                    (state.in_dataloader, state.end_of_dataloader, state.remainder, state.num_steps)
+                )
         assert "sync_gradients: True" in repr(state)
-        return [*seen, (state.in_dataloader, state.end_of_dataloader, state.remainder, state.num_steps)]
+        return [*records, (state.in_dataloader, state.end_of_dataloader, state.remainder, state.num_steps)]
 
     steps = -(-length // (4 * ranks.size))
     outside = (False, False, -1, 2)
@@ -405,10 +410,15 @@ def test_a_new_gradient_state_equals_that_of_the_newest_accelerator(alone):
         loader = accelerator.prepare(DataLoader(range(2)))
         for _ in loader:
             with accelerator.accumulate():
-                made = GradientState()
-                assert repr(made) == repr(state) == repr(accelerator.gradient_state)
+                new_state = GradientState()
+                assert repr(new_state) == repr(state) == repr(accelerator.gradient_state)
                 facts.append(
-                    (made.sync_gradients, made.num_steps, made.in_dataloader, made.end_of_dataloader)
+                    (
+                        new_state.sync_gradients,
+                        new_state.num_steps,
+                        new_state.in_dataloader,
+                        new_state.end_of_dataloader,
+                    )
                 )
         Accelerator(gradient_accumulation_steps=3)
         return [*facts, state.num_steps]
@@ -430,8 +440,8 @@ def test_a_gradient_state_is_unpickled_as_that_of_its_accelerator_or_as_values(a
 
     def receive():
         state = pickle.loads(sent)  # noqa: S301
-        again = pickle.loads(pickle.dumps(state))  # noqa: S301
-        assert repr(again) == repr(state)
+        loaded = pickle.loads(pickle.dumps(state))  # noqa: S301
+        assert repr(loaded) == repr(state)
         return state.num_steps, state.sync_gradients, state.in_dataloader, state.remainder
 
     assert run_in_unconnected_thread(receive) == (3, False, False, -1)

@@ -358,8 +358,8 @@ DIFFERENT = {
 
 def parse_parameters(text):
     """Return the parameters that a text describes."""
-    made = eval(f"lambda {text}: None", {"utils": utils})  # noqa: S307 - it stands above
-    return list(inspect.signature(made).parameters.values())
+    function = eval(f"lambda {text}: None", {"utils": utils})  # noqa: S307 - it stands above
+    return list(inspect.signature(function).parameters.values())
 
 
 def list_parameters(function):
@@ -367,22 +367,25 @@ def list_parameters(function):
     return [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
 
 
-def list_differences(name, theirs, ours):
+def list_differences(name, their_parameters, our_parameters):
     """Yield the parameters that a call valid for one signature would pass wrongly to the other."""
-    positional = [p for p in ours if p.kind is p.POSITIONAL_OR_KEYWORD]
-    named = {p.name: p for p in ours}
-    for place, wanted in enumerate(p for p in theirs if p.kind is p.POSITIONAL_OR_KEYWORD):
-        found = positional[place] if place < len(positional) else None
-        if found is None or (found.name, found.default) != (wanted.name, wanted.default):
-            yield f"{name}.{wanted.name}"
-    for wanted in theirs:
-        if wanted.kind is wanted.KEYWORD_ONLY and named[wanted.name].default != wanted.default:
-            yield f"{name}.{wanted.name}"
-        if wanted.kind is wanted.VAR_POSITIONAL:
-            assert any(p.kind is p.VAR_POSITIONAL for p in ours), name
-    known = {p.name for p in theirs}
+    positional = [p for p in our_parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    named = {p.name: p for p in our_parameters}
+    for index, expected in enumerate(p for p in their_parameters if p.kind is p.POSITIONAL_OR_KEYWORD):
+        positional_parameter = positional[index] if index < len(positional) else None
+        if positional_parameter is None or (positional_parameter.name, positional_parameter.default) != (
+            expected.name,
+            expected.default,
+        ):
+            yield f"{name}.{expected.name}"
+    for expected in their_parameters:
+        if expected.kind is expected.KEYWORD_ONLY and named[expected.name].default != expected.default:
+            yield f"{name}.{expected.name}"
+        if expected.kind is expected.VAR_POSITIONAL:
+            assert any(p.kind is p.VAR_POSITIONAL for p in our_parameters), name
+    known_names = {p.name for p in their_parameters}
     for extra in positional:
-        assert extra.name in known or extra.default is not extra.empty, f"{name} asks for {extra.name}"
+        assert extra.name in known_names or extra.default is not extra.empty, f"{name} asks for {extra.name}"
 
 
 def list_members(facade):
@@ -404,40 +407,44 @@ def test_the_accelerator_has_the_members_of_accelerate_and_those_of_accel():
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_has_the_parameters_of_accelerate(name):
-    found = list(
+    differences = list(
         list_differences(name, parse_parameters(METHODS[name]), list_parameters(getattr(Accelerator, name)))
     )
-    assert set(found) <= set(DIFFERENT)
+    assert set(differences) <= set(DIFFERENT)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_has_the_parameters_of_accelerate(name):
-    found = list(
+    differences = list(
         list_differences(name, parse_parameters(FUNCTIONS[name]), list_parameters(getattr(utils, name)))
     )
-    assert set(found) <= set(DIFFERENT)
+    assert set(differences) <= set(DIFFERENT)
 
 
 @pytest.mark.parametrize("name", OBJECTS)
 def test_a_configuration_class_has_the_fields_of_accelerate(name):
-    found = list(
+    differences = list(
         list_differences(name, parse_parameters(OBJECTS[name]), list_parameters(getattr(utils, name)))
     )
     defaults = {field.name: field for field in dataclasses.fields(getattr(utils, name))}
-    missing = [one for one in found if one not in DIFFERENT]
-    made = [one for one in missing if defaults[one.split(".")[1]].default_factory is not dataclasses.MISSING]
-    assert missing == made  # a dict that is made for every object
+    missing = [difference for difference in differences if difference not in DIFFERENT]
+    with_factory = [
+        difference
+        for difference in missing
+        if defaults[difference.split(".")[1]].default_factory is not dataclasses.MISSING
+    ]
+    assert missing == with_factory  # a dict that is made for every object
 
 
 def test_every_listed_difference_exists():
     calls = [(METHODS, Accelerator), (FUNCTIONS, utils), (OBJECTS, utils)]
-    found = {
-        one
+    differences = {
+        difference
         for table, home in calls
         for name, text in table.items()
-        for one in list_differences(name, parse_parameters(text), list_parameters(getattr(home, name)))
+        for difference in list_differences(name, parse_parameters(text), list_parameters(getattr(home, name)))
     }
-    assert found >= set(DIFFERENT)
+    assert differences >= set(DIFFERENT)
 
 
 @pytest.mark.parametrize("name", ENUMS)
@@ -461,21 +468,21 @@ def test_distributed_type_tpu_is_an_alias_of_xla():
 @pytest.mark.parametrize("name", STATES)
 def test_a_state_has_the_attributes_of_accelerate(name):
     accelerator = Accelerator()
-    given = {
+    attributes = {
         "AcceleratorState": accelerator.state,
         "GradientState": accelerator.gradient_state,
         "PartialState": accel_runtime.PartialState(),
     }
     for member in STATES[name].split():
-        getattr(given[name], member)
+        getattr(attributes[name], member)
 
 
 def test_the_first_arguments_of_the_accelerator_have_the_order_of_accelerate():
-    theirs = parse_parameters(CONSTRUCTOR)
-    ours = list_parameters(Accelerator)
-    assert not list(list_differences("Accelerator", theirs[:BY_POSITION], ours))
-    by_name = {p.name: p.default for p in ours}
-    assert by_name == {p.name: p.default for p in theirs} | dict.fromkeys(EARLY)
+    their_parameters = parse_parameters(CONSTRUCTOR)
+    our_parameters = list_parameters(Accelerator)
+    assert not list(list_differences("Accelerator", their_parameters[:BY_POSITION], our_parameters))
+    by_name = {p.name: p.default for p in our_parameters}
+    assert by_name == {p.name: p.default for p in their_parameters} | dict.fromkeys(EARLY)
 
 
 @pytest.mark.parametrize("name", [*REFUSED.split(), "mixed_percision", "fp32"])
@@ -489,12 +496,12 @@ def test_utils_exports_the_names_of_accelerate_and_accel():
     assert set(utils.__all__) == exported | {"KwargsHandler", "split_between_processes", *DUMMIES}
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_names_are_importable_from_the_modules_of_accelerate(place):
-    module = importlib.import_module(f"accel_runtime.{place}")
-    for name in PLACES[place].split():
+@pytest.mark.parametrize("module_name", PLACES)
+def test_names_are_importable_from_the_modules_of_accelerate(module_name):
+    module = importlib.import_module(f"accel_runtime.{module_name}")
+    for name in PLACES[module_name].split():
         if name.endswith("Tracker") and name != "GeneralTracker":
-            assert name in {known.class_name for known in module.TRACKERS.values()}
+            assert name in {tracker.class_name for tracker in module.TRACKERS.values()}
         else:
             assert getattr(module, name)
 
@@ -689,6 +696,6 @@ if __name__ == "__main__":
 )
 def test_a_script_runs_after_a_change_of_its_import(accel, script, text, processes):
     path = script(re.sub(r"\bfrom accelerate\b", "from accel_runtime", text))
-    done = accel("launch", "--cpu", "--nproc-per-node", processes, path)
-    assert done.returncode == 0, done.stderr
-    assert f"on {processes}: good" in done.stdout
+    process = accel("launch", "--cpu", "--nproc-per-node", processes, path)
+    assert process.returncode == 0, process.stderr
+    assert f"on {processes}: good" in process.stdout

@@ -21,12 +21,12 @@ def test_all_variables_define_the_topology():
 
 
 def test_a_launcher_can_start_a_single_process():
-    one = (
+    variables = (
         COMPLETE
         | dict.fromkeys(("RANK", "LOCAL_RANK"), "0")
         | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1")
     )
-    assert Topology.from_env(one) == Topology(launched=True)
+    assert Topology.from_env(variables) == Topology(launched=True)
 
 
 def test_a_process_without_variables_has_world_size_one():
@@ -38,11 +38,11 @@ def test_the_address_alone_defines_no_rank():
 
 
 @pytest.mark.parametrize("missing", COMPLETE)
-@pytest.mark.parametrize("how", ["absent", "empty"])
-def test_incomplete_variables_are_an_error_that_names_the_missing_one(missing, how):
+@pytest.mark.parametrize("message", ["absent", "empty"])
+def test_incomplete_variables_are_an_error_that_names_the_missing_one(missing, message):
     others = {name: value for name, value in COMPLETE.items() if name != missing}
     with pytest.raises(TopologyError, match=f"are incomplete: .*{missing}.* missing"):
-        Topology.from_env(others if how == "absent" else others | {missing: ""})
+        Topology.from_env(others if message == "absent" else others | {missing: ""})
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
@@ -53,7 +53,7 @@ def test_a_value_that_is_no_integer_is_an_error_that_names_the_variable(name, te
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("variables", "message"),
     [
         ({"RANK": "8"}, "RANK=8: with WORLD_SIZE=8"),
         ({"LOCAL_RANK": "4"}, "LOCAL_RANK=4: with LOCAL_WORLD_SIZE=4"),
@@ -61,6 +61,6 @@ def test_a_value_that_is_no_integer_is_an_error_that_names_the_variable(name, te
         ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK=0: with WORLD_SIZE=0"),
     ],
 )
-def test_a_rank_outside_the_world_size_is_an_error(wrong, message):
+def test_a_rank_outside_the_world_size_is_an_error(variables, message):
     with pytest.raises(TopologyError, match=message):
-        Topology.from_env(COMPLETE | wrong)
+        Topology.from_env(COMPLETE | variables)

@@ -67,15 +67,15 @@ def flatten_gradients(model):
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-def relative_error(got, wanted):
-    return float((got - wanted).norm() / wanted.norm())
+def relative_error(actual, expected):
+    return float((actual - expected).norm() / expected.norm())
 
 
 def compute_reference(batches, model=None):
     """Return the gradient of one process on all rows at once."""
     model = model or Bigram()
-    whole = [torch.cat(parts) for parts in zip(*batches, strict=True)]
-    mean_loss(model, whole).backward()
+    global_batch = [torch.cat(parts) for parts in zip(*batches, strict=True)]
+    mean_loss(model, global_batch).backward()
     return flatten_gradients(model)
 
 
@@ -115,8 +115,8 @@ def build_local_text(accelerator, counts):
 def build_all_text(counts):
     return [
         build_text(100 * rank + step, each)
-        for rank, own in enumerate(counts)
-        for step, each in enumerate(own)
+        for rank, rank_counts in enumerate(counts)
+        for step, each in enumerate(rank_counts)
     ]
 
 
@@ -142,8 +142,10 @@ def compute_gradient(counts, steps, options=None):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_gradient_equals_that_of_one_process_on_all_tokens(ranks, kind, steps):
     counts = draw_token_counts(ranks.size, steps, kind)
-    wanted = compute_reference(build_all_text(counts))
-    assert all(relative_error(got, wanted) <= BAR for got in ranks.run(compute_gradient, counts, steps))
+    expected = compute_reference(build_all_text(counts))
+    assert all(
+        relative_error(actual, expected) <= BAR for actual in ranks.run(compute_gradient, counts, steps)
+    )
 
 
 @pytest.mark.slow
@@ -151,8 +153,10 @@ def test_the_gradient_equals_that_of_one_process_on_all_tokens(ranks, kind, step
 def test_the_gradient_on_four_ranks_equals_that_of_one_process(four, steps):
     for kind in KINDS:
         counts = draw_token_counts(4, steps, kind)
-        wanted = compute_reference(build_all_text(counts))
-        assert all(relative_error(got, wanted) <= BAR for got in four.run(compute_gradient, counts, steps))
+        expected = compute_reference(build_all_text(counts))
+        assert all(
+            relative_error(actual, expected) <= BAR for actual in four.run(compute_gradient, counts, steps)
+        )
 
 
 def collect_cycle_gradients(steps, micro_batches, n):
@@ -161,17 +165,17 @@ def collect_cycle_gradients(steps, micro_batches, n):
     model = Bigram()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     model, optimizer = accelerator.prepare(model, optimizer)
-    seen = []
-    with iterate_epoch(accelerator, micro_batches) as shares:
-        for index in shares:
+    gradients = []
+    with iterate_epoch(accelerator, micro_batches) as iterator:
+        for index in iterator:
             with accelerator.accumulate(model):
                 batch = build_text(100 * accelerator.process_index + index, [n, index + 1])
                 accelerator.backward(mean_loss(model, batch), weight=count_tokens(batch))
                 if accelerator.sync_gradients:
-                    seen.append(flatten_gradients(model))
+                    gradients.append(flatten_gradients(model))
                 optimizer.step()
                 optimizer.zero_grad()
-    return seen
+    return gradients
 
 
 @contextmanager
@@ -196,13 +200,15 @@ def iterate_epoch(accelerator, steps, factors=None):
 
 @pytest.mark.parametrize(("steps", "micro_batches"), [(4, 6), (4, 5), (8, 9), (3, 1)])
 def test_a_short_last_cycle_has_the_correct_gradient(ranks, steps, micro_batches):
-    seen = ranks.run(collect_cycle_gradients, steps, micro_batches, 7)
+    results = ranks.run(collect_cycle_gradients, steps, micro_batches, 7)
     starts = range(0, micro_batches, steps)
     for number, start in enumerate(starts):
         indices = range(start, min(start + steps, micro_batches))
         batches = [build_text(100 * rank + i, [7, i + 1]) for rank in range(ranks.size) for i in indices]
-        assert all(relative_error(own[number], compute_reference(batches)) <= BAR for own in seen)
-    assert [len(own) for own in seen] == [len(starts)] * ranks.size
+        assert all(
+            relative_error(gradients[number], compute_reference(batches)) <= BAR for gradients in results
+        )
+    assert [len(gradients) for gradients in results] == [len(starts)] * ranks.size
 
 
 @pytest.mark.parametrize(("n", "batch"), [(17, 4), (10, 4), (13, 4), (21, 4), (16, 4), (3, 4)])
@@ -218,15 +224,15 @@ def test_training_on_a_short_last_batch_equals_one_process(ranks, n, batch, step
         tokens, targets = build_text(1, [LENGTH] * n)
         size = batch * accelerator.num_processes
         rounds = list(zip(tokens.split(size), targets.split(size), strict=True))
-        with iterate_epoch(accelerator, len(rounds)) as walk:
-            for index in walk:
-                own = slice(accelerator.process_index * batch, (accelerator.process_index + 1) * batch)
-                mine = [part[own] for part in rounds[index]]
-                count = len(mine[0])
+        with iterate_epoch(accelerator, len(rounds)) as iterator:
+            for index in iterator:
+                rank_slice = slice(accelerator.process_index * batch, (accelerator.process_index + 1) * batch)
+                local_batch = [part[rank_slice] for part in rounds[index]]
+                count = len(local_batch[0])
                 # A rank without samples uses one of another rank as padding.
-                mine = mine if count else [part[:1] for part in rounds[index]]
+                local_batch = local_batch if count else [part[:1] for part in rounds[index]]
                 with accelerator.accumulate(model):
-                    accelerator.backward(mean_loss(model, mine), weight=count)
+                    accelerator.backward(mean_loss(model, local_batch), weight=count)
                     optimizer.step()
                     optimizer.zero_grad()
         return [p.detach().clone() for p in model.parameters()]
@@ -235,13 +241,13 @@ def test_training_on_a_short_last_batch_equals_one_process(ranks, n, batch, step
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     tokens, targets = build_text(1, [LENGTH] * n)
     size = batch * ranks.size * steps
-    for whole in zip(tokens.split(size), targets.split(size), strict=True):
-        mean_loss(model, whole).backward()
+    for global_batch in zip(tokens.split(size), targets.split(size), strict=True):
+        mean_loss(model, global_batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-    wanted = torch.cat([p.detach().flatten() for p in model.parameters()])
-    for got in ranks.run(trained, n, batch, steps):
-        assert relative_error(torch.cat([p.flatten() for p in got]), wanted) <= BAR
+    expected = torch.cat([p.detach().flatten() for p in model.parameters()])
+    for actual in ranks.run(trained, n, batch, steps):
+        assert relative_error(torch.cat([p.flatten() for p in actual]), expected) <= BAR
 
 
 @given(
@@ -264,23 +270,23 @@ def test_any_weights_and_scales_give_the_mean_over_all_items(counts, factor):
 def test_a_weight_can_be_a_number_or_a_tensor_of_any_dtype(ranks):
     def kinds():
         batches = [build_text(step, [3, 20]) for step in range(2)]
-        seen = []
+        errors = []
         for kind in (float, torch.tensor, lambda n: torch.tensor([n]), lambda n: torch.tensor(n).double()):
             accelerator = Accelerator(gradient_accumulation_steps=2)
             model = accelerator.prepare(Bigram())
             for batch in batches:
                 with accelerator.accumulate(model):
                     accelerator.backward(mean_loss(model, batch), kind(count_tokens(batch)))
-            seen.append(flatten_gradients(model))
-        return seen
+            errors.append(flatten_gradients(model))
+        return errors
 
-    for seen in ranks.run(kinds):
-        assert all(torch.equal(other, seen[0]) for other in seen[1:])
+    for errors in ranks.run(kinds):
+        assert all(torch.equal(other, errors[0]) for other in errors[1:])
 
 
 def build_text_of_ranks(counts, size):
     """Return the micro-batches of all ranks."""
-    return [build_text(100 * rank + step, own) for rank in range(size) for step, own in enumerate(counts)]
+    return [build_text(100 * rank + step, count) for rank in range(size) for step, count in enumerate(counts)]
 
 
 @pytest.mark.parametrize("kind", [float, partial(torch.tensor, dtype=torch.float32)])
@@ -290,15 +296,15 @@ def test_a_float64_gradient_is_as_exact_as_its_loss(ranks, kind):
     def train():
         accelerator = Accelerator(gradient_accumulation_steps=3)
         model = accelerator.prepare(Bigram().double())
-        for step, own in enumerate(counts):
+        for step, count in enumerate(counts):
             with accelerator.accumulate(model):
-                batch = build_text(100 * accelerator.process_index + step, own)
+                batch = build_text(100 * accelerator.process_index + step, count)
                 accelerator.backward(mean_loss(model, batch), weight=kind(count_tokens(batch)))
         return flatten_gradients(model)
 
-    wanted = compute_reference(build_text_of_ranks(counts, ranks.size), Bigram().double())
-    assert wanted.dtype == torch.float64
-    assert all(relative_error(got, wanted) < EXACT for got in ranks.run(train))
+    expected = compute_reference(build_text_of_ranks(counts, ranks.size), Bigram().double())
+    assert expected.dtype == torch.float64
+    assert all(relative_error(actual, expected) < EXACT for actual in ranks.run(train))
 
 
 def test_the_loss_scale_of_an_uneven_step_is_exact_in_float64(pair):
@@ -316,7 +322,7 @@ def test_the_loss_scale_of_an_uneven_step_is_exact_in_float64(pair):
         alone(data).square().mean().backward()
         return relative_error(flatten_gradients(model), flatten_gradients(alone))
 
-    assert all(wrong < EXACT for wrong in pair.run(train))
+    assert all(error < EXACT for error in pair.run(train))
 
 
 def silent_backward(model, weight, loss):
@@ -334,13 +340,13 @@ def test_a_weight_on_the_device_is_selected_without_reading_its_value():
 
     model, accumulation = Bigram(), Accumulation(3)
     weights = LossWeights(connect(Settings(device="cpu"), Topology.from_env(os.environ)), accumulation)
-    found = group_parameters([model], [])
+    groups = group_parameters([model], [])
     batches = [build_text(0, [3, 4]), build_text(1, [0, 0]), build_text(2, [9, 1])]
     for batch in batches:
         accumulation.advance(is_last=False)
         unknown = LossWeight(torch.tensor(float(count_tokens(batch))), is_zero=None)
         run = partial(silent_backward, model, unknown)
-        weights.backward(mean_loss(model, batch), unknown, run, found)
+        weights.backward(mean_loss(model, batch), unknown, run, groups)
     assert relative_error(flatten_gradients(model), compute_reference([batches[0], batches[2]])) <= BAR
 
 
@@ -358,9 +364,11 @@ def test_backward_does_not_synchronize_with_the_device(steps):
     assert flatten_gradients(model).device.type == "meta"
 
 
-@pytest.mark.parametrize("kept", [False, True], ids=["averaged at once", "kept until the window is complete"])
-def test_fully_sharded_parameters_have_the_same_gradients(several, kept):
-    def sharded(counts, kept):
+@pytest.mark.parametrize(
+    "reshard", [False, True], ids=["averaged at once", "kept until the window is complete"]
+)
+def test_fully_sharded_parameters_have_the_same_gradients(several, reshard):
+    def sharded(counts, reshard):
         from torch.distributed.fsdp import fully_shard
 
         class Copied(Bigram):
@@ -373,14 +381,16 @@ def test_fully_sharded_parameters_have_the_same_gradients(several, kept):
         accelerator._gradients.find_groups()
         for batch in build_local_text(accelerator, counts):
             with accelerator.accumulate(model):
-                model.set_requires_gradient_sync(accelerator.sync_gradients or not kept)
+                model.set_requires_gradient_sync(accelerator.sync_gradients or not reshard)
                 accelerator.backward(mean_loss(model, batch), weight=count_tokens(batch))
         return torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])
 
     for kind in KINDS[:3]:
         counts = draw_token_counts(several.size, 3, kind)
-        wanted = compute_reference(build_all_text(counts))
-        assert all(relative_error(got, wanted) <= BAR for got in several.run(sharded, counts, kept))
+        expected = compute_reference(build_all_text(counts))
+        assert all(
+            relative_error(actual, expected) <= BAR for actual in several.run(sharded, counts, reshard)
+        )
 
 
 # No items --------------------------------------------------------------------------------
@@ -394,20 +404,20 @@ def test_a_cycle_without_any_item_leaves_zero_gradients(ranks):
         assert math.isnan(mean_loss(model, batches[0]).item())
         return run_cycle(accelerator, model, batches)
 
-    assert all(torch.equal(got, torch.zeros_like(got)) for got in ranks.run(nothing))
+    assert all(torch.equal(actual, torch.zeros_like(actual)) for actual in ranks.run(nothing))
 
 
 @pytest.mark.parametrize("loss", ["nan", "inf"])
 def test_weight_zero_hides_a_nonfinite_loss_and_other_weights_do_not(ranks, loss):
     def finite(loss):
         accelerator = Accelerator()
-        seen = []
+        records = []
         for weight in (0, 1):
             model = accelerator.prepare(Bigram())
             accelerator.backward(mean_loss(model, build_text(0, [5, 5])) * float(loss), weight=weight)
-            seen.append(bool(flatten_gradients(model).isfinite().all()))
+            records.append(bool(flatten_gradients(model).isfinite().all()))
             model.zero_grad()
-        return seen
+        return records
 
     assert ranks.run(finite, loss) == [[True, False]] * ranks.size
 
@@ -428,12 +438,12 @@ def test_losses_of_one_cycle_are_pooled(ranks):
     batches = [
         build_text(10 * rank + part, [part + 1, 20 - rank]) for rank in range(ranks.size) for part in range(3)
     ]
-    assert all(relative_error(got, compute_reference(batches)) <= BAR for got in ranks.run(pooled))
+    assert all(relative_error(actual, compute_reference(batches)) <= BAR for actual in ranks.run(pooled))
 
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_two_models_in_one_cycle_have_separate_weights(ranks, steps):
-    def both(steps):
+    def train_both(steps):
         accelerator = Accelerator(gradient_accumulation_steps=steps)
         models = accelerator.prepare([Bigram(0), Bigram(1)])
         rank = accelerator.process_index
@@ -444,11 +454,11 @@ def test_two_models_in_one_cycle_have_separate_weights(ranks, steps):
                     accelerator.backward(mean_loss(model, batch), weight=count_tokens(batch))
         return [flatten_gradients(model) for model in models]
 
-    places = [(rank, step) for rank in range(ranks.size) for step in range(steps)]
+    rank_steps = [(rank, step) for rank in range(ranks.size) for step in range(steps)]
     for index in range(2):
-        batches = [build_text(100 * r + 10 * s + index, [index * 10 + 2, s + 1 + r]) for r, s in places]
-        wanted = compute_reference(batches, Bigram(index))
-        assert all(relative_error(got[index], wanted) <= BAR for got in ranks.run(both, steps))
+        batches = [build_text(100 * r + 10 * s + index, [index * 10 + 2, s + 1 + r]) for r, s in rank_steps]
+        expected = compute_reference(batches, Bigram(index))
+        assert all(relative_error(actual[index], expected) <= BAR for actual in ranks.run(train_both, steps))
 
 
 def test_the_optimizers_of_a_gan_get_their_own_gradients(ranks):
@@ -486,11 +496,11 @@ def test_the_optimizers_of_a_gan_get_their_own_gradients(ranks):
         accelerator = Accelerator()
         return play(accelerator, [each[accelerator.process_index] for each in build_rounds(size)], True)
 
-    whole = [
+    global_batch = [
         tuple(torch.cat(parts) for parts in zip(*each, strict=True)) for each in build_rounds(ranks.size)
     ]
-    wanted = play(None, whole, False)
-    assert all(relative_error(got, wanted) <= BAR for got in ranks.run(played, ranks.size))
+    expected = play(None, global_batch, False)
+    assert all(relative_error(actual, expected) <= BAR for actual in ranks.run(played, ranks.size))
 
 
 def test_two_optimizers_of_one_model_can_step_alternately(ranks):
@@ -503,8 +513,8 @@ def test_two_optimizers_of_one_model_can_step_alternately(ranks):
         def forward(self, x, part):
             return self.parts[part](x)
 
-    def data(rank, turn):
-        return torch.randn(2 + rank + turn, 4, generator=torch.Generator().manual_seed(10 * rank + turn))
+    def data(rank, step):
+        return torch.randn(2 + rank + step, 4, generator=torch.Generator().manual_seed(10 * rank + step))
 
     def alternated():
         accelerator = Accelerator(
@@ -513,23 +523,23 @@ def test_two_optimizers_of_one_model_can_step_alternately(ranks):
         model = Two()
         optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model.parts]
         model, optimizers = accelerator.prepare(model, optimizers)
-        for turn in range(4):
-            x = data(accelerator.process_index, turn)
-            accelerator.backward(model(x, turn % 2).square().mean(), weight=len(x))
-            optimizers[turn % 2].step()
-            optimizers[turn % 2].zero_grad()
+        for step in range(4):
+            x = data(accelerator.process_index, step)
+            accelerator.backward(model(x, step % 2).square().mean(), weight=len(x))
+            optimizers[step % 2].step()
+            optimizers[step % 2].zero_grad()
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
     model = Two()
-    for turn in range(4):
-        x = torch.cat([data(rank, turn) for rank in range(ranks.size)])
-        model(x, turn % 2).square().mean().backward()
+    for step in range(4):
+        x = torch.cat([data(rank, step) for rank in range(ranks.size)])
+        model(x, step % 2).square().mean().backward()
         with torch.no_grad():
-            for p in model.parts[turn % 2].parameters():
+            for p in model.parts[step % 2].parameters():
                 p.sub_(0.1 * p.grad)
         model.zero_grad()
-    wanted = torch.cat([p.detach().flatten() for p in model.parameters()])
-    assert all(relative_error(got, wanted) <= BAR for got in ranks.run(alternated))
+    expected = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert all(relative_error(actual, expected) <= BAR for actual in ranks.run(alternated))
 
 
 def test_parameters_outside_of_models_are_scaled_too(alone):
@@ -557,7 +567,7 @@ def test_no_sync_of_the_script_keeps_the_cycle_open(ranks):
     batches = [
         build_text(10 * rank + part, [3 + rank, 20 - part]) for rank in range(ranks.size) for part in range(2)
     ]
-    assert all(relative_error(got, compute_reference(batches)) <= BAR for got in ranks.run(silent))
+    assert all(relative_error(actual, compute_reference(batches)) <= BAR for actual in ranks.run(silent))
 
 
 def test_trigger_sync_in_backward_averages_after_a_forward_pass_in_no_sync(ranks):
@@ -576,7 +586,7 @@ def test_trigger_sync_in_backward_averages_after_a_forward_pass_in_no_sync(ranks
     batches = [
         build_text(10 * rank + part, [3 + rank, 20 - part]) for rank in range(ranks.size) for part in range(2)
     ]
-    assert all(relative_error(got, compute_reference(batches)) <= BAR for got in ranks.run(late))
+    assert all(relative_error(actual, compute_reference(batches)) <= BAR for actual in ranks.run(late))
 
 
 @pytest.mark.parametrize("to_none", [True, False])
@@ -591,8 +601,8 @@ def test_zeroing_gradients_in_the_script_also_drops_their_weights(ranks, to_none
         accelerator.backward(mean_loss(model, batch), weight=count_tokens(batch))
         return flatten_gradients(model)
 
-    wanted = compute_reference([build_text(rank, [3, rank]) for rank in range(ranks.size)])
-    assert all(relative_error(got, wanted) <= BAR for got in ranks.run(dropped, to_none))
+    expected = compute_reference([build_text(rank, [3, rank]) for rank in range(ranks.size)])
+    assert all(relative_error(actual, expected) <= BAR for actual in ranks.run(dropped, to_none))
 
 
 @pytest.mark.parametrize(
@@ -614,8 +624,8 @@ def test_options_of_ddp_do_not_change_the_gradient(pair, steps, options):
         return run_cycle(accelerator, model, build_local_text(accelerator, counts))
 
     counts = draw_token_counts(2, steps, "nothing on the last rank")
-    wanted = compute_reference(build_all_text(counts))
-    assert all(relative_error(got, wanted) <= BAR for got in pair.run(optioned, options, counts))
+    expected = compute_reference(build_all_text(counts))
+    assert all(relative_error(actual, expected) <= BAR for actual in pair.run(optioned, options, counts))
 
 
 # Formats ---------------------------------------------------------------------------------
@@ -628,22 +638,22 @@ def test_half_precision_gradients_are_within_rounding_and_no_step_is_skipped(ran
         model = Bigram()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         model, optimizer = accelerator.prepare(model, optimizer)
-        seen = []
+        errors = []
         for scale in (1, 4096):  # weights far from 1 must not overflow
             for batch in build_local_text(accelerator, counts):
                 with accelerator.accumulate(model):
                     accelerator.backward(mean_loss(model, batch), weight=scale * count_tokens(batch))
             accelerator.unscale_gradients()
-            seen.append(flatten_gradients(model))
+            errors.append(flatten_gradients(model))
             optimizer.step()
             assert scale == 4096 or not accelerator.optimizer_step_was_skipped
             optimizer.zero_grad()
-        return seen
+        return errors
 
     counts = draw_token_counts(ranks.size, 3, "tokens from 1 to 24")
-    wanted = compute_reference(build_all_text(counts))
-    for seen in ranks.run(halves, mixed_precision, counts):
-        assert relative_error(seen[0], wanted) <= bar
+    expected = compute_reference(build_all_text(counts))
+    for errors in ranks.run(halves, mixed_precision, counts):
+        assert relative_error(errors[0], expected) <= bar
 
 
 def test_large_weights_do_not_overflow_float16(ranks):
@@ -673,9 +683,9 @@ def test_clipping_applies_to_the_weighted_mean(ranks):
         norm = accelerator.clip_grad_norm_(model.parameters(), 0.01)
         return norm.item(), flatten_gradients(model).norm().item()
 
-    wanted = compute_reference([build_text(rank, [9, 9]) for rank in range(ranks.size)]).norm().item()
+    expected = compute_reference([build_text(rank, [9, 9]) for rank in range(ranks.size)]).norm().item()
     for norm, after in ranks.run(clipped):
-        assert norm == pytest.approx(wanted, rel=1e-5)
+        assert norm == pytest.approx(expected, rel=1e-5)
         assert after == pytest.approx(0.01, rel=1e-3)
 
 
@@ -737,23 +747,23 @@ def test_a_padding_batch_adds_nothing_and_the_others_have_their_share(ranks, wei
         accelerator = Accelerator()
         model = accelerator.prepare(Bigram())
         world, rank = accelerator.num_processes, accelerator.process_index
-        seen = []
+        results = []
         sizes = [[3] * (world - 1) + [k] if world > 1 else [3] for k in (3, 1, 0)]
         factors = [each[rank] * world / sum(each) for each in sizes]
-        with iterate_epoch(accelerator, 3, factors) as walk:
-            for step in walk:
+        with iterate_epoch(accelerator, 3, factors) as iterator:
+            for step in iterator:
                 batch = build_text(100 * rank + step, [LENGTH] * (sizes[step][rank] or 1))
                 loss = mean_loss(model, batch) * (1 if sizes[step][rank] else float("nan"))
                 accelerator.backward(loss, **({"weight": len(batch[0])} if weighted else {}))
-                seen.append(flatten_gradients(model))
+                results.append(flatten_gradients(model))
                 model.zero_grad()
-        return seen
+        return results
 
     world = ranks.size
-    seen = ranks.run(shared, weighted)
+    results = ranks.run(shared, weighted)
     for step, few in enumerate((3, 1, 0)):
         sizes = [3] * (world - 1) + [few] if world > 1 else [3]
-        wanted = compute_reference(
+        expected = compute_reference(
             [build_text(100 * r + step, [LENGTH] * size) for r, size in enumerate(sizes) if size]
         )
-        assert all(relative_error(own[step], wanted) <= BAR for own in seen)
+        assert all(relative_error(gradients[step], expected) <= BAR for gradients in results)
