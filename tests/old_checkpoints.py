@@ -1,8 +1,8 @@
-"""Small checkpoints of each layout, written by one version and read by all later ones: `tests/data/checkpoints`.
+"""Small checkpoints of each layout in `tests/data/checkpoints`, written by one version and loaded by all later ones.
 
-Run as a script, this file writes with the current version those that a folder does not have yet:
-`python tests/old_checkpoints.py tests/data/checkpoints/0.1.0`. What is there is never written anew; where a layout changes,
-a folder of the next version comes beside it.
+Run as a script, this file writes with the current version the layouts that a folder lacks:
+`python tests/old_checkpoints.py tests/data/checkpoints/0.1.0`. Existing checkpoints are never rewritten; if a layout
+changes, add a folder for the next version.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ KEPT = sorted(path for path in (Path(__file__).parent / "data" / "checkpoints").
 
 
 class Stream(IterableDataset):
-    """Eight samples, without a length."""
+    """A stream of eight samples without a length."""
 
     def __iter__(self):
         return iter(torch.arange(24.0).view(8, 3) / 24)
@@ -63,7 +63,7 @@ class Note:
 
 
 class Parallel(nn.Sequential):
-    """A model that says how its layers are divided."""
+    """A model with a tensor-parallel plan."""
 
     tp_plan = {"0": "colwise", "2": "rowwise"}  # noqa: RUF012
 
@@ -72,16 +72,16 @@ class Parallel(nn.Sequential):
 
 
 class Run:
-    """What a script prepares for a layout, trains and saves; a layout of its own overrides what is different."""
+    """A run that prepares, trains and saves a layout; each layout is a subclass with its differences."""
 
     size = 2
-    """The number of processes that write it."""
+    """The world size that writes the checkpoint."""
     others = ()
-    """Other numbers of processes that can read it."""
+    """Other world sizes that can load the checkpoint."""
     last = 1
-    """The batch after which it is saved, counted from 0."""
+    """The batch after which the checkpoint is saved, counted from 0."""
     continues = True
-    """Whether what is written has the whole state of a run, so that training continues as in the run that wrote it."""
+    """Whether the checkpoint has the full state of a run, so that training continues exactly."""
 
     def __init__(self, path):
         self.path = path
@@ -103,7 +103,7 @@ class Run:
 
     def make_model(self):
         first = nn.Linear(3, 4)
-        # BatchNorm cancels this bias: its gradient is rounding error, of which Adam makes steps that differ between CPUs.
+        # BatchNorm cancels this bias: its gradient is rounding error, which Adam scales to steps that differ between CPUs.
         first.bias.register_hook(torch.zeros_like)
         return nn.Sequential(first, nn.BatchNorm1d(4), nn.Dropout(0.1), nn.Linear(4, 1))
 
@@ -147,7 +147,7 @@ class Run:
         self.accelerator.checkpoints.verify(found.path)
 
     def facts(self):
-        """What a checkpoint brings back, as JSON."""
+        """Return the state that a checkpoint restores, as JSON."""
         state = self.accelerator.get_state_dict(self.model)
         return {
             "model": numbers_of(state),
@@ -167,7 +167,7 @@ class One(Run):
 
 
 class Two(Run):
-    """Buffers that differ from rank to rank."""
+    """Buffers that differ between ranks."""
 
 
 class OfStream(Run):
@@ -178,7 +178,7 @@ class OfStream(Run):
 
 
 class Window(Run):
-    """Saved half-way through an accumulation cycle."""
+    """Saved within an accumulation cycle."""
 
     others = (1,)
     last = 2
@@ -594,7 +594,7 @@ LAYOUTS = {
     "background": Background,
     "exported": Exported,
 }
-"""What there is a checkpoint of."""
+"""The layouts that have checkpoints."""
 
 
 def samples():
@@ -628,7 +628,7 @@ def write_note(_models, _weights, folder):
 
 
 def write(folder, layout):
-    """Train a few steps, save, and leave beside the checkpoint what it brings back; each rank calls it.
+    """Train a few steps, save, and write the expected state next to the checkpoint; called on each rank.
 
     That is the state at that moment, and of training that continues the samples, a random number of each generator on every
     rank, and the state at the end of the epoch.
@@ -651,7 +651,7 @@ def write(folder, layout):
 
 
 def read(folder, layout):
-    """Load a checkpoint that `write` has written, and compare; each rank calls it."""
+    """Load a checkpoint of `write` and compare the state with the expected one; called on each rank."""
     run = LAYOUTS[layout](f"{folder}/{layout}")
     wanted = json.loads(Path(folder, f"{layout}.json").read_text())
     rest, draws, trained = wanted.pop("rest"), wanted.pop("draws", None), wanted.pop("after", None)
@@ -660,7 +660,7 @@ def read(folder, layout):
     after = run.facts()
     as_written = run.world_size == run.size
     if run.accelerator.is_main_process:
-        # Buffers are each rank's own, and only the first has all of a sharded model.
+        # Buffers differ between ranks, and only the first rank has the full state of a sharded model.
         assert before != wanted
         compare(after, wanted, 0 if as_written else 1e-6)
     if not run.continues:
@@ -682,19 +682,19 @@ def read(folder, layout):
     return True
 
 
-def compare(found, wanted, tolerance, path=""):
-    """Fail where numbers differ by more than a tolerance, or anything else at all."""
-    if isinstance(wanted, dict):
-        assert found.keys() == wanted.keys(), path
-        found, wanted = [[item[key] for key in wanted] for item in (found, wanted)]
-    if isinstance(wanted, list):
-        assert len(found) == len(wanted), path
-        for index, (one, other) in enumerate(zip(found, wanted, strict=True)):
-            compare(one, other, tolerance, f"{path}/{index}")
-    elif isinstance(wanted, float):
-        assert abs(found - wanted) <= tolerance * (1 + abs(wanted)), (path, found, wanted)
+def compare(actual, expected, tolerance, path=""):
+    """Fail if numbers differ by more than a tolerance, or other values at all."""
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys(), path
+        actual, expected = [[item[key] for key in expected] for item in (actual, expected)]
+    if isinstance(expected, list):
+        assert len(actual) == len(expected), path
+        for index, (actual_item, expected_item) in enumerate(zip(actual, expected, strict=True)):
+            compare(actual_item, expected_item, tolerance, f"{path}/{index}")
+    elif isinstance(expected, float):
+        assert abs(actual - expected) <= tolerance * (1 + abs(expected)), (path, actual, expected)
     else:
-        assert found == wanted, path
+        assert actual == expected, path
 
 
 if __name__ == "__main__":

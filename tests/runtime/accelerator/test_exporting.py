@@ -29,22 +29,22 @@ def test_all_ranks_see_an_exported_model_and_load_it_into_a_prepared_one(ranks, 
         accelerator = Accelerator(mixed_precision="bf16")
         model = accelerator.prepare(network())
         accelerator.save_model(model, folder, max_shard_size=size)
-        seen = sorted(path.name for path in folder.iterdir())
+        names = sorted(path.name for path in folder.iterdir())
         torch.manual_seed(4)
         other = accelerator.prepare(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)))
         accelerator.load_model(other, folder)
         same = map(torch.equal, accelerator.get_state_dict(other).values(), network().state_dict().values())
-        return all(same), seen
+        return all(same), names
 
     results = ranks.run(run, tmp_path / "deep" / "export", size)
     count = 1 if size == "10GB" else 4
-    assert all(same and len(seen) == count + (count > 1) for same, seen in results)
-    held = {name: t for path in tmp_path.rglob("*.safetensors") for name, t in load_file(path).items()}
-    assert sorted(network().state_dict()) == sorted(held)
+    assert all(same and len(names) == count + (count > 1) for same, names in results)
+    tensors = {name: t for path in tmp_path.rglob("*.safetensors") for name, t in load_file(path).items()}
+    assert sorted(network().state_dict()) == sorted(tensors)
 
 
-@pytest.mark.parametrize("where", ["all", "pair", "apart"])
-def test_a_write_error_is_raised_on_all_ranks_with_the_writing_rank(clusters, tmp_path, where):
+@pytest.mark.parametrize("writers", ["all", "pair", "apart"])
+def test_a_write_error_is_raised_on_all_ranks_with_the_writing_rank(clusters, tmp_path, writers):
     def run(folder, each):
         accelerator = Accelerator(project_config=ProjectConfiguration(save_on_each_node=each))
         folder = folder / str(accelerator.process_index) if each else folder
@@ -55,11 +55,13 @@ def test_a_write_error_is_raised_on_all_ranks_with_the_writing_rank(clusters, tm
             return str(error)
         return None
 
-    if where == "apart":  # each rank is a machine, and the second of three cannot write
+    if writers == "apart":  # each rank is a machine, and the second of three cannot write
         (tmp_path / "1").touch()
-        said = clusters["apart"].run(run, tmp_path, True)
-        assert len(set(said)) == 1
-        assert re.match(rf"save_model failed on rank 1: Cannot write the model to {tmp_path}/1: ", said[0])
+        messages = clusters["apart"].run(run, tmp_path, True)
+        assert len(set(messages)) == 1
+        assert re.match(
+            rf"save_model failed on rank 1: Cannot write the model to {tmp_path}/1: ", messages[0]
+        )
         assert [(tmp_path / str(rank) / "model.safetensors").exists() for rank in range(3)] == [
             True,
             False,
@@ -67,10 +69,10 @@ def test_a_write_error_is_raised_on_all_ranks_with_the_writing_rank(clusters, tm
         ]
         return
     (tmp_path / "file").touch()
-    said = clusters[1 if where == "all" else 2].run(run, tmp_path / "file", False)
-    who = "save_model failed on rank 0: " if where == "pair" else ""
-    assert len(set(said)) == 1
-    assert re.match(rf"{who}Cannot write the model to {tmp_path}/file: .*File exists", said[0])
+    messages = clusters[1 if writers == "all" else 2].run(run, tmp_path / "file", False)
+    who = "save_model failed on rank 0: " if writers == "pair" else ""
+    assert len(set(messages)) == 1
+    assert re.match(rf"{who}Cannot write the model to {tmp_path}/file: .*File exists", messages[0])
 
 
 def test_save_on_each_node_writes_on_every_node(clusters, tmp_path):
@@ -110,10 +112,10 @@ def test_a_load_error_on_one_rank_changes_no_rank(pair, tmp_path):
         Accelerator().save_model(
             nn.Sequential(nn.Linear(*kinds), nn.Linear(kinds[1], 2)), tmp_path / str(rank)
         )
-    for said, unchanged in pair.run(run, tmp_path):
+    for message, unchanged in pair.run(run, tmp_path):
         assert unchanged
-        assert "0.weight has shape [4, 2] in the file and [3, 2] in the model" in said
-        assert str(tmp_path / "1") in said
+        assert "0.weight has shape [4, 2] in the file and [3, 2] in the model" in message
+        assert str(tmp_path / "1") in message
 
 
 def test_an_export_as_pickle_is_rejected_with_the_alternative(tmp_path):
@@ -146,13 +148,13 @@ def test_saved_objects_load_independent_of_the_file_name(tmp_path, name, safe):
     accelerator = Accelerator()
     state = {"x": torch.arange(3.0), "y": torch.tensor(True)}
     accelerator.save(state, tmp_path / name, safe_serialization=safe)
-    for found in (
+    for loaded in (
         accelerator.load(tmp_path / name),
         accelerator.load(str(tmp_path / name), map_location="cpu"),
         utils.load(io.BytesIO((tmp_path / name).read_bytes())),
         utils.load(tmp_path / name, torch.device("cpu")),
     ):
-        assert {key: value.tolist() for key, value in found.items()} == {"x": [0, 1, 2], "y": True}
+        assert {key: value.tolist() for key, value in loaded.items()} == {"x": [0, 1, 2], "y": True}
     assert all(tensor.is_meta for tensor in accelerator.load(tmp_path / name, "meta").values())
 
 
@@ -167,10 +169,10 @@ def test_numpy_values_of_an_object_load_as_numbers_and_tensors(tmp_path):
         "t": (1, None),
     }
     utils.save(state, tmp_path / "state")
-    found = utils.load(tmp_path / "state")
-    assert found.pop("history")[0].equal(torch.tensor([[0, 2], [1, 3]]))
-    assert found == {"best": 0.5, "epoch": 3, "name": "run", "t": (1, None)}
-    assert type(found["best"]) is float
+    loaded = utils.load(tmp_path / "state")
+    assert loaded.pop("history")[0].equal(torch.tensor([[0, 2], [1, 3]]))
+    assert loaded == {"best": 0.5, "epoch": 3, "name": "run", "t": (1, None)}
+    assert type(loaded["best"]) is float
 
 
 def test_save_without_an_accelerator_writes_once(pair, tmp_path):

@@ -36,9 +36,9 @@ def test_a_decorated_function_runs_on_its_rank_and_returns_none_elsewhere(ranks,
         return [function("I am") for function in decorated]
 
     last = ranks.size - 1
-    wanted = [0, 0, last, last, last, last, 0]
+    expected = [0, 0, last, last, last, last, 0]
     assert ranks.run(answers, kind) == [
-        [f"I am {rank}" if rank == chosen else None for chosen in wanted] for rank in range(ranks.size)
+        [f"I am {rank}" if rank == chosen else None for chosen in expected] for rank in range(ranks.size)
     ]
 
 
@@ -55,12 +55,12 @@ def test_an_invalid_process_index_is_rejected(alone):
 def test_main_process_first_completes_before_the_other_ranks_start(ranks, tmp_path, scope):
     def order(path, scope):
         accelerator = Accelerator()
-        for turn in range(3):
+        for iteration in range(3):
             with getattr(accelerator, scope)():
                 if accelerator.is_main_process:
                     time.sleep(0.05)
-                    (path / str(turn)).touch()
-                assert (path / str(turn)).exists()
+                    (path / str(iteration)).touch()
+                assert (path / str(iteration)).exists()
         return True
 
     assert all(ranks.run(order, tmp_path, scope))
@@ -87,12 +87,12 @@ def test_a_failure_in_main_process_first_is_raised_on_the_other_ranks(several):
 
     first, *others = several.run(failed)
     assert first.startswith("FileNotFoundError: ")
-    told = f"RuntimeError: main_process_first() failed on rank 0: {first}"
-    assert others == [told] * (several.size - 1)
+    message = f"RuntimeError: main_process_first() failed on rank 0: {first}"
+    assert others == [message] * (several.size - 1)
 
 
 def test_ranks_of_a_node_that_are_not_consecutive_raise_an_error(several):
-    def strange():
+    def run_on_scattered_node():
         accelerator = Accelerator()
         backend = accelerator._backend
         # As if every rank above 0 took rank 1 for the first of its machine, and rank 1 took rank 0.
@@ -103,13 +103,15 @@ def test_ranks_of_a_node_that_are_not_consecutive_raise_an_error(several):
         except RuntimeError as error:
             return str(error)
 
-    assert all(reports is None or "Number the ranks" in reports for reports in several.run(strange))
+    assert all(
+        reports is None or "Number the ranks" in reports for reports in several.run(run_on_scattered_node)
+    )
     if several.size == 3:
-        assert "rank 2 waits for rank 1, which is not the first" in several.run(strange)[2]
+        assert "rank 2 waits for rank 1, which is not the first" in several.run(run_on_scattered_node)[2]
 
 
 def test_one_waiting_rank_reports_the_rank_it_waits_for(several):
-    def waited():
+    def wait_alone():
         accelerator = Accelerator()
         accelerator.wait_for_everyone()
         with (
@@ -120,7 +122,7 @@ def test_one_waiting_rank_reports_the_rank_it_waits_for(several):
             accelerator.on_main_process(time.sleep)(3)
         return reports.getvalue()
 
-    reports = several.run(waited)
+    reports = several.run(wait_alone)
     assert reports[1].startswith("rank 1: waiting for rank 0 (")
     assert reports[1].endswith(" s) in main_process_first()\n")
     assert reports[1].count("\n") == 1
@@ -144,12 +146,12 @@ def test_main_process_first_can_exceed_the_process_group_timeout():
 
 def test_split_between_processes_returns_the_shard_of_each_rank(ranks):
     def part(inputs):
-        with Accelerator().split_between_processes(inputs) as mine:
-            accelerated = mine
+        with Accelerator().split_between_processes(inputs) as rank_items:
+            accelerated = rank_items
         with PartialState().split_between_processes(inputs, apply_padding=True) as padded:
             return accelerated, padded
 
     items = list("abcdefg")
-    got = ranks.run(part, items)
-    assert [item for mine, _ in got for item in mine] == items
-    assert {len(padded) for _, padded in got} == {-(-len(items) // ranks.size)}
+    actual = ranks.run(part, items)
+    assert [item for rank_items, _ in actual for item in rank_items] == items
+    assert {len(padded) for _, padded in actual} == {-(-len(items) // ranks.size)}

@@ -26,9 +26,9 @@ def test_the_last_accelerator_destroys_the_process_group(fresh):
         first, second = Accelerator(), Accelerator()
         first.end_training()
         first.end_training()
-        together = second.reduce(torch.tensor(1.0)).item()
+        reduced = second.reduce(torch.tensor(1.0)).item()
         second.end_training()
-        return together, dist.is_initialized(), bool(first.is_main_process)
+        return reduced, dist.is_initialized(), bool(first.is_main_process)
 
     assert fresh.run(run) == [(2.0, False, True), (2.0, False, False)]
 
@@ -55,8 +55,8 @@ def test_a_launched_script_exits_cleanly_after_end_training(accel, script, cwd):
         "accelerator.end_training()\n"
         "accelerator.print('done')\n"
     )
-    done = accel("launch", "--cpu", "-q", "--nproc-per-node", "2", "train.py")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+    process = accel("launch", "--cpu", "-q", "--nproc-per-node", "2", "train.py")
+    assert (process.returncode, process.stdout, process.stderr) == (0, "done\n", "")
     config, values = (cwd / "logs" / "project.jsonl").read_text().splitlines()
     assert (json.loads(config)["config"], json.loads(values)["values"]) == ({"lr": 0.1}, {"loss": 1.0})
 

@@ -51,14 +51,14 @@ def test_a_stream_rejects_an_override_of_even_batches():
             return iter(range(3))
 
     accelerator = Accelerator()
-    kept = accelerator.prepare(DataLoader(Stream()))
+    loader = accelerator.prepare(DataLoader(Stream()))
     for even in (True, False):
         with (
             pytest.raises(ValueError, match=f"even_batches={even} for this loader"),
             accelerator.join_uneven_inputs([], even_batches=even),
         ):
             pass
-    del kept
+    del loader
 
 
 def test_even_batches_is_overridden_only_within_the_block(several):

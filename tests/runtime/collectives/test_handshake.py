@@ -46,7 +46,7 @@ def either_handshake(several, request):
     several.run(set_summary_world_size, SUMMARY_WORLD_SIZE)
 
 
-def call_differently(kind, odd, b):
+def call_differently(kind, is_odd_rank, b):
     """Make a collective call that differs on one rank."""
     world = b.topology.world_size
     step = StepInfo((2,) * world, (2,) * world, is_last=False)
@@ -65,7 +65,7 @@ def call_differently(kind, odd, b):
         "barrier": (lambda: gather_object([1], b), b.barrier),
         "source": (lambda: broadcast(tensor, b), lambda: broadcast(tensor, b, 1)),
     }
-    return calls[kind][odd]()
+    return calls[kind][is_odd_rank]()
 
 
 EXPECTED = {
@@ -108,18 +108,18 @@ def test_a_mismatch_raises_on_all_ranks_with_their_calls_and_later_calls_work(ei
 def test_equal_calls_from_different_lines_complete_with_one_warning_per_pair_of_lines(either_handshake):
     def gather_in_branches():
         b = backend()
-        found = []
+        warnings_found = []
         with collect_messages("accel_runtime.collectives") as messages:
             for _ in range(3):
                 if b.topology.rank:
-                    found.append(gather(torch.tensor([b.topology.rank]), b).tolist())
+                    warnings_found.append(gather(torch.tensor([b.topology.rank]), b).tolist())
                 else:
-                    found.append(gather(torch.tensor([9]), b).tolist())
-        return messages, found
+                    warnings_found.append(gather(torch.tensor([9]), b).tolist())
+        return messages, warnings_found
 
-    (first, found), *others = either_handshake.run(gather_in_branches)
-    assert found == [[9, *range(1, either_handshake.size)]] * 3
-    assert all(other == ([], found) for other in others)
+    (first, warnings_found), *others = either_handshake.run(gather_in_branches)
+    assert warnings_found == [[9, *range(1, either_handshake.size)]] * 3
+    assert all(other == ([], warnings_found) for other in others)
     (message,) = first
     lines = [int(line) for line in re.findall(r"rank \d: gather at test_handshake\.py:(\d+)", message)]
     assert lines == [lines[0], *[lines[0] - 2] * (either_handshake.size - 1)]
@@ -158,17 +158,17 @@ def test_matching_calls_in_a_large_world_send_no_slots(several):
 def test_different_data_from_different_lines_are_a_mismatch(pair):
     def mismatched():
         b = backend()
-        one = lambda: gather(torch.ones(2), b)  # noqa: E731
+        first_call = lambda: gather(torch.ones(2), b)  # noqa: E731
         other = lambda: gather(torch.ones(2, 3), b)  # noqa: E731
         with pytest.raises(MismatchError):
-            (one if b.topology.rank else other)()
+            (first_call if b.topology.rank else other)()
         return True
 
     assert pair.run(mismatched) == [True, True]
 
 
 def test_barriers_on_different_lines_match(either_handshake):
-    def waited():
+    def wait_twice():
         b = backend()
         if b.topology.rank:
             b.barrier()
@@ -176,15 +176,15 @@ def test_barriers_on_different_lines_match(either_handshake):
             b.barrier()
         return True
 
-    assert all(either_handshake.run(waited))
+    assert all(either_handshake.run(wait_twice))
 
 
 def test_a_mismatch_longer_than_a_slot_is_reported_in_full(either_handshake):
     def mismatched():
         b = backend()
-        odd = b.topology.rank == 1
+        is_second_rank = b.topology.rank == 1
         with pytest.raises(MismatchError) as caught:
-            gather({f"metric {i}": torch.ones(2, 3 if odd else 2) for i in range(SLOT // 20)}, b)
+            gather({f"metric {i}": torch.ones(2, 3 if is_second_rank else 2) for i in range(SLOT // 20)}, b)
         return str(caught.value)
 
     for message in either_handshake.run(mismatched):
@@ -232,7 +232,7 @@ def fork_server():
 
 
 @pytest.mark.parametrize(
-    ("odd", "error", "patience"),
+    ("behaviour", "error", "patience"),
     [
         ("sys.exit()", "RankLostError", 60),
         ("os._exit(3)", "RankLostError", 60),
@@ -241,17 +241,17 @@ def fork_server():
     ],
     ids=["ended", "died", "sleeps", "in DDP"],
 )
-@pytest.mark.parametrize("apart", [False, True], ids=["one machine", "three machines"])
+@pytest.mark.parametrize("one_per_node", [False, True], ids=["one machine", "three machines"])
 @pytest.mark.slow
 def test_waiting_ranks_raise_an_error_that_names_the_missing_rank(  # noqa: PLR0913, PLR0917
-    fork_server, odd, error, patience, apart, tmp_path, port
+    fork_server, behaviour, error, patience, one_per_node, tmp_path, port
 ):
-    """The last of three ranks makes no collective call; with `apart`, each rank has its own node."""
+    """The last of three ranks makes no collective call; with `one_per_node`, each rank has its own node."""
     missing = 2
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT.replace("ODD", odd).replace("PATIENCE", str(patience)))
+    script.write_text(SCRIPT.replace("ODD", behaviour).replace("PATIENCE", str(patience)))
     group = {"WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    locals_ = [(0, 1) if apart else (rank, 3) for rank in range(3)]
+    locals_ = [(0, 1) if one_per_node else (rank, 3) for rank in range(3)]
     environs = [
         group | {"RANK": rank, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": size}
         for rank, (local, size) in enumerate(locals_)

@@ -26,7 +26,7 @@ def test_equal_results_of_context_parallel_ranks_are_accepted(same):
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("first_result", "second_result"),
     [
         ("a", "b"),
         (torch.tensor([1.0]), torch.tensor([1.0, 1.0])),
@@ -35,10 +35,23 @@ def test_equal_results_of_context_parallel_ranks_are_accepted(same):
         (["a"], ["a", "b"]),
     ],
 )
-def test_different_results_of_context_parallel_ranks_are_rejected(one, other):
-    place = DataRank(0, 2, 4, 2)
-    assert drop_model_parallel_duplicates([one, other] * 4, place) == [one, one], (
-        "ranks 0 and 2 divide the sequence"
-    )
+def test_different_results_of_context_parallel_ranks_are_rejected(first_result, second_result):
+    data_rank = DataRank(0, 2, 4, 2)
+    assert drop_model_parallel_duplicates([first_result, second_result] * 4, data_rank) == [
+        first_result,
+        first_result,
+    ], "ranks 0 and 2 divide the sequence"
     with pytest.raises(ValueError, match=r"\(cp: 2\).*gather_sequence"):
-        drop_model_parallel_duplicates([one, one, one, one, one, one, other, other], place)
+        drop_model_parallel_duplicates(
+            [
+                first_result,
+                first_result,
+                first_result,
+                first_result,
+                first_result,
+                first_result,
+                second_result,
+                second_result,
+            ],
+            data_rank,
+        )

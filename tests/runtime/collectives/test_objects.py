@@ -34,18 +34,18 @@ def test_any_plain_object_is_deserialized_unchanged(item):
 @pytest.mark.parametrize("shape", [(), (0, 3), (3, 5)])
 def test_tensors_in_a_list_are_deserialized_unchanged(dtype, shape):
     tensor = torch.randn(shape).to(dtype)
-    flag, got, text = send_through_bytes([torch.tensor(True), tensor, "x"])
-    assert (flag.item(), text, got.dtype, got.shape) == (True, "x", dtype, shape)
-    assert torch.equal(got.to(torch.complex64), tensor.to(torch.complex64))
+    flag, actual, text = send_through_bytes([torch.tensor(True), tensor, "x"])
+    assert (flag.item(), text, actual.dtype, actual.shape) == (True, "x", dtype, shape)
+    assert torch.equal(actual.to(torch.complex64), tensor.to(torch.complex64))
 
 
 def test_a_slice_is_serialized_without_its_full_storage_and_gradient():
-    whole = torch.randn(1000, 1000, requires_grad=True)
-    parcel = serialize_object({"part": whole[:, :2].T})
+    full = torch.randn(1000, 1000, requires_grad=True)
+    parcel = serialize_object({"part": full[:, :2].T})
     assert parcel.size < 10_000
-    got = send_through_bytes({"part": whole[:, :2].T})["part"]
-    assert torch.equal(got, whole[:, :2].T)
-    assert not got.requires_grad
+    actual = send_through_bytes({"part": full[:, :2].T})["part"]
+    assert torch.equal(actual, full[:, :2].T)
+    assert not actual.requires_grad
 
 
 def test_deserialized_tensors_are_writable_and_keep_shared_identity():
@@ -58,9 +58,9 @@ def test_deserialized_tensors_are_writable_and_keep_shared_identity():
 
 def test_parameters_and_sparse_tensors_are_serialized():
     sparse = torch.eye(2).to_sparse()
-    parameter, got = send_through_bytes([torch.nn.Parameter(torch.ones(2)), sparse])
+    parameter, actual = send_through_bytes([torch.nn.Parameter(torch.ones(2)), sparse])
     assert isinstance(parameter, torch.nn.Parameter)
-    assert torch.equal(got.to_dense(), torch.eye(2))
+    assert torch.equal(actual.to_dense(), torch.eye(2))
 
 
 def test_numpy_arrays_are_serialized_outside_of_the_pickle():

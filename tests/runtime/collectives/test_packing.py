@@ -40,26 +40,26 @@ def pack_ranks(specs, world):
 def test_packed_tensors_of_several_ranks_are_unpacked_concatenated(specs, world):
     rows, everyone = pack_ranks(specs, world)
     joined = unpack_rows(rows, build_plan(specs))
-    for got, own in zip(joined, zip(*everyone, strict=True), strict=True):
-        wanted = torch.cat(own) if own[0].dim() else torch.stack(own)
-        assert got.dtype == wanted.dtype
-        assert torch.equal(got, wanted)
+    for actual, rank_tensors in zip(joined, zip(*everyone, strict=True), strict=True):
+        expected = torch.cat(rank_tensors) if rank_tensors[0].dim() else torch.stack(rank_tensors)
+        assert actual.dtype == expected.dtype
+        assert torch.equal(actual, expected)
 
 
 @given(SPECS)
 def test_packed_tensors_of_one_rank_are_unpacked_unchanged(specs):
     rows, everyone = pack_ranks(specs, 1)
-    for got, wanted in zip(unpack_row(rows[0], build_plan(specs)), everyone[0], strict=True):
-        assert got.dtype == wanted.dtype
-        assert torch.equal(got, wanted)
+    for actual, expected in zip(unpack_row(rows[0], build_plan(specs)), everyone[0], strict=True):
+        assert actual.dtype == expected.dtype
+        assert torch.equal(actual, expected)
 
 
 @given(SPECS, st.integers(1, 3))
 def test_unpacking_applies_a_function_over_the_ranks(specs, world):
     rows, everyone = pack_ranks(specs, world)
     last = unpack_row(rows, build_plan(specs), lambda numbers: numbers[-1])
-    for got, wanted in zip(last, everyone[-1], strict=True):
-        assert torch.equal(got, wanted)
+    for actual, expected in zip(last, everyone[-1], strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_noncontiguous_tensors_and_tensors_with_gradients_are_packed():
@@ -71,9 +71,9 @@ def test_noncontiguous_tensors_and_tensors_with_gradients_are_packed():
     plan = build_layout(tuple(TensorSpec(t.dtype, t.shape, "cpu") for t in tensors))
     row = torch.zeros(plan.size, dtype=torch.uint8)
     pack_into(tensors, plan, row)
-    for got, wanted in zip(unpack_row(row, plan), tensors, strict=True):
-        assert torch.equal(got, wanted)
-        assert not got.requires_grad
+    for actual, expected in zip(unpack_row(row, plan), tensors, strict=True):
+        assert torch.equal(actual, expected)
+        assert not actual.requires_grad
 
 
 def test_unpacked_results_do_not_share_memory():

@@ -533,11 +533,11 @@ def test_random_numbers_in_collate_fn_do_not_affect_the_order(several):
         source = read_epochs.build_iterable_source(loader, read_epochs.get_backend(), even=False)
         random_numbers = []
 
-        def read(batch):
+        def to_samples(batch):
             random_numbers.extend(batch[:, 1].tolist())
             return batch[:, 0].tolist()
 
-        return read_steps(source, read=read), random_numbers
+        return read_steps(source, to_samples=to_samples), random_numbers
 
     results = several.run(read_source, collate_noisy)
     assert sorted(chain.from_iterable(check_steps([steps for steps, _ in results]))) == list(range(40))

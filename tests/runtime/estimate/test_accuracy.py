@@ -76,20 +76,20 @@ def measure_rank(sizes, make):
     )
 
 
-def estimate_model(made=None, devices=4, **options):
+def estimate_model(spec=None, devices=4, **options):
     settings = {"mixed_precision": "no", "wrap": "auto", "optimizer": None} | options
-    if made is None:
+    if spec is None:
         with torch.device("meta"):
-            made = ModelSpec(Uneven())
-    return estimate_layouts(made, devices=devices, **settings)
+            spec = ModelSpec(Uneven())
+    return estimate_layouts(spec, devices=devices, **settings)
 
 
 def estimate_sizes(sizes):
-    found = estimate_model(devices=sizes[0] * sizes[1] * sizes[2]).estimates
+    estimates = estimate_model(devices=sizes[0] * sizes[1] * sizes[2]).estimates
     every = {
-        (one.usage.parameters, one.usage.gradients, one.usage.optimizer)
-        for one in found
-        if (one.layout.dp_replicate, one.layout.dp_shard, one.layout.tp) == sizes
+        (estimate.usage.parameters, estimate.usage.gradients, estimate.usage.optimizer)
+        for estimate in estimates
+        if (estimate.layout.dp_replicate, estimate.layout.dp_shard, estimate.layout.tp) == sizes
     }
     assert len(every) == 1, "neither resharding nor checkpointing changes what is held"
     return every.pop()
@@ -121,15 +121,18 @@ def test_the_memory_of_one_process_equals_the_estimate(alone):
 
 
 def test_every_divisor_of_the_number_of_devices_is_estimated():
-    found = estimate_model(devices=6).estimates
-    assert {one.layout.devices for one in found} == {1, 2, 3, 6}
+    estimates = estimate_model(devices=6).estimates
+    assert {estimate.layout.devices for estimate in estimates} == {1, 2, 3, 6}
 
 
 def test_the_reason_against_each_tp_size_is_reported():
-    found = estimate_model(devices=4)
-    assert set(found.left_out) == {4}
-    assert "parallel.tp=4 does not divide dimension 0 of blocks.0.up.weight, which is 26" in found.left_out[4]
-    assert {one.layout.tp for one in found.estimates} == {1, 2}
+    estimates = estimate_model(devices=4)
+    assert set(estimates.left_out) == {4}
+    assert (
+        "parallel.tp=4 does not divide dimension 0 of blocks.0.up.weight, which is 26"
+        in estimates.left_out[4]
+    )
+    assert {estimate.layout.tp for estimate in estimates.estimates} == {1, 2}
 
 
 def test_a_tp_size_that_does_not_divide_the_heads_is_left_out():
@@ -141,8 +144,8 @@ def test_a_tp_size_that_does_not_divide_the_heads_is_left_out():
 
 def test_tp_is_left_out_without_a_tp_plan():
     with torch.device("meta"):
-        made = ModelSpec(nn.Linear(4, 4))
-    assert "Linear has no tp_plan" in estimate_model(made, devices=2).left_out[2]
+        spec = ModelSpec(nn.Linear(4, 4))
+    assert "Linear has no tp_plan" in estimate_model(spec, devices=2).left_out[2]
 
 
 def test_tp_is_left_out_if_the_forward_pass_needs_full_layers():
@@ -151,8 +154,8 @@ def test_tp_is_left_out_if_the_forward_pass_needs_full_layers():
             return self.blocks[0].up(self.embed(words)).unflatten(-1, (2, 13))
 
     with torch.device("meta"):
-        made = ModelSpec(Fixed(), torch.zeros(2, 3, dtype=torch.long))
-    assert "with sharded layers the forward pass failed" in estimate_model(made, devices=2).left_out[2]
+        spec = ModelSpec(Fixed(), torch.zeros(2, 3, dtype=torch.long))
+    assert "with sharded layers the forward pass failed" in estimate_model(spec, devices=2).left_out[2]
 
 
 def test_an_unknown_class_to_wrap_is_rejected():
@@ -162,33 +165,35 @@ def test_an_unknown_class_to_wrap_is_rejected():
 
 def test_mixed_precision_reduces_the_activations_of_a_batch():
     with torch.device("meta"):
-        made = ModelSpec(Uneven(), torch.zeros(64, 30, dtype=torch.long))
-    full, half = (estimate_model(made, 2, mixed_precision=which).estimates for which in ("no", "bf16"))
-    for whole, less in zip(full, half, strict=True):
-        assert less.usage.activations < whole.usage.activations
-        assert less.usage.parameters == whole.usage.parameters
-    assert all(one.usage.activations is None for one in estimate_model().estimates)
+        spec = ModelSpec(Uneven(), torch.zeros(64, 30, dtype=torch.long))
+    full, half = (estimate_model(spec, 2, mixed_precision=which).estimates for which in ("no", "bf16"))
+    for full_usage, reduced_usage in zip(full, half, strict=True):
+        assert reduced_usage.usage.activations < full_usage.usage.activations
+        assert reduced_usage.usage.parameters == full_usage.usage.parameters
+    assert all(estimate.usage.activations is None for estimate in estimate_model().estimates)
 
 
 def test_the_optimizer_of_the_factory_is_used_unless_another_is_named():
     with torch.device("meta"):
-        made = ModelSpec(Uneven(), optimizer=lambda p: torch.optim.SGD(p, lr=1))
-    assert estimate_model(made).estimates[0].usage.optimizer == 0
-    assert estimate_model(made).optimizer == "SGD"
-    assert estimate_model(made, optimizer="adamw").estimates[0].usage.optimizer > 0
+        spec = ModelSpec(Uneven(), optimizer=lambda p: torch.optim.SGD(p, lr=1))
+    assert estimate_model(spec).estimates[0].usage.optimizer == 0
+    assert estimate_model(spec).optimizer == "SGD"
+    assert estimate_model(spec, optimizer="adamw").estimates[0].usage.optimizer > 0
 
 
 def test_activation_checkpointing_needs_wrapped_modules():
-    assert not any(one.layout.activation_checkpointing for one in estimate_model(wrap="none").estimates)
-    assert any(one.layout.activation_checkpointing for one in estimate_model().estimates)
+    assert not any(
+        estimate.layout.activation_checkpointing for estimate in estimate_model(wrap="none").estimates
+    )
+    assert any(estimate.layout.activation_checkpointing for estimate in estimate_model().estimates)
 
 
 def test_bfloat16_gradients_are_reduced_in_float32():
     def working(dtype, precision):
         with torch.device("meta"):
-            made = ModelSpec(Uneven().to(dtype))
-        found = estimate_model(made, 2, mixed_precision=precision).estimates
-        return next(one.usage.working for one in found if one.layout.dp_shard == 2)
+            spec = ModelSpec(Uneven().to(dtype))
+        estimates = estimate_model(spec, 2, mixed_precision=precision).estimates
+        return next(estimate.usage.working for estimate in estimates if estimate.layout.dp_shard == 2)
 
     assert working(torch.bfloat16, "no") == working(torch.bfloat16, "bf16")
 
@@ -196,5 +201,7 @@ def test_bfloat16_gradients_are_reduced_in_float32():
 def test_activations_of_batch_normalisation_are_measured_in_mixed_precision():
     with torch.device("meta"):
         net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
-        made = ModelSpec(net, torch.zeros(2, 3, 8, 8))
-    assert all(one.usage.activations for one in estimate_model(made, 2, mixed_precision="bf16").estimates)
+        spec = ModelSpec(net, torch.zeros(2, 3, 8, 8))
+    assert all(
+        estimate.usage.activations for estimate in estimate_model(spec, 2, mixed_precision="bf16").estimates
+    )

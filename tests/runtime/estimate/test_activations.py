@@ -81,25 +81,27 @@ class StorageRecorder(TorchDispatchMode):
 
 def count_alive_bytes(model, batch, dtype=None):
     """Return the bytes alive after a real forward pass, without parameters and buffers, by tracking storages."""
-    given = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    with StorageRecorder() as made, torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext():
+    model_storages = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    with StorageRecorder() as recorder, torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext():
         loss = model(**batch)
     inputs = [value.untyped_storage() for value in batch.values()]
-    found = {s.data_ptr(): s.nbytes() for s in (*made.storages, *inputs, loss.untyped_storage())}
-    return sum(size for pointer, size in found.items() if pointer not in given)
+    size_by_storage = {
+        s.data_ptr(): s.nbytes() for s in (*recorder.storages, *inputs, loss.untyped_storage())
+    }
+    return sum(size for pointer, size in size_by_storage.items() if pointer not in model_storages)
 
 
 def count_saved_bytes(model, batch, dtype=None):
     """Return the bytes that a real forward pass saves for autograd, with inputs and outputs."""
-    given = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    kept = [*batch.values()]
+    model_storages = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    tensors = [*batch.values()]
     with (
-        torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: (tensors.append(t), t)[1], lambda t: t),
         torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext(),
     ):
-        kept.append(model(**batch))
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
-    return sum(size for pointer, size in storages.items() if pointer not in given)
+        tensors.append(model(**batch))
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(size for pointer, size in storages.items() if pointer not in model_storages)
 
 
 @dataclass
@@ -107,8 +109,8 @@ class Case:
     model: nn.Module
     batch: dict[str, torch.Tensor]
 
-    def measured(self, **how):
-        return measure_activations(ModelSpec(self.model, self.batch), list(self.model.layers), **how)
+    def measured(self, **options):
+        return measure_activations(ModelSpec(self.model, self.batch), list(self.model.layers), **options)
 
 
 @pytest.fixture
@@ -135,11 +137,11 @@ def test_checkpointed_activations_are_those_of_torch_plus_one_layer(meta):
     inside = count_saved_bytes(Layer(), {"x": torch.zeros(4, 16, 32, requires_grad=True)})
     for index, layer in enumerate(real.layers):
         real.layers[index] = checkpoint_wrapper(layer, CheckpointImpl.NO_REENTRANT)
-    found = meta.measured()
+    activations = meta.measured()
     # The layer's input is kept anyway; its output is not saved by the layer itself.
     row = 4 * 16 * 32 * 4
-    assert found.checkpointed == count_alive_bytes(real, build_batch()) + inside - 2 * row
-    assert found.checkpointed < found.full
+    assert activations.checkpointed == count_alive_bytes(real, build_batch()) + inside - 2 * row
+    assert activations.checkpointed < activations.full
 
 
 def test_the_largest_activation_is_measured(meta):
@@ -158,10 +160,10 @@ def test_parameters_gathered_in_bfloat16_are_not_cast_again(meta):
 def test_tp_divides_the_activations_of_sharded_layers(meta):
     division = read_plan(meta.model)
     assert division.gathered == ("head",)
-    whole, half = meta.measured(), meta.measured(tp=2, plan=division)
+    full, half = meta.measured(), meta.measured(tp=2, plan=division)
     # q, k, v, what attention gives back, its sums; up and gelu's: half as much on each of three layers.
     parts = 4 * 16 * (4 * 32 + 4 + 2 * 64) * 4
-    assert whole.full - half.full == 3 * parts // 2
+    assert full.full - half.full == 3 * parts // 2
 
 
 def test_measuring_leaves_no_hooks_on_the_model(meta):
@@ -173,17 +175,17 @@ def test_measuring_leaves_no_hooks_on_the_model(meta):
 def test_inputs_can_be_a_tensor_a_sequence_or_a_dict():
     with torch.device("meta"):
         model, x = nn.Linear(4, 4), torch.zeros(2, 4)
-    found = {
+    activations = {
         measure_activations(ModelSpec(model, inputs), []).full for inputs in (x, (x,), [x], {"input": x})
     }
-    assert found == {2 * 4 * 4 * 2}
+    assert activations == {2 * 4 * 4 * 2}
 
 
 def test_the_loss_is_part_of_the_activations():
     with torch.device("meta"):
         model, x = nn.Linear(4, 4), torch.zeros(2, 4)
-    found = measure_activations(ModelSpec(model, x, loss=lambda out: out.exp().sum()), []).full
-    assert found == 2 * 4 * 4 * 3 + 4, "input, output, its exponential, and the loss"
+    activations = measure_activations(ModelSpec(model, x, loss=lambda out: out.exp().sum()), []).full
+    assert activations == 2 * 4 * 4 * 3 + 4, "input, output, its exponential, and the loss"
 
 
 def test_a_failed_forward_pass_reports_its_line_and_leaves_no_hook():

@@ -44,56 +44,60 @@ def test_local_shape_is_that_of_the_rank_with_the_largest_shard(shape, dim, layo
 
 
 def test_frozen_parameters_count_without_gradients():
-    both = [parameter(8, 2), parameter(8, 4, trained=False)]
-    found = compute_usage(both, sharded(4), PLAIN, optimizer=7, buffers=5)
-    assert (found.parameters, found.gradients, found.optimizer, found.buffers) == (48, 16, 7, 5)
-    assert found.activations is None
+    parameters = [parameter(8, 2), parameter(8, 4, trained=False)]
+    usage = compute_usage(parameters, sharded(4), PLAIN, optimizer=7, buffers=5)
+    assert (usage.parameters, usage.gradients, usage.optimizer, usage.buffers) == (48, 16, 7, 5)
+    assert usage.activations is None
 
 
 def test_working_memory_holds_two_gathered_modules_and_one_full_gradient():
     units = [parameter(100, group=0), parameter(80, group=1), parameter(60, group=2)]
-    rest = parameter(20)
-    found = compute_usage([*units, rest], sharded(2, reshard_after_forward=True), PLAIN, optimizer=0)
+    remaining = parameter(20)
+    usage = compute_usage([*units, remaining], sharded(2, reshard_after_forward=True), PLAIN, optimizer=0)
     # Parameters of 100, 80 and the rest; the gradient of 100, and once more as it is averaged.
-    assert found.working == 4 * (100 + 80 + 20) + 4 * 100 * 2
-    kept = compute_usage([*units, rest], sharded(2, reshard_after_forward=False), PLAIN, optimizer=0)
-    assert kept.working == 4 * (100 + 80 + 60 + 20) + 4 * 100 * 2
-    half = compute_usage([*units, rest], sharded(2, reshard_after_forward=True), BF16, optimizer=0)
+    assert usage.working == 4 * (100 + 80 + 20) + 4 * 100 * 2
+    unresharded = compute_usage(
+        [*units, remaining], sharded(2, reshard_after_forward=False), PLAIN, optimizer=0
+    )
+    assert unresharded.working == 4 * (100 + 80 + 60 + 20) + 4 * 100 * 2
+    half = compute_usage([*units, remaining], sharded(2, reshard_after_forward=True), BF16, optimizer=0)
     assert half.working == 2 * (100 + 80 + 20) + (2 + 4) * 100
-    assert half.parameters == found.parameters, "what is held stays in the model's own format"
+    assert half.parameters == usage.parameters, "what is held stays in the model's own format"
 
 
 def test_gathered_integers_keep_their_size():
-    found = compute_usage([parameter(10, floating=False, trained=False)], sharded(2), BF16, optimizer=0)
-    assert found.working == 40
+    usage = compute_usage([parameter(10, floating=False, trained=False)], sharded(2), BF16, optimizer=0)
+    assert usage.working == 40
 
 
 def test_only_replicas_need_gradient_buckets():
-    one = ParallelLayout(1, 1, 1, sharded=False)
-    kept = Activations(full=400, checkpointed=100, largest=8)
-    found = compute_usage(
-        [parameter(10)], ParallelLayout(2, 1, 1, sharded=False), PLAIN, optimizer=0, activations=kept
+    layout = ParallelLayout(1, 1, 1, sharded=False)
+    activations = Activations(full=400, checkpointed=100, largest=8)
+    usage = compute_usage(
+        [parameter(10)], ParallelLayout(2, 1, 1, sharded=False), PLAIN, optimizer=0, activations=activations
     )
-    assert found.working == 40 + 8
-    assert compute_usage([parameter(10)], one, PLAIN, optimizer=0, activations=kept).working == 8
+    assert usage.working == 40 + 8
+    assert compute_usage([parameter(10)], layout, PLAIN, optimizer=0, activations=activations).working == 8
 
 
 def test_working_memory_covers_the_optimizer_step_if_activations_are_small():
-    found = compute_usage(
+    usage = compute_usage(
         [parameter(10)],
         ParallelLayout(1, 1, 1, sharded=False),
         PLAIN,
         optimizer=80,
         activations=Activations(4, 4, 4),
     )
-    assert found.working == 36
-    assert found.total == 40 + 40 + 80 + 4 + 36
+    assert usage.working == 36
+    assert usage.total == 40 + 40 + 80 + 4 + 36
 
 
 def test_activation_checkpointing_uses_the_checkpointed_size():
-    kept = Activations(full=400, checkpointed=100, largest=8)
+    activations = Activations(full=400, checkpointed=100, largest=8)
     layout = sharded(2, activation_checkpointing=True)
-    assert compute_usage([parameter(2)], layout, PLAIN, optimizer=0, activations=kept).activations == 100
+    assert (
+        compute_usage([parameter(2)], layout, PLAIN, optimizer=0, activations=activations).activations == 100
+    )
 
 
 def test_list_splits_returns_every_split_once():

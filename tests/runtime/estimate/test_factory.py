@@ -94,9 +94,9 @@ def get_error(target, **sizes):
     "target", ["models:plain", "models.py:plain", "./models.py:plain", "models:Net", "models:Net.large"]
 )
 def test_a_factory_is_a_function_or_class_of_a_module_or_file(module, target):
-    made = call_target(target)
-    assert made.model.weight.is_meta
-    assert (made.inputs, made.optimizer, made.loss) == (None, None, None)
+    spec = call_target(target)
+    assert spec.model.weight.is_meta
+    assert (spec.inputs, spec.optimizer, spec.loss) == (None, None, None)
 
 
 def test_a_factory_file_can_import_a_sibling_module(module, cwd):
@@ -208,9 +208,9 @@ def test_sizes_without_an_effect_are_rejected(module):
 
 
 def test_inputs_of_a_factory_are_created_on_the_meta_device(module):
-    made = call_target("models:with_inputs")
-    assert made.inputs.device == torch.device("meta")
+    spec = call_target("models:with_inputs")
+    assert spec.inputs.device == torch.device("meta")
 
 
 def line(text):
-    return next(number for number, one in enumerate(MODULE.splitlines(), 1) if text in one)
+    return next(number for number, text_of_line in enumerate(MODULE.splitlines(), 1) if text in text_of_line)

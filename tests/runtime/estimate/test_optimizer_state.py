@@ -36,9 +36,9 @@ def list_local_shapes(model):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_state_of_every_named_optimizer_equals_that_of_a_real_step(name):
     model = build_model()
-    whole = measure_state(build_optimizer(model, name), list_local_shapes(model))
-    assert whole == measure_real_state(lambda real: build_optimizer(real, name))
-    assert (whole == 0) == (name == "sgd")
+    full = measure_state(build_optimizer(model, name), list_local_shapes(model))
+    assert full == measure_real_state(lambda real: build_optimizer(real, name))
+    assert (full == 0) == (name == "sgd")
 
 
 def test_the_state_of_an_optimizer_with_groups_is_measured_for_shards():
@@ -79,7 +79,7 @@ def test_bfloat16_parameters_have_bfloat16_optimizer_state():
 
 
 @pytest.mark.parametrize(
-    ("chosen", "said"),
+    ("chosen", "message"),
     [
         ("adamm", "Invalid --optimizer 'adamm': expected one of adamw, adam, "),
         (lambda p: p, "the factory's optimizer returned list"),
@@ -90,8 +90,8 @@ def test_bfloat16_parameters_have_bfloat16_optimizer_state():
         (torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=1), r"not in the model, the first of shape \[3\]"),
     ],
 )
-def test_an_invalid_optimizer_is_rejected(chosen, said):
-    with pytest.raises(EstimateError, match=said):
+def test_an_invalid_optimizer_is_rejected(chosen, message):
+    with pytest.raises(EstimateError, match=message):
         build_optimizer(build_model(), chosen)
 
 

@@ -44,8 +44,8 @@ def transformers():
     return pytest.importorskip("transformers")
 
 
-def list_shapes(made):
-    return {name: list(value.shape) for name, value in made.inputs.items()}
+def list_shapes(spec):
+    return {name: list(value.shape) for name, value in spec.inputs.items()}
 
 
 @pytest.mark.parametrize(
@@ -63,10 +63,10 @@ def list_shapes(made):
     ],
 )
 def test_the_configuration_determines_the_model_class_and_a_batch(folder, transformers, config, name, inputs):
-    made = build_from_configuration(str(folder(config)), {})
-    assert type(made.model).__name__ == name
-    assert all(p.is_meta for p in made.model.parameters())
-    assert list_shapes(made) == inputs
+    spec = build_from_configuration(str(folder(config)), {})
+    assert type(spec.model).__name__ == name
+    assert all(p.is_meta for p in spec.model.parameters())
+    assert list_shapes(spec) == inputs
 
 
 def test_given_sizes_override_the_configuration_file(folder, transformers):
@@ -98,10 +98,10 @@ def test_a_size_without_an_effect_on_the_model_is_rejected(folder, transformers,
 
 
 def test_custom_code_of_a_model_is_not_executed(folder, transformers):
-    where = folder({"model_type": "mine", "auto_map": {"AutoConfig": "evil.Config"}})
-    (where / "evil.py").write_text("raise SystemExit('run')")
+    path = folder({"model_type": "mine", "auto_map": {"AutoConfig": "evil.Config"}})
+    (path / "evil.py").write_text("raise SystemExit('run')")
     with pytest.raises(EstimateError, match="transformers could not build the model"):
-        build_from_configuration(str(where), {})
+        build_from_configuration(str(path), {})
 
 
 def test_missing_transformers_is_reported_with_the_install_command(folder, monkeypatch):
@@ -119,7 +119,7 @@ def test_a_folder_without_a_configuration_is_rejected(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("target", "wanted"), [(".", True), ("a/config.json", True), ("a.py:f", False), ("a:f", False)]
+    ("target", "expected"), [(".", True), ("a/config.json", True), ("a.py:f", False), ("a:f", False)]
 )
-def test_folders_and_json_files_are_configurations(target, wanted):
-    assert is_configuration(target) is wanted
+def test_folders_and_json_files_are_configurations(target, expected):
+    assert is_configuration(target) is expected

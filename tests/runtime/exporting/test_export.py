@@ -51,11 +51,11 @@ def export_state(state, folder, limit=10**9, **options):
     return folder
 
 
-def is_bitwise_equal(one, other):
+def is_bitwise_equal(actual, expected):
     """Return whether shape, dtype and every byte are equal."""
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
+    if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
         return False
-    return torch.stack([one, other]).view(2, -1).view(torch.uint8).diff(dim=0).count_nonzero() == 0
+    return torch.stack([actual, expected]).view(2, -1).view(torch.uint8).diff(dim=0).count_nonzero() == 0
 
 
 def list_files(folder):
@@ -66,7 +66,7 @@ def list_files(folder):
 
 
 @pytest.mark.parametrize(
-    ("given", "size"),
+    ("text", "size"),
     [
         (1, 1),
         ("10", 10),
@@ -78,17 +78,17 @@ def list_files(folder):
         ("1TiB", 2**40),
     ],
 )
-def test_parse_size_accepts_bytes_or_a_number_with_a_unit(given, size):
-    assert parse_size(given, "max_shard_size") == size
+def test_parse_size_accepts_bytes_or_a_number_with_a_unit(text, size):
+    assert parse_size(text, "max_shard_size") == size
 
 
-@pytest.mark.parametrize("given", ["", "GB", "10Gb", "10gb", "-1GB", "1e3MB", "0GB", 0, -5, True, 1.5, None])
-def test_parse_size_rejects_other_sizes_with_an_example(given):
+@pytest.mark.parametrize("text", ["", "GB", "10Gb", "10gb", "-1GB", "1e3MB", "0GB", 0, -5, True, 1.5, None])
+def test_parse_size_rejects_other_sizes_with_an_example(text):
     with pytest.raises(
         ValueError, match=r"Invalid max_shard_size .*: expected a number of bytes.*'10GB'"
     ) as refused:
-        parse_size(given, "max_shard_size")
-    assert ("small b" in str(refused.value)) == (given in {"10Gb", "10gb"})
+        parse_size(text, "max_shard_size")
+    assert ("small b" in str(refused.value)) == (text in {"10Gb", "10gb"})
 
 
 # Round trips -----------------------------------------------------------------------------
@@ -131,12 +131,12 @@ def test_every_exported_tensor_loads_bitwise_equal(tmp_path_factory, state, limi
     weights = find_weights(folder)
     assert weights.slices.keys() | weights.ties.keys() == state.keys()
     assert all(is_bitwise_equal(tensor, state[name]) for name, tensor in weights.read().items())
-    assert all(state[name].data_ptr() == state[kept].data_ptr() for name, kept in weights.ties.items())
+    assert all(state[name].data_ptr() == state[alias].data_ptr() for name, alias in weights.ties.items())
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
-            held = [file.get_tensor(name) for name in list(file.keys())]
+            tensors = [file.get_tensor(name) for name in list(file.keys())]
             assert file.metadata()["format"] == "pt"
-        assert len(held) <= 1 or sum(tensor.nbytes for tensor in held) <= limit
+        assert len(tensors) <= 1 or sum(tensor.nbytes for tensor in tensors) <= limit
 
 
 class Tied(nn.Module):
@@ -158,15 +158,15 @@ def test_torch_and_safetensors_load_an_exported_tied_model(tmp_path, limit):
     """Once in the file, and found again: by torch, by safetensors, and by an untied reader from the header."""
     model = Tied()
     export_state(model.state_dict(), tmp_path, limit)
-    held = {
+    tensors = {
         name: tensor for path in tmp_path.glob("*.safetensors") for name, tensor in load_file(path).items()
     }
-    assert "embed.weight" in held
-    assert "head.weight" not in held
-    again = Tied()
-    missing, unexpected = again.load_state_dict(held, strict=False)
+    assert "embed.weight" in tensors
+    assert "head.weight" not in tensors
+    loaded_model = Tied()
+    missing, unexpected = loaded_model.load_state_dict(tensors, strict=False)
     assert (missing, unexpected) == (["head.weight"], [])
-    assert all(map(is_bitwise_equal, again.state_dict().values(), model.state_dict().values()))
+    assert all(map(is_bitwise_equal, loaded_model.state_dict().values(), model.state_dict().values()))
     if limit > 40:
         third = Tied()
         assert load_as_safetensors_does(third, tmp_path / SINGLE) == (set(), [])
@@ -182,10 +182,10 @@ def test_the_expected_name_of_tied_weights_is_left_out(tmp_path):
 def test_shards_have_the_layout_of_the_hub(tmp_path):
     state = {"a": torch.zeros(2), "large": torch.zeros(100), "b": torch.zeros(2), "c": torch.zeros(3)}
     export_state(state, tmp_path, 16)
-    one, two, three = (f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3))
-    assert list_files(tmp_path) == [one, two, three, INDEX]
+    first, second, third = (f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3))
+    assert list_files(tmp_path) == [first, second, third, INDEX]
     index = json.loads((tmp_path / INDEX).read_text())
-    assert index["weight_map"] == {"a": one, "b": one, "c": two, "large": three}
+    assert index["weight_map"] == {"a": first, "b": first, "c": second, "large": third}
     assert index["metadata"]["total_size"] == 4 * (2 + 100 + 2 + 3)
 
 
@@ -196,7 +196,7 @@ def test_an_exported_file_has_default_permissions(tmp_path):
 
 
 def test_all_unsupported_values_are_rejected_by_name(tmp_path):
-    wrong = {
+    unsupported = {
         "wide": torch.zeros(2, dtype=torch.complex128),
         "sparse": torch.eye(2).to_sparse(),
         "meta": torch.empty(2, device="meta"),
@@ -205,8 +205,8 @@ def test_all_unsupported_values_are_rejected_by_name(tmp_path):
         "__metadata__": torch.zeros(1),
     }
     with pytest.raises(CheckpointError, match="cannot be written as safetensors") as refused:
-        export_state({"fine": torch.zeros(2), **wrong}, tmp_path)
-    assert all(f"\n  {name}: a " in str(refused.value) for name in wrong)
+        export_state({"fine": torch.zeros(2), **unsupported}, tmp_path)
+    assert all(f"\n  {name}: a " in str(refused.value) for name in unsupported)
     assert "fine" not in str(refused.value)
     assert not list_files(tmp_path)
 
@@ -274,15 +274,16 @@ def test_a_disk_error_at_any_call_leaves_one_export_or_a_clear_error(tmp_path, b
             export_state(new, folder, LIMITS[after], disk=Faulty(number))
         assert not list(folder.glob(".*"))
         try:
-            found = find_weights(folder).read()
+            exported = find_weights(folder).read()
         except CheckpointError as error:
             outcomes.append("none")
             assert before == after != "one file"
             assert "from another export" in str(error)
         else:
-            outcomes.append("old" if is_bitwise_equal(found["a"], old["a"]) else "new")
+            outcomes.append("old" if is_bitwise_equal(exported["a"], old["a"]) else "new")
             assert all(
-                is_bitwise_equal(found[name], {"old": old, "new": new}[outcomes[-1]][name]) for name in "abc"
+                is_bitwise_equal(exported[name], {"old": old, "new": new}[outcomes[-1]][name])
+                for name in "abc"
             )
         export_state(new, folder, LIMITS[after])
         assert all(
@@ -348,24 +349,24 @@ def test_files_of_an_export_killed_by_a_signal_are_removed_by_the_next(tmp_path,
         "        os.kill(os.getpid(), int(sys.argv[2]))\n"
         "export_model(ExportPlan.from_state({'a': torch.ones(4)}, 100), Path(sys.argv[1]), Ending())\n"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", script, tmp_path, str(int(number))], capture_output=True, check=False
     )
-    assert done.returncode
+    assert process.returncode
     assert not (tmp_path / SINGLE).exists()
     export_state({"a": torch.zeros(4)}, tmp_path)
     assert list_files(tmp_path) == [SINGLE]
 
 
 def test_shards_of_two_exports_are_rejected(tmp_path):
-    one, two = (
+    first, second = (
         export_state({"a": torch.full((4,), v), "b": torch.full((4,), v)}, tmp_path / str(v), 16)
         for v in (1.0, 2.0)
     )
     name = "model-00002-of-00002.safetensors"
-    (one / name).write_bytes((two / name).read_bytes())
+    (first / name).write_bytes((second / name).read_bytes())
     with pytest.raises(CheckpointError, match=rf"{name} does not match .*{INDEX}"):
-        find_weights(one).read()
+        find_weights(first).read()
 
 
 def test_an_index_of_another_writer_is_read_without_checksums(tmp_path):

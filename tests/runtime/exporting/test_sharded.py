@@ -33,31 +33,33 @@ def read_files(folder):
 @pytest.mark.parametrize("limit", ["10GB", 250], ids=["one file", "several"])
 def test_a_sharded_model_is_exported_in_full_and_loaded_into_shards(pair, tmp_path, limit):
     folder = tmp_path / "export"
-    told = pair.run(save_and_load, folder, {"dp_shard": 2}, limit)
-    want = {name: value.tolist() for name, value in build_model().state_dict().items()}
-    assert [state for _, state in told] == [want] * 2
+    results = pair.run(save_and_load, folder, {"dp_shard": 2}, limit)
+    expected = {name: value.tolist() for name, value in build_model().state_dict().items()}
+    assert [state for _, state in results] == [expected] * 2
     several = len(list(folder.glob("*.safetensors")))
     assert (several == 1) == (limit == "10GB")
-    assert told[0][0] == sorted(path.name for path in folder.iterdir()), "all files are there when it returns"
-    found = read_files(folder)
-    assert "head.weight" in found or "embedding.weight" in found
-    assert len(found) == len(want) - 1, "tied weights are there once"
+    assert results[0][0] == sorted(path.name for path in folder.iterdir()), (
+        "all files are there when it returns"
+    )
+    tensors = read_files(folder)
+    assert "head.weight" in tensors or "embedding.weight" in tensors
+    assert len(tensors) == len(expected) - 1, "tied weights are there once"
     plain = Net()
     if several == 1:
         load_model(plain, str(folder / "model.safetensors"))
     else:
-        plain.load_state_dict(found, strict=False)
+        plain.load_state_dict(tensors, strict=False)
     plain.head.weight = plain.embedding.weight
-    assert {name: value.tolist() for name, value in plain.state_dict().items()} == want
+    assert {name: value.tolist() for name, value in plain.state_dict().items()} == expected
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"dp_shard": 4}, {"dp_shard": 2, "dp_replicate": 2}], ids=str)
 def test_four_ranks_export_and_load_a_sharded_model(four, tmp_path, sizes):
     four.run(import_sharding)
-    want = {name: value.tolist() for name, value in build_model().state_dict().items()}
+    expected = {name: value.tolist() for name, value in build_model().state_dict().items()}
     for _, state in four.run(save_and_load, tmp_path / "export", sizes, 500):
-        assert state == want
+        assert state == expected
 
 
 def try_to_load(folder, sizes, kind, meta):
@@ -85,35 +87,37 @@ class Other(Net):
 
 @pytest.mark.parametrize("meta", [False, True], ids=["with values", "without"])
 def test_mismatched_weights_are_named_and_change_no_rank(pair, tmp_path, meta):
-    own = {name: value for name, value in build_model().state_dict().items() if name != "head.weight"}
-    save_file(own, tmp_path / "model.safetensors")
-    for said, unchanged in pair.run(try_to_load, tmp_path, {"dp_shard": 2}, Other, meta):
+    tensors = {name: value for name, value in build_model().state_dict().items() if name != "head.weight"}
+    save_file(tensors, tmp_path / "model.safetensors")
+    for message, unchanged in pair.run(try_to_load, tmp_path, {"dp_shard": 2}, Other, meta):
         assert unchanged
-        assert "does not fit the model, which was not changed" in said
-        assert "missing: more" in said
-        assert "gain has shape [1] in the file and [2] in the model" in said
+        assert "does not fit the model, which was not changed" in message
+        assert "missing: more" in message
+        assert "gain has shape [1] in the file and [2] in the model" in message
 
 
 def test_a_read_error_on_one_rank_changes_no_rank(pair, tmp_path):
-    own = {name: value for name, value in build_model().state_dict().items() if name != "head.weight"}
+    tensors = {name: value for name, value in build_model().state_dict().items() if name != "head.weight"}
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
-        save_file(own, tmp_path / str(rank) / "model.safetensors")
+        save_file(tensors, tmp_path / str(rank) / "model.safetensors")
     path = tmp_path / "1" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    for said, unchanged in pair.run(try_to_load, tmp_path, {"dp_shard": 2}, Net, False):
+    for message, unchanged in pair.run(try_to_load, tmp_path, {"dp_shard": 2}, Net, False):
         assert unchanged
-        assert "rank 1: " in said
-        assert "truncated" in said
+        assert "rank 1: " in message
+        assert "truncated" in message
 
 
 def test_tied_weights_with_different_values_in_the_file_are_rejected(pair, tmp_path):
-    own = dict(build_model().state_dict())
-    own["head.weight"] = own["head.weight"] + 1
-    save_file(own, tmp_path / "model.safetensors")
-    for said, unchanged in pair.run(try_to_load, tmp_path, {"dp_shard": 2}, Net, False):
+    tensors = dict(build_model().state_dict())
+    tensors["head.weight"] = tensors["head.weight"] + 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    for message, unchanged in pair.run(try_to_load, tmp_path, {"dp_shard": 2}, Net, False):
         assert unchanged
-        assert "head.weight and embedding.weight are one tensor in the model and differ in the file" in said
+        assert (
+            "head.weight and embedding.weight are one tensor in the model and differ in the file" in message
+        )
 
 
 def test_a_file_that_does_not_match_the_index_is_rejected(pair, tmp_path):
@@ -122,9 +126,9 @@ def test_a_file_that_does_not_match_the_index_is_rejected(pair, tmp_path):
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    for said, unchanged in pair.run(try_to_load, tmp_path, {"dp_shard": 2}, Net, False):
+    for message, unchanged in pair.run(try_to_load, tmp_path, {"dp_shard": 2}, Net, False):
         assert unchanged
-        assert f"{path} does not match" in said
+        assert f"{path} does not match" in message
 
 
 def load_into_bfloat16(folder):
@@ -135,11 +139,11 @@ def load_into_bfloat16(folder):
 
 
 def test_sharded_weights_are_cast_to_the_dtype_of_the_model(pair, tmp_path):
-    own = {name: value for name, value in build_model().state_dict().items() if name != "head.weight"}
-    own["frozen"] = own["frozen"].double()
-    save_file(own, tmp_path / "model.safetensors")
-    want = {name: value.tolist() for name, value in build_model().to(torch.bfloat16).state_dict().items()}
-    assert pair.run(load_into_bfloat16, tmp_path) == [want] * 2
+    tensors = {name: value for name, value in build_model().state_dict().items() if name != "head.weight"}
+    tensors["frozen"] = tensors["frozen"].double()
+    save_file(tensors, tmp_path / "model.safetensors")
+    expected = {name: value.tolist() for name, value in build_model().to(torch.bfloat16).state_dict().items()}
+    assert pair.run(load_into_bfloat16, tmp_path) == [expected] * 2
 
 
 def export_to_full_disk(folder, sizes):
@@ -167,9 +171,9 @@ def export_to_full_disk(folder, sizes):
 
 
 def test_a_full_disk_raises_on_all_ranks_and_leaves_no_file(pair, tmp_path):
-    (said, calls), (same, none) = pair.run(export_to_full_disk, tmp_path / "export", {"dp_shard": 2})
-    assert said == same
-    assert "save_model failed on rank 0: Cannot write the model" in said
+    (message, calls), (same, none) = pair.run(export_to_full_disk, tmp_path / "export", {"dp_shard": 2})
+    assert message == same
+    assert "save_model failed on rank 0: Cannot write the model" in message
     assert (calls, none) == (2, 0)
     assert list((tmp_path / "export").iterdir()) == []
 

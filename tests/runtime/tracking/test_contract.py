@@ -71,8 +71,8 @@ def test_swanlab_receives_flat_values_and_text_objects(stub, tmp_path):
     trackers.find("swanlab").log_images({"faces": [1]}, step=4)
     trackers.end()
     assert calls[0] == ("init", {"project": "project", "mode": "offline"})
-    wanted = {**FLAT, "note": ("Text", "good")}
-    assert ("Run.log", {"data": wanted, "step": 3}) in calls
+    expected = {**FLAT, "note": ("Text", "good")}
+    assert ("Run.log", {"data": expected, "step": 3}) in calls
     assert ("Run.log", {"data": {"faces": [("Image", 1)]}, "step": 4}) in calls
     assert calls[-1] == ("Run.finish", {})
 
@@ -205,10 +205,10 @@ for path, written in {signatures[package]!r}.items():
     missing = [name for name in ours if name not in theirs and not open_ended]
     assert not missing, (path, missing, str(theirs))
 """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", check], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
 
 
 def test_every_package_has_a_stub(signatures):

@@ -46,18 +46,18 @@ def log_and_read(  # noqa: PLR0913, PLR0917 - the parts of a script
         file = tmp_path / "run.py"
         file.write_text(textwrap.dedent(text), encoding="utf-8")
         command = [sys.executable, "-W", "ignore", str(file)]
-        done = subprocess.run(
+        process = subprocess.run(
             command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120, check=False
         )
-        assert done.returncode == 0, done.stderr
-        assert "failed in" not in done.stderr, done.stderr
-        assert "failed to start" not in done.stderr, done.stderr
-        return done.stdout
+        assert process.returncode == 0, process.stderr
+        assert "failed in" not in process.stderr, process.stderr
+        assert "failed to start" not in process.stderr, process.stderr
+        return process.stdout
 
     run(script)
-    found = json.loads(run(read).splitlines()[-1])
-    assert "hush" not in json.dumps(found), "secrets stay out"
-    return found
+    logged = json.loads(run(read).splitlines()[-1])
+    assert "hush" not in json.dumps(logged), "secrets stay out"
+    return logged
 
 
 def test_tensorboard_stores_scalars_text_images_and_hyperparameters(tmp_path):
@@ -175,12 +175,12 @@ def test_aim_tracks_in_a_repository_in_the_logging_directory(tmp_path):
     run.close()
     """
     more = "import torch; tracker.log_images({'face': (torch.rand(3, 8, 8), 'smiling')}, step=1)"
-    name, params, found = log_and_read(
+    name, params, logged = log_and_read(
         tmp_path, "aim", read, "{'capture_terminal_logs': False, 'system_tracking_interval': None}", more=more
     )
     assert name == "project"
     assert params == {"lr": 0.125, "deep": {"a": 1}, "api_key": "***"}
-    assert found == {"loss": [0.5, 0.25], "acc": [0.25, 0.25], "deep/x": [7, 7]}
+    assert logged == {"loss": [0.5, 0.25], "acc": [0.25, 0.25], "deep/x": [7, 7]}
 
 
 def test_clearml_writes_an_offline_session(tmp_path):
@@ -257,7 +257,7 @@ def test_trackio_stores_values_and_configuration(tmp_path):
         TRACKIO_DIR=str(tmp_path / "trackio"),
         HOME=str(tmp_path),
     )
-    wanted = {"acc": 0.25, "note": "good", "none": None, "deep": {"x": 7}}
-    assert metrics == [[0, {"loss": 0.5, **wanted}], [1, {"loss": 0.25, **wanted}]]
+    expected = {"acc": 0.25, "note": "good", "none": None, "deep": {"x": 7}}
+    assert metrics == [[0, {"loss": 0.5, **expected}], [1, {"loss": 0.25, **expected}]]
     assert configs[0]["lr"] == 0.125
     assert configs[0]["api_key"] == "***"

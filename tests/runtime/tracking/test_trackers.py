@@ -76,15 +76,15 @@ class Broken(Mine):
 
 
 def test_a_tracker_of_a_script_receives_the_calls_of_accelerate():
-    mine = Mine("made by the script")
-    accelerator = Accelerator(log_with=mine)
+    tracker = Mine("made by the script")
+    accelerator = Accelerator(log_with=tracker)
     accelerator.init_trackers("project", config={"lr": 0.1})
     accelerator.log({"loss": 0.5}, step=3, log_kwargs={"mine": {"commit": True}})
-    assert accelerator.trackers == [mine]
-    assert accelerator.get_tracker("mine") is mine
-    assert accelerator.get_tracker("mine", unwrap=True) is mine.calls
+    assert accelerator.trackers == [tracker]
+    assert accelerator.get_tracker("mine") is tracker
+    assert accelerator.get_tracker("mine", unwrap=True) is tracker.calls
     accelerator.end_training()
-    assert mine.calls == [
+    assert tracker.calls == [
         ("made", "made by the script", {}),
         "start",
         ("config", {"lr": 0.1}),
@@ -101,8 +101,8 @@ def test_a_tracker_class_is_selected_by_class_or_name(log_with):
 
 
 def test_names_enums_and_instances_can_be_mixed_without_duplicates(tmp_path):
-    mine = Mine("x")
-    requested = ("jsonl", LoggerType.JSONL, mine, mine, "tensorboard")
+    tracker = Mine("x")
+    requested = ("jsonl", LoggerType.JSONL, tracker, tracker, "tensorboard")
     chosen = Trackers(requested, tmp_path, Topology()).chosen
     assert [choice.name for choice in chosen] == ["jsonl", "mine", "tensorboard"]
 
@@ -160,8 +160,8 @@ def test_selecting_trackers_imports_no_package(tmp_path):
         f"Trackers('all', {str(tmp_path)!r}, Topology(rank=1, world_size=2)).begin('x')\n"
         "print({*t.TRACKERS, 'torch'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout == "set()\n", done.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert process.stdout == "set()\n", process.stderr
 
 
 def test_tracker_classes_have_the_names_of_accelerate():
@@ -255,11 +255,11 @@ def test_a_tracker_that_changes_its_values_does_not_affect_others():
         def log(self, values, *_, **__):
             values.clear()
 
-    mine, values = Mine("x"), {"loss": 1}
-    trackers = Trackers([Greedy("x"), mine], None, Topology())
+    tracker, values = Mine("x"), {"loss": 1}
+    trackers = Trackers([Greedy("x"), tracker], None, Topology())
     trackers.begin("project")
     trackers.log(values)
-    assert mine.calls[-1] == ({"loss": 1}, None, {})
+    assert tracker.calls[-1] == ({"loss": 1}, None, {})
     assert values == {"loss": 1}
 
 
@@ -267,13 +267,13 @@ def test_a_tracker_that_changes_its_values_does_not_affect_others():
 
 
 def test_a_tracker_that_fails_to_start_is_skipped_and_the_others_continue(caplog):
-    mine = Mine("x")
-    trackers = Trackers([Broken, mine], None, Topology())
+    tracker = Mine("x")
+    trackers = Trackers([Broken, tracker], None, Topology())
     trackers.begin("project", init_kwargs={"broken": {"at": ["start"]}})
     trackers.log({"loss": 1})
     trackers.find("broken").log({"loss": 2})
     trackers.end()
-    assert mine.calls[-2:] == [({"loss": 1}, None, {}), "finish"]
+    assert tracker.calls[-2:] == [({"loss": 1}, None, {}), "finish"]
     assert [record.message for record in caplog.records] == [
         (
             "[RANK 0] tracker 'broken' failed to start, and records nothing in this run: "
@@ -310,10 +310,10 @@ def test_unknown_init_kwargs_do_not_stop_the_training(caplog, tmp_path):
 
 
 def test_secrets_of_the_configuration_are_masked():
-    mine = Mine("x")
-    trackers = Trackers(mine, None, Topology())
+    tracker = Mine("x")
+    trackers = Trackers(tracker, None, Topology())
     trackers.begin("project", {"hub_token": "hush", "deep": {"api_key": "hush"}, "max_tokens": 9})
-    assert mine.calls[-1] == ("config", {"hub_token": "***", "deep": {"api_key": "***"}, "max_tokens": 9})
+    assert tracker.calls[-1] == ("config", {"hub_token": "***", "deep": {"api_key": "***"}, "max_tokens": 9})
 
 
 # Ranks ------------------------------------------------------------------------------------
@@ -332,11 +332,11 @@ def test_only_the_main_process_records_unless_main_process_only_is_false(several
         accelerator._trackers.end()  # the group of these processes is shared
         return names, everywhere
 
-    got = several.run(run, tmp_path)
-    assert [names for names, _ in got] == [["jsonl", "mine", "everywhere"]] + [["everywhere"]] * (
+    actual = several.run(run, tmp_path)
+    assert [names for names, _ in actual] == [["jsonl", "mine", "everywhere"]] + [["everywhere"]] * (
         several.size - 1
     )
-    assert [last for _, last in got] == [({"rank": rank}, 1, {}) for rank in range(several.size)]
+    assert [last for _, last in actual] == [({"rank": rank}, 1, {}) for rank in range(several.size)]
     lines = (tmp_path / "project.jsonl").read_text().splitlines()
     assert [json.loads(line).get("values") for line in lines] == [None, {"rank": 0}]
 
@@ -356,13 +356,13 @@ def test_methods_of_a_built_in_tracker_do_nothing_on_other_ranks(pair, tmp_path)
 
 def test_a_tracker_class_without_its_package_can_be_imported_but_not_created(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    for name, known in TRACKERS.items():
-        if known.package is None:
+    for name, tracker in TRACKERS.items():
+        if tracker.package is None:
             continue
-        tracker_class = getattr(tracking, known.class_name)
-        assert (tracker_class.name, tracker_class.requires_logging_directory) == (name, known.directory)
+        tracker_class = getattr(tracking, tracker.class_name)
+        assert (tracker_class.name, tracker_class.requires_logging_directory) == (name, tracker.directory)
         assert issubclass(tracker_class, GeneralTracker)
-        assert tracker_class is getattr(tracking, known.class_name)
-        own = type("Own", (tracker_class,), {"name": "own"})
-        with pytest.raises(ImportError, match=f"Cannot create Own: .* pip install {known.package}"):
-            own("project", logging_dir=".")
+        assert tracker_class is getattr(tracking, tracker.class_name)
+        subclass = type("Own", (tracker_class,), {"name": "own"})
+        with pytest.raises(ImportError, match=f"Cannot create Own: .* pip install {tracker.package}"):
+            subclass("project", logging_dir=".")

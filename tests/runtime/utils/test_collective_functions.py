@@ -13,7 +13,7 @@ from accel_runtime.rng import RNG_TYPES
 
 
 def test_tensors_and_objects_of_all_ranks_are_gathered_and_reduced(ranks):
-    def together():
+    def gather_and_reduce():
         accelerator = Accelerator()
         rank = accelerator.process_index
         tensors = utils.gather({"x": torch.tensor([rank])})["x"].tolist()
@@ -26,7 +26,10 @@ def test_tensors_and_objects_of_all_ranks_are_gathered_and_reduced(ranks):
     everyone = list(range(ranks.size))
     objects = [item for rank in everyone for item in (f"rank {rank}", {rank})]
     mean = sum(everyone) / ranks.size
-    assert ranks.run(together) == [(everyone, objects, sum(everyone), mean, 2 * everyone[-1])] * ranks.size
+    assert (
+        ranks.run(gather_and_reduce)
+        == [(everyone, objects, sum(everyone), mean, 2 * everyone[-1])] * ranks.size
+    )
 
 
 def test_gather_object_rejects_a_string_on_all_ranks(ranks):
@@ -39,17 +42,17 @@ def test_gather_object_rejects_a_string_on_all_ranks(ranks):
 
 
 def test_broadcast_writes_the_values_of_one_rank_into_the_arguments_of_all(ranks):
-    def told():
+    def broadcast_values():
         rank = Accelerator().process_index
         last = Accelerator().num_processes - 1
-        mine = {"x": [torch.tensor([rank])]}
-        got = utils.broadcast(mine, from_process=last)["x"][0]
+        values_of_rank = {"x": [torch.tensor([rank])]}
+        actual = utils.broadcast(values_of_rank, from_process=last)["x"][0]
         words = [f"rank {rank}", None]
         assert utils.broadcast_object_list(words, from_process=last) is words
-        return got.item(), words, got is mine["x"][0]
+        return actual.item(), words, actual is values_of_rank["x"][0]
 
     last = ranks.size - 1
-    assert ranks.run(told) == [(last, [f"rank {last}", None], True)] * ranks.size
+    assert ranks.run(broadcast_values) == [(last, [f"rank {last}", None], True)] * ranks.size
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -60,8 +63,8 @@ def test_pad_across_processes_pads_to_the_longest_tensor(ranks, dim, first):
         shape = [2, 2]
         shape[dim] = rank + 1
         data = {"a": torch.full(shape, rank), "b": torch.tensor(5)}
-        got = utils.pad_across_processes(data, dim=dim, pad_index=-1, pad_first=first)
-        return got["a"], got["b"].item()
+        actual = utils.pad_across_processes(data, dim=dim, pad_index=-1, pad_first=first)
+        return actual["a"], actual["b"].item()
 
     for rank, (a, b) in enumerate(ranks.run(padded, dim, first)):
         assert (a.shape[dim], b) == (ranks.size, 5)
@@ -75,9 +78,9 @@ def test_synchronize_rng_states_makes_generators_equal(ranks):
     def shared():
         accelerator = Accelerator()
         torch.manual_seed(accelerator.process_index)
-        own = torch.Generator().manual_seed(accelerator.process_index)
-        utils.synchronize_rng_states(["torch", "generator"], own)
-        return torch.rand(1).item(), torch.rand(1, generator=own).item()
+        generator = torch.Generator().manual_seed(accelerator.process_index)
+        utils.synchronize_rng_states(["torch", "generator"], generator)
+        return torch.rand(1).item(), torch.rand(1, generator=generator).item()
 
     assert len(set(ranks.run(shared))) == 1
 
@@ -94,10 +97,10 @@ def test_a_generator_needs_its_rng_type():
 def test_split_between_processes_and_wait_for_everyone(ranks):
     def parts():
         utils.wait_for_everyone()
-        with utils.split_between_processes(list(range(5))) as mine:
-            return mine
+        with utils.split_between_processes(list(range(5))) as rank_items:
+            return rank_items
 
-    assert [item for own in ranks.run(parts) for item in own] == list(range(5))
+    assert [item for rank_items in ranks.run(parts) for item in rank_items] == list(range(5))
 
 
 def test_extract_model_from_parallel_returns_the_original_module(ranks):
@@ -125,9 +128,9 @@ def test_a_compiled_module_is_unwrapped_on_request():
 def test_a_module_is_unwrapped_from_data_parallel():
     model, accelerator = nn.Linear(2, 2), Accelerator()
     wrapped = nn.DataParallel(model)
-    for given in (wrapped, nn.DataParallel(wrapped), torch.compile(wrapped, backend="eager")):
-        assert accelerator.unwrap_model(given) is model
-        assert utils.extract_model_from_parallel(given) is model
+    for module in (wrapped, nn.DataParallel(wrapped), torch.compile(wrapped, backend="eager")):
+        assert accelerator.unwrap_model(module) is model
+        assert utils.extract_model_from_parallel(module) is model
     assert list(accelerator.get_state_dict(wrapped)) == ["weight", "bias"]
 
 
@@ -174,11 +177,14 @@ def test_a_mapping_that_iterates_over_rows_is_gathered_by_its_keys(ranks):
             accelerator.gather_for_metrics(batch),
             utils.concatenate([utils.reduce(batch, "max")]),
         ]
-        return [(type(one), one["x"].tolist(), one["inner"]["y"].flatten().tolist()) for one in everyones]
+        return [
+            (type(mapping), mapping["x"].tolist(), mapping["inner"]["y"].flatten().tolist())
+            for mapping in everyones
+        ]
 
     x = [[float(rank)] for rank in range(ranks.size) for _ in range(2)]
     y = [row[0] + 1 for row in x]
     last = (Rows, [[ranks.size - 1.0]] * 2, [float(ranks.size)] * 2)
-    for got in ranks.run(run):
-        named = [(kind.__name__, *rest) for kind, *rest in got]
+    for actual in ranks.run(run):
+        named = [(kind.__name__, *remaining) for kind, *remaining in actual]
         assert named == [("Rows", x, y), ("Rows", x, y), ("Rows", *last[1:])]

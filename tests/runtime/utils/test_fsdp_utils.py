@@ -49,14 +49,14 @@ def load(sizes, folder):
 def test_a_sharded_model_and_optimizer_are_saved_merged_and_loaded_on_another_layout(clusters, tmp_path):
     weights, state = clusters[2].run(save, {"dp_shard": 2}, tmp_path)[0]
     for folder in ("of the model", "of the state"):
-        found = load_file(tmp_path / folder / "model.safetensors")
-        assert {name: value.tolist() for name, value in found.items()} | {
+        tensors = load_file(tmp_path / folder / "model.safetensors")
+        assert {name: value.tolist() for name, value in tensors.items()} | {
             "head.weight": weights["head.weight"]
         } == weights
-    for got in clusters[1].run(load, {"dp_shard": 1}, tmp_path):
-        assert got == (weights, state, 0.1)
-    for got in clusters[2].run(load, {"dp_shard": 2}, tmp_path):
-        assert got == (weights, state, 0.1)
+    for actual in clusters[1].run(load, {"dp_shard": 1}, tmp_path):
+        assert actual == (weights, state, 0.1)
+    for actual in clusters[2].run(load, {"dp_shard": 2}, tmp_path):
+        assert actual == (weights, state, 0.1)
 
 
 def test_a_merged_checkpoint_is_removed_on_request(tmp_path):

@@ -18,14 +18,22 @@ def package(monkeypatch):
     """Install a package for a test: `package(name, version)`."""
 
     def install(name, version="1.0", module=None):
-        found, versions = importlib.util.find_spec, importlib.metadata.version
+        find_spec, versions = importlib.util.find_spec, importlib.metadata.version
         modules = importlib.import_module
-        monkeypatch.setattr(importlib.util, "find_spec", lambda one: one if one == name else found(one))
         monkeypatch.setattr(
-            importlib.metadata, "version", lambda one: version if one == name else versions(one)
+            importlib.util,
+            "find_spec",
+            lambda module_name: module_name if module_name == name else find_spec(module_name),
         )
         monkeypatch.setattr(
-            importlib, "import_module", lambda one: module if one.startswith(name) else modules(one)
+            importlib.metadata,
+            "version",
+            lambda module_name: version if module_name == name else versions(module_name),
+        )
+        monkeypatch.setattr(
+            importlib,
+            "import_module",
+            lambda module_name: module if module_name.startswith(name) else modules(module_name),
         )
 
     return install

@@ -54,11 +54,11 @@ def record(folder):
 
 
 def test_processes_of_a_script_rendezvous_through_a_file(tmp_path):
-    found = tmp_path / "found"
-    found.mkdir()
+    output_folder = tmp_path / "found"
+    output_folder.mkdir()
     with patch_environment(world_size=2, accelerate_debug_rdv_file=tmp_path / "meet"):
-        start_processes(PrepareForLaunch(record, debug=True), (found,), nprocs=2, start_method="fork")
-    assert [json.loads((found / str(rank)).read_text()) for rank in range(2)] == [[0, 1]] * 2
+        start_processes(PrepareForLaunch(record, debug=True), (output_folder,), nprocs=2, start_method="fork")
+    assert [json.loads((output_folder / str(rank)).read_text()) for rank in range(2)] == [[0, 1]] * 2
 
 
 @pytest.mark.slow
@@ -72,12 +72,12 @@ def test_write_basic_config_does_not_overwrite_a_profile(home, caplog):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"save_location": "x.json"}, "accel config default --profile"),
         ({"mixed_precision": "fp8"}, "no, bf16, fp16"),
     ],
 )
-def test_invalid_arguments_of_write_basic_config_are_rejected(options, said):
-    with pytest.raises(ValueError, match=said):
+def test_invalid_arguments_of_write_basic_config_are_rejected(options, message):
+    with pytest.raises(ValueError, match=message):
         write_basic_config(**options)

@@ -54,8 +54,8 @@ def test_an_unknown_name_is_an_attribute_error():
 
 def test_importing_utils_does_not_import_torch():
     code = "import sys, accel_runtime.utils; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout == "False\n"
 
 
 @pytest.mark.parametrize(

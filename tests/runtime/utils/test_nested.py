@@ -19,17 +19,17 @@ def test_send_to_device_moves_tensors_except_skipped_keys():
     assert moved["rest"][0]["z"].is_meta
     assert moved["rest"][0]["y"] is data["rest"][0]["y"]
     assert moved["text"] == "t"
-    both = utils.send_to_device(data, torch.device("meta"), non_blocking=True, skip_keys=["x", "rest"])
-    assert both["x"] is data["x"]
-    assert both["rest"] is data["rest"]
+    moved_batch = utils.send_to_device(data, torch.device("meta"), non_blocking=True, skip_keys=["x", "rest"])
+    assert moved_batch["x"] is data["x"]
+    assert moved_batch["rest"] is data["rest"]
     assert utils.send_to_device(data, "cpu")["x"] is data["x"]
 
 
 def test_concatenate_joins_nested_batches():
     batches = [{"x": Pair(torch.full((1, 2), i), [torch.full((2, 1), i)])} for i in range(3)]
-    one = utils.concatenate(batches)
-    assert type(one["x"]) is Pair
-    assert one["x"].a.tolist() == [[0, 0], [1, 1], [2, 2]]
+    joined = utils.concatenate(batches)
+    assert type(joined["x"]) is Pair
+    assert joined["x"].a.tolist() == [[0, 0], [1, 1], [2, 2]]
     assert utils.concatenate([b["x"].b for b in batches], dim=1)[0].tolist() == [[0, 1, 2]] * 2
     with pytest.raises(TypeError, match="Cannot concatenate str"):
         utils.concatenate(["a", "b"])
