@@ -38,15 +38,17 @@ def lines(aws, job):
     logs = aws.client("logs")
     streams = logs.describe_log_streams(logGroupName=GROUP, logStreamNamePrefix=f"{job}/")["logStreams"]
     names = [stream["logStreamName"] for stream in streams]
-    said = [
+    messages = [
         logs.get_log_events(logGroupName=GROUP, logStreamName=name, startFromHead=True)["events"]
         for name in names
     ]
-    return {name: [event["message"] for event in events] for name, events in zip(names, said, strict=True)}
+    return {
+        name: [event["message"] for event in events] for name, events in zip(names, messages, strict=True)
+    }
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (
             {"name": "a_b"},
@@ -74,8 +76,8 @@ def lines(aws, job):
         ),
     ],
 )  # fmt: skip
-def test_requests_that_sagemaker_rejects_are_rejected(account, changes, said):
-    assert said in refused(account, **changes)
+def test_requests_that_sagemaker_rejects_are_rejected(account, changes, message):
+    assert message in refused(account, **changes)
 
 
 def test_a_role_that_sagemaker_cannot_assume_is_rejected(account):
@@ -97,14 +99,17 @@ def test_a_job_passes_through_its_states_and_writes_its_log(account):
     account.settings(play={"lines": ["a", "b\rc"], "model": {"m.txt": "weights"}}, time=100)
     create(account, "one", EnableManagedSpotTraining=True, StoppingCondition={"MaxRuntimeInSeconds": 9, "MaxWaitTimeInSeconds": 9},
            ResourceConfig={"InstanceType": "ml.m5.large", "InstanceCount": 2, "VolumeSizeInGB": 30})  # fmt: skip
-    told = account.wait("one")
-    states = [step["Status"] for step in told["SecondaryStatusTransitions"]]
+    description = account.wait("one")
+    states = [step["Status"] for step in description["SecondaryStatusTransitions"]]
     assert states == ["Starting", "Downloading", "Training", "Uploading", "Completed"]
-    assert (told["TrainingTimeInSeconds"], told["BillableTimeInSeconds"]) == (100, 30)
-    said = lines(account, "one")
-    assert [name.rpartition("-")[0] for name in said] == ["one/algo-1", "one/algo-2"]
-    assert list(said.values())[1] == ["a", "b\rc", "accel: algo-2 ended with exit code 0"]
-    assert told["ModelArtifacts"]["S3ModelArtifacts"] == "s3://sagemaker-out/accel/one/output/model.tar.gz"
+    assert (description["TrainingTimeInSeconds"], description["BillableTimeInSeconds"]) == (100, 30)
+    log_lines = lines(account, "one")
+    assert [name.rpartition("-")[0] for name in log_lines] == ["one/algo-1", "one/algo-2"]
+    assert list(log_lines.values())[1] == ["a", "b\rc", "accel: algo-2 ended with exit code 0"]
+    assert (
+        description["ModelArtifacts"]["S3ModelArtifacts"]
+        == "s3://sagemaker-out/accel/one/output/model.tar.gz"
+    )
     body = account.client("s3").get_object(Bucket="sagemaker-out", Key="accel/one/output/model.tar.gz")[
         "Body"
     ]
@@ -126,8 +131,11 @@ def test_a_failed_job_has_its_reason(account):
         client.stop_training_job(TrainingJobName="stopped")
     account.settings(speed=36000)
     create(account, "long")
-    told = account.wait("long")
-    assert (told["TrainingJobStatus"], told["SecondaryStatus"]) == ("Stopped", "MaxRuntimeExceeded")
+    description = account.wait("long")
+    assert (description["TrainingJobStatus"], description["SecondaryStatus"]) == (
+        "Stopped",
+        "MaxRuntimeExceeded",
+    )
 
 
 @pytest.mark.slow

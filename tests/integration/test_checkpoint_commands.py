@@ -26,56 +26,56 @@ def checkpoint(cwd, capfd):
 
 
 def test_list_prints_one_line_for_each_checkpoint(accel, checkpoint, project):
-    done = accel("checkpoint", "list", "run")
-    assert (done.returncode, done.stderr) == (0, "")
-    rows = [line.split("\t") for line in done.stdout.splitlines()]
+    result = accel("checkpoint", "list", "run")
+    assert (result.returncode, result.stderr) == (0, "")
+    rows = [line.split("\t") for line in result.stdout.splitlines()]
     assert [row[:2] for row in rows] == [[f"run/checkpoints/checkpoint_{n}", str(n)] for n in range(3)]
     assert {row[-1] for row in rows} == {"complete"}
-    found = json.loads(checkpoint("list", "run", "--json").stdout)
-    assert [entry["step"] for entry in found["checkpoints"]] == [0, 1, 2]
+    checkpoints = json.loads(checkpoint("list", "run", "--json").stdout)
+    assert [entry["step"] for entry in checkpoints["checkpoints"]] == [0, 1, 2]
 
 
 def test_verify_exits_with_1_for_a_damaged_file_and_names_an_undamaged_checkpoint(
     checkpoint, project, handmade
 ):
-    done = checkpoint("verify", "run")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("run/checkpoints/checkpoint_2 is complete: step 2")
+    result = checkpoint("verify", "run")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("run/checkpoints/checkpoint_2 is complete: step 2")
     handmade.flip(project / "checkpoint_2" / "model-0.safetensors", -1)
-    done = checkpoint("verify", "run")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.splitlines() == [
+    result = checkpoint("verify", "run")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.splitlines() == [
         "accel: error: run/checkpoints/checkpoint_2/model-0.safetensors is damaged: model/w does not have its checksum",
         "accel: the newest undamaged checkpoint before it is run/checkpoints/checkpoint_1, of step 1",
     ]
-    done = checkpoint("verify", "run", "--json")
-    assert done.returncode == 1
-    assert json.loads(done.stdout)["earlier"]["step"] == 1
+    result = checkpoint("verify", "run", "--json")
+    assert result.returncode == 1
+    assert json.loads(result.stdout)["earlier"]["step"] == 1
 
 
 def test_show_and_export_output_the_saved_tensors(checkpoint, project, cwd):
     shown = checkpoint("show", "run", "--tensors").stdout
     assert "step\t2\n" in shown
     assert "model/w\t[8]\tfloat32\t32 B\tmodel-0.safetensors at" in shown
-    done = checkpoint("export", project / "checkpoint_1", "-o", "m.safetensors", "--dtype", "bf16")
-    assert (done.returncode, done.stderr) == (0, "")
+    result = checkpoint("export", project / "checkpoint_1", "-o", "m.safetensors", "--dtype", "bf16")
+    assert (result.returncode, result.stderr) == (0, "")
     assert torch.equal(load_file(cwd / "m.safetensors")["w"], torch.ones(8, dtype=torch.bfloat16))
 
 
 def test_prune_removes_nothing_without_confirmation(checkpoint, project):
-    done = checkpoint("prune", "run", "--keep", 1)
-    assert done.returncode == 2
-    assert "Cannot ask before removing checkpoints: no terminal. Use --yes to remove them." in done.stderr
+    result = checkpoint("prune", "run", "--keep", 1)
+    assert result.returncode == 2
+    assert "Cannot ask before removing checkpoints: no terminal. Use --yes to remove them." in result.stderr
     assert len(list(project.iterdir())) == 3
-    done = checkpoint("prune", "run", "--keep", 1, "--yes")
-    assert done.returncode == 0
-    assert "removed 2 checkpoints, kept 1" in done.stderr
+    result = checkpoint("prune", "run", "--keep", 1, "--yes")
+    assert result.returncode == 0
+    assert "removed 2 checkpoints, kept 1" in result.stderr
     assert [path.name for path in project.iterdir()] == ["checkpoint_2"]
     assert "nothing to remove" in checkpoint("prune", "run", "--keep", 1).stderr
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (("list", "nowhere"), "Directory not found: nowhere"),
         (("show", "run/../empty"), "No checkpoint found in"),
@@ -94,12 +94,12 @@ def test_prune_removes_nothing_without_confirmation(checkpoint, project):
         (("prune", "run", "--keep", "0"), "should be greater than or equal to 1"),
     ],
 )
-def test_an_unsupported_request_is_one_message_with_exit_code_2(checkpoint, project, cwd, args, said):
+def test_an_unsupported_request_is_one_message_with_exit_code_2(checkpoint, project, cwd, args, message):
     (cwd / "empty").mkdir()
-    done = checkpoint(*args)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert said in " ".join(done.stderr.replace("│", " ").split())
-    assert "Traceback" not in done.stderr
+    result = checkpoint(*args)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+    assert "Traceback" not in result.stderr
 
 
 def test_checkpoint_commands_do_not_import_torch(project, cwd):

@@ -39,15 +39,15 @@ def machine(monkeypatch):
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_help_fits_80_columns_and_shows_an_example(typed, command):
     environ = {**os.environ, "COLUMNS": "80"}
-    done = typed(*command, "--help", env=environ)
-    assert done.returncode == 0
-    assert max(map(len, done.stdout.splitlines())) <= 80
-    assert f"accel {' '.join(command)}".strip() in done.stdout.partition("Usage")[2].partition("\n")[2]
+    result = typed(*command, "--help", env=environ)
+    assert result.returncode == 0
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert f"accel {' '.join(command)}".strip() in result.stdout.partition("Usage")[2].partition("\n")[2]
 
 
 def test_help_is_grouped(typed):
-    said = typed("--help").stdout
-    assert said.index(" Run ") < said.index("launch") < said.index(" Set up ") < said.index("config")
+    text = typed("--help").stdout
+    assert text.index(" Run ") < text.index("launch") < text.index(" Set up ") < text.index("config")
 
 
 def test_the_version_is_that_of_the_package(typed):
@@ -58,12 +58,12 @@ def test_the_version_is_that_of_the_package(typed):
 
 def test_the_console_script_and_the_module_are_the_same_command(cwd):
     script = Path(sys.executable).with_name("accel")
-    said = [
+    outputs = [
         subprocess.run([*command, "config", "show"], capture_output=True, check=True, text=True).stdout
         for command in ([script], [sys.executable, "-m", "accel_cli"])
     ]
-    assert said[0] == said[1]
-    assert "launcher.kind\tsingle" in said[0]
+    assert outputs[0] == outputs[1]
+    assert "launcher.kind\tsingle" in outputs[0]
 
 
 def test_the_shell_completes_commands_profiles_and_keys(typed):
@@ -110,24 +110,24 @@ def test_a_profile_can_be_created_changed_shown_listed_and_deleted(typed, home):
 
 def test_an_effective_value_is_printed_as_it_can_be_typed(typed, cwd):
     typed("config", "set", "launcher.kind=torchrun", "launcher.ranks=0,2", "env.A=1", "resume=true")
-    wanted = {
+    expected = {
         "launcher.ranks": "0,2",
         "resume": "true",
         "device": "auto",
         "env.A": "1",
         "launcher.log_dir": "",
     }
-    for key, value in wanted.items():
-        done = typed("config", "get", key)
-        assert (done.returncode, done.stdout, done.stderr) == (0, f"{value}\n", "")
+    for key, value in expected.items():
+        result = typed("config", "get", key)
+        assert (result.returncode, result.stdout, result.stderr) == (0, f"{value}\n", "")
     assert typed("config", "get", "env.B").stdout == "\n"
-    for key, said in {
+    for key, message in {
         "launcher.nprocs": "mean launcher.nproc_per_node?",
         "launcher.qos": "belongs to launcher.kind: slurm",
     }.items():
-        done = typed("config", "get", key)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert said in done.stderr
+        result = typed("config", "get", key)
+        assert (result.returncode, result.stdout) == (2, "")
+        assert message in result.stderr
 
 
 def test_unset_removes_values_and_sections(typed, home):
@@ -136,8 +136,8 @@ def test_unset_removes_values_and_sections(typed, home):
     )
     path = home / "profiles" / "default.yaml"
     path.write_text(f"{path.read_text()}# mine\n")
-    done = typed("config", "unset", "env", "launcher.ranks", "resume")
-    assert (done.returncode, done.stderr.endswith("removed env, launcher.ranks, resume\n")) == (
+    result = typed("config", "unset", "env", "launcher.ranks", "resume")
+    assert (result.returncode, result.stderr.endswith("removed env, launcher.ranks, resume\n")) == (
         0,
         True,
     )
@@ -147,27 +147,27 @@ def test_unset_removes_values_and_sections(typed, home):
         "  kind: torchrun",
         "# mine",
     ]
-    for keys, said in ((["resume", "launcher.kind"], "does not set resume. It sets: launcher.kind"),):
-        done = typed("config", "unset", *keys)
-        assert (done.returncode, said in done.stderr) == (2, True)
+    for keys, message in ((["resume", "launcher.kind"], "does not set resume. It sets: launcher.kind"),):
+        result = typed("config", "unset", *keys)
+        assert (result.returncode, message in result.stderr) == (2, True)
     assert "Profile not found: " in typed("config", "unset", "resume", "--profile", "gone").stderr
     path.write_text("schema_version: 1\nresume: 3\ndevise: cpu\n")
     assert "Cannot remove schema_version" in typed("config", "unset", "schema_version").stderr
-    done = typed("config", "unset", "devise")
-    assert (done.returncode, path.read_text()) == (0, "schema_version: 1\nresume: 3\n")
-    assert f"remaining mistake: {path}:2: resume: expected true or false, got 3\n" in done.stderr
+    result = typed("config", "unset", "devise")
+    assert (result.returncode, path.read_text()) == (0, "schema_version: 1\nresume: 3\n")
+    assert f"remaining mistake: {path}:2: resume: expected true or false, got 3\n" in result.stderr
 
 
 def test_a_profile_is_deleted_only_after_confirmation(typed, home, terminal):
     typed("config", "set", "--profile", "gpu", "resume=true")
     path = home / "profiles" / "gpu.yaml"
-    done = typed("config", "delete", "gpu")
-    assert (done.returncode, path.exists()) == (2, True)
-    assert "Use --yes to delete it.\n" in done.stderr
-    for answer, left in (("n\r", True), ("y\r", False)):
+    result = typed("config", "delete", "gpu")
+    assert (result.returncode, path.exists()) == (2, True)
+    assert "Use --yes to delete it.\n" in result.stderr
+    for answer, is_kept in (("n\r", True), ("y\r", False)):
         screen = terminal("delete", "gpu")
         screen.answer("gpu.yaml? [y/N]", answer)
-        assert (screen.end(), path.exists()) == (0, left)
+        assert (screen.end(), path.exists()) == (0, is_kept)
 
 
 ACCELERATE = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_processes: {}\n"
@@ -181,9 +181,9 @@ def test_an_import_replaces_only_a_profile_without_other_values(typed, home, cwd
     for _ in range(2):  # the second finds what it would write
         assert typed("config", "import", "two.yaml").returncode == 0
         assert "nproc_per_node: 2" in path.read_text()
-    done = typed("config", "import", "three.yaml")
-    assert (done.returncode, "nproc_per_node: 2" in path.read_text()) == (2, True)
-    assert "Use --force to replace it, or --profile NAME to write another profile.\n" in done.stderr
+    result = typed("config", "import", "three.yaml")
+    assert (result.returncode, "nproc_per_node: 2" in path.read_text()) == (2, True)
+    assert "Use --force to replace it, or --profile NAME to write another profile.\n" in result.stderr
     assert typed("config", "import", "three.yaml", "--force").returncode == 0
     assert "nproc_per_node: 3" in path.read_text()
 
@@ -192,10 +192,10 @@ def test_an_import_on_a_terminal_asks_before_it_replaces_a_profile(typed, home, 
     typed("config", "set", "resume=true")
     path = home / "profiles" / "default.yaml"
     (cwd / "two.yaml").write_text(ACCELERATE.format(2))
-    for answer, kept in (("n\r", True), ("y\r", False)):
+    for answer, is_kept in (("n\r", True), ("y\r", False)):
         screen = terminal("import", "two.yaml")
         screen.answer("default.yaml? [y/N]", answer)
-        assert (screen.end(), "resume" in path.read_text()) == (0, kept)
+        assert (screen.end(), "resume" in path.read_text()) == (0, is_kept)
 
 
 def test_each_effective_value_is_one_line_on_a_terminal_of_80_columns(typed, terminal, home):
@@ -218,10 +218,10 @@ def test_an_empty_value_unsets_a_key(typed, home):
 def test_an_invalid_value_is_rejected_and_the_file_is_unchanged(typed, home):
     typed("config", "set", "device=cpu")
     before = (home / "profiles" / "default.yaml").read_text()
-    done = typed("config", "set", "device=gpu", "process_group_timeout=0")
-    assert done.returncode == 2
-    assert "device: expected auto, cpu, cuda, mps, xla or xpu, got 'gpu'" in done.stderr
-    assert "process_group_timeout: expected at least 1, got 0" in done.stderr
+    result = typed("config", "set", "device=gpu", "process_group_timeout=0")
+    assert result.returncode == 2
+    assert "device: expected auto, cpu, cuda, mps, xla or xpu, got 'gpu'" in result.stderr
+    assert "process_group_timeout: expected at least 1, got 0" in result.stderr
     assert (home / "profiles" / "default.yaml").read_text() == before
 
 
@@ -236,9 +236,9 @@ def test_defaults_for_the_machine_are_written_once_without_questions(typed, home
         "# Mixed precision of the forward pass: no keeps the dtype of the model",
         "mixed_precision: no",
     ]
-    again = typed(*command)
-    assert again.returncode == 2
-    assert "already exists. Use --force to replace it." in again.stderr
+    second_result = typed(*command)
+    assert second_result.returncode == 2
+    assert "already exists. Use --force to replace it." in second_result.stderr
     assert typed(*command, "--force").returncode == 0
 
 
@@ -260,9 +260,9 @@ def test_getting_a_section_is_an_error_that_names_a_key(typed):
         ("launcher", "launcher.kind"),
         ("parallel", "parallel.dp_shard"),
     ):
-        done = typed("config", "get", section)
-        assert done.returncode == 2
-        assert f"get: {section}: this is a section. Name a key of it, such as {key}" in done.stderr
+        result = typed("config", "get", section)
+        assert result.returncode == 2
+        assert f"get: {section}: this is a section. Name a key of it, such as {key}" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -282,10 +282,11 @@ def test_a_project_file_that_other_users_could_have_written_is_not_changed(typed
     path = cwd / "accel.yaml"
     path.write_text(text)
     path.chmod(0o666)
-    done = typed("config", *command, "--project", env={**os.environ, "VISUAL": "true"})
-    assert (done.returncode, path.read_text()) == (2, text)
+    result = typed("config", *command, "--project", env={**os.environ, "VISUAL": "true"})
+    assert (result.returncode, path.read_text()) == (2, text)
     assert (
-        f"Cannot change {path}: every user can write {path}. Set ACCEL_TRUSTED_PROJECTS={cwd}" in done.stderr
+        f"Cannot change {path}: every user can write {path}. Set ACCEL_TRUSTED_PROJECTS={cwd}"
+        in result.stderr
     )
     trusted = {**os.environ, "ACCEL_TRUSTED_PROJECTS": str(cwd)}
     assert typed("config", "set", "--project", "resume=true", env=trusted).returncode == 0
@@ -295,10 +296,10 @@ def test_all_mistakes_of_a_file_are_reported_with_their_lines(typed, cwd):
     (cwd / "x.yaml").write_text(
         "schema_version: 1\ndevise: cpu\nlauncher:\n  kind: torchrun\n  nproc_per_node: 0\n"
     )
-    done = typed("config", "validate", "x.yaml")
-    assert done.returncode == 2
-    assert "x.yaml:2: devise: unknown key (did you mean device?)" in done.stderr
-    assert "x.yaml:5: launcher.nproc_per_node: expected at least 1 or auto, got 0" in done.stderr
+    result = typed("config", "validate", "x.yaml")
+    assert result.returncode == 2
+    assert "x.yaml:2: devise: unknown key (did you mean device?)" in result.stderr
+    assert "x.yaml:5: launcher.nproc_per_node: expected at least 1 or auto, got 0" in result.stderr
 
 
 def test_the_schema_is_written_beside_the_profiles(typed, home, machine):
@@ -340,16 +341,16 @@ def test_config_edit_keeps_the_profile_unless_the_new_text_is_valid(typed, home,
 )
 def test_an_editor_that_does_not_start_is_reported(typed, editor, reason):
     typed("config", "set", "device=cpu")
-    done = typed("config", "edit", env={**os.environ, "VISUAL": editor})
-    assert done.returncode == 2
-    assert f"Cannot start the editor {editor!r}: {reason}. Set VISUAL or EDITOR" in done.stderr
+    result = typed("config", "edit", env={**os.environ, "VISUAL": editor})
+    assert result.returncode == 2
+    assert f"Cannot start the editor {editor!r}: {reason}. Set VISUAL or EDITOR" in result.stderr
 
 
 def test_a_profile_that_is_not_text_is_not_opened_in_an_editor(typed, home):
     typed("config", "set", "device=cpu")
     (home / "profiles" / "default.yaml").write_bytes(b"\xff\xfe")
-    done = typed("config", "edit", env={**os.environ, "VISUAL": "true"})
-    assert (done.returncode, "it is not UTF-8 text" in done.stderr) == (2, True)
+    result = typed("config", "edit", env={**os.environ, "VISUAL": "true"})
+    assert (result.returncode, "it is not UTF-8 text" in result.stderr) == (2, True)
 
 
 def test_an_accelerate_file_is_imported_and_unused_keys_are_reported(typed, cwd, home):
@@ -357,10 +358,10 @@ def test_an_accelerate_file_is_imported_and_unused_keys_are_reported(typed, cwd,
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_processes: 4\nnum_machines: 1\n"
         "mixed_precision: bf16\nuse_cpu: true\ndynamo_config:\n  dynamo_backend: INDUCTOR\n"
     )
-    done = typed("config", "import", "old.yaml", "--profile", "old")
-    assert done.returncode == 0, done.stderr
-    assert "num_processes: 4\tlauncher.nproc_per_node: 4" in done.stdout
-    assert "dynamo_config.dynamo_backend: INDUCTOR" in done.stdout
+    result = typed("config", "import", "old.yaml", "--profile", "old")
+    assert result.returncode == 0, result.stderr
+    assert "num_processes: 4\tlauncher.nproc_per_node: 4" in result.stdout
+    assert "dynamo_config.dynamo_backend: INDUCTOR" in result.stdout
     profile = resolve([read_file(home / "profiles" / "old.yaml", "file")]).profile
     assert (profile.launcher.nproc_per_node, profile.device, profile.mixed_precision) == (4, "cpu", "bf16")
 
@@ -372,7 +373,7 @@ def test_a_profile_of_accel_is_imported_with_its_comments(typed, home):
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (("show", "--profile", "gone"), "Profile 'gone' (from --profile) not found"),
         (("path", "--profile", "a/b"), "Invalid profile name"),
@@ -389,11 +390,11 @@ def test_a_profile_of_accel_is_imported_with_its_comments(typed, home):
         (("--force",), "--force needs --default"),
     ],
 )
-def test_invalid_input_is_one_message_with_exit_code_2(typed, home, args, said):
-    done = typed("config", *args)
-    assert done.returncode == 2
-    assert said in " ".join(done.stderr.split())
-    assert "Traceback" not in done.stderr
+def test_invalid_input_is_one_message_with_exit_code_2(typed, home, args, message):
+    result = typed("config", *args)
+    assert result.returncode == 2
+    assert message in " ".join(result.stderr.split())
+    assert "Traceback" not in result.stderr
     assert not home.exists()
 
 
@@ -401,12 +402,12 @@ def test_a_file_with_many_mistakes_is_rejected_by_its_first_lines(typed, cwd, mo
     (cwd / "much.yaml").write_text("schema_version: 1\n" + "".join(f"key{n}: 1\n" for n in range(500)))
     searches = []
     monkeypatch.setattr(
-        "accel_cli.profile.validation_errors.find_nearest", lambda *asked: searches.append(asked)
+        "accel_cli.profile.validation_errors.find_nearest", lambda *arguments: searches.append(arguments)
     )
-    done = typed("config", "validate", "much.yaml")
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == "... and 450 more"
-    assert "much.yaml:2: key0: unknown key" in done.stderr
+    result = typed("config", "validate", "much.yaml")
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1] == "... and 450 more"
+    assert "much.yaml:2: key0: unknown key" in result.stderr
     assert len(searches) <= 2 * 50  # each takes a third of a millisecond
 
 
@@ -414,10 +415,10 @@ def test_a_file_with_many_mistakes_is_rejected_by_its_first_lines(typed, cwd, mo
 def test_a_deleted_working_directory_is_one_message(typed, cwd, command):
     cwd.joinpath(".git").rmdir()
     cwd.rmdir()
-    done = typed(*command)
-    assert done.returncode in {1, 2}
-    assert "Traceback" not in done.stderr
-    assert command[0] == "launch" or "The working directory no longer exists" in done.stderr
+    result = typed(*command)
+    assert result.returncode in {1, 2}
+    assert "Traceback" not in result.stderr
+    assert command[0] == "launch" or "The working directory no longer exists" in result.stderr
 
 
 def test_closed_standard_streams_are_replaced_by_dev_null(cwd, script):
@@ -425,8 +426,8 @@ def test_closed_standard_streams_are_replaced_by_dev_null(cwd, script):
         "import os\nopen('told', 'w').write(str([os.path.exists(f'/proc/self/fd/{n}') for n in range(3)]))\n"
     )
     command = [sys.executable, "-m", "accel_cli", "launch", "--cpu", "train.py"]
-    done = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], check=False, timeout=200)
-    assert done.returncode == 0
+    result = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], check=False, timeout=200)
+    assert result.returncode == 0
     assert (cwd / "told").read_text() == "[True, True, True]"
 
 
@@ -441,18 +442,18 @@ def test_a_user_without_a_home_directory_gets_an_error_with_the_variable_to_set(
     monkeypatch.setattr("pwd.getpwuid", find_no_account)
     environ = {name: value for name, value in os.environ.items() if name not in {"HOME", "ACCEL_HOME"}}
     environ = {name: value for name, value in environ.items() if not name.startswith("XDG_")}
-    done = typed(*command, env=environ)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
+    result = typed(*command, env=environ)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
         "accel: error: Cannot determine the home directory of this user. Set HOME or ACCEL_HOME.\n"
     )
 
 
 def test_an_unwritable_home_is_reported(typed, tmp_path):
     (tmp_path / "file").write_text("")
-    done = typed("config", "set", "device=cpu", env={**os.environ, "ACCEL_HOME": str(tmp_path / "file")})
-    assert done.returncode == 2
-    assert ": Not a directory." in done.stderr
+    result = typed("config", "set", "device=cpu", env={**os.environ, "ACCEL_HOME": str(tmp_path / "file")})
+    assert result.returncode == 2
+    assert ": Not a directory." in result.stderr
 
 
 def test_env_prints_facts_for_a_bug_report_without_secrets(accel, typed, machine):
@@ -462,9 +463,9 @@ def test_env_prints_facts_for_a_bug_report_without_secrets(accel, typed, machine
     assert facts["variables"]["NCCL_DEBUG"] == "WARN"
     assert facts["variables"]["TORCH_API_TOKEN"] == "***"
     assert facts["profile"]["launcher.kind"] == "single  [detected]"
-    said = typed("env", env=environ)
-    assert said.returncode == 0
-    assert "hunter2" not in said.stdout
+    result = typed("env", env=environ)
+    assert result.returncode == 0
+    assert "hunter2" not in result.stdout
 
 
 @pytest.mark.slow
@@ -488,11 +489,11 @@ def test_env_names_the_aws_profile_without_keys(typed, machine, tmp_path):
     environ = {**{name: value for name, value in os.environ.items() if not name.startswith("AWS_")},
                "AWS_CONFIG_FILE": str(tmp_path / "config"), "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "keys"),
                "AWS_SESSION_TOKEN": "hunter2"}  # fmt: skip
-    said = typed("env", "--json", env={**environ, "AWS_PROFILE": "team"})
-    assert json.loads(said.stdout)["aws"] == {"profile": "team", "region": "eu-central-1"}
-    assert "hunter" not in said.stdout.lower()
-    wrong = json.loads(typed("env", "--json", env={**environ, "AWS_PROFILE": "taem"}).stdout)["aws"]
-    assert "it has team" in wrong
+    result = typed("env", "--json", env={**environ, "AWS_PROFILE": "team"})
+    assert json.loads(result.stdout)["aws"] == {"profile": "team", "region": "eu-central-1"}
+    assert "hunter" not in result.stdout.lower()
+    unknown_profile = json.loads(typed("env", "--json", env={**environ, "AWS_PROFILE": "taem"}).stdout)["aws"]
+    assert "it has team" in unknown_profile
 
 
 def test_env_works_with_an_invalid_profile(typed, home, machine):
@@ -514,7 +515,7 @@ def test_env_works_with_an_invalid_profile(typed, home, machine):
 )
 def test_the_self_check_passes_on_this_machine(typed, cwd, count, precision):
     typed("config", "set", f"mixed_precision={precision}")
-    done = fork_launch.run("test", "--nproc-per-node", count, cwd=cwd)
-    assert done.returncode == 0, done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()[:5]] == ["ok"] * 5
-    assert done.stdout.splitlines()[-1] == "everything works here"
+    result = fork_launch.run("test", "--nproc-per-node", count, cwd=cwd)
+    assert result.returncode == 0, result.stderr
+    assert [line.split()[0] for line in result.stdout.splitlines()[:5]] == ["ok"] * 5
+    assert result.stdout.splitlines()[-1] == "everything works here"

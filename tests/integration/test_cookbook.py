@@ -27,10 +27,10 @@ def launch(cwd, monkeypatch):
     def launch(example, *arguments, processes=2, resume=False):
         options = ["--resume"] if resume else []
         script = EXAMPLES / f"{example}.py"
-        done = run("launch", "--cpu", "--nproc-per-node", processes, *options, script, *arguments)
-        assert done.returncode == 0, done.stderr
-        assert "accumulate()" not in done.stderr
-        return done.stdout
+        result = run("launch", "--cpu", "--nproc-per-node", processes, *options, script, *arguments)
+        assert result.returncode == 0, result.stderr
+        assert "accumulate()" not in result.stderr
+        return result.stdout
 
     return launch
 
@@ -45,12 +45,12 @@ def test_a_diffusion_model_has_the_same_noise_in_every_run(launch):
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_gan_resumes_within_an_accumulation_cycle_to_equal_weights(launch, processes):
     arguments = ("gan", "--epochs", 3)
-    whole = launch(*arguments, processes=processes).splitlines()
+    uninterrupted = launch(*arguments, processes=processes).splitlines()
     shutil.rmtree("gan")
     stopped = launch(*arguments, "--stop-after", 45, processes=processes).splitlines()
     resumed = launch(*arguments, processes=processes, resume=True).splitlines()
-    assert stopped == [whole[0], "stopped in epoch 2"]
-    assert resumed == whole[1:]
+    assert stopped == [uninterrupted[0], "stopped in epoch 2"]
+    assert resumed == uninterrupted[1:]
 
 
 STREAM = ("streaming", "--epochs", 2, "--documents", 50, "--every", 10)
@@ -61,12 +61,12 @@ STREAM = ("streaming", "--epochs", 2, "--documents", 50, "--every", 10)
 )
 def test_a_stream_resumes_with_the_weights_of_the_whole_run(launch, processes, workers):
     arguments = (*STREAM, "--workers", workers)
-    whole = launch(*arguments, processes=processes).splitlines()
+    uninterrupted = launch(*arguments, processes=processes).splitlines()
     shutil.rmtree("streaming")
     stopped = launch(*arguments, "--stop-after", 15, processes=processes).splitlines()
     resumed = launch(*arguments, processes=processes, resume=True).splitlines()
-    assert stopped == [whole[0], "stopped at step 15"]
-    assert resumed == whole[1:]
+    assert stopped == [uninterrupted[0], "stopped at step 15"]
+    assert resumed == uninterrupted[1:]
 
 
 def test_a_stream_has_the_same_losses_on_one_and_two_processes_and_after_a_change(launch):
@@ -83,12 +83,12 @@ def test_a_search_reports_failed_trials_and_skips_finished_ones(cwd):
     command = [sys.executable, EXAMPLES / "search.py", "--epochs", "1", "--trials", "3"]
     command += ["--nproc-per-node", "1", "--parallel", "2"]
     environ = {**os.environ, "ACCEL_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"trial 1: .*: exit code 1: .*RuntimeError: no better than a guess", done.stdout)
-    assert re.search(r"trial 2: .*: accuracy 0\.0500", done.stdout)
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"trial 1: .*: exit code 1: .*RuntimeError: no better than a guess", result.stdout)
+    assert re.search(r"trial 2: .*: accuracy 0\.0500", result.stdout)
     accuracy = json.loads((cwd / "search" / "trial-000" / "result.json").read_text())["accuracy"]
-    finished, best = done.stdout.splitlines()[-2:]
+    finished, best = result.stdout.splitlines()[-2:]
     assert finished == "2 of 3 trials finished"
     assert best.endswith(f"accuracy {accuracy:.4f}")
     assert not (folder / "log.txt").exists()

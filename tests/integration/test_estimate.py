@@ -86,94 +86,97 @@ def estimate(cwd, capfd, monkeypatch, tmp_path):
     sys.modules.pop("models", None)
 
 
-def rows(done):
-    return [line.split("\t") for line in done.stdout.splitlines()]
+def rows(result):
+    return [line.split("\t") for line in result.stdout.splitlines()]
 
 
 def test_the_table_lists_every_layout_and_the_notes_recommend_one(accel, models):
-    done = accel("estimate", "models:make", "--devices", 4, "--memory", "3.2MB")
-    assert done.returncode == 0, done.stderr
-    found = rows(done)
-    assert [row[:3] for row in found] == [
+    result = accel("estimate", "models:make", "--devices", 4, "--memory", "3.2MB")
+    assert result.returncode == 0, result.stderr
+    table = rows(result)
+    assert [row[:3] for row in table] == [
         ["4", "1", "1"], ["2", "2", "1"], ["1", "4", "1"], ["2", "1", "2"], ["1", "2", "2"], ["1", "1", "4"]
     ]  # fmt: skip
-    assert found[0][3:6] == ["1.1 MB", "1.1 MB", "2.1 MB"]
-    assert found[2][3:6] == ["265.0 kB", "265.0 kB", "530.1 kB"]
-    assert [row[9] for row in found] == ["no", "yes", "yes", "no", "yes", "yes"]
-    said = done.stderr.splitlines()
-    assert said[0] == "this is said while the model is made"
+    assert table[0][3:6] == ["1.1 MB", "1.1 MB", "2.1 MB"]
+    assert table[2][3:6] == ["265.0 kB", "265.0 kB", "530.1 kB"]
+    assert [row[9] for row in table] == ["no", "yes", "yes", "no", "yes", "yes"]
+    notes = result.stderr.splitlines()
+    assert notes[0] == "this is said while the model is made"
     assert (
-        "Net with 264,899 parameters, AdamW, mixed precision no, a batch of [8, 64] on each device" in said[1]
+        "Net with 264,899 parameters, AdamW, mixed precision no, a batch of [8, 64] on each device"
+        in notes[1]
     )
-    assert "exact" in said[2]
+    assert "exact" in notes[2]
     assert (
-        said[-2]
+        notes[-2]
         == "accel: least sharded layout that fits on 4 device(s): dp_replicate 2 x dp_shard 2, reshard"
     )
-    assert said[-1] == "accel: 2 device(s) are enough: dp_shard 2, reshard"
+    assert notes[-1] == "accel: 2 device(s) are enough: dp_shard 2, reshard"
 
 
 def test_all_lists_layouts_with_resharding_and_checkpointing(estimate, models):
-    found = rows(estimate("models.py:make", "--devices", 2, "--all"))
-    assert [row[-1] for row in found] == [
+    table = rows(estimate("models.py:make", "--devices", 2, "--all"))
+    assert [row[-1] for row in table] == [
         "-", "no reshard", "reshard", "checkpointing, no reshard", "checkpointing, reshard", "-", "checkpointing"
     ]  # fmt: skip
 
 
 def test_json_has_bytes_and_every_layout(estimate, models):
-    done = estimate("models:make", "--devices", 2, "--memory", "80GB", "--json")
-    found = json.loads(done.stdout)
-    assert found["memory"] == 80 * 10**9
-    assert found["usable"] == 72 * 10**9
-    best = found["layouts"][found["best"]]
+    result = estimate("models:make", "--devices", 2, "--memory", "80GB", "--json")
+    estimate_as_dict = json.loads(result.stdout)
+    assert estimate_as_dict["memory"] == 80 * 10**9
+    assert estimate_as_dict["usable"] == 72 * 10**9
+    best = estimate_as_dict["layouts"][estimate_as_dict["best"]]
     assert (best["dp_replicate"], best["dp_shard"], best["tp"], best["fits"]) == (2, 1, 1, True)
     assert (best["bytes"]["parameters"], best["bytes"]["gradients"]) == (WHOLE, WHOLE)
-    assert found["layouts"][found["fewest"]]["devices"] == 1
+    assert estimate_as_dict["layouts"][estimate_as_dict["fewest"]]["devices"] == 1
     sizes = best["bytes"]
     assert sizes["total"] == sum(size for name, size in sizes.items() if name != "total")
 
 
 def test_a_model_of_400_gigabytes_is_estimated_without_allocating_it(estimate, models):
-    done = estimate("models:enormous", "--devices", 64, "--memory", "80GB")
-    assert done.returncode == 0, done.stderr
-    assert "activations are not included: there are no inputs" in done.stderr
-    assert "Module with 100,000,000,000 parameters" in done.stderr
-    assert "device(s): dp_shard 64, reshard" in done.stderr
-    assert done.stderr.count("no layout with tp 2, 4, 8, 16, 32, 64: Module has no tp_plan of its own") == 1
+    result = estimate("models:enormous", "--devices", 64, "--memory", "80GB")
+    assert result.returncode == 0, result.stderr
+    assert "activations are not included: there are no inputs" in result.stderr
+    assert "Module with 100,000,000,000 parameters" in result.stderr
+    assert "device(s): dp_shard 64, reshard" in result.stderr
+    assert result.stderr.count("no layout with tp 2, 4, 8, 16, 32, 64: Module has no tp_plan of its own") == 1
 
 
 def test_no_fitting_layout_is_exit_code_1_with_advice(estimate, models):
-    done = estimate("models:make", "--devices", 2, "--memory", "1MB")
-    assert done.returncode == 1
-    assert {row[9] for row in rows(done)} == {"no"}
-    error = done.stderr.splitlines()[-1]
+    result = estimate("models:make", "--devices", 2, "--memory", "1MB")
+    assert result.returncode == 1
+    assert {row[9] for row in rows(result)} == {"no"}
+    error = result.stderr.splitlines()[-1]
     assert "No layout fits on 2 device(s): the smallest (" in error
     assert "and 900.0 kB of 1.0 MB may be used" in error
     assert json.loads(estimate("models:make", "--memory", "1MB", "--json").stdout)["best"] is None
 
 
 def test_a_model_without_module_lists_gets_advice_on_wrapping(estimate, models):
-    done = estimate("models:unwrapped", "--devices", 4, "--memory", "18MB")
+    result = estimate("models:unwrapped", "--devices", 4, "--memory", "18MB")
     assert (
         "The model has no list of layers, so it is gathered as one unit. Use --wrap CLASS to gather its modules"
-        in done.stderr
+        in result.stderr
     )
-    again = estimate("models:unwrapped", "--devices", 4, "--memory", "18MB", "--wrap", "Linear", "--json")
-    assert json.loads(again.stdout)["wrapped"] == ["0", "1"]
+    wrapped_result = estimate(
+        "models:unwrapped", "--devices", 4, "--memory", "18MB", "--wrap", "Linear", "--json"
+    )
+    assert json.loads(wrapped_result.stdout)["wrapped"] == ["0", "1"]
 
 
 def test_layouts_are_not_judged_without_memory(estimate, models):
-    done = estimate("models:alone")
-    assert done.returncode == 0
-    assert rows(done)[0][:4] == ["1", "1", "1", "4.0 MB"]
-    assert rows(done)[0][6] == "-", "there is nothing to measure activations with"
-    assert "fits" not in done.stderr
+    result = estimate("models:alone")
+    assert result.returncode == 0
+    assert rows(result)[0][:4] == ["1", "1", "1", "4.0 MB"]
+    assert rows(result)[0][6] == "-", "there is nothing to measure activations with"
+    assert "fits" not in result.stderr
 
 
 def test_a_smaller_batch_and_another_optimizer_need_less_memory(estimate, models):
     def total(*options):
-        done = estimate("models:make", "--json", *options)
-        return json.loads(done.stdout)["layouts"][0]["bytes"]
+        result = estimate("models:make", "--json", *options)
+        return json.loads(result.stdout)["layouts"][0]["bytes"]
 
     first = total()
     assert total("--batch-size", 800)["activations"] > 50 * first["activations"]
@@ -187,15 +190,15 @@ def test_the_layout_is_written_to_a_profile_with_other_values_kept(estimate, mod
     in_process.run(capfd, "config", "set", "mixed_precision=bf16", "log_level=info", "--profile", "gpu")
     file = home / "profiles" / "gpu.yaml"
     file.write_text(file.read_text() + "# mine\n")
-    done = estimate("models:make", "--devices", 2, "--memory", "3.2MB", "--write-profile", "gpu")
-    assert done.returncode == 0, done.stderr
+    result = estimate("models:make", "--devices", 2, "--memory", "3.2MB", "--write-profile", "gpu")
+    assert result.returncode == 0, result.stderr
     text = file.read_text()
     assert "# mine" in text
     data = yaml.safe_load(text)
     assert (data["mixed_precision"], data["log_level"]) == ("bf16", "info")
     assert data["parallel"] == {"dp_replicate": 1, "dp_shard": 2, "tp": 1}
     assert data["fully_shard"]["reshard_after_forward"] is True
-    assert "the estimate is for mixed_precision no, but" in done.stderr
+    assert "the estimate is for mixed_precision no, but" in result.stderr
     assert in_process.run(capfd, "config", "validate", file).returncode == 0
 
 
@@ -204,8 +207,8 @@ def test_a_replicated_layout_removes_options_of_sharding(estimate, models, cwd, 
     first = estimate("models:make", "--devices", 2, "--memory", "3.2MB", "-o", file)
     assert first.returncode == 0, first.stderr
     assert "fully_shard" in yaml.safe_load(file.read_text())
-    again = estimate("models:make", "--devices", 2, "--memory", "80GB", "--output", file)
-    assert again.returncode == 0, again.stderr
+    second_result = estimate("models:make", "--devices", 2, "--memory", "80GB", "--output", file)
+    assert second_result.returncode == 0, second_result.stderr
     data = yaml.safe_load(file.read_text())
     assert data["parallel"] == {"dp_replicate": 2, "dp_shard": 1, "tp": 1}
     assert "fully_shard" not in data
@@ -218,7 +221,7 @@ def test_nothing_is_written_if_no_layout_fits(estimate, models, cwd):
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (("models:mak",), "models has no mak; did you mean make?"),
         (("models:raises",), "models:raises failed: "),
@@ -237,11 +240,11 @@ def test_nothing_is_written_if_no_layout_fits(estimate, models, cwd):
         ((), "Missing argument 'MODEL'"),
     ],
 )
-def test_an_unsupported_request_is_one_message_with_exit_code_2(estimate, models, args, said):
-    done = estimate(*args)
-    assert done.returncode == 2
-    assert said in " ".join(done.stderr.replace("│", " ").split())
-    assert "Traceback" not in done.stderr
+def test_an_unsupported_request_is_one_message_with_exit_code_2(estimate, models, args, message):
+    result = estimate(*args)
+    assert result.returncode == 2
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.slow
@@ -252,9 +255,11 @@ def test_a_configuration_of_transformers_is_estimated(estimate, cwd):
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100,
     }  # fmt: skip
     (cwd / "config.json").write_text(json.dumps(config))
-    done = estimate(".", "--devices", 4, "--memory", "24GB", "--mixed-precision", "bf16", "--seq-length", 128)
-    assert done.returncode == 0, done.stderr
-    assert "LlamaForCausalLM" in done.stderr
-    assert "input_ids [1, 128], labels [1, 128]" in done.stderr
-    assert "no layout with tp 4: this does not divide " in done.stderr
-    assert [row[:3] for row in rows(done)][-1] == ["1", "2", "2"]
+    result = estimate(
+        ".", "--devices", 4, "--memory", "24GB", "--mixed-precision", "bf16", "--seq-length", 128
+    )
+    assert result.returncode == 0, result.stderr
+    assert "LlamaForCausalLM" in result.stderr
+    assert "input_ids [1, 128], labels [1, 128]" in result.stderr
+    assert "no layout with tp 4: this does not divide " in result.stderr
+    assert [row[:3] for row in rows(result)][-1] == ["1", "2", "2"]

@@ -78,30 +78,30 @@ def test_every_example_is_tested():
 def test_an_example_prints_its_result_once(accel, monkeypatch, example, processes):
     monkeypatch.setenv("ACCEL_DEVICE", "cpu")
     arguments, printed = PRINTED[example]
-    done = accel("launch", "--nproc-per-node", processes, EXAMPLES / f"{example}.py", *arguments)
-    assert done.returncode == 0, done.stderr
-    assert len(re.findall(printed, done.stdout)) == 1, done.stdout
-    assert "Warning" not in re.sub(WARNED, "", done.stderr)
+    result = accel("launch", "--nproc-per-node", processes, EXAMPLES / f"{example}.py", *arguments)
+    assert result.returncode == 0, result.stderr
+    assert len(re.findall(printed, result.stdout)) == 1, result.stdout
+    assert "Warning" not in re.sub(WARNED, "", result.stderr)
 
 
 def test_an_evaluation_is_the_same_on_one_and_on_two_processes(accel, tmp_path):
-    found = []
+    outputs = []
     for size in (1, 2):
         output = tmp_path / f"{size}.csv"
         options = ("--cpu", "--nproc-per-node", size)
-        done = accel("launch", *options, EXAMPLES / "evaluation.py", "--epochs", 1, "--output", output)
-        assert done.returncode == 0, done.stderr
-        found.append((done.stdout.splitlines()[0], output.read_text()))
-    assert found[0] == found[1]
+        result = accel("launch", *options, EXAMPLES / "evaluation.py", "--epochs", 1, "--output", output)
+        assert result.returncode == 0, result.stderr
+        outputs.append((result.stdout.splitlines()[0], output.read_text()))
+    assert outputs[0] == outputs[1]
 
 
 def test_weighted_tokens_give_the_same_losses_on_one_and_on_two_processes(accel):
     printed = []
     for size in (1, 2):
         options = ("--cpu", "--nproc-per-node", size)
-        done = accel("launch", *options, EXAMPLES / "token_weights.py", "--epochs", 3)
-        assert done.returncode == 0, done.stderr
-        printed.append([line for line in done.stdout.splitlines() if "loss" in line])
+        result = accel("launch", *options, EXAMPLES / "token_weights.py", "--epochs", 3)
+        assert result.returncode == 0, result.stderr
+        printed.append([line for line in result.stdout.splitlines() if "loss" in line])
     assert len(printed[0]) == 3
     assert printed[0] == printed[1]
 
@@ -110,13 +110,13 @@ def test_weighted_tokens_give_the_same_losses_on_one_and_on_two_processes(accel)
 def test_a_sharded_model_is_exported_completely(accel, monkeypatch, layout):
     for name, size in layout.items():
         monkeypatch.setenv(f"ACCEL_PARALLEL_{name}", str(size))
-    done = accel("launch", "--cpu", "--nproc-per-node", 2, EXAMPLES / "sharded.py", "--epochs", 2)
-    assert done.returncode == 0, done.stderr
+    result = accel("launch", "--cpu", "--nproc-per-node", 2, EXAMPLES / "sharded.py", "--epochs", 2)
+    assert result.returncode == 0, result.stderr
     here, everywhere = map(
-        int, re.search(r"(\d+) of (\d+) numbers are on this process", done.stdout).groups()
+        int, re.search(r"(\d+) of (\d+) numbers are on this process", result.stdout).groups()
     )
     assert here < 0.6 * everywhere
-    assert "computes the same" in done.stdout
+    assert "computes the same" in result.stdout
 
 
 @pytest.mark.parametrize("example", ["lora", "text_classification", "image_classification"])
@@ -136,9 +136,9 @@ def test_a_cookbook_script_prints_the_same_replicated_and_sharded(accel, monkeyp
             "--epochs",
             2,
         )
-        done = accel(*options, cwd=folder)
-        assert done.returncode == 0, done.stderr
-        printed.append(done.stdout)
+        result = accel(*options, cwd=folder)
+        assert result.returncode == 0, result.stderr
+        printed.append(result.stdout)
     assert "epoch 2" in printed[0]
     # Sums in another order round differently, which may move a sample that lies between two classes.
     numbers = [[float(number) for number in re.findall(r"\d+\.\d+|\d+", text)] for text in printed]
@@ -149,13 +149,13 @@ def test_a_cookbook_script_prints_the_same_replicated_and_sharded(accel, monkeyp
 def test_an_interrupted_text_classifier_resumes_on_another_number_of_processes(accel):
     def run(size, *options, more=()):
         script = (EXAMPLES / "text_classification.py", "--epochs", 2, *more)
-        done = accel("launch", "--cpu", *FORKED, "--nproc-per-node", size, *options, *script)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines()
+        result = accel("launch", "--cpu", *FORKED, "--nproc-per-node", size, *options, *script)
+        assert result.returncode == 0, result.stderr
+        return result.stdout.splitlines()
 
-    whole = run(2, more=("--project-dir", "whole"))
-    assert run(2, more=("--stop-after", 21)) == [whole[0], "saved at step 21"]
-    assert run(1, "--resume") == whole[1:]
+    uninterrupted = run(2, more=("--project-dir", "whole"))
+    assert run(2, more=("--stop-after", 21)) == [uninterrupted[0], "saved at step 21"]
+    assert run(1, "--resume") == uninterrupted[1:]
 
 
 def test_the_moving_average_of_a_sharded_image_classifier_is_resumed(accel, monkeypatch):
@@ -163,17 +163,17 @@ def test_the_moving_average_of_a_sharded_image_classifier_is_resumed(accel, monk
 
     def run(epochs, *options, more=()):
         script = (EXAMPLES / "image_classification.py", "--epochs", epochs, *more)
-        done = accel("launch", "--cpu", "--nproc-per-node", 2, *options, *script)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines()
+        result = accel("launch", "--cpu", "--nproc-per-node", 2, *options, *script)
+        assert result.returncode == 0, result.stderr
+        return result.stdout.splitlines()
 
-    whole = run(2, more=("--project-dir", "whole"))
-    assert run(1) + run(2, "--resume") == whole
+    uninterrupted = run(2, more=("--project-dir", "whole"))
+    assert run(1) + run(2, "--resume") == uninterrupted
 
 
 def test_an_image_classifier_reports_the_images_that_pad_its_last_batch(accel):
     script = (EXAMPLES / "image_classification.py", "--epochs", 1, "--pad")
-    done = accel("launch", "--cpu", "--nproc-per-node", 2, *script)
-    assert done.returncode == 0, done.stderr
-    assert "epoch 1: 61 images were trained on twice" in done.stdout
-    assert len(re.findall("of 450 are correct", done.stdout)) == 2
+    result = accel("launch", "--cpu", "--nproc-per-node", 2, *script)
+    assert result.returncode == 0, result.stderr
+    assert "epoch 1: 61 images were trained on twice" in result.stdout
+    assert len(re.findall("of 450 are correct", result.stdout)) == 2

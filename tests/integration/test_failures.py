@@ -23,21 +23,21 @@ def fails(script, cwd, home):
 
     def launch(text, *options):
         script(text)
-        done = run("launch", "--nproc-per-node", 4, *options, "train.py")
-        *lines, end = (done.stdout + done.stderr).splitlines()
+        result = run("launch", "--nproc-per-node", 4, *options, "train.py")
+        *lines, end = (result.stdout + result.stderr).splitlines()
         assert len(lines) <= BAR, "\n".join(lines)
         (folder,) = home.glob("runs/*")
-        ended = rf"accel: 4 processes ended after .* s with exit code {done.returncode}; logs: {folder}"
+        ended = rf"accel: 4 processes ended after .* s with exit code {result.returncode}; logs: {folder}"
         assert re.fullmatch(ended, end)
-        assert done.stderr.count("Traceback") <= 1
-        return lines, done.returncode
+        assert result.stderr.count("Traceback") <= 1
+        return lines, result.returncode
 
     return launch
 
 
 def log(home, rank):
-    (found,) = home.glob(f"runs/*/attempt_0/rank_{rank}/output.log")
-    return found.read_text()
+    (path,) = home.glob(f"runs/*/attempt_0/rank_{rank}/output.log")
+    return path.read_text()
 
 
 def test_the_report_of_an_exception_while_other_ranks_are_in_a_collective(fails, home):
@@ -88,13 +88,13 @@ def test_a_failure_with_text_that_is_not_utf_8_is_shown_and_logged(script, cwd, 
     folder.mkdir()
     (folder / "train.py").write_text("import os\nraise ValueError(os.fsdecode(b'\\xff.jpg'))\n")
     options = ("--quiet", "--nproc-per-node", 2, "--max-restarts", 1)
-    done = run("launch", *options, "train.py", cwd=folder, errors="surrogateescape")
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].endswith("ValueError: \N{REPLACEMENT CHARACTER}.jpg")
-    assert "accel_cli" not in done.stderr
+    result = run("launch", *options, "train.py", cwd=folder, errors="surrogateescape")
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].endswith("ValueError: \N{REPLACEMENT CHARACTER}.jpg")
+    assert "accel_cli" not in result.stderr
     for attempt in (0, 1):
-        (found,) = home.glob(f"runs/*/attempt_{attempt}/rank_0/output.log")
-        assert found.read_bytes().endswith(b"ValueError: \xff.jpg\n")
+        (log_path,) = home.glob(f"runs/*/attempt_{attempt}/rank_0/output.log")
+        assert log_path.read_bytes().endswith(b"ValueError: \xff.jpg\n")
 
 
 def test_the_report_of_an_exception_on_all_ranks(fails):
@@ -257,18 +257,18 @@ def test_two_nodes_report_the_same_first_failure(script, cwd, tmp_path, port):
         for number in range(2)
     ]  # fmt: skip
     try:
-        said = [machine.communicate(timeout=120)[0].splitlines() for machine in machines]
+        output_lines = [machine.communicate(timeout=120)[0].splitlines() for machine in machines]
     finally:
         for machine in machines:
             machine.kill()
     assert [machine.returncode for machine in machines] == [4, 4]
-    assert sum(map(len, said)) <= BAR, said
-    for lines in said:
+    assert sum(map(len, output_lines)) <= BAR, output_lines
+    for lines in output_lines:
         assert re.match(r"accel: error: rank 2 of 4 on .*: exited with code 4$", lines[-2]), lines
         assert lines[-1].startswith("accel: 2 processes on this machine ended after "), lines
     assert [
         line
-        for lines in said
+        for lines in output_lines
         for line in lines
         if "failed as a consequence: lost the connection or timed out" in line
     ]
@@ -309,10 +309,10 @@ def test_the_report_of_a_rank_killed_for_memory(script, little_memory):
     )
     enter = f'echo $$ > {little_memory}/cgroup.procs; exec "$@"'
     command = [sys.executable, "-m", "accel_cli", "launch", "--nproc-per-node", "4", "train.py"]
-    done = subprocess.run(
+    result = subprocess.run(
         ["sh", "-c", enter, "_", *command], capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.returncode == 137, done.stderr
-    assert done.stderr.splitlines()[-2].endswith(
+    assert result.returncode == 137, result.stderr
+    assert result.stderr.splitlines()[-2].endswith(
         ": terminated by SIGKILL: killed by the kernel because memory ran out"
     )

@@ -32,7 +32,7 @@ def accel(cwd):
 
 
 @pytest.fixture
-def told(tmp_path, monkeypatch):
+def read_results(tmp_path, monkeypatch):
     """Return the JSON that each rank of a launched script has written."""
     out = tmp_path / "out"
     out.mkdir()
@@ -67,44 +67,56 @@ def test_a_module_of_the_working_folder_breaks_no_launch_and_is_that_of_the_scri
         str(count),
         "train.py",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert (done.returncode, done.stdout) == (0, f"True {cwd}\n"), done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert (result.returncode, result.stdout) == (0, f"True {cwd}\n"), result.stderr
 
 
-def test_the_requested_number_of_processes_runs(accel, script, told):
+def test_the_requested_number_of_processes_runs(accel, script, read_results):
     script(TELL)
-    done = accel("launch", "--cpu", "--nproc-per-node", 3, "train.py", "x")
-    assert done.returncode == 0, done.stderr
-    assert {rank: said["world"] for rank, said in told().items()} == {"0": "3", "1": "3", "2": "3"}
+    result = accel("launch", "--cpu", "--nproc-per-node", 3, "train.py", "x")
+    assert result.returncode == 0, result.stderr
+    assert {rank: rank_result["world"] for rank, rank_result in read_results().items()} == {
+        "0": "3",
+        "1": "3",
+        "2": "3",
+    }
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_script_has_the_environment_of_python(accel, script, told, count):
+def test_a_script_has_the_environment_of_python(accel, script, read_results, count):
     path = script(TELL, "sub/train.py")
-    done = accel(
+    result = accel(
         "launch", "--nproc-per-node", count, "--mixed-precision", "bf16", "sub/train.py", "--lr", "-1"
     )
-    assert done.returncode == 0, done.stderr
-    said = told()["0"]
-    assert (said["argv"], said["file"]) == (["sub/train.py", "--lr", "-1"], str(path))
-    assert (said["path0"], said["name"], said["precision"]) == (str(path.parent), "__main__", "bf16")
-    assert said["package"] is None
+    assert result.returncode == 0, result.stderr
+    rank_result = read_results()["0"]
+    assert (rank_result["argv"], rank_result["file"]) == (["sub/train.py", "--lr", "-1"], str(path))
+    assert (rank_result["path0"], rank_result["name"], rank_result["precision"]) == (
+        str(path.parent),
+        "__main__",
+        "bf16",
+    )
+    assert rank_result["package"] is None
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_module_runs_as_with_python_m(accel, script, told, count, cwd):
+def test_a_module_runs_as_with_python_m(accel, script, read_results, count, cwd):
     script("", "pack/__init__.py")
     path = script("from . import __name__ as own\nassert own == 'pack'\n" + TELL, "pack/train.py")
-    done = accel("launch", "--nproc-per-node", count, "-m", "pack.train", "--", "-m")
-    assert done.returncode == 0, done.stderr
-    said = told()["0"]
-    assert (said["argv"], said["package"], said["name"]) == ([str(path), "--", "-m"], "pack", "__main__")
-    assert said["path0"] == str(cwd)
+    result = accel("launch", "--nproc-per-node", count, "-m", "pack.train", "--", "-m")
+    assert result.returncode == 0, result.stderr
+    rank_result = read_results()["0"]
+    assert (rank_result["argv"], rank_result["package"], rank_result["name"]) == (
+        [str(path), "--", "-m"],
+        "pack",
+        "__main__",
+    )
+    assert rank_result["path0"] == str(cwd)
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_program_runs_without_python(accel, count):
-    done = accel(
+    result = accel(
         "launch",
         "-q",
         *(["--ranks", "all"] if count > 1 else []),
@@ -117,9 +129,9 @@ def test_a_program_runs_without_python(accel, count):
         "_",
         "$$ x",
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     prefixes = [f"[{rank}] " if count > 1 else "" for rank in range(count)]
-    assert sorted(done.stdout.splitlines()) == [f"{p}rank {rank}: $$ x" for rank, p in enumerate(prefixes)]
+    assert sorted(result.stdout.splitlines()) == [f"{p}rank {rank}: $$ x" for rank, p in enumerate(prefixes)]
 
 
 ARGS = st.lists(
@@ -155,12 +167,12 @@ def test_arguments_of_one_process_are_unchanged(accel, script, args):
     assert accel("launch", "-q", "train.py", *args).stdout.strip() == ascii(args)
 
 
-def test_unusual_arguments_of_several_processes_are_unchanged(accel, script, told):
+def test_unusual_arguments_of_several_processes_are_unchanged(accel, script, read_results):
     script(TELL)
     args = [*AWKWARD, "train.py", *reversed(AWKWARD)]
-    done = accel("launch", "--nproc-per-node", 2, "train.py", *args)
-    assert done.returncode == 0, done.stderr
-    assert [said["argv"][1:] for said in told().values()] == [args, args]
+    result = accel("launch", "--nproc-per-node", 2, "train.py", *args)
+    assert result.returncode == 0, result.stderr
+    assert [rank_result["argv"][1:] for rank_result in read_results().values()] == [args, args]
 
 
 def test_arguments_that_are_not_utf_8_are_unchanged(script, cwd):
@@ -172,7 +184,7 @@ def test_arguments_that_are_not_utf_8_are_unchanged(script, cwd):
 
 
 @pytest.mark.parametrize(
-    ("ends", "code", "said"),
+    ("ends", "code", "message"),
     [
         ("sys.exit(3)", 3, "exited with code 3"),
         ("raise ValueError('boom')", 1, "ValueError: boom"),
@@ -180,20 +192,20 @@ def test_arguments_that_are_not_utf_8_are_unchanged(script, cwd):
         ("os.abort()", 134, "terminated by SIGABRT"),
     ],
 )
-def test_the_exit_code_is_that_of_the_failed_rank_which_the_error_names(accel, script, ends, code, said):
+def test_the_exit_code_is_that_of_the_failed_rank_which_the_error_names(accel, script, ends, code, message):
     script(f"import os, sys, time\nif os.environ['RANK'] == '1':\n    {ends}\ntime.sleep(60)")
-    done = accel("launch", "--nproc-per-node", 2, "train.py")
-    assert done.returncode == code
-    error, end = done.stderr.splitlines()[-2:]
+    result = accel("launch", "--nproc-per-node", 2, "train.py")
+    assert result.returncode == code
+    error, end = result.stderr.splitlines()[-2:]
     assert error.startswith("accel: error: rank 1 of 2 on ")
-    assert said in error
+    assert message in error
     assert f" with exit code {code}; logs: " in end
 
 
 def test_a_traceback_begins_in_the_script(accel, script):
     path = script("def f():\n    raise ValueError('boom')\nf()\n")
-    done = accel("launch", "--nproc-per-node", 2, "train.py")
-    lines = done.stderr.splitlines()
+    result = accel("launch", "--nproc-per-node", 2, "train.py")
+    lines = result.stderr.splitlines()
     assert f'  File "{path}", line 3, in <module>' in lines
     assert not [line for line in lines if "worker.py" in line or "runpy" in line or "elastic" in line]
 
@@ -221,7 +233,7 @@ def test_a_signal_ends_every_process(script, cwd, count, number):
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (("gone.py",), "Script not found: gone.py"),
         (("sub",), "Cannot run sub: it is a directory"),
@@ -244,13 +256,13 @@ def test_a_signal_ends_every_process(script, cwd, count, number):
         ((), "Missing argument"),
     ],
 )
-def test_invalid_input_is_one_message_with_exit_code_2(accel, script, cwd, args, said):
+def test_invalid_input_is_one_message_with_exit_code_2(accel, script, cwd, args, message):
     script("from pathlib import Path; Path('started').touch()")
     (cwd / "sub").mkdir()
-    done = accel("launch", *args)
-    assert done.returncode == 2, done.stderr
-    assert said in " ".join(done.stderr.split())
-    assert "Traceback" not in done.stderr
+    result = accel("launch", *args)
+    assert result.returncode == 2, result.stderr
+    assert message in " ".join(result.stderr.split())
+    assert "Traceback" not in result.stderr
     assert not (cwd / "started").exists()
 
 
@@ -258,30 +270,30 @@ def test_an_invalid_profile_is_named(accel, script, home):
     script("")
     (home / "profiles" / "default.yaml").mkdir(parents=True)
     (home / "profiles" / "x.yaml").write_bytes(b"\xff")
-    done = accel("launch", "--profile", "x", "train.py")
-    assert done.returncode == 2
-    assert "x.yaml: it is not UTF-8 text" in done.stderr
+    result = accel("launch", "--profile", "x", "train.py")
+    assert result.returncode == 2
+    assert "x.yaml: it is not UTF-8 text" in result.stderr
 
 
 def test_a_dry_run_prints_the_plan_and_runs_nothing(accel, script, cwd):
     script("from pathlib import Path; Path('started').touch()")
-    done = accel(
+    result = accel(
         "launch", "--dry-run", "--nproc-per-node", 2, "--set", "env.MY_TOKEN=hunter2", "train.py", "a b"
     )
-    assert done.returncode == 0
-    assert "start: 2 processes\n" in done.stdout
-    assert "script train.py 'a b'" in done.stdout
-    assert "hunter2" not in done.stdout + done.stderr
+    assert result.returncode == 0
+    assert "start: 2 processes\n" in result.stdout
+    assert "script train.py 'a b'" in result.stdout
+    assert "hunter2" not in result.stdout + result.stderr
     assert not (cwd / "started").exists()
 
 
 def test_explain_prints_the_source_of_every_value(accel, script, home):
     script("")
     accel("config", "set", "mixed_precision=bf16")
-    done = accel("launch", "--explain", "--cpu", "train.py")
-    assert f"  mixed_precision: bf16  [user: {home}/profiles/default.yaml:3]" in done.stdout.splitlines()
-    assert "  device: cpu  [--cpu]" in done.stdout.splitlines()
-    assert "  process_group_timeout: 1800  [default]" in done.stdout.splitlines()
+    result = accel("launch", "--explain", "--cpu", "train.py")
+    assert f"  mixed_precision: bf16  [user: {home}/profiles/default.yaml:3]" in result.stdout.splitlines()
+    assert "  device: cpu  [--cpu]" in result.stdout.splitlines()
+    assert "  process_group_timeout: 1800  [default]" in result.stdout.splitlines()
 
 
 def test_the_start_line_names_the_profile_and_quiet_omits_it(accel, script, home):
@@ -298,16 +310,16 @@ def test_the_effective_profile_reaches_the_runtime_in_every_process(accel, scrip
         "from accel_runtime import Accelerator\na = Accelerator()\n"
         "a.wait_for_everyone()\nprint(a.mixed_precision, a.device, a.num_processes, a.process_index)\n"
     )
-    asked = ("--cpu", "--mixed-precision", "bf16", "--nproc-per-node", 2, "--ranks", "all")
-    done = accel("launch", "-q", *asked, "train.py")
-    assert sorted(done.stdout.splitlines()) == ["[0] bf16 cpu 2 0", "[1] bf16 cpu 2 1"], done.stderr
+    options = ("--cpu", "--mixed-precision", "bf16", "--nproc-per-node", 2, "--ranks", "all")
+    result = accel("launch", "-q", *options, "train.py")
+    assert sorted(result.stdout.splitlines()) == ["[0] bf16 cpu 2 0", "[1] bf16 cpu 2 1"], result.stderr
 
 
 def test_lines_of_ranks_that_print_at_the_same_time_are_complete(accel, script):
     script("import os\nfor n in range(400):\n    print('rank', os.environ['RANK'], 'line', n, 'x' * 50)\n")
-    done = accel("launch", "-q", "--nproc-per-node", 2, "--ranks", "all", "train.py")
+    result = accel("launch", "-q", "--nproc-per-node", 2, "--ranks", "all", "train.py")
     expected = {f"[{rank}] rank {rank} line {n} {'x' * 50}" for rank in range(2) for n in range(400)}
-    assert sorted(done.stdout.splitlines()) == sorted(expected)
+    assert sorted(result.stdout.splitlines()) == sorted(expected)
 
 
 def test_a_line_is_shown_as_soon_as_it_is_printed(script):
@@ -333,11 +345,11 @@ def test_two_nodes_join_by_the_same_command(accel, script, tmp_path, port):
     )  # fmt: skip
     machines = [Accel(*command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     try:
-        said = [machine.communicate(timeout=120)[0].strip() for machine in machines]
+        outputs = [machine.communicate(timeout=120)[0].strip() for machine in machines]
     finally:
         for machine in machines:
             machine.kill()
-    assert sorted(said) == ["[0] I am 0 of 2", "[1] I am 1 of 2"]
+    assert sorted(outputs) == ["[0] I am 0 of 2", "[1] I am 1 of 2"]
     assert [machine.returncode for machine in machines] == [0, 0]
 
 
@@ -401,11 +413,11 @@ def test_a_restart_starts_all_processes_again(accel, script, cwd):
         "if first:\n    time.sleep(60)\n"
         "t = torch.ones(1); dist.all_reduce(t); print('sum', int(t)); time.sleep(0.1)\n"
     )
-    done = accel("launch", "-q", "--nproc-per-node", 2, "--set", "launcher.max_restarts=1", "train.py")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "sum 2\n"
-    assert done.stderr.startswith("accel: restart 1 of 1: rank 1 on ")
-    assert ": exited with code 5 (its log: " in done.stderr
+    result = accel("launch", "-q", "--nproc-per-node", 2, "--set", "launcher.max_restarts=1", "train.py")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "sum 2\n"
+    assert result.stderr.startswith("accel: restart 1 of 1: rank 1 on ")
+    assert ": exited with code 5 (its log: " in result.stderr
 
 
 EARLY = """
@@ -438,30 +450,30 @@ if accelerator.is_main_process():
 def test_a_script_for_accelerate_trains_equally_on_one_and_two_processes(accel, script, monkeypatch, fp16):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     script(EARLY.replace("FP16", str(fp16)))
-    said = [accel("launch", "-q", "--nproc-per-node", count, "train.py") for count in (1, 2)]
-    assert said[0].stdout.startswith("fp16 [" if fp16 else "no ["), said[0].stderr
-    assert said[0].stdout == said[1].stdout, said[1].stderr
+    results = [accel("launch", "-q", "--nproc-per-node", count, "train.py") for count in (1, 2)]
+    assert results[0].stdout.startswith("fp16 [" if fp16 else "no ["), results[0].stderr
+    assert results[0].stdout == results[1].stdout, results[1].stderr
 
 
 @pytest.mark.slow
 def test_the_example_trains_equally_on_one_and_two_processes(accel):
     example = Path(__file__).parents[2] / "examples" / "digits.py"
-    ways = {
+    commands = {
         "python": [sys.executable, example],
         "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", example],
     }
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    said = {
-        way: subprocess.run(
+    outputs = {
+        command_name: subprocess.run(
             [*map(str, command), "--epochs", "4"], env=environ, capture_output=True, text=True, check=True
         ).stdout
-        for way, command in ways.items()
+        for command_name, command in commands.items()
     }
-    said["accel"] = accel("launch", "-q", "--nproc-per-node", 2, example, "--epochs", 4).stdout
-    assert said["python"] == said["torchrun"] == said["accel"]
-    accuracy = float(said["accel"].partition("test accuracy ")[2].split()[0])
+    outputs["accel"] = accel("launch", "-q", "--nproc-per-node", 2, example, "--epochs", 4).stdout
+    assert outputs["python"] == outputs["torchrun"] == outputs["accel"]
+    accuracy = float(outputs["accel"].partition("test accuracy ")[2].split()[0])
     assert accuracy > 0.95
-    assert "of 450)" in said["accel"]
+    assert "of 450)" in outputs["accel"]
 
 
 def wait_for(condition, seconds=120):

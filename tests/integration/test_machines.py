@@ -57,7 +57,7 @@ for _ in range(2000):
 """
 
 
-def said(process, timeout=150):
+def read_output(process, timeout=150):
     """Return the output of an ended process, without rank prefixes."""
     return re.sub(r"^\[\d+\] ", "", process.communicate(timeout=timeout)[0], flags=re.MULTILINE)
 
@@ -77,8 +77,8 @@ def until(happens, seconds=120):
 
 def running(cwd, pattern):
     """The processes of `LIVES` that have started and are alive."""
-    found = [int(path.read_text() or 0) for path in cwd.glob(pattern)]
-    return [pid for pid in found if Path("/proc", str(pid)).exists()]
+    pids = [int(path.read_text() or 0) for path in cwd.glob(pattern)]
+    return [pid for pid in pids if Path("/proc", str(pid)).exists()]
 
 
 @pytest.mark.slow
@@ -89,14 +89,19 @@ def test_nodes_with_different_numbers_of_processes_join_if_a_name_resolves_to_lo
         two[0].call_itself("127.0.1.1")
         launched = [Hosts([host]).launch(*MEET, "--nnodes", "2", "--nproc-per-node", count, "train.py")[0]
                     for host, count in zip(two, "12", strict=True)]  # fmt: skip
-        lines = [line for process in launched for line in said(process).splitlines() if "RANK=" in line]
+        lines = [
+            line for process in launched for line in read_output(process).splitlines() if "RANK=" in line
+        ]
     assert [process.returncode for process in launched] == [0, 0]
-    seen = [dict(part.split("=") for part in line.split()) for line in lines]
-    assert sorted(told["RANK"] for told in seen) == ["0", "1", "2"]
-    assert {told["WORLD_SIZE"] for told in seen} == {"3"}
-    assert sorted(told["LOCAL_WORLD_SIZE"] for told in seen) == ["1", "2", "2"]
-    assert {told["MASTER_ADDR"] for told in seen} == {"10.77.0.10"}
-    assert {told["LOCAL_WORLD_SIZE"]: told["GLOO_SOCKET_IFNAME"] for told in seen} == {
+    variables = [dict(part.split("=") for part in line.split()) for line in lines]
+    assert sorted(rank_variables["RANK"] for rank_variables in variables) == ["0", "1", "2"]
+    assert {rank_variables["WORLD_SIZE"] for rank_variables in variables} == {"3"}
+    assert sorted(rank_variables["LOCAL_WORLD_SIZE"] for rank_variables in variables) == ["1", "2", "2"]
+    assert {rank_variables["MASTER_ADDR"] for rank_variables in variables} == {"10.77.0.10"}
+    assert {
+        rank_variables["LOCAL_WORLD_SIZE"]: rank_variables["GLOO_SOCKET_IFNAME"]
+        for rank_variables in variables
+    } == {
         "1": "eth0",
         "2": "None",
     }
@@ -107,7 +112,7 @@ def test_two_nodes_count_restarts_together_and_print_one_reason(script):
     script(FAILS)
     with hosts(2) as two:
         launched = two.launch(*MEET, "--nnodes", "2", "--max-restarts", "5", "train.py", "5")
-        outputs = [said(process) for process in launched]
+        outputs = [read_output(process) for process in launched]
     assert [process.returncode for process in launched] == [0, 0], outputs
     restarts = [[line for line in output.splitlines() if "restart " in line] for output in outputs]
     assert restarts[0] == restarts[1]
@@ -123,7 +128,7 @@ def test_all_nodes_end_without_remaining_restarts(script):
     script(FAILS)
     with hosts(2) as two:
         launched = two.launch(*MEET, "--nnodes", "2", "--max-restarts", "1", "train.py", "9")
-        outputs = [said(process) for process in launched]
+        outputs = [read_output(process) for process in launched]
     assert sorted(process.returncode for process in launched) == [1, 5], outputs
     assert any("restart 1 of 1" in output for output in outputs)
     assert not any("restart 2" in output for output in outputs)
@@ -143,11 +148,11 @@ def test_a_run_continues_without_a_lost_node_and_accepts_its_replacement(script,
         until(lambda: len(running(cwd, "?of2.*")) == 2)
         two[1].kill()
         until(lambda: running(cwd, "0of1.*"))
-        (again,) = Hosts([two[1]]).launch(*options)
+        (replacement,) = Hosts([two[1]]).launch(*options)
         until(lambda: len(running(cwd, "?of2.*")) == 2)
         (cwd / "enough").touch()
-        outputs = [said(first), said(again)]
-    assert (first.returncode, again.returncode) == (0, 0), outputs
+        outputs = [read_output(first), read_output(replacement)]
+    assert (first.returncode, replacement.returncode) == (0, 0), outputs
     assert "restart 1 of 3: h1 (10.77.0.11) does not respond" in outputs[0]
     assert (
         "restarting all processes, since machines joined or left: 2 machines joined at h0:29400: "
@@ -168,7 +173,7 @@ def test_a_killed_process_restarts_all_processes_on_three_nodes(script, cwd):
         os.kill(victim, signal.SIGKILL)
         until(lambda: len(running(cwd, "?of3.*")) == 3 and victim not in running(cwd, "2of3.*"))
         (cwd / "enough").touch()
-        outputs = [said(process) for process in launched]
+        outputs = [read_output(process) for process in launched]
     assert [process.returncode for process in launched] == [0, 0, 0], outputs
     for output in outputs:
         assert re.search(r"restart 1 of 1: rank 2 on h\d: terminated by SIGKILL", output)
@@ -182,7 +187,7 @@ def test_both_nodes_report_a_broken_network_and_end(script, cwd):
         until(lambda: len(running(cwd, "?of2.*")) == 2)
         two[1].cut()
         cut = time.monotonic()
-        outputs = [said(process) for process in launched]
+        outputs = [read_output(process) for process in launched]
         took = time.monotonic() - cut
     assert [process.returncode for process in launched] == [1, 1], outputs
     assert "h1 (10.77.0.11) does not respond" in outputs[0]
@@ -209,7 +214,7 @@ def test_a_launcher_ended_by_a_signal_is_named_on_the_other_node(script, cwd, nu
         launched = [numbered(host, n) for host, n in zip(two, "01", strict=True)]
         until(lambda: len([*cwd.glob("up*")]) == 2)
         launched[1].send_signal(number)
-        outputs = [said(process) for process in launched]
+        outputs = [read_output(process) for process in launched]
     assert [process.returncode for process in launched] == [1, 143 if number == signal.SIGTERM else -9], (
         outputs
     )
@@ -231,7 +236,7 @@ def test_a_third_node_in_a_run_of_two_is_rejected_or_a_spare(script, cwd, restar
         else:
             time.sleep(3)  # it says what it waits for after two seconds
         (cwd / "enough").touch()
-        outputs = [said(process) for process in launched]
+        outputs = [read_output(process) for process in launched]
     assert [process.returncode for process in launched] == [0, 0, code], outputs
     if code:
         assert (
@@ -253,7 +258,7 @@ def test_a_missing_node_is_reported_while_waiting_and_at_the_end(script):
         launched = Hosts(three[:2]).launch(
             *MEET, "--nnodes", "3", "--set", "launcher.rdzv_timeout=15", "train.py", env={"PET_NNODES": ""}
         )
-        outputs = [said(process) for process in launched]
+        outputs = [read_output(process) for process in launched]
     assert [process.returncode for process in launched] == [1, 1]
     for output in outputs:
         assert "waiting: 2 of 3 machines joined (h0 (10.77.0.10), h1 (10.77.0.11)), 1 missing" in output
@@ -270,7 +275,7 @@ def test_node_ranks_of_a_scheduler_fix_the_order_and_name_missing_nodes(script):
     with hosts(2) as two:
         launched = [Hosts([host]).launch("--cpu", "train.py", env={**numbers, "SKYPILOT_NODE_RANK": str(1 - n)})[0]
                     for n, host in enumerate(two)]  # fmt: skip
-        outputs = [said(process) for process in launched]
+        outputs = [read_output(process) for process in launched]
         (alone,) = Hosts([two[1]]).launch(
             "-q",
             "--cpu",
@@ -279,7 +284,7 @@ def test_node_ranks_of_a_scheduler_fix_the_order_and_name_missing_nodes(script):
             "train.py",
             env={**numbers, "SKYPILOT_NODE_RANK": "0"},
         )
-        missed = said(alone)
+        missed = read_output(alone)
     assert "RANK=1 WORLD_SIZE=2" in outputs[0]
     assert "RANK=0 WORLD_SIZE=2" in outputs[1]
     assert "SKYPILOT_*: nnodes 2, rdzv_endpoint 10.77.0.11:20000, node_rank 1" in outputs[0]
@@ -309,7 +314,7 @@ def test_a_wrong_endpoint_is_an_error(script, endpoint, reason):
             "launcher.rdzv_timeout=3",
             "train.py",
         )
-        assert reason in said(launched)
+        assert reason in read_output(launched)
     assert launched.returncode in {1, 2}
 
 
@@ -319,11 +324,11 @@ def test_nodes_with_different_options_are_rejected(script):
     with hosts(2) as two:
         launched = [Hosts([host]).launch(*MEET, "--nnodes", count, "--set", "launcher.rdzv_timeout=20", "train.py")[0]
                     for host, count in zip(two, "23", strict=True)]  # fmt: skip
-        outputs = [said(process) for process in launched]
-    told = "h1 (10.77.0.11) has nnodes 3, and h0 (10.77.0.10) has nnodes 2"
+        outputs = [read_output(process) for process in launched]
+    message = "h1 (10.77.0.11) has nnodes 3, and h0 (10.77.0.10) has nnodes 2"
     assert launched[1].returncode == 2
-    assert f"the machines do not match: {told}" in outputs[1]
-    assert f"refused: {told}" in outputs[0]
+    assert f"the machines do not match: {message}" in outputs[1]
+    assert f"refused: {message}" in outputs[0]
 
 
 @pytest.mark.slow
@@ -331,7 +336,7 @@ def test_node_rank_options_are_the_order_of_the_nodes(script):
     script(TOLD)
     with hosts(2) as two:
         launched = [numbered(host, number) for host, number in zip(two, "10", strict=True)]
-        outputs = [said(process) for process in launched]
+        outputs = [read_output(process) for process in launched]
     assert "RANK=1 WORLD_SIZE=2" in outputs[0]
     assert "RANK=0 WORLD_SIZE=2" in outputs[1]
 
@@ -341,7 +346,7 @@ def test_equal_node_ranks_are_an_error_on_both_nodes(script):
     script(TOLD)
     with hosts(2) as two:
         launched = [numbered(host, "1") for host in two]
-        outputs = [said(process) for process in launched]
+        outputs = [read_output(process) for process in launched]
     assert [process.returncode for process in launched] == [2, 2]
     assert all(
         "invalid --node-rank: expected 0 to 1, each on one machine, got 1 on h" in text for text in outputs
@@ -354,11 +359,11 @@ def test_accel_test_trains_on_two_nodes(cwd):
         two[0].call_itself("127.0.1.1")
         command = ("test", "--cpu", "--nnodes", "2", "--rdzv-endpoint", "h0:29400")
         checked = [host.accel(*command) for host in two]
-        outputs = [said(process) for process in checked]
+        outputs = [read_output(process) for process in checked]
     assert [process.returncode for process in checked] == [0, 0], outputs
     assert "2 machines joined at h0:29400" in outputs[0]
 
 
 def test_no_network_namespace_is_left():
-    left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    assert f"accel{os.getpid()}" not in left
+    namespaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert f"accel{os.getpid()}" not in namespaces

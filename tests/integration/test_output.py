@@ -22,27 +22,27 @@ def accel(cwd):
 
 
 def log(home, rank, attempt=0):
-    (found,) = home.glob(f"runs/*/attempt_{attempt}/rank_{rank}/output.log")
-    return found.read_bytes()
+    (path,) = home.glob(f"runs/*/attempt_{attempt}/rank_{rank}/output.log")
+    return path.read_bytes()
 
 
 def on_a_terminal(command, **options):
     """Return the output of a command on a terminal of 50 lines and 133 columns, byte for byte."""
-    ours, theirs = os.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 50, 133, 0, 0))
-    settings = termios.tcgetattr(theirs)
+    local_end, remote_end = os.openpty()
+    fcntl.ioctl(remote_end, termios.TIOCSWINSZ, struct.pack("4H", 50, 133, 0, 0))
+    settings = termios.tcgetattr(remote_end)
     settings[1] &= ~termios.OPOST
-    termios.tcsetattr(theirs, termios.TCSANOW, settings)
-    options = {"stdout": theirs, "stderr": theirs, "stdin": subprocess.DEVNULL} | options
+    termios.tcsetattr(remote_end, termios.TCSANOW, settings)
+    options = {"stdout": remote_end, "stderr": remote_end, "stdin": subprocess.DEVNULL} | options
     with Accel(*command, **options) as process:
-        os.close(theirs)
+        os.close(remote_end)
         parts = []
         try:
-            while part := os.read(ours, 65536):
+            while part := os.read(local_end, 65536):
                 parts.append(part)
         except OSError:  # Linux's way to say that nobody is there any more
             pass
-    os.close(ours)
+    os.close(local_end)
     return b"".join(parts), process.returncode
 
 
@@ -70,28 +70,28 @@ def test_a_rank_is_informed_of_a_new_terminal_size(script):
         "signal.signal(signal.SIGWINCH, resized)\n"
         "print('ready', flush=True)\nsignal.pause()\n"
     )
-    ours, theirs = os.openpty()
+    local_end, remote_end = os.openpty()
     with Accel(
-        *LAUNCH, "--ranks", "1", "train.py", stdout=theirs, stderr=theirs, stdin=subprocess.DEVNULL
+        *LAUNCH, "--ranks", "1", "train.py", stdout=remote_end, stderr=remote_end, stdin=subprocess.DEVNULL
     ) as process:
-        os.close(theirs)
-        assert line_of(ours) == b"ready\r\n"
-        fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("4H", 7, 77, 0, 0))
+        os.close(remote_end)
+        assert line_of(local_end) == b"ready\r\n"
+        fcntl.ioctl(local_end, termios.TIOCSWINSZ, struct.pack("4H", 7, 77, 0, 0))
         late = time.monotonic() + 120
         while process.poll() is None and time.monotonic() < late:
             # The rank that is not shown may not listen yet.
             process.send_signal(signal.SIGWINCH)
             time.sleep(0.2)
-        assert line_of(ours) == b"(77, 7)\r\n"
-    os.close(ours)
+        assert line_of(local_end) == b"(77, 7)\r\n"
+    os.close(local_end)
 
 
 def line_of(terminal):
     """Read a line, which may arrive in parts."""
-    said = b""
-    while not said.endswith(b"\n"):
-        said += os.read(terminal, 100)
-    return said
+    output = b""
+    while not output.endswith(b"\n"):
+        output += os.read(terminal, 100)
+    return output
 
 
 def test_a_redirected_stream_is_separate_from_the_terminal(script, cwd, home):
@@ -106,7 +106,7 @@ def test_a_redirected_stream_is_separate_from_the_terminal(script, cwd, home):
 
 def test_the_log_of_a_rank_has_both_streams_in_the_order_of_the_writes(accel, script, home):
     script("import sys\nfor n in range(50):\n    print('out', n)\n    print('err', n, file=sys.stderr)\n")
-    done = accel(
+    result = accel(
         "launch",
         "-q",
         "--nproc-per-node",
@@ -117,16 +117,16 @@ def test_the_log_of_a_rank_has_both_streams_in_the_order_of_the_writes(accel, sc
         capture_output=False,
     )
     expected = "".join(f"out {n}\nerr {n}\n" for n in range(50))
-    assert done.stdout == expected
+    assert result.stdout == expected
     assert [log(home, rank).decode() for rank in range(2)] == [expected, expected]
 
 
-@pytest.mark.parametrize(("ranks", "seen"), [("none", []), ("1", ["1"]), ("0,2", ["[0] 0", "[2] 2"])])
-def test_the_selected_ranks_are_shown(accel, script, home, ranks, seen):
+@pytest.mark.parametrize(("ranks", "shown"), [("none", []), ("1", ["1"]), ("0,2", ["[0] 0", "[2] 2"])])
+def test_the_selected_ranks_are_shown(accel, script, home, ranks, shown):
     script("import os\nprint(os.environ['RANK'])\n")
-    done = accel("launch", "-q", "--nproc-per-node", 3, "--ranks", ranks, "train.py")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert sorted(done.stdout.splitlines()) == seen
+    result = accel("launch", "-q", "--nproc-per-node", 3, "--ranks", ranks, "train.py")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert sorted(result.stdout.splitlines()) == shown
     assert [log(home, rank) for rank in range(3)] == [b"0\n", b"1\n", b"2\n"]
 
 
@@ -163,13 +163,13 @@ def test_a_script_ends_if_its_output_is_closed(script):
 
 def test_a_background_process_of_a_script_does_not_delay_the_end(accel, script):
     script("import subprocess\nprint(subprocess.Popen(['sleep', '600']).pid)\n")
-    began = time.monotonic()
-    done = accel(*LAUNCH, "--ranks", "all", "train.py")
-    for line in done.stdout.splitlines():
+    start = time.monotonic()
+    result = accel(*LAUNCH, "--ranks", "all", "train.py")
+    for line in result.stdout.splitlines():
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(line.split()[1]), 9)
-    assert len(done.stdout.splitlines()) == 2
-    assert time.monotonic() - began < 300
+    assert len(result.stdout.splitlines()) == 2
+    assert time.monotonic() - start < 300
 
 
 @pytest.mark.parametrize(
@@ -185,11 +185,11 @@ def test_logs_that_cannot_be_written_are_one_warning(accel, script, breaks, why)
         f"import os, shutil\nfrom pathlib import Path\nif os.environ['RANK'] == '1':\n    {breaks}\n"
         "for n in range(3):\n    print('line', n, flush=True)\n"
     )
-    done = accel(*LAUNCH, "train.py")
-    assert (done.returncode, done.stdout) == (0, "line 0\nline 1\nline 2\n")
-    assert done.stderr.startswith("accel: the logs in ")
-    assert f" are not complete: {why}. The run itself continues" in done.stderr
-    assert done.stderr.count("\n") == 1
+    result = accel(*LAUNCH, "train.py")
+    assert (result.returncode, result.stdout) == (0, "line 0\nline 1\nline 2\n")
+    assert result.stderr.startswith("accel: the logs in ")
+    assert f" are not complete: {why}. The run itself continues" in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 def test_accel_logs_shows_the_last_run(accel, script, cwd, home):
@@ -200,19 +200,19 @@ def test_accel_logs_shows_the_last_run(accel, script, cwd, home):
     assert accel("logs", "--rank", 1).stdout == "second 1\n"
     second, first = [line.split("\t")[0] for line in accel("runs").stdout.splitlines()]
     assert accel("logs", first, "--attempt", 0).stdout == "first 0\n"
-    for asked, said in [
+    for options, expected_text in [
         (("--rank", 5), "has no log of rank 5. Ranks 0 and 1 ran on this machine."),
         (("--attempt", 3), f"Run {second} has no attempt 3. Its last attempt is 0."),
         (("x",), "Run 'x' not found in "),
     ]:
-        done = accel("logs", *asked)
-        assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+        result = accel("logs", *options)
+        assert (result.returncode, expected_text in result.stderr) == (2, True), result.stderr
 
 
 def test_accel_logs_without_a_run_is_an_error(accel):
-    done = accel("logs")
-    assert done.returncode == 2
-    assert "accel: error: No runs found in " in done.stderr
+    result = accel("logs")
+    assert result.returncode == 2
+    assert "accel: error: No runs found in " in result.stderr
 
 
 def test_accel_logs_follows_a_run_in_the_folder_of_the_profile(accel, script, cwd):
@@ -229,25 +229,25 @@ def test_accel_logs_follows_a_run_in_the_folder_of_the_profile(accel, script, cw
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("options", "expected_text"),
     [
         (("--log-dir", "train.py/x"), "logs cannot be written to "),
         (("--ranks", "2"), "Invalid ranks '2': the last rank is 1"),
         (("--ranks", "first"), "expected all, none, or ranks as in 0,2"),
     ],
 )
-def test_invalid_options_of_output_are_an_error(accel, script, cwd, asked, said):
+def test_invalid_options_of_output_are_an_error(accel, script, cwd, options, expected_text):
     script("open('started', 'w')\n")
-    done = accel("launch", "-q", "--nproc-per-node", 2, *asked, "train.py")
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
+    result = accel("launch", "-q", "--nproc-per-node", 2, *options, "train.py")
+    assert result.returncode == 2
+    assert expected_text in result.stderr
+    assert "Traceback" not in result.stderr
     assert not (cwd / "started").exists()
 
 
-@pytest.mark.parametrize("asked", [("--log-dir", "x"), ("--ranks", "all")])
-def test_options_of_output_are_an_error_with_single(accel, script, asked):
+@pytest.mark.parametrize("options", [("--log-dir", "x"), ("--ranks", "all")])
+def test_options_of_output_are_an_error_with_single(accel, script, options):
     script("")
-    done = accel("launch", *asked, "train.py")
-    assert done.returncode == 2
-    assert f"{asked[0]} needs launcher.kind: torchrun" in done.stderr
+    result = accel("launch", *options, "train.py")
+    assert result.returncode == 2
+    assert f"{options[0]} needs launcher.kind: torchrun" in result.stderr

@@ -50,27 +50,27 @@ def test_the_report_of_a_restarted_run_has_all_its_attempts(accel, script, cwd, 
     if tracked:
         monkeypatch.setenv("TRACK", "1")
     script(SCRIPT)
-    done = accel("launch", "--cpu", "--nproc-per-node", 2, "--max-restarts", 1, "train.py")
-    assert done.returncode == 0, done.stderr
-    done = accel("report", "-o", "report.html")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "report.html\n", "")
+    result = accel("launch", "--cpu", "--nproc-per-node", 2, "--max-restarts", 1, "train.py")
+    assert result.returncode == 0, result.stderr
+    result = accel("report", "-o", "report.html")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "report.html\n", "")
     source = (cwd / "report.html").read_text(encoding="utf-8")
-    found = re.findall(
+    matches = re.findall(
         r'aria-label="([^"]+)"></div>\s*<script type="application/json"[^>]*>(.*?)</script>', source
     )
-    plots = {html.unescape(title): json.loads(text)["data"] for title, text in found}
+    plots = {html.unescape(title): json.loads(text)["data"] for title, text in matches}
     assert {"loss", "step", "Step time by rank", "Own time by rank"} <= set(plots)
     (step,) = plots["step"]
     assert step["x"] == step["y"] == list(range(1, 25)), (
         "one curve, from step 9 on that of the second attempt"
     )
-    own = {
+    page_data = {
         trace["name"]: [y for y in trace["y"] if y is not None]
         for trace in plots["Own time by rank"]
         if "name" in trace
     }
-    assert len(own) == 2
-    assert min(own["rank 1"]) > 0.029, "the time that it sleeps is its own"
+    assert len(page_data) == 2
+    assert min(page_data["rank 1"]) > 0.029, "the time that it sleeps is its own"
     text = html.unescape(source.partition("<body>")[2])
     for sentence in (
         "has the longest own time", "ValueError: bad <label>", "checkpoint saved", "checkpoint loaded",

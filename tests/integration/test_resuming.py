@@ -86,9 +86,9 @@ class Run:
 
     @property
     def final(self):
-        found = re.findall(FINAL, self.said)
-        assert len(found) == 1, self.said
-        return found[0]
+        matches = re.findall(FINAL, self.said)
+        assert len(matches) == 1, self.said
+        return matches[0]
 
 
 @pytest.fixture
@@ -101,32 +101,32 @@ def run(cwd):
         return started[-1]
 
     yield start
-    for one in started:
-        one.process.kill()
-        one.process.communicate()
+    for process in started:
+        process.process.kill()
+        process.process.communicate()
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def uninterrupted_run(tmp_path_factory):
     """Return the last output of an uninterrupted run on a number of processes."""
-    known = {}
+    runs = {}
 
     def final(processes):
-        if processes not in known:
-            one = Run(tmp_path_factory.mktemp("whole"), processes)
-            assert one.end() == 0, one.said
-            known[processes] = one.final
-        return known[processes]
+        if processes not in runs:
+            run = Run(tmp_path_factory.mktemp("whole"), processes)
+            assert run.end() == 0, run.said
+            runs[processes] = run.final
+        return runs[processes]
 
     return final
 
 
 def resume_run(run, processes):
     """Start the example again, and return its last output."""
-    again = run(processes, "--resume")
-    assert again.end() == 0, again.said
-    assert re.search(r"accel: resuming from project/checkpoints/checkpoint_\d+ \(step [1-9]", again.said)
-    return again.final
+    resumed = run(processes, "--resume")
+    assert resumed.end() == 0, resumed.said
+    assert re.search(r"accel: resuming from project/checkpoints/checkpoint_\d+ \(step [1-9]", resumed.said)
+    return resumed.final
 
 
 def list_incomplete_checkpoints(cwd):
@@ -145,7 +145,7 @@ def list_incomplete_checkpoints(cwd):
     ],
 )
 def test_a_preempted_run_saves_and_resumes_to_the_weights_of_an_uninterrupted_one(
-    run, cwd, whole, processes, number
+    run, cwd, uninterrupted_run, processes, number
 ):
     (cwd / "hold").touch()
     first = run(processes).until(r"step 20: loss")
@@ -157,11 +157,11 @@ def test_a_preempted_run_saves_and_resumes_to_the_weights_of_an_uninterrupted_on
     told_apart = number == signal.SIGTERM and processes > 1
     assert code == (128 + signal.SIGTERM if told_apart else 0), first.said
     assert not list_incomplete_checkpoints(cwd)
-    assert resume_run(run, processes) == whole(processes)
+    assert resume_run(run, processes) == uninterrupted_run(processes)
 
 
 @pytest.mark.slow
-def test_a_killed_run_resumes_to_the_weights_of_an_uninterrupted_one(run, cwd, whole):
+def test_a_killed_run_resumes_to_the_weights_of_an_uninterrupted_one(run, cwd, uninterrupted_run):
     (cwd / "hold").touch()
     first = run(2)
     while not (cwd / "project" / "checkpoints" / "checkpoint_0").exists():
@@ -171,7 +171,7 @@ def test_a_killed_run_resumes_to_the_weights_of_an_uninterrupted_one(run, cwd, w
     assert first.end() == -signal.SIGKILL
     (cwd / "hold").unlink()
     assert not re.search(FINAL, first.said)
-    assert resume_run(run, 2) == whole(2)
+    assert resume_run(run, 2) == uninterrupted_run(2)
     assert not list_incomplete_checkpoints(cwd)
 
 
@@ -184,9 +184,9 @@ def test_restarted_processes_resume_automatically(cwd, script):
     options = ("launch", "--cpu", "--nproc-per-node", 2, "--max-restarts", 1, "train.py")
     # The checkpoint of the run before is there: a run that has none yet does not take it up.
     early, late = forked(*options, 2), forked(*options, 5)
-    for done in (early, late):
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.splitlines()[-1] == undisturbed.stdout.splitlines()[-1]
+    for result in (early, late):
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.splitlines()[-1] == undisturbed.stdout.splitlines()[-1]
     assert (
         "no checkpoint of this run yet: starting from the beginning (those in project/checkpoints are of"
         in early.stderr
@@ -209,10 +209,11 @@ def test_resume_without_a_checkpoint_is_reported_once(cwd):
         "--project-dir",
         "project",
     )
-    done = forked("launch", *options)
-    assert done.returncode == 0, done.stderr
+    result = forked("launch", *options)
+    assert result.returncode == 0, result.stderr
     assert (
-        done.stderr.count("accel: no checkpoint in project/checkpoints yet: starting from the beginning") == 1
+        result.stderr.count("accel: no checkpoint in project/checkpoints yet: starting from the beginning")
+        == 1
     )
 
 
@@ -222,8 +223,8 @@ def test_a_script_that_ignores_resume_is_reported(cwd, script):
         "accelerator = Accelerator()\naccelerator.prepare(nn.Linear(1, 1))\n"
         "accelerator.save_state('a')\naccelerator.save_state('b')\n"
     )
-    done = forked("launch", "--cpu", "--resume", "--set", "launcher.kind=torchrun", "train.py")
-    assert done.returncode == 0, done.stderr
+    result = forked("launch", "--cpu", "--resume", "--set", "launcher.kind=torchrun", "train.py")
+    assert result.returncode == 0, result.stderr
     assert (
-        done.stderr.count("--resume had no effect: the script calls neither resume() nor load_state()") == 1
+        result.stderr.count("--resume had no effect: the script calls neither resume() nor load_state()") == 1
     )

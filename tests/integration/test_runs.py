@@ -28,10 +28,10 @@ def read_events(folder):
 def test_a_launch_ends_with_a_line_of_duration_exit_code_and_logs(script, runs):
     """Also if the output of the script does not end with a newline."""
     script("import os, sys\nprint('trained', end='')\nsys.stderr.write('warned')\n")
-    done = run(*PAIR, "train.py")
+    result = run(*PAIR, "train.py")
     (folder,) = runs()
-    lines = done.stderr.splitlines()
-    assert (done.returncode, done.stdout, lines[1]) == (0, "trained", "warned")
+    lines = result.stderr.splitlines()
+    assert (result.returncode, result.stdout, lines[1]) == (0, "trained", "warned")
     assert re.fullmatch(
         rf"accel: 2 processes finished in [\d.]+ s, exit code 0; logs: {folder.path}", lines[2]
     )
@@ -57,8 +57,8 @@ def test_a_launch_records_its_facts_and_events(script, runs, monkeypatch):
     script(
         "import os, time\nif os.environ['RANK'] == '1':\n    raise ValueError('no data')\ntime.sleep(60)\n"
     )
-    done = run(*PAIR, "--max-restarts", 1, "--set", "env.API_KEY=abc", "train.py", "--epochs", "3")
-    assert done.returncode == 1
+    result = run(*PAIR, "--max-restarts", 1, "--set", "env.API_KEY=abc", "train.py", "--epochs", "3")
+    assert result.returncode == 1
     (folder,) = runs()
     record = folder.record
     assert (record["target"], record["arguments"]) == ("train.py", ["--epochs", "3"])
@@ -66,7 +66,7 @@ def test_a_launch_records_its_facts_and_events(script, runs, monkeypatch):
     assert (record["nproc_per_node"], record["world_size"], record["exit_code"]) == (2, 2, 1)
     assert record["profile"]["mixed_precision"] == "bf16"
     assert record["profile"]["env.API_KEY"] == "***"
-    assert f"accel: {record['headline']}" == done.stderr.splitlines()[0]
+    assert f"accel: {record['headline']}" == result.stderr.splitlines()[0]
     assert set(record["versions"]) == {"accel", "torch", "python"}
     assert 0 < record["ended"] - record["started"] < 600
     names, events = read_events(folder)
@@ -83,9 +83,9 @@ def test_a_single_process_has_a_run_folder_with_its_heartbeat(script, runs):
         "import os\nfrom accel_runtime import Accelerator\nAccelerator(cpu=True)\n"
         "print(os.environ['ACCEL_RANK_FOLDER'])\nraise ValueError('no data')\n"
     )
-    done = run("launch", "-q", "--cpu", "train.py")
+    result = run("launch", "-q", "--cpu", "train.py")
     (folder,) = runs()
-    assert (done.returncode, done.stdout) == (1, f"{folder.get_rank(0, 0).path}\n")
+    assert (result.returncode, result.stdout) == (1, f"{folder.get_rank(0, 0).path}\n")
     status = folder.read_status()
     assert (status.record["launcher"], status.record["world_size"], status.state) == ("single", 1, "failed")
     assert status.ended >= status.record["started"]
@@ -107,8 +107,8 @@ def test_the_exit_code_of_a_script_is_recorded_by_a_launcher_that_stays(script, 
 def test_a_single_process_runs_if_its_folder_cannot_be_created(script, cwd, monkeypatch):
     script("import os\nprint('ACCEL_RANK_FOLDER' in os.environ)\n")
     monkeypatch.setenv("ACCEL_HOME", str(cwd / "train.py"))
-    done = run("launch", "-q", "--cpu", "--no-profile", "train.py")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
+    result = run("launch", "-q", "--cpu", "--no-profile", "train.py")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "False\n", "")
 
 
 def test_a_rank_of_another_launcher_and_a_dry_run_have_no_run_folder(script, runs, monkeypatch):

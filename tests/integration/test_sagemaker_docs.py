@@ -39,10 +39,10 @@ def test_the_sagemaker_page_shows_the_real_output(aws, tmp_path, monkeypatch):
 
     class Reader(docs.Reader):
         @staticmethod
-        def _compare(shown, output, said):
+        def _compare(shown, output, message):
             # On loopback the hosts have addresses for names.
             plain = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in output]
-            docs.Reader._compare(tuple(line.replace("algo-1", "127.1") for line in shown), plain, said)
+            docs.Reader._compare(tuple(line.replace("algo-1", "127.1") for line in shown), plain, message)
 
     reader = Reader(tmp_path, elsewhere, aws.env)
     monkeypatch.chdir(reader.folder)

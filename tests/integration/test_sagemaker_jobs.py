@@ -75,12 +75,12 @@ def create(aws, name, **changes):
 
 def until(stream, pattern):
     """Read until a line matches, and return the text read."""
-    said = ""
-    while not re.search(pattern, said):
+    text = ""
+    while not re.search(pattern, text):
         line = stream.readline()
-        assert line, said
-        said += line
-    return said
+        assert line, text
+        text += line
+    return text
 
 
 # Lists and status ------------------------------------------------------------------------
@@ -90,9 +90,9 @@ def test_the_newest_jobs_are_listed_oldest_first(account, jobs):
     for number in range(53):
         create(account, f"job-{number:02}")
     account.wait("job-52")
-    done = jobs("list")
-    assert done.returncode == 0, done.stderr
-    rows = [line.split("\t") for line in done.stdout.splitlines()]
+    result = jobs("list")
+    assert result.returncode == 0, result.stderr
+    rows = [line.split("\t") for line in result.stdout.splitlines()]
     assert [row[0] for row in rows] == [f"job-{number:02}" for number in range(3, 53)]
     assert rows[0][2] == "Completed"
     assert account.calls().count("sagemaker:ListTrainingJobs") == 1
@@ -106,12 +106,12 @@ def test_the_status_shows_nodes_and_cost(account, accel):
     account.settings(time=200)
     create(account, "one", ResourceConfig=TWO, **SPOT)
     account.wait("one")
-    said = accel("jobs", "status", "one", "--launcher", "sagemaker").stdout.splitlines()
+    lines = accel("jobs", "status", "one", "--launcher", "sagemaker").stdout.splitlines()
     assert {
         "id\tone", "state\tCompleted", "exit code\t0", "nodes\t2 x ml.g5.xlarge, spot", "elapsed\t00:03:20",
         "log\tCloudWatch Logs, group /aws/sagemaker/TrainingJobs, streams one/",
-    } < set(said)  # fmt: skip
-    assert said[-1] == "cost\t60 billable seconds on each of 2 instances, spot saved 70 %"
+    } < set(lines)  # fmt: skip
+    assert lines[-1] == "cost\t60 billable seconds on each of 2 instances, spot saved 70 %"
 
 
 def test_a_reached_time_limit_is_in_the_status(account, jobs):
@@ -122,19 +122,19 @@ def test_a_reached_time_limit_is_in_the_status(account, jobs):
     account.settings(hold="Starting")
     create(account, "waits", **SPOT)
     account.wait("waits")
-    said = jobs("status", "long").stdout
+    text = jobs("status", "long").stdout
     assert (
         "state\tMaxRuntimeExceeded\nfinished\tTrue\nexit code\t2\nreason\tstopped: max_run of 3600 s was reached\n"
-        in said
+        in text
     )
     assert "reason\tstopped: max_wait of 7200 s was reached" in jobs("status", "waits").stdout
 
 
 @pytest.mark.parametrize("verb", ["status", "logs", "stop", "download"])
 def test_an_unknown_job_is_one_message(account, jobs, verb):
-    done = jobs(verb, "nope")
-    assert done.returncode == 2
-    assert done.stderr.strip() == (
+    result = jobs(verb, "nope")
+    assert result.returncode == 2
+    assert result.stderr.strip() == (
         "accel: error: No training job nope found in us-east-1. Run accel jobs list --launcher sagemaker to see the "
         "newest."
     )
@@ -146,24 +146,24 @@ def test_region_and_aws_profile_come_from_the_effective_profile(account, forked,
     (home / "profiles" / "cloud.yaml").write_text(
         "schema_version: 1\nlauncher:\n  kind: sagemaker\n  instance_type: ml.m5.large\n  region: eu-west-1\n  aws_profile: ann\n"
     )
-    done = forked("jobs", "status", "one", "--profile", "cloud")
-    assert done.returncode == 2
-    assert "profile 'ann'" in done.stderr
+    result = forked("jobs", "status", "one", "--profile", "cloud")
+    assert result.returncode == 2
+    assert "profile 'ann'" in result.stderr
     config = tmp_path / "config"
     config.write_text("[profile ann]\naws_access_key_id = a\naws_secret_access_key = b\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
-    done = forked("jobs", "status", "one", "--profile", "cloud")
-    assert "No training job one found in eu-west-1. Run accel jobs list --profile cloud" in done.stderr
+    result = forked("jobs", "status", "one", "--profile", "cloud")
+    assert "No training job one found in eu-west-1. Run accel jobs list --profile cloud" in result.stderr
 
 
 @pytest.mark.parametrize("words", [("list",), ("status", "one"), ("download", "one")])
 def test_a_missing_boto3_is_one_message_for_every_command(aws, cwd, capfd, monkeypatch, words):
     for name in ("boto3", "botocore"):
         monkeypatch.setitem(sys.modules, name, None)
-    done = in_process.run(capfd, "jobs", *words, "--launcher", "sagemaker")
-    assert done.returncode == 2
-    assert 'pip install "accel-runtime[sagemaker]"' in done.stderr
-    assert "Traceback" not in done.stderr
+    result = in_process.run(capfd, "jobs", *words, "--launcher", "sagemaker")
+    assert result.returncode == 2
+    assert 'pip install "accel-runtime[sagemaker]"' in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 # Logs --------------------------------------------------------------------------------------
@@ -173,20 +173,20 @@ def test_logs_of_all_hosts_are_printed(account, jobs):
     account.settings(play={"lines": {"algo-1": ["10%\r20%", "x" * 200_000], "algo-2": ["é"]}})
     create(account, "one", ResourceConfig=TWO)
     account.wait("one")
-    done = jobs("logs", "one", text=False)  # text would have its carriage returns changed
-    said = done.stdout.decode().split("\n")
-    assert done.returncode == 0
-    assert [line for line in said if line.startswith("algo-1")] == [
+    result = jobs("logs", "one", text=False)  # text would have its carriage returns changed
+    lines = result.stdout.decode().split("\n")
+    assert result.returncode == 0
+    assert [line for line in lines if line.startswith("algo-1")] == [
         "algo-1 | 10%\r20%", f"algo-1 | {'x' * 200_000}", "algo-1 | accel: algo-1 ended with exit code 0",
     ]  # fmt: skip
-    assert "algo-2 | é" in said
+    assert "algo-2 | é" in lines
 
 
 def test_a_job_without_output_is_reported(account, jobs):
     account.settings(hold="Starting")
     create(account, "one")
-    done = jobs("logs", "one")
-    assert "job one has no output; it is Starting" in done.stderr
+    result = jobs("logs", "one")
+    assert "job one has no output; it is Starting" in result.stderr
 
 
 @pytest.mark.slow
@@ -196,12 +196,12 @@ def test_following_prints_every_line_of_all_hosts_and_ends_with_the_cost(account
     create(account, "one", ResourceConfig=TWO | {"InstanceCount": 3}, **SPOT)
     account.fault("GetLogEvents", "unavailable", times=2, after=6)
     process = following("one")
-    begun = until(process.stderr, "is Training")
+    first_text = until(process.stderr, "is Training")
     account.settings(hold=None)
     out, err = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 0, begun + err
-    for host, said in lines.items():
-        assert re.findall(rf"^{host} \| (\d#\d+)$", out, re.MULTILINE) == said
+    assert process.returncode == 0, first_text + err
+    for host, host_lines in lines.items():
+        assert re.findall(rf"^{host} \| (\d#\d+)$", out, re.MULTILINE) == host_lines
     assert out.count("ended with exit code 0") == 3
     assert out.count("\n") == 3 * 401
     assert err.endswith(
@@ -237,9 +237,9 @@ def test_following_continues_after_a_network_failure_without_losing_lines(accoun
     process = following("one")
     until(process.stdout, "before")
     account.fault("*", "dropped", seconds=6)
-    said = until(process.stderr, "Trying again.")
+    text = until(process.stderr, "Trying again.")
     account.ask("log", job="one", lines=["during"])
-    said += until(process.stderr, "answers again")
+    text += until(process.stderr, "answers again")
     account.ask(
         "log",
         job="one",
@@ -253,7 +253,7 @@ def test_following_continues_after_a_network_failure_without_losing_lines(accoun
         "algo-1 | after",
         "algo-1 | accel: algo-1 ended with exit code 0",
     ]
-    assert (said + err).count("Trying again.") == 1
+    assert (text + err).count("Trying again.") == 1
 
 
 @pytest.mark.slow
@@ -284,32 +284,32 @@ def test_download_extracts_the_results_of_a_job(account, jobs, cwd):
     create(account, "one")
     account.wait("one")
     account.fault("GetObject", "cut", size=40)
-    done = jobs("download", "one", "-o", "models")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "models/one\n"
+    result = jobs("download", "one", "-o", "models")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "models/one\n"
     home = cwd / "models"
     assert [path.name for path in home.iterdir()] == ["one"]
     assert (home / "one" / "weights.bin").read_text() == "w" * 100
     assert (home / "one" / "sub" / "config.json").read_text() == "{}"
     assert (home / "one" / "output").read_text() == "mine"
     assert (home / "one" / "output_" / "seen").read_text() == "1"
-    again = jobs("download", "one", "-o", "models")
-    assert again.returncode == 2
-    assert "models/one exists already. Move it away" in again.stderr
+    second_result = jobs("download", "one", "-o", "models")
+    assert second_result.returncode == 2
+    assert "models/one exists already. Move it away" in second_result.stderr
 
 
 def test_download_of_a_running_or_empty_job_is_an_error(account, jobs, cwd):
     account.settings(hold="Training")
     create(account, "one")
     account.wait("one", "Training")
-    done = jobs("download", "one")
-    assert done.returncode == 2
-    assert "Job one is Training: its results appear when it has ended" in done.stderr
+    result = jobs("download", "one")
+    assert result.returncode == 2
+    assert "Job one is Training: its results appear when it has ended" in result.stderr
     account.settings(hold=None)
     account.wait("one")
-    done = jobs("download", "one")
-    assert done.returncode == 2
-    assert "Job one left nothing in s3://sagemaker-out/accel/one/output/" in done.stderr
+    result = jobs("download", "one")
+    assert result.returncode == 2
+    assert "Job one left nothing in s3://sagemaker-out/accel/one/output/" in result.stderr
     assert [path.name for path in cwd.iterdir()] == [".git"]
 
 
@@ -334,7 +334,7 @@ def _link(name, target):
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         (_packed(_file("good"), _file("../../evil")), "holds a file that is not safe to unpack"),
         (_packed(_link("a", "/etc"), _file("a/evil")), "holds a file that is not safe to unpack"),
@@ -343,19 +343,19 @@ def _link(name, target):
     ],
     ids=["outside", "through a link", "cut off", "nonsense"],
 )
-def test_a_broken_or_unsafe_archive_is_an_error_and_leaves_nothing(account, jobs, cwd, body, said):
+def test_a_broken_or_unsafe_archive_is_an_error_and_leaves_nothing(account, jobs, cwd, body, message):
     account.settings(play={"model": {"x": "y"}})
     create(account, "one")
     account.wait("one")
     account.client("s3").put_object(Bucket="sagemaker-out", Key="accel/one/output/model.tar.gz", Body=body)
-    done = jobs("download", "one", "-o", "models")
-    assert done.returncode == 1
-    assert said in done.stderr
+    result = jobs("download", "one", "-o", "models")
+    assert result.returncode == 1
+    assert message in result.stderr
     assert list((cwd / "models").iterdir()) == []
     assert not (cwd / "evil").exists()
 
 
 def test_download_of_a_slurm_job_names_the_cluster_file_system(forked):
-    done = forked("jobs", "download", "12", "--launcher", "slurm")
-    assert done.returncode == 2
-    assert "its files are on the file system of the cluster" in done.stderr
+    result = forked("jobs", "download", "12", "--launcher", "slurm")
+    assert result.returncode == 2
+    assert "its files are on the file system of the cluster" in result.stderr

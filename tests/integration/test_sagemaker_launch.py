@@ -64,8 +64,8 @@ def world(aws):
     s3 = aws.client("s3")
     buckets = [bucket["Name"] for bucket in s3.list_buckets()["Buckets"]]
     keys = [item["Key"] for name in buckets for item in s3.list_objects_v2(Bucket=name).get("Contents", [])]
-    begun = [item for name in buckets for item in s3.list_multipart_uploads(Bucket=name).get("Uploads", [])]
-    return buckets, keys, begun, jobs(aws)
+    uploads = [item for name in buckets for item in s3.list_multipart_uploads(Bucket=name).get("Uploads", [])]
+    return buckets, keys, uploads, jobs(aws)
 
 
 def jobs(aws):
@@ -74,10 +74,10 @@ def jobs(aws):
     ]
 
 
-def refused(done):
+def refused(result):
     """Return the only error message of a failed command."""
-    assert "Traceback" not in done.stderr
-    (message,) = [line for line in done.stderr.splitlines() if line.startswith("accel: error: ")]
+    assert "Traceback" not in result.stderr
+    (message,) = [line for line in result.stderr.splitlines() if line.startswith("accel: error: ")]
     return message
 
 
@@ -97,9 +97,9 @@ def launched(here, forked, tmp_path):
     """Run `accel launch`, and check that it leaves no temporary file."""
 
     def run(*args, accel=forked, **options):
-        done = accel("launch", *args, **options)
+        result = accel("launch", *args, **options)
         assert list((tmp_path / "scratch").iterdir()) == []
-        return done
+        return result
 
     return run
 
@@ -124,17 +124,17 @@ def started(here):
 
 def until(true, seconds=120):
     end = time.monotonic() + seconds
-    while not (found := true()):
+    while not (value := true()):
         assert time.monotonic() < end
         time.sleep(0.05)
-    return found
+    return value
 
 
 def test_detach_submits_a_job_and_prints_only_its_name_on_stdout(aws, accel, launched):
-    done = launched("--detach", "--job-name", "mine", "train.py", "--lr", "1e-4", accel=accel)
-    assert (done.returncode, done.stdout) == (0, "mine\n"), done.stderr
+    result = launched("--detach", "--job-name", "mine", "train.py", "--lr", "1e-4", accel=accel)
+    assert (result.returncode, result.stdout) == (0, "mine\n"), result.stderr
     assert jobs(aws) == ["mine"]
-    assert "Follow it with accel jobs logs mine -f or stop it with accel jobs stop mine" in done.stderr
+    assert "Follow it with accel jobs logs mine -f or stop it with accel jobs stop mine" in result.stderr
 
 
 def test_the_printed_commands_contain_the_options_of_the_launch(aws, here, forked, launched):
@@ -145,36 +145,38 @@ def test_the_printed_commands_contain_the_options_of_the_launch(aws, here, forke
         "launcher.instance_type=ml.m5.large",
         "launcher.region=eu-west-1",
     ]
-    told = [word for option in options for word in ("--set", option)]
-    done = launched("--detach", *told, "--job-name", "mine", "train.py")
-    again = "--launcher sagemaker --set launcher.region=eu-west-1"
-    assert f"Follow it with accel jobs logs mine -f {again} or stop it" in done.stderr, done.stderr
-    assert forked("jobs", "status", "mine", *again.split()).stdout.startswith("id\tmine\n")
+    set_options = [word for option in options for word in ("--set", option)]
+    result = launched("--detach", *set_options, "--job-name", "mine", "train.py")
+    options_of_commands = "--launcher sagemaker --set launcher.region=eu-west-1"
+    assert f"Follow it with accel jobs logs mine -f {options_of_commands} or stop it" in result.stderr, (
+        result.stderr
+    )
+    assert forked("jobs", "status", "mine", *options_of_commands.split()).stdout.startswith("id\tmine\n")
 
 
 def test_a_dry_run_shows_the_upload_and_changes_nothing(aws, here, launched):
     before = world(aws)
-    done = launched("--dry-run", "--job-name", "mine", "train.py", "--lr", "1e-4")
-    assert done.returncode == 0, done.stderr
-    assert f"bundle: s3://{BUCKET}/accel/mine/bundle/" in done.stdout
-    assert "nothing was sent or changed" in done.stdout
+    result = launched("--dry-run", "--job-name", "mine", "train.py", "--lr", "1e-4")
+    assert result.returncode == 0, result.stderr
+    assert f"bundle: s3://{BUCKET}/accel/mine/bundle/" in result.stdout
+    assert "nothing was sent or changed" in result.stdout
     assert world(aws) == before
 
 
 def test_offline_prints_the_request_on_stdout(aws, launched, monkeypatch):
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
-    done = launched("--offline", "--set", "launcher.region=eu-west-1", "--job-name", "mine", "train.py")
-    request = json.loads(done.stdout)
+    result = launched("--offline", "--set", "launcher.region=eu-west-1", "--job-name", "mine", "train.py")
+    request = json.loads(result.stdout)
     assert request["TrainingJobName"] == "mine"
     assert (
         request["OutputDataConfig"]["S3OutputPath"] == "s3://sagemaker-eu-west-1-<account>/accel/mine/output"
     )
-    assert done.stderr == ""
+    assert result.stderr == ""
 
 
 @pytest.mark.parametrize(
-    ("said", "environ", "words"),
+    ("message", "environ", "words"),
     [
         ("kind=sagemaker", {"AWS_DEFAULT_REGION": ""}, "No AWS region is set"),
         (
@@ -185,11 +187,11 @@ def test_offline_prints_the_request_on_stdout(aws, launched, monkeypatch):
         ("role=trainr", {}, "The account has no role 'trainr'. Did you mean trainer?"),
     ],
 )
-def test_an_error_is_one_message_with_exit_code_2(aws, launched, said, environ, words):
+def test_an_error_is_one_message_with_exit_code_2(aws, launched, message, environ, words):
     before = world(aws)
-    done = launched("--set", f"launcher.{said}", "train.py", env={**os.environ, **environ})
-    assert done.returncode == 2, done.stderr
-    assert words in refused(done)
+    result = launched("--set", f"launcher.{message}", "train.py", env={**os.environ, **environ})
+    assert result.returncode == 2, result.stderr
+    assert words in refused(result)
     assert world(aws) == before
 
 
@@ -213,27 +215,27 @@ def test_an_interrupted_submission_leaves_nothing_behind(aws, started, tmp_path,
 def test_a_job_is_followed_to_its_end_and_its_model_is_downloaded(aws, here, launched):
     lines = {"algo-1": ["one", "two"], "algo-2": ["three"]}
     aws.settings(play={"lines": lines, "model": {"weights.txt": "w"}}, time=100)
-    done = launched("--set", "launcher.instance_count=2", "--job-name", "mine", "train.py")
-    assert done.returncode == 0, done.stderr
-    assert {"algo-1 | one", "algo-1 | two", "algo-2 | three"} < set(done.stdout.splitlines())
+    result = launched("--set", "launcher.instance_count=2", "--job-name", "mine", "train.py")
+    assert result.returncode == 0, result.stderr
+    assert {"algo-1 | one", "algo-1 | two", "algo-2 | three"} < set(result.stdout.splitlines())
     assert (here / "mine/weights.txt").read_text() == "w"
-    assert "results are in " in done.stderr
-    assert "100 billable seconds on each of 2 instances" in done.stderr
+    assert "results are in " in result.stderr
+    assert "100 billable seconds on each of 2 instances" in result.stderr
 
 
 def test_a_failed_job_is_exit_code_1_with_its_reason(aws, here, launched):
     aws.settings(play={"exit": 1, "failure": "ValueError: boom on rank 1"})
-    done = launched("--job-name", "mine", "train.py")
-    assert done.returncode == 1
-    assert "boom on rank 1" in done.stderr
+    result = launched("--job-name", "mine", "train.py")
+    assert result.returncode == 1
+    assert "boom on rank 1" in result.stderr
     assert not (here / "mine").exists()
 
 
 @pytest.mark.slow
 def test_a_job_without_a_model_is_no_failure(aws, here, launched):
-    done = launched("--job-name", "mine", "train.py")
-    assert done.returncode == 0, done.stderr
-    assert "accel: Job mine left nothing in " in done.stderr
+    result = launched("--job-name", "mine", "train.py")
+    assert result.returncode == 0, result.stderr
+    assert "accel: Job mine left nothing in " in result.stderr
 
 
 @pytest.mark.slow
@@ -257,14 +259,14 @@ def test_two_hosts_with_two_processes_train_the_model_of_a_local_run(aws, launch
     """Test all steps: upload, download, the container entry point, the log, and the download of the model."""
     aws.settings(run=True)
     script(TRAIN)
-    told = ("instance_count=2", "nproc_per_node=2", "model_dir=out", "ranks=all")
-    options = [word for one in told for word in ("--set", f"launcher.{one}")]
-    odd = ["--note", 'it\'s a "test" $HOME; rm -rf x', "--", "-1e-4"]
-    done = launched(*options, "--job-name", "mine", "train.py", *odd, timeout=300)
-    assert done.returncode == 0, done.stderr + done.stdout
-    said = [line for line in done.stdout.splitlines() if " says " in line]
+    settings = ("instance_count=2", "nproc_per_node=2", "model_dir=out", "ranks=all")
+    options = [word for setting in settings for word in ("--set", f"launcher.{setting}")]
+    arguments = ["--note", 'it\'s a "test" $HOME; rm -rf x', "--", "-1e-4"]
+    result = launched(*options, "--job-name", "mine", "train.py", *arguments, timeout=300)
+    assert result.returncode == 0, result.stderr + result.stdout
+    lines = [line for line in result.stdout.splitlines() if " says " in line]
     for rank in range(4):
-        (line,) = [line for line in said if f"rank {rank} of 4 says {odd}" in line]
+        (line,) = [line for line in lines if f"rank {rank} of 4 says {arguments}" in line]
         # Without namespaces of their own, the hosts are addresses of the loopback.
         host = f"127.{rank // 2 + 1}"
         assert line.startswith(f"{host} | [{rank}] ")
@@ -272,7 +274,7 @@ def test_two_hosts_with_two_processes_train_the_model_of_a_local_run(aws, launch
     import torch
 
     local = ("--no-profile", "--nproc-per-node", "4", "train.py")
-    done = forked("launch", *local, env={**os.environ, "SM_CURRENT_HOST": "local"}, timeout=300)
-    assert done.returncode == 0, done.stderr
+    result = forked("launch", *local, env={**os.environ, "SM_CURRENT_HOST": "local"}, timeout=300)
+    assert result.returncode == 0, result.stderr
     models = [torch.load(here / folder / "model.pt", weights_only=True) for folder in ("mine", "out")]
     torch.testing.assert_close(*models, rtol=0, atol=1e-5)

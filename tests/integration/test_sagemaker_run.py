@@ -49,8 +49,8 @@ def launch(here):
         return started[-1]
 
     yield start
-    for one in started:
-        one.close()
+    for process in started:
+        process.close()
 
 
 class Launch:
@@ -91,7 +91,7 @@ class Launch:
             self._changed.notify_all()
 
 
-def told(aws):
+def describe_job(aws):
     return aws.client("sagemaker").describe_training_job(TrainingJobName="mine")
 
 
@@ -103,7 +103,7 @@ def test_an_interrupted_spot_job_resumes_from_its_checkpoint(aws, here, launch):
     # One host: on the platform all have their files in /opt/ml, and here each in a folder of its own.
     aws.settings(time=100)
     words = ("spot=true", "checkpoint_dir=checkpointing", "instance_count=1", "nproc_per_node=2")
-    sets = [word for one in words for word in ("--set", f"launcher.{one}")]
+    sets = [word for setting in words for word in ("--set", f"launcher.{setting}")]
     job = launch(*sets, "checkpointing.py", "--every", "10", "--epochs", "8")
     job.until(r"step 20: loss")
     aws.ask("interrupt", job="mine")
@@ -114,7 +114,9 @@ def test_an_interrupted_spot_job_resumes_from_its_checkpoint(aws, here, launch):
     assert re.search(r"127\.1 \| .*\d+ steps, weights [0-9a-f]{16}", job.said)
     assert "restart 1" in job.said
     assert "30 billable seconds, spot saved 70 %" in job.said
-    assert [step["Status"] for step in told(aws)["SecondaryStatusTransitions"]].count("Interrupted") == 1
+    assert [step["Status"] for step in describe_job(aws)["SecondaryStatusTransitions"]].count(
+        "Interrupted"
+    ) == 1
 
 
 FAIL = """
@@ -132,7 +134,7 @@ def test_the_failure_reason_is_that_of_the_script_and_names_the_host(aws, here, 
     assert job.end() == 1, job.said
     last = "accel: error: job mine ended as Failed with exit code 1: AlgorithmError: .*ValueError: boom on rank 1"
     assert re.search(last, job.said), job.said
-    assert "127.2" in told(aws)["FailureReason"]
+    assert "127.2" in describe_job(aws)["FailureReason"]
     assert len(re.findall(r"accel: 127\.[12] ended with exit code \d+", job.said)) == 2
 
 
@@ -159,11 +161,11 @@ def test_a_stopped_job_saves_and_its_results_are_downloaded(aws, here, launch, a
     assert "job mine ended as Stopped with exit code 2" in job.said
     for rank in (0, 1):
         assert f"rank {rank} saves" in job.said
-    done = accel("jobs", "download", "mine", "-o", "home")
-    assert done.returncode == 0, done.stderr
+    result = accel("jobs", "download", "mine", "-o", "home")
+    assert result.returncode == 0, result.stderr
     assert sorted(path.name for path in (here / "home" / "mine").glob("rank*")) == ["rank0", "rank1"]
-    sent = json.dumps(told(aws), default=str)
-    assert SECRET not in sent + job.said + done.stderr
+    sent = json.dumps(describe_job(aws), default=str)
+    assert SECRET not in sent + job.said + result.stderr
 
 
 def test_requirements_that_cannot_be_installed_are_the_failure_reason(aws, here, launch):
@@ -179,7 +181,9 @@ def test_requirements_that_cannot_be_installed_are_the_failure_reason(aws, here,
     )
     job = launch(*sets, "train.py")
     assert job.end() == 1, job.said
-    assert "a-package-that-nobody-has" in told(aws)["FailureReason"], told(aws)["FailureReason"]
+    assert "a-package-that-nobody-has" in describe_job(aws)["FailureReason"], describe_job(aws)[
+        "FailureReason"
+    ]
 
 
 def test_a_job_that_exceeds_max_run_is_stopped_and_reported(aws, here, launch):

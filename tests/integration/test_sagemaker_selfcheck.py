@@ -21,13 +21,13 @@ def profile(aws, accel):
 @pytest.mark.slow
 def test_the_self_check_runs_on_every_instance_and_leaves_nothing(profile, accel, cwd, script):
     script("raise SystemExit('nobody runs this')")
-    done = accel("test")
-    assert done.returncode == 0, done.stderr
-    assert "processes: 2 of 2 ranks answer" in done.stdout
-    assert "everything works here" in done.stdout
-    assert "is Completed" in done.stderr
+    result = accel("test")
+    assert result.returncode == 0, result.stderr
+    assert "processes: 2 of 2 ranks answer" in result.stdout
+    assert "everything works here" in result.stdout
+    assert "is Completed" in result.stderr
     assert sorted(path.name for path in cwd.iterdir()) == [".git", "train.py"]
     bucket = "sagemaker-us-east-1-123456789012"
-    sent = [found["Key"] for found in profile.client("s3").list_objects_v2(Bucket=bucket)["Contents"]]
+    sent = [entry["Key"] for entry in profile.client("s3").list_objects_v2(Bucket=bucket)["Contents"]]
     source = next(key for key in sent if key.endswith("source.tar.gz"))
     assert profile.client("s3").head_object(Bucket=bucket, Key=source)["ContentLength"] < 200

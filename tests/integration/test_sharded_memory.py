@@ -76,16 +76,16 @@ PARAMETERS = 24 * 2 * 1024 * 1024
 
 def measure_memory(path, monkeypatch, shards):
     monkeypatch.setenv("ACCEL_PARALLEL_DP_SHARD", str(shards))
-    done = run("launch", "--cpu", "--nproc-per-node", 4, path, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[{")))
+    result = run("launch", "--cpu", "--nproc-per-node", 4, path, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return json.loads(next(line for line in result.stdout.splitlines() if line.startswith("[{")))
 
 
 def test_each_rank_holds_only_its_shards_of_parameters_gradients_and_states(cwd, script, monkeypatch):
     path = script(SCRIPT)
-    whole, divided = (measure_memory(path, monkeypatch, shards) for shards in (1, 4))
-    assert len(whole) == len(divided) == 4
-    for rank, (all_of_it, part) in enumerate(zip(whole, divided, strict=True)):
+    replicated, sharded = (measure_memory(path, monkeypatch, shards) for shards in (1, 4))
+    assert len(replicated) == len(sharded) == 4
+    for rank, (all_of_it, part) in enumerate(zip(replicated, sharded, strict=True)):
         assert all_of_it["held"][:2] == [4 * PARAMETERS] * 2
         assert sum(part["held"]) <= 0.26 * sum(all_of_it["held"]), (
             f"rank {rank} holds {part}, and whole {all_of_it}"

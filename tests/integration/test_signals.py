@@ -56,8 +56,8 @@ class Launched:
     def __init__(self, cwd, *options, before=()):
         command = ["launch", "-q", "--nproc-per-node", "2", *options, "train.py"]
         self.cwd, self._said = cwd, cwd.parent / "said"
-        with self._said.open("w") as said:
-            streams = {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": subprocess.STDOUT}
+        with self._said.open("w") as output_file:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": output_file, "stderr": subprocess.STDOUT}
             if before:
                 command = [*before, sys.executable, "-m", "accel_cli", *command]
                 self.process = subprocess.Popen(command, start_new_session=True, **streams)
@@ -291,9 +291,9 @@ def test_daemons_of_ranks_end_with_a_run_that_is_ended(script, cwd, launch, ends
 def test_daemons_of_a_successful_run_continue(script, cwd, launch):
     script(STARTS)
     assert launch().ended() == 0
-    left = alive(cwd)
-    guard.send_signal(left, signal.SIGKILL)
-    assert len(left) == 4
+    pids = alive(cwd)
+    guard.send_signal(pids, signal.SIGKILL)
+    assert len(pids) == 4
 
 
 @pytest.mark.parametrize("number", [None, signal.SIGTERM])
@@ -308,9 +308,9 @@ def test_a_run_that_loses_its_guard_continues_with_one_warning(script, cwd, laun
     else:
         (cwd / "go").touch()
     assert launched.ended() == (143 if number else 0)
-    said = [line for line in launched.said if "SIGTERM" not in line]
-    assert len(said) == 1
-    assert said[0].startswith(
+    lines = [line for line in launched.said if "SIGTERM" not in line]
+    assert len(lines) == 1
+    assert lines[0].startswith(
         "accel: the guard process of this run was terminated by signal 9: the run continues, but if accel launch is"
     )
 
@@ -380,14 +380,14 @@ def test_twenty_launches_run_at_the_same_time(script, cwd):
     command = ("launch", "-q", "--nproc-per-node", 2, "train.py")
     launches = [Accel(*command, n, stderr=subprocess.PIPE) for n in range(20)]
     try:
-        said = [launch.communicate(timeout=300)[1] for launch in launches]
+        errors = [launch.communicate(timeout=300)[1] for launch in launches]
     finally:
         for launch in launches:
             launch.kill()
             launch.wait()
-    assert [launch.returncode for launch in launches] == [0] * 20, said
+    assert [launch.returncode for launch in launches] == [0] * 20, errors
     ports = [{path.read_text() for path in cwd.glob(f"done-{n}-*")} for n in range(20)]
-    assert all(len(own) == 1 for own in ports), ports
+    assert all(len(run_ports) == 1 for run_ports in ports), ports
 
 
 def listening(pids):
@@ -398,13 +398,13 @@ def listening(pids):
         for entry in Path(f"/proc/{pid}/fd").iterdir()
         if entry.is_symlink()
     }
-    found = []
+    ports = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
-                found.append(fields[1].partition(":")[0])
-    return found
+                ports.append(fields[1].partition(":")[0])
+    return ports
 
 
 @pytest.mark.slow

@@ -78,18 +78,18 @@ def sleeping(script, cwd):
 @pytest.mark.slow
 def test_a_stall_report_has_steps_collectives_and_the_stacks_that_differ(accel, script):
     script(STALLS)
-    done = accel("launch", "-q", "--nproc-per-node", 3, "--stall-timeout", 3, "train.py")
-    assert done.returncode == 0, done.stderr
+    result = accel("launch", "-q", "--nproc-per-node", 3, "--stall-timeout", 3, "train.py")
+    assert result.returncode == 0, result.stderr
     # A slow machine may stall elsewhere too.
-    notes = done.stderr.split("accel: ")
+    notes = result.stderr.split("accel: ")
     index = next(i for i, note in enumerate(notes) if "in augment" in note)
     table = notes[index].splitlines()
     assert table[0].startswith("no process on this machine has made progress for ")
     assert table[1].split() == ["rank", "steps", "batches", "last", "progress", "location"]
-    for rank, where in enumerate(["in", "after", "in"]):
+    for rank, location in enumerate(["in", "after", "in"]):
         words = table[2 + rank].split()
         assert words[:3] == [str(rank), "3", "0"]
-        assert f"{where} gather at train.py:14 (<module>)" in table[2 + rank]
+        assert f"{location} gather at train.py:14 (<module>)" in table[2 + rank]
     assert table[5] == "  rank 1, innermost call first:"
     assert 'train.py", line 5' in table[6]
     assert "ranks 0 and 2 are at the same place" in table[-1]
@@ -97,9 +97,9 @@ def test_a_stall_report_has_steps_collectives_and_the_stacks_that_differ(accel, 
 
 
 def test_accel_stacks_prints_the_stacks_of_a_run_that_continues(accel, sleeping):
-    done = accel("stacks")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    result = accel("stacks")
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
     assert lines[0].endswith(f"-train-{sleeping.pid}")
     assert [line.split() for line in lines[2:4]] == [
         [rank, "-", "-", "-", "no", "Accelerator", "yet"] for rank in "01"
@@ -107,15 +107,18 @@ def test_accel_stacks_prints_the_stacks_of_a_run_that_continues(accel, sleeping)
     assert lines[4] == "  ranks 0 and 1, innermost call first:"
     assert 'train.py", line 6 in wait' in lines[5]
     assert 'train.py", line 9 in <module>' in lines[6]
-    assert "worker.py" not in done.stdout
+    assert "worker.py" not in result.stdout
 
-    one = accel("stacks", lines[0], "--rank", 1, "--full").stdout
-    assert "  rank 1, innermost call first:" in one
-    assert "  another thread:" in one
-    assert "rank 0" not in one
+    output_of_rank = accel("stacks", lines[0], "--rank", 1, "--full").stdout
+    assert "  rank 1, innermost call first:" in output_of_rank
+    assert "  another thread:" in output_of_rank
+    assert "rank 0" not in output_of_rank
 
-    wrong = accel("stacks", "--rank", 5)
-    assert (wrong.returncode, "does not run on this machine. Local ranks: 0, 1." in wrong.stderr) == (2, True)
+    unknown_rank = accel("stacks", "--rank", 5)
+    assert (
+        unknown_rank.returncode,
+        "does not run on this machine. Local ranks: 0, 1." in unknown_rank.stderr,
+    ) == (2, True)
 
 
 @pytest.mark.slow
@@ -125,19 +128,19 @@ def test_processes_without_the_stack_signal_are_not_ended_by_it(accel, script, c
     with Accel("launch", "-q", "--nproc-per-node", 2, "train.py", stdin=subprocess.DEVNULL) as process:
         try:
             wait_for(lambda: len(list(cwd.glob("up*"))) == 2)
-            said = accel("stacks").stdout
+            output = accel("stacks").stdout
         finally:
             (cwd / "go").touch()
-    assert "ranks 0 and 1: stacks are not available" in said
+    assert "ranks 0 and 1: stacks are not available" in output
     assert process.returncode == 0
 
 
 def test_accel_stacks_without_a_running_run_is_an_error(accel, script):
     script("")
     assert "No run of accel launch is in progress on this machine" in accel("stacks").stderr
-    done = accel("stacks", "gone")
-    assert done.returncode == 2
-    assert "accel: error: Run 'gone' not found in " in done.stderr
+    result = accel("stacks", "gone")
+    assert result.returncode == 2
+    assert "accel: error: Run 'gone' not found in " in result.stderr
     assert accel("launch", "-q", "--nproc-per-node", 2, "train.py").returncode == 0
     assert accel("stacks").returncode == 2
 
@@ -155,17 +158,17 @@ def test_accel_stacks_without_a_running_run_is_an_error(accel, script):
 )
 def test_a_process_that_ends_early_is_named_by_the_waiting_ranks(accel, script, model, waits):
     script(STRAYS.replace("STRAY", "sys.exit()").replace("torch.nn.Linear(2, 1)", model, 1))
-    done = accel("launch", "-q", "--nproc-per-node", 2, "train.py")
-    assert done.returncode == 1
+    result = accel("launch", "-q", "--nproc-per-node", 2, "train.py")
+    assert result.returncode == 1
     assert (
         f"RankLostError: {waits} at train.py:10 (<module>) cannot complete: rank 0 ended normally after 9 steps"
-        in done.stderr
+        in result.stderr
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stray", "told"),
+    ("stray", "message"),
     [
         ("time.sleep(100)", "rank 0 is at train.py:9 (<module>) after 9 steps"),
         ("continue", "rank 0 ended normally after 11 steps"),
@@ -177,12 +180,12 @@ def test_a_process_that_ends_early_is_named_by_the_waiting_ranks(accel, script, 
     ids=["sleeps", "skips", "gathers"],
 )
 def test_a_stall_in_gradient_averaging_has_the_locations_of_all_processes(
-    accel, script, monkeypatch, stray, told
+    accel, script, monkeypatch, stray, message
 ):
     monkeypatch.setenv("ACCEL_PROCESS_GROUP_TIMEOUT", "3")
     script(STRAYS.replace("STRAY", stray))
-    done = accel("launch", "-q", "--nproc-per-node", 2, "train.py")
-    assert done.returncode == 1
-    error = done.stderr[done.stderr.index("accel: error:") :]
-    assert told in error or "rank 1 did not come to gather at train.py:9" in error
+    result = accel("launch", "-q", "--nproc-per-node", 2, "train.py")
+    assert result.returncode == 1
+    error = result.stderr[result.stderr.index("accel: error:") :]
+    assert message in error or "rank 1 did not come to gather at train.py:9" in error
     assert "rank 1" in error

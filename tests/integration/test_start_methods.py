@@ -56,9 +56,9 @@ def ends(tmp_path, cwd):
             command = [*begin, str(tmp_path / "driver.py"), str(report), target, *args]
         options = {"stdin": subprocess.DEVNULL, "cwd": cwd, "timeout": 60, "text": True} | options
         # A session of its own is what the elastic agent gives each process.
-        done = subprocess.run(command, capture_output=True, check=False, start_new_session=True, **options)
-        code = done.returncode if method == "exec" else int(report.read_text())
-        return code, done.stdout, ADDRESS.sub("", OURS.sub("", done.stderr))
+        result = subprocess.run(command, capture_output=True, check=False, start_new_session=True, **options)
+        code = result.returncode if method == "exec" else int(report.read_text())
+        return code, result.stdout, ADDRESS.sub("", OURS.sub("", result.stderr))
 
     return run
 
@@ -276,7 +276,7 @@ ITS_OWN = {"MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "ACCEL_LAUNCH", "ACCEL_RANK
 
 
 @pytest.fixture
-def asked(accel, tmp_path, monkeypatch):
+def run_and_read(accel, tmp_path, monkeypatch):
     """Return the answers of both ranks of a script."""
 
     def answers(method, *args):
@@ -284,9 +284,9 @@ def asked(accel, tmp_path, monkeypatch):
         out.mkdir()
         monkeypatch.setenv("OUT", str(out))
         options = ("--cpu", "--nproc-per-node", "2", "--set", f"launcher.start_method={method}")
-        done = accel("launch", *options, "--set", "env.LATE=1", *args)
-        assert done.returncode == 0, done.stderr
-        assert "by exec" not in done.stderr
+        result = accel("launch", *options, "--set", "env.LATE=1", *args)
+        assert result.returncode == 0, result.stderr
+        assert "by exec" not in result.stderr
         return [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]
 
     return answers
@@ -296,7 +296,7 @@ def asked(accel, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "module", [False, pytest.param(True, marks=pytest.mark.full)], ids=["script", "module"]
 )
-def test_a_forked_script_observes_the_same_process_state(accel, script, asked, module):
+def test_a_forked_script_observes_the_same_process_state(accel, script, run_and_read, module):
     if module:
         script("", "package/__init__.py")
         script("from .ask import main, Rows\n" + "if __name__ == '__main__': main()\n", "package/run.py")
@@ -305,20 +305,20 @@ def test_a_forked_script_observes_the_same_process_state(accel, script, asked, m
     else:
         script(ASK)
         args = ("train.py", "spawn", "forkserver")
-    executed = asked("exec", *args)
-    forked = asked("forkserver", *args)
+    executed = run_and_read("exec", *args)
+    forked = run_and_read("forkserver", *args)
     for each in (executed, forked):
-        own = [said.pop("own") for said in each]
-        assert all(mine != theirs for mine, theirs in zip(*own, strict=True))
-        assert len({said.pop("ppid") for said in each}) == 1
-        for said in each:
-            said["environ"] = {k: v for k, v in said["environ"].items() if k not in ITS_OWN}
+        own_values = [record.pop("own") for record in each]
+        assert all(first != second for first, second in zip(*own_values, strict=True))
+        assert len({record.pop("ppid") for record in each}) == 1
+        for record in each:
+            record["environ"] = {k: v for k, v in record["environ"].items() if k not in ITS_OWN}
     assert forked == executed
-    said = forked[0]
-    assert not said["torch before"]
-    assert said["ours"] == []
-    assert said["listens"] == ["0100007F"]
-    assert said["fork"] == said["spawn"] == [[3.0, True], [12.0, True]]
+    record = forked[0]
+    assert not record["torch before"]
+    assert record["ours"] == []
+    assert record["listens"] == ["0100007F"]
+    assert record["fork"] == record["spawn"] == [[3.0, True], [12.0, True]]
 
 
 def launched(accel, *args, nproc=2):
@@ -326,40 +326,40 @@ def launched(accel, *args, nproc=2):
     return accel("launch", "--cpu", "--nproc-per-node", nproc, "--ranks", "all", *args)
 
 
-def lines(done):
+def lines(result):
     """Return the lines of all ranks without their prefixes."""
-    return [re.sub(r"^\[\d+\] ", "", line) for line in done.stdout.splitlines()]
+    return [re.sub(r"^\[\d+\] ", "", line) for line in result.stdout.splitlines()]
 
 
 def test_a_module_of_the_script_with_the_name_of_an_imported_one_is_used(accel, script):
     script("mine = True", "calendar.py")
     script("import calendar; print('mine', calendar.mine)")
-    done = launched(accel, "train.py")
-    assert lines(done) == ["mine True"] * 2
-    assert "processes are started by exec:" in done.stderr
-    assert "calendar" in done.stderr
+    result = launched(accel, "train.py")
+    assert lines(result) == ["mine True"] * 2
+    assert "processes are started by exec:" in result.stderr
+    assert "calendar" in result.stderr
 
 
 def test_a_variable_that_the_script_sets_before_torch_is_effective(cwd, script):
     script("import os; os.environ['OMP_NUM_THREADS'] = '2'; import torch; print(torch.get_num_threads())")
-    done = launched(run, "--set", "launcher.kind=torchrun", "train.py", nproc=1)
-    assert lines(done) == ["2"]
-    assert "sets OMP_NUM_THREADS" in done.stderr
+    result = launched(run, "--set", "launcher.kind=torchrun", "train.py", nproc=1)
+    assert lines(result) == ["2"]
+    assert "sets OMP_NUM_THREADS" in result.stderr
 
 
 def test_a_variable_that_a_module_sets_too_late_is_a_warning(cwd, script):
     script("import os; os.environ['OMP_NUM_THREADS'] = '3'", "settings.py")
     script("import settings; import torch")
-    done = launched(run, "train.py")
-    assert done.returncode == 0
-    assert "OMP_NUM_THREADS changed after torch was loaded for this process" in done.stderr
+    result = launched(run, "train.py")
+    assert result.returncode == 0
+    assert "OMP_NUM_THREADS changed after torch was loaded for this process" in result.stderr
 
 
 def test_variables_of_the_profile_are_set_before_torch_is_loaded(accel, script):
     script("import torch; print(torch.get_num_threads())")
-    done = launched(accel, "--set", "env.OMP_NUM_THREADS=2", "train.py")
-    assert lines(done) == ["2"] * 2
-    assert "by exec" not in done.stderr
+    result = launched(accel, "--set", "env.OMP_NUM_THREADS=2", "train.py")
+    assert lines(result) == ["2"] * 2
+    assert "by exec" not in result.stderr
 
 
 def test_a_restart_forks_from_the_same_server(cwd, script):
@@ -378,9 +378,9 @@ def test_a_restart_forks_from_the_same_server(cwd, script):
         print("met")
         """)
     )
-    done = launched(run, "--set", "launcher.max_restarts=1", "train.py")
-    assert done.returncode == 0, done.stderr
-    assert sorted(lines(done))[-2:] == ["met", "met"]
+    result = launched(run, "--set", "launcher.max_restarts=1", "train.py")
+    assert result.returncode == 0, result.stderr
+    assert sorted(lines(result))[-2:] == ["met", "met"]
 
 
 def test_a_restart_without_the_server_is_by_exec(cwd, script):
@@ -399,17 +399,17 @@ def test_a_restart_without_the_server_is_by_exec(cwd, script):
         print("again")
         """)
     )
-    done = launched(
+    result = launched(
         run, "--set", "launcher.max_restarts=1", "--set", "launcher.kind=torchrun", "train.py", nproc=1
     )
-    assert (done.returncode, done.stdout) == (0, "again\n"), done.stderr
-    assert "the fork server has ended" in done.stderr
+    assert (result.returncode, result.stdout) == (0, "again\n"), result.stderr
+    assert "the fork server has ended" in result.stderr
 
 
 def test_no_process_is_left_after_the_launcher(accel, script):
     script("import os; print(os.getppid(), os.getpid(), flush=True)")
-    done = launched(accel, "train.py")
-    pids = {int(pid) for line in lines(done) for pid in line.split()}
+    result = launched(accel, "train.py")
+    pids = {int(pid) for line in lines(result) for pid in line.split()}
     assert len(pids) == 3
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
@@ -444,10 +444,10 @@ else:
     server._wait_for_start(0, announce, go, set())
     print("the script runs")
 """
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", source], capture_output=True, text=True, check=True, timeout=60
     )
-    assert done.stdout == "1\n"
+    assert result.stdout == "1\n"
 
 
 def test_forking_a_program_is_an_error_and_explain_prints_the_start_method(cwd, script):
@@ -455,6 +455,6 @@ def test_forking_a_program_is_an_error_and_explain_prints_the_start_method(cwd, 
     refused = launched(run, "--set", "launcher.start_method=forkserver", "--no-python", "true")
     assert refused.returncode == 2
     assert "Cannot use start_method: forkserver: a program may not be Python" in refused.stderr
-    said = launched(run, "--explain", "--no-python", "true").stdout
-    assert "start method: exec (a program may not be Python)" in said
+    output = launched(run, "--explain", "--no-python", "true").stdout
+    assert "start method: exec (a program may not be Python)" in output
     assert "start method: forkserver (torch is imported once" in launched(run, "--explain", "train.py").stdout

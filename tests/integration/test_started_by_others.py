@@ -66,17 +66,17 @@ def test_a_process_of_torchrun_runs_as_its_rank(script):
     script(TELL)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python",
                sys.executable, "-m", "accel_cli", "launch", "-q", "--cpu", "train.py"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["0 0 2 2", "1 1 2 2"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == ["0 0 2 2", "1 1 2 2"]
 
 
 def test_a_profile_of_several_processes_runs_one_in_each_started_rank(script, accel):
     script(TELL)
     variables = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}  # fmt: skip
-    done = accel(
+    result = accel(
         "launch", "--cpu", "--set", "launcher.kind=torchrun", "--set", "launcher.nproc_per_node=4", "train.py",
         env={**os.environ, **variables},
     )  # fmt: skip
-    assert done.stdout == "1 1 2 2\n", done.stderr
-    assert "RANK and WORLD_SIZE: RANK 1, LOCAL_RANK 1, WORLD_SIZE 2" in done.stderr
+    assert result.stdout == "1 1 2 2\n", result.stderr
+    assert "RANK and WORLD_SIZE: RANK 1, LOCAL_RANK 1, WORLD_SIZE 2" in result.stderr

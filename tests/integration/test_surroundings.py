@@ -95,17 +95,17 @@ def run_in(namespaces, setup, *args, **options):
 def test_processes_connect_without_ipv4(script):
     script(GATHERS)
     setup = "ip link set lo up; ip addr del 127.0.0.1/8 dev lo"
-    done = run_in(["--net"], setup, "launch", "-q", "--nproc-per-node", 2, "train.py")
-    assert (done.returncode, "gathered [0, 1]" in done.stdout) == (0, True), done.stderr
+    result = run_in(["--net"], setup, "launch", "-q", "--nproc-per-node", 2, "train.py")
+    assert (result.returncode, "gathered [0, 1]" in result.stdout) == (0, True), result.stderr
 
 
 @pytest.mark.slow
 @needs_hosts
 def test_a_loopback_interface_that_is_down_is_an_error(script):
     script(GATHERS)
-    done = run_in(["--net"], ":", "launch", "-q", "--nproc-per-node", 2, "train.py")
-    assert done.returncode == 2
-    assert done.stderr == (
+    result = run_in(["--net"], ":", "launch", "-q", "--nproc-per-node", 2, "train.py")
+    assert result.returncode == 2
+    assert result.stderr == (
         "accel: error: Cannot connect the processes of this machine: it has neither 127.0.0.1 nor ::1. Set its "
         "loopback interface up: ip link set lo up\n"
     )
@@ -115,8 +115,10 @@ def test_a_loopback_interface_that_is_down_is_an_error(script):
 @needs_unshare
 def test_processes_connect_without_proc(script):
     script(GATHERS)
-    done = run_in(["--mount"], "mount -t tmpfs none /proc", "launch", "-q", "--nproc-per-node", 2, "train.py")
-    assert (done.returncode, "gathered [0, 1]" in done.stdout) == (0, True), done.stderr
+    result = run_in(
+        ["--mount"], "mount -t tmpfs none /proc", "launch", "-q", "--nproc-per-node", 2, "train.py"
+    )
+    assert (result.returncode, "gathered [0, 1]" in result.stdout) == (0, True), result.stderr
 
 
 def test_processes_connect_if_the_name_of_the_temporary_folder_is_not_utf_8(accel, script, cwd, monkeypatch):
@@ -124,15 +126,15 @@ def test_processes_connect_if_the_name_of_the_temporary_folder_is_not_utf_8(acce
     folder = os.fsencode(cwd) + b"/\xff"
     os.mkdir(folder)  # noqa: PTH102 - a path of bytes
     monkeypatch.setenv("TMPDIR", os.fsdecode(folder))
-    done = accel("launch", "-q", "--nproc-per-node", 2, "train.py")
-    assert (done.returncode, "gathered [0, 1]" in done.stdout) == (0, True), done.stderr
+    result = accel("launch", "-q", "--nproc-per-node", 2, "train.py")
+    assert (result.returncode, "gathered [0, 1]" in result.stdout) == (0, True), result.stderr
 
 
 def test_a_script_with_the_longest_file_name_runs(accel, script):
     name = "a" * 252 + ".py"
     script("print('ran')", name)
-    done = accel("launch", "-q", "--nproc-per-node", 2, name)
-    assert (done.returncode, done.stdout) == (0, "ran\n"), done.stderr
+    result = accel("launch", "-q", "--nproc-per-node", 2, name)
+    assert (result.returncode, result.stdout) == (0, "ran\n"), result.stderr
     assert accel("logs").stdout == "ran\n"
 
 
@@ -144,10 +146,10 @@ def test_a_limit_on_address_space_is_named(script):
     script("")
     accel = [sys.executable, "-m", "accel_cli", "launch", "-q", "--nproc-per-node", "2", "train.py"]
     limited = ["sh", "-c", f'ulimit -v {290 * 1024}; exec "$@"', "sh", *accel]
-    done = subprocess.run(limited, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-    assert done.stderr.startswith("accel: error: Cannot import torch: ")
-    assert done.stderr.endswith(f"{LIMITED}\n")
+    result = subprocess.run(limited, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr.count("\n")) == (1, 1)
+    assert result.stderr.startswith("accel: error: Cannot import torch: ")
+    assert result.stderr.endswith(f"{LIMITED}\n")
 
 
 def test_the_error_of_a_failed_allocation_names_its_limit(monkeypatch):
@@ -160,10 +162,10 @@ def test_the_error_of_a_failed_allocation_names_its_limit(monkeypatch):
 
 def test_the_report_of_a_killed_data_loader_worker_has_the_likely_reason(accel, script):
     script(WORKER_ENDS)
-    done = accel("launch", "-q", "--nproc-per-node", 2, "train.py")
-    assert done.returncode == 1
-    assert "accel: hint: data-loader worker " in done.stderr
-    assert "often for lack of memory. To use less memory, reduce num_workers" in done.stderr
+    result = accel("launch", "-q", "--nproc-per-node", 2, "train.py")
+    assert result.returncode == 1
+    assert "accel: hint: data-loader worker " in result.stderr
+    assert "often for lack of memory. To use less memory, reduce num_workers" in result.stderr
 
 
 @pytest.mark.slow
@@ -172,8 +174,8 @@ def test_the_report_of_a_killed_data_loader_worker_has_the_likely_reason(accel, 
 def test_process_1_of_a_container_reaps_orphans(script, processes):
     script(LEAVES_ORPHANS)
     container = ["--pid", "--mount", "--fork", "--mount-proc"]
-    done = run_in(container, ":", "launch", "-q", "--nproc-per-node", processes, "train.py")
-    assert (done.returncode, done.stdout) == (0, "orphan reaped\n"), done.stderr
+    result = run_in(container, ":", "launch", "-q", "--nproc-per-node", processes, "train.py")
+    assert (result.returncode, result.stdout) == (0, "orphan reaped\n"), result.stderr
 
 
 @pytest.mark.slow

@@ -52,15 +52,17 @@ def accel(cwd, home, tmp_path):
 @pytest.fixture
 def profile(accel):
     """The project's profile selects the launcher."""
-    done = accel("config", "set", "launcher.kind=background", "launcher.level=5", "--project")
-    assert done.returncode == 0, done.stderr
+    result = accel("config", "set", "launcher.kind=background", "launcher.level=5", "--project")
+    assert result.returncode == 0, result.stderr
 
 
 def test_a_third_party_launcher_runs_the_script_and_returns_its_exit_code(accel, cwd, profile):
     assert "level: 5" in (cwd / "accel.yaml").read_text()
-    done = accel("launch", "train.py", "--epochs", "3")
-    assert (done.returncode, done.stdout.split()) == (7, [str(os.nice(0) + 5), "--epochs", "3"]), done.stderr
-    assert "background, 1 process" in done.stderr
+    result = accel("launch", "train.py", "--epochs", "3")
+    assert (result.returncode, result.stdout.split()) == (7, [str(os.nice(0) + 5), "--epochs", "3"]), (
+        result.stderr
+    )
+    assert "background, 1 process" in result.stderr
 
 
 def test_the_wizard_offers_a_third_party_launcher_with_its_question(
@@ -81,9 +83,9 @@ def test_the_wizard_offers_a_third_party_launcher_with_its_question(
 
 
 def test_a_value_of_a_third_party_key_out_of_range_is_an_error(accel):
-    done = accel("config", "set", "launcher.kind=background", "launcher.level=20", "--project")
-    assert done.returncode == 2
-    assert "launcher.level" in done.stderr
+    result = accel("config", "set", "launcher.kind=background", "launcher.level=20", "--project")
+    assert result.returncode == 2
+    assert "launcher.level" in result.stderr
 
 
 def test_jobs_of_a_third_party_launcher_are_listed_followed_and_stopped(accel, cwd, profile):
@@ -108,21 +110,21 @@ def test_the_schema_has_the_keys_of_a_third_party_launcher(accel):
 
 def test_an_option_of_a_third_party_launcher_is_in_the_help_and_an_error_elsewhere(accel):
     assert "Only with launcher.kind: background" in accel("launch", "--help").stdout
-    done = accel("launch", "--set", "launcher.kind=background", "--level", "3", "--dry-run", "train.py")
-    assert "command: nice -n3" in done.stdout, done.stderr
-    done = accel("launch", "--level", "3", "train.py")
-    assert done.returncode == 2
+    result = accel("launch", "--set", "launcher.kind=background", "--level", "3", "--dry-run", "train.py")
+    assert "command: nice -n3" in result.stdout, result.stderr
+    result = accel("launch", "--level", "3", "train.py")
+    assert result.returncode == 2
     assert (
         "Cannot use --level with launcher.kind: single: it is an option of the launcher background"
-        in done.stderr
+        in result.stderr
     )
 
 
 def test_a_third_party_distribution_that_cannot_be_loaded_is_named(accel, tmp_path):
     (tmp_path / "site/background_launcher.py").write_text("import package_that_is_missing")
-    done = accel("launch", "--set", "launcher.kind=background", "train.py")
-    assert done.returncode == 2
-    assert "Cannot load 'background' of the package accel-background" in done.stderr
+    result = accel("launch", "--set", "launcher.kind=background", "train.py")
+    assert result.returncode == 2
+    assert "Cannot load 'background' of the package accel-background" in result.stderr
     assert accel("launch", "--dry-run", "train.py").returncode == 0
 
 
@@ -143,9 +145,9 @@ def test_a_command_of_another_distribution_runs(accel, tmp_path):
     (site / "greet_command.py").write_text(COMMAND)
     with (site / "accel_background-1.0.dist-info/entry_points.txt").open("a") as file:
         file.write("[accel.commands]\ngreet = greet_command:app\n")
-    done = accel("greet", "World")
-    assert (done.returncode, done.stdout) == (0, "Hello World\n"), done.stderr
+    result = accel("greet", "World")
+    assert (result.returncode, result.stdout) == (0, "Hello World\n"), result.stderr
     assert accel("greet").returncode == 2
-    done = accel("great", "World")
-    assert done.returncode == 2
-    assert "No such command 'great'" in done.stderr
+    result = accel("great", "World")
+    assert result.returncode == 2
+    assert "No such command 'great'" in result.stderr

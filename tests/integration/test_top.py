@@ -88,8 +88,8 @@ def _watch(folder, home):
         (folder / "end").touch()
         screen.see("exit code 0 after")
         assert screen.end() == 0
-    done = run("top", snapshot["run"])
-    assert (done.returncode, "exit code 0 after" in done.stdout) == (0, True)
+    result = run("top", snapshot["run"])
+    assert (result.returncode, "exit code 0 after" in result.stdout) == (0, True)
 
 
 @pytest.mark.slow
@@ -195,8 +195,8 @@ def test_a_failure_report_replaces_the_table(script):
 
 def test_live_needs_a_terminal_and_a_launcher_with_ranks(script):
     script("raise SystemExit(5)")
-    done = run("launch", "--nproc-per-node", "2", "--live", "train.py")
-    assert (done.returncode, "Cannot use --live: stderr is not a terminal" in done.stderr) == (2, True)
+    result = run("launch", "--nproc-per-node", "2", "--live", "train.py")
+    assert (result.returncode, "Cannot use --live: stderr is not a terminal" in result.stderr) == (2, True)
     with CommandScreen(
         "launch", "--nproc-per-node", "2", "--live", "train.py", term="dumb", columns=200
     ) as screen:

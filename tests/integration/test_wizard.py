@@ -171,8 +171,8 @@ def test_enter_keeps_the_values_of_the_profile(terminal, read_profile, accel, ho
         "  # Number of nodes, or a range MIN:MAX within which nodes may join and leave\n  nnodes: 1\n"
         in comment.read_text()
     )
-    kept = read_profile()
-    assert (kept.launcher.nproc_per_node, kept.mixed_precision, kept.env) == (3, "fp16", {"A": "1"})
+    profile = read_profile()
+    assert (profile.launcher.nproc_per_node, profile.mixed_precision, profile.env) == (3, "fp16", {"A": "1"})
 
 
 @pytest.mark.slow
@@ -264,10 +264,10 @@ def test_a_named_profile_and_the_project_file_are_written_to_their_paths(termina
 
 
 def test_the_wizard_without_a_terminal_names_other_commands(cwd, home, capfd):
-    done = in_process.run(capfd, "config")
-    assert done.returncode == 2
-    assert "accel config --default" in done.stderr
-    assert "accel config set KEY=VALUE" in done.stderr
+    result = in_process.run(capfd, "config")
+    assert result.returncode == 2
+    assert "accel config --default" in result.stderr
+    assert "accel config set KEY=VALUE" in result.stderr
     assert not home.exists()
 
 

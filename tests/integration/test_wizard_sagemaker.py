@@ -31,8 +31,8 @@ def configured(aws, tmp_path, monkeypatch):
     monkeypatch.delenv("AWS_DEFAULT_REGION")
     # Credentials of a profile win over those of the environment.
     credentials = tmp_path / "aws-credentials"
-    both = "aws_access_key_id = testing\naws_secret_access_key = testing\n"
-    credentials.write_text(f"[default]\n{both}[team]\n{both}")
+    keys = "aws_access_key_id = testing\naws_secret_access_key = testing\n"
+    credentials.write_text(f"[default]\n{keys}[team]\n{keys}")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
     return aws
 
@@ -51,13 +51,13 @@ def test_enter_on_every_question_writes_a_profile_that_can_be_launched(
     screen.answer(KIND, SAGEMAKER)
     enter(screen, PROFILE, REGION, ROLE, *REST)
     assert screen.end() == 0
-    said = read_profile().launcher
-    assert (said.aws_profile, said.region, said.role) == (None, "eu-west-1", arn)
-    assert (said.instance_type, said.instance_count, said.max_run) == ("ml.g5.xlarge", 1, 86400)
+    section = read_profile().launcher
+    assert (section.aws_profile, section.region, section.role) == (None, "eu-west-1", arn)
+    assert (section.instance_type, section.instance_count, section.max_run) == ("ml.g5.xlarge", 1, 86400)
     script("print('it ran')")
-    done = accel("launch", "--offline", "train.py")
-    assert done.returncode == 0, done.stderr
-    assert arn in done.stdout
+    result = accel("launch", "--offline", "train.py")
+    assert result.returncode == 0, result.stderr
+    assert arn in result.stdout
 
 
 @pytest.mark.slow
@@ -80,10 +80,10 @@ def test_profile_region_and_role_are_selected_and_an_unknown_type_is_asked_again
     screen.answer(RUN, "2h" + ENTER)
     enter(screen, PACKAGES, MORE, PRECISION, FITS, WRITE)  # instances of spot jobs are not kept
     assert screen.end() == 0
-    said = read_profile().launcher
-    assert (said.aws_profile, said.region, said.role) == ("team", "eu-central-1", arn)
-    assert (said.instance_type, said.instance_count) == ("ml.p4d.24xlarge", 2)
-    assert (said.spot, said.max_run, said.keep_alive) == (True, 7200, None)
+    section = read_profile().launcher
+    assert (section.aws_profile, section.region, section.role) == ("team", "eu-central-1", arn)
+    assert (section.instance_type, section.instance_count) == ("ml.p4d.24xlarge", 2)
+    assert (section.spot, section.max_run, section.keep_alive) == (True, 7200, None)
 
 
 @pytest.mark.slow
@@ -105,11 +105,11 @@ def test_advanced_questions_are_asked_on_request_and_text_is_kept_as_typed(
     screen.answer("write checkpoints?", ENTER)
     enter(screen, PRECISION, WRITE)
     assert screen.end() == 0
-    said = read_profile().launcher
-    assert said.inputs == {"train": "s3://data/PATH/1e-4", "no": "s3://data/no"}
-    assert said.metrics == {"loss": "loss=([0-9.]{1,3})", "acc": "acc (.+)"}
-    assert said.secrets == {"API_KEY": "007", "MODE": "no"}
-    assert (said.requirements, said.keep_alive, said.model_dir) == ("007", 1800, "Out")
+    section = read_profile().launcher
+    assert section.inputs == {"train": "s3://data/PATH/1e-4", "no": "s3://data/no"}
+    assert section.metrics == {"loss": "loss=([0-9.]{1,3})", "acc": "acc (.+)"}
+    assert section.secrets == {"API_KEY": "007", "MODE": "no"}
+    assert (section.requirements, section.keep_alive, section.model_dir) == ("007", 1800, "Out")
 
 
 @pytest.mark.slow
@@ -165,14 +165,14 @@ def test_enter_keeps_the_values_of_the_profile(terminal, configured, read_profil
     screen.see("Mine (current)")
     enter(screen, ROLE, TYPE, COUNT, SPOT, RUN, KEEP, PACKAGES, MORE, PRECISION, "Replace")
     assert screen.end() == 0
-    said = read_profile().launcher
-    assert (said.region, said.role, said.instance_type, said.max_run) == (
+    section = read_profile().launcher
+    assert (section.region, section.role, section.instance_type, section.max_run) == (
         "eu-north-1",
         "Mine",
         "ml.m5.large",
         5400,
     )
-    assert (said.tags, said.requirements) == ({"team": "vision"}, "gone.txt")
+    assert (section.tags, section.requirements) == ({"team": "vision"}, "gone.txt")
 
 
 def test_defaults_for_the_machine_are_written_without_calls_to_aws(aws, cwd, capfd, monkeypatch):
