@@ -1,4 +1,4 @@
-"""Rules of the source tree: who may import what, and where names may be spelled."""
+"""Rules of the source tree: allowed imports, and the modules that may contain certain names."""
 
 import ast
 import json
@@ -69,7 +69,7 @@ ANNEXES = {
     "estimate": ("accel_cli.commands.estimate", "accel_runtime.estimate"),
     "migrate": ("accel_cli.commands.migrate", "accel_cli.migrate"),
 }
-"""Parts of the command line that are loaded when they are chosen, with their modules."""
+"""Parts of the command line that are loaded only when they are selected, with their modules."""
 TABLES = {"accel_cli/launchers/__init__.py", "accel_cli/main.py"}
 ANNEX_IMPORTS = {
     # `accel config import` is a subcommand of the core: a table for one part would hide it.
@@ -91,49 +91,49 @@ def tree(path):
 @cache
 def imports(path):
     """List every module a file imports, at the top or inside a function."""
-    found = []
+    names = []
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found += [f"{node.module}.{alias.name}" for alias in node.names]
-    return found
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
 
 
 def name(path):
     return str(path.relative_to(ROOT))
 
 
-def importing(paths, packages):
+def find_imports(paths, packages):
     """List the imports of some packages, each with the file it is in."""
     return [
         (name(path), module) for path in paths for module in imports(path) if module.split(".")[0] in packages
     ]
 
 
-def test_there_are_files_to_look_at():
+def test_the_source_trees_are_not_empty():
     assert len(CLI) > 20
     assert len(RUNTIME) > 15
 
 
 def test_the_command_line_imports_the_contract_of_the_runtime_and_checkpoints_without_torch():
-    """`test_checkpoint_commands_do_not_import_torch` holds that these modules do without it."""
-    found = importing(CLI, {"accel_runtime"})
+    """`test_checkpoint_commands_do_not_import_torch` tests that these modules do not import it."""
+    imported = find_imports(CLI, {"accel_runtime"})
     modules = ("directory", "errors", "filesystem", "manifest", "safetensors_file")
     allowed = ("accel_runtime.env.", *(f"accel_runtime.checkpoint.{module}." for module in modules))
-    assert not [(path, module) for path, module in found if not f"{module}.".startswith(allowed)]
+    assert not [(path, module) for path, module in imported if not f"{module}.".startswith(allowed)]
 
 
 def test_the_runtime_does_not_import_the_command_line():
-    assert not importing(RUNTIME, {"accel_cli"})
+    assert not find_imports(RUNTIME, {"accel_cli"})
 
 
-def test_torch_is_imported_where_a_torchrun_plan_is_run_and_nowhere_else():
-    found = importing(CLI, {"torch"})
-    assert not [(path, module) for path, module in found if not path.startswith("accel_cli/runner/")]
+def test_only_the_runner_of_the_command_line_imports_torch():
+    imported = find_imports(CLI, {"torch"})
+    assert not [(path, module) for path, module in imported if not path.startswith("accel_cli/runner/")]
 
 
-def test_a_variable_of_accel_is_spelled_in_the_contract_only():
+def test_only_env_py_contains_names_of_accel_variables():
     # `accel env` prints every variable of this prefix.
     allowed = {ROOT / "accel_runtime" / "env.py", ROOT / "accel_cli" / "commands" / "env.py"}
     strings = [
@@ -150,8 +150,8 @@ def test_torch_xla_and_aws_are_imported_by_their_own_packages_only():
         ROOT / "accel_runtime" / "backends" / "xla" / "backend.py",
         ROOT / "accel_cli" / "runner" / "xla_replicas.py",
     }
-    assert not importing({*CLI, *RUNTIME} - xla, {"torch_xla"})
-    assert not importing(RUNTIME, {"boto3", "botocore", "sagemaker", "pydantic"})
+    assert not find_imports({*CLI, *RUNTIME} - xla, {"torch_xla"})
+    assert not find_imports(RUNTIME, {"boto3", "botocore", "sagemaker", "pydantic"})
 
 
 def find_annex(module):
@@ -174,7 +174,9 @@ def test_only_the_tables_name_an_annex():
         ]
         home = find_annex(name(path).removesuffix(".py").removesuffix("/__init__").replace("/", "."))
         named |= {
-            (name(path), annex) for one in [*imports(path), *strings] if (annex := find_annex(one)) != home
+            (name(path), annex)
+            for module in [*imports(path), *strings]
+            if (annex := find_annex(module)) != home
         }
     assert {(path, annex) for path, annex in named if annex and path not in TABLES} == ANNEX_IMPORTS
 
@@ -185,7 +187,7 @@ def test_the_tables_have_every_annex_with_a_launcher_or_command():
     assert tabled == set(ANNEXES) - {"import"}
 
 
-def test_the_environment_is_read_at_the_edges_only():
+def test_only_listed_modules_read_the_environment():
     reads = {
         name(path)
         for path in [*CLI, *RUNTIME]
@@ -195,7 +197,7 @@ def test_the_environment_is_read_at_the_edges_only():
     assert not [path for path in sorted(reads) if not path.startswith(READ_THE_ENVIRONMENT)]
 
 
-def test_a_file_opens_with_a_docstring_and_has_one_subject():
+def test_every_module_has_a_docstring_and_at_most_600_lines():
     assert not [name(path) for path in [*CLI, *RUNTIME] if not ast.get_docstring(tree(path))]
     lengths = {name(path): len(path.read_text().splitlines()) for path in [*CLI, *RUNTIME]}
     assert not {path: length for path, length in lengths.items() if length > 600}
@@ -206,7 +208,7 @@ def test_a_file_opens_with_a_docstring_and_has_one_subject():
     ["accel_runtime", "accel_cli/kubernetes", "accel_cli/ray", "accel_cli/slurm", "accel_cli/ssh"],
 )
 def test_the_imports_of_a_package_have_no_circle(package):
-    """Imports inside functions and those for typing count too."""
+    """Imports inside functions and for typing count, too."""
     modules = {
         name(path)[:-3].replace("/", ".").removesuffix(".__init__"): path
         for path in sorted((ROOT / package).rglob("*.py"))
@@ -219,18 +221,18 @@ def test_the_imports_of_a_package_have_no_circle(package):
 
 
 def test_the_packages_of_the_command_line_import_each_other_in_one_direction():
-    """Imports inside functions and those for typing count too; a module directly in `accel_cli` is a package of its own."""
+    """Imports inside functions and for typing count, too; a module directly in `accel_cli` counts as a package."""
     graph = {}
     for path in CLI:
         package = path.relative_to(ROOT / "accel_cli").parts[0].removesuffix(".py")
-        imported = {one.split(".")[1] for one in imports(path) if one.startswith("accel_cli.")}
+        imported = {module.split(".")[1] for module in imports(path) if module.startswith("accel_cli.")}
         graph.setdefault(package, set()).update(imported - {package})
     list(TopologicalSorter(graph).static_order())
 
 
-def test_unsafe_loading_and_shells_are_nowhere():
+def test_no_module_loads_unsafely_or_starts_a_shell():
     refused = {"yaml.load", "os.system", "pickle.load", "pickle.loads"}
-    found = []
+    calls = []
     for path in [*CLI, *RUNTIME]:
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.Call):
@@ -238,12 +240,12 @@ def test_unsafe_loading_and_shells_are_nowhere():
                 words = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
                 unsafe = called == "torch.load" and words.get("weights_only") != "True"
                 if unsafe or called in refused or words.get("shell") == "True":
-                    found.append((name(path), node.lineno, called))
-    assert not found
+                    calls.append((name(path), node.lineno, called))
+    assert not calls
 
 
-def test_nothing_in_the_modules_is_mutable_state():
-    """XLA runs replicas as threads of one process, and a second Accelerator must not be a surprise."""
+def test_modules_of_the_runtime_have_no_mutable_state():
+    """XLA runs replicas as threads of one process, and a second Accelerator must not share state."""
     for path in RUNTIME:
         for node in tree(path).body:
             value = getattr(node, "value", None)
@@ -268,16 +270,16 @@ def test_nothing_in_the_modules_is_mutable_state():
         "from accel_cli.main import main; main(['config', 'default'])",
     ],
 )
-def test_torch_is_not_imported_for(code, tmp_path):
+def test_commands_without_training_do_not_import_torch(code, tmp_path):
     (tmp_path / "x.py").write_text("")
     check = (
         f"import sys, atexit\natexit.register(lambda: print('torch' in sys.modules, file=sys.stderr))\n{code}"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", check], capture_output=True, text=True, check=False, cwd=tmp_path
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.splitlines()[-1] == "False"
+    assert process.returncode == 0, process.stderr
+    assert process.stderr.splitlines()[-1] == "False"
 
 
 @pytest.mark.parametrize(
@@ -290,31 +292,31 @@ def test_torch_is_not_imported_for(code, tmp_path):
         "from accel_cli.main import main; main(['launch', '--explain', '--set', 'launcher.kind=sagemaker', 'x.py'])",
     ],
 )
-def test_boto3_is_imported_only_by_who_asks_aws(code, tmp_path):
+def test_commands_without_aws_do_not_import_boto3(code, tmp_path):
     (tmp_path / "x.py").write_text("")
     check = (
         "import sys, atexit\n"
         "atexit.register(lambda: print({'boto3', 'botocore', 'sagemaker'} & set(sys.modules), file=sys.stderr))\n"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", check + code], capture_output=True, text=True, check=False, cwd=tmp_path
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.splitlines()[-1] == "set()"
+    assert process.returncode == 0, process.stderr
+    assert process.stderr.splitlines()[-1] == "set()"
 
 
-def test_help_imports_only_what_it_prints():
+def test_help_does_not_import_slow_packages():
     code = (
         "import sys, atexit\n"
         "slow = {'accel_runtime', 'pydantic', 'questionary', 'tempfile', 'typer.rich_utils', 'yaml'}\n"
         "atexit.register(lambda: print(slow & set(sys.modules), file=sys.stderr))\n"
         "from accel_cli.main import main; main(['--help'])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr.strip() == "set()"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stderr.strip() == "set()"
 
 
-def test_the_source_distribution_holds_what_the_repository_does():
+def test_the_source_distribution_contains_the_files_of_the_repository():
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:
         pytest.skip("no repository")
@@ -332,7 +334,7 @@ def test_the_citation_has_the_version_of_the_package():
 
 
 def test_no_text_installs_a_package_of_another_name():
-    """`accel` on the public index is a package of others; this project is `accel-runtime`."""
+    """`accel` on the public index is an unrelated package; this project is `accel-runtime`."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:
         pytest.skip("no repository")
@@ -347,7 +349,7 @@ def test_every_mutation_changes_a_line_that_exists_once():
         assert (ROOT / mutation.file).read_text().count(mutation.before) == 1, mutation.name
 
 
-def bound_names(path):
+def map_torch_names(path):
     """Map the names that a file imports from torch to their dotted paths."""
     bound = {}
     for node in ast.walk(tree(path)):
@@ -363,16 +365,19 @@ def bound_names(path):
 
 
 def test_private_names_of_torch_are_in_one_module():
-    """Attributes of torch's objects, such as `module._buffers`, cannot be told from others here."""
+    """Attributes of torch's objects, such as `module._buffers`, cannot be distinguished here."""
     private = re.compile(r"\._(?!_)")
-    found = []
+    private_names = []
     for path in set(RUNTIME) - {ROOT / "accel_runtime" / "torch_internals.py"}:
-        bound = bound_names(path)
+        bound = map_torch_names(path)
         chains = [ast.unparse(node) for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)]
-        dotted = [f"{bound.get(first, '')}.{rest}" for first, _, rest in (c.partition(".") for c in chains)]
-        found += [
-            (name(path), one)
-            for one in {*bound.values(), *dotted}
-            if one.startswith("torch.") and private.search(one)
+        dotted = [
+            f"{bound.get(first, '')}.{remaining}"
+            for first, _, remaining in (c.partition(".") for c in chains)
         ]
-    assert not found
+        private_names += [
+            (name(path), dotted_name)
+            for dotted_name in {*bound.values(), *dotted}
+            if dotted_name.startswith("torch.") and private.search(dotted_name)
+        ]
+    assert not private_names

@@ -1,4 +1,4 @@
-"""What `accel checkpoint` finds: what is there, whole or not, and what may go."""
+"""The results of `accel checkpoint`: list, verify, show, export and prune."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from accel_cli.errors import AccelError
 from accel_runtime.checkpoint.safetensors_file import MergeRequest
 
 
-def unwatched(*_):
+def ignore_progress(*_):
     pass
 
 
 COMMANDS = {
     "list": checkpoints.list_checkpoints,
-    "verify": lambda directory: checkpoints.verify_checkpoint(directory, unwatched),
+    "verify": lambda directory: checkpoints.verify_checkpoint(directory, ignore_progress),
     "show": lambda directory, tensors=False: checkpoints.show_checkpoint(directory, tensors=tensors),
     "export": lambda directory, output, **request: checkpoints.export_checkpoint(
-        directory, output, MergeRequest(**request), unwatched
+        directory, output, MergeRequest(**request), ignore_progress
     ),
     "prune": lambda directory, keep, now: checkpoints.prune_checkpoints(
-        directory, keep, unwatched if now else None
+        directory, keep, ignore_progress if now else None
     ),
 }
 
 
-def ask(command, directory, **more):
+def run_command(command, directory, **options):
     """Return the exit code, and the result or the error."""
     try:
-        return 0, {"result": COMMANDS[command](str(directory), **more)}
+        return 0, {"result": COMMANDS[command](str(directory), **options)}
     except AccelError as error:
         return error.exit_code, {"error": str(error)}
 
 
 @pytest.fixture
 def project(handmade, tmp_path):
-    """A project with so many checkpoints; step 10 for the second, and so on."""
+    """Return a function that writes checkpoints of the steps 0, 10, 20, ..."""
 
     def write(count):
         for number in range(count):
@@ -55,145 +55,145 @@ def names(paths):
     return [path.rsplit("/", 1)[1] for path in paths]
 
 
-def test_checkpoints_are_listed_by_number_whole_or_not(project, tmp_path):
+def test_list_contains_all_checkpoints_by_number_with_their_problems(project, tmp_path):
     folder = project(12)
     (folder / "checkpoint_3" / "model-0.safetensors").write_bytes(b"short")
     (folder / "checkpoint_5" / "checkpoint.json").unlink()
     (folder / ".checkpoint_12.saving-c3").mkdir()
     (folder / "notes").mkdir()
     for directory in (tmp_path, folder):
-        code, said = ask("list", directory)
+        code, output = run_command("list", directory)
         assert code == 0
-        found = said["result"]["checkpoints"]
-        assert names(entry["path"] for entry in found) == [f"checkpoint_{number}" for number in range(12)]
-        wrong = {entry["number"]: entry["problem"] for entry in found if entry["problem"]}
-        assert set(wrong) == {3, 5}
-        assert "has 5 bytes and should have" in wrong[3]
-        assert "has no checkpoint.json" in wrong[5]
-        assert found[11]["step"] == 110
-        assert names(said["result"]["leftovers"]) == [".checkpoint_12.saving-c3"]
+        entries = output["result"]["checkpoints"]
+        assert names(entry["path"] for entry in entries) == [f"checkpoint_{number}" for number in range(12)]
+        problems = {entry["number"]: entry["problem"] for entry in entries if entry["problem"]}
+        assert set(problems) == {3, 5}
+        assert "has 5 bytes and should have" in problems[3]
+        assert "has no checkpoint.json" in problems[5]
+        assert entries[11]["step"] == 110
+        assert names(output["result"]["leftovers"]) == [".checkpoint_12.saving-c3"]
 
 
-def test_one_that_a_crash_left_beside_its_name_is_listed_under_it(project):
+def test_a_checkpoint_that_a_crash_left_unrenamed_is_listed_by_its_name(project):
     folder = project(2)
     (folder / "checkpoint_1").rename(folder / ".checkpoint_1.saving-a1")
-    found = ask("list", folder)[1]["result"]["checkpoints"]
-    assert names(entry["path"] for entry in found) == ["checkpoint_0", "checkpoint_1"]
-    assert found[1]["location"].endswith(".checkpoint_1.saving-a1")
-    assert ask("verify", folder)[1]["result"]["complete"]
+    entries = run_command("list", folder)[1]["result"]["checkpoints"]
+    assert names(entry["path"] for entry in entries) == ["checkpoint_0", "checkpoint_1"]
+    assert entries[1]["location"].endswith(".checkpoint_1.saving-a1")
+    assert run_command("verify", folder)[1]["result"]["complete"]
 
 
-def test_what_accelerate_wrote_is_named_as_such(tmp_path):
+def test_a_checkpoint_of_accelerate_is_listed_as_such_and_not_verified(tmp_path):
     path = tmp_path / "checkpoints" / "checkpoint_0"
     path.mkdir(parents=True)
     for name in ("model.safetensors", "optimizer.bin", "random_states_0.pkl"):
         (path / name).write_bytes(b"x")
-    (entry,) = ask("list", tmp_path)[1]["result"]["checkpoints"]
+    (entry,) = run_command("list", tmp_path)[1]["result"]["checkpoints"]
     assert entry["written_by"] == "accelerate"
     for command in ("verify", "show"):
-        code, said = ask(command, path)
+        code, output = run_command(command, path)
         assert code == 2
-        assert "was written by Accelerate" in said["error"]
+        assert "was written by Accelerate" in output["error"]
 
 
-def test_every_byte_is_verified(project, handmade):
+def test_verify_detects_a_damaged_byte_anywhere(project, handmade):
     folder = project(1)
     path = folder / "checkpoint_0"
-    assert ask("verify", folder)[1]["result"]["complete"]
+    assert run_command("verify", folder)[1]["result"]["complete"]
     for file in sorted(path.glob("*.safetensors")):
-        whole = file.read_bytes()
-        for at in range(0, len(whole), 7):
+        original = file.read_bytes()
+        for at in range(0, len(original), 7):
             handmade.flip(file, at)
-            code, said = ask("verify", path)
+            code, output = run_command("verify", path)
             assert code == 0
-            (problem,) = said["result"]["problems"]
+            (problem,) = output["result"]["problems"]
             assert str(file) in problem
             assert "is damaged" in problem
-            file.write_bytes(whole)
+            file.write_bytes(original)
 
 
-def test_a_damaged_tensor_is_named_and_the_checkpoint_before_it_that_is_whole(project, handmade):
+def test_verify_names_a_damaged_tensor_and_the_last_complete_checkpoint(project, handmade):
     folder = project(4)
     handmade.flip(folder / "checkpoint_3" / "model-1.safetensors", -1)
     handmade.flip(folder / "checkpoint_2" / "model-2.safetensors", 20)
-    found = ask("verify", folder)[1]["result"]
-    assert not found["complete"]
-    assert found["problems"] == [
+    result = run_command("verify", folder)[1]["result"]
+    assert not result["complete"]
+    assert result["problems"] == [
         f"{folder}/checkpoint_3/model-1.safetensors is damaged: model/w does not have its checksum"
     ]
-    assert found["earlier"]["path"] == f"{folder}/checkpoint_1"
+    assert result["earlier"]["path"] == f"{folder}/checkpoint_1"
 
 
-def test_a_file_of_another_save_and_one_that_is_gone_are_named(project):
+def test_verify_names_a_missing_file(project):
     folder = project(2)
     (folder / "checkpoint_1" / "model-0.safetensors").unlink()
-    (problem,) = ask("verify", folder)[1]["result"]["problems"]
+    (problem,) = run_command("verify", folder)[1]["result"]["problems"]
     assert "model-0.safetensors is missing from the checkpoint" in problem
 
 
-def test_what_is_no_part_of_a_checkpoint_is_told_and_no_damage(project):
+def test_verify_lists_untracked_files_without_damage(project):
     folder = project(1)
     (folder / "checkpoint_0" / "notes.txt").write_text("mine")
-    found = ask("verify", folder)[1]["result"]
-    assert found["complete"]
-    assert found["untracked"] == ["notes.txt"]
+    result = run_command("verify", folder)[1]["result"]
+    assert result["complete"]
+    assert result["untracked"] == ["notes.txt"]
 
 
-def test_what_a_checkpoint_holds_is_shown(project):
+def test_show_lists_items_and_chunks_of_tensors(project):
     folder = project(2)
-    found = ask("show", folder, tensors=True)[1]["result"]
-    (item,) = found["items"]
-    assert (found["step"], found["world_size"]) == (10, 1)
+    result = run_command("show", folder, tensors=True)[1]["result"]
+    (item,) = result["items"]
+    assert (result["step"], result["world_size"]) == (10, 1)
     assert (item["name"], item["tensors"], item["dtypes"]) == ("model", 2, {"float32": 256, "float16": 6})
-    assert [chunk["offsets"] for chunk in found["tensors"]["model/w"]["chunks"]] == [(0,), (32,)]
+    assert [chunk["offsets"] for chunk in result["tensors"]["model/w"]["chunks"]] == [(0,), (32,)]
 
 
-def test_a_newer_one_that_is_not_whole_is_passed_over_and_told(project, tmp_path):
+def test_show_and_export_skip_a_damaged_checkpoint_and_report_it(project, tmp_path):
     folder = project(3)
     (folder / "checkpoint_2" / "checkpoint.json").write_text("{")
-    for command, more in (("show", {}), ("export", {"output": str(tmp_path / "m.safetensors")})):
-        found = ask(command, folder, **more)[1]["result"]
-        assert names([found["path"]]) == ["checkpoint_1"]
-        (passed,) = found["skipped"]
-        assert "checkpoint_2/checkpoint.json is damaged" in passed
+    for command, options in (("show", {}), ("export", {"output": str(tmp_path / "m.safetensors")})):
+        result = run_command(command, folder, **options)[1]["result"]
+        assert names([result["path"]]) == ["checkpoint_1"]
+        (skipped,) = result["skipped"]
+        assert "checkpoint_2/checkpoint.json is damaged" in skipped
 
 
-def test_pruning_keeps_the_newest_that_are_whole_and_removes_what_crashes_left(project):
+def test_prune_keeps_the_newest_complete_checkpoints_and_removes_leftovers(project):
     folder = project(6)
     (folder / "checkpoint_5" / "checkpoint.json").unlink()
     (folder / ".checkpoint_1.saving-a1").mkdir()
     (folder / ".checkpoint_6.saving-b2").mkdir()
     before = sorted(path.name for path in folder.iterdir())
-    told = ask("prune", folder, keep=2, now=False)[1]["result"]
-    assert names(entry["path"] for entry in told["removed"]) == [
+    result = run_command("prune", folder, keep=2, now=False)[1]["result"]
+    assert names(entry["path"] for entry in result["removed"]) == [
         "checkpoint_0",
         "checkpoint_1",
         "checkpoint_2",
     ]
     assert sorted(path.name for path in folder.iterdir()) == before
-    assert ask("prune", folder, keep=2, now=True)[0] == 0
-    # What has a number above the newest may be a save that runs.
-    left = sorted(path.name for path in folder.iterdir())
-    assert left == [".checkpoint_6.saving-b2", "checkpoint_3", "checkpoint_4", "checkpoint_5"]
+    assert run_command("prune", folder, keep=2, now=True)[0] == 0
+    # A directory with a higher number may be a running save.
+    remaining = sorted(path.name for path in folder.iterdir())
+    assert remaining == [".checkpoint_6.saving-b2", "checkpoint_3", "checkpoint_4", "checkpoint_5"]
 
 
-def test_nothing_is_pruned_where_none_that_stays_is_whole_to_the_last_byte(project, handmade):
+def test_prune_removes_nothing_if_all_kept_checkpoints_are_damaged(project, handmade):
     folder = project(3)
     handmade.flip(folder / "checkpoint_2" / "model-0.safetensors", -1)
-    code, said = ask("prune", folder, keep=1, now=True)
+    code, output = run_command("prune", folder, keep=1, now=True)
     assert code == 1
-    assert "Nothing was removed" in said["error"]
+    assert "Nothing was removed" in output["error"]
     assert len(list(folder.iterdir())) == 3
-    assert ask("prune", folder, keep=2, now=True)[0] == 0
+    assert run_command("prune", folder, keep=2, now=True)[0] == 0
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoint_1", "checkpoint_2"]
 
 
-def test_what_cannot_be_met_has_another_code_than_damage(project, tmp_path):
-    assert ask("list", tmp_path / "nowhere")[0] == 2
-    assert ask("show", tmp_path)[0] == 2
+def test_an_invalid_request_and_damage_have_different_exit_codes(project, tmp_path):
+    assert run_command("list", tmp_path / "nowhere")[0] == 2
+    assert run_command("show", tmp_path)[0] == 2
     folder = project(1)
-    assert ask("export", folder, output=str(tmp_path / "m"), item="none")[0] == 2
+    assert run_command("export", folder, output=str(tmp_path / "m"), item="none")[0] == 2
     (folder / "checkpoint_0" / "checkpoint.json").write_text("{}")
-    assert ask("show", folder)[0] == 1
+    assert run_command("show", folder)[0] == 1
     shutil.rmtree(folder / "checkpoint_0")
-    assert ask("show", folder)[0] == 2
+    assert run_command("show", folder)[0] == 2

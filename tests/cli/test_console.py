@@ -25,17 +25,17 @@ class Output:
 @pytest.fixture
 def terminal(monkeypatch):
     """Makes stdin a terminal on which one line is typed before a question is shown, and one after it."""
-    ours, theirs = os.openpty()
-    stdin = os.fdopen(theirs)
+    local_end, remote_end = os.openpty()
+    stdin = os.fdopen(remote_end)
 
     def types(before, after):
         monkeypatch.setattr(sys, "stdin", stdin)
-        monkeypatch.setattr(sys, "stdout", Output(ours, after))
-        os.write(ours, before)
+        monkeypatch.setattr(sys, "stdout", Output(local_end, after))
+        os.write(local_end, before)
 
     yield types
     stdin.close()
-    os.close(ours)
+    os.close(local_end)
 
 
 @pytest.mark.parametrize(("before", "after", "yes"), [(b"y\n", b"n\n", False), (b"n\n", b"y\n", True)])
@@ -55,13 +55,13 @@ def shown(monkeypatch):
     """A function that prints a table on a terminal, and returns what the terminal received."""
 
     def show(*table):
-        ours, theirs = os.openpty()
-        with os.fdopen(theirs, "w") as stdout:
+        local_end, remote_end = os.openpty()
+        with os.fdopen(remote_end, "w") as stdout:
             monkeypatch.setattr(sys, "stdout", stdout)
             console.table(*table)
             stdout.flush()
-            received = os.read(ours, 1000)
-        os.close(ours)
+            received = os.read(local_end, 1000)
+        os.close(local_end)
         return received
 
     return show

@@ -318,11 +318,11 @@ def test_open_jobs_of_every_job_launcher_returns_its_jobs(launcher):
 def test_selecting_a_launcher_without_jobs_is_an_error_with_the_reason(cwd, capfd, option, reason):
     (cwd / "hosts.yaml").write_text("schema_version: 1\nlauncher: {kind: ssh, hosts: [node1]}\n")
     assert run(capfd, "config", "import", "hosts.yaml", "--profile", "hosts").returncode == 0
-    done = run(capfd, "jobs", "list", option)
-    assert done.returncode == 2
+    result = run(capfd, "jobs", "list", option)
+    assert result.returncode == 2
     assert re.search(
         rf"Cannot use accel jobs with launcher .*: {reason}.*\. Use --launcher slurm or sagemaker or kubernetes or ray\.",
-        done.stderr,
+        result.stderr,
     )
 
 
@@ -336,21 +336,23 @@ def test_slurm_is_assumed_if_the_launcher_of_the_profile_has_no_jobs(fake_comman
 def test_errors_of_the_assumed_slurm_name_the_other_services(fake_command, cwd, capfd):
     fake_command("scontrol", err="no route\nscontrol: fatal: no configuration", code=1)
     for command in (("list",), ("status", "12"), ("logs", "12", "-f"), ("stop", "12"), ("download", "12")):
-        done = run(capfd, "jobs", *command)
-        assert (done.returncode, done.stderr.count("\n")) == (2 if command[0] == "download" else 1, 1)
-        assert "so slurm is assumed; use --launcher sagemaker or kubernetes or ray for others" in done.stderr
+        result = run(capfd, "jobs", *command)
+        assert (result.returncode, result.stderr.count("\n")) == (2 if command[0] == "download" else 1, 1)
+        assert (
+            "so slurm is assumed; use --launcher sagemaker or kubernetes or ray for others" in result.stderr
+        )
     assert "sagemaker" not in run(capfd, "jobs", "list", "--launcher", "slurm").stderr
     (cwd / "accel.yaml").write_text("schema_version: 1\nlauncher:\n  kind: slurm\n")
     assert "sagemaker" not in run(capfd, "jobs", "list").stderr
 
 
 def test_an_id_that_is_invalid_for_slurm_names_the_other_services(cwd, capfd):
-    done = run(capfd, "jobs", "status", "train-20260102-030405")
-    assert done.returncode == 2
+    result = run(capfd, "jobs", "status", "train-20260102-030405")
+    assert result.returncode == 2
     assert (
-        "Invalid Slurm job id 'train-20260102-030405': expected a number. No profile selects" in done.stderr
+        "Invalid Slurm job id 'train-20260102-030405': expected a number. No profile selects" in result.stderr
     )
-    assert "--launcher sagemaker" in done.stderr
+    assert "--launcher sagemaker" in result.stderr
 
 
 def test_format_options_returns_the_options_that_find_the_job_again():

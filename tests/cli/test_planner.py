@@ -41,9 +41,13 @@ def test_one_process_keeps_single(cwd):
 
 
 def test_options_are_the_source_of_their_values(cwd):
-    found = resolved(nproc_per_node="2", mixed_precision="bf16", cpu=True)
+    resolved_profile = resolved(nproc_per_node="2", mixed_precision="bf16", cpu=True)
     keys = ("launcher.nproc_per_node", "mixed_precision", "device")
-    assert [found.get_source(key) for key in keys] == ["--nproc-per-node", "--mixed-precision", "--cpu"]
+    assert [resolved_profile.get_source(key) for key in keys] == [
+        "--nproc-per-node",
+        "--mixed-precision",
+        "--cpu",
+    ]
 
 
 @pytest.mark.parametrize("count", ["0", "-1", "two", "1.5", ""])
@@ -136,11 +140,11 @@ def test_values_of_a_scheduler_override_files_and_not_options(cwd, home, monkeyp
     write(home / "profiles" / "default.yaml", "schema_version: 1\nlauncher:\n  kind: torchrun\n  nnodes: 1\n")
     for name, value in STEP.items():
         monkeypatch.setenv(name, value)
-    found = resolved(rdzv_endpoint="other:1")
-    launcher = found.profile.launcher
+    resolved_profile = resolved(rdzv_endpoint="other:1")
+    launcher = resolved_profile.profile.launcher
     assert (launcher.nnodes, launcher.rdzv_endpoint, launcher.rdzv_id) == (2, "other:1", "7.0")
-    assert found.get_source("launcher.nnodes") == "SLURM_* (step 7.0)"
-    assert found.get_source("launcher.rdzv_endpoint") == "--rdzv-endpoint"
+    assert resolved_profile.get_source("launcher.nnodes") == "SLURM_* (step 7.0)"
+    assert resolved_profile.get_source("launcher.rdzv_endpoint") == "--rdzv-endpoint"
 
 
 def test_ranks_that_are_already_started_run_one_process(cwd, home, monkeypatch):
@@ -172,9 +176,9 @@ def test_one_restart_selects_torchrun(cwd):
 def test_resume_reaches_the_processes_of_every_launcher(cwd, kind, request_, environ, message):
     assigned = (f"launcher.kind={kind}", *request_.get("set", ()))
     request = Request("x.py", options={**request_, "set": assigned, "cpu": True})
-    found, plan = planner.prepare(request, environ, CPU)
+    resolved_profile, plan = planner.prepare(request, environ, CPU)
     assert plan.env["ACCEL_RESUME"] == "1"
-    assert found.get_source("resume") == message
+    assert resolved_profile.get_source("resume") == message
 
 
 def test_resume_is_off_by_default(cwd):
@@ -210,8 +214,10 @@ def test_the_first_host_of_a_pod_is_the_rendezvous_and_hosts_keep_their_ranks(cw
 
 
 def test_a_tpu_of_one_host_is_a_single_node(cwd):
-    one = replace(TPU, tpu=replace(TPU.tpu, hosts=("localhost",), worker="0", hosts_source="TPU_WORKER_*"))
-    assert (planned(one).nnodes, planned(one).node_summary) == (1, "")
+    single_host = replace(
+        TPU, tpu=replace(TPU.tpu, hosts=("localhost",), worker="0", hosts_source="TPU_WORKER_*")
+    )
+    assert (planned(single_host).nnodes, planned(single_host).node_summary) == (1, "")
 
 
 def test_options_set_the_endpoint_of_a_pod_and_must_not_contradict_it(cwd):

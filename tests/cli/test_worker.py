@@ -18,12 +18,12 @@ WORKER = Path(accel_cli.__file__).parent / "worker.py"
 def writes(folder, source, stream):
     """Return the exit code and each write of the worker to `stdout` or `stderr`, through a packet socket."""
     (folder / "train.py").write_text(source)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs:
+    local_end, remote_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with local_end, remote_end:
         command = [sys.executable, "-u", str(WORKER), "script", "train.py"]
-        process = subprocess.Popen(command, cwd=folder, **{stream: theirs.fileno()})
-        theirs.close()
-        writes_of_process = iter(lambda: ours.recv(65536).decode(), "")
+        process = subprocess.Popen(command, cwd=folder, **{stream: remote_end.fileno()})
+        remote_end.close()
+        writes_of_process = iter(lambda: local_end.recv(65536).decode(), "")
         return process.wait(timeout=200), list(writes_of_process)
 
 

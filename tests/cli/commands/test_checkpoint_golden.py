@@ -33,9 +33,9 @@ def test_a_command_prints_the_golden_file_for_stored_checkpoints(cwd, capfd, nam
     shutil.copytree(KEPT, cwd / "kept")
     for number, layout in enumerate(("one", "two", "window", "stream")):
         shutil.copytree(KEPT / layout, cwd / "runs" / "checkpoints" / f"checkpoint_{number}")
-    done = in_process.run(capfd, "checkpoint", *shlex.split(COMMANDS[name]))
-    assert done.returncode == 0, done.stderr
-    text = f"{done.stdout}\nstderr:\n{done.stderr}" if done.stderr else done.stdout
+    result = in_process.run(capfd, "checkpoint", *shlex.split(COMMANDS[name]))
+    assert result.returncode == 0, result.stderr
+    text = f"{result.stdout}\nstderr:\n{result.stderr}" if result.stderr else result.stdout
     golden.check(f"checkpoint/{name}.txt", text.replace(str(cwd), "<cwd>"))
 
 

@@ -45,6 +45,6 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_estimate_equals_its_golden_file(script, cwd, name):
     script(MODULE, "models.py")
-    done = fork_launch.run("estimate", "models:make", *shlex.split(OPTIONS[name]), cwd=cwd)
-    assert done.returncode == 0, done.stderr
-    golden.check(f"estimate/{name}.txt", f"{done.stdout}\nstderr:\n{done.stderr}")
+    result = fork_launch.run("estimate", "models:make", *shlex.split(OPTIONS[name]), cwd=cwd)
+    assert result.returncode == 0, result.stderr
+    golden.check(f"estimate/{name}.txt", f"{result.stdout}\nstderr:\n{result.stderr}")

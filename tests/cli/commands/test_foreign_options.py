@@ -58,12 +58,12 @@ def test_every_option_of_every_command_is_accepted_with_underscores(path):
 
 
 def test_an_option_with_underscores_has_the_same_meaning(launch):
-    done = launch(
+    result = launch(
         "--dry_run", "--nproc_per_node=2", "--mixed_precision", "bf16", "--cpu", "train.py", "--a_b"
     )
-    assert done.returncode == 0
-    assert "start: 2 processes" in done.stdout
-    assert "script train.py --a_b" in done.stdout
+    assert result.returncode == 0
+    assert "start: 2 processes" in result.stdout
+    assert "script train.py --a_b" in result.stdout
 
 
 @pytest.mark.parametrize("name", sorted({*TORCHRUN.split(), *ACCELERATE.split()}))
@@ -72,9 +72,9 @@ def test_every_option_of_other_launchers_exists_or_is_rejected_with_a_replacemen
     if f"--{option}" in {each for param in COMMANDS["launch",].params for each in param.opts}:
         return
     value = () if option in FOREIGN_FLAGS else ("1",)
-    done = launch(f"--{name}", *value, "train.py")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(rf"accel: error: accel launch has no option --{name}\. [A-Z].*\.\n", done.stderr)
+    result = launch(f"--{name}", *value, "train.py")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert re.fullmatch(rf"accel: error: accel launch has no option --{name}\. [A-Z].*\.\n", result.stderr)
 
 
 def test_all_foreign_options_before_the_script_are_reported_at_once(launch):
@@ -89,19 +89,23 @@ def test_all_foreign_options_before_the_script_are_reported_at_once(launch):
         "--machine_rank",
         "0",
     ]
-    done = launch(*args)
-    assert re.findall(r"option (\S+)\.", done.stderr) == ["--multi_gpu", "--num_processes", "--num_machines"]
-    assert "Use --nproc-per-node N" in done.stderr
+    result = launch(*args)
+    assert re.findall(r"option (\S+)\.", result.stderr) == [
+        "--multi_gpu",
+        "--num_processes",
+        "--num_machines",
+    ]
+    assert "Use --nproc-per-node N" in result.stderr
 
 
 @pytest.mark.parametrize(
     "args", [("-n", "2"), ("-np", "2"), ("--num_processes=2",), ("--num-processes", "2")]
 )
 def test_other_options_for_the_number_of_processes_are_rejected_with_a_replacement(launch, args):
-    done = launch("-q", *args, "train.py")
-    assert done.returncode == 2
+    result = launch("-q", *args, "train.py")
+    assert result.returncode == 2
     name = args[0].partition("=")[0]
-    assert f"accel launch has no option {name}. Use --nproc-per-node N" in done.stderr
+    assert f"accel launch has no option {name}. Use --nproc-per-node N" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -116,10 +120,10 @@ def test_other_options_for_the_number_of_processes_are_rejected_with_a_replaceme
 )
 def test_an_unknown_option_is_reported_as_typed_with_a_suggestion(launch, option, meant):
     guess = f"Did you mean {meant}? " if meant else ""
-    done = launch("--cpu", f"{option}", "2", "train.py", "--lr", "1")
-    assert done.returncode == 2
+    result = launch("--cpu", f"{option}", "2", "train.py", "--lr", "1")
+    assert result.returncode == 2
     assert (
-        done.stderr
+        result.stderr
         == f"accel: error: accel launch has no option {option}. {guess}See --help for all options.\n"
     )
 
@@ -136,8 +140,8 @@ def test_an_unknown_option_is_reported_as_typed_with_a_suggestion(launch, option
     ],
 )
 def test_commonly_guessed_options_are_rejected_with_a_replacement(launch, option, cure):
-    done = launch(f"{option}=2", "train.py")
-    assert (done.returncode, cure in done.stderr) == (2, True)
+    result = launch(f"{option}=2", "train.py")
+    assert (result.returncode, cure in result.stderr) == (2, True)
 
 
 def test_unknown_options_do_not_break_shell_completion():
@@ -151,9 +155,9 @@ def test_foreign_options_after_the_script_belong_to_the_script(launch):
 
 @pytest.mark.parametrize("args", [("config",), ("test",), ("env",)])
 def test_config_file_is_rejected_with_the_option_profile(capfd, cwd, args):
-    done = run(capfd, *args, "--config_file", "x.yaml")
-    assert done.returncode == 2
-    assert f"accel {args[0]} has no option --config_file. Use --profile NAME" in done.stderr
+    result = run(capfd, *args, "--config_file", "x.yaml")
+    assert result.returncode == 2
+    assert f"accel {args[0]} has no option --config_file. Use --profile NAME" in result.stderr
 
 
 def test_replacements_name_existing_keys_and_options():

@@ -15,7 +15,7 @@ def command_paths(command, path=()):
     children = getattr(command, "commands", {})
     return [
         path,
-        *(found for name, child in children.items() for found in command_paths(child, (*path, name))),
+        *(paths for name, child in children.items() for paths in command_paths(child, (*path, name))),
     ]
 
 
@@ -24,13 +24,13 @@ PATHS = command_paths(typer.main.get_command(app))
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: "-".join(path) or "accel")
 def test_a_command_prints_the_help_of_its_golden_file(path, capfd, home):
-    done = in_process.run(
+    result = in_process.run(
         capfd, *path, "--help", env={"COLUMNS": "100", "TERM": "dumb", "PATH": "/usr/bin:/bin"}
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     golden.check(
         f"help/{'-'.join(path) or 'accel'}.txt",
-        "\n".join(line.rstrip() for line in done.stdout.strip("\n").splitlines()) + "\n",
+        "\n".join(line.rstrip() for line in result.stdout.strip("\n").splitlines()) + "\n",
     )
 
 

@@ -116,9 +116,9 @@ def launch(cwd, home, script, capfd, monkeypatch):
             monkeypatch.setenv(name, value)
         monkeypatch.setattr("accel_cli.planning.machine.detect_quickly", lambda _environ: MACHINES[machine])
         monkeypatch.setattr("accel_cli.planning.machine.count_cpus", lambda: MACHINES[machine].cpus)
-        done = in_process.run(capfd, "launch", *args)
-        assert done.returncode == 0, done.stderr
-        text = f"{done.stdout}\nstderr:\n{done.stderr}" if done.stderr else done.stdout
+        result = in_process.run(capfd, "launch", *args)
+        assert result.returncode == 0, result.stderr
+        text = f"{result.stdout}\nstderr:\n{result.stderr}" if result.stderr else result.stdout
         for path, shown in here.items():
             text = text.replace(path, shown)
         return text
@@ -131,8 +131,8 @@ def test_a_ready_profile_is_explained_as_in_its_golden_file(launch, home, path):
     (home / "profiles").mkdir(parents=True)
     (home / "profiles" / path.name).write_bytes(path.read_bytes())
     machine = "tpu" if "tpu" in path.stem else "gpus"
-    found = launch(machine, ["--explain", "--profile", path.stem, "train.py", "--lr", "1"], {})
-    golden.check(f"launch/configs/{path.stem}.txt", found)
+    paths = launch(machine, ["--explain", "--profile", path.stem, "train.py", "--lr", "1"], {})
+    golden.check(f"launch/configs/{path.stem}.txt", paths)
 
 
 @pytest.mark.parametrize("name", PLANS)

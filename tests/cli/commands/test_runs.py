@@ -41,31 +41,35 @@ def replace_launcher(base, name, pid, **fields):
     return created
 
 
-def test_a_launch_that_never_met_does_not_hide_the_run_before_it(tmp_path, capfd, cwd):
+def test_a_launch_without_rendezvous_does_not_hide_the_previous_run(tmp_path, capfd, cwd):
     trained = RunFolder.create(tmp_path, "train.py", {"exit_code": 0})
     rank = trained.get_rank(0, 0)
     rank.path.mkdir(parents=True)
     rank.output.write_text("step 1\n")
     alone = RunFolder.create(tmp_path, "alone.py", {"exit_code": 1})
-    done = run(capfd, "logs", "--log-dir", tmp_path)
-    assert (done.returncode, done.stdout) == (0, "step 1\n")
-    assert done.stderr == (
+    result = run(capfd, "logs", "--log-dir", tmp_path)
+    assert (result.returncode, result.stdout) == (0, "step 1\n")
+    assert result.stderr == (
         f"accel: {alone.path.name} started no process (exit code 1); these are the logs of {trained.path.name}\n"
     )
     named = run(capfd, "logs", "--log-dir", tmp_path, "alone")
     assert (named.returncode, named.stdout) == (2, "")
 
 
-def test_a_list_of_no_runs_names_the_folder_that_was_searched(tmp_path, capfd, cwd):
-    done = run(capfd, "runs", "--log-dir", tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", f"accel: no runs found in {tmp_path}\n")
+def test_an_empty_list_of_runs_names_the_searched_folder(tmp_path, capfd, cwd):
+    result = run(capfd, "runs", "--log-dir", tmp_path)
+    assert (result.returncode, result.stdout, result.stderr) == (
+        0,
+        "",
+        f"accel: no runs found in {tmp_path}\n",
+    )
 
 
-def test_the_log_of_a_script_that_replaced_its_launcher_went_to_the_terminal(tmp_path, capfd, cwd):
+def test_a_script_that_replaced_its_launcher_has_no_log(tmp_path, capfd, cwd):
     alone = replace_launcher(tmp_path, "train.py", os.getpid())
-    done = run(capfd, "logs", "--log-dir", tmp_path)
-    assert done.returncode == 2
-    assert done.stderr == (
+    result = run(capfd, "logs", "--log-dir", tmp_path)
+    assert result.returncode == 2
+    assert result.stderr == (
         f"accel: error: Run {alone.path.name} has no log: with the launcher single, its output went to the terminal. "
         "Launch with --set launcher.kind=torchrun to keep it, or choose another run of accel runs.\n"
     )
@@ -77,9 +81,9 @@ def test_the_default_log_is_that_of_the_last_run_that_kept_output(tmp_path, capf
     rank.path.mkdir(parents=True)
     rank.output.write_text("step 1\n")
     alone = replace_launcher(tmp_path, "alone.py", 0)
-    done = run(capfd, "logs", "--log-dir", tmp_path)
-    assert (done.returncode, done.stdout) == (0, "step 1\n")
-    assert done.stderr == (
+    result = run(capfd, "logs", "--log-dir", tmp_path)
+    assert (result.returncode, result.stdout) == (0, "step 1\n")
+    assert result.stderr == (
         f"accel: {alone.path.name} kept no output (unknown); these are the logs of {trained.path.name}\n"
     )
 
@@ -104,8 +108,8 @@ def test_runs_are_listed_with_script_start_duration_ranks_and_exit_code(tmp_path
     assert rows[1][3] == "42 s"
     (entry,) = json.loads(run(capfd, "runs", "--log-dir", tmp_path, "--json", "-n", 1).stdout)
     assert (entry["run"], entry["is_running"], entry["exit_code"]) == (running.path.name, True, None)
-    wrong = run(capfd, "runs", "-n", 0)
-    assert wrong.returncode == 2
+    rejected = run(capfd, "runs", "-n", 0)
+    assert rejected.returncode == 2
 
 
 def test_control_characters_in_the_name_of_a_script_do_not_reach_the_terminal(tmp_path, capfd, cwd):
@@ -117,7 +121,7 @@ def test_control_characters_in_the_name_of_a_script_do_not_reach_the_terminal(tm
     assert entry["script"] == name
 
 
-def test_the_end_of_a_script_that_replaced_its_launcher_is_that_of_its_heartbeat(tmp_path, capfd, cwd):
+def test_a_script_that_replaced_its_launcher_ends_with_its_heartbeat(tmp_path, capfd, cwd):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     for name, failed in (("fails.py", True), ("ends.py", False), ("crashes.py", None), ("plain.py", None)):
@@ -150,25 +154,27 @@ def test_the_end_of_a_script_that_replaced_its_launcher_is_that_of_its_heartbeat
         (36, "RUN EXIT"),
     ],
 )
-def test_a_row_of_a_terminal_is_not_folded(tmp_path, cwd, columns, headings):
+def test_rows_of_runs_are_not_wrapped_on_a_terminal(tmp_path, cwd, columns, headings):
     """Every id is complete: on narrow terminals, the name of a long script is shortened, and columns are left out."""
     name = "train_a_model_of_a_long_name.py"
     base = tmp_path / "runs"
-    done = RunFolder.create(base, "train.py", {"target": name, "world_size": 16})
-    done.update({"started": time.time() - 3 * 24 * 3600, "ended": time.time() - 24 * 3600, "exit_code": 143})
-    ours, theirs = os.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 50, columns, 0, 0))
+    run_folder = RunFolder.create(base, "train.py", {"target": name, "world_size": 16})
+    run_folder.update(
+        {"started": time.time() - 3 * 24 * 3600, "ended": time.time() - 24 * 3600, "exit_code": 143}
+    )
+    local_end, remote_end = os.openpty()
+    fcntl.ioctl(remote_end, termios.TIOCSWINSZ, struct.pack("4H", 50, columns, 0, 0))
     command = [sys.executable, "-m", "accel_cli", "runs", "--log-dir", str(base)]
     environ = {name: value for name, value in os.environ.items() if name not in {"COLUMNS", "LINES"}}
-    with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environ | {"TERM": "xterm"}):
-        os.close(theirs)
+    with subprocess.Popen(command, stdout=remote_end, stderr=remote_end, env=environ | {"TERM": "xterm"}):
+        os.close(remote_end)
         text = b""
-        while part := read(ours):
+        while part := read(local_end):
             text += part
-    os.close(ours)
+    os.close(local_end)
     lines = [re.sub(r"\x1b\[[\d;]*m", "", line).rstrip() for line in text.decode().splitlines()]
     assert len(lines) == 2
-    assert done.path.name in lines[1]
+    assert run_folder.path.name in lines[1]
     assert lines[1].endswith("143")
     assert lines[0].split() == headings.split()
     assert (name in lines[1]) == (columns == 120)

@@ -60,8 +60,8 @@ def run_on_worker(world, plan, **more):
     """Return the arguments of a worker's Python when the printed command is run in a shell."""
     folder, environ = world
     (folder / "argv").unlink(missing_ok=True)
-    done = subprocess.run(["bash", "-c", shlex.join(plan.argv)], env=environ | more, check=False)
-    assert done.returncode == int(more.get("CODE", 0))
+    process = subprocess.run(["bash", "-c", shlex.join(plan.argv)], env=environ | more, check=False)
+    assert process.returncode == int(more.get("CODE", 0))
     return read_words(folder / "argv")
 
 
@@ -83,8 +83,8 @@ def test_the_command_starts_the_same_launch_on_every_worker(world):
 )
 def test_arguments_are_passed_byte_for_byte(world, arguments):
     arguments = [argument.replace("\0", "") for argument in arguments]
-    got = run_on_worker(world, prepared(*arguments))
-    assert got[got.index("--") + 1 :] == ["train.py", *arguments]
+    actual = run_on_worker(world, prepared(*arguments))
+    assert actual[actual.index("--") + 1 :] == ["train.py", *arguments]
 
 
 @pytest.mark.parametrize("target", ["-x.py", "a b/t'r.py", "$HOME.py"])
@@ -110,9 +110,9 @@ def test_resolved_settings_are_passed_and_the_user_profile_is_not(world, tmp_pat
     (tmp_path / "home/profiles/default.yaml").write_text("schema_version: 1\nmixed_precision: fp16\n")
     monkeypatch.chdir(tmp_path)
     environ = {"ACCEL_HOME": str(tmp_path / "home"), "ACCEL_PROCESS_GROUP_TIMEOUT": "60"}
-    said = run_on_worker(world, prepared(environ=environ, set=("env.A=b c",)))
-    given = {said[index + 1] for index, word in enumerate(said) if word == "--set"}
-    assert given == {
+    argv = run_on_worker(world, prepared(environ=environ, set=("env.A=b c",)))
+    settings = {argv[index + 1] for index, word in enumerate(argv) if word == "--set"}
+    assert settings == {
         "launcher.kind=xla",
         "launcher.spmd=true",
         "log_level=info",
@@ -172,7 +172,7 @@ def test_variables_about_the_hosts_of_this_machine_are_not_passed(world):
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("options", "message"),
     [
         (
             {"pod": tpu_pod.Pod("-oProxyCommand=x", folder=".")},
@@ -189,9 +189,9 @@ def test_variables_about_the_hosts_of_this_machine_are_not_passed(world):
         ),
     ],
 )
-def test_a_request_that_cannot_run_on_a_pod_is_rejected(said, message):
+def test_a_request_that_cannot_run_on_a_pod_is_rejected(options, message):
     with pytest.raises(UsageError, match=message.replace("(", r"\(")) as caught:
-        prepared(**said)
+        prepared(**options)
     assert "hf_secret" not in str(caught.value)
 
 
@@ -206,18 +206,18 @@ def tpu_pod_command(cwd, capfd):
 
 def test_the_command_is_printed_and_not_run(tpu_pod_command, script, world):
     script("")
-    done = tpu_pod_command("pod", "--zone", "z", "--", "train.py", "a  b", env=world[1])
-    assert done.returncode == 0
-    assert shlex.split(done.stdout)[:6] == ["gcloud", "compute", "tpus", "tpu-vm", "ssh", "pod"]
-    assert "--run" in done.stderr
+    result = tpu_pod_command("pod", "--zone", "z", "--", "train.py", "a  b", env=world[1])
+    assert result.returncode == 0
+    assert shlex.split(result.stdout)[:6] == ["gcloud", "compute", "tpus", "tpu-vm", "ssh", "pod"]
+    assert "--run" in result.stderr
     quiet = tpu_pod_command("pod", "--zone", "z", "--", "-q", "train.py", "a  b", env=world[1])
-    assert (quiet.stdout, quiet.stderr) == (done.stdout, "")
+    assert (quiet.stdout, quiet.stderr) == (result.stdout, "")
 
 
 def test_options_of_the_launch_and_of_the_script_follow_the_dashes(tpu_pod_command, script):
     script("")
-    done = tpu_pod_command("pod", "--", "--mixed-precision", "bf16", "train.py", "--lr", "1", "--", "x")
-    assert done.stdout.endswith(
+    result = tpu_pod_command("pod", "--", "--mixed-precision", "bf16", "train.py", "--lr", "1", "--", "x")
+    assert result.stdout.endswith(
         "--set launcher.kind=xla --set mixed_precision=bf16 -- train.py --lr 1 -- x'\n"
     )
 
@@ -228,28 +228,28 @@ def test_run_runs_the_command_and_returns_the_exit_code_of_gcloud(accel, script,
     folder, environ = world
     (folder / "worker/elsewhere").mkdir(exist_ok=True)
     options = ["pod", "--zone", "z", "--folder", "elsewhere", "--run", "--"]
-    done = accel("tpu-pod", *options, "train.py", "a  b", env=environ | {"CODE": str(code)})
-    assert done.returncode == code, done.stderr
+    result = accel("tpu-pod", *options, "train.py", "a  b", env=environ | {"CODE": str(code)})
+    assert result.returncode == code, result.stderr
     assert read_words(folder / "argv")[-2:] == ["train.py", "a  b"]
     assert (folder / "pwd").read_text() == f"{folder}/worker/elsewhere\n"
-    assert "TPU pod pod" in done.stderr
+    assert "TPU pod pod" in result.stderr
 
 
 def test_a_missing_gcloud_is_one_message(tpu_pod_command, script, tmp_path):
     script("")
     (tmp_path / "empty").mkdir()
     environ = {**os.environ, "PATH": str(tmp_path / "empty")}
-    done = tpu_pod_command("p", "--run", "--", "train.py", env=environ)
-    assert done.returncode == 2
-    assert "gcloud not found: accel tpu-pod --run needs it" in done.stderr
-    assert "Traceback" not in done.stderr
+    result = tpu_pod_command("p", "--run", "--", "train.py", env=environ)
+    assert result.returncode == 2
+    assert "gcloud not found: accel tpu-pod --run needs it" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_explain_prints_the_command_and_the_source_of_each_value(tpu_pod_command, script, world):
     script("")
-    done = tpu_pod_command("p", "--run", "--", "--explain", "train.py", env=world[1])
-    assert "command: gcloud compute tpus tpu-vm ssh p" in done.stdout
-    assert "launcher.kind: xla  [detected]" in done.stdout
+    result = tpu_pod_command("p", "--run", "--", "--explain", "train.py", env=world[1])
+    assert "command: gcloud compute tpus tpu-vm ssh p" in result.stdout
+    assert "launcher.kind: xla  [detected]" in result.stdout
     assert not (world[0] / "gcloud").exists() or "p" not in read_words(world[0] / "gcloud")
 
 
@@ -266,16 +266,16 @@ def test_explain_prints_the_command_and_the_source_of_each_value(tpu_pod_command
 )
 def test_former_pod_options_of_accel_launch_are_rejected_with_the_command(capfd, script, option, replacement):
     script("")
-    done = in_process.run(capfd, "launch", *option, "train.py")
-    assert done.returncode == 2
-    assert f"accel launch has no option {option[0]}. Use {replacement}" in done.stderr
+    result = in_process.run(capfd, "launch", *option, "train.py")
+    assert result.returncode == 2
+    assert f"accel launch has no option {option[0]}. Use {replacement}" in result.stderr
 
 
 def test_an_option_of_job_launchers_is_rejected(tpu_pod_command, script):
     script("")
-    done = tpu_pod_command("p", "--", "--detach", "train.py")
-    assert done.returncode == 2
-    assert "Cannot use --detach with launcher.kind: xla" in done.stderr
+    result = tpu_pod_command("p", "--", "--detach", "train.py")
+    assert result.returncode == 2
+    assert "Cannot use --detach with launcher.kind: xla" in result.stderr
 
 
 def test_a_missing_script_is_rejected_unless_a_folder_is_given(tpu_pod_command):

@@ -199,12 +199,12 @@ def import_and_fail(text: str) -> ProfileError:
     return caught.value
 
 
-def list_keys(told: tuple[tuple[str, str], ...]) -> list[str]:
-    return [line.partition(": ")[0] for line, _ in told]
+def list_keys(lines: tuple[tuple[str, str], ...]) -> list[str]:
+    return [line.partition(": ")[0] for line, _ in lines]
 
 
-def map_reasons(told: tuple[tuple[str, str], ...]) -> dict[str, str]:
-    return {line.partition(": ")[0]: text for line, text in told}
+def map_reasons(lines: tuple[tuple[str, str], ...]) -> dict[str, str]:
+    return {line.partition(": ")[0]: text for line, text in lines}
 
 
 def list_convertible_keys(data: dict[str, Any], *above: str) -> list[str]:
@@ -397,13 +397,13 @@ def test_a_tpu_file_becomes_launcher_xla(kind):
         "train",
     )
     assert (result.data["device"], result.data["env"]) == ("xla", {"WANDB_API_KEY": "secret"})
-    mapped, left = map_reasons(result.mapped), map_reasons(result.left)
+    mapped, omitted = map_reasons(result.mapped), map_reasons(result.left)
     assert mapped["num_processes"] == "launcher.replicas: all"
     assert mapped["main_training_function"] == "launcher.main_training_function: train"
     assert mapped["tpu_env"] == "env.WANDB_API_KEY"
-    assert left["tpu_name"] == "use accel tpu-pod NAME"
-    assert "every worker of a pod" in left["tpu_use_cluster"]
-    assert left["commands"] == "use accel tpu-pod NAME --setup COMMAND for each command"
+    assert omitted["tpu_name"] == "use accel tpu-pod NAME"
+    assert "every worker of a pod" in omitted["tpu_use_cluster"]
+    assert omitted["commands"] == "use accel tpu-pod NAME --setup COMMAND for each command"
     assert "secret" not in str([*result.mapped, *result.left]).lower().replace("hf_secret", "").replace(
         "***", ""
     )
@@ -423,15 +423,15 @@ def test_the_hosts_of_a_pod_are_omitted_with_a_reason():
     launcher = Profile.model_validate(result.data).launcher
     assert (launcher.nnodes, launcher.replicas) == (1, "all")
     assert list_keys(result.left) == ["num_machines", "machine_rank", "main_process_ip"]
-    left = map_reasons(result.left)
-    assert all("accel tpu-pod" in left[key] for key in ("num_machines", "main_process_ip"))
+    omitted = map_reasons(result.left)
+    assert all("accel tpu-pod" in omitted[key] for key in ("num_machines", "main_process_ip"))
 
 
 def test_downcast_bf16_is_omitted_with_a_replacement():
-    left = map_reasons(
+    omitted = map_reasons(
         import_config("distributed_type: XLA\ndowncast_bf16: 'yes'\nmixed_precision: bf16\n").left
     )
-    assert "mixed_precision: bf16 keeps weights in full precision" in left["downcast_bf16"]
+    assert "mixed_precision: bf16 keeps weights in full precision" in omitted["downcast_bf16"]
 
 
 def test_main_training_function_is_converted_only_for_a_tpu():
@@ -461,8 +461,8 @@ def test_options_that_a_tpu_does_not_support_are_problems_of_their_keys(line, ke
 def test_every_sample_becomes_a_valid_profile_and_each_key_is_reported(text):
     result = import_config(text)
     Profile.model_validate(result.data)
-    found = sorted([*list_keys(result.mapped), *list_keys(result.left)])
-    assert found == sorted(list_convertible_keys(yaml_io.parse(text, "config.yaml").data))
+    keys = sorted([*list_keys(result.mapped), *list_keys(result.left)])
+    assert keys == sorted(list_convertible_keys(yaml_io.parse(text, "config.yaml").data))
 
 
 # Errors.
@@ -478,16 +478,16 @@ def test_unsupported_devices_are_an_error(device):
 def test_all_mistakes_are_reported_at_once():
     text = "distributed_type: MULTI_GPUS\nnum_procceses: 8\nmixed_precision: fp8\nuse_cpu: maybe\nfsdp_config: 3\n"
     error = import_and_fail(text)
-    told = {problem.key: str(problem) for problem in error.problems}
-    assert told["distributed_type"].endswith("got 'MULTI_GPUS' (did you mean MULTI_GPU?)")
-    assert told["num_procceses"] == (
+    reported = {problem.key: str(problem) for problem in error.problems}
+    assert reported["distributed_type"].endswith("got 'MULTI_GPUS' (did you mean MULTI_GPU?)")
+    assert reported["num_procceses"] == (
         "config.yaml: num_procceses: Accelerate does not know this key (did you mean num_processes?)"
     )
-    assert told["mixed_precision"] == (
+    assert reported["mixed_precision"] == (
         "config.yaml: mixed_precision: fp8 is not in this version of accel; expected no, bf16 or fp16, got 'fp8'"
     )
-    assert told["use_cpu"] == "config.yaml: use_cpu: expected true or false, got 'maybe'"
-    assert told["fsdp_config"] == "config.yaml: fsdp_config: expected keys and values, got 3"
+    assert reported["use_cpu"] == "config.yaml: use_cpu: expected true or false, got 'maybe'"
+    assert reported["fsdp_config"] == "config.yaml: fsdp_config: expected keys and values, got 3"
     assert len(error.problems) == 5
 
 
@@ -527,8 +527,8 @@ def test_an_invalid_value_is_a_problem_of_its_key(line, key):
 
 def test_expected_values_are_listed_as_for_a_profile():
     error = import_and_fail("compute_environment: CLOUD\ndistributed_type: NO\nmixed_precision: fp32\n")
-    told = {problem.key: problem.expected for problem in error.problems}
-    assert told == {
+    reported = {problem.key: problem.expected for problem in error.problems}
+    assert reported == {
         "compute_environment": "expected LOCAL_MACHINE or AMAZON_SAGEMAKER",
         "mixed_precision": "expected no, bf16 or fp16",
     }
@@ -655,8 +655,8 @@ def good_files(draw):
 @given(good_files())
 def test_every_key_is_reported_exactly_once(data):
     result = convert(data, "config.yaml")
-    told = [line.split(": ")[0] for line, _ in (*result.mapped, *result.left)]
-    assert sorted(told) == sorted(key.split(": ")[0] for key in list_convertible_keys(data))
+    reported = [line.split(": ")[0] for line, _ in (*result.mapped, *result.left)]
+    assert sorted(reported) == sorted(key.split(": ")[0] for key in list_convertible_keys(data))
     assert all(text for _, text in (*result.mapped, *result.left))
 
 

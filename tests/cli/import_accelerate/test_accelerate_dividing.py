@@ -38,12 +38,12 @@ def test_an_fsdp2_file_is_converted_completely():
     parallel, options = get_sections(result)
     assert (parallel, options) == ({"dp_shard": 4}, {"wrap": ["LlamaDecoderLayer"]})
     assert result.left == ()
-    told = map_reasons(result.mapped)
-    assert told["distributed_type"] == "launcher.kind: torchrun, parallel.dp_shard: 4"
-    assert told["fsdp_config.fsdp_auto_wrap_policy"] == "fully_shard.wrap: [LlamaDecoderLayer]"
-    assert told["fsdp_config.transformer_layer_cls_to_wrap"] == "fully_shard.wrap: [LlamaDecoderLayer]"
-    assert told["fsdp_config.fsdp_reshard_after_forward"] == "fully_shard.reshard_after_forward: true"
-    assert told["parallelism_config.parallelism_config_dp_shard_size"] == "parallel.dp_shard: 4"
+    reported = map_reasons(result.mapped)
+    assert reported["distributed_type"] == "launcher.kind: torchrun, parallel.dp_shard: 4"
+    assert reported["fsdp_config.fsdp_auto_wrap_policy"] == "fully_shard.wrap: [LlamaDecoderLayer]"
+    assert reported["fsdp_config.transformer_layer_cls_to_wrap"] == "fully_shard.wrap: [LlamaDecoderLayer]"
+    assert reported["fsdp_config.fsdp_reshard_after_forward"] == "fully_shard.reshard_after_forward: true"
+    assert reported["parallelism_config.parallelism_config_dp_shard_size"] == "parallel.dp_shard: 4"
 
 
 @pytest.mark.parametrize(
@@ -146,14 +146,15 @@ def test_zero_stages_become_fully_shard(words, parallel, options):
 
 def test_each_key_of_a_deepspeed_file_is_reported():
     result = convert(yaml_io.parse(DEEPSPEED, "x").data, "x")
-    mapped, left = map_reasons(result.mapped), map_reasons(result.left)
+    mapped, omitted = map_reasons(result.mapped), map_reasons(result.left)
     assert mapped["distributed_type"] == "launcher.kind: torchrun, parallel.dp_shard: auto"
     assert mapped["deepspeed_config.zero_stage"] == "fully_shard.reshard_after_forward: true"
     assert "fully_shard.cpu_offload: true" in mapped["deepspeed_config.offload_param_device"]
     assert (
-        "Accelerator(gradient_accumulation_steps=...)" in left["deepspeed_config.gradient_accumulation_steps"]
+        "Accelerator(gradient_accumulation_steps=...)"
+        in omitted["deepspeed_config.gradient_accumulation_steps"]
     )
-    assert "clip_grad_norm_" in left["deepspeed_config.gradient_clipping"]
+    assert "clip_grad_norm_" in omitted["deepspeed_config.gradient_clipping"]
     assert mapped["deepspeed_config.offload_optimizer_device"] == "off in accel as well"
     assert mapped["deepspeed_config.zero3_init_flag"] == "off in accel as well"
 
@@ -185,22 +186,22 @@ def test_the_json_file_of_deepspeed_is_converted():
         {"reshard_after_forward": 2, "reduce_dtype": "bf16", "cpu_offload": True},
     )
     assert result.data["mixed_precision"] == "bf16"
-    mapped, left = map_reasons(result.mapped), map_reasons(result.left)
+    mapped, omitted = map_reasons(result.mapped), map_reasons(result.left)
     at = "deepspeed_config_file"
     assert mapped[f"deepspeed_config.{at}"] == "its keys are listed below"
     assert mapped[f"{at}.bf16.enabled"] == "mixed_precision: bf16"
     assert mapped[f"{at}.zero_optimization.stage"] == "fully_shard.reshard_after_forward: 2"
     assert "filled in from the script" in mapped[f"{at}.train_batch_size"]
     assert mapped[f"{at}.wall_clock_breakdown"] == "off in accel as well"
-    assert "specific to DeepSpeed" in left[f"{at}.zero_optimization.overlap_comm"]
-    assert "an optimizer of torch" in left[f"{at}.optimizer.type"]
-    assert "Accelerator(gradient_accumulation_steps=...)" in left[f"{at}.gradient_accumulation_steps"]
-    assert "specific to DeepSpeed" in left[f"{at}.steps_per_print"]
+    assert "specific to DeepSpeed" in omitted[f"{at}.zero_optimization.overlap_comm"]
+    assert "an optimizer of torch" in omitted[f"{at}.optimizer.type"]
+    assert "Accelerator(gradient_accumulation_steps=...)" in omitted[f"{at}.gradient_accumulation_steps"]
+    assert "specific to DeepSpeed" in omitted[f"{at}.steps_per_print"]
 
 
 def test_mixed_precision_of_the_config_overrides_that_of_the_json_file():
-    said = {"deepspeed_config": {"deepspeed_config_file": "ds.json"}, "mixed_precision": "fp16"}
-    result = import_config("DEEPSPEED", FILE, **said)
+    config = {"deepspeed_config": {"deepspeed_config_file": "ds.json"}, "mixed_precision": "fp16"}
+    result = import_config("DEEPSPEED", FILE, **config)
     assert result.data["mixed_precision"] == "fp16"
     assert "takes precedence" in map_reasons(result.left)["deepspeed_config_file.bf16.enabled"]
 
@@ -288,10 +289,10 @@ def test_other_keys_of_a_parallelism_config_are_reported():
             "tp_size": 2,
         },
     )
-    left = map_reasons(result.left)
-    assert "always uses allgather" in left["parallelism_config.parallelism_config_cp_comm_strategy"]
-    assert "use parallel.cp" in left["parallelism_config.parallelism_config_sp_size"]
-    assert "did you mean parallelism_config_tp_size" in left["parallelism_config.tp_size"]
+    omitted = map_reasons(result.left)
+    assert "always uses allgather" in omitted["parallelism_config.parallelism_config_cp_comm_strategy"]
+    assert "use parallel.cp" in omitted["parallelism_config.parallelism_config_sp_size"]
+    assert "did you mean parallelism_config_tp_size" in omitted["parallelism_config.tp_size"]
 
 
 def test_a_mesh_that_does_not_match_the_number_of_processes_is_an_error():
@@ -334,9 +335,9 @@ def test_an_invalid_value_is_reported_with_its_key(kind, section, expected):
 
 
 def test_an_invalid_value_of_the_json_file_is_reported_with_its_path():
-    said = {"deepspeed_config": {"deepspeed_config_file": "ds.json"}}
+    config = {"deepspeed_config": {"deepspeed_config_file": "ds.json"}}
     with pytest.raises(
         ProfileError,
         match=r"deepspeed_config_file\.zero_optimization\.stage: expected a whole number from 0 to 3",
     ):
-        import_config("DEEPSPEED", {"zero_optimization": {"stage": 9}}, **said)
+        import_config("DEEPSPEED", {"zero_optimization": {"stage": 9}}, **config)

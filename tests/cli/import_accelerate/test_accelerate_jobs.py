@@ -87,30 +87,30 @@ def test_a_file_written_by_accelerate_becomes_the_same_job():
 
 
 def test_unsupported_keys_are_omitted_with_a_reason():
-    left = map_reasons(import_config(WRITTEN).left)
-    assert set(left) == {
+    omitted = map_reasons(import_config(WRITTEN).left)
+    assert set(omitted) == {
         "additional_args.environment.HF_TOKEN", "additional_args.aws_access_key_id", "distributed_type",
         "sagemaker_inputs_file", "sagemaker_metrics_file",
         "py_version", "pytorch_version", "transformers_version",
     }  # fmt: skip
-    assert "accel needs torch 2.9 or newer" in left["pytorch_version"]
-    assert "launcher.secrets.HF_TOKEN" in left["additional_args.environment.HF_TOKEN"]
-    assert "launcher.aws_profile" in left["additional_args.aws_access_key_id"]
-    assert "launcher.requirements" in left["transformers_version"]
+    assert "accel needs torch 2.9 or newer" in omitted["pytorch_version"]
+    assert "launcher.secrets.HF_TOKEN" in omitted["additional_args.environment.HF_TOKEN"]
+    assert "launcher.aws_profile" in omitted["additional_args.aws_access_key_id"]
+    assert "launcher.requirements" in omitted["transformers_version"]
 
 
 def test_every_key_is_reported_exactly_once():
     result = import_config(WRITTEN)
-    found = sorted([*map_reasons(result.mapped), *map_reasons(result.left)])
-    assert found == sorted(list_convertible_keys(yaml_io.parse(WRITTEN, "config.yaml").data))
+    keys = sorted([*map_reasons(result.mapped), *map_reasons(result.left)])
+    assert keys == sorted(list_convertible_keys(yaml_io.parse(WRITTEN, "config.yaml").data))
 
 
 def test_no_secret_is_printed_or_written():
     result = import_config(WRITTEN)
     assert "secret" not in str(result.data).lower().replace("'secrets'", "")
-    said = str([*result.mapped, *result.left]).lower()
-    assert "hf_secret" not in said
-    assert "akiasecret" not in said
+    text = str([*result.mapped, *result.left]).lower()
+    assert "hf_secret" not in text
+    assert "akiasecret" not in text
 
 
 def test_distributed_type_no_is_one_process_on_a_host():
@@ -149,8 +149,8 @@ def test_smddp_is_used_with_a_custom_image():
 
 
 def test_model_parallelism_is_omitted_with_a_reason():
-    left = map_reasons(import_config(LEAST.replace("'NO'", "MODEL_PARALLEL")).left)
-    assert "model-parallel library" in left["distributed_type"]
+    omitted = map_reasons(import_config(LEAST.replace("'NO'", "MODEL_PARALLEL")).left)
+    assert "model-parallel library" in omitted["distributed_type"]
 
 
 def test_the_misspelled_instance_type_of_accelerate_is_corrected():
@@ -162,12 +162,12 @@ def test_the_misspelled_instance_type_of_accelerate_is_corrected():
 
 
 @pytest.mark.parametrize(
-    ("version", "kept"), [("2.9.0", True), ("2.13", True), ("2.8.1", False), ("1.10.2", False)]
+    ("version", "is_kept"), [("2.9.0", True), ("2.13", True), ("2.8.1", False), ("1.10.2", False)]
 )
-def test_a_supported_torch_version_is_kept(version, kept):
+def test_a_supported_torch_version_is_kept(version, is_kept):
     result = import_config(f"{LEAST}pytorch_version: '{version}'\n")
-    assert result.data["launcher"].get("pytorch_version") == (version if kept else None)
-    assert ("pytorch_version" in map_reasons(result.mapped)) is kept
+    assert result.data["launcher"].get("pytorch_version") == (version if is_kept else None)
+    assert ("pytorch_version" in map_reasons(result.mapped)) is is_kept
 
 
 def test_the_torch_version_is_omitted_with_a_custom_image():
@@ -238,14 +238,14 @@ input_mode: FastFile
 debugger_hook_config: {S3OutputPath: s3://Bucket}
 instance_tpye: ml.g5.xlarge
 sagemaker_session: x""")
-    left = map_reasons(result.left)
-    assert "pass them to the script" in left["additional_args.hyperparameters"]
-    assert "launcher.bucket" in left["additional_args.output_path"]
-    assert "launcher.inputs" in left["additional_args.input_mode"]
-    assert "does not have this setting" in left["additional_args.debugger_hook_config"]
-    assert "did you mean instance_type?" in left["additional_args.instance_tpye"]
-    assert "does not know this key" in left["additional_args.sagemaker_session"]
-    assert len(left) == 6
+    omitted = map_reasons(result.left)
+    assert "pass them to the script" in omitted["additional_args.hyperparameters"]
+    assert "launcher.bucket" in omitted["additional_args.output_path"]
+    assert "launcher.inputs" in omitted["additional_args.input_mode"]
+    assert "does not have this setting" in omitted["additional_args.debugger_hook_config"]
+    assert "did you mean instance_type?" in omitted["additional_args.instance_tpye"]
+    assert "does not know this key" in omitted["additional_args.sagemaker_session"]
+    assert len(omitted) == 6
 
 
 def test_disabled_estimator_arguments_are_not_reported_as_unused():
@@ -265,7 +265,7 @@ tags: []""")
 
 
 @pytest.mark.parametrize(
-    ("lines", "said"),
+    ("lines", "message"),
     [
         ("additional_args: {max_run: long}", "config.yaml: additional_args.max_run: expected a whole number of at least 0, got 'long'"),
         ("additional_args: {tags: Team}", "config.yaml: additional_args.tags: expected a list of entries with Key and Value"),
@@ -285,17 +285,17 @@ tags: []""")
         ("regoin: x", "config.yaml: regoin: Accelerate does not know this key (did you mean region?)"),
     ],
 )  # fmt: skip
-def test_values_that_no_job_supports_are_problems_of_their_keys(lines, said):
-    found = list_problems(f"{LEAST}{lines}\n")
-    assert len(found) == 1, found
-    assert said in found[0]
+def test_values_that_no_job_supports_are_problems_of_their_keys(lines, message):
+    problems = list_problems(f"{LEAST}{lines}\n")
+    assert len(problems) == 1, problems
+    assert message in problems[0]
 
 
 def test_all_mistakes_are_reported_at_once():
-    found = list_problems(
+    problems = list_problems(
         LEAST + "regoin: x\nmixed_precision: fp64\nadditional_args: {max_run: a, volume_size: b}\n"
     )
-    assert len(found) == 4
+    assert len(problems) == 4
 
 
 ANYTHING = st.recursive(

@@ -20,16 +20,16 @@ GPUS = Machine(cpus=8, accelerator="cuda", devices=("A", "B", "C", "D"))
 TWO = replace(GPUS, devices=("A", "B"))
 
 
-def job(found=GPUS, environ=None, env=None, **settings):
+def job(machine=GPUS, environ=None, env=None, **settings):
     return LaunchSpec(
-        "train.py", (), "script", Settings(**settings), env or {}, environ or {}, found, python="py"
+        "train.py", (), "script", Settings(**settings), env or {}, environ or {}, machine, python="py"
     )
 
 
 @pytest.mark.parametrize(("accelerator", "names"), GPU_VARIABLES.items())
 def test_the_variable_of_each_vendor_has_the_chosen_gpus(accelerator, names):
-    found = replace(GPUS, rocm=True) if accelerator == "rocm" else replace(GPUS, accelerator=accelerator)
-    plan = Torchrun(gpu_ids="0,2").plan(job(found))
+    machine = replace(GPUS, rocm=True) if accelerator == "rocm" else replace(GPUS, accelerator=accelerator)
+    plan = Torchrun(gpu_ids="0,2").plan(job(machine))
     assert (plan.nproc_per_node, plan.env[names[0]]) == (2, "0,2")
     assert plan.env["OMP_NUM_THREADS"] == "4"
 
@@ -50,7 +50,7 @@ def test_more_processes_than_chosen_gpus_are_an_error():
 
 
 @pytest.mark.parametrize(
-    ("found", "environ", "ids", "message"),
+    ("machine", "environ", "ids", "message"),
     [
         (GPUS, {}, "0,4", "Cannot use launcher.gpu_ids: 0,4: this machine has no GPU 4. Choose among 0, 1, 2, 3."),
         (GPUS, {}, "GPU-7f", "this machine has no GPU GPU-7f"),
@@ -60,10 +60,10 @@ def test_more_processes_than_chosen_gpus_are_an_error():
         (replace(GPUS, accelerator="mps", devices=("M",)), {}, "0", "this machine has no GPUs"),
     ],
 )  # fmt: skip
-def test_ids_that_are_not_visible_gpus_are_an_error(found, environ, ids, message):
+def test_ids_that_are_not_visible_gpus_are_an_error(machine, environ, ids, message):
     for section in (Torchrun(gpu_ids=ids), Single(gpu_ids=ids)):
         with pytest.raises(UsageError) as caught:
-            section.plan(job(found, environ))
+            section.plan(job(machine, environ))
         assert message in str(caught.value)
 
 

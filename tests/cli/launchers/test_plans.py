@@ -106,7 +106,7 @@ def test_no_network_interface_is_set_for_several_nodes():
 
 
 @pytest.mark.parametrize(
-    ("platform", "kind", "wanted", "message"),
+    ("platform", "kind", "expected", "message"),
     [
         ("linux", "script", "auto", "forkserver (torch is imported once for all processes)"),
         ("linux", "module", "forkserver", "forkserver (launcher.start_method)"),
@@ -115,9 +115,9 @@ def test_no_network_interface_is_set_for_several_nodes():
         ("darwin", "script", "auto", "exec (the fork server needs Linux, and this is darwin)"),
     ],
 )
-def test_the_start_method_has_a_reason(monkeypatch, platform, kind, wanted, message):
+def test_the_start_method_has_a_reason(monkeypatch, platform, kind, expected, message):
     monkeypatch.setattr(sys, "platform", platform)
-    plan = Torchrun(nproc_per_node=2, start_method=wanted).plan(job(kind))
+    plan = Torchrun(nproc_per_node=2, start_method=expected).plan(job(kind))
     assert f"{plan.agent.start_method} ({plan.agent.start_method_reason})" == message
 
 

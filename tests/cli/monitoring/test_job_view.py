@@ -51,8 +51,8 @@ def job(state, **fields):
 
 
 def lines(view, width=60, height=8):
-    drawn = view.draw(width, height)
-    return render_lines(drawn.body, width, is_coloured=False), drawn.is_final
+    drawing = view.draw(width, height)
+    return render_lines(drawing.body, width, is_coloured=False), drawing.is_final
 
 
 def test_a_job_is_shown_with_its_state_and_the_end_of_its_log():
@@ -140,5 +140,5 @@ def test_a_name_is_that_of_a_run_before_that_of_a_job(slurm, home, cwd, capfd):
 
 
 def test_a_service_without_the_id_of_a_job_is_a_usage_error(slurm, cwd, capfd):
-    done = accel(capfd, "top", "--launcher", "slurm")
-    assert (done.returncode, "The id of the job is missing" in done.stderr) == (2, True)
+    result = accel(capfd, "top", "--launcher", "slurm")
+    assert (result.returncode, "The id of the job is missing" in result.stderr) == (2, True)

@@ -197,19 +197,19 @@ while True:
 @pytest.fixture
 def shell():
     """A shell with a view in the foreground of a terminal of unknown size: the terminal, and the output of the shell."""
-    ours, theirs = os.openpty()
+    local_end, remote_end = os.openpty()
     command = ["setsid", "--ctty", "--wait", sys.executable, "-c", SHELL, WATCH]
     environ = {**os.environ, "TERM": "xterm"}
     with subprocess.Popen(
-        command, stdin=theirs, stdout=subprocess.PIPE, stderr=theirs, env=environ
+        command, stdin=remote_end, stdout=subprocess.PIPE, stderr=remote_end, env=environ
     ) as process:
         try:
-            yield ours, process.stdout
+            yield local_end, process.stdout
         finally:
             if process.poll() is None:
-                os.write(ours, b"q")
-    os.close(ours)
-    os.close(theirs)
+                os.write(local_end, b"q")
+    os.close(local_end)
+    os.close(remote_end)
 
 
 def read_until(terminal, text):

@@ -72,9 +72,9 @@ def report(capfd, cwd, home):
     """Writes a report with the command, and parses it."""
 
     def write(*args):
-        done = run(capfd, "report", *args)
-        assert done.returncode == 0, done.stderr
-        return Page((cwd / done.stdout.strip()).read_text(encoding="utf-8"))
+        result = run(capfd, "report", *args)
+        assert result.returncode == 0, result.stderr
+        return Page((cwd / result.stdout.strip()).read_text(encoding="utf-8"))
 
     return write
 
@@ -335,10 +335,10 @@ def test_hostile_names_are_text(report, runs):
         assert HOSTILE in page.plots
         assert HOSTILE in page.text
         # plotly understands some tags, and values in its templates.
-        drawn = str([plot["data"] for plot in page.plots.values()])
-        assert "<script" not in drawn
-        assert "<b>" not in drawn
-        assert "&lt;script&gt;alert(1)" in drawn, "the text of the restart"
+        plot_text = str([plot["data"] for plot in page.plots.values()])
+        assert "<script" not in plot_text
+        assert "<b>" not in plot_text
+        assert "&lt;script&gt;alert(1)" in plot_text, "the text of the restart"
 
 
 def test_non_finite_values_are_gaps_with_crosses(report, runs):
@@ -517,14 +517,14 @@ def test_a_page_allows_its_own_scripts_only_and_no_connection(report, runs):
 
 def test_a_file_that_accel_report_did_not_write_is_kept(capfd, runs, cwd):
     write_complete(runs)
-    theirs = cwd / "report.html"
-    theirs.write_text("<h1>mine</h1>")
-    refused = run(capfd, "report", "-o", theirs)
+    foreign_file = cwd / "report.html"
+    foreign_file.write_text("<h1>mine</h1>")
+    refused = run(capfd, "report", "-o", foreign_file)
     assert refused.returncode == 2
     assert "exists and is not a report of accel. Pass --force" in refused.stderr
-    assert theirs.read_text() == "<h1>mine</h1>"
-    assert run(capfd, "report", "-o", theirs, "--force").returncode == 0
-    assert run(capfd, "report", "-o", theirs).returncode == 0, "its own report is replaced"
+    assert foreign_file.read_text() == "<h1>mine</h1>"
+    assert run(capfd, "report", "-o", foreign_file, "--force").returncode == 0
+    assert run(capfd, "report", "-o", foreign_file).returncode == 0, "its own report is replaced"
     assert [path.name for path in cwd.glob("*.html*")] == ["report.html"]
 
 
@@ -554,9 +554,9 @@ def test_a_device_is_not_replaced_and_a_link_stays(capfd, runs, cwd):
 )
 def test_a_wrong_argument_is_refused_with_what_to_do(capfd, runs, cwd, args, message):
     write_complete(runs)
-    done = run(capfd, "report", *args)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
+    result = run(capfd, "report", *args)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert message in result.stderr
     assert not list(cwd.glob("*.html"))
 
 
@@ -568,9 +568,9 @@ def test_the_default_name_has_the_id_of_the_run(capfd, runs, cwd):
 def test_without_plotly_the_extra_is_named(capfd, runs, monkeypatch):
     write_complete(runs)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    done = run(capfd, "report")
-    assert done.returncode == 2
-    assert "pip install 'accel-runtime[report]'" in done.stderr
+    result = run(capfd, "report")
+    assert result.returncode == 2
+    assert "pip install 'accel-runtime[report]'" in result.stderr
 
 
 def test_plotly_is_imported_to_draw_only():
@@ -579,5 +579,5 @@ def test_plotly_is_imported_to_draw_only():
         "atexit.register(lambda: print({'plotly', 'jinja2'} & set(sys.modules), file=sys.stderr))\n"
         "from accel_cli.main import main; main(['report', '--help'])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr.strip() == "set()"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stderr.strip() == "set()"

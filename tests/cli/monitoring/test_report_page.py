@@ -107,8 +107,8 @@ def test_a_report_is_drawn_at_any_width_in_both_schemes(
     for number, name in enumerate(names):
         write_run(tmp_path / "runs", name, 0.2 + number, HOSTILE if number else "train/loss")
     file = tmp_path / "report.html"
-    done = run(capfd, "report", "-o", file, *(tmp_path / "runs" / name for name in names))
-    assert done.returncode == 0, done.stderr
+    result = run(capfd, "report", "-o", file, *(tmp_path / "runs" / name for name in names))
+    assert result.returncode == 0, result.stderr
     for width, scheme in itertools.product(("desktop", "phone"), ("light", "dark")):
         resize(browser, width)
         set_color_scheme(browser, scheme)

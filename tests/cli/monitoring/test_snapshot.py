@@ -212,9 +212,9 @@ def test_a_stall_is_shown_once_it_is_long_for_this_run(folder):
 def test_json_has_the_documented_fields(folder, capfd, cwd):
     start_rank(folder, 0).step()
     write_lines(folder.get_rank(0, 0).metrics, [{"time": 1.0, "step": 1, "values": {"loss": math.inf}}])
-    done = accel(capfd, "top", "--json")
-    assert done.returncode == 0, done.stderr
-    data = json.loads(done.stdout, parse_constant=pytest.fail)
+    result = accel(capfd, "top", "--json")
+    assert result.returncode == 0, result.stderr
+    data = json.loads(result.stdout, parse_constant=pytest.fail)
     assert set(data) == RUN_FIELDS
     assert [set(rank) for rank in data["ranks"]] == [RANK_FIELDS]
     assert data["metrics"] == {"loss": {"value": "inf", "step": 1, "recent": [None]}}
@@ -223,12 +223,12 @@ def test_json_has_the_documented_fields(folder, capfd, cwd):
 
 def test_without_a_terminal_one_snapshot_is_printed(folder, capfd, cwd):
     start_rank(folder, 0).step()
-    done = accel(capfd, "top")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[0] == f"{folder.path.name}  train.py"
-    assert "\x1b" not in done.stdout
+    result = accel(capfd, "top")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.splitlines()[0] == f"{folder.path.name}  train.py"
+    assert "\x1b" not in result.stdout
     named = accel(capfd, "top", "train")
-    assert named.stdout.splitlines()[0] == done.stdout.splitlines()[0]
+    assert named.stdout.splitlines()[0] == result.stdout.splitlines()[0]
 
 
 def test_a_run_that_does_not_exist_is_a_usage_error(home, folder, capfd, cwd):

@@ -22,8 +22,8 @@ SLURM = {"kind": "slurm", "nnodes": 2, "gpus_per_node": 8}
 P4 = {"kind": "sagemaker", "instance_type": "ml.p4d.24xlarge", "instance_count": 2}
 
 
-def planned(launcher, machine=GPUS, nodes=None, environ=None, **said):
-    profile = Profile.model_validate({"launcher": launcher, **said})
+def planned(launcher, machine=GPUS, nodes=None, environ=None, **options):
+    profile = Profile.model_validate({"launcher": launcher, **options})
     job = LaunchSpec(
         "x.py",
         (),
@@ -39,7 +39,7 @@ def planned(launcher, machine=GPUS, nodes=None, environ=None, **said):
 
 
 @pytest.mark.parametrize(
-    ("launcher", "parallel", "said"),
+    ("launcher", "parallel", "options"),
     [
         (FOUR, {}, ""),
         (FOUR, {"dp_replicate": 4}, "dp_replicate 4"),
@@ -55,15 +55,15 @@ def planned(launcher, machine=GPUS, nodes=None, environ=None, **said):
         (P4 | {"instance_type": "ml.g99.48xlarge"}, {"dp_shard": "auto", "tp": 2}, "dp_shard auto x tp 2"),
     ],
 )
-def test_a_plan_has_the_sizes_of_parallelism(launcher, parallel, said, tmp_path, monkeypatch):
+def test_a_plan_has_the_sizes_of_parallelism(launcher, parallel, options, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if launcher["kind"] == "sagemaker":
         launcher = {**launcher, "allow_unknown_instance": True}
-    assert planned(launcher, parallel=parallel).layout == said
+    assert planned(launcher, parallel=parallel).layout == options
 
 
 @pytest.mark.parametrize(
-    ("launcher", "said", "reason"),
+    ("launcher", "options", "reason"),
     [
         (FOUR, {"parallel": {"dp_shard": 8}}, "dp_shard: 8 x cp: 1 x tp: 1 is 8, and there are 4 processes. Start 8"),
         (FOUR, {"parallel": {"tp": 2}}, "dp_replicate: 2 (more replicas) or dp_shard: auto (more shards)"),
@@ -81,22 +81,22 @@ def test_a_plan_has_the_sizes_of_parallelism(launcher, parallel, said, tmp_path,
         (FOUR, {"parallel": {"dp_shard": 4}, "fully_shard": {"reshard_after_forward": 3}}, "does not divide the 4"),
     ],
 )  # fmt: skip
-def test_an_impossible_layout_is_an_error(launcher, said, reason, tmp_path, monkeypatch):
+def test_an_impossible_layout_is_an_error(launcher, options, reason, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError) as caught:
-        planned(said.pop("launcher", launcher), **said)
+        planned(options.pop("launcher", launcher), **options)
     assert reason in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "said",
+    "options",
     [{"parallel": {"dp_shard": "auto"}}, {"parallel": {"tp": 2}}, {"fully_shard": {"cpu_offload": True}}],
 )
 @pytest.mark.parametrize("spmd", [True, False])
-def test_parallel_sections_are_an_error_on_a_tpu_that_names_spmd(said, spmd):
+def test_parallel_sections_are_an_error_on_a_tpu_that_names_spmd(options, spmd):
     launcher = {"kind": "xla", "spmd": spmd}
     with pytest.raises(UsageError, match=r"TPU \(torch_xla\): it shards models by launcher.spmd: true"):
-        planned(launcher, TPU, **said)
+        planned(launcher, TPU, **options)
     assert planned(launcher, TPU).layout == ""
 
 

@@ -178,8 +178,8 @@ def test_detected_versions_are_those_of_the_installed_packages():
 
 def test_detection_imports_neither_torch_nor_torch_xla():
     code = "import sys; from accel_cli.planning import machine; machine.detect_quickly({}); print({'torch', 'torch_xla'} & {*sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "set()"
 
 
 def test_the_summary_names_the_tpu_and_the_problems_name_missing_packages():

@@ -71,8 +71,8 @@ def test_a_generated_comment_is_removed_with_its_key_and_others_are_kept():
     assert changed_ == render(
         {"schema_version": 1, "launcher": {"kind": "torchrun", "nproc_per_node": 2}}, described
     )
-    mine = text.replace(described["launcher.ranks"], "mine")
-    assert "  # mine\n" in change_text(mine, {"launcher.ranks": None})[0]
+    changed_text = text.replace(described["launcher.ranks"], "mine")
+    assert "  # mine\n" in change_text(changed_text, {"launcher.ranks": None})[0]
 
 
 def test_changing_the_launcher_removes_and_reports_keys_it_does_not_have():

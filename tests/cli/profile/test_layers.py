@@ -112,7 +112,7 @@ def test_the_project_file_is_searched_up_to_the_root_of_the_repository(store, cw
 
 
 @pytest.mark.parametrize(
-    ("environ", "said"),
+    ("environ", "message"),
     [
         (
             {"ACCEL_MIXED_PRECISION": "half"},
@@ -123,14 +123,14 @@ def test_the_project_file_is_searched_up_to_the_root_of_the_repository(store, cw
         ({"ACCEL_MIXED_PRECISON": "bf16"}, "did you mean ACCEL_MIXED_PRECISION?"),
     ],
 )
-def test_an_invalid_variable_is_reported(store, environ, said):
+def test_an_invalid_variable_is_reported(store, environ, message):
     with pytest.raises(UsageError, match=r"ACCEL|name") as caught:
         read_layers(store, environ, None)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("mixed_precision", "--set: invalid assignment 'mixed_precision': expected KEY=VALUE"),
         (
@@ -142,10 +142,10 @@ def test_an_invalid_variable_is_reported(store, environ, said):
         ("launcher.nprocs=2", "did you mean launcher.nproc_per_node?"),
     ],
 )
-def test_an_invalid_assignment_is_rejected_with_a_reason(text, said):
+def test_an_invalid_assignment_is_rejected_with_a_reason(text, message):
     with pytest.raises(UsageError) as caught:
         parse_assignments([text])
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -252,15 +252,15 @@ def test_an_invalid_value_is_reported_with_its_source(store, cwd):
     write_profile(cwd / "accel.yaml", "device: gpu\n")
     with pytest.raises(ProfileError) as caught:
         resolve(read_layers(store, {}, None, [parse_assignments(["process_group_timeout=soon"])]))
-    said = str(caught.value)
-    assert f"{cwd / 'accel.yaml'}:2: device: expected auto, cpu, cuda, mps, xla or xpu, got 'gpu'" in said
-    assert "--set: process_group_timeout: expected a whole number, got 'soon'" in said
+    message = str(caught.value)
+    assert f"{cwd / 'accel.yaml'}:2: device: expected auto, cpu, cuda, mps, xla or xpu, got 'gpu'" in message
+    assert "--set: process_group_timeout: expected a whole number, got 'soon'" in message
 
 
 def test_an_error_of_a_section_is_reported_with_the_source_of_the_section(store, cwd):
     path = cwd / "accel.yaml"
     write_profile(path, "launcher:\n  kind: torchrun\n  nnodes: 2\n")
-    for options, place in (
+    for options, source in (
         ((), f"{path}:2"),
         (("launcher.ranks=1",), "--set"),
         (("device=cpu",), f"{path}:2"),
@@ -269,19 +269,19 @@ def test_an_error_of_a_section_is_reported_with_the_source_of_the_section(store,
             resolve(read_layers(store, {}, None, [parse_assignments(options)]))
         assert (
             str(caught.value)
-            == f"{place}: launcher: rdzv_endpoint (host:port) is needed if nnodes is above 1"
+            == f"{source}: launcher: rdzv_endpoint (host:port) is needed if nnodes is above 1"
         )
 
 
 def test_an_invalid_kind_is_reported_with_its_source(store, cwd):
     path = cwd / "accel.yaml"
     write_profile(path, "launcher:\n  kind: tochrun\n")
-    for options, place in (
+    for options, source in (
         ((), f"{path}:3"),
         (("launcher.kind=torch",), "--set"),
         (("device=cpu",), f"{path}:3"),
     ):
-        with pytest.raises(ProfileError, match=f"^{place}: launcher.kind: expected single, "):
+        with pytest.raises(ProfileError, match=f"^{source}: launcher.kind: expected single, "):
             resolve(read_layers(store, {}, None, [parse_assignments(options)]))
 
 
@@ -309,17 +309,17 @@ def test_keys_of_a_section_are_overridden_one_by_one_with_their_sources(store, c
 
 
 @pytest.mark.parametrize(
-    ("environ", "said"),
+    ("environ", "message"),
     [
         ({"ACCEL_PARALLEL_TP": "two"}, "Invalid ACCEL_PARALLEL_TP 'two': expected a whole number above 0."),
         ({"ACCEL_PARALEL_TP": "2"}, "did you mean ACCEL_PARALLEL_TP?"),
         ({"ACCEL_FULLY_SHARD_WRAP": "a b"}, "Invalid ACCEL_FULLY_SHARD_WRAP 'a b': expected auto, none"),
     ],
 )
-def test_an_invalid_variable_of_a_section_is_reported(store, environ, said):
+def test_an_invalid_variable_of_a_section_is_reported(store, environ, message):
     with pytest.raises(UsageError) as caught:
         read_layers(store, environ, None)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_the_environment_of_a_launch_without_sharding_is_a_profile_without_sharding():

@@ -104,7 +104,7 @@ def validate_and_fail(data):
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         ({"mixed_precison": "bf16"}, "mixed_precison: unknown key (did you mean mixed_precision?)"),
         ({"mixed_precision": "bf61"}, "mixed_precision: expected no, bf16 or fp16, got 'bf61' (did you mean bf16?)"),
@@ -158,15 +158,15 @@ def validate_and_fail(data):
         ({"env": {"A B": "x"}}, "'A B' cannot name an environment variable"),
     ],
 )  # fmt: skip
-def test_an_error_has_key_expectation_value_and_suggestion(data, said):
-    assert said in f"{validate_and_fail(data)}\n"
+def test_an_error_has_key_expectation_value_and_suggestion(data, message):
+    assert message in f"{validate_and_fail(data)}\n"
 
 
 def test_all_mistakes_are_reported_at_once():
-    said = validate_and_fail(
+    messages = validate_and_fail(
         {"devise": "cpu", "mixed_precision": 3, "launcher": {"kind": "torchrun", "nnodes": 0, "x": 1}}
     )
-    assert all(key in said for key in ("devise", "mixed_precision", "launcher.nnodes", "launcher.x"))
+    assert all(key in messages for key in ("devise", "mixed_precision", "launcher.nnodes", "launcher.x"))
 
 
 @pytest.mark.parametrize(("kind", "hint"), [("tochrun", " (did you mean torchrun?)"), ("pbs", "")])
@@ -195,9 +195,11 @@ def test_every_key_and_launcher_has_a_description():
 
 def test_sections_without_sharding_are_omitted_from_a_file():
     assert {"parallel", "fully_shard"}.isdisjoint(Profile().data())
-    said = Profile.model_validate({"parallel": {"dp_shard": "auto", "tp": 1}, "fully_shard": {"wrap": "100"}})
-    assert said.data()["parallel"] == {"dp_shard": "auto"}
-    assert said.data()["fully_shard"] == {"wrap": "100"}
+    profile = Profile.model_validate(
+        {"parallel": {"dp_shard": "auto", "tp": 1}, "fully_shard": {"wrap": "100"}}
+    )
+    assert profile.data()["parallel"] == {"dp_shard": "auto"}
+    assert profile.data()["fully_shard"] == {"wrap": "100"}
 
 
 def test_a_single_name_becomes_a_list():

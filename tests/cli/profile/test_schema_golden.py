@@ -5,6 +5,6 @@ import in_process
 
 
 def test_the_json_schema_equals_its_golden_file(capfd, home):
-    done = in_process.run(capfd, "config", "schema")
-    assert done.returncode == 0, done.stderr
-    golden.check("config/schema.json", done.stdout)
+    result = in_process.run(capfd, "config", "schema")
+    assert result.returncode == 0, result.stderr
+    golden.check("config/schema.json", result.stdout)

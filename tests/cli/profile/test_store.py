@@ -59,19 +59,19 @@ def test_a_symbolic_link_and_the_file_mode_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"\xff\xfe", "it is not UTF-8 text"),
         (b"a: [", "invalid YAML"),
         (b"schema_version: 99\n", "schema_version"),
     ],
 )
-def test_an_unreadable_file_is_reported(tmp_path, content, said):
+def test_an_unreadable_file_is_reported(tmp_path, content, message):
     path = tmp_path / "x.yaml"
     path.write_bytes(content)
     with pytest.raises(UsageError) as caught:
         store.read(path)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert str(path) in str(caught.value)
 
 
@@ -98,7 +98,7 @@ def test_check_writable_detects_an_unwritable_file_before_writing(tmp_path, monk
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("device: cpu", "x.yaml:1: schema_version: missing. Add this line: schema_version: 1"),
         ("device: cpu\nschema_version: '1'", "x.yaml:2: schema_version: expected a whole number above 0, got '1'"),
@@ -106,9 +106,9 @@ def test_check_writable_detects_an_unwritable_file_before_writing(tmp_path, monk
         ("schema_version: 0", "expected a whole number above 0"),
     ],
 )  # fmt: skip
-def test_an_invalid_version_is_a_problem_and_the_rest_is_read(tmp_path, text, said):
+def test_an_invalid_version_is_a_problem_and_the_rest_is_read(tmp_path, text, message):
     document = store.parse(text, tmp_path / "x.yaml")
-    assert said in str(document.problems[0])
+    assert message in str(document.problems[0])
     assert document.data.get("device", "cpu") == "cpu"
 
 

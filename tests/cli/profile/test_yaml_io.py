@@ -50,7 +50,7 @@ def test_scalars_are_those_of_yaml_1_2(text, value):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("a: 1\nb: 2\na: 3", "x:3: a: duplicate key; first on line 1"),
         ("a: &here 1\nb: *here", "x:1: b: anchors and aliases are not supported"),
@@ -69,10 +69,10 @@ def test_scalars_are_those_of_yaml_1_2(text, value):
         ("a: !!null 1", "x:1: a: '1' is not a value of the tag !!null"),
     ],
 )
-def test_unsupported_yaml_is_rejected_with_its_line(text, said):
+def test_unsupported_yaml_is_rejected_with_its_line(text, message):
     with pytest.raises(ProfileError) as caught:
         parse(text, "x")
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_every_key_has_its_line():

@@ -34,7 +34,8 @@ def test_limit_connections_changes_sockets_of_the_store_only(tmp_path):
         assert opened() == before
         file.write("still open")
         timeouts = [
-            some.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for some in (connection, elsewhere)
+            connected_socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+            for connected_socket in (connection, elsewhere)
         ]
     assert timeouts == [9000, 0]
 
@@ -56,14 +57,14 @@ def test_progress_is_printed_to_a_pipe_when_it_changes(capsys):
 
 def test_progress_on_a_terminal_is_one_line_that_is_cleared(capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    seen = threading.Event()
+    is_shown = threading.Event()
 
     def format_line():
-        seen.set()
+        is_shown.set()
         return "waiting; 9 s left"
 
     with RendezvousProgress(format_line, quiet=0.01):
-        assert seen.wait(120)
+        assert is_shown.wait(120)
     written = capsys.readouterr().err
     assert written.startswith("\r\x1b[Kaccel: waiting; 9 s left")
     assert written.endswith("\r\x1b[K")

@@ -51,8 +51,8 @@ def test_the_first_failure_is_the_earliest_of_those_nearest_to_the_root_cause():
         failure(4, 0.2, **LOST),
         failure(5, 0.1, exitcode=-15, stopped=True),
     ]
-    for some in itertools.combinations(in_order, 2):
-        assert failures.find_first(reversed(some)) is some[0]
+    for pair_of_failures in itertools.combinations(in_order, 2):
+        assert failures.find_first(reversed(pair_of_failures)) is pair_of_failures[0]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_lost_peer_is_recognized_in_the_cause_of_another_exception():
     assert Failure(0, "box", 7, 1, 1.0, "log", chain=(raised, lost), exit=1).cause == Cause.LOST_PEER
 
 
-def left(folder, source, name="train.py"):
+def run_and_read_failure(folder, source, name="train.py"):
     """Return the failure that the worker records for a script, and the folder of the rank."""
     rank = RankFolder(folder / "rank_0")
     rank.path.mkdir()
@@ -83,16 +83,16 @@ def left(folder, source, name="train.py"):
     (folder / name).write_text(source)
     environ = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(rank.error)}
     command = [sys.executable, str(WORKER), "script", name]
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, check=False)
-    assert done.stdout + done.stderr == b""
+    process = subprocess.run(command, cwd=folder, env=environ, capture_output=True, check=False)
+    assert process.stdout + process.stderr == b""
     failures.complete_log(rank)
     return failures.read_failure(
-        rank, Failure(0, "box", 7, done.returncode, 0.0), is_replica_host=False
+        rank, Failure(0, "box", 7, process.returncode, 0.0), is_replica_host=False
     ), rank
 
 
 def test_a_traceback_is_printed_by_the_launcher_only_and_is_in_the_log(tmp_path):
-    read, rank = left(tmp_path, "print('a')\nraise ValueError('boom')\n")
+    read, rank = run_and_read_failure(tmp_path, "print('a')\nraise ValueError('boom')\n")
     assert failures.format_cause(read) == "ValueError: boom"
     assert failures.format_stack(read)[1] == "    raise ValueError('boom')"
     assert rank.output.read_text().startswith("a\nTraceback (most recent call last):\n")
@@ -100,18 +100,18 @@ def test_a_traceback_is_printed_by_the_launcher_only_and_is_in_the_log(tmp_path)
 
 
 def test_the_traceback_of_an_endless_recursion_is_folded(tmp_path):
-    read, _ = left(tmp_path, "def f():\n    g()\ndef g():\n    f()\nf()\n")
+    read, _ = run_and_read_failure(tmp_path, "def f():\n    g()\ndef g():\n    f()\nf()\n")
     assert len(failures.format_stack(read)) <= 12
     assert failures.format_cause(read).startswith("RecursionError: maximum recursion depth exceeded")
 
 
 def test_escape_sequences_are_removed_from_messages(tmp_path):
-    read, _ = left(tmp_path, r"raise ValueError('\x1b[2J\x1b]0;x\x07red\x08\x00')")
+    read, _ = run_and_read_failure(tmp_path, r"raise ValueError('\x1b[2J\x1b]0;x\x07red\x08\x00')")
     assert failures.format_cause(read) == "ValueError: red\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}"
 
 
 def test_an_exit_with_code_0_is_not_recorded_as_a_failure(tmp_path):
-    _, rank = left(tmp_path, "import sys\nsys.exit(0)\n")
+    _, rank = run_and_read_failure(tmp_path, "import sys\nsys.exit(0)\n")
     assert not rank.error.exists()
 
 
@@ -141,8 +141,8 @@ def test_a_data_loader_worker_killed_by_sigkill_is_recognized(text, worker):
 
 
 def failure_with_log(tmp_path, **more):
-    known = {"rank": 3, "host": "algo-2", "pid": 7, "exitcode": 1, "time": 0.0, "log": str(tmp_path / "log")}
-    return Failure(**{**known, **more})
+    fields = {"rank": 3, "host": "algo-2", "pid": 7, "exitcode": 1, "time": 0.0, "log": str(tmp_path / "log")}
+    return Failure(**{**fields, **more})
 
 
 def test_the_reason_has_the_last_frames_of_a_deep_traceback(tmp_path):
@@ -150,9 +150,9 @@ def test_the_reason_has_the_last_frames_of_a_deep_traceback(tmp_path):
     reason = format_reason(
         failure_with_log(tmp_path, chain=(ExceptionInfo("ValueError", "ValueError: boom\n", frames),))
     )
-    head, *places = reason.splitlines()
+    head, *frame_lines = reason.splitlines()
     assert head == "exit code 1 on algo-2, rank 3: ValueError: boom"
-    assert "in call11" in places[-2]
+    assert "in call11" in frame_lines[-2]
     assert len(reason.encode()) <= REASON_SIZE
 
 

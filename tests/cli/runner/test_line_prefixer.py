@@ -6,8 +6,8 @@ from accel_cli.runner.output import LinePrefixer
 
 def test_only_complete_lines_are_returned_for_any_chunks():
     rank = LinePrefixer(3, coloured=False)
-    given = [rank.feed(bytes([byte])) for byte in b"a b\n\nc\n"]
-    assert b"".join(given) == b"[3] a b\n[3] \n[3] c\n"
+    lines = [rank.feed(bytes([byte])) for byte in b"a b\n\nc\n"]
+    assert b"".join(lines) == b"[3] a b\n[3] \n[3] c\n"
     assert not rank.has_partial
 
 

@@ -6,15 +6,15 @@ from accel_cli.runner.processes import OomKillCounter
 
 
 @pytest.mark.parametrize(
-    ("own", "file"),
+    ("own_cgroup", "file"),
     [
         ("0::/job\n", "job/memory.events"),
         ("9:cpu:/\n4:memory:/job\n0::/\n", "memory/job/memory.oom_control"),
         ("0::/elsewhere\n", "memory.events"),
     ],
 )
-def test_an_oom_kill_is_read_from_the_control_group(tmp_path, own, file):
-    (tmp_path / "own").write_text(own)
+def test_an_oom_kill_is_read_from_the_control_group(tmp_path, own_cgroup, file):
+    (tmp_path / "own").write_text(own_cgroup)
     counts = tmp_path / "groups" / file
     counts.parent.mkdir(parents=True)
     counts.write_text("oom 3\noom_kill 2\n")

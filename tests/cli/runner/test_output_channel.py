@@ -21,24 +21,24 @@ def screen():
 
 
 def test_a_full_disk_ends_the_log_but_not_the_output(tmp_path, screen, capfd):
-    seen, shown = screen
+    read_screen, shown = screen
     channel = OutputChannel(tmp_path / "stdout", Path("/dev/full"), shown, None, console.note)
     for word in (b"one", b"two"):
         (tmp_path / "stdout").write_bytes(word)
         assert channel.copy()
-        assert os.read(seen, 100) == word
+        assert os.read(read_screen, 100) == word
     channel.close()
     assert capfd.readouterr().err.count("could not write: No space left on device") == 1
 
 
 def test_output_is_copied_to_screen_and_log_until_the_screen_is_closed(tmp_path, screen):
-    seen, shown = screen
+    read_screen, shown = screen
     channel = OutputChannel(tmp_path / "stdout", tmp_path / "log", shown, None, console.note)
     rank = os.open(tmp_path / "stdout", os.O_WRONLY)
     os.write(rank, b"\xff\r")
     assert channel.copy()
-    assert (os.read(seen, 100), channel.is_line_partial) == (b"\xff\r", True)
-    os.close(seen)
+    assert (os.read(read_screen, 100), channel.is_line_partial) == (b"\xff\r", True)
+    os.close(read_screen)
     os.write(rank, b"more")
     assert not channel.copy()
     assert (tmp_path / "log").read_bytes() == b"\xff\rmore"
@@ -48,6 +48,6 @@ def test_output_is_copied_to_screen_and_log_until_the_screen_is_closed(tmp_path,
 
 
 def test_two_descriptors_of_one_file_have_one_identity(tmp_path, screen):
-    again = os.dup(screen[1])
-    assert get_file_identity(again) == get_file_identity(screen[1]) != get_file_identity(screen[0] + 1000)
-    os.close(again)
+    duplicate = os.dup(screen[1])
+    assert get_file_identity(duplicate) == get_file_identity(screen[1]) != get_file_identity(screen[0] + 1000)
+    os.close(duplicate)

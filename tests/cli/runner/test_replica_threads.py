@@ -35,7 +35,7 @@ def run(body, folder):
 
 
 def test_each_replica_has_its_own_main_module(tmp_path):
-    done = run(
+    result = run(
         "def body(number):\n    module = ModuleType('__main__')\n    threads.set_main(module)\n    both.wait(60)\n"
         "    exec('class Own:\\n    pass', vars(module))\n    import __main__\n"
         "    assert __main__.Own is module.Own and vars(__main__) is vars(module)\n"
@@ -45,13 +45,13 @@ def test_each_replica_has_its_own_main_module(tmp_path):
         "run(body)\n",
         tmp_path,
     )  # fmt: skip
-    assert (done.stdout.count("held"), done.stderr) == (2, "")
+    assert (result.stdout.count("held"), result.stderr) == (2, "")
 
 
 def test_output_of_a_replica_and_its_threads_goes_to_its_files(tmp_path):
     for name in ("stdout", "stderr"):
         (tmp_path / name).touch()
-    done = run(
+    result = run(
         "def body(number):\n    if number:\n        threads.redirect_output('.')\n    both.wait(60)\n"
         "    print('from', number)\n"
         "    thread = threading.Thread(target=lambda: print('also', number, file=sys.stderr))\n"
@@ -59,7 +59,7 @@ def test_output_of_a_replica_and_its_threads_goes_to_its_files(tmp_path):
         "run(body)\nthreads.flush()\n",
         tmp_path,
     )
-    assert (done.stdout, done.stderr) == ("from 0\n", "also 0\n")
+    assert (result.stdout, result.stderr) == ("from 0\n", "also 0\n")
     assert (tmp_path / "stdout").read_text() == "from 1\n"
     assert (tmp_path / "stderr").read_text() == "also 1\n"
 
@@ -77,30 +77,30 @@ def body(number):
 
 
 def test_the_signal_handler_of_each_replica_is_called_as_that_replica(tmp_path):
-    done = run(
+    result = run(
         "came, heard = threading.Event(), []\n"
         "def handle(number, frame):\n    heard.append(threads.get_current())\n    len(heard) == 2 and came.set()\n"
         f"{HANDLERS}run(body)\nprint(sorted(heard))\n",
         tmp_path,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "[0, 1]\n", "")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "[0, 1]\n", "")
 
 
 def test_an_exception_of_a_handler_ends_the_process_after_all_handlers(tmp_path):
-    done = run(
+    result = run(
         "came = threading.Event()\n"
         "def handle(number, frame):\n    Path(f'ran{threads.get_current()}').touch()\n"
         "    sys.exit(0) if threads.get_current() == 0 else int('x')\n"
         f"{HANDLERS}run(body)\n",
         tmp_path,
     )
-    assert done.returncode == 3
-    assert done.stdout.startswith("stopped by 1 ValueError(")
+    assert result.returncode == 3
+    assert result.stdout.startswith("stopped by 1 ValueError(")
     assert len(list(tmp_path.glob("ran*"))) == 2
 
 
 def test_signals_without_a_handler_end_the_process_and_other_signals_are_rejected(tmp_path):
-    done = run(
+    result = run(
         "def body(number):\n    try:\n        signal.signal(signal.SIGALRM, print)\n"
         "    except ValueError as error:\n        print(error)\n"
         "    both.wait(60)\n    sys.stdout.flush()\n    both.wait(60)\n"
@@ -108,5 +108,5 @@ def test_signals_without_a_handler_end_the_process_and_other_signals_are_rejecte
         "run(body)\n",
         tmp_path,
     )
-    assert done.returncode == -2
-    assert done.stdout.count("SIGALRM: on a replica of torch_xla") == 2
+    assert result.returncode == -2
+    assert result.stdout.count("SIGALRM: on a replica of torch_xla") == 2

@@ -26,22 +26,22 @@ COLUMNS, LINES = 20, 6
 
 def show(code, *, stdout=None):
     """Run code in the context of a footer, and return the lines on the screen and those above it, and the raw output."""
-    ours, theirs = os.openpty()
-    termios.tcsetwinsize(theirs, (LINES, COLUMNS))
+    local_end, remote_end = os.openpty()
+    termios.tcsetwinsize(remote_end, (LINES, COLUMNS))
     program = (
         SETUP + "".join(f"    {line}\n" for line in code.splitlines()) + "print('end', file=sys.stderr)\n"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=theirs, stdout=stdout or theirs, stderr=theirs
+        [sys.executable, "-c", program], stdin=remote_end, stdout=stdout or remote_end, stderr=remote_end
     ) as process:
-        os.close(theirs)
+        os.close(remote_end)
         data = b""
         try:
-            while part := os.read(ours, 65536):
+            while part := os.read(local_end, 65536):
                 data += part
         except OSError:
             pass
-    os.close(ours)
+    os.close(local_end)
     assert process.returncode == 0, data.decode()
     screen = pyte.HistoryScreen(COLUMNS, LINES, history=1000)
     pyte.ByteStream(screen).feed(data)
@@ -118,16 +118,16 @@ def test_a_table_that_fails_is_removed_and_the_run_continues():
 
 
 def test_the_terminal_echoes_again_after_the_footer():
-    ours, theirs = os.openpty()
+    local_end, remote_end = os.openpty()
     code = SETUP.replace("    refresh()", "    print(termios.tcgetattr(0)[3] & termios.ECHO)")
-    done = subprocess.run(
+    process = subprocess.run(
         # A terminal belongs to a session; the footer leaves one alone that is not its own.
         ["setsid", "--ctty", "--wait", sys.executable, "-c", code + "print(termios.tcgetattr(0)[3] & termios.ECHO)"],
-        stdin=theirs, stdout=subprocess.PIPE, stderr=theirs, check=True,
+        stdin=remote_end, stdout=subprocess.PIPE, stderr=remote_end, check=True,
     )  # fmt: skip
-    os.close(ours)
-    os.close(theirs)
-    assert done.stdout.split() == [b"0", str(termios.ECHO).encode()]
+    os.close(local_end)
+    os.close(remote_end)
+    assert process.stdout.split() == [b"0", str(termios.ECHO).encode()]
 
 
 def test_a_launcher_in_the_background_is_not_stopped_at_its_end():
@@ -151,14 +151,14 @@ _, status = os.waitpid(child.pid, os.WUNTRACED)
 child.kill()
 print(status)
 """
-    ours, theirs = os.openpty()
-    done = subprocess.run(
+    local_end, remote_end = os.openpty()
+    process = subprocess.run(
         ["setsid", "--ctty", "--wait", sys.executable, "-c", shell, program],
-        stdin=theirs, stdout=subprocess.PIPE, stderr=theirs, check=True,
+        stdin=remote_end, stdout=subprocess.PIPE, stderr=remote_end, check=True,
     )  # fmt: skip
-    os.close(ours)
-    os.close(theirs)
-    assert done.stdout.split() == [b"0"]
+    os.close(local_end)
+    os.close(remote_end)
+    assert process.stdout.split() == [b"0"]
 
 
 def test_a_terminal_that_does_not_know_its_size_has_80_columns_and_24_lines():

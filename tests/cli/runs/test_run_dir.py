@@ -35,12 +35,12 @@ def test_a_killed_run_is_removed_once_its_files_are_a_day_old(tmp_path):
     assert not run.path.exists()
 
 
-@pytest.mark.parametrize("place", [{"host": "other"}, {"pid_namespace": "pid:[1]"}])
-def test_a_run_of_another_machine_or_container_is_removed_once_its_files_are_old(tmp_path, place):
+@pytest.mark.parametrize("location", [{"host": "other"}, {"pid_namespace": "pid:[1]"}])
+def test_a_run_of_another_machine_or_container_is_removed_once_its_files_are_old(tmp_path, location):
     """Its process id is not that of a process here, so it may be in progress."""
     run = RunFolder.create(tmp_path, "train.py", {})
-    run.update({"started": time.time() - 60, **place})
-    state = "not ended, on other" if "host" in place else "not ended, in another container"
+    run.update({"started": time.time() - 60, **location})
+    state = "not ended, on other" if "host" in location else "not ended, in another container"
     status = run.read_status()
     assert (status.is_elsewhere, status.is_running, status.state) == (True, False, state)
     for days, remains in ((2, True), (31, False)):
@@ -60,10 +60,10 @@ def test_the_oldest_runs_are_removed_unless_they_are_running(tmp_path):
     running = RunFolder.create(tmp_path, "long.py", {})
     for n in range(KEPT_RUNS + 5):
         RunFolder.create(tmp_path, f"s{n}.py", {}, keep_runs=KEPT_RUNS).update({"exit_code": 0})
-    left = find_recent_runs(tmp_path)
+    remaining = find_recent_runs(tmp_path)
     assert running.read_status().is_running
-    assert running.path in [run.path for run in left]
-    assert len(left) == KEPT_RUNS + 1
+    assert running.path in [run.path for run in remaining]
+    assert len(remaining) == KEPT_RUNS + 1
 
 
 def test_runs_that_ended_long_ago_are_removed_by_their_age(tmp_path):
@@ -123,11 +123,11 @@ def test_runs_of_other_nodes_that_share_the_folder_are_not_removed(tmp_path, mon
 
 def test_other_folders_are_never_removed(tmp_path):
     """A folder that has a `run.json`, a link, and a run of another user."""
-    mine = tmp_path / "exp"
-    mine.mkdir()
-    (mine / "run.json").write_text(json.dumps({"started": 1.0}))
-    (mine / "model.pt").touch()
-    (tmp_path / "20200101-000000-train-1").symlink_to(mine)
+    user_folder = tmp_path / "exp"
+    user_folder.mkdir()
+    (user_folder / "run.json").write_text(json.dumps({"started": 1.0}))
+    (user_folder / "model.pt").touch()
+    (tmp_path / "20200101-000000-train-1").symlink_to(user_folder)
     other = tmp_path / "20200101-000000-train-2"
     other.mkdir()
     (other / "run.json").write_text(json.dumps({"started": 2.0, "exit_code": 0}))
@@ -135,7 +135,7 @@ def test_other_folders_are_never_removed(tmp_path):
         os.chown(other, 12345, 12345)
     for number in range(KEPT_RUNS + 2):
         RunFolder.create(tmp_path, f"train{number}.py", {"exit_code": 0}, keep_runs=KEPT_RUNS)
-    assert (mine / "model.pt").exists()
+    assert (user_folder / "model.pt").exists()
     assert other.exists() == (os.getuid() == 0)
     assert len(find_recent_runs(tmp_path)) == KEPT_RUNS + (3 if os.getuid() == 0 else 2)
 

@@ -41,7 +41,7 @@ def git(tree, monkeypatch):
     monkeypatch.setenv("GIT_CONFIG_SYSTEM", "/dev/null")
 
     def run(*args, below="."):
-        told = [
+        options = [
             "-c",
             "user.name=a",
             "-c",
@@ -51,6 +51,6 @@ def git(tree, monkeypatch):
             "-c",
             "init.defaultBranch=main",
         ]
-        subprocess.run(["git", *told, *args], cwd=tree / below, check=True, capture_output=True)
+        subprocess.run(["git", *options, *args], cwd=tree / below, check=True, capture_output=True)
 
     return run

@@ -74,7 +74,7 @@ def refused(name, message="", operation="CreateTrainingJob", status=400):
     return ClientError(answer, operation)
 
 
-def said(error, account=None, doing="start the job"):
+def format_error(error, account=None, doing="start the job"):
     """What becomes of an error."""
     with pytest.raises(AccelError) as caught, (account or Account("eu-west-1")).translate_errors(doing):
         raise error
@@ -179,9 +179,9 @@ def test_an_unknown_region_is_distinguished_from_a_network_failure():
     from botocore.exceptions import EndpointConnectionError
 
     error = EndpointConnectionError(endpoint_url="https://api.sagemaker.us-esat-1.amazonaws.com/")
-    found = said(error, Account("us-esat-1"))
-    assert type(found) is UsageError
-    assert "SageMaker is not known to be in region 'us-esat-1'. Did you mean us-" in str(found)
+    message = format_error(error, Account("us-esat-1"))
+    assert type(message) is UsageError
+    assert "SageMaker is not known to be in region 'us-esat-1'. Did you mean us-" in str(message)
 
 
 PASS_ROLE = (
@@ -235,10 +235,10 @@ ENUM = (
 def test_a_rejected_request_is_one_sentence(error, kind, words):
     if "\n" in get_error_code(error):
         error.response["Error"]["Code"] = "BrandNew"
-    found = said(error)
-    assert type(found) is kind
-    assert words in str(found)
-    assert len(str(found)) < 700
+    message = format_error(error)
+    assert type(message) is kind
+    assert words in str(message)
+    assert len(str(message)) < 700
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_a_rejected_request_is_one_sentence(error, kind, words):
 )
 def test_the_console_url_depends_on_the_aws_partition(region, host):
     assert f"https://{host}/servicequotas" in str(
-        said(refused("ResourceLimitExceeded", QUOTA), Account(region))
+        format_error(refused("ResourceLimitExceeded", QUOTA), Account(region))
     )
 
 
@@ -261,8 +261,8 @@ def test_errors_that_are_not_from_aws_are_raised_unchanged():
 def test_a_missing_boto3_is_an_error_with_the_install_command(tmp_path):
     (tmp_path / "boto3.py").write_text("raise ImportError('No module named boto3')")
     code = "from accel_cli.sagemaker.aws import Account\nAccount('us-east-1').client('sts')"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{code}"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert 'pip install "accel-runtime[sagemaker]"' in done.stderr.splitlines()[-1]
+    assert 'pip install "accel-runtime[sagemaker]"' in process.stderr.splitlines()[-1]

@@ -75,10 +75,10 @@ def test_a_bundle_contains_all_files_for_the_container(make, tmp_path):
     assert not [name for name in sent if "__pycache__" in name or name.endswith(".pyc")]
     code = "import accel_cli, accel_runtime.env; print(accel_cli.__file__)"
     environ = {**os.environ, "PYTHONPATH": str(tmp_path / "accel")}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], env=environ, cwd=tmp_path, capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == str(tmp_path / "accel" / "accel_cli" / "__init__.py")
+    assert process.stdout.strip() == str(tmp_path / "accel" / "accel_cli" / "__init__.py")
 
 
 def test_the_required_packages_are_those_that_launcher_and_runtime_import():
@@ -87,16 +87,16 @@ def test_the_required_packages_are_those_that_launcher_and_runtime_import():
     modules = {"pyyaml": "yaml"}
     packages = {modules.get(name, name.replace("-", "_")) for name in names}
     packages |= {"click", "prompt_toolkit", "pydantic_core"}  # of typer, questionary and pydantic
-    root, found = Path(accel_cli.__file__).parent.parent, set()
+    root, imported = Path(accel_cli.__file__).parent.parent, set()
     for file in [*(root / "accel_cli").rglob("*.py"), *(root / "accel_runtime").rglob("*.py")]:
         if not {"tracking", "sagemaker", "ray", "migrate", "report.py"} & set(file.relative_to(root).parts):
             for node in ast.parse(file.read_text()).body:
                 if isinstance(node, ast.Import):
-                    found |= {alias.name.partition(".")[0] for alias in node.names}
+                    imported |= {alias.name.partition(".")[0] for alias in node.names}
                 elif isinstance(node, ast.ImportFrom) and node.module:
-                    found.add(node.module.partition(".")[0])
-    own = {"accel_cli", "accel_runtime", "torch", "torch_xla", "numpy", *sys.stdlib_module_names}
-    assert found - own <= packages
+                    imported.add(node.module.partition(".")[0])
+    known_modules = {"accel_cli", "accel_runtime", "torch", "torch_xla", "numpy", *sys.stdlib_module_names}
+    assert imported - known_modules <= packages
 
 
 def test_an_incomplete_installation_of_accel_is_rejected(tmp_path, monkeypatch):
@@ -168,13 +168,13 @@ def test_a_container_without_a_locale_unpacks_the_same_names(tree, write, tmp_pa
     code = (
         "import os, sys, tarfile; print([os.fsencode(name) for name in tarfile.open(sys.argv[1]).getnames()])"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         ["python3", "-c", code, tmp_path / "a.tar.gz"],
         env={"PATH": os.environ["PATH"], "LC_ALL": "POSIX"},
         check=True,
         capture_output=True,
     )
-    assert done.stdout == b"[b'caf\\xe9.py', b'\\xc3\\xbc.py']\n"
+    assert process.stdout == b"[b'caf\\xe9.py', b'\\xc3\\xbc.py']\n"
 
 
 def test_read_and_write_errors_name_the_file(tree, write, tmp_path):

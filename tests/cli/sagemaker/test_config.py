@@ -27,7 +27,7 @@ def tree(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("said", "wrong"),
+    ("options", "message"),
     [
         ({"max_wait": 90000}, "max_wait: only spot jobs wait"),
         ({"spot": True, "max_run": 100, "max_wait": 99}, "max_wait: expected at least max_run, 100"),
@@ -59,9 +59,9 @@ def tree(tmp_path, monkeypatch):
         ({"keep_alive": 21601}, "21600"),
     ],
 )  # fmt: skip
-def test_an_invalid_section_is_an_error_with_a_reason(said, wrong):
-    with pytest.raises(ValidationError, match=wrong.replace("(", r"\(")):
-        SageMaker(**said)
+def test_an_invalid_section_is_an_error_with_a_reason(options, message):
+    with pytest.raises(ValidationError, match=message.replace("(", r"\(")):
+        SageMaker(**options)
 
 
 def test_max_wait_of_spot_defaults_to_a_day_more_than_max_run():
@@ -71,13 +71,13 @@ def test_max_wait_of_spot_defaults_to_a_day_more_than_max_run():
 
 
 def test_the_plan_has_the_instances_and_the_command_of_a_host(tree):
-    said = SageMaker(
+    section = SageMaker(
         instance_type="ml.p4d.24xlarge",
         instance_count=2,
         requirements="requirements.txt",
         checkpoint_dir="runs",
     )
-    plan = said.plan(build_spec("--lr", "1e-4", env={"NCCL_DEBUG": "INFO"}, mixed_precision="bf16"))
+    plan = section.plan(build_spec("--lr", "1e-4", env={"NCCL_DEBUG": "INFO"}, mixed_precision="bf16"))
     assert (plan.nnodes, plan.device, plan.process_description) == (
         2,
         "ml.p4d.24xlarge",
@@ -127,8 +127,8 @@ def test_the_absolute_path_of_a_script_can_contain_a_linked_folder(tree, monkeyp
 
 
 def test_libraries_of_sagemaker_are_used_with_a_custom_image(tree):
-    said = SageMaker(image_uri="mine:1")
-    run = said.plan(build_spec(process_group_backend="smddp")).job.run
+    section = SageMaker(image_uri="mine:1")
+    run = section.plan(build_spec(process_group_backend="smddp")).job.run
     assert "smddp" in run["settings"].values()
 
 
@@ -157,15 +157,15 @@ def test_a_module_and_a_program_are_launched_as_such(tree):
 
 
 def test_builtin_modules_of_accel_send_no_source_folder(tree):
-    whole = replace(build_spec(target="accel_runtime.selfcheck", kind="module"), is_builtin=True)
-    plan = SageMaker(source_dir="/etc", requirements="gone.txt").plan(whole)
+    builtin_job = replace(build_spec(target="accel_runtime.selfcheck", kind="module"), is_builtin=True)
+    plan = SageMaker(source_dir="/etc", requirements="gone.txt").plan(builtin_job)
     assert plan.job.source is None
     assert plan.job.run["requirements"] is None
     assert SageMaker().plan(build_spec()).job.source == "."
 
 
 @pytest.mark.parametrize(
-    ("said", "given", "wrong"),
+    ("options", "request_options", "message"),
     [
         ({}, {"target": "/etc/hosts"}, "The script /etc/hosts is not in"),
         ({"source_dir": "sub"}, {}, "The script train.py is not in"),
@@ -179,10 +179,10 @@ def test_builtin_modules_of_accel_send_no_source_folder(tree):
         ({}, {"env": {"A": "ä" * 65535}}, "env.A is too long: 131,072 bytes, and Linux accepts 131,071. Pass it in a file"),
     ],
 )  # fmt: skip
-def test_unsupported_requests_are_rejected_without_aws(tree, said, given, wrong):
+def test_unsupported_requests_are_rejected_without_aws(tree, options, request_options, message):
     (tree / "sub").mkdir()
-    with pytest.raises(UsageError, match=wrong):
-        SageMaker(**said).plan(build_spec(**given))
+    with pytest.raises(UsageError, match=message):
+        SageMaker(**options).plan(build_spec(**request_options))
 
 
 def test_an_argument_that_linux_does_not_accept_is_rejected(tree):

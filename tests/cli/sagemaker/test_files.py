@@ -18,8 +18,8 @@ from accel_cli.source_files import select_files
 NOBODY = 65534
 
 
-def names(found):
-    return [file.name for file in found.files]
+def names(selection):
+    return [file.name for file in selection.files]
 
 
 def test_files_listed_by_git_are_selected(tree, write, git):
@@ -30,9 +30,9 @@ def test_files_listed_by_git_are_selected(tree, write, git):
     git("commit", "-m", "x")
     (tree / "deleted.py").unlink()
     write("new.py", "lib/new.txt")
-    found = select_files(tree)
-    assert names(found) == [".gitignore", "lib/a.py", "lib/new.txt", "new.py", "train.py"]
-    assert found.notes == ()
+    selection = select_files(tree)
+    assert names(selection) == [".gitignore", "lib/a.py", "lib/new.txt", "new.py", "train.py"]
+    assert selection.notes == ()
 
 
 PARTS = st.binary(min_size=1, max_size=12).filter(lambda part: not {0, 47} & set(part)).map(os.fsdecode)
@@ -108,10 +108,10 @@ def test_nested_repositories_are_selected_without_their_ignored_files(tree, writ
 
 def test_a_submodule_that_is_not_checked_out_is_reported(tree, git, submodule):
     git("submodule", "deinit", "-f", "--all")
-    found = select_files(tree)
-    assert names(found) == [".gitmodules", "train.py"]
-    assert "submodule libs/library is not checked out" in found.notes[0]
-    assert "git submodule update --init" in found.notes[0]
+    selection = select_files(tree)
+    assert names(selection) == [".gitmodules", "train.py"]
+    assert "submodule libs/library is not checked out" in selection.notes[0]
+    assert "git submodule update --init" in selection.notes[0]
 
 
 def test_all_files_except_clutter_are_selected_outside_of_a_repository(tree, write):
@@ -126,9 +126,9 @@ def test_all_files_except_clutter_are_selected_outside_of_a_repository(tree, wri
         "node_modules/a/b",
     )
     os.mkfifo(tree / "pipe")
-    found = select_files(tree)
-    assert names(found) == ["data/x.csv", "train.py"]
-    assert found.notes == ()
+    selection = select_files(tree)
+    assert names(selection) == ["data/x.csv", "train.py"]
+    assert selection.notes == ()
 
 
 def test_git_variables_of_another_repository_are_ignored(tree, write, git, monkeypatch, tmp_path):
@@ -148,9 +148,9 @@ def test_an_ignored_source_folder_is_selected(tree, write, git):
     write("out/job/train.py", "out/job/lib/a.py", "out/job/__pycache__/a.pyc")
     write(".gitignore", text="out/\n")
     git("init")
-    found = select_files(tree / "out" / "job")
-    assert names(found) == ["lib/a.py", "train.py"]
-    assert "git lists no files of" in found.notes[0]
+    selection = select_files(tree / "out" / "job")
+    assert names(selection) == ["lib/a.py", "train.py"]
+    assert "git lists no files of" in selection.notes[0]
 
 
 @pytest.mark.parametrize("repository", [True, False])
@@ -159,10 +159,10 @@ def test_include_and_exclude_override_other_rules(tree, write, git, repository):
     write(".gitignore", text="data/\n")
     if repository:
         git("init")
-    found = select_files(
+    selection = select_files(
         tree, ["data/**/*.csv", "wandb/*"], ["tests", "data/deep", *([] if repository else ["*.bin"])]
     )
-    assert names(found) == [".gitignore", "data/a.csv", "train.py", "wandb/a.log"]
+    assert names(selection) == [".gitignore", "data/a.csv", "train.py", "wandb/a.log"]
 
 
 @pytest.mark.parametrize("pattern", ["data/*.csv", "nothing", "link/*", "link/a"])
@@ -207,9 +207,9 @@ def test_files_that_may_contain_secrets_are_selected_only_if_include_names_them(
     if repository:
         git("init")
         git("add", "-f", ".")
-    found = select_files(tree, ["conf/**"])
-    assert names(found) == ["train.py"]
-    assert found.notes == (
+    selection = select_files(tree, ["conf/**"])
+    assert names(selection) == ["train.py"]
+    assert selection.notes == (
         (
             "not sent, since they may hold secrets: .aws/credentials, .env, conf/.env.prod, conf/key.pem, credentials.json. "
             "Add those that the script needs to launcher.include"
@@ -222,8 +222,8 @@ def test_files_that_may_contain_secrets_are_selected_only_if_include_names_them(
 @pytest.mark.parametrize("pattern", ["*", "conf/**", "*.json", ".e*"])
 def test_a_wildcard_pattern_does_not_select_secrets(tree, write, pattern):
     write("conf/.env", "conf/kaggle.json", "conf/a.json", ".env")
-    found = select_files(tree, [pattern])
-    assert names(found) == ["conf/a.json"]
+    selection = select_files(tree, [pattern])
+    assert names(selection) == ["conf/a.json"]
     assert names(select_files(tree, [pattern, "conf/.env"])) == ["conf/.env", "conf/a.json"]
 
 
@@ -246,14 +246,14 @@ def test_links_out_of_the_folder_or_to_missing_files_are_all_reported_at_once(tr
     (tree / "itself").symlink_to("itself")
     with pytest.raises(UsageError, match=r"3 link\(s\) .* lead out of it or to missing files") as error:
         select_files(tree)
-    for said in (
+    for message in (
         f"data -> {tmp_path}/data",
         "gone -> nothing",
         "itself -> itself",
         "launcher.exclude",
         "launcher.inputs",
     ):
-        assert said in str(error.value)
+        assert message in str(error.value)
     assert names(select_files(tree, [], ["data", "gone", "itself"])) == ["train.py"]
 
 
@@ -291,13 +291,13 @@ def unprivileged_user(tmp_path):
     if os.geteuid() != 0:
         yield
         return
-    way = [(path, path.stat().st_mode) for path in (tmp_path, *tmp_path.parents)]
-    for path, mode in way:
+    modes = [(path, path.stat().st_mode) for path in (tmp_path, *tmp_path.parents)]
+    for path, mode in modes:
         path.chmod(mode | 0o055)
     os.seteuid(NOBODY)
     yield
     os.seteuid(0)
-    for path, mode in way:
+    for path, mode in modes:
         path.chmod(mode)
 
 
@@ -313,10 +313,10 @@ def test_an_unreadable_folder_is_reported_and_can_be_excluded(tree, write, reque
 def test_an_upload_above_the_limit_is_rejected_with_the_largest_files(tree, write):
     for number in range(7):
         write(f"part{number}.bin", text="x" * 200_000 * number)
-    found = select_files(tree)
-    bundle.check_size(found, 5)
+    selection = select_files(tree)
+    bundle.check_size(selection, 5)
     with pytest.raises(UsageError) as error:
-        bundle.check_size(found, 4)
+        bundle.check_size(selection, 4)
     assert "The 7 files in" in str(error.value)
     assert "have 4.2 MB: launcher.max_upload_size is 4 MB" in str(error.value)
     assert (
@@ -394,6 +394,6 @@ def test_all_files_except_clutter_are_selected_if_git_fails(  # noqa: PLR0913, P
     else:
         (tmp_path / "env").symlink_to(shutil.which("env"))
         monkeypatch.setenv("PATH", str(tmp_path))
-    found = select_files(tree)
-    assert names(found) == [".gitignore", "train.py", "x.bin"]
-    assert re.search("fatal: not a git repository|No such file.*.*all files except", found.notes[0])
+    selection = select_files(tree)
+    assert names(selection) == [".gitignore", "train.py", "x.bin"]
+    assert re.search("fatal: not a git repository|No such file.*.*all files except", selection.notes[0])

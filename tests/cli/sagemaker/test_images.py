@@ -40,10 +40,10 @@ def test_a_local_torch_of_any_build_selects_the_image_of_its_version(version):
 
 @pytest.mark.parametrize("version", ["2.99.0+cu140", "1.10.2", "2.8.0", "2,13", "newest"])
 def test_a_version_without_an_image_is_rejected_with_the_available_ones(version):
-    said = refused(version, "us-east-1", GPU)
-    assert f"No image with torch {version} in us-east-1: of torch 2.9 and newer, " in said
-    assert "2.9, 2.10, 2.11, 2.12, 2.13, 2.14" in said
-    assert "launcher.image_uri" in said
+    message = refused(version, "us-east-1", GPU)
+    assert f"No image with torch {version} in us-east-1: of torch 2.9 and newer, " in message
+    assert "2.9, 2.10, 2.11, 2.12, 2.13, 2.14" in message
+    assert "launcher.image_uri" in message
 
 
 def test_an_unknown_region_is_rejected_with_a_suggestion():
@@ -110,14 +110,14 @@ def test_every_version_has_an_image_in_its_listed_regions():
     ],
 )
 def test_a_misspelled_instance_type_is_rejected_with_a_suggestion(typed, meant):
-    said = refused(typed, check=images.check_type)
-    assert typed in said
-    assert meant in said.partition("Did you mean")[2]
+    message = refused(typed, check=images.check_type)
+    assert typed in message
+    assert meant in message.partition("Did you mean")[2]
 
 
 def test_an_instance_type_unknown_to_boto3_is_accepted_on_request():
-    said = refused("ml.g9.xlarge", check=images.check_type)
-    assert "launcher.allow_unknown_instance: true" in said
+    message = refused("ml.g9.xlarge", check=images.check_type)
+    assert "launcher.allow_unknown_instance: true" in message
     images.check_type("ml.g9.xlarge", allow_unknown=True)
 
 

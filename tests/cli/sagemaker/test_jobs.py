@@ -10,14 +10,14 @@ BEGAN = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.timezone.utc)
 
 
 def describe_job(**changes):
-    said = {
+    description = {
         "TrainingJobName": "train-1",
         "CreationTime": BEGAN,
         "LastModifiedTime": BEGAN + dt.timedelta(seconds=50),
         "TrainingJobStatus": "Completed",
         "SecondaryStatus": "Completed",
     }
-    return {key: value for key, value in (said | changes).items() if value is not None}
+    return {key: value for key, value in (description | changes).items() if value is not None}
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_running_job_has_the_status_message_of_the_platform():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({}, "100 billable seconds"),
         (
@@ -94,8 +94,8 @@ def test_a_running_job_has_the_status_message_of_the_platform():
         ({"BillableTimeInSeconds": None}, ""),
     ],
 )
-def test_the_cost_is_the_billable_time(changes, said):
+def test_the_cost_is_the_billable_time(changes, message):
     assert (
         parse_job(describe_job(**{"TrainingTimeInSeconds": 100, "BillableTimeInSeconds": 100} | changes)).cost
-        == said
+        == message
     )

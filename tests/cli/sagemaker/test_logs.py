@@ -87,10 +87,10 @@ def log_of(logs, *, colored=False, quick=False):
 
 
 def all_of(log):
-    found = b""
+    data = b""
     while new := log.read():
-        found += new
-    return found.decode()
+        data += new
+    return data.decode()
 
 
 def job(hosts):
@@ -121,8 +121,8 @@ def test_lines_of_hosts_are_ordered_by_time(logs):
 def test_special_characters_and_long_lines_are_kept(logs):
     long = "x" * 300_000
     logs.write("job/algo-1-1", "10 %\r20 %\r30 %", "two\nlines", "tab\t\x1b[1mé\udcff", long, "ended\n")
-    said = all_of(log_of(logs))
-    assert said == (
+    output = all_of(log_of(logs))
+    assert output == (
         "algo-1 | 10 %\r20 %\r30 %\nalgo-1 | two\nalgo-1 | lines\n"
         f"algo-1 | tab\t\x1b[1mé?\nalgo-1 | {long}\nalgo-1 | ended\n"
     )
@@ -177,25 +177,25 @@ steps = st.lists(
 @given(steps)
 @settings(max_examples=300)
 def test_no_line_is_lost_or_duplicated(steps):
-    logs, time, written, said = Logs(), 1, {}, ""
+    logs, time, written, output = Logs(), 1, {}, ""
     log = log_of(logs, quick=True)
-    for what, *how in steps:
-        if what == "write":
-            host, count = how
+    for action, *arguments in steps:
+        if action == "write":
+            host, count = arguments
             lines = [f"{host}#{len(written.get(host, [])) + number}" for number in range(count)]
             written.setdefault(host, []).extend(lines)
             logs.write(f"job/{host}-1", *lines, at=time)
-        elif what == "read":
-            said += tried(log)
-        elif what == "tick":
+        elif action == "read":
+            output += tried(log)
+        elif action == "tick":
             time += 1
         else:
-            setattr(logs, what, how[0])
+            setattr(logs, action, arguments[0])
     logs.faults = []
-    said += all_of(log)
+    output += all_of(log)
     for host, lines in written.items():
-        assert re.findall(rf"^{host} \| (.*)$", said, re.MULTILINE) == lines
-    assert said.count("\n") == sum(map(len, written.values()))
+        assert re.findall(rf"^{host} \| (.*)$", output, re.MULTILINE) == lines
+    assert output.count("\n") == sum(map(len, written.values()))
 
 
 def tried(log):

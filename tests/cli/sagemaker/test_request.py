@@ -23,8 +23,8 @@ NOW = datetime(2026, 11, 21, 22, 30, 15, 678_901, tzinfo=timezone.utc)
 ROLE = "arn:aws:iam::123456789012:role/train"
 
 
-def request(said=None, env=None):
-    section = SageMaker(**(said or {}))
+def request(settings=None, env=None):
+    section = SageMaker(**(settings or {}))
     facts = Submission("job-1", "eu-west-1", "123456789012", ROLE, "bucket", "image:1")
     job = SageMakerJobPlan(section=section, run={"env": env or {}}, source=".", output_dir=".")
     return build_request(job, facts)
@@ -37,25 +37,25 @@ def shape():
 
 
 def test_the_minimal_request_has_only_required_fields(shape):
-    made = request()
-    assert not ParamValidator().validate(made, shape).has_errors()
-    assert sorted(made) == [
+    built_request = request()
+    assert not ParamValidator().validate(built_request, shape).has_errors()
+    assert sorted(built_request) == [
         "AlgorithmSpecification", "CheckpointConfig", "EnableInterContainerTrafficEncryption",
         "EnableManagedSpotTraining", "EnableNetworkIsolation", "InputDataConfig", "OutputDataConfig",
         "ResourceConfig", "RoleArn", "StoppingCondition", "TrainingJobName",
     ]  # fmt: skip
-    assert made["ResourceConfig"] == {
+    assert built_request["ResourceConfig"] == {
         "InstanceType": "ml.g5.xlarge",
         "InstanceCount": 1,
         "VolumeSizeInGB": 30,
     }
-    assert made["OutputDataConfig"] == {"S3OutputPath": "s3://bucket/accel/job-1/output"}
-    channel = made["InputDataConfig"][0]
+    assert built_request["OutputDataConfig"] == {"S3OutputPath": "s3://bucket/accel/job-1/output"}
+    channel = built_request["InputDataConfig"][0]
     assert channel["DataSource"]["S3DataSource"]["S3Uri"] == "s3://bucket/accel/job-1/bundle/"
 
 
 def test_each_option_is_in_the_request(shape):
-    made = request(
+    built_request = request(
         {
             "spot": True, "max_run": 10, "tags": {"team": "x"}, "subnets": ["subnet-1"],
             "security_group_ids": ["sg-1"], "volume_kms_key": "k1", "output_kms_key": "k2", "encrypt_traffic": True,
@@ -65,26 +65,32 @@ def test_each_option_is_in_the_request(shape):
         },
         {"A": "1"},
     )  # fmt: skip
-    assert not ParamValidator().validate(made, shape).has_errors()
-    assert made["StoppingCondition"] == {"MaxRuntimeInSeconds": 10, "MaxWaitTimeInSeconds": 86410}
-    assert made["CheckpointConfig"]["S3Uri"] == "s3://other/place"
-    assert made["VpcConfig"] == {"Subnets": ["subnet-1"], "SecurityGroupIds": ["sg-1"]}
-    assert [channel["InputMode"] for channel in made["InputDataConfig"]] == ["File", "File", "FastFile"]
-    assert made["AlgorithmSpecification"]["MetricDefinitions"] == [
+    assert not ParamValidator().validate(built_request, shape).has_errors()
+    assert built_request["StoppingCondition"] == {"MaxRuntimeInSeconds": 10, "MaxWaitTimeInSeconds": 86410}
+    assert built_request["CheckpointConfig"]["S3Uri"] == "s3://other/place"
+    assert built_request["VpcConfig"] == {"Subnets": ["subnet-1"], "SecurityGroupIds": ["sg-1"]}
+    assert [channel["InputMode"] for channel in built_request["InputDataConfig"]] == [
+        "File",
+        "File",
+        "FastFile",
+    ]
+    assert built_request["AlgorithmSpecification"]["MetricDefinitions"] == [
         {"Name": "loss", "Regex": "loss ([0-9.]+)"}
     ]
-    assert made["Environment"] == {"A": "1"}
+    assert built_request["Environment"] == {"A": "1"}
 
 
 def test_variables_that_a_request_cannot_contain_are_only_in_the_bundle():
-    made = request(env={"LONG": "x" * 513, "A.B": "1", **{f"N{n}": "" for n in range(120)}})["Environment"]
-    assert len(made) == 100
-    assert not {"LONG", "A.B"} & set(made)
+    built_request = request(env={"LONG": "x" * 513, "A.B": "1", **{f"N{n}": "" for n in range(120)}})[
+        "Environment"
+    ]
+    assert len(built_request) == 100
+    assert not {"LONG", "A.B"} & set(built_request)
 
 
 def test_the_request_does_not_contain_script_arguments():
-    made = request()
-    assert made["AlgorithmSpecification"]["ContainerArguments"] == [
+    built_request = request()
+    assert built_request["AlgorithmSpecification"]["ContainerArguments"] == [
         "exec $(command -v python3 || command -v python) /opt/ml/input/data/accel/entry.py"
     ]
 
@@ -105,7 +111,7 @@ def test_every_job_name_is_valid(base, target):
 
 
 @pytest.mark.parametrize(
-    "said",
+    "settings",
     [
         {},
         {"spot": True, "max_run": 60, "max_wait": 60},
@@ -114,23 +120,23 @@ def test_every_job_name_is_valid(base, target):
         {"volume_kms_key": "arn:aws:kms:eu-west-1:1:key/2"},
     ],
 )  # fmt: skip
-def test_requests_of_valid_profiles_pass_the_check(said):
-    check_request(request(said))
+def test_requests_of_valid_profiles_pass_the_check(settings):
+    check_request(request(settings))
 
 
-def changed(place, value):
+def changed(path, value):
     """Return a valid request with one value changed."""
-    made = request({"inputs": {"train": "s3://b/x"}})
-    *above, last = place.split(".")
-    inner = made
+    base_request = request({"inputs": {"train": "s3://b/x"}})
+    *above, last = path.split(".")
+    inner = base_request
     for name in above:
         inner = inner[int(name)] if name.isdigit() else inner[name]
     inner[last] = value
-    return made
+    return base_request
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "said"),
+    ("path", "value", "message"),
     [
         ("TrainingJobName", "-a", "launcher.job_name (TrainingJobName): expected text that matches [a-zA-Z0-9]"),
         ("TrainingJobName", "a" * 64, "launcher.job_name (TrainingJobName): expected at most 63 characters, got 64"),
@@ -152,27 +158,27 @@ def changed(place, value):
         ("TrainingJobNam", "a", "TrainingJobNam"),
     ],
 )  # fmt: skip
-def test_invalid_values_are_reported_with_the_key_of_the_profile(place, value, said):
+def test_invalid_values_are_reported_with_the_key_of_the_profile(path, value, message):
     with pytest.raises(UsageError) as caught:
-        check_request(changed(place, value))
+        check_request(changed(path, value))
     first, *problems = str(caught.value).splitlines()
     assert first == "SageMaker would refuse this job; nothing was sent:"
-    assert any(said in each for each in problems), problems
+    assert any(message in each for each in problems), problems
     assert len(problems) <= 2
 
 
 def test_all_problems_are_reported_at_once():
-    made = changed("ResourceConfig.KeepAlivePeriodInSeconds", 10**9) | {"TrainingJobName": "-"}
+    built_request = changed("ResourceConfig.KeepAlivePeriodInSeconds", 10**9) | {"TrainingJobName": "-"}
     with pytest.raises(UsageError) as caught:
-        check_request(made)
+        check_request(built_request)
     assert len(str(caught.value).splitlines()) == 3
 
 
 def test_secrets_are_never_printed():
-    for made in (
+    for built_request in (
         changed("Environment", {"TOKEN": "hunter2" * 99}),
         changed("OutputDataConfig.S3OutputPath", "ftp://me:hunter2@host/x"),
     ):
         with pytest.raises(UsageError) as caught:
-            check_request(made)
+            check_request(built_request)
         assert "hunter2" not in str(caught.value)

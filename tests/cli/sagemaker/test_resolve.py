@@ -26,11 +26,11 @@ READS = {
 def plan(cwd, script):
     script("pass")
 
-    def make(settings=None, **said):
-        said = {"pytorch_version": "2.9", "instance_type": "ml.m5.large"} | said
-        told = Settings(**(settings or {}))
-        return SageMaker(**said).plan(
-            LaunchSpec("train.py", (), "script", told, {}, {}, Machine(2), python="python")
+    def make(settings=None, **options):
+        options = {"pytorch_version": "2.9", "instance_type": "ml.m5.large"} | options
+        settings_section = Settings(**(settings or {}))
+        return SageMaker(**options).plan(
+            LaunchSpec("train.py", (), "script", settings_section, {}, {}, Machine(2), python="python")
         )
 
     return make
@@ -40,10 +40,10 @@ def plan(cwd, script):
 def gather(aws, plan):
     """Return a function that reads the facts from AWS, and checks that nothing was changed."""
 
-    def ask(settings=None, region=None, **said):
+    def ask(settings=None, region=None, **options):
         before = len(aws.calls())
         try:
-            return resolve.resolve_submission(Account(region), plan(settings, **said).job, NOW)
+            return resolve.resolve_submission(Account(region), plan(settings, **options).job, NOW)
         finally:
             assert set(aws.calls()[before:]) <= READS
 
@@ -52,19 +52,19 @@ def gather(aws, plan):
 
 def test_facts_missing_in_the_profile_are_read_from_aws(aws, gather):
     role = aws.role()
-    found = gather()
-    assert found == Submission(
+    facts = gather()
+    assert facts == Submission(
         name="train-20261121-223001-005",
         region="us-east-1",
         account="123456789012",
         role_arn=role,
         bucket="sagemaker-us-east-1-123456789012",
-        image_uri=found.image_uri,
-        caller=found.caller,
+        image_uri=facts.image_uri,
+        caller=facts.caller,
         bucket_exists=False,
     )
-    assert ".dkr.ecr.us-east-1.amazonaws.com/pytorch" in found.image_uri
-    assert found.caller.startswith("arn:aws:sts::123456789012:")
+    assert ".dkr.ecr.us-east-1.amazonaws.com/pytorch" in facts.image_uri
+    assert facts.caller.startswith("arn:aws:sts::123456789012:")
 
 
 def test_facts_of_the_profile_take_precedence(aws, gather):
@@ -73,14 +73,14 @@ def test_facts_of_the_profile_take_precedence(aws, gather):
     aws.client("s3", "eu-west-1").create_bucket(
         Bucket="my-bucket", CreateBucketConfiguration={"LocationConstraint": "eu-west-1"}
     )
-    found = gather(
+    facts = gather(
         region="eu-west-1", role="two", bucket="my-bucket", job_name="mine", image_uri="x/y:z", pytorch_version=None
     )  # fmt: skip
-    of = found
+    of = facts
     assert (of.role_arn, of.bucket, of.name, of.image_uri, of.region) == (
         two, "my-bucket", "mine", "x/y:z", "eu-west-1",
     )  # fmt: skip
-    assert found.bucket_exists
+    assert facts.bucket_exists
 
 
 def test_an_existing_job_name_is_rejected(aws, gather):
@@ -126,8 +126,8 @@ def test_the_default_bucket_is_created_in_the_region_of_the_job(aws, region):
     account, name = Account(region), f"sagemaker-{region}-123456789012"
     assert not s3.check_bucket(account, name, "123456789012")
     s3.create_bucket(account, name)
-    found = aws.client("s3", region).get_bucket_location(Bucket=name)["LocationConstraint"]
-    assert (found or "us-east-1") == region
+    location = aws.client("s3", region).get_bucket_location(Bucket=name)["LocationConstraint"]
+    assert (location or "us-east-1") == region
     assert s3.check_bucket(account, name, "123456789012")
     s3.create_bucket(Account(region), name)  # as after another launch that was faster
 
@@ -144,7 +144,7 @@ def test_invalid_credentials_are_detected_first(aws, gather, kind, words):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said", "words"),
+    ("settings", "options", "words"),
     [
         ({}, {"instance_type": "ml.g5.xlage"}, r"Unknown launcher.instance_type \'ml\.g5\.xlage\'.*Did you mean ml\.g5\.xlarge"),
         ({"process_group_backend": "nccl"}, {}, r"nccl needs GPUs, and ml\.m5\.large has none"),
@@ -155,9 +155,9 @@ def test_invalid_credentials_are_detected_first(aws, gather, kind, words):
         ({}, {"pytorch_version": "1.13"}, "of torch 2.9 and newer"),
     ],
 )  # fmt: skip
-def test_unsupported_profiles_are_rejected_without_calls_to_aws(aws, gather, settings, said, words):
+def test_unsupported_profiles_are_rejected_without_calls_to_aws(aws, gather, settings, options, words):
     with pytest.raises(UsageError, match=words):
-        gather(settings, **said)
+        gather(settings, **options)
     assert aws.calls() == []
 
 
@@ -176,23 +176,25 @@ def test_the_image_has_the_version_of_the_installed_torch_without_importing_it(p
 
 
 @pytest.mark.parametrize(
-    ("region", "said", "expected"),
+    ("region", "options", "expected"),
     [
         ("us-east-1", {}, ("arn:aws:iam::<account>:role/<role>", "sagemaker-us-east-1-<account>")),
         ("cn-north-1", {"role": "r"}, ("arn:aws-cn:iam::<account>:role/r", "sagemaker-cn-north-1-<account>")),
         ("us-gov-west-1", {"role": "arn:x:role/r", "bucket": "mine"}, ("arn:x:role/r", "mine")),
     ],
 )
-def test_facts_unknown_offline_are_placeholders(plan, monkeypatch, region, said, expected):
+def test_facts_unknown_offline_are_placeholders(plan, monkeypatch, region, options, expected):
     monkeypatch.setattr("socket.socket.connect", None)
-    of = resolve.assume_submission(Account(region), plan(**said).job, NOW)
+    of = resolve.assume_submission(Account(region), plan(**options).job, NOW)
     assert (of.role_arn, of.bucket) == expected
     assert of.account == "<account>"
 
 
 def test_a_request_with_placeholders_can_be_checked(plan):
-    made = plan()
-    request = build_request(made.job, resolve.assume_submission(Account("us-east-1"), made.job, NOW))
+    plan_of_job = plan()
+    request = build_request(
+        plan_of_job.job, resolve.assume_submission(Account("us-east-1"), plan_of_job.job, NOW)
+    )
     with pytest.raises(UsageError, match="RoleArn"):
         check_request(request)
     check_request(json.loads(resolve.fill_placeholders(json.dumps(request))))
@@ -261,10 +263,10 @@ def test_a_single_role_is_selected_and_several_need_a_choice(aws):
 
 def test_a_role_name_becomes_an_arn_with_its_path(aws):
     document = json.dumps(trust(statement(SAGEMAKER)))
-    made = aws.client("iam").create_role(
+    created_role = aws.client("iam").create_role(
         RoleName="Execution", Path="/service-role/", AssumeRolePolicyDocument=document
     )
-    arn = made["Role"]["Arn"]
+    arn = created_role["Role"]["Arn"]
     for role in ("Execution", "service-role/Execution", arn):
         assert resolve.resolve_role(Account(), role) == arn
 

@@ -40,10 +40,10 @@ def here(aws, cwd, script, monkeypatch, tmp_path):
 def plan(here):
     from dataclasses import replace
 
-    def make(*args, detach=True, env=None, target="train.py", is_builtin=False, **said):
-        said = {"pytorch_version": "2.9", "instance_type": "ml.m5.large"} | said
+    def make(*args, detach=True, env=None, target="train.py", is_builtin=False, **options):
+        options = {"pytorch_version": "2.9", "instance_type": "ml.m5.large"} | options
         job = build_spec(*args, env=env, target=target, is_builtin=is_builtin)
-        plan = SageMaker(**said).plan(job)
+        plan = SageMaker(**options).plan(job)
         return replace(plan, job=replace(plan.job, detach=detach))
 
     return make
@@ -52,12 +52,12 @@ def plan(here):
 def objects(aws):
     """Return the objects of every bucket, including unfinished uploads."""
     s3 = aws.client("s3")
-    found = {}
+    contents = {}
     for bucket in [bucket["Name"] for bucket in s3.list_buckets()["Buckets"]]:
-        found[bucket] = [item["Key"] for item in s3.list_objects_v2(Bucket=bucket).get("Contents", [])]
-        begun = s3.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
-        found[bucket] += [f"begun: {item['Key']}" for item in begun]
-    return found
+        contents[bucket] = [item["Key"] for item in s3.list_objects_v2(Bucket=bucket).get("Contents", [])]
+        uploads = s3.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
+        contents[bucket] += [f"begun: {item['Key']}" for item in uploads]
+    return contents
 
 
 def jobs(aws):
@@ -88,20 +88,20 @@ def body(aws, name, file):
 
 
 def test_a_job_is_uploaded_and_started(aws, plan, capfd):
-    told, said = submitted(aws, plan("--lr", "1e-4", "it's", "\udcff", env={"A": "b"}), capfd)
-    name = told["TrainingJobName"]
-    assert told["Environment"] == {"A": "b"}
+    description, output = submitted(aws, plan("--lr", "1e-4", "it's", "\udcff", env={"A": "b"}), capfd)
+    name = description["TrainingJobName"]
+    assert description["Environment"] == {"A": "b"}
     assert (
-        told["InputDataConfig"][0]["DataSource"]["S3DataSource"]["S3Uri"]
+        description["InputDataConfig"][0]["DataSource"]["S3DataSource"]["S3Uri"]
         == f"s3://{BUCKET}/accel/{name}/bundle/"
     )
     files = ["accel.tar.gz", "entry.py", "job.json", "source.tar.gz"]
     assert objects(aws) == {BUCKET: [f"accel/{name}/bundle/{file}" for file in files]}
     run = json.loads(body(aws, name, "job.json"))
     assert (run["args"], run["target"]) == (["--lr", "1e-4", "it's", "\udcff"], "train.py")
-    assert f"bucket {BUCKET} is created" in said
-    assert f"accel jobs logs {name} -f" in said
-    assert f"https://console.aws.amazon.com/sagemaker/home?region=us-east-1#/jobs/{name}" in said
+    assert f"bucket {BUCKET} is created" in output
+    assert f"accel jobs logs {name} -f" in output
+    assert f"https://console.aws.amazon.com/sagemaker/home?region=us-east-1#/jobs/{name}" in output
 
 
 def test_the_profile_selects_region_and_bucket(aws, plan, capfd, monkeypatch):
@@ -109,20 +109,20 @@ def test_the_profile_selects_region_and_bucket(aws, plan, capfd, monkeypatch):
         Bucket="my-bucket", CreateBucketConfiguration={"LocationConstraint": "eu-west-1"}
     )
     assert submit.submit(plan(region="eu-west-1", bucket="my-bucket", job_name="mine")) == 0
-    told = aws.client("sagemaker", "eu-west-1").describe_training_job(TrainingJobName="mine")
-    assert told["OutputDataConfig"]["S3OutputPath"] == "s3://my-bucket/accel/mine/output"
+    description = aws.client("sagemaker", "eu-west-1").describe_training_job(TrainingJobName="mine")
+    assert description["OutputDataConfig"]["S3OutputPath"] == "s3://my-bucket/accel/mine/output"
     assert "is created" not in capfd.readouterr().err
 
 
 def test_a_builtin_module_uploads_no_source_folder(aws, plan, capfd, here):
     (here / "big.bin").write_bytes(os.urandom(2_000_000))
-    told, _ = submitted(aws, plan(is_builtin=True, max_upload_size=1), capfd)
-    assert len(body(aws, told["TrainingJobName"], "source.tar.gz")) < 200
+    description, _ = submitted(aws, plan(is_builtin=True, max_upload_size=1), capfd)
+    assert len(body(aws, description["TrainingJobName"], "source.tar.gz")) < 200
 
 
 def test_a_preview_changes_nothing_on_aws(aws, plan):
     before, calls = world(aws), len(aws.calls())
-    said = submit.preview(plan(spot=True, inputs={"train": "s3://bucket/x"}, max_wait=90000), offline=False)
+    lines = submit.preview(plan(spot=True, inputs={"train": "s3://bucket/x"}, max_wait=90000), offline=False)
     assert set(aws.calls()[calls:]) <= READS
     assert world(aws) == before
     assert scratch() == []
@@ -135,7 +135,7 @@ def test_a_preview_changes_nothing_on_aws(aws, plan):
         "train.py",
         "nothing was sent or changed",
     ):
-        assert words in said
+        assert words in lines
 
 
 def test_an_offline_preview_prints_the_request_without_calls_to_aws(aws, plan, monkeypatch, capfd):
@@ -159,7 +159,7 @@ def test_a_preview_reports_invalid_values(plan, offline):
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("options", "words"),
     [
         ({"exclude": ["*.py"]}, "train.py is needed, but is not sent: git ignores it"),
         ({"max_upload_size": 1}, r"launcher\.max_upload_size is 1 MB. The largest are big\.bin"),
@@ -172,12 +172,12 @@ def test_a_preview_reports_invalid_values(plan, offline):
         ({"role": "nobody"}, "The account has no role 'nobody'"),
     ],
 )
-def test_invalid_jobs_are_rejected_before_anything_is_uploaded(aws, plan, here, said, words):
+def test_invalid_jobs_are_rejected_before_anything_is_uploaded(aws, plan, here, options, words):
     (here / "big.bin").write_bytes(os.urandom(2_000_000))
     (here / "out/mine").mkdir(parents=True)
     before = world(aws)
     with pytest.raises(UsageError, match=words):
-        submit.submit(plan(**said))
+        submit.submit(plan(**options))
     assert world(aws) == before
     assert scratch() == []
 
@@ -255,8 +255,8 @@ def test_a_request_rejected_only_by_aws_leaves_nothing_behind(aws, plan):
 def test_a_job_with_a_lost_response_is_started_once(aws, plan, capfd, monkeypatch, attempts):
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", attempts)
     aws.fault("CreateTrainingJob", "lost")
-    told, _ = submitted(aws, plan(), capfd)
-    assert jobs(aws) == [told["TrainingJobName"]]
+    description, _ = submitted(aws, plan(), capfd)
+    assert jobs(aws) == [description["TrainingJobName"]]
     assert len(objects(aws)[BUCKET]) == 4
 
 
@@ -307,17 +307,17 @@ def interrupting(monkeypatch, event):
     """Interrupt before, or after, the call that starts the job."""
     client = submit.Account.client
 
-    def made(self, name):
-        found = client(self, name)
+    def build_client(self, name):
+        built_client = client(self, name)
         if name == "sagemaker":
 
             def interrupt(**_):
                 raise KeyboardInterrupt
 
-            found.meta.events.register(f"{event}.sagemaker.CreateTrainingJob", interrupt)
-        return found
+            built_client.meta.events.register(f"{event}.sagemaker.CreateTrainingJob", interrupt)
+        return built_client
 
-    monkeypatch.setattr(submit.Account, "client", made)
+    monkeypatch.setattr(submit.Account, "client", build_client)
 
 
 def test_ctrl_c_before_the_upload_is_reported(aws, plan, monkeypatch, capfd):

@@ -49,32 +49,32 @@ def test_profiles_start_with_the_default_of_aws_tools(config, monkeypatch):
 
 
 def test_regions_start_with_that_of_the_profile_and_stay_in_its_partition(config):
-    own = wizard._offer_regions(MACHINE, {})
-    assert own.choices[0] == Choice("eu-west-1", "eu-west-1 (from the AWS configuration)")
-    assert values(own)[1] == "us-east-1"
-    assert len(values(own)) > 30
-    assert len(set(values(own))) == len(values(own))
+    regions = wizard._offer_regions(MACHINE, {})
+    assert regions.choices[0] == Choice("eu-west-1", "eu-west-1 (from the AWS configuration)")
+    assert values(regions)[1] == "us-east-1"
+    assert len(values(regions)) > 30
+    assert len(set(values(regions))) == len(values(regions))
     government = values(wizard._offer_regions(MACHINE, {"aws_profile": "team"}))
     assert government[0] == "us-gov-west-1"
     assert all(region.startswith("us-gov-") for region in government)
 
 
 @pytest.mark.parametrize(
-    ("ask", "text", "said", "wrong"),
+    ("ask", "text", "answer", "message"),
     [
         (wizard._offer_profiles, "no configuration [", {}, "Unable to parse config file"),
         (wizard._offer_regions, CONFIG, {"aws_profile": "taem"}, "Did you mean team?"),
         (wizard._offer_roles, CONFIG, {"region": "eu-west-1"}, "No AWS credentials found"),
     ],
 )
-def test_choices_that_cannot_be_listed_are_reported_and_typed(config, ask, text, said, wrong):
+def test_choices_that_cannot_be_listed_are_reported_and_typed(config, ask, text, answer, message):
     config(text)
-    offers = ask(MACHINE, said)
+    offers = ask(MACHINE, answer)
     assert not offers.choices
     assert offers.note.startswith(
         ("The choices cannot be listed; type the answer. ", "The roles cannot be listed")
     )
-    assert wrong in offers.note
+    assert message in offers.note
 
 
 def test_a_missing_boto3_is_one_note_with_the_install_command(config, monkeypatch):
@@ -127,5 +127,5 @@ def test_the_first_questions_do_not_import_the_sdk(config):
         "wizard._offer_regions(None, {}); wizard._find_type_error('ml.g5.xlarge'); "
         "print('botocore' in sys.modules, 'sagemaker.core' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "False"]
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.split() == ["True", "False"]

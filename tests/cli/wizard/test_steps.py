@@ -29,12 +29,12 @@ def profile_from(answers, before):
     return Profile.model_validate(nest(build_values(answers, before)))
 
 
-def asked(answers):
+def list_questions(answers):
     """List the keys that are asked with these answers, and Enter for the others."""
-    given, keys = {}, []
-    while step := next_step(given):
+    answers_given, keys = {}, []
+    while step := next_step(answers_given):
         keys.append(step.key)
-        given[step.key] = answers.get(step.key, step.suggest(MACHINES[-1], given, {}))
+        answers_given[step.key] = answers.get(step.key, step.suggest(MACHINES[-1], answers_given, {}))
     return keys
 
 
@@ -51,12 +51,12 @@ def test_enter_on_every_question_gives_a_profile_that_can_be_planned(machine, ki
 
 def test_the_default_path_has_five_questions():
     several = ["launcher.kind", "launcher.nnodes", "launcher.nproc_per_node", "mixed_precision"]
-    assert asked({}) == [*several, "parallel.dp_shard"]
-    assert asked({"launcher.kind": "single"}) == ["launcher.kind", "mixed_precision"]
+    assert list_questions({}) == [*several, "parallel.dp_shard"]
+    assert list_questions({"launcher.kind": "single"}) == ["launcher.kind", "mixed_precision"]
 
 
 def test_the_rendezvous_is_asked_only_for_several_nodes():
-    assert "launcher.rdzv_endpoint" in asked({"launcher.nnodes": 2})
+    assert "launcher.rdzv_endpoint" in list_questions({"launcher.nnodes": 2})
 
 
 def test_the_suggested_rendezvous_is_an_address_that_other_nodes_reach(monkeypatch):
@@ -80,10 +80,10 @@ def test_the_suggested_rendezvous_is_an_address_that_other_nodes_reach(monkeypat
 
 def test_slurm_asks_for_nodes_gpus_and_account():
     keys = ["launcher.kind", "launcher.nnodes", "launcher.gpus_per_node", "launcher.nproc_per_node"]
-    rest = ["launcher.partition", "launcher.account", "launcher.time", "mixed_precision"]
-    assert asked({"launcher.kind": "slurm"}) == [*keys, *rest]
-    with_gpus = asked({"launcher.kind": "slurm", "launcher.gpus_per_node": "a100:4"})
-    assert with_gpus == [*keys[:-1], *rest, "parallel.dp_shard"]
+    remaining = ["launcher.partition", "launcher.account", "launcher.time", "mixed_precision"]
+    assert list_questions({"launcher.kind": "slurm"}) == [*keys, *remaining]
+    with_gpus = list_questions({"launcher.kind": "slurm", "launcher.gpus_per_node": "a100:4"})
+    assert with_gpus == [*keys[:-1], *remaining, "parallel.dp_shard"]
     assert suggested(MACHINES[0], {"launcher.kind": "slurm"}).launcher.partition is None
 
 
@@ -108,10 +108,12 @@ DIVIDED = [FITS, "fully_shard.cpu_offload", "fully_shard.activation_checkpointin
     ],
 )  # fmt: skip
 def test_sharding_is_asked_only_for_several_processes(answers, keys):
-    given = {key if "." in key else f"launcher.{key}": value for key, value in answers.items()}
-    found = [key for key in asked(given) if key.startswith(("parallel.", "fully_shard."))]
-    assert sorted(found) == sorted(keys)
-    assert found[:1] == keys[:1]
+    full_answers = {key if "." in key else f"launcher.{key}": value for key, value in answers.items()}
+    asked_keys = [
+        key for key in list_questions(full_answers) if key.startswith(("parallel.", "fully_shard."))
+    ]
+    assert sorted(asked_keys) == sorted(keys)
+    assert asked_keys[:1] == keys[:1]
 
 
 def test_sharding_values_are_kept_or_dropped_with_sharding():
@@ -123,9 +125,13 @@ def test_sharding_values_are_kept_or_dropped_with_sharding():
         "fully_shard.wrap": "Block",
         "fully_shard.cpu_offload": True,
     }
-    kept = suggested(MACHINES[-1], before)
-    assert (kept.parallel.dp_shard, kept.parallel.tp, kept.fully_shard.wrap) == ("auto", 2, "Block")
-    assert kept.fully_shard.cpu_offload
+    suggestion = suggested(MACHINES[-1], before)
+    assert (suggestion.parallel.dp_shard, suggestion.parallel.tp, suggestion.fully_shard.wrap) == (
+        "auto",
+        2,
+        "Block",
+    )
+    assert suggestion.fully_shard.cpu_offload
     answers = {"launcher.kind": "torchrun", "launcher.nnodes": 1, "launcher.nproc_per_node": 4}
     fits = profile_from({**answers, "mixed_precision": "no", FITS: 1}, {**before, "parallel.tp": 1})
     assert fits.settings.parallel.plain
@@ -158,7 +164,7 @@ def test_values_of_the_previous_profile_are_suggested_and_others_are_kept():
 @pytest.mark.parametrize("kind", ["single", "torchrun", "slurm", "sagemaker"])
 def test_only_answered_keys_are_written(kind):
     written = suggest_values(MACHINES[-1], {"launcher.kind": kind})
-    assert set(written) <= set(asked({"launcher.kind": kind}))
+    assert set(written) <= set(list_questions({"launcher.kind": kind}))
     text = render(to_data(written), describe(kind))
     assert parse(text, "").data == to_data(written)
     lines = text.splitlines()[2:]
@@ -193,14 +199,14 @@ def test_changing_the_launcher_drops_its_previous_keys():
 
 
 @pytest.mark.parametrize(
-    ("value", "wrong"), [(0, True), ("x", True), (1.5, True), (3, False), ("auto", False)]
+    ("value", "message"), [(0, True), ("x", True), (1.5, True), (3, False), ("auto", False)]
 )
-def test_an_answer_is_validated_by_its_field(value, wrong):
+def test_an_answer_is_validated_by_its_field(value, message):
     answers = {"launcher.kind": "torchrun", "launcher.nnodes": 1}
     step = next_step(answers)
     assert step.key == "launcher.nproc_per_node"
     problem = step.find_problem(value, answers)
-    assert (problem.startswith("expected ") and problem.endswith(" or auto")) if wrong else problem is None
+    assert (problem.startswith("expected ") and problem.endswith(" or auto")) if message else problem is None
 
 
 TPU = Machine(8, tpu=Tpu(("TPU v4",) * 4, "PCI"), packages=Packages("2.9.0", "2.9.0", "0.0.21"))
@@ -211,8 +217,8 @@ def test_xla_asks_three_questions_and_suggests_bf16():
     assert (profile.launcher.kind, profile.launcher.replicas, profile.launcher.spmd) == ("xla", "all", False)
     assert profile.mixed_precision == "bf16"
     keys = ["launcher.kind", "launcher.replicas", "launcher.spmd", "mixed_precision"]
-    assert asked({"launcher.kind": "xla"}) == keys
-    assert asked({"launcher.kind": "xla", "launcher.replicas": 1}) == [*keys[:2], keys[3]]
+    assert list_questions({"launcher.kind": "xla"}) == keys
+    assert list_questions({"launcher.kind": "xla", "launcher.replicas": 1}) == [*keys[:2], keys[3]]
     assert (
         profile.launcher.plan(
             LaunchSpec("x.py", (), "script", profile.settings, {}, {}, TPU, "python")
@@ -267,27 +273,27 @@ MORE = [
 
 def test_sagemaker_asks_advanced_questions_only_on_request():
     first = [*SAGEMAKER, "launcher.keep_alive", "launcher.requirements", "more"]
-    assert asked({"launcher.kind": "sagemaker"}) == [*first, "mixed_precision"]
-    assert asked({"launcher.kind": "sagemaker", "more": True}) == [*first, *MORE, "mixed_precision"]
+    assert list_questions({"launcher.kind": "sagemaker"}) == [*first, "mixed_precision"]
+    assert list_questions({"launcher.kind": "sagemaker", "more": True}) == [*first, *MORE, "mixed_precision"]
 
 
 def test_dependent_questions_follow_their_answer():
-    on_spot = asked({"launcher.kind": "sagemaker", "launcher.spot": True, "more": True})
+    on_spot = list_questions({"launcher.kind": "sagemaker", "launcher.spot": True, "more": True})
     assert "launcher.max_wait" in on_spot
     assert "launcher.keep_alive" not in on_spot
-    own = asked({"launcher.kind": "sagemaker", "more": True, "launcher.image_uri": "mine:1"})
-    assert "launcher.pytorch_version" not in own
+    questions = list_questions({"launcher.kind": "sagemaker", "more": True, "launcher.image_uri": "mine:1"})
+    assert "launcher.pytorch_version" not in questions
 
 
 def step_of(key, answers):
-    given = {"launcher.kind": "sagemaker", **answers}
-    while (step := next_step(given)).key != key:
-        given[step.key] = step.suggest(MACHINES[0], given, {})
-    return step, given
+    full_answers = {"launcher.kind": "sagemaker", **answers}
+    while (step := next_step(full_answers)).key != key:
+        full_answers[step.key] = step.suggest(MACHINES[0], full_answers, {})
+    return step, full_answers
 
 
 @pytest.mark.parametrize(
-    ("key", "answers", "value", "wrong"),
+    ("key", "answers", "value", "message"),
     [
         ("launcher.max_run", {}, "2 hours", "expected seconds, or text such as 90m, 2h or 1d"),
         ("launcher.max_run", {}, 0, "at least 1"),
@@ -302,17 +308,17 @@ def step_of(key, answers):
         ("launcher.instance_type", {}, "ml.g5.xlarge", None),
     ],
 )  # fmt: skip
-def test_values_that_sagemaker_rejects_are_reported_at_the_question(key, answers, value, wrong):
-    step, given = step_of(key, answers)
-    problem = step.find_problem(value, given)
-    assert (wrong in problem) if wrong else problem is None
+def test_values_that_sagemaker_rejects_are_reported_at_the_question(key, answers, value, message):
+    step, full_answers = step_of(key, answers)
+    problem = step.find_problem(value, full_answers)
+    assert (message in problem) if message else problem is None
 
 
 def test_values_of_advanced_questions_are_kept_without_asking():
     before = {"launcher.kind": "sagemaker", "launcher.tags": {"team": "007"}, "launcher.spot": True,
               "launcher.max_wait": 90000, "launcher.bucket": "mine-of-me"}  # fmt: skip
-    kept = suggested(MACHINES[0], before).launcher
-    assert (kept.tags, kept.max_wait, kept.bucket) == ({"team": "007"}, 90000, "mine-of-me")
+    suggestion = suggested(MACHINES[0], before).launcher
+    assert (suggestion.tags, suggestion.max_wait, suggestion.bucket) == ({"team": "007"}, 90000, "mine-of-me")
 
 
 def test_values_that_an_answer_excludes_are_dropped():

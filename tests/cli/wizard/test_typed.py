@@ -39,7 +39,7 @@ def test_a_mapping_is_parsed_from_one_line(text, value):
 
 
 @pytest.mark.parametrize(
-    ("text", "wrong"),
+    ("text", "message"),
     [
         ("a", "invalid entry 'a'"),
         ("a=", "invalid entry 'a='"),
@@ -47,8 +47,8 @@ def test_a_mapping_is_parsed_from_one_line(text, value):
         ("a=1, a=2", "a is given twice"),
     ],
 )
-def test_an_invalid_mapping_is_an_error(text, wrong):
-    with pytest.raises(ValueError, match=wrong):
+def test_an_invalid_mapping_is_an_error(text, message):
+    with pytest.raises(ValueError, match=message):
         parse_answer(text, Texts)
 
 

@@ -29,14 +29,14 @@ CONVERSATIONS = {
 
 def transcribe(machine, answers):
     """Return a block of text for each question: its key, text, choices and suggestion."""
-    given, blocks = {}, []
-    while step := next_step(given):
-        suggestion = step.suggest(machine, given, {})
+    answers_given, blocks = {}, []
+    while step := next_step(answers_given):
+        suggestion = step.suggest(machine, answers_given, {})
         lines = [f"{step.key}: {step.question.text}"]
         lines += [f"  hint: {step.question.hint}"] if step.question.hint else []
-        lines += [f"  [{choice.value!r}] {choice.title}" for choice in step.choices(machine, given)]
-        given[step.key] = answers.get(step.key, suggestion)
-        blocks.append("\n".join([*lines, f"  Enter: {suggestion!r}; answered: {given[step.key]!r}"]))
+        lines += [f"  [{choice.value!r}] {choice.title}" for choice in step.choices(machine, answers_given)]
+        answers_given[step.key] = answers.get(step.key, suggestion)
+        blocks.append("\n".join([*lines, f"  Enter: {suggestion!r}; answered: {answers_given[step.key]!r}"]))
     return "\n\n".join(blocks) + "\n"
 
 

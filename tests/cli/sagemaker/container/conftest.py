@@ -98,30 +98,30 @@ class Host:
             text=True,
         )
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        while not (found := children.read_text()):
+        while not (children_text := children.read_text()):
             assert self.process.poll() is None, self.process.stdout.read()
             time.sleep(0.01)
-        self.first = int(found)
+        self.first = int(children_text)
         return self
 
     def until(self, word, seconds=180):
         """Read the output until it contains a word."""
-        said = ""
+        output = ""
         late = threading.Timer(seconds, self.process.kill)
         late.start()
         try:
-            while word not in said:
+            while word not in output:
                 line = self.process.stdout.readline()
-                assert line, said
-                said += line
+                assert line, output
+                output += line
         finally:
             late.cancel()
-        return said
+        return output
 
     def end(self, seconds=180):
         """Return the exit code, and the output since the last read."""
-        said, _ = self.process.communicate(timeout=seconds)
-        return self.process.returncode, said
+        output, _ = self.process.communicate(timeout=seconds)
+        return self.process.returncode, output
 
     def close(self):
         if self.process:
@@ -145,11 +145,11 @@ class Containers:
         """Create the hosts of one job."""
         launcher = SageMaker(instance_count=len(names), **{"ranks": "all", **dict(section)})
         # The paths of the source are not those of this folder.
-        given = (target, tuple(args), kind, Settings(device="cpu"), {}, {}, Machine(2), sys.executable)
-        launch = LaunchSpec(*given, is_builtin=True)
+        arguments = (target, tuple(args), kind, Settings(device="cpu"), {}, {}, Machine(2), sys.executable)
+        launch = LaunchSpec(*arguments, is_builtin=True)
         content = {**build_job_spec(launcher, launch), "packages": bundle.list_requirements(), **spec}
-        made = [self.host(name, names, source, content) for name in names]
-        return made[0] if len(made) == 1 else made
+        created = [self.host(name, names, source, content) for name in names]
+        return created[0] if len(created) == 1 else created
 
     def host(self, name, names, source, spec):
         root = self.folder / f"ml-{name}"
@@ -164,9 +164,9 @@ class Containers:
         (config / "resourceconfig.json").write_text(json.dumps(resources))
         (config / "inputdataconfig.json").write_text(json.dumps({"accel": {}}))
         (config / "hyperparameters.json").write_text("{}")
-        made = Host(root, name)
-        self._made.append(made)
-        return made
+        created = Host(root, name)
+        self._made.append(created)
+        return created
 
     def make_image(self, *requirements):
         """Return a Python that has only the given packages, as links, and its package folder."""
@@ -208,21 +208,21 @@ def packed(source, file):
 @pytest.fixture
 def containers(tmp_path):
     """Create the hosts of a job, and end them after the test."""
-    made = Containers(tmp_path, bundle.select_accel())
-    yield made
-    made.close()
+    hosts_of_job = Containers(tmp_path, bundle.select_accel())
+    yield hosts_of_job
+    hosts_of_job.close()
 
 
 def closure(requirements):
     """Return the installed distributions that the requirements need, with themselves, by name."""
-    found, rest = {}, list(requirements)
-    while rest:
-        name = re.match(r"[\w.-]+", rest.pop())[0].lower().replace("_", "-")
+    distributions, remaining = {}, list(requirements)
+    while remaining:
+        name = re.match(r"[\w.-]+", remaining.pop())[0].lower().replace("_", "-")
         # Markers are for other systems and extras.
-        if name not in found and name != "colorama":
-            found[name] = distribution(name)
-            rest += [text for text in found[name].requires or () if ";" not in text]
-    return found
+        if name not in distributions and name != "colorama":
+            distributions[name] = distribution(name)
+            remaining += [text for text in distributions[name].requires or () if ";" not in text]
+    return distributions
 
 
 ARN = "arn:aws:secretsmanager:us-east-1:123456789012:secret:wandb-AbCdEf"
@@ -233,14 +233,17 @@ class Manager(BaseHTTPRequestHandler):
     """A stub of AWS Secrets Manager."""
 
     def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["SecretId"]
-        code, said = 400, {"__type": "ResourceNotFoundException", "Message": "can't find it"}
-        if asked == "forbidden":
-            said = {"__type": "AccessDeniedException", "Message": "User: arn:... is not authorized"}
-        elif asked in KEPT:
-            code, text = 200, KEPT[asked]
-            said = {"Name": asked, **({"SecretBinary": "AAAA"} if text is None else {"SecretString": text})}
-        body = json.dumps(said).encode()
+        secret_id = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["SecretId"]
+        code, response = 400, {"__type": "ResourceNotFoundException", "Message": "can't find it"}
+        if secret_id == "forbidden":
+            response = {"__type": "AccessDeniedException", "Message": "User: arn:... is not authorized"}
+        elif secret_id in KEPT:
+            code, text = 200, KEPT[secret_id]
+            response = {
+                "Name": secret_id,
+                **({"SecretBinary": "AAAA"} if text is None else {"SecretString": text}),
+            }
+        body = json.dumps(response).encode()
         self.send_response(code)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -296,7 +299,7 @@ def opt(tmp_path):
 
 @contextmanager
 def shared(folder):
-    """Have a folder until the last one who wants it is done.
+    """Hold a folder until its last user is done.
 
     Who takes away a folder takes away what other namespaces have mounted there.
     """

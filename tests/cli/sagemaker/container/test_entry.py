@@ -47,17 +47,17 @@ def test_two_hosts_with_two_processes_train_with_the_exact_arguments(containers,
         host.start(SM_MASTER_PORT=str(port))
     ended = [host.end() for host in hosts]
     assert [code for code, _ in ended] == [0, 0], ended
-    for host, (_, said) in zip(hosts, ended, strict=True):
-        assert f"SM_*: nnodes 2, rdzv_endpoint 127.1:{port}, rdzv_id job-" in said.splitlines()[0]
-        assert said.splitlines()[-1] == f"accel: {host.name} ended with exit code 0"
+    for host, (_, output) in zip(hosts, ended, strict=True):
+        assert f"SM_*: nnodes 2, rdzv_endpoint 127.1:{port}, rdzv_id job-" in output.splitlines()[0]
+        assert output.splitlines()[-1] == f"accel: {host.name} ended with exit code 0"
         assert host.failure is None
-    told = [
+    results = [
         json.loads((host.root / "output" / "data" / f"rank{rank}.json").read_text())
         for host, rank in ((first, 0), (first, 1), (second, 2), (second, 3))
     ]
-    assert [one["args"] for one in told] == [[os.fsencode(word).hex() for word in ARGS]] * 4
-    assert {(one["total"], one["world"]) for one in told} == {(4.0, 4)}
-    last = told[3]
+    assert [result["args"] for result in results] == [[os.fsencode(word).hex() for word in ARGS]] * 4
+    assert {(result["total"], result["world"]) for result in results} == {(4.0, 4)}
+    last = results[3]
     assert last["accel"].startswith(str(second.root / "accel"))
     assert last["cwd"] == str(second.root / "code" / "jobs")
     assert last["env"]["NOTE"] == "of the profile"
@@ -77,9 +77,9 @@ def test_missing_packages_are_installed_from_the_bundle_and_torch_is_kept(contai
     source = {"train.py": text, "requirements.txt": "accel-runtime\n"}
     host = containers.hosts("algo-1", source=source, requirements="requirements.txt")
     containers.write_wheels(host)
-    code, said = host.start(python, PIP_INDEX_URL="http://127.0.0.1:9/").end()
-    assert code == 0, said
-    assert f"imported {site}/pydantic/__init__.py {site}/torch/__init__.py" in said
+    code, output = host.start(python, PIP_INDEX_URL="http://127.0.0.1:9/").end()
+    assert code == 0, output
+    assert f"imported {site}/pydantic/__init__.py {site}/torch/__init__.py" in output
     assert (site / "torch").is_symlink()
     assert not list((host.root / "accel").rglob("pydantic*"))
 
@@ -116,9 +116,9 @@ def test_only_the_host_of_the_failed_process_writes_a_reason(containers, port):
     codes = [host.end()[0] for host in hosts]
     assert codes == [1, 1]
     assert first.failure is None
-    head, *places = second.failure.splitlines()
+    head, *frames = second.failure.splitlines()
     assert head == "exit code 1 on 127.2, rank 1: ValueError: boom on rank 1"
-    assert f'  File "{second.root}/code/train.py", line 5, in main' in places
+    assert f'  File "{second.root}/code/train.py", line 5, in main' in frames
 
 
 SAVES = """
@@ -136,17 +136,17 @@ def test_a_signal_of_the_platform_reaches_the_script_which_saves(containers, man
     section = {"checkpoint_dir": "runs", "secrets": {"TOKEN": "wandb"}}
     host = containers.hosts("algo-1", source={"train.py": SAVES}, section=section).start()
     before = host.until("ready")
-    begun = time.monotonic()
+    start = time.monotonic()
     host.process.send_signal(signal.SIGTERM)
-    code, said = host.end(90)
-    assert time.monotonic() - begun < 60  # the script would sleep for longer
+    code, output = host.end(90)
+    assert time.monotonic() - start < 60  # the script would sleep for longer
     assert (code, host.failure) == (128 + signal.SIGTERM, None)
-    assert "accel: algo-1 ended with exit code 143" in said
+    assert "accel: algo-1 ended with exit code 143" in output
     # A secret is in the environment of the processes, and nowhere else.
     assert (host.root / "checkpoints" / "saved").read_text() == manager["wandb"]
-    assert manager["wandb"] not in before + said
-    kept = [file for file in host.root.rglob("*") if file.is_file() and file.name != "saved"]
-    assert not [file for file in kept if manager["wandb"].encode() in file.read_bytes()]
+    assert manager["wandb"] not in before + output
+    remaining_files = [file for file in host.root.rglob("*") if file.is_file() and file.name != "saved"]
+    assert not [file for file in remaining_files if manager["wandb"].encode() in file.read_bytes()]
 
 
 def test_the_reason_of_a_failed_program_is_the_end_of_its_output(containers):
@@ -157,8 +157,8 @@ def test_the_reason_of_a_failed_program_is_the_end_of_its_output(containers):
         target="sh",
         args=["run.sh"],
     ).start(PYTHONSAFEPATH="1")
-    code, said = host.end()
-    assert code == 3, said
+    code, output = host.end()
+    assert code == 3, output
     assert host.failure == "exit code 3 on algo-1, rank 0: exited with code 3\nno such sample: 12"
 
 
@@ -176,12 +176,12 @@ def test_the_reason_of_a_failed_program_is_the_end_of_its_output(containers):
 def test_the_error_of_pip_is_the_reason_if_a_requirement_cannot_be_installed(containers, line, reason):
     source = {"train.py": "", "requirements.txt": f"{line}\n"}
     host = containers.hosts("algo-1", source=source, requirements="requirements.txt").start()
-    code, said = host.end()
+    code, output = host.end()
     assert code == 1
     prefix = "algo-1: the job cannot start: the packages of requirements.txt could not be installed: ERROR: "
     assert host.failure.startswith(prefix)
     assert reason in host.failure
-    assert said.splitlines()[-1] == "accel: algo-1 ended with exit code 1"
+    assert output.splitlines()[-1] == "accel: algo-1 ended with exit code 1"
 
 
 def test_a_host_stopped_while_pip_waits_leaves_no_reason_and_no_process(containers):
@@ -196,10 +196,10 @@ def test_a_host_stopped_while_pip_waits_leaves_no_reason_and_no_process(containe
         )
         with silent.accept()[0]:
             host.process.send_signal(signal.SIGTERM)
-            code, said = host.end(90)
-    assert (code, host.failure) == (143, None), said
-    mine = b"-m\0pip\0install\0-r\0needs-of-nobody.txt"
-    assert not [file for file in Path("/proc").glob("[0-9]*/cmdline") if mine in read(file)]
+            code, output = host.end(90)
+    assert (code, host.failure) == (143, None), output
+    command_line = b"-m\0pip\0install\0-r\0needs-of-nobody.txt"
+    assert not [file for file in Path("/proc").glob("[0-9]*/cmdline") if command_line in read(file)]
 
 
 def read(file):
@@ -222,10 +222,10 @@ def test_a_killed_launcher_is_reported_by_the_first_process(containers):
 def test_a_broken_upload_is_the_reason(containers):
     host = containers.hosts("algo-1", source={"train.py": ""})
     (host.root / "input" / "data" / "accel" / "accel.tar.gz").write_bytes(b"\x1f\x8bbroken")
-    code, said = host.start().end()
+    code, output = host.start().end()
     assert code == 1
     assert host.failure.startswith("algo-1: the job cannot start: accel.tar.gz is damaged: ")
-    assert "Traceback" not in said
+    assert "Traceback" not in output
 
 
 @pytest.mark.parametrize(
@@ -239,10 +239,10 @@ def test_an_error_of_the_job_is_one_message(containers, spec, code, reason):
     host = containers.hosts("algo-1", source={"train.py": ""})
     file = host.root / "input" / "data" / "accel" / "job.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | spec))
-    ended, said = host.start().end()
+    ended, output = host.start().end()
     assert ended == code
     assert host.failure.startswith(reason)
-    assert "Traceback" not in said
+    assert "Traceback" not in output
 
 
 @pytest.mark.slow

@@ -44,17 +44,17 @@ def test_the_first_process_reaps_forwards_signals_and_joins_hosts_of_equal_names
     hosts = containers.hosts("algo-1", "algo-2", source={"train.py": SCRIPT})
     for host in hosts:
         host.contain(opt, port)
-    said = [host.until("ready") for host in hosts]
-    for text in said:
+    outputs = [host.until("ready") for host in hosts]
+    for text in outputs:
         assert re.search(rf"2 machines joined at algo-1:{port}: algo-1 .*with 1, algo-2 .*with 1", text)
         assert "orphan was reaped" in text
         assert "name aws first /opt/ml/input/data/accel/entry.py" in text
         assert "ready 2.0" in text
-    begun = time.monotonic()
+    start = time.monotonic()
     for host in hosts:
         os.kill(host.first, signal.SIGTERM)
     ended = [host.end(90) for host in hosts]
-    assert time.monotonic() - begun < 60  # the script would sleep for longer
+    assert time.monotonic() - start < 60  # the script would sleep for longer
     assert [code for code, _ in ended] == [143, 143]
     assert [text.splitlines()[-1] for _, text in ended] == [
         "accel: algo-1 ended with exit code 143",

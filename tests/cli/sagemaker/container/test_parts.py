@@ -23,24 +23,24 @@ def variables(root, hosts=("algo-1",), **files):
 
 
 def test_hosts_are_ordered_by_number(tmp_path):
-    found = variables(tmp_path, ["algo-1", "algo-11", "algo-12", "algo-2", "algo-10"])
-    assert json.loads(found["SM_HOSTS"]) == ["algo-1", "algo-2", "algo-10", "algo-11", "algo-12"]
-    assert (found["SM_CURRENT_HOST"], found["SM_CURRENT_HOST_RANK"]) == ("algo-10", "2")
-    assert (found["NCCL_HOSTID"], found["NCCL_SOCKET_IFNAME"]) == ("algo-10", "lo")
+    environ = variables(tmp_path, ["algo-1", "algo-11", "algo-12", "algo-2", "algo-10"])
+    assert json.loads(environ["SM_HOSTS"]) == ["algo-1", "algo-2", "algo-10", "algo-11", "algo-12"]
+    assert (environ["SM_CURRENT_HOST"], environ["SM_CURRENT_HOST_RANK"]) == ("algo-10", "2")
+    assert (environ["NCCL_HOSTID"], environ["NCCL_SOCKET_IFNAME"]) == ("algo-10", "lo")
     assert "GLOO_SOCKET_IFNAME" not in variables(tmp_path / "alone")
 
 
 def test_each_channel_has_a_variable_except_for_that_of_accel(tmp_path):
     channels = {"my-data.v2": {"TrainingInputMode": "File"}, "accel": {}, "train": {}}
-    found = variables(tmp_path, inputdataconfig=channels)
+    environ = variables(tmp_path, inputdataconfig=channels)
     folder = str(tmp_path / "input" / "data" / "my-data.v2")
     # SageMaker's toolkit has the second name, which a shell does not accept.
-    assert found["SM_CHANNEL_MY_DATA_V2"] == found["SM_CHANNEL_MY-DATA.V2"] == folder
-    assert json.loads(found["SM_CHANNELS"]) == ["my-data.v2", "train"]
-    assert "SM_CHANNEL_ACCEL" not in found
-    whole = json.loads(found["SM_TRAINING_ENV"])
-    assert whole["channel_input_dirs"]["train"] == found["SM_CHANNEL_TRAIN"]
-    assert (whole["hosts"], whole["model_dir"]) == (["algo-1"], found["SM_MODEL_DIR"])
+    assert environ["SM_CHANNEL_MY_DATA_V2"] == environ["SM_CHANNEL_MY-DATA.V2"] == folder
+    assert json.loads(environ["SM_CHANNELS"]) == ["my-data.v2", "train"]
+    assert "SM_CHANNEL_ACCEL" not in environ
+    training_env = json.loads(environ["SM_TRAINING_ENV"])
+    assert training_env["channel_input_dirs"]["train"] == environ["SM_CHANNEL_TRAIN"]
+    assert (training_env["hosts"], training_env["model_dir"]) == (["algo-1"], environ["SM_MODEL_DIR"])
 
 
 @pytest.mark.parametrize(
@@ -66,14 +66,18 @@ def test_driver_libraries_of_the_image_are_used_with_an_older_driver(tmp_path, d
 
 
 def test_a_linked_folder_merges_source_files_and_prefers_those_of_the_platform(tmp_path):
-    runs, kept = tmp_path / "code" / "runs", tmp_path / "checkpoints"
-    for file, text in ((runs / "a/new", "new"), (runs / "a/both", "source"), (kept / "a/both", "saved")):
+    runs, checkpoints = tmp_path / "code" / "runs", tmp_path / "checkpoints"
+    for file, text in (
+        (runs / "a/new", "new"),
+        (runs / "a/both", "source"),
+        (checkpoints / "a/both", "saved"),
+    ):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     (runs / "link").symlink_to("a/new")
-    entry.link_folder(runs, kept)
-    assert runs.resolve() == kept
-    assert {name: (kept / name).read_text() for name in ("a/new", "a/both", "link")} == {
+    entry.link_folder(runs, checkpoints)
+    assert runs.resolve() == checkpoints
+    assert {name: (checkpoints / name).read_text() for name in ("a/new", "a/both", "link")} == {
         "a/new": "new",
         "a/both": "saved",
         "link": "new",
@@ -92,8 +96,8 @@ def test_a_missing_folder_is_linked_and_an_existing_file_is_kept(tmp_path):
 
 
 def test_a_secret_is_read_by_name_or_arn_or_as_a_key_of_an_object(manager):
-    asked = {"A": "wandb", "B": ARN, "C": f"{ARN}:key::", "D": f"{ARN}:number::"}
-    assert entry.read_secrets(asked, "us-east-1") == {
+    references = {"A": "wandb", "B": ARN, "C": f"{ARN}:key::", "D": f"{ARN}:number::"}
+    assert entry.read_secrets(references, "us-east-1") == {
         "A": manager["wandb"],
         "B": manager[ARN],
         "C": "inner",

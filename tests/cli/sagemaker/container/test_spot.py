@@ -32,22 +32,22 @@ def started(containers, source, *names, start=lambda host: host.start()):
 
 
 def ended(hosts, code):
-    found = [host.end() for host in hosts]
-    assert [each for each, _ in found] == [code] * len(hosts), found
+    results = [host.end() for host in hosts]
+    assert [each for each, _ in results] == [code] * len(hosts), results
     assert [host.failure for host in hosts] == [None] * len(hosts)
-    return found[0][1]
+    return results[0][1]
 
 
-def weights(said):
-    return next(line.rpartition("weights ")[2] for line in said.splitlines() if ", weights " in line)
+def weights(output):
+    return next(line.rpartition("weights ")[2] for line in output.splitlines() if ", weights " in line)
 
 
 def test_an_interrupted_container_saves_and_the_next_one_ends_with_the_same_weights(
     containers, source, tmp_path
 ):
-    whole = started(containers, source, "algo-1")
-    wanted = weights(ended(whole, 0))
-    for host in whole:
+    uninterrupted = started(containers, source, "algo-1")
+    expected = weights(ended(uninterrupted, 0))
+    for host in uninterrupted:
         shutil.rmtree(host.root)
 
     (tmp_path / "hold").touch()
@@ -64,10 +64,10 @@ def test_an_interrupted_container_saves_and_the_next_one_ends_with_the_same_weig
         shutil.rmtree(host.root)
     for host in taken:
         shutil.copytree(tmp_path / "kept", host.root / "checkpoints")
-    said = ended(started(containers, source, "algo-1"), 0)
-    assert "has checkpoints of an earlier run: accelerator.resume() continues from there" in said
-    assert weights(said) == wanted
-    assert "step 10:" not in said
+    output = ended(started(containers, source, "algo-1"), 0)
+    assert "has checkpoints of an earlier run: accelerator.resume() continues from there" in output
+    assert weights(output) == expected
+    assert "step 10:" not in output
 
 
 @pytest.mark.full
@@ -77,9 +77,9 @@ def test_two_hosts_with_separate_folders_resume_from_the_checkpoint_of_the_first
     def contain(host):
         return host.contain(opt, port)
 
-    whole = started(containers, source, "algo-1", "algo-2", start=contain)
-    wanted = weights(ended(whole, 0))
-    for host in whole:
+    uninterrupted = started(containers, source, "algo-1", "algo-2", start=contain)
+    expected = weights(ended(uninterrupted, 0))
+    for host in uninterrupted:
         shutil.rmtree(host.root)
     (tmp_path / "hold").touch()
     taken = started(containers, source, "algo-1", "algo-2", start=contain)
@@ -96,7 +96,7 @@ def test_two_hosts_with_separate_folders_resume_from_the_checkpoint_of_the_first
         shutil.rmtree(host.root)
     for host in taken:
         shutil.copytree(tmp_path / "kept", host.root / "checkpoints")
-    said = ended(started(containers, source, "algo-1", "algo-2", start=contain), 0)
-    assert "accelerator.resume() continues from there" in said
-    assert "step 10:" not in said
-    assert weights(said) == wanted
+    output = ended(started(containers, source, "algo-1", "algo-2", start=contain), 0)
+    assert "accelerator.resume() continues from there" in output
+    assert "step 10:" not in output
+    assert weights(output) == expected
