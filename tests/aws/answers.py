@@ -58,17 +58,17 @@ class Answers(SageMakerResponse):
         return f"arn:aws:sagemaker:{self.region}:{self.current_account}:training-job/{name}"
 
     def create_training_job(self):
-        said = json.loads(self.body)
+        request = json.loads(self.body)
         with self.plane.lock:
             try:
-                check(said, self._world())
+                check(request, self._world())
             except RefusedError as error:
                 raise SagemakerClientError(error.code, error.message) from None
-            name = said["TrainingJobName"]
+            name = request["TrainingJobName"]
             arn = self._arn(name)
             self.moto_create()  # moto lists its tags
             platform = self.plane.platform(self.current_account, self.region)
-            self.plane.jobs[self.current_account, self.region, name] = TrainingJob(said, arn, platform)
+            self.plane.jobs[self.current_account, self.region, name] = TrainingJob(request, arn, platform)
         return ActionResult({"TrainingJobArn": arn})
 
     def _world(self):
@@ -98,14 +98,14 @@ class Answers(SageMakerResponse):
         return ActionResult(self._job().describe())
 
     def list_training_jobs(self):
-        asked = self._get_param
-        found = [job for job in self._mine().values() if self._wanted(job)]
+        parameter = self._get_param
+        jobs = [job for job in self._mine().values() if self._wanted(job)]
         keys = {"Name": lambda job: job.name, "Status": lambda job: job.status}
-        down = asked("SortOrder", "Descending") == "Descending"
-        found.sort(key=keys.get(asked("SortBy", "CreationTime"), lambda job: job.created), reverse=down)
-        start, size = int(asked("NextToken") or 0), int(asked("MaxResults") or _PAGE)
-        page = {"TrainingJobSummaries": [job.summary() for job in found[start : start + size]]}
-        if start + size < len(found):
+        down = parameter("SortOrder", "Descending") == "Descending"
+        jobs.sort(key=keys.get(parameter("SortBy", "CreationTime"), lambda job: job.created), reverse=down)
+        start, size = int(parameter("NextToken") or 0), int(parameter("MaxResults") or _PAGE)
+        page = {"TrainingJobSummaries": [job.summary() for job in jobs[start : start + size]]}
+        if start + size < len(jobs):
             page["NextToken"] = str(start + size)
         return ActionResult(page)
 

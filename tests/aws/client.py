@@ -77,28 +77,28 @@ class AwsPlane:
         key = name, region
         if key not in self._clients:
             self._session = self._session or boto3.session.Session("testing", "testing")
-            # Said here, as a test may have other wishes in its environment when the first client is made.
+            # Set explicitly, since a test may have other values in its environment when the first client is created.
             config = Config(retries={"mode": "legacy", "max_attempts": 4})
             self._clients[key] = self._session.client(name, region, endpoint_url=self.address, config=config)
         return self._clients[key]
 
-    # What it is told -----------------------------------------------------------------
+    # Settings ------------------------------------------------------------------------
 
-    def ask(self, verb, **said):
+    def ask(self, verb, **arguments):
         connection = http.client.HTTPConnection(self.address.removeprefix("http://"), timeout=_PATIENCE_S)
         with contextlib.closing(connection):
-            connection.request("POST", f"/_plane/{verb}", json.dumps(said))
+            connection.request("POST", f"/_plane/{verb}", json.dumps(arguments))
             answer = connection.getresponse()
             assert answer.status == 200, f"the plane knows no {verb}"
             return json.load(answer)
 
-    def fault(self, operation, kind, times=1, **said):
+    def fault(self, operation, kind, times=1, **fields):
         """Break the next calls of an operation; see `faults.Fault`."""
-        self.ask("fault", operation=operation, kind=kind, times=times, **said)
+        self.ask("fault", operation=operation, kind=kind, times=times, **fields)
 
-    def settings(self, **said):
+    def settings(self, **values):
         """Change settings; see `training.SETTINGS`."""
-        self.ask("settings", **said)
+        self.ask("settings", **values)
 
     def reset(self):
         self.ask("reset")
@@ -107,14 +107,14 @@ class AwsPlane:
         """Return the calls since the last `reset` or `clear`, as `service:Operation`."""
         return self.ask("calls")
 
-    # What tests often need -----------------------------------------------------------
+    # Helpers -------------------------------------------------------------------------
 
     def role(self, name="trainer", trust=None):
         """Create a role that SageMaker can assume."""
-        made = self.client("iam").create_role(
+        created = self.client("iam").create_role(
             RoleName=name, AssumeRolePolicyDocument=json.dumps(trust or _TRUST)
         )
-        return made["Role"]["Arn"]
+        return created["Role"]["Arn"]
 
     def bucket(self, name, **objects):
         """Create a bucket with these objects, by key."""
@@ -126,7 +126,7 @@ class AwsPlane:
 
     def request(self, name, **changes):
         """Return a minimal CreateTrainingJob request."""
-        said = {
+        fields = {
             "TrainingJobName": name,
             "RoleArn": ROLE,
             "AlgorithmSpecification": {
@@ -139,13 +139,15 @@ class AwsPlane:
             "ResourceConfig": {"InstanceType": "ml.m5.large", "InstanceCount": 1, "VolumeSizeInGB": 30},
             "StoppingCondition": {"MaxRuntimeInSeconds": 3600},
         }
-        return said | changes
+        return fields | changes
 
     def wait(self, name, *states):
         """Wait until a job is in one of these secondary states, or has ended; return its description."""
         client, end = self.client("sagemaker"), time.monotonic() + _PATIENCE_S
         states = {*states} or {"Completed", "Failed", "Stopped", "MaxRuntimeExceeded", "MaxWaitTimeExceeded"}
-        while (told := client.describe_training_job(TrainingJobName=name))["SecondaryStatus"] not in states:
-            assert time.monotonic() < end, told
+        while (description := client.describe_training_job(TrainingJobName=name))[
+            "SecondaryStatus"
+        ] not in states:
+            assert time.monotonic() < end, description
             time.sleep(0.02)
-        return told
+        return description

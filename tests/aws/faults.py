@@ -120,9 +120,9 @@ class Faults:
         with self._lock:
             self._faults, self.calls = [], []
 
-    def add(self, said):
+    def add(self, fields):
         with self._lock:
-            fault = Fault(**said)
+            fault = Fault(**fields)
             if fault.kind != "slow" and fault.seconds is not None:
                 fault.times = None
             self._faults.append(fault)
@@ -174,9 +174,9 @@ class Gate:
         return _error(environ, start_response, fault, service, operation)
 
     def _controlled(self, environ, start_response):
-        said = _body(environ)
+        arguments = _body(environ)
         status, answer = self._control(
-            environ["PATH_INFO"].removeprefix("/_plane/"), json.loads(said or b"{}")
+            environ["PATH_INFO"].removeprefix("/_plane/"), json.loads(arguments or b"{}")
         )
         text = json.dumps(answer).encode()
         start_response(status, [("Content-Type", "application/json"), ("Content-Length", str(len(text)))])
@@ -201,12 +201,12 @@ def _call(environ):
 
 
 def _s3_operation(environ):
-    method, asked = (
+    method, query = (
         environ["REQUEST_METHOD"],
         parse_qs(environ.get("QUERY_STRING", ""), keep_blank_values=True),
     )
     for name, verb, operation in _S3_QUERY:
-        if verb == method and name in asked:
+        if verb == method and name in query:
             return operation
     path = environ["PATH_INFO"].strip("/")
     if not path:

@@ -79,9 +79,9 @@ class Real:
         for folder in ("input/config", "input/data", "model", "output/data", "checkpoints", "home"):
             (root / folder).mkdir(parents=True, exist_ok=True)
 
-    def configure(self, said, hosts):
+    def configure(self, request, hosts):
         """Write the files of /opt/ml/input/config, as the platform does."""
-        kind = said["ResourceConfig"]["InstanceType"]
+        kind = request["ResourceConfig"]["InstanceType"]
         group = {"instance_group_name": "homogeneousCluster", "instance_type": kind, "hosts": hosts}
         config = {
             "resourceconfig": {
@@ -100,22 +100,22 @@ class Real:
                     .get("S3DataDistributionType", "FullyReplicated"),
                     "RecordWrapperType": channel.get("RecordWrapperType", "None"),
                 }
-                for channel in said.get("InputDataConfig", [])
+                for channel in request.get("InputDataConfig", [])
             },
-            "hyperparameters": said.get("HyperParameters", {}),
+            "hyperparameters": request.get("HyperParameters", {}),
         }
         for name, content in config.items():
             (self.root / "input" / "config" / f"{name}.json").write_text(json.dumps(content))
 
-    def prepare(self, said, env):
-        algorithm = said["AlgorithmSpecification"]
+    def prepare(self, request, env):
+        algorithm = request["AlgorithmSpecification"]
         entry, arguments = algorithm.get("ContainerEntrypoint"), algorithm.get("ContainerArguments")
         if (entry, arguments) != (_ENTRY, _ARGUMENTS):
             raise ValueError(f"the plane runs {_ENTRY} {_ARGUMENTS}; it got {entry} {arguments}")
         self._command = [*entry, *(text.replace("/opt/ml", str(self.root)) for text in arguments)]
         path = f"{Path(sys.executable).parent}{os.pathsep}/usr/local/bin{os.pathsep}/usr/bin{os.pathsep}/bin"
-        # HOME is what tells the processes of this host from all others.
-        self._env = {"PATH": path, "HOME": str(self.root / "home"), **env, **said.get("Environment", {})}
+        # HOME distinguishes the processes of this host from all others.
+        self._env = {"PATH": path, "HOME": str(self.root / "home"), **env, **request.get("Environment", {})}
 
     def start(self):
         self._process = subprocess.Popen(
@@ -166,12 +166,12 @@ class Real:
             self._put(line.removesuffix(b"\n").decode(errors="replace"))
 
     def _sweep(self):
-        mine = f"HOME={self.root / 'home'}".encode()
+        home_variable = f"HOME={self.root / 'home'}".encode()
         for folder in Path("/proc").iterdir():
             try:
-                if folder.name.isdigit() and mine in (folder / "environ").read_bytes().split(b"\0"):
+                if folder.name.isdigit() and home_variable in (folder / "environ").read_bytes().split(b"\0"):
                     os.kill(int(folder.name), signal.SIGKILL)
-            except OSError:  # gone, or somebody else's
+            except OSError:  # the process has ended, or belongs to another user
                 continue
 
 

@@ -1,4 +1,4 @@
-"""A SageMaker of our own for tests: moto's services on one loopback port, with training jobs that are checked and run.
+"""A stub of SageMaker for tests: moto's services on one loopback port, with training jobs that are checked and run.
 
 It prints its address as one line, and ends when its standard input does.
 """
@@ -48,20 +48,20 @@ class Plane:
         self.server.daemon_threads = True
         self.address = f"http://127.0.0.1:{self.server.server_address[1]}"
 
-    def control(self, verb, said):
+    def control(self, verb, arguments):
         """Execute a request of a test to the plane itself."""
         if verb == "fault":
-            self.faults.add(said)
+            self.faults.add(arguments)
         elif verb == "clear":
             self.faults.clear()
         elif verb == "settings":
-            self.settings |= said
+            self.settings |= arguments
         elif verb == "calls":
             return "200 OK", list(self.faults.calls)
         elif verb == "interrupt":
-            self.find(said["job"]).ask("interrupt")
+            self.find(arguments["job"]).ask("interrupt")
         elif verb == "log":
-            self.find(said["job"]).print(said.get("host", "algo-1"), said["lines"])
+            self.find(arguments["job"]).print(arguments.get("host", "algo-1"), arguments["lines"])
         elif verb == "reset":
             self.reset()
         else:
@@ -69,7 +69,7 @@ class Plane:
         return "200 OK", {}
 
     def find(self, name):
-        return next(job for (_, _, known), job in self.jobs.items() if known == name)
+        return next(job for (_, _, job_name), job in self.jobs.items() if job_name == name)
 
     def reset(self):
         """Restore the state at the start."""
@@ -81,7 +81,7 @@ class Plane:
             for regions in backends.values():
                 for backend in regions.values():
                     backend.reset()
-        # IAM takes a second to load the managed policies: what tests make is taken away instead.
+        # IAM takes a second to load the managed policies: only the objects of tests are removed.
         iam = iam_backends[ACCOUNT]["aws"]
         iam.roles.clear()
         for arn in [arn for arn in iam.managed_policies if f":{ACCOUNT}:" in arn]:
@@ -138,8 +138,8 @@ def main():
     parser.add_argument(
         "--no-run", action="store_true", help="bundles are not run unless a test switches it on"
     )
-    said = parser.parse_args()
-    plane = Plane(said.root, run=not said.no_run)
+    options = parser.parse_args()
+    plane = Plane(options.root, run=not options.no_run)
     answer(plane)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     threading.Thread(target=plane.server.serve_forever, daemon=True).start()

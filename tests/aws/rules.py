@@ -21,7 +21,7 @@ class RefusedError(Exception):
         self.code, self.message = code, message
 
 
-def check(said, world):
+def check(request, world):
     """Refuse what SageMaker refuses.
 
     Args:
@@ -29,12 +29,12 @@ def check(said, world):
         world: What is there: `names`, `role(arn)` -> trust policy or None, `objects(uri)` -> whether there are any,
             `quota(type, spot)` -> instances or None, `used(type)` -> instances.
     """
-    problems = list(_problems(_model().operation_model("CreateTrainingJob").input_shape, said, ""))
+    problems = list(_problems(_model().operation_model("CreateTrainingJob").input_shape, request, ""))
     if problems:
         count = f"{len(problems)} validation error{'s' if len(problems) > 1 else ''} detected: "
         raise RefusedError("ValidationException", count + "; ".join(problems))
-    _check_together(said)
-    _check_world(said, world)
+    _check_together(request)
+    _check_world(request, world)
 
 
 @functools.cache
@@ -42,18 +42,18 @@ def _model():
     return botocore.session.get_session().get_service_model("sagemaker")
 
 
-def _problems(shape, value, place):  # noqa: C901 - one branch a kind of shape
+def _problems(shape, value, path):  # noqa: C901 - one branch a kind of shape
     if shape.type_name == "structure":
         for name in shape.required_members:
             if value.get(name) is None:
-                yield f"Value null at '{_below(place, name)}' failed to satisfy constraint: Member must not be null"
+                yield f"Value null at '{_below(path, name)}' failed to satisfy constraint: Member must not be null"
         for name, inner in value.items():
             if name in shape.members and inner is not None:
-                yield from _problems(shape.members[name], inner, _below(place, name))
+                yield from _problems(shape.members[name], inner, _below(path, name))
         return
     if shape.type_name == "list":
         for index, inner in enumerate(value, 1):
-            yield from _problems(shape.member, inner, f"{place}.{index}.member")
+            yield from _problems(shape.member, inner, f"{path}.{index}.member")
     if shape.type_name == "map":
         for inner, which in [
             *((key, shape.key) for key in value),
@@ -61,14 +61,14 @@ def _problems(shape, value, place):  # noqa: C901 - one branch a kind of shape
         ]:
             for why in _broken(which, inner):
                 word = "keys" if which is shape.key else "value"
-                yield f"Value '{_shown(value)}' at '{place}' failed to satisfy constraint: Map {word} must satisfy constraint: [{why}]"
+                yield f"Value '{_shown(value)}' at '{path}' failed to satisfy constraint: Map {word} must satisfy constraint: [{why}]"
     for why in _broken(shape, value):
-        yield f"Value '{_shown(value)}' at '{place}' failed to satisfy constraint: {why}"
+        yield f"Value '{_shown(value)}' at '{path}' failed to satisfy constraint: {why}"
 
 
-def _below(place, name):
+def _below(path, name):
     name = name[0].lower() + name[1:]
-    return f"{place}.{name}" if place else name
+    return f"{path}.{name}" if path else name
 
 
 def _shown(value):
@@ -99,8 +99,8 @@ def _broken(shape, value):
 
 @functools.cache
 def _pattern(text):
-    for java, ours in _CLASSES.items():
-        text = text.replace(java, ours)
+    for java, python in _CLASSES.items():
+        text = text.replace(java, python)
     return re.compile(text, re.DOTALL)
 
 
@@ -108,18 +108,18 @@ def _refuse(message, code="ValidationException"):
     raise RefusedError(code, message)
 
 
-def _check_together(said):
+def _check_together(request):
     algorithm, machines, end = (
-        said["AlgorithmSpecification"],
-        said.get("ResourceConfig"),
-        said.get("StoppingCondition", {}),
+        request["AlgorithmSpecification"],
+        request.get("ResourceConfig"),
+        request.get("StoppingCondition", {}),
     )
-    if not machines or not said.get("StoppingCondition"):
+    if not machines or not request.get("StoppingCondition"):
         _refuse("ResourceConfig and StoppingCondition are required.")
     if ("TrainingImage" in algorithm) == ("AlgorithmName" in algorithm):
         _refuse("You must specify either TrainingImage or AlgorithmName, and not both.")
     spot, longest, wait = (
-        said.get("EnableManagedSpotTraining"),
+        request.get("EnableManagedSpotTraining"),
         end.get("MaxRuntimeInSeconds", 86400),
         end.get("MaxWaitTimeInSeconds"),
     )
@@ -131,13 +131,13 @@ def _check_together(said):
         _refuse("MaxWaitTimeInSeconds cannot be set when EnableManagedSpotTraining is false.")
     if spot and machines.get("KeepAlivePeriodInSeconds"):
         _refuse("KeepAlivePeriodInSeconds cannot be set when EnableManagedSpotTraining is true.")
-    names = [channel["ChannelName"] for channel in said.get("InputDataConfig", [])]
+    names = [channel["ChannelName"] for channel in request.get("InputDataConfig", [])]
     if len(names) != len(set(names)):
         _refuse("Channel names in InputDataConfig must be unique.")
 
 
-def _check_world(said, world):
-    name, role = said["TrainingJobName"], said["RoleArn"]
+def _check_world(request, world):
+    name, role = request["TrainingJobName"], request["RoleArn"]
     if name in world.names():
         _refuse(
             "Training job names must be unique within an AWS account and region, and a training job with this name "
@@ -149,8 +149,8 @@ def _check_world(said, world):
             f"Could not assume role {role}. Please ensure that the role exists and allows principal '{ASSUMED_BY}' to "
             "assume the role."
         )
-    _check_quota(said, world)
-    for channel in said.get("InputDataConfig", []):
+    _check_quota(request, world)
+    for channel in request.get("InputDataConfig", []):
         uri = channel.get("DataSource", {}).get("S3DataSource", {}).get("S3Uri")
         if uri and not world.objects(uri):
             bucket = uri.split("/")[2]
@@ -176,8 +176,8 @@ def _assumable(policy):
     return False
 
 
-def _check_quota(said, world):
-    machines, spot = said["ResourceConfig"], bool(said.get("EnableManagedSpotTraining"))
+def _check_quota(request, world):
+    machines, spot = request["ResourceConfig"], bool(request.get("EnableManagedSpotTraining"))
     kind, count = machines.get("InstanceType"), machines.get("InstanceCount", 0)
     quota, used = world.quota(kind, spot), world.used(kind)
     if quota is not None and used + count > quota:

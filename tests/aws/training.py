@@ -24,7 +24,7 @@ SETTINGS = {
     "hold": None,  # the state that jobs do not leave until this changes
     "grace": 5.0,  # seconds between SIGTERM and SIGKILL
     "speed": 1.0,  # how much faster max_run and max_wait pass
-    "time": None,  # training seconds that are told instead of the real ones
+    "time": None,  # training seconds that replace the real ones
     "spot_rate": 0.3,  # billable part of the seconds of a spot job
     "log_delay": 0.0,
     "quota": {},  # instances by type; `spot TYPE` for spot
@@ -55,7 +55,7 @@ _ENDS = {
 class TrainingJob:
     """A job, and the thread that runs it."""
 
-    def __init__(self, said, arn, platform):
+    def __init__(self, request, arn, platform):
         """Begin.
 
         Args:
@@ -63,8 +63,8 @@ class TrainingJob:
             arn: The job's name in full.
             platform: `settings`, `root`, `s3` (a client), `env` of containers, `account`, `region`.
         """
-        self.said, self.arn, self.platform = said, arn, platform
-        self.name = said["TrainingJobName"]
+        self.said, self.arn, self.platform = request, arn, platform
+        self.name = request["TrainingJobName"]
         self.created = self.modified = _now()
         self.started = self.ended = None
         self.transitions, self.failure, self.metrics = [], None, {}
@@ -75,7 +75,7 @@ class TrainingJob:
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
-    # What is asked of it -------------------------------------------------------------
+    # Requests ------------------------------------------------------------------------
 
     @property
     def done(self):
@@ -91,23 +91,23 @@ class TrainingJob:
             return "Stopping"
         return _ENDS.get(self.secondary, "InProgress")
 
-    def ask(self, what):
+    def ask(self, action):
         """Request `stop`, `interrupt`, or `kill` if the plane itself ends."""
         with self.changed:
             if self.asked not in {"stop", "kill"}:
-                self.asked = what
-            if what == "stop" and not self.done:
+                self.asked = action
+            if action == "stop" and not self.done:
                 self._phase("Stopping")
             self.changed.notify_all()
 
     def print(self, host, lines):
         """Print lines on a host."""
-        printing = next(one for one in self.hosts if one.name == host)
+        printing = next(host_of_job for host_of_job in self.hosts if host_of_job.name == host)
         for line in lines:
             printing.put(line)
 
     def summary(self):
-        found = {
+        summary_fields = {
             "TrainingJobName": self.name,
             "TrainingJobArn": self.arn,
             "CreationTime": self.created,
@@ -116,12 +116,12 @@ class TrainingJob:
             "TrainingJobStatus": self.status,
             "SecondaryStatus": self.secondary,
         }
-        return {key: value for key, value in found.items() if value is not None}
+        return {key: value for key, value in summary_fields.items() if value is not None}
 
     def describe(self):
         described = {key: value for key, value in self.said.items() if key != "Tags"} | self.summary()
         described |= {
-            "SecondaryStatusTransitions": [dict(one) for one in self.transitions],
+            "SecondaryStatusTransitions": [dict(transition) for transition in self.transitions],
             "FinalMetricDataList": [
                 {"MetricName": name, "Value": value, "Timestamp": self.modified}
                 for name, value in self.metrics.items()
@@ -143,7 +143,7 @@ class TrainingJob:
             }
         return described
 
-    # Its life ------------------------------------------------------------------------
+    # States --------------------------------------------------------------------------
 
     def _run(self):
         try:
@@ -222,15 +222,15 @@ class TrainingJob:
                 self.asked = None
         for host in self.hosts:
             host.start()
-        begun = _now()
+        start = _now()
         with self.changed:
-            while (why := self._why_ended(begun)) is None:
+            while (why := self._why_ended(start)) is None:
                 self.changed.wait(0.02)
         if why != "over":
             self._end_hosts()
         return self._verdict(why)
 
-    def _why_ended(self, begun):  # noqa: PLR0911 - as many as there are reasons
+    def _why_ended(self, start):  # noqa: PLR0911 - as many as there are reasons
         if self.asked == "kill":
             return "Stopped"
         if any(host.code for host in self.hosts):
@@ -242,7 +242,7 @@ class TrainingJob:
         if self.asked == "interrupt":
             self.asked = None
             return "Interrupted"
-        if self._passed(begun) > self.said["StoppingCondition"].get("MaxRuntimeInSeconds", 86400):
+        if self._passed(start) > self.said["StoppingCondition"].get("MaxRuntimeInSeconds", 86400):
             return "MaxRuntimeExceeded"
         return "MaxWaitTimeExceeded" if self._late() else None
 
@@ -254,10 +254,10 @@ class TrainingJob:
             return "Completed"
         first = failed[0]
         self._end_hosts()
-        told = next(
+        reason = next(
             (text for text in map(_failure, [first, *self.hosts]) if text), "See job logs for the reason"
         )
-        self.failure = f"AlgorithmError: {told}, exit code: {first.code}"
+        self.failure = f"AlgorithmError: {reason}, exit code: {first.code}"
         return "Failed"
 
     def _end_hosts(self):
@@ -270,7 +270,7 @@ class TrainingJob:
             if wait_all(self.hosts, seconds):
                 return
 
-    # Its hosts -----------------------------------------------------------------------
+    # Hosts ---------------------------------------------------------------------------
 
     def _prepare(self):
         for host in self.hosts:
@@ -301,8 +301,8 @@ class TrainingJob:
 
     def _measure(self, line):
         for metric in self.said["AlgorithmSpecification"].get("MetricDefinitions", []):
-            if found := re.search(metric["Regex"], line):
-                self.metrics[metric["Name"]] = float(found[1])
+            if match := re.search(metric["Regex"], line):
+                self.metrics[metric["Name"]] = float(match[1])
 
     def _fill(self, names):
         """Fill the folders of every host: its channels and its checkpoints."""
@@ -328,17 +328,17 @@ class TrainingJob:
         folder = host.root / "input" / "data" / channel["ChannelName"]
         self._fetch(source["S3Uri"], folder, (index, len(self.hosts)) if sharded else (0, 1))
 
-    def _fetch(self, uri, folder, share=(0, 1)):
+    def _fetch(self, uri, folder, shard=(0, 1)):
         folder.mkdir(parents=True, exist_ok=True)
         bucket, _, prefix = uri.removeprefix("s3://").partition("/")
         start = prefix if prefix.endswith("/") or not prefix else prefix + "/"
-        for key in sorted(self.platform.keys(bucket, prefix))[share[0] :: share[1]]:
+        for key in sorted(self.platform.keys(bucket, prefix))[shard[0] :: shard[1]]:
             name = key.removeprefix(start) if key.startswith(start) else key.rpartition("/")[2]
             if name and not name.endswith("/"):
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 self.platform.s3.download_file(bucket, key, str(folder / name))
 
-    # What it leaves ------------------------------------------------------------------
+    # Output --------------------------------------------------------------------------
 
     def _output(self):
         return f"{self.said['OutputDataConfig']['S3OutputPath'].rstrip('/')}/{self.name}/output"

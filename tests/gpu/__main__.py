@@ -38,9 +38,9 @@ def main(arguments):
     if lacking := missing(NEEDED):
         print(f"test-gpu: cannot run, for this Python lacks {', '.join(lacking)}")
         return 2
-    if is_old(found := importlib.metadata.version("torch")):
+    if is_old(version := importlib.metadata.version("torch")):
         print(
-            f"test-gpu: cannot run, for accel needs torch {'.'.join(map(str, OLDEST_TORCH))} or newer, and this is {found}"
+            f"test-gpu: cannot run, for accel needs torch {'.'.join(map(str, OLDEST_TORCH))} or newer, and this is {version}"
         )
         return 2
     if lacking := missing(FOR_COMMANDS):
@@ -91,12 +91,12 @@ def main(arguments):
 def summary(report):
     """Return a line for each feature, and the failures."""
     lines = [f"\n{report['gpus']} x {report['gpu']}, torch {report['torch']}, Python {report['python']}"]
-    for name, own in report["features"].items():
+    for name, results in report["features"].items():
         counts = ", ".join(
-            f"{len(own[kind])} {kind}" for kind in ("passed", "failed", "skipped") if own[kind]
+            f"{len(results[kind])} {kind}" for kind in ("passed", "failed", "skipped") if results[kind]
         )
         lines.append(f"{name:45} {counts}")
-    failed = [pair for own in report["features"].values() for pair in own["failed"].items()]
+    failed = [pair for results in report["features"].values() for pair in results["failed"].items()]
     lines += [f"FAILED {name}: {message.splitlines()[0][:300]}" for name, message in failed]
     return "\n".join(lines)
 

@@ -138,9 +138,9 @@ def pytest_runtest_setup(item):
     """Skip a test that needs more GPUs than exist, or more time than is left."""
     if "gpu" not in item.keywords:
         return
-    wanted = max((mark.args[0] for mark in item.iter_markers("gpu") if mark.args), default=1)
-    if wanted > COUNT and not (REHEARSAL and wanted == 1):
-        pytest.skip("needs a GPU" if wanted == 1 else "needs two GPUs")
+    expected = max((mark.args[0] for mark in item.iter_markers("gpu") if mark.args), default=1)
+    if expected > COUNT and not (REHEARSAL and expected == 1):
+        pytest.skip("needs a GPU" if expected == 1 else "needs two GPUs")
     if time.monotonic() - STARTED + limit_of(item) > float(os.environ.get("GPU_TESTS_S", "inf")):
         pytest.skip("the time for this run is used up")
 

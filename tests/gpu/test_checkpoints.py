@@ -34,14 +34,16 @@ def step(accelerator, model, optimizer, width=64):
 
 def values(model, optimizer):
     """Copy all trained values to the CPU."""
-    found = {name: p.detach().cpu().clone() for name, p in model.state_dict().items()}
-    for number, own in enumerate(optimizer.state.values()):
-        found |= {f"{number} {key}": torch.as_tensor(value).cpu().clone() for key, value in own.items()}
-    return found
+    tensors = {name: p.detach().cpu().clone() for name, p in model.state_dict().items()}
+    for number, parameter_state in enumerate(optimizer.state.values()):
+        tensors |= {
+            f"{number} {key}": torch.as_tensor(value).cpu().clone() for key, value in parameter_state.items()
+        }
+    return tensors
 
 
-def differing(wanted, got):
-    return [name for name in wanted if not torch.equal(wanted[name], got[name])]
+def differing(expected, actual):
+    return [name for name in expected if not torch.equal(expected[name], actual[name])]
 
 
 @pytest.mark.feature(SAVE)
@@ -49,16 +51,18 @@ def differing(wanted, got):
 def test_state_is_loaded_bit_for_bit_on_any_device(device, tmp_path, saver, loader):
     torch.manual_seed(16)
     accelerator, model, optimizer = prepared(cpu=saver == "cpu")
-    wanted = values(model, optimizer)
+    expected = values(model, optimizer)
     accelerator.save_state(tmp_path / "saved")
     torch.manual_seed(17)
     accelerator, model, optimizer = prepared(cpu=loader == "cpu")
-    assert differing(wanted, values(model, optimizer))
+    assert differing(expected, values(model, optimizer))
     accelerator.load_state(tmp_path / "saved")
-    assert differing(wanted, values(model, optimizer)) == []
-    where = torch.device("cpu") if loader == "cpu" else device
-    assert {p.device for p in model.parameters()} == {where}
-    assert {own["exp_avg"].device for own in optimizer.state.values()} == {where}
+    assert differing(expected, values(model, optimizer)) == []
+    state_device = torch.device("cpu") if loader == "cpu" else device
+    assert {p.device for p in model.parameters()} == {state_device}
+    assert {parameter_state["exp_avg"].device for parameter_state in optimizer.state.values()} == {
+        state_device
+    }
     step(accelerator, model, optimizer)
 
 
@@ -67,12 +71,12 @@ def test_the_gpu_generator_continues_bit_for_bit_after_loading(device, tmp_path)
     accelerator, *_ = prepared()
     torch.rand(5, device=device)
     accelerator.save_state(tmp_path / "saved")
-    wanted = torch.rand(1000, device=device), torch.rand(3), random.random()
+    expected = torch.rand(1000, device=device), torch.rand(3), random.random()
     accelerator.load_state(tmp_path / "saved")
-    got = torch.rand(1000, device=device), torch.rand(3), random.random()
-    assert torch.equal(wanted[0], got[0]), "the numbers of the device differ"
-    assert torch.equal(wanted[1], got[1]), "torch's numbers on the CPU differ"
-    assert wanted[2] == got[2]
+    actual = torch.rand(1000, device=device), torch.rand(3), random.random()
+    assert torch.equal(expected[0], actual[0]), "the numbers of the device differ"
+    assert torch.equal(expected[1], actual[1]), "torch's numbers on the CPU differ"
+    assert expected[2] == actual[2]
 
 
 @pytest.mark.feature(ASYNC)
@@ -96,16 +100,16 @@ def test_an_asynchronous_save_contains_only_earlier_computations(device, busy, t
 @pytest.mark.feature(ASYNC)
 def test_several_asynchronous_saves_run_while_the_model_trains(device, tmp_path):
     accelerator, model, optimizer = prepared()
-    wanted = []
+    expected = []
     for number in range(4):
         step(accelerator, model, optimizer)
-        wanted.append(values(model, optimizer))
+        expected.append(values(model, optimizer))
         accelerator.save_state(tmp_path / str(number), async_save=True)
     step(accelerator, model, optimizer)
     accelerator.wait_for_checkpoint()
     for number in range(4):
         accelerator.load_state(tmp_path / str(number))
-        assert differing(wanted[number], values(model, optimizer)) == [], f"save {number} has other values"
+        assert differing(expected[number], values(model, optimizer)) == [], f"save {number} has other values"
 
 
 @pytest.mark.feature(ASYNC)

@@ -27,7 +27,7 @@ def python(*arguments, **variables):
         | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         | variables
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *map(str, arguments)],
         env=environ,
         capture_output=True,
@@ -35,14 +35,16 @@ def python(*arguments, **variables):
         timeout=110,
         check=False,
     )
-    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return done.stdout
+    assert process.returncode == 0, (
+        f"exit code {process.returncode}\n{process.stdout[-3000:]}\n{process.stderr[-3000:]}"
+    )
+    return process.stdout
 
 
 @pytest.mark.feature(SAYS)
 def test_the_probe_lists_every_gpu(cuda):
-    said = json.loads(python("-m", "accel_runtime.probe"))
-    assert said == {
+    hardware = json.loads(python("-m", "accel_runtime.probe"))
+    assert hardware == {
         "accelerator": "cuda",
         "devices": [cuda.get_device_name(index) for index in range(cuda.device_count())],
         "rocm": torch.version.hip is not None,
@@ -54,9 +56,9 @@ def test_the_probe_lists_every_gpu(cuda):
 @pytest.mark.feature(SAYS)
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 def test_the_checks_of_accel_test_pass(device, precision):
-    said = python("-m", "accel_runtime.selfcheck", ACCEL_MIXED_PRECISION=precision)
-    assert "everything works here" in said
-    assert f"1 of 1 ranks answer, on {device.type}" in said
+    output = python("-m", "accel_runtime.selfcheck", ACCEL_MIXED_PRECISION=precision)
+    assert "everything works here" in output
+    assert f"1 of 1 ranks answer, on {device.type}" in output
 
 
 @pytest.mark.feature(SAYS)
@@ -64,9 +66,9 @@ def test_describe_names_the_device(device):
     accelerator = Accelerator(mixed_precision="bf16")
     model = torch.nn.Linear(2, 2)
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    said = str(accelerator.describe())
-    assert str(device) in said
-    assert "bfloat16" in said
+    description = str(accelerator.describe())
+    assert str(device) in description
+    assert "bfloat16" in description
 
 
 @pytest.mark.feature(SAYS)
@@ -90,11 +92,11 @@ print("rank", accelerator.process_index, before, str(accelerator.device), total.
 def test_a_process_of_accel_launch_uses_cuda(device, commands, tmp_path, method):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    said = python(
+    output = python(
         "-m", "accel_cli", "launch", "--no-profile", "--set", "launcher.kind=torchrun", "--set", f"launcher.start_method={method}", "--nproc-per-node", 1,
         *(["--cpu"] if REHEARSAL else []), script,
     )  # fmt: skip
-    assert f"rank 0 (False, False) {device} [1.0, 1.0, 1.0, 1.0]" in said
+    assert f"rank 0 (False, False) {device} [1.0, 1.0, 1.0, 1.0]" in output
 
 
 NOTEBOOK = """
@@ -116,11 +118,11 @@ def test_processes_of_notebook_launcher_use_cuda_after_device_queries(device, tm
     """Run two processes over gloo: the device queries of a notebook must not start CUDA before the fork."""
     script = tmp_path / "notebook.py"
     script.write_text(NOTEBOOK)
-    said = python(script, ACCEL_PROCESS_GROUP_BACKEND="gloo")
+    output = python(script, ACCEL_PROCESS_GROUP_BACKEND="gloo")
     count = max(torch.cuda.device_count(), 1)
     for rank in range(2):
-        place = "cpu" if REHEARSAL else f"cuda:{rank % count}"
-        assert f"rank {rank} {place} [2.0, 2.0, 2.0, 2.0]" in said
+        expected_device = "cpu" if REHEARSAL else f"cuda:{rank % count}"
+        assert f"rank {rank} {expected_device} [2.0, 2.0, 2.0, 2.0]" in output
 
 
 MODELS = """
@@ -178,13 +180,15 @@ print(json.dumps({"kept": kept, "peak": torch.cuda.max_memory_allocated() - base
 def test_an_estimate_matches_the_measured_memory(device, tmp_path, model):
     """Parameters, gradients and states must be within 2%, the peak within 25% of the measurement."""
     (tmp_path / "models.py").write_text(MODELS)
-    asked = {
+    request = {
         "target": f"{tmp_path}/models.py:{model}", "devices": 1, "memory": None, "headroom": 10, "batch_size": None,
         "seq_length": None, "optimizer": "adamw", "mixed_precision": "no", "dtype": None, "wrap": "auto", "activations": True,
     }  # fmt: skip
-    found = json.loads(python("-m", "accel_runtime.estimate", json.dumps(asked)))["result"]
+    estimate = json.loads(python("-m", "accel_runtime.estimate", json.dumps(request)))["result"]
     estimated = next(
-        one["bytes"] for one in found["layouts"] if not (one["sharded"] or one["activation_checkpointing"])
+        layout["bytes"]
+        for layout in estimate["layouts"]
+        if not (layout["sharded"] or layout["activation_checkpointing"])
     )
     exact = sum(estimated[name] for name in ("parameters", "gradients", "optimizer"))
     assert 0 < exact < estimated["total"]
@@ -192,10 +196,10 @@ def test_an_estimate_matches_the_measured_memory(device, tmp_path, model):
         return
     (tmp_path / "measure.py").write_text(MEASURE)
     measured = json.loads(python(tmp_path / "measure.py", tmp_path, model).splitlines()[-1])
-    told = (
+    estimated_bytes = (
         f"MiB: estimated {exact >> 20} and {estimated['total'] >> 20}, measured {measured['kept'] >> 20} and "
     )
-    told += f"{measured['peak'] >> 20} at the peak"
+    estimated_bytes += f"{measured['peak'] >> 20} at the peak"
     inputs = 64 << 20
-    assert abs(measured["kept"] - exact) <= 0.02 * exact + inputs, told
-    assert abs(measured["peak"] - estimated["total"]) <= 0.25 * measured["peak"], told
+    assert abs(measured["kept"] - exact) <= 0.02 * exact + inputs, estimated_bytes
+    assert abs(measured["peak"] - estimated["total"]) <= 0.25 * measured["peak"], estimated_bytes

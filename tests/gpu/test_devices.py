@@ -46,8 +46,8 @@ def test_a_rank_uses_the_gpu_of_its_local_rank_and_additional_ranks_share(cuda):
 
     count = cuda.device_count()
     for local in range(count + 1):
-        place = Topology(local, count + 1, local, count + 1, launched=True)
-        assert _select_device("auto", place, "gloo") == torch.device("cuda", local % count)
+        topology = Topology(local, count + 1, local, count + 1, launched=True)
+        assert _select_device("auto", topology, "gloo") == torch.device("cuda", local % count)
         assert cuda.current_device() == local % count
     cuda.set_device(0)
     assert _select_device("auto", Topology(), "auto") == torch.device("cuda", 0)
@@ -92,12 +92,12 @@ def test_nested_batches_are_moved_and_other_values_are_kept(device):
 
 @pytest.mark.feature("Random numbers of the GPU")
 def test_a_seed_determines_the_random_numbers_of_the_device(device):
-    drawn = []
+    draws = []
     for _ in range(2):
         set_seed(3)
-        drawn.append(torch.rand(1000, device=device))
-    assert torch.equal(*drawn)
-    assert not torch.equal(drawn[0], torch.rand(1000, device=device))
+        draws.append(torch.rand(1000, device=device))
+    assert torch.equal(*draws)
+    assert not torch.equal(draws[0], torch.rand(1000, device=device))
 
 
 @pytest.mark.feature("Random numbers of the GPU")
@@ -117,15 +117,15 @@ def test_batches_are_correct_while_copies_wait_behind_a_busy_stream(device, busy
     data = numbers()
     loader = DataLoader(TensorDataset(data), batch_size=2, pin_memory=pinned, num_workers=workers)
     prepared = Accelerator().prepare(loader)
-    kept = []
+    batches = []
     for epoch in range(2):
         for number, (batch,) in enumerate(prepared):
             if number == 0:
                 busy(0.5)
-            kept.append(batch * 1)
-        got = torch.cat(kept[-32:]).cpu()
-        wrong = (got != data).any(1).nonzero().flatten().tolist()
-        assert not wrong, f"epoch {epoch}: samples {wrong} of 64 are not those of the dataset"
+            batches.append(batch * 1)
+        actual = torch.cat(batches[-32:]).cpu()
+        wrong_rows = (actual != data).any(1).nonzero().flatten().tolist()
+        assert not wrong_rows, f"epoch {epoch}: samples {wrong_rows} of 64 are not those of the dataset"
 
 
 @pytest.mark.feature(COPIES)
@@ -134,13 +134,13 @@ def test_batches_are_correct_while_copies_wait_behind_a_busy_stream(device, busy
 )
 def test_the_script_does_not_wait_for_the_copy_of_a_pinned_batch(device, busy, cuda, options):
     prepared = Accelerator().prepare(DataLoader(TensorDataset(numbers(12)), batch_size=2, **options))
-    waited = []
+    waits = []
     for number, (batch,) in enumerate(prepared):
         if number > 1:  # the first starts the workers
-            waited.append(cuda.current_stream().query())
+            waits.append(cuda.current_stream().query())
         busy(0.4)
         batch.mul_(2)
-    assert waited == [False] * 4, f"the stream was idle when a batch was handed out: {waited}"
+    assert waits == [False] * 4, f"the stream was idle when a batch was handed out: {waits}"
 
 
 @pytest.mark.feature(COPIES)
@@ -148,14 +148,14 @@ def test_the_script_does_not_wait_for_the_copy_of_a_pinned_batch(device, busy, c
 def test_a_pinned_batch_is_copied_while_the_previous_computation_runs(busy, cuda, workers):
     loader = DataLoader(TensorDataset(numbers(12)), batch_size=2, pin_memory=True, num_workers=workers)
     prepared = Accelerator().prepare(loader)
-    beside = []
+    overlaps = []
     for number, (batch,) in enumerate(prepared):
         if number > 1:  # the first starts the workers
             prepared._backend.copy_stream.synchronize()
-            beside.append(not cuda.current_stream().query())
+            overlaps.append(not cuda.current_stream().query())
         busy(0.4)
         batch.mul_(2)
-    assert beside == [True] * 4, f"the stream was busy when the copy was done: {beside}"
+    assert overlaps == [True] * 4, f"the stream was busy when the copy was done: {overlaps}"
 
 
 @pytest.mark.feature(COPIES)
@@ -163,15 +163,15 @@ def test_a_pinned_batch_is_copied_while_the_previous_computation_runs(busy, cuda
 def test_batches_are_correct_on_a_stream_of_the_script(busy, cuda, workers):
     data = numbers()
     loader = DataLoader(TensorDataset(data), batch_size=2, pin_memory=True, num_workers=workers)
-    prepared, kept = Accelerator().prepare(loader), []
+    prepared, batches = Accelerator().prepare(loader), []
     stream = cuda.Stream()
     with cuda.stream(stream):
         for number, (batch,) in enumerate(prepared):
             if number % 8 == 0:
                 busy(0.1)
-            kept.append(batch * 1)
+            batches.append(batch * 1)
     stream.synchronize()
-    assert torch.equal(torch.cat(kept).cpu(), data)
+    assert torch.equal(torch.cat(batches).cpu(), data)
 
 
 @pytest.mark.feature(COPIES)
@@ -204,8 +204,8 @@ def test_a_state_saved_during_prefetching_resumes_at_the_next_batch_of_the_scrip
     for number in (0, 3):
         later = shuffled()
         later.load_state_dict(states[number])
-        rest = [batch * 1 for (batch,) in later]
-        assert torch.equal(torch.cat(rest), torch.cat(handed[number + 1 :]))
+        remaining = [batch * 1 for (batch,) in later]
+        assert torch.equal(torch.cat(remaining), torch.cat(handed[number + 1 :]))
 
 
 @pytest.mark.feature(COPIES)
@@ -213,11 +213,11 @@ def test_non_blocking_without_pinned_memory_returns_correct_batches(device, busy
     data = numbers()
     config = DataLoaderConfiguration(non_blocking=True)
     prepared = Accelerator(dataloader_config=config).prepare(DataLoader(TensorDataset(data), batch_size=4))
-    kept = []
+    batches = []
     for (batch,) in prepared:
         busy(0.05)
-        kept.append(batch.clone())
-    assert torch.equal(torch.cat(kept).cpu(), data)
+        batches.append(batch.clone())
+    assert torch.equal(torch.cat(batches).cpu(), data)
 
 
 @pytest.mark.feature(COPIES)
@@ -228,5 +228,5 @@ def test_workers_forked_after_cuda_started_do_not_use_it(device):
         DataLoader(TensorDataset(data), batch_size=4, num_workers=2, shuffle=True, persistent_workers=True)
     )
     for _ in range(2):
-        seen = torch.cat([batch for (batch,) in prepared]).cpu()
-        assert torch.equal(seen[seen[:, 0].argsort()], data[data[:, 0].argsort()])
+        samples = torch.cat([batch for (batch,) in prepared]).cpu()
+        assert torch.equal(samples[samples[:, 0].argsort()], data[data[:, 0].argsort()])

@@ -20,8 +20,8 @@ def trained(precision, steps=10, kind=torch.optim.SGD, **options):
     """Return losses, parameters before and after, and the dtypes of the first layer."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
-    seen = set()
-    model[0].register_forward_hook(lambda _module, _inputs, output: seen.add(output.dtype))
+    dtypes = set()
+    model[0].register_forward_hook(lambda _module, _inputs, output: dtypes.add(output.dtype))
     accelerator = Accelerator(mixed_precision=precision)
     model, optimizer = accelerator.prepare(model, kind(model.parameters(), lr=0.05, **options))
     before = [p.detach().clone() for p in model.parameters()]
@@ -38,7 +38,7 @@ def trained(precision, steps=10, kind=torch.optim.SGD, **options):
         assert not accelerator.optimizer_step_was_skipped
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses, before, [p.detach().clone() for p in model.parameters()], seen
+    return losses, before, [p.detach().clone() for p in model.parameters()], dtypes
 
 
 @pytest.mark.parametrize(
@@ -49,15 +49,15 @@ def trained(precision, steps=10, kind=torch.optim.SGD, **options):
     ],
 )
 def test_mixed_precision_training_is_within_rounding_of_float32(precision):
-    exact, before, wanted, plain = trained("no")
-    losses, same, got, seen = trained(precision)
-    assert (plain, seen) == ({torch.float32}, {DTYPES[precision]})
+    exact, before, expected, plain = trained("no")
+    losses, same, actual, dtypes = trained(precision)
+    assert (plain, dtypes) == ({torch.float32}, {DTYPES[precision]})
     assert all(torch.equal(a, b) for a, b in zip(before, same, strict=True))
     bound = BOUNDS[precision]
     worst = max(abs(a - b) / a for a, b in zip(exact, losses, strict=True))
     assert worst < bound, f"a loss is {worst:.1%} off; the bound is {bound:.0%}"
-    update = torch.cat([(a - b).flatten() for a, b in zip(wanted, before, strict=True)])
-    error = torch.cat([(a - b).flatten() for a, b in zip(got, wanted, strict=True)])
+    update = torch.cat([(a - b).flatten() for a, b in zip(expected, before, strict=True)])
+    error = torch.cat([(a - b).flatten() for a, b in zip(actual, expected, strict=True)])
     off = (error.norm() / update.norm()).item()
     assert off < bound, f"the updates are {off:.1%} off; the bound is {bound:.0%}"
 

@@ -78,8 +78,8 @@ def state(accelerator, model):
     return accelerator.get_state_dict(model)
 
 
-def off(wanted, got):
-    return max(abs(a - b) / abs(a) for a, b in zip(wanted, got, strict=True))
+def off(expected, actual):
+    return max(abs(a - b) / abs(a) for a, b in zip(expected, actual, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -99,21 +99,21 @@ def off(wanted, got):
     ],
 )
 def test_a_sharded_model_trains_like_an_unsharded_one(device, options, bound):
-    losses, norms, whole, _, one = trained()
-    got, got_norms, model, _, other = trained(plugin(**options))
-    assert off(losses, got) < bound
+    losses, norms, unsharded_model, _, unsharded_optimizer = trained()
+    actual, got_norms, model, _, other = trained(plugin(**options))
+    assert off(losses, actual) < bound
     assert off(norms, got_norms) < bound
-    wanted, found = state(one, whole), state(other, model)
-    assert list(wanted) == list(found)
-    worst = max((wanted[name].cpu() - found[name].cpu()).abs().max().item() for name in wanted)
+    expected, actual_state = state(unsharded_optimizer, unsharded_model), state(other, model)
+    assert list(expected) == list(actual_state)
+    worst = max((expected[name].cpu() - actual_state[name].cpu()).abs().max().item() for name in expected)
     assert worst < 1e-4, f"a parameter is {worst:.1e} off after 5 steps of 1e-3"
 
 
 @pytest.mark.feature("fully_shard with bf16")
 def test_blocks_compute_in_bf16_with_parameters_in_float32(device):
     losses, _, _, _, _ = trained()
-    got, _, model, _, _ = trained(plugin(), "bf16")
-    assert off(losses, got) < 5e-2
+    actual, _, model, _, _ = trained(plugin(), "bf16")
+    assert off(losses, actual) < 5e-2
     assert {pair for block in model.blocks for pair in block.seen} == {(torch.bfloat16, torch.bfloat16)}
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
@@ -123,10 +123,13 @@ def test_offloaded_parameters_and_states_are_on_the_cpu_between_steps(device):
     _, _, model, optimizer, _ = trained(plugin(cpu_offload=True))
     local = [p.to_local() for p in model.parameters()]
     assert {p.device.type for p in local} == {"cpu"}
-    kept = [
-        value for own in optimizer.state.values() for value in own.values() if isinstance(value, torch.Tensor)
+    tensors = [
+        value
+        for parameter_state in optimizer.state.values()
+        for value in parameter_state.values()
+        if isinstance(value, torch.Tensor)
     ]
-    assert {value.device.type for value in kept} == {"cpu"}
+    assert {value.device.type for value in tensors} == {"cpu"}
     if not REHEARSAL:
         assert all(p.is_pinned() for p in local), "copies to the GPU do not wait only from pinned memory"
 
@@ -148,8 +151,8 @@ def test_overflows_are_detected_and_gradients_unscaled_with_offloading(device, b
         norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1e9)))
         optimizer.step()
         optimizer.zero_grad()
-        wanted = number % 4 == 1
-        assert accelerator.optimizer_step_was_skipped == wanted, f"step {number}: skipped is {not wanted}"
+        expected = number % 4 == 1
+        assert accelerator.optimizer_step_was_skipped == expected, f"step {number}: skipped is {not expected}"
     finite = [norm for number, norm in enumerate(norms) if number % 4 != 1]
     assert max(finite) / min(finite) < 1.5, f"norms of nearly equal gradients differ: {finite}"
 
@@ -157,14 +160,14 @@ def test_overflows_are_detected_and_gradients_unscaled_with_offloading(device, b
 @pytest.mark.feature("fully_shard with activation checkpointing")
 def test_activation_checkpointing_lowers_the_peak_memory(cuda):
     peaks = {}
-    for again in (False, True):
-        accelerator = Accelerator(fsdp_plugin=plugin(activation_checkpointing=again))
+    for is_checkpointed in (False, True):
+        accelerator = Accelerator(fsdp_plugin=plugin(activation_checkpointing=is_checkpointed))
         model = accelerator.prepare(Model(width=256, blocks=8))
         x = torch.ones(16384, 8, device="cuda")
         accelerator.backward(model(x).square().mean())
         cuda.reset_peak_memory_stats()
         accelerator.backward(model(x).square().mean())
-        peaks[again] = cuda.max_memory_allocated() >> 20
+        peaks[is_checkpointed] = cuda.max_memory_allocated() >> 20
         del model
     # A block keeps its input, the norm and two tensors of four times the width; checkpointed, its input.
     assert peaks[True] < 0.5 * peaks[False], f"MiB with and without: {peaks[True]}, {peaks[False]}"
@@ -174,10 +177,10 @@ def test_activation_checkpointing_lowers_the_peak_memory(cuda):
 @pytest.mark.parametrize("offload", [False, True], ids=["on-device", "offloaded"])
 def test_a_sharded_checkpoint_can_be_loaded_by_models_of_every_layout(device, tmp_path, offload):
     _, _, model, _, accelerator = trained(plugin(cpu_offload=offload), "bf16")
-    wanted = {name: value.cpu().clone() for name, value in state(accelerator, model).items()}
+    expected = {name: value.cpu().clone() for name, value in state(accelerator, model).items()}
     accelerator.save_state(tmp_path / "saved")
     for sharding in (plugin(), plugin(cpu_offload=True), None):
         _, _, other, _, loading = trained(sharding, "bf16", steps=1)
         loading.load_state(tmp_path / "saved")
-        got = state(loading, other)
-        assert [name for name in wanted if not torch.equal(wanted[name], got[name].cpu())] == []
+        actual = state(loading, other)
+        assert [name for name in expected if not torch.equal(expected[name], actual[name].cpu())] == []

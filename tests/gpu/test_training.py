@@ -83,8 +83,8 @@ def test_a_short_batch_is_compiled_only_once_by_default(device, graphs):
     loop(Accelerator(dynamo_plugin=TorchDynamoPlugin(backend=COMPILER)), epochs=1)
     count, breaks = graphs()
     assert (count <= 2, breaks) == (True, {}), f"{count} graphs for two sizes of a batch"
-    again, _ = graphs()
-    assert again == count
+    later_graphs, _ = graphs()
+    assert later_graphs == count
 
 
 @pytest.mark.feature("Gradient accumulation and clipping")
@@ -119,10 +119,10 @@ def test_clipping_returns_the_norm_and_scales_gradients_to_the_limit(device):
     net = Net()
     model, _ = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
     accelerator.backward(model(torch.ones(4, 64, device=device)).square().sum())
-    wanted = torch.cat([p.grad.flatten() for p in net.parameters()]).double().norm().item()
+    expected = torch.cat([p.grad.flatten() for p in net.parameters()]).double().norm().item()
     norm = float(accelerator.clip_grad_norm_(model.parameters(), 0.25))
     after = torch.cat([p.grad.flatten() for p in net.parameters()]).double().norm().item()
-    assert norm == pytest.approx(wanted, rel=1e-5)
+    assert norm == pytest.approx(expected, rel=1e-5)
     assert after == pytest.approx(0.25, rel=1e-4)
     accelerator.clip_grad_value_(model.parameters(), 1e-4)
     assert max(p.grad.abs().max().item() for p in net.parameters()) <= 1e-4
@@ -132,10 +132,10 @@ def test_clipping_returns_the_norm_and_scales_gradients_to_the_limit(device):
 def test_gather_for_metrics_returns_every_sample_once_on_the_device(device):
     accelerator = Accelerator()
     loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(11)), batch_size=4))
-    seen = [accelerator.gather_for_metrics({"x": batch, "twice": batch * 2}) for (batch,) in loader]
-    assert {part["x"].device for part in seen} == {device}
-    assert torch.cat([part["x"] for part in seen]).tolist() == list(range(11))
-    assert torch.cat([part["twice"] for part in seen]).tolist() == list(range(0, 22, 2))
+    gathered = [accelerator.gather_for_metrics({"x": batch, "twice": batch * 2}) for (batch,) in loader]
+    assert {part["x"].device for part in gathered} == {device}
+    assert torch.cat([part["x"] for part in gathered]).tolist() == list(range(11))
+    assert torch.cat([part["twice"] for part in gathered]).tolist() == list(range(0, 22, 2))
 
 
 @pytest.mark.feature("find_executable_batch_size")
@@ -151,11 +151,15 @@ def test_a_smaller_batch_size_is_found_after_out_of_memory(cuda, capfd):
         parts = [torch.empty(unit, dtype=torch.uint8, device="cuda") for _ in range(batch_size)]
         return batch_size, parts[-1].numel()
 
-    found, _ = train()
+    found_size, _ = train()
     assert [size for size, _ in tried] == [14, 12, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1][: len(tried)]
-    assert found <= free // unit, f"{found} tenths of the memory fit, though {free / total:.0%} was free"
-    assert found > free // unit - 2, f"{found} tenths fit, and {free / total:.0%} was free"
-    assert {held for _, held in tried} == {before}, "what a failed size had allocated is free at the next"
+    assert found_size <= free // unit, (
+        f"{found_size} tenths of the memory fit, though {free / total:.0%} was free"
+    )
+    assert found_size > free // unit - 2, f"{found_size} tenths fit, and {free / total:.0%} was free"
+    assert {allocated for _, allocated in tried} == {before}, (
+        "what a failed size had allocated is free at the next"
+    )
     assert capfd.readouterr().err.count("out of memory") == len(tried) - 1
 
 
@@ -195,8 +199,8 @@ def run(folder, stop=None, resume=None):
 
 @pytest.mark.feature("Resuming bit for bit")
 def test_a_resumed_run_continues_bit_for_bit_with_gpu_random_numbers(device, tmp_path):
-    losses, wanted = run(tmp_path / "a", stop=3)
+    losses, expected = run(tmp_path / "a", stop=3)
     assert len(losses) == 8
-    rest, got = run(tmp_path / "b", resume=tmp_path / "a")
-    assert rest == losses[3:]
-    assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
+    remaining, actual = run(tmp_path / "b", resume=tmp_path / "a")
+    assert remaining == losses[3:]
+    assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))

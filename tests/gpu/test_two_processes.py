@@ -44,22 +44,24 @@ def trained(steps, precision, sharded):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(accelerator.reduce(loss.detach(), "mean").item())
-    seen = torch.cat([accelerator.gather_for_metrics(batch) for (batch,) in evaluation]).tolist()
+    gathered = torch.cat([accelerator.gather_for_metrics(batch) for (batch,) in evaluation]).tolist()
     state = {name: value.cpu() for name, value in accelerator.get_state_dict(model).items()}
-    return losses, state, seen, str(accelerator.device)
+    return losses, state, gathered, str(accelerator.device)
 
 
 @TWO
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_two_processes_train_as_one_and_evaluate_every_sample_once(ranks, device, precision, sharded):
-    losses, state, seen, _ = trained(6, precision, sharded=False)
-    assert seen == list(range(11))
+    losses, state, samples, _ = trained(6, precision, sharded=False)
+    assert samples == list(range(11))
     bound = 1e-5 if precision == "no" else 3e-2
-    for rank, (own, other, gathered, where) in enumerate(ranks.run(trained, 6, precision, sharded)):
-        assert where == ranks.device(rank)
-        assert gathered == seen, f"rank {rank} evaluated {gathered}"
-        worst = max(abs(a - b) / a for a, b in zip(losses, own, strict=True))
+    for rank, (rank_losses, other, gathered, rank_device) in enumerate(
+        ranks.run(trained, 6, precision, sharded)
+    ):
+        assert rank_device == ranks.device(rank)
+        assert gathered == samples, f"rank {rank} evaluated {gathered}"
+        worst = max(abs(a - b) / a for a, b in zip(losses, rank_losses, strict=True))
         assert worst < bound, f"rank {rank}: a loss is {worst:.1e} off; the bound is {bound:.0e}"
         names = list(state) if not sharded or rank == 0 else []
         error = max(((state[n] - other[n]).abs().max().item() for n in names), default=0.0)
@@ -88,20 +90,26 @@ def saved_and_loaded(folder):
     step()
     torch.manual_seed(30 + accelerator.process_index)  # the ranks draw different numbers
     torch.rand(3, device=accelerator.device)
-    wanted = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
     accelerator.save_state(folder, async_save=True)
-    drawn = torch.rand(8, device=accelerator.device)
+    random_numbers = torch.rand(8, device=accelerator.device)
     step()
     accelerator.wait_for_checkpoint()
     accelerator.load_state(folder)
-    wrong = [name for name, value in model.state_dict().items() if not torch.equal(value, wanted[name])]
-    return wrong, torch.equal(torch.rand(8, device=accelerator.device), drawn), drawn.tolist()
+    differences = [
+        name for name, value in model.state_dict().items() if not torch.equal(value, expected[name])
+    ]
+    return (
+        differences,
+        torch.equal(torch.rand(8, device=accelerator.device), random_numbers),
+        random_numbers.tolist(),
+    )
 
 
 @TWO
 def test_each_rank_loads_its_own_random_state_and_the_saved_state(ranks, tmp_path):
-    (wrong, equal, first), (other, same, second) = ranks.run(saved_and_loaded, str(tmp_path / "saved"))
-    assert (wrong, other) == ([], [])
+    (differences, equal, first), (other, same, second) = ranks.run(saved_and_loaded, str(tmp_path / "saved"))
+    assert (differences, other) == ([], [])
     assert (equal, same) == (True, True)
     assert first != second
 
@@ -162,9 +170,9 @@ def test_cuda_works_in_ranks_that_were_forked_before_it_started(ranks):
 
         from accel_runtime import Accelerator
 
-        place = Accelerator().device
+        device = Accelerator().device
         return (
-            torch.ones(3, device=place).sum().item(),
+            torch.ones(3, device=device).sum().item(),
             os.environ["LOCAL_RANK"],
             torch.cuda._is_in_bad_fork(),
         )

@@ -164,7 +164,7 @@ def describe(name, value):
         title += " (frozen dataclass)" if value.__dataclass_params__.frozen else " (dataclass)"
         fields = {field.name: default_of(field) for field in dataclasses.fields(value)}
     members = {
-        key: describe_member(value, key) for key in describe_surface.members_of(value, "accel_runtime")
+        key: describe_member(value, key) for key in describe_surface.describe_members(value, "accel_runtime")
     }
     shown = {key: f"    {key}{default}" for key, default in fields.items()} | {
         key: line for key, line in members.items() if key not in fields
@@ -180,7 +180,7 @@ def describe_member(value, name):
         return f"    {name}: {'property' if member.fset else 'read-only property'}"
     kind = {staticmethod: "static ", classmethod: "class "}.get(type(member), "")
     function = (
-        describe_surface.undecorated(name, member.__func__ if kind else member)
+        describe_surface.unwrap(name, member.__func__ if kind else member)
         if callable(member) or kind
         else None
     )

@@ -63,8 +63,8 @@ def parse_args():
 
 
 def list_checkpoints(directory):
-    found = [path for path in directory.iterdir() if path.name.startswith("checkpoint-")]
-    return sorted(found, key=lambda path: int(path.name.split("-")[1]))
+    checkpoints = [path for path in directory.iterdir() if path.name.startswith("checkpoint-")]
+    return sorted(checkpoints, key=lambda path: int(path.name.split("-")[1]))
 
 
 def main():
@@ -107,8 +107,8 @@ def main():
     if args.resume_from_checkpoint:
         path = args.resume_from_checkpoint
         if path == "latest":
-            found = list_checkpoints(args.output_dir)
-            path = found[-1].name if found else None
+            checkpoints = list_checkpoints(args.output_dir)
+            path = checkpoints[-1].name if checkpoints else None
         if path is None:
             accelerator.print("No checkpoint found: starting a new run")
         else:
@@ -141,9 +141,9 @@ def main():
                 if accelerator.is_main_process:
                     print(f"step {global_step} images {batch['index'].tolist()}", flush=True)
                     if global_step % args.checkpointing_steps == 0:
-                        found = list_checkpoints(args.output_dir)
+                        checkpoints = list_checkpoints(args.output_dir)
                         limit = args.checkpoints_total_limit
-                        for old in found[: len(found) - limit + 1] if limit else []:
+                        for old in checkpoints[: len(checkpoints) - limit + 1] if limit else []:
                             shutil.rmtree(old)
                         accelerator.save_state(args.output_dir / f"checkpoint-{global_step}")
                 if global_step == args.die_at_step:

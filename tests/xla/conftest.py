@@ -25,8 +25,8 @@ def gloo():
     """Clusters of processes that use gloo, by their size."""
     sizes = {1: cluster.Alone(), 2: cluster.Cluster(2)}
     yield sizes
-    for some in sizes.values():
-        some.close()
+    for gloo_cluster in sizes.values():
+        gloo_cluster.close()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -49,7 +49,7 @@ def data():
     return TensorDataset(torch.arange(COUNT), torch.rand(COUNT, 3, generator=generator))
 
 
-def begun(seed, *, workers=0, rule="AdamW", dropout=0.3, size=4, **options):
+def start_training(seed, *, workers=0, rule="AdamW", dropout=0.3, size=4, **options):
     import warnings
 
     warnings.filterwarnings("ignore", "This DataLoader will create")
@@ -64,7 +64,7 @@ def begun(seed, *, workers=0, rule="AdamW", dropout=0.3, size=4, **options):
     return accelerator, *accelerator.prepare(model, optimizer, loader, schedule)
 
 
-def walked(run, saved=None):
+def train_to_end(run, saved=None):
     """Train to the end of the last epoch; `saved` is called with the number of each step."""
     accelerator, model, optimizer, loader, schedule = run
     rows, number = [], 0
@@ -76,33 +76,33 @@ def walked(run, saved=None):
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-            whole = accelerator.gather_for_metrics(index).tolist()
-            rows.append((loader.epoch, whole, loss.item(), optimizer.param_groups[0]["lr"]))
+            samples = accelerator.gather_for_metrics(index).tolist()
+            rows.append((loader.epoch, samples, loss.item(), optimizer.param_groups[0]["lr"]))
             number += 1
             if saved:
                 saved(number)
     return rows, {name: value.cpu().tolist() for name, value in model.state_dict().items()}
 
 
-def uninterrupted(folder, points, options, *, background=False):
-    run = begun(5, **options)
+def train_and_save(folder, points, options, *, background=False):
+    run = start_training(5, **options)
 
     def save(number):
         if number in points:
             run[0].save_state(f"{folder}/{number}", async_save=background)
 
-    found = walked(run, save)
+    result = train_to_end(run, save)
     run[0].wait_for_checkpoint()
-    return found
+    return result
 
 
 def resumed(folder, number, options):
-    run = begun(77, **options)
+    run = start_training(77, **options)
     before = [id(parameter) for parameter in run[1].parameters()]
     run[0].resume(f"{folder}/{number}")
     assert [id(parameter) for parameter in run[1].parameters()] == before
     assert run[1].first.weight is run[1].second.weight
-    return walked(run)
+    return train_to_end(run)
 
 
 WAYS = {
@@ -118,36 +118,42 @@ WAYS = {
 def test_a_resumed_run_equals_an_uninterrupted_one(ranks, kind, background, tmp_path):
     """Compare batches, losses, dropout and weights bit for bit, at several points of an epoch."""
     points = (1, 4, 6) if kind == "shuffled" else (4,)
-    whole = ranks.run(lambda *a: uninterrupted(*a, background=background), str(tmp_path), points, WAYS[kind])
-    never = ranks.run(uninterrupted, str(tmp_path), (), WAYS[kind])
-    assert whole == never
+    uninterrupted = ranks.run(
+        lambda *a: train_and_save(*a, background=background), str(tmp_path), points, WAYS[kind]
+    )
+    never = ranks.run(train_and_save, str(tmp_path), (), WAYS[kind])
+    assert uninterrupted == never
     for number in points:
-        for (rows, end), (all_rows, wanted) in zip(
-            ranks.run(resumed, str(tmp_path), number, WAYS[kind]), whole, strict=True
+        for (rows, end), (all_rows, expected) in zip(
+            ranks.run(resumed, str(tmp_path), number, WAYS[kind]), uninterrupted, strict=True
         ):
             assert rows == all_rows[number:]
-            assert end == wanted
+            assert end == expected
 
 
 def test_one_replica_resumes_two_with_the_same_global_batches(replicas, tmp_path):
-    whole = replicas[2].run(uninterrupted, str(tmp_path), (3,), {})
-    again = replicas[1].run(resumed, str(tmp_path), 3, {})
-    left = [row[1] for row in whole[0][0][3:] if row[0] == 0]
-    assert [row[1] for row in again[0][0] if row[0] == 0] == left
+    uninterrupted = replicas[2].run(train_and_save, str(tmp_path), (3,), {})
+    resumed_results = replicas[1].run(resumed, str(tmp_path), 3, {})
+    remaining = [row[1] for row in uninterrupted[0][0][3:] if row[0] == 0]
+    assert [row[1] for row in resumed_results[0][0] if row[0] == 0] == remaining
 
 
 def state_of(folder, options):
     """Return the state of a run after loading, and the state that it saves again."""
-    accelerator, model, optimizer, loader, _ = begun(77, **options)
+    accelerator, model, optimizer, loader, _ = start_training(77, **options)
     accelerator.resume(folder)
     accelerator.save_state(f"{folder}-again")
     return (
         {name: value.cpu().tolist() for name, value in model.state_dict().items()},
         [
-            {key: (str(value.dtype), value.cpu().tolist()) for key, value in own.items()}
-            for own in optimizer.state.values()
+            {key: (str(value.dtype), value.cpu().tolist()) for key, value in parameter_state.items()}
+            for parameter_state in optimizer.state.values()
         ],
-        [str(value.device.type) for own in optimizer.state.values() for value in own.values()],
+        [
+            str(value.device.type)
+            for parameter_state in optimizer.state.values()
+            for value in parameter_state.values()
+        ],
         loader.state_dict()["position"],
         [p.grad.cpu().tolist() for p in model.parameters() if p.grad is not None],
     )
@@ -164,7 +170,7 @@ def on_the_cpu(function, *args, folder):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("ACCEL_")} | {
         "ACCEL_DEVICE": "cpu"
     }
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", text, str(call)],
         capture_output=True,
         text=True,
@@ -172,7 +178,7 @@ def on_the_cpu(function, *args, folder):
         check=False,
         env=environment,
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     return cloudpickle.loads(call.read_bytes())
 
 
@@ -181,16 +187,16 @@ OPTIONS = {"gradient_accumulation_steps": 3}
 
 def tensors_in(folder):
     """Return all tensors of a checkpoint except for random states."""
-    found = {}
+    tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         if not path.name.startswith("random"):
-            found |= {f"{path.name}/{name}": value.tolist() for name, value in load_file(path).items()}
-    return found
+            tensors |= {f"{path.name}/{name}": value.tolist() for name, value in load_file(path).items()}
+    return tensors
 
 
 def test_checkpoints_can_be_exchanged_between_xla_and_the_cpu(ranks, tmp_path):
     saved = tmp_path / "4"
-    ranks.run(uninterrupted, str(tmp_path), (4,), OPTIONS)
+    ranks.run(train_and_save, str(tmp_path), (4,), OPTIONS)
     assert (
         "xla:" not in (saved / "checkpoint.json").read_text()
         if (saved / "checkpoint.json").exists()
@@ -213,11 +219,11 @@ def test_checkpoints_can_be_exchanged_between_xla_and_the_cpu(ranks, tmp_path):
 
 def test_a_cpu_run_can_be_resumed_on_replicas(ranks, tmp_path):
     options = {"dropout": 0.0}
-    rows, _ = on_the_cpu(uninterrupted, str(tmp_path), (3,), options, folder=tmp_path)
-    for got, _ in ranks.run(resumed, str(tmp_path), 3, options):
-        assert [row[1] for row in got if row[0] == 0] == [row[1] for row in rows[3:] if row[0] == 0]
+    rows, _ = on_the_cpu(train_and_save, str(tmp_path), (3,), options, folder=tmp_path)
+    for actual, _ in ranks.run(resumed, str(tmp_path), 3, options):
+        assert [row[1] for row in actual if row[0] == 0] == [row[1] for row in rows[3:] if row[0] == 0]
         if ranks.size == 1:
-            assert [row[2] for row in got if row[0] == 0][:-1] == pytest.approx(
+            assert [row[2] for row in actual if row[0] == 0][:-1] == pytest.approx(
                 [row[2] for row in rows[3:] if row[0] == 0][:-1], rel=1e-3
             )  # the last batch is completed there
 
@@ -234,21 +240,21 @@ def accel(*args):
 
 
 def test_the_command_line_verifies_shows_and_exports_a_checkpoint(ranks, tmp_path):
-    ranks.run(uninterrupted, str(tmp_path), (4,), {})
+    ranks.run(train_and_save, str(tmp_path), (4,), {})
     saved = tmp_path / "4"
     for command in (
         ("verify", saved),
         ("show", saved),
         ("export", saved, "-o", tmp_path / "exported.safetensors"),
     ):
-        done = accel("checkpoint", *command)
-        assert done.returncode == 0, done.stdout + done.stderr
+        process = accel("checkpoint", *command)
+        assert process.returncode == 0, process.stdout + process.stderr
     assert "first.weight" in load_file(tmp_path / "exported.safetensors")
 
 
 def test_saved_weights_and_files_contain_cpu_tensors(ranks, tmp_path):
-    def given(folder):
-        accelerator, model, optimizer, loader, _ = begun(5)
+    def save_all(folder):
+        accelerator, model, optimizer, loader, _ = start_training(5)
         for _, x in loader:
             accelerator.backward(model(x).square().mean())
             optimizer.step()
@@ -262,17 +268,17 @@ def test_saved_weights_and_files_contain_cpu_tensors(ranks, tmp_path):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
-        own = [id(parameter) for parameter in model.parameters()]
+        parameter_ids = [id(parameter) for parameter in model.parameters()]
         accelerator.load_model(model, folder)
-        assert [id(parameter) for parameter in model.parameters()] == own
-        again = {name: value.cpu().tolist() for name, value in model.state_dict().items()}
+        assert [id(parameter) for parameter in model.parameters()] == parameter_ids
+        loaded_values = {name: value.cpu().tolist() for name, value in model.state_dict().items()}
         accelerator.load(f"{folder}/state.pt")
-        return values, again, {value.device.type for value in state.values()}
+        return values, loaded_values, {value.device.type for value in state.values()}
 
-    everyone = ranks.run(given, str(tmp_path))
+    everyone = ranks.run(save_all, str(tmp_path))
     values = everyone[0][0]
-    for _, again, devices in everyone:
-        assert again == values
+    for _, loaded_values, devices in everyone:
+        assert loaded_values == values
         assert devices == {"xla"}
     plain = torch.load(tmp_path / "state.pt", weights_only=True)
     assert {value.device.type for value in plain["state"].values()} == {"cpu"}
@@ -282,8 +288,8 @@ def test_saved_weights_and_files_contain_cpu_tensors(ranks, tmp_path):
     assert "first.weight" in exported
     assert "second.weight" not in exported
     assert {name: exported[name].tolist() for name in exported} == {name: values[name] for name in exported}
-    whole = load_file(tmp_path / "state.safetensors")
-    assert {name: value.tolist() for name, value in whole.items()} == values
+    loaded = load_file(tmp_path / "state.safetensors")
+    assert {name: value.tolist() for name, value in loaded.items()} == values
 
 
 def test_equal_tensors_of_one_shape_are_saved_separately(ranks, tmp_path):
@@ -299,28 +305,28 @@ def test_equal_tensors_of_one_shape_are_saved_separately(ranks, tmp_path):
     def loaded(folder):
         accelerator = Accelerator()
         model = accelerator.prepare(Two())
-        wanted = {name: value.cpu().tolist() for name, value in model.state_dict().items()}
+        expected = {name: value.cpu().tolist() for name, value in model.state_dict().items()}
         accelerator.save_state(folder)
         with torch.no_grad():
             for value in model.state_dict().values():
                 value.zero_()
         accelerator.load_state(folder)
-        return wanted, {name: value.cpu().tolist() for name, value in model.state_dict().items()}
+        return expected, {name: value.cpu().tolist() for name, value in model.state_dict().items()}
 
-    for wanted, got in ranks.run(loaded, str(tmp_path / "saved")):
-        assert got == wanted
-        assert wanted["one.weight"] != wanted["other.weight"]
+    for expected, actual in ranks.run(loaded, str(tmp_path / "saved")):
+        assert actual == expected
+        assert expected["one.weight"] != expected["other.weight"]
 
 
 def test_the_newest_checkpoint_is_found_by_its_number(ranks, tmp_path):
     def first(folder):
         project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)
-        run = begun(5, project_config=project)
-        walked(run, lambda number: run[0].save_state() if number in {2, 3} else None)
+        run = start_training(5, project_config=project)
+        train_to_end(run, lambda number: run[0].save_state() if number in {2, 3} else None)
 
     def second(folder):
         project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)
-        run = begun(9, project_config=project)
+        run = start_training(9, project_config=project)
         return run[0].load_state().number
 
     ranks.run(first, str(tmp_path))
@@ -328,20 +334,20 @@ def test_the_newest_checkpoint_is_found_by_its_number(ranks, tmp_path):
 
 
 def test_device_random_numbers_depend_only_on_the_seed(ranks):
-    def drawn():
+    def draw():
         accelerator = Accelerator()
-        found = []
+        numbers_found = []
         for often in (0, 3):
             accelerator.wait_for_everyone()
             set_seed(11)
-            own = []
+            own_numbers = []
             for _ in range(3):
-                own.append(torch.rand(4, device=accelerator.device).cpu().tolist())
+                own_numbers.append(torch.rand(4, device=accelerator.device).cpu().tolist())
                 for _ in range(often):
                     accelerator.gather(torch.ones(2, device=accelerator.device))
-            found.append(own)
-        return found
+            numbers_found.append(own_numbers)
+        return numbers_found
 
-    for first, second in ranks.run(drawn):
+    for first, second in ranks.run(draw):
         assert first == second
         assert first[0] != first[1]

@@ -33,11 +33,11 @@ def on_device(function, *args):
     device = current_backend().device
     torch.set_default_device(device)
     try:
-        found = function(*(map_tensors(lambda tensor: tensor.to(device), arg) for arg in args))
+        result = function(*(map_tensors(lambda tensor: tensor.to(device), arg) for arg in args))
     finally:
         torch.set_default_device(None)
     torch_xla.sync(wait=True)
-    return map_tensors(lambda tensor: tensor.cpu(), found)
+    return map_tensors(lambda tensor: tensor.cpu(), result)
 
 
 class OnDevice:
@@ -81,11 +81,11 @@ def test_broadcast_ignores_nonfinite_values_of_other_ranks(several, dtype):
 
         b = current_backend()
         bad = float("nan") if dtype.is_floating_point else 1
-        mine = torch.full((3,), 0 if b.topology.rank == 1 else bad, dtype=dtype, device=b.device)
-        return b.broadcast(mine, 1)
+        values = torch.full((3,), 0 if b.topology.rank == 1 else bad, dtype=dtype, device=b.device)
+        return b.broadcast(values, 1)
 
-    for got in several.run(broadcast, dtype):
-        assert torch.equal(got, torch.zeros(3, dtype=dtype))
+    for actual in several.run(broadcast, dtype):
+        assert torch.equal(actual, torch.zeros(3, dtype=dtype))
 
 
 def test_scalars_with_a_different_constant_on_each_rank_are_combined(several):
@@ -94,9 +94,9 @@ def test_scalars_with_a_different_constant_on_each_rank_are_combined(several):
         from accel_runtime.collectives.tensors import gather, reduce
 
         b = current_backend()
-        mine = torch.tensor(b.topology.rank, device=b.device)
-        own = torch.tensor(float(b.topology.rank), device=b.device)
-        return gather(mine, b), reduce(own, "sum", b), reduce(mine, "sum", b)
+        integer = torch.tensor(b.topology.rank, device=b.device)
+        floating = torch.tensor(float(b.topology.rank), device=b.device)
+        return gather(integer, b), reduce(floating, "sum", b), reduce(integer, "sum", b)
 
     total = sum(range(several.size))
     for gathered, summed, counted in several.run(combined):
@@ -110,9 +110,9 @@ def test_replicas_that_call_different_collectives_get_an_error(several):
         from accel_runtime.collectives.tensors import gather, reduce
 
         b = current_backend()
-        own = torch.ones(2, device=b.device)
+        tensor = torch.ones(2, device=b.device)
         try:
-            gather(own, b) if b.topology.rank else reduce(own, "sum", b)
+            gather(tensor, b) if b.topology.rank else reduce(tensor, "sum", b)
         except MismatchError as error:
             return str(error)
 

@@ -46,12 +46,12 @@ def test_an_incompatible_torch_is_named(tmp_path):
         "raise ImportError('_XLAC.so: undefined symbol: _ZN5torch8autograd10deleteNodeEPNS0_4NodeE')"
     )
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    done = ran("-c", SCRIPT, ACCEL_DEVICE="xla", PYTHONPATH=path)
-    assert done.returncode == 1
-    said = done.stderr.splitlines()[-1]
-    assert "torch_xla cannot be loaded with torch 2." in said
-    assert "undefined symbol" in said
-    assert "released in pairs" in said
+    process = ran("-c", SCRIPT, ACCEL_DEVICE="xla", PYTHONPATH=path)
+    assert process.returncode == 1
+    message = process.stderr.splitlines()[-1]
+    assert "torch_xla cannot be loaded with torch 2." in message
+    assert "undefined symbol" in message
+    assert "released in pairs" in message
 
 
 @pytest.mark.skipif(not HERE, reason="torch_xla is in an environment of its own: make test-xla")
@@ -69,11 +69,11 @@ def test_an_installed_torch_xla_alone_does_not_select_xla():
 def test_torchrun_with_torch_xla_is_rejected(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    done = ran(
+    process = ran(
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)),
         ACCEL_DEVICE="xla",
         PJRT_DEVICE="CPU",
     )
-    assert done.returncode != 0
-    assert "WORLD_SIZE=2, but torch_xla finds 1 replica(s)" in done.stderr
-    assert "accel launch and launcher.kind: xla" in done.stderr
+    assert process.returncode != 0
+    assert "WORLD_SIZE=2, but torch_xla finds 1 replica(s)" in process.stderr
+    assert "accel launch and launcher.kind: xla" in process.stderr

@@ -38,53 +38,53 @@ def of(**config):
 def test_every_sample_is_gathered_once_in_order_with_constant_shapes(ranks):
     """Use lengths around each multiple of a batch, from indices and streams; numbers, tensors and objects."""
 
-    def walked(count, size, *, stream):
+    def read_epochs(count, size, *, stream):
         accelerator = of()
         loader = accelerator.prepare(DataLoader(Items(range(count)) if stream else range(count), size))
-        seen, objects, shapes = [], [], set()
+        samples, objects, shapes = [], [], set()
         for batch in loader:
             shapes.add(tuple(batch.shape))
-            seen += accelerator.gather_for_metrics(batch * 2).tolist()
+            samples += accelerator.gather_for_metrics(batch * 2).tolist()
             objects += accelerator.gather_for_metrics([f"no {n}" for n in batch.tolist()])
-        return seen, objects, shapes, loader.repeats
+        return samples, objects, shapes, loader.repeats
 
     def all_of_them():
         return {
-            (count, size, stream): walked(count, size, stream=stream)
+            (count, size, stream): read_epochs(count, size, stream=stream)
             for size in (1, 4)
             for count in (0, 1, 3, 4, 5, 15, 16, 17)
             for stream in (False, True)
         }
 
-    for found in ranks.run(all_of_them):
-        for (count, size, _), (seen, objects, shapes, repeats) in found.items():
-            assert seen == [2 * n for n in range(count)]
+    for result in ranks.run(all_of_them):
+        for (count, size, _), (samples, objects, shapes, repeats) in result.items():
+            assert samples == [2 * n for n in range(count)]
             assert objects == [f"no {n}" for n in range(count)]
             assert shapes == ({(size,)} if count else set())
             assert repeats == -count % (size * ranks.size)
 
 
 def test_one_replica_keeps_a_short_last_batch_without_even_batches(replicas):
-    def walked():
+    def read_epoch():
         accelerator = of(even_batches=False)
         loader = accelerator.prepare(DataLoader(range(10), 4))
         return [batch.tolist() for batch in loader], loader.repeats, loader.end
 
-    batches, repeats, end = replicas[1].run(walked)[0]
+    batches, repeats, end = replicas[1].run(read_epoch)[0]
     assert batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert repeats == 0
     assert "the last batch is not padded" in end
 
 
 def test_one_replica_reports_its_padding(replicas):
-    def told():
+    def collect_messages():
         accelerator = of()
         loader = accelerator.prepare(DataLoader(range(10), 4))
         dropping = accelerator.prepare(DataLoader(range(10), 4, drop_last=True))
         batches = [batch.tolist() for batch in loader]
         return batches, loader.end, loader.repeats, len(list(dropping)), dropping.end, accelerator.describe()
 
-    batches, end, repeats, dropping, left_out, described = replicas[1].run(told)[0]
+    batches, end, repeats, dropping, left_out, described = replicas[1].run(collect_messages)[0]
     assert batches[-1] == [8, 9, 0, 1]
     assert repeats == 2
     assert end == "the last batch is padded from the start: 2 samples an epoch"
@@ -93,51 +93,53 @@ def test_one_replica_reports_its_padding(replicas):
 
 
 def test_outputs_of_a_padded_batch_are_recognized_on_one_replica(replicas):
-    def seen():
+    def gather_outputs():
         accelerator = of()
         model = accelerator.prepare(torch.nn.Identity())
         loader, other = (accelerator.prepare(DataLoader(range(count), 4)) for count in (6, 9))
-        found = [], [], []
+        gathered_outputs = [], [], []
         for batch in loader:
             outputs = model(batch) + 100
             for inner in other:  # an evaluation inside the loop
-                found[1].extend(accelerator.gather_for_metrics(model(inner)).tolist())
-            found[0].extend(accelerator.gather_for_metrics(outputs, batch=batch).tolist())
+                gathered_outputs[1].extend(accelerator.gather_for_metrics(model(inner)).tolist())
+            gathered_outputs[0].extend(accelerator.gather_for_metrics(outputs, batch=batch).tolist())
             # A scalar, a row for all, and two rows a sample.
-            whole = accelerator.gather_for_metrics(
+            gathered = accelerator.gather_for_metrics(
                 {"loss": outputs.sum(), "rows": batch.repeat_interleave(2), "one": [batch.sum()[None]]},
                 batch=batch,
             )
-            found[2].append([whole["loss"].dim(), whole["rows"].tolist(), len(whole["one"][0])])
-        return found
+            gathered_outputs[2].append(
+                [gathered["loss"].dim(), gathered["rows"].tolist(), len(gathered["one"][0])]
+            )
+        return gathered_outputs
 
-    outer, inner, mixed = replicas[1].run(seen)[0]
+    outer, inner, mixed = replicas[1].run(gather_outputs)[0]
     assert outer == [100, 101, 102, 103, 104, 105]
     assert inner == list(range(9)) * 2
     assert mixed == [[0, [0, 0, 1, 1, 2, 2, 3, 3], 1], [0, [4, 4, 5, 5], 1]]
 
 
 def test_sharded_data_keep_constant_shapes(ranks):
-    def walked(*, stream, workers):
+    def read_epoch(*, stream, workers):
         import warnings
 
         warnings.filterwarnings("ignore", "This DataLoader will create")
         accelerator = of()
         rank = accelerator.process_index
-        own = [100 * rank + n for n in range(3 + 4 * rank)]
-        data = Items(own) if stream else own
+        numbers = [100 * rank + n for n in range(3 + 4 * rank)]
+        data = Items(numbers) if stream else numbers
         loader = accelerator.prepare_data_loader(DataLoader(data, 2, num_workers=workers), data="sharded")
-        shapes, seen = set(), []
+        shapes, samples = set(), []
         for batch in loader:
             shapes.add(tuple(batch.shape))
-            seen += accelerator.gather_for_metrics(batch).tolist()
-        return shapes, sorted(seen)
+            samples += accelerator.gather_for_metrics(batch).tolist()
+        return shapes, sorted(samples)
 
     def all_of_them():
-        return [walked(stream=stream, workers=workers) for stream, workers in ((0, 0), (1, 0), (0, 1))]
+        return [read_epoch(stream=stream, workers=workers) for stream, workers in ((0, 0), (1, 0), (0, 1))]
 
-    wanted = [100 * rank + n for rank in range(ranks.size) for n in range(3 + 4 * rank)]
-    assert ranks.run(all_of_them) == [[({(2,)}, wanted)] * 3] * ranks.size
+    expected = [100 * rank + n for rank in range(ranks.size) for n in range(3 + 4 * rank)]
+    assert ranks.run(all_of_them) == [[({(2,)}, expected)] * 3] * ranks.size
 
 
 KINDS = [
@@ -161,8 +163,8 @@ KINDS = [
 def test_data_of_every_kind_are_gathered_once(ranks, exactness):
     cloudpickle.register_pickle_by_value(exactness)
 
-    def walked(kind, way):
-        accelerator = exactness.create_accelerator(way)
+    def read_epoch(kind, method):
+        accelerator = exactness.create_accelerator(method)
         loader = accelerator.prepare(exactness.LOADERS[kind]())
         return [
             n
@@ -171,14 +173,16 @@ def test_data_of_every_kind_are_gathered_once(ranks, exactness):
         ]
 
     kinds = [kind for kind in KINDS if ranks.size < 4 or "workers" not in kind]
-    ways = ["even", "not even"] if ranks.size == 1 else ["even"]
+    methods = ["even", "not even"] if ranks.size == 1 else ["even"]
 
-    def seen():
-        return {(kind, way): walked(kind, exactness.WAYS[way]) for kind in kinds for way in ways}
+    def read_all():
+        return {
+            (kind, method): read_epoch(kind, exactness.WAYS[method]) for kind in kinds for method in methods
+        }
 
-    for found in ranks.run(seen):
-        assert {key: sorted(seen) for key, seen in found.items()} == {
-            (kind, way): list(exactness.COUNTS[kind]) for kind in kinds for way in ways
+    for results in ranks.run(read_all):
+        assert {key: sorted(samples) for key, samples in results.items()} == {
+            (kind, method): list(exactness.COUNTS[kind]) for kind in kinds for method in methods
         }
 
 
@@ -256,7 +260,7 @@ class Refusing:
 def test_an_error_is_raised_after_the_batches_before_it(ranks, workers):
     """It keeps its type and traceback; no epoch ends early, and no thread is left."""
 
-    def seen(workers):
+    def read_until_error(workers):
         import threading
         import traceback
         import warnings
@@ -269,29 +273,29 @@ def test_an_error_is_raised_after_the_batches_before_it(ranks, workers):
             "collate": (Faulty(64), Refusing(bad)),
             "transfer": (Faulty(64), Refusing(bad, dtype=torch.complex32)),
         }
-        own = {}
+        errors_by_case = {}
         for case, (data, collate) in cases.items():
             loader = accelerator.prepare(DataLoader(data, 2, num_workers=workers, collate_fn=collate))
-            found = []
+            errors = []
             try:
-                found.extend(batch.tolist() for batch in loader)
+                errors.extend(batch.tolist() for batch in loader)
             except (LookupError, RuntimeError) as error:
-                said = type(error).__name__, str(error), traceback.format_exc()
-                own[case] = found, said, loader.state_dict()["position"]
+                error_texts = type(error).__name__, str(error), traceback.format_exc()
+                errors_by_case[case] = errors, error_texts, loader.state_dict()["position"]
         accelerator.wait_for_everyone()
         rank, names = accelerator.process_index, [thread.name for thread in threading.enumerate()]
-        return accelerator.num_processes, rank, own, [name for name in names if "worker" in name]
+        return accelerator.num_processes, rank, errors_by_case, [name for name in names if "worker" in name]
 
-    for world, rank, own, threads in ranks.run(seen, workers):
+    for world, rank, errors_by_case, threads in ranks.run(read_until_error, workers):
         steps = [[at, at + 1] for at in range(2 * rank, 3 * 2 * world, 2 * world)]
-        assert [found for found, *_ in own.values()] == [steps] * 3
-        for case, where in (("dataset", "__getitem__"), ("collate", "__call__")):
-            _, (kind, text, trace), position = own[case]
+        assert [errors for errors, *_ in errors_by_case.values()] == [steps] * 3
+        for case, frame in (("dataset", "__getitem__"), ("collate", "__call__")):
+            _, (kind, text, trace), offset = errors_by_case[case]
             assert kind == "LookupError"
             assert "no such sample" in text
-            assert f"in {where}" in trace
-            assert position == 3 * 2 * world
-        kind, text, _ = own["transfer"][1]
+            assert f"in {frame}" in trace
+            assert offset == 3 * 2 * world
+        kind, text, _ = errors_by_case["transfer"][1]
         assert (kind, text) == ("RuntimeError", "Type not supported: ComplexHalf")
         assert not threads
 
@@ -300,7 +304,7 @@ def test_an_error_is_raised_after_the_batches_before_it(ranks, workers):
 def test_an_interrupted_loop_resumes_at_the_batch_of_the_script(ranks, workers):
     """The prefetched batch must not count."""
 
-    def seen(workers):
+    def interrupt_and_resume(workers):
         import threading
         import warnings
 
@@ -308,60 +312,60 @@ def test_an_interrupted_loop_resumes_at_the_batch_of_the_script(ranks, workers):
         accelerator = of()
         size = 8 // accelerator.num_processes
 
-        def begun():
+        def start_loader():
             return accelerator.prepare(
                 DataLoader(range(43), size, shuffle=True, num_workers=workers, pin_memory=workers > 0)
             )
 
-        def gathered(walk):
-            return [accelerator.gather_for_metrics(batch).tolist() for batch in walk]
+        def gathered(batches):
+            return [accelerator.gather_for_metrics(batch).tolist() for batch in batches]
 
         torch.manual_seed(4)
         accelerator.wait_for_everyone()
-        loader = begun()
+        loader = start_loader()
         first, states = [], []
         for batch in loader:
             first.append(accelerator.gather_for_metrics(batch).tolist())
             states.append(loader.state_dict())
         rests = []
         for state in states:
-            again = begun()
-            again.load_state_dict(state, position="exact")
-            rests.append(gathered(again))
-        left = begun()
-        for _ in left:
+            resumed_loader = start_loader()
+            resumed_loader.load_state_dict(state, position="exact")
+            rests.append(gathered(resumed_loader))
+        interrupted = start_loader()
+        for _ in interrupted:
             break
         accelerator.wait_for_everyone()
         return first, rests, [t.name for t in threading.enumerate() if "_worker)" in t.name]
 
-    for first, rests, threads in ranks.run(seen, workers):
+    for first, rests, threads in ranks.run(interrupt_and_resume, workers):
         assert sorted(n for batch in first for n in batch) == list(range(43))
         assert rests == [first[at + 1 :] for at in range(len(first))]
         assert not threads
 
 
 def test_two_loops_can_run_in_parallel_and_nested(ranks):
-    def seen():
+    def read_loops():
         import warnings
 
         warnings.filterwarnings("ignore", "This DataLoader will create")
         accelerator = of()
-        one, two, inner = (
+        iterator_a, iterator_b, inner = (
             accelerator.prepare(DataLoader(range(count), 2, num_workers=1, persistent_workers=True))
             for count in (11, 9, 5)
         )
-        found = [[], [], []]
+        samples = [[], [], []]
         for _ in range(2):
-            for first, second in zip(one, two, strict=False):
-                found[0] += accelerator.gather_for_metrics(first).tolist()
-                found[1] += accelerator.gather_for_metrics(second).tolist()
-            for _ in one:
-                own = [accelerator.gather_for_metrics(batch).tolist() for batch in inner]
-                found[2].append([n for batch in own for n in batch])
-        return found
+            for first, second in zip(iterator_a, iterator_b, strict=False):
+                samples[0] += accelerator.gather_for_metrics(first).tolist()
+                samples[1] += accelerator.gather_for_metrics(second).tolist()
+            for _ in iterator_a:
+                inner_samples = [accelerator.gather_for_metrics(batch).tolist() for batch in inner]
+                samples[2].append([n for batch in inner_samples for n in batch])
+        return samples
 
     shorter = -(-9 // (2 * ranks.size))
-    for first, second, inner in ranks.run(seen):
+    for first, second, inner in ranks.run(read_loops):
         assert first == list(range(min(11, shorter * 2 * ranks.size))) * 2
         assert second == list(range(9)) * 2
         assert inner == [list(range(5))] * len(inner)
@@ -395,7 +399,7 @@ def words(samples):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_batches_of_any_structure_keep_it(ranks, workers):
-    def seen(workers):
+    def read_structures(workers):
         accelerator = of()
         data = Faulty(10)
         loader = accelerator.prepare(DataLoader(data, 2, num_workers=workers, collate_fn=nested))
@@ -406,20 +410,20 @@ def test_batches_of_any_structure_keep_it(ranks, workers):
             number, more = pair
             assert more["none"] is None
             assert more["text"] == [f"no {n}" for n in number.tolist()]
-            own = getattr(batch["own"], "tensor", batch["own"])
-            assert own.tolist() == [2 * n for n in number.tolist()]
+            custom = getattr(batch["own"], "tensor", batch["own"])
+            assert custom.tolist() == [2 * n for n in number.tolist()]
             kinds |= {
                 (str(t.dtype), t.device.type)
-                for t in (number, own, batch["half"], batch["flags"], batch["scalar"])
+                for t in (number, custom, batch["half"], batch["flags"], batch["scalar"])
             }
-            whole = accelerator.gather_for_metrics({"number": number, "text": more["text"]})
-            numbers += whole["number"].tolist()
-            texts += whole["text"]
+            gathered = accelerator.gather_for_metrics({"number": number, "text": more["text"]})
+            numbers += gathered["number"].tolist()
+            texts += gathered["text"]
         plain = accelerator.prepare(DataLoader(data, 2, num_workers=workers, collate_fn=words))
         spoken = [word for batch in plain for word in accelerator.gather_for_metrics(batch)]
         return kinds, numbers, texts, spoken
 
-    for kinds, numbers, texts, spoken in ranks.run(seen, workers):
+    for kinds, numbers, texts, spoken in ranks.run(read_structures, workers):
         assert {device for _, device in kinds} == {"xla"}
         assert {dtype for dtype, _ in kinds} == {
             f"torch.{t}" for t in ("int64", "bfloat16", "bool", "float32")
@@ -438,4 +442,4 @@ def refused_tail():
 
 
 def test_different_batch_sizes_are_rejected_on_several_replicas(replicas):
-    assert all("all ranks must run the same program" in said for said in replicas[2].run(refused_tail))
+    assert all("all ranks must run the same program" in message for message in replicas[2].run(refused_tail))

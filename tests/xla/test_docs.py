@@ -15,9 +15,13 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.mark.full
 def test_commands_for_torch_xla_on_documentation_pages_work(tmp_path, monkeypatch):
     here = Path(__file__).relative_to(ROOT).as_posix()
-    mine = {command for command, why in docs.ELSEWHERE.items() if why.covered == here}
-    others = {command: why for command, why in docs.ELSEWHERE.items() if command not in mine}
-    pages = {block.page for block in docs.ALL if any(one.text in mine for one in docs.commands(block))}
+    commands_here = {command for command, why in docs.ELSEWHERE.items() if why.covered == here}
+    others = {command: why for command, why in docs.ELSEWHERE.items() if command not in commands_here}
+    pages = {
+        block.page
+        for block in docs.ALL
+        if any(page_command.text in commands_here for page_command in docs.commands(block))
+    }
     assert pages
     for number, page in enumerate(sorted(pages)):
         # What a page says of a TPU is tried on the CPU device.

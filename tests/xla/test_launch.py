@@ -45,17 +45,17 @@ def launch(accel, devices):
 
 
 def log(home, rank):
-    (found,) = home.glob(f"runs/*/attempt_0/rank_{rank}/output.log")
-    return found.read_text()
+    (path,) = home.glob(f"runs/*/attempt_0/rank_{rank}/output.log")
+    return path.read_text()
 
 
-def screen(done):
+def screen(process):
     """Return the printed output without C++ messages of gloo."""
     words = "Gloo", "peer ranks"
     # It writes a line in pieces, and two threads at once: a number may be left over.
     return [
         line
-        for line in done.stdout.splitlines()
+        for line in process.stdout.splitlines()
         if line.strip(" 0123456789") and not any(word in line for word in words)
     ]
 
@@ -74,14 +74,16 @@ def test_a_script_on_each_replica_runs_as_main(script, launch, home):
         "sys.exit(0 if rank else None)\n"
     )
     arguments = ("--lr", "-1", "a b", "", "ü\udcff", "--ranks", "x")
-    done = launch("--", "train.py", *arguments)
-    assert done.returncode == 0, done.stderr
-    said = [
+    process = launch("--", "train.py", *arguments)
+    assert process.returncode == 0, process.stderr
+    lines_of_replicas = [
         f"rank {rank} of 2 {['train.py', *arguments]} [] True\nfrom a thread {rank}\n" for rank in range(2)
     ]
-    assert done.stdout == said[0]
-    assert done.stderr == "to stderr 0\n"
-    assert [log(home, rank) for rank in range(2)] == [f"{said[rank]}to stderr {rank}\n" for rank in range(2)]
+    assert process.stdout == lines_of_replicas[0]
+    assert process.stderr == "to stderr 0\n"
+    assert [log(home, rank) for rank in range(2)] == [
+        f"{lines_of_replicas[rank]}to stderr {rank}\n" for rank in range(2)
+    ]
 
 
 def test_a_module_runs_on_all_replicas_with_rank_prefixes(script, launch):
@@ -91,9 +93,9 @@ def test_a_module_runs_on_all_replicas_with_rank_prefixes(script, launch):
         "own/__main__.py",
     )
     script("", "own/again.py")
-    done = launch("--ranks", "all", "-m", "own", "1")
-    assert done.returncode == 0, done.stderr
-    shown = [line for line in done.stdout.splitlines() if "own.again" in line]
+    process = launch("--ranks", "all", "-m", "own", "1")
+    assert process.returncode == 0, process.stderr
+    shown = [line for line in process.stdout.splitlines() if "own.again" in line]
     assert sorted(line[:3] for line in shown) == ["[0]", "[1]"]
     assert all("own.__main__ ['1']" in line for line in shown)
 
@@ -104,11 +106,11 @@ def test_one_replica_calls_the_main_training_function_and_returns_its_exit_code(
         "def train():\n    import torch_xla.runtime as xr\n    print(xr.world_size(), sys.argv)\n    sys.exit(7)\n"
     )
     options = ("--nproc-per-node", "1", "--set", "launcher.main_training_function=train")
-    done = launch(*options, "train.py", "x")
-    assert done.stdout == "imported as train\n1 ['train.py', 'x']\n"
-    assert done.returncode == 7
-    assert re.search(r"error: rank 0 of 1 on .*: exited with code 7\n$", done.stderr)
-    assert log(home, 0) == done.stdout
+    process = launch(*options, "train.py", "x")
+    assert process.stdout == "imported as train\n1 ['train.py', 'x']\n"
+    assert process.returncode == 7
+    assert re.search(r"error: rank 0 of 1 on .*: exited with code 7\n$", process.stderr)
+    assert log(home, 0) == process.stdout
 
 
 def test_an_exception_on_one_replica_ends_a_waiting_run_within_seconds(script, launch, home):
@@ -120,27 +122,27 @@ def test_an_exception_on_one_replica_ends_a_waiting_run_within_seconds(script, l
         "    accelerator.gather(torch.ones(1, device=accelerator.device))\n"
         "step()\n"
     )
-    done = launch("train.py")
+    process = launch("train.py")
     assert time.time() - Path("raised").stat().st_mtime < 30
-    assert done.returncode == 1
-    lines = done.stderr.splitlines()
+    assert process.returncode == 1
+    lines = process.stderr.splitlines()
     last = rf"accel: error: rank 1 of 2 on {socket.gethostname()} \(pid \d+\): ValueError: there is no data"
     assert re.fullmatch(last, lines[-1])
     assert "    raise ValueError('there is no data')" in lines
-    assert "replicas.py" not in done.stderr
-    assert screen(done) == ["begins 0"]
-    (where,) = (line for line in lines if line.startswith("accel: full output of rank 1: "))
-    assert where.endswith("attempt_0/rank_1/output.log")
+    assert "replicas.py" not in process.stderr
+    assert screen(process) == ["begins 0"]
+    (log_line,) = (line for line in lines if line.startswith("accel: full output of rank 1: "))
+    assert log_line.endswith("attempt_0/rank_1/output.log")
     assert log(home, 1).startswith("begins 1\n")
     assert log(home, 1).count("ValueError: there is no data\n") == 1
 
 
 def test_the_exit_code_of_one_replica_is_that_of_the_run(script, launch):
     script(f"import sys, time\n{PLACE}if rank:\n    sys.exit(7)\ntime.sleep(600)\n")
-    done = launch("train.py")
-    assert done.returncode == 7
-    assert done.stderr.splitlines()[-1].endswith(": exited with code 7")
-    assert "rank 1 of 2" in done.stderr
+    process = launch("train.py")
+    assert process.returncode == 7
+    assert process.stderr.splitlines()[-1].endswith(": exited with code 7")
+    assert "rank 1 of 2" in process.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.full)])
@@ -148,19 +150,19 @@ def test_a_replica_killed_by_a_signal_is_reported_with_the_signal(script, launch
     script(
         f"import os, time\n{PLACE}time.sleep(1)\nif rank:\n    os.kill(os.getpid(), {int(number)})\ntime.sleep(600)\n"
     )
-    done = launch("train.py")
-    assert done.returncode == 128 + number
+    process = launch("train.py")
+    assert process.returncode == 128 + number
     # Both are threads of the process that ended; the first of them stands for it.
-    assert re.search(rf"error: rank 0 of 2 on .* terminated by {number.name}", done.stderr)
+    assert re.search(rf"error: rank 0 of 2 on .* terminated by {number.name}", process.stderr)
 
 
 def test_an_error_of_starting_torch_xla_is_shown(script, launch, monkeypatch):
     script("")
     monkeypatch.setenv("PJRT_DEVICE", "TOASTER")
-    done = launch("train.py")
-    assert done.returncode == 1
-    assert "accel: error: the process that starts the replicas on " in done.stderr
-    assert "TOASTER" in done.stderr
+    process = launch("train.py")
+    assert process.returncode == 1
+    assert "accel: error: the process that starts the replicas on " in process.stderr
+    assert "TOASTER" in process.stderr
 
 
 def test_spmd_runs_one_process_with_its_variables(script, launch, home):
@@ -168,10 +170,10 @@ def test_spmd_runs_one_process_with_its_variables(script, launch, home):
         "import os\nprint(__name__, os.environ['ACCEL_SPMD'], os.environ['ACCEL_DEVICE'], 'RANK' in os.environ)\n"
         "raise SystemExit('no mesh')\n"
     )
-    done = launch("--set", "launcher.spmd=true", "train.py")
-    assert done.stdout == "__main__ 1 xla False\n"
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].endswith(": exited with code 1: no mesh")
+    process = launch("--set", "launcher.spmd=true", "train.py")
+    assert process.stdout == "__main__ 1 xla False\n"
+    assert process.returncode == 1
+    assert process.stderr.splitlines()[-1].endswith(": exited with code 1: no mesh")
     assert log(home, 0) == "__main__ 1 xla False\nno mesh\n"
 
 
@@ -204,14 +206,17 @@ def test_a_signal_reaches_every_replica_and_a_checkpoint_is_saved(script, device
     script(SIGNALLED)
     command = [sys.executable, "-m", "accel_cli"]
     options = ["--set", "launcher.kind=xla", "--shutdown-timeout", "120", "--ranks", "all"]
-    with Path("said").open("w") as said:
+    with Path("said").open("w") as output_file:
         process = subprocess.Popen(
-            [*command, "launch", "-q", *options, "train.py"], stdout=said, stderr=said, start_new_session=True
+            [*command, "launch", "-q", *options, "train.py"],
+            stdout=output_file,
+            stderr=output_file,
+            start_new_session=True,
         )
     try:
         wait_for(lambda: len(list(cwd.glob("up[0-9]"))) == 2, Path("said"))
         pid = int(Path("up0").read_text())
-        asked = subprocess.run([*command, "stacks"], capture_output=True, text=True, check=True)
+        stacks = subprocess.run([*command, "stacks"], capture_output=True, text=True, check=True)
         process.send_signal(signal.SIGUSR2)
         wait_for(lambda: said_all(cwd, "heard"), Path("said"))
         process.send_signal(signal.SIGTERM)
@@ -221,8 +226,8 @@ def test_a_signal_reaches_every_replica_and_a_checkpoint_is_saved(script, device
         process.wait()
     session = next((p.session for p in guard.list_processes() if p.pid == pid), None)
     assert session is None
-    assert "rank 0" in asked.stdout
-    assert asked.stdout.count(" in wait") == 2, asked.stdout
+    assert "rank 0" in stacks.stdout
+    assert stacks.stdout.count(" in wait") == 2, stacks.stdout
     steps = re.findall(r"^\[(\d)\] saved \1 (\d+)$", Path("said").read_text(), re.MULTILINE)
     assert sorted(rank for rank, _ in steps) == ["0", "1"]
     assert len({step for _, step in steps}) == 1
@@ -233,28 +238,28 @@ def said_all(cwd, word):
     return all(f"[{rank}] {word} {rank}" in (cwd / "said").read_text() for rank in range(2))
 
 
-def wait_for(condition, said):
+def wait_for(condition, text):
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
-        assert time.monotonic() < deadline, said.read_text()
+        assert time.monotonic() < deadline, text.read_text()
         time.sleep(0.1)
 
 
 def test_the_self_check_prints_a_table(accel, launch):
     accel("config", "set", "launcher.kind=xla", "mixed_precision=bf16")
-    done = accel("test", timeout=PATIENCE_S)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = dict(re.findall(r"^\| (.+?) \| (.+) \|$", done.stdout, re.MULTILINE))
+    process = accel("test", timeout=PATIENCE_S)
+    assert process.returncode == 0, process.stdout + process.stderr
+    rows = dict(re.findall(r"^\| (.+?) \| (.+) \|$", process.stdout, re.MULTILINE))
     assert rows["replicas"] == "2"
     assert rows["mixed precision"] == "bf16"
     assert "CPU device" in rows["torch_xla"]
-    assert len(re.findall(r"^\| check \w+ \| passed in \d+\.\d s \|$", done.stdout, re.MULTILINE)) == 5
-    assert screen(done)[-1] == "everything works here"
+    assert len(re.findall(r"^\| check \w+ \| passed in \d+\.\d s \|$", process.stdout, re.MULTILINE)) == 5
+    assert screen(process)[-1] == "everything works here"
 
 
-def accuracy(done):
-    assert done.returncode == 0, done.stderr
-    return float(re.search(r"test accuracy (\S+)", done.stdout)[1])
+def accuracy(process):
+    assert process.returncode == 0, process.stderr
+    return float(re.search(r"test accuracy (\S+)", process.stdout)[1])
 
 
 def test_the_example_learns_as_well_on_replicas_as_on_processes(accel, launch, devices):

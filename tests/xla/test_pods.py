@@ -31,7 +31,7 @@ def test_a_script_runs_on_a_worker_with_its_arguments_and_exit_code(tmp_path):
         (tmp_path / folder / ".git").mkdir(parents=True)
         script = "import json, sys; json.dump(sys.argv[1:], open('argv', 'w')); sys.exit(7)\n"
         (tmp_path / folder / "train.py").write_text(script)
-    told = {
+    variables = {
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
         "HOME": str(tmp_path / "me"),
         "WORKER": str(tmp_path / "worker"),
@@ -39,10 +39,10 @@ def test_a_script_runs_on_a_worker_with_its_arguments_and_exit_code(tmp_path):
         "PYTHONPATH": str(ROOT),
         "ACCEL_HOME": str(tmp_path / "home"),
     }
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "accel_cli", "tpu-pod", "p", "--run", "--", "train.py", *ARGUMENTS],
-        cwd=tmp_path / "me/project", env=os.environ | told, capture_output=True, text=True, timeout=500, check=False,
+        cwd=tmp_path / "me/project", env=os.environ | variables, capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
-    assert done.returncode == 7, done.stderr
+    assert process.returncode == 7, process.stderr
     assert json.loads((tmp_path / "worker/project/argv").read_text()) == ARGUMENTS
     assert not (tmp_path / "me/project/argv").exists()

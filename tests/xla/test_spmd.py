@@ -143,16 +143,19 @@ def test_the_model_and_its_adamw_state_are_sharded_over_all_devices(mesh):
 
         torch_xla.sync(wait=True)
 
-        def held(tensor):
+        def local_shape(tensor):
             return [tuple(part.data.shape) for part in xs.XLAShardedTensor(tensor.detach()).local_shards]
 
-        own = [(held(p), held(p.grad), held(optimizer.state[p]["exp_avg"])) for p in model.parameters()]
-        return list(model.state_dict()), own
+        shapes = [
+            (local_shape(p), local_shape(p.grad), local_shape(optimizer.state[p]["exp_avg"]))
+            for p in model.parameters()
+        ]
+        return list(model.state_dict()), shapes
 
-    names, held = mesh.run(parts)[0]
+    names, local_shape = mesh.run(parts)[0]
     assert names == ["embed.weight", "inner.weight", "inner.bias", "head.weight"]
-    whole = [(16, 8), (8, 8), (8,)]
-    assert held == [([(shape[0] // DEVICES, *shape[1:])] * DEVICES,) * 3 for shape in whole]
+    full_shapes = [(16, 8), (8, 8), (8,)]
+    assert local_shape == [([(shape[0] // DEVICES, *shape[1:])] * DEVICES,) * 3 for shape in full_shapes]
 
 
 def test_a_loaded_optimizer_state_is_sharded_like_its_parameters(mesh):
@@ -169,9 +172,12 @@ def test_a_loaded_optimizer_state_is_sharded_like_its_parameters(mesh):
         model, optimizer = accelerator.prepare(model, optimizer)
         optimizer.load_state_dict(other.state_dict())
         loaded = [optimizer.state[parameter]["exp_avg"] for parameter in model.parameters()]
-        own = [other.state[parameter]["exp_avg"] for parameter in twin.parameters()]
+        loaded_states = [other.state[parameter]["exp_avg"] for parameter in twin.parameters()]
         layout = torch_xla._XLAC._get_xla_sharding_spec
-        assert all(torch.equal(one.cpu(), two) for one, two in zip(loaded, own, strict=True))
+        assert all(
+            torch.equal(loaded_state.cpu(), expected_state)
+            for loaded_state, expected_state in zip(loaded, loaded_states, strict=True)
+        )
         return [layout(tensor) for tensor in loaded], [layout(tensor) for tensor in model.parameters()]
 
     states, parameters = mesh.run(layouts)[0]
@@ -217,9 +223,9 @@ def test_batch_norm_uses_the_statistics_of_the_global_batch(mesh):
         return model(rows).detach().cpu(), accelerator.get_state_dict(model)["running_mean"].cpu()
 
     model, rows = nn.BatchNorm1d(3), torch.arange(24.0).view(8, 3)
-    wanted = model(rows).detach()
+    expected = model(rows).detach()
     output, mean = mesh.run(normalised)[0]
-    torch.testing.assert_close(output, wanted, atol=1e-5, rtol=0)
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=0)
     torch.testing.assert_close(mean, model.running_mean, atol=1e-5, rtol=0)
 
 
@@ -254,13 +260,13 @@ def test_tensors_of_a_batch_are_sharded_by_rows_if_divisible(mesh):
 
         accelerator = Accelerator()
         loader = accelerator.prepare(DataLoader(range(16), BATCH, collate_fn=collate, num_workers=workers))
-        found = []
+        row_shardings = []
         for batch in loader:
             leaves = [batch["flat"], *batch["deep"], batch["one"], batch["odd"]]
-            found.append(
+            row_shardings.append(
                 ([torch_xla._XLAC._get_xla_sharding_spec(leaf) for leaf in leaves], batch["flat"].tolist())
             )
-        return found
+        return row_shardings
 
     cut = ["{devices=[4]0,1,2,3}", "{devices=[4,1,1]0,1,2,3}", "{devices=[4]0,1,2,3}"]
     for workers in (0, 2):
@@ -303,13 +309,27 @@ def test_outputs_in_any_container_are_sharded_with_the_batch(mesh):
         accelerator = Accelerator()
         model, loader = accelerator.prepare(Talkative(4, 8), DataLoader(torch.ones(8, 4), BATCH))
         (rows,) = loader
-        given = {form: model(rows, form) for form in ("tensor", "tuple", "dict", "dataclass", "text")}
+        outputs_by_form = {
+            form: model(rows, form) for form in ("tensor", "tuple", "dict", "dataclass", "text")
+        }
         sharding = torch_xla._XLAC._get_xla_sharding_spec
-        tensor, nested, answer = given["tensor"], given["tuple"][1][0], given["dataclass"]
-        cut = [sharding(t) for t in (tensor, nested, given["dict"]["logits"], answer.logits, *answer.extra)]
+        tensor, nested, answer = (
+            outputs_by_form["tensor"],
+            outputs_by_form["tuple"][1][0],
+            outputs_by_form["dataclass"],
+        )
+        cut = [
+            sharding(t)
+            for t in (tensor, nested, outputs_by_form["dict"]["logits"], answer.logits, *answer.extra)
+        ]
         tensor += 1  # a view of a hook's could not be changed in place
         tensor.sum().backward()
-        return cut, sharding(given["dict"]["weight"]), sharding(given["tuple"][0]), given["text"]
+        return (
+            cut,
+            sharding(outputs_by_form["dict"]["weight"]),
+            sharding(outputs_by_form["tuple"][0]),
+            outputs_by_form["text"],
+        )
 
     cut, weight, total, text = mesh.run(outputs)[0]
     assert cut == ["{devices=[4,1]0,1,2,3}"] * 5
@@ -334,7 +354,7 @@ def test_a_batch_size_that_is_not_divisible_is_rejected_with_valid_sizes(mesh):
 
 
 def test_collectives_return_full_values_and_barriers_work(mesh):
-    def together():
+    def call_collectives():
         from accel_runtime import Accelerator
 
         accelerator = Accelerator()
@@ -354,7 +374,7 @@ def test_collectives_return_full_values_and_barriers_work(mesh):
 
     rows = list(map(float, range(8)))
     double = [2 * row for row in rows]
-    assert mesh.run(together)[0] == (rows, rows, rows, double, rows, 1, 0, True, "XLA")
+    assert mesh.run(call_collectives)[0] == (rows, rows, rows, double, rows, 1, 0, True, "XLA")
 
 
 def test_a_dataset_with_a_short_last_batch_is_evaluated_exactly(mesh):
@@ -366,10 +386,10 @@ def test_a_dataset_with_a_short_last_batch_is_evaluated_exactly(mesh):
         loader = accelerator.prepare(DataLoader(torch.arange(float(count)).unsqueeze(1), BATCH))
         nn.init.constant_(accelerator.unwrap_model(model).weight, 2.0)
         model.eval()
-        found = []
+        samples = []
         with torch.no_grad():
-            found.extend(accelerator.gather_for_metrics(model(rows)).cpu() for rows in loader)
-        return torch.cat(found).flatten().tolist()
+            samples.extend(accelerator.gather_for_metrics(model(rows)).cpu() for rows in loader)
+        return torch.cat(samples).flatten().tolist()
 
     for count in (1, 5, 8, 21):
         assert mesh.run(evaluated, count)[0] == [2.0 * number for number in range(count)]
@@ -450,8 +470,8 @@ def half(folder, options):
     optimizer = optimizer_of("AdamW", model)
     loader = DataLoader(samples(10 * BATCH), BATCH)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    begun = folder.exists()
-    if begun:
+    is_resumed = folder.exists()
+    if is_resumed:
         accelerator.resume(folder)
     losses = []
     for index, (tokens, targets) in enumerate(loader):
@@ -461,7 +481,7 @@ def half(folder, options):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-        if not begun and index == 4:
+        if not is_resumed and index == 4:
             accelerator.save_state(folder)
             break
     accelerator.save_model(model, folder.with_name(f"model of {folder.name}"))
@@ -513,10 +533,10 @@ Accelerator()
 
 def started(path, changed):
     """Run a process on two devices."""
-    told = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2", "ACCEL_DEVICE": "xla", "ACCEL_SPMD": "1"}
+    variables = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2", "ACCEL_DEVICE": "xla", "ACCEL_SPMD": "1"}
     return subprocess.run(
         [sys.executable, path],
-        env=dict(os.environ) | told | changed,
+        env=dict(os.environ) | variables | changed,
         capture_output=True,
         text=True,
         timeout=300,
@@ -531,7 +551,7 @@ def test_a_seed_before_the_accelerator_does_not_initialize_the_devices(script):
 
 
 @pytest.mark.parametrize(
-    ("text", "changed", "said"),
+    ("text", "changed", "message"),
     [
         (SWITCHED_ON_LATE, {}, "cannot be enabled"),
         (LAUNCHED, {}, "not with torch_xla.launch"),
@@ -540,10 +560,10 @@ def test_a_seed_before_the_accelerator_does_not_initialize_the_devices(script):
     ],
     ids=["a device in use", "torch_xla.launch", "no TPU", "not told"],
 )
-def test_unsupported_spmd_setups_are_rejected_before_training(script, text, changed, said):
+def test_unsupported_spmd_setups_are_rejected_before_training(script, text, changed, message):
     run = started(script(text), changed)
     assert run.returncode != 0
-    assert said in run.stderr
+    assert message in run.stderr
 
 
 def test_a_cpu_accelerator_in_an_spmd_process_is_rejected(mesh):

@@ -64,8 +64,8 @@ def test_warning_once_is_logged_by_the_first_replica_after_another_suppressed_it
         state = PartialState()
         if state.is_main_process:
             logger.logger.addHandler(heard)
-        for turn in (1, 0):
-            if state.process_index == turn:
+        for rank_in_turn in (1, 0):
+            if state.process_index == rank_in_turn:
                 logger.warning_once("careful")
                 logger.warning_once("careful")
             state.wait_for_everyone()
@@ -86,23 +86,23 @@ def test_a_progress_bar_is_shown_by_the_first_replica(replicas):
 
 
 def test_a_seed_applies_to_the_device_and_can_be_device_specific(replicas):
-    def drawn():
+    def draw():
         set_current_backend(None)
-        found = []
+        numbers = []
         for specific in (False, True, False):
             set_seed(5, device_specific=specific)
             device = Accelerator().device
-            found.append(torch.rand(3, device=device).cpu())
-        return found
+            numbers.append(torch.rand(3, device=device).cpu())
+        return numbers
 
-    (one, own, again), (other, others, _) = replicas[2].run(drawn)
-    assert torch.equal(one, other)
-    assert torch.equal(one, again)
-    assert not torch.equal(own, others)
+    (first, device_specific, repeated), (other, others, _) = replicas[2].run(draw)
+    assert torch.equal(first, other)
+    assert torch.equal(first, repeated)
+    assert not torch.equal(device_specific, others)
 
 
 def test_the_state_has_main_process_functions_and_splits_items(replicas, tmp_path):
-    def done(folder):
+    def call_functions(folder):
         import time
 
         set_current_backend(None)
@@ -111,10 +111,10 @@ def test_the_state_has_main_process_functions_and_splits_items(replicas, tmp_pat
         with state.main_process_first():
             time.sleep(0.3 * (not state.process_index))
             (folder / f"{len(list(folder.iterdir()))} was {state.process_index}").touch()
-        with state.split_between_processes([1, 2, 3]) as own:
-            return state.process_index, state.local_process_index, bool(state.is_main_process), only, own
+        with state.split_between_processes([1, 2, 3]) as items:
+            return state.process_index, state.local_process_index, bool(state.is_main_process), only, items
 
-    assert replicas[2].run(done, tmp_path) == [
+    assert replicas[2].run(call_functions, tmp_path) == [
         (0, 0, True, "did it", [1, 2]),
         (1, 1, False, None, [3]),
     ]
@@ -136,13 +136,13 @@ def test_a_tracker_records_on_the_first_replica(replicas, tmp_path):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_replicas_with_different_options_do_not_interfere(replicas, size):
-    def done():
+    def train():
         state = PartialState()
         rank = state.process_index
         accelerator = Accelerator(
             gradient_accumulation_steps=rank + 1, mixed_precision="bf16" if rank else "no"
         )
-        kept = current_backend() is accelerator._backend
+        is_current = current_backend() is accelerator._backend
         synced = []
         for _ in range(4):
             with accelerator.accumulate():
@@ -150,11 +150,11 @@ def test_replicas_with_different_options_do_not_interfere(replicas, size):
             with accelerator.autocast():
                 half = torch.is_autocast_enabled("xla")
         everyone = gather_object([(rank, half)], accelerator._backend)
-        return kept, synced, everyone
+        return is_current, synced, everyone
 
     halves = [(rank, rank > 0) for rank in range(size)]
-    for rank, (kept, synced, everyone) in enumerate(replicas[size].run(done)):
-        assert kept
+    for rank, (is_current, synced, everyone) in enumerate(replicas[size].run(train)):
+        assert is_current
         assert synced == [step % (rank + 1) == 0 for step in range(1, 5)]
         assert everyone == halves
 
@@ -173,12 +173,12 @@ def test_the_first_replica_of_a_process_writes_its_heartbeat(replicas, tmp_path)
         state.wait_for_everyone()
         set_current_backend(None)
         PartialState()
-        found = heartbeat() is not None
+        has_heartbeat = heartbeat() is not None
         state.wait_for_everyone()
         if state.is_main_process:
             del os.environ[RANK_FOLDER]
             _create_progress.cache_clear()
-        return found
+        return has_heartbeat
 
     assert replicas[4].run(beating, tmp_path) == [True, False, False, False]
     assert len(list(tmp_path.iterdir())) == 1

@@ -101,10 +101,12 @@ def with_parameters_that_are_frozen_or_unused(accelerator):
 
 def with_two_models_and_two_optimizers(accelerator):
     models = [network(), network(1)]
-    first, second, one, two = accelerator.prepare(*models, sgd(models[0]), sgd(models[1], 0.01))
+    first, second, first_optimizer, second_optimizer = accelerator.prepare(
+        *models, sgd(models[0]), sgd(models[1], 0.01)
+    )
     for batch in parts(accelerator):
-        step(accelerator, one, loss_of(first, batch) + second(batch).mean())
-        step(accelerator, two, loss_of(second, batch))
+        step(accelerator, first_optimizer, loss_of(first, batch) + second(batch).mean())
+        step(accelerator, second_optimizer, loss_of(second, batch))
     return models
 
 
@@ -114,8 +116,8 @@ def with_a_teacher_that_does_not_learn(accelerator):
     model, optimizer = accelerator.prepare(model, sgd(model))
     for batch in parts(accelerator):
         with torch.no_grad():
-            wanted = teacher(batch)
-        step(accelerator, optimizer, (model(batch) - wanted).square().mean())
+            expected = teacher(batch)
+        step(accelerator, optimizer, (model(batch) - expected).square().mean())
     return [model, teacher]
 
 
@@ -185,11 +187,11 @@ def with_weights(accelerator):
     model, optimizer = accelerator.prepare(model, sgd(model))
     for index, batch in enumerate(parts(accelerator, 6)):
         # Another number of rows on every rank, and none; masked out, since shapes have to be the same.
-        kept = (batch[:, :1] > -0.5) if index else torch.zeros_like(batch[:, :1], dtype=torch.bool)
-        count = kept.sum()
+        mask = (batch[:, :1] > -0.5) if index else torch.zeros_like(batch[:, :1], dtype=torch.bool)
+        count = mask.sum()
         with accelerator.accumulate(model):
             errors = (model(batch) - batch.sum(1, keepdim=True)).square()
-            accelerator.backward((errors * kept).sum() / count, weight=int(count) if index % 2 else count)
+            accelerator.backward((errors * mask).sum() / count, weight=int(count) if index % 2 else count)
             optimizer.step()
             optimizer.zero_grad()
     return model
@@ -257,18 +259,18 @@ def with_buffers(accelerator):
     """Train with statistics that differ on each rank, and are broadcast at each averaging pass."""
     model = filled(nn.Sequential(nn.Linear(4, 8), Centred(), nn.Linear(8, 1)))
     model, optimizer = accelerator.prepare(model, sgd(model))
-    seen = []
+    values_seen = []
     for index, batch in enumerate(parts(accelerator, 6)):
         if index == 3:
             model.eval()
             with torch.no_grad():
-                seen.append(accelerator.gather(model(batch)))
+                values_seen.append(accelerator.gather(model(batch)))
             model.train()
         with accelerator.accumulate(model):
             step(accelerator, optimizer, loss_of(model, batch))
         accelerator.wait_for_everyone()
     plain = accelerator.unwrap_model(model)
-    return [plain, [buffer.clone() for buffer in plain.buffers()], seen]
+    return [plain, [buffer.clone() for buffer in plain.buffers()], values_seen]
 
 
 RANKED = {case.__name__: case for case in (local_sgd, with_buffers, with_a_pass_in_no_sync)}
@@ -290,51 +292,51 @@ DDP = {
 }
 
 
-def numbers(found):
+def numbers(value):
     """Return all numbers of models and tensors, on the CPU."""
-    if isinstance(found, (list, tuple)):
-        return [number for item in found for number in numbers(item)]
-    if isinstance(found, nn.Module):
-        return [parameter.detach().cpu() for parameter in found.parameters()]
-    return [found.detach().cpu()]
+    if isinstance(value, (list, tuple)):
+        return [number for item in value for number in numbers(item)]
+    if isinstance(value, nn.Module):
+        return [parameter.detach().cpu() for parameter in value.parameters()]
+    return [value.detach().cpu()]
 
 
 def trained(case, name):
     accelerator = Accelerator(
         kwargs_handlers=[DistributedDataParallelKwargs(**DDP.get(name, {}))], **OPTIONS.get(name, {})
     )
-    found = case(accelerator)
+    result = case(accelerator)
     accelerator.wait_for_everyone()
-    return numbers(found)
+    return numbers(result)
 
 
-def agree(got, wanted, tolerance=CLOSE):
-    assert len(got) == len(wanted)
-    for one, other in zip(got, wanted, strict=True):
-        torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
+def agree(actual, expected, tolerance=CLOSE):
+    assert len(actual) == len(expected)
+    for actual_item, expected_item in zip(actual, expected, strict=True):
+        torch.testing.assert_close(actual_item, expected_item, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_replicas_train_as_one_process(replicas, gloo, name):
-    wanted = gloo[1].run(trained, CASES[name], name)[0]
-    for got in replicas[2].run(trained, CASES[name], name):
-        agree(got, wanted)
+    expected = gloo[1].run(trained, CASES[name], name)[0]
+    for actual in replicas[2].run(trained, CASES[name], name):
+        agree(actual, expected)
 
 
 @pytest.mark.parametrize("name", ["plainly", "accumulating", "with_weights"])
 def test_one_and_four_replicas_train_as_one_process(replicas, gloo, name):
-    wanted = gloo[1].run(trained, CASES[name], name)[0]
+    expected = gloo[1].run(trained, CASES[name], name)[0]
     for size in (1, 4):
-        for got in replicas[size].run(trained, CASES[name], name):
-            agree(got, wanted)
+        for actual in replicas[size].run(trained, CASES[name], name):
+            agree(actual, expected)
 
 
 @pytest.mark.parametrize("name", [*RANKED, "with_buffers_left_alone"])
 def test_two_replicas_train_as_two_processes_with_rank_dependent_data(replicas, gloo, name):
     case = RANKED.get(name, with_buffers)
-    wanted = gloo[2].run(trained, case, name)
-    for got, other in zip(replicas[2].run(trained, case, name), wanted, strict=True):
-        agree(got, other)
+    expected = gloo[2].run(trained, case, name)
+    for actual, other in zip(replicas[2].run(trained, case, name), expected, strict=True):
+        agree(actual, other)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -345,24 +347,24 @@ def test_ten_losses_equal_those_of_plain_torch(replicas, size):
         accelerator = Accelerator(split_batches=True)
         model = network()
         model, optimizer, loader = accelerator.prepare(model, sgd(model, 0.05), DataLoader(data, BATCH))
-        found = []
+        actual_losses = []
         for rows, sums in loader:
             loss = functional.mse_loss(model(rows).flatten(), sums)
             step(accelerator, optimizer, loss)
-            found.append(accelerator.reduce(loss.detach(), "mean").cpu())
-        return torch.stack(found)
+            actual_losses.append(accelerator.reduce(loss.detach(), "mean").cpu())
+        return torch.stack(actual_losses)
 
     model = network()
     optimizer = sgd(model, 0.05)
-    wanted = []
+    expected = []
     for rows, sums in DataLoader(data, BATCH):
         loss = functional.mse_loss(model(rows).flatten(), sums)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        wanted.append(loss.detach())
-    for got in replicas[size].run(losses, data):
-        torch.testing.assert_close(got, torch.stack(wanted), atol=1e-4, rtol=1e-4)
+        expected.append(loss.detach())
+    for actual in replicas[size].run(losses, data):
+        torch.testing.assert_close(actual, torch.stack(expected), atol=1e-4, rtol=1e-4)
 
 
 def test_gradients_in_bfloat16_are_averaged(replicas):
@@ -373,25 +375,25 @@ def test_gradients_in_bfloat16_are_averaged(replicas):
         accelerator.wait_for_everyone()
         return model.weight.grad.cpu()
 
-    for got in replicas[2].run(gradients):
-        assert torch.equal(got, torch.full((1, 4), 1.5, dtype=torch.bfloat16))
+    for actual in replicas[2].run(gradients):
+        assert torch.equal(actual, torch.full((1, 4), 1.5, dtype=torch.bfloat16))
 
 
 def test_autocast_computes_in_bfloat16_and_returns_float32(replicas, gloo):
     def computed():
         accelerator = Accelerator(mixed_precision="bf16")
         model = accelerator.prepare(network())
-        found = model(torch.linspace(-1, 1, 8, device=accelerator.device).view(2, 4))
-        accelerator.backward(found.square().mean())
+        output = model(torch.linspace(-1, 1, 8, device=accelerator.device).view(2, 4))
+        accelerator.backward(output.square().mean())
         accelerator.wait_for_everyone()
-        return found.detach().cpu(), model[0].weight.grad.cpu(), model[0].weight.dtype
+        return output.detach().cpu(), model[0].weight.grad.cpu(), model[0].weight.dtype
 
-    wanted, gradient, _ = gloo[1].run(computed)[0]
-    for got, own, dtype in replicas[2].run(computed):
-        assert got.dtype == own.dtype == dtype == torch.float32
-        torch.testing.assert_close(got, wanted, atol=1e-2, rtol=1e-2)
-        torch.testing.assert_close(own, gradient, atol=1e-2, rtol=1e-2)
-        assert not torch.equal(got, network()(torch.linspace(-1, 1, 8).view(2, 4)))
+    expected, gradient, _ = gloo[1].run(computed)[0]
+    for actual, own_output, dtype in replicas[2].run(computed):
+        assert actual.dtype == own_output.dtype == dtype == torch.float32
+        torch.testing.assert_close(actual, expected, atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(own_output, gradient, atol=1e-2, rtol=1e-2)
+        assert not torch.equal(actual, network()(torch.linspace(-1, 1, 8).view(2, 4)))
 
 
 def test_a_loop_without_a_prepared_loader_executes_each_step(replicas):
@@ -433,7 +435,7 @@ def test_a_loop_with_a_prepared_loader_is_executed_by_the_loader(replicas):
 
 
 def test_a_gradient_missing_on_some_replicas_is_an_error_with_its_name(replicas):
-    def said():
+    def catch_error():
         accelerator = Accelerator()
         model = accelerator.prepare(network())
         rank = accelerator.process_index
@@ -443,7 +445,7 @@ def test_a_gradient_missing_on_some_replicas_is_an_error_with_its_name(replicas)
         except RuntimeError as error:
             return str(error)
 
-    for text in replicas[2].run(said):
+    for text in replicas[2].run(catch_error):
         assert "no gradient of '0.bias' on rank 1" in text
         assert "run one program" in text
 
@@ -454,36 +456,36 @@ def test_gradients_are_averaged_after_a_failed_backward_pass(replicas):
         model = accelerator.prepare(filled(nn.Linear(4, 4, bias=False)))
         failing = (model.weight * 1).clone()
         failing.register_hook(lambda _: 1 / 0)
-        own = model(torch.ones(1, 4, device=accelerator.device))
+        output = model(torch.ones(1, 4, device=accelerator.device))
         try:
-            accelerator.backward(model.weight.sum() + failing.sum() + own.sum())
+            accelerator.backward(model.weight.sum() + failing.sum() + output.sum())
         except ZeroDivisionError:
             model.zero_grad()
         accelerator.backward((model.weight * own_factor(accelerator).to(model.weight.dtype)).sum())
         accelerator.wait_for_everyone()
         return model.weight.grad.cpu()
 
-    for got in replicas[2].run(gradients):
-        assert torch.equal(got, torch.full((4, 4), 1.5))
+    for actual in replicas[2].run(gradients):
+        assert torch.equal(actual, torch.full((4, 4), 1.5))
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"mixed_precision": "fp16"}, "torch_xla has no loss scaler. Use bf16"),
         ({"kwargs_handlers": [DistributedDataParallelKwargs(comm_hook="fp16")]}, "Remove comm_hook"),
         ({"kwargs_handlers": [InitProcessGroupKwargs(init_method="file:///x")]}, "init_method='file:///x'"),
     ],
 )
-def test_unsupported_options_are_rejected_by_the_accelerator(replicas, size, options, said):
+def test_unsupported_options_are_rejected_by_the_accelerator(replicas, size, options, message):
     def refused(options):
         try:
             Accelerator(**options)
         except ValueError as error:
             return str(error)
 
-    assert all(said in text for text in replicas[size].run(refused, options))
+    assert all(message in text for text in replicas[size].run(refused, options))
 
 
 def test_join_uneven_inputs_warns_only_if_it_would_have_an_effect(replicas):
@@ -525,8 +527,8 @@ def test_device_generators_are_synchronized_with_rng_types_xla(replicas):
         xm.set_rng_state(7 + accelerator.process_index)
         loader = accelerator.prepare(DataLoader([torch.ones(1)] * 4, 1))
         for _ in loader:
-            drawn = torch.rand(3, device=accelerator.device).cpu()
-        return drawn
+            random_numbers = torch.rand(3, device=accelerator.device).cpu()
+        return random_numbers
 
     first, second = replicas[2].run(numbers_drawn)
     assert torch.equal(first, second)

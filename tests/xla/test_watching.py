@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torch_xla", reason="torch_xla is in an environment of its own: make test-xla")
 
 
-def said(way, workers):
+def collect_messages(fetches, workers):
     """Train for two epochs with an operation in each step, and return the log messages."""
     import logging
     import threading
@@ -27,7 +27,7 @@ def said(way, workers):
     model = nn.Linear(4, 1)
     optimizer = torch.optim.AdamW(model.parameters())
     loader = DataLoader(TensorDataset(torch.rand(60, 4)), batch_size=4, num_workers=workers)
-    if way == "lengths":
+    if fetches == "lengths":
         lengths = iter(range(1, 1000))
         loader = DataLoader(
             TensorDataset(torch.rand(60, 4)), 4, collate_fn=lambda _: (torch.rand(4, next(lengths), 4),)
@@ -38,50 +38,53 @@ def said(way, workers):
     for _ in range(2):
         for (batch,) in loader:
             step, rows = step + 1, batch
-            if way == "slice":
+            if fetches == "slice":
                 rows = batch.repeat(step, 1)
             loss = model(rows).square().mean()
             accelerator.backward(loss)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            if way == "item":
+            if fetches == "item":
                 loss.item()
-            if way == "text":
+            if fetches == "text":
                 f"{loss:.2f}"
-            if way == "now and then" and step % 5 == 0:
+            if fetches == "now and then" and step % 5 == 0:
                 loss.item()
     logger.removeHandler(handler)
     return messages
 
 
 def test_a_loop_that_rarely_fetches_values_is_not_reported(clusters):
-    for way, workers in (("", 0), ("", 2), ("now and then", 0)):
-        assert clusters["xla 1"].run(said, way, workers) == [[]]
+    for fetches, workers in (("", 0), ("", 2), ("now and then", 0)):
+        assert clusters["xla 1"].run(collect_messages, fetches, workers) == [[]]
 
 
-@pytest.mark.parametrize(("way", "call"), [("item", "item()"), ("text", "__format__()")])
-def test_fetching_a_value_at_every_step_is_reported_once_with_its_line(clusters, way, call):
-    [[message]] = clusters["xla 1"].run(said, way, 0)
+@pytest.mark.parametrize(("fetches", "call"), [("item", "item()"), ("text", "__format__()")])
+def test_fetching_a_value_at_every_step_is_reported_once_with_its_line(clusters, fetches, call):
+    [[message]] = clusters["xla 1"].run(collect_messages, fetches, 0)
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
-    line = [text.strip() for text in lines].index(f'if way == "{way}":') + 2
-    assert f"test_watching.py:{line} (said): {call} fetches a value from the device at every step" in message
+    line = [text.strip() for text in lines].index(f'if fetches == "{fetches}":') + 2
+    assert (
+        f"test_watching.py:{line} (collect_messages): {call} fetches a value from the device at every step"
+        in message
+    )
 
 
 def test_changing_batch_shapes_are_reported_once_with_two_examples(clusters):
-    [[message]] = clusters["xla 1"].run(said, "lengths", 0)
+    [[message]] = clusters["xla 1"].run(collect_messages, "lengths", 0)
     assert "test_watching.py:" in message
     assert "the last 10 steps compiled" in message
     assert "the shapes of the batches change ([4, " in message
 
 
 def test_changing_sizes_inside_the_loop_are_reported_once(clusters):
-    [[message]] = clusters["xla 1"].run(said, "slice", 0)
+    [[message]] = clusters["xla 1"].run(collect_messages, "slice", 0)
     assert "a size, an index or a slice in the loop changes" in message
 
 
 def test_only_the_first_replica_reports(clusters):
-    first, *others = clusters["xla 2"].run(said, "item", 0)
+    first, *others = clusters["xla 2"].run(collect_messages, "item", 0)
     assert len(first) == 1
     assert not any(others)
 

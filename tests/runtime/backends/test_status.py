@@ -67,7 +67,7 @@ def test_the_status_of_a_rank_inside_a_library_has_the_calling_line_of_the_scrip
         return text
 
     text = pair.run(query_status, tmp_path)[0]
-    assert re.match(r"is at test_status\.py:\d+ \(asked\) after", text)
+    assert re.match(r"is at test_status\.py:\d+ \(query_status\) after", text)
 
 
 def test_an_error_of_a_collective_contains_the_status_of_all_ranks(pair, tmp_path):

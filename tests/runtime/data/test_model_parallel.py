@@ -99,7 +99,12 @@ def read_all_variants(kind, reader, model_parallel_size, even):
 @pytest.mark.parametrize(
     ("kind", "reader", "even", "model_parallel_size"),
     pairwise_params(
-        {"kind": list(KINDS), "reader": ["each", "the first"], "even": [True, False], "copies": [2, 4]}
+        {
+            "kind": list(KINDS),
+            "reader": ["each", "the first"],
+            "even": [True, False],
+            "model_parallel_size": [2, 4],
+        }
     ),
 )
 def test_model_parallel_ranks_receive_equal_batches_and_every_sample_is_read_once(
