@@ -1,4 +1,4 @@
-"""The tests marked `gpu` where no GPU is."""
+"""The commands for tests and benchmarks on a GPU, on a machine without one."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ROOT = Path(__file__).parent.parent
 GPUS = torch.cuda.device_count()
 
 
-def run(tmp_path, *arguments, **variables):
-    """Run `make test-gpu`'s script; its output, and the report that it leaves."""
+def run_gpu_tests(tmp_path, *arguments, **variables):
+    """Run the script of `make test-gpu`; return the finished process and the report, None without one."""
     done = subprocess.run(
         [sys.executable, ROOT / "tests" / "gpu" / "__main__.py", *arguments],
         env=os.environ | {"OUT": str(tmp_path / "out")} | variables,
@@ -33,49 +33,50 @@ def run(tmp_path, *arguments, **variables):
 
 @pytest.mark.skipif(GPUS > 0, reason="there is a GPU")
 @pytest.mark.slow
-def test_without_a_gpu_every_test_is_skipped_by_name_and_the_report_claims_nothing(tmp_path):
-    done, report = run(tmp_path)
+def test_the_report_lists_every_test_as_skipped_without_a_gpu(tmp_path):
+    done, report = run_gpu_tests(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^\d+ skipped in ", done.stdout, re.MULTILINE)
     assert (report["gpus"], report["gpu"]) == (0, "none")
-    for feature, own in report["features"].items():
-        assert (own["passed"], own["failed"]) == ([], {}), feature
-        assert set(own["skipped"].values()) <= {"needs a GPU", "needs two GPUs"}, feature
-        assert f"{feature:45} {len(own['skipped'])} skipped" in done.stdout
+    for feature, results in report["features"].items():
+        assert (results["passed"], results["failed"]) == ([], {}), feature
+        assert set(results["skipped"].values()) <= {"needs a GPU", "needs two GPUs"}, feature
+        assert f"{feature:45} {len(results['skipped'])} skipped" in done.stdout
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["gpu-report.json"]
 
 
 @pytest.mark.skipif(GPUS > 0, reason="there is a GPU")
 @pytest.mark.full
-def test_what_needs_nothing_of_cuda_itself_passes_on_the_cpu(tmp_path):
-    done, report = run(tmp_path, REHEARSE_GPU_TESTS="1")
+def test_gpu_tests_that_call_no_cuda_function_pass_on_the_cpu(tmp_path):
+    done, report = run_gpu_tests(tmp_path, REHEARSE_GPU_TESTS="1")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert sum(len(own["passed"]) for own in report["features"].values()) > 80
+    assert sum(len(results["passed"]) for results in report["features"].values()) > 80
 
 
-def test_missing_packages_are_named_in_one_line_before_anything_runs(tmp_path):
-    bare = "import runpy, sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p]; "
-    bare += f"sys.argv = ['x']; runpy.run_path({str(ROOT / 'tests' / 'gpu' / '__main__.py')!r}, run_name='__main__')"
+def test_missing_packages_are_reported_in_one_line(tmp_path):
+    code = "import runpy, sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p]; "
+    code += f"sys.argv = ['x']; runpy.run_path({str(ROOT / 'tests' / 'gpu' / '__main__.py')!r}, run_name='__main__')"
     done = subprocess.run(
-        [sys.executable, "-S", "-c", bare], cwd=tmp_path, capture_output=True, text=True, check=False,
+        [sys.executable, "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False,
         env={"PATH": os.environ["PATH"]},
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (2, "")
-    wanted = "torch, numpy, pytest, cloudpickle, safetensors, xxhash, typing_extensions"
-    assert done.stdout == f"test-gpu: cannot run, for this Python lacks {wanted}\n"
+    packages = "torch, numpy, pytest, cloudpickle, safetensors, xxhash, typing_extensions"
+    assert (
+        done.stdout
+        == f"test-gpu: Cannot run: not installed: {packages}. Install them for {sys.executable}.\n"
+    )
     assert not list(tmp_path.iterdir())
 
 
-def test_a_torch_that_is_too_old_is_named_in_one_line(tmp_path):
+def test_an_old_version_of_torch_is_reported_in_one_line(tmp_path):
     code = "import importlib.metadata, runpy, sys; importlib.metadata.version = lambda _: '2.8.0+cu128'; "
     code += f"sys.argv = ['x']; runpy.run_path({str(ROOT / 'tests' / 'gpu' / '__main__.py')!r}, run_name='__main__')"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (2, "")
-    assert (
-        done.stdout == "test-gpu: cannot run, for accel needs torch 2.9 or newer, and this is 2.8.0+cu128\n"
-    )
+    assert done.stdout == "test-gpu: Cannot run: torch is 2.8.0+cu128. Install torch 2.9 or newer.\n"
 
 
 @pytest.fixture
@@ -87,9 +88,9 @@ def gpu_page():
     return module
 
 
-def report(**features):
-    """A report of a run on a GPU: by feature, how many tests passed, failed and were skipped."""
-    own = {
+def build_report(**features):
+    """Return the report of a run on a GPU, with the numbers of tests that passed, failed and were skipped by feature."""
+    results = {
         name.replace("_", " "): {
             "passed": [f"t{i}" for i in range(passed)],
             "failed": {f"f{i}": "wrong" for i in range(failed)},
@@ -97,7 +98,7 @@ def report(**features):
         }
         for name, (passed, failed, skipped) in features.items()
     }
-    about = {
+    run = {
         "date": "2027-01-02",
         "gpu": "A",
         "gpus": 1,
@@ -106,47 +107,48 @@ def report(**features):
         "python": "3.12",
         "accel": "0.1",
     }
-    return about | {"features": own}
+    return run | {"features": results}
 
 
-def rows(text):
+def read_rows(text):
+    """Return the rows of the table by their first cell."""
     return dict(line.strip("| ").split(" | ", 1) for line in text.splitlines() if line.startswith("| "))
 
 
-def test_the_page_is_made_from_the_report_that_is_kept_and_names_every_feature_of_a_test(gpu_page):
+def test_the_page_lists_every_feature_of_the_tests_with_its_last_report(gpu_page):
     kept = json.loads(gpu_page.KEPT.read_text()) if gpu_page.KEPT.exists() else {}
     assert gpu_page.PAGE.read_text() == gpu_page.render_page(kept), "run docs/gpu_page.py"
     names = gpu_page.list_features()
     assert {"Device placement", "fully_shard with fp16", "Two processes, over NCCL"} <= set(names)
     assert len(names) == len(set(names)) > 20
-    told = rows(gpu_page.render_page({}))
-    assert {told[name] for name in names} == {"not yet run on a GPU"}
+    rows = read_rows(gpu_page.render_page({}))
+    assert {rows[name] for name in names} == {"not yet run on a GPU"}
 
 
-def test_only_what_has_passed_is_claimed_and_a_later_failure_is_told(gpu_page):
+def test_the_page_lists_the_last_success_and_a_later_failure(gpu_page):
     first = gpu_page.merge_report(
-        {}, report(fully_shard=(3, 0, 1), torch=(0, 0, 2), gather_for_metrics=(1, 1, 0))
+        {}, build_report(fully_shard=(3, 0, 1), torch=(0, 0, 2), gather_for_metrics=(1, 1, 0))
     )
-    assert sorted(first) == ["fully shard", "gather for metrics"], "what was only skipped says nothing"
+    assert sorted(first) == ["fully shard", "gather for metrics"], "features whose tests were all skipped"
     assert first["gather for metrics"]["worked"] is None
-    later = gpu_page.merge_report(first, report(fully_shard=(2, 1, 0)) | {"date": "2027-02-03"})
+    later = gpu_page.merge_report(first, build_report(fully_shard=(2, 1, 0)) | {"date": "2027-02-03"})
     assert later["fully shard"]["worked"]["date"] == "2027-01-02"
     assert later["fully shard"]["failed"]["tests"] == ["f0"]
-    told = rows(gpu_page.render_page({"fully_shard": later["fully shard"]}))["fully_shard"]
-    assert told.startswith("2027-01-02 (3 tests, 1 skipped); failed on 2027-02-03: f0 | 1 × A, torch 2.11")  # noqa: RUF001
-    mended = gpu_page.merge_report(later, report(fully_shard=(4, 0, 0)) | {"date": "2027-03-04"})
-    assert mended["fully shard"]["failed"] is None
+    row = read_rows(gpu_page.render_page({"fully_shard": later["fully shard"]}))["fully_shard"]
+    assert row.startswith("2027-01-02 (3 tests, 1 skipped); failed on 2027-02-03: f0 | 1 × A, torch 2.11")  # noqa: RUF001
+    passed = gpu_page.merge_report(later, build_report(fully_shard=(4, 0, 0)) | {"date": "2027-03-04"})
+    assert passed["fully shard"]["failed"] is None
 
 
-def test_a_report_of_a_machine_without_a_gpu_is_refused(gpu_page, tmp_path):
+def test_a_report_without_a_gpu_is_rejected(gpu_page, tmp_path):
     path = tmp_path / "report.json"
-    path.write_text(json.dumps(report() | {"gpus": 0}))
+    path.write_text(json.dumps(build_report() | {"gpus": 0}))
     with pytest.raises(SystemExit, match="without a GPU"):
         gpu_page.main([str(path)])
 
 
 @pytest.mark.slow
-def test_every_benchmark_of_a_gpu_runs_with_tiny_sizes(tmp_path):
+def test_every_gpu_benchmark_runs_with_tiny_sizes(tmp_path):
     page = tmp_path / "page.md"
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu", "--tiny", "--output", page],
@@ -172,9 +174,7 @@ def gpu(monkeypatch):
     return importlib.import_module("benchmarks.gpu")
 
 
-def test_benchmarks_that_the_time_does_not_suffice_for_are_named_in_the_page(
-    gpu, tmp_path, capsys, monkeypatch
-):
+def test_the_page_names_benchmarks_that_exceed_the_time_limit(gpu, tmp_path, capsys, monkeypatch):
     done = []
 
     def measure(bench):
@@ -195,46 +195,44 @@ def test_benchmarks_that_the_time_does_not_suffice_for_are_named_in_the_page(
     assert "bench-gpu: three: not measured" in capsys.readouterr().err
 
 
-def test_a_benchmark_that_does_not_end_is_ended_with_the_page_written_and_its_files_removed(
-    gpu, tmp_path, monkeypatch
-):
+def test_a_benchmark_that_hangs_is_stopped_after_the_page_is_written(gpu, tmp_path, monkeypatch):
     ended = threading.Event()
     codes = []
     monkeypatch.setattr(gpu.os, "_exit", lambda code: codes.append(code) or ended.set())
-    page, seen = tmp_path / "page.md", []
+    page, observed = tmp_path / "page.md", []
 
     def hang(bench):
         assert bench.folder.is_dir()
         assert ended.wait(30)
-        seen.append((bench.folder.exists(), page.read_text()))
+        observed.append((bench.folder.exists(), page.read_text()))
         return gpu.Table("Hanging", "", ("",), [])
 
     monkeypatch.setattr(gpu, "SUBJECTS", {"hanging": hang, "later": hang})
     monkeypatch.setattr(gpu, "free_memory", lambda _: None)
     gpu.main(["--tiny", "--output", str(page), "--limit", "0.01", "--only", "hanging"])
-    ((there, text),) = seen
-    assert (codes, there) == ([1], False)
+    ((exists, text),) = observed
+    assert (codes, exists) == ([1], False)
     assert "## hanging\n\nNot measured" in text
 
 
-def test_fewer_blocks_are_measured_when_the_time_is_used_up(gpu, tmp_path):
+def test_fewer_blocks_are_measured_after_the_time_limit(gpu, tmp_path):
     bench = gpu.Bench(torch.device("cpu"), tiny=True, folder=tmp_path, deadline=0.0)
     times = gpu.measure_blocks({"bare": lambda: None, "accel": lambda: None}, bench, blocks=9, count=1)
-    for part in times:
-        assert {name: len(own) for name, own in part.items()} == {"bare": 1, "accel": 1}
+    for by_name in times:
+        assert {name: len(blocks) for name, blocks in by_name.items()} == {"bare": 1, "accel": 1}
 
 
-def test_saves_that_the_time_does_not_suffice_for_are_named_in_their_table(gpu, tmp_path, monkeypatch):
+def test_the_table_names_saves_that_exceed_the_time_limit(gpu, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCEL_DEVICE", "cpu")
     bench = gpu.Bench(torch.device("cpu"), tiny=True, folder=tmp_path, deadline=math.inf)
-    held, late = gpu._measure_save, []
+    measure_save, calls = gpu._measure_save, []
 
-    def once(*arguments):
-        late.append(True)
-        return held(*arguments)
+    def measure_once(*arguments):
+        calls.append(True)
+        return measure_save(*arguments)
 
-    monkeypatch.setattr(gpu, "_measure_save", once)
-    monkeypatch.setattr(gpu.Bench, "is_out_of_time", lambda _: bool(late))
+    monkeypatch.setattr(gpu, "_measure_save", measure_once)
+    monkeypatch.setattr(gpu.Bench, "is_out_of_time", lambda _: bool(calls))
     rows = {row[0]: row[1:] for row in gpu.measure_checkpoints(bench).rows}
     first, *rest = rows
     assert first == "accel, async_save=True"
@@ -244,7 +242,7 @@ def test_saves_that_the_time_does_not_suffice_for_are_named_in_their_table(gpu, 
 
 
 @pytest.mark.slow
-def test_a_test_whose_own_limit_does_not_fit_the_time_is_skipped(tmp_path):
+def test_a_test_is_skipped_if_its_limit_exceeds_the_time_left(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-n", "0", "-rs", "-m", "gpu", "-W", "default",
          "-k", "compiled_model or clipping", "tests/gpu/test_training.py"],

@@ -1,6 +1,6 @@
-"""`make test-gpu`: run the tests marked `gpu` with whatever torch this machine has, from a source tree.
+"""`make test-gpu`: run the tests marked `gpu` with the installed torch, from a source tree.
 
-What is written lies below `$OUT`, or `build/`. A report in JSON says by feature what passed; `docs/gpu_page.py` reads it.
+Files are written below `$OUT`, or `build/`. A JSON report lists the results by feature; `docs/gpu_page.py` reads it.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ NEEDED = ("torch", "numpy", "pytest", "cloudpickle", "safetensors", "xxhash", "t
 FOR_COMMANDS = ("platformdirs", "pydantic", "questionary", "rich", "typer", "yaml")
 OLDEST_TORCH = (2, 9)
 SECONDS = 480
-"""How long all of it may take; no test is begun whose own limit would end in the last half minute."""
+"""Time limit of the run; a test is skipped if its own limit exceeds the time left, less half a minute."""
 
 
-def missing(names):
+def find_missing(names):
     """Return the names that cannot be imported."""
     return [name for name in names if find_spec(name) is None]
 
 
 def is_old(version):
-    """Return whether this version of torch is older than accel needs."""
+    """Return whether a version of torch is older than accel supports."""
     return tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TORCH
 
 
 def main(arguments):
     """Run the tests, print a summary; return pytest's exit code, or 2 if they cannot run."""
-    if lacking := missing(NEEDED):
-        print(f"test-gpu: cannot run, for this Python lacks {', '.join(lacking)}")
+    if absent := find_missing(NEEDED):
+        print(f"test-gpu: Cannot run: not installed: {', '.join(absent)}. Install them for {sys.executable}.")
         return 2
     if is_old(version := importlib.metadata.version("torch")):
         print(
-            f"test-gpu: cannot run, for accel needs torch {'.'.join(map(str, OLDEST_TORCH))} or newer, and this is {version}"
+            f"test-gpu: Cannot run: torch is {version}. Install torch {'.'.join(map(str, OLDEST_TORCH))} or newer."
         )
         return 2
-    if lacking := missing(FOR_COMMANDS):
-        print(f"test-gpu: this Python lacks {', '.join(lacking)}: tests of commands are skipped")
+    if absent := find_missing(FOR_COMMANDS):
+        print(f"test-gpu: tests of commands are skipped: not installed: {', '.join(absent)}")
     out = Path(os.environ.get("OUT") or ROOT / "build").resolve()
     scratch, report = out / "gpu-scratch", out / "gpu-report.json"
     scratch.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ def main(arguments):
         "no:cacheprovider",
     ]
     command += [f"--basetemp={scratch / 'pytest'}", "-q", "--durations=10", *arguments]
-    # A session of its own, so that the processes of tests can be ended with it.
+    # In a new session, so that the processes of tests can be killed with it.
     process = subprocess.Popen(command, cwd=ROOT, env=environ, start_new_session=True)
     try:
         code = process.wait(SECONDS)
@@ -83,12 +83,12 @@ def main(arguments):
             process.wait()
     shutil.rmtree(scratch, ignore_errors=True)
     if report.exists():
-        print(summary(json.loads(report.read_text(encoding="utf-8"))))
-        print(f"The report is {report}; `python docs/gpu_page.py {report}` puts it into docs/gpu.md.")
+        print(format_summary(json.loads(report.read_text(encoding="utf-8"))))
+        print(f"The report is {report}. Run python docs/gpu_page.py {report} to update docs/gpu.md.")
     return code
 
 
-def summary(report):
+def format_summary(report):
     """Return a line for each feature, and the failures."""
     lines = [f"\n{report['gpus']} x {report['gpu']}, torch {report['torch']}, Python {report['python']}"]
     for name, results in report["features"].items():
