@@ -77,8 +77,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Step if the accumulation cycle is complete.
 
-        The loss that a closure returns to LBFGS is averaged over the ranks: with its own, each rank would choose a step
-        length and a number of iterations of its own.
+        The loss that a closure returns to LBFGS is averaged over the ranks, so that all choose the same step length and
+        number of iterations.
 
         Raises:
             ValueError: A closure with fp16, as the scaler cannot run it.

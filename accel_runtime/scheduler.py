@@ -99,7 +99,7 @@ class PreparedScheduler(LRScheduler):
     def _average_metric(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Replace the metric by its mean over the ranks if it differs: each rank would choose a learning rate of its own."""
+        """Replace a metric that differs between ranks by their mean, so that all ranks choose the same learning rate."""
         if self._gather is None or not (args or "metrics" in kwargs):
             return args, kwargs
         own = float(args[0] if args else kwargs["metrics"])
