@@ -224,7 +224,7 @@ def test_a_stream_has_no_length(folder):
 
     next(iter(Accelerator().prepare(DataLoader(Stream()))))
     beat = Beat.read(folder)
-    assert (beat.epoch_batches, beat.epoch_length, beat.eta) == (1, None, None)
+    assert (beat.epoch_batches, beat.epoch_length, beat.compute_eta(beat.time)) == (1, None, None)
 
 
 def test_the_slowest_rank_has_the_largest_own_time_while_all_steps_take_as_long(pair, tmp_path):
