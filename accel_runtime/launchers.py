@@ -176,26 +176,26 @@ def _run(
         warnings.filterwarnings("ignore", ".*is multi-threaded", DeprecationWarning)
         context: ProcessContext | None = None
         others = set(multiprocessing.active_children())
-        collecting = gc.isenabled()
-        gc.disable()  # until the forked processes have called `gc.freeze`
+        is_gc_enabled = gc.isenabled()
         try:
-            context = start_processes(  # type: ignore[no-untyped-call]
-                _work,
-                args=(functools.partial(function, *args), spec, settings, Path(folder), collecting),
-                nprocs=spec.num_local,
-                join=False,
-                start_method="fork",
-            )
+            gc.disable()  # until the forked processes have called `gc.freeze`
+            try:
+                context = start_processes(  # type: ignore[no-untyped-call]
+                    _work,
+                    args=(functools.partial(function, *args), spec, settings, Path(folder), is_gc_enabled),
+                    nprocs=spec.num_local,
+                    join=False,
+                    start_method="fork",
+                )
+            finally:
+                if is_gc_enabled:
+                    gc.enable()
             assert context is not None
-            if collecting:
-                gc.enable()
             while not context.join():
                 pass
         except (ProcessRaisedException, ProcessExitedException) as error:
             raise LaunchError(_format_failure(error, spec, Path(folder))) from None
         finally:
-            if collecting:
-                gc.enable()
             # Not the processes of the context: an interrupt may arrive before all are started.
             started = [process for process in multiprocessing.active_children() if process not in others]
             _terminate(started, context.error_files if context else ())
@@ -208,13 +208,13 @@ def _work(  # noqa: PLR0913, PLR0917 - called by torch with the rank and positio
     spec: _ProcessGroupSpec,
     settings: Settings,
     failures: Path,
-    collecting: bool,
+    is_gc_enabled: bool,
 ) -> None:
     """Run the function in a forked process; a failure is written to a file of `failures` that the parent reads."""
     # Garbage of the parent must not be collected here: a process group or a loader in it would wait for threads or
     # workers that this process does not have.
     gc.freeze()
-    if collecting:
+    if is_gc_enabled:
         gc.enable()
     os.environ.update(
         settings.to_env(),
@@ -235,7 +235,7 @@ def _work(  # noqa: PLR0913, PLR0917 - called by torch with the rank and positio
     # The threads of the parent's OpenMP are not forked, and waiting for them would hang.
     torch.set_num_threads(1)
     set_current_backend(None)
-    # Open until the process ends; the parent may have faulthandler write to the same stderr as the other ranks.
+    # Not stderr, where the stacks of several ranks would mix. The file stays open until the process ends.
     faulthandler.enable((failures / f"{local_rank}{_CRASH}").open("wb"), all_threads=False)
     try:
         function()

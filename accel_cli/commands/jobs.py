@@ -186,7 +186,7 @@ def _check_kind(kind: Any) -> None:
     if _submits_jobs(kind):
         return
     known = isinstance(kind, str) and kind in LAUNCHERS
-    reason = "its processes end with accel launch, and are no job of a service" if known else "it is unknown"
+    reason = "its processes end with accel launch, so it submits no jobs" if known else "it is unknown"
     kinds = " or ".join(filter(_submits_jobs, LAUNCHERS))
     raise UsageError(f"Cannot use accel jobs with launcher {kind!r}: {reason}. Use --launcher {kinds}.")
 

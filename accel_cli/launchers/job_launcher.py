@@ -42,7 +42,7 @@ def _check_is_sent(value: Any, info: ValidationInfo) -> Any:
 
 def _check_working_dir(value: str | None, info: ValidationInfo) -> str | None:
     if value and info.data.get("source") == _FOLDER:
-        raise ValueError(f"expected none with source: {_FOLDER}, whose files have a folder of their own")
+        raise ValueError(f"expected none with source: {_FOLDER}, whose files are in a separate folder")
     return value
 
 

@@ -362,7 +362,7 @@ def shorten_location(text: str, width: int, *, is_ascii: bool = False) -> str:
 
 
 def _cut(text: str, width: int, *, is_ascii: bool = False) -> str:
-    """Shorten a text at its end."""
+    """Truncate a text to a width in columns."""
     mark = _ASCII_ELLIPSIS if is_ascii else _ELLIPSIS
     return text if cell_len(text) <= width else f"{text[: max(0, width - len(mark))]}{mark}"[:width]
 
