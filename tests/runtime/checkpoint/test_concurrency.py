@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
@@ -43,6 +44,7 @@ def call_in_two_processes(function):
         read_end, write_end = os.pipe()
         pid = os.fork()
         if not pid:
+            gc.freeze()  # garbage of the test process must not be collected in a fork
             result = ""
             try:
                 result = function(number)
