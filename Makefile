@@ -14,6 +14,8 @@ RAY := .venv-ray
 RAY_READY := $(RAY)/.ready
 # Three tests at a time, also on two cores: many tests mostly wait.
 AT_ONCE := -n 3 --dist worksteal --durations=40 --durations-min=5
+# A test that hangs ends its process after 15 minutes with the stacks of all threads, and the other tests still run.
+TIME_LIMIT := -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
 # Marks of the tests of `make test`. CI runs fast and slow tests in one run, as importing all tests takes half a minute.
 MARKS ?= not slow and not full
 
@@ -35,24 +37,24 @@ demo: $(READY)  ## Set up, then train on real handwritten digits on 2 processes
 	@printf '  docs/first-launch.md           the five lines to change in your script\n'
 
 test: $(READY)  ## Set up, then run the tests for every change
-	$(BIN)/python -m pytest $(AT_ONCE) -m "$(MARKS)"
+	$(BIN)/python -m pytest $(TIME_LIMIT) $(AT_ONCE) -m "$(MARKS)"
 
 test-slow: $(READY)  ## Run the slow tests: hosts, a Slurm cluster, an imitation of AWS, all pages of the docs
-	$(BIN)/python -m pytest $(AT_ONCE) -m "slow and not full"
+	$(BIN)/python -m pytest $(TIME_LIMIT) $(AT_ONCE) -m "slow and not full"
 
 test-xla: $(XLA_READY)  ## Set up torch_xla in a separate environment, and test on its CPU device
-	$(XLA)/bin/python -m pytest -n 2 --dist worksteal -m "not full" $(XLA_TESTS)
+	$(XLA)/bin/python -m pytest $(TIME_LIMIT) -n 2 --dist worksteal -m "not full" $(XLA_TESTS)
 
 test-ray: $(RAY_READY)  ## Set up Ray in a separate environment, and test on a cluster on this machine
-	$(RAY)/bin/python -m pytest tests/ray_jobs
+	$(RAY)/bin/python -m pytest $(TIME_LIMIT) tests/ray_jobs
 
 test-gpu: $(GPU_READY)  ## Run the tests that need a GPU; `PYTHON=python3` uses that interpreter
 	$(GPU_PYTHON) tests/gpu/__main__.py
 
 test-full: $(READY) $(XLA_READY) $(RAY_READY)  ## Run all tests in random order, then the mutations
-	$(BIN)/python -m pytest $(AT_ONCE) -p randomly
-	$(XLA)/bin/python -m pytest -n 2 --dist worksteal $(XLA_TESTS)
-	$(RAY)/bin/python -m pytest tests/ray_jobs
+	$(BIN)/python -m pytest $(TIME_LIMIT) $(AT_ONCE) -p randomly
+	$(XLA)/bin/python -m pytest $(TIME_LIMIT) -n 2 --dist worksteal $(XLA_TESTS)
+	$(RAY)/bin/python -m pytest $(TIME_LIMIT) tests/ray_jobs
 	$(BIN)/python tests/mutations.py
 
 check: $(READY)  ## Lint, check types and formatting, and build the docs strictly

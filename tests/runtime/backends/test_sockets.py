@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from forking import fork, wait_for_exit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -145,10 +146,12 @@ def test_the_data_of_an_interrupted_transfer_is_never_returned():
 
 def test_a_forked_child_holds_no_connection():
     with SocketRanks(2) as wires:
-        child = os.fork()
-        if not child:
-            os._exit(sum(peer.fileno() != -1 for peers in wires.peers for peer in peers.values()))
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        peers = [peer for connections in wires.peers for peer in connections.values()]
+
+        def check_connections():
+            assert {peer.fileno() for peer in peers} == {-1}
+
+        assert wait_for_exit(fork(check_connections)) == 0
         assert wires.run(lambda rank, wire: wire.all_gather_slots(build_slot(rank)))[0][SLOT:] == build_slot(
             1
         )

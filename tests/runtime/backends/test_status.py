@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 import time
@@ -10,6 +9,7 @@ import time
 import cloudpickle
 import pytest
 import torch
+from forking import fork, wait_for_exit
 from torch import nn
 from torch.distributed import TCPStore
 
@@ -148,11 +148,7 @@ def test_a_forked_child_does_not_report_that_its_rank_has_ended():
     store = TCPStore("127.0.0.1", 0, is_master=True)
     services = [StatusService(store, rank, 2, Progress()) for rank in range(2)]
     try:
-        child = os.fork()
-        if not child:
-            services[1].close()
-            os._exit(0)
-        os.waitpid(child, 0)
+        assert wait_for_exit(fork(services[1].close)) == 0
         assert not services[0].ask([1])[1].ended
     finally:
         for service in reversed(services):

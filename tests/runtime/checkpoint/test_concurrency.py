@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import re
 import shutil
 import threading
@@ -11,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from failing_disk import Run
+from forking import fork, wait_for_exit
 
 from accel_runtime.checkpoint import directory, load
 from accel_runtime.checkpoint.errors import CheckpointError
@@ -18,8 +17,8 @@ from accel_runtime.checkpoint.filesystem import FileSystem
 from accel_runtime.checkpoint.manifest import UNFINISHED
 
 
-def test_two_concurrent_saves_to_one_directory_leave_a_complete_checkpoint(memory):
-    errors = save_in_two_processes(memory, FileSystem)
+def test_two_concurrent_saves_to_one_directory_leave_a_complete_checkpoint(memory, tmp_path):
+    errors = save_in_two_processes(memory, FileSystem, tmp_path)
     assert all("is being written by another process" in error for error in errors), errors
     run = Run(memory, automatic=False)
     run.set_step(99)
@@ -27,9 +26,9 @@ def test_two_concurrent_saves_to_one_directory_leave_a_complete_checkpoint(memor
     assert [path.name for path in memory.iterdir()] == ["mine"]
 
 
-def save_in_two_processes(memory, disk):
+def save_in_two_processes(memory, disk, folder):
     """Save repeatedly into one directory in two processes; return the errors that no race explains."""
-    messages = call_in_two_processes(lambda number: save_repeatedly(memory, disk(), number))
+    messages = call_in_two_processes(lambda number: save_repeatedly(memory, disk(), number), folder)
     # Before it is locked, a scratch directory of the other process looks like a leftover of a crash.
     race_errors = "No such file or directory", "This node does not see"
     return [
@@ -37,31 +36,15 @@ def save_in_two_processes(memory, disk):
     ]
 
 
-def call_in_two_processes(function):
+def call_in_two_processes(function, folder):
     """Call a function with 0 and 1 in two processes; return both results, joined."""
-    pids, ends = [], []
-    for number in range(2):
-        read_end, write_end = os.pipe()
-        pid = os.fork()
-        if not pid:
-            gc.freeze()  # garbage of the test process must not be collected in a fork
-            result = ""
-            try:
-                result = function(number)
-            finally:
-                os.write(write_end, result.encode() + b"\nend")
-                os._exit(0)
-        os.close(write_end)
-        pids.append(pid)
-        ends.append(read_end)
-    results = ""
-    for pid, end in zip(pids, ends, strict=True):
-        with os.fdopen(end) as answers:
-            text = answers.read()
-        os.waitpid(pid, 0)
-        assert text.endswith("\nend"), text
-        results += text.removesuffix("\nend")
-    return results
+
+    def write_result(number):
+        (folder / str(number)).write_text(function(number))
+
+    pids = [fork(write_result, number) for number in range(2)]
+    assert [wait_for_exit(pid) for pid in pids] == [0, 0]
+    return "".join((folder / str(number)).read_text() for number in range(2))
 
 
 def save_repeatedly(memory, disk, number):
@@ -115,7 +98,7 @@ def test_a_scratch_directory_is_created_again_if_another_run_removes_it_before_t
     assert (scratch / UNFINISHED).exists()
 
 
-def test_concurrent_runs_lose_no_save_and_prune_without_warnings(memory, caplog):
+def test_concurrent_runs_lose_no_save_and_prune_without_warnings(memory, caplog, tmp_path):
     def save(number):
         run, messages = Run(memory, total_limit=3), ""
         for iteration in range(15):
@@ -126,7 +109,7 @@ def test_concurrent_runs_lose_no_save_and_prune_without_warnings(memory, caplog)
                 messages += f"{error}\n"
         return messages + caplog.text
 
-    lines = call_in_two_processes(save).splitlines()
+    lines = call_in_two_processes(save, tmp_path).splitlines()
     assert all(re.fullmatch(r"\S*checkpoint_\d+", line) for line in lines), lines
     assert len(set(lines)) == len(lines) == 30  # each save has its own number
     assert (

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from failing_disk import Run
+from forking import fork, wait_for_exit
 
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.filesystem import FileSystem
@@ -181,16 +182,12 @@ def exceed_quota(folder):
 
 def run_as_user(user, function):
     """Return the exit code of a forked process of this user."""
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            os.setuid(user)
-            function()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    def run():
+        os.setuid(user)
+        function()
+
+    return wait_for_exit(fork(run))
 
 
 @root_only

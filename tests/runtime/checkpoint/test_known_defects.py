@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from failing_disk import FailingFileSystem, RecordingFileSystem, RegisteredState, Run, is_same_state
+from forking import fork, wait_for_exit
 
 from accel_runtime import Accelerator
 from accel_runtime.checkpoint.errors import CheckpointError
@@ -43,15 +44,13 @@ class ExitingFileSystem(FileSystem):
 
 def save_in_process_that_exits(folder, target, disk, step, **project):
     """Save in a forked process that the file system ends."""
-    pid = os.fork()
-    if not pid:
-        try:
-            run = Run(folder, disk=disk, **project)
-            run.set_step(step)
-            run.acc.save_state(target)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+
+    def save():
+        run = Run(folder, disk=disk, **project)
+        run.set_step(step)
+        run.acc.save_state(target)
+
+    assert wait_for_exit(fork(save)) == 9
 
 
 def load_step(run, target=None):
