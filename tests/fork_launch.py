@@ -21,6 +21,8 @@ import threading
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from processes import Process
+
 PRELOADED = (
     "accel_cli.runner.forkserver_main",  # the first: it must not see the modules below as loaded
     "torch",
@@ -44,7 +46,7 @@ PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 """Constants of Linux, from sys/prctl.h, sched.h and sys/mount.h."""
 
 
-class Accel(subprocess.Popen):
+class Accel(Process):
     """A running command `accel`: a child of this process, with the interface of `subprocess.Popen`.
 
     Args:
@@ -89,11 +91,7 @@ def run(*args, timeout=240, **options):
     if options.pop("capture_output", True):
         options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with Accel(*args, **options) as process:
-        try:
-            out, err = process.communicate(timeout=timeout)
-        except BaseException:
-            process.kill()
-            raise
+        out, err = process.communicate(timeout=timeout)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 

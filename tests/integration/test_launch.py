@@ -13,6 +13,7 @@ import pytest
 from fork_launch import Accel, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from processes import Process
 
 TELL = """
 import json, os, sys
@@ -43,7 +44,7 @@ def read_results(tmp_path, monkeypatch):
 def test_one_process_replaces_the_launcher_and_keeps_its_exit_code(accel, script):
     script("import os, sys; print(os.getpid()); sys.exit(7)")
     command = [sys.executable, "-m", "accel_cli", "launch", "train.py"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with Process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         out, err = process.communicate(timeout=200)
     assert (process.returncode, out.strip()) == (7, str(process.pid))
     assert err.startswith(
@@ -220,7 +221,7 @@ def test_a_signal_ends_every_process(script, cwd, count, number):
         "Path('pid' + os.environ.get('RANK', '0')).write_text(str(os.getpid()))\ntime.sleep(60)\n"
     )
     command = [sys.executable, "-m", "accel_cli", "launch", "--nproc-per-node", str(count), "train.py"]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+    with Process(command, stderr=subprocess.DEVNULL) as process:
         wait_for(
             lambda: len(list(cwd.glob("pid*"))) == count and all(p.read_text() for p in cwd.glob("pid*"))
         )

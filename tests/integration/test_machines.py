@@ -322,7 +322,7 @@ def test_a_wrong_endpoint_is_an_error(script, endpoint, reason):
 def test_nodes_with_different_options_are_rejected(script):
     script(TOLD)
     with hosts(2) as two:
-        launched = [Hosts([host]).launch(*MEET, "--nnodes", count, "--set", "launcher.rdzv_timeout=20", "train.py")[0]
+        launched = [Hosts([host]).launch(*MEET, "--nnodes", count, "--set", "launcher.rdzv_timeout=120", "train.py")[0]
                     for host, count in zip(two, "23", strict=True)]  # fmt: skip
         outputs = [read_output(process) for process in launched]
     message = "h1 (10.77.0.11) has nnodes 3, and h0 (10.77.0.10) has nnodes 2"

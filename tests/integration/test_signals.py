@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from fork_launch import Accel
+from processes import Process
 
 from accel_cli.runner import guard
 
@@ -165,7 +166,7 @@ def test_ctrl_c_while_packages_are_imported_has_no_traceback(package, tmp_path):
     ]
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=tmp_path, env=environ, **streams) as launcher:
+    with Process(command, cwd=tmp_path, env=environ, **streams) as launcher:
         assert launcher.stdout.readline() == "importing\n"
         launcher.send_signal(signal.SIGINT)
         assert launcher.communicate() == ("", "")
@@ -264,7 +265,10 @@ def alive(cwd):
     [
         ("signal", 143),
         ("second signal", 130),
-        ("if rank == '1': sys.exit(3)\ntime.sleep(600)", 3),
+        (
+            "if rank == '1':\n    while not Path('up0').exists():\n        time.sleep(0.01)\n    sys.exit(3)\ntime.sleep(600)",
+            3,
+        ),
         pytest.param("killed", -9, marks=pytest.mark.slow),
     ],
     ids=["signal", "second signal", "failure", "killed"],

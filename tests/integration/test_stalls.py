@@ -6,6 +6,7 @@ import time
 
 import pytest
 from fork_launch import Accel, run
+from processes import Process
 
 STALLS = """
 import time, torch
@@ -66,7 +67,7 @@ def sleeping(script, cwd):
     """A running launch of two processes that wait for the file `go`; executed, since its stacks are read."""
     script(SLEEPS)
     command = [sys.executable, "-m", "accel_cli", "launch", "-q", "--nproc-per-node", "2", "train.py"]
-    with subprocess.Popen(command) as process:
+    with Process(command) as process:
         try:
             wait_for(lambda: len(list(cwd.glob("up*"))) == 2)
             yield process

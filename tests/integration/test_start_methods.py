@@ -13,6 +13,7 @@ from textwrap import dedent
 
 import pytest
 from fork_launch import run
+from processes import Process
 
 from accel_cli import worker
 
@@ -416,7 +417,7 @@ def test_no_process_is_left_after_the_launcher(accel, script):
 
 def test_the_fork_server_ends_with_its_launcher():
     source = "from accel_cli.runner.forkserver import start_fork_server; print(start_fork_server()._pid, flush=True); input()"
-    with subprocess.Popen(
+    with Process(
         [sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as launcher:
         server = Path(f"/proc/{launcher.stdout.readline().strip()}/stat")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from fork_launch import run
 from hosts import needs_hosts
+from processes import Process
 
 from accel_cli.errors import explain_os_error, explain_torch_error
 
@@ -184,7 +185,7 @@ def test_process_1_of_a_container_forwards_signals_and_the_exit_code(script, cwd
     script(SAVES)
     container = ["--pid", "--mount", "--fork", "--mount-proc"]
     command = command_in(container, ":", "launch", "-q", "--nproc-per-node", 1, "train.py")
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with Process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 120
         while not (cwd / "up").exists():
             assert time.monotonic() < deadline

@@ -14,6 +14,7 @@ import time
 
 import pytest
 import torch
+from processes import Process
 
 from accel_runtime import (
     Accelerator,
@@ -240,7 +241,7 @@ def test_an_interrupt_ends_all_processes(tmp_path):
         "    Path('ready' + os.environ['RANK']).touch()\n    time.sleep(600)\n"
         "debug_launcher(work)\n"
     )
-    with subprocess.Popen(
+    with Process(
         [sys.executable, str(script)],
         cwd=tmp_path,
         stderr=subprocess.PIPE,

@@ -13,6 +13,7 @@ import time
 
 import pytest
 from in_process import run
+from processes import Process
 
 from accel_cli.runs.run_dir import RunFolder
 from accel_runtime import env
@@ -166,7 +167,7 @@ def test_rows_of_runs_are_not_wrapped_on_a_terminal(tmp_path, cwd, columns, head
     fcntl.ioctl(remote_end, termios.TIOCSWINSZ, struct.pack("4H", 50, columns, 0, 0))
     command = [sys.executable, "-m", "accel_cli", "runs", "--log-dir", str(base)]
     environ = {name: value for name, value in os.environ.items() if name not in {"COLUMNS", "LINES"}}
-    with subprocess.Popen(command, stdout=remote_end, stderr=remote_end, env=environ | {"TERM": "xterm"}):
+    with Process(command, stdout=remote_end, stderr=remote_end, env=environ | {"TERM": "xterm"}):
         os.close(remote_end)
         text = b""
         while part := read(local_end):

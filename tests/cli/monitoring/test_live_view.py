@@ -206,16 +206,14 @@ def shell():
         try:
             yield local_end, process.stdout
         finally:
-            if process.poll() is None:
-                os.write(local_end, b"q")
-    os.close(local_end)
-    os.close(remote_end)
+            os.close(local_end)  # ends the view and the shell of a failed test
+            os.close(remote_end)
 
 
 def read_until(terminal, text):
     data = b""
     while text not in data:
-        assert select.select([terminal], [], [], 10)[0], data
+        assert select.select([terminal], [], [], 60)[0], data
         data += os.read(terminal, 4096)
     return data
 

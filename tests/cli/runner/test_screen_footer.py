@@ -7,6 +7,7 @@ import termios
 
 import pyte
 import pytest
+from processes import Process
 
 SETUP = """
 import fcntl, os, sys, termios
@@ -31,7 +32,7 @@ def show(code, *, stdout=None):
     program = (
         SETUP + "".join(f"    {line}\n" for line in code.splitlines()) + "print('end', file=sys.stderr)\n"
     )
-    with subprocess.Popen(
+    with Process(
         [sys.executable, "-c", program], stdin=remote_end, stdout=stdout or remote_end, stderr=remote_end
     ) as process:
         os.close(remote_end)
