@@ -163,7 +163,8 @@ class Progress:
         self.steps = self.batches = self.backwards = self.collectives = 0
         self.inside: tuple[str, CallSite] | None = None
         """Current collective of accel, and its line."""
-        self._base = (0, 0, 0)
+        self._base = self._previous_base = (0, 0, 0)
+        """Backward passes, steps and batches at the last collective, and at the one before it."""
         self._error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
 
     @property
@@ -182,6 +183,14 @@ class Progress:
         return ProgressCounts(
             self.collectives, self.backwards - backwards, self.steps - steps, self.batches - batches
         )
+
+    @property
+    def counts_before_collective(self) -> ProgressCounts:
+        """Return the counts with which this process entered its current collective."""
+        backwards, steps, batches = (
+            last - previous for last, previous in zip(self._base, self._previous_base, strict=True)
+        )
+        return ProgressCounts(self.collectives - 1, backwards, steps, batches)
 
     def restart_counts(self) -> None:
         """Restart the counts of backward passes, steps and batches; ranks may have had different numbers of them."""
@@ -205,6 +214,7 @@ class Progress:
     def collective(self) -> None:
         """Count a collective of torch that accel makes on all ranks."""
         self.collectives += 1
+        self._previous_base = self._base
         self.restart_counts()
 
     def enter(self, operation: str, site: CallSite) -> None:

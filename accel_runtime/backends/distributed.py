@@ -174,6 +174,8 @@ class DistributedBackend(StoreBackend):
         self.rank_monitor = rank_monitor_of(
             dist.group.WORLD, self._store, topology.rank, topology.world_size, patience
         )
+        if self.rank_monitor is not None:
+            transport.on_wait = self.rank_monitor.check_for_deadlock
         if device.type == "cuda" and topology.world_size > 1 and self.collective_backend != "gloo":
             check_gpus_differ(
                 self.all_gather_objects(_gpu_of(device), "the GPU of every rank"), self.collective_backend

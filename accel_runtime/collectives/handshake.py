@@ -274,7 +274,9 @@ class Handshake:
 
     def _fail(self, error: BaseException, call: CollectiveCall) -> BaseException:
         """Return the error to raise for one that interrupted an exchange."""
-        error = self._transport.fail(error, str(call))
+        stall, error = error, self._transport.fail(error, str(call))
+        if isinstance(stall, StallError):  # `on_wait` of the transport has found the ranks that cannot join
+            return stall
         if not isinstance(error, ConnectionLostError):
             return error
         last = f"it was last in {self._last}" if self._last else "it has been in no collective yet"

@@ -86,6 +86,39 @@ class RankMonitor:
         self._leaders: dict[tuple[CallSite, ...], int] = {}
         self._last: tuple[str, ProgressCounts, int] = ("", ProgressCounts(0, 0, 0, 0), 0)
         self._presence = ""
+        self._blocked: dict[int, RankStatus] = {}
+        """Ranks that could not join the current collective when `check_for_deadlock` was last called."""
+
+    def check_for_deadlock(self) -> None:
+        """Raise StallError if this rank waits in a collective, and another in a backward pass that needs this rank.
+
+        This rank calls it repeatedly while it waits; the status of the other rank must have been equal in two calls.
+        """
+        progress = self.service.progress
+        counts, statuses = progress.counts_before_collective, self.service.ask(range(self._size))
+        previous, self._blocked = (
+            self._blocked,
+            {
+                rank: status
+                for rank, status in statuses.items()
+                if status.in_backward
+                and status.counts.collectives == counts.collectives
+                and status.counts.backwards > counts.backwards
+            },
+        )
+        blocked = {
+            rank: status.text for rank, status in self._blocked.items() if previous.get(rank) == status
+        }
+        if not blocked or progress.inside is None:
+            return
+        operation, site = progress.inside
+        texts = {rank: status.text for rank, status in statuses.items()}
+        texts[self._rank] = f"waits in {operation} at {site} {self.service.progress_text}"
+        raise StallError(
+            f"{operation} at {site} cannot complete: {_name_ranks(blocked)}. To leave a loop on all ranks at once, use "
+            "set_trigger() and check_trigger()."
+            f"{self._format_statuses(texts)}"
+        )
 
     def wait(self, operation: str) -> MissingRanks | None:
         """Wait until all ranks make this call and return None, or until a rank is known never to make it.
@@ -178,17 +211,23 @@ class RankMonitor:
         suspects = suspects or [
             rank for rank in others if statuses[rank].ended or not statuses[rank].in_backward
         ]
-        first = "; ".join(
-            f"rank {rank} {texts.get(rank, _NO_ANSWER)}" for rank in suspects[:_MAX_NAMED_RANKS]
-        )
-        lines = "".join(f"\n  rank {rank}: {texts.get(rank, _NO_ANSWER)}" for rank in range(service.size))
+        first = _name_ranks({rank: texts.get(rank, _NO_ANSWER) for rank in suspects})
         error_type = StallError if "timed out" in text.lower() else RankLostError
+        lines = self._format_statuses(texts)
         return error_type(f"{operation} at {site} cannot complete{': ' if first else ''}{first}{lines}")
+
+    def _format_statuses(self, texts: Mapping[int, str]) -> str:
+        return "".join(f"\n  rank {rank}: {texts.get(rank, _NO_ANSWER)}" for rank in range(self._size))
 
     @staticmethod
     def _presence_key(operation: str, counts: ProgressCounts, rank: int) -> str:
         # Every rank has entered the same number of collectives; other counts may differ after uneven loops.
         return f"{operation}/{counts.collectives}/rank {rank}"
+
+
+def _name_ranks(texts: Mapping[int, str]) -> str:
+    """Return the texts of the first few ranks in one line."""
+    return "; ".join(f"rank {rank} {texts[rank]}" for rank in list(texts)[:_MAX_NAMED_RANKS])
 
 
 @lru_cache(maxsize=1)
@@ -265,7 +304,7 @@ class StatusService:
         generation = store.add(f"accel/status/{rank}", 1)
         self.store: Any = PrefixStore(f"accel/status/{generation}", store)
         """Of this service and its counterparts on the other ranks."""
-        self.rank, self.size, self._progress = rank, size, progress
+        self.rank, self.size, self.progress = rank, size, progress
         self._main = threading.main_thread().ident
         self._closed, self._pid = False, os.getpid()
         self._host_status: RankStatus | None = None
@@ -278,7 +317,7 @@ class StatusService:
     @property
     def counts(self) -> ProgressCounts:
         """The progress counts of this rank."""
-        return self._progress.counts
+        return self.progress.counts
 
     def ask(self, ranks: Iterable[int], patience_s: float = PATIENCE_S) -> dict[int, RankStatus]:
         """Return the status of other ranks, of those that answer in time."""
@@ -306,7 +345,7 @@ class StatusService:
         if self._host_status is not None:
             return
         with suppress(RuntimeError):
-            how = "with an error" if self._progress.has_failed else "normally"
+            how = "with an error" if self.progress.has_failed else "normally"
             status = RankStatus(self.counts, f"ended {how} {self.progress_text}", ended=True)
             last = json.dumps(asdict(status))
             self.store.set(f"left/{self.rank}", last)
@@ -354,7 +393,7 @@ class StatusService:
 
     def _status(self) -> RankStatus:
         """Return the status of this rank's main thread."""
-        progress = self._progress
+        progress = self.progress
         counts, inside, in_backward = progress.counts, progress.inside, False
         if inside is not None:
             location = f"waits in {inside[0]} at {inside[1]}"
@@ -370,7 +409,7 @@ class StatusService:
     @property
     def progress_text(self) -> str:
         """The progress of this rank as text."""
-        steps, batches = self._progress.steps, self._progress.batches
+        steps, batches = self.progress.steps, self.progress.batches
         return (
             f"after {steps} step{'' if steps == 1 else 's'} and {batches} batch{'' if batches == 1 else 'es'}"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import math
 import os
 import selectors
 import shutil
@@ -46,6 +47,8 @@ SUMMARY_VALUES = 8
 """Integers in the summary of a handshake: four values of a rank and their negatives."""
 SLOT = 4096
 """Bytes that every rank sends in a handshake; docs/design/handshake.md has the measurements."""
+WATCH_INTERVAL_S = 10.0
+"""Longest time in seconds for which a rank waits for another before it calls `Transport.on_wait`."""
 _PATIENCE_S = 2.0
 """Seconds to wait for the reports of other ranks after the connection is lost."""
 
@@ -62,6 +65,10 @@ class Transport(ABC):
 
     After an exchange has raised an error, this rank is out of step with the others, and `fail` must be called.
     """
+
+    on_wait: Callable[[], None] | None = None
+    """Called repeatedly during a long wait for other ranks; an error that it raises ends the exchange. Only sockets call it:
+    a wait in gloo that times out closes the connection."""
 
     @abstractmethod
     def all_gather_slots(self, slot: memoryview) -> bytearray:
@@ -230,8 +237,14 @@ class SocketTransport(_PeerTransport):
     def __init__(self, peers: Mapping[int, socket.socket], rank: int, store: Any, timeout: timedelta) -> None:
         super().__init__(store, rank, len(peers) + 1, timeout)
         self._peers = dict(peers)
+        seconds = timeout.total_seconds()
+        self._max_waits = max(1, math.ceil(seconds / WATCH_INTERVAL_S))
+        """Number of waits of equal length after which an exchange times out."""
+        self._wait_s = seconds / self._max_waits
+        self._waits = 0
+        """Number of waits of this exchange that have ended without a message."""
         for peer in self._peers.values():
-            peer.settimeout(timeout.total_seconds())
+            peer.settimeout(self._wait_s)
         # Polling keeps a core busy, which other ranks need if there are fewer cores than ranks.
         self._polls = _POLLS if self._size <= len(os.sched_getaffinity(0)) else 0
         # Row i holds the slot of the i-th rank after this one.
@@ -248,31 +261,43 @@ class SocketTransport(_PeerTransport):
         # A data loader worker must not keep the connections of a dead rank open.
         _call_after_fork(self, SocketTransport._disconnect)
 
+    def _begin(self) -> None:
+        self._check()
+        self._waits = 0
+
+    def _wait_longer(self) -> None:
+        """Raise TimeoutError after the timeout of an exchange; call `on_wait` before it."""
+        self._waits += 1
+        if self._waits >= self._max_waits:
+            raise TimeoutError("timed out")
+        if self.on_wait is not None:
+            self.on_wait()
+
     @override
     def all_reduce_min(self, values: Sequence[int]) -> tuple[int, ...]:
-        self._check()
+        self._begin()
         lowest, received = tuple(values), memoryview(bytearray(_SUMMARY.size))
         for to, _, source, _ in self._rounds:
             to.sendall(_SUMMARY.pack(*lowest), _NO_SIGNAL)
-            _receive(source, received, self._polls)
+            _receive(source, received, self._polls, self._wait_longer)
             lowest = tuple(map(min, lowest, _SUMMARY.unpack(received)))
         return lowest
 
     @override
     def all_gather_slots(self, slot: memoryview) -> bytearray:
-        self._check()
+        self._begin()
         self._bytes[:SLOT] = slot
         for to, sent, source, buffer in self._rounds:
             if len(sent) > _SOCKET_BUFFER:
                 self._pump({to: sent}, {source: buffer})
             else:
                 to.sendall(sent, _NO_SIGNAL)
-                _receive(source, buffer, self._polls)
+                _receive(source, buffer, self._polls, self._wait_longer)
         return to_rank_order(self._bytes, self._rank)
 
     @override
     def transfer(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
-        self._check()
+        self._begin()
         self._pump(
             {self._peers[rank]: memory_of(data) for rank, data in outgoing.items() if len(data)},
             {self._peers[rank]: memory_of(buffer) for rank, buffer in incoming.items() if len(buffer)},
@@ -283,14 +308,13 @@ class SocketTransport(_PeerTransport):
     ) -> None:
         """Send and receive as each socket is ready: two ranks that only send would wait for each other."""
         outputs, inputs = dict(outgoing), dict(incoming)
-        deadline = time.monotonic() + self._timeout.total_seconds()
         with selectors.DefaultSelector() as ready:
             for one in outputs.keys() | inputs.keys():
                 ready.register(one, _ready_events(one, outputs, inputs))
             while outputs or inputs:
-                selected = ready.select(deadline - time.monotonic())
+                selected = ready.select(self._wait_s)
                 if not selected:
-                    raise TimeoutError("timed out")
+                    self._wait_longer()
                 for key, events in selected:
                     peer = key.fileobj
                     assert isinstance(peer, socket.socket)
@@ -427,7 +451,13 @@ def _all_ranks(group: Any, *, done: bool) -> bool:
     return bool(votes.item())
 
 
-def _receive(source: socket.socket, buffer: memoryview, polls: int = 0) -> None:
+def _receive(
+    source: socket.socket,
+    buffer: memoryview,
+    polls: int = 0,
+    wait_longer: Callable[[], None] | None = None,
+) -> None:
+    """Fill a buffer; after the timeout of the socket, go on if `wait_longer` raises nothing."""
     count = 0
     for _ in range(polls):
         # A socket with a timeout never blocks when it is read as a file.
@@ -436,7 +466,12 @@ def _receive(source: socket.socket, buffer: memoryview, polls: int = 0) -> None:
             break
         os.sched_yield()
     while count < len(buffer):
-        count += _check_open(source.recv_into(buffer[count:]))
+        try:
+            count += _check_open(source.recv_into(buffer[count:]))
+        except TimeoutError:
+            if wait_longer is None:
+                raise
+            wait_longer()
 
 
 def _check_open(count: int) -> int:

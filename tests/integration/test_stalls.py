@@ -167,6 +167,57 @@ def test_a_process_that_ends_early_is_named_by_the_waiting_ranks(accel, script, 
     )
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        "gather(torch.ones(1))",
+        pytest.param("wait_for_everyone()", marks=pytest.mark.slow),
+    ],
+)
+def test_a_process_that_leaves_the_loop_early_fails_at_its_next_collective(accel, script, call):
+    script(
+        "from accel_runtime.collectives import transport\n"
+        "transport.WATCH_INTERVAL_S = 0.5\n" + STRAYS.replace("STRAY", f"accelerator.{call}; break")
+    )
+    result = accel("launch", "-q", "--nproc-per-node", 2, "train.py")
+    assert result.returncode == 1
+    name = call.partition("(")[0]
+    lines = result.stderr[result.stderr.index("accel: error: rank 0 of 2") :].splitlines()
+    assert lines[0].endswith(
+        f"StallError: {name} at train.py:11 (<module>) cannot complete: rank 1 is in backward() at train.py:12 (<module>) "
+        "after 9 steps and 0 batches. To leave a loop on all ranks at once, use set_trigger() and check_trigger()."
+    )
+    assert lines[1:3] == [
+        f"  rank 0: waits in {name} at train.py:11 (<module>) after 9 steps and 0 batches",
+        "  rank 1: is in backward() at train.py:12 (<module>) after 9 steps and 0 batches",
+    ]
+
+
+@pytest.mark.slow
+def test_a_collective_waits_for_a_process_that_runs_more_backward_passes_of_its_own(accel, script):
+    script("""
+import time, torch
+from accel_runtime import Accelerator
+from accel_runtime.collectives import transport
+transport.WATCH_INTERVAL_S = 2
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        return value
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(0.3)
+        return gradient
+accelerator = Accelerator(cpu=True)
+value = torch.ones(1, requires_grad=True)
+for _ in range(20 * accelerator.process_index):
+    accelerator.backward(Slow.apply(value).sum())
+print(accelerator.gather(torch.ones(1)).tolist())
+""")
+    result = accel("launch", "-q", "--nproc-per-node", 2, "train.py")
+    assert (result.returncode, result.stdout) == (0, "[1.0, 1.0]\n"), result.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stray", "message"),

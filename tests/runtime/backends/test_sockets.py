@@ -19,6 +19,7 @@ from forking import fork, wait_for_exit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from accel_runtime.collectives import transport
 from accel_runtime.collectives.transport import (
     SLOT,
     ConnectionLostError,
@@ -123,6 +124,34 @@ def test_a_late_rank_is_reported_as_a_timeout():
         error, _ = wires.run(step)
     assert error.waiting == {0: "here"}
     assert error.timed_out
+
+
+def test_a_long_wait_calls_a_function_whose_error_ends_it(monkeypatch):
+    monkeypatch.setattr(transport, "WATCH_INTERVAL_S", 0.05)
+    calls = []
+
+    def step(rank, wire):
+        if rank == 1:
+            time.sleep(1)
+            wire.all_gather_slots(build_slot(rank))
+            return None
+        wire.on_wait = lambda: calls.append(rank)
+        return wire.all_gather_slots(build_slot(rank))
+
+    def fail(rank, wire):
+        def on_wait():
+            raise RuntimeError("rank 1 is elsewhere")
+
+        if rank == 1:
+            return
+        wire.on_wait = on_wait
+        with pytest.raises(RuntimeError, match="elsewhere"):
+            wire.all_gather_slots(build_slot(rank))
+
+    with SocketRanks(2) as wires:
+        assert wires.run(step)[0] == bytes(build_slot(0)) + bytes(build_slot(1))
+        assert len(calls) > 5
+        wires.run(fail)
 
 
 def test_the_data_of_an_interrupted_transfer_is_never_returned():
