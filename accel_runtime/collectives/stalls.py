@@ -94,18 +94,15 @@ class RankMonitor:
 
         This rank calls it repeatedly while it waits; the status of the other rank must have been equal in two calls.
         """
-        progress = self.service.progress
+        progress, previous = self.service.progress, self._blocked
         counts, statuses = progress.counts_before_collective, self.service.ask(range(self._size))
-        previous, self._blocked = (
-            self._blocked,
-            {
-                rank: status
-                for rank, status in statuses.items()
-                if status.in_backward
-                and status.counts.collectives == counts.collectives
-                and status.counts.backwards > counts.backwards
-            },
-        )
+        self._blocked = {
+            rank: status
+            for rank, status in statuses.items()
+            if status.in_backward
+            and status.counts.collectives == counts.collectives
+            and status.counts.backwards > counts.backwards
+        }
         blocked = {
             rank: status.text for rank, status in self._blocked.items() if previous.get(rank) == status
         }
