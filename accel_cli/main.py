@@ -114,6 +114,10 @@ def accel(
     """Run a raw PyTorch training script, unchanged, anywhere."""
 
 
+_ParsingError: Any = typer.BadParameter.__base__
+"""The error of a command line that typer rejects; typer does not export its name."""
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run `accel`; errors of the user become one message and an exit code, without a traceback.
 
@@ -124,10 +128,15 @@ def main(arguments: list[str] | None = None) -> None:
         _open_missing_streams()
         _escape_unencodable_characters()
         _reset_sigchld()
-        app(arguments)
-    except KeyboardInterrupt:
+        code = app(arguments, standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)  # another package's command may return a value
+    except (KeyboardInterrupt, typer.Abort):
         # No process was started, so there is nothing to report.
         sys.exit(128 + 2)
+    except _ParsingError as error:
+        if text := _format_parsing_error(error):
+            console.error(text)
+        sys.exit(error.exit_code)
     except AccelError as error:
         console.error(str(error))
         sys.exit(error.exit_code)
@@ -140,6 +149,22 @@ def main(arguments: list[str] | None = None) -> None:
     except (OSError, MemoryError) as error:
         console.error(explain_os_error(error))
         sys.exit(1)
+
+
+def _format_parsing_error(error: Any) -> str:
+    """Return the message for a command line that typer rejects; empty for a group alone, which has printed its help."""
+    text: str = error.format_message()
+    if not text:
+        return ""
+    from pydantic import ValidationError
+
+    if isinstance(error.__cause__, ValidationError):
+        from accel_cli.profile.validation_errors import describe
+
+        text = f"{text.partition(': ')[0]}: {describe(error.__cause__)}"
+    end = "" if text.endswith((".", "?")) else "."
+    command = f"{error.ctx.command_path} " if error.ctx else ""
+    return f"{text}{end} See {command}--help."
 
 
 def _reset_sigchld() -> None:

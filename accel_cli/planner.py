@@ -242,6 +242,8 @@ def _parse_value(option: LaunchOption, value: Any) -> Any:
 
 def check_target(target: str, kind: Kind) -> None:
     """Raise if the target cannot run, before anything starts."""
+    if not target:
+        raise UsageError("Cannot run '': the name is empty. Check the variable that contains it.")
     if kind == "script":
         _check_script(Path(target))
     elif kind == "program" and not shutil.which(target):
@@ -257,6 +259,10 @@ def check_target(target: str, kind: Kind) -> None:
 
 
 def _check_script(path: Path) -> None:
+    if path.suffix == ".ipynb":
+        raise UsageError(
+            f"Cannot run {path}: a notebook is not a script. Export it: jupyter nbconvert --to script {path}"
+        )
     if path.is_dir():
         raise UsageError(
             f"Cannot run {path}: it is a directory. Give the script in it, or run a package with -m."

@@ -24,9 +24,9 @@ _COLORS = {"+": "\x1b[32m", "-": "\x1b[31m", "@": "\x1b[36m"}
 @app.command("migrate", epilog="Example: accel migrate train.py")
 def migrate(
     paths: Annotated[
-        list[Path],
+        list[str],
         typer.Argument(
-            metavar="PATH...",
+            metavar="PATH",
             help="Convert these scripts, or the scripts in these folders; - reads a script from the standard input.",
         ),
     ],
@@ -46,7 +46,9 @@ def migrate(
     Prints the changes as a diff, and the places that are not converted with the code to write. Scripts are only read, and
     not run.
     """
-    files, problems = _read_files(paths)
+    if "" in paths:  # not the current folder, as for Path("")
+        raise UsageError("Cannot migrate '': the name is empty. Check the variable that contains it.")
+    files, problems = _read_files([Path(path) for path in paths])
     for file in files:
         problems += [f"{file.path}:{place.line}: {place.text}" for place in file.findings]
         problems += [f"{file.path}:{place.line}: note: {place.text}" for place in file.notes]

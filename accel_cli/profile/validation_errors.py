@@ -14,10 +14,11 @@ from accel_cli.profile.schema import PARALLEL_SECTIONS, SECTIONS, Profile, known
 from accel_cli.sections import Section
 from accel_runtime.env import explain_fsdp1_option, find_nearest
 
-__all__ = ["did_you_mean", "explain", "one_of", "unknown_key"]
+__all__ = ["describe", "did_you_mean", "explain", "one_of", "unknown_key"]
 
 _EXPECTED = {
     "int_type": "a whole number",
+    "int_parsing": "a whole number",
     "float_type": "a number",
     "string_type": "text",
     "list_type": "a list",
@@ -82,6 +83,14 @@ def explain(error: ValidationError, where: Mapping[str, str]) -> list[Problem]:
         if items[0]["type"] == "union_tag_invalid":
             problems += _validate_as_nearest_kind(items[0], where)
     return problems
+
+
+def describe(error: ValidationError) -> str:
+    """Return the text `expected a whole number, got 'x'` for the first value that pydantic rejects."""
+    item: Any = error.errors(include_url=False)[0]
+    if item["type"] == "value_error":
+        return str(item["ctx"]["error"])
+    return f"{one_of(_list_expected(item))}, got {_format_value(item['input'])}"
 
 
 def unknown_key(key: str, where: str, kind: object = None) -> Problem:

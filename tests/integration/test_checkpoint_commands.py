@@ -91,7 +91,10 @@ def test_prune_removes_nothing_without_confirmation(checkpoint, project):
         (("export", "run", "-o", "run/checkpoints/checkpoint_0/m"), "is a checkpoint: an added file"),
         (("export", "run"), "Missing option"),
         (("prune", "run"), "Missing option '--keep'"),
-        (("prune", "run", "--keep", "0"), "should be greater than or equal to 1"),
+        (
+            ("prune", "run", "--keep", "0"),
+            "Invalid value for '--keep': expected at least 1, got '0'. See accel",
+        ),
     ],
 )
 def test_an_unsupported_request_is_one_message_with_exit_code_2(checkpoint, project, cwd, args, message):

@@ -254,7 +254,18 @@ def test_a_signal_ends_every_process(script, cwd, count, number):
         (("-m", "no_such_module_x"), "Module not found: 'no_such_module_x'"),
         (("--no-python", "no-such-program-x"), "Program not found: 'no-such-program-x'"),
         (("--frobnicate", "train.py"), "has no option --frobnicate"),
-        ((), "Missing argument"),
+        ((), "accel: error: Missing argument 'SCRIPT'. See accel launch --help."),
+        (
+            ("--node-rank", "x", "train.py"),
+            "Invalid value for '--node-rank': expected a whole number, got 'x'. See",
+        ),
+        (
+            ("--node-rank", "-1", "train.py"),
+            "Invalid value for '--node-rank': expected at least 0, got '-1'. See",
+        ),
+        (("--nproc-per-node",), "Option '--nproc-per-node' requires an argument. See"),
+        (("",), "Cannot run '': the name is empty."),
+        (("notes.ipynb",), "Cannot run notes.ipynb: a notebook is not a script."),
     ],
 )
 def test_invalid_input_is_one_message_with_exit_code_2(accel, script, cwd, args, message):

@@ -150,6 +150,7 @@ def test_a_pipe_is_refused(capfd, script):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
+        ("", None, "Cannot migrate '': the name is empty."),
         ("absent.py", None, "the file does not exist"),
         ("notebook.ipynb", b"{}", "jupyter nbconvert --to script"),
         ("config.yaml", b"{}", "accel config import config.yaml"),
