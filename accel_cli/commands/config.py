@@ -191,7 +191,7 @@ def validate(
     if file and location != Location():
         raise UsageError("Pass only one of FILE, --profile and --project.")
     target = file or location.find_file()
-    _check(target, _require_file(target))
+    _check(target, _require_file(target, None if file else location))
     console.note(f"{target} is valid")
 
 
@@ -254,7 +254,7 @@ def unset(
     from accel_cli.profile import layers
     from accel_cli.profile.edit import remove_keys
 
-    target = _require_file(location.find_writable_file())
+    target = _require_file(location.find_writable_file(), location)
     if "schema_version" in keys:
         raise UsageError("Cannot remove schema_version: every profile needs it.")
     values = layers.read_file(target, "file").values
@@ -282,7 +282,7 @@ def default(location: Location, force: Force = False) -> None:
 @expand_options
 def edit(location: Location) -> None:
     """Edit a profile in $VISUAL or $EDITOR, and save it only if it is valid."""
-    target = _require_file(location.find_writable_file())
+    target = _require_file(location.find_writable_file(), location)
     _write(target, edit_interactively(target))
 
 
@@ -356,11 +356,14 @@ def _get_store() -> Store:
     return Store.from_env(os.environ, Path.cwd())
 
 
-def _require_file(target: Path) -> Path:
-    """Return a file, or raise UsageError if it does not exist."""
+def _require_file(target: Path, location: Location | None = None) -> Path:
+    """Return a file, or raise UsageError if it does not exist; `location` are the options that select it."""
     if not target.exists():
+        store = _get_store()
+        project = store.find_project_file() if location == Location() else None
+        hint = f" Use --project for {project}." if project else ""
         raise UsageError(
-            f"Profile not found: {target}. Existing profiles: {', '.join(_get_store().list_names()) or 'none'}."
+            f"Profile not found: {target}. Existing profiles: {', '.join(store.list_names()) or 'none'}.{hint}"
         )
     return target
 

@@ -180,7 +180,7 @@ def resolve_file(profiles: Store, target: Path, layer: Layer) -> Profile:
 def read_layers_below(profiles: Store, target: Path) -> list[Layer]:
     """Return the layers below a file: the user's default profile, unless it is that file."""
     user = profiles.get_path(DEFAULT)
-    return [layers.read_file(user, "user")] if user.is_file() and user != target else []
+    return [layers.read_file(user, "user")] if store.has_file(user) and user != target else []
 
 
 def build_layer(data: Mapping[str, Any], target: Path, keys: Collection[str] = (), source: str = "") -> Layer:

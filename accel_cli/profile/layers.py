@@ -80,7 +80,7 @@ def read_layers(
     """
     layers = []
     user, project = profiles.get_path(DEFAULT), profiles.find_project_file()
-    if user.is_file():
+    if store.has_file(user):
         layers.append(read_file(user, "user"))
     if project and (distrust := store.find_distrust(project, environ)):
         console.note(

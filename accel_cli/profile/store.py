@@ -29,6 +29,7 @@ __all__ = [
     "Store",
     "check_writable",
     "find_distrust",
+    "has_file",
     "is_accelerate_config",
     "lock",
     "parse",
@@ -84,7 +85,7 @@ class Store:
     def find_project_file(self) -> Path | None:
         """Return the nearest project file in this folder or above, up to the repository's root, or None."""
         for folder in (self.cwd, *self.cwd.parents):
-            if (folder / PROJECT_FILE).is_file():
+            if has_file(folder / PROJECT_FILE):
                 return folder / PROJECT_FILE
             if (folder / ".git").exists():
                 return None
@@ -103,16 +104,21 @@ def find_distrust(path: Path, environ: Mapping[str, str]) -> str | None:
     owners = {0, os.getuid()}
     if os.getuid() == 0 and environ.get("SUDO_UID", "").isdecimal():
         owners.add(int(environ["SUDO_UID"]))
-    for item in (path, path.parent):
+    for item in (path.parent, path):
         try:
             status = item.stat()
-        except OSError as error:
-            return f"cannot read {item}: {error.strerror}"
+        except OSError:  # a broken link: reading it fails with the reason
+            return None
         if status.st_uid not in owners:
             return f"{item} belongs to another user"
         if status.st_mode & stat.S_IWOTH:
             return f"every user can write {item}"
     return None
+
+
+def has_file(path: Path) -> bool:
+    """Return whether a profile is there; a broken link is one, whose reading fails, since it must not be ignored."""
+    return path.is_file() or path.is_symlink()
 
 
 def read_text(path: Path) -> str:
@@ -124,9 +130,12 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise UsageError(f"Cannot read {path}: it is not UTF-8 text.") from None
+        raise UsageError(f"Cannot read {path}: it is not UTF-8 text. Save it as UTF-8.") from None
     except OSError as error:
-        raise UsageError(f"Cannot read {path}: {error.strerror}.") from None
+        name = f"{path}, a link to {path.readlink()}" if path.is_symlink() else path
+        raise UsageError(
+            f"Cannot read {name}: {error.strerror}. Correct its path or its permissions."
+        ) from None
 
 
 def read(path: Path) -> Document:

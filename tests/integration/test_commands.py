@@ -398,6 +398,23 @@ def test_invalid_input_is_one_message_with_exit_code_2(typed, home, args, messag
     assert not home.exists()
 
 
+def test_validate_without_a_profile_names_the_project_file(typed, cwd):
+    (cwd / "accel.yaml").write_text("schema_version: 1\n")
+    for arguments, is_named in (((), True), (("--profile", "gone"), False), (("gone.yaml",), False)):
+        result = typed("config", "validate", *arguments)
+        assert (result.returncode, f"Use --project for {cwd}/accel.yaml." in result.stderr) == (2, is_named)
+
+
+@pytest.mark.parametrize("name", ["accel.yaml", "profiles/default.yaml"])
+def test_a_broken_link_to_a_profile_is_not_ignored(typed, cwd, home, name):
+    path = (home if "/" in name else cwd) / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to("absent.yaml")
+    result = typed("config", "show")
+    assert result.returncode == 2
+    assert f"Cannot read {path}, a link to absent.yaml: No such file or directory. Correct" in result.stderr
+
+
 def test_a_file_with_many_mistakes_is_rejected_by_its_first_lines(typed, cwd, monkeypatch):
     (cwd / "much.yaml").write_text("schema_version: 1\n" + "".join(f"key{n}: 1\n" for n in range(500)))
     searches = []
