@@ -84,6 +84,8 @@ def parse(text: str, where: str) -> Document:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         location = f"{where}:{mark.line + 1}" if mark else where
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        if reason.startswith("but "):  # the context of the error has the beginning
+            reason = f"{getattr(error, 'context', '')}, {reason}"
         raise ProfileError([Problem(location, "", f"invalid YAML: {reason}")]) from None
     except RecursionError:
         raise ProfileError([Problem(where, "", _TOO_DEEP)]) from None

@@ -130,7 +130,7 @@ def _run_and_record(
         )
     except OSError as error:
         raise UsageError(
-            f"logs cannot be written to {base}: {error.strerror}. Choose another folder with --log-dir."
+            f"Cannot write logs to {base}: {error.strerror}. Choose another folder with --log-dir."
         ) from None
     warning, recorder = LogWarning(folder), RunRecorder(folder)
     is_quiet = plan.details is None or plan.details.is_quiet

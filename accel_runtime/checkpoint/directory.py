@@ -189,7 +189,8 @@ def scan_directory(directory: Path) -> DirectoryScan:
         entry = _read_entry(directory)
         if entry.checkpoint is None:
             raise RequestError(
-                f"Not a directory: {directory}" if directory.exists() else f"Directory not found: {directory}"
+                f"{'Not a directory' if directory.exists() else 'Directory not found'}: {directory}. Give a checkpoint, or a "
+                "directory that contains checkpoints."
             )
         return DirectoryScan(directory.parent, [entry], [])
     if _is_checkpoint_directory(directory):
@@ -238,7 +239,9 @@ def find_newest_checkpoint(directory: Path) -> DirectoryEntry:
 def _list_entries(directory: Path) -> list[DirectoryEntry]:
     scan = scan_directory(directory)
     if not scan.entries:
-        raise RequestError(f"No checkpoint found in {scan.directory}")
+        raise RequestError(
+            f"No checkpoint found in {str(scan.directory)!r}. Give the directory that save_state wrote."
+        )
     return scan.entries
 
 

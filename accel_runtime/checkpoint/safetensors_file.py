@@ -313,7 +313,7 @@ def merge_tensors(
 
 def _check_target(target: Path, size: int, *, several: bool) -> None:
     if not target.parent.is_dir():
-        raise RequestError(f"Not a directory: {target.parent}")
+        raise RequestError(f"Not a directory: {target.parent}. Create it first.")
     if target.is_dir():
         raise RequestError(f"{target} is a directory. Name a file, such as model.safetensors.")
     if (target.parent / NAME).exists():

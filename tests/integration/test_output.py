@@ -231,7 +231,7 @@ def test_accel_logs_follows_a_run_in_the_folder_of_the_profile(accel, script, cw
 @pytest.mark.parametrize(
     ("options", "expected_text"),
     [
-        (("--log-dir", "train.py/x"), "logs cannot be written to "),
+        (("--log-dir", "train.py/x"), "Cannot write logs to "),
         (("--ranks", "2"), "Invalid ranks '2': the last rank is 1"),
         (("--ranks", "first"), "expected all, none, or ranks as in 0,2"),
     ],

@@ -59,6 +59,10 @@ def test_scalars_are_those_of_yaml_1_2(text, value):
         ("- 1", "x:1: expected keys and values, got a list"),
         ("just text", "x:1: expected keys and values, got text"),
         ("a: [1", "x:1: invalid YAML"),
+        (
+            "a: 1\n---\na: 2",
+            "x:2: invalid YAML: expected a single document in the stream, but found another document",
+        ),
         ("[" * 500, "x"),
         ("{a: " * 400 + "1" + "}" * 400, "nested too deeply"),
         ("? [a, b]\n: 1", "expected text as a key"),
