@@ -80,10 +80,15 @@ class LaunchSpec:
     jobs_options: str = ""
     """The options with which `accel jobs` finds a submitted job, each with a space before it."""
 
+    @property
+    def target_options(self) -> tuple[str, ...]:
+        """The options of `accel launch` for the kind of the target."""
+        options = {"script": (), "module": ("-m",), "program": ("--no-python",)}
+        return options[self.kind]
+
     def build_arguments(self, target: str = "") -> tuple[str, ...]:
         """Return the target, or its path on a node, and its arguments, as `accel launch` takes them."""
-        options = {"script": (), "module": ("-m",), "program": ("--no-python",)}[self.kind]
-        return (*options, "--", target or self.target, *self.args)
+        return (*self.target_options, "--", target or self.target, *self.args)
 
 
 class Launcher(Section):

@@ -262,7 +262,6 @@ def build_job_spec(section: SageMaker, spec: LaunchSpec) -> dict[str, Any]:
 
 def _build_options(section: SageMaker, spec: LaunchSpec) -> list[str]:
     """Return the options of `accel launch` on a host."""
-    kind = {"script": (), "module": ("--module",), "program": ("--no-python",)}[spec.kind]
     values = {
         "nproc_per_node": section.nproc_per_node,
         # One host may still build packages that another has built already.
@@ -272,7 +271,7 @@ def _build_options(section: SageMaker, spec: LaunchSpec) -> list[str]:
         "shutdown_timeout": section.shutdown_timeout,
         "stall_timeout": section.stall_timeout,
     }
-    return ["--no-profile", *kind, *build_node_options(values)]
+    return ["--no-profile", *spec.target_options, *build_node_options(values)]
 
 
 def _locate_source(section: SageMaker, spec: LaunchSpec) -> dict[str, Any]:

@@ -151,7 +151,7 @@ def test_accel_launch_on_a_host_has_the_settings_and_launcher_of_the_profile(tre
 
 
 def test_a_module_and_a_program_are_launched_as_such(tree):
-    for kind, option in (("module", "--module"), ("program", "--no-python")):
+    for kind, option in (("module", "-m"), ("program", "--no-python")):
         run = SageMaker().plan(replace(build_spec(), kind=kind)).job.run
         assert run["options"][:2] == ["--no-profile", option]
 
