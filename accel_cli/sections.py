@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from accel_cli.planning.machine import Machine
 
-__all__ = ["Answers", "Choice", "CountOrAuto", "Offers", "Question", "Section", "match"]
+__all__ = ["Answers", "Choice", "CountOrAuto", "ItemError", "Offers", "Question", "Section", "match"]
 
 Answers = Mapping[str, Any]
 """The answers so far in this section, by field."""
@@ -68,6 +68,15 @@ class Question:
     """One line of help under the question."""
 
 
+class ItemError(ValueError):
+    """An invalid part of the value of a field, such as an item of a list."""
+
+    def __init__(self, expected: str, actual: str) -> None:
+        super().__init__(f"{expected}, got {actual}")
+        self.expected = expected
+        self.actual = actual
+
+
 def match(pattern: str, expected: str) -> AfterValidator:
     """Return a validator of text, a number, the items of a list or the keys of a mapping; None is valid."""
 
@@ -75,7 +84,11 @@ def match(pattern: str, expected: str) -> AfterValidator:
         is_one = not isinstance(value, (list, dict))
         for item in [value] if is_one else value:
             if item is not None and not re.fullmatch(pattern, str(item)):
-                raise ValueError(f"expected {expected}" + ("" if is_one else f", got {item!r}"))
+                raise (
+                    ValueError(f"expected {expected}")
+                    if is_one
+                    else ItemError(f"expected {expected}", repr(item))
+                )
         return value
 
     return AfterValidator(check)

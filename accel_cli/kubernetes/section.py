@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from typing_extensions import Self
 
 from accel_cli.launchers import job_launcher, torchrun
-from accel_cli.sections import Question, match
+from accel_cli.sections import ItemError, Question, match
 
 __all__ = ["INSTANCE", "MANAGED_BY", "OWNER", "KubernetesSection"]
 
@@ -34,7 +34,7 @@ def _match_items(key: str, value: str, expected: str) -> AfterValidator:
     def check(mapping: dict[str, Any]) -> dict[str, Any]:
         for name, item in mapping.items():
             if not (re.fullmatch(key, name) and re.fullmatch(value, str(item))):
-                raise ValueError(f"expected {expected}, got {name}: {item}")
+                raise ItemError(f"expected {expected}", f"{name}: {item}")
         return mapping
 
     return AfterValidator(check)

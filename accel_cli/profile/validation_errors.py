@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from accel_cli.errors import MAX_PROBLEMS, Problem
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.profile.schema import PARALLEL_SECTIONS, SECTIONS, Profile, known_keys
-from accel_cli.sections import Section
+from accel_cli.sections import ItemError, Section
 from accel_runtime.env import explain_fsdp1_option, find_nearest
 
 __all__ = ["describe", "did_you_mean", "explain", "one_of", "unknown_key"]
@@ -204,14 +204,20 @@ def _build_problem(items: list[Any], key: str, where: str) -> Problem:
         hint = f"set launcher.kind too: {' or '.join(kinds)}" if kinds else ""
         return Problem(where, key, one_of(LAUNCHERS), "nothing", hint)
     if kind == "value_error":
-        text = str(items[0]["ctx"]["error"])
-        if isinstance(value, (dict, BaseModel)):
-            return Problem(where, key, text.removeprefix(f"{key.rpartition('.')[2]}: "))
-        # A validator of several items names the one that is invalid.
-        return Problem(where, key, text, "" if ", got " in text else _format_value(value))
+        return _explain_validator(items[0], key, where)
     expected = [text for item in items if item["input"] is value for text in _list_expected(item)]
     nearest = find_nearest(value, expected) if isinstance(value, str) else None
     return Problem(where, key, one_of(dict.fromkeys(expected)), _format_value(value), did_you_mean(nearest))
+
+
+def _explain_validator(item: Mapping[str, Any], key: str, where: str) -> Problem:
+    """Return the problem that the validator of a field or a section raised."""
+    error, value = item["ctx"]["error"], item["input"]
+    if isinstance(error, ItemError):
+        return Problem(where, key, error.expected, error.actual)
+    if isinstance(value, (dict, BaseModel)):
+        return Problem(where, key, str(error).removeprefix(f"{key.rpartition('.')[2]}: "))
+    return Problem(where, key, str(error), _format_value(value))
 
 
 def _list_expected(item: Mapping[str, Any]) -> list[str]:

@@ -16,7 +16,7 @@ from accel_cli.errors import UsageError
 from accel_cli.launchers import job_launcher, torchrun
 from accel_cli.launchers.base import LaunchSpec, Plan
 from accel_cli.ray.plan import RayJobPlan, RayRun
-from accel_cli.sections import Choice, Question, match
+from accel_cli.sections import Choice, ItemError, Question, match
 from accel_cli.source_files import locate_target
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def _check_resources(value: dict[str, float]) -> dict[str, float]:
         if name in _RESERVED:
             raise ValueError(f"cannot contain {name}: set {_RESERVED[name]}")
         if amount <= 0:
-            raise ValueError(f"expected amounts above 0, got {name}: {amount:g}")
+            raise ItemError("expected amounts above 0", f"{name}: {amount:g}")
     return value
 
 

@@ -16,7 +16,7 @@ from accel_cli.launchers.base import LaunchSpec, Plan, build_environment
 from accel_cli.launchers.job_launcher import JobLauncher, Nodes, ProcessesPerNode, count_gpus, count_processes
 from accel_cli.planning.nodes import FIRST_JOB_PORT, NUM_JOB_PORTS, get_slurm_rendezvous
 from accel_cli.planning.plan import quote_for_bash
-from accel_cli.sections import Question, match
+from accel_cli.sections import ItemError, Question, match
 from accel_cli.slurm.jobs import SlurmJobPlan, SlurmJobs, submit_job
 
 __all__ = ["Slurm"]
@@ -45,7 +45,7 @@ _Line = Annotated[str | None, AfterValidator(_check_line)]
 def _check_options(values: list[str]) -> list[str]:
     for value in values:
         if not value.startswith("-") or not value.isprintable():
-            raise ValueError(f"expected options of sbatch such as --constraint=a100, got {value!r}")
+            raise ItemError("expected options of sbatch such as --constraint=a100", repr(value))
         name = re.split(r"[= ]", value)[0]
         if name in _RESERVED_OPTIONS:
             raise ValueError(f"cannot contain {name}, which accel sets; use the key of the profile")

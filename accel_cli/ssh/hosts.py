@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel_cli.errors import UsageError
+from accel_cli.sections import ItemError
 
 __all__ = ["Host", "check_hosts", "parse_host", "read_hostfile"]
 
@@ -44,18 +45,19 @@ def parse_host(text: str) -> Host:
     user, at, typed_name = destination.rpartition("@")
     name = _parse_name(typed_name)
     if name is None or (at and not _USER.fullmatch(user)):
-        raise ValueError(
-            f"expected a host such as node1, user@node1 or an IP address, with slots=N after it or not (a port belongs in "
-            f"~/.ssh/config), got {text!r}"
+        raise ItemError(
+            "expected a host such as node1, user@node1 or an IP address, with slots=N after it or not (a port belongs in "
+            "~/.ssh/config)",
+            repr(text),
         )
     slots = None
     for word in words:
         if match := _SLOTS.fullmatch(word):
             if slots is not None:
-                raise ValueError(f"expected slots=N once after the host, got {text!r}")
+                raise ItemError("expected slots=N once after the host", repr(text))
             slots = int(match[1])
         elif not _IGNORED.fullmatch(word):
-            raise ValueError(f"expected slots=N after the host, got {word!r} in {text!r}")
+            raise ItemError("expected slots=N after the host", f"{word!r} in {text!r}")
     return Host(f"{user}{at}{name}", slots)
 
 
