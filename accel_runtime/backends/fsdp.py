@@ -42,6 +42,7 @@ from accel_runtime.parallel.fully_shard import (
     find_units,
     is_checkpointed,
     parameters_of_unit,
+    refuse_gradient_hooks,
     shard_model,
 )
 from accel_runtime.parallel.tensor_parallel import (
@@ -119,6 +120,13 @@ class FSDPBackend(DistributedBackend):
         units = find_units(model, options.wrap)
         ignored = find_ignored(model, options.ignore) if shards else set()
         plan = plan_tensor_parallel(model, self._settings.parallel.tp_plan) if tp is not None else {}
+        before = dict(model.named_parameters())
+        replaced = (
+            set(before.values()) - ignored
+            if shards
+            else {parameter for name in plan for parameter in model.get_submodule(name).parameters()}
+        )
+        refuse_gradient_hooks(model, replaced)
         if options.activation_checkpointing:
             checkpoint_activations(model, units)
         if tp is not None:
@@ -127,6 +135,10 @@ class FSDPBackend(DistributedBackend):
             autocast_dtype = FORMATS[self._settings.mixed_precision].dtype
             policy = build_policy(options, autocast_dtype, model.parameters())
             shard_model(model, units, self.mesh.shard, options, policy, ignored)
+        for name, parameter in model.named_parameters():
+            # Marks of the script, such as `_no_weight_decay`, by which it creates parameter groups.
+            for key, value in vars(before[name]).items():
+                vars(parameter).setdefault(key, value)
         # Not `model.to`, which replaces sharded tensors, and hooks on gradients stay with the old ones.
         for tensor in ignored if shards else [*model.parameters(), *model.buffers()]:
             if not (tensor.is_meta or hasattr(tensor, "device_mesh")):

@@ -42,6 +42,7 @@ __all__ = [
     "is_checkpointed",
     "matches_pattern",
     "parameters_of_unit",
+    "refuse_gradient_hooks",
     "refuse_mixed_dtypes",
     "shard_model",
 ]
@@ -259,6 +260,20 @@ def refuse_mixed_dtypes(model: nn.Module, units: Units, ignored: Collection[nn.P
                 f"fully_shard: the parameters of {location} are gathered together, but have different dtypes ({dtypes}). Convert "
                 "them to one dtype, for example by model.float(), or name the class of the module that differs in fully_shard.wrap."
             )
+
+
+def refuse_gradient_hooks(model: nn.Module, replaced: Collection[nn.Parameter]) -> None:
+    """Raise ValueError if the script's gradient hooks are on parameters that sharding replaces."""
+    names = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter in replaced and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks)  # noqa: SLF001
+    ]
+    if names:
+        raise ValueError(
+            f"Cannot shard {type(model).__name__}: gradient hooks of {format_names(names)} would never run, since sharding replaces "
+            "the parameters. Change the gradients between backward() and step() instead."
+        )
 
 
 def parameters_of_unit(module: nn.Module, units: Units) -> list[tuple[str, nn.Parameter]]:

@@ -41,6 +41,11 @@ def create_sharding_accelerator(**options):
     return Accelerator(parallelism_config=ParallelismConfig(dp_shard_size="auto"), **options)
 
 
+def create_tensor_parallel_accelerator():
+    plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    return Accelerator(parallelism_config=ParallelismConfig(tp_size=2, tp_plan=plan))
+
+
 def gather_parameters(model):
     return [p.full_tensor().tolist() for p in model.parameters()]
 
@@ -297,3 +302,43 @@ def test_several_models_and_optimizers_are_matched(pair):
     for actual, expected in zip(pair.run(train_both, True), pair.run(train_both, False), strict=True):
         for tensor, same in zip(actual, expected, strict=True):
             torch.testing.assert_close(tensor, same, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_gradient_hooks_on_parameters_that_sharding_replaces_are_rejected(alone, register):
+    model = Model()
+    getattr(model.head.bias, register)(lambda _: None)
+    expected = r"Cannot shard Model: gradient hooks of head\.bias would never run, .* between backward\(\) and step\(\)"
+    with pytest.raises(ValueError, match=expected):
+        create_sharding_accelerator().prepare(model)
+    plugin = FullyShardedDataParallelPlugin(ignored_modules="head")
+    create_sharding_accelerator(fsdp_plugin=plugin).prepare(model)
+
+
+def test_gradient_hooks_outside_of_a_tensor_parallel_plan_run(pair):
+    def train_one_step():
+        accelerator, model, calls = create_tensor_parallel_accelerator(), Model(), []
+        model.head.bias.register_hook(calls.append)
+        accelerator.backward(accelerator.prepare(model)(torch.ones(2, 4)).sum())
+        inside = Model()
+        inside.blocks[0].up.weight.register_hook(calls.append)
+        with pytest.raises(ValueError, match=r"gradient hooks of blocks\.0\.up\.weight would never run"):
+            accelerator.prepare(inside)
+        return len(calls)
+
+    assert pair.run(train_one_step) == [1, 1]
+
+
+@pytest.mark.parametrize("layout", ["sharded", "tensor parallel"])
+def test_attributes_of_parameters_are_kept(pair, layout):
+    def find_marked():
+        make = create_sharding_accelerator if layout == "sharded" else create_tensor_parallel_accelerator
+        accelerator, model = make(), Model()
+        model.blocks[0].up.weight._no_weight_decay = True
+        return [
+            name
+            for name, p in accelerator.prepare(model).named_parameters()
+            if hasattr(p, "_no_weight_decay")
+        ]
+
+    assert pair.run(find_marked) == [["blocks.0.up.weight"]] * 2
