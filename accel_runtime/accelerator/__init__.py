@@ -17,7 +17,7 @@ from accel_runtime.accelerator.exporting import ExportMethods
 from accel_runtime.accelerator.prepare import ParameterMap, PrepareMethods
 from accel_runtime.accelerator.properties import HANDLER_TYPES
 from accel_runtime.accelerator.training import Preemption, TrainingMethods
-from accel_runtime.backends import connect, find_accelerator, register_accelerator
+from accel_runtime.backends import connect, current_loops, find_accelerator, register_accelerator
 from accel_runtime.backends.base import Reduction
 from accel_runtime.backends.single import DetachedBackend
 from accel_runtime.checkpoint.manager import ResumePolicy, RunOrigin
@@ -149,7 +149,9 @@ class Accelerator(PrepareMethods, TrainingMethods, ExportMethods):
         check_loader_configuration(self.dataloader_config)
         self._device_placement, self._rng_types = device_placement, parse_rng_types(rng_types)
         self._step_with_optimizer = step_scheduler_with_optimizer
-        self._loops = ActiveLoops(self._backend.data_rank.rank, has_padding=self._backend.pads_batches)
+        self._loops = ActiveLoops(
+            self._backend.data_rank.rank, has_padding=self._backend.pads_batches, peers=current_loops()
+        )
         self._backend.active_loops = self._loops
         self._parameter_map = ParameterMap()
         self._checked: WeakSet[Any] = WeakSet()

@@ -8,7 +8,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ __all__ = [
     "connect_default_backend",
     "current_backend",
     "current_data_rank",
+    "current_loops",
     "current_state",
     "current_topology",
     "find_accelerator",
@@ -108,6 +109,7 @@ class _Current:
     state: Any = None
     accelerators: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary)
     numbers: count[int] = field(default_factory=count)
+    loops: WeakSet[Any] = field(default_factory=WeakSet)
 
 
 class _ThreadState(threading.local):
@@ -167,6 +169,11 @@ def register_accelerator(accelerator: Any, state: Any) -> int:
     current.accelerators[number] = accelerator
     current.state = state
     return number
+
+
+def current_loops() -> WeakSet[Any]:
+    """Return the `ActiveLoops` of all Accelerators of this thread."""
+    return _THREAD.current.loops
 
 
 def find_accelerator(number: int = -1) -> Any:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
 from collections import UserDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
 
 import torch
 
@@ -23,6 +25,8 @@ __all__ = [
 ]
 
 
+_CLOCK = itertools.count(1)
+"""Order of the events of all loops."""
 _MAX_RECENT = 4
 """Number of recent batches per loop, and of finished loops, whose tensors are recognized; scripts may look ahead."""
 
@@ -66,44 +70,55 @@ class _LoopRecord:
 class ActiveLoops:
     """Running loops (the innermost last) and recently finished ones.
 
+    A script may use a loader of one `Accelerator` with the methods of another one, which has no open loop: it then uses the
+    loops of the other one.
+
     Args:
         rank: The rank of this process.
         has_padding: If true, batches may contain padding; otherwise nothing is recorded.
+        peers: The loops of all Accelerators of this thread, to which these are added.
     """
 
-    def __init__(self, rank: int, *, has_padding: bool) -> None:
+    def __init__(self, rank: int, *, has_padding: bool, peers: WeakSet[ActiveLoops] | None = None) -> None:
         self._rank = rank
+        self._peers = peers
+        if peers is not None:
+            peers.add(self)
         self.has_padding = has_padding
         """If false, batches need not be recorded."""
         self._open: list[_LoopRecord] = []
         self._finished: deque[_LoopRecord] = deque(maxlen=_MAX_RECENT)
-        self._clock = 0
+        self._latest = 0
+        """Time of the newest batch, or of the start of the newest loop."""
         self._model_input: weakref.ref[torch.Tensor] | None = None
 
     @property
     def current_step(self) -> StepInfo | None:
         """Return the newest step of the innermost loop; None outside of all loops."""
-        return self._open[-1].step_info if self._open else None
+        if self._open:
+            return self._open[-1].step_info
+        return None if (loops := self._find_latest()) is self else loops.current_step
 
     @property
     def model_step(self) -> StepInfo | None:
         """Return the step that a prepared model computed on last, or the newest step if that is unknown."""
         if self.has_padding and (info := self._find_model_step()) is not None:
             return info
-        return self._open[-1].step_info if self._open else None
+        return self.current_step
 
     def open(self, loop: EpochIterator) -> _LoopRecord:
         """Add a loop, and return its record for `record_batch` and `close`."""
         record = _LoopRecord(loop)
         self._open.append(record)
+        self._latest = next(_CLOCK)
         return record
 
     def record_batch(self, record: _LoopRecord, batch: Any) -> None:
         """Record a batch that is about to be returned to the script."""
         info = record.step_info
         assert info is not None
-        self._clock += 1
-        record.times = (self._clock, record.times[0])
+        self._latest = next(_CLOCK)
+        record.times = (self._latest, record.times[0])
         record.recent.append(([weakref.ref(tensor) for tensor in _tensors(batch)], info))
         if record.steps and record.steps[-1][0] is info:
             record.steps[-1] = (info, record.steps[-1][1] + 1)
@@ -132,6 +147,8 @@ class ActiveLoops:
         """
         if not self.has_padding:
             return []
+        if (loops := self._find_latest()) is not self:
+            return loops.find_steps(data, batch)
         if batch is not None:
             if info := self._find_step(_tensors(batch)):
                 return [info]
@@ -143,8 +160,22 @@ class ActiveLoops:
             return [info]
         return self._find_steps_by_rows(_count_rows(data))
 
+    def _find_latest(self) -> ActiveLoops:
+        """Return these loops, or those of another Accelerator that have advanced later if none of these is open."""
+        if self._open or not self._peers or len(self._peers) == 1:
+            return self
+        return max((loops for loops in self._peers if self._is_before(loops)), key=_get_time, default=self)
+
+    def _is_before(self, other: ActiveLoops) -> bool:
+        """Return whether data of this moment belong to the loops of another Accelerator rather than to these."""
+        is_candidate = bool(other._open) or not self._finished
+        return is_candidate and _get_time(other) > self._latest
+
     def _find_step(self, tensors: Iterator[torch.Tensor]) -> StepInfo | None:
         records = [*reversed(self._open), *reversed(self._finished)]
+        if self._peers and len(self._peers) > 1:
+            for loops in self._peers - {self}:
+                records += [*loops._open, *loops._finished]  # noqa: SLF001 - of the same class
         candidates = list(tensors)
         steps = (record.find_step(tensor) for record in records for tensor in candidates)
         return next((info for info in steps if info is not None), None)
@@ -178,6 +209,10 @@ class ActiveLoops:
                 "the padding of their batches differs at this step. Pass the batch: gather_for_metrics(data, batch=batch)."
             )
         return [info]
+
+
+def _get_time(loops: ActiveLoops) -> int:
+    return loops._latest  # noqa: SLF001 - of this module
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:

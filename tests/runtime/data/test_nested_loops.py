@@ -46,6 +46,66 @@ def test_two_zipped_loaders_of_different_lengths_lose_no_sample(ranks):
     assert ranks.run(gather_samples) == [expected] * ranks.size
 
 
+def test_a_loader_of_one_accelerator_is_exact_with_the_methods_of_another(ranks):
+    """As in functions of a script that each create an `Accelerator`."""
+
+    def use_both():
+        loader = prepared(Accelerator(), 27)
+        accelerator = Accelerator(gradient_accumulation_steps=2)
+        model = accelerator.prepare(nn.Linear(1, 1, bias=False))
+        gathered, batches, ends, gradient = [], [], [], 0.0
+        for batch in loader:
+            gathered += accelerator.gather_for_metrics(batch).tolist()
+            batches.append(batch)
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch[:, None].float()).mean())
+            ends.append((accelerator.sync_gradients, accelerator.gradient_state.end_of_dataloader))
+            if accelerator.sync_gradients:
+                gradient += float(model.weight.grad)
+                model.zero_grad()
+        return gathered, len(accelerator.gather_for_metrics(torch.cat(batches))), ends[-1], gradient
+
+    def use_one():
+        accelerator = Accelerator(gradient_accumulation_steps=2)
+        loader, model = prepared(accelerator, 27), accelerator.prepare(nn.Linear(1, 1, bias=False))
+        gradient = 0.0
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch[:, None].float()).mean())
+            if accelerator.sync_gradients:
+                gradient += float(model.weight.grad)
+                model.zero_grad()
+        return gradient
+
+    gradients = ranks.run(use_one)
+    assert ranks.run(use_both) == [(list(range(27)), 27, (True, True), each) for each in gradients]
+
+
+def test_zipped_loaders_of_two_accelerators_lose_no_sample(ranks):
+    def gather_samples():
+        first_accelerator, second_accelerator = Accelerator(), Accelerator()
+        first, second = prepared(first_accelerator, 16), prepared(second_accelerator, 10)
+        gathered = [[], []]
+        for first_batch, second_batch in zip(first, second, strict=False):
+            gathered[0] += second_accelerator.gather_for_metrics(first_batch).tolist()
+            gathered[1] += first_accelerator.gather_for_metrics(second_batch).tolist()
+        return gathered
+
+    steps = -(-10 // (4 * ranks.size))
+    expected = [list(range(min(16, steps * 4 * ranks.size))), list(range(10))]
+    assert ranks.run(gather_samples) == [expected] * ranks.size
+
+
+def test_the_end_of_a_loop_is_gathered_by_its_accelerator_after_a_loop_of_another(ranks):
+    def gather_samples():
+        accelerator, other = Accelerator(), Accelerator()
+        batches = list(prepared(accelerator, 27))
+        assert [*prepared(other, 5)]
+        return len(accelerator.gather_for_metrics(torch.cat(batches)))
+
+    assert ranks.run(gather_samples) == [27] * ranks.size
+
+
 def test_an_unknown_tensor_in_zipped_loops_is_rejected_without_its_batch(several):
     def gather_samples():
         accelerator = Accelerator()
