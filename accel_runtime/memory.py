@@ -80,7 +80,7 @@ def find_executable_batch_size(
     Raises:
         TypeError: The call passed a batch size, which the decorator does.
         RuntimeError: No size is left to try; or this process was out of memory while another one failed with another
-            exception.
+            exception, or waits for this one in a collective, which it cannot leave.
         ValueError: A size that is not a positive whole number, or a next one that is not smaller.
     """
     if function is None:
@@ -138,8 +138,17 @@ class _Search:
         backend.set_store_key(f"{key}/{topology.rank}", _FINE if error_text is None else _FULL)
         local = "" if error_text is None else f"; this rank is out of memory: {error_text}"
         operation = f"find_executable_batch_size, batch size {self._size}{local}"
+
+        def check() -> None:
+            if waiting := backend.find_waiting_ranks():
+                statuses = "; ".join(f"rank {rank} {text}" for rank, text in waiting.items())
+                raise RuntimeError(
+                    f"Out of memory with batch size {self._size} on rank {topology.rank} ({error_text}). No smaller size can be "
+                    f"tried, since other ranks wait for this one: {statuses}. Choose a starting_batch_size that fits on all ranks."
+                )
+
         outcomes = {
-            rank: backend.wait_for_store_key(rank, f"{key}/{rank}", operation)
+            rank: backend.wait_for_store_key(rank, f"{key}/{rank}", operation, check if error_text else None)
             for rank in range(topology.world_size)
         }
         broken = {rank: outcome for rank, outcome in outcomes.items() if outcome.startswith(_BROKEN)}

@@ -32,6 +32,8 @@ __all__ = ["Backend", "Reduction"]
 Reduction = Literal["sum", "mean", "max", "min"]
 
 _LOG = logging.getLogger("accel_runtime.backends")
+CHECK_INTERVAL_S = 30.0
+"""Seconds between two checks of the ranks that a rank waits for."""
 REPORT_S = 10.0
 """Seconds before a rank that waits for a store key reports it on stderr."""
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.005, 0.5
@@ -180,9 +182,18 @@ class Backend(ABC):
             raise RuntimeError(f"{operation} failed on rank {leader}: {result.removeprefix(f'{_FAILED}:')}")
         yield
 
-    def wait_for_store_key(self, rank: int, key: str, operation: str | None) -> str:
-        """Wait for the value that `rank` sets for `key`, without a timeout; report the wait on stderr if `operation` is given."""
-        started, pause = time.monotonic(), _MIN_INTERVAL_S
+    def find_waiting_ranks(self) -> dict[int, str]:
+        """Return the status of the ranks that wait for this one, and did in the previous call."""
+        return {} if self.rank_monitor is None else self.rank_monitor.find_waiting_ranks()
+
+    def wait_for_store_key(
+        self, rank: int, key: str, operation: str | None, check: Callable[[], None] | None = None
+    ) -> str:
+        """Wait for the value that `rank` sets for `key`, without a timeout; report the wait on stderr if `operation` is given.
+
+        `check` is called every `CHECK_INTERVAL_S` seconds; an error that it raises ends the wait.
+        """
+        started, pause, checks = time.monotonic(), _MIN_INTERVAL_S, 0
         while (value := self.get_store_key(key)) is None:
             time.sleep(pause)
             pause = min(2 * pause, _MAX_INTERVAL_S)
@@ -191,6 +202,9 @@ class Backend(ABC):
                 line = f"rank {self.topology.rank}: waiting for rank {rank} ({waited:.0f} s) in {operation}"
                 print(line, file=sys.stderr, flush=True)  # noqa: T201 - for the terminal, whatever the logging
                 operation = None
+            if check is not None and waited > (checks + 1) * CHECK_INTERVAL_S:
+                checks += 1
+                check()
         return value
 
     @property

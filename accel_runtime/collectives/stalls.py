@@ -87,25 +87,24 @@ class RankMonitor:
         self._last: tuple[str, ProgressCounts, int] = ("", ProgressCounts(0, 0, 0, 0), 0)
         self._presence = ""
         self._blocked: dict[int, RankStatus] = {}
-        """Ranks that could not join the current collective when `check_for_deadlock` was last called."""
+        """Ranks that waited for this one when that was last checked."""
 
     def check_for_deadlock(self) -> None:
         """Raise StallError if this rank waits in a collective, and another in a backward pass that needs this rank.
 
         This rank calls it repeatedly while it waits; the status of the other rank must have been equal in two calls.
         """
-        progress, previous = self.service.progress, self._blocked
+        progress = self.service.progress
         counts, statuses = progress.counts_before_collective, self.service.ask(range(self._size))
-        self._blocked = {
-            rank: status
-            for rank, status in statuses.items()
-            if status.in_backward
-            and status.counts.collectives == counts.collectives
-            and status.counts.backwards > counts.backwards
-        }
-        blocked = {
-            rank: status.text for rank, status in self._blocked.items() if previous.get(rank) == status
-        }
+        blocked = self._select_unchanged(
+            {
+                rank: status
+                for rank, status in statuses.items()
+                if status.in_backward
+                and status.counts.collectives == counts.collectives
+                and status.counts.backwards > counts.backwards
+            }
+        )
         if not blocked or progress.inside is None:
             return
         operation, site = progress.inside
@@ -116,6 +115,25 @@ class RankMonitor:
             "set_trigger() and check_trigger()."
             f"{self._format_statuses(texts)}"
         )
+
+    def find_waiting_ranks(self) -> dict[int, str]:
+        """Return the status of the ranks that wait for this one in a collective or a backward pass.
+
+        Call it repeatedly: the status of a rank must have been the same in the previous call.
+        """
+        counts, statuses = self.service.counts, self.service.ask(range(self._size))
+        return self._select_unchanged(
+            {
+                rank: status
+                for rank, status in statuses.items()
+                if not status.ended and (status.in_backward or status.is_beyond(counts))
+            }
+        )
+
+    def _select_unchanged(self, statuses: dict[int, RankStatus]) -> dict[int, str]:
+        """Return the texts of the statuses that were the same in the previous call."""
+        previous, self._blocked = self._blocked, statuses
+        return {rank: status.text for rank, status in statuses.items() if previous.get(rank) == status}
 
     def wait(self, operation: str) -> MissingRanks | None:
         """Wait until all ranks make this call and return None, or until a rank is known never to make it.

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import re
 import weakref
 
 import pytest
 import torch
+from cluster import RanksFailedError
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -136,6 +138,40 @@ def test_all_ranks_retry_after_one_runs_out_of_memory(several):
         retry = f"find_executable_batch_size: out of memory on rank {culprit} with batch size 10; trying 9"
         assert [retry in lines for _, _, lines in answers] == [True] + [False] * (several.size - 1)
         assert [len(lines) for _, _, lines in answers] == [2] + [0] * (several.size - 1)
+
+
+@pytest.mark.parametrize("waits", ["collective", "backward"])
+def test_a_rank_that_waits_for_one_out_of_memory_is_named(several, waits):
+    def find_batch_size(waits):
+        from accel_runtime.backends import base
+
+        base.CHECK_INTERVAL_S = 0.5
+        accelerator = Accelerator()
+        model = accelerator.prepare(torch.nn.Linear(1, 1))
+        accelerator.wait_for_everyone()
+
+        @find_executable_batch_size(starting_batch_size=10)
+        def train(batch_size):
+            loss = model(torch.ones(batch_size, 1)).sum()
+            if accelerator.is_last_process:
+                raise torch.OutOfMemoryError("full")
+            if waits == "backward":
+                accelerator.backward(loss)
+            accelerator.wait_for_everyone()
+
+        with contextlib.redirect_stderr(io.StringIO()):
+            train()
+
+    with pytest.raises(RanksFailedError) as caught:
+        several.run(find_batch_size, waits)
+    last = several.size - 1
+    where = "is in backward()" if waits == "backward" else "waits in wait_for_everyone"
+    assert re.search(
+        rf"rank {last} of {several.size}: (?s:.*)RuntimeError: Out of memory with batch size 10 on rank {last} \(full\)\. No "
+        rf"smaller size can be tried, since other ranks wait for this one: rank 0 {re.escape(where)} at test_memory\.py:\d+ "
+        r"\(train\) after .*\. Choose a starting_batch_size that fits on all ranks\.",
+        str(caught.value),
+    )
 
 
 def test_an_exception_of_one_rank_is_raised_while_another_runs_out_of_memory(several):
