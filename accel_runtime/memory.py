@@ -13,6 +13,7 @@ import torch
 
 from accel_runtime.backends import current_backend
 from accel_runtime.backends.base import Backend
+from accel_runtime.collectives.handshake import StallError
 
 __all__ = ["clear_device_cache", "find_executable_batch_size", "is_out_of_memory", "release_memory"]
 
@@ -138,19 +139,18 @@ class _Search:
         backend.set_store_key(f"{key}/{topology.rank}", _FINE if error_text is None else _FULL)
         local = "" if error_text is None else f"; this rank is out of memory: {error_text}"
         operation = f"find_executable_batch_size, batch size {self._size}{local}"
-
-        def check() -> None:
-            if waiting := backend.find_waiting_ranks():
-                statuses = "; ".join(f"rank {rank} {text}" for rank, text in waiting.items())
-                raise RuntimeError(
-                    f"Out of memory with batch size {self._size} on rank {topology.rank} ({error_text}). No smaller size can be "
-                    f"tried, since other ranks wait for this one: {statuses}. Choose a starting_batch_size that fits on all ranks."
+        try:
+            outcomes = {
+                rank: backend.wait_for_store_key(
+                    rank, f"{key}/{rank}", operation, fails_if_awaited=error_text is not None
                 )
-
-        outcomes = {
-            rank: backend.wait_for_store_key(rank, f"{key}/{rank}", operation, check if error_text else None)
-            for rank in range(topology.world_size)
-        }
+                for rank in range(topology.world_size)
+            }
+        except StallError as stall:
+            raise RuntimeError(
+                f"Out of memory with batch size {self._size} on rank {topology.rank} ({error_text}). No smaller size can be tried, "
+                f"since another rank waits for this one: {stall}. Choose a starting_batch_size that fits on all ranks."
+            ) from None
         broken = {rank: outcome for rank, outcome in outcomes.items() if outcome.startswith(_BROKEN)}
         if error_text is not None and broken:
             failures = "; ".join(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 from torch import nn
 
-from accel_runtime.collectives.handshake import Handshake, all_gather_objects, call_at_site
+from accel_runtime.collectives.handshake import Handshake, StallError, all_gather_objects, call_at_site
 from accel_runtime.collectives.transport import Transport
 from accel_runtime.data.source import EpochIterator
 from accel_runtime.env import MixedPrecision, Settings
@@ -182,16 +182,12 @@ class Backend(ABC):
             raise RuntimeError(f"{operation} failed on rank {leader}: {result.removeprefix(f'{_FAILED}:')}")
         yield
 
-    def find_waiting_ranks(self) -> dict[int, str]:
-        """Return the status of the ranks that wait for this one, and did in the previous call."""
-        return {} if self.rank_monitor is None else self.rank_monitor.find_waiting_ranks()
-
     def wait_for_store_key(
-        self, rank: int, key: str, operation: str | None, check: Callable[[], None] | None = None
+        self, rank: int, key: str, operation: str | None, *, fails_if_awaited: bool = False
     ) -> str:
         """Wait for the value that `rank` sets for `key`, without a timeout; report the wait on stderr if `operation` is given.
 
-        `check` is called every `CHECK_INTERVAL_S` seconds; an error that it raises ends the wait.
+        If `fails_if_awaited`, raise StallError if that rank waits for this one in a collective.
         """
         started, pause, checks = time.monotonic(), _MIN_INTERVAL_S, 0
         while (value := self.get_store_key(key)) is None:
@@ -202,9 +198,10 @@ class Backend(ABC):
                 line = f"rank {self.topology.rank}: waiting for rank {rank} ({waited:.0f} s) in {operation}"
                 print(line, file=sys.stderr, flush=True)  # noqa: T201 - for the terminal, whatever the logging
                 operation = None
-            if check is not None and waited > (checks + 1) * CHECK_INTERVAL_S:
+            if fails_if_awaited and self.rank_monitor and waited > (checks + 1) * CHECK_INTERVAL_S:
                 checks += 1
-                check()
+                if text := self.rank_monitor.describe_wait(rank):
+                    raise StallError(f"rank {rank} {text}")
         return value
 
     @property

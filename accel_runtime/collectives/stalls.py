@@ -116,19 +116,18 @@ class RankMonitor:
             f"{self._format_statuses(texts)}"
         )
 
-    def find_waiting_ranks(self) -> dict[int, str]:
-        """Return the status of the ranks that wait for this one in a collective or a backward pass.
+    def describe_wait(self, rank: int) -> str:
+        """Return the status of a rank that waits for this one in a collective or a backward pass, otherwise an empty string.
 
-        Call it repeatedly: the status of a rank must have been the same in the previous call.
+        Call it repeatedly: the status must have been the same in the previous call.
         """
-        counts, statuses = self.service.counts, self.service.ask(range(self._size))
-        return self._select_unchanged(
-            {
-                rank: status
-                for rank, status in statuses.items()
-                if not status.ended and (status.in_backward or status.is_beyond(counts))
-            }
-        )
+        counts = self.service.counts
+        waiting = {
+            rank: status
+            for rank, status in self.service.ask([rank]).items()
+            if not status.ended and (status.in_backward or status.counts.collectives > counts.collectives)
+        }
+        return self._select_unchanged(waiting).get(rank, "")
 
     def _select_unchanged(self, statuses: dict[int, RankStatus]) -> dict[int, str]:
         """Return the texts of the statuses that were the same in the previous call."""

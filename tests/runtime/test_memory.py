@@ -168,7 +168,7 @@ def test_a_rank_that_waits_for_one_out_of_memory_is_named(several, waits):
     where = "is in backward()" if waits == "backward" else "waits in wait_for_everyone"
     assert re.search(
         rf"rank {last} of {several.size}: (?s:.*)RuntimeError: Out of memory with batch size 10 on rank {last} \(full\)\. No "
-        rf"smaller size can be tried, since other ranks wait for this one: rank 0 {re.escape(where)} at test_memory\.py:\d+ "
+        rf"smaller size can be tried, since another rank waits for this one: rank 0 {re.escape(where)} at test_memory\.py:\d+ "
         r"\(train\) after .*\. Choose a starting_batch_size that fits on all ranks\.",
         str(caught.value),
     )
