@@ -72,7 +72,8 @@ def test_two_nodes_need_a_rendezvous_endpoint(cwd):
         (".", "script", "Cannot run .: it is a directory"),
         ("no_such_module_x", "module", "Module not found: 'no_such_module_x'"),
         ("no-such-program-x", "program", "Program not found: 'no-such-program-x'"),
-        ("", "script", "is a directory"),
+        ("", "script", "Cannot run '': the name is empty."),
+        ("nb.ipynb", "script", "Cannot run nb.ipynb: a notebook is not a script."),
     ],
 )
 def test_a_target_that_cannot_run_is_an_error(cwd, target, kind, message):
