@@ -14,7 +14,8 @@ RAY := .venv-ray
 RAY_READY := $(RAY)/.ready
 # Three tests at a time, also on two cores: many tests mostly wait.
 AT_ONCE := -n 3 --dist worksteal --durations=40 --durations-min=5
-# A test that hangs ends its process after 15 minutes with the stacks of all threads, and the other tests still run.
+# A test that hangs ends its process after 15 minutes with the stacks of all threads, and the other tests still run. Not in
+# pyproject.toml, as the pytest of a machine with a GPU may be too old for these options.
 TIME_LIMIT := -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
 # Marks of the tests of `make test`. CI runs fast and slow tests in one run, as importing all tests takes half a minute.
 MARKS ?= not slow and not full

@@ -18,13 +18,13 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 from contextlib import suppress
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2]))
 
 from failing_disk import RecordingFileSystem, Run
+from forking import fork
 from ports import free_port
 
 from accel_runtime.checkpoint.errors import CheckpointError
@@ -48,27 +48,16 @@ class KillingFileSystem(RecordingFileSystem):
 def fork_ranks(world, function, *args):
     """Fork the ranks of a run; return their process ids."""
     with free_port() as port:  # the forked processes inherit the socket that reserves it
-        return [_fork_rank(rank, world, port, function, *args) for rank in range(world)]
+        return [fork(_run_rank, rank, world, port, function, *args) for rank in range(world)]
 
 
-def _fork_rank(rank, world, port, function, *args):
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no run outlives this script
-        if world > 1:
-            variables = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
-            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            os.environ.update({name: str(value) for name, value in variables.items()})
-        function(*args)
-        code = 0
-    except BaseException:  # noqa: BLE001 - any error is printed
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
+def _run_rank(rank, world, port, function, *args):
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no run outlives this script
+    if world > 1:
+        variables = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in variables.items()})
+    function(*args)
 
 
 def kill_processes(pids):
