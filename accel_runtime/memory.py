@@ -142,7 +142,7 @@ class _Search:
         try:
             outcomes = {
                 rank: backend.wait_for_store_key(
-                    rank, f"{key}/{rank}", operation, fails_if_awaited=error_text is not None
+                    rank, f"{key}/{rank}", operation, detect_deadlock=error_text is not None
                 )
                 for rank in range(topology.world_size)
             }

@@ -183,11 +183,11 @@ class Backend(ABC):
         yield
 
     def wait_for_store_key(
-        self, rank: int, key: str, operation: str | None, *, fails_if_awaited: bool = False
+        self, rank: int, key: str, operation: str | None, *, detect_deadlock: bool = False
     ) -> str:
         """Wait for the value that `rank` sets for `key`, without a timeout; report the wait on stderr if `operation` is given.
 
-        If `fails_if_awaited`, raise StallError if that rank waits for this one in a collective.
+        If `detect_deadlock`, raise StallError if that rank waits for this one in a collective.
         """
         started, pause, checks = time.monotonic(), _MIN_INTERVAL_S, 0
         while (value := self.get_store_key(key)) is None:
@@ -198,7 +198,7 @@ class Backend(ABC):
                 line = f"rank {self.topology.rank}: waiting for rank {rank} ({waited:.0f} s) in {operation}"
                 print(line, file=sys.stderr, flush=True)  # noqa: T201 - for the terminal, whatever the logging
                 operation = None
-            if fails_if_awaited and self.rank_monitor and waited > (checks + 1) * CHECK_INTERVAL_S:
+            if detect_deadlock and self.rank_monitor and waited > (checks + 1) * CHECK_INTERVAL_S:
                 checks += 1
                 if text := self.rank_monitor.describe_wait(rank):
                     raise StallError(f"rank {rank} {text}")

@@ -457,7 +457,7 @@ def _receive(
     polls: int = 0,
     wait_longer: Callable[[], None] | None = None,
 ) -> None:
-    """Fill a buffer; after the timeout of the socket, go on if `wait_longer` raises nothing."""
+    """Fill a buffer; call `wait_longer` after each timeout of the socket, which raises an error to end the wait."""
     count = 0
     for _ in range(polls):
         # A socket with a timeout never blocks when it is read as a file.

@@ -88,9 +88,19 @@ class ActiveLoops:
         """If false, batches need not be recorded."""
         self._open: list[_LoopRecord] = []
         self._finished: deque[_LoopRecord] = deque(maxlen=_MAX_RECENT)
-        self._latest = 0
+        self.latest = 0
         """Time of the newest batch, or of the start of the newest loop."""
         self._model_input: weakref.ref[torch.Tensor] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether a loop is running."""
+        return bool(self._open)
+
+    @property
+    def records(self) -> list[_LoopRecord]:
+        """Return the running loops, innermost first, then the finished ones, newest first."""
+        return [*reversed(self._open), *reversed(self._finished)]
 
     @property
     def current_step(self) -> StepInfo | None:
@@ -110,15 +120,15 @@ class ActiveLoops:
         """Add a loop, and return its record for `record_batch` and `close`."""
         record = _LoopRecord(loop)
         self._open.append(record)
-        self._latest = next(_CLOCK)
+        self.latest = next(_CLOCK)
         return record
 
     def record_batch(self, record: _LoopRecord, batch: Any) -> None:
         """Record a batch that is about to be returned to the script."""
         info = record.step_info
         assert info is not None
-        self._latest = next(_CLOCK)
-        record.times = (self._latest, record.times[0])
+        self.latest = next(_CLOCK)
+        record.times = (self.latest, record.times[0])
         record.recent.append(([weakref.ref(tensor) for tensor in _tensors(batch)], info))
         if record.steps and record.steps[-1][0] is info:
             record.steps[-1] = (info, record.steps[-1][1] + 1)
@@ -164,18 +174,17 @@ class ActiveLoops:
         """Return these loops, or those of another Accelerator that have advanced later if none of these is open."""
         if self._open or not self._peers or len(self._peers) == 1:
             return self
-        return max((loops for loops in self._peers if self._is_before(loops)), key=_get_time, default=self)
-
-    def _is_before(self, other: ActiveLoops) -> bool:
-        """Return whether data of this moment belong to the loops of another Accelerator rather than to these."""
-        is_candidate = bool(other._open) or not self._finished
-        return is_candidate and _get_time(other) > self._latest
+        newer = [
+            loops
+            for loops in self._peers
+            if loops.latest > self.latest and (loops.is_open or not self._finished)
+        ]
+        return max(newer, key=lambda loops: loops.latest, default=self)
 
     def _find_step(self, tensors: Iterator[torch.Tensor]) -> StepInfo | None:
-        records = [*reversed(self._open), *reversed(self._finished)]
+        records = self.records
         if self._peers and len(self._peers) > 1:
-            for loops in self._peers - {self}:
-                records += [*loops._open, *loops._finished]  # noqa: SLF001 - of the same class
+            records += [record for loops in self._peers - {self} for record in loops.records]
         candidates = list(tensors)
         steps = (record.find_step(tensor) for record in records for tensor in candidates)
         return next((info for info in steps if info is not None), None)
@@ -209,10 +218,6 @@ class ActiveLoops:
                 "the padding of their batches differs at this step. Pass the batch: gather_for_metrics(data, batch=batch)."
             )
         return [info]
-
-
-def _get_time(loops: ActiveLoops) -> int:
-    return loops._latest  # noqa: SLF001 - of this module
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
