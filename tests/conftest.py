@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from ports import free_port
+from support.processes import free_port
 
 with contextlib.suppress(ImportError):  # a machine with a GPU may have none
     from hypothesis import HealthCheck, settings
@@ -126,7 +126,7 @@ def port():
 @pytest.fixture(scope="session")
 def handmade():
     """Return the module that writes (`write`) and damages (`flip`) checkpoints without a run."""
-    import checkpoint_writer
+    from support import checkpoint_writer
 
     return checkpoint_writer
 
@@ -134,7 +134,7 @@ def handmade():
 @pytest.fixture(scope="session")
 def replicas():
     """Return replicas of torch_xla's CPU device, and with SPMD; they start with the first call of a test."""
-    from xla_replicas import Replicas
+    from support.xla_replicas import Replicas
 
     replicas_by_name = {f"xla {size}": Replicas(size) for size in (1, 2, 4)}
     replicas_by_name["spmd 4"] = Replicas(1, devices=4)
@@ -157,8 +157,8 @@ def site(tmp_path_factory):
 @pytest.fixture(scope="session")
 def slurm_cluster():
     """Start a Slurm cluster of two nodes once; skip the test with a reason if this machine cannot run one."""
-    from debian import UnavailableError
-    from slurm_cluster import SlurmCluster
+    from support.hosts.debian import UnavailableError
+    from support.hosts.slurm import SlurmCluster
 
     try:
         cluster = SlurmCluster().start()
@@ -190,7 +190,7 @@ def aws(aws_plane, monkeypatch):
 @pytest.fixture
 def terminal(cwd):
     """Return a function that opens terminals with `accel config`; close those that a failed test left open."""
-    from terminal import Terminal
+    from support.terminal import Terminal
 
     terminals = []
 
@@ -224,6 +224,6 @@ def pytest_collection_finish(session):
 
 def pytest_sessionfinish():
     """End the interpreters that tests have forked from."""
-    for name in ("cluster", "fork_launch"):
+    for name in ("support.ranks", "support.commands"):
         if module := sys.modules.get(name):
             module.INTERPRETER.close()

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import typer.main
-from docs_reader import (
+from support.docs_reader import (
     ALL,
     COMMANDS,
     DIFFS,

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import open_browser, resize, set_color_scheme
-from docs_reader import DOCS, blocks, commands, sides
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.support.wait import WebDriverWait
+from support.browser import open_browser, resize, set_color_scheme
+from support.docs_reader import DOCS, blocks, commands, sides
 
 pytestmark = pytest.mark.slow
 

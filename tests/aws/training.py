@@ -11,9 +11,9 @@ import tarfile
 import threading
 import time
 
-from hosts import Played, Real, wait_all
-from ports import free_port
 from streams import Writer
+from support.hosts.network import Played, Real, wait_all
+from support.processes import free_port
 
 __all__ = ["SETTINGS", "TrainingJob"]
 

@@ -4,7 +4,7 @@ import os
 import re
 
 import pytest
-from in_process import run
+from support.commands import call_accel
 
 from accel_cli.errors import UsageError
 from accel_cli.jobs import base as following
@@ -317,8 +317,8 @@ def test_open_jobs_of_every_job_launcher_returns_its_jobs(launcher):
 )
 def test_selecting_a_launcher_without_jobs_is_an_error_with_the_reason(cwd, capfd, option, reason):
     (cwd / "hosts.yaml").write_text("schema_version: 1\nlauncher: {kind: ssh, hosts: [node1]}\n")
-    assert run(capfd, "config", "import", "hosts.yaml", "--profile", "hosts").returncode == 0
-    result = run(capfd, "jobs", "list", option)
+    assert call_accel(capfd, "config", "import", "hosts.yaml", "--profile", "hosts").returncode == 0
+    result = call_accel(capfd, "jobs", "list", option)
     assert result.returncode == 2
     assert re.search(
         rf"Cannot use accel jobs with launcher .*: {reason}.*\. Use --launcher slurm or sagemaker or kubernetes or ray\.",
@@ -330,24 +330,24 @@ def test_slurm_is_assumed_if_the_launcher_of_the_profile_has_no_jobs(fake_comman
     fake_command("scontrol", line(id="1"))
     for kind in ("torchrun", "[slurm]"):
         (cwd / "accel.yaml").write_text(f"schema_version: 1\nlauncher:\n  kind: {kind}\n")
-        assert run(capfd, "jobs", "status", "1").returncode == 0
+        assert call_accel(capfd, "jobs", "status", "1").returncode == 0
 
 
 def test_errors_of_the_assumed_slurm_name_the_other_services(fake_command, cwd, capfd):
     fake_command("scontrol", err="no route\nscontrol: fatal: no configuration", code=1)
     for command in (("list",), ("status", "12"), ("logs", "12", "-f"), ("stop", "12"), ("download", "12")):
-        result = run(capfd, "jobs", *command)
+        result = call_accel(capfd, "jobs", *command)
         assert (result.returncode, result.stderr.count("\n")) == (2 if command[0] == "download" else 1, 1)
         assert (
             "so slurm is assumed; use --launcher sagemaker or kubernetes or ray for others" in result.stderr
         )
-    assert "sagemaker" not in run(capfd, "jobs", "list", "--launcher", "slurm").stderr
+    assert "sagemaker" not in call_accel(capfd, "jobs", "list", "--launcher", "slurm").stderr
     (cwd / "accel.yaml").write_text("schema_version: 1\nlauncher:\n  kind: slurm\n")
-    assert "sagemaker" not in run(capfd, "jobs", "list").stderr
+    assert "sagemaker" not in call_accel(capfd, "jobs", "list").stderr
 
 
 def test_an_id_that_is_invalid_for_slurm_names_the_other_services(cwd, capfd):
-    result = run(capfd, "jobs", "status", "train-20260102-030405")
+    result = call_accel(capfd, "jobs", "status", "train-20260102-030405")
     assert result.returncode == 2
     assert (
         "Invalid Slurm job id 'train-20260102-030405': expected a number. No profile selects" in result.stderr

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cluster import Cluster
-from gpu_rehearsal import REHEARSAL
+from support.gpu_rehearsal import REHEARSAL
+from support.ranks import Cluster
 
 import accel_runtime
 from accel_runtime.backends import distributed, set_current_backend

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_rehearsal import REHEARSAL
+from support.gpu_rehearsal import REHEARSAL
 
 from accel_runtime import Accelerator
 

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from gpu_rehearsal import REHEARSAL
+from support.gpu_rehearsal import REHEARSAL
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -5,10 +5,10 @@ import subprocess
 import sys
 from functools import partial
 
-import in_process
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.commands import call_accel
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def project(handmade, cwd):
 @pytest.fixture
 def checkpoint(cwd, capfd):
     """Call `accel checkpoint` in this process."""
-    return partial(in_process.run, capfd, "checkpoint")
+    return partial(call_accel, capfd, "checkpoint")
 
 
 def test_list_prints_one_line_for_each_checkpoint(accel, checkpoint, project):

@@ -7,10 +7,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import fork_launch
 import pytest
 import typer.main
-from in_process import run
+from support import commands
+from support.commands import call_accel
 
 from accel_cli.main import app
 from accel_cli.planning.machine import Machine
@@ -27,7 +27,7 @@ COMMANDS = [
 @pytest.fixture
 def typed(cwd, capfd):
     """Call `accel` in an empty folder, in this process."""
-    return partial(run, capfd)
+    return partial(call_accel, capfd)
 
 
 @pytest.fixture
@@ -532,7 +532,7 @@ def test_env_works_with_an_invalid_profile(typed, home, machine):
 )
 def test_the_self_check_passes_on_this_machine(typed, cwd, count, precision):
     typed("config", "set", f"mixed_precision={precision}")
-    result = fork_launch.run("test", "--nproc-per-node", count, cwd=cwd)
+    result = commands.run_accel("test", "--nproc-per-node", count, cwd=cwd)
     assert result.returncode == 0, result.stderr
     assert [line.split()[0] for line in result.stdout.splitlines()[:5]] == ["ok"] * 5
     assert result.stdout.splitlines()[-1] == "everything works here"

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fork_launch import preload, run
+from support.commands import preload, run_accel
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ def launch(cwd, monkeypatch):
     def launch(example, *arguments, processes=2, resume=False):
         options = ["--resume"] if resume else []
         script = EXAMPLES / f"{example}.py"
-        result = run("launch", "--cpu", "--nproc-per-node", processes, *options, script, *arguments)
+        result = run_accel("launch", "--cpu", "--nproc-per-node", processes, *options, script, *arguments)
         assert result.returncode == 0, result.stderr
         assert "accumulate()" not in result.stderr
         return result.stdout

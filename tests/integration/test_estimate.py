@@ -6,9 +6,9 @@ import subprocess
 import sys
 from contextlib import redirect_stdout
 
-import in_process
 import pytest
 import yaml
+from support.commands import call_accel
 
 from accel_runtime.estimate import __main__ as estimating
 
@@ -82,7 +82,7 @@ def estimate(cwd, capfd, monkeypatch, tmp_path):
 
     monkeypatch.setattr(subprocess, "run", child)
     monkeypatch.syspath_prepend(cwd)
-    yield lambda *args: in_process.run(capfd, "estimate", *args)
+    yield lambda *args: call_accel(capfd, "estimate", *args)
     sys.modules.pop("models", None)
 
 
@@ -187,7 +187,7 @@ def test_a_smaller_batch_and_another_optimizer_need_less_memory(estimate, models
 
 
 def test_the_layout_is_written_to_a_profile_with_other_values_kept(estimate, models, home, cwd, capfd):
-    in_process.run(capfd, "config", "set", "mixed_precision=bf16", "log_level=info", "--profile", "gpu")
+    call_accel(capfd, "config", "set", "mixed_precision=bf16", "log_level=info", "--profile", "gpu")
     file = home / "profiles" / "gpu.yaml"
     file.write_text(file.read_text() + "# mine\n")
     result = estimate("models:make", "--devices", 2, "--memory", "3.2MB", "--write-profile", "gpu")
@@ -199,7 +199,7 @@ def test_the_layout_is_written_to_a_profile_with_other_values_kept(estimate, mod
     assert data["parallel"] == {"dp_replicate": 1, "dp_shard": 2, "tp": 1}
     assert data["fully_shard"]["reshard_after_forward"] is True
     assert "the estimate is for mixed_precision no, but" in result.stderr
-    assert in_process.run(capfd, "config", "validate", file).returncode == 0
+    assert call_accel(capfd, "config", "validate", file).returncode == 0
 
 
 def test_a_replicated_layout_removes_options_of_sharding(estimate, models, cwd, capfd):
@@ -212,7 +212,7 @@ def test_a_replicated_layout_removes_options_of_sharding(estimate, models, cwd, 
     data = yaml.safe_load(file.read_text())
     assert data["parallel"] == {"dp_replicate": 2, "dp_shard": 1, "tp": 1}
     assert "fully_shard" not in data
-    assert in_process.run(capfd, "config", "validate", file).returncode == 0
+    assert call_accel(capfd, "config", "validate", file).returncode == 0
 
 
 def test_nothing_is_written_if_no_layout_fits(estimate, models, cwd):

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from fork_launch import preload, run
+from support.commands import preload, run_accel
 
 pytestmark = pytest.mark.slow  # each takes seconds, and there are many
 
@@ -62,7 +62,7 @@ def accel(cwd, monkeypatch):
     """Run `accel` in an empty folder, forked from an interpreter with the packages of the examples."""
     preload(*IMPORTED)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # a process alone would take all cores for models this small
-    return run
+    return run_accel
 
 
 LAUNCHES_OTHERS = ["search"]

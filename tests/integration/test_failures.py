@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fork_launch import Accel, run
+from support.commands import Accel, run_accel
 
 BAR = 20
 IF_2 = "import os, sys, time\nrank = int(os.environ['RANK'])\nprint('begins', rank)\nif rank == 2:\n"
@@ -23,7 +23,7 @@ def fails(script, cwd, home):
 
     def launch(text, *options):
         script(text)
-        result = run("launch", "--nproc-per-node", 4, *options, "train.py")
+        result = run_accel("launch", "--nproc-per-node", 4, *options, "train.py")
         *lines, end = (result.stdout + result.stderr).splitlines()
         assert len(lines) <= BAR, "\n".join(lines)
         (folder,) = home.glob("runs/*")
@@ -88,7 +88,7 @@ def test_a_failure_with_text_that_is_not_utf_8_is_shown_and_logged(script, cwd, 
     folder.mkdir()
     (folder / "train.py").write_text("import os\nraise ValueError(os.fsdecode(b'\\xff.jpg'))\n")
     options = ("--quiet", "--nproc-per-node", 2, "--max-restarts", 1)
-    result = run("launch", *options, "train.py", cwd=folder, errors="surrogateescape")
+    result = run_accel("launch", *options, "train.py", cwd=folder, errors="surrogateescape")
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1].endswith("ValueError: \N{REPLACEMENT CHARACTER}.jpg")
     assert "accel_cli" not in result.stderr

@@ -5,10 +5,10 @@ import signal
 import subprocess
 
 import pytest
-from fork_launch import Accel, run
-from hosts import hosts, needs_hosts
-from kubernetes_server import KubernetesServer
-from ports import free_port
+from support.commands import Accel, run_accel
+from support.hosts.kubernetes import KubernetesServer
+from support.hosts.network import hosts, needs_hosts
+from support.processes import free_port
 
 pytestmark = pytest.mark.slow
 TRAIN = """
@@ -96,7 +96,7 @@ def launch(cwd):
 
 
 def jobs(*args):
-    return run("jobs", *args, "--launcher", "kubernetes")
+    return run_accel("jobs", *args, "--launcher", "kubernetes")
 
 
 def get_id(text):
@@ -215,7 +215,7 @@ def test_a_job_without_its_files_is_deleted(server, launch, monkeypatch):
 
 
 def _refuse(kind, item, query, server):
-    from kubernetes_server import ApiError
+    from support.hosts.kubernetes import ApiError
 
     if kind == "configmaps":
         raise ApiError(403, "exceeded quota")

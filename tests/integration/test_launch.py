@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from fork_launch import Accel, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from processes import Process
+from support.commands import Accel, run_accel
+from support.processes import Process
 
 TELL = """
 import json, os, sys
@@ -29,7 +29,7 @@ Path(os.environ["OUT"], rank + ".json").write_text(json.dumps(told))
 @pytest.fixture
 def accel(cwd):
     """Runs `accel`, forked from an interpreter that has imported torch, in an empty folder."""
-    return run
+    return run_accel
 
 
 @pytest.fixture

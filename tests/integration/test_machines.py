@@ -8,8 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-
-from tests.hosts import Hosts, hosts, needs_hosts
+from support.hosts.network import Hosts, hosts, needs_hosts
 
 pytestmark = needs_hosts
 MEET = ("-q", "--cpu", "--rdzv-endpoint", "h0:29400")

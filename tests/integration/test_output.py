@@ -10,7 +10,7 @@ import termios
 import time
 
 import pytest
-from fork_launch import Accel, run
+from support.commands import Accel, run_accel
 
 LAUNCH = ("launch", "-q", "--nproc-per-node", "2")
 
@@ -18,7 +18,7 @@ LAUNCH = ("launch", "-q", "--nproc-per-node", "2")
 @pytest.fixture
 def accel(cwd):
     """Runs `accel`, forked from an interpreter that has imported torch, in an empty folder."""
-    return run
+    return run_accel
 
 
 def log(home, rank, attempt=0):

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from fork_launch import run
+from support.commands import run_accel
 
 from accel_cli.runs.beats import Beat
 from accel_cli.runs.run_dir import find_run
@@ -31,7 +31,7 @@ accelerator.wait_for_everyone()
 @pytest.mark.slow
 def test_a_run_records_the_progress_and_the_end_of_each_rank(script, home):
     script(TRAINS)
-    finished = run("launch", "-q", "--nproc-per-node", "2", "train.py")
+    finished = run_accel("launch", "-q", "--nproc-per-node", "2", "train.py")
     assert finished.returncode == 0, finished.stderr
     folder = find_run(home / "runs")
     ranks = folder.list_ranks(folder.attempts[-1])
@@ -56,7 +56,7 @@ def test_a_run_records_the_progress_and_the_end_of_each_rank(script, home):
 @pytest.mark.slow
 def test_a_failed_rank_is_recorded_as_failed(script, home):
     script(TRAINS)
-    assert run("launch", "-q", "--nproc-per-node", "2", "train.py", "1").returncode != 0
+    assert run_accel("launch", "-q", "--nproc-per-node", "2", "train.py", "1").returncode != 0
     folder = find_run(home / "runs")
     beat = Beat.read(folder.list_ranks(folder.attempts[-1])[1])
     assert (beat.steps, beat.has_failed) == (4, True)

@@ -6,9 +6,9 @@ import subprocess
 import time
 
 import pytest
-from fork_launch import Accel, preload
-from fork_launch import run as forked
-from slow_example import EXAMPLES, checkpointing
+from support.commands import Accel, preload
+from support.commands import run as forked
+from support.slow_example import EXAMPLES, checkpointing
 
 FINAL = r"\d+ steps, weights [0-9a-f]{16}"
 WAIT_S = 120

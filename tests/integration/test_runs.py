@@ -7,7 +7,7 @@ import subprocess
 import time
 
 import pytest
-from fork_launch import Accel, run
+from support.commands import Accel, run_accel
 
 from accel_cli.runs.run_dir import RunFolder
 
@@ -28,14 +28,14 @@ def read_events(folder):
 def test_a_launch_ends_with_a_line_of_duration_exit_code_and_logs(script, runs):
     """Also if the output of the script does not end with a newline."""
     script("import os, sys\nprint('trained', end='')\nsys.stderr.write('warned')\n")
-    result = run(*PAIR, "train.py")
+    result = run_accel(*PAIR, "train.py")
     (folder,) = runs()
     lines = result.stderr.splitlines()
     assert (result.returncode, result.stdout, lines[1]) == (0, "trained", "warned")
     assert re.fullmatch(
         rf"accel: 2 processes finished in [\d.]+ s, exit code 0; logs: {folder.path}", lines[2]
     )
-    assert run(*PAIR, "-q", "train.py").stderr == "warned"
+    assert run_accel(*PAIR, "-q", "train.py").stderr == "warned"
 
 
 def test_a_launch_ended_by_a_signal_prints_its_last_line(script, runs):
@@ -57,7 +57,7 @@ def test_a_launch_records_its_facts_and_events(script, runs, monkeypatch):
     script(
         "import os, time\nif os.environ['RANK'] == '1':\n    raise ValueError('no data')\ntime.sleep(60)\n"
     )
-    result = run(*PAIR, "--max-restarts", 1, "--set", "env.API_KEY=abc", "train.py", "--epochs", "3")
+    result = run_accel(*PAIR, "--max-restarts", 1, "--set", "env.API_KEY=abc", "train.py", "--epochs", "3")
     assert result.returncode == 1
     (folder,) = runs()
     record = folder.record
@@ -83,14 +83,14 @@ def test_a_single_process_has_a_run_folder_with_its_heartbeat(script, runs):
         "import os\nfrom accel_runtime import Accelerator\nAccelerator(cpu=True)\n"
         "print(os.environ['ACCEL_RANK_FOLDER'])\nraise ValueError('no data')\n"
     )
-    result = run("launch", "-q", "--cpu", "train.py")
+    result = run_accel("launch", "-q", "--cpu", "train.py")
     (folder,) = runs()
     assert (result.returncode, result.stdout) == (1, f"{folder.get_rank(0, 0).path}\n")
     status = folder.read_status()
     assert (status.record["launcher"], status.record["world_size"], status.state) == ("single", 1, "failed")
     assert status.ended >= status.record["started"]
-    assert run("runs").stdout.split("\t")[5] == "failed\n"
-    logs = run("logs")
+    assert run_accel("runs").stdout.split("\t")[5] == "failed\n"
+    logs = run_accel("logs")
     assert logs.returncode == 2
     assert "has no log: with the launcher single, its output went to the terminal" in logs.stderr
 
@@ -99,7 +99,7 @@ def test_a_single_process_has_a_run_folder_with_its_heartbeat(script, runs):
 def test_the_exit_code_of_a_script_is_recorded_by_a_launcher_that_stays(script, runs, kind, state):
     """Python does not show the code to the process itself, which records its end under the launcher `single`."""
     script("import sys\nfrom accel_runtime import Accelerator\nAccelerator(cpu=True)\nsys.exit(3)\n")
-    assert run("launch", "-q", "--cpu", "--set", f"launcher.kind={kind}", "train.py").returncode == 3
+    assert run_accel("launch", "-q", "--cpu", "--set", f"launcher.kind={kind}", "train.py").returncode == 3
     (folder,) = runs()
     assert folder.read_status().state == state
 
@@ -107,17 +107,17 @@ def test_the_exit_code_of_a_script_is_recorded_by_a_launcher_that_stays(script, 
 def test_a_single_process_runs_if_its_folder_cannot_be_created(script, cwd, monkeypatch):
     script("import os\nprint('ACCEL_RANK_FOLDER' in os.environ)\n")
     monkeypatch.setenv("ACCEL_HOME", str(cwd / "train.py"))
-    result = run("launch", "-q", "--cpu", "--no-profile", "train.py")
+    result = run_accel("launch", "-q", "--cpu", "--no-profile", "train.py")
     assert (result.returncode, result.stdout, result.stderr) == (0, "False\n", "")
 
 
 def test_a_rank_of_another_launcher_and_a_dry_run_have_no_run_folder(script, runs, monkeypatch):
     script("")
-    assert run("launch", "-q", "--cpu", "--dry-run", "train.py").returncode == 0
+    assert run_accel("launch", "-q", "--cpu", "--dry-run", "train.py").returncode == 0
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     for name, value in zip(names, ("0", "1", "0", "1", "localhost", "29400"), strict=True):
         monkeypatch.setenv(name, value)
-    assert run("launch", "-q", "--cpu", "train.py").returncode == 0
+    assert run_accel("launch", "-q", "--cpu", "train.py").returncode == 0
     assert runs() == []
 
 

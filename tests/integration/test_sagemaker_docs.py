@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import docs_reader as docs
 import pytest
+from support import docs_reader as docs
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "sagemaker.md"

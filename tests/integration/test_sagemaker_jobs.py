@@ -8,10 +8,10 @@ import sys
 import tarfile
 from functools import partial
 
-import fork_launch
-import in_process
 import pytest
 from aws import models
+from support import commands
+from support.commands import call_accel
 
 WAIT_S = 120
 """A generous bar for a command that hangs."""
@@ -31,13 +31,13 @@ def account(aws):
 
 @pytest.fixture(scope="module", autouse=True)
 def _preloaded():
-    fork_launch.preload(models.__file__)
+    commands.preload(models.__file__)
 
 
 @pytest.fixture
 def forked(cwd):
     """Run `accel` in an empty folder, forked from an interpreter with boto3 and its service models."""
-    return partial(fork_launch.run, cwd=cwd)
+    return partial(commands.run_accel, cwd=cwd)
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def following(cwd):
     started = []
 
     def start(name):
-        process = fork_launch.Accel(
+        process = commands.Accel(
             "jobs", "logs", name, "-f", "--launcher", "sagemaker", cwd=cwd, text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
@@ -160,7 +160,7 @@ def test_region_and_aws_profile_come_from_the_effective_profile(account, forked,
 def test_a_missing_boto3_is_one_message_for_every_command(aws, cwd, capfd, monkeypatch, words):
     for name in ("boto3", "botocore"):
         monkeypatch.setitem(sys.modules, name, None)
-    result = in_process.run(capfd, "jobs", *words, "--launcher", "sagemaker")
+    result = call_accel(capfd, "jobs", *words, "--launcher", "sagemaker")
     assert result.returncode == 2
     assert 'pip install "accel-runtime[sagemaker]"' in result.stderr
     assert "Traceback" not in result.stderr

@@ -7,9 +7,9 @@ import subprocess
 import time
 from functools import partial
 
-import fork_launch
 import pytest
 from aws import models
+from support import commands
 
 BUCKET = "sagemaker-us-east-1-123456789012"
 PROFILE = """
@@ -83,13 +83,13 @@ def refused(result):
 
 @pytest.fixture(scope="module", autouse=True)
 def _preloaded():
-    fork_launch.preload(models.__file__)
+    commands.preload(models.__file__)
 
 
 @pytest.fixture
 def forked(here):
     """Run `accel`, forked from an interpreter with boto3 and its service models."""
-    return partial(fork_launch.run, cwd=here)
+    return partial(commands.run_accel, cwd=here)
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def started(here):
 
     def start(*args):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        running.append(fork_launch.Accel("launch", *args, cwd=here, **pipes))
+        running.append(commands.Accel("launch", *args, cwd=here, **pipes))
         return running[-1]
 
     yield start

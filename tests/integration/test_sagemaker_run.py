@@ -8,7 +8,7 @@ import sys
 import threading
 
 import pytest
-from slow_example import EXAMPLES, checkpointing
+from support.slow_example import EXAMPLES, checkpointing
 
 WAIT_S = 180
 """A generous bar for a job that hangs."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from fork_launch import run
+from support.commands import run_accel
 
 pytestmark = pytest.mark.slow  # eight processes, with 50 million parameters
 
@@ -76,7 +76,7 @@ PARAMETERS = 24 * 2 * 1024 * 1024
 
 def measure_memory(path, monkeypatch, shards):
     monkeypatch.setenv("ACCEL_PARALLEL_DP_SHARD", str(shards))
-    result = run("launch", "--cpu", "--nproc-per-node", 4, path, timeout=300)
+    result = run_accel("launch", "--cpu", "--nproc-per-node", 4, path, timeout=300)
     assert result.returncode == 0, result.stderr
     return json.loads(next(line for line in result.stdout.splitlines() if line.startswith("[{")))
 

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from fork_launch import Accel
-from processes import Process
+from support.commands import Accel
+from support.processes import Process
 
 from accel_cli.runner import guard
 

@@ -9,9 +9,9 @@ import sys
 import time
 
 import pytest
-from fork_launch import Accel, run
-from slow_example import checkpointing
-from terminal import CommandScreen
+from support.commands import Accel, run_accel
+from support.slow_example import checkpointing
+from support.terminal import CommandScreen
 
 WAIT_S = 400
 """A generous bar for a job that hangs."""
@@ -49,7 +49,7 @@ if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
 def on_slurm(slurm_cluster, cwd, monkeypatch):
     """Runs `accel` on the login node."""
     monkeypatch.setenv("PATH", f"{slurm_cluster.path}{os.pathsep}{os.environ['PATH']}")
-    return run
+    return run_accel
 
 
 @pytest.fixture
@@ -373,13 +373,13 @@ def test_a_step_of_an_allocation_runs_the_script_without_submitting(on_slurm, sc
 def test_submitting_without_slurm_is_an_error(cwd, script, tmp_path):
     script("")
     environ = {**os.environ, "PATH": str(tmp_path)}
-    done = run("launch", "-q", "--set", "launcher.kind=slurm", "train.py", env=environ)
+    done = run_accel("launch", "-q", "--set", "launcher.kind=slurm", "train.py", env=environ)
     assert done.returncode == 2
     assert done.stderr.startswith(
         "accel: error: Cannot submit the job: sbatch not found. Log in to a node of a Slurm cluster"
     )
     assert len(done.stderr.splitlines()) == 1
-    listed = run("jobs", "list", env=environ)
+    listed = run_accel("jobs", "list", env=environ)
     assert (listed.returncode, len(listed.stderr.splitlines())) == (2, 1)
     assert "scontrol not found" in listed.stderr
 
@@ -387,7 +387,7 @@ def test_submitting_without_slurm_is_an_error(cwd, script, tmp_path):
 def test_a_dry_run_prints_the_batch_script(cwd, script, tmp_path):
     script("")
     environ = {**os.environ, "PATH": str(tmp_path)}
-    done = run("launch", "--set", "launcher.kind=slurm", "--dry-run", "train.py", "a b", env=environ)
+    done = run_accel("launch", "--set", "launcher.kind=slurm", "--dry-run", "train.py", "a b", env=environ)
     assert done.returncode == 0, done.stderr
     shown = done.stdout.partition("batch script:\n")[2]
     assert shown.startswith("#!/bin/bash\n#SBATCH --job-name=train.py\n")
@@ -396,7 +396,7 @@ def test_a_dry_run_prints_the_batch_script(cwd, script, tmp_path):
 
 def test_detach_is_an_error_for_launchers_without_jobs(cwd, script):
     script("")
-    done = run("launch", "--detach", "train.py")
+    done = run_accel("launch", "--detach", "train.py")
     assert done.returncode == 2
     assert (
         "Cannot use --detach with launcher.kind: single: it is an option of the launchers slurm, sagemaker, "
@@ -410,7 +410,7 @@ def test_no_profile_reads_no_file(cwd, script, home):
     (home / "profiles" / "default.yaml").write_text(
         "schema_version: 1\nlauncher:\n  kind: slurm\nmixed_precision: bf16\n"
     )
-    done = run("launch", "--no-profile", "train.py")
+    done = run_accel("launch", "--no-profile", "train.py")
     assert (done.returncode, done.stdout) == (0, "no\n")
     assert "profile: none" in done.stderr
 

@@ -7,8 +7,8 @@ import signal
 import time
 
 import pytest
-from debian import UnavailableError
-from ssh_hosts import check_available, ssh_hosts
+from support.hosts.debian import UnavailableError
+from support.hosts.ssh import check_available, ssh_hosts
 
 pytestmark = pytest.mark.slow
 LAUNCH = ("launch", "-q", "--cpu")

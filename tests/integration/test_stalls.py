@@ -5,8 +5,8 @@ import sys
 import time
 
 import pytest
-from fork_launch import Accel, run
-from processes import Process
+from support.commands import Accel, run_accel
+from support.processes import Process
 
 STALLS = """
 import time, torch
@@ -59,7 +59,7 @@ def wait_for(condition, seconds=120):
 @pytest.fixture
 def accel(cwd):
     """Run `accel`, forked from an interpreter that has imported torch, in an empty folder."""
-    return run
+    return run_accel
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from fork_launch import run
-from processes import Process
+from support.commands import run_accel
+from support.processes import Process
 
 from accel_cli import worker
 
@@ -343,7 +343,7 @@ def test_a_module_of_the_script_with_the_name_of_an_imported_one_is_used(accel, 
 
 def test_a_variable_that_the_script_sets_before_torch_is_effective(cwd, script):
     script("import os; os.environ['OMP_NUM_THREADS'] = '2'; import torch; print(torch.get_num_threads())")
-    result = launched(run, "--set", "launcher.kind=torchrun", "train.py", nproc=1)
+    result = launched(run_accel, "--set", "launcher.kind=torchrun", "train.py", nproc=1)
     assert lines(result) == ["2"]
     assert "sets OMP_NUM_THREADS" in result.stderr
 
@@ -351,7 +351,7 @@ def test_a_variable_that_the_script_sets_before_torch_is_effective(cwd, script):
 def test_a_variable_that_a_module_sets_too_late_is_a_warning(cwd, script):
     script("import os; os.environ['OMP_NUM_THREADS'] = '3'", "settings.py")
     script("import settings; import torch")
-    result = launched(run, "train.py")
+    result = launched(run_accel, "train.py")
     assert result.returncode == 0
     assert "OMP_NUM_THREADS changed after torch was loaded for this process" in result.stderr
 
@@ -379,7 +379,7 @@ def test_a_restart_forks_from_the_same_server(cwd, script):
         print("met")
         """)
     )
-    result = launched(run, "--set", "launcher.max_restarts=1", "train.py")
+    result = launched(run_accel, "--set", "launcher.max_restarts=1", "train.py")
     assert result.returncode == 0, result.stderr
     assert sorted(lines(result))[-2:] == ["met", "met"]
 
@@ -401,7 +401,7 @@ def test_a_restart_without_the_server_is_by_exec(cwd, script):
         """)
     )
     result = launched(
-        run, "--set", "launcher.max_restarts=1", "--set", "launcher.kind=torchrun", "train.py", nproc=1
+        run_accel, "--set", "launcher.max_restarts=1", "--set", "launcher.kind=torchrun", "train.py", nproc=1
     )
     assert (result.returncode, result.stdout) == (0, "again\n"), result.stderr
     assert "the fork server has ended" in result.stderr
@@ -453,9 +453,12 @@ else:
 
 def test_forking_a_program_is_an_error_and_explain_prints_the_start_method(cwd, script):
     script("")
-    refused = launched(run, "--set", "launcher.start_method=forkserver", "--no-python", "true")
+    refused = launched(run_accel, "--set", "launcher.start_method=forkserver", "--no-python", "true")
     assert refused.returncode == 2
     assert "Cannot use start_method: forkserver: a program may not be Python" in refused.stderr
-    output = launched(run, "--explain", "--no-python", "true").stdout
+    output = launched(run_accel, "--explain", "--no-python", "true").stdout
     assert "start method: exec (a program may not be Python)" in output
-    assert "start method: forkserver (torch is imported once" in launched(run, "--explain", "train.py").stdout
+    assert (
+        "start method: forkserver (torch is imported once"
+        in launched(run_accel, "--explain", "train.py").stdout
+    )

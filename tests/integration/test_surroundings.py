@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from fork_launch import run
-from hosts import needs_hosts
-from processes import Process
+from support.commands import run_accel
+from support.hosts.network import needs_hosts
+from support.processes import Process
 
 from accel_cli.errors import explain_os_error, explain_torch_error
 
@@ -77,7 +77,7 @@ needs_unshare = pytest.mark.skipif(
 @pytest.fixture
 def accel(cwd):
     """Runs `accel`, forked from an interpreter that has imported torch, in an empty folder."""
-    return run
+    return run_accel
 
 
 def command_in(namespaces, setup, *args):

@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from docs_reader import DOCS, blocks
+from support.docs_reader import DOCS, blocks
 
 UP, ENTER = "\x1b[A", "\r"
 SCRIPT = "import os, sys\nprint(os.nice(0), *sys.argv[1:], flush=True)\nsys.exit(7)\n"

@@ -8,8 +8,8 @@ import sys
 import time
 
 import pytest
-from fork_launch import Accel, run
-from terminal import CommandScreen
+from support.commands import Accel, run_accel
+from support.terminal import CommandScreen
 
 TRAINS = """
 import os, sys, time
@@ -83,12 +83,12 @@ def _watch(folder, home):
             other.type("q")
             assert other.end() == 0
         (folder / "stop").unlink()
-        snapshot = json.loads(run("top", "--json").stdout)
+        snapshot = json.loads(run_accel("top", "--json").stdout)
         assert (snapshot["attempt"], snapshot["running"], len(snapshot["ranks"])) == (1, True, 2)
         (folder / "end").touch()
         screen.see("exit code 0 after")
         assert screen.end() == 0
-    result = run("top", snapshot["run"])
+    result = run_accel("top", snapshot["run"])
     assert (result.returncode, "exit code 0 after" in result.stdout) == (0, True)
 
 
@@ -195,7 +195,7 @@ def test_a_failure_report_replaces_the_table(script):
 
 def test_live_needs_a_terminal_and_a_launcher_with_ranks(script):
     script("raise SystemExit(5)")
-    result = run("launch", "--nproc-per-node", "2", "--live", "train.py")
+    result = run_accel("launch", "--nproc-per-node", "2", "--live", "train.py")
     assert (result.returncode, "Cannot use --live: stderr is not a terminal" in result.stderr) == (2, True)
     with CommandScreen(
         "launch", "--nproc-per-node", "2", "--live", "train.py", term="dumb", columns=200
@@ -208,7 +208,7 @@ def test_live_needs_a_terminal_and_a_launcher_with_ranks(script):
         assert screen.end() == 2
         assert "Cannot use --live: stdout is a pipe" in screen.text()
     for kind in ("single", "slurm", "ssh", "kubernetes", "ray"):
-        other = run("launch", "--set", f"launcher.kind={kind}", "--live", "train.py")
+        other = run_accel("launch", "--set", f"launcher.kind={kind}", "--live", "train.py")
         assert other.returncode == 2
         assert "it is an option of the launchers torchrun and xla" in other.stderr
 

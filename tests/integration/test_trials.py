@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from fork_launch import preload, run
+from support.commands import preload, run_accel
 
 TRIALS = Path(__file__).parent.parent / "trials"
 
@@ -20,7 +20,7 @@ def environment(home, monkeypatch):
 def train(cwd, script, *options, code=0, processes=2):
     """Return the lines of a run with a step or the number of steps."""
     launch = ("launch", "--quiet", "--cpu", "--set", "launcher.kind=torchrun", "--ranks", "all")
-    result = run(*launch, "--nproc-per-node", processes, TRIALS / script, *options, cwd=cwd)
+    result = run_accel(*launch, "--nproc-per-node", processes, TRIALS / script, *options, cwd=cwd)
     assert result.returncode == code, result.stderr
     matches = re.findall(r"(?:rank \d )?step \d+ (?:loss|images) .*|\d+ steps, weights \w+", result.stdout)
     return sorted(matches)

@@ -1,8 +1,8 @@
 """The wizard on a real pseudo-terminal: its screen, its keys and its profiles."""
 
-import in_process
 import pytest
-from terminal import WITH_PROBE
+from support.commands import call_accel
+from support.terminal import WITH_PROBE
 
 from accel_cli.profile.layers import read_file, resolve
 
@@ -264,7 +264,7 @@ def test_a_named_profile_and_the_project_file_are_written_to_their_paths(termina
 
 
 def test_the_wizard_without_a_terminal_names_other_commands(cwd, home, capfd):
-    result = in_process.run(capfd, "config")
+    result = call_accel(capfd, "config")
     assert result.returncode == 2
     assert "accel config --default" in result.stderr
     assert "accel config set KEY=VALUE" in result.stderr

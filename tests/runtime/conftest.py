@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import cloudpickle
-import cluster
 import pytest
-import sharded_runs
 import torch
+from support import sharded_runs
+from support.ranks import Alone, Cluster
 
 from accel_runtime.backends import distributed, set_current_backend
 
@@ -34,11 +34,11 @@ def clusters(replicas):
     """
     torch.set_num_threads(1)
     sizes = {
-        1: cluster.Alone(),
-        2: cluster.Cluster(2),
-        3: cluster.Cluster(3),
-        4: cluster.Cluster(4),
-        "apart": cluster.Cluster(3, one_per_node=True),
+        1: Alone(),
+        2: Cluster(2),
+        3: Cluster(3),
+        4: Cluster(4),
+        "apart": Cluster(3, one_per_node=True),
     }
     yield sizes | replicas
     for group in sizes.values():

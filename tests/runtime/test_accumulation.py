@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 import torch
-from log_messages import collect_messages
+from support.log_messages import collect_messages
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.data import DataLoader

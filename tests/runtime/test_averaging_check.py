@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from log_messages import collect_messages
+from support.log_messages import collect_messages
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pprint import pformat
 
-import golden
 import pytest
 import torch
+from support import golden
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, CosineAnnealingWarmRestarts, StepLR

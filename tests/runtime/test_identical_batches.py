@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from log_messages import collect_messages
+from support.log_messages import collect_messages
 from torch import nn
 from torch.utils.data import DataLoader
 

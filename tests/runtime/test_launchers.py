@@ -14,7 +14,7 @@ import time
 
 import pytest
 import torch
-from processes import Process
+from support.processes import Process
 
 from accel_runtime import (
     Accelerator,

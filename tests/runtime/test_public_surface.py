@@ -15,9 +15,8 @@ import sys
 from importlib.machinery import ModuleSpec
 from unittest import mock
 
-import describe_surface
-import golden
 import pytest
+from support import describe_surface, golden
 
 import accel_runtime
 from accel_runtime import Accelerator, utils

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import cloudpickle
-import cluster
 import pytest
-from modules import load_test_module
+from support.modules import load_test_module
+from support.ranks import Alone, Cluster
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +23,7 @@ def clusters(replicas):
 @pytest.fixture(scope="session")
 def gloo():
     """Clusters of processes that use gloo, by their size."""
-    sizes = {1: cluster.Alone(), 2: cluster.Cluster(2)}
+    sizes = {1: Alone(), 2: Cluster(2)}
     yield sizes
     for gloo_cluster in sizes.values():
         gloo_cluster.close()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import docs_reader as docs
 import pytest
+from support import docs_reader as docs
 
 pytest.importorskip("torch_xla", reason="torch_xla is in an environment of its own: make test-xla")
 

@@ -6,9 +6,9 @@ import shlex
 import shutil
 from pathlib import Path
 
-import golden
-import in_process
 import pytest
+from support import golden
+from support.commands import call_accel
 
 KEPT = Path(__file__).parents[2] / "data" / "checkpoints" / "0.1.0"
 COMMANDS = {
@@ -33,7 +33,7 @@ def test_a_command_prints_the_golden_file_for_stored_checkpoints(cwd, capfd, nam
     shutil.copytree(KEPT, cwd / "kept")
     for number, layout in enumerate(("one", "two", "window", "stream")):
         shutil.copytree(KEPT / layout, cwd / "runs" / "checkpoints" / f"checkpoint_{number}")
-    result = in_process.run(capfd, "checkpoint", *shlex.split(COMMANDS[name]))
+    result = call_accel(capfd, "checkpoint", *shlex.split(COMMANDS[name]))
     assert result.returncode == 0, result.stderr
     text = f"{result.stdout}\nstderr:\n{result.stderr}" if result.stderr else result.stdout
     golden.check(f"checkpoint/{name}.txt", text.replace(str(cwd), "<cwd>"))

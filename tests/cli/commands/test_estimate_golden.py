@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import shlex
 
-import fork_launch
-import golden
 import pytest
+from support import commands, golden
 
 MODULE = """
 import torch
@@ -45,6 +44,6 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_estimate_equals_its_golden_file(script, cwd, name):
     script(MODULE, "models.py")
-    result = fork_launch.run("estimate", "models:make", *shlex.split(OPTIONS[name]), cwd=cwd)
+    result = commands.run_accel("estimate", "models:make", *shlex.split(OPTIONS[name]), cwd=cwd)
     assert result.returncode == 0, result.stderr
     golden.check(f"estimate/{name}.txt", f"{result.stdout}\nstderr:\n{result.stderr}")

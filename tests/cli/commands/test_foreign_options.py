@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import typer
-from in_process import run
+from support.commands import call_accel
 
 from accel_cli.main import app
 from accel_cli.planning.options import FOREIGN_FLAGS, FOREIGN_OPTIONS, normalize_option
@@ -42,7 +42,7 @@ COMMANDS = dict(list_commands(typer.main.get_command(app)))
 @pytest.fixture
 def launch(script, capfd):
     script("raise SystemExit(7)")
-    return partial(run, capfd, "launch")
+    return partial(call_accel, capfd, "launch")
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
@@ -155,7 +155,7 @@ def test_foreign_options_after_the_script_belong_to_the_script(launch):
 
 @pytest.mark.parametrize("args", [("config",), ("test",), ("env",)])
 def test_config_file_is_rejected_with_the_option_profile(capfd, cwd, args):
-    result = run(capfd, *args, "--config_file", "x.yaml")
+    result = call_accel(capfd, *args, "--config_file", "x.yaml")
     assert result.returncode == 2
     assert f"accel {args[0]} has no option --config_file. Use --profile NAME" in result.stderr
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import golden
-import in_process
 import pytest
 import typer.main
+from support import golden
+from support.commands import call_accel
 
 from accel_cli.main import app
 
@@ -24,7 +24,7 @@ PATHS = command_paths(typer.main.get_command(app))
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: "-".join(path) or "accel")
 def test_a_command_prints_the_help_of_its_golden_file(path, capfd, home):
-    result = in_process.run(
+    result = call_accel(
         capfd, *path, "--help", env={"COLUMNS": "100", "TERM": "dumb", "PATH": "/usr/bin:/bin"}
     )
     assert result.returncode == 0, result.stderr

@@ -3,7 +3,7 @@
 from functools import partial
 
 import pytest
-from in_process import run
+from support.commands import call_accel
 
 from accel_cli import planner
 from accel_cli.commands.launch import format_headline
@@ -15,7 +15,7 @@ PRINTS = "import sys\nprint(sys.argv)\n"
 @pytest.fixture
 def stderr_of(cwd, capfd):
     """Call `accel launch --dry-run`, and return its stderr."""
-    typed = partial(run, capfd)
+    typed = partial(call_accel, capfd)
     return lambda *args: typed("launch", "--dry-run", "--cpu", *args).stderr
 
 
@@ -74,7 +74,7 @@ def test_a_method_with_the_name_of_an_option_declares_no_option(script, stderr_o
 
 def test_a_rejected_launch_writes_its_error_to_the_failure_file(cwd, capfd, monkeypatch):
     monkeypatch.setenv("ACCEL_FAILURE_FILE", str(cwd / "failure"))
-    assert run(capfd, "launch", "--nproc-per-node", "2", "absent.py").returncode == 2
+    assert call_accel(capfd, "launch", "--nproc-per-node", "2", "absent.py").returncode == 2
     assert (cwd / "failure").read_text() == "Script not found: absent.py. Check its path."
 
 

@@ -6,9 +6,9 @@ import shlex
 import sys
 from pathlib import Path
 
-import golden
-import in_process
 import pytest
+from support import golden
+from support.commands import call_accel
 
 import accel_cli
 from accel_cli.planning.machine import Machine, Packages, Tpu
@@ -116,7 +116,7 @@ def launch(cwd, home, script, capfd, monkeypatch):
             monkeypatch.setenv(name, value)
         monkeypatch.setattr("accel_cli.planning.machine.detect_quickly", lambda _environ: MACHINES[machine])
         monkeypatch.setattr("accel_cli.planning.machine.count_cpus", lambda: MACHINES[machine].cpus)
-        result = in_process.run(capfd, "launch", *args)
+        result = call_accel(capfd, "launch", *args)
         assert result.returncode == 0, result.stderr
         text = f"{result.stdout}\nstderr:\n{result.stderr}" if result.stderr else result.stdout
         for path, shown in here.items():

@@ -12,8 +12,8 @@ import termios
 import time
 
 import pytest
-from in_process import run
-from processes import Process
+from support.commands import call_accel
+from support.processes import Process
 
 from accel_cli.runs.run_dir import RunFolder
 from accel_runtime import env
@@ -48,17 +48,17 @@ def test_a_launch_without_rendezvous_does_not_hide_the_previous_run(tmp_path, ca
     rank.path.mkdir(parents=True)
     rank.output.write_text("step 1\n")
     alone = RunFolder.create(tmp_path, "alone.py", {"exit_code": 1})
-    result = run(capfd, "logs", "--log-dir", tmp_path)
+    result = call_accel(capfd, "logs", "--log-dir", tmp_path)
     assert (result.returncode, result.stdout) == (0, "step 1\n")
     assert result.stderr == (
         f"accel: {alone.path.name} started no process (exit code 1); these are the logs of {trained.path.name}\n"
     )
-    named = run(capfd, "logs", "--log-dir", tmp_path, "alone")
+    named = call_accel(capfd, "logs", "--log-dir", tmp_path, "alone")
     assert (named.returncode, named.stdout) == (2, "")
 
 
 def test_an_empty_list_of_runs_names_the_searched_folder(tmp_path, capfd, cwd):
-    result = run(capfd, "runs", "--log-dir", tmp_path)
+    result = call_accel(capfd, "runs", "--log-dir", tmp_path)
     assert (result.returncode, result.stdout, result.stderr) == (
         0,
         "",
@@ -68,7 +68,7 @@ def test_an_empty_list_of_runs_names_the_searched_folder(tmp_path, capfd, cwd):
 
 def test_a_script_that_replaced_its_launcher_has_no_log(tmp_path, capfd, cwd):
     alone = replace_launcher(tmp_path, "train.py", os.getpid())
-    result = run(capfd, "logs", "--log-dir", tmp_path)
+    result = call_accel(capfd, "logs", "--log-dir", tmp_path)
     assert result.returncode == 2
     assert result.stderr == (
         f"accel: error: Run {alone.path.name} has no log: with the launcher single, its output went to the terminal. "
@@ -82,7 +82,7 @@ def test_the_default_log_is_that_of_the_last_run_that_kept_output(tmp_path, capf
     rank.path.mkdir(parents=True)
     rank.output.write_text("step 1\n")
     alone = replace_launcher(tmp_path, "alone.py", 0)
-    result = run(capfd, "logs", "--log-dir", tmp_path)
+    result = call_accel(capfd, "logs", "--log-dir", tmp_path)
     assert (result.returncode, result.stdout) == (0, "step 1\n")
     assert result.stderr == (
         f"accel: {alone.path.name} kept no output (unknown); these are the logs of {trained.path.name}\n"
@@ -93,7 +93,7 @@ def test_characters_that_the_encoding_of_the_output_lacks_are_escaped(tmp_path, 
     RunFolder.create(tmp_path, "train.py", {"target": "entraînement.py", "exit_code": 0})
     output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", output)
-    assert run(capfd, "runs", "--log-dir", tmp_path).returncode == 0
+    assert call_accel(capfd, "runs", "--log-dir", tmp_path).returncode == 0
     output.seek(0)
     assert "\tentra\\xeenement.py\t" in output.read()
 
@@ -103,22 +103,22 @@ def test_runs_are_listed_with_script_start_duration_ranks_and_exit_code(tmp_path
     failed = RunFolder.create(tmp_path, "a/fails.py", {"target": "a/fails.py", "world_size": 4})
     failed.update({"started": started, "ended": started + 42, "exit_code": 3})
     running = RunFolder.create(tmp_path, "train.py", {"target": "train.py", "world_size": 2})
-    rows = [line.split("\t") for line in run(capfd, "runs", "--log-dir", tmp_path).stdout.splitlines()]
+    rows = [line.split("\t") for line in call_accel(capfd, "runs", "--log-dir", tmp_path).stdout.splitlines()]
     assert [row[:2] for row in rows] == [[running.path.name, "train.py"], [failed.path.name, "fails.py"]]
     assert [row[4:] for row in rows] == [["2", "running"], ["4", "3"]]
     assert rows[1][3] == "42 s"
-    (entry,) = json.loads(run(capfd, "runs", "--log-dir", tmp_path, "--json", "-n", 1).stdout)
+    (entry,) = json.loads(call_accel(capfd, "runs", "--log-dir", tmp_path, "--json", "-n", 1).stdout)
     assert (entry["run"], entry["is_running"], entry["exit_code"]) == (running.path.name, True, None)
-    rejected = run(capfd, "runs", "-n", 0)
+    rejected = call_accel(capfd, "runs", "-n", 0)
     assert rejected.returncode == 2
 
 
 def test_control_characters_in_the_name_of_a_script_do_not_reach_the_terminal(tmp_path, capfd, cwd):
     name = "train\x1b[2J\x9b31m\n\té.py"
     RunFolder.create(tmp_path, name, {"target": name, "world_size": 1})
-    (row,) = run(capfd, "runs", "--log-dir", tmp_path).stdout.splitlines()
+    (row,) = call_accel(capfd, "runs", "--log-dir", tmp_path).stdout.splitlines()
     assert row.split("\t")[1] == r"train\x1b[2J\x9b31m\n\té.py"
-    (entry,) = json.loads(run(capfd, "runs", "--log-dir", tmp_path, "--json").stdout)
+    (entry,) = json.loads(call_accel(capfd, "runs", "--log-dir", tmp_path, "--json").stdout)
     assert entry["script"] == name
 
 
@@ -135,7 +135,7 @@ def test_a_script_that_replaced_its_launcher_ends_with_its_heartbeat(tmp_path, c
             offset = 8 * env.BEAT_NUMBERS.index("ended_ns")
             beat.write_bytes(beat.read_bytes()[:offset] + bytes(8) + beat.read_bytes()[offset + 8 :])
     replace_launcher(tmp_path, "lives.py", os.getpid(), pid_start=None)
-    rows = [line.split("\t") for line in run(capfd, "runs", "--log-dir", tmp_path).stdout.splitlines()]
+    rows = [line.split("\t") for line in call_accel(capfd, "runs", "--log-dir", tmp_path).stdout.splitlines()]
     assert [(row[1], row[5]) for row in rows] == [
         ("lives.py", "running"),
         ("plain.py", "unknown"),

@@ -5,10 +5,10 @@ import shlex
 import subprocess
 from functools import partial
 
-import in_process
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.commands import call_accel
 
 from accel_cli import planner
 from accel_cli.commands import tpu_pod
@@ -201,7 +201,7 @@ def test_a_request_that_cannot_run_on_a_pod_is_rejected(options, message):
 @pytest.fixture
 def tpu_pod_command(cwd, capfd):
     """Call `accel tpu-pod` in this process."""
-    return partial(in_process.run, capfd, "tpu-pod")
+    return partial(call_accel, capfd, "tpu-pod")
 
 
 def test_the_command_is_printed_and_not_run(tpu_pod_command, script, world):
@@ -266,7 +266,7 @@ def test_explain_prints_the_command_and_the_source_of_each_value(tpu_pod_command
 )
 def test_former_pod_options_of_accel_launch_are_rejected_with_the_command(capfd, script, option, replacement):
     script("")
-    result = in_process.run(capfd, "launch", *option, "train.py")
+    result = call_accel(capfd, "launch", *option, "train.py")
     assert result.returncode == 2
     assert f"accel launch has no option {option[0]}. Use {replacement}" in result.stderr
 

@@ -4,6 +4,8 @@ import itertools
 import json
 
 import pytest
+from support.commands import call_accel
+from support.pairs import select_pairs
 
 from accel_cli.errors import ProfileError
 from accel_cli.import_accelerate import convert
@@ -12,8 +14,6 @@ from tests import golden
 from tests.cli.import_accelerate import test_accelerate as cluster
 from tests.cli.import_accelerate import test_accelerate_dividing as dividing
 from tests.cli.import_accelerate import test_accelerate_jobs as jobs
-from tests.in_process import run
-from tests.pairs import select_pairs
 
 DEEPSPEED_FILE = """
 deepspeed_config:
@@ -142,7 +142,7 @@ def test_the_output_and_profile_of_a_file_equal_the_golden_file(name, tmp_path, 
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     (tmp_path / "config.yaml").write_text(SAMPLES[name].lstrip("\n"))
     (tmp_path / "ds.json").write_text(json.dumps(dividing.FILE))
-    result = run(capfd, "config", "import", "config.yaml", "--project")
+    result = call_accel(capfd, "config", "import", "config.yaml", "--project")
     written = tmp_path / "accel.yaml"
     lines = written.read_text().splitlines(keepends=True) if written.exists() else ["(no profile)\n"]
     profile = "".join(line for line in lines if not line.lstrip().startswith("#"))

@@ -7,16 +7,15 @@ import sys
 import tarfile
 from pathlib import Path
 
-import golden
 import kubernetes_validate
 import pytest
-import train_job_schema
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from in_process import run
-from launch_specs import build_spec
 from pydantic import ValidationError
+from support import golden, train_job_schema
+from support.commands import call_accel
+from support.launch_specs import build_spec
 
 from accel_cli.errors import UsageError
 from accel_cli.jobs import base
@@ -96,7 +95,7 @@ def test_the_option_for_kubectl_prints_documents_with_the_files(cwd, capfd):
     (cwd / "lib").mkdir()
     (cwd / "lib" / "model.py").write_text("x = 1\n")
     (cwd / "key.pem").write_text("secret")
-    done = run(capfd, "launch", "--set", "launcher.kind=kubernetes", "--set", "launcher.image=i", "--nnodes", "2",
+    done = call_accel(capfd, "launch", "--set", "launcher.kind=kubernetes", "--set", "launcher.image=i", "--nnodes", "2",
                "--manifest", "train.py", "two\nlines", "no", "$(HOME)")  # fmt: skip
     assert done.returncode == 0, done.stderr
     service, config, job = yaml.safe_load_all(done.stdout)

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-import in_process
 import pytest
+from support.commands import call_accel
 
 RAW = (
     "import torch\nfrom torch.utils.data import DataLoader\n\nmodel = torch.nn.Linear(8, 1)\n"
@@ -28,7 +28,7 @@ def script(tmp_path, monkeypatch):
 
 
 def test_the_diff_is_printed_and_nothing_is_written(capfd, script):
-    done = in_process.run(capfd, "migrate", "train.py")
+    done = call_accel(capfd, "migrate", "train.py")
     assert done.returncode == 0
     assert "+    accelerator.backward(loss)\n" in done.stdout
     assert "1 file would change" in done.stderr
@@ -36,19 +36,19 @@ def test_the_diff_is_printed_and_nothing_is_written(capfd, script):
 
 
 def test_the_diff_can_be_applied_with_patch(capfd, script, tmp_path):
-    done = in_process.run(capfd, "migrate", "train.py")
+    done = call_accel(capfd, "migrate", "train.py")
     subprocess.run(
         ["patch", "-p0"], input=done.stdout, text=True, check=True, cwd=tmp_path, stdout=subprocess.DEVNULL
     )
     changed = script.read_text()
     script.write_text(RAW)
-    in_process.run(capfd, "migrate", "--write", "train.py")
+    call_accel(capfd, "migrate", "--write", "train.py")
     assert script.read_text() == changed
 
 
 def test_write_keeps_a_copy_and_the_permissions(capfd, script):
     script.chmod(0o750)
-    done = in_process.run(capfd, "migrate", "--write", "train.py")
+    done = call_accel(capfd, "migrate", "--write", "train.py")
     assert done.returncode == 0
     assert "accelerator.backward(loss)" in script.read_text()
     assert script.stat().st_mode & 0o777 == 0o750
@@ -58,24 +58,24 @@ def test_write_keeps_a_copy_and_the_permissions(capfd, script):
 
 def test_a_copy_is_not_replaced(capfd, script):
     script.with_name("train.py.orig").write_text("older")
-    in_process.run(capfd, "migrate", "--write", "train.py")
+    call_accel(capfd, "migrate", "--write", "train.py")
     assert script.with_name("train.py.orig").read_text() == "older"
     assert script.with_name("train.py.orig.1").read_text() == RAW
 
 
 def test_a_second_time_nothing_is_left(capfd, script):
-    in_process.run(capfd, "migrate", "--write", "train.py")
+    call_accel(capfd, "migrate", "--write", "train.py")
     written = script.read_text()
-    done = in_process.run(capfd, "migrate", "--write", "--check", "train.py")
+    done = call_accel(capfd, "migrate", "--write", "--check", "train.py")
     assert (done.returncode, done.stdout, script.read_text()) == (0, "", written)
     assert "nothing to convert" in done.stderr
 
 
 def test_check_fails_while_something_is_left(capfd, script):
-    assert in_process.run(capfd, "migrate", "--check", "train.py").returncode == 1
-    assert in_process.run(capfd, "migrate", "--check", "--write", "train.py").returncode == 0
+    assert call_accel(capfd, "migrate", "--check", "train.py").returncode == 1
+    assert call_accel(capfd, "migrate", "--check", "--write", "train.py").returncode == 0
     script.write_text(RAW.replace("loader = ", "loaders = [").replace("batch_size=8)", "batch_size=8)]"))
-    done = in_process.run(capfd, "migrate", "--check", "train.py")
+    done = call_accel(capfd, "migrate", "--check", "train.py")
     assert done.returncode == 1
     assert "train.py:6: The loader is not assigned to a variable of its own." in done.stderr
 
@@ -87,7 +87,7 @@ def test_a_folder_is_searched_for_scripts(capfd, script):
     (package / "model.py").write_text("x = 1\n")
     (package / "broken.py").write_text("def\n")
     (package / "run.sh").write_text("torchrun --nproc_per_node 2 train.py\n")
-    done = in_process.run(capfd, "migrate", "--write", ".")
+    done = call_accel(capfd, "migrate", "--write", ".")
     assert done.returncode == 0
     assert (package / "run.sh").read_text() == "accel launch --nproc-per-node 2 train.py\n"
     assert "accel_runtime" in script.read_text()
@@ -107,16 +107,16 @@ def test_a_folder_is_searched_without_what_git_ignores_and_without_pipes(capfd, 
     def list_written():
         return [name for name in names if "accel_runtime" in (script.parent / name).read_text()]
 
-    assert in_process.run(capfd, "migrate", "--write", ".").returncode == 0
+    assert call_accel(capfd, "migrate", "--write", ".").returncode == 0
     assert list_written() == ["package/train.py"]
-    assert in_process.run(capfd, "migrate", "--write", "build", "local.py").returncode == 0
+    assert call_accel(capfd, "migrate", "--write", "build", "local.py").returncode == 0
     assert list_written() == ["build/lib/train.py", "local.py", "package/train.py"]
 
 
 def test_write_continues_after_a_file_that_cannot_be_written(capfd, script):
     long = script.with_name(f"{'a' * 250}.py")  # the name of its copy would be too long
     long.write_text(RAW)
-    done = in_process.run(capfd, "migrate", "--write", ".")
+    done = call_accel(capfd, "migrate", "--write", ".")
     assert done.returncode == 2
     assert f"Cannot write {long.name}: File name too long. It is unchanged." in done.stderr
     assert "accelerator.backward(loss)" in script.read_text()
@@ -126,7 +126,7 @@ def test_write_continues_after_a_file_that_cannot_be_written(capfd, script):
 
 def test_a_file_whose_write_fails_stays_without_a_copy(capfd, script):
     with mock.patch.object(os, "fsync", side_effect=OSError(28, "No space left on device")):
-        done = in_process.run(capfd, "migrate", "--write", "train.py")
+        done = call_accel(capfd, "migrate", "--write", "train.py")
     assert done.returncode == 2
     assert "Cannot write train.py: No space left on device. It is unchanged." in done.stderr
     assert [path.name for path in script.parent.iterdir()] == ["train.py"]
@@ -135,14 +135,14 @@ def test_a_file_whose_write_fails_stays_without_a_copy(capfd, script):
 
 def test_a_file_of_a_folder_that_cannot_be_read_is_reported(capfd, script):
     with mock.patch.object(Path, "read_bytes", side_effect=PermissionError(13, "Permission denied")):
-        done = in_process.run(capfd, "migrate", ".")
+        done = call_accel(capfd, "migrate", ".")
     assert "Cannot read train.py: Permission denied. Check its permissions." in done.stderr
     assert done.returncode == 0
 
 
 def test_a_pipe_is_refused(capfd, script):
     os.mkfifo("pipe.py")
-    done = in_process.run(capfd, "migrate", "pipe.py")
+    done = call_accel(capfd, "migrate", "pipe.py")
     assert done.returncode == 2
     assert "Cannot migrate pipe.py: expected a Python script (.py)" in done.stderr
 
@@ -162,14 +162,14 @@ def test_a_pipe_is_refused(capfd, script):
 def test_wrong_input_is_refused(capfd, script, name, content, message):
     if content is not None:
         (script.parent / name).write_bytes(content)
-    done = in_process.run(capfd, "migrate", name)
+    done = call_accel(capfd, "migrate", name)
     assert done.returncode == 2
     assert message in done.stderr
 
 
 def test_line_ends_and_the_byte_order_mark_stay(capfd, script):
     script.write_bytes(b"\xef\xbb\xbf" + RAW.replace("\n", "\r\n").encode())
-    in_process.run(capfd, "migrate", "--write", "train.py")
+    call_accel(capfd, "migrate", "--write", "train.py")
     written = script.read_bytes()
     assert written.startswith(b"\xef\xbb\xbfimport torch\r\n")
     assert b"accelerator.backward(loss)\r\n" in written
@@ -179,34 +179,34 @@ def test_line_ends_and_the_byte_order_mark_stay(capfd, script):
 def test_a_link_stays_a_link(capfd, script):
     script.rename(script.with_name("real.py"))
     script.symlink_to("real.py")
-    in_process.run(capfd, "migrate", "--write", "train.py")
+    call_accel(capfd, "migrate", "--write", "train.py")
     assert script.is_symlink()
     assert "accelerator.backward" in script.with_name("real.py").read_text()
 
 
 def test_without_libcst_the_message_names_the_extra(capfd, script):
     with mock.patch.dict(sys.modules, {"libcst": None}):
-        done = in_process.run(capfd, "migrate", "train.py")
+        done = call_accel(capfd, "migrate", "train.py")
     assert done.returncode == 2
     assert "pip install 'accel-runtime[migrate]'" in done.stderr
 
 
 def test_the_script_is_not_run(capfd, script):
     script.write_text(f"open('executed', 'w').close()\n{RAW}")
-    in_process.run(capfd, "migrate", "--write", "train.py")
+    call_accel(capfd, "migrate", "--write", "train.py")
     assert not script.with_name("executed").exists()
 
 
 def test_a_script_is_read_from_the_standard_input(capfd, monkeypatch, script):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(RAW.encode())))
-    done = in_process.run(capfd, "migrate", "-", "--write")
+    done = call_accel(capfd, "migrate", "-", "--write")
     assert done.returncode == 0
     assert "    accelerator.backward(loss)\n" in done.stdout
     assert "@@" not in done.stdout
     monkeypatch.setattr(
         sys, "stdin", io.TextIOWrapper(io.BytesIO(b"#!/bin/sh\ntorchrun --nproc_per_node 2 t.py\n"))
     )
-    assert "+accel launch --nproc-per-node 2 t.py\n" in in_process.run(capfd, "migrate", "-").stdout
+    assert "+accel launch --nproc-per-node 2 t.py\n" in call_accel(capfd, "migrate", "-").stdout
 
 
 @pytest.mark.parametrize(
@@ -215,6 +215,6 @@ def test_a_script_is_read_from_the_standard_input(capfd, monkeypatch, script):
 def test_what_is_left_in_a_script_that_imports_accel_is_reported(capfd, script, rest):
     head = "import torch.distributed as dist\nfrom lightning.fabric import Fabric\nfrom torch.nn.parallel import DistributedDataParallel as DDP\n"
     script.write_text(f"from accel_runtime import Accelerator\n{head}accelerator = Accelerator()\n{rest}\n")
-    done = in_process.run(capfd, "migrate", "--check", "train.py")
+    done = call_accel(capfd, "migrate", "--check", "train.py")
     assert done.returncode == 1
     assert "train.py:6: This is not converted, since the script imports accel_runtime already." in done.stderr

@@ -14,11 +14,11 @@ import sys
 import warnings
 from pathlib import Path
 
-import golden
 import pytest
 import torch
-from fork_launch import Accel
-from ports import free_port
+from support import golden
+from support.commands import Accel
+from support.processes import free_port
 
 from accel_cli import migrate
 from accel_runtime.backends import set_current_backend

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from in_process import run as accel
+from support.commands import call_accel
 
 from accel_cli.errors import UsageError
 from accel_cli.jobs.base import Job, Jobs, Log, PollIntervals, UnreachableError
@@ -125,20 +125,20 @@ def slurm(monkeypatch):
 
 def test_a_name_is_that_of_a_run_before_that_of_a_job(slurm, home, cwd, capfd):
     RunFolder.create(home / "runs", "train.py", {"exit_code": 0, "target": "train.py"})
-    run = accel(capfd, "top", "train")
+    run = call_accel(capfd, "top", "train")
     assert (run.returncode, run.stdout.partition("  ")[2].splitlines()[0]) == (0, "train.py")
-    without_service = accel(capfd, "top", "12")
+    without_service = call_accel(capfd, "top", "12")
     assert (without_service.returncode, "Run '12' not found" in without_service.stderr) == (2, True)
     for options in (["--launcher", "slurm"], ["--set", "launcher.kind=slurm"]):
-        assert accel(capfd, "top", "train", *options).stdout.startswith(
+        assert call_accel(capfd, "top", "train", *options).stdout.startswith(
             "job 12  train.py\nCOMPLETED, exit code 0\n"
         )
     (cwd / "accel.yaml").write_text("schema_version: 1\nlauncher:\n  kind: slurm\n")
-    assert accel(capfd, "top", "12").stdout.endswith("\n\ntrained\n")
-    data = json.loads(accel(capfd, "top", "12", "--json").stdout)
+    assert call_accel(capfd, "top", "12").stdout.endswith("\n\ntrained\n")
+    data = json.loads(call_accel(capfd, "top", "12", "--json").stdout)
     assert (data["job"]["state"], data["log"]) == ("COMPLETED", ["trained"])
 
 
 def test_a_service_without_the_id_of_a_job_is_a_usage_error(slurm, cwd, capfd):
-    result = accel(capfd, "top", "--launcher", "slurm")
+    result = call_accel(capfd, "top", "--launcher", "slurm")
     assert (result.returncode, "The id of the job is missing" in result.stderr) == (2, True)

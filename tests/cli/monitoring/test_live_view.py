@@ -9,8 +9,8 @@ import subprocess
 import sys
 import termios
 
-import golden
 import pytest
+from support import golden
 
 from accel_cli.monitoring.live_view import build_view, format_sparkline, render_lines, shorten_location
 from accel_cli.monitoring.snapshot import MetricSeries, RankSnapshot, RunSnapshot

@@ -11,8 +11,8 @@ import subprocess
 import sys
 
 import pytest
-from in_process import run
-from run_writer import START, RunWriter
+from support.commands import call_accel
+from support.run_folders import START, RunWriter
 
 from accel_cli.monitoring.report import thin_curve
 from accel_cli.monitoring.report_data import Curve
@@ -72,7 +72,7 @@ def report(capfd, cwd, home):
     """Writes a report with the command, and parses it."""
 
     def write(*args):
-        result = run(capfd, "report", *args)
+        result = call_accel(capfd, "report", *args)
         assert result.returncode == 0, result.stderr
         return Page((cwd / result.stdout.strip()).read_text(encoding="utf-8"))
 
@@ -519,12 +519,12 @@ def test_a_file_that_accel_report_did_not_write_is_kept(capfd, runs, cwd):
     write_complete(runs)
     foreign_file = cwd / "report.html"
     foreign_file.write_text("<h1>mine</h1>")
-    refused = run(capfd, "report", "-o", foreign_file)
+    refused = call_accel(capfd, "report", "-o", foreign_file)
     assert refused.returncode == 2
     assert "exists and is not a report of accel. Pass --force" in refused.stderr
     assert foreign_file.read_text() == "<h1>mine</h1>"
-    assert run(capfd, "report", "-o", foreign_file, "--force").returncode == 0
-    assert run(capfd, "report", "-o", foreign_file).returncode == 0, "its own report is replaced"
+    assert call_accel(capfd, "report", "-o", foreign_file, "--force").returncode == 0
+    assert call_accel(capfd, "report", "-o", foreign_file).returncode == 0, "its own report is replaced"
     assert [path.name for path in cwd.glob("*.html*")] == ["report.html"]
 
 
@@ -533,11 +533,11 @@ def test_a_device_is_not_replaced_and_a_link_stays(capfd, runs, cwd):
 
     write_complete(runs)
     os.mkfifo(cwd / "pipe.html")
-    refused = run(capfd, "report", "-o", "pipe.html", "--force")
+    refused = call_accel(capfd, "report", "-o", "pipe.html", "--force")
     assert refused.returncode == 2
     assert "it is not a regular file" in refused.stderr
     (cwd / "link.html").symlink_to("target.html")
-    assert run(capfd, "report", "-o", "link.html").returncode == 0
+    assert call_accel(capfd, "report", "-o", "link.html").returncode == 0
     assert (cwd / "link.html").is_symlink()
     assert "</html>" in (cwd / "target.html").read_text()
 
@@ -554,7 +554,7 @@ def test_a_device_is_not_replaced_and_a_link_stays(capfd, runs, cwd):
 )
 def test_a_wrong_argument_is_refused_with_what_to_do(capfd, runs, cwd, args, message):
     write_complete(runs)
-    result = run(capfd, "report", *args)
+    result = call_accel(capfd, "report", *args)
     assert (result.returncode, result.stdout) == (2, "")
     assert message in result.stderr
     assert not list(cwd.glob("*.html"))
@@ -562,13 +562,13 @@ def test_a_wrong_argument_is_refused_with_what_to_do(capfd, runs, cwd, args, mes
 
 def test_the_default_name_has_the_id_of_the_run(capfd, runs, cwd):
     write_complete(runs)
-    assert run(capfd, "report").stdout == "report-20270115-080000-train-1.html\n"
+    assert call_accel(capfd, "report").stdout == "report-20270115-080000-train-1.html\n"
 
 
 def test_without_plotly_the_extra_is_named(capfd, runs, monkeypatch):
     write_complete(runs)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    result = run(capfd, "report")
+    result = call_accel(capfd, "report")
     assert result.returncode == 2
     assert "pip install 'accel-runtime[report]'" in result.stderr
 

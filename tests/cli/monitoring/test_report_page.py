@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser import open_browser, resize, set_color_scheme
-from in_process import run
-from run_writer import RunWriter
 from selenium.webdriver.remote.webdriver import WebDriver
+from support.browser import open_browser, resize, set_color_scheme
+from support.commands import call_accel
+from support.run_folders import RunWriter
 
 pytestmark = pytest.mark.slow
 
@@ -107,7 +107,7 @@ def test_a_report_is_drawn_at_any_width_in_both_schemes(
     for number, name in enumerate(names):
         write_run(tmp_path / "runs", name, 0.2 + number, HOSTILE if number else "train/loss")
     file = tmp_path / "report.html"
-    result = run(capfd, "report", "-o", file, *(tmp_path / "runs" / name for name in names))
+    result = call_accel(capfd, "report", "-o", file, *(tmp_path / "runs" / name for name in names))
     assert result.returncode == 0, result.stderr
     for width, scheme in itertools.product(("desktop", "phone"), ("light", "dark")):
         resize(browser, width)
@@ -131,7 +131,7 @@ def test_a_run_is_hidden_by_its_box(
     for name in ("one", "two"):
         write_run(tmp_path / "runs", name, 0.2)
     file = tmp_path / "report.html"
-    run(capfd, "report", "-o", file, *(tmp_path / "runs" / name for name in ("one", "two")))
+    call_accel(capfd, "report", "-o", file, *(tmp_path / "runs" / name for name in ("one", "two")))
     resize(browser, "desktop")
     browser.get(file.as_uri())
     assert browser.execute_async_script(SCROLL) == []

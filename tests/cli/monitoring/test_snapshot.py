@@ -6,7 +6,7 @@ import os
 import time
 
 import pytest
-from in_process import run as accel
+from support.commands import call_accel
 
 from accel_cli.monitoring.snapshot import RankSnapshot, RunSnapshot, read_snapshot
 from accel_cli.runs.run_dir import RunFolder
@@ -212,7 +212,7 @@ def test_a_stall_is_shown_once_it_is_long_for_this_run(folder):
 def test_json_has_the_documented_fields(folder, capfd, cwd):
     start_rank(folder, 0).step()
     write_lines(folder.get_rank(0, 0).metrics, [{"time": 1.0, "step": 1, "values": {"loss": math.inf}}])
-    result = accel(capfd, "top", "--json")
+    result = call_accel(capfd, "top", "--json")
     assert result.returncode == 0, result.stderr
     data = json.loads(result.stdout, parse_constant=pytest.fail)
     assert set(data) == RUN_FIELDS
@@ -223,18 +223,18 @@ def test_json_has_the_documented_fields(folder, capfd, cwd):
 
 def test_without_a_terminal_one_snapshot_is_printed(folder, capfd, cwd):
     start_rank(folder, 0).step()
-    result = accel(capfd, "top")
+    result = call_accel(capfd, "top")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.splitlines()[0] == f"{folder.path.name}  train.py"
     assert "\x1b" not in result.stdout
-    named = accel(capfd, "top", "train")
+    named = call_accel(capfd, "top", "train")
     assert named.stdout.splitlines()[0] == result.stdout.splitlines()[0]
 
 
 def test_a_run_that_does_not_exist_is_a_usage_error(home, folder, capfd, cwd):
-    unknown = accel(capfd, "top", "other")
+    unknown = call_accel(capfd, "top", "other")
     assert (unknown.returncode, "Run 'other' not found" in unknown.stderr) == (2, True)
     folder.update({"exit_code": 0})
-    ended = accel(capfd, "top")
+    ended = call_accel(capfd, "top")
     assert (ended.returncode, "No run of accel launch is in progress" in ended.stderr) == (2, True)
-    assert accel(capfd, "top", folder.path.name).returncode == 0
+    assert call_accel(capfd, "top", folder.path.name).returncode == 0

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from in_process import run
-from launch_specs import build_spec
 from pydantic import ValidationError
+from support.commands import call_accel
+from support.launch_specs import build_spec
 
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.jobs.base import UnreachableError
@@ -161,7 +161,7 @@ def test_a_dry_run_prints_what_is_submitted_and_hides_secrets(cwd, capfd, monkey
     (cwd / "accel.yaml").write_text(
         "schema_version: 1\nenv:\n  DATA: https://ann:s3cret@host/x\nlauncher:\n  kind: ray\n"
     )
-    done = run(
+    done = call_accel(
         capfd, "launch", "--dry-run", "--nnodes", "2", "--nproc-per-node", "4", "train.py", "--lr", "1"
     )
     assert done.returncode == 0, done.stderr
@@ -213,7 +213,7 @@ def test_more_processes_than_reserved_gpus_are_an_error():
 def test_the_missing_package_is_named_with_its_extra(cwd, capfd, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray.job_submission", None)
     monkeypatch.setitem(sys.modules, "ray", None)
-    done = run(capfd, "launch", "--set", "launcher.kind=ray", "train.py")
+    done = call_accel(capfd, "launch", "--set", "launcher.kind=ray", "train.py")
     assert done.returncode == 2
     assert "pip install 'accel-runtime[ray]'" in done.stderr
     monkeypatch.setattr(job_launcher, "find_spec", lambda _: None)

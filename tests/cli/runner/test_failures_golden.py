@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-import golden
 import pytest
+from support import golden
 
 from accel_cli.runner.failures import (
     ExceptionInfo,

@@ -7,7 +7,7 @@ import termios
 
 import pyte
 import pytest
-from processes import Process
+from support.processes import Process
 
 SETUP = """
 import fcntl, os, sys, termios

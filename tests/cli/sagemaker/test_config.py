@@ -4,8 +4,8 @@ import os
 from dataclasses import replace
 
 import pytest
-from launch_specs import build_spec
 from pydantic import ValidationError
+from support.launch_specs import build_spec
 
 from accel_cli import planner
 from accel_cli.errors import UsageError

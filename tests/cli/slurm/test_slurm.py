@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launch_specs import build_spec
 from pydantic import ValidationError
+from support.launch_specs import build_spec
 
 from accel_cli.errors import UsageError
 from accel_cli.planning.plan import quote_for_bash

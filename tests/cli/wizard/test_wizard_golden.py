@@ -1,7 +1,7 @@
 """Questions of `accel config` with choices and suggestions, compared with golden files."""
 
-import golden
 import pytest
+from support import golden
 
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.planning import network

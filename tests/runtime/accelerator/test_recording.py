@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-import cluster
 import pytest
 import torch
+from support.ranks import Cluster
 
 from accel_runtime import Accelerator
 
@@ -14,7 +14,7 @@ from accel_runtime import Accelerator
 @pytest.fixture
 def fresh():
     """Return two new ranks, since the test destroys their process group."""
-    two = cluster.Cluster(2)
+    two = Cluster(2)
     yield two
     two.close()
 

@@ -8,8 +8,8 @@ import sys
 from contextlib import ExitStack
 
 import pytest
-from fork_runner import ForkServer
-from ports import free_port
+from support.processes import free_port
+from support.ranks import run_script
 
 INSPECT = """
 import atexit, datetime, torch, torch.distributed as dist
@@ -23,22 +23,14 @@ atexit.register(lambda: print("is there" if dist.is_initialized() else "is gone"
 """
 
 
-@pytest.fixture(scope="module")
-def fork_server():
-    """An interpreter that forks the processes of a script."""
-    server = ForkServer()
-    yield server
-    server.close()
-
-
 @pytest.fixture
-def run(fork_server, tmp_path):
+def run(tmp_path):
     """Run code in a process that a launcher started alone; return output, errors and exit code."""
 
     def run(code):
         script = tmp_path / "train.py"
         script.write_text(code)
-        (result,) = fork_server.run(script, [build_environ(0, 1, port=0)])
+        (result,) = run_script(script, [build_environ(0, 1, port=0)])
         return result
 
     return run
@@ -135,12 +127,7 @@ def test_a_missing_smddp_library_is_one_message(run, monkeypatch):
 END = "import torch, accel_runtime; accel_runtime.Accelerator().gather(torch.ones(3))"
 
 
-def run_forked(server, script, environs):
-    """Fork the processes from one interpreter; return output, errors and exit codes."""
-    return server.run(script, environs)
-
-
-def run_launched(_, script, environs):
+def run_launched(script, environs):
     """Start an interpreter for each process; return output, errors and exit codes."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     environs_of_ranks = [{name: str(value) for name, value in environ.items()} for environ in environs]
@@ -154,8 +141,8 @@ def run_launched(_, script, environs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", [run_forked, pytest.param(run_launched, marks=pytest.mark.full)])
-def test_processes_that_end_right_after_a_collective_exit_cleanly(fork_server, tmp_path, start):
+@pytest.mark.parametrize("start", [run_script, pytest.param(run_launched, marks=pytest.mark.full)])
+def test_processes_that_end_right_after_a_collective_exit_cleanly(tmp_path, start):
     """Threads of gloo may still run: without `_leave`, about one launched pair in ten aborts."""
     script = tmp_path / "train.py"
     script.write_text(END)
@@ -163,7 +150,5 @@ def test_processes_that_end_right_after_a_collective_exit_cleanly(fork_server, t
         for _ in range(4):
             # Two pairs at once: load makes a failure more likely.
             pairs = [ports.enter_context(free_port()) for _ in range(2)]
-            results = start(
-                fork_server, script, [build_environ(rank, 2, port) for port in pairs for rank in range(2)]
-            )
+            results = start(script, [build_environ(rank, 2, port) for port in pairs for rank in range(2)])
             assert results == [("", "", 0)] * 4

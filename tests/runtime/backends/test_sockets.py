@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from forking import fork, wait_for_exit
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.processes import fork, wait_for_exit
 
 from accel_runtime.collectives import transport
 from accel_runtime.collectives.transport import (

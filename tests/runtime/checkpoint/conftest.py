@@ -7,11 +7,10 @@ import tempfile
 from pathlib import Path
 
 import cloudpickle
-import failing_disk
 import pytest
-import recorded_runs
+from support import file_system, recorded_runs
 
-cloudpickle.register_pickle_by_value(failing_disk)
+cloudpickle.register_pickle_by_value(file_system)
 cloudpickle.register_pickle_by_value(recorded_runs)
 
 

@@ -23,9 +23,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-from failing_disk import RecordingFileSystem, Run
-from forking import fork
-from ports import free_port
+from support.file_system import RecordingFileSystem, Run
+from support.processes import fork, free_port
 
 from accel_runtime.checkpoint.errors import CheckpointError
 

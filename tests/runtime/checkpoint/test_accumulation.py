@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from pairs import pairwise_params
+from support.pairs import pairwise_params
 from torch import nn
 
 from accel_runtime import (

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import cloudpickle
-import old_checkpoints
 import pytest
+from support import old_checkpoints
 
 cloudpickle.register_pickle_by_value(old_checkpoints)
 

@@ -8,8 +8,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from failing_disk import Run
-from forking import fork, wait_for_exit
+from support.file_system import Run
+from support.processes import fork, wait_for_exit
 
 from accel_runtime.checkpoint import directory, load
 from accel_runtime.checkpoint.errors import CheckpointError

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from failing_disk import Run, is_same_state
+from support.file_system import Run, is_same_state
 
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.manifest import NAME, Manifest, hash_bytes, read_checkpoint

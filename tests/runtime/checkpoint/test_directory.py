@@ -6,7 +6,7 @@ import errno
 from pathlib import Path
 
 import pytest
-from failing_disk import RecordingFileSystem
+from support.file_system import RecordingFileSystem
 
 from accel_runtime.checkpoint import directory
 from accel_runtime.checkpoint.errors import CheckpointError

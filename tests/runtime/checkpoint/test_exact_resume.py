@@ -9,7 +9,7 @@ import sys
 import cloudpickle
 import pytest
 import torch
-from recorded_runs import (
+from support.recorded_runs import (
     COUNT,
     Script,
     assert_resumes_are_exact,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from failing_disk import Run
-from forking import fork, wait_for_exit
+from support.file_system import Run
+from support.processes import fork, wait_for_exit
 
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.filesystem import FileSystem

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from failing_disk import ERRORS, FailingFileSystem, RecordingFileSystem, Run
+from support.file_system import ERRORS, FailingFileSystem, RecordingFileSystem, Run
 
 from accel_runtime.checkpoint.errors import CheckpointError
 

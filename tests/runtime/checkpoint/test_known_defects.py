@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from failing_disk import FailingFileSystem, RecordingFileSystem, RegisteredState, Run, is_same_state
-from forking import fork, wait_for_exit
+from support.file_system import FailingFileSystem, RecordingFileSystem, RegisteredState, Run, is_same_state
+from support.processes import fork, wait_for_exit
 
 from accel_runtime import Accelerator
 from accel_runtime.checkpoint.errors import CheckpointError

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from sharded_runs import ROWS, Net, build_accelerator, build_model, import_sharding, to_full
+from support.sharded_runs import ROWS, Net, build_accelerator, build_model, import_sharding, to_full
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_runtime import DataLoaderConfiguration, ProjectConfiguration, init_empty_weights

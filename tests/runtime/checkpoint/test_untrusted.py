@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from failing_disk import Run, is_same_state
+from support.file_system import Run, is_same_state
 
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.manifest import NAME, hash_bytes

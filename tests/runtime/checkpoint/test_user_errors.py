@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from recorded_runs import to_numbers
+from support.recorded_runs import to_numbers
 from torch import nn
 from torch.utils.data import DataLoader
 

@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from fork_runner import ForkServer
-from log_messages import collect_messages
+from support.log_messages import collect_messages
+from support.ranks import run_script
 
 from accel_runtime.backends import connect
 from accel_runtime.collectives.handshake import (
@@ -223,14 +223,6 @@ except StallError as error:
 """
 
 
-@pytest.fixture(scope="module")
-def fork_server():
-    """Return an interpreter that forks the processes of a script."""
-    server = ForkServer()
-    yield server
-    server.close()
-
-
 @pytest.mark.parametrize(
     ("behaviour", "error", "patience"),
     [
@@ -244,7 +236,7 @@ def fork_server():
 @pytest.mark.parametrize("one_per_node", [False, True], ids=["one machine", "three machines"])
 @pytest.mark.slow
 def test_waiting_ranks_raise_an_error_that_names_the_missing_rank(  # noqa: PLR0913, PLR0917
-    fork_server, behaviour, error, patience, one_per_node, tmp_path, port
+    behaviour, error, patience, one_per_node, tmp_path, port
 ):
     """The last of three ranks makes no collective call; with `one_per_node`, each rank has its own node."""
     missing = 2
@@ -256,7 +248,7 @@ def test_waiting_ranks_raise_an_error_that_names_the_missing_rank(  # noqa: PLR0
         group | {"RANK": rank, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": size}
         for rank, (local, size) in enumerate(locals_)
     ]
-    *waiting, gone = fork_server.run(script, environs)
+    *waiting, gone = run_script(script, environs)
     for out, errors, code in waiting:
         assert out, errors
         kind, seconds, *_ = out.split()

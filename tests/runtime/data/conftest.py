@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 import cloudpickle
-import read_epochs
+from support import read_epochs
 
 cloudpickle.register_pickle_by_value(read_epochs)

@@ -6,9 +6,9 @@ import random
 from itertools import chain
 
 import pytest
-import read_epochs
 import torch
-from read_epochs import check_steps, read_steps, split_batches
+from support import read_epochs
+from support.read_epochs import check_steps, read_steps, split_batches
 from torch.utils.data import DataLoader, RandomSampler
 
 from accel_runtime import Accelerator, DataLoaderConfiguration

@@ -8,7 +8,7 @@ from itertools import chain, product
 
 import pytest
 import torch
-from log_messages import collect_messages
+from support.log_messages import collect_messages
 from torch.utils.data import (
     BatchSampler,
     DataLoader,

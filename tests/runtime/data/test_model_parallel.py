@@ -6,12 +6,12 @@ import random
 from itertools import chain, product
 
 import pytest
-import read_epochs
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pairs import pairwise_params
-from read_epochs import check_steps, read_steps, split_batches
+from support import read_epochs
+from support.pairs import pairwise_params
+from support.read_epochs import check_steps, read_steps, split_batches
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import chain
 
 import pytest
-import read_epochs
 import torch
-from read_epochs import check_steps, read_steps
+from support import read_epochs
+from support.read_epochs import check_steps, read_steps
 from torch.utils.data import DataLoader, DistributedSampler
 
 from accel_runtime import Accelerator, DataLoaderConfiguration

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pairs import pairwise_params
+from support.pairs import pairwise_params
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 
 from accel_runtime import Accelerator, DataLoaderConfiguration

@@ -8,12 +8,12 @@ import warnings
 from itertools import chain, product
 
 import pytest
-import read_epochs
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pairs import pairwise_params
-from read_epochs import check_steps, read_steps, split_batches, to_plain
+from support import read_epochs
+from support.pairs import pairwise_params
+from support.read_epochs import check_steps, read_steps, split_batches, to_plain
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import worker as torchs
 

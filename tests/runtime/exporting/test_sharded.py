@@ -5,11 +5,11 @@ from __future__ import annotations
 import resource
 from pathlib import Path
 
-import cluster
 import pytest
 import torch
 from safetensors.torch import load_file, load_model, save_file
-from sharded_runs import Net, build_accelerator, build_model, gather_model_state, import_sharding
+from support.ranks import Cluster
+from support.sharded_runs import Net, build_accelerator, build_model, gather_model_state, import_sharding
 from torch import nn
 
 from accel_runtime import Accelerator, init_empty_weights
@@ -219,7 +219,7 @@ def load_within_limit(folder, limit):
 @pytest.fixture
 def four_fresh():
     """Return four new ranks, since memory that earlier tests have freed would not be counted."""
-    ranks = cluster.Cluster(4)
+    ranks = Cluster(4)
     yield ranks
     ranks.close()
 

@@ -6,7 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sharded_runs import Net, build_accelerator, build_model, gather_model_state, import_sharding, to_full
+from support.sharded_runs import (
+    Net,
+    build_accelerator,
+    build_model,
+    gather_model_state,
+    import_sharding,
+    to_full,
+)
 from torch import nn
 
 from accel_runtime.torch_internals import fsdp_parameter_groups

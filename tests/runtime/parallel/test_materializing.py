@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import save_file, save_model
-from sharded_runs import Net, build_accelerator, build_model, gather_model_state, import_sharding
+from support.sharded_runs import Net, build_accelerator, build_model, gather_model_state, import_sharding
 from torch import nn
 
 from accel_runtime import Accelerator, init_empty_weights

@@ -11,7 +11,7 @@ import time
 
 import pexpect
 import pyte
-from fork_launch import Accel
+from support.commands import Accel
 
 __all__ = ["CommandScreen", "Terminal"]
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from fork_launch import Accel
+from support.commands import Accel
 
 __all__ = ["Host", "Hosts", "hosts", "needs_hosts"]
 

@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
-from debian import UnavailableError, install
-
-from tests.hosts import Hosts, can_create_hosts, hosts
+from support.hosts.debian import UnavailableError, install
+from support.hosts.network import Hosts, can_create_hosts, hosts
 
 PROGRAMS = ("ssh", "ssh-keygen", "sshd", "rsync")
 PACKAGES = ("openssh-client", "openssh-server", "rsync")

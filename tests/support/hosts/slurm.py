@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-from debian import UnavailableError, install
+from support.hosts.debian import UnavailableError, install
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "iproute2")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "munged", "ip", "nsenter", "unshare", "setpriv")

@@ -1,17 +1,12 @@
 """Ranks in real processes that stay alive and call the functions that tests send to them.
 
-This file is both sides. Tests use `Cluster` and `Alone`; run as a script, it is an interpreter that has imported torch
-and forks ranks on request. A fork takes milliseconds, a new interpreter that imports torch seconds.
+This file is both sides. Tests use `Cluster`, `Alone` and `run_script`; a forked process calls `serve`.
 """
 
 from __future__ import annotations
 
-import gc
-import json
 import os
 import queue
-import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,10 +16,10 @@ import warnings
 from contextlib import ExitStack, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 
 import cloudpickle
-from ports import free_port
+from support.interpreter import TESTS, Interpreter
+from support.processes import ForkedProcess, free_port
 
 CALL_S = 150
 """Time limit of one function on all ranks."""
@@ -34,7 +29,7 @@ EXIT_DELAY_S = 5
 """Time after which a rank exits during a call if its test process has ended."""
 IDLE_S = 10
 """Time after which idle ranks are killed: the idle threads of a dozen gloo groups use a quarter of a core."""
-PRELOADED = (
+INTERPRETER = Interpreter(
     "torch",
     "numpy",
     "torch.distributed.checkpoint",
@@ -44,8 +39,9 @@ PRELOADED = (
     "torch._dynamo",
     "accel_runtime.accelerator",
     "accel_runtime.utils",
+    "support.ranks",
 )
-"""Modules that the interpreter imports before it forks ranks."""
+"""The interpreter that has imported what a rank imports."""
 
 
 class RanksFailedError(AssertionError):
@@ -92,7 +88,7 @@ class Cluster:
         self.size = size
         self._one_per_node = one_per_node
         self._settings = {"ACCEL_DEVICE": "cpu", "ACCEL_PROCESS_GROUP_TIMEOUT": CALL_S} | (settings or {})
-        self._pids = []
+        self._processes = []
         self._connections = []
         self._resources = ExitStack()
         self._lock = threading.Lock()
@@ -111,7 +107,7 @@ class Cluster:
         """Call `function(*args)`, both taken by value, on every rank; return the results in rank order."""
         self._idle_timer.cancel()
         with self._lock:
-            if not self._pids:
+            if not self._processes:
                 self._start_ranks()
             cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
             call = cloudpickle.dumps((function, args))
@@ -134,11 +130,13 @@ class Cluster:
             self._kill_ranks()
 
     def _kill_ranks(self):
-        if self._pids:
-            INTERPRETER.kill(self._pids)
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
         for connection in self._connections:
             connection.close()
-        self._pids, self._connections = [], []
+        self._processes, self._connections = [], []
         self._resources.close()
 
     def _start_ranks(self):
@@ -150,8 +148,11 @@ class Cluster:
             variables = {"RANK": rank, "WORLD_SIZE": self.size}
             variables |= dict(zip(("LOCAL_RANK", "LOCAL_WORLD_SIZE"), local_rank_and_size, strict=True))
             group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-            environ = {name: str(value) for name, value in (variables | group | self._settings).items()}
-            self._pids.append(INTERPRETER.fork(inherited | environ, remote_end.fileno()))
+            environ = inherited | variables | group | self._settings
+            process = ForkedProcess(
+                INTERPRETER, "support.ranks:serve", descriptors=[remote_end.fileno()], env=environ
+            )
+            self._processes.append(process)
             self._connections.append(local_end)
             remote_end.close()
 
@@ -178,112 +179,44 @@ class Cluster:
         return [results[rank] for rank in range(self.size)]
 
 
-class Interpreter:
-    """The test process's side of the interpreter that has imported torch; it starts with the first rank."""
+def run_script(script, environs, timeout=240):
+    """Run a script in one process for each environment, all at the same time, with the teardown of the interpreter.
 
-    def __init__(self):
-        self._process = None
-        self._lock = threading.RLock()
+    Args:
+        script: The path of the script.
+        environs: Variables of each process in addition to those of this process.
+        timeout: The time limit of all processes in seconds.
 
-    def fork(self, environ, connection):
-        """Fork a rank.
-
-        Args:
-            environ: The environment of the rank.
-            connection: The file descriptor of its end of a pipe.
-
-        Returns:
-            Its process id.
-        """
-        request = json.dumps({"environ": environ, "folder": str(Path.cwd())}).encode()
-        with self._lock:
-            if self._process is None:
-                self._start()
-            socket.send_fds(self._link, [request], [connection])
-            return self._answer()
-
-    def kill(self, pids):
-        """Kill ranks, and return once they have ended."""
-        with self._lock:
-            self._link.send(json.dumps({"kill": pids}).encode())
-            self._answer()
-
-    def close(self):
-        """End the interpreter and all ranks it has forked."""
-        if self._process is not None:
-            self._link.close()
-            self._process.wait()
-            self._process = None
-
-    def _answer(self):
-        answer = self._link.recv(1 << 16)
-        assert answer, "the interpreter that forks ranks has ended"
-        return json.loads(answer)
-
-    def _start(self):
-        self._link, remote_end = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        with remote_end:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, str(remote_end.fileno())],
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-                pass_fds=[remote_end.fileno()],
+    Returns:
+        The output, errors and exit code of each process; a negative code is a signal.
+    """
+    deadline = time.monotonic() + timeout
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                ForkedProcess(INTERPRETER, str(script), env={**os.environ, **environ}, **pipes)
             )
+            for environ in environs
+        ]
+        outputs = [process.communicate(timeout=deadline - time.monotonic()) for process in processes]
+    return [(*output, process.returncode) for output, process in zip(outputs, processes, strict=True)]
 
 
-INTERPRETER = Interpreter()
-"""The interpreter of this test process."""
-
-
-def preload(link):
-    """Import torch, and fork ranks until the other end of the link is closed."""
-    for name in PRELOADED:
-        __import__(name)
-    gc.collect()
-    gc.freeze()
-    ranks = set()
-    while message := socket.recv_fds(link, 1 << 20, 1):
-        data, (*connections,), _, _ = message
-        if not data:
-            break
-        request = json.loads(data)
-        for pid in request.get("kill", []):
-            kill_rank(pid)
-            ranks.discard(pid)
-        pid = None
-        if connections:
-            pid = os.fork()
-            if not pid:
-                link.close()
-                run_rank(request, Connection(*connections))
-            ranks.add(pid)
-            os.close(*connections)
-        link.send(json.dumps(pid).encode())
-    for pid in ranks:
-        kill_rank(pid)
-
-
-def kill_rank(pid):
-    """Kill a rank and wait for its exit."""
-    os.kill(pid, signal.SIGKILL)  # the process is not reaped yet, so its id is not reused
-    os.waitpid(pid, 0)
-
-
-def run_rank(request, connection):
-    """Run as a rank in a forked process."""
+def serve(descriptor):
+    """Call the functions that arrive, until the other end of the connection is closed."""
     import numpy as np
 
-    os.environ.clear()
-    os.environ.update(request["environ"])
-    os.chdir(request["folder"])
+    # A dependency of the SageMaker SDK installs a package `tests`: this repository must precede it.
+    sys.path[:0] = [str(TESTS), str(TESTS.parent)]
     np.random.seed()  # noqa: NPY002 - scripts use the global generator
     try:
-        serve(connection)
+        _call_functions(Connection(descriptor))
     finally:
         os._exit(0)
 
 
-def serve(connection):
-    """Call the functions that arrive, until the other end is closed."""
+def _call_functions(connection):
     calls = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, calls), daemon=True).start()
     from accel_runtime.backends import set_current_backend
@@ -307,10 +240,3 @@ def _receive(connection, calls):
     calls.put(None)
     time.sleep(EXIT_DELAY_S)
     os._exit(1)
-
-
-if __name__ == "__main__":
-    # A dependency of the SageMaker SDK installs a package `tests`: this repository must precede it.
-    sys.path.insert(1, str(Path(__file__).parents[1]))
-    with socket.socket(fileno=int(sys.argv[1])) as channel:
-        preload(channel)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def checkpointing(hold):

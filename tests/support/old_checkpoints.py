@@ -1,7 +1,7 @@
 """Small checkpoints of each layout in `tests/data/checkpoints`, written by one version and loaded by all later ones.
 
 Run as a script, this file writes with the current version the layouts that a folder lacks:
-`python tests/old_checkpoints.py tests/data/checkpoints/0.1.0`. Existing checkpoints are never rewritten; if a layout
+`python tests/support/old_checkpoints.py tests/data/checkpoints/0.1.0`. Existing checkpoints are never rewritten; if a layout
 changes, add a folder for the next version.
 """
 
@@ -38,7 +38,9 @@ from accel_runtime.utils import (
     save_fsdp_optimizer,
 )
 
-KEPT = sorted(path for path in (Path(__file__).parent / "data" / "checkpoints").iterdir() if path.is_dir())
+KEPT = sorted(
+    path for path in (Path(__file__).parents[1] / "data" / "checkpoints").iterdir() if path.is_dir()
+)
 """A folder for each version."""
 
 
@@ -699,8 +701,8 @@ def compare(actual, expected, tolerance, path=""):
 
 if __name__ == "__main__":
     import cloudpickle
-    from cluster import INTERPRETER, Cluster
-    from cluster import Alone as AloneHere
+    from support.ranks import INTERPRETER, Cluster
+    from support.ranks import Alone as AloneHere
 
     cloudpickle.register_pickle_by_value(sys.modules["__main__"])
     target = Path(sys.argv[1]).absolute()

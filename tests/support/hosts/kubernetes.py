@@ -27,8 +27,8 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import kubernetes_validate
-import train_job_schema
 import yaml
+from support import train_job_schema
 
 TOKEN = "a-token-of-the-tests"
 INDEX = "batch.kubernetes.io/job-completion-index"

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import typer.main
-from fork_launch import Accel
+from support.commands import Accel
 
 import accel_runtime
 from accel_cli.main import app
@@ -50,7 +50,7 @@ __all__ = [
     "sides",
 ]
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 OUTSIDE = [
     ROOT / "README.md",

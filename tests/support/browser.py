@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from debian import UnavailableError, install
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.remote.webdriver import WebDriver
+from support.hosts.debian import UnavailableError, install
 
 __all__ = ["WIDTHS", "open_browser", "resize", "set_color_scheme"]
 

@@ -1,0 +1,1 @@
+"""Machines and clusters on this machine."""

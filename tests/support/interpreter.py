@@ -1,0 +1,219 @@
+"""Fork processes from an interpreter that has imported torch: it takes milliseconds, a new interpreter seconds of CPU time.
+
+This file is both sides. Tests use `Interpreter`; run as a script, it is the interpreter. A forked process is a child of the
+test process, with its own environment, folder and descriptors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parents[1]
+PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
+"""Constants of Linux, from sys/prctl.h."""
+
+
+@dataclass(frozen=True)
+class ForkRequest:
+    """A process to fork."""
+
+    function: str
+    """What the process calls, as `module:function`; or the path of a script that it runs as `__main__`."""
+    arguments: tuple[Any, ...]
+    """Arguments of the function, values of JSON; the numbers of the additional descriptors follow them."""
+    environ: dict[str, str]
+    """All environment variables."""
+    folder: str
+    """The working folder."""
+
+
+class Interpreter:
+    """The test process's side; the interpreter starts with the first process, and ends with the tests.
+
+    Args:
+        modules: Modules that it imports, in this order, before it forks.
+    """
+
+    def __init__(self, *modules):
+        self._modules = list(modules)
+        self._process = None
+        self._lock = threading.RLock()
+
+    def preload(self, *modules):
+        """Import modules, or run files whose paths are given, before the next process is forked."""
+        self._modules += [str(module) for module in modules if str(module) not in self._modules]
+
+    def build_command(self, request):
+        """Return the command of a new interpreter that does what a forked process would do."""
+        return [sys.executable, __file__, json.dumps(asdict(request) | {"modules": self._modules})]
+
+    def fork(self, request, descriptors):
+        """Fork a process, as a child of this one.
+
+        Args:
+            request: The `ForkRequest`.
+            descriptors: The file descriptors of its standard input, output and error, and additional ones.
+
+        Returns:
+            The process id.
+        """
+        with self._lock, _adopt_orphans():
+            if self._process is None:
+                self._start()
+            late_variables = {name for name, _ in _read_at_start(request.environ) ^ self._read}
+            assert not late_variables, f"{late_variables} would come too late: use `accel` of conftest.py"
+            message = asdict(request) | {"modules": self._modules}
+            socket.send_fds(self._link, [json.dumps(message).encode()], descriptors)
+            pid = self._link.recv(100)
+        assert pid, "the interpreter that forks processes has ended"
+        return int(pid)
+
+    def close(self):
+        """End the interpreter; the forked processes keep running."""
+        if self._process is not None:
+            self._link.close()
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _start(self):
+        self._read = _read_at_start(os.environ)
+        self._link, remote_end = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        # torch must not keep compiled code in the temporary folder of a test.
+        environ = {name: value for name, value in os.environ.items() if name != "TMPDIR"}
+        with remote_end:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(remote_end.fileno())],
+                env=environ | {"OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                pass_fds=[remote_end.fileno()],
+                start_new_session=True,
+            )
+
+
+@contextmanager
+def _adopt_orphans():
+    """Make processes children of this one when their parent ends."""
+    prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
+    prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+def _read_at_start(environ):
+    """Return the variables that Python or the C library reads when a process starts."""
+    return {(name, value) for name, value in environ.items() if name.startswith(("PYTHON", "LD_", "MALLOC_"))}
+
+
+def serve(link):
+    """Fork a process for each request until the tests end; return the request and its descriptors in each of them."""
+    loaded = []
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(link, 1 << 20, 16)
+        if not data:
+            os._exit(0)
+        request, modules = parse_message(data)
+        if len(loaded) < len(modules):
+            for name in modules[len(loaded) :]:
+                load_module(name)
+            loaded = modules
+            gc.collect()
+            gc.freeze()  # garbage collections of forked processes must not copy these pages
+        if pid := fork_twice():
+            link.send(str(pid).encode())
+            for descriptor in descriptors:
+                os.close(descriptor)
+            continue
+        link.close()
+        return request, descriptors
+
+
+def parse_message(data):
+    """Return the request, and the modules to import before it."""
+    fields = json.loads(data)
+    modules = fields.pop("modules")
+    return ForkRequest(**fields), modules
+
+
+def load_module(name):
+    """Import a module by its name, or run a file; the modules of the tests can be imported meanwhile."""
+    if name.endswith(".py"):
+        runpy.run_path(name, run_name="preloaded")
+        return
+    if name == "torch":
+        # torch reads the variable once: a launch on several nodes sets it before it imports torch.
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    sys.path[:0] = [str(TESTS)]
+    importlib.import_module(name)
+    del sys.path[0]
+    os.environ.pop("TORCH_CPP_LOG_LEVEL", None)
+
+
+def fork_twice():
+    """Fork, so that the new process is no child of this one; return its id, and 0 in it."""
+    read, write = os.pipe()
+    intermediate = os.fork()
+    if not intermediate:
+        pid = os.fork()
+        if not pid:
+            os.close(read)
+            os.close(write)
+            return 0
+        os.write(write, str(pid).encode())
+        os._exit(0)
+    os.waitpid(intermediate, 0)
+    pid = int(os.read(read, 100))
+    os.close(read)
+    os.close(write)
+    return pid
+
+
+def set_up(request, descriptors):
+    """Set the environment, folder and standard streams of a forked process; return the additional descriptors."""
+    streams, additional = descriptors[:3], descriptors[3:]
+    for number, descriptor in enumerate(streams):
+        os.dup2(descriptor, number)
+    for descriptor in {*streams} - {0, 1, 2}:
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(request.environ)
+    os.chdir(request.folder)
+    return additional
+
+
+if __name__ == "__main__":
+    del sys.path[0]
+    if sys.argv[1].isdecimal():
+        with socket.socket(fileno=int(sys.argv[1])) as channel:
+            fork_request, received = serve(channel)
+        additional_descriptors = set_up(fork_request, received)
+    else:
+        fork_request, module_names = parse_message(sys.argv[1])
+        for module_name in module_names:
+            load_module(module_name)
+        additional_descriptors = ()
+    target, arguments = fork_request.function, [*fork_request.arguments, *additional_descriptors]
+    if target.endswith(".py"):
+        sys.argv = [target, *arguments]
+        sys.path.insert(0, str(Path(target).parent))
+        # In `__main__`, which the interpreter tears down last, as for a script.
+        exec(compile(Path(target).read_text("utf-8"), target, "exec", dont_inherit=True), globals())  # noqa: S102
+    else:
+        module_name, _, function_name = target.partition(":")
+        getattr(sys.modules[module_name], function_name)(*arguments)
