@@ -1,7 +1,7 @@
 """The docs are true: blocks are run, loaded or applied, and the reference is complete.
 
 `make test` checks all commands without running them, and runs the pages without commands and two more; `make test-slow`
-runs all pages.
+runs the first pages of a new user, and `make test-full` all pages.
 """
 
 from __future__ import annotations
@@ -51,21 +51,19 @@ from accel_cli.profile.schema import known_keys
 from accel_runtime import env
 from accel_runtime.env import Settings
 
+CONSOLES = [block for block in ALL if block.language == "console"]
 FAST = {"docs/launching.md", "docs/slurm.md"}
 """Pages with commands that `make test` runs: of launches, and of commands that start no script."""
-CONSOLES = [block for block in ALL if block.language == "console"]
-
-
-FULL = {"docs/checkpoint-commands.md", "docs/functions.md"}
-"""Pages that take half a minute, whose examples and commands other tests run."""
+FIRST = {"README.md", "docs/first-launch.md", "docs/index.md", "docs/install.md"}
+"""Pages that a new user follows, which `make test-slow` runs; `make test-full` runs the others too."""
 
 
 def marks(page: Path) -> list[pytest.MarkDecorator]:
     """Return `slow` or `full` for a page with commands that `make test` does not run."""
-    if name(page) in FULL:
-        return [pytest.mark.full]
     has_commands = any(block.language == "console" for block in blocks(page))
-    return [pytest.mark.slow] if has_commands and name(page) not in FAST else []
+    if not has_commands or name(page) in FAST:
+        return []
+    return [pytest.mark.slow if name(page) in FIRST else pytest.mark.full]
 
 
 # The blocks ----------------------------------------------------------------------------
@@ -226,7 +224,11 @@ def test_a_migration_is_that_of_accel_migrate(block: Block) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "block", [pytest.param(block, id=block.title) for block in MIGRATIONS if block.title.endswith(".py")]
+    "block",
+    [
+        pytest.param(block, id=block.title, marks=[pytest.mark.full] * bool(number))
+        for number, block in enumerate(block for block in MIGRATIONS if block.title.endswith(".py"))
+    ],
 )
 def test_a_script_trains_the_same_weights_after_its_migration(block: Block, tmp_path: Path) -> None:
     before, after = (text.replace("shuffle=True", "shuffle=False") for text in sides(block.text))
@@ -295,7 +297,7 @@ DRAWN = {DOCS / "img" / "layouts.svg"}
 """Pictures that are no screens."""
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_pictures_are_what_the_screen_shows(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, DOCS / "screenshots.py", tmp_path], capture_output=True, text=True, check=False

@@ -32,7 +32,7 @@ def run_gpu_tests(tmp_path, *arguments, **variables):
 
 
 @pytest.mark.skipif(GPUS > 0, reason="there is a GPU")
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_report_lists_every_test_as_skipped_without_a_gpu(tmp_path):
     done, report = run_gpu_tests(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -147,7 +147,7 @@ def test_a_report_without_a_gpu_is_rejected(gpu_page, tmp_path):
         gpu_page.main([str(path)])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_gpu_benchmark_runs_with_tiny_sizes(tmp_path):
     page = tmp_path / "page.md"
     done = subprocess.run(
@@ -241,7 +241,7 @@ def test_the_table_names_saves_that_exceed_the_time_limit(gpu, tmp_path, monkeyp
     assert {rows[name] for name in rest} == {(gpu.NONE,) * 3}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_test_is_skipped_if_its_limit_exceeds_the_time_left(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-n", "0", "-rs", "-m", "gpu", "-W", "default",

@@ -138,7 +138,7 @@ def test_a_failed_job_has_its_reason(account):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_faults_are_injected_as_often_as_configured(account):
     sts = account.client("sts")
     sts.meta.events.unregister("needs-retry.sts")

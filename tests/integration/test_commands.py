@@ -485,7 +485,7 @@ def test_env_prints_facts_for_a_bug_report_without_secrets(accel, typed, machine
     assert "hunter2" not in result.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_env_describes_a_tpu_and_its_missing_packages(accel):
     hosts = {"TPU_WORKER_HOSTNAMES": "t0,t1", "TPU_WORKER_ID": "1"}
     facts = json.loads(accel("env", "--json", env=os.environ | {"PJRT_DEVICE": "TPU"} | hosts).stdout)
@@ -525,9 +525,9 @@ def test_env_works_with_an_invalid_profile(typed, home, machine):
 @pytest.mark.parametrize(
     ("count", "precision"),
     [
-        *(pytest.param(2, precision, marks=pytest.mark.slow) for precision in ("no", "bf16", "fp16")),
-        pytest.param(1, "no", marks=pytest.mark.slow),
-        *(pytest.param(1, precision, marks=pytest.mark.full) for precision in ("bf16", "fp16")),
+        pytest.param(2, "fp16", marks=pytest.mark.slow),
+        *(pytest.param(2, precision, marks=pytest.mark.full) for precision in ("no", "bf16")),
+        *(pytest.param(1, precision, marks=pytest.mark.full) for precision in ("no", "bf16", "fp16")),
     ],
 )
 def test_the_self_check_passes_on_this_machine(typed, cwd, count, precision):

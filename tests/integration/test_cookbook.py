@@ -35,6 +35,7 @@ def launch(cwd, monkeypatch):
     return launch
 
 
+@pytest.mark.full
 def test_a_diffusion_model_has_the_same_noise_in_every_run(launch):
     arguments = ("diffusion", "--epochs", 1)
     first = launch(*arguments)
@@ -42,6 +43,7 @@ def test_a_diffusion_model_has_the_same_noise_in_every_run(launch):
     assert first != launch(*arguments, "--seed", 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_gan_resumes_within_an_accumulation_cycle_to_equal_weights(launch, processes):
     arguments = ("gan", "--epochs", 3)
@@ -56,6 +58,7 @@ def test_a_gan_resumes_within_an_accumulation_cycle_to_equal_weights(launch, pro
 STREAM = ("streaming", "--epochs", 2, "--documents", 50, "--every", 10)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("processes", "workers"), [pytest.param(1, 0, marks=pytest.mark.full), (2, 0), (2, 2)], ids=str
 )
@@ -76,6 +79,7 @@ def test_a_stream_has_the_same_losses_on_one_and_two_processes_and_after_a_chang
     assert pair + launch(*STREAM, processes=1, resume=True).splitlines()[:-1] == alone
 
 
+@pytest.mark.full
 def test_a_search_reports_failed_trials_and_skips_finished_ones(cwd):
     folder = cwd / "search" / "trial-002"
     folder.mkdir(parents=True)
@@ -94,6 +98,7 @@ def test_a_search_reports_failed_trials_and_skips_finished_ones(cwd):
     assert not (folder / "log.txt").exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_notebook_trains_and_can_be_rerun_from_its_launch(cwd, processes):
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")

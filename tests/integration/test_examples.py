@@ -119,6 +119,7 @@ def test_a_sharded_model_is_exported_completely(accel, monkeypatch, layout):
     assert "computes the same" in result.stdout
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("example", ["lora", "text_classification", "image_classification"])
 def test_a_cookbook_script_prints_the_same_replicated_and_sharded(accel, monkeypatch, tmp_path, example):
     printed = []
@@ -146,6 +147,7 @@ def test_a_cookbook_script_prints_the_same_replicated_and_sharded(accel, monkeyp
     assert numbers[1:] == [pytest.approx(numbers[0], rel=0.005)] * 2
 
 
+@pytest.mark.full
 def test_an_interrupted_text_classifier_resumes_on_another_number_of_processes(accel):
     def run(size, *options, more=()):
         script = (EXAMPLES / "text_classification.py", "--epochs", 2, *more)
@@ -158,6 +160,7 @@ def test_an_interrupted_text_classifier_resumes_on_another_number_of_processes(a
     assert run(1, "--resume") == uninterrupted[1:]
 
 
+@pytest.mark.full
 def test_the_moving_average_of_a_sharded_image_classifier_is_resumed(accel, monkeypatch):
     monkeypatch.setenv("ACCEL_PARALLEL_DP_SHARD", "auto")
 

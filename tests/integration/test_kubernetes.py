@@ -139,6 +139,7 @@ def test_the_exit_code_is_that_of_the_script_in_the_pod_that_failed(two_nodes, l
         assert jobs("logs", "-f", name).returncode == 1
 
 
+@pytest.mark.full
 @needs_hosts
 def test_a_pod_whose_node_is_lost_is_replaced_while_restarts_remain(two_nodes, launch, cwd):
     (cwd / "train.py").write_text(WAIT + TRAIN)
@@ -155,6 +156,7 @@ def test_a_pod_whose_node_is_lost_is_replaced_while_restarts_remain(two_nodes, l
     assert [pod.index for pod in two_nodes.pods] == [1, 0, 1]
 
 
+@pytest.mark.full
 def test_a_stopped_job_saves_and_is_deleted(server, launch):
     server.secrets = {"keys": {"api": "s3cret"}}
     following = launch("--set", "launcher.secrets={API_KEY: keys/api}", "stay.py")
@@ -222,6 +224,7 @@ def _refuse(kind, item, query, server):
     return KubernetesServer.create(server, kind, item, query)
 
 
+@pytest.mark.full
 def test_a_cluster_that_does_not_answer_for_a_while_loses_no_line(server, launch, cwd):
     (cwd / "count.py").write_text(
         "import time\nfor n in range(12):\n    print('line', n, flush=True)\n    time.sleep(0.5)\n"
@@ -239,6 +242,7 @@ def test_a_cluster_that_does_not_answer_for_a_while_loses_no_line(server, launch
     assert err.count("answers again") == 1
 
 
+@pytest.mark.full
 def test_pods_that_the_cluster_does_not_admit_and_volumes_that_are_missing_are_named_at_once(server, launch):
     server.rejection = 'pods "train-0" is forbidden: error looking up service account team/nobody'
     assert (
@@ -291,7 +295,7 @@ def train_jobs(*args):
 
 
 @needs_hosts
-@pytest.mark.parametrize("version", ["2.2", "2.1"])
+@pytest.mark.parametrize("version", ["2.2", pytest.param("2.1", marks=pytest.mark.full)])
 def test_a_train_job_trains_and_can_be_listed_and_read(two_nodes, kubeflow, version):
     two_nodes.trainer = version
     versions = ("--set", f"launcher.trainer_version={version}") if version == "2.1" else ()
@@ -312,6 +316,7 @@ def test_a_train_job_trains_and_can_be_listed_and_read(two_nodes, kubeflow, vers
     assert [owner["uid"] for owner in owners] == [two_nodes.objects["trainjobs"][name]["metadata"]["uid"]]
 
 
+@pytest.mark.full
 @needs_hosts
 def test_a_train_job_that_fails_after_restarts_of_its_pods_has_the_exit_code_of_the_script(
     two_nodes, kubeflow

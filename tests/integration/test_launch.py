@@ -383,7 +383,7 @@ print("finished attempt", attempt)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("failures", [1, 2])
 @pytest.mark.parametrize("failing", ["0", "1"])
 def test_a_rank_that_fails_after_another_node_has_finished_restarts_both_or_is_reported(
@@ -477,14 +477,14 @@ def test_the_example_trains_equally_on_one_and_two_processes(accel):
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     outputs = {
         command_name: subprocess.run(
-            [*map(str, command), "--epochs", "4"], env=environ, capture_output=True, text=True, check=True
+            [*map(str, command), "--epochs", "2"], env=environ, capture_output=True, text=True, check=True
         ).stdout
         for command_name, command in commands.items()
     }
-    outputs["accel"] = accel("launch", "-q", "--nproc-per-node", 2, example, "--epochs", 4).stdout
+    outputs["accel"] = accel("launch", "-q", "--nproc-per-node", 2, example, "--epochs", 2).stdout
     assert outputs["python"] == outputs["torchrun"] == outputs["accel"]
     accuracy = float(outputs["accel"].partition("test accuracy ")[2].split()[0])
-    assert accuracy > 0.95
+    assert accuracy > 0.9
     assert "of 450)" in outputs["accel"]
 
 

@@ -122,7 +122,7 @@ def test_two_nodes_count_restarts_together_and_print_one_reason(script):
     assert "finished after 5" in "".join(outputs)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_all_nodes_end_without_remaining_restarts(script):
     script(FAILS)
     with hosts(2) as two:
@@ -199,7 +199,11 @@ def test_both_nodes_report_a_broken_network_and_end(script, cwd):
 @pytest.mark.parametrize(
     ("number", "named"),
     [
-        (signal.SIGTERM, "h1 (10.77.0.11): its launcher received SIGTERM and ended its processes"),
+        pytest.param(
+            signal.SIGTERM,
+            "h1 (10.77.0.11): its launcher received SIGTERM and ended its processes",
+            marks=pytest.mark.full,
+        ),
         (
             signal.SIGKILL,
             "h1 (10.77.0.11) does not respond: its launcher exited, the machine is down, or the network failed",
@@ -222,7 +226,7 @@ def test_a_launcher_ended_by_a_signal_is_named_on_the_other_node(script, cwd, nu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("restarts", "code"), [("0", 2), ("1", 0)])
+@pytest.mark.parametrize(("restarts", "code"), [pytest.param("0", 2, marks=pytest.mark.full), ("1", 0)])
 def test_a_third_node_in_a_run_of_two_is_rejected_or_a_spare(script, cwd, restarts, code):
     script(LIVES)
     with hosts(3) as three:
@@ -267,7 +271,7 @@ def test_a_missing_node_is_reported_while_waiting_and_at_the_end(script):
         )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_node_ranks_of_a_scheduler_fix_the_order_and_name_missing_nodes(script):
     script(TOLD)
     numbers = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.77.0.11\n10.77.0.10"}
@@ -321,7 +325,7 @@ def test_a_wrong_endpoint_is_an_error(script, endpoint, reason):
 def test_nodes_with_different_options_are_rejected(script):
     script(TOLD)
     with hosts(2) as two:
-        launched = [Hosts([host]).launch(*MEET, "--nnodes", count, "--set", "launcher.rdzv_timeout=120", "train.py")[0]
+        launched = [Hosts([host]).launch(*MEET, "--nnodes", count, "--set", "launcher.rdzv_timeout=30", "train.py")[0]
                     for host, count in zip(two, "23", strict=True)]  # fmt: skip
         outputs = [read_output(process) for process in launched]
     message = "h1 (10.77.0.11) has nnodes 3, and h0 (10.77.0.10) has nnodes 2"
@@ -352,7 +356,7 @@ def test_equal_node_ranks_are_an_error_on_both_nodes(script):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_accel_test_trains_on_two_nodes(cwd):
     with hosts(2) as two:
         two[0].call_itself("127.0.1.1")

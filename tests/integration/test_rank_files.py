@@ -53,7 +53,7 @@ def test_a_run_records_the_progress_and_the_end_of_each_rank(script, home):
     assert not ranks[1].metrics.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_failed_rank_is_recorded_as_failed(script, home):
     script(TRAINS)
     assert run_accel("launch", "-q", "--nproc-per-node", "2", "train.py", "1").returncode != 0

@@ -45,7 +45,9 @@ for epoch in range(loader.epoch, 3):
 """
 
 
-@pytest.mark.parametrize("tracked", [False, True], ids=["run-folder", "tracker"])
+@pytest.mark.parametrize(
+    "tracked", [pytest.param(False, marks=pytest.mark.full), True], ids=["run-folder", "tracker"]
+)
 def test_the_report_of_a_restarted_run_has_all_its_attempts(accel, script, cwd, monkeypatch, tracked):
     if tracked:
         monkeypatch.setenv("TRACK", "1")

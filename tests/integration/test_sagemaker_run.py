@@ -128,6 +128,7 @@ time.sleep(300)
 """
 
 
+@pytest.mark.full
 def test_the_failure_reason_is_that_of_the_script_and_names_the_host(aws, here, launch):
     (here / "train.py").write_text(FAIL)
     job = launch("train.py")
@@ -168,6 +169,7 @@ def test_a_stopped_job_saves_and_its_results_are_downloaded(aws, here, launch, a
     assert SECRET not in sent + job.said + result.stderr
 
 
+@pytest.mark.full
 def test_requirements_that_cannot_be_installed_are_the_failure_reason(aws, here, launch):
     (here / "train.py").write_text("raise SystemExit(9)")
     (here / "needs.txt").write_text("a-package-that-nobody-has==1.2.3\n")
@@ -186,6 +188,7 @@ def test_requirements_that_cannot_be_installed_are_the_failure_reason(aws, here,
     ]
 
 
+@pytest.mark.full
 def test_a_job_that_exceeds_max_run_is_stopped_and_reported(aws, here, launch):
     (here / "train.py").write_text(STAY.replace('os.environ["TOKEN"]', "''"))
     aws.settings(speed=5)

@@ -373,7 +373,7 @@ def test_preempted_saves_the_same_step_on_all_ranks_before_the_launcher_ends(scr
     assert steps[0] == steps[1]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_twenty_launches_run_at_the_same_time(script, cwd):
     script(
         "import os, socket, sys\nfrom pathlib import Path\n"

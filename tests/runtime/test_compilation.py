@@ -92,7 +92,7 @@ def test_a_compiled_model_trains_as_an_eager_one_and_keeps_its_parameter_names(
     check_results(clusters[size].run(lambda b: train_compiled(dynamo_backend=b), backend), expected, [""])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
 def test_a_model_compiled_with_inductor_trains_as_an_eager_one(clusters, size, expected):

@@ -358,7 +358,7 @@ list(DataLoader(range(2), num_workers=1, multiprocessing_context="spawn"))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_unguarded_script_with_spawned_workers_ends_with_an_explanation(script, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -688,7 +688,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("text", "processes"),
     [
-        pytest.param(EARLY_SCRIPT, 1, id="an early script-1"),
+        pytest.param(EARLY_SCRIPT, 1, id="an early script-1", marks=pytest.mark.full),
         pytest.param(EARLY_SCRIPT, 2, id="an early script-2", marks=pytest.mark.full),
         pytest.param(RECENT_SCRIPT, 1, id="a recent script-1", marks=pytest.mark.full),
         pytest.param(RECENT_SCRIPT, 2, id="a recent script-2"),

@@ -105,6 +105,13 @@ class Cluster:
 
     def run(self, function, *args):
         """Call `function(*args)`, both taken by value, on every rank; return the results in rank order."""
+        return self._run(function, args, STRAGGLER_S)
+
+    def run_to_first_error(self, function, *args):
+        """Call `function(*args)` on every rank until one of them raises, and kill the others, which wait for it."""
+        return self._run(function, args, 0)
+
+    def _run(self, function, args, straggler_s):
         self._idle_timer.cancel()
         with self._lock:
             if not self._processes:
@@ -114,7 +121,7 @@ class Cluster:
             try:
                 for connection in self._connections:
                     connection.send_bytes(call)
-                results = self._receive_results()
+                results = self._receive_results(straggler_s)
             except BaseException:
                 self._kill_ranks()  # the ranks may be in different states: the next run starts new ones
                 raise
@@ -156,7 +163,7 @@ class Cluster:
             self._connections.append(local_end)
             remote_end.close()
 
-    def _receive_results(self):
+    def _receive_results(self, straggler_s):
         pending = {connection: rank for rank, connection in enumerate(self._connections)}
         results, errors = {}, {}
         deadline = time.monotonic() + CALL_S
@@ -169,7 +176,7 @@ class Cluster:
                     is_success, value = False, "the process ended"
                 (results if is_success else errors)[rank] = value
             if errors:
-                deadline = min(deadline, time.monotonic() + STRAGGLER_S)
+                deadline = min(deadline, time.monotonic() + straggler_s)
         errors |= dict.fromkeys(pending.values(), "no answer")
         if errors:
             message = "\n".join(

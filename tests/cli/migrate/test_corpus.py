@@ -33,8 +33,6 @@ ROUNDED = {"mixed_precision"}
 """Scripts that compute in bfloat16, whose sums over two processes differ by more than 1e-5."""
 TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 """The environment of a script that connects its processes, which only the script before the conversion needs."""
-SLOW = {"accumulation", "classes", "dict_batches", "fabric_loop", "spawn", "training_metrics"}
-"""The scripts that `make test-slow` runs on two processes; `make test-full` runs the others too."""
 
 
 @pytest.fixture(autouse=True)
@@ -52,14 +50,14 @@ def migrate_script(text):
 
 
 QUICK = {"ddp", "dict_batches", "fabric_loop", "flat", "functions", "training_metrics"}
-"""The scripts that `make test` runs before and after their conversion; `make test-slow` runs the others too."""
+"""The scripts that `make test` runs before and after their conversion; `make test-full` runs the others too."""
 
 
 def named(stems, quick=None):
-    """Return the scripts without some; those that are not quick are marked as slow."""
+    """Return the scripts without some; those that are not quick are marked as full."""
     return [
         pytest.param(
-            path, id=path.stem, marks=() if quick is None or path.stem in quick else pytest.mark.slow
+            path, id=path.stem, marks=() if quick is None or path.stem in quick else pytest.mark.full
         )
         for path in CORPUS
         if path.stem not in stems
@@ -149,15 +147,8 @@ def test_comments_stay(path):
     assert comments <= {line.strip() for line in result.text.splitlines()}
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(
-            param.values[0], id=param.id, marks=pytest.mark.slow if param.id in SLOW else pytest.mark.full
-        )
-        for param in named(UNCHANGED | NEEDS_A_GPU | RANDOM | ROUNDED)
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("path", named(UNCHANGED | NEEDS_A_GPU | RANDOM | ROUNDED))
 def test_a_converted_script_prints_the_same_numbers_on_two_processes(path, tmp_path):
     before = path.read_text()
     after = migrate_script(before).text

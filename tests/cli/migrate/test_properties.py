@@ -132,7 +132,7 @@ def _on_the_cpu(monkeypatch):
     set_current_backend(None)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(parts=st.fixed_dictionaries(PARTS))
 def test_a_script_of_usual_parts_prints_the_same_numbers(parts):
@@ -144,7 +144,7 @@ def test_a_script_of_usual_parts_prints_the_same_numbers(parts):
     assert run(result.text) == run(text)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 @settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(parts=st.fixed_dictionaries(PARTS | {"device": st.just("none")}))

@@ -100,6 +100,7 @@ def write_run(base: Path, name: str, slow: float, metric: str = "train/loss") ->
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("names", [["one"], ["one", "two"]], ids=["run", "runs"])
 def test_a_report_is_drawn_at_any_width_in_both_schemes(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], browser: WebDriver, names: list[str]

@@ -244,7 +244,7 @@ def test_a_download_is_reported_once_and_the_second_launch_runs_no_pip(index, tm
     assert "pip cannot be run" in fetch(tmp_path, "3.11")[0]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_unknown_python_gets_wheels_for_each_available_version(index, tmp_path, capsys):
     reason, names = fetch(tmp_path, None)
     assert reason == ""

@@ -195,7 +195,7 @@ print("done", flush=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("argument", "code"), [("", 0), ("full", 1)])
+@pytest.mark.parametrize(("argument", "code"), [pytest.param("", 0, marks=pytest.mark.full), ("full", 1)])
 def test_a_script_waits_for_its_last_asynchronous_save_and_fails_if_the_save_fails(tmp_path, argument, code):
     process = subprocess.run(
         [sys.executable, "-c", SCRIPT, argument],

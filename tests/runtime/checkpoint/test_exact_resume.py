@@ -164,7 +164,7 @@ def test_scripts_that_skip_batches_continue_on_two_ranks(clusters, tmp_path):
     assert_resumes_are_exact(clusters[2], build_accumulating_script(), tmp_path, (1, 4, 6), METHODS)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("kind", SKIPPING)
 def test_scripts_that_skip_batches_continue_with_every_kind_of_loader(alone, kind, tmp_path):
     script = Script(**SKIPPING[kind]())
@@ -172,7 +172,7 @@ def test_scripts_that_skip_batches_continue_with_every_kind_of_loader(alone, kin
     assert_resumes_are_exact(alone, script, tmp_path, (1, 4, last), METHODS)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind in ON_THREE else pytest.mark.full) for kind in SKIPPING]
 )

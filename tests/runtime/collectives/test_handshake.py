@@ -223,18 +223,27 @@ except StallError as error:
 """
 
 
+BEHAVIOURS = {
+    "ended": ("sys.exit()", "RankLostError", 60),
+    "died": ("os._exit(3)", "RankLostError", 60),
+    "sleeps": ("time.sleep(25); sys.exit()", "StallError", 8),
+    "in DDP": ("model(torch.ones(1, 1)).sum().backward()", "StallError", 8),
+}
+
+
 @pytest.mark.parametrize(
-    ("behaviour", "error", "patience"),
+    ("behaviour", "error", "patience", "one_per_node"),
     [
-        ("sys.exit()", "RankLostError", 60),
-        ("os._exit(3)", "RankLostError", 60),
-        ("time.sleep(25); sys.exit()", "StallError", 8),
-        ("model(torch.ones(1, 1)).sum().backward()", "StallError", 8),
+        pytest.param(
+            *values,
+            one_per_node,
+            marks=pytest.mark.slow if one_per_node == (name in {"died", "in DDP"}) else pytest.mark.full,
+            id=f"{name}, {'three machines' if one_per_node else 'one machine'}",
+        )
+        for name, values in BEHAVIOURS.items()
+        for one_per_node in (False, True)
     ],
-    ids=["ended", "died", "sleeps", "in DDP"],
 )
-@pytest.mark.parametrize("one_per_node", [False, True], ids=["one machine", "three machines"])
-@pytest.mark.slow
 def test_waiting_ranks_raise_an_error_that_names_the_missing_rank(  # noqa: PLR0913, PLR0917
     behaviour, error, patience, one_per_node, tmp_path, port
 ):

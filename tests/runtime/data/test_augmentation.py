@@ -172,7 +172,7 @@ def require_equal_resumes(pair, kind, *starts, epochs, workers=None, apart=0):
 
 SIBLINGS = ["two", "shuffled", "persistent", "persistent in order", "far ahead", "initialised", "a stream"]
 SIBLINGS += ["a persistent stream"]
-"""Kinds whose options are those of other kinds; `make test-slow` resumes them from other batches."""
+"""Kinds whose options are those of other kinds; `make test-full` resumes them."""
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,9 @@ def test_a_resumed_run_draws_what_the_uninterrupted_run_draws(pair, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.full] * (kind in SIBLINGS)) for kind in KINDS]
+)
 @pytest.mark.parametrize(
     "starts", [[(0, 0), (2, -1)], pytest.param([(0, 3), (2, 0)], marks=pytest.mark.full)], ids=str
 )
@@ -216,7 +218,7 @@ def test_a_resume_with_another_number_of_workers_draws_the_same_numbers(pair, ki
         ("without", 0),
         ("without", 2),
         *(
-            pytest.param(kind, after, marks=pytest.mark.slow)
+            pytest.param(kind, after, marks=pytest.mark.full)
             for kind, after in [
                 ("two", 0),
                 ("shuffled", 0),

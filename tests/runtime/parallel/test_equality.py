@@ -249,15 +249,14 @@ QUICK = {
 
 
 def list_trainings():
-    """Yield every case in every layout: some run in `make test`, a third of the others in `make test-slow`.
+    """Yield every case in every layout: some run in `make test`, a seventh of the others in `make test-slow`.
 
-    Each third of the layouts has one on two processes and two on four, of these one that shards parameters and one
-    that is tensor parallel. Each case has the third that follows that of the case before.
+    Each case has other layouts there than the case before, so that all of them have each layout.
     """
     layouts = [(2, layout) for layout in ON_TWO] + [(4, layout) for layout in ON_FOUR]
     for number, (size, layout) in enumerate(layouts):
         for index, case in enumerate(CASES):
-            slow = number % 3 == index % 3 and (layout, case) != ("tensor by four", "compiled")
+            slow = number % 7 == index % 7 and (layout, case) != ("tensor by four", "compiled")
             marks = [pytest.mark.slow if slow else pytest.mark.full]
             yield pytest.param(
                 size, layout, case, marks=[] if case in QUICK.get((size, layout), ()) else marks

@@ -67,7 +67,7 @@ def test_two_hosts_with_two_processes_train_with_the_exact_arguments(containers,
     assert {file.name for file in (first.root / "model").iterdir()} == {"model.txt", "shipped.txt"}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_missing_packages_are_installed_from_the_bundle_and_torch_is_kept(containers):
     """Use an image with torch and pip, without the other packages of `accel launch` and without a network."""
     python, site = containers.make_image("torch", "numpy", "pip")
@@ -103,7 +103,7 @@ def test_an_image_without_a_supported_torch_is_rejected(containers, torch, reaso
     assert "Choose another image (launcher.image_uri)" in host.failure
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_only_the_host_of_the_failed_process_writes_a_reason(containers, port):
     script = (
         "import accel_runtime, torch\naccelerator = accel_runtime.Accelerator()\n"
@@ -245,7 +245,7 @@ def test_an_error_of_the_job_is_one_message(containers, spec, code, reason):
     assert "Traceback" not in output
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_host_stopped_after_the_failure_of_another_writes_no_reason(containers, port):
     script = (
         "import time, accel_runtime\naccelerator = accel_runtime.Accelerator()\naccelerator.wait_for_everyone()\n"

@@ -39,7 +39,7 @@ time.sleep(100)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_first_process_reaps_forwards_signals_and_joins_hosts_of_equal_names(containers, opt, port):
     hosts = containers.hosts("algo-1", "algo-2", source={"train.py": SCRIPT})
     for host in hosts:

@@ -42,6 +42,7 @@ def weights(output):
     return next(line.rpartition("weights ")[2] for line in output.splitlines() if ", weights " in line)
 
 
+@pytest.mark.full
 def test_an_interrupted_container_saves_and_the_next_one_ends_with_the_same_weights(
     containers, source, tmp_path
 ):
