@@ -145,12 +145,20 @@ def replicas():
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory):
-    """Build the documentation like `make check`, and return its folder."""
-    folder = tmp_path_factory.mktemp("site")
+    """Build the documentation like `make check`, once for all processes of pytest-xdist, and return its folder."""
+    from filelock import FileLock
+
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "site"
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
     environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    process = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stdout + process.stderr
+    with FileLock(f"{folder}.lock"):
+        if not (is_built := folder.with_suffix(".built")).exists():
+            process = subprocess.run(
+                command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False
+            )
+            assert process.returncode == 0, process.stdout + process.stderr
+            is_built.touch()
     return folder
 
 

@@ -168,6 +168,18 @@ def test_the_five_lines_are_five_and_the_same_everywhere() -> None:
     assert len(added) == 5
 
 
+def test_the_last_lines_of_make_demo_name_pages_about_their_subjects() -> None:
+    demo = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\ndemo:")[2].partition("\n\n")[0]
+    pages = dict(re.findall(r"'(\S+\.md)' '([^']+)'", demo))
+    subjects = {"five lines", "profile"}
+    assert len(pages) == len(subjects)
+    for page, description in pages.items():
+        (subject,) = (subject for subject in subjects if subject in description)
+        assert re.search(
+            rf"^#.*{subject}", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE | re.IGNORECASE
+        )
+
+
 def test_every_option_of_torchrun_is_on_its_page() -> None:
     text = (DOCS / "from-torchrun.md").read_text(encoding="utf-8")
     options = [action.option_strings for action in get_args_parser()._actions]

@@ -6,8 +6,7 @@ import subprocess
 import time
 
 import pytest
-from support.commands import Accel, preload
-from support.commands import run as forked
+from support.commands import Accel, preload, run_accel
 from support.slow_example import EXAMPLES, checkpointing
 
 FINAL = r"\d+ steps, weights [0-9a-f]{16}"
@@ -178,12 +177,12 @@ def test_a_killed_run_resumes_to_the_weights_of_an_uninterrupted_one(run, cwd, u
 @pytest.mark.slow
 def test_restarted_processes_resume_automatically(cwd, script):
     script(DIES)
-    undisturbed = forked("launch", "--cpu", "--nproc-per-node", 2, "train.py", 0)
+    undisturbed = run_accel("launch", "--cpu", "--nproc-per-node", 2, "train.py", 0)
     assert undisturbed.returncode == 0, undisturbed.stderr
     assert "begins at 0 of run None" in undisturbed.stdout
     options = ("launch", "--cpu", "--nproc-per-node", 2, "--max-restarts", 1, "train.py")
     # The checkpoint of the run before is there: a run that has none yet does not take it up.
-    early, late = forked(*options, 2), forked(*options, 5)
+    early, late = run_accel(*options, 2), run_accel(*options, 5)
     for result in (early, late):
         assert result.returncode == 0, result.stderr
         assert result.stdout.splitlines()[-1] == undisturbed.stdout.splitlines()[-1]
@@ -209,7 +208,7 @@ def test_resume_without_a_checkpoint_is_reported_once(cwd):
         "--project-dir",
         "project",
     )
-    result = forked("launch", *options)
+    result = run_accel("launch", *options)
     assert result.returncode == 0, result.stderr
     assert (
         result.stderr.count("accel: no checkpoint in project/checkpoints yet: starting from the beginning")
@@ -223,7 +222,7 @@ def test_a_script_that_ignores_resume_is_reported(cwd, script):
         "accelerator = Accelerator()\naccelerator.prepare(nn.Linear(1, 1))\n"
         "accelerator.save_state('a')\naccelerator.save_state('b')\n"
     )
-    result = forked("launch", "--cpu", "--resume", "--set", "launcher.kind=torchrun", "train.py")
+    result = run_accel("launch", "--cpu", "--resume", "--set", "launcher.kind=torchrun", "train.py")
     assert result.returncode == 0, result.stderr
     assert (
         result.stderr.count("--resume had no effect: the script calls neither resume() nor load_state()") == 1

@@ -4,13 +4,13 @@ import itertools
 import json
 
 import pytest
+from support import golden
 from support.commands import call_accel
 from support.pairs import select_pairs
 
 from accel_cli.errors import ProfileError
 from accel_cli.import_accelerate import convert
 from accel_cli.profile import yaml_io
-from tests import golden
 from tests.cli.import_accelerate import test_accelerate as cluster
 from tests.cli.import_accelerate import test_accelerate_dividing as dividing
 from tests.cli.import_accelerate import test_accelerate_jobs as jobs
