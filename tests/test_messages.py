@@ -1,0 +1,29 @@
+"""The wording of all messages: one golden file a package. Other tests check the class and the word that matters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support import golden
+from support.messages import list_messages
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = [
+    package
+    for root in ("accel_cli", "accel_runtime")
+    for package in (
+        root,
+        *sorted(f"{root}/{path.parent.name}" for path in (ROOT / root).glob("*/__init__.py")),
+    )
+]
+WITH_MESSAGES = [package for package in PACKAGES if list_messages(package)]
+
+
+@pytest.mark.parametrize("package", WITH_MESSAGES)
+def test_the_messages_of_a_package_are_those_of_its_golden_file(package: str) -> None:
+    golden.check(f"messages/{package.replace('/', '.')}.txt", list_messages(package))
+
+
+def test_no_golden_file_is_of_a_package_that_is_gone() -> None:
+    assert golden.names("messages") == {package.replace("/", ".") for package in WITH_MESSAGES}
