@@ -2,7 +2,8 @@
 
 Run by `make test-full`; `python tests/mutations.py NAME ...` runs some of them. The tests of a mutation are named, so that
 one takes seconds: they are tests of `make test` (of `make test-xla`, where the mutation needs torch_xla), have to pass
-without the mutation, and have to fail with it.
+without the mutation, and have to fail with it. A mutation names a function and an operator of `tests/support/mutants.py`,
+so that it survives changes elsewhere; one that no longer applies is an error with its name.
 """
 
 from __future__ import annotations
@@ -15,6 +16,26 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from support.mutants import (
+    NotApplicableError,
+    Operator,
+    drop_argument,
+    drop_element,
+    find_file,
+    force_condition,
+    mutate,
+    normalize,
+    replace_argument,
+    replace_call,
+    replace_name,
+    return_value,
+    reverse_update,
+    set_value,
+    skip_assignment,
+    skip_call,
+    skip_loop,
+)
+
 ROOT = Path(__file__).parent.parent
 SELECTED = "not slow and not full"
 """What `make test` selects."""
@@ -24,14 +45,14 @@ PASSED, FAILED = 0, 1
 
 @dataclass(frozen=True)
 class Mutation:
-    """A change of one line that breaks a feature."""
+    """A change of one function that breaks a feature."""
 
     name: str
-    file: str
-    before: str
-    """Text that is in the file once."""
-    after: str
+    target: str
+    """The module and the definition to change: `accel_runtime.checkpoint.manifest:Manifest.parse`."""
+    operator: Operator
     tests: tuple[str, ...]
+    """Node ids of pytest; at least one of these tests fails with the mutation."""
     environment: str = ""
     """The folder of another virtual environment than that of this interpreter."""
 
@@ -40,227 +61,223 @@ class Mutation:
         """The interpreter that runs the tests."""
         return str(ROOT / self.environment / "bin" / "python") if self.environment else sys.executable
 
+    def apply(self, root: Path) -> tuple[Path, str]:
+        """Return the file to change below `root`, and its source with the mutation.
+
+        Raises:
+            NotApplicableError: The sources have changed; the message has the name of the mutation.
+        """
+        try:
+            file = find_file(self.target, root)
+            return file, mutate(file.read_text(encoding="utf-8"), self.target, self.operator)
+        except NotApplicableError as error:
+            raise NotApplicableError(
+                f"Mutation {self.name!r} does not apply to {self.target}: {error}. Adapt it in tests/mutations.py."
+            ) from None
+
 
 MUTATIONS = (
     Mutation(
         "resume of a run after a lost node",
-        "accel_cli/ray/plan.py",
-        '        nodes += ["--resume"] if resume else []',
-        "        pass",
+        "accel_cli.ray.plan:RayRun.build_command",
+        force_condition("resume", False),
         ("tests/cli/ray/test_plan.py",),
     ),
     Mutation(
         "end of a launch on a host whose launcher is gone",
-        "accel_cli/ssh/supervisor.py",
-        "            self._end_launch()",
-        "            pass",
+        "accel_cli.ssh.supervisor:HostSupervisor.serve",
+        skip_call("_end_launch"),
         ("tests/cli/ssh/test_run.py::test_the_launch_of_every_host_ends_with_the_launcher",),
     ),
     Mutation(
         "host of the first failure",
-        "accel_cli/ssh/run.py",
-        "            return not is_cause, connection.ended_at or 0.0",
-        "            return is_cause, connection.ended_at or 0.0",
+        "accel_cli.ssh.run:_Run._report.get_order",
+        replace_name("is_cause", "not it"),
         ("tests/cli/ssh/test_run.py::test_the_host_with_the_reason_gives_the_last_line_and_the_exit_code",),
     ),
     Mutation(
         "launcher of an option",
-        "accel_cli/launchers/__init__.py",
-        "        if option.selects_launcher and option.name in options:",
-        "        if False:",
+        "accel_cli.launchers:find_selected",
+        force_condition("selects_launcher", False),
         ("tests/cli/ssh/test_config.py",),
     ),
     Mutation(
         "different models in one accumulation cycle",
-        "accel_runtime/training/accumulation.py",
-        "        is_mixed = self._count > 0 and bool(previous) and previous != self._models",
-        "        is_mixed = False",
+        "accel_runtime.training.accumulation:Accumulation.record_models",
+        set_value("is_mixed", "False"),
         ("tests/runtime/test_accumulation.py",),
     ),
     Mutation(
         "iterations of torchdata's loader",
-        "accel_runtime/data/iterable.py",
-        "    _finished = False",
-        "    _finished = True",
+        "accel_runtime.data.iterable:_StreamIterator",
+        set_value("_finished", "True"),
         (
             "tests/runtime/data/test_streams.py::test_the_stateful_loader_of_torchdata_reads_every_epoch_and_continues",
         ),
     ),
     Mutation(
         "keys of a mapping",
-        "accel_runtime/nested.py",
-        "        structure.append(ContainerSpec(type(data).__name__, tuple(data.keys())))",
-        "        structure.append(ContainerSpec(type(data).__name__, tuple(data)))",
+        "accel_runtime.nested:_flatten_into",
+        replace_call("keys", "data"),
         ("tests/runtime/utils/test_collective_functions.py",),
     ),
     Mutation(
         "clipping of parameters from before prepare",
-        "accel_runtime/accelerator/prepare.py",
-        "        return self._sharded.get(parameter, parameter)",
-        "        return parameter",
+        "accel_runtime.accelerator.prepare:ParameterMap.find_current",
+        return_value("parameter"),
         ("tests/runtime/parallel/test_norms.py",),
     ),
     Mutation(
         "sharded after an evaluation",
-        "accel_runtime/backends/fsdp.py",
-        "    if torch.is_grad_enabled() or is_gathered(model):",
-        "    if True:",
+        "accel_runtime.backends.fsdp:_reshard_after_evaluation",
+        force_condition("is_grad_enabled", True),
         ("tests/runtime/parallel/test_gathering.py",),
     ),
     Mutation(
         "save_pretrained of shards",
-        "accel_runtime/parallel/dtensor.py",
-        "    if state_dict is None and is_sharded_model(module) and not is_gathered(module):",
-        "    if False:",
+        "accel_runtime.parallel.dtensor:_save_pretrained",
+        force_condition("is_sharded_model", False),
         ("tests/runtime/parallel/test_gathering.py",),
     ),
     Mutation(
         "gather order",
-        "accel_runtime/collectives/metrics.py",
-        "        return joined.index_select(0, self._row_indices(per_sample).to(joined.device))",
-        "        return joined.index_select(0, self._row_indices(per_sample).flip(0).to(joined.device))",
+        "accel_runtime.collectives.metrics:GatheredSteps.select_rows",
+        replace_call("_row_indices", "it.flip(0)"),
         ("tests/runtime/test_exactness.py",),
     ),
     Mutation(
         "padding count",
-        "accel_runtime/data/sharding.py",
-        "            return tuple(min(size, max(0, count - rank * size)) for rank in range(self.world_size))",
-        "            return (min(size, count),) * self.world_size",
+        "accel_runtime.data.sharding:BatchSharding._split_count",
+        replace_call("max", "count"),
         ("tests/runtime/data/test_batch_ownership.py",),
     ),
     Mutation(
         "model that averages once",
-        "accel_runtime/training/accumulation.py",
-        "            self.passes.averaging = _version_of(self._first) == self._before",
-        "            self.passes.averaging = True",
+        "accel_runtime.training.accumulation:_Model.end_backward",
+        set_value("averaging", "True"),
         ("tests/runtime/test_averaging_check.py",),
     ),
     Mutation(
         "batch of another rank",
-        "accel_runtime/training/accumulation.py",
-        "        if self._backend.get_store_key(key) != fingerprint:",
-        "        if self._backend.get_store_key(key) is None:",
+        "accel_runtime.training.accumulation:FirstInput._compare",
+        force_condition("fingerprint", False),
         ("tests/runtime/test_identical_batches.py",),
     ),
     Mutation(
         "variables of accel win",
-        "accel_runtime/accelerate_env.py",
-        "        if field in overrides:",
-        "        if not field:",
+        "accel_runtime.accelerate_env:translate",
+        force_condition("overrides", False),
         ("tests/runtime/test_accelerate_env.py",),
     ),
     Mutation(
         "steps between two calls of a scheduler",
-        "accel_runtime/scheduler.py",
-        "        self._interval = steps - before",
-        "        self._interval = 1",
+        "accel_runtime.scheduler:PreparedScheduler._warn_interval",
+        set_value("_interval", "1"),
         ("tests/runtime/test_scheduler.py",),
     ),
     Mutation(
         "names of DDP in a loaded state",
-        "accel_runtime/backends/ddp.py",
-        "            consume_prefix_in_state_dict_if_present(state_dict, _PREFIX)",
-        "            pass",
+        "accel_runtime.backends.ddp:ReplicatedModel.load_state_dict",
+        skip_call("consume_prefix_in_state_dict_if_present"),
         ("tests/runtime/backends/test_ddp.py",),
     ),
     Mutation(
         "lines of own exchanges",
-        "accel_runtime/collectives/handshake.py",
-        "    call = call_at_site(operation, anywhere=not compare_lines)",
-        "    call = call_at_site(operation)",
+        "accel_runtime.collectives.handshake:all_gather_objects",
+        drop_argument("call_at_site", "anywhere"),
         ("tests/runtime/data/test_loader.py::test_one_rank_can_read_a_loader_through_a_library",),
     ),
     Mutation(
         "rank beyond a save",
-        "accel_runtime/heartbeat.py",
-        "        return any(own > others for own, others in zip(self, other, strict=True))",
-        "        return False",
+        "accel_runtime.heartbeat:ProgressCounts.is_beyond",
+        replace_call("any", "False"),
         (
             "tests/runtime/backends/test_status.py::test_progress_counts_are_beyond_others_if_any_counter_is_larger",
         ),
     ),
     Mutation(
         "number of another run",
-        "accel_runtime/checkpoint/directory.py",
-        "    others = [path for path in list_siblings(target) if path not in {scratch, _removal_path(path)}]",
-        "    others: list[Path] = []",
+        "accel_runtime.checkpoint.directory:_check_alone",
+        set_value("others", "[]"),
         ("tests/runtime/checkpoint/test_concurrency.py",),
     ),
     Mutation(
         "fields of newer versions",
-        "accel_runtime/checkpoint/manifest.py",
-        "    return {name: value for name, value in values.items() if name in names}",
-        "    return dict(values)",
+        "accel_runtime.checkpoint.manifest:_select_fields",
+        return_value("dict(values)"),
         ("tests/runtime/checkpoint/test_corruption.py",),
     ),
     Mutation(
         "resume offset",
-        "accel_runtime/data/loader.py",
-        '        if start.get("position"):',
-        "        if False:",
+        "accel_runtime.data.loader:PreparedLoader._begin_epoch",
+        force_condition("position", False),
         ("tests/runtime/data/test_resume.py",),
     ),
     Mutation(
         "seed of a saved order",
-        "accel_runtime/data/map_style.py",
-        '        self._order.seed = start.get("seed", self._order.seed)',
-        "        pass",
+        "accel_runtime.data.map_style:MapStyleSource.iterate",
+        skip_assignment("seed"),
         ("tests/runtime/data/test_resume.py",),
     ),
     Mutation(
         "order of an epoch that is begun again",
-        "accel_runtime/data/source.py",
-        '        return {key: start[key] for key in _EPOCH_KEYS if key in start} | {"begun": True}',
-        "        return {}",
+        "accel_runtime.data.source:Source.restart",
+        return_value("{}", instead_of="_EPOCH_KEYS"),
         ("tests/runtime/checkpoint/test_exact_resume.py",),
     ),
     Mutation(
         "random states of batches that are skipped",
-        "accel_runtime/data/loader.py",
-        "    if not replayed:",
-        "    if True:",
+        "accel_runtime.data.loader:PreparedLoader._iterate_batches.iterate",
+        force_condition("replayed", True),
         ("tests/runtime/checkpoint/test_exact_resume.py",),
     ),
     Mutation(
         "objects that differ over the ranks",
-        "accel_runtime/accelerator/prepare.py",
-        "    if all(digest == gathered[0] for digest in gathered):",
-        "    if gathered:",
+        "accel_runtime.accelerator.prepare:check_consistent",
+        force_condition("all", True),
         ("tests/runtime/accelerator/test_consistency.py",),
     ),
     Mutation(
         "manifest checksum",
-        "accel_runtime/checkpoint/manifest.py",
-        "        if checksum != expected:",
-        "        if False:",
-        ("tests/runtime/checkpoint/test_manifest.py", "tests/runtime/checkpoint/test_corruption.py"),
+        "accel_runtime.checkpoint.manifest:Manifest.parse",
+        force_condition("checksum", False),
+        (
+            "tests/runtime/checkpoint/test_manifest.py",
+            "tests/runtime/checkpoint/test_corruption.py",
+        ),
     ),
     Mutation(
         "gradient of a padded batch",
-        "accel_runtime/data/sharding.py",
-        "    return num_valid[rank] * len(num_valid) / sum(num_valid)",
-        "    return 1.0",
-        ("tests/runtime/test_weighted_losses.py", "tests/runtime/data/test_batch_ownership.py"),
+        "accel_runtime.data.sharding:loss_scale",
+        return_value("1.0"),
+        (
+            "tests/runtime/test_weighted_losses.py",
+            "tests/runtime/data/test_batch_ownership.py",
+        ),
     ),
     Mutation(
         "restart count",
-        "accel_cli/runner/rendezvous.py",
-        '        if index == 1:\n            self._add("spent", 1)',
-        '        self._add("spent", 2)',
-        ("tests/cli/runner", "tests/integration/test_launch.py", "tests/integration/test_output.py"),
+        "accel_cli.runner.rendezvous:RestartBudget.use",
+        force_condition("index", True),
+        (
+            "tests/cli/runner",
+            "tests/integration/test_launch.py",
+            "tests/integration/test_output.py",
+        ),
     ),
     Mutation(
         "signal forwarding",
-        "accel_cli/runner/shutdown.py",
-        "        guard.send_signal(_get_running(self.workers), number)",
-        "        guard.send_signal(_get_running(self.workers[:1]), number)",
-        ("tests/integration/test_signals.py", "tests/integration/test_launch.py"),
+        "accel_cli.runner.shutdown:SignalHandlers._forward",
+        replace_call("_get_running", "it[:1]"),
+        (
+            "tests/integration/test_signals.py",
+            "tests/integration/test_launch.py",
+        ),
     ),
     Mutation(
         "exit code",
-        "accel_cli/runner/failures.py",
-        "        return self.exitcode if self.exitcode >= 0 else 128 - self.exitcode",
-        "        return 1",
+        "accel_cli.runner.failures:Failure.code",
+        return_value("1", instead_of="exitcode"),
         (
             "tests/cli/runner/test_failures.py",
             "tests/integration/test_failures.py",
@@ -269,60 +286,58 @@ MUTATIONS = (
     ),
     Mutation(
         "profile layer order",
-        "accel_cli/profile/layers.py",
-        "        values |= layer.values\n",
-        "        values = dict(layer.values) | values\n",
+        "accel_cli.profile.layers:resolve",
+        reverse_update("values"),
         ("tests/cli/profile/test_layers.py",),
     ),
     Mutation(
         "fully_shard wrap",
-        "accel_runtime/parallel/fully_shard.py",
-        "        *((module, inner_policy) for _, module in units),",
-        "",
+        "accel_runtime.parallel.fully_shard:shard_model",
+        skip_loop("units"),
         ("tests/runtime/parallel",),
     ),
     Mutation(
         "XLA step",
-        "accel_runtime/backends/xla/host.py",
-        "        if count in {0, last_count}:",
-        "        if count == 0:",
+        "accel_runtime.backends.xla.host:build_step_hook.after_step",
+        drop_element("last_count"),
         ("tests/runtime/backends/test_step_hook.py",),
     ),
     Mutation(
         "GPUs that ranks share",
-        "accel_runtime/backends/distributed.py",
-        "        ranks.setdefault(gpu, []).append(rank)",
-        "        ranks.setdefault((gpu, rank), []).append(rank)",
+        "accel_runtime.backends.distributed:check_gpus_differ",
+        replace_argument("setdefault", 0, "(gpu, rank)"),
         ("tests/runtime/test_cuda_branches.py",),
     ),
     Mutation(
         "event of a copy",
-        "accel_runtime/data/iteration.py",
-        "        current.wait_event(copied)\n",
-        "",
+        "accel_runtime.data.iteration:StreamCopies.take",
+        skip_call("wait_event"),
         ("tests/runtime/data/test_prefetch.py",),
     ),
     Mutation(
         "position one batch ahead",
-        "accel_runtime/data/iteration.py",
-        "            epoch.step_info, epoch.state_at = current.step_info, _return_offset(current.state)",
-        "            epoch.step_info, epoch.state_at = current.step_info, ahead.state_at",
+        "accel_runtime.data.iteration:prefetch_batches",
+        replace_name("state", "ahead.state_dict()"),
         ("tests/runtime/data/test_prefetch.py",),
     ),
     Mutation(
         "XLA sync",
-        "accel_runtime/backends/xla/backend.py",
-        "        torch_xla.sync(wait=wait)",
-        "        pass",
-        ("tests/xla/test_training.py", "tests/xla/test_watching.py"),
+        "accel_runtime.backends.xla.backend:_execute_graph",
+        skip_call("sync"),
+        (
+            "tests/xla/test_training.py",
+            "tests/xla/test_watching.py",
+        ),
         environment=".venv-xla",
     ),
     Mutation(
         "SageMaker argument",
-        "accel_cli/sagemaker/request.py",
-        '        "args": list(spec.args),',
-        '        "args": list(spec.args[1:]),',
-        ("tests/cli/sagemaker/test_config.py", "tests/cli/sagemaker/test_submit.py"),
+        "accel_cli.sagemaker.request:build_job_spec",
+        replace_name("args", "it[1:]"),
+        (
+            "tests/cli/sagemaker/test_config.py",
+            "tests/cli/sagemaker/test_submit.py",
+        ),
     ),
 )
 
@@ -361,19 +376,22 @@ def copy_repository(copy: Path) -> None:
 
 def check(mutation: Mutation, copy: Path) -> str | None:
     """Apply a mutation, run its tests, and take it back; return a sentence if it was not noticed."""
-    file = copy / mutation.file
-    source = file.read_text(encoding="utf-8")
-    if source.count(mutation.before) != 1:
-        return f"{mutation.name}: the text to change is not once in {mutation.file}. Adapt the mutation."
-    if (code := run_tests(mutation, copy)) != PASSED:
-        return f"{mutation.name}: the tests end with {code} without the mutation. Repair them first."
-    file.write_text(source.replace(mutation.before, mutation.after), encoding="utf-8")
     try:
+        file, mutated = mutation.apply(copy)
+    except NotApplicableError as error:
+        return str(error)
+    source = file.read_text(encoding="utf-8")
+    try:
+        # Both sources have the same layout, so that the mutation is the only difference.
+        file.write_text(normalize(source), encoding="utf-8")
+        if (code := run_tests(mutation, copy)) != PASSED:
+            return f"{mutation.name}: the tests end with {code} without the mutation. Repair them first."
+        file.write_text(mutated, encoding="utf-8")
         code = run_tests(mutation, copy)
     finally:
         file.write_text(source, encoding="utf-8")
     if code != FAILED:
-        return f"{mutation.name}: the tests end with {code} though {mutation.file} is broken. Add a test."
+        return f"{mutation.name}: the tests end with {code} though {mutation.target} is broken. Add a test."
     print(f"noticed: {mutation.name}", flush=True)
     return None
 
