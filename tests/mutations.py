@@ -81,7 +81,7 @@ MUTATIONS = (
         "resume of a run after a lost node",
         "accel_cli.ray.plan:RayRun.build_command",
         force_condition("resume", False),
-        ("tests/cli/ray/test_plan.py",),
+        ("tests/cli/ray/test_plan.py::test_a_retry_resumes_and_nodes_of_one_machine_may_use_loopback",),
     ),
     Mutation(
         "end of a launch on a host whose launcher is gone",
@@ -99,13 +99,13 @@ MUTATIONS = (
         "launcher of an option",
         "accel_cli.launchers:find_selected",
         force_condition("selects_launcher", False),
-        ("tests/cli/ssh/test_config.py",),
+        ("tests/cli/ssh/test_config.py::test_hosts_select_the_launcher_without_a_profile",),
     ),
     Mutation(
         "different models in one accumulation cycle",
         "accel_runtime.training.accumulation:Accumulation.record_models",
         set_value("is_mixed", "False"),
-        ("tests/runtime/test_accumulation.py",),
+        ("tests/runtime/test_accumulation.py::test_accumulating_for_alternating_models_is_reported_once",),
     ),
     Mutation(
         "iterations of torchdata's loader",
@@ -119,67 +119,85 @@ MUTATIONS = (
         "keys of a mapping",
         "accel_runtime.nested:_flatten_into",
         replace_call("keys", "data"),
-        ("tests/runtime/utils/test_collective_functions.py",),
+        (
+            "tests/runtime/utils/test_collective_functions.py::test_a_mapping_that_iterates_over_rows_is_gathered_by_its_keys",
+        ),
     ),
     Mutation(
         "clipping of parameters from before prepare",
         "accel_runtime.accelerator.prepare:ParameterMap.find_current",
         return_value("parameter"),
-        ("tests/runtime/parallel/test_norms.py",),
+        ("tests/runtime/parallel/test_norms.py::test_parameters_listed_before_prepare_can_be_clipped",),
     ),
     Mutation(
         "sharded after an evaluation",
         "accel_runtime.backends.fsdp:_reshard_after_evaluation",
         force_condition("is_grad_enabled", True),
-        ("tests/runtime/parallel/test_gathering.py",),
+        (
+            "tests/runtime/parallel/test_gathering.py::test_a_moving_average_of_an_evaluated_model_equals_that_of_one_process",
+        ),
     ),
     Mutation(
         "save_pretrained of shards",
         "accel_runtime.parallel.dtensor:_save_pretrained",
         force_condition("is_sharded_model", False),
-        ("tests/runtime/parallel/test_gathering.py",),
+        (
+            "tests/runtime/parallel/test_gathering.py::test_save_pretrained_of_a_sharded_model_needs_the_gathered_state_dict",
+        ),
     ),
     Mutation(
         "gather order",
         "accel_runtime.collectives.metrics:GatheredSteps.select_rows",
         replace_call("_row_indices", "it.flip(0)"),
-        ("tests/runtime/test_exactness.py",),
+        (
+            "tests/runtime/test_exactness.py::test_every_sample_is_gathered_once_in_equally_many_steps_on_every_rank",
+        ),
     ),
     Mutation(
         "padding count",
         "accel_runtime.data.sharding:BatchSharding._split_count",
         replace_call("max", "count"),
-        ("tests/runtime/data/test_batch_ownership.py",),
+        (
+            "tests/runtime/data/test_batch_ownership.py::test_the_local_batches_of_a_step_form_the_global_batch",
+        ),
     ),
     Mutation(
         "model that averages once",
         "accel_runtime.training.accumulation:_Model.end_backward",
         set_value("averaging", "True"),
-        ("tests/runtime/test_averaging_check.py",),
+        (
+            "tests/runtime/test_averaging_check.py::test_a_backward_pass_that_averages_nothing_is_reported_once_with_its_line",
+        ),
     ),
     Mutation(
         "batch of another rank",
         "accel_runtime.training.accumulation:FirstInput._compare",
         force_condition("fingerprint", False),
-        ("tests/runtime/test_identical_batches.py",),
+        (
+            "tests/runtime/test_identical_batches.py::test_different_batches_and_prepared_loaders_are_not_reported",
+        ),
     ),
     Mutation(
         "variables of accel win",
         "accel_runtime.accelerate_env:translate",
         force_condition("overrides", False),
-        ("tests/runtime/test_accelerate_env.py",),
+        (
+            "tests/runtime/test_accelerate_env.py::test_variables_of_accel_take_precedence_and_the_unused_ones_are_reported",
+        ),
     ),
     Mutation(
         "steps between two calls of a scheduler",
         "accel_runtime.scheduler:PreparedScheduler._warn_interval",
         set_value("_interval", "1"),
-        ("tests/runtime/test_scheduler.py",),
+        ("tests/runtime/test_scheduler.py::test_a_scheduler_that_seems_to_count_epochs_is_reported_once",),
     ),
     Mutation(
         "names of DDP in a loaded state",
         "accel_runtime.backends.ddp:ReplicatedModel.load_state_dict",
         skip_call("consume_prefix_in_state_dict_if_present"),
-        ("tests/runtime/backends/test_ddp.py",),
+        (
+            "tests/runtime/backends/test_ddp.py::test_a_state_dict_has_the_names_of_the_script_and_loads_those_of_ddp",
+        ),
     ),
     Mutation(
         "lines of own exchanges",
@@ -199,60 +217,68 @@ MUTATIONS = (
         "number of another run",
         "accel_runtime.checkpoint.directory:_check_alone",
         set_value("others", "[]"),
-        ("tests/runtime/checkpoint/test_concurrency.py",),
+        (
+            "tests/runtime/checkpoint/test_concurrency.py::test_a_save_skips_a_number_that_another_run_takes_concurrently",
+        ),
     ),
     Mutation(
         "fields of newer versions",
         "accel_runtime.checkpoint.manifest:_select_fields",
         return_value("dict(values)"),
-        ("tests/runtime/checkpoint/test_corruption.py",),
+        (
+            "tests/runtime/checkpoint/test_corruption.py::test_unknown_manifest_fields_of_a_newer_version_are_ignored",
+        ),
     ),
     Mutation(
         "resume offset",
         "accel_runtime.data.loader:PreparedLoader._begin_epoch",
         force_condition("position", False),
-        ("tests/runtime/data/test_resume.py",),
+        ("tests/runtime/data/test_resume.py::test_an_epoch_resumes_on_another_world_size",),
     ),
     Mutation(
         "seed of a saved order",
         "accel_runtime.data.map_style:MapStyleSource.iterate",
         skip_assignment("seed"),
-        ("tests/runtime/data/test_resume.py",),
+        (
+            "tests/runtime/data/test_resume.py::test_a_resumed_epoch_keeps_its_order_in_a_process_with_another_seed",
+        ),
     ),
     Mutation(
         "order of an epoch that is begun again",
         "accel_runtime.data.source:Source.restart",
         return_value("{}", instead_of="_EPOCH_KEYS"),
-        ("tests/runtime/checkpoint/test_exact_resume.py",),
+        (
+            "tests/runtime/checkpoint/test_exact_resume.py::test_scripts_that_skip_batches_after_load_state_continue_from_every_step",
+        ),
     ),
     Mutation(
         "random states of batches that are skipped",
         "accel_runtime.data.loader:PreparedLoader._iterate_batches.iterate",
         force_condition("replayed", True),
-        ("tests/runtime/checkpoint/test_exact_resume.py",),
+        (
+            "tests/runtime/checkpoint/test_exact_resume.py::test_scripts_that_skip_batches_after_load_state_continue_from_every_step",
+        ),
     ),
     Mutation(
         "objects that differ over the ranks",
         "accel_runtime.accelerator.prepare:check_consistent",
         force_condition("all", True),
-        ("tests/runtime/accelerator/test_consistency.py",),
+        (
+            "tests/runtime/accelerator/test_consistency.py::test_objects_that_differ_between_ranks_are_rejected_on_every_rank",
+        ),
     ),
     Mutation(
         "manifest checksum",
         "accel_runtime.checkpoint.manifest:Manifest.parse",
         force_condition("checksum", False),
-        (
-            "tests/runtime/checkpoint/test_manifest.py",
-            "tests/runtime/checkpoint/test_corruption.py",
-        ),
+        ("tests/runtime/checkpoint/test_manifest.py::test_a_changed_character_is_detected",),
     ),
     Mutation(
         "gradient of a padded batch",
         "accel_runtime.data.sharding:loss_scale",
         return_value("1.0"),
         (
-            "tests/runtime/test_weighted_losses.py",
-            "tests/runtime/data/test_batch_ownership.py",
+            "tests/runtime/test_exactness.py::test_training_without_even_batches_has_the_gradients_of_one_process",
         ),
     ),
     Mutation(
@@ -260,9 +286,7 @@ MUTATIONS = (
         "accel_cli.runner.rendezvous:RestartBudget.use",
         force_condition("index", True),
         (
-            "tests/cli/runner",
-            "tests/integration/test_launch.py",
-            "tests/integration/test_output.py",
+            "tests/cli/runner/test_rendezvous.py::test_nodes_use_one_restart_for_a_failure_that_several_of_them_report",
         ),
     ),
     Mutation(
@@ -270,8 +294,7 @@ MUTATIONS = (
         "accel_cli.runner.shutdown:SignalHandlers._forward",
         replace_call("_get_running", "it[:1]"),
         (
-            "tests/integration/test_signals.py",
-            "tests/integration/test_launch.py",
+            "tests/integration/test_signals.py::test_a_terminating_signal_reaches_each_process_once_with_time_to_save",
         ),
     ),
     Mutation(
@@ -279,22 +302,22 @@ MUTATIONS = (
         "accel_cli.runner.failures:Failure.code",
         return_value("1", instead_of="exitcode"),
         (
-            "tests/cli/runner/test_failures.py",
-            "tests/integration/test_failures.py",
-            "tests/integration/test_launch.py",
+            "tests/integration/test_launch.py::test_the_exit_code_is_that_of_the_failed_rank_which_the_error_names",
         ),
     ),
     Mutation(
         "profile layer order",
         "accel_cli.profile.layers:resolve",
         reverse_update("values"),
-        ("tests/cli/profile/test_layers.py",),
+        (
+            "tests/cli/profile/test_layers.py::test_a_higher_layer_overrides_single_keys_and_each_value_has_a_source",
+        ),
     ),
     Mutation(
         "fully_shard wrap",
         "accel_runtime.parallel.fully_shard:shard_model",
         skip_loop("units"),
-        ("tests/runtime/parallel",),
+        ("tests/runtime/parallel/test_wrapping.py",),
     ),
     Mutation(
         "XLA step",
@@ -338,6 +361,184 @@ MUTATIONS = (
             "tests/cli/sagemaker/test_config.py",
             "tests/cli/sagemaker/test_submit.py",
         ),
+    ),
+    Mutation(
+        "order of the unprepared loader",
+        "accel_runtime.data.map_style:EpochOrder.iterate_steps",
+        set_value("drawn", "reversed(list(it))"),
+        (
+            "tests/runtime/data/test_loader.py::test_the_order_equals_that_of_the_unprepared_loader_on_one_process",
+        ),
+    ),
+    Mutation(
+        "slices in the order of ranks",
+        "accel_runtime.data.map_style:EpochOrder._slices",
+        replace_call("batch_slices", "it[::-1]"),
+        (
+            "tests/runtime/data/test_loader.py::test_the_order_equals_that_of_the_unprepared_loader_on_one_process",
+        ),
+    ),
+    Mutation(
+        "seed of a batch",
+        "accel_runtime.data.map_style:EpochOrder.batch_seed",
+        return_value("(self.epoch_seed, batch, 0)"),
+        ("tests/runtime/data/test_augmentation.py::test_two_ranks_draw_the_same_numbers_for_a_batch_as_one",),
+    ),
+    Mutation(
+        "batch size of one process",
+        "accel_runtime.data.sharding:BatchSharding.local_batch_size",
+        force_condition("split", True),
+        ("tests/runtime/data/test_loader.py::test_len_and_total_batch_size_are_equal_on_any_world_size",),
+    ),
+    Mutation(
+        "steps of a schedule in one step",
+        "accel_runtime.scheduler:PreparedScheduler.set_strides",
+        set_value("_strides", "1"),
+        ("tests/runtime/test_scheduler.py::test_a_scheduler_advances_once_for_each_process",),
+    ),
+    Mutation(
+        "weight of a loss",
+        "accel_runtime.training.gradients:LossWeights.backward",
+        replace_argument("run", 0, "loss"),
+        (
+            "tests/runtime/test_weighted_losses.py::test_the_gradient_equals_that_of_one_process_on_all_tokens",
+        ),
+    ),
+    Mutation(
+        "weight that stays on the device",
+        "accel_runtime.training.gradients:LossWeight.build",
+        force_condition("type", False),
+        ("tests/runtime/test_weighted_losses.py::test_backward_does_not_synchronize_with_the_device",),
+    ),
+    Mutation(
+        "precision of an argument",
+        "accel_runtime.accelerator:Accelerator.__init__",
+        set_value("precision", "launched.mixed_precision"),
+        (
+            "tests/runtime/test_accelerator.py::test_mixed_precision_comes_from_the_argument_or_else_from_the_environment",
+        ),
+    ),
+    Mutation(
+        "calls that do not match",
+        "accel_runtime.collectives.handshake:Handshake._check",
+        set_value("matches", "True"),
+        (
+            "tests/runtime/collectives/test_handshake.py::test_a_mismatch_raises_on_all_ranks_with_their_calls_and_later_calls_work",
+        ),
+    ),
+    Mutation(
+        "rank that ended early",
+        "accel_runtime.collectives.handshake:Handshake._fail",
+        force_condition("stall", False),
+        (
+            "tests/integration/test_stalls.py::test_a_process_that_leaves_the_loop_early_fails_at_its_next_collective",
+        ),
+    ),
+    Mutation(
+        "samples of a described step",
+        "accel_runtime.description:loader_facts",
+        replace_name("accumulation_steps", "1"),
+        ("tests/runtime/test_description.py::test_a_run_is_described_as_plain_data",),
+    ),
+    Mutation(
+        "variables of unsupported features",
+        "accel_runtime.accelerate_env:translate",
+        force_condition("is_on", False),
+        (
+            "tests/runtime/test_accelerate_env.py::test_an_unsupported_variable_is_rejected_with_the_variable_to_set_instead",
+        ),
+    ),
+    Mutation(
+        "misspelled variables",
+        "accel_runtime.env:_refuse_near_misses",
+        skip_loop("environ"),
+        ("tests/runtime/test_env.py::test_a_misspelled_variable_is_rejected_with_a_suggestion",),
+    ),
+    Mutation(
+        "unknown keys of a profile",
+        "accel_cli.sections:Section",
+        replace_argument("ConfigDict", "extra", "'ignore'"),
+        ("tests/cli/launchers/test_plans.py::test_an_unknown_key_of_a_launcher_is_an_error",),
+    ),
+    Mutation(
+        "newest checkpoint",
+        "accel_runtime.checkpoint.directory:list_numbered",
+        drop_argument("sorted", "key"),
+        ("tests/runtime/checkpoint/test_directory.py::test_checkpoint_numbers_are_compared_numerically",),
+    ),
+    Mutation(
+        "checkpoint that a crash left beside its name",
+        "accel_runtime.checkpoint.directory:find_checkpoint",
+        set_value("complete", "[]"),
+        (
+            "tests/runtime/checkpoint/test_killed_saves.py::test_a_process_killed_at_some_calls_of_a_save_loses_nothing",
+        ),
+    ),
+    Mutation(
+        "checkpoints of other runs",
+        "accel_runtime.checkpoint.manager:RunOrigin.wrote",
+        return_value("True"),
+        (
+            "tests/runtime/checkpoint/test_resume_selection.py::test_a_restarted_run_selects_its_own_newest_checkpoint",
+        ),
+    ),
+    Mutation(
+        "signal to another rank",
+        "accel_runtime.accelerator.training:Preemption._exchange",
+        return_value("self._received"),
+        ("tests/runtime/test_preemption.py::test_all_ranks_notice_a_signal_to_one_rank_at_the_same_step",),
+    ),
+    Mutation(
+        "first failure",
+        "accel_cli.runner.failures:find_first.get_order",
+        replace_name("time", "-it"),
+        (
+            "tests/cli/runner/test_failures.py::test_the_first_failure_is_the_earliest_of_those_nearest_to_the_root_cause",
+        ),
+    ),
+    Mutation(
+        "launch that is only planned",
+        "accel_cli.commands.launch:launch",
+        force_condition("dry_run", False, also="explain"),
+        ("tests/integration/test_launch.py::test_a_dry_run_prints_the_plan_and_runs_nothing",),
+    ),
+    Mutation(
+        "target that cannot run",
+        "accel_cli.planner:check_target",
+        return_value("None"),
+        ("tests/cli/test_planner.py::test_a_target_that_cannot_run_is_an_error",),
+    ),
+    Mutation(
+        "log of a shown rank",
+        "accel_cli.runner.output:OutputChannel.copy",
+        force_condition("_log", False),
+        (
+            "tests/integration/test_output.py::test_the_log_of_a_rank_has_both_streams_in_the_order_of_the_writes",
+        ),
+    ),
+    Mutation(
+        "arguments of a script",
+        "accel_cli.launchers.torchrun:build_command",
+        replace_name("args", "it[1:]"),
+        ("tests/integration/test_launch.py::test_unusual_arguments_of_several_processes_are_unchanged",),
+    ),
+    Mutation(
+        "variables of the user",
+        "accel_cli.launchers.base:build_environment",
+        replace_name("environ", "()"),
+        ("tests/cli/launchers/test_plans.py::test_inherited_variables_are_not_overridden",),
+    ),
+    Mutation(
+        "check that fails",
+        "accel_runtime.selfcheck:main",
+        set_value("passed", "True"),
+        ("tests/runtime/test_selfcheck.py::test_a_check_that_fails_on_one_rank_fails_on_all_ranks",),
+    ),
+    Mutation(
+        "secrets in output",
+        "accel_cli.console:mask_secrets",
+        return_value("value"),
+        ("tests/cli/test_masking.py::test_secrets_are_hidden_and_the_rest_is_shown",),
     ),
 )
 

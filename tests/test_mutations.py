@@ -6,14 +6,25 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from mutations import MUTATIONS
+from mutations import MUTATIONS, Mutation
+from support.mutants import NotApplicableError, skip_call
+from support.node_ids import find_problem
 
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_a_mutation_applies_to_its_function(mutation):
+def test_a_mutation_applies_and_its_tests_run_in_make_test(mutation):
     mutation.apply(ROOT)
+    assert not {test: problem for test in mutation.tests if (problem := find_problem(test))}
+
+
+def test_a_mutation_that_does_not_apply_is_named():
+    mutation = Mutation(
+        "lost call", "accel_runtime.checkpoint.manifest:Manifest.parse", skip_call("gone"), ()
+    )
+    with pytest.raises(NotApplicableError, match=r"^Mutation 'lost call' does not apply to accel_runtime"):
+        mutation.apply(ROOT)
 
 
 def test_names_of_mutations_are_unique():

@@ -68,16 +68,20 @@ def return_value(expression: str, *, instead_of: str | None = None) -> Operator:
     return operate
 
 
-def force_condition(name: str, value: bool) -> Operator:
-    """Always take one branch of the `if` or `while` whose condition mentions a name outside of a comprehension."""
+def force_condition(name: str, value: bool, *, also: str | None = None) -> Operator:
+    """Always take one branch of the `if` or `while` whose condition mentions a name, or two, outside of a comprehension."""
+    names = [each for each in (name, also) if each is not None]
 
     def operate(definition: Definition) -> None:
         found = [
             node
             for node in _walk_own(definition)
-            if isinstance(node, (ast.If, ast.IfExp, ast.While)) and _mentions(node.test, name, nested=False)
+            if isinstance(node, (ast.If, ast.IfExp, ast.While))
+            and all(_mentions(node.test, each, nested=False) for each in names)
         ]
-        _get_only(found, f"condition that mentions '{name}'").test = ast.Constant(value)
+        _get_only(found, f"condition that mentions {' and '.join(map(repr, names))}").test = ast.Constant(
+            value
+        )
 
     return operate
 
