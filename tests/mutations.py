@@ -233,7 +233,7 @@ MUTATIONS = (
         "resume offset",
         "accel_runtime.data.loader:PreparedLoader._begin_epoch",
         force_condition("position", False),
-        ("tests/runtime/data/test_resume.py::test_an_epoch_resumes_on_another_world_size",),
+        ("tests/runtime/data/test_resume.py",),
     ),
     Mutation(
         "seed of a saved order",
@@ -271,7 +271,9 @@ MUTATIONS = (
         "manifest checksum",
         "accel_runtime.checkpoint.manifest:Manifest.parse",
         force_condition("checksum", False),
-        ("tests/runtime/checkpoint/test_manifest.py::test_a_changed_character_is_detected",),
+        (
+            "tests/runtime/checkpoint/test_corruption.py::test_a_flipped_bit_in_any_file_is_detected_and_the_file_named",
+        ),
     ),
     Mutation(
         "gradient of a padded batch",
@@ -379,6 +381,12 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "position in the order of an epoch",
+        "accel_runtime.data.map_style:EpochOrder._iterate_batches",
+        replace_argument("iterate_steps", 0, "0"),
+        ("tests/runtime/data/test_resume.py::test_an_epoch_resumes_on_another_world_size",),
+    ),
+    Mutation(
         "seed of a batch",
         "accel_runtime.data.map_style:EpochOrder.batch_seed",
         return_value("(self.epoch_seed, batch, 0)"),
@@ -470,6 +478,14 @@ MUTATIONS = (
         "checkpoint that a crash left beside its name",
         "accel_runtime.checkpoint.directory:find_checkpoint",
         set_value("complete", "[]"),
+        (
+            "tests/runtime/checkpoint/test_directory.py::test_a_complete_checkpoint_that_a_crash_left_unrenamed_is_found_and_renamed_later",
+        ),
+    ),
+    Mutation(
+        "save in place",
+        "accel_runtime.checkpoint.directory:create_scratch",
+        set_value("scratch", "target"),
         (
             "tests/runtime/checkpoint/test_killed_saves.py::test_a_process_killed_at_some_calls_of_a_save_loses_nothing",
         ),

@@ -73,7 +73,7 @@ GUARANTEES = (
             "tests/runtime/data/test_resume.py::test_an_epoch_resumes_on_another_world_size",
             "tests/runtime/test_exactness.py::test_a_resumed_run_reads_the_rest_of_its_epoch_on_any_world_size",
         ),
-        "resume offset",
+        "position in the order of an epoch",
     ),
     Promise(
         "Batch size",
@@ -206,6 +206,15 @@ RUNTIME = (
             "tests/runtime/checkpoint/test_killed_saves.py::test_a_process_killed_at_some_calls_of_a_save_loses_nothing",
             "tests/runtime/checkpoint/test_directory.py::test_a_complete_checkpoint_that_a_crash_left_unrenamed_is_found_and_renamed_later",
             "tests/runtime/checkpoint/test_io_errors.py::test_a_failed_call_keeps_the_previous_checkpoint",
+        ),
+        "save in place",
+    ),
+    Promise(
+        "Interrupted saves",
+        "A complete checkpoint that a crash left beside its name is found.",
+        (
+            "tests/runtime/checkpoint/test_directory.py::test_a_complete_checkpoint_that_a_crash_left_unrenamed_is_found_and_renamed_later",
+            "tests/runtime/checkpoint/test_directory.py::test_after_a_crash_during_a_replacement_the_new_checkpoint_is_used",
         ),
         "checkpoint that a crash left beside its name",
     ),
