@@ -11,8 +11,8 @@ import tarfile
 import threading
 import time
 
+from hosts import Played, Real, wait_all
 from streams import Writer
-from support.hosts.network import Played, Real, wait_all
 from support.processes import free_port
 
 __all__ = ["SETTINGS", "TrainingJob"]
