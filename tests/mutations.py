@@ -233,7 +233,7 @@ MUTATIONS = (
         "resume offset",
         "accel_runtime.data.loader:PreparedLoader._begin_epoch",
         force_condition("position", False),
-        ("tests/runtime/data/test_resume.py",),
+        ("tests/runtime/data/test_resume.py::test_skip_first_batches_after_loading_a_state_skips_once",),
     ),
     Mutation(
         "seed of a saved order",
@@ -295,9 +295,7 @@ MUTATIONS = (
         "signal forwarding",
         "accel_cli.runner.shutdown:SignalHandlers._forward",
         replace_call("_get_running", "it[:1]"),
-        (
-            "tests/integration/test_signals.py::test_a_terminating_signal_reaches_each_process_once_with_time_to_save",
-        ),
+        ("tests/integration/test_signals.py::test_user_signals_reach_each_process_once",),
     ),
     Mutation(
         "exit code",
@@ -319,31 +317,39 @@ MUTATIONS = (
         "fully_shard wrap",
         "accel_runtime.parallel.fully_shard:shard_model",
         skip_loop("units"),
-        ("tests/runtime/parallel/test_wrapping.py",),
+        ("tests/runtime/parallel/test_description.py::test_parameters_are_described_by_gathered_group",),
     ),
     Mutation(
         "XLA step",
         "accel_runtime.backends.xla.host:build_step_hook.after_step",
         drop_element("last_count"),
-        ("tests/runtime/backends/test_step_hook.py",),
+        (
+            "tests/runtime/backends/test_step_hook.py::test_operations_are_executed_once_a_step_by_the_loader_or_the_optimizer",
+        ),
     ),
     Mutation(
         "GPUs that ranks share",
         "accel_runtime.backends.distributed:check_gpus_differ",
         replace_argument("setdefault", 0, "(gpu, rank)"),
-        ("tests/runtime/test_cuda_branches.py",),
+        (
+            "tests/runtime/test_cuda_branches.py::test_ranks_that_share_a_gpu_over_nccl_are_named_in_the_error",
+        ),
     ),
     Mutation(
         "event of a copy",
         "accel_runtime.data.iteration:StreamCopies.take",
         skip_call("wait_event"),
-        ("tests/runtime/data/test_prefetch.py",),
+        (
+            "tests/runtime/data/test_prefetch.py::test_prefetching_does_not_change_batches_offsets_or_random_numbers",
+        ),
     ),
     Mutation(
         "position one batch ahead",
         "accel_runtime.data.iteration:prefetch_batches",
         replace_name("state", "ahead.state_dict()"),
-        ("tests/runtime/data/test_prefetch.py",),
+        (
+            "tests/runtime/data/test_prefetch.py::test_prefetching_does_not_change_batches_offsets_or_random_numbers",
+        ),
     ),
     Mutation(
         "XLA sync",
@@ -359,10 +365,7 @@ MUTATIONS = (
         "SageMaker argument",
         "accel_cli.sagemaker.request:build_job_spec",
         replace_name("args", "it[1:]"),
-        (
-            "tests/cli/sagemaker/test_config.py",
-            "tests/cli/sagemaker/test_submit.py",
-        ),
+        ("tests/cli/sagemaker/test_config.py::test_the_plan_has_the_instances_and_the_command_of_a_host",),
     ),
     Mutation(
         "order of the unprepared loader",
