@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Material for MkDocs advertises its successor at every build.
 export NO_MKDOCS_2_WARNING := 1
+# Some machines set it. Each of a thousand processes would then compile accel, the tests and torch again.
+unexport PYTHONDONTWRITEBYTECODE
 DEMO_READY := $(VENV)/.ready-demo
 READY := $(VENV)/.ready
 # torch_xla 2.9.0, the newest, needs torch 2.9.0, and so a separate environment.
