@@ -113,8 +113,16 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["", "in the background"])
-@pytest.mark.parametrize("kind", WAYS)
+@pytest.mark.parametrize(
+    ("kind", "background"),
+    [
+        pytest.param(
+            kind, background, marks=[] if background == (kind == "accumulating") else pytest.mark.full
+        )
+        for kind in WAYS
+        for background in (False, True)
+    ],
+)
 def test_a_resumed_run_equals_an_uninterrupted_one(ranks, kind, background, tmp_path):
     """Compare batches, losses, dropout and weights bit for bit, at several points of an epoch."""
     points = (1, 4, 6) if kind == "shuffled" else (4,)

@@ -65,6 +65,7 @@ def test_an_installed_torch_xla_alone_does_not_select_xla():
     assert ran("-c", SCRIPT, **environ).stdout.split() == ["cpu", "1"]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not HERE, reason="torch_xla is in an environment of its own: make test-xla")
 def test_torchrun_with_torch_xla_is_rejected(tmp_path):
     script = tmp_path / "train.py"

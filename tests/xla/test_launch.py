@@ -60,6 +60,7 @@ def screen(process):
     ]
 
 
+@pytest.mark.full
 def test_a_script_on_each_replica_runs_as_main(script, launch, home):
     script(
         "import multiprocessing, os, pickle, sys, threading\n"
@@ -100,6 +101,7 @@ def test_a_module_runs_on_all_replicas_with_rank_prefixes(script, launch):
     assert all("own.__main__ ['1']" in line for line in shown)
 
 
+@pytest.mark.full
 def test_one_replica_calls_the_main_training_function_and_returns_its_exit_code(script, launch, home):
     script(
         "import sys\nprint('imported as', __name__)\n"
@@ -137,6 +139,7 @@ def test_an_exception_on_one_replica_ends_a_waiting_run_within_seconds(script, l
     assert log(home, 1).count("ValueError: there is no data\n") == 1
 
 
+@pytest.mark.full
 def test_the_exit_code_of_one_replica_is_that_of_the_run(script, launch):
     script(f"import sys, time\n{PLACE}if rank:\n    sys.exit(7)\ntime.sleep(600)\n")
     process = launch("train.py")
@@ -145,6 +148,7 @@ def test_the_exit_code_of_one_replica_is_that_of_the_run(script, launch):
     assert "rank 1 of 2" in process.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.full)])
 def test_a_replica_killed_by_a_signal_is_reported_with_the_signal(script, launch, number):
     script(
@@ -245,6 +249,7 @@ def wait_for(condition, text):
         time.sleep(0.1)
 
 
+@pytest.mark.full
 def test_the_self_check_prints_a_table(accel, launch):
     accel("config", "set", "launcher.kind=xla", "mixed_precision=bf16")
     process = accel("test", timeout=PATIENCE_S)

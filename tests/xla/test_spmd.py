@@ -544,6 +544,7 @@ def started(path, changed):
     )
 
 
+@pytest.mark.full
 def test_a_seed_before_the_accelerator_does_not_initialize_the_devices(script):
     first, second = (started(script(SEEDED), {}) for _ in range(2))
     assert "2 devices compute as one (SPMD)" in first.stdout, first.stderr
@@ -553,12 +554,21 @@ def test_a_seed_before_the_accelerator_does_not_initialize_the_devices(script):
 @pytest.mark.parametrize(
     ("text", "changed", "message"),
     [
-        (SWITCHED_ON_LATE, {}, "cannot be enabled"),
-        (LAUNCHED, {}, "not with torch_xla.launch"),
-        (PLAIN, {"PJRT_DEVICE": "TPU"}, "SPMD found no TPU device"),
-        (PLAIN, {"ACCEL_SPMD": "0", "XLA_USE_SPMD": "1"}, "but not in accel"),
+        pytest.param(SWITCHED_ON_LATE, {}, "cannot be enabled", id="a device in use"),
+        pytest.param(
+            LAUNCHED, {}, "not with torch_xla.launch", id="torch_xla.launch", marks=pytest.mark.full
+        ),
+        pytest.param(
+            PLAIN, {"PJRT_DEVICE": "TPU"}, "SPMD found no TPU device", id="no TPU", marks=pytest.mark.full
+        ),
+        pytest.param(
+            PLAIN,
+            {"ACCEL_SPMD": "0", "XLA_USE_SPMD": "1"},
+            "but not in accel",
+            id="only in torch_xla",
+            marks=pytest.mark.full,
+        ),
     ],
-    ids=["a device in use", "torch_xla.launch", "no TPU", "not told"],
 )
 def test_unsupported_spmd_setups_are_rejected_before_training(script, text, changed, message):
     run = started(script(text), changed)
