@@ -164,7 +164,6 @@ def test_one_restart_selects_torchrun(cwd):
     assert resolved(max_restarts=1).profile.launcher.max_restarts == 1
 
 
-@pytest.mark.parametrize("kind", ["single", "torchrun", "slurm"])
 @pytest.mark.parametrize(
     ("request_", "environ", "message"),
     [
@@ -174,9 +173,8 @@ def test_one_restart_selects_torchrun(cwd):
     ],
     ids=["option", "assignment", "variable"],
 )
-def test_resume_reaches_the_processes_of_every_launcher(cwd, kind, request_, environ, message):
-    assigned = (f"launcher.kind={kind}", *request_.get("set", ()))
-    request = Request("x.py", options={**request_, "set": assigned, "cpu": True})
+def test_resume_is_an_option_a_key_and_a_variable(cwd, request_, environ, message):
+    request = Request("x.py", options={**request_, "cpu": True})
     resolved_profile, plan = planner.prepare(request, environ, CPU)
     assert plan.env["ACCEL_RESUME"] == "1"
     assert resolved_profile.get_source("resume") == message
@@ -255,25 +253,10 @@ def test_xla_ignores_the_variables_of_schedulers(cwd):
     assert planned(TPU, step).nnodes == 1
 
 
-@pytest.mark.parametrize("kind", ["slurm", "sagemaker"])
-def test_a_node_rank_is_an_error_for_jobs(cwd, kind):
-    with pytest.raises(UsageError, match=f"Cannot use --node-rank with launcher.kind: {kind}"):
-        resolved(set=(f"launcher.kind={kind}",), node_rank=1)
-
-
 def test_ranks_is_valid_if_another_option_selects_torchrun(cwd):
     assert resolved(ranks="all", shutdown_timeout=5).profile.launcher.ranks == "all"
     with pytest.raises(UsageError, match=r"--ranks needs launcher\.kind: torchrun"):
         resolved(ranks="all")
-
-
-@pytest.mark.parametrize("kind", ["single", "torchrun", "slurm", "xla"])
-def test_the_process_group_library_of_sagemaker_is_an_error_elsewhere(cwd, kind):
-    with pytest.raises(
-        UsageError,
-        match=r"'smddp': only images of SageMaker have this library\. Use auto, or launcher\.kind: sagemaker",
-    ):
-        planned(GPUS, set=(f"launcher.kind={kind}", "process_group_backend=smddp"))
 
 
 def test_the_library_of_sagemaker_is_valid_in_a_container_that_has_it(cwd, tmp_path, monkeypatch):

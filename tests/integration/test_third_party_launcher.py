@@ -9,36 +9,17 @@ import sys
 import time
 
 import pytest
-from support.docs_reader import DOCS, blocks
+from support import page_launcher
 
 UP, ENTER = "\x1b[A", "\r"
 SCRIPT = "import os, sys\nprint(os.nice(0), *sys.argv[1:], flush=True)\nsys.exit(7)\n"
-
-
-PAGE = {
-    block.text.partition("\n")[0].removeprefix("# "): block.text
-    for block in blocks(DOCS / "writing-a-launcher.md")
-    if block.language in {"python", "toml"}
-}
-"""The files that the page shows, by the name in the first line of each."""
 
 
 @pytest.fixture
 def accel(cwd, home, tmp_path):
     """Calls `accel` in an environment that has the distribution of the page."""
     site = tmp_path / "site"
-    info = site / "accel_background-1.0.dist-info"
-    info.mkdir(parents=True)
-    for module in ("background_launcher.py", "background_jobs.py"):
-        (site / module).write_text(PAGE[module])
-    points = re.findall(
-        r'^\[project\.entry-points\."(.+)"\]\n(\w+) = "(.+)"$', PAGE["pyproject.toml"], re.MULTILINE
-    )
-    assert len(points) == 1
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: accel-background\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "".join(f"[{group}]\n{kind} = {path}\n" for group, kind, path in points)
-    )
+    page_launcher.install(site)
     (cwd / "train.py").write_text(SCRIPT)
     environ = {**os.environ, "PYTHONPATH": str(site)}
 

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from accel_cli.errors import UsageError
-from accel_cli.launchers import LAUNCHERS, suggest_launcher
+from accel_cli.launchers import suggest_launcher
 from accel_cli.launchers.base import LaunchSpec
 from accel_cli.launchers.single import Single
 from accel_cli.launchers.torchrun import Torchrun
@@ -178,16 +178,6 @@ def test_more_processes_than_gpus_run_on_the_cpu():
 def test_the_suggested_launcher_depends_on_the_number_of_accelerators():
     assert [suggest_launcher(machine) for machine in (CPU, GPUS)] == ["single", "torchrun"]
     assert suggest_launcher(Machine(8, "cuda", ("H100",))) == "single"
-
-
-@pytest.mark.parametrize("kind", LAUNCHERS)
-def test_every_launcher_has_the_kind_of_its_table_entry(kind):
-    assert LAUNCHERS[kind].model_fields["kind"].default == kind
-
-
-def test_an_unknown_key_of_a_launcher_is_an_error():
-    with pytest.raises(ValidationError, match="extra"):
-        Torchrun(procs=2)
 
 
 def numbered(number):

@@ -116,13 +116,6 @@ def test_scripts_modules_and_programs_are_passed_to_srun(kind, command):
     assert Slurm().plan(build_spec("x", kind=kind)).job.script.endswith(command)
 
 
-def test_settings_are_passed_in_the_environment_and_not_in_the_batch_script():
-    plan = Slurm().plan(build_spec(env={"WANDB_API_KEY": "s3cret"}, mixed_precision="bf16"))
-    assert plan.env["WANDB_API_KEY"] == "s3cret"
-    assert plan.env["ACCEL_MIXED_PRECISION"] == "bf16"
-    assert "s3cret" not in plan.job.script + " ".join(plan.argv)
-
-
 def test_unprintable_characters_are_replaced_in_the_job_name():
     target = "a\n#SBATCH --uid=0.py"
     plan = Slurm().plan(build_spec(target=target))

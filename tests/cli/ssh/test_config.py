@@ -67,16 +67,6 @@ def test_a_hostfile_and_hosts_need_the_other_key_of_the_profile_to_be_unset(cwd,
     assert (getattr(launcher, key), launcher.lost_after) == (None, 9)
 
 
-def test_hosts_with_another_launcher_of_the_command_line_are_an_error(cwd):
-    with pytest.raises(UsageError, match=r"Cannot use --hosts with launcher\.kind: torchrun"):
-        resolved(hosts="a,b", set=["launcher.kind=torchrun"])
-
-
-def test_other_options_select_no_launcher(cwd):
-    with pytest.raises(UsageError, match=r"Cannot use --sync with launcher\.kind: single"):
-        planner.prepare(Request("x.py", options={"sync": True}), os.environ, CPU)
-
-
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
@@ -154,11 +144,6 @@ def test_more_processes_than_gpu_ids_are_an_error_unless_gloo_shares_the_gpus(op
     assert max(launcher.plan(build_spec(process_group_backend="gloo")).job.counts) > 2
 
 
-def test_a_node_rank_is_an_error(cwd):
-    with pytest.raises(UsageError, match=r"Cannot use --node-rank with launcher\.kind: ssh"):
-        resolved(hosts="a,b", node_rank="1")
-
-
 @pytest.mark.parametrize(
     "variables",
     [
@@ -200,13 +185,6 @@ def test_forwarded_values_are_the_same_after_yaml_is_parsed():
     folder = "/data/a #1: ü"
     command = Ssh(hosts=["a"], log_dir=folder).plan(build_spec()).job.build_launch_command(0, "", "run")
     assert parse_assignments([command[-3]]).values == {"launcher.log_dir": folder}
-
-
-def test_the_variables_of_the_profile_are_in_no_command():
-    spec = build_spec(env={"API_KEY": "secret", "A": "1"}, environ={"A": "2"})
-    plan = Ssh(hosts=["a", "b"]).plan(spec)
-    assert (plan.env["API_KEY"], plan.env["A"]) == ("secret", "2")
-    assert "secret" not in str((plan.argv, plan.job))
 
 
 def test_the_command_of_ssh_asks_for_no_password_and_takes_no_option_from_a_host():
