@@ -12,7 +12,6 @@ from support.read_epochs import check_steps, read_steps, split_batches
 from torch.utils.data import DataLoader, RandomSampler
 
 from accel_runtime import Accelerator, DataLoaderConfiguration
-from accel_runtime.data.prepare import DispatchError
 
 DATASETS = {"a stream": read_epochs.Stream, "a map": range}
 
@@ -77,30 +76,6 @@ def test_workers_read_for_all_ranks(ranks, kind, workers):
     assert sorted(chain.from_iterable(actual)) == list(range(17))
 
 
-def collate_texts(samples):
-    """Return a batch that is padded to its longest sample, with text."""
-    rows = [torch.full((n % 4 + 1,), n) for n in samples]
-    return {
-        "x": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True),
-        "text": [f"no {n}" for n in samples],
-    }
-
-
-@pytest.mark.parametrize("kind", DATASETS)
-def test_texts_and_batches_of_different_shapes_are_dispatched(ranks, kind):
-    """A14, A15: dispatch of Accelerate fails for both."""
-
-    def read_source(make):
-        loader = DataLoader(make(11), batch_size=2, collate_fn=collate_texts)
-        source = read_epochs.build_dispatched_source(loader, read_epochs.get_backend(), even=False)
-        return read_steps(
-            source, to_samples=lambda b: list(zip(b["x"][:, 0].tolist(), b["text"], strict=True))
-        )
-
-    results = ranks.run(read_source, DATASETS[kind])
-    assert list(chain.from_iterable(check_steps(results))) == [(n, f"no {n}") for n in range(11)]
-
-
 class Uneven:
     """Batches of different lengths."""
 
@@ -129,39 +104,6 @@ def test_dispatched_batches_of_any_length_are_not_split(ranks, even):
     for rank, steps in enumerate(results):
         for step, batch in zip(steps, Uneven.batches[rank :: ranks.size], strict=False):
             assert step.samples[: len(batch)] == batch
-
-
-@pytest.mark.parametrize("kind", DATASETS)
-def test_single_samples_are_dispatched_one_per_step_and_rank(ranks, kind):
-    def read_source(make):
-        return read_steps(
-            read_epochs.build_dispatched_source(
-                DataLoader(make(7), batch_size=None), read_epochs.get_backend()
-            )
-        )
-
-    assert check_steps(ranks.run(read_source, DATASETS[kind])) == split_batches(range(7), ranks.size)
-
-
-@pytest.mark.parametrize("at", [0, 5])
-def test_a_read_error_on_the_first_rank_is_raised_on_all(several, at):
-    class Broken(read_epochs.Stream):
-        def __iter__(self):
-            for sample in range(self.count):
-                if sample == self.at:
-                    raise FileNotFoundError("the shard")
-                yield sample
-
-    def read_source(kind, at):
-        backend = read_epochs.get_backend()
-        stream = kind(24)
-        stream.at = at
-        error = FileNotFoundError if backend.topology.rank == 0 else DispatchError
-        with pytest.raises(error, match="the shard"):
-            read_steps(read_epochs.build_dispatched_source(DataLoader(stream, batch_size=2), backend))
-        return True
-
-    assert all(several.run(read_source, Broken, at))
 
 
 def build_shuffled(count, **options):
@@ -202,34 +144,6 @@ def test_dispatched_iteration_continues_from_an_offset_on_any_world_size(cluster
     for world in (1, 2, 3):
         remaining = check_steps(clusters[world].run(read_source, make, 0, offset))
         assert remaining == split_batches(flat[12:], 2 * world)
-
-
-def test_skipped_batches_are_read_by_the_first_rank_only(several):
-    """B3: Accelerate skips the batches of one rank instead of those of all ranks."""
-
-    def read_source(make):
-        source = read_epochs.build_dispatched_source(
-            DataLoader(make(33), batch_size=2), read_epochs.get_backend()
-        )
-        return read_steps(source, source.skip_steps(2, {}))
-
-    for make in DATASETS.values():
-        assert check_steps(several.run(read_source, make)) == split_batches(range(33), 2 * several.size)[2:]
-
-
-def test_the_dispatched_order_equals_that_of_the_unprepared_loader(ranks):
-    def read_source(make):
-        torch.manual_seed(3 if read_epochs.get_backend().topology.rank == 0 else 4)
-        source = read_epochs.build_dispatched_source(make(23, batch_size=2), read_epochs.get_backend())
-        return [read_steps(source) for _ in range(2)]
-
-    results = ranks.run(read_source, build_shuffled)
-    torch.manual_seed(3)
-    alone = build_shuffled(23, batch_size=2 * ranks.size)
-    for epoch in range(2):
-        assert check_steps([rank_epochs[epoch] for rank_epochs in results]) == [
-            batch.tolist() for batch in alone
-        ]
 
 
 @pytest.mark.parametrize("make", [build_shuffled, build_with_generator, build_stream])

@@ -158,55 +158,6 @@ def test_workers_read_the_samples_of_their_rank(pair, kind):
     assert valid_samples(pair.run(read_source, kind)) == [list(range(9)), list(range(100, 104))]
 
 
-@pytest.mark.parametrize("kind", ["a stream", "a map"])
-def test_presharded_iteration_continues_from_an_offset(pair, kind):
-    def read_source(kind):
-        source = build_source(kind, (9, 4))
-        all_steps = read_steps(source)
-        return (
-            all_steps,
-            [read_steps(source, step.offset) for step in all_steps],
-            read_steps(source, source.skip_steps(3, {})),
-        )
-
-    (all_steps, rests, skipped), (others, other_rests, other_skipped) = pair.run(read_source, kind)
-    for at in range(len(all_steps)):
-        expected = (
-            valid_samples([all_steps[at + 1 :], others[at + 1 :]]) if at + 1 < len(all_steps) else [[], []]
-        )
-        assert valid_samples([rests[at], other_rests[at]]) == expected
-    assert valid_samples([skipped, other_skipped]) == [[6, 7, 8], []]
-
-
-def test_an_offset_of_another_world_size_is_rejected(pair):
-    def read_source():
-        with pytest.raises(ValueError, match="saved on 3 processes"):
-            read_steps(build_source("a stream", (9, 4)), {"steps": 1, "world_size": 3})
-        return True
-
-    assert all(pair.run(read_source))
-
-
-def test_a_read_error_on_one_rank_is_raised_on_all(several):
-    class Missing(read_epochs.Stream):
-        def __iter__(self):
-            yield from range(4)
-            if self.rank == 1:
-                raise FileNotFoundError("the shard")
-
-    def read_source(kind):
-        backend = read_epochs.get_backend()
-        stream = kind(4)
-        stream.rank = backend.topology.rank
-        loader = DataLoader(stream, batch_size=2)
-        error = FileNotFoundError if stream.rank == 1 else RuntimeError
-        with pytest.raises(error, match="the shard" if stream.rank == 1 else "rank 1 could not read"):
-            read_steps(PreshardedSource(read_epochs.build_iterable_source(loader, alone()), loader, backend))
-        return True
-
-    assert all(several.run(read_source, Missing))
-
-
 def test_a_sampler_shorter_than_its_length_is_an_error():
     class Short:
         def __iter__(self):

@@ -231,48 +231,7 @@ def test_uneven_last_batches_are_split_and_weighted(several):
     assert [steps[-1].step_info.loss_scale for steps in results] == [float(world)] + [0.0] * (world - 1)
 
 
-def test_a_stream_of_single_samples_yields_one_per_step_and_rank(ranks):
-    """A21: Accelerate fails for batch_size=None."""
-
-    def read_source():
-        loader = DataLoader(read_epochs.Stream(7), batch_size=None)
-        source = read_epochs.build_iterable_source(loader, read_epochs.get_backend())
-        return read_steps(source)
-
-    assert check_steps(ranks.run(read_source)) == split_batches(range(7), ranks.size)
-
-
-# Samples of any kind ----------------------------------------------------------------------
-
-
-class Texts(read_epochs.Stream):
-    """A stream of dicts with text, and tensors of different lengths."""
-
-    def __iter__(self):
-        return iter({"id": n, "text": f"no {n}", "x": torch.arange(n % 4 + 1)} for n in range(self.count))
-
-
-def collate_padded(samples):
-    """Return a batch that is padded to its longest sample."""
-    padding = torch.nn.utils.rnn.pad_sequence([sample["x"] for sample in samples], batch_first=True)
-    return {"id": [s["id"] for s in samples], "text": [s["text"] for s in samples], "x": padding}
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_texts_and_padded_batches_are_not_changed(ranks, workers):
-    """A14, A15: dispatch of Accelerate fails for both."""
-
-    def read_source(workers):
-        read_epochs.get_backend()
-        loader = DataLoader(Texts(11), batch_size=2, collate_fn=collate_padded, num_workers=workers)
-        source = read_epochs.build_iterable_source(loader, read_epochs.get_backend(), even=False)
-        for batch in source.iterate(EpochIterator(), {}):
-            assert batch["x"].shape[1] == max(n % 4 for n in batch["id"]) + 1
-        return read_steps(source, to_samples=lambda batch: list(zip(batch["id"], batch["text"], strict=True)))
-
-    assert list(chain.from_iterable(check_steps(ranks.run(read_source, workers)))) == [
-        (n, f"no {n}") for n in range(11)
-    ]
+# Loaders of other classes ------------------------------------------------------------------
 
 
 class Doubling(DataLoader):
@@ -365,27 +324,6 @@ def test_streams_shuffled_by_each_rank_have_one_order(several, kind, workers):
     )
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_the_order_of_a_stream_equals_that_of_the_unprepared_loader(ranks, workers):
-    def read_source(workers):
-        read_epochs.get_backend()
-        set_seed(3)
-        source = read_epochs.build_iterable_source(
-            DataLoader(read_epochs.ShuffledStream(23), batch_size=2, num_workers=workers),
-            read_epochs.get_backend(),
-        )
-        set_seed(3 + read_epochs.get_backend().topology.rank)
-        return [read_steps(source) for _ in range(2)]
-
-    results = ranks.run(read_source, workers)
-    set_seed(3)
-    alone = DataLoader(read_epochs.ShuffledStream(23), batch_size=2 * ranks.size, num_workers=workers)
-    for epoch in range(2):
-        assert check_steps([rank_epochs[epoch] for rank_epochs in results]) == [
-            batch.tolist() for batch in alone
-        ]
-
-
 def test_persistent_workers_of_all_ranks_shuffle_equally_after_a_break(ranks):
     def read_source():
         loader = DataLoader(
@@ -401,18 +339,6 @@ def test_persistent_workers_of_all_ranks_shuffle_equally_after_a_break(ranks):
     ]
     assert [sorted(epoch) for epoch in epochs] == [list(range(23))] * 2
     assert epochs[0] != epochs[1]
-
-
-def test_two_loops_over_one_stream_are_independent(ranks):
-    def read_twice():
-        source = read_epochs.build_iterable_source(
-            DataLoader(read_epochs.Stream(11), batch_size=2), read_epochs.get_backend()
-        )
-        first, second = EpochIterator(), EpochIterator()
-        pairs = zip(source.iterate(first, {}), source.iterate(second, {}), strict=True)
-        return all(a.tolist() == b.tolist() and first.step_info == second.step_info for a, b in pairs)
-
-    assert all(ranks.run(read_twice))
 
 
 # Inconsistent streams ---------------------------------------------------------------------
@@ -477,25 +403,6 @@ def test_workers_that_read_a_stream_in_different_orders_are_rejected(ranks):
         return True
 
     assert all(ranks.run(read_source, Seeded))
-
-
-def test_a_read_error_of_a_stream_on_one_rank_is_raised_on_all(several):
-    class Missing(read_epochs.Stream):
-        def __iter__(self):
-            if self.rank == 1:
-                raise FileNotFoundError("the shard")
-            return iter(range(self.count))
-
-    def read_source(kind):
-        backend = read_epochs.get_backend()
-        stream = kind(24)
-        stream.rank = backend.topology.rank
-        error = FileNotFoundError if stream.rank == 1 else RuntimeError
-        with pytest.raises(error, match="the shard" if stream.rank == 1 else "rank 1 could not read"):
-            read_steps(read_epochs.build_iterable_source(DataLoader(stream, batch_size=2), backend))
-        return True
-
-    assert all(several.run(read_source, Missing))
 
 
 # Seeding by worker ------------------------------------------------------------------------
@@ -591,14 +498,6 @@ def test_num_steps_equals_the_number_of_batches_of_an_epoch(count, world, each, 
 
     source = read_epochs.build_iterable_source(loader(), read_epochs.SimulatedRank(0, world), split=split)
     assert source.num_steps() == len(check_steps(read_on_all_ranks(world, loader, split=split)))
-
-
-def test_num_steps_of_a_stream_without_a_length_raises():
-    source = read_epochs.build_iterable_source(
-        DataLoader(read_epochs.Stream(3)), read_epochs.SimulatedRank(0, 2)
-    )
-    with pytest.raises(TypeError, match="has no length"):
-        source.num_steps()
 
 
 # Position ---------------------------------------------------------------------------------
