@@ -148,14 +148,17 @@ class KubernetesJobs(Jobs):
         """Return a job that was deleted after its last status; raise if it was never seen."""
         last = self._last.get(job_id)
         if last is None:
-            raise UsageError(
-                f"Unknown job {job_id!r} in namespace {self.cluster.namespace}: it was deleted, or is in another one. Run "
-                "accel jobs list, or set launcher.namespace; launcher.kubeflow: true selects TrainJobs."
-            )
+            raise self._build_unknown_error(job_id)
         if last.finished:
             return last
         return replace(
             last, state="Deleted", finished=True, exit_code=_SIGTERM_EXIT_CODE, reason="the job was deleted"
+        )
+
+    def _build_unknown_error(self, job_id: str) -> UsageError:
+        return UsageError(
+            f"Unknown job {job_id!r} in namespace {self.cluster.namespace}: it was deleted, or is in another one. Run "
+            "accel jobs list, or set launcher.namespace; launcher.kubeflow: true selects TrainJobs."
         )
 
     def _read_warning(self, job_id: str, pods: Iterable[Any]) -> str:
@@ -185,7 +188,12 @@ class KubernetesJobs(Jobs):
     @override
     def stop(self, job_id: str) -> None:
         with self.cluster.translate_errors(f"stop job {job_id}"):
-            self.delete(job_id)
+            try:
+                self.delete(job_id)
+            except self.cluster.response_error as error:
+                if error.status != HTTPStatus.NOT_FOUND:
+                    raise
+                raise self._build_unknown_error(job_id) from error
 
 
 class TrainJobs(KubernetesJobs):

@@ -24,6 +24,7 @@ __all__ = [
     "format_hint",
     "get_error_code",
     "import_sdk",
+    "is_unknown_job",
     "list_regions",
     "load_service_model",
 ]
@@ -212,12 +213,16 @@ def find_job(account: Account, name: str) -> Mapping[str, Any] | None:
         try:
             job: Mapping[str, Any] = sagemaker.describe_training_job(TrainingJobName=name)
         except sagemaker.exceptions.ClientError as error:
-            # SageMaker has no code of its own for this.
-            text = str(error.response["Error"].get("Message"))
-            if get_error_code(error) != "ValidationException" or not re.search("not f(ou|i)nd", text):
+            if not is_unknown_job(error):
                 raise
             return None
     return job
+
+
+def is_unknown_job(error: Any) -> bool:
+    """Return True if SageMaker's response is that no training job has the name, for which it has no code."""
+    text = str(error.response["Error"].get("Message"))
+    return get_error_code(error) == "ValidationException" and bool(re.search("not f(ou|i)nd", text))
 
 
 def get_error_code(error: BaseException | None) -> str:

@@ -15,7 +15,7 @@ from typing_extensions import override
 from accel_cli import console
 from accel_cli.errors import UsageError
 from accel_cli.jobs.base import Job, Jobs, Log, PollIntervals
-from accel_cli.sagemaker.aws import Account, find_job, get_error_code, import_sdk
+from accel_cli.sagemaker.aws import Account, find_job, get_error_code, import_sdk, is_unknown_job
 
 __all__ = ["CloudWatchLog", "SageMakerJobs", "parse_job"]
 
@@ -72,7 +72,12 @@ class SageMakerJobs(Jobs):
     def stop(self, job_id: str) -> None:
         client = self._account.client("sagemaker")
         with self._account.translate_errors(f"stop job {job_id}"):
-            client.stop_training_job(TrainingJobName=job_id)
+            try:
+                client.stop_training_job(TrainingJobName=job_id)
+            except client.exceptions.ClientError as error:
+                if not is_unknown_job(error):
+                    raise
+                raise self._build_unknown_error(job_id) from error
 
     @override
     def download(self, job_id: str, into: Path) -> Path:
@@ -90,10 +95,13 @@ class SageMakerJobs(Jobs):
     def _describe(self, job_id: str) -> Mapping[str, Any]:
         description = find_job(self._account, job_id)
         if description is None:
-            raise UsageError(
-                f"No training job {job_id} found in {self._account.region}. Run accel jobs list{self.jobs_options} to see the newest."
-            )
+            raise self._build_unknown_error(job_id)
         return description
+
+    def _build_unknown_error(self, job_id: str) -> UsageError:
+        return UsageError(
+            f"No training job {job_id} found in {self._account.region}. Run accel jobs list{self.jobs_options} to see the newest."
+        )
 
 
 def parse_job(description: Mapping[str, Any]) -> Job:

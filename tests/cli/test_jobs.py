@@ -5,31 +5,12 @@ import re
 
 import pytest
 from support.commands import call_accel
+from support.slurm_answers import line
 
 from accel_cli.errors import UsageError
 from accel_cli.jobs import base as following
 from accel_cli.jobs.base import Job, Jobs, Log, PollIntervals, UnreachableError, format_options
-from accel_cli.launchers import LAUNCHERS
 from accel_cli.slurm.jobs import SlurmJobs, parse_job_line
-
-LINE = (
-    "JobId={id} JobName={name} UserId=ann(1000) GroupId=ann(1000) MCS_label=N/A Priority=1 Nice=0 Account=(null) "
-    "QOS=(null) JobState={state} Reason={reason} Dependency=(null) Requeue=1 Restarts=2 BatchFlag=1 Reboot=0 "
-    "ExitCode={code} RunTime=00:01:02 TimeLimit=01:00:00 SubmitTime=2026-01-02T03:04:05 NodeList=n[0-1] "
-    "BatchHost=n0 NumNodes=2 Command=(null) WorkDir=/home/ann StdErr={log} StdIn=/dev/null StdOut={log} Power= "
-)
-
-
-def line(**changes):
-    fields = {
-        "id": "12",
-        "name": "train.py",
-        "state": "RUNNING",
-        "reason": "None",
-        "code": "0:0",
-        "log": "/l/slurm-%j.out",
-    }
-    return LINE.format(**(fields | changes))
 
 
 def test_a_line_of_scontrol_is_parsed_to_a_job():
@@ -117,15 +98,6 @@ def test_the_status_of_a_job_that_the_controller_forgot_comes_from_sacct(fake_co
     assert (job.state, job.finished, job.exit_code, job.nodes) == ("CANCELLED", True, 143, "n[0-1]")
     with pytest.raises(UsageError, match=r"slurm-12\.out in launcher\.output_dir"):
         SlurmJobs().open_log(job)
-
-
-def test_the_status_of_a_forgotten_job_without_accounting_is_an_error(fake_command):
-    fake_command("scontrol", err="slurm_load_jobs error: Invalid job id specified", code=1)
-    fake_command("sacct", err="Slurm accounting storage is disabled", code=1)
-    with pytest.raises(
-        UsageError, match=r"Unknown Slurm job 12: Slurm forgets a job a few minutes after its end"
-    ):
-        SlurmJobs().status("12")
 
 
 def test_a_controller_that_does_not_answer_raises_unreachable_error(fake_command):
@@ -297,12 +269,6 @@ def test_a_truncated_log_is_read_from_its_start(tmp_path):
 
 
 # The launcher of `accel jobs` -----------------------------------------------------------
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS.values())
-def test_open_jobs_of_every_job_launcher_returns_its_jobs(launcher):
-    if launcher.location == "job":
-        assert isinstance(launcher.open_jobs({}), Jobs)
 
 
 @pytest.mark.parametrize(

@@ -130,16 +130,6 @@ def test_a_reached_time_limit_is_in_the_status(account, jobs):
     assert "reason\tstopped: max_wait of 7200 s was reached" in jobs("status", "waits").stdout
 
 
-@pytest.mark.parametrize("verb", ["status", "logs", "stop", "download"])
-def test_an_unknown_job_is_one_message(account, jobs, verb):
-    result = jobs(verb, "nope")
-    assert result.returncode == 2
-    assert result.stderr.strip() == (
-        "accel: error: No training job nope found in us-east-1. Run accel jobs list --launcher sagemaker to see the "
-        "newest."
-    )
-
-
 def test_region_and_aws_profile_come_from_the_effective_profile(account, forked, home, tmp_path, monkeypatch):
     account.client("sagemaker", "eu-west-1").list_training_jobs()
     (home / "profiles").mkdir(parents=True)

@@ -3,13 +3,13 @@
 import json
 import sys
 import tarfile
-from types import SimpleNamespace
 
 import pytest
 import yaml
 from pydantic import ValidationError
 from support.commands import call_accel
 from support.launch_specs import build_spec
+from support.ray_answers import details
 
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.jobs.base import UnreachableError
@@ -225,12 +225,6 @@ def test_the_missing_package_is_named_with_its_extra(cwd, capfd, monkeypatch):
 
 
 # The state of jobs -----------------------------------------------------------
-
-
-def details(status, message="", **more):
-    values = {"submission_id": "train-1", "job_id": "01", "metadata": {"job_name": "train-1"}, "start_time": 1_000_000,
-              "end_time": 1_065_000, "driver_exit_code": None}  # fmt: skip
-    return SimpleNamespace(status=status, message=message, **values | more)
 
 
 FAILED = (
