@@ -1,4 +1,7 @@
-"""The contract with the package of each tracker: the calls, and that the package has them."""
+"""Every tracker satisfies the contract of `tracking/base.py`; and the calls of each package, and that the package has them.
+
+A new tracker needs an entry in `READERS`.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,199 @@ import inspect
 import json
 import subprocess
 import sys
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from accel_runtime.topology import Topology
 from accel_runtime.tracking import TRACKERS, Trackers
+from accel_runtime.tracking.base import flatten_values
 
 PACKAGED = sorted(set(TRACKERS) - {"jsonl", "tensorboard"})
+
+# The rules of all trackers ---------------------------------------------------------------
+
+
+class Recorded(NamedTuple):
+    """The data of a run, as its tracker has recorded them."""
+
+    config: dict
+    points: list
+    """Name, step and value of each number."""
+    is_ended: bool
+
+
+def pick(calls, name):
+    """Return the arguments of the calls of a function."""
+    return [arguments for called, arguments in calls if called == name]
+
+
+def read_run(calls, argument):
+    """Read the calls of a package whose runs record mappings."""
+    points = [
+        (name, call["step"], value)
+        for call in pick(calls, "Run.log")
+        for name, value in flatten_values(call[argument]).items()
+    ]
+    return Recorded(pick(calls, "config.update")[0], points, pick(calls, "Run.finish") == [{}])
+
+
+def read_aim(calls, _):
+    points = [(call["name"], call["step"], call["value"]) for call in pick(calls, "Run.track")]
+    return Recorded(pick(calls, "Run[hparams] =")[0], points, pick(calls, "Run.close") == [{}])
+
+
+def read_clearml(calls, _):
+    points = [
+        (call["title"], call["iteration"], call["value"]) for call in pick(calls, "Logger.report_scalar")
+    ]
+    config = pick(calls, "Task.connect_configuration")[0]["configuration"]
+    return Recorded(config, points, pick(calls, "Task.close") == [{}])
+
+
+def read_comet(calls, _):
+    points = [
+        (call["name"], call["step"], call["value"]) for call in pick(calls, "CometExperiment.log_metric")
+    ]
+    config = pick(calls, "CometExperiment.log_parameters")[0]["parameters"]
+    return Recorded(config, points, pick(calls, "CometExperiment.end") == [{}])
+
+
+def read_dvclive(calls, _):
+    (step,) = set(pick(calls, "Live.step ="))
+    points = [(call["name"], step, call["val"]) for call in pick(calls, "Live.log_metric")]
+    return Recorded(pick(calls, "Live.log_params")[0]["params"], points, pick(calls, "Live.end") == [{}])
+
+
+def read_mlflow(calls, _):
+    points = [
+        (name, call["step"], value)
+        for call in pick(calls, "log_metrics")
+        for name, value in call["metrics"].items()
+    ]
+    config = {name: value for call in pick(calls, "log_params") for name, value in call["params"].items()}
+    return Recorded(config, points, pick(calls, "end_run") == [{}])
+
+
+def read_jsonl(tracker, _):
+    config, *lines = map(json.loads, tracker.path.read_text().splitlines())
+    points = [
+        (name, line["step"], value)
+        for line in lines
+        for name, value in flatten_values(line["values"]).items()
+    ]
+    return Recorded(config["config"], points, tracker.tracker.closed)
+
+
+def read_tensorboard(tracker, _):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    points = []
+    for folder, name in ((tracker.logging_dir, "{}"), (tracker.logging_dir / "deep_x", "{}/x")):
+        if not folder.exists():
+            continue
+        events = EventAccumulator(str(folder)).Reload()
+        points += [
+            (name.format(tag), event.step, event.value)
+            for tag in events.Tags()["scalars"]
+            for event in events.Scalars(tag)
+        ]
+    (file,) = Path(tracker.logging_dir).glob("*/hparams.yml")
+    return Recorded(yaml.safe_load(file.read_text()), points, tracker.writer.file_writer is None)
+
+
+READERS = {
+    "aim": read_aim,
+    "clearml": read_clearml,
+    "comet_ml": read_comet,
+    "dvclive": read_dvclive,
+    "jsonl": read_jsonl,
+    "mlflow": read_mlflow,
+    "swanlab": lambda calls, _: read_run(calls, "data"),
+    "tensorboard": read_tensorboard,
+    "trackio": lambda calls, _: read_run(calls, "metrics"),
+    "wandb": lambda calls, _: read_run(calls, "data"),
+}
+"""For each tracker, a function that reads what it has recorded: from the calls of the stub of its package, or from its files."""
+NUMBERS = {"loss": torch.tensor(0.5), "acc": np.float32(0.25), "deep": {"x": torch.tensor(2)}}
+CONFIG = {"lr": 0.5, "deep": {"a": 1}, "api_key": "hush"}
+
+
+@pytest.fixture(params=READERS)
+def name(request):
+    """The name of each tracker in turn."""
+    return request.param
+
+
+@pytest.fixture
+def record(name, stub, tmp_path):
+    """Return a function that logs values in a run, and returns what the tracker has recorded."""
+
+    def run(*values, step=3):
+        calls = stub(name) if name in PACKAGED else None
+        trackers = Trackers(name, tmp_path, Topology())
+        trackers.begin("project", CONFIG)
+        (tracker,) = trackers.active
+        for each in values:
+            trackers.log(each, step)
+        trackers.end()
+        trackers.log({"loss": 9}, step)
+        return READERS[name](tracker if calls is None else calls, tracker)
+
+    return run
+
+
+def test_every_tracker_has_a_reader():
+    assert sorted(READERS) == sorted(TRACKERS)
+
+
+def test_the_class_of_a_tracker_is_as_its_entry_describes_it(name, stub):
+    if name in PACKAGED:
+        stub(name)
+    entry = TRACKERS[name]
+    assert (entry.load().name, entry.load().requires_logging_directory) == (name, entry.directory)
+
+
+def test_numbers_are_recorded_as_plain_numbers_with_their_step_until_the_end(record):
+    recorded = record(NUMBERS)
+    assert sorted(recorded.points) == [("acc", 3, 0.25), ("deep/x", 3, 2), ("loss", 3, 0.5)]
+    assert {type(value) for _, _, value in recorded.points} <= {int, float}
+    assert recorded.is_ended
+
+
+def test_the_configuration_is_recorded_without_secrets(record):
+    assert flatten_values(record(NUMBERS).config) == {"lr": 0.5, "deep/a": 1, "api_key": "***"}
+
+
+def test_values_that_a_tracker_does_not_support_are_named_once_and_hide_no_number(record, caplog):
+    mixed = {"loss": 0.5, "note": "good", "none": None, "rows": np.ones(3), "thing": object()}
+    points = [point for point in record(mixed, mixed).points if point[0] == "loss"]
+    assert points == [("loss", 3, 0.5)] * 2
+    assert "failed" not in caplog.text
+    for left_out in ("note", "none", "rows", "thing"):
+        assert caplog.text.count(f"does not record {left_out!r}") <= 1
+
+
+def test_the_methods_of_a_tracker_do_nothing_on_other_ranks(name, stub, tmp_path, monkeypatch):
+    ranks = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}
+    for variable, value in (ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}).items():
+        monkeypatch.setenv(variable, str(value))
+    calls, entry = stub(name) if name in PACKAGED else [], TRACKERS[name]
+    folder = tmp_path / "logs"
+    tracker = entry.load()("project", *([str(folder)] if entry.directory else []))
+    tracker.start()
+    tracker.store_init_configuration(CONFIG)
+    tracker.log(NUMBERS, step=3)
+    tracker.finish()
+    assert calls == []
+    assert not folder.exists()
+
+
+# The calls of each package ---------------------------------------------------------------
 
 VALUES = {
     "loss": torch.tensor(0.5),

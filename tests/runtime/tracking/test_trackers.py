@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 
@@ -339,19 +338,6 @@ def test_only_the_main_process_records_unless_main_process_only_is_false(several
     assert [last for _, last in actual] == [({"rank": rank}, 1, {}) for rank in range(several.size)]
     lines = (tmp_path / "project.jsonl").read_text().splitlines()
     assert [json.loads(line).get("values") for line in lines] == [None, {"rank": 0}]
-
-
-def test_methods_of_a_built_in_tracker_do_nothing_on_other_ranks(pair, tmp_path):
-    def direct(folder):
-        from accel_runtime.tracking import JSONLTracker
-
-        tracker = JSONLTracker(f"direct-{Topology.from_env(os.environ).rank}", folder)
-        tracker.start()
-        tracker.log({"loss": 1})
-        tracker.finish()
-        return tracker.path.exists()
-
-    assert pair.run(direct, str(tmp_path)) == [True, False]
 
 
 def test_a_tracker_class_without_its_package_can_be_imported_but_not_created(monkeypatch):
