@@ -309,8 +309,7 @@ def create_scratch(
             _check_alone(scratch, target)
         except TargetExistsError:
             discard_scratch(scratch, disk)
-            if lock is not None:
-                disk.unlock(lock)
+            _release_lock(lock, disk)
             raise
     return scratch, lock
 
@@ -334,11 +333,9 @@ def _create_locked(scratch: Path, disk: FileSystem) -> int | None:
             removed = isinstance(error, FileNotFoundError)
             if not removed or attempt == _ATTEMPTS - 1:
                 discard_scratch(scratch, disk)
-                if lock is not None:
-                    disk.unlock(lock)
+                _release_lock(lock, disk)
                 raise
-        if lock is not None:
-            disk.unlock(lock)
+        _release_lock(lock, disk)
         time.sleep(_RETRY_S)
     raise TargetExistsError(f"{scratch} cannot be locked: another process has locked it. Save again.")
 
@@ -432,6 +429,12 @@ def _try_lock(path: Path, disk: FileSystem) -> Iterator[bool]:
     try:
         yield True
     finally:
+        _release_lock(lock, disk)
+
+
+def _release_lock(lock: int | None, disk: FileSystem) -> None:
+    """Release a lock without raising: the error of the save is the one to report, and the lock ends with the process."""
+    if lock is not None:
         with suppress(OSError):
             disk.unlock(lock)
 

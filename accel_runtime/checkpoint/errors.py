@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,13 @@ __all__ = [
     "format_names",
 ]
 
+_CURES: dict[int | None, str] = {
+    errno.ENOSPC: "Free space, or choose another directory.",
+    errno.EDQUOT: "Free space or raise the quota, or choose another directory.",
+    errno.EROFS: "Choose a directory that is writable.",
+    errno.EACCES: "Change the permissions, or choose another directory.",
+    errno.EPERM: "Change the permissions, or choose another directory.",
+}
 AllGatherObjects = Callable[[Any], list[Any]]
 """Collective call that returns the objects of all ranks, in rank order."""
 
@@ -52,7 +60,7 @@ def errors_on_all_ranks(all_gather: AllGatherObjects) -> Iterator[CollectiveStep
     equal = len(failed) == len(outcomes) and len(set(failed.values())) == 1
     if equal and isinstance(error, CheckpointError):
         raise error
-    text = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+    text = "\n".join(f"rank {rank}: {text}" for rank, text in failed.items())
     raise CheckpointError(next(iter(failed.values())) if equal else text) from error
 
 
@@ -67,7 +75,8 @@ def check_same_directory(operation: str, directories: Sequence[str | None]) -> N
 
 def _describe_error(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        reason = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        return f"{reason}. {_CURES.get(error.errno, 'Check the file system, and try again.')}"
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 

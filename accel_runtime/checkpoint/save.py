@@ -312,7 +312,7 @@ class SaveOperation:
         if needed > free:
             raise CheckpointError(
                 f"Not enough space in {self._paths.target.parent}: the checkpoint needs {format_size(needed)}, and "
-                f"{format_size(free)} are free."
+                f"{format_size(free)} are free. Free space, or choose another directory."
             )
 
     def _commit(

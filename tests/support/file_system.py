@@ -1,17 +1,24 @@
-"""A run whose tensors all contain the number of their step, and file systems whose calls can fail."""
+"""A run whose tensors all contain the number of their step, a file system with faults, and damage to files."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
+import re
+import signal
 import threading
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from accel_runtime import Accelerator, ProjectConfiguration
+from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.filesystem import FileSystem
+from accel_runtime.checkpoint.manifest import NAME, hash_bytes
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT)
 
@@ -49,12 +56,6 @@ class Run:
     @property
     def rank(self):
         return self.acc.process_index
-
-    def change_project(self, folder, *, total_limit=None, automatic=True):
-        """Save into another directory from now on, as a run without checkpoints."""
-        project = self.acc.project_configuration
-        project.project_dir, project.iteration = folder, 0
-        project.total_limit, project.automatic_checkpoint_naming = total_limit, automatic
 
     def set_step(self, step):
         """Set all tensors and the random state to values of this step."""
@@ -97,9 +98,45 @@ class Run:
             state += [v.clone() for v in self.optimizer.optimizer.state.get(parameter, {}).values()]
         return [*state, torch.get_rng_state(), torch.tensor(self.optimizer.steps), repr(self.log.state)]
 
-    def gather_from_rank(self, value, rank):
-        """Return the value of one rank on all ranks."""
-        return self.acc.gather_for_metrics([value], use_gather_object=True)[rank]
+    def save(self, step, path=None, *, disk=None, in_background=False):
+        """Save this step, with another file system from now on if one is given; return the error or None."""
+        self.set_step(step)
+        if disk is not None:
+            self.acc._file_system = disk
+        try:
+            self.acc.save_state(path, async_save=in_background)
+            if in_background:
+                self.set_step(50)  # it must not be part of the checkpoint
+            self.acc.wait_for_checkpoint()
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+    def load(self, path=None):
+        """Load a checkpoint; return its step, or 0 if there is none."""
+        self.set_step(99)
+        try:
+            checkpoint = self.acc.load_state(path)
+        except CheckpointError as error:
+            assert "o complete checkpoint" in str(error) or "is not a checkpoint" in str(error), error
+            assert self.step() == 99
+            return 0
+        assert self.step() == checkpoint.manifest.step
+        return self.step()
+
+    def fail_to_load(self, path=None):
+        """Load a damaged checkpoint; return the error, and require that no state changes."""
+        before = self.copy_state()
+        try:
+            self.acc.load_state(path)
+        except CheckpointError as error:
+            assert is_same_state(self.copy_state(), before)
+            return str(error)
+        raise AssertionError(f"{path} was loaded")
+
+    def gather(self, value):
+        """Return the values of all ranks."""
+        return self.acc.gather_for_metrics([value], use_gather_object=True)
 
     def tensors(self):
         return list(self.acc.unwrap_model(self.model).state_dict().values())
@@ -202,19 +239,65 @@ class RecordingFileSystem(FileSystem):
         self._record_call("unlock")
 
 
-class FailingFileSystem(RecordingFileSystem):
-    """A file system on which one call fails, or that call and all later ones.
+@dataclass(frozen=True)
+class Fault:
+    """A fault of a file system: a call that fails, the end of the process, or a wrong number of free bytes."""
+
+    call: int = 0
+    """The number of the call, counted from 1; 0 is none. A write has written half of its data."""
+    error: int | None = None
+    """The `errno` of the call; None kills the process before the call."""
+    forever: bool = False
+    """Whether all later calls fail too."""
+    free_bytes: int | None = None
+    """The free space that the file system reports; None is the real one."""
+
+
+class FaultyFileSystem(RecordingFileSystem):
+    """A file system with a fault.
 
     Args:
-        at: The number of the call, counted from 1.
-        error: The `errno` of the failure.
-        forever: Whether all later calls fail too.
+        fault: The `Fault`.
+        exchanges: Whether the file system can exchange two directories.
     """
 
-    def __init__(self, at, error, *, forever=False, exchanges=True):
+    def __init__(self, fault, *, exchanges=True):
         super().__init__(exchanges=exchanges)
-        self._at, self._error, self._forever = at, error, forever
+        self._fault = fault
 
     def before_call(self, number, path):
-        if number == self._at or (self._forever and number > self._at):
-            raise OSError(self._error, os.strerror(self._error), path and str(path))
+        fault = self._fault
+        if number != fault.call and not (fault.forever and number > fault.call > 0):
+            return
+        if fault.error is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)  # another thread may be faster than the signal
+        raise OSError(fault.error, os.strerror(fault.error), path and str(path))
+
+    def free_space(self, folder):
+        free = super().free_space(folder)
+        return free if self._fault.free_bytes is None else self._fault.free_bytes
+
+
+def assert_has_form(message):
+    """Require that an error has the form `<what failed>: <why>. <what to do>.`"""
+    assert re.fullmatch(r"\S.*: \S.*\. [A-Z].*\w.*\.", message, re.DOTALL), message
+
+
+def flip_bit(path, bit):
+    """Invert a bit of a file; a negative number counts from the end."""
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def rewrite_manifest(path, change):
+    """Change the manifest of a checkpoint and update its checksum, as an attacker would."""
+    body = json.loads((path / NAME).read_text())["checkpoint"]
+    change(body)
+    write_manifest(path, json.dumps(body, separators=(",", ":")))
+
+
+def write_manifest(path, text):
+    """Write the manifest of a checkpoint, with its checksum."""
+    (path / NAME).write_text(f'{{"checksum":"{hash_bytes(text.encode())}",\n"checkpoint":{text}}}\n')

@@ -19,12 +19,14 @@ from multiprocessing.connection import Connection, wait
 
 import cloudpickle
 from support.interpreter import TESTS, Interpreter
-from support.processes import ForkedProcess, free_port
+from support.processes import ForkedProcess, fork, free_port, wait_for_exit
 
 CALL_S = 150
 """Time limit of one function on all ranks."""
 STRAGGLER_S = 30
 """Time limit of the other ranks after a rank has failed."""
+SURVIVOR_S = 0.05
+"""Time limit of the other ranks after a rank has killed itself."""
 EXIT_DELAY_S = 5
 """Time after which a rank exits during a call if its test process has ended."""
 IDLE_S = 10
@@ -48,6 +50,10 @@ class RanksFailedError(AssertionError):
     """A function raised or did not return on some ranks; the message contains their tracebacks."""
 
 
+class RankEndedError(RanksFailedError):
+    """A process ended during a call."""
+
+
 class Alone:
     """A cluster of one rank: this process."""
 
@@ -68,6 +74,13 @@ class Alone:
         """Call `function(*args)` in this process."""
         assert "RANK" not in os.environ
         return [function(*args)]
+
+    def run_until_killed(self, function, *args):
+        """Call a function in a fork of this process, which may kill itself; return whether it did."""
+        code = wait_for_exit(fork(function, *args), CALL_S)
+        if code > 0:
+            raise RanksFailedError(f"the rank exited with code {code}")
+        return code < 0
 
     def close(self):
         """Do nothing: no process was started."""
@@ -105,13 +118,21 @@ class Cluster:
 
     def run(self, function, *args):
         """Call `function(*args)`, both taken by value, on every rank; return the results in rank order."""
-        return self._run(function, args, STRAGGLER_S)
+        return self._call(function, args, STRAGGLER_S)
 
     def run_to_first_error(self, function, *args):
         """Call `function(*args)` on every rank until one of them raises, and kill the others, which wait for it."""
-        return self._run(function, args, 0)
+        return self._call(function, args, 0)
 
-    def _run(self, function, args, straggler_s):
+    def run_until_killed(self, function, *args):
+        """Call a function that may kill its rank, and kill the other ranks then; return whether a rank was killed."""
+        try:
+            self._call(function, args, SURVIVOR_S)
+        except RankEndedError:
+            return True
+        return False
+
+    def _call(self, function, args, straggler_s):
         self._idle_timer.cancel()
         with self._lock:
             if not self._processes:
@@ -165,7 +186,7 @@ class Cluster:
 
     def _receive_results(self, straggler_s):
         pending = {connection: rank for rank, connection in enumerate(self._connections)}
-        results, errors = {}, {}
+        results, errors, error_type = {}, {}, RanksFailedError
         deadline = time.monotonic() + CALL_S
         while pending and (ready := wait(list(pending), max(0, deadline - time.monotonic()))):
             for connection in ready:
@@ -173,7 +194,7 @@ class Cluster:
                 try:
                     is_success, value = cloudpickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionResetError):
-                    is_success, value = False, "the process ended"
+                    is_success, value, error_type = False, "the process ended", RankEndedError
                 (results if is_success else errors)[rank] = value
             if errors:
                 deadline = min(deadline, time.monotonic() + straggler_s)
@@ -182,7 +203,7 @@ class Cluster:
             message = "\n".join(
                 f"rank {rank} of {self.size}: {text}" for rank, text in sorted(errors.items())
             )
-            raise RanksFailedError(message)
+            raise error_type(message)
         return [results[rank] for rank in range(self.size)]
 
 

@@ -4,23 +4,36 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import cloudpickle
 import pytest
-from support import file_system, recorded_runs
+from support import recorded_runs
 
-cloudpickle.register_pickle_by_value(file_system)
 cloudpickle.register_pickle_by_value(recorded_runs)
+
+
+@contextmanager
+def _create_folder():
+    shm = Path("/dev/shm")  # noqa: S108 - a directory in it has a name of its own
+    folder = Path(tempfile.mkdtemp(prefix="accel-test-", dir=shm if shm.is_dir() else None))
+    yield folder
+    shutil.rmtree(folder)
 
 
 @pytest.fixture
 def memory():
     """Return a temporary directory, in memory if /dev/shm exists: some tests save hundreds of times."""
-    shm = Path("/dev/shm")  # noqa: S108 - a directory in it has a name of its own
-    folder = Path(tempfile.mkdtemp(prefix="accel-test-", dir=shm if shm.is_dir() else None))
-    yield folder
-    shutil.rmtree(folder)
+    with _create_folder() as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def module_memory():
+    """Return a temporary directory that the tests of a module share, in memory if /dev/shm exists."""
+    with _create_folder() as folder:
+        yield folder
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -6,7 +6,7 @@ import errno
 from pathlib import Path
 
 import pytest
-from support.file_system import RecordingFileSystem
+from support.file_system import Fault, FaultyFileSystem, RecordingFileSystem
 
 from accel_runtime.checkpoint import directory
 from accel_runtime.checkpoint.errors import CheckpointError
@@ -133,32 +133,18 @@ def test_a_checkpoint_locked_by_readers_is_not_removed(tmp_path):
     assert list_names(tmp_path) == []
 
 
-class StuckFileSystem(FileSystem):
-    """A file system on which, after an exchange, directories can be neither synced nor exchanged back."""
-
-    renamed = 0
-
-    def sync_directory(self, folder):
-        if self.renamed:
-            raise OSError(errno.EIO, "Input/output error", str(folder))
-        super().sync_directory(folder)
-
-    def exchange(self, old, new):
-        if self.renamed:
-            raise OSError(errno.EIO, "Input/output error", str(old))
-        self.renamed += 1
-        super().exchange(old, new)
-
-
 def test_the_old_checkpoint_is_kept_if_a_replacement_cannot_be_undone(tmp_path):
-    target, disk = tmp_path / "mine", StuckFileSystem()
-    save_checkpoint(target, "a1")
+    target, recorder = tmp_path / "mine", RecordingFileSystem()
+    save_checkpoint(target, "a0")
+    save_checkpoint(target, "a1", recorder)
+    # After the exchange, directories can be neither synced nor exchanged back.
+    disk = FaultyFileSystem(Fault(recorder.calls.index("exchange") + 2, errno.EIO, forever=True))
     scratch, lock = directory.create_scratch(target, "b2", disk)
     write_checkpoint(scratch, "b2")
     with pytest.raises(OSError, match="Input/output error"):
         directory.commit_directory(scratch, target, disk)
-    directory.discard_scratch(scratch, disk)
-    disk.unlock(lock)
+    directory.discard_scratch(scratch, FileSystem())
+    FileSystem().unlock(lock)
     assert read_checkpoint(target).manifest.save == "b2"
     assert read_checkpoint(scratch).manifest.save == "a1"
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support.file_system import Run
 from support.recorded_runs import Samples, Script, start_training, to_numbers, train_batch
 from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -416,3 +417,25 @@ def test_saving_on_nodes_without_shared_files_raises_with_advice(clusters, tmp_p
     with pytest.raises(Exception, match=message):
         clusters[2].run(save_sharded, str(tmp_path / "saved"), kind, SeparateFileSystem, shared)
     assert list(tmp_path.iterdir()) == []
+
+
+def save_step_five(folder):
+    assert Run(folder).save(5) is None
+
+
+def load_and_report(folder):
+    run = Run(folder)
+    run.set_step(9)
+    before = torch.get_rng_state()
+    step = run.acc.load_state().manifest.step
+    values = {float(value) for tensor in run.tensors() for value in tensor.flatten()}
+    random_state = torch.get_rng_state()
+    return step, run.optimizer.steps, values, torch.equal(random_state, before), random_state.sum().item()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_checkpoint_of_two_ranks_loads_its_step_and_random_states_that_differ(clusters, size, tmp_path):
+    clusters[2].run(save_step_five, tmp_path)
+    results = clusters[size].run(load_and_report, tmp_path)
+    assert [result[:4] for result in results] == [(5, 5, {5.0}, False)] * size
+    assert len({random_state for *_, random_state in results}) == size

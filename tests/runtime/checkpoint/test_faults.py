@@ -1,0 +1,481 @@
+"""Complete or absent: after any fault of any save, the next load gives one complete step, and the next save works.
+
+`Saves.check` states it. A fault is a call of the file system that fails, once or from then on, a process that is killed before
+a call or at any time, or missing space. The tensors of a run all contain the number of their step, so a mixture is noticed.
+After damage to any file of a checkpoint, loading names the file and the previous checkpoint, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import os
+import random
+import shutil
+import signal
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from support.file_system import (
+    ERRORS,
+    Fault,
+    FaultyFileSystem,
+    RecordingFileSystem,
+    Run,
+    assert_has_form,
+    flip_bit,
+)
+from support.processes import fork, wait_for_exit
+
+from accel_runtime.checkpoint.manifest import NAME
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of save, and the state of the directory before it."""
+
+    before: int = 1
+    """The number of checkpoints before."""
+    limit: int | None = None
+    """Keep this number of checkpoints with automatic names."""
+    named: bool = False
+    """Save to a directory that the script names."""
+    exchanges: bool = True
+    """Whether the file system can exchange two directories."""
+    user_files: bool = False
+    """Add files of the user to the target directory."""
+    hooks: bool = False
+    """Let a hook of the script add a file to the checkpoint."""
+    in_background: bool = False
+
+    def get_target(self, folder):
+        return folder / "mine" if self.named else None
+
+
+KINDS = {
+    "the first ever": Kind(0),
+    "the second": Kind(),
+    "one is kept": Kind(limit=1),
+    "two are kept": Kind(2, limit=2),
+    "the same directory": Kind(named=True),
+    "the same directory, by two renames": Kind(named=True, exchanges=False),
+    "a directory with files of the user": Kind(0, named=True, user_files=True),
+    "a checkpoint with files of the user": Kind(named=True, user_files=True),
+    "a checkpoint with files of the user, by two renames": Kind(named=True, exchanges=False, user_files=True),
+    "hooks that write files": Kind(hooks=True),
+    "one is kept, in the background": Kind(limit=1, in_background=True),
+    "the same directory, in the background": Kind(named=True, in_background=True),
+}
+STEP = 7
+"""The step of the save with the fault."""
+
+
+def build_run(kind, folder, disk=None):
+    logging.getLogger("accel_runtime.checkpoint").setLevel(logging.ERROR)
+    disk = disk or RecordingFileSystem(exchanges=kind.exchanges)
+    run = Run(folder, total_limit=kind.limit, automatic=not kind.named, disk=disk)
+    if kind.hooks:
+        run.acc.register_save_state_pre_hook(write_note)
+    return run
+
+
+def write_note(models, weights, output_dir):
+    """Write a file into the checkpoint, as a hook of a script does."""
+    note = Path(output_dir) / "extra" / f"note-{os.environ.get('RANK', '0')}.txt"
+    note.parent.mkdir(exist_ok=True)
+    note.write_text("kept")
+
+
+def write_user_files(folder):
+    target = folder / "mine"
+    (target / "plans" / "empty").mkdir(parents=True)
+    (target / "notes.txt").write_text("of the user")
+    (target / "plans" / "more.txt").write_text("too")
+    (target / "link").symlink_to("nowhere")
+
+
+def read_user_files(kind, folder):
+    """Return the contents of the user's files in the target directory."""
+    if not kind.user_files:
+        return {}
+    target = folder / "mine"
+    contents = {str(path.relative_to(target)): path.read_text() for path in target.rglob("*.txt")}
+    return contents | {
+        "empty": (target / "plans" / "empty").is_dir(),
+        "link": str((target / "link").readlink()),
+    }
+
+
+def list_leftovers(folder):
+    """Return the hidden files and directories that a save has left."""
+    return [str(path) for path in folder.rglob(".*")]
+
+
+# Functions that run on every rank -------------------------------------------------------------
+
+
+def create_checkpoints(kind, folder):
+    """Save the checkpoints before the save with the fault."""
+    run = build_run(kind, folder)
+    for step in range(1, kind.before + 1):
+        assert run.save(step, kind.get_target(folder)) is None
+
+
+def save_with_fault(kind, folder, fault, rank):
+    """Save with a fault on a rank (None: on every rank); return the run, the error and the calls of this rank."""
+    is_faulty = rank in {None, int(os.environ.get("RANK", "0"))}
+    disk = FaultyFileSystem(fault if is_faulty else Fault(), exchanges=kind.exchanges)
+    run = build_run(kind, folder, disk)
+    error = run.save(STEP, kind.get_target(folder), in_background=kind.in_background)
+    return run, error, disk.calls
+
+
+def save_or_be_killed(*args):
+    save_with_fault(*args)
+
+
+def save_and_check(kind, folder, fault, rank, files):
+    """Save with a failing call, and check what the invariant says; return the error and the calls of all ranks."""
+    run, error, calls = save_with_fault(kind, folder, fault, rank)
+    context = f"{fault}: {error}"
+    assert set(run.gather(error)) == {error}
+    if error and run.rank == 0:
+        assert_has_form(error)
+        assert str(folder) in error, context
+        assert (os.strerror(fault.error) if fault.error else "Not enough space") in error, context
+        if not fault.forever:
+            assert list_leftovers(folder) == [], context
+            assert read_user_files(kind, folder) == files, context
+    run.acc.wait_for_everyone()
+    # A complete checkpoint that could not be removed is valid.
+    steps = {kind.before, STEP} if error and fault.forever else {kind.before} if error else {STEP}
+    check_next_save(kind, folder, run, steps, files)
+    return error, run.gather(calls)
+
+
+def check_next_run(kind, folder, steps, files):
+    """Check what the run after a killed one does; return the step that it loads."""
+    return check_next_save(kind, folder, build_run(kind, folder), steps, files)
+
+
+def check_next_save(kind, folder, run, steps, files):
+    """Load, save and load again; return the step that is loaded first."""
+    target = kind.get_target(folder)
+    step = run.load(target)
+    assert step in steps, f"{step} was loaded instead of {steps}"
+    disk = RecordingFileSystem(exchanges=kind.exchanges)
+    assert run.save(STEP + 1, target, disk=disk) is None
+    assert run.load(target) == STEP + 1
+    if run.rank == 0:
+        assert list_leftovers(folder) == []
+        assert read_user_files(kind, folder) == files
+        assert kind.limit is None or len(run.acc.checkpoints.list()) == kind.limit
+        assert not kind.hooks or list(folder.rglob("note-0.txt"))
+    return step
+
+
+def save_in_loop(kind, folder, log, first, delays):
+    """Resume and save in a loop; after `first` saves, the kernel ends the process after its delay.
+
+    The log has the step that was loaded, and each step that is saved.
+    """
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    run, target = build_run(kind, folder), kind.get_target(folder)
+    step = saved = run.load(target)
+    for number in itertools.count():
+        if run.rank == 0:
+            with log.open("a") as file:
+                file.write(f"{saved}\n")
+        if number == first:
+            signal.setitimer(signal.ITIMER_REAL, delays[run.rank])
+        # An asynchronous save is complete when the next one starts.
+        saved = step if kind.in_background else step + 1
+        step += 1
+        run.set_step(step)
+        run.acc.save_state(target, async_save=kind.in_background)
+
+
+# The invariant -------------------------------------------------------------------------------
+
+
+class Saves:
+    """Saves with faults on one number of ranks, each in a copy of the directory before it."""
+
+    def __init__(self, cluster, folder):
+        self._cluster, self._folder = cluster, folder / str(cluster.size)
+        self._folder.mkdir()
+        self._numbers = itertools.count()
+        self._calls = {}
+
+    def list_calls(self, name):
+        """Return the calls of a save without a fault, by rank."""
+        if name not in self._calls:
+            ((error, self._calls[name]), *_) = self._save_and_check(name, Fault(), 0)
+            assert error is None
+        return self._calls[name]
+
+    def check(self, name, fault, rank=0):
+        """Check that a save with a fault on a rank (None: on all) is complete or absent; return if it was interrupted."""
+        if fault.error or fault.free_bytes is not None:
+            ((error, _), *_) = self._save_and_check(name, fault, rank)
+            return error is not None
+        kind, folder, files = self._copy_start(name)
+        is_killed = self._cluster.run_until_killed(save_or_be_killed, kind, folder, fault, rank)
+        steps = {kind.before, STEP} if is_killed else {STEP}
+        self._cluster.run(check_next_run, kind, folder, steps, files)
+        return is_killed
+
+    def kill_at_random(self, name, kills, seed):
+        """Kill runs at random times while they save in a loop; each must load at least what was saved before."""
+        chance, log = random.Random(seed), self._folder / "log"
+        folder, last_saved, loaded = self._folder / str(next(self._numbers)), 0, []
+        folder.mkdir()
+        for number in range(kills):
+            log.write_text("")
+            # Half of the runs complete some saves first: a busy machine completes few in a fixed time.
+            first, seconds = number % 2 * 4, chance.uniform(0.001, 0.1 * self._cluster.size)
+            delays = [
+                seconds + chance.choice((0, chance.uniform(0, 0.02))) for _ in range(self._cluster.size)
+            ]
+            assert self._cluster.run_until_killed(save_in_loop, KINDS[name], folder, log, first, delays)
+            step, *steps = map(int, log.read_text().split())
+            assert step >= last_saved, f"{step} was loaded, and {last_saved} had been saved"
+            loaded.append(step)
+            last_saved = max([step, *steps])
+        return loaded
+
+    def _save_and_check(self, name, fault, rank):
+        kind, folder, files = self._copy_start(name)
+        return self._cluster.run(save_and_check, kind, folder, fault, rank, files)
+
+    def _copy_start(self, name):
+        """Return a kind of save, a copy of the directory before it, and the contents of the files of the user."""
+        kind, start = KINDS[name], self._folder / name
+        if not start.exists():
+            start.mkdir()
+            if kind.user_files:
+                write_user_files(start)
+            self._cluster.run(create_checkpoints, kind, start)
+        folder = self._folder / str(next(self._numbers))
+        shutil.copytree(start, folder, symlinks=True)
+        return kind, folder, read_user_files(kind, folder)
+
+
+@pytest.fixture(scope="module")
+def one(clusters, module_memory):
+    return Saves(clusters[1], module_memory)
+
+
+@pytest.fixture(scope="module")
+def two(clusters, module_memory):
+    return Saves(clusters[2], module_memory)
+
+
+@st.composite
+def faults(draw, calls):
+    """Generate faults of a save with these calls; rare calls are as likely as frequent ones."""
+    name = draw(st.sampled_from(sorted(set(calls))))
+    call = draw(st.sampled_from([number for number, each in enumerate(calls, 1) if each == name]))
+    error = draw(st.sampled_from([*ERRORS, None, None]))
+    return Fault(call, error, forever=error is not None and draw(st.booleans()))
+
+
+def few(count, **options):
+    checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    return settings(max_examples=count, suppress_health_check=checks, **options)
+
+
+UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)
+"""For ranks that start again after a failure."""
+
+
+@pytest.mark.parametrize("name", KINDS)
+@given(data=st.data())
+@few(3)
+def test_a_save_with_a_fault_is_complete_or_absent(one, name, data):
+    one.check(name, data.draw(faults(one.list_calls(name)[0])))
+
+
+@given(data=st.data())
+@few(4, phases=UNSHRUNK)
+def test_a_save_with_a_fault_on_one_of_two_ranks_is_complete_or_absent(two, data):
+    name, rank = data.draw(st.sampled_from(list(KINDS))), data.draw(st.sampled_from([0, 1]))
+    two.check(name, data.draw(faults(two.list_calls(name)[rank])), rank)
+
+
+def test_the_first_error_is_reported_if_later_calls_fail_too(one):
+    first_close = one.list_calls("the second")[0].index("close") + 1
+    assert one.check("the second", Fault(first_close, errno.EIO, forever=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+@given(data=st.data())
+@few(12)
+def test_a_save_with_one_of_many_faults_is_complete_or_absent(one, name, data):
+    one.check(name, data.draw(faults(one.list_calls(name)[0])))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+@given(data=st.data())
+@few(5, phases=UNSHRUNK)
+def test_a_save_with_one_of_many_faults_on_two_ranks_is_complete_or_absent(two, name, data):
+    rank = data.draw(st.sampled_from([0, 1, None]))
+    two.check(name, data.draw(faults(two.list_calls(name)[rank or 0])), rank)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("forever", [False, True], ids=["once", "forever"])
+@pytest.mark.parametrize("name", KINDS)
+def test_every_failed_call_leaves_a_complete_checkpoint(one, name, forever):
+    calls = range(1, 1 + len(one.list_calls(name)[0]))
+    assert sum(one.check(name, Fault(call, ERRORS[call % 4], forever)) for call in calls) > 40
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("error", ERRORS, ids=errno.errorcode.get)
+def test_every_error_of_every_call_leaves_a_complete_checkpoint(one, error):
+    calls = range(1, 1 + len(one.list_calls("one is kept")[0]))
+    assert sum(one.check("one is kept", Fault(call, error)) for call in calls) > 40
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", KINDS)
+def test_every_failed_call_on_either_of_two_ranks_leaves_a_complete_checkpoint(two, name, rank):
+    calls = range(1, 1 + len(two.list_calls(name)[rank]))
+    assert sum(two.check(name, Fault(call, ERRORS[call % 4]), rank) for call in calls) > 5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", KINDS)
+def test_a_process_killed_before_every_call_leaves_a_complete_checkpoint(one, name):
+    calls = range(1, 1 + len(one.list_calls(name)[0]))
+    assert sum(one.check(name, Fault(call)) for call in calls) == len(calls)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 1, None], ids=["rank 0", "rank 1", "all ranks"])
+@pytest.mark.parametrize(
+    "name", ["one is kept", "the same directory", "the same directory, in the background"]
+)
+def test_killing_any_or_all_of_two_ranks_leaves_a_complete_checkpoint(two, name, rank):
+    calls = range(1, 1 + len(two.list_calls(name)[rank or 0]), 3)
+    assert sum(two.check(name, Fault(call), rank) for call in calls) == len(calls)
+
+
+@pytest.mark.parametrize("name", ["two are kept", "the same directory, in the background"])
+def test_missing_space_is_reported_before_anything_is_written(one, name):
+    assert one.check(name, Fault(free_bytes=100))
+
+
+@pytest.mark.slow
+def test_runs_killed_at_random_times_continue_from_their_saves(one):
+    assert one.kill_at_random("one is kept", kills=8, seed=5)[-1] >= 8
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("size", "name", "kills"),
+    [
+        (1, "one is kept", 50),
+        (1, "the same directory, in the background", 50),
+        (1, "the same directory, by two renames", 40),
+        (1, "one is kept, in the background", 30),
+        (2, "the same directory, in the background", 20),
+        (2, "one is kept", 20),
+    ],
+)
+def test_many_runs_killed_at_random_times_continue_from_their_saves(one, two, size, name, kills):
+    assert [one, two][size - 1].kill_at_random(name, kills, seed=5)[-1] >= kills
+
+
+def test_a_save_writes_next_to_its_target_and_not_to_tmpdir(memory, monkeypatch):
+    elsewhere = memory / "tmp"
+    elsewhere.mkdir()
+    monkeypatch.setenv("TMPDIR", str(elsewhere))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+
+    def save_and_be_killed():
+        Run(memory, automatic=False, disk=FaultyFileSystem(Fault(20))).save(1, memory / "mine")
+
+    assert wait_for_exit(fork(save_and_be_killed)) == -signal.SIGKILL
+    assert not list(elsewhere.iterdir())
+    assert list(memory.glob(".mine.saving-*"))
+
+
+# Damage to a checkpoint ----------------------------------------------------------------------
+
+
+DAMAGES = {
+    "a flipped bit": lambda file, number: flip_bit(file, number % (8 * file.stat().st_size)),
+    "a flipped bit at the end": lambda file, number: flip_bit(file, -1 - number % 32),
+    "a truncated file": lambda file, number: os.truncate(file, number % file.stat().st_size),
+    "a longer file": lambda file, number: file.write_bytes(file.read_bytes() + bytes(1 + number % 9)),
+    "a missing file": lambda file, _: file.unlink(),
+    "a directory": lambda file, _: (file.unlink(), file.mkdir()),
+    "a pipe": lambda file, _: (file.unlink(), os.mkfifo(file)),
+    "the file of another checkpoint": lambda file, _: shutil.copy(
+        str(file).replace("checkpoint_1", "checkpoint_0"), file
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(module_memory):
+    """Return a run with checkpoints of steps 3 and 4 that have a file of a hook."""
+    run = Run(module_memory / "saved")
+    run.acc.register_save_state_pre_hook(write_note)
+    assert run.save(3) is run.save(4) is None
+    return run
+
+
+def check_damage(run, damage, number):
+    """Damage each file of the newest checkpoint in turn: the error names it, nothing changes, and the file can be restored."""
+    run.set_step(9)
+    newest = run.acc.checkpoints.newest().path
+    for file in sorted(path for path in newest.rglob("*") if path.is_file()):
+        original = file.read_bytes()
+        try:
+            DAMAGES[damage](file, number)
+            if file.is_file() and file.read_bytes() == original:
+                continue  # both checkpoints have the same file of the hook
+            message = run.fail_to_load(newest)
+        finally:
+            file.rmdir() if file.is_dir() else file.unlink(missing_ok=True)
+            file.write_bytes(original)
+        assert (str(newest) if file.name == NAME else str(file)) in message, message
+        assert f"The checkpoint before it is {newest.with_name('checkpoint_0')}, of step 3." in message
+    assert run.step() == 9
+    assert run.load(newest) == 4
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@given(number=st.integers(0, 2**32))
+@few(2)
+def test_damage_to_any_file_is_named_and_changes_nothing(saved, damage, number):
+    check_damage(saved, damage, number)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("damage", ["a flipped bit", "a flipped bit at the end", "a truncated file"])
+@given(number=st.integers(0, 2**32))
+@few(400)
+def test_much_damage_to_any_file_is_named_and_changes_nothing(saved, damage, number):
+    check_damage(saved, damage, number)
+
+
+@pytest.mark.full
+def test_every_third_bit_of_small_files_and_headers_is_verified(saved):
+    newest = saved.acc.checkpoints.newest().path
+    for file in sorted(path for path in newest.rglob("*") if path.is_file()):
+        for bit in range(0, 8 * min(file.stat().st_size, 400), 3):
+            flip_bit(file, bit)
+            assert str(file) in saved.fail_to_load(newest)
+            flip_bit(file, bit)
