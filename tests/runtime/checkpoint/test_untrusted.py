@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.file_system import Run, is_same_state
+from support.file_system import Run, rewrite_manifest, write_manifest
 
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.manifest import NAME, hash_bytes
@@ -34,34 +34,24 @@ def payload_directory(memory):
     assert not path.exists()
 
 
-@pytest.fixture
-def project(memory):
-    run = Run(memory / "project")
-    run.set_step(3)
-    run.acc.save_state()
-    run.set_step(9)
+@pytest.fixture(scope="module")
+def pristine(module_memory):
+    """Return a run with a checkpoint of step 3, which tests copy."""
+    run = Run(module_memory / "project")
+    assert run.save(3) is None
     return run
 
 
 @pytest.fixture
-def newest(project):
-    return project.acc.checkpoints.newest().path
+def project(pristine):
+    pristine.set_step(9)
+    return pristine
 
 
-def rewrite_manifest(path, change):
-    """Change a manifest and give it a valid checksum, as an attacker would."""
-    body = json.loads((path / NAME).read_text())["checkpoint"]
-    change(body)
-    text = json.dumps(body, separators=(",", ":"))
-    (path / NAME).write_text(f'{{"checksum":"{hash_bytes(text.encode())}",\n"checkpoint":{text}}}\n')
-
-
-def load_and_expect_error(run, path):
-    before = run.copy_state()
-    with pytest.raises(CheckpointError) as raised:
-        run.acc.load_state(path)
-    assert is_same_state(run.copy_state(), before)
-    return str(raised.value)
+@pytest.fixture
+def newest(pristine, memory):
+    """Return a copy of the checkpoint."""
+    return Path(shutil.copytree(pristine.acc.checkpoints.newest().path, memory / "checkpoint_0"))
 
 
 def test_the_payload_runs_if_it_is_unpickled(memory):
@@ -95,7 +85,7 @@ def test_a_pickle_in_place_of_any_file_is_rejected(project, newest, payload_dire
         data = path.read_bytes()
         for content in (payload, payload.ljust(len(data), b"\0")[: max(len(data), len(payload))]):
             path.write_bytes(content)
-            assert path.name in load_and_expect_error(project, newest)
+            assert path.name in project.fail_to_load(newest)
         path.write_bytes(data)
 
 
@@ -169,19 +159,19 @@ MALFORMED_STATES = [
 @pytest.mark.parametrize("state", MALFORMED_STATES, ids=str)
 def test_malformed_states_are_rejected_before_anything_changes(project, newest, state):
     rewrite_manifest(newest, lambda body: body["values"]["registered"].update(odd=state))
-    assert "the state of registered" in load_and_expect_error(project, newest)
+    assert "the state of registered" in project.fail_to_load(newest)
 
 
 @pytest.mark.parametrize("dtype", ["load", "os", "__name__", "nn", "float33", "", "compile", "Tensor"])
 def test_an_invalid_dtype_is_rejected(project, newest, dtype):
     rewrite_manifest(newest, lambda body: body["tensors"]["model/0.weight"].update(dtype=dtype))
-    assert "model/0.weight" in load_and_expect_error(project, newest)
+    assert "model/0.weight" in project.fail_to_load(newest)
 
 
 def test_a_dtype_of_another_size_is_rejected(project, newest):
     rewrite_manifest(newest, lambda body: body["tensors"]["model/0.weight"].update(dtype="float64"))
-    assert "model/0.weight is float64 of shape [8, 8], and its parts have 256 bytes" in load_and_expect_error(
-        project, newest
+    assert "model/0.weight is float64 of shape [8, 8], and its parts have 256 bytes" in project.fail_to_load(
+        newest
     )
 
 
@@ -204,13 +194,13 @@ ESCAPING_NAMES = [
 @pytest.mark.parametrize("name", ESCAPING_NAMES)
 def test_file_names_outside_a_checkpoint_are_rejected(project, newest, name):
     rewrite_manifest(newest, lambda body: body["files"].update({name: body["files"]["model.safetensors"]}))
-    assert "is not the name of a file inside a checkpoint" in load_and_expect_error(project, newest)
+    assert "is not the name of a file inside a checkpoint" in project.fail_to_load(newest)
 
 
 @pytest.mark.parametrize("name", ESCAPING_NAMES)
 def test_tensors_in_files_outside_a_checkpoint_are_rejected(project, newest, name):
     rewrite_manifest(newest, lambda body: body["tensors"]["model/0.weight"]["chunks"][0].update(file=name))
-    assert "tensor model/0.weight" in load_and_expect_error(project, newest)
+    assert "tensor model/0.weight" in project.fail_to_load(newest)
 
 
 def test_files_named_in_a_forged_manifest_are_not_deleted(memory):
@@ -287,7 +277,7 @@ INVALID_TENSORS = {
 @pytest.mark.parametrize("name", INVALID_TENSORS)
 def test_invalid_tensor_entries_are_rejected_before_memory_is_allocated(project, newest, name):
     rewrite_manifest(newest, INVALID_TENSORS[name])
-    message = load_and_expect_error(project, newest)
+    message = project.fail_to_load(newest)
     assert f"{newest / NAME} cannot be used: " in message or "and its parts have" in message
 
 
@@ -323,8 +313,8 @@ def test_a_deeply_nested_state_is_rejected(project, newest):
     body = json.loads((newest / NAME).read_text())["checkpoint"]
     body["values"]["registered"]["odd"] = "HERE"
     text = json.dumps(body, separators=(",", ":")).replace('"HERE"', deep)
-    (newest / NAME).write_text(f'{{"checksum":"{hash_bytes(text.encode())}",\n"checkpoint":{text}}}\n')
-    assert "is damaged" in load_and_expect_error(project, newest)
+    write_manifest(newest, text)
+    assert "is damaged" in project.fail_to_load(newest)
 
 
 def test_a_symlink_out_of_the_checkpoint_is_rejected(project, newest, memory):
@@ -333,4 +323,4 @@ def test_a_symlink_out_of_the_checkpoint_is_rejected(project, newest, memory):
     secret.write_bytes(secret.read_bytes()[:-1] + b"\1")
     (newest / "model.safetensors").unlink()
     (newest / "model.safetensors").symlink_to(secret)
-    assert "is damaged" in load_and_expect_error(project, newest)
+    assert "is damaged" in project.fail_to_load(newest)
