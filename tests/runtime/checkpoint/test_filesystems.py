@@ -1,4 +1,4 @@
-"""Real file systems that are full, read-only, removed, mounted or limited: a clear error, and the previous checkpoint loads."""
+"""Objects of the kernel that test_faults.py cannot imitate: mounts, quotas, users, links, and directories that disappear."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.file_system import Run
+from support.file_system import Fault, FaultyFileSystem, Run
 from support.processes import fork, wait_for_exit
 
-from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.filesystem import FileSystem
 from accel_runtime.checkpoint.safetensors_file import TensorPart, write_safetensors
 
@@ -36,108 +35,49 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def fail_to_save(run, path=None):
-    with pytest.raises(CheckpointError) as raised:
-        run.acc.save_state(path)
-    return str(raised.value)
-
-
 @root_only
-def test_a_disk_that_becomes_full_during_a_save_keeps_the_previous_checkpoint(small_disk):
-    class OverreportingFileSystem(FileSystem):
-        """Report free space although none is left, as if another process wrote in the meantime."""
-
-        def free_space(self, folder):  # noqa: ARG002 - the same for all folders
-            return 1 << 60
-
-    run = Run(small_disk, width=80, disk=OverreportingFileSystem())  # about 80 kB per checkpoint
-    run.set_step(1)
-    run.acc.save_state()
+def test_a_full_disk_keeps_the_previous_checkpoint(small_disk):
+    run = Run(small_disk, width=80)  # about 80 kB per checkpoint
+    assert run.save(1) is None
     (small_disk / "filler").write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096 - 40_000))
-    run.set_step(2)
-    message = fail_to_save(run)
-    assert "No space left on device" in message
-    assert ".safetensors" in message
-    run.acc.load_state()
-    assert run.step() == 1
-    assert not list(small_disk.rglob(".*"))
-    (small_disk / "filler").unlink()
-    run.set_step(3)
-    run.acc.save_state()
-    run.acc.load_state()
-    assert run.step() == 3
-
-
-@root_only
-def test_missing_free_space_is_reported_before_anything_is_written(small_disk):
-    run = Run(small_disk, width=80)
-    run.set_step(1)
-    run.acc.save_state()
-    (small_disk / "filler").write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096 - 40_000))
-    message = fail_to_save(run)
     directory = re.escape(str(small_disk / "checkpoints"))
-    assert re.search(
-        rf"Not enough space in {directory}: the checkpoint needs \d+\.\d kB, and \d\d\.\d kB are free",
-        message,
+    assert re.fullmatch(
+        rf"Not enough space in {directory}: the checkpoint needs \d+\.\d kB, and \d\d\.\d kB are free\. Free space, .*",
+        run.save(2),
     )
-    run.acc.load_state()
-    assert run.step() == 1
-
-
-@root_only
-def test_a_checkpoint_loads_from_a_full_file_system(small_disk):
-    run = Run(small_disk)
-    run.set_step(1)
-    run.acc.save_state()
-    (small_disk / "filler").write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096))
-    run.set_step(2)
-    fail_to_save(run)
-    run.acc.load_state()
-    assert run.step() == 1
+    # As if another process wrote in the meantime.
+    message = run.save(2, disk=FaultyFileSystem(Fault(free_bytes=1 << 60)))
+    assert re.search(r"\.safetensors: No space left on device\. Free space, ", message)
+    assert not list(small_disk.rglob(".*"))
+    (small_disk / "more").write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096))
+    assert run.load() == 1
+    (small_disk / "filler").unlink()
+    assert run.save(3) is None
+    assert run.load() == 3
 
 
 @root_only
 def test_a_save_names_a_read_only_file_system(small_disk):
     run = Run(small_disk)
-    run.set_step(1)
-    run.acc.save_state()
+    assert run.save(1) is None
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    run.set_step(2)
-    assert "Read-only file system" in (message := fail_to_save(run))
+    message = run.save(2)
+    assert "Read-only file system" in message
     assert str(small_disk / "checkpoints") in message
-    run.acc.load_state()
-    assert run.step() == 1
+    assert run.load() == 1
     subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
-    run.set_step(3)
-    run.acc.save_state()
-    run.acc.load_state()
-    assert run.step() == 3
-
-
-@root_only
-def test_a_save_names_a_read_only_bind_mount(tmp_path):
-    (tmp_path / "bound").mkdir()
-    mount("none", "bind", tmp_path / "bound", str(tmp_path / "bound"))
-    try:
-        run = Run(tmp_path, automatic=False)
-        subprocess.run(["mount", "-o", "remount,ro,bind", str(tmp_path / "bound")], check=True)
-        message = fail_to_save(run, tmp_path / "bound" / "mine")
-        assert "Read-only file system" in message
-        assert str(tmp_path / "bound") in message
-    finally:
-        subprocess.run(["umount", "-l", str(tmp_path / "bound")], check=True)
+    assert run.save(3) is None
+    assert run.load() == 3
 
 
 @root_only
 def test_a_mount_point_is_rejected_as_a_target_with_a_suggestion(small_disk):
     run = Run(small_disk, automatic=False)
-    run.set_step(1)
-    message = fail_to_save(run, small_disk)
+    message = run.save(1, small_disk)
     assert f"Use a subdirectory such as {small_disk / 'checkpoint'}" in message
     assert not list(small_disk.parent.glob(".*"))
-    run.acc.save_state(small_disk / "checkpoint")
-    run.acc.load_state(small_disk / "checkpoint")
-    assert run.step() == 1
+    assert run.save(1, small_disk / "checkpoint") is None
+    assert run.load(small_disk / "checkpoint") == 1
 
 
 @root_only
@@ -148,8 +88,7 @@ def test_a_bind_mount_is_rejected_as_a_target_with_a_suggestion(tmp_path):
     mount("none", "bind", target, str(target))
     try:
         run = Run(tmp_path, automatic=False)
-        run.set_step(1)
-        assert f"Use a subdirectory such as {target / 'checkpoint'}" in fail_to_save(run, target)
+        assert f"Use a subdirectory such as {target / 'checkpoint'}" in run.save(2, target)
         assert [path.name for path in tmp_path.iterdir()] == ["there"]
         assert (target / "notes").read_text() == "of the user"
     finally:
@@ -172,12 +111,9 @@ def test_an_exceeded_quota_keeps_the_previous_checkpoint(tmp_path):
 
 def exceed_quota(folder):
     run = Run(folder, width=60)
-    run.set_step(1)
-    run.acc.save_state()
-    run.set_step(2)
-    assert "Disk quota exceeded" in fail_to_save(run)
-    run.acc.load_state()
-    assert run.step() == 1
+    assert run.save(1) is None
+    assert "Disk quota exceeded" in run.save(2)
+    assert run.load() == 1
 
 
 def run_as_user(user, function):
@@ -194,7 +130,7 @@ def run_as_user(user, function):
 def test_a_directory_without_write_permission_is_named(memory):
     def save():
         run = Run(memory / "theirs")
-        message = fail_to_save(run)
+        message = run.save(1)
         assert f"{memory / 'theirs' / 'checkpoints'}: Permission denied" in message, message
 
     memory.chmod(0o755)
@@ -211,39 +147,32 @@ def test_a_directory_that_is_removed_during_a_save_is_named(memory):
             return super().create(path)
 
     run = Run(memory, disk=VanishingFileSystem())
-    run.set_step(1)
-    message = fail_to_save(run)
+    message = run.save(1)
     assert "No such file or directory" in message
     assert "checkpoint_0" in message
-    run.acc._file_system = FileSystem()
-    run.acc.save_state()
-    run.acc.load_state()
-    assert run.step() == 1
+    assert run.save(1, disk=FileSystem()) is None
+    assert run.load() == 1
 
 
 def test_a_file_in_place_of_a_directory_is_named(memory):
     run = Run(memory, automatic=False)
     (memory / "file").write_text("of the user")
-    assert f"{memory / 'file'} is a file: a checkpoint is a directory" in fail_to_save(run, memory / "file")
-    assert f"{memory / 'file'}" in fail_to_save(run, memory / "file" / "below")
+    assert f"{memory / 'file'} is a file: a checkpoint is a directory" in run.save(2, memory / "file")
+    assert f"{memory / 'file'}" in run.save(2, memory / "file" / "below")
     assert (memory / "file").read_text() == "of the user"
 
 
 def test_the_current_directory_is_rejected_as_a_target(memory, monkeypatch):
     monkeypatch.chdir(memory)
     run = Run(memory, automatic=False)
-    run.set_step(1)
-    assert f"Use a subdirectory such as {memory / 'checkpoint'}" in fail_to_save(run, ".")
-    run.acc.save_state("checkpoint")
-    run.acc.load_state("checkpoint")
-    assert run.step() == 1
+    assert f"Use a subdirectory such as {memory / 'checkpoint'}" in run.save(1, ".")
+    assert run.save(1, "checkpoint") is None
+    assert run.load("checkpoint") == 1
     (memory / "checkpoint" / "inner").mkdir()
     monkeypatch.chdir(memory / "checkpoint" / "inner")
-    run.set_step(2)
-    run.acc.save_state("..")
+    assert run.save(2, "..") is None
     assert Path.cwd() == memory / "checkpoint" / "inner"
-    run.acc.load_state("..")
-    assert run.step() == 2
+    assert run.load("..") == 2
 
 
 def test_a_save_to_a_symlink_replaces_the_target_of_the_link(memory):
@@ -254,16 +183,23 @@ def test_a_save_to_a_symlink_replaces_the_target_of_the_link(memory):
         run.set_step(step)
         assert run.acc.save_state(memory / "latest") == str(memory / "real")
     assert (memory / "latest").is_symlink()
-    run.acc.load_state(memory / "latest")
-    assert run.step() == 2
+    assert run.load(memory / "latest") == 2
 
 
 def test_a_symlink_that_a_save_hook_creates_is_rejected(memory):
     run = Run(memory)
-    run.set_step(1)
     run.acc.register_save_state_pre_hook(lambda *args: (Path(args[2]) / "big").symlink_to("/dev/null"))
-    assert "it is a link that a hook has made" in fail_to_save(run)
+    assert "it is a link that a hook has made" in run.save(2)
     assert not list(memory.rglob(".*"))
+
+
+def test_a_write_continues_after_a_short_one(memory, monkeypatch):
+    was = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: was(file, data[:1000]))
+    run = Run(memory, width=20)
+    assert run.save(1) is None
+    monkeypatch.undo()
+    assert run.load() == 1
 
 
 def test_writeback_of_a_large_file_starts_while_it_is_written(tmp_path):
