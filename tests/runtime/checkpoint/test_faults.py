@@ -296,13 +296,22 @@ UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)
 
 @pytest.mark.parametrize("name", KINDS)
 @given(data=st.data())
-@few(3)
+@few(2)
 def test_a_save_with_a_fault_is_complete_or_absent(one, name, data):
     one.check(name, data.draw(faults(one.list_calls(name)[0])))
 
 
+@pytest.mark.parametrize("error", [errno.EIO, None], ids=["fails", "is killed"])
+@pytest.mark.parametrize("name", ["one is kept", "a checkpoint with files of the user, by two renames"])
+def test_a_publication_that_is_interrupted_is_complete_or_absent(one, name, error):
+    calls = one.list_calls(name)[0]
+    # From the first change of a name to the first removal of a file.
+    for number in range(calls.index("remove"), calls.index("unlink") + 1):
+        one.check(name, Fault(number + 1, error))
+
+
 @given(data=st.data())
-@few(4, phases=UNSHRUNK)
+@few(3, phases=UNSHRUNK)
 def test_a_save_with_a_fault_on_one_of_two_ranks_is_complete_or_absent(two, data):
     name, rank = data.draw(st.sampled_from(list(KINDS))), data.draw(st.sampled_from([0, 1]))
     two.check(name, data.draw(faults(two.list_calls(name)[rank])), rank)
