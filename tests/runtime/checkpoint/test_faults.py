@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import logging
 import os
 import random
 import shutil
@@ -76,7 +75,6 @@ STEP = 7
 
 
 def build_run(kind, folder, disk=None):
-    logging.getLogger("accel_runtime.checkpoint").setLevel(logging.ERROR)
     disk = disk or RecordingFileSystem(exchanges=kind.exchanges)
     run = Run(folder, total_limit=kind.limit, automatic=not kind.named, disk=disk)
     if kind.hooks:
