@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from support.processes import free_port
+from support.waits import limit
 
 with contextlib.suppress(ImportError):  # a machine with a GPU may have none
     from hypothesis import HealthCheck, settings
@@ -98,7 +99,7 @@ def accel(cwd):
     def run(*args, timeout=240, **options):
         command = [sys.executable, "-m", "accel_cli", *map(str, args)]
         options = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "cwd": cwd} | options
-        return subprocess.run(command, timeout=timeout, check=False, **options)
+        return subprocess.run(command, timeout=limit(timeout), check=False, **options)
 
     return run
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.waits import limit
 
 ROOT = Path(__file__).parent.parent
 GPUS = torch.cuda.device_count()
@@ -25,7 +26,7 @@ def run_gpu_tests(tmp_path, *arguments, **variables):
     done = subprocess.run(
         [sys.executable, ROOT / "tests" / "gpu" / "__main__.py", *arguments],
         env=os.environ | {"OUT": str(tmp_path / "out")} | variables,
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=500, check=False,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit(500), check=False,
     )  # fmt: skip
     report = tmp_path / "out" / "gpu-report.json"
     return done, json.loads(report.read_text()) if report.exists() else None
@@ -152,7 +153,7 @@ def test_every_gpu_benchmark_runs_with_tiny_sizes(tmp_path):
     page = tmp_path / "page.md"
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu", "--tiny", "--output", page],
-        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=limit(300), check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     titles = re.findall(r"^## (.*)", page.read_text(), re.MULTILINE)
@@ -203,7 +204,7 @@ def test_a_benchmark_that_hangs_is_stopped_after_the_page_is_written(gpu, tmp_pa
 
     def hang(bench):
         assert bench.folder.is_dir()
-        assert ended.wait(30)
+        assert ended.wait(limit(30))
         observed.append((bench.folder.exists(), page.read_text()))
         return gpu.Table("Hanging", "", ("",), [])
 
@@ -247,7 +248,7 @@ def test_a_test_is_skipped_if_its_limit_exceeds_the_time_left(tmp_path):
         [sys.executable, "-m", "pytest", "-q", "-n", "0", "-rs", "-m", "gpu", "-W", "default",
          "-k", "compiled_model or clipping", "tests/gpu/test_training.py"],
         env=os.environ | {"REHEARSE_GPU_TESTS": "1", "GPU_TESTS_S": "140"},
-        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=limit(120), check=False,
     )  # fmt: skip
     assert "1 passed, 2 skipped" in done.stdout, done.stdout + done.stderr
     assert "the time for this run is used up" in done.stdout

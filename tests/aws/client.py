@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+from support.waits import limit
+
 __all__ = ["ARGUMENTS", "ENTRYPOINT", "ROLE", "AwsPlane"]
 
 REGION = "us-east-1"
@@ -24,7 +26,7 @@ _TRUST = {
         {"Effect": "Allow", "Principal": {"Service": "sagemaker.amazonaws.com"}, "Action": "sts:AssumeRole"}
     ],
 }
-_PATIENCE_S = 60
+_PATIENCE_S = limit(60)
 
 
 class AwsPlane:

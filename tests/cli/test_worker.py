@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.waits import limit
 
 import accel_cli
 from accel_cli import worker
@@ -24,7 +25,7 @@ def writes(folder, source, stream):
         process = subprocess.Popen(command, cwd=folder, **{stream: remote_end.fileno()})
         remote_end.close()
         writes_of_process = iter(lambda: local_end.recv(65536).decode(), "")
-        return process.wait(timeout=200), list(writes_of_process)
+        return process.wait(timeout=limit(200)), list(writes_of_process)
 
 
 def test_a_printed_line_is_one_write(tmp_path):

@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 from support.gpu_rehearsal import REHEARSAL
+from support.models import ResidualBlock
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -18,21 +19,10 @@ COMPILE = "torch.compile"
 COMPILER = "aot_eager" if REHEARSAL else "inductor"
 
 
-class Net(nn.Module):
-    """Two layers and a residual connection."""
-
-    def __init__(self, width=64):
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x):
-        return x + self.down(torch.nn.functional.gelu(self.up(x)))
-
-
 def loop(accelerator, epochs=3):
     """Return the losses of a training whose epochs end with a batch of 2 instead of 8."""
     torch.manual_seed(5)
-    net = Net()
+    net = ResidualBlock(64)
     data = TensorDataset(torch.randn(26, 64, generator=torch.Generator().manual_seed(6)))
     model, optimizer, loader = accelerator.prepare(
         net, torch.optim.SGD(net.parameters(), lr=0.01), DataLoader(data, batch_size=8)
@@ -67,7 +57,7 @@ def test_a_dynamically_compiled_model_is_one_graph_and_keeps_its_class(device, g
     plugin = TorchDynamoPlugin(backend=COMPILER, dynamic=True)
     losses, model, net = loop(Accelerator(mixed_precision=precision, dynamo_plugin=plugin))
     assert model is net
-    assert type(model) is Net
+    assert type(model) is ResidualBlock
     assert list(model.state_dict()) == ["up.weight", "up.bias", "down.weight", "down.bias"]
     assert graphs() == (1, {}), (
         "one graph is compiled, and the short batch at the end of an epoch needs no other"
@@ -95,7 +85,7 @@ def test_accumulated_gradients_equal_those_of_the_full_batch(device, precision):
     for size, steps in ((16, 1), (4, 4)):
         torch.manual_seed(9)
         accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_steps=steps)
-        net = Net()
+        net = ResidualBlock(64)
         model, optimizer, loader = accelerator.prepare(
             net, torch.optim.SGD(net.parameters(), lr=0.1), DataLoader(TensorDataset(data), batch_size=size)
         )
@@ -116,7 +106,7 @@ def test_accumulated_gradients_equal_those_of_the_full_batch(device, precision):
 @pytest.mark.feature("Gradient accumulation and clipping")
 def test_clipping_returns_the_norm_and_scales_gradients_to_the_limit(device):
     accelerator = Accelerator()
-    net = Net()
+    net = ResidualBlock(64)
     model, _ = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
     accelerator.backward(model(torch.ones(4, 64, device=device)).square().sum())
     expected = torch.cat([p.grad.flatten() for p in net.parameters()]).double().norm().item()
@@ -163,22 +153,11 @@ def test_a_smaller_batch_size_is_found_after_out_of_memory(cuda, capfd):
     assert capfd.readouterr().err.count("out of memory") == len(tried) - 1
 
 
-class Noisy(nn.Module):
-    """A model with dropout."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.5), nn.Linear(32, 2))
-
-    def forward(self, x):
-        return self.layers(x)
-
-
 def run(folder, stop=None, resume=None):
     """Train an epoch of 8 steps, saving after `stop`; return the losses and the final parameters."""
     torch.manual_seed(11 if resume is None else 99)
     accelerator = Accelerator(mixed_precision="bf16")
-    net = Noisy()
+    net = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.5), nn.Linear(32, 2))
     data = TensorDataset(torch.randn(32, 8, generator=torch.Generator().manual_seed(12)))
     model, optimizer, loader = accelerator.prepare(
         net, torch.optim.AdamW(net.parameters(), lr=0.01), DataLoader(data, batch_size=4, shuffle=True)

@@ -4,12 +4,12 @@ import io
 import subprocess
 import sys
 import tarfile
-import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from botocore.exceptions import ClientError, ConnectionClosedError
+from support.waits import wait_until
 
 GROUP = "/aws/sagemaker/TrainingJobs"
 KINDS = ("Completed", "Failed", "Stopped")
@@ -157,6 +157,7 @@ def test_faults_are_injected_as_often_as_configured(account):
 
 STARTS = """
 import importlib.util, pathlib, sys
+sys.path.append({tests!r})
 spec = importlib.util.spec_from_file_location("client", {client!r})
 client = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(client)
@@ -167,17 +168,16 @@ sys.stdin.read()
 
 
 def test_the_plane_ends_with_its_parent_process_also_if_killed(tmp_path):
-    client = str(Path(__file__).parent.parent / "aws" / "client.py")
-    code = STARTS.format(client=client, root=str(tmp_path))
+    tests = Path(__file__).parent.parent
+    code = STARTS.format(tests=str(tests), client=str(tests / "aws" / "client.py"), root=str(tmp_path))
     starter = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    plane = Path("/proc") / starter.stdout.readline().strip()
+    pid = starter.stdout.readline().strip()
+    assert pid, "the plane was not started"
+    plane = Path("/proc") / pid
     assert plane.exists()
     starter.kill()
     starter.communicate()
-    end = time.monotonic() + 120
     with suppress(OSError):  # gone, perhaps between opening and reading
-        while (plane / "stat").read_text().split()[2] != "Z":
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        wait_until(lambda: (plane / "stat").read_text().split()[2] == "Z")

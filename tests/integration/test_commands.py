@@ -11,6 +11,7 @@ import pytest
 import typer.main
 from support import commands
 from support.commands import call_accel
+from support.waits import limit
 
 from accel_cli.main import app
 from accel_cli.planning.machine import Machine
@@ -443,7 +444,9 @@ def test_closed_standard_streams_are_replaced_by_dev_null(cwd, script):
         "import os\nopen('told', 'w').write(str([os.path.exists(f'/proc/self/fd/{n}') for n in range(3)]))\n"
     )
     command = [sys.executable, "-m", "accel_cli", "launch", "--cpu", "train.py"]
-    result = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], check=False, timeout=200)
+    result = subprocess.run(
+        ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], check=False, timeout=limit(200)
+    )
     assert result.returncode == 0
     assert (cwd / "told").read_text() == "[True, True, True]"
 

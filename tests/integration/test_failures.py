@@ -6,11 +6,11 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from support.commands import Accel, run_accel
+from support.waits import limit, wait_until
 
 BAR = 20
 IF_2 = "import os, sys, time\nrank = int(os.environ['RANK'])\nprint('begins', rank)\nif rank == 2:\n"
@@ -257,7 +257,7 @@ def test_two_nodes_report_the_same_first_failure(script, cwd, tmp_path, port):
         for number in range(2)
     ]  # fmt: skip
     try:
-        output_lines = [machine.communicate(timeout=120)[0].splitlines() for machine in machines]
+        output_lines = [machine.communicate(timeout=limit(120))[0].splitlines() for machine in machines]
     finally:
         for machine in machines:
             machine.kill()
@@ -276,26 +276,27 @@ def test_two_nodes_report_the_same_first_failure(script, cwd, tmp_path, port):
 
 def removed(group):
     """Remove a control group once the last of its processes has gone."""
-    end = time.monotonic() + 20
-    while group.exists():
+
+    def remove():
         with contextlib.suppress(OSError):
             group.rmdir()
-        assert time.monotonic() < end
-        time.sleep(0.05)
+        return not group.exists()
+
+    wait_until(remove)
 
 
 @pytest.fixture
 def little_memory():
     """A control group with 1 GiB, of the first version or the second."""
     groups = Path("/sys/fs/cgroup")
-    for parent, limit in ((groups / "memory", "memory.limit_in_bytes"), (groups, "memory.max")):
+    for parent, setting in ((groups / "memory", "memory.limit_in_bytes"), (groups, "memory.max")):
         group = parent / f"accel-test-{os.getpid()}"
         try:
             group.mkdir()
         except OSError:
             continue
-        if (group / limit).exists():
-            (group / limit).write_text(str(1 << 30))
+        if (group / setting).exists():
+            (group / setting).write_text(str(1 << 30))
             yield group
             removed(group)
             return
@@ -310,7 +311,7 @@ def test_the_report_of_a_rank_killed_for_memory(script, little_memory):
     enter = f'echo $$ > {little_memory}/cgroup.procs; exec "$@"'
     command = [sys.executable, "-m", "accel_cli", "launch", "--nproc-per-node", "4", "train.py"]
     result = subprocess.run(
-        ["sh", "-c", enter, "_", *command], capture_output=True, text=True, timeout=120, check=False
+        ["sh", "-c", enter, "_", *command], capture_output=True, text=True, timeout=limit(120), check=False
     )
     assert result.returncode == 137, result.stderr
     assert result.stderr.splitlines()[-2].endswith(

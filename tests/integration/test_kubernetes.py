@@ -9,6 +9,7 @@ from support.commands import Accel, run_accel
 from support.hosts.kubernetes import KubernetesServer
 from support.hosts.network import hosts, needs_hosts
 from support.processes import free_port
+from support.waits import limit
 
 pytestmark = pytest.mark.slow
 TRAIN = """
@@ -106,7 +107,7 @@ def get_id(text):
 @needs_hosts
 def test_two_pods_train_and_their_job_can_be_listed_and_read(two_nodes, launch):
     following = launch("--nnodes", "2", "--ranks", "all", "train.py", "--lr", "$(HOME) $$x")
-    out, err = following.communicate(timeout=240)
+    out, err = following.communicate(timeout=limit(240))
     assert following.returncode == 0, err + out
     name = get_id(err)
     for rank in (0, 1):
@@ -125,7 +126,7 @@ def test_two_pods_train_and_their_job_can_be_listed_and_read(two_nodes, launch):
 @needs_hosts
 def test_the_exit_code_is_that_of_the_script_in_the_pod_that_failed(two_nodes, launch):
     following = launch("--nnodes", "2", "train.py", "fail")
-    out, err = following.communicate(timeout=240)
+    out, err = following.communicate(timeout=limit(240))
     name = get_id(err)
     assert following.returncode == 7, err + out
     assert re.search(
@@ -150,7 +151,7 @@ def test_a_pod_whose_node_is_lost_is_replaced_while_restarts_remain(two_nodes, l
     while not mark.exists():
         assert following.poll() is None, following.communicate()
     next(pod for pod in two_nodes.pods if pod.index == 1).disrupt()
-    out, err = following.communicate(timeout=240)
+    out, err = following.communicate(timeout=limit(240))
     assert following.returncode == 0, err + out
     assert out.count("rank 0 of 2 total 3.0") == 1
     assert [pod.index for pod in two_nodes.pods] == [1, 0, 1]
@@ -164,7 +165,7 @@ def test_a_stopped_job_saves_and_is_deleted(server, launch):
     name = next(iter(server.objects["jobs"]))
     assert "s3cret" not in str(server.objects)
     assert jobs("stop", name).returncode == 0
-    out, err = following.communicate(timeout=120)
+    out, err = following.communicate(timeout=limit(120))
     assert following.returncode == 143, err
     assert "the script saves" in out
     assert f"job {name} ended as Deleted with exit code 143: the job was deleted" in err
@@ -178,7 +179,7 @@ def test_ctrl_c_leaves_the_job_running(server, launch):
     following = launch("--set", "launcher.secrets={API_KEY: keys/api}", "stay.py")
     assert following.stdout.readline() == "the script runs with x\n"
     following.send_signal(signal.SIGINT)
-    _, err = following.communicate(timeout=60)
+    _, err = following.communicate(timeout=limit(60))
     assert following.returncode == 130
     name = get_id(err)
     assert f"job {name} keeps running" in err
@@ -187,11 +188,11 @@ def test_ctrl_c_leaves_the_job_running(server, launch):
 
 def test_a_cluster_that_rejects_or_does_not_answer_is_named(server, launch, monkeypatch):
     server.write_kubeconfig("another token")
-    _, err = (process := launch("train.py")).communicate(timeout=60)
+    _, err = (process := launch("train.py")).communicate(timeout=limit(60))
     assert (process.returncode, "rejects the credentials" in err) == (2, True), err
     with free_port() as port:
         server.write_kubeconfig("x", port)
-    _, err = (process := launch("train.py")).communicate(timeout=60)
+    _, err = (process := launch("train.py")).communicate(timeout=limit(60))
     assert (process.returncode, err.count("accel: error:")) == (1, 1), err
     done = jobs("list")
     assert (done.returncode, "Connection refused. Check the network" in done.stderr) == (1, True), done.stderr
@@ -210,7 +211,7 @@ def test_a_cluster_that_rejects_or_does_not_answer_is_named(server, launch, monk
 
 def test_a_job_without_its_files_is_deleted(server, launch, monkeypatch):
     monkeypatch.setattr(server, "create", lambda kind, item, query: _refuse(kind, item, query, server))
-    _, err = (process := launch("train.py")).communicate(timeout=60)
+    _, err = (process := launch("train.py")).communicate(timeout=limit(60))
     assert process.returncode == 2, err
     assert "quota" in err
     assert len(server.deletions) == 1
@@ -236,7 +237,7 @@ def test_a_cluster_that_does_not_answer_for_a_while_loses_no_line(server, launch
     while "Trying again" not in first:
         first = following.stderr.readline()
     server.is_down = False
-    out, err = following.communicate(timeout=60)
+    out, err = following.communicate(timeout=limit(60))
     assert following.returncode == 0, err
     assert out == "".join(f"line {n}\n" for n in range(1, 12))
     assert err.count("answers again") == 1
@@ -261,14 +262,14 @@ def _read_reason(following):
         lines.append(line)
         if match := re.search(r"is Pending \((.*)\)( on node0)?$", line):
             jobs("stop", get_id("".join(lines)))
-            following.communicate(timeout=60)
+            following.communicate(timeout=limit(60))
             return match[1]
     raise AssertionError("no reason was printed")
 
 
 def test_a_job_whose_creation_was_not_answered_is_deleted(server, launch, monkeypatch):
     monkeypatch.setattr(server, "create", lambda *args: _create_and_break(server, *args))
-    _, err = (process := launch("train.py")).communicate(timeout=60)
+    _, err = (process := launch("train.py")).communicate(timeout=limit(60))
     assert process.returncode == 1, err
     assert "the cluster does not answer" in err
     assert len(server.deletions) == 1
@@ -300,7 +301,7 @@ def test_a_train_job_trains_and_can_be_listed_and_read(two_nodes, kubeflow, vers
     two_nodes.trainer = version
     versions = ("--set", f"launcher.trainer_version={version}") if version == "2.1" else ()
     following = kubeflow(*versions, "--nnodes", "2", "--ranks", "all", "train.py", "--lr", "$(HOME) $$x")
-    out, err = following.communicate(timeout=240)
+    out, err = following.communicate(timeout=limit(240))
     assert following.returncode == 0, err + out
     name = get_id(err)
     for rank in (0, 1):
@@ -323,7 +324,7 @@ def test_a_train_job_that_fails_after_restarts_of_its_pods_has_the_exit_code_of_
 ):
     two_nodes.backoff_limit = 2
     following = kubeflow("--nnodes", "2", "train.py", "fail")
-    out, err = following.communicate(timeout=240)
+    out, err = following.communicate(timeout=limit(240))
     name = get_id(err)
     assert following.returncode == 7, err + out
     assert re.search(rf"job {name} ended as Failed with exit code 7: .*rank 1: exited with code 7", err), err
@@ -337,7 +338,7 @@ def test_a_stopped_train_job_saves_and_is_deleted(server, kubeflow):
     name = next(iter(server.objects["trainjobs"]))
     assert "s3cret" not in str(server.objects)
     assert train_jobs("stop", name).returncode == 0
-    out, err = following.communicate(timeout=120)
+    out, err = following.communicate(timeout=limit(120))
     assert following.returncode == 143, err
     assert "the script saves" in out
     assert f"job {name} ended as Deleted with exit code 143: the job was deleted" in err
@@ -346,10 +347,10 @@ def test_a_stopped_train_job_saves_and_is_deleted(server, kubeflow):
 
 def test_a_cluster_without_trainer_or_with_an_older_one_is_named(server, kubeflow):
     server.trainer = None
-    _, err = (process := kubeflow("train.py")).communicate(timeout=60)
+    _, err = (process := kubeflow("train.py")).communicate(timeout=limit(60))
     assert (process.returncode, "the cluster has no Kubeflow Trainer 2" in err) == (2, True), err
     server.trainer = "2.1"
-    _, err = (process := kubeflow("train.py")).communicate(timeout=60)
+    _, err = (process := kubeflow("train.py")).communicate(timeout=limit(60))
     assert process.returncode == 2
     assert "does not know spec.runtimePatches. Set launcher.trainer_version to '2.1'" in err
     assert not server.deletions

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.commands import Accel, run_accel
 from support.processes import Process
+from support.waits import limit, wait_until
 
 TELL = """
 import json, os, sys
@@ -45,7 +45,7 @@ def test_one_process_replaces_the_launcher_and_keeps_its_exit_code(accel, script
     script("import os, sys; print(os.getpid()); sys.exit(7)")
     command = [sys.executable, "-m", "accel_cli", "launch", "train.py"]
     with Process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        out, err = process.communicate(timeout=200)
+        out, err = process.communicate(timeout=limit(200))
     assert (process.returncode, out.strip()) == (7, str(process.pid))
     assert err.startswith(
         "accel: single, 1 process, cpu, mixed precision no; profile: none, detected defaults"
@@ -68,7 +68,7 @@ def test_a_module_of_the_working_folder_breaks_no_launch_and_is_that_of_the_scri
         str(count),
         "train.py",
     ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=limit(200), check=False)
     assert (result.returncode, result.stdout) == (0, f"True {cwd}\n"), result.stderr
 
 
@@ -222,11 +222,11 @@ def test_a_signal_ends_every_process(script, cwd, count, number):
     )
     command = [sys.executable, "-m", "accel_cli", "launch", "--nproc-per-node", str(count), "train.py"]
     with Process(command, stderr=subprocess.DEVNULL) as process:
-        wait_for(
+        wait_until(
             lambda: len(list(cwd.glob("pid*"))) == count and all(p.read_text() for p in cwd.glob("pid*"))
         )
         process.send_signal(number)
-        code = process.wait(timeout=40)
+        code = process.wait(timeout=limit(40))
     # One process is the script, which saved and left with 0; an agent that was told to stop says so.
     assert code == (0 if count == 1 else 128 + number)
     assert len(list(cwd.glob("saved*"))) == count
@@ -341,7 +341,7 @@ def test_a_line_is_shown_as_soon_as_it_is_printed(script):
         assert process.stdout.readline() == "here\n"
         assert process.poll() is None
         process.stdin.close()
-        assert process.wait(timeout=200) == 0
+        assert process.wait(timeout=limit(200)) == 0
 
 
 @pytest.mark.slow
@@ -357,7 +357,7 @@ def test_two_nodes_join_by_the_same_command(accel, script, tmp_path, port):
     )  # fmt: skip
     machines = [Accel(*command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     try:
-        outputs = [machine.communicate(timeout=120)[0].strip() for machine in machines]
+        outputs = [machine.communicate(timeout=limit(120))[0].strip() for machine in machines]
     finally:
         for machine in machines:
             machine.kill()
@@ -399,7 +399,7 @@ def test_a_rank_that_fails_after_another_node_has_finished_restarts_both_or_is_r
         Accel(*command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(2)
     ]
     try:
-        outputs = [machine.communicate(timeout=120)[0] for machine in machines]
+        outputs = [machine.communicate(timeout=limit(120))[0] for machine in machines]
     finally:
         for machine in machines:
             machine.kill()
@@ -486,13 +486,6 @@ def test_the_example_trains_equally_on_one_and_two_processes(accel):
     accuracy = float(outputs["accel"].partition("test accuracy ")[2].split()[0])
     assert accuracy > 0.9
     assert "of 450)" in outputs["accel"]
-
-
-def wait_for(condition, seconds=120):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.05)
 
 
 def alive(pid):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.hosts.network import Hosts, hosts, needs_hosts
+from support.waits import limit, wait_until
 
 pytestmark = needs_hosts
 MEET = ("-q", "--cpu", "--rdzv-endpoint", "h0:29400")
@@ -58,20 +59,12 @@ for _ in range(2000):
 
 def read_output(process, timeout=150):
     """Return the output of an ended process, without rank prefixes."""
-    return re.sub(r"^\[\d+\] ", "", process.communicate(timeout=timeout)[0], flags=re.MULTILINE)
+    return re.sub(r"^\[\d+\] ", "", process.communicate(timeout=limit(timeout))[0], flags=re.MULTILINE)
 
 
 def numbered(host, number):
     """Launch on one of two nodes with the given node rank."""
     return Hosts([host]).launch(*MEET, "--nnodes", "2", "--node-rank", number, "train.py")[0]
-
-
-def until(happens, seconds=120):
-    """Wait for something that must happen; the bar is for hangs."""
-    end = time.monotonic() + seconds
-    while not happens():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.05)
 
 
 def running(cwd, pattern):
@@ -144,11 +137,11 @@ def test_a_run_continues_without_a_lost_node_and_accepts_its_replacement(script,
                "--set", "process_group_timeout=6", "train.py")  # fmt: skip
     with hosts(2) as two:
         first, _ = two.launch(*options)
-        until(lambda: len(running(cwd, "?of2.*")) == 2)
+        wait_until(lambda: len(running(cwd, "?of2.*")) == 2)
         two[1].kill()
-        until(lambda: running(cwd, "0of1.*"))
+        wait_until(lambda: running(cwd, "0of1.*"))
         (replacement,) = Hosts([two[1]]).launch(*options)
-        until(lambda: len(running(cwd, "?of2.*")) == 2)
+        wait_until(lambda: len(running(cwd, "?of2.*")) == 2)
         (cwd / "enough").touch()
         outputs = [read_output(first), read_output(replacement)]
     assert (first.returncode, replacement.returncode) == (0, 0), outputs
@@ -167,10 +160,10 @@ def test_a_killed_process_restarts_all_processes_on_three_nodes(script, cwd):
     script(LIVES)
     with hosts(3) as three:
         launched = three.launch(*MEET, "--nnodes", "3", "--max-restarts", "1", "train.py")
-        until(lambda: len(running(cwd, "?of3.*")) == 3)
+        wait_until(lambda: len(running(cwd, "?of3.*")) == 3)
         victim = running(cwd, "2of3.*")[0]
         os.kill(victim, signal.SIGKILL)
-        until(lambda: len(running(cwd, "?of3.*")) == 3 and victim not in running(cwd, "2of3.*"))
+        wait_until(lambda: len(running(cwd, "?of3.*")) == 3 and victim not in running(cwd, "2of3.*"))
         (cwd / "enough").touch()
         outputs = [read_output(process) for process in launched]
     assert [process.returncode for process in launched] == [0, 0, 0], outputs
@@ -183,7 +176,7 @@ def test_both_nodes_report_a_broken_network_and_end(script, cwd):
     script(LIVES)
     with hosts(2) as two:
         launched = two.launch(*MEET, "--nnodes", "2", "--set", "process_group_timeout=6", "train.py")
-        until(lambda: len(running(cwd, "?of2.*")) == 2)
+        wait_until(lambda: len(running(cwd, "?of2.*")) == 2)
         two[1].cut()
         cut = time.monotonic()
         outputs = [read_output(process) for process in launched]
@@ -191,7 +184,7 @@ def test_both_nodes_report_a_broken_network_and_end(script, cwd):
     assert [process.returncode for process in launched] == [1, 1], outputs
     assert "h1 (10.77.0.11) does not respond" in outputs[0]
     assert "h1 (10.77.0.11) lost the connection to the rendezvous at h0:29400" in outputs[1]
-    assert took < 120  # by itself a process group waits for half an hour
+    assert took < limit(120)  # by itself a process group waits for half an hour
     assert not running(cwd, "?of2.*")
 
 
@@ -215,7 +208,7 @@ def test_a_launcher_ended_by_a_signal_is_named_on_the_other_node(script, cwd, nu
     with hosts(2) as two:
         # One after the other, so that the first has the store.
         launched = [numbered(host, n) for host, n in zip(two, "01", strict=True)]
-        until(lambda: len([*cwd.glob("up*")]) == 2)
+        wait_until(lambda: len([*cwd.glob("up*")]) == 2)
         launched[1].send_signal(number)
         outputs = [read_output(process) for process in launched]
     assert [process.returncode for process in launched] == [1, 143 if number == signal.SIGTERM else -9], (
@@ -232,10 +225,10 @@ def test_a_third_node_in_a_run_of_two_is_rejected_or_a_spare(script, cwd, restar
     with hosts(3) as three:
         options = (*MEET, "--nnodes", "2", "--max-restarts", restarts, "train.py")
         launched = Hosts(three[:2]).launch(*options)
-        until(lambda: len(running(cwd, "?of2.*")) == 2)
+        wait_until(lambda: len(running(cwd, "?of2.*")) == 2)
         launched += Hosts(three[2:]).launch(*options)
         if code:
-            launched[2].wait(60)
+            launched[2].wait(limit(60))
         else:
             time.sleep(3)  # it says what it waits for after two seconds
         (cwd / "enough").touch()

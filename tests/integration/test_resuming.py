@@ -8,6 +8,7 @@ import time
 import pytest
 from support.commands import Accel, preload, run_accel
 from support.slow_example import EXAMPLES, checkpointing
+from support.waits import limit, read_until
 
 FINAL = r"\d+ steps, weights [0-9a-f]{16}"
 WAIT_S = 120
@@ -72,15 +73,12 @@ class Run:
         self.said = ""
 
     def until(self, pattern):
-        while not re.search(pattern, self.said):
-            line = self.process.stdout.readline()
-            assert line, self.said
-            self.said += line
+        self.said = read_until(self.process, pattern, self.said)
         return self
 
     def end(self):
         """Wait for the end, and return the exit code."""
-        self.said += self.process.communicate(timeout=WAIT_S)[0]
+        self.said += self.process.communicate(timeout=limit(WAIT_S))[0]
         return self.process.returncode
 
     @property

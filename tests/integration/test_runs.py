@@ -4,10 +4,10 @@ import json
 import re
 import signal
 import subprocess
-import time
 
 import pytest
 from support.commands import Accel, run_accel
+from support.waits import limit, wait_until
 
 from accel_cli.runs.run_dir import RunFolder
 
@@ -44,7 +44,7 @@ def test_a_launch_ended_by_a_signal_prints_its_last_line(script, runs):
     with Accel(*PAIR, "train.py", **pipes) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=limit(120))
     assert process.returncode == 143
     (folder,) = runs()
     last = rf"accel: 2 processes ended after [\d.]+ s with exit code 143; logs: {folder.path}"
@@ -128,11 +128,8 @@ def test_the_memory_of_the_ranks_is_recorded_while_they_run(script, runs):
     with Accel(*PAIR, "-q", "train.py", stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         process.stdout.readline()
         (folder,) = runs()
-        deadline = time.monotonic() + 120
-        while not (folder.path / "memory.jsonl").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_until((folder.path / "memory.jsonl").exists)
         process.send_signal(signal.SIGTERM)
-        process.wait(timeout=120)
+        process.wait(timeout=limit(120))
     (sample, *_) = [json.loads(line) for line in (folder.path / "memory.jsonl").read_text().splitlines()]
     assert set(sample["rss"]) == {"0", "1"}

@@ -12,6 +12,7 @@ import pytest
 from aws import models
 from support import commands
 from support.commands import call_accel
+from support.waits import limit, read_until
 
 WAIT_S = 120
 """A generous bar for a command that hangs."""
@@ -71,16 +72,6 @@ def following(cwd):
 
 def create(aws, name, **changes):
     aws.client("sagemaker").create_training_job(**aws.request(name, **changes))
-
-
-def until(stream, pattern):
-    """Read until a line matches, and return the text read."""
-    text = ""
-    while not re.search(pattern, text):
-        line = stream.readline()
-        assert line, text
-        text += line
-    return text
 
 
 # Lists and status ------------------------------------------------------------------------
@@ -186,9 +177,9 @@ def test_following_prints_every_line_of_all_hosts_and_ends_with_the_cost(account
     create(account, "one", ResourceConfig=TWO | {"InstanceCount": 3}, **SPOT)
     account.fault("GetLogEvents", "unavailable", times=2, after=6)
     process = following("one")
-    first_text = until(process.stderr, "is Training")
+    first_text = read_until(process, stream=process.stderr, pattern="is Training")
     account.settings(hold=None)
-    out, err = process.communicate(timeout=WAIT_S)
+    out, err = process.communicate(timeout=limit(WAIT_S))
     assert process.returncode == 0, first_text + err
     for host, host_lines in lines.items():
         assert re.findall(rf"^{host} \| (\d#\d+)$", out, re.MULTILINE) == host_lines
@@ -203,7 +194,7 @@ def test_following_a_failed_job_prints_the_reason_and_exits_with_1(account, foll
     account.settings(play={"lines": ["working"], "exit": 3, "failure": "ValueError: boom"})
     create(account, "one")
     process = following("one")
-    out, err = process.communicate(timeout=WAIT_S)
+    out, err = process.communicate(timeout=limit(WAIT_S))
     assert process.returncode == 1
     assert "algo-1 | working\n" in out
     assert "job one ended as Failed with exit code 1: AlgorithmError: ValueError: boom, exit code: 3" in err
@@ -213,7 +204,7 @@ def test_following_a_job_that_reached_its_limit_exits_with_2(account, following)
     account.settings(hold="Training", speed=2000)
     create(account, "one")
     process = following("one")
-    _, err = process.communicate(timeout=WAIT_S)
+    _, err = process.communicate(timeout=limit(WAIT_S))
     assert process.returncode == 2
     assert "ended as MaxRuntimeExceeded with exit code 2: stopped: max_run of 3600 s was reached" in err
 
@@ -225,18 +216,18 @@ def test_following_continues_after_a_network_failure_without_losing_lines(accoun
     create(account, "one")
     account.wait("one", "Training")
     process = following("one")
-    until(process.stdout, "before")
+    read_until(process, "before")
     account.fault("*", "dropped", seconds=6)
-    text = until(process.stderr, "Trying again.")
+    text = read_until(process, stream=process.stderr, pattern="Trying again.")
     account.ask("log", job="one", lines=["during"])
-    text += until(process.stderr, "answers again")
+    text += read_until(process, stream=process.stderr, pattern="answers again")
     account.ask(
         "log",
         job="one",
         lines=["after", "accel: algo-1 ended with exit code 0"],
     )
     account.settings(hold=None)
-    out, err = process.communicate(timeout=WAIT_S)
+    out, err = process.communicate(timeout=limit(WAIT_S))
     assert process.returncode == 0
     assert out.splitlines() == [
         "algo-1 | during",
@@ -251,9 +242,9 @@ def test_ctrl_c_leaves_a_job_running_and_stop_ends_it(account, following, jobs):
     account.settings(hold="Training", play={"lines": ["working"], "seconds": 600})
     create(account, "one")
     process = following("one")
-    until(process.stdout, "working")
+    read_until(process, "working")
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=WAIT_S)
+    _, err = process.communicate(timeout=limit(WAIT_S))
     assert process.returncode == 130
     assert "keeps running. Follow it with accel jobs logs one -f --launcher sagemaker or stop it with" in err
     assert account.wait("one", "Training")["TrainingJobStatus"] == "InProgress"

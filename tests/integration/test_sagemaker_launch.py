@@ -4,12 +4,12 @@ import json
 import os
 import signal
 import subprocess
-import time
 from functools import partial
 
 import pytest
 from aws import models
 from support import commands
+from support.waits import limit, wait_until
 
 BUCKET = "sagemaker-us-east-1-123456789012"
 PROFILE = """
@@ -122,14 +122,6 @@ def started(here):
         process.stderr.close()
 
 
-def until(true, seconds=120):
-    end = time.monotonic() + seconds
-    while not (value := true()):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    return value
-
-
 def test_detach_submits_a_job_and_prints_only_its_name_on_stdout(aws, accel, launched):
     result = launched("--detach", "--job-name", "mine", "train.py", "--lr", "1e-4", accel=accel)
     assert (result.returncode, result.stdout) == (0, "mine\n"), result.stderr
@@ -201,9 +193,9 @@ def test_an_interrupted_submission_leaves_nothing_behind(aws, started, tmp_path,
     before = world(aws)
     aws.fault("s3:PutObject", "slow", times=None, seconds=1)
     launch = started("train.py")
-    until(lambda: "s3:PutObject" in aws.calls())
+    wait_until(lambda: "s3:PutObject" in aws.calls())
     launch.send_signal(number)
-    _, err = launch.communicate(timeout=200)
+    _, err = launch.communicate(timeout=limit(200))
     aws.ask("clear")
     assert launch.returncode == 128 + number
     assert "The submission was interrupted, and no job was started. Nothing remains in S3." in err
@@ -242,10 +234,10 @@ def test_a_job_without_a_model_is_no_failure(aws, here, launched):
 def test_ctrl_c_leaves_a_followed_job_running(aws, started):
     aws.settings(hold="Training")
     launch = started("--job-name", "mine", "train.py")
-    until(lambda: jobs(aws))
-    until(lambda: aws.calls().count("sagemaker:DescribeTrainingJob") > 2)
+    wait_until(lambda: jobs(aws))
+    wait_until(lambda: aws.calls().count("sagemaker:DescribeTrainingJob") > 2)
     launch.send_signal(signal.SIGINT)
-    _, err = launch.communicate(timeout=200)
+    _, err = launch.communicate(timeout=limit(200))
     assert launch.returncode == 130
     assert "accel jobs logs mine -f" in err.splitlines()[-1]
     assert (

@@ -9,6 +9,7 @@ import threading
 
 import pytest
 from support.slow_example import EXAMPLES, checkpointing
+from support.waits import limit
 
 WAIT_S = 180
 """A generous bar for a job that hangs."""
@@ -67,13 +68,13 @@ class Launch:
     def until(self, pattern):
         """Wait for output that matches."""
         with self._changed:
-            self._changed.wait_for(lambda: self.over or re.search(pattern, self.said), WAIT_S)
+            self._changed.wait_for(lambda: self.over or re.search(pattern, self.said), limit(WAIT_S))
             assert re.search(pattern, self.said), self.said
 
     def end(self):
         """Wait for the end, and return the exit code."""
-        self._reading.join(WAIT_S)
-        return self.process.wait(WAIT_S)
+        self._reading.join(limit(WAIT_S))
+        return self.process.wait(limit(WAIT_S))
 
     def close(self):
         self.process.kill()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from support.commands import Accel
 from support.processes import Process
+from support.waits import limit, wait_until
 
 from accel_cli.runner import guard
 
@@ -44,13 +45,6 @@ for name in ("SIGINT", "SIGTERM"):
 WAIT = "while not Path('go').exists():\n    time.sleep(0.05)\n"
 
 
-def wait_for(condition, seconds=120):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-
-
 class Launched:
     """A launch under way, in the working folder."""
 
@@ -66,7 +60,7 @@ class Launched:
                 self.process = Accel(*command, **streams)
 
     def up(self):
-        wait_for(lambda: len(list(self.cwd.glob("up[0-9]"))) == 2)
+        wait_until(lambda: len(list(self.cwd.glob("up[0-9]"))) == 2)
         return self
 
     def send(self, *numbers):
@@ -76,7 +70,7 @@ class Launched:
         return self
 
     def ended(self, seconds=60):
-        return self.process.wait(timeout=seconds)
+        return self.process.wait(timeout=limit(seconds))
 
     @property
     def said(self):
@@ -108,7 +102,7 @@ def launch(cwd):
     for launched in started:
         launched.process.kill()
         launched.process.wait()
-        wait_for(lambda launched=launched: not launched.left(), 10)
+        wait_until(lambda launched=launched: not launched.left(), 10)
     guard.send_signal(alive(cwd), signal.SIGKILL)
 
 
@@ -133,7 +127,7 @@ def test_a_terminating_signal_reaches_each_process_once_with_time_to_save(script
 def test_user_signals_reach_each_process_once(script, cwd, launch):
     script(HEARD + UP + WAIT)
     launched = launch().up().send(signal.SIGUSR1, signal.SIGUSR2)
-    wait_for(lambda: heard(cwd) == [["SIGUSR1", "SIGUSR2"]] * 2)
+    wait_until(lambda: heard(cwd) == [["SIGUSR1", "SIGUSR2"]] * 2)
     (cwd / "go").touch()
     assert launched.ended() == 0
     assert launched.said == []
@@ -177,7 +171,7 @@ def test_ctrl_c_while_packages_are_imported_has_no_traceback(package, tmp_path):
 def test_a_second_signal_kills_processes_that_ignore_it(script, launch, number):
     script(DEAF + "child = subprocess.Popen(['sleep', '600'])\n" + UP + WAIT)
     launched = launch().up().send(number)
-    wait_for(lambda: launched.said)
+    wait_until(lambda: launched.said)
     time.sleep(0.5)  # nearer together they are one
     pids = ", ".join((launched.cwd / f"up{rank}").read_text() for rank in range(2))
     launched.send(number)
@@ -232,7 +226,7 @@ def test_a_killed_launcher_leaves_no_process_after_five_seconds(script, launch, 
     assert len(launched.left()) == 5
     launched.process.kill()
     launched.process.wait()
-    wait_for(lambda: not launched.left(), 20)
+    wait_until(lambda: not launched.left(), 20)
 
 
 STARTS = """
@@ -288,7 +282,7 @@ def test_daemons_of_ranks_end_with_a_run_that_is_ended(script, cwd, launch, ends
         launched.process.kill()
     assert launched.ended() == code
     if ends == "killed":
-        wait_for(lambda: not alive(cwd), 20)
+        wait_until(lambda: not alive(cwd), 20)
     assert not alive(cwd)
 
 
@@ -306,7 +300,7 @@ def test_a_run_that_loses_its_guard_continues_with_one_warning(script, cwd, laun
     launched = launch().up()
     (lost,) = [process.pid for process in launched.left() if launched._is_guard(process.pid)]
     guard.send_signal([lost], signal.SIGKILL)
-    wait_for(lambda: launched.said)
+    wait_until(lambda: launched.said)
     if number:
         launched.send(number)
     else:
@@ -353,7 +347,7 @@ def test_ctrl_c_before_the_start_of_processes_has_no_traceback(script, launch):
     script("")
     endpoint = ("--set", "launcher.rdzv_endpoint=127.0.0.1:1", "--set", "launcher.allow_loopback=true")
     launched = launch("--nnodes", "2", *endpoint)
-    wait_for(launched.left)  # its guard is there, and it waits for the other machine
+    wait_until(launched.left)  # its guard is there, and it waits for the other machine
     assert launched.send(signal.SIGINT).ended() == 130
     assert "Traceback" not in "\n".join(launched.said)
 
@@ -384,7 +378,7 @@ def test_twenty_launches_run_at_the_same_time(script, cwd):
     command = ("launch", "-q", "--nproc-per-node", 2, "train.py")
     launches = [Accel(*command, n, stderr=subprocess.PIPE) for n in range(20)]
     try:
-        errors = [launch.communicate(timeout=300)[1] for launch in launches]
+        errors = [launch.communicate(timeout=limit(300))[1] for launch in launches]
     finally:
         for launch in launches:
             launch.kill()

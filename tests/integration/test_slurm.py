@@ -12,6 +12,7 @@ import pytest
 from support.commands import Accel, run_accel
 from support.slow_example import checkpointing
 from support.terminal import CommandScreen
+from support.waits import limit, read_until, wait_until
 
 WAIT_S = 400
 """A generous bar for a job that hangs."""
@@ -84,15 +85,13 @@ class Following:
 
     def until(self, pattern):
         """Read the output until a line matches."""
-        while not (found := re.search(pattern, self.said)):
-            line = self.process.stdout.readline()
-            assert line, self.said
-            self.said += line
+        self.said = read_until(self.process, pattern, self.said, seconds=WAIT_S)
+        found = re.search(pattern, self.said)
         return found[1] if found.groups() else found[0]
 
     def end(self):
         """Return the whole output, and the exit code."""
-        out, _ = self.process.communicate(timeout=WAIT_S)
+        out, _ = self.process.communicate(timeout=limit(WAIT_S))
         self.said += out
         return self.process.returncode
 
@@ -103,13 +102,11 @@ class Following:
 
     def start_now(self, job):
         """Skip the two minutes in which Slurm waits for the end of the previous attempt."""
-        end = time.monotonic() + WAIT_S
         # What the node still has to report would be taken for the end of the next attempt.
-        while self._on_a_node(job) or self.command(
-            "sinfo", "--noheader", "--states=completing", "--format=%N"
-        ):
-            assert time.monotonic() < end, self.said
-            time.sleep(0.1)
+        completing = ("sinfo", "--noheader", "--states=completing", "--format=%N")
+        wait_until(
+            lambda: not self._on_a_node(job) and not self.command(*completing), WAIT_S, lambda: self.said
+        )
         time.sleep(1)
         self.command("scontrol", "update", f"JobId={job}", "StartTime=now")
 

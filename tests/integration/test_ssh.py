@@ -4,11 +4,11 @@ import json
 import os
 import re
 import signal
-import time
 
 import pytest
 from support.hosts.debian import UnavailableError
 from support.hosts.ssh import check_available, ssh_hosts
+from support.waits import limit, wait_until
 
 pytestmark = pytest.mark.slow
 LAUNCH = ("launch", "-q", "--cpu")
@@ -56,15 +56,7 @@ def _available():
 
 
 def read(process, timeout=150):
-    return process.communicate(timeout=timeout)[0]
-
-
-def until(condition, seconds=120):
-    """Wait for something that must happen; the limit is for hangs."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.05)
+    return process.communicate(timeout=limit(timeout))[0]
 
 
 def test_two_hosts_run_a_script_with_slots_and_secrets(script, cwd, tmp_path):
@@ -161,7 +153,7 @@ def test_the_first_failure_is_printed_last_and_gives_the_exit_code(script, tmp_p
     with ssh_hosts(2, tmp_path / "ssh") as two:
         process = two.accel(*LAUNCH, "--hosts", "h0,h1", "--log-dir", str(tmp_path / "runs"), "train.py")
         output = read(process)
-        until(lambda: not two.list_processes(), 30)
+        wait_until(lambda: not two.list_processes(), 30)
     assert process.returncode == 1, output
     last = output.splitlines()[-1]
     assert last == "accel: error: host h1: exit code 1 on h1, rank 1: ValueError: no such sample"
@@ -178,11 +170,11 @@ def test_a_launcher_that_ends_leaves_nothing_on_any_host(script, cwd, tmp_path, 
     script(WAIT)
     with ssh_hosts(2, tmp_path / "ssh") as two:
         process = two.accel(*LAUNCH, "--hosts", "h0,h1", "--log-dir", str(tmp_path / "runs"), "train.py")
-        until(lambda: len([*cwd.glob("up*")]) == 2)
+        wait_until(lambda: len([*cwd.glob("up*")]) == 2)
         assert os.getpgid(process.pid) == process.pid
         send(process.pid, number)
         output = read(process)
-        until(lambda: not two.list_processes(), 60)
+        wait_until(lambda: not two.list_processes(), 60)
     assert process.returncode == (130 if number == signal.SIGINT else -9), output
     assert {path.name for path in cwd.glob("saved*")} == {"saved0", "saved1"}
 
@@ -201,10 +193,10 @@ def test_a_host_that_loses_its_network_is_named_and_ends_its_processes(script, c
             str(tmp_path / "runs"),
         )
         process = two.accel(*LAUNCH, *options, "train.py")
-        until(lambda: len([*cwd.glob("up*")]) == 2)
+        wait_until(lambda: len([*cwd.glob("up*")]) == 2)
         two.machines[1].cut()
         output = read(process)
-        until(lambda: not two.list_processes(), 60)
+        wait_until(lambda: not two.list_processes(), 60)
     assert process.returncode == 1, output
     assert output.splitlines()[-1].startswith("accel: error: host h1: the connection was lost"), output
     assert (cwd / "saved1").exists()

@@ -2,11 +2,11 @@
 
 import subprocess
 import sys
-import time
 
 import pytest
 from support.commands import Accel, run_accel
 from support.processes import Process
+from support.waits import wait_until
 
 STALLS = """
 import time, torch
@@ -49,13 +49,6 @@ for step in range(12):
 """
 
 
-def wait_for(condition, seconds=120):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-
-
 @pytest.fixture
 def accel(cwd):
     """Run `accel`, forked from an interpreter that has imported torch, in an empty folder."""
@@ -69,7 +62,7 @@ def sleeping(script, cwd):
     command = [sys.executable, "-m", "accel_cli", "launch", "-q", "--nproc-per-node", "2", "train.py"]
     with Process(command) as process:
         try:
-            wait_for(lambda: len(list(cwd.glob("up*"))) == 2)
+            wait_until(lambda: len(list(cwd.glob("up*"))) == 2)
             yield process
         finally:
             (cwd / "go").touch()
@@ -128,7 +121,7 @@ def test_processes_without_the_stack_signal_are_not_ended_by_it(accel, script, c
            "faulthandler.unregister(signal.SIGRTMIN + 8)"))  # fmt: skip
     with Accel("launch", "-q", "--nproc-per-node", 2, "train.py", stdin=subprocess.DEVNULL) as process:
         try:
-            wait_for(lambda: len(list(cwd.glob("up*"))) == 2)
+            wait_until(lambda: len(list(cwd.glob("up*"))) == 2)
             output = accel("stacks").stdout
         finally:
             (cwd / "go").touch()

@@ -5,7 +5,6 @@ import py_compile
 import re
 import subprocess
 import sys
-import time
 import zipfile
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +13,7 @@ from textwrap import dedent
 import pytest
 from support.commands import run_accel
 from support.processes import Process
+from support.waits import limit, wait_until
 
 from accel_cli import worker
 
@@ -423,12 +423,9 @@ def test_the_fork_server_ends_with_its_launcher():
         server = Path(f"/proc/{launcher.stdout.readline().strip()}/stat")
         assert server.exists()
         launcher.kill()
-    end = time.monotonic() + 120
     # Where nobody collects orphans, one that has ended stays as a zombie.
     with suppress(OSError):  # where somebody does, it is gone, perhaps between opening and reading
-        while server.read_text().split()[2] != "Z":
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        wait_until(lambda: server.read_text().split()[2] == "Z")
 
 
 def test_a_forked_process_ends_if_its_server_is_killed_before_the_start():
@@ -446,7 +443,7 @@ else:
     print("the script runs")
 """
     result = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", source], capture_output=True, text=True, check=True, timeout=limit(60)
     )
     assert result.stdout == "1\n"
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from support.waits import limit
 
 TELL = (
     'import os\nprint(*(os.environ[n] for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")))\n'
@@ -35,7 +36,7 @@ def ranks(variables, count, *options):
         )
         for rank in range(count)
     ]
-    return [(*process.communicate(timeout=200), process.returncode) for process in started]
+    return [(*process.communicate(timeout=limit(200)), process.returncode) for process in started]
 
 
 OMPI = {
@@ -66,7 +67,7 @@ def test_a_process_of_torchrun_runs_as_its_rank(script):
     script(TELL)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python",
                sys.executable, "-m", "accel_cli", "launch", "-q", "--cpu", "train.py"]  # fmt: skip
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit(200))
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == ["0 0 2 2", "1 1 2 2"]
 

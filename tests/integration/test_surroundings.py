@@ -6,13 +6,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from support.commands import run_accel
 from support.hosts.network import needs_hosts
 from support.processes import Process
+from support.waits import limit, wait_until
 
 from accel_cli.errors import explain_os_error, explain_torch_error
 
@@ -186,14 +186,10 @@ def test_process_1_of_a_container_forwards_signals_and_the_exit_code(script, cwd
     container = ["--pid", "--mount", "--fork", "--mount-proc"]
     command = command_in(container, ":", "launch", "-q", "--nproc-per-node", 1, "train.py")
     with Process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 120
-        while not (cwd / "up").exists():
-            assert time.monotonic() < deadline
-            assert process.poll() is None
-            time.sleep(0.05)
+        wait_until((cwd / "up").exists, process=process)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
         os.kill(int(children), signal.SIGTERM)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=limit(60))
     assert (process.returncode, out) == (7, "saved\n"), err
     (pid,) = cwd.parent.rglob("rank_0/pid")
     assert pid.read_text() != "1"  # that of the launcher

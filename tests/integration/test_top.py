@@ -5,11 +5,11 @@ import os
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 from support.commands import Accel, run_accel
 from support.terminal import CommandScreen
+from support.waits import limit, wait_until
 
 TRAINS = """
 import os, sys, time
@@ -64,7 +64,7 @@ def test_top_follows_a_run_through_a_restart_and_a_stall_to_its_end(trains, home
 
 
 def _watch(folder, home):
-    wait_for(lambda: list(home.glob("runs/*/attempt_0/rank_1/beat")))
+    wait_until(lambda: list(home.glob("runs/*/attempt_0/rank_1/beat")))
     with CommandScreen("top") as screen:
         screen.see("running for", "world size 2", "rank  steps", "/4000 ", "loss")
         steps = int(re.search(r"^ *0 +(\d+)", screen.text(), re.MULTILINE)[1])
@@ -132,7 +132,7 @@ def test_live_on_one_of_several_nodes_shows_the_ranks_of_that_node_through_a_res
         assert screen.text().count("rank  steps") == 1
         (trains / "end").touch()
         assert screen.end() == 0
-        assert other.wait(120) == 0
+        assert other.wait(limit(120)) == 0
         text = screen.text()
     assert "rank  steps" not in text
     assert text.splitlines()[-1].startswith("accel: 1 process on this machine finished in ")
@@ -211,10 +211,3 @@ def test_live_needs_a_terminal_and_a_launcher_with_ranks(script):
         other = run_accel("launch", "--set", f"launcher.kind={kind}", "--live", "train.py")
         assert other.returncode == 2
         assert "it is an option of the launchers torchrun and xla" in other.stderr
-
-
-def wait_for(condition, seconds=120):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition was not met in time"
-        time.sleep(0.05)

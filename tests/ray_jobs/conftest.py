@@ -12,6 +12,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from support.waits import limit
 
 STARTED = {
     # A lost node is noticed within seconds.
@@ -124,7 +125,7 @@ class Launches:
         """Run `accel jobs` to its end."""
         command = [sys.executable, "-m", "accel_cli", "jobs", *args, *self._options]
         return subprocess.run(
-            command, cwd=self._folder, capture_output=True, text=True, timeout=120, check=False
+            command, cwd=self._folder, capture_output=True, text=True, timeout=limit(120), check=False
         )
 
     def list_processes(self):
@@ -147,7 +148,7 @@ class Launches:
 
     def wait_for_end(self, seconds=20):
         """Wait until no process of the job is left, and return those that are."""
-        end = time.monotonic() + seconds
+        end = time.monotonic() + limit(seconds)
         while (found := self.list_processes()) and time.monotonic() < end:
             time.sleep(0.1)
         return found

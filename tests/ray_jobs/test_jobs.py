@@ -3,10 +3,10 @@
 import os
 import re
 import signal
-import time
 from types import SimpleNamespace
 
 import pytest
+from support.waits import limit, wait_until
 
 pytest.importorskip("ray.job_submission", reason="Ray is in an environment of its own: make test-ray")
 
@@ -81,17 +81,9 @@ def get_id(text):
     return re.search(r"job (\S+) is submitted", text)[1]
 
 
-def wait_for(condition, process):
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.1)
-
-
 def test_two_nodes_train_and_their_job_can_be_listed_and_read(launches):
     following = launches.start("--lr", "$HOME 'x", options=("--nnodes", "2", "--ranks", "all"))
-    out, err = following.communicate(timeout=WAIT_S)
+    out, err = following.communicate(timeout=limit(WAIT_S))
     assert following.returncode == 0, err + out
     for rank in (0, 1):
         shown = f"rank {rank} of 2 [0, 1] helped ['--lr', \"$HOME 'x\"] 1"
@@ -106,7 +98,7 @@ def test_two_nodes_train_and_their_job_can_be_listed_and_read(launches):
 
 def test_the_exit_code_and_reason_are_those_of_the_rank_that_failed_first(launches):
     following = launches.start("fail", options=("--nnodes", "2", "--set", "launcher.shutdown_timeout=5"))
-    out, err = following.communicate(timeout=WAIT_S)
+    out, err = following.communicate(timeout=limit(WAIT_S))
     name = get_id(err)
     assert following.returncode == 7, err + out
     reason = r"node (\S+-1): exit code 7 on \1, rank 1: exited with code 7"
@@ -124,7 +116,7 @@ def test_a_detached_job_that_is_stopped_saves(launches, cwd):
     (cwd / "train.py").write_text(STAY)
     (cwd / "accel.yaml").write_text("schema_version: 1\nenv: {SETTING: v4lue}\n")
     detached = launches.start(options=("--detach",))
-    out, err = detached.communicate(timeout=WAIT_S)
+    out, err = detached.communicate(timeout=limit(WAIT_S))
     name = get_id(err)
     assert (detached.returncode, out) == (0, f"{name}\n"), err
     while "the script runs with v4lue of-the-node" not in launches.jobs("logs", name).stdout:
@@ -147,7 +139,7 @@ def test_ctrl_c_leaves_the_job_running_until_its_driver_is_killed(launches, cwd)
     while "the script runs" not in (line := following.stdout.readline()):
         assert line, "".join(following.communicate())
     following.send_signal(signal.SIGINT)
-    _, err = following.communicate(timeout=60)
+    _, err = following.communicate(timeout=limit(60))
     assert following.returncode == 130
     name = get_id(err)
     assert f"job {name} keeps running" in err
@@ -164,9 +156,9 @@ def test_a_lost_node_is_replaced_and_the_run_resumes(launches, ray_cluster, cwd,
     (cwd / "train.py").write_text(RESUMES)
     options = ("--nnodes", "2", "--set", "launcher.max_retries=1", "--set", "launcher.shutdown_timeout=5")
     following = launches.start(str(tmp_path), str(victim), options=options)
-    wait_for((tmp_path / "victim").exists, following)
+    wait_until((tmp_path / "victim").exists, WAIT_S, process=following)
     ray_cluster.lose_node_of(int((tmp_path / "victim").read_text()))
-    out, err = following.communicate(timeout=WAIT_S)
+    out, err = following.communicate(timeout=limit(WAIT_S))
     assert following.returncode == 0, err + out
     assert re.search(
         rf"accel: Lost node \S+-{victim}: .*Retry 1 of 1: all nodes start again with --resume", out
@@ -183,7 +175,7 @@ def test_without_retries_a_lost_node_ends_the_run_and_its_script_can_save(launch
     while "the script runs" not in (line := following.stdout.readline()):
         assert line, "".join(following.communicate())
     os.kill(launches.find_worker(), signal.SIGKILL)
-    out, err = following.communicate(timeout=WAIT_S)
+    out, err = following.communicate(timeout=limit(WAIT_S))
     assert following.returncode == 1, err + out
     assert re.search(
         r"with exit code 1: Lost node \S+: The actor is dead because its worker process has died\. Check the nodes",
@@ -214,15 +206,15 @@ def test_what_a_cluster_cannot_run_is_named(launches, cwd):
         options=("--set", "launcher.source=shared", "--set", "launcher.working_dir=/absent")
     )
     away = launches.start(options=("--set", "launcher.address=http://127.0.0.1:9"))
-    out, err = waiting.communicate(timeout=WAIT_S)
+    out, err = waiting.communicate(timeout=limit(WAIT_S))
     assert re.search(
         r"waiting for 2 node\(s\) with CPU: 9 each: 0 of \d node\(s\) of the cluster are large enough", out
     )
     assert waiting.returncode == 1, err
     assert "the cluster did not have 2 node(s) with CPU: 9 each free within 6 s" in err
-    _, err = absent.communicate(timeout=WAIT_S)
+    _, err = absent.communicate(timeout=limit(WAIT_S))
     assert (absent.returncode, "folder not found: /absent. Use a shared file system" in err) == (1, True), err
-    _, err = away.communicate(timeout=WAIT_S)
+    _, err = away.communicate(timeout=limit(WAIT_S))
     assert (away.returncode, "Cannot connect: the cluster does not answer" in err) == (1, True), err
     gone = launches.jobs("status", "absent")
     assert (gone.returncode, "the cluster does not know it" in gone.stderr) == (2, True), gone.stderr
@@ -231,6 +223,6 @@ def test_what_a_cluster_cannot_run_is_named(launches, cwd):
 def test_a_shared_folder_is_used_in_place(launches, cwd):
     (cwd / "train.py").write_text("import pathlib, sys\npathlib.Path('made').write_text(sys.argv[1])\n")
     following = launches.start("here", options=("--set", "launcher.source=shared"))
-    _, err = following.communicate(timeout=WAIT_S)
+    _, err = following.communicate(timeout=limit(WAIT_S))
     assert following.returncode == 0, err
     assert (cwd / "made").read_text() == "here"

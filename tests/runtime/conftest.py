@@ -10,7 +10,7 @@ from support.ranks import Alone, Cluster
 
 from accel_runtime.backends import distributed, set_current_backend
 
-# The model of the tests of sharding is pickled with their functions.
+# The helpers of the tests of sharding are pickled with their functions.
 cloudpickle.register_pickle_by_value(sharded_runs)
 
 

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from support.models import ResidualNet
 from torch import nn
 
 from accel_runtime import Accelerator, DynamoBackend, TorchDynamoPlugin
@@ -16,28 +17,9 @@ from accel_runtime.training.forward import uncompiled_module
 X = torch.linspace(-1, 1, 48).view(6, 8)
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return x + torch.tanh(self.linear(x))
-
-
-class Stack(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(8, 8)
-        self.blocks = nn.ModuleList([Block(), Block(), Block()])
-        self.last = nn.Linear(8, 1)
-
-    def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
+def build_model():
+    torch.manual_seed(0)
+    return ResidualNet(8, inputs=8, depth=3)
 
 
 def train_compiled(**options):
@@ -46,7 +28,7 @@ def train_compiled(**options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings of torch during compilation
         accelerator = Accelerator(**options)
-        model = Stack()
+        model = build_model()
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         local_batch = X.chunk(accelerator.num_processes)[accelerator.process_index]
         for _ in range(2):
@@ -60,7 +42,7 @@ def train_compiled(**options):
 
 @pytest.fixture(scope="module")
 def expected():
-    model = Stack()
+    model = build_model()
     for _ in range(2):
         model(X).square().mean().backward()
         with torch.no_grad():
@@ -104,7 +86,7 @@ def test_regional_compilation_compiles_repeated_blocks_and_the_layers_around_the
     def train_with_regions():
         return train_compiled(dynamo_plugin=TorchDynamoPlugin("aot_eager", use_regional_compilation=True))
 
-    parts = ["first", "blocks.0", "blocks.1", "blocks.2", "last"]
+    parts = ["first", "blocks.0", "blocks.1", "blocks.2", "head"]
     check_results(clusters[size].run(train_with_regions), expected, parts)
 
 
@@ -112,9 +94,9 @@ def test_a_mixed_precision_model_is_compiled_into_one_graph():
     torch._dynamo.reset()
     plugin = TorchDynamoPlugin("eager", fullgraph=True)
     accelerator = Accelerator(mixed_precision="bf16", dynamo_plugin=plugin)
-    model = accelerator.prepare(Stack())
+    model = accelerator.prepare(build_model())
     assert model(X).dtype == torch.float32
-    assert torch.allclose(model(X), Stack()(X), atol=0.05)
+    assert torch.allclose(model(X), build_model()(X), atol=0.05)
 
 
 def test_a_model_of_a_torch_class_is_compiled():
@@ -152,7 +134,7 @@ def test_a_compiled_model_runs_hooks_and_modes_and_can_be_copied():
 
 @pytest.mark.parametrize("backend", [None, "no", "NO", DynamoBackend.NO])
 def test_a_model_is_not_compiled_without_a_backend(backend):
-    assert Accelerator(dynamo_backend=backend).prepare(Stack())._compiled_call_impl is None
+    assert Accelerator(dynamo_backend=backend).prepare(build_model())._compiled_call_impl is None
 
 
 def test_all_compilation_options_are_passed_to_torch():
@@ -161,19 +143,19 @@ def test_all_compilation_options_are_passed_to_torch():
     )
     expected = {"backend": "inductor", "mode": "reduce-overhead", "fullgraph": True, "dynamic": False}
     assert plugin.to_kwargs() == expected | {"options": None, "disable": True}
-    model = Accelerator(dynamo_plugin=plugin).prepare(Stack())
-    assert torch.equal(model(X), Stack()(X))
+    model = Accelerator(dynamo_plugin=plugin).prepare(build_model())
+    assert torch.equal(model(X), build_model()(X))
 
 
 def test_unwrap_model_can_remove_the_compilation():
     accelerator = Accelerator(dynamo_backend="eager")
-    model = accelerator.prepare(Stack())
+    model = accelerator.prepare(build_model())
     assert accelerator.unwrap_model(model)._compiled_call_impl is not None
     assert accelerator.unwrap_model(model, keep_torch_compile=False)._compiled_call_impl is None
 
 
 def test_a_model_compiled_by_the_script_is_not_compiled_again_and_can_be_unwrapped():
-    compiled_model = torch.compile(model := Stack(), backend="eager")
+    compiled_model = torch.compile(model := build_model(), backend="eager")
     accelerator = Accelerator(dynamo_backend="eager")
     prepared = accelerator.prepare(compiled_model)
     assert prepared is compiled_model

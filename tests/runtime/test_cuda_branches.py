@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.data_sets import SampleStream
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -256,13 +257,6 @@ def test_staging_buffers_work_if_memory_cannot_be_pinned(runtime, monkeypatch):
     assert reported == ["cuda"], "the error must be cleared, or the next kernel of the script reports it"
 
 
-class Numbers(IterableDataset):
-    """A stream of numbers."""
-
-    def __iter__(self):
-        return iter(torch.arange(10.0))
-
-
 @pytest.fixture
 def pinned(monkeypatch):
     """Let loaders pin memory, and return the set of addresses of pinned tensors."""
@@ -282,7 +276,9 @@ def pinned(monkeypatch):
     return addresses
 
 
-@pytest.mark.parametrize("data", [TensorDataset(torch.arange(10.0)), Numbers()], ids=["map", "stream"])
+@pytest.mark.parametrize(
+    "data", [TensorDataset(torch.arange(10.0)), SampleStream(torch.arange(10.0))], ids=["map", "stream"]
+)
 @pytest.mark.parametrize(
     "options", [{"batch_size": 4}, {"batch_size": 4, "shuffle": False}, {"batch_size": None}]
 )

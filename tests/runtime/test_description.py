@@ -9,9 +9,10 @@ import json
 import pytest
 import torch
 from rich.console import Console
+from support.data_sets import RangeStream
 from torch import nn
 from torch.optim.lr_scheduler import ConstantLR
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from accel_runtime import (
     Accelerator,
@@ -21,13 +22,6 @@ from accel_runtime import (
     DistributedDataParallelKwargs,
 )
 from accel_runtime.env import FullyShard, Parallel, flatten_settings
-
-
-class Stream(IterableDataset):
-    """Five samples without a length."""
-
-    def __iter__(self):
-        return iter(range(5))
 
 
 def describe_run(  # noqa: PLR0913
@@ -231,7 +225,7 @@ CHANGES = {
     "models.reduces_in": {"options": {"kwargs_handlers": HALF}},
     "models.wrapping": {"frozen": True},
     "schedulers.advances": {"options": {"step_scheduler_with_optimizer": False}},
-    "loaders.dataset": {"data": Stream()},
+    "loaders.dataset": {"data": RangeStream(5)},
     "loaders.samples": {"data": range(12)},
     "loaders.steps": {"data": range(22)},
     "loaders.batch_size": {"batch": 4},
@@ -273,7 +267,7 @@ def test_every_field_of_the_description_is_tested():
             lambda: DataLoader(range(9), batch_sampler=[[0, 1, 2], [3, 4], [5, 6, 7, 8]]),
             "batches keep their sizes; a missing one at the end is padding without weight",
         ),
-        (lambda: DataLoader(Stream(), 2), "padded from the start"),
+        (lambda: DataLoader(RangeStream(5), 2), "padded from the start"),
     ],
 )
 def test_the_end_of_an_epoch_is_described_for_every_kind_of_loader(pair, loader, end):
@@ -289,7 +283,7 @@ def test_unknown_lengths_and_batch_sizes_are_described_as_unknown(ranks):
     def read_description():
         accelerator = Accelerator()
         loaders = accelerator.prepare(
-            DataLoader(Stream(), 2), DataLoader(range(3), batch_sampler=[[0], [1, 2]])
+            DataLoader(RangeStream(5), 2), DataLoader(range(3), batch_sampler=[[0], [1, 2]])
         )
         return loaders and accelerator.describe()
 

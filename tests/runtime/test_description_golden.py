@@ -7,10 +7,12 @@ from pprint import pformat
 import pytest
 import torch
 from support import golden
+from support.data_sets import RangeStream
+from support.models import ResidualNet
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, CosineAnnealingWarmRestarts, StepLR
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from accel_runtime import (
     Accelerator,
@@ -26,38 +28,12 @@ from accel_runtime import (
 COMPRESSED = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
 
 
-class Stream(IterableDataset):
-    """Five samples, without a length."""
-
-    def __iter__(self):
-        return iter(range(5))
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down, self.norm = nn.Linear(8, 32), nn.Linear(32, 8), nn.LayerNorm(8)
-
-    def forward(self, x):
-        return self.norm(x + self.down(self.up(x).relu()))
-
-
-class Model(nn.Module):
-    tp_plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}  # noqa: RUF012
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(8, 4, bias=False)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+def build_model():
+    return ResidualNet(8, 32, 4, depth=3, norm=nn.LayerNorm, bias=False)
 
 
 def prepare_run(
-    loaders=lambda: [DataLoader(range(10), 2)], optimizer=SGD, schedule=StepLR, make=Model, **options
+    loaders=lambda: [DataLoader(range(10), 2)], optimizer=SGD, schedule=StepLR, make=build_model, **options
 ):
     """Prepare a model, its optimizer and scheduler, and loaders."""
     accelerator = Accelerator(
@@ -80,7 +56,7 @@ def prepare_two_models(**options):
     """Prepare a trained model, a frozen one, and one in another dtype."""
     accelerator = Accelerator(**options)
     models = [
-        Model(),
+        build_model(),
         nn.Linear(3, 2).requires_grad_(requires_grad=False),
         nn.Linear(3, 2, dtype=torch.float64),
     ]
@@ -99,8 +75,8 @@ def build_loaders():
         DataLoader(range(10), 2, drop_last=True),
         DataLoader(range(17), 4, shuffle=True),
         DataLoader(range(9), batch_sampler=[[0, 1, 2], [3, 4], [5, 6, 7, 8]]),
-        DataLoader(Stream(), 2),
-        DataLoader(Stream(), 2, num_workers=1),
+        DataLoader(RangeStream(5), 2),
+        DataLoader(RangeStream(5), 2, num_workers=1),
         DataLoader(range(3), batch_size=None),
     ]
 
@@ -170,7 +146,7 @@ RUNS = {
         {
             "mixed_precision": "bf16",
             "fsdp_plugin": lambda: FullyShardedDataParallelPlugin(
-                activation_checkpointing=True, ignored_modules="layers.*.norm", reshard_after_forward=False
+                activation_checkpointing=True, ignored_modules="blocks.*.norm", reshard_after_forward=False
             ),
         },
     ),

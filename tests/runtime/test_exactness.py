@@ -8,6 +8,17 @@ from itertools import chain
 
 import pytest
 import torch
+from support.data_sets import (
+    RandomOrderSampler,
+    RangeStream,
+    ShardedStream,
+    ShuffledStream,
+    SizedStream,
+    VariableBatchSampler,
+    WorkerSplitStream,
+)
+from support.models import TwoLayerNet
+from support.numerics import relative_error
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LinearLR
@@ -15,12 +26,9 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
-    IterableDataset,
-    Sampler,
     SequentialSampler,
     TensorDataset,
     WeightedRandomSampler,
-    get_worker_info,
 )
 
 from accel_runtime import Accelerator, DataLoaderConfiguration, gather_object
@@ -34,80 +42,6 @@ WAYS = {
     "dispatched, not even": {"dispatch_batches": True, "even_batches": False},
     "from a seed": {"use_seedable_sampler": True, "data_seed": 3},
 }
-
-
-class Stream(IterableDataset):
-    """A stream without a length; `make` turns a number into a sample."""
-
-    def __init__(self, count, make=torch.tensor):
-        self.count, self.make = count, make
-
-    def list_numbers(self):
-        return range(self.count)
-
-    def __iter__(self):
-        return map(self.make, self.list_numbers())
-
-
-class SizedStream(Stream):
-    """A stream with a length."""
-
-    def __len__(self):
-        return self.count
-
-
-class WorkerShardedStream(Stream):
-    """A stream that splits itself among the workers."""
-
-    def list_numbers(self):
-        info = get_worker_info()
-        return range(self.count) if info is None else range(info.id, self.count, info.num_workers)
-
-
-class ShuffledStream(Stream):
-    """A stream that shuffles with the random generator of its process."""
-
-    def list_numbers(self):
-        numbers = list(range(self.count))
-        random.shuffle(numbers)
-        return numbers
-
-
-class ShardedStream(Stream):
-    """A stream of three shards that workers share, as of the `datasets` library."""
-
-    num_shards = n_shards = 3
-
-    def shard(self, **_):
-        raise AssertionError("sharding by rank gives ranks different numbers of batches")
-
-    def list_numbers(self):
-        info = get_worker_info()
-        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
-        return [n for shard in range(worker, 3, num_workers) for n in range(shard, self.count, 3)]
-
-
-class RandomSamplerWithoutGenerator(Sampler):
-    """A sampler that uses the global generator of torch, and has no generator that could be shared."""
-
-    def __init__(self, count):
-        self.count = count
-
-    def __iter__(self):
-        return iter(torch.randperm(self.count).tolist())
-
-    def __len__(self):
-        return self.count
-
-
-class VariableBatchSampler(Sampler):
-    """Batches of 3, 4 and 5 samples, without a `batch_size`."""
-
-    def __iter__(self):
-        return iter([[0, 1, 2], [3, 4, 5, 6], [7, 8, 9, 10, 11]])
-
-    def __len__(self):
-        return 3
 
 
 def build_text_sample(number):
@@ -142,37 +76,37 @@ MAPS = {
     "no sample": lambda: DataLoader(build_tensor_dataset(0), 4),
     "shuffled": lambda: DataLoader(range(21), 4, shuffle=True),
     "workers": lambda: DataLoader(range(17), 4, shuffle=True, num_workers=2),
-    "a sampler that draws by itself": lambda: DataLoader(
-        range(16), 4, sampler=RandomSamplerWithoutGenerator(16)
-    ),
+    "a sampler that draws by itself": lambda: DataLoader(range(16), 4, sampler=RandomOrderSampler(16)),
     "half of the indices": lambda: DataLoader(range(12), 4, sampler=range(0, 12, 2)),
     "half of 22": lambda: DataLoader(range(22), 4, sampler=range(0, 22, 2)),
     "10 of 100 by weight": lambda: DataLoader(range(100), 4, sampler=build_weighted_sampler()),
     "a BatchSampler": lambda: DataLoader(
         range(17), batch_sampler=BatchSampler(SequentialSampler(range(17)), 4, drop_last=False)
     ),
-    "batches of 3, 4 and 5": lambda: DataLoader(range(12), batch_sampler=VariableBatchSampler()),
+    "batches of 3, 4 and 5": lambda: DataLoader(
+        range(12), batch_sampler=VariableBatchSampler([[0, 1, 2], [3, 4, 5, 6], [7, 8, 9, 10, 11]])
+    ),
     "a list of lists": lambda: DataLoader(range(9), batch_sampler=[[0, 1, 2, 3], [4, 5], [6, 7, 8]]),
     "samples on their own": lambda: DataLoader([build_row(n) for n in range(7)], batch_size=None),
     "nothing to drop": lambda: DataLoader(range(24), 2, drop_last=True),
 }
 STREAMS = {
-    "a stream": lambda: DataLoader(Stream(10), 4),
-    "a stream of 17": lambda: DataLoader(Stream(17), 4),
-    "a stream of one": lambda: DataLoader(Stream(1), 4),
-    "a stream of one, singly": lambda: DataLoader(Stream(1), 1),
-    "an empty stream": lambda: DataLoader(Stream(0), 4),
+    "a stream": lambda: DataLoader(RangeStream(10), 4),
+    "a stream of 17": lambda: DataLoader(RangeStream(17), 4),
+    "a stream of one": lambda: DataLoader(RangeStream(1), 4),
+    "a stream of one, singly": lambda: DataLoader(RangeStream(1), 1),
+    "an empty stream": lambda: DataLoader(RangeStream(0), 4),
     "a stream with a length": lambda: DataLoader(SizedStream(17), 4),
     "a stream that shuffles by itself": lambda: DataLoader(ShuffledStream(16), 4),
     "a stream in three shards": lambda: DataLoader(ShardedStream(22), 4),
     "a stream of texts": lambda: DataLoader(SizedStream(10, build_text_sample), 4),
     "a stream padded by batch": lambda: DataLoader(
-        Stream(10, build_ragged_sample), 4, collate_fn=collate_padded
+        RangeStream(10, build_ragged_sample), 4, collate_fn=collate_padded
     ),
     "workers that all read everything": lambda: DataLoader(SizedStream(16), 4, num_workers=2),
-    "workers that divide": lambda: DataLoader(WorkerShardedStream(16), 4, num_workers=3),
-    "workers that divide 18": lambda: DataLoader(WorkerShardedStream(18), 4, num_workers=2),
-    "samples of a stream on their own": lambda: DataLoader(Stream(7, build_row), batch_size=None),
+    "workers that divide": lambda: DataLoader(WorkerSplitStream(16), 4, num_workers=3),
+    "workers that divide 18": lambda: DataLoader(WorkerSplitStream(18), 4, num_workers=2),
+    "samples of a stream on their own": lambda: DataLoader(RangeStream(7, build_row), batch_size=None),
 }
 LOADERS = MAPS | STREAMS
 COUNTS = {
@@ -326,7 +260,7 @@ def test_ranks_with_unequal_sharded_data_take_equally_many_steps(several, kind):
         accelerator = create_accelerator({})
         rank = accelerator.process_index
         numbers = [100 * rank + n for n in range(3 + 4 * rank)]
-        data = numbers if kind == "a list" else Stream(len(numbers), lambda n: torch.tensor(numbers[n]))
+        data = numbers if kind == "a list" else RangeStream(len(numbers), lambda n: torch.tensor(numbers[n]))
         loader = accelerator.prepare_data_loader(DataLoader(data, 2), data="sharded")
         steps, gathered = 0, []
         for batch in loader:
@@ -385,7 +319,7 @@ def test_four_ranks_can_read_one_or_three_samples(four):
     def read_with_each_option():
         accelerator = Accelerator()
         results = []
-        for data in (build_tensor_dataset(1), build_tensor_dataset(3), Stream(1), Stream(3)):
+        for data in (build_tensor_dataset(1), build_tensor_dataset(3), RangeStream(1), RangeStream(3)):
             loader = accelerator.prepare(DataLoader(data, 1))
             results.append(
                 [n for b in loader for n in accelerator.gather_for_metrics(get_sample_numbers(b)).tolist()]
@@ -484,26 +418,9 @@ def test_a_resumed_run_reads_the_rest_of_its_epoch_on_any_world_size(clusters, k
 # Gradients -------------------------------------------------------------------------------
 
 
-class Network(nn.Module):
-    """A small nonlinear network."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 1)
-
-    def forward(self, x):
-        return self.second(torch.tanh(self.first(x)))
-
-
 def build_samples(count):
     generator = torch.Generator().manual_seed(count)
     return torch.randn(count, 4, generator=generator), torch.arange(count)
-
-
-def relative_error(actual, expected):
-    actual, expected = (torch.cat([v.flatten() for v in values]) for values in (actual, expected))
-    return float((actual - expected).norm() / expected.norm().clamp(min=1e-12))
 
 
 def copy_gradients(model):
@@ -523,9 +440,9 @@ def test_training_without_even_batches_has_the_gradients_of_one_process(ranks, w
     def train_locally(count, weighted, method, stream):
         accelerator = create_accelerator(method)
         x, index = build_samples(count)
-        plain = Network()
+        plain = TwoLayerNet()
         data = SizedStream(count, lambda n: (x[n], index[n])) if stream else TensorDataset(x, index)
-        model = Network()
+        model = TwoLayerNet()
         rule = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         model, rule, loader = accelerator.prepare(model, rule, DataLoader(data, 4))
         plain_rule = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
@@ -562,7 +479,7 @@ def test_shuffled_training_is_equal_on_any_number_of_processes(clusters, accumul
             gradient_accumulation_steps=accumulation,
             dataloader_config=DataLoaderConfiguration(even_batches=False),
         )
-        model = Network()
+        model = TwoLayerNet()
         rule = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         loader = DataLoader(build_samples(20)[0], 6 // accelerator.num_processes, shuffle=True)
         model, rule, loader = accelerator.prepare(model, rule, loader)
@@ -593,8 +510,8 @@ def test_token_weighted_losses_have_the_gradient_over_all_tokens_of_a_cycle(rank
         count = 6 * 3 * 4 * accelerator.num_processes - (0 if even else 3)
         x = build_samples(count)[0]
         tokens = torch.randint(1, 25, (count,), generator=torch.Generator().manual_seed(1))
-        plain = Network()
-        model = Network()
+        plain = TwoLayerNet()
+        model = TwoLayerNet()
         loader = DataLoader(TensorDataset(x, tokens), 4)
         model, rule, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), loader)
 
@@ -627,7 +544,7 @@ def test_join_uneven_inputs_accepts_loops_of_unequal_length_on_the_cpu(several):
 
     def train_locally():
         accelerator = Accelerator()
-        model = Network()
+        model = TwoLayerNet()
         rule = torch.optim.SGD(model.parameters(), lr=0.1)
         model, rule = accelerator.prepare(model, rule)
         inputs = build_samples(2 + 3 * accelerator.process_index)[0]
@@ -659,7 +576,7 @@ def test_a_scheduler_follows_optimizer_steps_on_any_number_of_processes(ranks, o
             gradient_accumulation_steps=accumulation,
             step_scheduler_with_optimizer=options != "left to the script",
         )
-        model = Network()
+        model = TwoLayerNet()
         rule = torch.optim.SGD(model.parameters(), lr=1.0)
         schedule = LinearLR(rule, start_factor=1.0, end_factor=0.5, total_iters=8)
         size = 12 if options == "a global batch" else 12 // accelerator.num_processes

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from support.data_sets import SampleStream
 from torch.utils.data import DataLoader
 
 from accel_cli.runs.beats import Beat
@@ -218,11 +219,7 @@ def test_an_epoch_that_is_continued_counts_the_batches_before(folder):
 
 
 def test_a_stream_has_no_length(folder):
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return iter(torch.ones(4, 2))
-
-    next(iter(Accelerator().prepare(DataLoader(Stream()))))
+    next(iter(Accelerator().prepare(DataLoader(SampleStream(torch.ones(4, 2))))))
     beat = Beat.read(folder)
     assert (beat.epoch_batches, beat.epoch_length, beat.compute_eta(beat.time)) == (1, None, None)
 

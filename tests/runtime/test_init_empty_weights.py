@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.models import TiedNet
 from torch import nn
 
 from accel_runtime import init_empty_weights, init_on_device
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(3, 3)
-        self.second = nn.Linear(3, 3)
-        self.second.weight = self.first.weight
-        self.norm = nn.BatchNorm1d(3)
-        self.register_parameter("none", None)
-        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-        self.register_buffer("positions", torch.arange(3))
+def build_model():
+    """Return a model with a tied, a frozen and a missing parameter, and with buffers."""
+    model = TiedNet()
+    model.norm = nn.BatchNorm1d(3)
+    model.register_parameter("none", None)
+    model.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+    model.register_buffer("positions", torch.arange(3))
+    return model
 
 
 def test_parameters_are_on_meta_and_buffers_keep_their_values():
     with init_empty_weights():
-        model = Tied()
+        model = build_model()
     assert all(parameter.is_meta for parameter in model.parameters())
     assert model.positions.tolist() == [0, 1, 2]
     assert not model.norm.running_mean.is_meta
@@ -34,7 +33,7 @@ def test_parameters_are_on_meta_and_buffers_keep_their_values():
 
 def test_include_buffers_puts_all_tensors_on_meta():
     with init_empty_weights(include_buffers=True):
-        model = Tied()
+        model = build_model()
     assert all(tensor.is_meta for tensor in model.state_dict().values())
 
 

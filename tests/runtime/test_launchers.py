@@ -15,6 +15,7 @@ import time
 import pytest
 import torch
 from support.processes import Process
+from support.waits import limit, wait_until
 
 from accel_runtime import (
     Accelerator,
@@ -109,7 +110,7 @@ def test_two_calls_of_notebook_launcher_form_two_nodes(tmp_path, port):
         for call in calls:
             call.start()
         for call in calls:
-            call.join(200)
+            call.join(limit(200))
         assert [call.exitcode for call in calls] == [0, 0]
     finally:
         for call in calls:
@@ -247,12 +248,9 @@ def test_an_interrupt_ends_all_processes(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        deadline = time.monotonic() + 120
-        while len(list(tmp_path.glob("ready*"))) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: len(list(tmp_path.glob("ready*"))) == 2)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=limit(120))
     assert errors.splitlines()[-1] == "KeyboardInterrupt"
     assert errors.count("Traceback") == 1
     for path in tmp_path.glob("up*"):

@@ -6,28 +6,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from support.models import MixedNet
 from torch import nn
 
 from accel_runtime import Accelerator, LocalSGD
 
 DATA = torch.linspace(-1, 1, 5 * 3 * 4 * 2, dtype=torch.float64).view(5, 3, 4, 2).sin()
 """`[step, rank, row, feature]`."""
-
-
-class Network(nn.Module):
-    """Weights of two dtypes, a frozen one, and a buffer that differs on each process."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.inner = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
-        self.scale = nn.Parameter(torch.ones(1))
-        self.frozen = nn.Parameter(torch.full((1,), 0.1), requires_grad=False)
-        self.register_buffer("seen", torch.zeros(1))
-
-    def forward(self, x):
-        self.seen += x.sum()
-        return self.inner(x) * self.scale * self.frozen
 
 
 def run_step(model, optimizer, batch):
@@ -46,7 +31,7 @@ def build_sgd(model):
 
 def compute_expected_weights(size, every):
     """Return the weights of each rank after each step."""
-    models = [Network() for _ in range(size)]
+    models = [MixedNet() for _ in range(size)]
     optimizers = [build_sgd(model) for model in models]
     weights_after_step = []
     for number, batches in enumerate(DATA, 1):
@@ -65,7 +50,7 @@ def compute_expected_weights(size, every):
 def test_local_sgd_averages_weights_in_one_collective(ranks, every):
     def train_locally(every):
         accelerator = Accelerator()
-        model = accelerator.prepare(Network())
+        model = accelerator.prepare(MixedNet())
         optimizer, backend, weights_seen = build_sgd(model), accelerator._backend, []
         with (
             patch.object(backend.handshake, "exchange", wraps=backend.handshake.exchange) as sent,

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset
+from support.data_sets import MappedDataset
+from torch.utils.data import DataLoader
 
 from accel_runtime import (
     Accelerator,
@@ -285,34 +286,24 @@ def test_an_accelerator_unpickled_outside_a_rank_has_properties_and_rejects_call
     assert run_in_unconnected_thread(receive)
 
 
-class ErrorDataset(Dataset):
-    """A dataset that calls functions in a worker and returns their errors."""
-
-    def __init__(self, functions):
-        self.functions = functions
-
-    def __len__(self):
-        return len(self.functions)
-
-    def __getitem__(self, index):
-        with pytest.raises(RuntimeError) as error:
-            self.functions[index]()
-        return str(error.value)
-
-
 @pytest.mark.parametrize("size", [2, "apart"])
 def test_a_forked_worker_rejects_collectives_and_its_rank_continues(clusters, size):
     def call():
         accelerator = Accelerator()
-        calls = ErrorDataset(
-            [
-                lambda: accelerator.gather(torch.ones(1)),
-                lambda: accelerator.reduce(torch.ones(1)),
-                lambda: broadcast_object_list([1]),
-                accelerator.wait_for_everyone,
-                lambda: Accelerator().gather(torch.ones(1)),
-            ]
-        )
+        functions = [
+            lambda: accelerator.gather(torch.ones(1)),
+            lambda: accelerator.reduce(torch.ones(1)),
+            lambda: broadcast_object_list([1]),
+            accelerator.wait_for_everyone,
+            lambda: Accelerator().gather(torch.ones(1)),
+        ]
+
+        def read_error(index):
+            with pytest.raises(RuntimeError) as error:
+                functions[index]()
+            return str(error.value)
+
+        calls = MappedDataset(len(functions), read_error)
         texts = list(DataLoader(calls, None, num_workers=1, multiprocessing_context="fork"))
         return accelerator.reduce(torch.ones(1)).item(), texts
 

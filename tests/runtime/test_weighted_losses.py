@@ -12,6 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.models import TokenNet, TwoPartNet
+from support.numerics import relative_error
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -29,18 +31,10 @@ EXACT = 1e-14  # the same in float64
 WORDS, WIDTH, LENGTH = 11, 6, 24
 
 
-class Bigram(nn.Module):
-    """A tiny language model."""
-
-    def __init__(self, seed=0):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.mix = nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, WORDS)
-
-    def forward(self, tokens):
-        return self.head(torch.tanh(self.mix(self.embed(tokens))))
+def build_model(seed=0, kind=TokenNet):
+    """Return a model with the same parameters in all processes."""
+    torch.manual_seed(seed)
+    return kind(WORDS, WIDTH)
 
 
 def build_text(seed, counts):
@@ -67,13 +61,9 @@ def flatten_gradients(model):
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-def relative_error(actual, expected):
-    return float((actual - expected).norm() / expected.norm())
-
-
 def compute_reference(batches, model=None):
     """Return the gradient of one process on all rows at once."""
-    model = model or Bigram()
+    model = model or build_model()
     global_batch = [torch.cat(parts) for parts in zip(*batches, strict=True)]
     mean_loss(model, global_batch).backward()
     return flatten_gradients(model)
@@ -131,7 +121,7 @@ KINDS = [
 
 def compute_gradient(counts, steps, options=None):
     accelerator = Accelerator(gradient_accumulation_steps=steps, **(options or {}))
-    model = accelerator.prepare(Bigram())
+    model = accelerator.prepare(build_model())
     return run_cycle(accelerator, model, build_local_text(accelerator, counts))
 
 
@@ -162,7 +152,7 @@ def test_the_gradient_on_four_ranks_equals_that_of_one_process(four, steps):
 def collect_cycle_gradients(steps, micro_batches, n):
     """Return the gradients of all accumulation cycles of an epoch."""
     accelerator = Accelerator(gradient_accumulation_steps=steps)
-    model = Bigram()
+    model = build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     model, optimizer = accelerator.prepare(model, optimizer)
     gradients = []
@@ -218,7 +208,7 @@ def test_training_on_a_short_last_batch_equals_one_process(ranks, n, batch, step
 
     def trained(n, batch, steps):
         accelerator = Accelerator(gradient_accumulation_steps=steps)
-        model = Bigram()
+        model = build_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
         model, optimizer = accelerator.prepare(model, optimizer)
         tokens, targets = build_text(1, [LENGTH] * n)
@@ -237,7 +227,7 @@ def test_training_on_a_short_last_batch_equals_one_process(ranks, n, batch, step
                     optimizer.zero_grad()
         return [p.detach().clone() for p in model.parameters()]
 
-    model = Bigram()
+    model = build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     tokens, targets = build_text(1, [LENGTH] * n)
     size = batch * ranks.size * steps
@@ -259,7 +249,7 @@ def test_training_on_a_short_last_batch_equals_one_process(ranks, n, batch, step
 @settings(max_examples=40)
 def test_any_weights_and_scales_give_the_mean_over_all_items(counts, factor):
     accelerator = Accelerator(gradient_accumulation_steps=len(counts))
-    model = accelerator.prepare(Bigram())
+    model = accelerator.prepare(build_model())
     batches = [build_text(step, row) for step, row in enumerate(counts)]
     for batch in batches:
         with accelerator.accumulate(model):
@@ -273,7 +263,7 @@ def test_a_weight_can_be_a_number_or_a_tensor_of_any_dtype(ranks):
         errors = []
         for kind in (float, torch.tensor, lambda n: torch.tensor([n]), lambda n: torch.tensor(n).double()):
             accelerator = Accelerator(gradient_accumulation_steps=2)
-            model = accelerator.prepare(Bigram())
+            model = accelerator.prepare(build_model())
             for batch in batches:
                 with accelerator.accumulate(model):
                     accelerator.backward(mean_loss(model, batch), kind(count_tokens(batch)))
@@ -295,14 +285,14 @@ def test_a_float64_gradient_is_as_exact_as_its_loss(ranks, kind):
 
     def train():
         accelerator = Accelerator(gradient_accumulation_steps=3)
-        model = accelerator.prepare(Bigram().double())
+        model = accelerator.prepare(build_model().double())
         for step, count in enumerate(counts):
             with accelerator.accumulate(model):
                 batch = build_text(100 * accelerator.process_index + step, count)
                 accelerator.backward(mean_loss(model, batch), weight=kind(count_tokens(batch)))
         return flatten_gradients(model)
 
-    expected = compute_reference(build_text_of_ranks(counts, ranks.size), Bigram().double())
+    expected = compute_reference(build_text_of_ranks(counts, ranks.size), build_model().double())
     assert expected.dtype == torch.float64
     assert all(relative_error(actual, expected) < EXACT for actual in ranks.run(train))
 
@@ -338,7 +328,7 @@ def test_a_weight_on_the_device_is_selected_without_reading_its_value():
     from accel_runtime.training.accumulation import Accumulation
     from accel_runtime.training.gradients import LossWeights, group_parameters
 
-    model, accumulation = Bigram(), Accumulation(3)
+    model, accumulation = build_model(), Accumulation(3)
     weights = LossWeights(connect(Settings(device="cpu"), Topology.from_env(os.environ)), accumulation)
     groups = group_parameters([model], [])
     batches = [build_text(0, [3, 4]), build_text(1, [0, 0]), build_text(2, [9, 1])]
@@ -355,7 +345,7 @@ def test_backward_does_not_synchronize_with_the_device(steps):
     """Use `meta`, where reading any value fails."""
     accelerator = Accelerator(gradient_accumulation_steps=steps)
     accelerator._backend.device = accelerator._gradients.device = torch.device("meta")
-    model = accelerator.prepare(Bigram())
+    model = accelerator.prepare(build_model())
     for _ in range(2):
         for weight in (7, torch.tensor(7), torch.tensor(7, device="meta")):
             with accelerator.accumulate(model):
@@ -371,12 +361,12 @@ def test_fully_sharded_parameters_have_the_same_gradients(several, reshard):
     def sharded(counts, reshard):
         from torch.distributed.fsdp import fully_shard
 
-        class Copied(Bigram):
+        class Copied(TokenNet):
             def forward(self, tokens):
                 return super().forward(tokens).clone()  # FSDP warns of views
 
         accelerator = Accelerator(gradient_accumulation_steps=3)
-        model = fully_shard(Copied())
+        model = fully_shard(build_model(kind=Copied))
         accelerator._models.append(model)
         accelerator._gradients.find_groups()
         for batch in build_local_text(accelerator, counts):
@@ -399,7 +389,7 @@ def test_fully_sharded_parameters_have_the_same_gradients(several, reshard):
 def test_a_cycle_without_any_item_leaves_zero_gradients(ranks):
     def nothing():
         accelerator = Accelerator(gradient_accumulation_steps=2)
-        model = accelerator.prepare(Bigram())
+        model = accelerator.prepare(build_model())
         batches = [build_text(step, [0, 0]) for step in range(2)]
         assert math.isnan(mean_loss(model, batches[0]).item())
         return run_cycle(accelerator, model, batches)
@@ -413,7 +403,7 @@ def test_weight_zero_hides_a_nonfinite_loss_and_other_weights_do_not(ranks, loss
         accelerator = Accelerator()
         records = []
         for weight in (0, 1):
-            model = accelerator.prepare(Bigram())
+            model = accelerator.prepare(build_model())
             accelerator.backward(mean_loss(model, build_text(0, [5, 5])) * float(loss), weight=weight)
             records.append(bool(flatten_gradients(model).isfinite().all()))
             model.zero_grad()
@@ -428,7 +418,7 @@ def test_weight_zero_hides_a_nonfinite_loss_and_other_weights_do_not(ranks, loss
 def test_losses_of_one_cycle_are_pooled(ranks):
     def pooled():
         accelerator = Accelerator()
-        model = accelerator.prepare(Bigram())
+        model = accelerator.prepare(build_model())
         rank = accelerator.process_index
         for part in range(3):
             batch = build_text(10 * rank + part, [part + 1, 20 - rank])
@@ -445,7 +435,7 @@ def test_losses_of_one_cycle_are_pooled(ranks):
 def test_two_models_in_one_cycle_have_separate_weights(ranks, steps):
     def train_both(steps):
         accelerator = Accelerator(gradient_accumulation_steps=steps)
-        models = accelerator.prepare([Bigram(0), Bigram(1)])
+        models = accelerator.prepare([build_model(0), build_model(1)])
         rank = accelerator.process_index
         for step in range(steps):
             with accelerator.accumulate(*models):
@@ -457,7 +447,7 @@ def test_two_models_in_one_cycle_have_separate_weights(ranks, steps):
     rank_steps = [(rank, step) for rank in range(ranks.size) for step in range(steps)]
     for index in range(2):
         batches = [build_text(100 * r + 10 * s + index, [index * 10 + 2, s + 1 + r]) for r, s in rank_steps]
-        expected = compute_reference(batches, Bigram(index))
+        expected = compute_reference(batches, build_model(index))
         assert all(relative_error(actual[index], expected) <= BAR for actual in ranks.run(train_both, steps))
 
 
@@ -504,15 +494,6 @@ def test_the_optimizers_of_a_gan_get_their_own_gradients(ranks):
 
 
 def test_two_optimizers_of_one_model_can_step_alternately(ranks):
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.parts = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)])
-
-        def forward(self, x, part):
-            return self.parts[part](x)
-
     def data(rank, step):
         return torch.randn(2 + rank + step, 4, generator=torch.Generator().manual_seed(10 * rank + step))
 
@@ -520,7 +501,7 @@ def test_two_optimizers_of_one_model_can_step_alternately(ranks):
         accelerator = Accelerator(
             kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]
         )
-        model = Two()
+        model = TwoPartNet()
         optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model.parts]
         model, optimizers = accelerator.prepare(model, optimizers)
         for step in range(4):
@@ -530,7 +511,7 @@ def test_two_optimizers_of_one_model_can_step_alternately(ranks):
             optimizers[step % 2].zero_grad()
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
-    model = Two()
+    model = TwoPartNet()
     for step in range(4):
         x = torch.cat([data(rank, step) for rank in range(ranks.size)])
         model(x, step % 2).square().mean().backward()
@@ -556,7 +537,7 @@ def test_parameters_outside_of_models_are_scaled_too(alone):
 def test_no_sync_of_the_script_keeps_the_cycle_open(ranks):
     def silent():
         accelerator = Accelerator()
-        model = accelerator.prepare(Bigram())
+        model = accelerator.prepare(build_model())
         rank = accelerator.process_index
         first, second = (build_text(10 * rank + part, [3 + rank, 20 - part]) for part in range(2))
         with accelerator.no_sync(model):
@@ -573,7 +554,7 @@ def test_no_sync_of_the_script_keeps_the_cycle_open(ranks):
 def test_trigger_sync_in_backward_averages_after_a_forward_pass_in_no_sync(ranks):
     def late():
         accelerator = Accelerator()
-        model = accelerator.prepare(Bigram())
+        model = accelerator.prepare(build_model())
         rank = accelerator.process_index
         batches = [build_text(10 * rank + part, [3 + rank, 20 - part]) for part in range(2)]
         with accelerator.no_sync(model):
@@ -593,7 +574,7 @@ def test_trigger_sync_in_backward_averages_after_a_forward_pass_in_no_sync(ranks
 def test_zeroing_gradients_in_the_script_also_drops_their_weights(ranks, to_none):
     def dropped(to_none):
         accelerator = Accelerator()
-        model = accelerator.prepare(Bigram())
+        model = accelerator.prepare(build_model())
         with accelerator.no_sync(model):
             accelerator.backward(mean_loss(model, build_text(9, [20, 20])), weight=1000)
         model.zero_grad(set_to_none=to_none)
@@ -620,7 +601,7 @@ def test_options_of_ddp_do_not_change_the_gradient(pair, steps, options):
             gradient_accumulation_steps=len(counts[0]),
             kwargs_handlers=[DistributedDataParallelKwargs(**options)],
         )
-        model = accelerator.prepare(Bigram())
+        model = accelerator.prepare(build_model())
         return run_cycle(accelerator, model, build_local_text(accelerator, counts))
 
     counts = draw_token_counts(2, steps, "nothing on the last rank")
@@ -635,7 +616,7 @@ def test_options_of_ddp_do_not_change_the_gradient(pair, steps, options):
 def test_half_precision_gradients_are_within_rounding_and_no_step_is_skipped(ranks, mixed_precision, bar):
     def halves(mixed_precision, counts):
         accelerator = Accelerator(mixed_precision=mixed_precision, gradient_accumulation_steps=3)
-        model = Bigram()
+        model = build_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         model, optimizer = accelerator.prepare(model, optimizer)
         errors = []
@@ -661,7 +642,7 @@ def test_large_weights_do_not_overflow_float16(ranks):
         accelerator = Accelerator(
             mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=2.0**12)]
         )
-        model = Bigram()
+        model = build_model()
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         batch = build_text(0, [20, 20])
         accelerator.backward(mean_loss(model, batch), weight=100_000)
@@ -677,7 +658,7 @@ def test_large_weights_do_not_overflow_float16(ranks):
 def test_clipping_applies_to_the_weighted_mean(ranks):
     def clipped():
         accelerator = Accelerator()
-        model = accelerator.prepare(Bigram())
+        model = accelerator.prepare(build_model())
         batch = build_text(accelerator.process_index, [9, 9])
         accelerator.backward(mean_loss(model, batch), weight=500)
         norm = accelerator.clip_grad_norm_(model.parameters(), 0.01)
@@ -695,7 +676,7 @@ def test_clipping_applies_to_the_weighted_mean(ranks):
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), torch.tensor(-2.0)])
 def test_a_weight_that_is_no_valid_count_is_rejected(weight):
     accelerator = Accelerator()
-    model = accelerator.prepare(Bigram())
+    model = accelerator.prepare(build_model())
     with pytest.raises(ValueError, match="expected a finite number of items, at least 0"):
         accelerator.backward(mean_loss(model, build_text(0, [3])), weight=weight)
 
@@ -703,13 +684,13 @@ def test_a_weight_that_is_no_valid_count_is_rejected(weight):
 def test_a_weight_of_several_numbers_is_rejected():
     accelerator = Accelerator()
     with pytest.raises(ValueError, match=r"a tensor of shape \[3\]\. Pass one number"):
-        accelerator.backward(mean_loss(Bigram(), build_text(0, [3])), weight=torch.ones(3))
+        accelerator.backward(mean_loss(build_model(), build_text(0, [3])), weight=torch.ones(3))
 
 
 @pytest.mark.parametrize("first", [None, 3])
 def test_weighted_and_unweighted_losses_in_one_cycle_are_rejected(first):
     accelerator = Accelerator(gradient_accumulation_steps=2)
-    model = accelerator.prepare(Bigram())
+    model = accelerator.prepare(build_model())
     with accelerator.accumulate(model):
         accelerator.backward(mean_loss(model, build_text(0, [3])), weight=first)
     second = None if first else 3
@@ -720,7 +701,7 @@ def test_weighted_and_unweighted_losses_in_one_cycle_are_rejected(first):
 @pytest.mark.parametrize("end", ["step", "zero_grad", "by hand"])
 def test_the_next_cycle_can_have_no_weights(end):
     accelerator = Accelerator()
-    model = Bigram()
+    model = build_model()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for weight in (None, 3, None):
         accelerator.backward(mean_loss(model, build_text(0, [3])), weight=weight)
@@ -729,7 +710,7 @@ def test_the_next_cycle_can_have_no_weights(end):
         if end == "step":
             optimizer.step()
             model.zero_grad()
-            model.load_state_dict(Bigram().state_dict())
+            model.load_state_dict(build_model().state_dict())
         elif end == "zero_grad":
             optimizer.zero_grad()
         else:
@@ -745,7 +726,7 @@ def test_a_padding_batch_adds_nothing_and_the_others_have_their_share(ranks, wei
 
     def shared(weighted):
         accelerator = Accelerator()
-        model = accelerator.prepare(Bigram())
+        model = accelerator.prepare(build_model())
         world, rank = accelerator.num_processes, accelerator.process_index
         results = []
         sizes = [[3] * (world - 1) + [k] if world > 1 else [3] for k in (3, 1, 0)]

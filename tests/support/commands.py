@@ -18,6 +18,7 @@ from unittest import mock
 
 from support.interpreter import Interpreter
 from support.processes import ForkedProcess
+from support.waits import limit
 
 from accel_cli.main import main
 
@@ -64,14 +65,14 @@ def run_accel(*args, timeout=240, **options):
 
     Args:
         args: The arguments of `accel`.
-        timeout: Seconds until the process is killed.
+        timeout: Seconds until the process is killed, before they are scaled.
         options: Options of `Accel`; by default the output is captured as text.
     """
     options = {"stdin": subprocess.DEVNULL, "text": True} | options
     if options.pop("capture_output", True):
         options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with Accel(*args, **options) as process:
-        out, err = process.communicate(timeout=timeout)
+        out, err = process.communicate(timeout=limit(timeout))
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 

@@ -15,10 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from support.interpreter import ForkRequest
+from support.waits import limit
 
 __all__ = ["ForkedProcess", "Process", "fork", "free_port", "wait_for_exit"]
 
-EXIT_S = 120
+EXIT_S = limit(120)
 
 
 class Process(subprocess.Popen):

@@ -20,10 +20,11 @@ from multiprocessing.connection import Connection, wait
 import cloudpickle
 from support.interpreter import TESTS, Interpreter
 from support.processes import ForkedProcess, fork, free_port, wait_for_exit
+from support.waits import limit
 
-CALL_S = 150
+CALL_S = int(limit(150))
 """Time limit of one function on all ranks."""
-STRAGGLER_S = 30
+STRAGGLER_S = limit(30)
 """Time limit of the other ranks after a rank has failed."""
 SURVIVOR_S = 0.05
 """Time limit of the other ranks after a rank has killed itself."""
@@ -213,12 +214,12 @@ def run_script(script, environs, timeout=240):
     Args:
         script: The path of the script.
         environs: Variables of each process in addition to those of this process.
-        timeout: The time limit of all processes in seconds.
+        timeout: The time limit of all processes in seconds, before it is scaled.
 
     Returns:
         The output, errors and exit code of each process; a negative code is a signal.
     """
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + limit(timeout)
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with ExitStack() as stack:
         processes = [

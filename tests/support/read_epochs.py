@@ -1,14 +1,13 @@
-"""Read the steps of a source on all ranks, check their invariants, and define the streams of the tests."""
+"""Read the steps of a source on all ranks, and check their invariants."""
 
 from __future__ import annotations
 
-import random
 import warnings
 from itertools import chain
 from typing import NamedTuple
 
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset
 
 from accel_runtime.backends.single import Single
 from accel_runtime.data.iterable import IterableSource
@@ -123,125 +122,3 @@ def split_batches(samples, size, *, drop_last=False):
     samples = list(samples)
     batches = [samples[start : start + size] for start in range(0, len(samples), size)]
     return [batch for batch in batches if len(batch) == size or not drop_last]
-
-
-class Stream(IterableDataset):
-    """A stream of numbers that is not split by rank or worker."""
-
-    def __init__(self, count):
-        self.count = count
-
-    def __iter__(self):
-        return iter(range(self.count))
-
-
-class SizedStream(Stream):
-    """A stream with a length."""
-
-    def __len__(self):
-        return self.count
-
-
-class WorkerSplitStream(Stream):
-    """A stream that splits itself among the workers, as in torch's documentation."""
-
-    def __iter__(self):
-        info = get_worker_info()
-        return iter(
-            range(self.count)[slice(None) if info is None else slice(info.id, None, info.num_workers)]
-        )
-
-
-class InitSplitStream(Stream):
-    """A stream that a `worker_init_fn` splits, as in torch's documentation."""
-
-    start = 0
-
-    def __iter__(self):
-        return iter(range(self.start, self.count))
-
-
-def split_range(worker_id):
-    """The `worker_init_fn` of `InitSplitStream`."""
-    info = get_worker_info()
-    dataset = info.dataset
-    each = -(-(dataset.count - dataset.start) // info.num_workers)
-    dataset.start = worker_id * each
-    dataset.count = min(dataset.start + each, dataset.count)
-
-
-class ShuffledStream(Stream):
-    """A stream that shuffles with all random number generators of the process."""
-
-    def __iter__(self):
-        import numpy as np
-
-        order = list(range(self.count))
-        random.shuffle(order)
-        order = [order[at] for at in torch.randperm(self.count).tolist()]
-        np.random.shuffle(order)  # noqa: NPY002
-        return iter(order)
-
-
-class BufferedShuffleStream(Stream):
-    """A stream that shuffles with a buffer and the random numbers of the process."""
-
-    def __iter__(self):
-        buffer = []
-        for sample in range(self.count):
-            buffer.append(sample)
-            if len(buffer) > 4:
-                yield buffer.pop(random.randrange(len(buffer)))
-        random.shuffle(buffer)
-        yield from buffer
-
-
-class StatefulStream(Stream):
-    """A stream with `state_dict` and `load_state_dict` that counts the samples it reads."""
-
-    def __init__(self, count):
-        super().__init__(count)
-        self.offset = self.num_read = 0
-
-    def __iter__(self):
-        while self.offset < self.count:
-            self.offset += 1
-            self.num_read += 1
-            yield self.offset - 1
-        self.offset = 0
-
-    def state_dict(self):
-        return {"at": self.offset}
-
-    def load_state_dict(self, state):
-        self.offset = state["at"]
-
-
-class WorkerSplitStatefulStream(StatefulStream):
-    """A stateful stream that splits itself among the workers."""
-
-    def __iter__(self):
-        info = get_worker_info()
-        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
-        samples = range(worker, self.count, num_workers)
-        while self.offset < len(samples):
-            self.offset += 1
-            yield samples[self.offset - 1]
-        self.offset = 0
-
-
-class ShardedStream(Stream):
-    """A stream of shards that are split among the workers, like `datasets.IterableDataset`."""
-
-    def __init__(self, count, shards):
-        super().__init__(count)
-        self.num_shards = self.n_shards = shards
-
-    def shard(self, **_):
-        raise AssertionError("reading everything is what is exact")
-
-    def __iter__(self):
-        info = get_worker_info()
-        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
-        for shard in range(worker, self.num_shards, num_workers):
-            yield from range(shard, self.count, self.num_shards)

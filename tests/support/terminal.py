@@ -12,6 +12,7 @@ import time
 import pexpect
 import pyte
 from support.commands import Accel
+from support.waits import limit
 
 __all__ = ["CommandScreen", "Terminal"]
 
@@ -62,7 +63,7 @@ class Terminal:
 
     def see(self, text, seconds=120):
         """Wait until the current question contains this text."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + limit(seconds)
         while text.replace(" ", "") not in self.question():
             assert time.monotonic() < deadline, f"{text!r} was not shown; the screen is\n{self.text()}"
             self._read()
@@ -84,7 +85,7 @@ class Terminal:
 
     def end(self):
         """Read until the command ends; return the exit code."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + limit(120)
         while self.process.isalive() and time.monotonic() < deadline:
             self._read()
         self._read()
@@ -137,7 +138,7 @@ class CommandScreen:
 
     def see(self, *texts, seconds=120):
         """Wait until all texts are on the screen."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + limit(seconds)
         while not all(text in self.text() for text in texts):
             assert time.monotonic() < deadline, f"{texts} were not shown; the screen is\n{self.text()}"
             assert self.read(), f"{texts} were not shown before the end; the screen is\n{self.text()}"
@@ -156,10 +157,10 @@ class CommandScreen:
 
     def end(self, seconds=120):
         """Read until the command ends; return the exit code."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + limit(seconds)
         while self.read():
             assert time.monotonic() < deadline, f"it has not ended; the screen is\n{self.text()}"
-        return self.process.wait(timeout=seconds)
+        return self.process.wait(timeout=limit(seconds))
 
     def __enter__(self):
         return self

@@ -18,9 +18,13 @@ from pathlib import Path
 
 import cloudpickle
 
-CALL_S = 120
+sys.path.append(str(Path(__file__).parents[1]))  # run as a script
+
+from support.waits import limit
+
+CALL_S = int(limit(120))
 """Time limit of one function on all replicas, which includes the compilation of new graphs."""
-STRAGGLER_S = 5
+STRAGGLER_S = limit(5)
 """Time limit of the other replicas after one has failed."""
 
 

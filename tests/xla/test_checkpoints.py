@@ -10,6 +10,7 @@ import cloudpickle
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.waits import limit
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -182,7 +183,7 @@ def on_the_cpu(function, *args, folder):
         [sys.executable, "-c", text, str(call)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=limit(300),
         check=False,
         env=environment,
     )
@@ -241,7 +242,7 @@ def accel(*args):
         [sys.executable, "-m", "accel_cli", *map(str, args)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=limit(300),
         check=False,
         stdin=subprocess.DEVNULL,
     )

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from support.waits import limit
 
 from accel_runtime import Accelerator
 
@@ -24,7 +25,7 @@ def ran(*command, **variables):
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=limit(300),
     )
 
 

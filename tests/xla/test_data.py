@@ -5,7 +5,8 @@ from __future__ import annotations
 import cloudpickle
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
+from support.data_sets import MappedDataset, SampleStream
+from torch.utils.data import DataLoader, TensorDataset, get_worker_info
 
 pytest.importorskip("torch_xla", reason="torch_xla is in an environment of its own: make test-xla")
 
@@ -21,16 +22,6 @@ def ranks(request, replicas):
     return replicas[request.param]
 
 
-class Items(IterableDataset):
-    """A stream of numbers."""
-
-    def __init__(self, numbers):
-        self.numbers = numbers
-
-    def __iter__(self):
-        return iter(map(torch.tensor, self.numbers))
-
-
 def of(**config):
     return Accelerator(dataloader_config=DataLoaderConfiguration(**config))
 
@@ -40,7 +31,7 @@ def test_every_sample_is_gathered_once_in_order_with_constant_shapes(ranks):
 
     def read_epochs(count, size, *, stream):
         accelerator = of()
-        loader = accelerator.prepare(DataLoader(Items(range(count)) if stream else range(count), size))
+        loader = accelerator.prepare(DataLoader(SampleStream(range(count)) if stream else range(count), size))
         samples, objects, shapes = [], [], set()
         for batch in loader:
             shapes.add(tuple(batch.shape))
@@ -127,7 +118,7 @@ def test_sharded_data_keep_constant_shapes(ranks):
         accelerator = of()
         rank = accelerator.process_index
         numbers = [100 * rank + n for n in range(3 + 4 * rank)]
-        data = Items(numbers) if stream else numbers
+        data = SampleStream(numbers) if stream else numbers
         loader = accelerator.prepare_data_loader(DataLoader(data, 2, num_workers=workers), data="sharded")
         shapes, samples = set(), []
         for batch in loader:
@@ -226,19 +217,11 @@ def test_epochs_after_the_first_compile_nothing(ranks):
 # Prefetching --------------------------------------------------------------------------------
 
 
-class Faulty(Dataset):
-    """Numbers, of which those from `bad` on cannot be read."""
-
-    def __init__(self, count, bad=None):
-        self.count, self.bad = count, bad
-
-    def __len__(self):
-        return self.count
-
-    def __getitem__(self, index):
-        if self.bad is not None and index >= self.bad:
-            raise LookupError("no such sample")
-        return torch.tensor(index)
+def read_sample(index, bad):
+    """Return a number; those from `bad` on cannot be read."""
+    if index >= bad:
+        raise LookupError("no such sample")
+    return torch.tensor(index)
 
 
 class Refusing:
@@ -269,9 +252,9 @@ def test_an_error_is_raised_after_the_batches_before_it(ranks, workers):
         accelerator = of()
         bad = 3 * 2 * accelerator.num_processes
         cases = {
-            "dataset": (Faulty(64, bad), None),
-            "collate": (Faulty(64), Refusing(bad)),
-            "transfer": (Faulty(64), Refusing(bad, dtype=torch.complex32)),
+            "dataset": (MappedDataset(64, lambda index: read_sample(index, bad)), None),
+            "collate": (MappedDataset(64, torch.tensor), Refusing(bad)),
+            "transfer": (MappedDataset(64, torch.tensor), Refusing(bad, dtype=torch.complex32)),
         }
         errors_by_case = {}
         for case, (data, collate) in cases.items():
@@ -401,7 +384,7 @@ def words(samples):
 def test_batches_of_any_structure_keep_it(ranks, workers):
     def read_structures(workers):
         accelerator = of()
-        data = Faulty(10)
+        data = MappedDataset(10, torch.tensor)
         loader = accelerator.prepare(DataLoader(data, 2, num_workers=workers, collate_fn=nested))
         kinds, numbers, texts = set(), [], []
         for batch in loader:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.waits import limit, wait_until
 
 from accel_cli.runner import guard
 
@@ -218,13 +219,13 @@ def test_a_signal_reaches_every_replica_and_a_checkpoint_is_saved(script, device
             start_new_session=True,
         )
     try:
-        wait_for(lambda: len(list(cwd.glob("up[0-9]"))) == 2, Path("said"))
+        wait_until(lambda: len(list(cwd.glob("up[0-9]"))) == 2, PATIENCE_S, Path("said").read_text)
         pid = int(Path("up0").read_text())
         stacks = subprocess.run([*command, "stacks"], capture_output=True, text=True, check=True)
         process.send_signal(signal.SIGUSR2)
-        wait_for(lambda: said_all(cwd, "heard"), Path("said"))
+        wait_until(lambda: said_all(cwd, "heard"), PATIENCE_S, Path("said").read_text)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=PATIENCE_S) == 143
+        assert process.wait(timeout=limit(PATIENCE_S)) == 143
     finally:
         process.kill()
         process.wait()
@@ -240,13 +241,6 @@ def test_a_signal_reaches_every_replica_and_a_checkpoint_is_saved(script, device
 
 def said_all(cwd, word):
     return all(f"[{rank}] {word} {rank}" in (cwd / "said").read_text() for rank in range(2))
-
-
-def wait_for(condition, text):
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, text.read_text()
-        time.sleep(0.1)
 
 
 @pytest.mark.full

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.waits import limit
 
 pytest.importorskip("torch_xla", reason="torch_xla is in an environment of its own: make test-xla")
 
@@ -41,7 +42,7 @@ def test_a_script_runs_on_a_worker_with_its_arguments_and_exit_code(tmp_path):
     }
     process = subprocess.run(
         [sys.executable, "-m", "accel_cli", "tpu-pod", "p", "--run", "--", "train.py", *ARGUMENTS],
-        cwd=tmp_path / "me/project", env=os.environ | variables, capture_output=True, text=True, timeout=500, check=False,
+        cwd=tmp_path / "me/project", env=os.environ | variables, capture_output=True, text=True, timeout=limit(500), check=False,
     )  # fmt: skip
     assert process.returncode == 7, process.stderr
     assert json.loads((tmp_path / "worker/project/argv").read_text()) == ARGUMENTS

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.waits import limit
 
 pytest.importorskip("torch_xla", reason="torch_xla is in an environment of its own: make test-xla")
 
@@ -25,7 +26,7 @@ def test_the_self_check_passes_on_replicas_in_bf16(tmp_path, replicas):
     (tmp_path / "accel.yaml").write_text("schema_version: 1\nlauncher:\n  kind: xla\n")
     process = subprocess.run(
         [sys.executable, "-m", "accel_cli", "test"],
-        cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True, timeout=500, check=False,
+        cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True, timeout=limit(500), check=False,
     )  # fmt: skip
     assert process.returncode == 0, process.stdout + process.stderr
     passed_lines = [line for line in process.stdout.splitlines() if line.startswith("ok ")]

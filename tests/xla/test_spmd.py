@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.models import TokenNet
+from support.waits import limit
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -20,29 +22,20 @@ DEVICES = 4
 BATCH = 8
 
 
+def build_tied_model():
+    """Return a model with tied weights whose parameters are equal in all processes."""
+    model = TokenNet(16, 8, tied=True)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3)
+    return model
+
+
 @pytest.fixture
 def mesh(clusters):
     """A process on four devices; `run(function, *args)` calls a function of a test there."""
     return clusters["spmd 4"]
-
-
-class Tied(nn.Module):
-    """Predicts a token for each input token, with tied weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(16, 8)
-        self.inner = nn.Linear(8, 8)
-        self.head = nn.Linear(8, 16, bias=False)
-        self.head.weight = self.embed.weight
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3)
-
-    def forward(self, tokens):
-        """Return logits of shape [samples, tokens, 16]."""
-        return self.head(torch.tanh(self.inner(self.embed(tokens))))
 
 
 def samples(count):
@@ -66,7 +59,7 @@ def weights(model):
 
 def trained_plainly(kind, accumulation, clip):
     """Train ten steps on the CPU with torch alone; return the losses and the weights."""
-    model = Tied()
+    model = build_tied_model()
     optimizer = optimizer_of(kind, model)
     losses = []
     for index, (tokens, targets) in enumerate(DataLoader(samples(10 * BATCH * accumulation), BATCH)):
@@ -86,7 +79,7 @@ def trained(kind, accumulation, clip, options):
     from accel_runtime import Accelerator
 
     accelerator = Accelerator(gradient_accumulation_steps=accumulation, **options)
-    model = Tied()
+    model = build_tied_model()
     optimizer = optimizer_of(kind, model)
     loader = DataLoader(samples(10 * BATCH * accumulation), BATCH)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -130,7 +123,7 @@ def test_the_model_and_its_adamw_state_are_sharded_over_all_devices(mesh):
         from accel_runtime import Accelerator
 
         accelerator = Accelerator()
-        model = Tied()
+        model = build_tied_model()
         before = [id(parameter) for parameter in model.parameters()]
         optimizer = torch.optim.AdamW(model.parameters())
         prepared, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(samples(16), BATCH))
@@ -165,7 +158,7 @@ def test_a_loaded_optimizer_state_is_sharded_like_its_parameters(mesh):
         from accel_runtime import Accelerator
 
         accelerator = Accelerator()
-        model, twin = Tied(), Tied()
+        model, twin = build_tied_model(), build_tied_model()
         optimizer, other = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(twin.parameters())
         loss_of(twin, *torch.randint(16, (2, 8, 3))).backward()
         other.step()
@@ -235,7 +228,7 @@ def test_a_prepared_model_can_be_copied(mesh):
 
         from accel_runtime import Accelerator
 
-        model = Accelerator().prepare(Tied())
+        model = Accelerator().prepare(build_tied_model())
         twin = copy.deepcopy(model)
         tokens = torch.arange(8).view(4, 2).to("xla")
         return (model(tokens) - twin(tokens)).abs().max().item(), twin.head.weight is twin.embed.weight
@@ -402,7 +395,7 @@ def test_compilations_do_not_grow_with_steps(mesh):
         from accel_runtime import Accelerator
 
         accelerator = Accelerator()
-        model = Tied()
+        model = build_tied_model()
         optimizer = torch.optim.AdamW(model.parameters())
         model, optimizer, loader = accelerator.prepare(
             model, optimizer, DataLoader(samples(20 * BATCH), BATCH)
@@ -453,7 +446,7 @@ def test_the_description_contains_the_number_of_devices(mesh):
         from accel_runtime import Accelerator
 
         accelerator = Accelerator()
-        accelerator.prepare(Tied(), DataLoader(samples(16), BATCH))
+        accelerator.prepare(build_tied_model(), DataLoader(samples(16), BATCH))
         return str(accelerator.describe())
 
     text = mesh.run(described)[0]
@@ -466,7 +459,7 @@ def half(folder, options):
     from accel_runtime import Accelerator
 
     accelerator = Accelerator(**options)
-    model = Tied()
+    model = build_tied_model()
     optimizer = optimizer_of("AdamW", model)
     loader = DataLoader(samples(10 * BATCH), BATCH)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -539,7 +532,7 @@ def started(path, changed):
         env=dict(os.environ) | variables | changed,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=limit(300),
         check=False,
     )
 

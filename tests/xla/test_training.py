@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.models import TiedNet
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -121,20 +122,10 @@ def with_a_teacher_that_does_not_learn(accelerator):
     return [model, teacher]
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inside, self.outside = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-        self.outside.weight = self.inside.weight
-
-    def forward(self, batch):
-        return self.outside(torch.tanh(self.inside(batch)))
-
-
 def with_tied_weights(accelerator):
-    model = filled(Tied())
+    model = filled(TiedNet(4, bias=False))
     model, optimizer = accelerator.prepare(model, sgd(model))
-    assert model.inside.weight is model.outside.weight
+    assert model.first.weight is model.second.weight
     for batch in parts(accelerator):
         step(accelerator, optimizer, loss_of(model, batch))
     return model

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from support.waits import limit
 from torch.distributed import DistNetworkError
 
 from accel_cli.planning.network import Endpoint
@@ -51,7 +52,7 @@ def test_progress_is_printed_to_a_pipe_when_it_changes(capsys):
         return text or "two; 6 s"
 
     with RendezvousProgress(format_line, quiet=0.01):
-        assert over.wait(120)
+        assert over.wait(limit(120))
     assert capsys.readouterr().err == "accel: one; 9 s\naccel: two; 7 s\n"
 
 
@@ -64,7 +65,7 @@ def test_progress_on_a_terminal_is_one_line_that_is_cleared(capsys, monkeypatch)
         return "waiting; 9 s left"
 
     with RendezvousProgress(format_line, quiet=0.01):
-        assert is_shown.wait(120)
+        assert is_shown.wait(limit(120))
     written = capsys.readouterr().err
     assert written.startswith("\r\x1b[Kaccel: waiting; 9 s left")
     assert written.endswith("\r\x1b[K")
@@ -79,7 +80,7 @@ def test_a_lost_store_ends_the_progress_without_a_traceback(monkeypatch):
         raise DistNetworkError("Connection reset by peer")
 
     with RendezvousProgress(format_line, quiet=0.01) as progress:
-        progress._thread.join(60)
+        progress._thread.join(limit(60))
         assert not progress._thread.is_alive()
     assert not errors
 

@@ -10,6 +10,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+from support.waits import limit
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters, dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
@@ -170,7 +171,7 @@ def come(options):
     first = []
     thread = threading.Thread(target=lambda: first.append(BootstrapStore(options, 1, derived=False)))
     thread.start()
-    thread.join(120)
+    thread.join(limit(120))
     return first[0]
 
 
@@ -180,7 +181,7 @@ def test_the_clock_thread_ends_with_its_store(port):
     (clock,) = [thread for thread in set(threading.enumerate()) - before if thread.name == "clock"]
     assert abs(float(first.store.get(first.get_key("clock"))) - time.time()) < 30
     del first
-    clock.join(120)
+    clock.join(limit(120))
     assert not clock.is_alive()
 
 

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+from support.waits import limit
+
 HEAD = """
 import os, pickle, signal, sys, threading
 from pathlib import Path
@@ -31,7 +33,9 @@ def run(body):
 
 def run(body, folder):
     command = [sys.executable, "-c", HEAD + body]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=folder)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=limit(120), check=False, cwd=folder
+    )
 
 
 def test_each_replica_has_its_own_main_module(tmp_path):

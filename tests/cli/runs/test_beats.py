@@ -9,6 +9,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.waits import limit
 
 from accel_cli.runs.beats import Beat
 from accel_cli.runs.run_dir import RankFolder
@@ -190,7 +191,7 @@ def test_a_reader_never_sees_a_torn_history_or_ring(tmp_path):
             assert beat.recent == tuple(expected_entry(step)[0] for step in range(first + 1, beat.steps + 1))
     finally:
         ended.set()
-        process.join(30)
+        process.join(limit(30))
     assert process.exitcode == 0
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from support.launch_specs import build_spec
+from support.waits import limit
 
 from accel_cli.errors import UsageError
 from accel_cli.planning.plan import quote_for_bash
@@ -66,7 +67,7 @@ def test_a_job_near_its_time_limit_is_requeued_once(tmp_path):
         time.sleep(0.05)
     time.sleep(0.5)  # bash waits for srun now
     process.send_signal(signal.SIGUSR1)
-    process.wait(60)
+    process.wait(limit(60))
     (tmp_path / "limit").touch()
     time.sleep(0.5)
     assert (tmp_path / "calls").read_text() == "requeue 7\n"

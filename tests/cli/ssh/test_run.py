@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.waits import limit, wait_until
 
 SSH = """\
 #!/bin/sh
@@ -69,23 +70,17 @@ def start(cwd, tmp_path, monkeypatch):
 
 def read_pids(cwd):
     """Wait until both hosts run, and return the process ids of their launches."""
-    end = time.monotonic() + 60
-    while not all((cwd / name).is_file() and (cwd / name).read_text() for name in ("pida", "pidb")):
-        assert time.monotonic() < end, "they did not start"
-        time.sleep(0.02)
+    wait_until(lambda: all((cwd / name).is_file() and (cwd / name).read_text() for name in ("pida", "pidb")))
     return [int((cwd / name).read_text()) for name in ("pida", "pidb")]
 
 
 def wait_for_end(pids):
-    end = time.monotonic() + 60
-    while any(Path("/proc", str(pid)).exists() for pid in pids):
-        assert time.monotonic() < end, "they did not end"
-        time.sleep(0.02)
+    wait_until(lambda: not any(Path("/proc", str(pid)).exists() for pid in pids))
 
 
 def test_every_host_runs_its_launch_and_begins_its_lines(start):
     process = start("train.py", "--set", "env.API_KEY=hidden")
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=limit(60))[0]
     assert process.returncode == 0, output
     lines = sorted(output.splitlines())
     assert len(lines) == 2
@@ -99,20 +94,22 @@ def test_every_host_runs_its_launch_and_begins_its_lines(start):
 
 def test_two_launches_at_once_on_the_same_hosts_have_different_ports(start, cwd):
     processes = [start("port.py") for _ in range(2)]
-    end = time.monotonic() + 60
-    while len(texts := [file.read_text() for file in cwd.glob("[0-9]*")]) < 4 or not all(texts):
-        assert time.monotonic() < end, "they did not start"
-        time.sleep(0.02)
+
+    def read_texts():
+        texts = [file.read_text() for file in cwd.glob("[0-9]*")]
+        return len(texts) >= 4 and all(texts) and texts
+
+    texts = wait_until(read_texts)
     (cwd / "all").touch()
     for process in processes:
-        assert process.wait(60) == 0
+        assert process.wait(limit(60)) == 0
     ports = [re.search(r"10\.0\.0\.1:(\d+)", text)[1] for text in texts]
     assert sorted(map(ports.count, ports)) == [2, 2, 2, 2]
 
 
 def test_the_host_with_the_reason_gives_the_last_line_and_the_exit_code(start):
     process = start("fail.py")
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=limit(60))[0]
     assert (process.returncode, output) == (7, "accel: error: host b: the reason\n")
 
 
@@ -121,7 +118,7 @@ def test_the_launch_of_every_host_ends_with_the_launcher(start, cwd, number):
     process = start("wait.py")
     pids = read_pids(cwd)
     process.send_signal(number)
-    process.communicate(timeout=60)
+    process.communicate(timeout=limit(60))
     wait_for_end(pids)
     assert process.returncode == (-9 if number == signal.SIGKILL else 143)
 
@@ -130,7 +127,7 @@ def test_a_run_ends_although_a_login_shell_has_left_a_process(start, cwd, monkey
     monkeypatch.setenv("BACKGROUND", str(cwd / "background"))
     try:
         process = start("train.py")
-        output = process.communicate(timeout=60)[0]
+        output = process.communicate(timeout=limit(60))[0]
     finally:
         for pid in (cwd / "background").read_text().split():
             os.kill(int(pid), signal.SIGKILL)
@@ -140,7 +137,7 @@ def test_a_run_ends_although_a_login_shell_has_left_a_process(start, cwd, monkey
 @pytest.mark.skipif(not shutil.which("rsync"), reason="rsync is not installed")
 def test_a_folder_that_cannot_be_created_for_a_copy_needs_another_path(start, cwd):
     process = start("train.py", "--sync", "--set", "launcher.folder=/proc/folder")
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=limit(60))[0]
     assert process.returncode == 1
     assert "host a: cannot create the folder /proc/folder: " in output
     assert "Set launcher.folder to a path that can be created there" in output
@@ -162,7 +159,7 @@ def test_sync_keeps_links_to_folders_and_newer_files_of_the_host(start, cwd, tmp
     os.utime(cwd / "newer", (1, 1))
     os.utime(folder / "older", (1, 1))
     process = start("train.py", "--hosts", "a", "--sync", "--set", f"launcher.folder={folder}")
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=limit(60))[0]
     # rsync 3.5 refuses to write through a link that leaves the folder; older ones do.
     assert process.returncode == 0 or "Add the file to launcher.exclude" in output, output
     assert (folder / "data").is_symlink()
@@ -176,7 +173,7 @@ def test_a_closed_output_ends_the_run(start, cwd):
     pids = read_pids(cwd)
     process.stdout.close()
     wait_for_end(pids)
-    assert process.wait(60) == 128 + signal.SIGPIPE
+    assert process.wait(limit(60)) == 128 + signal.SIGPIPE
 
 
 @pytest.mark.slow
@@ -184,7 +181,7 @@ def test_a_terminal_that_is_stopped_does_not_end_the_run(start, cwd):
     process = start("stall.py", "--set", "launcher.lost_after=2")
     read_pids(cwd)
     time.sleep(4)  # longer than lost_after
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=limit(60))[0]
     assert process.returncode == 0, output[-1000:]
     # On a busy machine a line may be shown in two parts.
     assert output.count("line\n") > 999_990
@@ -197,7 +194,7 @@ def test_a_launcher_that_is_silent_counts_as_lost(start, cwd):
     process.send_signal(signal.SIGSTOP)
     wait_for_end(pids)
     process.send_signal(signal.SIGCONT)
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=limit(60))[0]
     assert process.returncode == 1
     assert "the connection was lost" in output.splitlines()[-1]
 
@@ -211,7 +208,7 @@ def test_a_host_that_is_silent_counts_as_lost(start, cwd):
     supervisor = int(re.search(r"^PPid:\s+(\d+)", status, re.MULTILINE)[1])
     try:
         os.kill(supervisor, signal.SIGSTOP)
-        output = process.communicate(timeout=60)[0]
+        output = process.communicate(timeout=limit(60))[0]
         wait_for_end(pids[:1])
     finally:
         os.kill(pids[1], signal.SIGKILL)
@@ -222,7 +219,7 @@ def test_a_host_that_is_silent_counts_as_lost(start, cwd):
 
 def test_a_folder_that_is_missing_is_named_for_each_host_and_nothing_is_started(start, cwd):
     process = start("train.py", "--set", "launcher.folder=/nowhere")
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=limit(60))[0]
     assert process.returncode == 1
     assert [f"host {name}: folder not found: /nowhere. " in output for name in "ab"] == [True, True]
     assert not [*cwd.glob("pid*")]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.data_sets import SizedStream
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from accel_runtime import (
     Accelerator,
@@ -16,20 +17,6 @@ from accel_runtime import (
     GradScalerKwargs,
 )
 from accel_runtime.collectives.handshake import MismatchError
-
-
-class Stream(IterableDataset):
-    """A stream with a length."""
-
-    def __init__(self, length):
-        self.length = length
-
-    def __iter__(self):
-        return iter(range(self.length))
-
-    def __len__(self):
-        return self.length
-
 
 LOADERS = {
     "batch_size: 2 on rank 0; 3 on rank 1": lambda rank: DataLoader(range(12), batch_size=2 + rank),
@@ -49,7 +36,7 @@ LOADERS = {
     "replacement: False on rank 0; True on rank 1": lambda rank: DataLoader(
         range(12), sampler=RandomSampler(range(12), replacement=bool(rank))
     ),
-    "dataset length: 5 on rank 0; 6 on rank 1": lambda rank: DataLoader(Stream(5 + rank), batch_size=2),
+    "dataset length: 5 on rank 0; 6 on rank 1": lambda rank: DataLoader(SizedStream(5 + rank), batch_size=2),
     "objects: DataLoader on rank 0; Other on rank 1": lambda rank: (Other if rank else DataLoader)(range(4)),
 }
 

@@ -6,8 +6,9 @@ import contextlib
 
 import pytest
 import torch
+from support.data_sets import RangeStream
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from accel_runtime import Accelerator
 
@@ -46,12 +47,8 @@ def test_join_uneven_inputs_works_on_one_process(alone):
 
 
 def test_a_stream_rejects_an_override_of_even_batches():
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(range(3))
-
     accelerator = Accelerator()
-    loader = accelerator.prepare(DataLoader(Stream()))
+    loader = accelerator.prepare(DataLoader(RangeStream(3)))
     for even in (True, False):
         with (
             pytest.raises(ValueError, match=f"even_batches={even} for this loader"),

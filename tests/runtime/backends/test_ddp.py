@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from support.numerics import relative_error
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
@@ -44,17 +45,13 @@ def compute_reference(size):
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-def relative_error(actual, size):
-    return float((actual - compute_reference(size)).norm() / compute_reference(size).norm())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("kind", ["fp16", "bf16"])
 def test_gradients_sent_in_half_precision_are_correct_within_rounding(several, kind, weighted):
     results = several.run(compute_gradient, {"comm_hook": kind}, weighted)
     assert all(torch.equal(actual, results[0]) for actual in results)
-    assert 1e-7 < relative_error(results[0], several.size) < HALF[kind]
+    assert 1e-7 < relative_error(results[0], compute_reference(several.size)) < HALF[kind]
 
 
 @pytest.mark.parametrize("wrapper", ["no", "fp16", "bf16"])
@@ -64,24 +61,24 @@ def test_power_sgd_compresses_and_all_ranks_get_equal_gradients(pair, wrapper):
         compute_gradient, {"comm_hook": "power_sgd", "comm_wrapper": wrapper, "comm_state_option": state}
     )
     assert torch.equal(*results)
-    assert 1e-4 < relative_error(results[0], 2) < 0.9
+    assert 1e-4 < relative_error(results[0], compute_reference(2)) < 0.9
 
 
 def test_power_sgd_of_full_rank_is_nearly_exact(pair):
     state = {"matrix_approximation_rank": 32, "start_powerSGD_iter": 2, "min_compression_rate": 0.01}
     results = pair.run(compute_gradient, {"comm_hook": "power_sgd", "comm_state_option": state})
-    assert relative_error(results[0], 2) < 1e-4
+    assert relative_error(results[0], compute_reference(2)) < 1e-4
 
 
 @pytest.mark.parametrize("wrapper", ["no", "fp16"])
 def test_a_wrapped_half_precision_hook_is_correct_within_rounding(pair, wrapper):
     results = pair.run(compute_gradient, {"comm_hook": "fp16", "comm_wrapper": wrapper})
-    assert 1e-7 < relative_error(results[0], 2) < 2 * HALF["fp16"]
+    assert 1e-7 < relative_error(results[0], compute_reference(2)) < 2 * HALF["fp16"]
 
 
 def test_gradients_without_a_hook_are_exact(several):
     assert all(
-        relative_error(actual, several.size) < 1e-6
+        relative_error(actual, compute_reference(several.size)) < 1e-6
         for actual in several.run(compute_gradient, {"comm_hook": "no"})
     )
 
@@ -242,7 +239,9 @@ def test_copied_and_loaded_models_average_gradients_like_the_prepared_one(pair):
             gradients_of_models.append(torch.cat([p.grad.flatten() for p in other.module.parameters()]))
         return gradients_of_models
 
-    assert all(relative_error(actual, 2) < 1e-6 for grads in pair.run(copied) for actual in grads)
+    assert all(
+        relative_error(actual, compute_reference(2)) < 1e-6 for grads in pair.run(copied) for actual in grads
+    )
 
 
 @pytest.mark.parametrize("by_the_script", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -255,7 +254,7 @@ def test_a_compiled_model_averages_gradients_and_keeps_its_parameter_names(pair,
         assert list(model.state_dict()) == list(build_network().state_dict())
         return torch.cat([p.grad.flatten() for p in model.parameters()])
 
-    assert all(relative_error(actual, 2) < 1e-6 for actual in pair.run(compiled))
+    assert all(relative_error(actual, compute_reference(2)) < 1e-6 for actual in pair.run(compiled))
 
 
 @pytest.mark.parametrize("freezes", [False, True])

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 import pytest
 from support.processes import free_port
 from support.ranks import run_script
+from support.waits import limit
 
 INSPECT = """
 import atexit, datetime, torch, torch.distributed as dist
@@ -137,7 +138,7 @@ def run_launched(script, environs):
         )
         for rank_environ in environs_of_ranks
     ]
-    return [(*process.communicate(timeout=240), process.returncode) for process in processes]
+    return [(*process.communicate(timeout=limit(240)), process.returncode) for process in processes]
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.log_messages import collect_messages
+from support.models import ResidualNet
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -17,33 +18,12 @@ from accel_runtime import (
 from accel_runtime.options import DistributedType
 
 
-class Block(nn.Module):
-    def __init__(self, size):
-        super().__init__()
-        self.up, self.down = nn.Linear(size, 2 * size), nn.Linear(2 * size, size)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks, self.head = nn.ModuleList(Block(4) for _ in range(2)), nn.Linear(4, 1)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 def create_sharding_accelerator(**options):
     return Accelerator(parallelism_config=ParallelismConfig(dp_shard_size="auto"), **options)
 
 
 def create_tensor_parallel_accelerator():
-    plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
-    return Accelerator(parallelism_config=ParallelismConfig(tp_size=2, tp_plan=plan))
+    return Accelerator(parallelism_config=ParallelismConfig(tp_size=2, tp_plan=ResidualNet.tp_plan))
 
 
 def gather_parameters(model):
@@ -53,7 +33,7 @@ def gather_parameters(model):
 def train(make, order):
     """Return the parameters after three steps, for any order of `prepare` calls."""
     torch.manual_seed(0)
-    accelerator, model = make(), Model()
+    accelerator, model = make(), ResidualNet()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     if order == "model":
         model = accelerator.prepare(model)
@@ -81,7 +61,7 @@ def test_an_optimizer_created_before_prepare_trains_in_any_order(pair, order):
 
 
 def test_one_process_uses_fully_shard(alone):
-    model = create_sharding_accelerator().prepare(Model())
+    model = create_sharding_accelerator().prepare(ResidualNet())
     assert isinstance(model, FSDPModule)
     assert all(isinstance(block, FSDPModule) for block in model.blocks)
 
@@ -89,7 +69,7 @@ def test_one_process_uses_fully_shard(alone):
 def test_the_accelerator_reports_sharding(pair):
     def read_properties():
         accelerator = create_sharding_accelerator()
-        accelerator.prepare(Model())
+        accelerator.prepare(ResidualNet())
         return accelerator.distributed_type, accelerator.is_fsdp2, accelerator.describe().models[0].wrapping
 
     assert pair.run(read_properties) == [(DistributedType.FSDP, True, "fully_shard (dp_shard 2)")] * 2
@@ -97,14 +77,14 @@ def test_the_accelerator_reports_sharding(pair):
 
 def test_preparing_a_model_twice_returns_it(alone):
     accelerator = create_sharding_accelerator()
-    model = accelerator.prepare(Model())
+    model = accelerator.prepare(ResidualNet())
     assert accelerator.prepare(model) is model
 
 
 def test_a_model_for_evaluation_is_sharded(pair):
     def divided():
         return isinstance(
-            create_sharding_accelerator().prepare_model(Model(), evaluation_mode=True), FSDPModule
+            create_sharding_accelerator().prepare_model(ResidualNet(), evaluation_mode=True), FSDPModule
         )
 
     assert pair.run(divided) == [True, True]
@@ -127,7 +107,7 @@ def test_sharding_on_xla_is_rejected(alone, monkeypatch):
 def test_join_uneven_inputs_warns_once_that_it_has_no_effect(pair):
     def joined():
         accelerator = create_sharding_accelerator()
-        model = accelerator.prepare(Model())
+        model = accelerator.prepare(ResidualNet())
         with collect_messages("accel_runtime.backends") as messages:
             for _ in range(2):
                 with accelerator.join_uneven_inputs([model]):
@@ -144,7 +124,7 @@ def test_no_sync_defers_averaging_until_the_next_backward_pass(pair):
     def grads():
         torch.manual_seed(0)
         accelerator = create_sharding_accelerator()
-        model = accelerator.prepare(Model())
+        model = accelerator.prepare(ResidualNet())
         x = torch.full((1, 4), float(accelerator.process_index + 1))
         with accelerator.no_sync(model):
             model(x).sum().backward()
@@ -162,7 +142,7 @@ def test_no_sync_defers_averaging_until_the_next_backward_pass(pair):
 def test_a_state_saved_after_an_evaluation_restores_the_sharded_model(pair, tmp_path):
     def saved(folder):
         torch.manual_seed(0)
-        accelerator, model = create_sharding_accelerator(), Model()
+        accelerator, model = create_sharding_accelerator(), ResidualNet()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         model, optimizer = accelerator.prepare(model, optimizer)
         for grad in (True, False):
@@ -183,7 +163,7 @@ def test_a_state_saved_after_an_evaluation_restores_the_sharded_model(pair, tmp_
 
 
 def test_an_optimizer_of_unprepared_parameters_is_rejected_at_its_first_step(alone):
-    accelerator, model = create_sharding_accelerator(), Model()
+    accelerator, model = create_sharding_accelerator(), ResidualNet()
     other = nn.Linear(2, 2)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(other.parameters(), lr=0.1))
     with pytest.raises(ValueError, match="SGD cannot step: 2 of its parameters"):
@@ -195,7 +175,7 @@ def test_ignored_modules_are_not_sharded(pair):
         accelerator = create_sharding_accelerator(
             fsdp_plugin=FullyShardedDataParallelPlugin(ignored_modules="head")
         )
-        model = accelerator.prepare(Model())
+        model = accelerator.prepare(ResidualNet())
         return [name for name, p in model.named_parameters() if not hasattr(p, "device_mesh")]
 
     assert pair.run(read_types) == [["head.weight", "head.bias"]] * 2
@@ -207,7 +187,7 @@ def test_gradients_of_ignored_modules_are_averaged(pair):
         accelerator = create_sharding_accelerator(
             fsdp_plugin=FullyShardedDataParallelPlugin(ignored_modules="head")
         )
-        model = accelerator.prepare(Model())
+        model = accelerator.prepare(ResidualNet())
         x = torch.full((1, 4), float(accelerator.process_index + 1))
         with accelerator.no_sync(model):
             (model(x).sum() * (accelerator.process_index + 1)).backward()
@@ -244,7 +224,7 @@ def test_batch_norm_statistics_of_the_first_rank_are_used_in_evaluation(pair):
 def test_saving_a_sharded_tensor_is_rejected(pair, tmp_path):
     def saved(path):
         accelerator = create_sharding_accelerator()
-        model = accelerator.prepare(Model())
+        model = accelerator.prepare(ResidualNet())
         try:
             accelerator.save(model.state_dict(), path)
         except ValueError as error:
@@ -262,7 +242,7 @@ def test_saving_a_sharded_tensor_is_rejected(pair, tmp_path):
 def test_an_evaluation_between_backward_and_step_changes_nothing(pair):
     def stepped(evaluate):
         torch.manual_seed(0)
-        accelerator, model = create_sharding_accelerator(), Model()
+        accelerator, model = create_sharding_accelerator(), ResidualNet()
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
         accelerator.backward(model(torch.ones(2, 4)).mean())
         if evaluate:
@@ -279,7 +259,7 @@ def test_several_models_and_optimizers_are_matched(pair):
     def train_both(divided):
         torch.manual_seed(0)
         accelerator = create_sharding_accelerator() if divided else Accelerator()
-        first_model, second_model = Model(), Model()
+        first_model, second_model = ResidualNet(), ResidualNet()
         first = torch.optim.AdamW(first_model.parameters(), lr=0.1)
         # One optimizer of two groups, of which each is of another model.
         groups = [
@@ -306,9 +286,9 @@ def test_several_models_and_optimizers_are_matched(pair):
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_gradient_hooks_on_parameters_that_sharding_replaces_are_rejected(alone, register):
-    model = Model()
+    model = ResidualNet()
     getattr(model.head.bias, register)(lambda _: None)
-    expected = r"Cannot shard Model: gradient hooks of head\.bias would never run, .* between backward\(\) and step\(\)"
+    expected = r"Cannot shard ResidualNet: gradient hooks of head\.bias would never run, .* between backward\(\) and step\(\)"
     with pytest.raises(ValueError, match=expected):
         create_sharding_accelerator().prepare(model)
     plugin = FullyShardedDataParallelPlugin(ignored_modules="head")
@@ -317,10 +297,10 @@ def test_gradient_hooks_on_parameters_that_sharding_replaces_are_rejected(alone,
 
 def test_gradient_hooks_outside_of_a_tensor_parallel_plan_run(pair):
     def train_one_step():
-        accelerator, model, calls = create_tensor_parallel_accelerator(), Model(), []
+        accelerator, model, calls = create_tensor_parallel_accelerator(), ResidualNet(), []
         model.head.bias.register_hook(calls.append)
         accelerator.backward(accelerator.prepare(model)(torch.ones(2, 4)).sum())
-        inside = Model()
+        inside = ResidualNet()
         inside.blocks[0].up.weight.register_hook(calls.append)
         with pytest.raises(ValueError, match=r"gradient hooks of blocks\.0\.up\.weight would never run"):
             accelerator.prepare(inside)
@@ -333,7 +313,7 @@ def test_gradient_hooks_outside_of_a_tensor_parallel_plan_run(pair):
 def test_attributes_of_parameters_are_kept(pair, layout):
     def find_marked():
         make = create_sharding_accelerator if layout == "sharded" else create_tensor_parallel_accelerator
-        accelerator, model = make(), Model()
+        accelerator, model = make(), ResidualNet()
         model.blocks[0].up.weight._no_weight_decay = True
         return [
             name

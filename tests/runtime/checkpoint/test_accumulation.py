@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from support.models import PartlyUsedNet
 from support.pairs import pairwise_params
 from torch import nn
 
@@ -21,21 +22,6 @@ from accel_runtime.checkpoint.errors import CheckpointError
 STEPS = 3  # micro-batches per accumulation cycle
 ROWS = 6  # samples of a global micro-batch; divisible by 1, 2 and 3 ranks
 TOLERANCE = 1e-6  # relative error
-
-
-class Words(nn.Module):
-    """A small classifier with a layer that only some micro-batches use, and one that is never used."""
-
-    def __init__(self, sparse):
-        super().__init__()
-        torch.manual_seed(1)
-        self.embed = nn.Embedding(7, 5, sparse=sparse)
-        self.sometimes, self.never = nn.Linear(5, 5), nn.Linear(5, 5)
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, tokens, extra):
-        hidden = self.embed(tokens)
-        return self.head(self.sometimes(hidden) if extra else hidden)
 
 
 KINDS = {
@@ -65,7 +51,8 @@ class Run:
             kwargs_handlers=[ddp, GradScalerKwargs(init_scale=8.0)],
             mixed_precision="fp16" if option("fp16") else "no",
         )
-        model = Words(option("sparse"))
+        torch.manual_seed(1)
+        model = PartlyUsedNet(sparse=option("sparse"))
         optimizer = torch.optim.SGD(
             model.parameters(), lr=0.3, momentum=0.9, weight_decay=0 if model.embed.sparse else 0.1
         )

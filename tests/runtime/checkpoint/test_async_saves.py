@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.waits import limit
 from torch import nn
 
 from accel_runtime import Accelerator, ProjectConfiguration
@@ -26,7 +27,7 @@ class BlockedFileSystem(FileSystem):
         self.go = threading.Event()
 
     def write(self, file, data):
-        assert self.go.wait(120)
+        assert self.go.wait(limit(120))
         super().write(file, data)
 
 
@@ -203,7 +204,7 @@ def test_a_script_waits_for_its_last_asynchronous_save_and_fails_if_the_save_fai
         capture_output=True,
         text=True,
         check=False,
-        timeout=240,
+        timeout=limit(240),
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
     )
     assert (process.returncode, process.stdout) == (code, "done\n"), process.stderr

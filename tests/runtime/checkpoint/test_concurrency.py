@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from support.file_system import Run
 from support.processes import fork, wait_for_exit
+from support.waits import limit
 
 from accel_runtime.checkpoint import directory, load
 from accel_runtime.checkpoint.errors import CheckpointError
@@ -125,12 +126,12 @@ def test_pruning_keeps_a_checkpoint_while_it_is_loaded(memory):
 
     def hook(models, path):
         inside.set()
-        assert written.wait(120)
+        assert written.wait(limit(120))
 
     reader.acc.register_load_state_pre_hook(hook)
     loading = threading.Thread(target=reader.acc.load_state)
     loading.start()
-    assert inside.wait(120)
+    assert inside.wait(limit(120))
     writer.acc.save_state()
     assert len(writer.acc.checkpoints.list()) == 2
     written.set()

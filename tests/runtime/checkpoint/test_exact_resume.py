@@ -9,6 +9,7 @@ import sys
 import cloudpickle
 import pytest
 import torch
+from support.data_sets import MappedDataset, RandomOrderSampler, RangeStream, StatefulStream
 from support.recorded_runs import (
     COUNT,
     Script,
@@ -20,19 +21,10 @@ from support.recorded_runs import (
     train_batch,
     train_to_end,
 )
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+from support.waits import limit
+from torch.utils.data import BatchSampler, DataLoader
 
 from accel_runtime import Accelerator, DataLoaderConfiguration
-
-
-class ReversedRandomSampler(Sampler):
-    """A sampler of the script that draws random numbers."""
-
-    def __iter__(self):
-        yield from reversed(torch.randperm(COUNT).tolist())
-
-    def __len__(self):
-        return COUNT
 
 
 class UnevenBatches(BatchSampler):
@@ -46,32 +38,6 @@ class UnevenBatches(BatchSampler):
 
     def __len__(self):
         return len(self.batches)
-
-
-class Stream(IterableDataset):
-    """An iterable dataset of all points in order."""
-
-    def __iter__(self):
-        return (point(index) for index in range(COUNT))
-
-
-class StatefulStream(IterableDataset):
-    """An iterable dataset with `state_dict` and `load_state_dict`."""
-
-    def __init__(self):
-        self.at = 0
-
-    def __iter__(self):
-        while self.at < COUNT:
-            self.at += 1
-            yield point(self.at - 1)
-        self.at = 0
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
 
 
 def build_loader_options(**options):
@@ -91,7 +57,7 @@ LOADERS = {
         )
     },
     "drop_last": lambda: build_loader_options(batch_size=4, drop_last=True, shuffle=True),
-    "a sampler": lambda: build_loader_options(sampler=ReversedRandomSampler()),
+    "a sampler": lambda: build_loader_options(sampler=RandomOrderSampler(COUNT, lazy=True)),
     "a batch sampler": lambda: {"loader": lambda data: DataLoader(data, batch_sampler=UnevenBatches())},
     "seedable": lambda: build_loader_config(use_seedable_sampler=True),
     "seedable with a seed": lambda: build_loader_config(use_seedable_sampler=True, data_seed=4),
@@ -102,13 +68,15 @@ LOADERS = {
     "dispatched": lambda: build_loader_config(dispatch_batches=True),
     "workers": lambda: build_loader_options(shuffle=True, num_workers=2),
     "persistent workers": lambda: build_loader_options(shuffle=True, num_workers=1, persistent_workers=True),
-    "a stream": lambda: {"dataset": Stream} | build_loader_options(),
+    "a stream": lambda: {"dataset": lambda: RangeStream(COUNT, point)} | build_loader_options(),
     "a stream dispatched": lambda: (
-        {"dataset": Stream} | build_loader_options() | build_loader_config(dispatch_batches=True)
+        {"dataset": lambda: RangeStream(COUNT, point)}
+        | build_loader_options()
+        | build_loader_config(dispatch_batches=True)
     ),
-    "a stream with state": lambda: {"dataset": StatefulStream} | build_loader_options(),
+    "a stream with state": lambda: {"dataset": lambda: StatefulStream(COUNT, point)} | build_loader_options(),
     "a stream with state and a worker": lambda: (
-        {"dataset": StatefulStream} | build_loader_options(num_workers=1)
+        {"dataset": lambda: StatefulStream(COUNT, point)} | build_loader_options(num_workers=1)
     ),
 }
 
@@ -140,23 +108,22 @@ METHODS = ("skip_first_batches", "continue")
 """How scripts skip the batches they have trained on after `load_state`."""
 
 
-class Noisy(torch.utils.data.Dataset):
-    """Points with random augmentation."""
-
-    def __len__(self):
-        return COUNT
-
-    def __getitem__(self, index):
-        number, inputs, targets = point(index)
-        return number, inputs + torch.rand(()) + random.random(), targets
+def augment(index):
+    number, inputs, targets = point(index)
+    return number, inputs + torch.rand(()) + random.random(), targets
 
 
-SKIPPING = LOADERS | {"augmented": lambda: {"dataset": Noisy}}
+def build_augmented_data():
+    """Return points with random augmentation."""
+    return MappedDataset(COUNT, augment)
+
+
+SKIPPING = LOADERS | {"augmented": lambda: {"dataset": build_augmented_data}}
 
 
 def test_scripts_that_skip_batches_after_load_state_continue_from_every_step(alone, tmp_path):
     """The samples are augmented at random, also those that are loaded again and skipped."""
-    assert_resumes_are_exact(alone, Script(dataset=Noisy), tmp_path, methods=METHODS)
+    assert_resumes_are_exact(alone, Script(dataset=build_augmented_data), tmp_path, methods=METHODS)
 
 
 def test_scripts_that_skip_batches_continue_on_two_ranks(clusters, tmp_path):
@@ -288,7 +255,11 @@ def test_a_new_process_continues_from_a_checkpoint(alone, tmp_path):
     call.write_bytes(cloudpickle.dumps((resume_training, build_accumulating_script(), str(tmp_path), "4")))
     text = "import cloudpickle, sys; f, *a = cloudpickle.load(open(sys.argv[1], 'rb')); print(repr(f(*a)))"
     process = subprocess.run(
-        [sys.executable, "-c", text, str(call)], capture_output=True, text=True, timeout=240, check=True
+        [sys.executable, "-c", text, str(call)],
+        capture_output=True,
+        text=True,
+        timeout=limit(240),
+        check=True,
     )
     assert process.stdout.strip() == repr((rows[4:], end))
 

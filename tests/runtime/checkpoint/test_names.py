@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import torch
+from support.models import TiedNet
 from torch import nn
 
 from accel_runtime import Accelerator
 from accel_runtime.training.gradients import name_parameters
 
 
-class Tied(nn.Module):
-    """A model whose last layer shares the weight of its first."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 2)
-        self.last.weight = self.first.weight
-
-    def forward(self, x):
-        return self.last(self.first(x))
-
-
 def list_parameter_names(*, compiled=False):
     accelerator = Accelerator(cpu=True)
-    first, second, alone = Tied(), nn.Linear(2, 1), nn.Parameter(torch.zeros(3))
+    first, second, alone = TiedNet(2), nn.Linear(2, 1), nn.Parameter(torch.zeros(3))
     groups = [{"params": list(first.parameters())}, {"params": [second.bias, alone]}]
     first, second, optimizer = accelerator.prepare(
         torch.compile(first, backend="eager") if compiled else first, second, torch.optim.SGD(groups, lr=0.1)
@@ -34,7 +23,7 @@ def list_parameter_names(*, compiled=False):
 NAMES = [
     "model.first.weight",
     "model.first.bias",
-    "model.last.bias",
+    "model.second.bias",
     "model_1.weight",
     "model_1.bias",
     "optimizer.1.1",

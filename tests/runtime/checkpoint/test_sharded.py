@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.sharded_runs import ROWS, Net, build_accelerator, build_model, import_sharding, to_full
+from support.models import UnevenTiedNet
+from support.sharded_runs import build_accelerator, build_model, import_sharding, to_full
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_runtime import DataLoaderConfiguration, ProjectConfiguration, init_empty_weights
@@ -31,11 +32,11 @@ class Run:
         self.accelerator = build_accelerator(sizes, options, dataloader_config=config, **arguments)
         if meta:
             with init_empty_weights(include_buffers=True):
-                model = Net()
+                model = UnevenTiedNet()
         else:
             model = build_model(seed)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-        data = TensorDataset(torch.arange(32), torch.arange(32) % ROWS)
+        data = TensorDataset(torch.arange(32), torch.arange(32) % UnevenTiedNet.rows)
         loader = DataLoader(data, batch_size=8, shuffle=True)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, loader)
 
@@ -131,7 +132,7 @@ def test_a_sharded_checkpoint_of_two_ranks_loads_on_two_and_on_one(pair_ready, t
     ] or not [name for name in manifest["tensors"] if name == "model/embedding.weight"], (
         "tied weights are written once"
     )
-    assert manifest["about"]["model"] == "Net"
+    assert manifest["about"]["model"] == "UnevenTiedNet"
     for other in PAIRS:
         assert pair_ready.run(resume_and_train, folder, other) == [expected] * 2
     assert resume_and_train(folder, {}) == expected

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.models import TiedNet
 from support.recorded_runs import Script, assert_resumes_are_exact, train_batch
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -56,19 +57,6 @@ class UnusualModel(nn.Module):
 
     def set_extra_state(self, state):
         self.extra = state
-
-
-class TiedModel(nn.Module):
-    """A model with one weight under two names."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(3, 3)
-        self.second = nn.Linear(3, 3)
-        self.second.weight = self.first.weight
-
-    def forward(self, inputs):
-        return self.second(self.first(inputs)).sum(1, keepdim=True)
 
 
 class ModelWithHooks(nn.Module):
@@ -178,7 +166,7 @@ def build_frozen_model():
 
 MODELS = {
     "odd": UnusualModel,
-    "tied": TiedModel,
+    "tied": lambda: nn.Sequential(TiedNet(3), nn.Linear(3, 1)),
     "hooks": ModelWithHooks,
     "channels last": ChannelsLastModel,
     "batch norm": build_batch_norm_model,

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.file_system import Run
+from support.models import UnevenNet
 from support.recorded_runs import Samples, Script, start_training, to_numbers, train_batch
 from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -146,25 +147,11 @@ def test_different_buffers_are_restored_by_rank_or_from_the_first_rank(clusters,
 # Sharded -----------------------------------------------------------------------------------
 
 
-class UnevenModel(nn.Module):
-    """A model with rows that no world size divides, and a parameter smaller than the world size."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(3, 5)
-        self.second = nn.Linear(5, 7, bias=False)
-        self.gain = nn.Parameter(torch.ones(1))
-        self.register_buffer("count", torch.tensor(3))
-
-    def forward(self, inputs):
-        return self.second(torch.tanh(self.first(inputs))).sum() * self.gain.sum()
-
-
 def build_trained_model(kind, seed):
     """Return a model and its optimizer after one step with gradients that do not depend on the world size."""
     Accelerator()  # creates the process group
     torch.manual_seed(seed)
-    model = UnevenModel()
+    model = UnevenNet()
     optimizer = None
     if kind == "fsdp":
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
@@ -325,7 +312,7 @@ def test_shards_are_loaded_as_shards_and_as_full_tensors(sharding_clusters, kind
 def load_in_one_process(folder):
     """Load in one process without a process group."""
     torch.manual_seed(2)
-    model = UnevenModel()
+    model = UnevenNet()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     loading = LoadOperation(lambda item: [item], 0, 1, strict=True)
     loading.load(loading.open(lambda: Path(folder), folder), build_state_items(model, optimizer))
@@ -381,7 +368,7 @@ def test_torch_loads_a_sharded_model(sharding_clusters, tmp_path):
     folder_of_model.mkdir()
     for path in folder.glob("model*.safetensors"):
         (folder_of_model / path.name).symlink_to(path)
-    state = UnevenModel().state_dict()
+    state = UnevenNet().state_dict()
     torch.distributed.checkpoint.load(
         state, storage_reader=HuggingFaceStorageReader(str(folder_of_model)), no_dist=True
     )

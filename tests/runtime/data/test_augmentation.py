@@ -9,7 +9,8 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Subset, get_worker_info
+from support.data_sets import MappedDataset, RangeStream, StatefulStream, WorkerSplitStream
+from torch.utils.data import DataLoader, Subset, get_worker_info
 
 from accel_runtime import Accelerator
 
@@ -17,57 +18,18 @@ COUNT = 18
 PART = 2
 
 
-class Noisy:
-    """Samples with random numbers of Python, NumPy and torch."""
-
-    def __len__(self):
-        return COUNT
-
-    def __getitem__(self, at):
-        noise = [random.random(), np.random.rand(), float(torch.rand(()))]  # noqa: NPY002 - what datasets use
-        return torch.tensor([at, *noise], dtype=torch.float64)
+def add_noise(at):
+    """Return a sample with random numbers of Python, NumPy and torch."""
+    noise = [random.random(), np.random.rand(), float(torch.rand(()))]  # noqa: NPY002 - what datasets use
+    return torch.tensor([at, *noise], dtype=torch.float64)
 
 
-class BatchedNoisy(Noisy):
-    """Noisy samples that are fetched in batches."""
+class BatchedDataset(MappedDataset):
+    """Samples that are fetched in batches."""
 
     def __getitems__(self, indices):
         shift = random.random()
         return [self[at] + shift for at in indices]
-
-
-class NoisyStream(IterableDataset):
-    """Noisy samples as an iterable dataset."""
-
-    def __iter__(self):
-        return (Noisy()[at] for at in range(COUNT))
-
-
-class StatefulNoisyStream(NoisyStream):
-    """A noisy stream with `state_dict` and `load_state_dict`."""
-
-    def __init__(self):
-        self.at = 0
-
-    def __iter__(self):
-        while self.at < COUNT:
-            self.at += 1
-            yield Noisy()[self.at - 1]
-        self.at = 0
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
-
-
-class ShardedNoisyStream(NoisyStream):
-    """A noisy stream that shards itself among its workers."""
-
-    def __iter__(self):
-        info = get_worker_info()
-        return (Noisy()[at] for at in range(info.id, COUNT, info.num_workers))
 
 
 def noisy_collate(samples):
@@ -76,7 +38,7 @@ def noisy_collate(samples):
 
 def seeded_by_the_worker(worker):
     random.seed(worker)
-    assert isinstance(get_worker_info().dataset, Noisy)
+    assert isinstance(get_worker_info().dataset, MappedDataset)
 
 
 KINDS = {
@@ -87,18 +49,18 @@ KINDS = {
     "own generator": {"shuffle": True, "persistent_workers": True, "own": True},
     "far ahead": {"prefetch_factor": 5},
     "one by one": {"batch_size": None, "shuffle": True},
-    "together": {"data": BatchedNoisy},
+    "together": {"data": BatchedDataset},
     "initialised": {"worker_init_fn": seeded_by_the_worker},
     "collated": {"collate_fn": noisy_collate},
     "dispatched": {"shuffle": True, "dispatch": True, "persistent_workers": True},
     "split by process": {"shuffle": True, "sharded": True, "persistent_workers": True},
     "split by process, without": {"num_workers": 0, "shuffle": True, "sharded": True},
-    "a stream": {"data": NoisyStream, "collate_fn": noisy_collate},
-    "a persistent stream": {"data": NoisyStream, "persistent_workers": True},
-    "a stream with a state": {"data": StatefulNoisyStream, "persistent_workers": True},
-    "a stream that divides itself": {"data": ShardedNoisyStream, "own": True},
-    "a dispatched stream": {"data": StatefulNoisyStream, "dispatch": True},
-    "a stream with a state, without": {"data": StatefulNoisyStream, "num_workers": 0},
+    "a stream": {"data": RangeStream, "collate_fn": noisy_collate},
+    "a persistent stream": {"data": RangeStream, "persistent_workers": True},
+    "a stream with a state": {"data": StatefulStream, "persistent_workers": True},
+    "a stream that divides itself": {"data": WorkerSplitStream, "own": True},
+    "a dispatched stream": {"data": StatefulStream, "dispatch": True},
+    "a stream with a state, without": {"data": StatefulStream, "num_workers": 0},
     "without": {"num_workers": 0, "shuffle": True},
     "without, in order": {"num_workers": 0},
 }
@@ -106,14 +68,14 @@ KINDS = {
 
 def prepare_noisy_loader(kind, workers=None):
     warnings.filterwarnings("ignore", "This DataLoader will create")
-    options = {"num_workers": 2, "batch_size": PART, "data": Noisy} | KINDS[kind]
+    options = {"num_workers": 2, "batch_size": PART, "data": MappedDataset} | KINDS[kind]
     if workers is not None and options["num_workers"]:
         options["num_workers"] = workers
     dispatch, has_own_generator = options.pop("dispatch", False), options.pop("own", False)
     options |= {"generator": torch.Generator().manual_seed(5)} if has_own_generator else {}
     sharded = options.pop("sharded", False)
     accelerator = Accelerator(dispatch_batches=dispatch)
-    data = options.pop("data")()
+    data = options.pop("data")(COUNT, add_noise)
     if sharded:
         data = Subset(data, range(COUNT // 2 - 3 * accelerator.process_index))
     loader = DataLoader(data, **options)

@@ -8,20 +8,13 @@ from itertools import chain
 import pytest
 import torch
 from support import read_epochs
+from support.data_sets import RangeStream, ShuffledStream, WorkerSplitStream
 from support.read_epochs import check_steps, read_steps, split_batches
 from torch.utils.data import DataLoader, RandomSampler
 
 from accel_runtime import Accelerator, DataLoaderConfiguration
 
-DATASETS = {"a stream": read_epochs.Stream, "a map": range}
-
-
-class Forbidden(read_epochs.Stream):
-    """A stream that ranks other than the first must not touch."""
-
-    def __iter__(self):
-        assert self.rank == 0
-        return super().__iter__()
+DATASETS = {"a stream": RangeStream, "a map": range}
 
 
 @pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
@@ -41,7 +34,7 @@ def test_dispatched_global_batches_equal_those_of_one_process(ranks, kind, even)
                 key = (count, size if split else size * world, drop)
                 steps_by_case[key] = (
                     read_steps(source),
-                    None if make is read_epochs.Stream else source.num_steps(),
+                    None if make is RangeStream else source.num_steps(),
                 )
         return steps_by_case
 
@@ -53,19 +46,21 @@ def test_dispatched_global_batches_equal_those_of_one_process(ranks, kind, even)
 
 
 def test_only_the_first_rank_reads(several):
-    def read_source(kind):
+    def read_source():
         backend = read_epochs.get_backend()
-        stream = kind(11)
-        stream.rank = backend.topology.rank
+
+        def read_on_first_rank(number):
+            assert backend.topology.rank == 0
+            return number
+
+        stream = RangeStream(11, read_on_first_rank)
         return read_steps(read_epochs.build_dispatched_source(DataLoader(stream, batch_size=2), backend))
 
-    assert check_steps(several.run(read_source, Forbidden)) == split_batches(range(11), 2 * several.size)
+    assert check_steps(several.run(read_source)) == split_batches(range(11), 2 * several.size)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize(
-    "kind", [read_epochs.Stream, read_epochs.WorkerSplitStream, range, read_epochs.ShuffledStream]
-)
+@pytest.mark.parametrize("kind", [RangeStream, WorkerSplitStream, range, ShuffledStream])
 def test_workers_read_for_all_ranks(ranks, kind, workers):
     def read_source(kind, workers):
         read_epochs.get_backend()
@@ -121,7 +116,7 @@ def build_with_generator(count, **options):
 
 def build_stream(count, **options):
     """Return a loader of a stream that shuffles."""
-    return DataLoader(read_epochs.ShuffledStream(count), **options)
+    return DataLoader(ShuffledStream(count), **options)
 
 
 @pytest.mark.parametrize("make", [build_shuffled, build_with_generator, build_stream])

@@ -8,14 +8,19 @@ from itertools import chain, product
 
 import pytest
 import torch
+from support.data_sets import (
+    EndlessSampler,
+    EpochSampler,
+    RandomOrderSampler,
+    RangeStream,
+    RepeatingSampler,
+    VariableBatchSampler,
+)
 from support.log_messages import collect_messages
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
-    IterableDataset,
-    Sampler,
-    SequentialSampler,
     TensorDataset,
     WeightedRandomSampler,
 )
@@ -32,6 +37,7 @@ from accel_runtime.topology import Topology
 SEED = 5
 GLOBAL_BATCH = 6  # what 1, 2 and 3 processes divide
 COUNT = 20
+UNEVEN_BATCHES = ([0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10])
 
 
 def read_unprepared(epochs=1, **options):
@@ -50,59 +56,9 @@ def prepared(accelerator, dataset=range(COUNT), **options):
     return accelerator.prepare(DataLoader(dataset, **options))
 
 
-class Ends(Sampler):
-    """A sampler that repeats the first or the last index."""
-
-    def __init__(self, count, last):
-        self.count, self.index = count, last * (count - 1)
-
-    def __iter__(self):
-        return iter([self.index] * self.count)
-
-    def __len__(self):
-        return self.count
-
-
 def gather_epochs(accelerator, loader, epochs=1):
     """Return the gathered global batches by epoch."""
     return [[accelerator.gather_for_metrics(batch).tolist() for batch in loader] for _ in range(epochs)]
-
-
-class Halves(Sampler):
-    """A sampler that draws half of the indices with the global generator."""
-
-    def __iter__(self):
-        return iter(torch.randperm(COUNT)[: COUNT // 2].tolist())
-
-    def __len__(self):
-        return COUNT // 2
-
-
-class Uneven(Sampler):
-    """A batch sampler with batches of different lengths and without a `batch_size`."""
-
-    batches = ([0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10])
-
-    def __iter__(self):
-        return iter(self.batches)
-
-    def __len__(self):
-        return len(self.batches)
-
-
-class Endless(Sampler):
-    """An endless sampler without a length."""
-
-    def __iter__(self):
-        while True:
-            yield 0
-
-
-class Stream(IterableDataset):
-    """An iterable dataset of seven samples without a length."""
-
-    def __iter__(self):
-        return iter(range(7))
 
 
 class Doubling(DataLoader):
@@ -162,7 +118,9 @@ def test_persistent_workers_keep_the_order_of_the_unprepared_loader_after_a_brea
         assert third == wanted_third != first
 
 
-@pytest.mark.parametrize("sampler", [None, Halves()], ids=["shuffle", "a sampler of the script"])
+@pytest.mark.parametrize(
+    "sampler", [None, RandomOrderSampler(COUNT, COUNT // 2)], ids=["shuffle", "a sampler of the script"]
+)
 def test_ranks_with_different_seeds_use_the_order_of_the_first(several, sampler):
     def epochs(sampler):
         accelerator = Accelerator()
@@ -180,13 +138,6 @@ def iterate_in_library(loader):
     yield from loader
 
 
-class Counted(IterableDataset):
-    """A stream of numbers."""
-
-    def __iter__(self):
-        yield from range(COUNT)
-
-
 @pytest.mark.parametrize("kind", ["shuffled", "sampler", "stream", "dispatched", "sharded"])
 def test_one_rank_can_read_a_loader_through_a_library(pair, kind):
     def read(kind):
@@ -194,8 +145,11 @@ def test_one_rank_can_read_a_loader_through_a_library(pair, kind):
         accelerator = Accelerator(dataloader_config=config)
         rank = accelerator.process_index
         torch.manual_seed(rank)
-        options = {"shuffled": {"shuffle": True}, "sampler": {"sampler": Halves()}}.get(kind, {})
-        loader = DataLoader(Counted() if kind == "stream" else range(COUNT), batch_size=3, **options)
+        options = {
+            "shuffled": {"shuffle": True},
+            "sampler": {"sampler": RandomOrderSampler(COUNT, COUNT // 2)},
+        }.get(kind, {})
+        loader = DataLoader(RangeStream(COUNT) if kind == "stream" else range(COUNT), batch_size=3, **options)
         if kind == "sharded":
             rank_loader = DataLoader(range(3 + rank), batch_size=3)
             loader = accelerator.prepare_data_loader(rank_loader, data="sharded")
@@ -214,9 +168,9 @@ def test_ranks_that_read_different_loaders_raise_a_mismatch(pair):
         accelerator = Accelerator()
         rank = accelerator.process_index
         torch.manual_seed(rank)
-        long, short = (DataLoader(range(n), 1, sampler=Ends(n, rank)) for n in (9, 5))
+        long, short = (DataLoader(range(n), 1, sampler=RepeatingSampler(rank * (n - 1), n)) for n in (9, 5))
         long, short = accelerator.prepare(long, short)
-        with pytest.raises(MismatchError, match="the order of a Ends that is read 10 at a time"):
+        with pytest.raises(MismatchError, match="the order of a RepeatingSampler that is read 10 at a time"):
             next(iter(short if rank else long))
         return True
 
@@ -246,33 +200,12 @@ def test_rng_types_synchronize_the_generators_of_all_ranks(several):
 
 
 def test_set_epoch_is_passed_to_the_sampler(ranks):
-    class Remembering(SequentialSampler):
-        epoch = None
-
-        def set_epoch(self, epoch):
-            self.epoch = epoch
-
     def epoch():
-        sampler = Remembering(range(COUNT))
+        sampler = EpochSampler(COUNT)
         prepared(Accelerator(), sampler=sampler).set_epoch(3)
         return sampler.epoch
 
     assert ranks.run(epoch) == [3] * ranks.size
-
-
-class DrawsByEpoch(Sampler):
-    """A sampler with another order in every epoch."""
-
-    epoch = 0
-
-    def __iter__(self):
-        return iter([(index + self.epoch) % COUNT for index in range(COUNT)])
-
-    def __len__(self):
-        return COUNT
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
 
 
 class Nested(BatchSampler):
@@ -294,7 +227,9 @@ class Nested(BatchSampler):
 def test_set_epoch_is_passed_to_the_sampler_inside_a_batch_sampler(ranks, wrapped):
     def epochs(wrapped):
         accelerator = Accelerator()
-        batches = BatchSampler(DrawsByEpoch(), GLOBAL_BATCH // accelerator.num_processes, drop_last=False)
+        batches = BatchSampler(
+            EpochSampler(COUNT), GLOBAL_BATCH // accelerator.num_processes, drop_last=False
+        )
         loader = prepared(accelerator, batch_sampler=Nested(batches) if wrapped else batches)
         recorded_epochs = [gather_epochs(accelerator, loader)[0] for _ in range(2)]
         loader.set_epoch(5)
@@ -333,7 +268,7 @@ def test_every_sample_is_gathered_once_and_in_order(ranks, split):
     "options",
     [
         {"sampler": WeightedRandomSampler([1.0] * COUNT, num_samples=2 * COUNT + 1)},
-        {"sampler": Halves()},
+        {"sampler": RandomOrderSampler(COUNT, COUNT // 2)},
         {"sampler": [3, 1, 2]},
         {"drop_last": True},
     ],
@@ -377,12 +312,12 @@ def test_results_of_a_step_are_gathered_like_its_samples(ranks):
 def test_batches_of_different_lengths_are_not_split_between_ranks(ranks):
     def read_batches():
         accelerator = Accelerator()
-        loader = prepared(accelerator, batch_sampler=Uneven())
+        loader = prepared(accelerator, batch_sampler=VariableBatchSampler(UNEVEN_BATCHES))
         expected = [batch.tolist() for batch in loader]
         return expected, gather_epochs(accelerator, loader)[0]
 
     rank_batches = ranks.run(read_batches)
-    steps = [Uneven.batches[at : at + ranks.size] for at in range(0, len(Uneven.batches), ranks.size)]
+    steps = [UNEVEN_BATCHES[at : at + ranks.size] for at in range(0, len(UNEVEN_BATCHES), ranks.size)]
     for rank, (expected, gathered) in enumerate(rank_batches):
         assert gathered == [list(chain.from_iterable(step)) for step in steps]
         for step, batch in zip(steps, expected, strict=True):
@@ -531,21 +466,21 @@ def test_a_loader_that_cannot_be_sharded_works_on_one_process(kind):
 
 
 def test_an_endless_sampler_works_on_one_process():
-    loader = iter(Accelerator().prepare(DataLoader(range(7), sampler=Endless())))
+    loader = iter(Accelerator().prepare(DataLoader(range(7), sampler=EndlessSampler())))
     assert [next(loader).tolist() for _ in range(3)] == [[0]] * 3
 
 
 def test_the_last_batch_of_a_stream_is_recognized():
     accelerator = Accelerator(gradient_accumulation_steps=3)
     synced = []
-    for _ in accelerator.prepare(DataLoader(Stream(), batch_size=2)):
+    for _ in accelerator.prepare(DataLoader(RangeStream(7), batch_size=2)):
         with accelerator.accumulate():
             synced.append(accelerator.sync_gradients)
     assert synced == [False, False, True, True]
 
 
 def test_an_indivisible_batch_size_with_split_batches_is_rejected_with_both_numbers(several):
-    def refused(kind):
+    def refused():
         accelerator = Accelerator(split_batches=True)
         size = accelerator.num_processes + 1
         with pytest.raises(ValueError, match=f"a batch size divisible by {size - 1}, and it is {size}"):
@@ -553,16 +488,16 @@ def test_an_indivisible_batch_size_with_split_batches_is_rejected_with_both_numb
         with pytest.raises(
             ValueError, match=r"split_batches needs one batch size, and the DataLoader has none"
         ):
-            accelerator.prepare(DataLoader(kind(), batch_size=None))
+            accelerator.prepare(DataLoader(RangeStream(7), batch_size=None))
         return True
 
-    assert all(several.run(refused, Stream))
+    assert all(several.run(refused))
 
 
 def test_a_loader_without_a_fixed_batch_size_has_no_total_batch_size(ranks):
     def refused():
         with pytest.raises(ValueError, match="no fixed size"):
-            _ = prepared(Accelerator(), batch_sampler=Uneven()).total_batch_size
+            _ = prepared(Accelerator(), batch_sampler=VariableBatchSampler(UNEVEN_BATCHES)).total_batch_size
         return True
 
     assert all(ranks.run(refused))
@@ -578,7 +513,7 @@ def test_a_loader_is_freed_with_its_last_reference(ranks, kind, end):
 
     def iterate_and_drop():
         accelerator = Accelerator()
-        dataset = range(7) if kind == "indices" else Stream()
+        dataset = range(7) if kind == "indices" else RangeStream(7)
         script = DataLoader(dataset, batch_size=2, num_workers=1, persistent_workers=True)
         loader = accelerator.prepare(script)
         for _ in loader:

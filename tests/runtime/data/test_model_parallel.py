@@ -10,6 +10,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import read_epochs
+from support.data_sets import (
+    BufferedShuffleStream,
+    MappedDataset,
+    RangeStream,
+    ShuffledStream,
+    StatefulStream,
+    WorkerSplitStream,
+)
 from support.pairs import pairwise_params
 from support.read_epochs import check_steps, read_steps, split_batches
 from torch import nn
@@ -26,7 +34,7 @@ from accel_runtime.topology import DataRank, Topology
 pytestmark = pytest.mark.slow
 
 MODEL_PARALLEL_SIZE = 2
-KINDS = {"a stream": read_epochs.Stream, "a map": range}
+KINDS = {"a stream": RangeStream, "a map": range}
 
 
 def set_mesh(topology, model_parallel_size=MODEL_PARALLEL_SIZE):
@@ -122,10 +130,10 @@ def test_model_parallel_ranks_receive_equal_batches_and_every_sample_is_read_onc
     pairwise_params(
         {
             "kind": [
-                read_epochs.ShuffledStream,
-                read_epochs.WorkerSplitStream,
-                read_epochs.StatefulStream,
-                read_epochs.BufferedShuffleStream,
+                ShuffledStream,
+                WorkerSplitStream,
+                StatefulStream,
+                BufferedShuffleStream,
                 range,
             ],
             "workers": [0, 2],
@@ -157,14 +165,9 @@ def test_model_parallel_ranks_with_different_seeds_read_equal_batches(four, kind
         assert sorted(chain.from_iterable(every[0])) == list(range(17))
 
 
-class Noisy(torch.utils.data.Dataset):
-    """Samples with noise of every generator."""
-
-    def __len__(self):
-        return 11
-
-    def __getitem__(self, index):
-        return index + random.random() + torch.rand(()).item()
+def add_noise(index):
+    """Return a sample with random numbers of Python and torch."""
+    return index + random.random() + torch.rand(()).item()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -173,7 +176,9 @@ def test_augmentation_is_equal_on_model_parallel_ranks(four, workers):
         accelerator = build_accelerator()
         random.seed(accelerator.process_index)
         torch.manual_seed(accelerator.process_index)
-        loader = accelerator.prepare(DataLoader(Noisy(), batch_size=2, shuffle=True, num_workers=workers))
+        loader = accelerator.prepare(
+            DataLoader(MappedDataset(11, add_noise), batch_size=2, shuffle=True, num_workers=workers)
+        )
         return [[batch.tolist() for batch in loader] for _ in range(2)]
 
     results = four.run(read_epoch, workers)
@@ -252,7 +257,7 @@ def test_an_offset_is_valid_for_any_number_of_data_ranks(  # noqa: PLR0913, PLR0
     def read_part(model_parallel_size, size, start, stop):
         backend = build_backend(model_parallel_size)
         torch.manual_seed(5)
-        data = read_epochs.Stream(count) if stream else range(count)
+        data = RangeStream(count) if stream else range(count)
         # torch refuses to shuffle an empty dataset.
         shuffle = None if stream else shuffled and count > 0
         loader = DataLoader(data, batch_size=size, drop_last=drop, shuffle=shuffle)

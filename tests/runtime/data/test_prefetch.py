@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, TensorDataset
+from support.data_sets import BufferedShuffleStream, PythonRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from accel_runtime import Accelerator, DataLoaderConfiguration
 from accel_runtime.backends.base import Backend
@@ -77,32 +78,13 @@ def streams(monkeypatch):
     return Streams(monkeypatch)
 
 
-class Numbers(IterableDataset):
-    """An iterable dataset with random numbers of the reading process."""
-
-    def __iter__(self):
-        return iter(torch.arange(11.0) + torch.rand(11) / 2)
-
-
-class Drawn(Sampler):
-    """A sampler that draws each sample with Python's generator."""
-
-    def __iter__(self):
-        remaining = list(range(11))
-        while remaining:
-            yield remaining.pop(random.randrange(len(remaining)))
-
-    def __len__(self):
-        return 11
-
-
 DATA = TensorDataset(torch.arange(11.0))
 LOADERS = {
     "shuffled": (DATA, {"batch_size": 2, "shuffle": True}),
-    "own-sampler": (DATA, {"batch_size": 2, "sampler": Drawn()}),
-    "own-batches": (DATA, {"batch_sampler": BatchSampler(Drawn(), 2, drop_last=False)}),
+    "own-sampler": (DATA, {"batch_size": 2, "sampler": PythonRandomSampler(11)}),
+    "own-batches": (DATA, {"batch_sampler": BatchSampler(PythonRandomSampler(11), 2, drop_last=False)}),
     "single": (DATA, {"batch_size": None, "shuffle": True}),
-    "stream": (Numbers(), {"batch_size": 2}),
+    "stream": (BufferedShuffleStream(11, float), {"batch_size": 2}),
 }
 WORKERS = [0, pytest.param(1, id="worker")]
 

@@ -7,6 +7,7 @@ from itertools import chain
 import pytest
 import torch
 from support import read_epochs
+from support.data_sets import RangeStream, SampleStream
 from support.read_epochs import check_steps, read_steps
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -20,17 +21,6 @@ from accel_runtime.topology import Topology
 COUNTS = [(8, 8, 8), (9, 4, 1), (1, 7, 7), (5, 0, 3), (0, 0, 0), (0, 2, 0)]
 
 
-class Offset(read_epochs.Stream):
-    """A rank-specific stream."""
-
-    def __init__(self, start, count):
-        super().__init__(count)
-        self.start = start
-
-    def __iter__(self):
-        return iter(range(self.start, self.start + self.count))
-
-
 def alone():
     """Return the backend of a source of one rank."""
     return Single(Topology(), torch.device("cpu"), is_counted=False)
@@ -41,7 +31,7 @@ def build_source(kind, counts, options=None):
     backend = read_epochs.get_backend()
     rank = backend.topology.rank
     loaders = {
-        "a stream": Offset(rank * 100, counts[rank]),
+        "a stream": SampleStream(range(rank * 100, rank * 100 + counts[rank])),
         "a map": range(rank * 100, rank * 100 + counts[rank]),
     }
     loader = DataLoader(loaders[kind], batch_size=2, **options or {})
@@ -76,7 +66,7 @@ def valid_samples(steps_by_rank):
 @pytest.mark.parametrize("kind", ["a stream", "a map"])
 def test_a_batch_that_collates_to_none_does_not_end_the_epoch(kind):
     """The batches after it are returned too, as by a bare loader."""
-    data = Offset(0, 6) if kind == "a stream" else range(6)
+    data = RangeStream(6) if kind == "a stream" else range(6)
     loader = DataLoader(data, batch_size=2, collate_fn=lambda rows: None if 2 in rows else rows)
     local = (
         read_epochs.build_iterable_source(loader, alone())

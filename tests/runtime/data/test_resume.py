@@ -10,8 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.data_sets import EpochSampler, PythonRandomSampler, VariableBatchSampler
 from support.pairs import pairwise_params
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from accel_runtime import Accelerator, DataLoaderConfiguration
 from accel_runtime.backends.single import Single
@@ -26,35 +27,14 @@ COUNT = 25
 PART = 2  # samples a process a step
 
 
-class Pythons(Sampler):
-    """A sampler that draws each index with Python's generator."""
-
-    def __iter__(self):
-        for _ in range(COUNT):
-            yield random.randrange(COUNT)
-
-    def __len__(self):
-        return COUNT
-
-
-class Pairs(Sampler):
-    """A batch sampler with batches of different lengths in random order."""
-
-    def __iter__(self):
-        batches = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10], [11, 12], [13]]
-        return iter([batches[at] for at in torch.randperm(len(batches)).tolist()])
-
-    def __len__(self):
-        return 7
-
-
+BATCHES = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10], [11, 12], [13]]
 ORDERS = {
     "in order": dict,
     "shuffled": lambda: {"shuffle": True},
     "shuffled by a generator": lambda: {"shuffle": True, "generator": torch.Generator().manual_seed(3)},
     "workers": lambda: {"shuffle": True, "num_workers": 2},
-    "a sampler of Python's": lambda: {"sampler": Pythons()},
-    "batches of the script": lambda: {"batch_sampler": Pairs()},
+    "a sampler of Python's": lambda: {"sampler": PythonRandomSampler(COUNT)},
+    "batches of the script": lambda: {"batch_sampler": VariableBatchSampler(BATCHES, shuffle=True)},
     "one by one": lambda: {"batch_size": None, "shuffle": True},
 }
 RANKS = [
@@ -392,16 +372,8 @@ def test_a_resumed_epoch_keeps_its_order_in_a_process_with_another_seed(ranks, s
 
 
 def test_set_epoch_of_a_sampler_is_called_before_every_epoch(ranks):
-    class Remembering(SequentialSampler):
-        def __init__(self, data):
-            super().__init__(data)
-            self.epochs = []
-
-        def set_epoch(self, epoch):
-            self.epochs.append(epoch)
-
     def record_calls():
-        sampler = Remembering(range(COUNT))
+        sampler = EpochSampler(COUNT)
         loader = Accelerator().prepare(DataLoader(range(COUNT), sampler=sampler, batch_size=PART))
         for _ in range(2):
             list(loader)

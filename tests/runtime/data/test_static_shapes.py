@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from support.data_sets import RangeStream
+from torch.utils.data import DataLoader
 
 from accel_runtime.backends.single import Single
 from accel_runtime.collectives.metrics import gather_samples
@@ -18,16 +19,6 @@ class Kept(Single):
     """A backend with static shapes."""
 
     static_shapes = True
-
-
-class Items(IterableDataset):
-    """A stream of numbers."""
-
-    def __init__(self, count):
-        self.count = count
-
-    def __iter__(self):
-        return iter(range(self.count))
 
 
 @pytest.fixture
@@ -52,7 +43,7 @@ def run():
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("skip", [0, 1])
 def test_all_batches_are_full_and_every_sample_is_gathered_once(run, count, stream, skip):
-    data = Items(count) if stream else range(count)
+    data = RangeStream(count) if stream else range(count)
     batches, gathered, prepared = run(DataLoader(data, 4), skip=skip)
     assert {len(batch) for batch in batches} <= {4}
     assert [n for batch in gathered for n in batch.tolist()] == list(range(4 * skip, count))

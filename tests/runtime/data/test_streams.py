@@ -12,6 +12,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import read_epochs
+from support.data_sets import (
+    BufferedShuffleStream,
+    RangeStream,
+    SampleStream,
+    ShardedStream,
+    ShuffledStream,
+    SizedStream,
+    StatefulStream,
+    WorkerSplitStatefulStream,
+    WorkerSplitStream,
+    split_range,
+)
 from support.pairs import pairwise_params
 from support.read_epochs import check_steps, read_steps, split_batches, to_plain
 from torch.utils.data import DataLoader, get_worker_info
@@ -32,16 +44,16 @@ RANKS = [
     pytest.param(3, id="3 processes"),
 ]
 WHOLE = [
-    read_epochs.Stream,
-    read_epochs.ShuffledStream,
-    read_epochs.BufferedShuffleStream,
-    read_epochs.StatefulStream,
+    RangeStream,
+    ShuffledStream,
+    BufferedShuffleStream,
+    StatefulStream,
 ]
-WHOLE += [pytest.param(read_epochs.SizedStream, marks=pytest.mark.full)]
+WHOLE += [pytest.param(SizedStream, marks=pytest.mark.full)]
 DIVIDED = {
-    "in __iter__": (read_epochs.WorkerSplitStream, None),
-    "by worker_init_fn": (read_epochs.InitSplitStream, read_epochs.split_range),
-    "by shards": (lambda count: read_epochs.ShardedStream(count, 3), None),
+    "in __iter__": (WorkerSplitStream, None),
+    "by worker_init_fn": (RangeStream, split_range),
+    "by shards": (ShardedStream, None),
 }
 
 
@@ -83,7 +95,7 @@ def test_global_batches_of_streams_equal_those_of_one_process(world, even, drop_
         for size in range(1, 6):
 
             def loader(count=count, size=size):
-                return DataLoader(read_epochs.Stream(count), batch_size=size, drop_last=drop_last)
+                return DataLoader(RangeStream(count), batch_size=size, drop_last=drop_last)
 
             batches = check_steps(read_on_all_ranks(world, loader, even=even))
             assert batches == split_batches(range(count), size * world, drop_last=drop_last)
@@ -92,9 +104,7 @@ def test_global_batches_of_streams_equal_those_of_one_process(world, even, drop_
 @given(st.integers(0, 40), st.integers(1, 4), st.integers(1, 5), st.booleans(), st.booleans(), st.booleans())
 def test_global_batches_of_streams_are_exact_for_any_options(count, world, each, split, even, drop_last):  # noqa: PLR0913, PLR0917
     def loader():
-        return DataLoader(
-            read_epochs.Stream(count), batch_size=each * world if split else each, drop_last=drop_last
-        )
+        return DataLoader(RangeStream(count), batch_size=each * world if split else each, drop_last=drop_last)
 
     batches = check_steps(read_on_all_ranks(world, loader, even=even, split=split))
     assert batches == split_batches(range(count), each * world, drop_last=drop_last)
@@ -139,7 +149,7 @@ def test_a_stream_that_ignores_workers_is_read_once(ranks, kind, workers, count,
         flat = list(chain.from_iterable(actual))
         assert [len(b) for b in actual] == [len(b) for b in split_batches(flat, size)]
         assert len(flat) == num_samples
-        if kind in {read_epochs.ShuffledStream, read_epochs.BufferedShuffleStream}:
+        if kind in {ShuffledStream, BufferedShuffleStream}:
             assert len(set(flat)) == len(flat)
         else:
             assert flat == list(range(num_samples))
@@ -182,7 +192,7 @@ def test_a_stream_sharded_by_workers_is_read_once(ranks, kind, workers, data):
     ("kind", "workers", "world", "count", "even"),
     pairwise_params(
         {
-            "kind": [read_epochs.Stream, read_epochs.WorkerSplitStream],
+            "kind": [RangeStream, WorkerSplitStream],
             "workers": [0, 1, 2, 3],
             "world": [1, 3, 4],
             "count": [0, 1, 3, 16, 23],
@@ -204,7 +214,7 @@ def test_the_last_batch_is_padded_from_the_start_of_the_epoch(pair):
     def read_source():
         return read_steps(
             read_epochs.build_iterable_source(
-                DataLoader(read_epochs.Stream(11), batch_size=4), read_epochs.get_backend()
+                DataLoader(RangeStream(11), batch_size=4), read_epochs.get_backend()
             )
         )
 
@@ -219,7 +229,7 @@ def test_uneven_last_batches_are_split_and_weighted(several):
         size = 4 * read_epochs.get_backend().topology.world_size
         return read_steps(
             read_epochs.build_iterable_source(
-                DataLoader(read_epochs.Stream(size + 1), batch_size=4), read_epochs.get_backend(), even=False
+                DataLoader(RangeStream(size + 1), batch_size=4), read_epochs.get_backend(), even=False
             )
         )
 
@@ -253,7 +263,7 @@ def test_the_iteration_of_a_subclass_is_kept(ranks, workers):
         read_epochs.get_backend()
         return read_steps(
             read_epochs.build_iterable_source(
-                Doubling(read_epochs.Stream(11), batch_size=2, num_workers=workers), read_epochs.get_backend()
+                Doubling(RangeStream(11), batch_size=2, num_workers=workers), read_epochs.get_backend()
             )
         )
 
@@ -272,7 +282,7 @@ def test_the_stateful_loader_of_torchdata_reads_every_epoch_and_continues(ranks,
         read_epochs.get_backend()
         options = {"batch_size": 2, "num_workers": workers, "persistent_workers": persistent}
         source = read_epochs.build_iterable_source(
-            StatefulDataLoader(read_epochs.StatefulStream(11), **options), read_epochs.get_backend()
+            StatefulDataLoader(StatefulStream(11), **options), read_epochs.get_backend()
         )
         first, second = read_steps(source), read_steps(source)
         resumed = read_steps(source, second[0].offset)
@@ -288,7 +298,7 @@ def test_the_stateful_loader_of_torchdata_reads_every_epoch_and_continues(ranks,
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_a_torchdata_loader_with_a_loaded_state_is_rejected():
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
-    loader = stateful.StatefulDataLoader(read_epochs.StatefulStream(11), batch_size=2)
+    loader = stateful.StatefulDataLoader(StatefulStream(11), batch_size=2)
     loader.load_state_dict(loader.state_dict())
     with pytest.raises(ValueError, match=r"load_state_dict\(\) was called before prepare\(\)"):
         Accelerator().prepare(loader)
@@ -298,7 +308,7 @@ def test_a_torchdata_loader_with_a_loaded_state_is_rejected():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", [read_epochs.ShuffledStream, read_epochs.BufferedShuffleStream])
+@pytest.mark.parametrize("kind", [ShuffledStream, BufferedShuffleStream])
 def test_streams_shuffled_by_each_rank_have_one_order(several, kind, workers):
     """A9: Accelerate loses samples and repeats others."""
 
@@ -326,9 +336,7 @@ def test_streams_shuffled_by_each_rank_have_one_order(several, kind, workers):
 
 def test_persistent_workers_of_all_ranks_shuffle_equally_after_a_break(ranks):
     def read_source():
-        loader = DataLoader(
-            read_epochs.ShuffledStream(23), batch_size=2, num_workers=2, persistent_workers=True
-        )
+        loader = DataLoader(ShuffledStream(23), batch_size=2, num_workers=2, persistent_workers=True)
         source = read_epochs.build_iterable_source(loader, read_epochs.get_backend(), even=False)
         return [read_steps(source, stop=2), read_steps(source), read_steps(source)]
 
@@ -347,17 +355,10 @@ def test_persistent_workers_of_all_ranks_shuffle_equally_after_a_break(ranks):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("ragged", [False, True], ids=["equally long", "one is empty"])
 def test_a_stream_sharded_by_rank_is_rejected_before_the_first_batch(several, workers, ragged):
-    class Split(read_epochs.Stream):
-        def __iter__(self):
-            rank = self.rank
-            return iter(
-                range(0 if ragged and rank else rank, 0 if ragged and rank else self.count, self.world)
-            )
-
-    def read_source(kind, workers):
+    def read_source(ragged, workers):
         backend = read_epochs.get_backend()
-        stream = kind(24)
-        stream.rank, stream.world = backend.topology.rank, backend.topology.world_size
+        rank, world_size = backend.topology.rank, backend.topology.world_size
+        stream = SampleStream(range(0) if ragged and rank else range(rank, 24, world_size))
         source = read_epochs.build_iterable_source(
             DataLoader(stream, batch_size=2, num_workers=workers), backend
         )
@@ -365,29 +366,25 @@ def test_a_stream_sharded_by_rank_is_rejected_before_the_first_batch(several, wo
             read_steps(source)
         return True
 
-    assert all(several.run(read_source, Split, workers))
+    assert all(several.run(read_source, ragged, workers))
 
 
 def test_streams_that_diverge_later_raise_an_error(pair):
-    class Parts(read_epochs.Stream):
-        def __iter__(self):
-            return (n if n < 20 else n * (self.rank + 1) for n in range(self.count))
-
-    def read_source(kind):
+    def read_source():
         backend, loop = read_epochs.get_backend(), EpochIterator()
-        stream = kind(64)
-        stream.rank = backend.topology.rank
+        rank = backend.topology.rank
+        stream = RangeStream(64, lambda n: n if n < 20 else n * (rank + 1))
         taken = []
         source = read_epochs.build_iterable_source(DataLoader(stream, batch_size=2), backend)
         with pytest.raises(StreamsDifferError):
             taken.extend(source.iterate(loop, {}))
         return len(taken)
 
-    assert pair.run(read_source, Parts) == [7, 7]
+    assert pair.run(read_source) == [7, 7]
 
 
 def test_workers_that_read_a_stream_in_different_orders_are_rejected(ranks):
-    class Seeded(read_epochs.Stream):
+    class Seeded(RangeStream):
         def __iter__(self):
             info = get_worker_info()
             order = list(range(self.count))
@@ -419,7 +416,7 @@ def seed_by_number(worker_id):
 def test_a_worker_init_fn_that_only_seeds_loses_no_sample(ranks):
     def read_source(init):
         torch.manual_seed(0)
-        loader = DataLoader(read_epochs.ShuffledStream(23), batch_size=2, num_workers=2, worker_init_fn=init)
+        loader = DataLoader(ShuffledStream(23), batch_size=2, num_workers=2, worker_init_fn=init)
         return read_steps(read_epochs.build_iterable_source(loader, read_epochs.get_backend(), even=False))
 
     flat = list(chain.from_iterable(check_steps(ranks.run(read_source, seed_by_number))))
@@ -434,9 +431,7 @@ def collate_noisy(samples):
 def test_random_numbers_in_collate_fn_do_not_affect_the_order(several):
     def read_source(collate):
         torch.manual_seed(0)
-        loader = DataLoader(
-            read_epochs.BufferedShuffleStream(40), batch_size=2, num_workers=2, collate_fn=collate
-        )
+        loader = DataLoader(BufferedShuffleStream(40), batch_size=2, num_workers=2, collate_fn=collate)
         source = read_epochs.build_iterable_source(loader, read_epochs.get_backend(), even=False)
         random_numbers = []
 
@@ -465,7 +460,7 @@ def test_the_private_worker_names_of_torch_exist():
 
 
 def test_get_worker_info_matches_torch():
-    class Curious(read_epochs.Stream):
+    class Curious(RangeStream):
         def __iter__(self):
             info = get_worker_info()
             batches = info.id + 10 * info.num_workers
@@ -494,7 +489,7 @@ def test_num_steps_equals_the_number_of_batches_of_an_epoch(count, world, each, 
     size = each * world if split else each
 
     def loader():
-        return DataLoader(read_epochs.SizedStream(count), batch_size=size, drop_last=drop_last)
+        return DataLoader(SizedStream(count), batch_size=size, drop_last=drop_last)
 
     source = read_epochs.build_iterable_source(loader(), read_epochs.SimulatedRank(0, world), split=split)
     assert source.num_steps() == len(check_steps(read_on_all_ranks(world, loader, split=split)))
@@ -503,13 +498,13 @@ def test_num_steps_equals_the_number_of_batches_of_an_epoch(count, world, each, 
 # Position ---------------------------------------------------------------------------------
 
 KINDS = {
-    "plain": (read_epochs.Stream, 0),
-    "plain, workers": (read_epochs.Stream, 2),
-    "shuffled": (read_epochs.ShuffledStream, 0),
-    "shuffled, workers": (read_epochs.ShuffledStream, 2),
-    "buffered": (read_epochs.BufferedShuffleStream, 0),
-    "stateful": (read_epochs.StatefulStream, 0),
-    "stateful, workers": (read_epochs.StatefulStream, 2),
+    "plain": (RangeStream, 0),
+    "plain, workers": (RangeStream, 2),
+    "shuffled": (ShuffledStream, 0),
+    "shuffled, workers": (ShuffledStream, 2),
+    "buffered": (BufferedShuffleStream, 0),
+    "stateful": (StatefulStream, 0),
+    "stateful, workers": (StatefulStream, 2),
 }
 
 
@@ -566,10 +561,10 @@ def test_a_resumed_stream_is_equal_including_padding(kind, pair):
 @pytest.mark.parametrize(
     ("make", "workers"),
     [
-        (read_epochs.WorkerSplitStream, 2),
-        (read_epochs.WorkerSplitStatefulStream, 3),
-        pytest.param(read_epochs.WorkerSplitStream, 3, marks=pytest.mark.slow),
-        pytest.param(read_epochs.WorkerSplitStatefulStream, 2, marks=pytest.mark.slow),
+        (WorkerSplitStream, 2),
+        (WorkerSplitStatefulStream, 3),
+        pytest.param(WorkerSplitStream, 3, marks=pytest.mark.slow),
+        pytest.param(WorkerSplitStatefulStream, 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_stream_sharded_by_workers_continues_in_worker_order(make, workers):
@@ -587,7 +582,7 @@ def test_a_stream_sharded_by_workers_continues_in_worker_order(make, workers):
 
 @pytest.mark.usefixtures("_impatient")
 def test_an_offset_of_another_number_of_workers_is_rejected():
-    def source(workers, kind=read_epochs.WorkerSplitStream):
+    def source(workers, kind=WorkerSplitStream):
         return read_epochs.build_iterable_source(
             DataLoader(kind(23), batch_size=2, num_workers=workers), read_epochs.SimulatedRank(0, 2)
         )
@@ -597,32 +592,30 @@ def test_an_offset_of_another_number_of_workers_is_rejected():
         with pytest.raises(ValueError, match=f"num_workers={expected}"):
             read_steps(source(other), offset)
     with pytest.raises(ValueError, match="num_workers=2"):
-        read_steps(source(2, read_epochs.Stream), split_offset)
+        read_steps(source(2, RangeStream), split_offset)
 
 
 KIND_OF_SKIPPED = {
-    0: read_epochs.BufferedShuffleStream,
-    1: read_epochs.StatefulStream,
-    4: read_epochs.Stream,
-    5: read_epochs.ShuffledStream,
-    40: read_epochs.Stream,
+    0: BufferedShuffleStream,
+    1: StatefulStream,
+    4: RangeStream,
+    5: ShuffledStream,
+    40: RangeStream,
 }
 """For each number of batches, a stream its workers do not split that is skipped with workers in `make test`."""
 
 
 def skipping_cases():
     kinds = [
-        read_epochs.Stream,
-        read_epochs.ShuffledStream,
-        read_epochs.BufferedShuffleStream,
-        read_epochs.StatefulStream,
-        read_epochs.WorkerSplitStream,
+        RangeStream,
+        ShuffledStream,
+        BufferedShuffleStream,
+        StatefulStream,
+        WorkerSplitStream,
     ]
     for kind, workers, skipped in product(kinds, [0, 2, 3], KIND_OF_SKIPPED):
         # A stream that its workers split is skipped in another way than one they do not split.
-        chosen = not workers or (
-            workers == 2 and kind in {read_epochs.WorkerSplitStream, KIND_OF_SKIPPED[skipped]}
-        )
+        chosen = not workers or (workers == 2 and kind in {WorkerSplitStream, KIND_OF_SKIPPED[skipped]})
         yield pytest.param(kind, workers, skipped, marks=[] if chosen else [pytest.mark.full])
 
 
@@ -647,7 +640,7 @@ def test_skip_steps_skips_exactly_the_first_batches(kind, workers, skipped):
 
 
 def test_a_stateful_dataset_is_not_read_again():
-    stream = read_epochs.StatefulStream(400_000)
+    stream = StatefulStream(400_000)
     source = read_epochs.build_iterable_source(
         DataLoader(stream, batch_size=2), Single(Topology(), torch.device("cpu"))
     )
@@ -668,7 +661,7 @@ def test_skipped_samples_are_not_collated():
         return torch.tensor(samples)
 
     source = read_epochs.build_iterable_source(
-        DataLoader(read_epochs.Stream(23), batch_size=2, collate_fn=collate), read_epochs.SimulatedRank(0, 2)
+        DataLoader(RangeStream(23), batch_size=2, collate_fn=collate), read_epochs.SimulatedRank(0, 2)
     )
     read_steps(source, source.skip_steps(3, {}))
     assert min(collated[:2]) == 12

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.models import ResidualBlock
 from torch import nn
 
 from accel_runtime import Accelerator, ParallelismConfig
 from accel_runtime.estimate.__main__ import estimate_layouts
 from accel_runtime.estimate.memory import EstimateError, ModelSpec
-
-
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 26), nn.Linear(26, width)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
 class Uneven(nn.Module):
@@ -30,7 +22,7 @@ class Uneven(nn.Module):
         self.embed, self.head = nn.Embedding(7, 13), nn.Linear(13, 7, bias=False)
         self.head.weight = self.embed.weight
         self.scale = nn.Parameter(torch.ones(1))
-        self.blocks = nn.ModuleList(Block(13) for _ in range(3))
+        self.blocks = nn.ModuleList(ResidualBlock(13, norm=nn.LayerNorm) for _ in range(3))
         self.blocks[1].requires_grad_(False)
         self.register_buffer("shift", torch.zeros(5))
 
@@ -159,8 +151,10 @@ def test_tp_is_left_out_if_the_forward_pass_needs_full_layers():
 
 
 def test_an_unknown_class_to_wrap_is_rejected():
-    with pytest.raises(EstimateError, match=r"--wrap: .* has no module of class Blok; did you mean Block"):
-        estimate_model(wrap="Blok")
+    with pytest.raises(
+        EstimateError, match=r"--wrap: .* has no module of class ResidualBlok; did you mean ResidualBlock"
+    ):
+        estimate_model(wrap="ResidualBlok")
 
 
 def test_mixed_precision_reduces_the_activations_of_a_batch():

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from support.models import LanguageModel, TransformerLayer
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,52 +17,20 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accel_runtime.estimate.memory import EstimateError, ModelSpec, measure_activations, read_plan
 
 
-class Attention(nn.Module):
-    def __init__(self, width=32, size=8):
-        super().__init__()
-        self.size = size
-        self.qkv = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
-        self.o = nn.Linear(width, width)
-
-    def forward(self, x):
-        q, k, v = (part(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for part in self.qkv)
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o(mixed.transpose(1, 2).flatten(-2))
-
-
-class Layer(nn.Module):
-    def __init__(self, width=32):
-        super().__init__()
-        self.norm, self.attention = nn.LayerNorm(width), Attention(width)
-        self.up, self.down, self.dropout = nn.Linear(width, 64), nn.Linear(64, width), nn.Dropout(0.1)
-
-    def forward(self, x):
-        x = x + self.attention(self.norm(x))
-        return x + self.dropout(self.down(nn.functional.gelu(self.up(x))))
-
-
-class Words(nn.Module):
-    tp_plan = {  # noqa: RUF012
-        "layers.*.attention.qkv.*": "colwise",
+def build_model():
+    """Return a model with a tensor-parallel plan and a buffer."""
+    model = LanguageModel(40, 32, 4, depth=3, dropout=0.1, tied=False)
+    model.register_buffer("scale", torch.ones(32))
+    model.tp_plan = {
+        "layers.*.attention.q": "colwise",
+        "layers.*.attention.k": "colwise",
+        "layers.*.attention.v": "colwise",
         "layers.*.attention.o": "rowwise",
         "layers.*.up": "colwise",
         "layers.*.down": "rowwise",
         "head": "colwise_rep",
     }
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(40, 32)
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
-        self.head = nn.Linear(32, 40, bias=False)
-        self.register_buffer("scale", torch.ones(32))
-
-    def forward(self, words, labels=None):
-        x = self.embed(words) * self.scale
-        for layer in self.layers:
-            x = layer(x)
-        out = self.head(x)
-        return out if labels is None else nn.functional.cross_entropy(out.flatten(0, 1), labels.flatten())
+    return model
 
 
 class StorageRecorder(TorchDispatchMode):
@@ -116,7 +85,7 @@ class Case:
 @pytest.fixture
 def meta():
     with torch.device("meta"):
-        return Case(Words(), build_batch())
+        return Case(build_model(), build_batch())
 
 
 def build_batch():
@@ -125,16 +94,18 @@ def build_batch():
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 def test_measured_activations_equal_the_saved_tensors_of_a_forward_pass(meta, dtype):
-    assert meta.measured(autocast=dtype).full == count_saved_bytes(Words(), build_batch(), dtype)
+    assert meta.measured(autocast=dtype).full == count_saved_bytes(build_model(), build_batch(), dtype)
 
 
 def test_measured_activations_equal_the_storages_alive_after_a_forward_pass(meta):
-    assert meta.measured().full == count_alive_bytes(Words(), build_batch())
+    assert meta.measured().full == count_alive_bytes(build_model(), build_batch())
 
 
 def test_checkpointed_activations_are_those_of_torch_plus_one_layer(meta):
-    real = Words()
-    inside = count_saved_bytes(Layer(), {"x": torch.zeros(4, 16, 32, requires_grad=True)})
+    real = build_model()
+    inside = count_saved_bytes(
+        TransformerLayer(32, 4, dropout=0.1), {"x": torch.zeros(4, 16, 32, requires_grad=True)}
+    )
     for index, layer in enumerate(real.layers):
         real.layers[index] = checkpoint_wrapper(layer, CheckpointImpl.NO_REENTRANT)
     activations = meta.measured()

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 from safetensors.torch import load_model as load_as_safetensors_does
+from support.models import TokenNet
 from torch import nn
 
 from accel_runtime.checkpoint.errors import CheckpointError
@@ -139,43 +140,38 @@ def test_every_exported_tensor_loads_bitwise_equal(tmp_path_factory, state, limi
         assert len(tensors) <= 1 or sum(tensor.nbytes for tensor in tensors) <= limit
 
 
-class Tied(nn.Module):
-    """A small model with tied weights, a scalar and an empty buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(5, 3)
-        self.inner = nn.Linear(3, 3)
-        self.head = nn.Linear(3, 5, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("count", torch.tensor(7))
-        self.register_buffer("none", torch.empty(0, 2))
-        self.register_buffer("short", torch.randn(3).to(torch.bfloat16))
+def build_tied_model():
+    """Return a small model with tied weights, a scalar, an empty buffer and one in half precision."""
+    model = TokenNet(5, 3, tied=True)
+    model.register_buffer("count", torch.tensor(7))
+    model.register_buffer("none", torch.empty(0, 2))
+    model.register_buffer("short", torch.randn(3).to(torch.bfloat16))
+    return model
 
 
 @pytest.mark.parametrize("limit", [10**9, 40], ids=["one file", "shards"])
 def test_torch_and_safetensors_load_an_exported_tied_model(tmp_path, limit):
     """Once in the file, and found again: by torch, by safetensors, and by an untied reader from the header."""
-    model = Tied()
+    model = build_tied_model()
     export_state(model.state_dict(), tmp_path, limit)
     tensors = {
         name: tensor for path in tmp_path.glob("*.safetensors") for name, tensor in load_file(path).items()
     }
     assert "embed.weight" in tensors
     assert "head.weight" not in tensors
-    loaded_model = Tied()
+    loaded_model = build_tied_model()
     missing, unexpected = loaded_model.load_state_dict(tensors, strict=False)
     assert (missing, unexpected) == (["head.weight"], [])
     assert all(map(is_bitwise_equal, loaded_model.state_dict().values(), model.state_dict().values()))
     if limit > 40:
-        third = Tied()
+        third = build_tied_model()
         assert load_as_safetensors_does(third, tmp_path / SINGLE) == (set(), [])
         assert is_bitwise_equal(third.head.weight.data, model.head.weight.data)
     assert find_weights(tmp_path).ties == {"head.weight": "embed.weight"}
 
 
 def test_the_expected_name_of_tied_weights_is_left_out(tmp_path):
-    export_model(ExportPlan.from_state(Tied().state_dict(), 10**9, ["embed.weight"]), tmp_path)
+    export_model(ExportPlan.from_state(build_tied_model().state_dict(), 10**9, ["embed.weight"]), tmp_path)
     assert find_weights(tmp_path).ties == {"embed.weight": "head.weight"}
 
 
@@ -409,7 +405,7 @@ def test_a_directory_without_weights_is_named(tmp_path):
 
 
 def test_every_mismatch_with_the_model_is_listed(tmp_path):
-    model = Tied()
+    model = build_tied_model()
     state = dict(model.state_dict())
     del state["inner.bias"]
     state |= {"beyond": torch.zeros(1), "inner.weight": torch.zeros(2, 3), "count": torch.tensor(1.5)}
@@ -427,7 +423,7 @@ def test_every_mismatch_with_the_model_is_listed(tmp_path):
 
 
 def test_a_model_without_ties_loads_tied_weights(tmp_path):
-    model, loose = Tied(), Tied()
+    model, loose = build_tied_model(), build_tied_model()
     loose.head.weight = nn.Parameter(torch.zeros(5, 3))
     weights = find_weights(export_state(model.state_dict(), tmp_path))
     loose.load_state_dict(weights.read(weights.match(loose.state_dict())))

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, load_model, save_file
+from support.models import UnevenTiedNet
 from support.ranks import Cluster
-from support.sharded_runs import Net, build_accelerator, build_model, gather_model_state, import_sharding
+from support.sharded_runs import build_accelerator, build_model, gather_model_state, import_sharding
 from torch import nn
 
 from accel_runtime import Accelerator, init_empty_weights
@@ -44,7 +45,7 @@ def test_a_sharded_model_is_exported_in_full_and_loaded_into_shards(pair, tmp_pa
     tensors = read_files(folder)
     assert "head.weight" in tensors or "embedding.weight" in tensors
     assert len(tensors) == len(expected) - 1, "tied weights are there once"
-    plain = Net()
+    plain = UnevenTiedNet()
     if several == 1:
         load_model(plain, str(folder / "model.safetensors"))
     else:
@@ -76,7 +77,7 @@ def try_to_load(folder, sizes, kind, meta):
     return "", False
 
 
-class Other(Net):
+class Other(UnevenTiedNet):
     """The model with one parameter of another shape and one additional parameter."""
 
     def __init__(self):
@@ -103,7 +104,7 @@ def test_a_read_error_on_one_rank_changes_no_rank(pair, tmp_path):
         save_file(tensors, tmp_path / str(rank) / "model.safetensors")
     path = tmp_path / "1" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    for message, unchanged in pair.run(try_to_load, tmp_path, {"dp_shard": 2}, Net, False):
+    for message, unchanged in pair.run(try_to_load, tmp_path, {"dp_shard": 2}, UnevenTiedNet, False):
         assert unchanged
         assert "rank 1: " in message
         assert "truncated" in message
@@ -113,7 +114,7 @@ def test_tied_weights_with_different_values_in_the_file_are_rejected(pair, tmp_p
     tensors = dict(build_model().state_dict())
     tensors["head.weight"] = tensors["head.weight"] + 1
     save_file(tensors, tmp_path / "model.safetensors")
-    for message, unchanged in pair.run(try_to_load, tmp_path, {"dp_shard": 2}, Net, False):
+    for message, unchanged in pair.run(try_to_load, tmp_path, {"dp_shard": 2}, UnevenTiedNet, False):
         assert unchanged
         assert (
             "head.weight and embedding.weight are one tensor in the model and differ in the file" in message
@@ -126,7 +127,7 @@ def test_a_file_that_does_not_match_the_index_is_rejected(pair, tmp_path):
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    for message, unchanged in pair.run(try_to_load, tmp_path, {"dp_shard": 2}, Net, False):
+    for message, unchanged in pair.run(try_to_load, tmp_path, {"dp_shard": 2}, UnevenTiedNet, False):
         assert unchanged
         assert f"{path} does not match" in message
 

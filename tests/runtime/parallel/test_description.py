@@ -6,42 +6,22 @@ import os
 
 import pytest
 import torch
+from support.models import ResidualNet
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from accel_runtime import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accel_runtime.backends.fsdp import describe_layout
 
-PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down, self.norm = nn.Linear(8, 32), nn.Linear(32, 8), nn.LayerNorm(8)
-
-    def forward(self, x):
-        return self.norm(x + self.down(self.up(x).relu()))
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(8, 4, bias=False)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
 
 def prepare_sharded(tp=1, replicate=1, precision="bf16", **options):
     """Prepare a sharded model."""
-    config = ParallelismConfig(dp_replicate_size=replicate, tp_size=tp, tp_plan=PLAN if tp > 1 else None)
+    config = ParallelismConfig(
+        dp_replicate_size=replicate, tp_size=tp, tp_plan=ResidualNet.tp_plan if tp > 1 else None
+    )
     plugin = FullyShardedDataParallelPlugin(**options)
     accelerator = Accelerator(mixed_precision=precision, parallelism_config=config, fsdp_plugin=plugin)
-    model = Model()
+    model = ResidualNet(8, 32, 4, depth=3, norm=nn.LayerNorm, bias=False)
     model.head.requires_grad_(requires_grad=False)
     return accelerator, accelerator.prepare(model)
 
@@ -54,22 +34,23 @@ def describe_model(*args, **options):
 
 def test_parameters_are_described_by_gathered_group(pair):
     def described():
-        return describe_model(1, activation_checkpointing=True, ignored_modules="layers.*.norm")
+        return describe_model(1, activation_checkpointing=True, ignored_modules="blocks.*.norm")
 
     for facts, lines in pair.run(described):
-        assert (facts.name, facts.computes_in, facts.reduces_in) == ("Model", "bfloat16", "float32")
+        assert (facts.name, facts.computes_in, facts.reduces_in) == ("ResidualNet", "bfloat16", "float32")
         blocks, root, head = sorted(facts.groups, key=lambda group: (group.kind, -group.elements))
-        assert blocks.modules == root.modules == ("layers.0", "layers.1", "layers.2")
+        assert blocks.modules == root.modules == ("blocks.0", "blocks.1", "blocks.2")
         assert (blocks.elements, blocks.parameters, blocks.bytes_here) == (552, 4, 3 * 552 * 4 // 2)
         assert (blocks.dtype, blocks.gradients) == ("float32", "float32")
         assert (blocks.layout, blocks.computed_again) == ("divided over 2 ranks of dp_shard", True)
         assert (root.layout, root.reduces_in, root.bytes_here) == ("whole on every rank", "float32", 192)
         assert (head.modules, head.gradients, head.reduces_in) == (("",), "", "")
         assert lines[0].startswith(
-            "Model: 32 parameters in float32, frozen, computed in bfloat16; divided over 2"
+            "ResidualNet: 32 parameters in float32, frozen, computed in bfloat16; divided over 2"
         )
         assert (
-            "3 x Block: 552 parameters each in float32, gradients float32, computed in bfloat16" in lines[1]
+            "3 x ResidualBlock: 552 parameters each in float32, gradients float32, computed in bfloat16"
+            in lines[1]
         )
         assert (
             "averaged in float32; divided over 2 ranks of dp_shard; 3.2 KiB here; activations computed"
@@ -81,7 +62,7 @@ def test_parameters_are_described_by_gathered_group(pair):
 def test_replicas_and_tensor_parallel_layers_are_described(four):
     def layouts(tp, replicate):
         facts, _ = describe_model(tp, replicate)
-        return {group.layout for group in facts.groups if group.kind == "Block"}
+        return {group.layout for group in facts.groups if group.kind == "ResidualBlock"}
 
     shards = "divided over 2 ranks of dp_shard"
     tp = "2 ranks of tp"
@@ -106,7 +87,7 @@ def test_each_kind_of_layout_is_described(pair):
 
 def test_each_setting_of_a_section_has_its_origin(pair):
     def origins():
-        os.environ["ACCEL_FULLY_SHARD_WRAP"] = "Block"
+        os.environ["ACCEL_FULLY_SHARD_WRAP"] = "ResidualBlock"
         try:
             accelerator, _ = prepare_sharded(1, cpu_offload=True)
         finally:

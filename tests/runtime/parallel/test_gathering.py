@@ -6,14 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.sharded_runs import (
-    Net,
-    build_accelerator,
-    build_model,
-    gather_model_state,
-    import_sharding,
-    to_full,
-)
+from support.models import UnevenTiedNet
+from support.sharded_runs import build_accelerator, build_model, gather_model_state, import_sharding, to_full
 from torch import nn
 
 from accel_runtime.torch_internals import fsdp_parameter_groups
@@ -105,7 +99,7 @@ def train_step(sizes, options):
 
 
 @pytest.mark.parametrize("raises", [False, True], ids=["to its end", "by an exception"])
-@pytest.mark.parametrize("wrap", ["auto", "none", "Block,Embedding"])
+@pytest.mark.parametrize("wrap", ["auto", "none", "ResidualBlock,Embedding"])
 def test_each_rank_can_call_the_model_any_number_of_times_inside_gathered(pair, wrap, raises):
     sizes, options = {"dp_shard": 2}, {"wrap": wrap}
     trained = pair.run(train_step, sizes, options)[0]
@@ -206,7 +200,7 @@ def test_unwrap_model_returns_the_sharded_module_with_its_names(pair):
     assert pair.run(unwrap) == [(True, True)] * 2
 
 
-class Pretrained(Net):
+class Pretrained(UnevenTiedNet):
     """A model that saves itself as models of the transformers library do."""
 
     def save_pretrained(self, save_directory, is_main_process=True, state_dict=None):

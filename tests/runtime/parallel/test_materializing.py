@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import save_file, save_model
-from support.sharded_runs import Net, build_accelerator, build_model, gather_model_state, import_sharding
+from support.models import UnevenTiedNet
+from support.sharded_runs import build_accelerator, build_model, gather_model_state, import_sharding
 from torch import nn
 
 from accel_runtime import Accelerator, init_empty_weights
@@ -28,7 +29,7 @@ def load_and_train(folder, sizes, when, include_buffers):
     """Load a model created on meta and train a step; do the same with a model created on the CPU."""
     run = build_accelerator(sizes)
     with init_empty_weights(include_buffers=include_buffers):
-        model = Net()
+        model = UnevenTiedNet()
     early = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
     model = run.prepare(model)
     if when == "after":
@@ -47,7 +48,7 @@ def load_with_ignored(folder):
     options = {"ignore": "gain,blocks.*.norm"}
     run = build_accelerator({"dp_shard": 2}, options)
     with init_empty_weights():
-        model = Net()
+        model = UnevenTiedNet()
     early = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     model, optimizer = run.prepare(model, early)
     run.load_model(model, folder)
@@ -102,7 +103,7 @@ def test_a_meta_model_is_loaded_on_one_process(tmp_path):
     expected = write_weights(tmp_path / "weights")
     run = build_accelerator({"dp_shard": "auto"})
     with init_empty_weights():
-        model = Net()
+        model = UnevenTiedNet()
     model = run.prepare(model)
     run.load_model(model, tmp_path / "weights" / "model.safetensors")
     assert gather_model_state(model) == expected
@@ -111,7 +112,7 @@ def test_a_meta_model_is_loaded_on_one_process(tmp_path):
 def run_without_values(sizes):
     run = build_accelerator(sizes)
     with torch.device("meta"):
-        model = Net()
+        model = UnevenTiedNet()
     model = run.prepare(model)
     message = []
     for _ in range(2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.models import ResidualNet
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -18,29 +19,6 @@ from accel_runtime.parallel.fully_shard import (
 )
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
-
-
-class Block(nn.Module):
-    def __init__(self, norm=nn.LayerNorm):
-        super().__init__()
-        self.up, self.norm = nn.Linear(4, 4), norm(4)
-        self.seen = []
-
-    def forward(self, x):
-        self.seen.append((x.dtype, self.up.weight.dtype, self.norm.weight.dtype))
-        return self.norm(self.up(x)).relu()
-
-
-class Model(nn.Module):
-    def __init__(self, norm=nn.LayerNorm):
-        super().__init__()
-        self.layers = nn.ModuleList(Block(norm) for _ in range(2))
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
 
 
 @pytest.mark.parametrize(
@@ -66,55 +44,62 @@ def test_unset_dtypes_keep_full_precision(options, computes_in, parameter_dtype,
 
 
 def test_batch_norms_keep_the_dtype_of_their_statistics():
-    model = Model(nn.BatchNorm1d)
-    units = find_units(model, "Block")
+    model = ResidualNet(norm=nn.BatchNorm1d)
+    units = find_units(model, "ResidualBlock")
     norms, own_parameters = find_batch_norms(model, MixedPrecisionPolicy(BF16, FP32), units)
-    assert [name for name, _ in norms] == ["layers.0.norm", "layers.1.norm"]
+    assert [name for name, _ in norms] == ["blocks.0.norm", "blocks.1.norm"]
     assert own_parameters == MixedPrecisionPolicy(None, FP32, cast_forward_inputs=False)
     assert find_batch_norms(model, MixedPrecisionPolicy(), units)[0] == []
     assert find_batch_norms(model.bfloat16(), MixedPrecisionPolicy(BF16), units)[0] == []
-    assert find_batch_norms(Model(), MixedPrecisionPolicy(BF16), units)[0] == []
+    assert find_batch_norms(ResidualNet(norm=nn.LayerNorm), MixedPrecisionPolicy(BF16), units)[0] == []
 
 
 def test_parameters_of_mixed_dtypes_are_rejected_by_name():
-    model = Model().bfloat16()
-    for layer in model.layers:
+    model = ResidualNet(norm=nn.LayerNorm).bfloat16()
+    for layer in model.blocks:
         layer.norm.float()
     with pytest.raises(
-        ValueError, match=r"layers.0 of Model .*bfloat16: layers.0.up.weight.*float32: layers.0.norm"
+        ValueError, match=r"blocks.0 of ResidualNet .*bfloat16: blocks.0.up.weight.*float32: blocks.0.norm"
     ):
-        refuse_mixed_dtypes(model, find_units(model, "Block"))
-    with pytest.raises(ValueError, match=r"outside of the modules in fully_shard.wrap .* and 3 more"):
+        refuse_mixed_dtypes(model, find_units(model, "ResidualBlock"))
+    with pytest.raises(ValueError, match=r"outside of the modules in fully_shard.wrap .* and 7 more"):
         refuse_mixed_dtypes(model, [])
-    refuse_mixed_dtypes(model, find_units(model, "Block,LayerNorm"))
+    refuse_mixed_dtypes(model, find_units(model, "ResidualBlock,LayerNorm"))
     refuse_mixed_dtypes(
-        model, find_units(model, "Block"), {p for la in model.layers for p in la.norm.parameters()}
+        model, find_units(model, "ResidualBlock"), {p for la in model.blocks for p in la.norm.parameters()}
     )
-    for layer in model.layers:
+    for layer in model.blocks:
         layer.norm.requires_grad_(requires_grad=False)
-    refuse_mixed_dtypes(model, find_units(model, "Block"))
+    refuse_mixed_dtypes(model, find_units(model, "ResidualBlock"))
 
 
 def test_parameters_of_nested_units_belong_only_to_the_inner_unit():
-    model = Model()
-    units = find_units(model, "Block")
+    model = ResidualNet(norm=nn.LayerNorm)
+    units = find_units(model, "ResidualBlock")
     assert [name for name, _ in parameters_of_unit(model, units)] == ["head.weight", "head.bias"]
-    assert len(parameters_of_unit(model.layers[0], units)) == 4
+    assert len(parameters_of_unit(model.blocks[0], units)) == 6
 
 
 def train_step(mixed_precision, policy, norm, dtype):
     """Train one step, and return the dtypes of blocks, outputs, parameters and gradients."""
     plugin = FullyShardedDataParallelPlugin(
-        mixed_precision_policy=policy, transformer_cls_names_to_wrap=["Block"]
+        mixed_precision_policy=policy, transformer_cls_names_to_wrap=["ResidualBlock"]
     )
     accelerator = Accelerator(mixed_precision=mixed_precision, fsdp_plugin=plugin)
     torch.manual_seed(1)
-    model = accelerator.prepare(Model(norm).to(dtype))
+    model = accelerator.prepare(ResidualNet(norm=norm).to(dtype))
+    block_dtypes = []
+    for block in model.blocks:  # these hooks run after those of FSDP, like the forward pass
+        block.register_forward_pre_hook(
+            lambda block, args: block_dtypes.append(
+                (args[0].dtype, block.up.weight.dtype, block.norm.weight.dtype)
+            )
+        )
     out = model(torch.linspace(-1, 1, 32, dtype=dtype).view(8, 4))
     accelerator.backward(out.float().square().mean())
     norm_seen = accelerator.clip_grad_norm_(model.parameters(), 10.0)
     return {
-        "blocks": [layer.seen[0] for layer in model.layers],
+        "blocks": block_dtypes,
         "out": out.dtype,
         "parameters": {p.dtype for p in model.parameters()},
         "gradients": {p.grad.dtype for p in model.parameters()},

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.models import LanguageModel
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -27,73 +28,24 @@ PLAN = (
 )
 
 
-class Attention(nn.Module):
-    def __init__(self, width, heads):
-        super().__init__()
-        self.n_heads, self.size = heads, width // heads
-        self.q, self.v, self.o = (nn.Linear(width, width) for _ in range(3))
-        # Softmax does not see a bias of the keys: its gradient is rounding errors, which Adam makes whole steps of.
-        self.k = nn.Linear(width, width, bias=False)
-        self.q_norm = nn.LayerNorm(self.size)
-
-    def forward(self, x):
-        q, k, v = (part(x).unflatten(-1, (-1, self.size)) for part in (self.q, self.k, self.v))
-        q, k, v = (part.transpose(1, 2) for part in (self.q_norm(q), k, v))
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o(mixed.transpose(1, 2).flatten(-2))
-
-
-class Layer(nn.Module):
-    def __init__(self, width, heads, dropout):
-        super().__init__()
-        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x):
-        x = x + self.dropout(self.attention(self.first(x)))
-        return x + self.dropout(self.down(torch.relu(self.up(self.second(x)))))
-
-
-class Words(nn.Module):
-    """A small language model whose head is tied to its embedding."""
-
-    def __init__(  # noqa: PLR0913
-        self, words=32, width=16, heads=4, *, dropout=0.0, padding=None, tie=True
-    ):
-        super().__init__()
-        self.embed = nn.Embedding(words, width, padding_idx=padding)
-        self.layers = nn.ModuleList(Layer(width, heads, dropout) for _ in range(2))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
-        if tie:
-            self.head.weight = self.embed.weight
-
-    def forward(self, words):
-        x = self.embed(words)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
-
-
 # Plans ---------------------------------------------------------------------------------
 
 
 def test_a_pattern_matches_several_modules():
-    plan = plan_tensor_parallel(Words(), (("layers.*.up", "colwise"), ("head", "colwise_rep")))
+    plan = plan_tensor_parallel(LanguageModel(), (("layers.*.up", "colwise"), ("head", "colwise_rep")))
     assert {name: style.output_layouts for name, style in plan.items()} == {
         "layers.0.up": (Shard(-1),), "layers.1.up": (Shard(-1),), "head": (Replicate(),)
     }  # fmt: skip
 
 
 def test_a_star_does_not_match_a_dot():
-    with pytest.raises(ValueError, match=r"tp_plan: \*\.up matches no module of Words; did you mean"):
-        plan_tensor_parallel(Words(), (("*.up", "colwise"),))
+    with pytest.raises(ValueError, match=r"tp_plan: \*\.up matches no module of LanguageModel; did you mean"):
+        plan_tensor_parallel(LanguageModel(), (("*.up", "colwise"),))
 
 
 @pytest.mark.parametrize("name", ["tp_plan", "_tp_plan"])
 def test_the_plan_of_a_model_is_used(name):
-    model = Words()
+    model = LanguageModel()
     setattr(model, name, {"layers.*.up": "colwise", "layers.*.down": "rowwise"})
     assert set(plan_tensor_parallel(model)) == {
         f"layers.{n}.{leaf}" for n in (0, 1) for leaf in ("up", "down")
@@ -101,19 +53,19 @@ def test_the_plan_of_a_model_is_used(name):
 
 
 def test_the_plan_of_the_profile_overrides_that_of_the_model():
-    model = Words()
+    model = LanguageModel()
     model.tp_plan = {"layers.*.up": "colwise"}
     assert set(plan_tensor_parallel(model, (("head", "colwise_rep"),))) == {"head"}
 
 
 def test_the_plan_of_a_model_configuration_is_used():
-    model = Words()
+    model = LanguageModel()
     model.config = SimpleNamespace(base_model_tp_plan={"layers.*.up": "colwise"})
     assert set(plan_tensor_parallel(model)) == {"layers.0.up", "layers.1.up"}
 
 
 def test_the_plan_of_a_submodule_is_relative_to_it():
-    model = Words()
+    model = LanguageModel()
     for layer in model.layers:
         layer._tp_plan = {"up": "colwise", "down": "rowwise"}
     assert set(plan_tensor_parallel(model)) == {
@@ -122,13 +74,13 @@ def test_the_plan_of_a_submodule_is_relative_to_it():
 
 
 def test_the_plan_of_a_model_can_name_missing_modules():
-    model = Words()
+    model = LanguageModel()
     model.tp_plan = {"layers.*.up": "colwise", "layers.*.experts": "moe_tp_experts"}
     assert set(plan_tensor_parallel(model)) == {"layers.0.up", "layers.1.up"}
 
 
 def test_a_plan_can_contain_styles_of_torch():
-    model = Words()
+    model = LanguageModel()
     model.tp_plan = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
     assert plan_tensor_parallel(model)["layers.0.up"] is model.tp_plan["layers.*.up"]
 
@@ -137,7 +89,7 @@ def test_a_plan_can_contain_styles_of_torch():
     ("plan", "message"),
     [
         ((("layers.*.up", "colwize"),), r"layers\.0\.up: unknown style 'colwize'; did you mean colwise\?"),
-        ((("layers.*.upp", "colwise"),), r"layers\.\*\.upp matches no module of Words"),
+        ((("layers.*.upp", "colwise"),), r"layers\.\*\.upp matches no module of LanguageModel"),
         ((("up", "colwise"),), r"did you mean layers\.\*\.up\?"),
         ((("layers.*.up", "packed_colwise"),), "is a style of transformers for experts"),
         (
@@ -149,12 +101,12 @@ def test_a_plan_can_contain_styles_of_torch():
             "embedding_rowwise needs an nn.Embedding, but the module is a Linear",
         ),
         ((("head", "colwise"), ("hea*", "rowwise")), "head is named twice, by colwise and by rowwise"),
-        ((), "Words has no tp_plan of its own"),
+        ((), "LanguageModel has no tp_plan of its own"),
     ],
 )
 def test_an_invalid_plan_is_rejected(plan, message):
     with pytest.raises(ValueError, match=message):
-        plan_tensor_parallel(Words(), plan)
+        plan_tensor_parallel(LanguageModel(), plan)
 
 
 def test_multihead_attention_of_torch_is_rejected():
@@ -173,34 +125,34 @@ def check_and_fail(model, tp, *entries):
 
 
 def test_a_dimension_that_is_not_divisible_is_reported_with_its_size():
-    message = check_and_fail(Words(words=33), 2, ("embed", "rowwise"), ("head", "colwise_rep"))
+    message = check_and_fail(LanguageModel(words=33), 2, ("embed", "rowwise"), ("head", "colwise_rep"))
     assert "parallel.tp=2 does not divide dimension 0 of embed.weight, which is 33" in message
     assert "pad it to 34" in message
     assert "dimension 1 of layers.0.down.weight, which is 32" in check_and_fail(
-        Words(), 3, ("layers.*.down", "rowwise")
+        LanguageModel(), 3, ("layers.*.down", "rowwise")
     )
 
 
 def test_heads_that_are_not_divisible_are_reported_with_valid_sizes():
-    message = check_and_fail(Words(width=24, heads=6), 4, ("layers.*.attention.q", "colwise"))
+    message = check_and_fail(LanguageModel(width=24, heads=6), 4, ("layers.*.attention.q", "colwise"))
     assert "parallel.tp=4 does not divide n_heads=6 of layers.0.attention; tp may be 1, 2, 3, 6" in message
 
 
 def test_key_value_heads_are_read_from_the_model_configuration():
-    model = Words()
+    model = LanguageModel()
     model.config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2)
     message = check_and_fail(model, 4, ("layers.*.attention.k", "colwise"))
     assert "num_key_value_heads=2 of model.config; tp may be 1, 2" in message
 
 
 def test_heads_are_not_checked_if_attention_is_replicated():
-    model = Words(width=24, heads=3)
+    model = LanguageModel(width=24, heads=3)
     plan = plan_tensor_parallel(model, (("layers.*.up", "colwise"), ("layers.*.attention.q", "colwise_rep")))
     tensor_parallel.check_divisibility(model, 4, plan)
 
 
 def test_tied_parameters_with_different_layouts_are_rejected():
-    message = check_and_fail(Words(), 2, ("head", "colwise_rep"))
+    message = check_and_fail(LanguageModel(), 2, ("head", "colwise_rep"))
     assert "embed.weight and head.weight are one parameter, and the plan has the first whole" in message
     assert "and the second divided along dimension 0" in message
 
@@ -215,7 +167,7 @@ def train(plan, tp, options):
 
     Accelerator()
     torch.manual_seed(1)
-    model = Words(**options)
+    model = LanguageModel(query_norm=True, **options)
     model.layers[0].second.requires_grad_(False)
     if tp > 1:
         torch.manual_seed(torch.distributed.get_rank())
@@ -248,7 +200,7 @@ def train(plan, tp, options):
         ((*PLAN, ("layers.*.first", "sequence_parallel"), ("layers.*.second", "sequence_parallel")), {}),
         (PLAN, {"padding": 0}),
         (PLAN, {"padding": 19}),
-        ((("embed", "embedding_colwise"), ("head", "rowwise_rep")), {"tie": False}),
+        ((("embed", "embedding_colwise"), ("head", "rowwise_rep")), {"tied": False}),
     ],
     ids=["whole layers", "sequences", "padding", "padding of another", "the other way"],
 )

@@ -13,6 +13,7 @@ import sys
 import textwrap
 
 import pytest
+from support.waits import limit
 
 WRITE = """
 import numpy as np, torch
@@ -47,7 +48,13 @@ def log_and_read(  # noqa: PLR0913, PLR0917 - the parts of a script
         file.write_text(textwrap.dedent(text), encoding="utf-8")
         command = [sys.executable, "-W", "ignore", str(file)]
         process = subprocess.run(
-            command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120, check=False
+            command,
+            cwd=tmp_path,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=limit(120),
+            check=False,
         )
         assert process.returncode == 0, process.stderr
         assert "failed in" not in process.stderr, process.stderr

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 from support.hosts.debian import UnavailableError, install
+from support.waits import limit
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "iproute2")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "munged", "ip", "nsenter", "unshare", "setpriv")
@@ -26,7 +27,7 @@ CLIENTS = ("sbatch", "srun", "salloc", "scancel", "scontrol", "sinfo", "squeue",
 NETWORK = "10.79.0"
 CPUS, GPUS = 4, 2
 """The simulated CPUs and GPUs of each node."""
-READY_S = 120
+READY_S = limit(30)
 
 CONFIG = """\
 ClusterName=accel
@@ -109,7 +110,7 @@ class SlurmCluster:
     def command(self, *args):
         """Run a Slurm command on the login node."""
         command = [self.path / args[0], *args[1:]]
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=limit(30), check=False)
 
     def _create_network(self):
         self.folder.mkdir(mode=0o755)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from types import MappingProxyType
 
 from support.hosts.debian import UnavailableError, install
 from support.hosts.network import Hosts, can_create_hosts, hosts
+from support.waits import wait_until
 
 PROGRAMS = ("ssh", "ssh-keygen", "sshd", "rsync")
 PACKAGES = ("openssh-client", "openssh-server", "rsync")
@@ -122,11 +122,10 @@ class SshHosts:
     def _wait_for(self, namespace: str, address: str) -> None:
         probe = "import socket, sys; socket.create_connection((sys.argv[1], 22), 1).close()"
         command = ["ip", "netns", "exec", namespace, sys.executable, "-S", "-c", probe, address]
-        for _ in range(100):
-            if subprocess.run(command, capture_output=True, check=False).returncode == 0:
-                return
-            time.sleep(0.05)
-        raise AssertionError([log.read_text() for log in self.folder.glob("*.log")])
+        wait_until(
+            lambda: subprocess.run(command, capture_output=True, check=False).returncode == 0,
+            description=lambda: str([log.read_text() for log in self.folder.glob("*.log")]),
+        )
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from support.waits import limit, read_until
 
 from accel_cli.launchers.base import LaunchSpec
 from accel_cli.planning.machine import Machine
@@ -106,21 +107,11 @@ class Host:
 
     def until(self, word, seconds=180):
         """Read the output until it contains a word."""
-        output = ""
-        late = threading.Timer(seconds, self.process.kill)
-        late.start()
-        try:
-            while word not in output:
-                line = self.process.stdout.readline()
-                assert line, output
-                output += line
-        finally:
-            late.cancel()
-        return output
+        return read_until(self.process, re.escape(word), seconds=seconds)
 
     def end(self, seconds=180):
         """Return the exit code, and the output since the last read."""
-        output, _ = self.process.communicate(timeout=seconds)
+        output, _ = self.process.communicate(timeout=limit(seconds))
         return self.process.returncode, output
 
     def close(self):
