@@ -271,9 +271,7 @@ MUTATIONS = (
         "manifest checksum",
         "accel_runtime.checkpoint.manifest:Manifest.parse",
         force_condition("checksum", False),
-        (
-            "tests/runtime/checkpoint/test_corruption.py::test_a_flipped_bit_in_any_file_is_detected_and_the_file_named",
-        ),
+        ("tests/runtime/checkpoint/test_faults.py::test_damage_to_any_file_is_named_and_changes_nothing",),
     ),
     Mutation(
         "gradient of a padded batch",
@@ -469,7 +467,7 @@ MUTATIONS = (
         "unknown keys of a profile",
         "accel_cli.sections:Section",
         replace_argument("ConfigDict", "extra", "'ignore'"),
-        ("tests/cli/launchers/test_plans.py::test_an_unknown_key_of_a_launcher_is_an_error",),
+        ("tests/cli/launchers/test_contract.py::test_an_unknown_key_is_an_error_that_names_it",),
     ),
     Mutation(
         "newest checkpoint",
@@ -490,7 +488,7 @@ MUTATIONS = (
         "accel_runtime.checkpoint.directory:create_scratch",
         set_value("scratch", "target"),
         (
-            "tests/runtime/checkpoint/test_killed_saves.py::test_a_process_killed_at_some_calls_of_a_save_loses_nothing",
+            "tests/runtime/checkpoint/test_faults.py::test_a_publication_that_is_interrupted_is_complete_or_absent",
         ),
     ),
     Mutation(

@@ -30,7 +30,7 @@ GUARANTEES = (
         "The order of an epoch is the order that the unprepared loader draws on one process.",
         (
             "tests/runtime/data/test_loader.py::test_the_order_equals_that_of_the_unprepared_loader_on_one_process",
-            "tests/runtime/data/test_streams.py::test_the_order_of_a_stream_equals_that_of_the_unprepared_loader",
+            "tests/runtime/data/test_source_contract.py::test_the_order_is_that_of_the_unprepared_loader_on_one_process",
         ),
         "order of the unprepared loader",
     ),
@@ -117,7 +117,7 @@ GUARANTEES = (
         "load_state verifies a checkpoint before it changes anything; a resumed run equals the uninterrupted run, bit for bit.",
         (
             "tests/runtime/checkpoint/test_manifest.py::test_a_changed_character_is_detected",
-            "tests/runtime/checkpoint/test_corruption.py::test_a_flipped_bit_in_any_file_is_detected_and_the_file_named",
+            "tests/runtime/checkpoint/test_faults.py::test_damage_to_any_file_is_named_and_changes_nothing",
             "tests/runtime/checkpoint/test_accumulation.py::test_steps_after_a_resume_on_the_same_world_size_are_bitwise_equal",
         ),
         "manifest checksum",
@@ -184,7 +184,7 @@ RUNTIME = (
         "No silent option",
         "An argument, a key or an option has its effect, or is refused with a message.",
         (
-            "tests/cli/launchers/test_plans.py::test_an_unknown_key_of_a_launcher_is_an_error",
+            "tests/cli/launchers/test_contract.py::test_an_unknown_key_is_an_error_that_names_it",
             "tests/runtime/test_surface.py::test_an_argument_without_effect_is_rejected_by_name",
             "tests/integration/test_launch.py::test_invalid_input_is_one_message_with_exit_code_2",
         ),
@@ -203,9 +203,9 @@ RUNTIME = (
         "No lost work",
         "A checkpoint is complete or absent: a process that is killed while it saves loses nothing.",
         (
-            "tests/runtime/checkpoint/test_killed_saves.py::test_a_process_killed_at_some_calls_of_a_save_loses_nothing",
+            "tests/runtime/checkpoint/test_faults.py::test_a_publication_that_is_interrupted_is_complete_or_absent",
             "tests/runtime/checkpoint/test_directory.py::test_a_complete_checkpoint_that_a_crash_left_unrenamed_is_found_and_renamed_later",
-            "tests/runtime/checkpoint/test_io_errors.py::test_a_failed_call_keeps_the_previous_checkpoint",
+            "tests/runtime/checkpoint/test_faults.py::test_a_save_with_a_fault_is_complete_or_absent",
         ),
         "save in place",
     ),

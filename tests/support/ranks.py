@@ -22,8 +22,10 @@ from support.interpreter import TESTS, Interpreter
 from support.processes import ForkedProcess, fork, free_port, wait_for_exit
 from support.waits import limit
 
-CALL_S = int(limit(150))
+CALL_S = limit(150)
 """Time limit of one function on all ranks."""
+GROUP_TIMEOUT_S = 600
+"""Time limit of a collective; a constant, as `describe()` shows it."""
 STRAGGLER_S = limit(30)
 """Time limit of the other ranks after a rank has failed."""
 SURVIVOR_S = 0.05
@@ -101,7 +103,9 @@ class Cluster:
     def __init__(self, size, *, one_per_node=False, settings=None):
         self.size = size
         self._one_per_node = one_per_node
-        self._settings = {"ACCEL_DEVICE": "cpu", "ACCEL_PROCESS_GROUP_TIMEOUT": CALL_S} | (settings or {})
+        self._settings = {"ACCEL_DEVICE": "cpu", "ACCEL_PROCESS_GROUP_TIMEOUT": GROUP_TIMEOUT_S} | (
+            settings or {}
+        )
         self._processes = []
         self._connections = []
         self._resources = ExitStack()
