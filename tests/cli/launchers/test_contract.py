@@ -120,7 +120,9 @@ def test_every_key_has_a_description_and_a_default(launcher):
         assert not field.is_required(), name
 
 
-def test_an_unknown_key_is_an_error_that_names_it(kind, capfd):
+def test_an_unknown_key_is_an_error_that_names_it(kind, launcher, capfd):
+    with pytest.raises(ValidationError, match=r"wrong\n.*extra"):
+        launcher(wrong=1)
     done = call_accel(capfd, "launch", *(f"--set={text}" for text in assign(kind, wrong=1)), "train.py")
     assert (done.returncode, done.stdout) == (2, "")
     assert "launcher.wrong: unknown key" in done.stderr
