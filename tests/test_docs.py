@@ -54,8 +54,8 @@ from accel_runtime.env import Settings
 CONSOLES = [block for block in ALL if block.language == "console"]
 FAST = {"docs/launching.md", "docs/slurm.md"}
 """Pages with commands that `make test` runs: of launches, and of commands that start no script."""
-FIRST = {"README.md", "docs/first-launch.md", "docs/index.md", "docs/install.md"}
-"""Pages that a new user follows, which `make test-slow` runs; `make test-full` runs the others too."""
+FIRST = {"README.md", "docs/index.md", "docs/install.md"}
+"""Pages that a new user reads first, which `make test-slow` runs; `make test-full` runs the others too."""
 
 
 def marks(page: Path) -> list[pytest.MarkDecorator]:
@@ -234,13 +234,10 @@ def test_a_migration_is_that_of_accel_migrate(block: Block) -> None:
         )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "block",
-    [
-        pytest.param(block, id=block.title, marks=[pytest.mark.full] * bool(number))
-        for number, block in enumerate(block for block in MIGRATIONS if block.title.endswith(".py"))
-    ],
+    [pytest.param(block, id=block.title) for block in MIGRATIONS if block.title.endswith(".py")],
 )
 def test_a_script_trains_the_same_weights_after_its_migration(block: Block, tmp_path: Path) -> None:
     before, after = (text.replace("shuffle=True", "shuffle=False") for text in sides(block.text))

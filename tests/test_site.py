@@ -93,8 +93,16 @@ def address(site: Path) -> Iterator[str]:
     server.server_close()
 
 
+VIEWS = {
+    "one": [("phone", ("slate",))],
+    "all": [("desktop", ("default", "slate")), ("phone", ("slate", "default"))],
+}
+"""Widths and color schemes: each page is shown in one in `make test-slow`, and in all in `make test-full`."""
+
+
+@pytest.mark.parametrize("views", ["one", pytest.param("all", marks=pytest.mark.full)])
 def test_every_page_is_reached_and_shown_at_any_width_in_both_schemes(
-    site: Path, address: str, browser: WebDriver
+    site: Path, address: str, browser: WebDriver, views: str
 ) -> None:
     browser.get_log("browser")
     problems: list[str] = []
@@ -103,7 +111,7 @@ def test_every_page_is_reached_and_shown_at_any_width_in_both_schemes(
     url: str | None = address
     while url:
         browser.get(url)
-        for width, schemes in (("desktop", ("default", "slate")), ("phone", ("slate", "default"))):
+        for width, schemes in VIEWS[views]:
             resize(browser, width)
             problems += [f"{url}: {width}: {code} is too wide" for code in browser.execute_async_script(FIT)]
             for scheme in schemes:

@@ -72,6 +72,7 @@ def test_a_stream_resumes_with_the_weights_of_the_whole_run(launch, processes, w
     assert resumed == uninterrupted[1:]
 
 
+@pytest.mark.full
 def test_a_stream_has_the_same_losses_on_one_and_two_processes_and_after_a_change(launch):
     alone = launch(*STREAM, processes=1).splitlines()[:-1]
     shutil.rmtree("streaming")

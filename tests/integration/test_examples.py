@@ -84,6 +84,7 @@ def test_an_example_prints_its_result_once(accel, monkeypatch, example, processe
     assert "Warning" not in re.sub(WARNED, "", result.stderr)
 
 
+@pytest.mark.full
 def test_an_evaluation_is_the_same_on_one_and_on_two_processes(accel, tmp_path):
     outputs = []
     for size in (1, 2):
@@ -106,6 +107,7 @@ def test_weighted_tokens_give_the_same_losses_on_one_and_on_two_processes(accel)
     assert printed[0] == printed[1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [{"DP_SHARD": "auto"}, {"TP": 2}], ids=str)
 def test_a_sharded_model_is_exported_completely(accel, monkeypatch, layout):
     for name, size in layout.items():

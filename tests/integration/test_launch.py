@@ -458,7 +458,7 @@ if accelerator.is_main_process():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fp16", [False, True])
+@pytest.mark.parametrize("fp16", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_script_for_accelerate_trains_equally_on_one_and_two_processes(accel, script, monkeypatch, fp16):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     script(EARLY.replace("FP16", str(fp16)))
@@ -467,7 +467,7 @@ def test_a_script_for_accelerate_trains_equally_on_one_and_two_processes(accel, 
     assert results[0].stdout == results[1].stdout, results[1].stderr
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_example_trains_equally_on_one_and_two_processes(accel):
     example = Path(__file__).parents[2] / "examples" / "digits.py"
     commands = {

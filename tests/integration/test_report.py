@@ -45,6 +45,7 @@ for epoch in range(loader.epoch, 3):
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "tracked", [pytest.param(False, marks=pytest.mark.full), True], ids=["run-folder", "tracker"]
 )

@@ -135,7 +135,7 @@ def list_incomplete_checkpoints(cwd):
 @pytest.mark.parametrize(
     ("number", "processes"),
     [
-        (signal.SIGUSR1, 1),
+        pytest.param(signal.SIGUSR1, 1, marks=pytest.mark.full),
         (signal.SIGTERM, 2),
         pytest.param(signal.SIGTERM, 1, marks=pytest.mark.full),
         pytest.param(signal.SIGUSR1, 2, marks=pytest.mark.full),
@@ -193,7 +193,7 @@ def test_restarted_processes_resume_automatically(cwd, script):
     assert "resuming from project/checkpoints/checkpoint_2 (step 3)" in late.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_resume_without_a_checkpoint_is_reported_once(cwd):
     options = (
         "--cpu",

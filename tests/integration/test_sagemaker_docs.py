@@ -25,7 +25,7 @@ FREE = {"sts:GetCallerIdentity"}
 """Calls that need no permission."""
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_sagemaker_page_shows_the_real_output(aws, tmp_path, monkeypatch):
     here = Path(__file__).relative_to(ROOT).as_posix()
     # The command line of AWS is not among the packages of the tests: boto3 sends the same requests below.

@@ -96,6 +96,7 @@ def describe_job(aws):
     return aws.client("sagemaker").describe_training_job(TrainingJobName="mine")
 
 
+@pytest.mark.full
 def test_an_interrupted_spot_job_resumes_from_its_checkpoint(aws, here, launch):
     shutil.copy(EXAMPLES / "digits.py", here)
     hold = here.parent / "hold"

@@ -18,7 +18,7 @@ def profile(aws, accel):
     return aws
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_self_check_runs_on_every_instance_and_leaves_nothing(profile, accel, cwd, script):
     script("raise SystemExit('nobody runs this')")
     result = accel("test")

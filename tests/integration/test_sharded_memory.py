@@ -81,6 +81,7 @@ def measure_memory(path, monkeypatch, shards):
     return json.loads(next(line for line in result.stdout.splitlines() if line.startswith("[{")))
 
 
+@pytest.mark.full
 def test_each_rank_holds_only_its_shards_of_parameters_gradients_and_states(cwd, script, monkeypatch):
     path = script(SCRIPT)
     replicated, sharded = (measure_memory(path, monkeypatch, shards) for shards in (1, 4))

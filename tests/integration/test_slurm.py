@@ -266,7 +266,7 @@ def test_detach_submits_a_job_and_prints_its_id(on_slurm, script, jobs):
     assert (read.stdout, read.stderr) == ("", f"accel: job {job} has no output; it is PENDING\n")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_job_whose_scripts_ignore_the_warning_is_requeued_and_followed(on_slurm, script, jobs):
     script(STAY)
     # The job goes back into the queue 15 seconds before the limit, which is one second after the warning.
@@ -412,7 +412,7 @@ def test_no_profile_reads_no_file(cwd, script, home):
     assert "profile: none" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_requeued_job_resumes_to_the_weights_of_an_uninterrupted_run(on_slurm, jobs, script, cwd):
     script(checkpointing(cwd / "hold"))
     options = ("--epochs", "2", "--every", "20", "--project-dir")

@@ -134,6 +134,7 @@ def test_a_host_without_the_working_folder_needs_a_copy_of_it(script, cwd, tmp_p
     assert re.search(r"^\[h0\] \[0\] files: \.env .* a module$", output, re.MULTILINE), output
 
 
+@pytest.mark.full
 def test_two_launches_at_once_on_the_same_hosts_do_not_mix(script, cwd, tmp_path):
     script(REPORT)
     with ssh_hosts(2, tmp_path / "ssh") as two:
@@ -163,7 +164,11 @@ def test_the_first_failure_is_printed_last_and_gives_the_exit_code(script, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("send", "number"), [(os.killpg, signal.SIGINT), (os.kill, signal.SIGKILL)], ids=["Ctrl-C", "SIGKILL"]
+    ("send", "number"),
+    [
+        pytest.param(os.killpg, signal.SIGINT, id="Ctrl-C", marks=pytest.mark.full),
+        pytest.param(os.kill, signal.SIGKILL, id="SIGKILL"),
+    ],
 )
 def test_a_launcher_that_ends_leaves_nothing_on_any_host(script, cwd, tmp_path, send, number):
     """The scripts get a signal and may save. Ctrl-C of a terminal signals the process group, with what the launcher has started."""

@@ -293,7 +293,7 @@ def run_and_read(accel, tmp_path, monkeypatch):
     return answers
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "module", [False, pytest.param(True, marks=pytest.mark.full)], ids=["script", "module"]
 )

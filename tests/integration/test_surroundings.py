@@ -112,7 +112,7 @@ def test_a_loopback_interface_that_is_down_is_an_error(script):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @needs_unshare
 def test_processes_connect_without_proc(script):
     script(GATHERS)

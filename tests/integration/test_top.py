@@ -116,7 +116,7 @@ def test_live_shows_a_table_below_the_output_through_a_restart(trains):
         assert len(steps) > 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_live_on_one_of_several_nodes_shows_the_ranks_of_that_node_through_a_restart(trains, port):
     node = (
         *("launch", "--cpu", "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1"),
@@ -138,7 +138,7 @@ def test_live_on_one_of_several_nodes_shows_the_ranks_of_that_node_through_a_res
     assert text.splitlines()[-1].startswith("accel: 1 process on this machine finished in ")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_quiet_leaves_the_table_and_the_output_of_the_ranks(trains):
     with CommandScreen(*LAUNCH, "--live", "-q", "train.py") as screen:
         screen.see("rank  steps", "/4000 ", "attempt 0 step 20")
@@ -155,7 +155,7 @@ recorder.SilenceHint.__init__.__kwdefaults__["seconds"] = 1.0
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("live", [(), ("--live",)])
 def test_a_silent_run_gets_a_hint_unless_a_table_shows_its_progress(script, cwd, monkeypatch, live):
     script("import time\ntime.sleep(4)\nprint('end')")

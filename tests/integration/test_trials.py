@@ -45,6 +45,7 @@ def test_a_loop_in_the_style_of_glue_resumes_with_the_steps_of_the_whole_run(cwd
         assert resumed == from_step(uninterrupted, step + 1)
 
 
+@pytest.mark.full
 def test_a_loop_in_the_style_of_glue_begins_the_next_epoch_after_the_last_batch(cwd):
     """The evaluation draws random numbers, so only the number of steps equals that of the whole run."""
     options = ("glue_style.py", "--output_dir", "out")
@@ -69,6 +70,7 @@ def test_a_loop_in_the_style_of_diffusion_models_resumes_exactly_on_one_process(
         assert resumed == from_step(uninterrupted, first)
 
 
+@pytest.mark.full
 def test_a_loop_whose_main_process_saves_alone_resumes_with_the_images_of_the_whole_run(cwd):
     """The noise of each process is drawn again, so the weights differ; five steps are an epoch."""
     script = ("diffusion_style.py", "--output_dir", "out", "--num_train_epochs", 3)

@@ -59,7 +59,7 @@ def test_torchrun_asks_five_questions_and_shows_the_yaml_before_writing(terminal
     assert (read_profile().launcher.nproc_per_node, read_profile().mixed_precision) == (3, "bf16")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_sharding_asks_further_questions(terminal, read_profile):
     screen = terminal()
     screen.answer(KIND, DOWN + ENTER)
@@ -104,7 +104,7 @@ def test_every_question_allows_to_go_back(terminal, read_profile):
 
 @pytest.mark.parametrize(
     "at",
-    [pytest.param(at, marks=pytest.mark.slow if at in {0, 5} else pytest.mark.full) for at in range(6)],
+    [pytest.param(at, marks=pytest.mark.slow if at == 5 else pytest.mark.full) for at in range(6)],
 )
 def test_ctrl_c_at_any_question_writes_nothing(terminal, home, at):
     screen = terminal()
@@ -175,7 +175,7 @@ def test_enter_keeps_the_values_of_the_profile(terminal, read_profile, accel, ho
     assert (profile.launcher.nproc_per_node, profile.mixed_precision, profile.env) == (3, "fp16", {"A": "1"})
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_file_without_values_keeps_its_comments(terminal, home):
     (home / "profiles").mkdir(parents=True)
     path = home / "profiles" / "default.yaml"
@@ -188,7 +188,7 @@ def test_a_file_without_values_keeps_its_comments(terminal, home):
     assert path.read_text().startswith("# mine\nschema_version: 1\nlauncher:\n")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_profile_that_this_machine_cannot_run_is_not_suggested(terminal, read_profile, accel):
     accel("config", "set", "device=xpu")
     screen = terminal()
@@ -214,7 +214,7 @@ def test_the_questions_work_in_a_narrow_window(terminal, read_profile, columns):
     assert read_profile().launcher.nproc_per_node == 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_narrow_window_shows_the_whole_error(terminal):
     screen = terminal(columns=36)
     screen.answer(KIND, DOWN + ENTER)
@@ -249,7 +249,7 @@ def test_a_hyphen_clears_a_value_of_the_profile(terminal, read_profile, accel):
     assert (read_profile().launcher.partition, read_profile().launcher.gpus_per_node) == (None, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_named_profile_and_the_project_file_are_written_to_their_paths(terminal, read_profile, cwd):
     for options, path in ((("--profile", "gpu"), None), (("--project",), cwd / "accel.yaml")):
         screen = terminal(*options)
@@ -291,7 +291,7 @@ def test_a_tpu_is_suggested_with_its_missing_packages_and_questions(terminal, re
     assert read_profile().mixed_precision == "bf16"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_one_tpu_core_skips_the_question_of_spmd(terminal, read_profile, monkeypatch):
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     screen = terminal()
@@ -305,7 +305,7 @@ def test_one_tpu_core_skips_the_question_of_spmd(terminal, read_profile, monkeyp
     assert (read_profile().launcher.replicas, read_profile().launcher.spmd) == (1, False)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_xla_is_not_offered_without_a_tpu_and_torch_xla(terminal):
     screen = terminal()
     screen.see(KIND)

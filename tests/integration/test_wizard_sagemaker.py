@@ -60,7 +60,7 @@ def test_enter_on_every_question_writes_a_profile_that_can_be_launched(
     assert arn in result.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_profile_region_and_role_are_selected_and_an_unknown_type_is_asked_again(
     terminal, configured, read_profile
 ):
@@ -86,7 +86,7 @@ def test_profile_region_and_role_are_selected_and_an_unknown_type_is_asked_again
     assert (section.spot, section.max_run, section.keep_alive) == (True, 7200, None)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_advanced_questions_are_asked_on_request_and_text_is_kept_as_typed(
     terminal, configured, read_profile
 ):
@@ -112,7 +112,7 @@ def test_advanced_questions_are_asked_on_request_and_text_is_kept_as_typed(
     assert (section.requirements, section.keep_alive, section.model_dir) == ("007", 1800, "Out")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_kind_of_question_allows_to_go_back(terminal, configured, read_profile):
     configured.role()
     screen = terminal(columns=120, lines=60)
@@ -150,7 +150,7 @@ def test_answers_are_typed_if_aws_does_not_respond(terminal, configured, read_pr
     assert read_profile().launcher.role == "Trainer"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_enter_keeps_the_values_of_the_profile(terminal, configured, read_profile, accel):
     configured.role()
     accel(

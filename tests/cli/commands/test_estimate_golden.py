@@ -40,7 +40,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_estimate_equals_its_golden_file(script, cwd, name):
     script(MODULE, "models.py")

@@ -263,15 +263,14 @@ def test_an_empty_run_has_a_sentence_in_each_section_and_no_plot(report, runs):
 @pytest.mark.parametrize(
     "garbage",
     [
-        b"",
-        b"\0" * 5000,
-        b"[1, 2",
-        b'{"time": "x", "values": 3}\n[]\nnull\n',
-        b"[" * 100_000,
-        b"\xff" * 20_000,
-        None,
+        pytest.param(b"", id="empty", marks=pytest.mark.slow),
+        pytest.param(b"\0" * 5000, id="zeros", marks=pytest.mark.slow),
+        pytest.param(b"[1, 2", id="cut"),
+        pytest.param(b'{"time": "x", "values": 3}\n[]\nnull\n', id="types"),
+        pytest.param(b"[" * 100_000, id="deep", marks=pytest.mark.slow),
+        pytest.param(b"\xff" * 20_000, id="binary", marks=pytest.mark.slow),
+        pytest.param(None, id="missing"),
     ],
-    ids=["empty", "zeros", "cut", "types", "deep", "binary", "missing"],
 )
 def test_a_corrupt_or_missing_file_leaves_the_rest_of_the_report(report, runs, garbage):
     write_complete(runs)

@@ -141,7 +141,7 @@ def run_launched(script, environs):
     return [(*process.communicate(timeout=limit(240)), process.returncode) for process in processes]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("start", [run_script, pytest.param(run_launched, marks=pytest.mark.full)])
 def test_processes_that_end_right_after_a_collective_exit_cleanly(tmp_path, start):
     """Threads of gloo may still run: without `_leave`, about one launched pair in ten aborts."""

@@ -288,6 +288,7 @@ def few(count, **options):
     return settings(max_examples=count, suppress_health_check=checks, **options)
 
 
+RENAMED = "a checkpoint with files of the user, by two renames"
 UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)
 """For ranks that start again after a failure."""
 
@@ -299,8 +300,15 @@ def test_a_save_with_a_fault_is_complete_or_absent(one, name, data):
     one.check(name, data.draw(faults(one.list_calls(name)[0])))
 
 
-@pytest.mark.parametrize("error", [errno.EIO, None], ids=["fails", "is killed"])
-@pytest.mark.parametrize("name", ["one is kept", "a checkpoint with files of the user, by two renames"])
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        pytest.param("one is kept", errno.EIO, id="one is kept, fails"),
+        pytest.param("one is kept", None, id="one is kept, is killed", marks=pytest.mark.slow),
+        pytest.param(RENAMED, errno.EIO, id="two renames, fails", marks=pytest.mark.slow),
+        pytest.param(RENAMED, None, id="two renames, is killed"),
+    ],
+)
 def test_a_publication_that_is_interrupted_is_complete_or_absent(one, name, error):
     calls = one.list_calls(name)[0]
     # From the first change of a name to the first removal of a file.

@@ -147,7 +147,7 @@ def test_a_checkpoint_of_full_models_loads_into_shards(pair_ready, tmp_path):
     assert pair_ready.run(resume_and_train, full_path, {"dp_shard": 2}) == [expected] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "sizes",
     [pytest.param(SHARDED, marks=pytest.mark.full), HYBRID, pytest.param(TENSOR, marks=pytest.mark.full)],

@@ -506,8 +506,15 @@ def test_a_loader_without_a_fixed_batch_size_has_no_total_batch_size(ranks):
 # Garbage collection ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("end", ["complete", "break"])
-@pytest.mark.parametrize("kind", ["indices", "stream"])
+@pytest.mark.parametrize(
+    ("kind", "end"),
+    [
+        ("indices", "break"),
+        ("stream", "complete"),
+        pytest.param("indices", "complete", marks=pytest.mark.full),
+        pytest.param("stream", "break", marks=pytest.mark.full),
+    ],
+)
 def test_a_loader_is_freed_with_its_last_reference(ranks, kind, end):
     """A reference that is left would keep persistent workers until garbage collection, when torch waits seconds for each."""
 

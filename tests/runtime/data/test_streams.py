@@ -615,7 +615,8 @@ def skipping_cases():
     ]
     for kind, workers, skipped in product(kinds, [0, 2, 3], KIND_OF_SKIPPED):
         # A stream that its workers split is skipped in another way than one they do not split.
-        chosen = not workers or (workers == 2 and kind in {WorkerSplitStream, KIND_OF_SKIPPED[skipped]})
+        is_split = kind is WorkerSplitStream and skipped in {1, 5}
+        chosen = not workers or (workers == 2 and (is_split or kind is KIND_OF_SKIPPED[skipped]))
         yield pytest.param(kind, workers, skipped, marks=[] if chosen else [pytest.mark.full])
 
 

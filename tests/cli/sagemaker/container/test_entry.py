@@ -33,7 +33,7 @@ print("trained", accelerator.process_index)
 ARGS = ['it\'s a "test" $HOME; rm -rf x', "", "two\nlines", "--lr=1e-4", "--", "-1", "\udcff\udcfe", "*", "ü"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_hosts_with_two_processes_train_with_the_exact_arguments(containers, port):
     first, second = hosts = containers.hosts(
         "127.1",
@@ -150,6 +150,7 @@ def test_a_signal_of_the_platform_reaches_the_script_which_saves(containers, man
     assert not [file for file in remaining_files if manager["wandb"].encode() in file.read_bytes()]
 
 
+@pytest.mark.slow
 def test_the_reason_of_a_failed_program_is_the_end_of_its_output(containers):
     host = containers.hosts(
         "algo-1",
@@ -163,6 +164,7 @@ def test_the_reason_of_a_failed_program_is_the_end_of_its_output(containers):
     assert host.failure == "exit code 3 on algo-1, rank 0: exited with code 3\nno such sample: 12"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
@@ -210,7 +212,7 @@ def read(file):
         return b""
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_killed_launcher_is_reported_by_the_first_process(containers):
     host = containers.hosts("algo-1", source={"train.py": SAVES}).start()
     host.until("ready")
@@ -229,6 +231,7 @@ def test_a_broken_upload_is_the_reason(containers):
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "code", "reason"),
     [
