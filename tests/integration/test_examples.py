@@ -73,7 +73,14 @@ def test_every_example_is_tested():
     assert sorted([*PRINTED, *LAUNCHES_OTHERS]) == sorted(path.stem for path in EXAMPLES.glob("*.py"))
 
 
-@pytest.mark.parametrize("example", sorted(PRINTED))
+FIRST = {"checkpointing", "digits", "early_stopping", "evaluation", "gan", "streaming", "token_weights"}
+"""The examples of training, saving and evaluating, which `make test-slow` runs; `make test-full` runs all."""
+
+
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(name, marks=[pytest.mark.full] * (name not in FIRST)) for name in sorted(PRINTED)],
+)
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_an_example_prints_its_result_once(accel, monkeypatch, example, processes):
     monkeypatch.setenv("ACCEL_DEVICE", "cpu")
@@ -96,6 +103,7 @@ def test_an_evaluation_is_the_same_on_one_and_on_two_processes(accel, tmp_path):
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.full
 def test_weighted_tokens_give_the_same_losses_on_one_and_on_two_processes(accel):
     printed = []
     for size in (1, 2):

@@ -104,6 +104,7 @@ def get_id(text):
     return re.search(r"job (\S+) is submitted", text)[1]
 
 
+@pytest.mark.full
 @needs_hosts
 def test_two_pods_train_and_their_job_can_be_listed_and_read(two_nodes, launch):
     following = launch("--nnodes", "2", "--ranks", "all", "train.py", "--lr", "$(HOME) $$x")

@@ -247,7 +247,7 @@ def test_a_third_node_in_a_run_of_two_is_rejected_or_a_spare(script, cwd, restar
         assert "this machine was a spare and was not needed" in outputs[2]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_missing_node_is_reported_while_waiting_and_at_the_end(script):
     script(TOLD)
     with hosts(3) as three:

@@ -172,7 +172,7 @@ def test_a_killed_run_resumes_to_the_weights_of_an_uninterrupted_one(run, cwd, u
     assert not list_incomplete_checkpoints(cwd)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_restarted_processes_resume_automatically(cwd, script):
     script(DIES)
     undisturbed = run_accel("launch", "--cpu", "--nproc-per-node", 2, "train.py", 0)

@@ -188,7 +188,7 @@ def test_an_error_is_one_message_with_exit_code_2(aws, launched, message, enviro
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGTERM])
 def test_an_interrupted_submission_leaves_nothing_behind(aws, started, tmp_path, number):
     before = world(aws)
     aws.fault("s3:PutObject", "slow", times=None, seconds=1)
@@ -223,7 +223,7 @@ def test_a_failed_job_is_exit_code_1_with_its_reason(aws, here, launched):
     assert not (here / "mine").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_job_without_a_model_is_no_failure(aws, here, launched):
     result = launched("--job-name", "mine", "train.py")
     assert result.returncode == 0, result.stderr

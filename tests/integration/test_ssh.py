@@ -91,6 +91,7 @@ def test_two_hosts_run_a_script_with_slots_and_secrets(script, cwd, tmp_path):
     assert re.search(r"^\[h1\] \[2\] finished as 2$", output, re.MULTILINE), output
 
 
+@pytest.mark.full
 def test_three_hosts_get_the_working_folder_without_ignored_files_and_secrets(script, cwd, tmp_path):
     script(REPORT)
     for name in (".env", "data.bin", "lib/part.py"):
@@ -116,6 +117,7 @@ def test_three_hosts_get_the_working_folder_without_ignored_files_and_secrets(sc
     assert {json.loads((cwd / f"rank{rank}").read_text())["WORLD_SIZE"] for rank in range(3)} == {"3"}
 
 
+@pytest.mark.full
 def test_a_host_without_the_working_folder_needs_a_copy_of_it(script, cwd, tmp_path):
     """Its second host has a file system of its own at the path of the working folder."""
     script(LIST)

@@ -57,6 +57,7 @@ def test_a_loop_in_the_style_of_glue_begins_the_next_epoch_after_the_last_batch(
     assert train(cwd, *options, "--resume_from_checkpoint", "out/epoch_0") == from_step(uninterrupted, 4)
 
 
+@pytest.mark.full
 def test_a_loop_in_the_style_of_diffusion_models_resumes_exactly_on_one_process(cwd):
     """The script saves in hooks, draws noise and flips, and skips batches itself."""
     script = ("diffusion_style.py", "--num_train_epochs", 2)

@@ -42,7 +42,7 @@ def enter(screen, *questions):
         screen.answer(question, ENTER)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_enter_on_every_question_writes_a_profile_that_can_be_launched(
     terminal, configured, read_profile, accel, script
 ):

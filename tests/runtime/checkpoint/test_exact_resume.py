@@ -248,7 +248,7 @@ def test_saving_does_not_change_the_results_of_a_run(ranks, tmp_path):
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_new_process_continues_from_a_checkpoint(alone, tmp_path):
     rows, end, _ = train_and_save(build_accumulating_script(), tmp_path, [4])
     call = tmp_path / "call"

@@ -331,7 +331,7 @@ def test_the_first_error_is_reported_if_later_calls_fail_too(one):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 @given(data=st.data())
-@few(12)
+@few(5)
 def test_a_save_with_one_of_many_faults_is_complete_or_absent(one, name, data):
     one.check(name, data.draw(faults(one.list_calls(name)[0])))
 
@@ -339,7 +339,7 @@ def test_a_save_with_one_of_many_faults_is_complete_or_absent(one, name, data):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 @given(data=st.data())
-@few(5, phases=UNSHRUNK)
+@few(2, phases=UNSHRUNK)
 def test_a_save_with_one_of_many_faults_on_two_ranks_is_complete_or_absent(two, name, data):
     rank = data.draw(st.sampled_from([0, 1, None]))
     two.check(name, data.draw(faults(two.list_calls(name)[rank or 0])), rank)

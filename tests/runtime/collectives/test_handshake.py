@@ -237,9 +237,7 @@ BEHAVIOURS = {
         pytest.param(
             *values,
             one_per_node,
-            marks=pytest.mark.slow
-            if one_per_node == (name == "in DDP") and name in {"died", "in DDP"}
-            else pytest.mark.full,
+            marks=pytest.mark.slow if name == "died" and one_per_node else pytest.mark.full,
             id=f"{name}, {'three machines' if one_per_node else 'one machine'}",
         )
         for name, values in BEHAVIOURS.items()

@@ -187,7 +187,7 @@ def test_a_stream_sharded_by_workers_is_read_once(ranks, kind, workers, data):
         assert actual == [batch.tolist() for batch in loader]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "workers", "world", "count", "even"),
     pairwise_params(
@@ -508,7 +508,7 @@ KINDS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "epoch", "at", "world"),
     pairwise_params({"kind": list(KINDS), "epoch": [0, 1], "at": [0, 3, 10, 11], "world": [1, 2, 3]}),

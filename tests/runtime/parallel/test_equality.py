@@ -249,14 +249,14 @@ QUICK = {
 
 
 def list_trainings():
-    """Yield every case in every layout: some run in `make test`, a seventh of the others in `make test-slow`.
+    """Yield every case in every layout: some run in `make test`, a fourteenth of the others in `make test-slow`.
 
     Each case has other layouts there than the case before, so that all of them have each layout.
     """
     layouts = [(2, layout) for layout in ON_TWO] + [(4, layout) for layout in ON_FOUR]
     for number, (size, layout) in enumerate(layouts):
         for index, case in enumerate(CASES):
-            slow = number % 7 == index % 7 and (layout, case) != ("tensor by four", "compiled")
+            slow = number % 14 == index % 14 and (layout, case) != ("tensor by four", "compiled")
             marks = [pytest.mark.slow if slow else pytest.mark.full]
             yield pytest.param(
                 size, layout, case, marks=[] if case in QUICK.get((size, layout), ()) else marks

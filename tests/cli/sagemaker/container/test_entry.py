@@ -150,7 +150,7 @@ def test_a_signal_of_the_platform_reaches_the_script_which_saves(containers, man
     assert not [file for file in remaining_files if manager["wandb"].encode() in file.read_bytes()]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_reason_of_a_failed_program_is_the_end_of_its_output(containers):
     host = containers.hosts(
         "algo-1",
@@ -231,7 +231,7 @@ def test_a_broken_upload_is_the_reason(containers):
     assert "Traceback" not in output
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("spec", "code", "reason"),
     [
