@@ -13,12 +13,14 @@ import time
 from pathlib import Path
 
 SCALE = float(os.environ.get("TEST_TIME_SCALE", "4"))
+LONGEST_S = 840
+"""The longest limit: below the 15 minutes after which pytest ends a worker, so that the error names what did not happen."""
 INTERVAL_S = 0.01
 
 
 def limit(seconds):
     """Return a time limit for this machine, in seconds."""
-    return seconds * SCALE
+    return min(seconds * SCALE, LONGEST_S)
 
 
 def wait_until(condition, seconds=30, description=None, *, process=None):
