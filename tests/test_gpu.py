@@ -216,6 +216,7 @@ def test_a_benchmark_that_hangs_is_stopped_after_the_page_is_written(gpu, tmp_pa
     assert "## hanging\n\nNot measured" in text
 
 
+@pytest.mark.full
 def test_fewer_blocks_are_measured_after_the_time_limit(gpu, tmp_path):
     bench = gpu.Bench(torch.device("cpu"), tiny=True, folder=tmp_path, deadline=0.0)
     times = gpu.measure_blocks({"bare": lambda: None, "accel": lambda: None}, bench, blocks=9, count=1)

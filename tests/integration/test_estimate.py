@@ -90,6 +90,7 @@ def rows(result):
     return [line.split("\t") for line in result.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_the_table_lists_every_layout_and_the_notes_recommend_one(accel, models):
     result = accel("estimate", "models:make", "--devices", 4, "--memory", "3.2MB")
     assert result.returncode == 0, result.stderr

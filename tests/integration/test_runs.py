@@ -95,7 +95,9 @@ def test_a_single_process_has_a_run_folder_with_its_heartbeat(script, runs):
     assert "has no log: with the launcher single, its output went to the terminal" in logs.stderr
 
 
-@pytest.mark.parametrize(("kind", "state"), [("single", "ended"), ("torchrun", "exit code 3")])
+@pytest.mark.parametrize(
+    ("kind", "state"), [pytest.param("single", "ended", marks=pytest.mark.slow), ("torchrun", "exit code 3")]
+)
 def test_the_exit_code_of_a_script_is_recorded_by_a_launcher_that_stays(script, runs, kind, state):
     """Python does not show the code to the process itself, which records its end under the launcher `single`."""
     script("import sys\nfrom accel_runtime import Accelerator\nAccelerator(cpu=True)\nsys.exit(3)\n")

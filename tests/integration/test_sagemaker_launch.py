@@ -122,6 +122,7 @@ def started(here):
         process.stderr.close()
 
 
+@pytest.mark.full
 def test_detach_submits_a_job_and_prints_only_its_name_on_stdout(aws, accel, launched):
     result = launched("--detach", "--job-name", "mine", "train.py", "--lr", "1e-4", accel=accel)
     assert (result.returncode, result.stdout) == (0, "mine\n"), result.stderr

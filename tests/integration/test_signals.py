@@ -167,7 +167,7 @@ def test_ctrl_c_while_packages_are_imported_has_no_traceback(package, tmp_path):
     assert launcher.returncode == 130
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_second_signal_kills_processes_that_ignore_it(script, launch, number):
     script(DEAF + "child = subprocess.Popen(['sleep', '600'])\n" + UP + WAIT)
     launched = launch().up().send(number)

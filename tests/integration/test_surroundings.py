@@ -122,6 +122,7 @@ def test_processes_connect_without_proc(script):
     assert (result.returncode, "gathered [0, 1]" in result.stdout) == (0, True), result.stderr
 
 
+@pytest.mark.slow
 def test_processes_connect_if_the_name_of_the_temporary_folder_is_not_utf_8(accel, script, cwd, monkeypatch):
     script(GATHERS)
     folder = os.fsencode(cwd) + b"/\xff"

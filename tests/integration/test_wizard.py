@@ -12,6 +12,7 @@ PRECISION, WRITE = "Mixed precision?", "default.yaml?"
 FITS = "fit on one device?"
 
 
+@pytest.mark.full
 def test_enter_on_every_question_writes_a_profile_that_can_be_launched(terminal, read_profile, accel, script):
     screen = terminal(start=WITH_PROBE)
     for question in (KIND, PRECISION, WRITE):

@@ -234,6 +234,7 @@ def test_an_interrupt_during_start_leaves_no_process(monkeypatch):
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_all_processes(tmp_path):
     script = tmp_path / "cell.py"
     script.write_text(
@@ -301,6 +302,7 @@ class cuda:
 """A stub of torch for the child process that imports packages: importing torch takes seconds."""
 
 
+@pytest.mark.slow
 def test_the_import_that_initialized_cuda_is_named(tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text(STAND_IN)
     (tmp_path / "poisoned.py").write_text("import torch\ntorch.cuda.is_initialized = lambda: True\n")

@@ -1,6 +1,7 @@
 import os
 import sys
 
+import pytest
 import torch
 
 from accel_cli.planning import machine
@@ -33,6 +34,7 @@ def test_the_summary_counts_equal_devices():
     assert Machine(8, "cuda", ("H100", "H100", "A10")).summary == "2 x H100, 1 x A10, 8 CPU cores"
 
 
+@pytest.mark.full
 def test_devices_are_detected_although_the_working_folder_has_modules_with_names_of_packages(cwd):
     (cwd / "typing_extensions.py").write_text("raise ImportError('not the package')")
     assert machine.detect(os.environ).problem is None

@@ -82,6 +82,7 @@ def test_torch_reuses_the_store_of_the_failed_attempt_at_a_restart():
     handler.shutdown()
 
 
+@pytest.mark.full
 def test_every_attempt_on_several_nodes_has_a_separate_store(port):
     options = agent_settings(nnodes="1:2", rdzv_endpoint=f"127.0.0.1:{port}", last_call_timeout=1)
     handler = NodeRendezvous.create(BootstrapStore(options, 1, derived=False), options)

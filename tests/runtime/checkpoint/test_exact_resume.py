@@ -126,6 +126,7 @@ def test_scripts_that_skip_batches_after_load_state_continue_from_every_step(alo
     assert_resumes_are_exact(alone, Script(dataset=build_augmented_data), tmp_path, methods=METHODS)
 
 
+@pytest.mark.full
 def test_scripts_that_skip_batches_continue_on_two_ranks(clusters, tmp_path):
     """Saved at the first batch, in the middle of an accumulation cycle, at the last batch of an epoch and after it."""
     assert_resumes_are_exact(clusters[2], build_accumulating_script(), tmp_path, (1, 4, 6), METHODS)

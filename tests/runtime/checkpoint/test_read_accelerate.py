@@ -323,6 +323,7 @@ class Score:
     """A class of the script."""
 
 
+@pytest.mark.full
 def test_the_command_in_the_error_converts_a_file_that_needs_code(folder):
     import numpy as np
 

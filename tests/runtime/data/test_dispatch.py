@@ -59,7 +59,7 @@ def test_only_the_first_rank_reads(several):
     assert check_steps(several.run(read_source)) == split_batches(range(11), 2 * several.size)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("kind", [RangeStream, WorkerSplitStream, range, ShuffledStream])
 def test_workers_read_for_all_ranks(ranks, kind, workers):
     def read_source(kind, workers):

@@ -133,6 +133,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_a_signal_of_the_platform_reaches_the_script_which_saves(containers, manager):
     section = {"checkpoint_dir": "runs", "secrets": {"TOKEN": "wandb"}}
     host = containers.hosts("algo-1", source={"train.py": SAVES}, section=section).start()
