@@ -127,7 +127,7 @@ def port():
 @pytest.fixture(scope="session")
 def handmade():
     """Return the module that writes (`write`) and damages (`flip`) checkpoints without a run."""
-    from support import checkpoint_writer
+    from support.runs import checkpoint_writer
 
     return checkpoint_writer
 

@@ -2,7 +2,7 @@
 
 Run by `make test-full`; `python tests/mutations.py NAME ...` runs some of them. The tests of a mutation are named, so that
 one takes seconds: they are tests of `make test` (of `make test-xla`, where the mutation needs torch_xla), have to pass
-without the mutation, and have to fail with it. A mutation names a function and an operator of `tests/support/mutants.py`,
+without the mutation, and have to fail with it. A mutation names a function and an operator of `tests/support/sources/mutants.py`,
 so that it survives changes elsewhere; one that no longer applies is an error with its name.
 """
 
@@ -16,7 +16,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.mutants import (
+from support.sources.mutants import (
     NotApplicableError,
     Operator,
     drop_argument,

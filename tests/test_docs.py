@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import typer.main
-from support.docs_reader import (
+from support.sources.docs_reader import (
     ALL,
     COMMANDS,
     DIFFS,

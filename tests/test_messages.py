@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support import golden
-from support.messages import list_messages
+from support.sources.messages import list_messages
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = [

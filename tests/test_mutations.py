@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from mutations import MUTATIONS, Mutation
-from support.mutants import NotApplicableError, skip_call
-from support.node_ids import find_problem
+from support.sources.mutants import NotApplicableError, skip_call
+from support.sources.node_ids import find_problem
 
 ROOT = Path(__file__).parent.parent
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from mutations import MUTATIONS
 from promises import GUARANTEES, PROMISES
-from support.node_ids import find_problem
+from support.sources.node_ids import find_problem
 
 ROOT = Path(__file__).parent.parent
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 from support.commands import call_accel
-from support.slurm_answers import line
+from support.launchers.slurm_answers import line
 
 from accel_cli.errors import UsageError
 from accel_cli.jobs import base as following

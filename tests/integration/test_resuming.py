@@ -7,7 +7,7 @@ import time
 
 import pytest
 from support.commands import Accel, preload, run_accel
-from support.slow_example import EXAMPLES, checkpointing
+from support.runs.slow_example import EXAMPLES, checkpointing
 from support.waits import limit, read_until
 
 FINAL = r"\d+ steps, weights [0-9a-f]{16}"

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from support import docs_reader as docs
+from support.sources import docs_reader as docs
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "sagemaker.md"

@@ -8,7 +8,7 @@ import sys
 import threading
 
 import pytest
-from support.slow_example import EXAMPLES, checkpointing
+from support.runs.slow_example import EXAMPLES, checkpointing
 from support.waits import limit
 
 WAIT_S = 180

@@ -10,7 +10,7 @@ import time
 
 import pytest
 from support.commands import Accel, run_accel
-from support.slow_example import checkpointing
+from support.runs.slow_example import checkpointing
 from support.terminal import CommandScreen
 from support.waits import limit, read_until, wait_until
 

@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from support import page_launcher
+from support.launchers import page_launcher
 
 UP, ENTER = "\x1b[A", "\r"
 SCRIPT = "import os, sys\nprint(os.nice(0), *sys.argv[1:], flush=True)\nsys.exit(7)\n"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import cloudpickle
 import pytest
 import torch
-from support import sharded_runs
 from support.ranks import Alone, Cluster
+from support.runs import sharded_runs
 
 from accel_runtime.backends import distributed, set_current_backend
 

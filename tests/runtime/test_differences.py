@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from support.describe_surface import PATH, describe_object
+from support.sources.describe_surface import PATH, describe_object
 
 from accel_runtime.tracking import TRACKERS
 
@@ -23,7 +23,7 @@ REFUSED = {"MegatronLMDummyScheduler"}
 
 @pytest.fixture(scope="module")
 def accelerate():
-    """The description of Accelerate 1.15.0 that `tests/support/describe_surface.py` writes."""
+    """The description of Accelerate 1.15.0 that `tests/support/sources/describe_surface.py` writes."""
     return json.loads(PATH.read_text(encoding="utf-8"))
 
 

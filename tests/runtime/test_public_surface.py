@@ -16,7 +16,8 @@ from importlib.machinery import ModuleSpec
 from unittest import mock
 
 import pytest
-from support import describe_surface, golden
+from support import golden
+from support.sources import describe_surface
 
 import accel_runtime
 from accel_runtime import Accelerator, utils

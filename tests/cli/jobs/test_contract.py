@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import pytest
 from aws.models import keep_models
-from support import page_launcher
 from support.commands import call_accel
 from support.hosts.kubernetes import KubernetesServer
-from support.launch_specs import build_spec
-from support.ray_answers import RecordedClient
-from support.slurm_answers import line
+from support.launchers import page_launcher
+from support.launchers.launch_specs import build_spec
+from support.launchers.ray_answers import RecordedClient
+from support.launchers.slurm_answers import line
 
 from accel_cli.errors import UsageError
 from accel_cli.jobs.base import Job, Jobs, get_user

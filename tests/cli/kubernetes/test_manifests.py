@@ -13,9 +13,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from support import golden, train_job_schema
+from support import golden
 from support.commands import call_accel
-from support.launch_specs import build_spec
+from support.launchers import train_job_schema
+from support.launchers.launch_specs import build_spec
 
 from accel_cli.errors import UsageError
 from accel_cli.jobs import base

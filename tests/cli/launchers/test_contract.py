@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import yaml
 from pydantic import ValidationError
-from support import page_launcher
 from support.commands import call_accel
-from support.launch_specs import build_spec
+from support.launchers import page_launcher
+from support.launchers.launch_specs import build_spec
 
 from accel_cli import planner
 from accel_cli.commands.launch import format_plan

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 from support.commands import call_accel
-from support.run_folders import START, RunWriter
+from support.runs.run_folders import START, RunWriter
 
 from accel_cli.monitoring.report import thin_curve
 from accel_cli.monitoring.report_data import Curve

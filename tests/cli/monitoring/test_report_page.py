@@ -10,7 +10,7 @@ import pytest
 from selenium.webdriver.remote.webdriver import WebDriver
 from support.browser import open_browser, resize, set_color_scheme
 from support.commands import call_accel
-from support.run_folders import RunWriter
+from support.runs.run_folders import RunWriter
 
 pytestmark = pytest.mark.slow
 

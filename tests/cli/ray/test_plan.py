@@ -8,8 +8,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 from support.commands import call_accel
-from support.launch_specs import build_spec
-from support.ray_answers import details
+from support.launchers.launch_specs import build_spec
+from support.launchers.ray_answers import details
 
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.jobs.base import UnreachableError

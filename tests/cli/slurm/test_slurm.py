@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from support.launch_specs import build_spec
+from support.launchers.launch_specs import build_spec
 from support.waits import limit
 
 from accel_cli.errors import UsageError

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 import yaml
-from support.launch_specs import build_spec
+from support.launchers.launch_specs import build_spec
 
 from accel_cli import planner
 from accel_cli.errors import ProfileError, UsageError

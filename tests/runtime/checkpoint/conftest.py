@@ -9,7 +9,7 @@ from pathlib import Path
 
 import cloudpickle
 import pytest
-from support import recorded_runs
+from support.runs import recorded_runs
 
 cloudpickle.register_pickle_by_value(recorded_runs)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cloudpickle
 import pytest
-from support import old_checkpoints
+from support.runs import old_checkpoints
 
 cloudpickle.register_pickle_by_value(old_checkpoints)
 

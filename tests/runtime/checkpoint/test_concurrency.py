@@ -8,8 +8,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from support.file_system import Run
 from support.processes import fork, wait_for_exit
+from support.runs.file_system import Run
 from support.waits import limit
 
 from accel_runtime.checkpoint import directory, load

@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.file_system import Run, flip_bit, rewrite_manifest
+from support.runs.file_system import Run, flip_bit, rewrite_manifest
 
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.manifest import NAME, Manifest, read_checkpoint

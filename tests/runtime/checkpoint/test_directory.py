@@ -6,7 +6,7 @@ import errno
 from pathlib import Path
 
 import pytest
-from support.file_system import Fault, FaultyFileSystem, RecordingFileSystem
+from support.runs.file_system import Fault, FaultyFileSystem, RecordingFileSystem
 
 from accel_runtime.checkpoint import directory
 from accel_runtime.checkpoint.errors import CheckpointError

@@ -10,7 +10,7 @@ import cloudpickle
 import pytest
 import torch
 from support.data_sets import MappedDataset, RandomOrderSampler, RangeStream, StatefulStream
-from support.recorded_runs import (
+from support.runs.recorded_runs import (
     COUNT,
     Script,
     assert_resumes_are_exact,

@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from support.file_system import (
+from support.processes import fork, wait_for_exit
+from support.runs.file_system import (
     ERRORS,
     Fault,
     FaultyFileSystem,
@@ -29,7 +30,6 @@ from support.file_system import (
     assert_has_form,
     flip_bit,
 )
-from support.processes import fork, wait_for_exit
 
 from accel_runtime.checkpoint.manifest import NAME
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.file_system import Fault, FaultyFileSystem, Run
 from support.processes import fork, wait_for_exit
+from support.runs.file_system import Fault, FaultyFileSystem, Run
 
 from accel_runtime.checkpoint.filesystem import FileSystem
 from accel_runtime.checkpoint.safetensors_file import TensorPart, write_safetensors

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.models import UnevenTiedNet
-from support.sharded_runs import build_accelerator, build_model, import_sharding, to_full
+from support.runs.sharded_runs import build_accelerator, build_model, import_sharding, to_full
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_runtime import DataLoaderConfiguration, ProjectConfiguration, init_empty_weights

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.file_system import Run, rewrite_manifest, write_manifest
+from support.runs.file_system import Run, rewrite_manifest, write_manifest
 
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.manifest import NAME, hash_bytes

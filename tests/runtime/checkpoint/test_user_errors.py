@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.recorded_runs import to_numbers
+from support.runs.recorded_runs import to_numbers
 from torch import nn
 from torch.utils.data import DataLoader
 

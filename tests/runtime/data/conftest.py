@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 import cloudpickle
-from support import read_epochs
+from support.runs import read_epochs
 
 cloudpickle.register_pickle_by_value(read_epochs)

@@ -7,9 +7,9 @@ from itertools import chain
 
 import pytest
 import torch
-from support import read_epochs
 from support.data_sets import RangeStream, ShuffledStream, WorkerSplitStream
-from support.read_epochs import check_steps, read_steps, split_batches
+from support.runs import read_epochs
+from support.runs.read_epochs import check_steps, read_steps, split_batches
 from torch.utils.data import DataLoader, RandomSampler
 
 from accel_runtime import Accelerator, DataLoaderConfiguration

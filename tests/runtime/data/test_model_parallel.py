@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support import read_epochs
 from support.data_sets import (
     BufferedShuffleStream,
     MappedDataset,
@@ -19,7 +18,8 @@ from support.data_sets import (
     WorkerSplitStream,
 )
 from support.pairs import pairwise_params
-from support.read_epochs import check_steps, read_steps, split_batches
+from support.runs import read_epochs
+from support.runs.read_epochs import check_steps, read_steps, split_batches
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 

@@ -6,9 +6,9 @@ from itertools import chain
 
 import pytest
 import torch
-from support import read_epochs
 from support.data_sets import RangeStream, SampleStream
-from support.read_epochs import check_steps, read_steps
+from support.runs import read_epochs
+from support.runs.read_epochs import check_steps, read_steps
 from torch.utils.data import DataLoader, DistributedSampler
 
 from accel_runtime import Accelerator, DataLoaderConfiguration

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from support import read_epochs
-from support.read_epochs import check_steps, read_steps, split_batches, to_plain
+from support.runs import read_epochs
+from support.runs.read_epochs import check_steps, read_steps, split_batches, to_plain
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_runtime import set_seed

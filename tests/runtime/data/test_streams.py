@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import read_epochs
 from support.data_sets import (
     BufferedShuffleStream,
     RangeStream,
@@ -25,7 +24,8 @@ from support.data_sets import (
     split_range,
 )
 from support.pairs import pairwise_params
-from support.read_epochs import check_steps, read_steps, split_batches, to_plain
+from support.runs import read_epochs
+from support.runs.read_epochs import check_steps, read_steps, split_batches, to_plain
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import worker as torchs
 

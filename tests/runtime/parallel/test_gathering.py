@@ -7,7 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.models import UnevenTiedNet
-from support.sharded_runs import build_accelerator, build_model, gather_model_state, import_sharding, to_full
+from support.runs.sharded_runs import (
+    build_accelerator,
+    build_model,
+    gather_model_state,
+    import_sharding,
+    to_full,
+)
 from torch import nn
 
 from accel_runtime.torch_internals import fsdp_parameter_groups

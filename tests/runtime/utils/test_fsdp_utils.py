@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.sharded_runs import build_accelerator, build_model, gather_model_state, to_full
+from support.runs.sharded_runs import build_accelerator, build_model, gather_model_state, to_full
 
 from accel_runtime import utils
 from accel_runtime.checkpoint.errors import CheckpointError

@@ -28,7 +28,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import kubernetes_validate
 import yaml
-from support import train_job_schema
+from support.launchers import train_job_schema
 
 TOKEN = "a-token-of-the-tests"
 INDEX = "batch.kubernetes.io/job-completion-index"

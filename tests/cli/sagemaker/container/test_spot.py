@@ -5,7 +5,7 @@ import shutil
 import signal
 
 import pytest
-from support.slow_example import EXAMPLES, checkpointing
+from support.runs.slow_example import EXAMPLES, checkpointing
 
 pytestmark = pytest.mark.slow
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from support.node_ids import find_problem
+from support.sources.node_ids import find_problem
 
-THIS = "tests/support/test_node_ids.py"
+THIS = "tests/support/sources/test_node_ids.py"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Describe the public names of a package: modules, functions, classes, their members and parameters.
 
-`python tests/support/describe_surface.py`, where Accelerate 1.15.0 is installed, writes the description that tests compare this package with.
+`python tests/support/sources/describe_surface.py`, where Accelerate 1.15.0 is installed, writes the description that tests compare this package with.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import textwrap
 from pathlib import Path
 
-PATH = Path(__file__).parents[1] / "data" / "accelerate-1.15.0" / "surface.json"
+PATH = Path(__file__).parents[2] / "data" / "accelerate-1.15.0" / "surface.json"
 MODULES = (
     "",
     "utils",

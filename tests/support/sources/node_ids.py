@@ -8,7 +8,7 @@ from pathlib import Path
 
 __all__ = ["find_problem"]
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 _LATER = {"slow", "full"}
 """Marks of the tests that `make test` leaves out."""
 

@@ -1,7 +1,7 @@
 """Small checkpoints of each layout in `tests/data/checkpoints`, written by one version and loaded by all later ones.
 
 Run as a script, this file writes with the current version the layouts that a folder lacks:
-`python tests/support/old_checkpoints.py tests/data/checkpoints/0.1.0`. Existing checkpoints are never rewritten; if a layout
+`python tests/support/runs/old_checkpoints.py tests/data/checkpoints/0.1.0`. Existing checkpoints are never rewritten; if a layout
 changes, add a folder for the next version.
 """
 
@@ -39,7 +39,7 @@ from accel_runtime.utils import (
 )
 
 KEPT = sorted(
-    path for path in (Path(__file__).parents[1] / "data" / "checkpoints").iterdir() if path.is_dir()
+    path for path in (Path(__file__).parents[2] / "data" / "checkpoints").iterdir() if path.is_dir()
 )
 """A folder for each version."""
 

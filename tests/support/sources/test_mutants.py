@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.mutants import (
+from support.sources.mutants import (
     NotApplicableError,
     drop_argument,
     drop_element,

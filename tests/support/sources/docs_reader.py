@@ -50,7 +50,7 @@ __all__ = [
     "sides",
 ]
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 OUTSIDE = [
     ROOT / "README.md",

@@ -15,7 +15,7 @@ KIND = "background"
 PAGE = dict(
     re.findall(
         r"^```(?:python|toml)\n# ([\w.]+)\n(.*?)^```$",
-        (Path(__file__).parents[2] / "docs" / "writing-a-launcher.md").read_text(encoding="utf-8"),
+        (Path(__file__).parents[3] / "docs" / "writing-a-launcher.md").read_text(encoding="utf-8"),
         re.MULTILINE | re.DOTALL,
     )
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 __all__ = ["list_messages"]
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 REPORTERS = {"error", "note", "warn", "warning", "warning_once"}
 """Methods of consoles, loggers and `warnings` whose argument is a message."""
 

@@ -1,0 +1,1 @@
+"""Launches, and answers of the services of launchers."""

@@ -1,0 +1,1 @@
+"""Runs that train and save, the file systems they save to, and what they have written."""

@@ -1,0 +1,1 @@
+"""What tests read from the sources, the documentation and the tests themselves."""
