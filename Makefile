@@ -52,7 +52,7 @@ test-xla: $(XLA_READY)  ## Set up torch_xla in a separate environment, and test 
 	$(XLA)/bin/python -m pytest $(TIME_LIMIT) -n 2 --dist worksteal -m "not full" $(XLA_TESTS)
 
 test-ray: $(RAY_READY)  ## Set up Ray in a separate environment, and test on a cluster on this machine
-	$(RAY)/bin/python -m pytest $(TIME_LIMIT) tests/ray_jobs
+	$(RAY)/bin/python -m pytest $(TIME_LIMIT) -m "not full" tests/ray_jobs
 
 test-gpu: $(GPU_READY)  ## Run the tests that need a GPU; `PYTHON=python3` uses that interpreter
 	$(GPU_PYTHON) tests/gpu/__main__.py

@@ -132,6 +132,7 @@ def test_a_detached_job_that_is_stopped_saves(launches, cwd):
     assert "is STOPPED already" in launches.jobs("stop", name).stderr
 
 
+@pytest.mark.full
 def test_ctrl_c_leaves_the_job_running_until_its_driver_is_killed(launches, cwd):
     (cwd / "train.py").write_text(STAY)
     (cwd / "accel.yaml").write_text("schema_version: 1\nenv: {SETTING: x}\n")
@@ -150,7 +151,7 @@ def test_ctrl_c_leaves_the_job_running_until_its_driver_is_killed(launches, cwd)
     assert launches.jobs("logs", "-f", name).returncode == 137
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_lost_node_is_replaced_and_the_run_resumes(launches, ray_cluster, cwd, tmp_path, victim):
     ray_cluster.want(3)
     (cwd / "train.py").write_text(RESUMES)
@@ -168,6 +169,7 @@ def test_a_lost_node_is_replaced_and_the_run_resumes(launches, ray_cluster, cwd,
     assert launches.wait_for_end() == []
 
 
+@pytest.mark.full
 def test_without_retries_a_lost_node_ends_the_run_and_its_script_can_save(launches, cwd, tmp_path):
     (cwd / "train.py").write_text(STAY)
     (cwd / "accel.yaml").write_text("schema_version: 1\nenv: {SETTING: x}\n")

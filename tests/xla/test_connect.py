@@ -55,6 +55,7 @@ def test_an_incompatible_torch_is_named(tmp_path):
     assert "released in pairs" in message
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not HERE, reason="torch_xla is in an environment of its own: make test-xla")
 def test_the_variable_of_torch_xla_selects_xla():
     assert ran("-c", SCRIPT, PJRT_DEVICE="CPU").stdout.split() == ["xla:0", "1"]

@@ -88,6 +88,7 @@ def test_a_script_on_each_replica_runs_as_main(script, launch, home):
     ]
 
 
+@pytest.mark.full
 def test_a_module_runs_on_all_replicas_with_rank_prefixes(script, launch):
     script("print('once a process')\n", "own/__init__.py")
     script(
@@ -161,6 +162,7 @@ def test_a_replica_killed_by_a_signal_is_reported_with_the_signal(script, launch
     assert re.search(rf"error: rank 0 of 2 on .* terminated by {number.name}", process.stderr)
 
 
+@pytest.mark.full
 def test_an_error_of_starting_torch_xla_is_shown(script, launch, monkeypatch):
     script("")
     monkeypatch.setenv("PJRT_DEVICE", "TOASTER")
