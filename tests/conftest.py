@@ -154,12 +154,12 @@ def site(tmp_path_factory):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
     environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     with FileLock(f"{folder}.lock"):
-        if not (is_built := folder.with_suffix(".built")).exists():
+        if not (marker := folder.with_suffix(".built")).exists():
             process = subprocess.run(
                 command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False
             )
             assert process.returncode == 0, process.stdout + process.stderr
-            is_built.touch()
+            marker.touch()
     return folder
 
 

@@ -19,7 +19,8 @@ def list_messages(package: str) -> str:
     Each line has what is raised or called and the text; an expression inside a text is in braces.
     """
     folder = ROOT / package
-    modules = sorted(folder.rglob("*.py")) if _is_leaf(package) else sorted(folder.glob("*.py"))
+    # The packages of the two roots have files of their own.
+    modules = sorted(folder.rglob("*.py") if "/" in package else folder.glob("*.py"))
     parts = []
     for module in modules:
         lines = [
@@ -28,11 +29,6 @@ def list_messages(package: str) -> str:
         if lines:
             parts.append("\n".join([f"[{module.relative_to(ROOT).as_posix()}]", *lines]) + "\n")
     return "\n".join(parts)
-
-
-def _is_leaf(package: str) -> bool:
-    """Return whether a package is not one of the two roots, whose packages have files of their own."""
-    return "/" in package
 
 
 def _find_messages(tree: ast.Module) -> Iterator[tuple[str, str]]:
