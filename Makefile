@@ -45,7 +45,7 @@ demo: $(DEMO_READY)  ## Set up, then train on real handwritten digits on 2 proce
 test: $(READY)  ## Set up, then run the tests for every change
 	$(BIN)/python -m pytest $(TIME_LIMIT) $(AT_ONCE) -m "$(MARKS)"
 
-test-slow: $(READY)  ## Run the slow tests: hosts, a Slurm cluster, an imitation of AWS, all pages of the docs
+test-slow: $(READY)  ## Run the slow tests: hosts, a Slurm cluster, an imitation of AWS, the first pages of the docs
 	$(BIN)/python -m pytest $(TIME_LIMIT) $(AT_ONCE) -m "slow and not full"
 
 test-xla: $(XLA_READY)  ## Set up torch_xla in a separate environment, and test on its CPU device
