@@ -237,7 +237,7 @@ def test_the_table_names_saves_that_exceed_the_time_limit(gpu, tmp_path, monkeyp
     monkeypatch.setattr(gpu.Bench, "is_out_of_time", lambda _: bool(calls))
     rows = {row[0]: row[1:] for row in gpu.measure_checkpoints(bench).rows}
     first, *rest = rows
-    assert first == "accel, async_save=True"
+    assert first == "accel, async_save=True, first save"
     assert gpu.NONE not in rows[first][:2]
     assert "torch.save: not measured: the time of this run was used up" in rest
     assert {rows[name] for name in rest} == {(gpu.NONE,) * 3}

@@ -67,6 +67,7 @@ class FSDPBackend(DistributedBackend):
     ) -> None:
         sizes = MeshSizes.of(settings.parallel, topology.world_size)
         super().__init__(topology, device, settings, options)
+        check_collective_backend(self.collective_backend, device, topology.world_size)
         self.mesh: ProcessMesh = ProcessMesh(sizes, device, topology)
         """The device mesh."""
         self.data_rank = self.mesh.data_rank
@@ -266,6 +267,15 @@ def _describe_placement(name: str, size: int, placement: Placement) -> str:
     dimension = getattr(placement, "dim", 0)
     axis = "" if name == "dp_shard" and dimension == 0 else f" along dimension {dimension}"
     return f"divided {ranks}{axis}"
+
+
+def check_collective_backend(backend: str | None, device: torch.device, world_size: int) -> None:
+    """Raise RuntimeError for gloo on GPUs: gathering a sharded tensor ends the process there (pytorch/pytorch#152645)."""
+    if backend == "gloo" and device.type != "cpu" and world_size > 1:
+        raise RuntimeError(
+            f"Cannot shard models over gloo on {device.type}: torch {torch.__version__} crashes when it gathers a sharded "
+            f"tensor there. Set process_group_backend to auto, with one process a GPU, or set device: cpu."
+        )
 
 
 def broadcast_parameters(model: nn.Module, backend: Backend) -> None:

@@ -52,11 +52,13 @@ def main(arguments):
     environ = os.environ | {
         "GPU_TESTS_REPORT": str(report),
         "GPU_TESTS_S": str(SECONDS - 30),
-        "PYTHONDONTWRITEBYTECODE": "1",
+        # Outside of the source tree; without a cache, each of the many processes compiles torch's sources again.
+        "PYTHONPYCACHEPREFIX": str(scratch / "bytecode"),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
         "TRITON_CACHE_DIR": str(scratch / "triton"),
     }
+    environ.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [
         sys.executable,
         "-m",

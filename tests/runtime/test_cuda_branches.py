@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from accel_runtime import Accelerator, ProfileKwargs, memory, nested, profiling
 from accel_runtime.backends import _select_device, connect
 from accel_runtime.backends.distributed import check_gpus_differ
+from accel_runtime.backends.fsdp import check_collective_backend
 from accel_runtime.checkpoint.manager import StagingBuffers
 from accel_runtime.checkpoint.serialization import hash_words
 from accel_runtime.env import Settings
@@ -120,6 +121,18 @@ def test_ranks_that_share_a_gpu_over_nccl_are_named_in_the_error():
     expected = r"over nccl: some use the same GPU \(ranks 0, 2 on a; ranks 1, 3 on b\)\..*process_group_backend: gloo"
     with pytest.raises(RuntimeError, match=expected):
         check_gpus_differ(gpus, "nccl")
+
+
+@pytest.mark.parametrize(
+    ("carrier", "device", "ranks"), [("nccl", "cuda", 2), ("gloo", "cpu", 2), ("gloo", "cuda", 1)]
+)
+def test_models_are_sharded_over_a_backend_that_can_gather_them(carrier, device, ranks):
+    check_collective_backend(carrier, torch.device(device), ranks)
+
+
+def test_sharding_over_gloo_on_gpus_is_refused_since_torch_crashes_there():
+    with pytest.raises(RuntimeError, match=r"over gloo on cuda: .* Set process_group_backend to auto"):
+        check_collective_backend("gloo", torch.device("cuda", 0), 2)
 
 
 def connect_rank(uuids, carriers):
