@@ -25,7 +25,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader, all_suffixes
-from io import TextIOWrapper
+from io import RawIOBase, TextIOWrapper
 from pathlib import Path
 from pkgutil import get_importer
 from types import CodeType, ModuleType, TracebackType
@@ -65,6 +65,7 @@ REPLICA_COUNT_FILE = "replicas"
 """The file with which a replica reports that it has started; it contains the number of replicas."""
 _DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE})
 _LAUNCHER_STDERR = "/proc/{}/fd/2"
+_PYTHON_EXCEPTHOOK = sys.__excepthook__
 _REPLICAS = str(Path(__file__).with_name("runner") / "xla_replicas.py")
 _SAFE_PATH = getattr(sys.flags, "safe_path", False)
 """Set by `PYTHONSAFEPATH` (Python 3.11): the script's folder is not added to `sys.path`."""
@@ -98,11 +99,32 @@ def connect_output(folder: str) -> None:
             continue
         os.dup2(fd, number)
         os.close(fd)
+        _reopen_stream(name, number)
         if stat.S_ISREG(os.fstat(number).st_mode):
             ignore_full_disk(getattr(sys, name), f"{folder}/{name}")
     if not faulthandler.is_enabled():
         with contextlib.suppress(OSError):
             faulthandler.enable(open(f"{folder}/fault.log", "wb"))  # noqa: SIM115, PTH123 - open until the end
+
+
+def _reopen_stream(name: str, number: int) -> None:
+    """Open `sys.stdout` or `sys.stderr` anew, as Python does at its start, once its descriptor is another file.
+
+    A stream keeps what it found out about the first file: whether it can seek, its position, and whether it is a terminal.
+    """
+    before = getattr(sys, name)
+    if before is None:  # the launcher was started with the stream closed
+        return
+    before.flush()
+    is_unbuffered = isinstance(before.buffer, RawIOBase)
+    binary: Any = open(number, "wb", 0 if is_unbuffered else -1, closefd=False)  # noqa: SIM115 - until the end
+    getattr(binary, "raw", binary).name = f"<{name}>"
+    stream: Any = TextIOWrapper(
+        binary, before.encoding, before.errors, "\n", line_buffering=True, write_through=is_unbuffered
+    )
+    stream.mode = "w"
+    setattr(sys, name, stream)
+    setattr(sys, f"__{name}__", stream)
 
 
 def open_output(folder: str, name: str) -> int:
@@ -163,8 +185,10 @@ def prepare_script(kind: str, *, in_path: bool = False) -> None:
         shadowed = find_shadowed(folder, PYTHON_MODULES)
         for name in [name for name in sys.modules if name.partition(".")[0] in shadowed]:
             del sys.modules[name]
-    _set_line_buffering(sys.stdout, enabled=True)
-    _set_line_buffering(sys.stderr, enabled=True)
+    for stream in (sys.stdout, sys.stderr):
+        # Write at the end of each line, so that the launcher shows it at once.
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
 
 
 def get_import_folder(kind: str, target: str) -> Path:
@@ -195,25 +219,30 @@ def find_shadowed(folder: Path, python_modules: Collection[str]) -> list[str]:
 
 
 def run_script(body: Callable[[], None], error_file: Path | None, **details: Any) -> None:
-    """Run the script; with an error file, its failure and `details` are recorded there and printed by the launcher only."""
-    hook = ExceptHook()
+    """Run the script; with an error file, its failure and `details` are recorded there and printed by the launcher only.
+
+    Processes that the script forks end here too: their failures are printed, as under Python, and not recorded.
+    """
+    hook, pid = ExceptHook(), os.getpid()
     if error_file:
-        sys.excepthook = hook
+        # Libraries compare the two.
+        sys.excepthook = sys.__excepthook__ = hook
     try:
         body()
     except SystemExit as error:
-        if error_file and error.code not in {None, 0}:
+        if error_file and error.code not in {None, 0} and os.getpid() == pid:
             record_failure(error, error_file, **details)
             sys.exit(error.code if isinstance(error.code, int) else 1)
         raise
     except KeyboardInterrupt:
-        hook.is_ending = True
+        hook.is_ending = os.getpid() == pid
         raise
     except BaseException as error:  # noqa: BLE001 - any exception is a failure of the script
         error.__traceback__ = _strip_frames(error)
-        if error_file:
-            record_failure(error, error_file, **details)
-        hook.is_ending = True
+        if os.getpid() == pid:
+            if error_file:
+                record_failure(error, error_file, **details)
+            hook.is_ending = True
         print_exception(error)
         sys.exit(1)
 
@@ -227,25 +256,23 @@ class ExceptHook:
         self, kind: type[BaseException], error: BaseException, frames: TracebackType | None
     ) -> None:
         if not self.is_ending:
-            sys.__excepthook__(kind, error, frames)
+            _PYTHON_EXCEPTHOOK(kind, error, frames)
 
 
 def print_exception(error: BaseException) -> None:
-    """Print an exception through `sys.excepthook`, in one write."""
-    _set_line_buffering(sys.stderr, enabled=False)
+    """Print an exception through `sys.excepthook`, in one write, so that the output of several ranks is not mixed."""
+    stream = sys.stderr
+    write_through = isinstance(stream, TextIOWrapper) and stream.write_through
+    if isinstance(stream, TextIOWrapper):
+        stream.reconfigure(line_buffering=False, write_through=False)
     try:
         sys.excepthook(type(error), error, error.__traceback__)
     except Exception:  # noqa: BLE001 - a hook of the script that fails must not hide the exception
         traceback.print_exc()
-    if sys.stderr:
-        sys.stderr.flush()
-    _set_line_buffering(sys.stderr, enabled=True)
-
-
-def _set_line_buffering(stream: object, *, enabled: bool) -> None:
-    """Write at the end of each line, or only at a flush, so that the output of several ranks is not mixed."""
     if isinstance(stream, TextIOWrapper):
-        stream.reconfigure(line_buffering=enabled, write_through=False)
+        stream.reconfigure(line_buffering=True, write_through=write_through)  # also flushes
+    elif stream:
+        stream.flush()
 
 
 def set_main(module: ModuleType) -> None:
@@ -280,7 +307,12 @@ def _load_main(kind: str, target: str) -> tuple[CodeType, ModuleType]:
         vars(module).update(__file__=file, __loader__=loader, __cached__=None)
         if file.endswith(".pyc"):
             return loader.get_code("__main__"), module
-        return compile(loader.get_data(file), file, "exec"), module
+        source = loader.get_data(file)
+        if b"\0" in source:  # `compile` names neither the file nor the line
+            line = source.partition(b"\0")[0].count(b"\n") + 1
+            raise SyntaxError("source code cannot contain null bytes", (file, line, None, "\n"))
+        # Without the future imports of this module.
+        return compile(source, file, "exec", dont_inherit=True), module
     vars(module).update(
         __file__=spec.origin,
         __spec__=spec,
@@ -320,7 +352,8 @@ def write_record(error_file: Path, text: str, fields: dict[str, Any]) -> None:
     extra = {"py_callstack": text, "timestamp": str(int(now))}
     message = {"message": text.strip().rpartition("\n")[2], "extraInfo": extra}
     new = error_file.with_suffix(".new")
-    new.write_text(json.dumps({"message": message, "accel": {"time": now, **fields}}), encoding="utf-8")
+    record = {"time": now, "pid": os.getpid(), **fields}
+    new.write_text(json.dumps({"message": message, "accel": record}), encoding="utf-8")
     new.replace(error_file)
 
 

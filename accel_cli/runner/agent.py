@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,6 +56,8 @@ from accel_runtime import env
 __all__ = ["ElasticAgent", "RunContext", "run"]
 
 
+_EXIT_S = 3.0
+"""Seconds that a process has to exit after its failure, before the failure is printed while it still runs."""
 _LAUNCHER_FILES, _FILES_PER_PROCESS = 32, 8
 """The most files that the launcher opens: for itself, and for each process."""
 
@@ -219,6 +222,7 @@ class ElasticAgent(LocalElasticAgent):
         self._exchange: FailureExchange | None = None
         self._stall_watch: StallWatch | None = None
         self._replica_watch: ReplicaWatch | None = None
+        self._completed_logs: set[Path] = set()
         # Unlike torch's number of restarts, it is the same on all nodes and counts changes of membership.
         self._attempt = -1
         # The first node's value becomes that of all nodes.
@@ -344,7 +348,7 @@ class ElasticAgent(LocalElasticAgent):
                 envs,
                 server=context.server,
                 orphans=context.orphans,
-                shutdown_timeout=self._shutdown_timeout,
+                settings=context.settings,
             )
             self._outputs.start()
             signal.signal(signal.SIGWINCH, self._resize)
@@ -440,6 +444,7 @@ class ElasticAgent(LocalElasticAgent):
         elif result.state is WorkerState.SUCCEEDED:
             return self._await_nodes(self._nodes, result) if self._nodes else result
         elif result.state is WorkerState.HEALTHY:
+            self._report_lingering(_EXIT_S)
             if self._stall_watch:
                 self._stall_watch.check()
             context.recorder.sample_memory(self._attempt)
@@ -505,6 +510,8 @@ class ElasticAgent(LocalElasticAgent):
             name = signals.received.name
             self._bootstrap.publish_departure(f"its launcher received {name} and ended its processes")
         signals.announce()
+        if signals.received:
+            self._report_lingering(0)
         if self._run_context.footer:
             # A failure report may follow, and no refresh shows what the processes do meanwhile.
             self._run_context.footer.hide()
@@ -513,10 +520,28 @@ class ElasticAgent(LocalElasticAgent):
             self._pcontext.close(death_sig, self._shutdown_timeout if timeout is None else timeout)
         if self._outputs:
             for folder in self._outputs.drain():
-                with self._run_context.log_warning.catch_errors():
-                    failures.complete_log(folder)
+                self._complete_log(folder)
+
+    def _complete_log(self, folder: RankFolder) -> None:
+        """Append the failure of a rank to its log, once."""
+        if folder.path not in self._completed_logs:
+            self._completed_logs.add(folder.path)
+            with self._run_context.log_warning.catch_errors():
+                failures.complete_log(folder)
 
     # Report
+
+    def _report_lingering(self, seconds: float) -> None:
+        """Print failures of processes that have not ended `seconds` later, such as those with other threads."""
+        if not isinstance(self._pcontext, WorkerProcesses):
+            return
+        workers = {worker.local_rank: worker for worker in self._worker_group.workers}
+        for local_rank in self._pcontext.find_lingering(seconds):
+            worker = workers[local_rank]
+            failure = self._read_failure(worker, self._pcontext.pids()[local_rank], exitcode=1)
+            self._complete_log(self._get_folder(worker))
+            self._end_line()
+            failures.print_lingering(failure, world_size=worker.world_size)
 
     def _report(self, failed: Mapping[int, ProcessFailure]) -> int:
         """Print the first failure on all nodes, and return its exit code."""
@@ -565,25 +590,22 @@ class ElasticAgent(LocalElasticAgent):
         """Read the records of the failed processes of this node."""
         assert isinstance(self._pcontext, WorkerProcesses)
         workers = {worker.local_rank: worker for worker in self._worker_group.workers}
-        host, now, results = self._bootstrap.node.host, time.time(), []
+        results = []
         for process in failed.values():
-            worker = workers[process.local_rank]
-            failure = failures.read_failure(
-                self._get_folder(worker),
-                Failure(
-                    worker.global_rank,
-                    host,
-                    process.pid,
-                    process.exitcode,
-                    now,
-                    stopped=process.local_rank in self._pcontext.stopped,
-                ),
-                is_replica_host=self._run_context.settings.starts_replicas,
-            )
+            failure = self._read_failure(workers[process.local_rank], process.pid, process.exitcode)
+            failure = replace(failure, stopped=process.local_rank in self._pcontext.stopped)
             killed = failure.pid if failure.exitcode == -signal.SIGKILL else failure.killed_worker
             is_killed = killed is not None and self._oom_kills.was_killed(killed)
             results.append(replace(failure, out_of_memory=is_killed))
         return results
+
+    def _read_failure(self, worker: Worker, pid: int, exitcode: int) -> Failure:
+        """Read the record of one process."""
+        return failures.read_failure(
+            self._get_folder(worker),
+            Failure(worker.global_rank, self._bootstrap.node.host, pid, exitcode, time.time()),
+            is_replica_host=self._run_context.settings.starts_replicas,
+        )
 
     def _describe_departed(self, heartbeats: Mapping[str, object]) -> str:
         """Return the nodes that have left the run, with the reason; empty if no node has left."""

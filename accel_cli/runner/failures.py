@@ -32,9 +32,11 @@ __all__ = [
     "format_one_line",
     "format_reason",
     "format_stack",
+    "print_lingering",
     "print_report",
     "read_failure",
     "read_log_tail",
+    "read_record",
     "strip_escapes",
 ]
 
@@ -163,7 +165,7 @@ def read_failure(folder: RankFolder, failure: Failure, *, is_replica_host: bool)
     The replica that failed replaces the process that starts replicas; the time of detection is replaced by that of the
     failure.
     """
-    record = _read_error_file(folder).get("accel") or {}
+    record = read_record(folder.error, None if is_replica_host else failure.pid)
     if is_replica_host:
         rank, world_size = record.get("rank", failure.rank), record.get("replicas", 0)
         pid, exitcode = record.get("pid", failure.pid), int(record.get("exitcode", failure.exitcode))
@@ -189,13 +191,12 @@ def read_failure(folder: RankFolder, failure: Failure, *, is_replica_host: bool)
 
 
 def complete_log(folder: RankFolder) -> None:
-    """Append the traceback, the text passed to `sys.exit` or the stack of the crash to the log of a process that has ended."""
-    content = _read_error_file(folder)
-    record = content.get("accel", {})
+    """Append the traceback, the text passed to `sys.exit` or the stack of the crash to the log of a process that has failed."""
+    record = read_record(folder.error)
     if not record:
         error = read_text(folder.fault)
     elif record.get("exit") is None:
-        error = content["message"]["extraInfo"]["py_callstack"]
+        error = record.get("text", "")
     else:
         error = f"{record['exit']}\n" if isinstance(record["exit"], str) else ""
     if error:
@@ -205,12 +206,17 @@ def complete_log(folder: RankFolder) -> None:
         folder.fault.unlink()
 
 
-def _read_error_file(folder: RankFolder) -> Mapping[str, Any]:
-    """Return the content of the error file, which torch's @record may have written too."""
+def read_record(error_file: Path, pid: int | None = None) -> Mapping[str, Any]:
+    """Return the record of a failure; empty without one, and for a record of another process than `pid`.
+
+    Processes that a rank starts inherit the path, and torch's `@record` writes there too.
+    """
     try:
-        return dict(json.loads(read_text(folder.error)))
-    except ValueError:
+        content = json.loads(read_text(error_file))
+        record = dict(content.get("accel", {}), text=content["message"]["extraInfo"]["py_callstack"])
+    except (ValueError, KeyError, TypeError, AttributeError):
         return {}
+    return record if "time" in record and pid in {None, record.get("pid")} else {}
 
 
 def _parse_crash(folder: RankFolder) -> tuple[tuple[Frame, ...], float]:
@@ -361,6 +367,19 @@ def print_report(first: Failure, local: Collection[Failure], *, world_size: int,
         body = [f"  | {line}" for line in read_log_tail(first)]
     size = f" of {world_size}" if world_size else ""
     console.print_failure(f"{name}{size} on {first.host} (pid {first.pid})", body, describe_end(first))
+
+
+def print_lingering(failure: Failure, *, world_size: int) -> None:
+    """Print the failure of a process that still runs."""
+    size = world_size if failure.world_size is None else failure.world_size
+    name = f"rank {failure.rank}{f' of {size}' if size else ''}"
+    console.print_failure(
+        f"{name} on {failure.host} (pid {failure.pid})", format_stack(failure), describe_end(failure)
+    )
+    console.note(
+        f"process {failure.pid} of {name} has failed, but does not exit: a thread that is no daemon, a child process or an exit "
+        "handler may keep it. Print its threads: accel stacks. End it: Ctrl-C."
+    )
 
 
 def format_one_line(failure: Failure) -> str:

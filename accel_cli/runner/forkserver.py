@@ -280,7 +280,14 @@ class _HiddenPackage(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None, /
     ) -> ModuleSpec | None:
-        return ModuleSpec(fullname, self) if fullname in self._modules else None
+        before = self._specs.get(fullname)
+        if before is None:
+            return None
+        spec = ModuleSpec(fullname, self, origin=before.origin)
+        # Libraries read these fields before they import torch.
+        spec.submodule_search_locations = before.submodule_search_locations
+        spec.has_location = before.has_location
+        return spec
 
     @override
     def create_module(self, spec: ModuleSpec) -> ModuleType:

@@ -6,10 +6,11 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -18,7 +19,8 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from typing_extensions import override
 
 from accel_cli import console
-from accel_cli.planning.plan import select_ranks
+from accel_cli.planning.plan import AgentSettings, select_ranks
+from accel_cli.runner import failures
 from accel_cli.runner.forkserver import ForkServer, ForkServerError
 from accel_cli.runner.output import RankOutputs
 from accel_cli.runner.shutdown import Orphans, end_processes
@@ -38,7 +40,7 @@ class WorkerProcesses(SubprocessContext):
         *,
         server: ForkServer | None,
         orphans: Orphans,
-        shutdown_timeout: int,
+        settings: AgentSettings,
     ) -> None:
         error_files = {rank: env["TORCHELASTIC_ERROR_FILE"] for rank, env in envs.items()}
         super().__init__(
@@ -54,9 +56,10 @@ class WorkerProcesses(SubprocessContext):
             envs[rank]["TORCHELASTIC_ERROR_FILE"] = path
         self._server = server
         self._orphans = orphans
-        self._shutdown_timeout = shutdown_timeout
+        self._settings = settings
         self.stopped: set[int] = set()
         """The local ranks that still ran when they were closed: their exit codes are no failures."""
+        self._found_lingering: set[int] = set()
 
     @override
     def start(self) -> None:
@@ -83,13 +86,29 @@ class WorkerProcesses(SubprocessContext):
         """The processes, by local rank."""
         return [handler.proc for _, handler in sorted(self.subprocess_handlers.items())]
 
+    def find_lingering(self, seconds: float) -> list[int]:
+        """Return the local ranks that recorded a failure at least `seconds` ago and still run; each one once."""
+        found = []
+        for rank in self.error_files.keys() - self._found_lingering:
+            record = self._read_record(rank)
+            is_old = record and time.time() - record["time"] >= seconds
+            if is_old and self.subprocess_handlers[rank].proc.poll() is None:
+                found.append(rank)
+        self._found_lingering.update(found)
+        return sorted(found)
+
+    def _read_record(self, rank: int) -> Mapping[str, Any]:
+        """Read the record of a failure; empty without one."""
+        pid = None if self._settings.starts_replicas else self.pids()[rank]
+        return failures.read_record(Path(self.error_files[rank]), pid)
+
     @override
     def close(self, death_sig: signal.Signals | None = None, timeout: int | None = None) -> None:
         handlers = self.subprocess_handlers.items()
         running = {rank for rank, handler in handlers if handler.proc.poll() is None}
         # A process that has recorded its failure is exiting, and may have caused other failures.
-        self.stopped |= {rank for rank in running if not Path(self.error_files[rank]).exists()}
-        super().close(death_sig, self._shutdown_timeout if timeout is None else timeout)
+        self.stopped |= {rank for rank in running if not self._read_record(rank)}
+        super().close(death_sig, self._settings.shutdown_timeout if timeout is None else timeout)
 
     @override
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:

@@ -51,14 +51,16 @@ def ends(tmp_path, cwd):
         (tmp_path / "driver.py").write_text(DRIVER)
         report = tmp_path / "code"
         begin = [sys.executable]
-        if method == "exec":
+        if method == "python":
+            command = [*begin, target, *args]
+        elif method == "exec":
             command = [*begin, worker.__file__, "script", target, *args]
         else:
             command = [*begin, str(tmp_path / "driver.py"), str(report), target, *args]
         options = {"stdin": subprocess.DEVNULL, "cwd": cwd, "timeout": 60, "text": True} | options
         # A session of its own is what the elastic agent gives each process.
         result = subprocess.run(command, capture_output=True, check=False, start_new_session=True, **options)
-        code = result.returncode if method == "exec" else int(report.read_text())
+        code = int(report.read_text()) if method == "forkserver" else result.returncode
         return code, result.stdout, ADDRESS.sub("", OURS.sub("", result.stderr))
 
     return run
@@ -136,18 +138,6 @@ ENDINGS = {
         while not rung: time.sleep(0.01)
     """,
     "a broken pipe": "import os\nr, w = os.pipe(); os.close(r)\nos.write(w, b'x')",
-    "where it stands": """
-        import gc, os, sys, threading, faulthandler
-        from pathlib import Path
-        print(__name__, __file__, __package__, __spec__, __cached__, sys.modules['__main__'].__name__, sys.argv, sys.path)
-        print(sys.orig_argv, sys.flags, sys.warnoptions, sys.getrecursionlimit(), gc.isenabled(), gc.get_threshold())
-        print(os.getcwd(), os.umask(0o22), os.getpgid(0) == os.getpid(), faulthandler.is_enabled())
-        print([t.name for t in threading.enumerate()], sorted(int(p.name) for p in Path('/proc/self/fd').iterdir()))
-        for stream in (sys.stdin, sys.stdout, sys.stderr):
-            print(stream.encoding, stream.errors, stream.fileno(), stream.line_buffering, stream.name, stream.mode)
-        print(sorted(set(globals()) - {'stream'}))
-        print(Path(f'/proc/{os.getpid()}/comm').read_text())
-    """,
     "a script that starts itself again": """
         import os, subprocess, sys
         if 'again' not in sys.argv:
@@ -159,9 +149,113 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("name", ENDINGS)
-def test_a_forked_script_ends_as_an_executed_one(ends, name):
-    executed = ends("exec", ENDINGS[name])
-    assert ends("forkserver", ENDINGS[name]) == executed
+def test_a_script_ends_as_under_python(ends, name):
+    expected = ends("python", ENDINGS[name])
+    assert ends("exec", ENDINGS[name]) == expected
+    assert ends("forkserver", ENDINGS[name]) == expected
+
+
+OBSERVED = """
+import dataclasses, faulthandler, gc, importlib.util, inspect, json, linecache, locale, logging, multiprocessing.spawn
+import os, pickle, signal, sys, threading, typing, warnings
+from pathlib import Path
+
+@dataclasses.dataclass
+class Options:
+    rate: float = 1.0
+
+class Model: pass
+
+def convert(x: int) -> str: return ""
+
+count: int = 3
+
+def observe(expression):
+    try:
+        return repr(eval(expression))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+print(json.dumps({expression: observe(expression) for expression in sys.argv[1].splitlines()}))
+"""
+EXPRESSIONS = """
+__name__, __file__, __doc__, __package__, __spec__, globals().get("__cached__", "absent")
+sorted(set(globals()))
+type(__builtins__), sys.modules["__main__"].__dict__ is globals(), sys.modules["__main__"].__name__
+type(__loader__), __loader__.name, __loader__.path, __loader__.get_source("__main__") == Path(__file__).read_text()
+__annotations__, Options.__annotations__, convert.__annotations__, typing.get_type_hints(convert)
+dataclasses.fields(Options)[0].type("2")
+compile("def f(a: int): ...", "x", "exec").co_flags, convert.__code__.co_flags
+sys.argv, sys.orig_argv, sys.path, sys.executable, sys.flags, sys.warnoptions, sys._xoptions
+sys.dont_write_bytecode, sys.pycache_prefix, sys.getrecursionlimit(), sys.getswitchinterval()
+[getattr(sys, n) is getattr(sys, f"__{n}__") for n in ("excepthook", "unraisablehook", "displayhook", "breakpointhook")]
+threading.excepthook is threading.__excepthook__, sys.gettrace(), sys.getprofile()
+[(type(f), f.encoding, f.errors, f.newlines, f.mode, f.name) for f in (sys.stdout, sys.stderr)]
+[(f.fileno(), f.isatty(), f.seekable(), f.write_through) for f in (sys.stdout, sys.stderr)]
+[(type(f.buffer), f.buffer.name, f.buffer.mode, f.buffer.closed) for f in (sys.stdout, sys.stderr)]
+sys.stdin.encoding, sys.stdin.errors, sys.stdin.mode, sys.stdin.name, sys.stdin.read()
+[getattr(sys, name) is getattr(sys, f"__{name}__") for name in ("stdin", "stdout", "stderr")]
+importlib.util.find_spec("json").origin == json.__file__, importlib.util.find_spec("__main__")
+inspect.getsource(convert), inspect.getsource(Options), inspect.getfile(Options), inspect.getmodule(Options).__name__
+linecache.getline(__file__, 2), Model.__module__, Model.__qualname__
+pickle.dumps([convert, Model]), pickle.loads(pickle.dumps(Model)) is Model
+{key: value for key, value in multiprocessing.spawn.get_preparation_data("x").items() if key != "authkey"}
+multiprocessing.current_process().name, multiprocessing.parent_process(), multiprocessing.get_start_method(True)
+[thread.name for thread in threading.enumerate()], gc.isenabled(), gc.get_threshold()
+logging.root.handlers, logging.root.level, warnings.filters, locale.getlocale()
+{s.name: str(signal.getsignal(s)) for s in signal.Signals}, signal.pthread_sigmask(0, [])
+os.getcwd(), os.umask(0o22), os.getpgid(0) == os.getpid(), os.getsid(0) == os.getpid(), faulthandler.is_enabled()
+sorted(int(entry.name) for entry in Path("/proc/self/fd").iterdir()), os.get_blocking(1), os.get_blocking(2)
+Path("/proc/self/comm").read_text(), Path("/proc/self/exe").resolve()
+{name: value for name, value in os.environ.items() if name != "_"}
+"""
+
+
+def observe(ends, method):
+    """Return what a script observes of how it was started, by expression."""
+    code, output, errors = ends(method, OBSERVED, EXPRESSIONS.strip())
+    assert (code, errors) == (0, "")
+    return json.loads(output)
+
+
+def test_a_script_observes_what_it_observes_under_python(ends):
+    expected = observe(ends, "python")
+    assert observe(ends, "exec") == expected
+    assert observe(ends, "forkserver") == expected
+
+
+SOURCES = {
+    "a byte order mark": b"\xef\xbb\xbfprint('text')\n",
+    "another encoding": b"# coding: latin-1\nprint(ascii('\xe9'), __file__)\n",
+    "a null byte": b"print('a')\n\x00\n",
+    "carriage returns": b"print('a')\r\nprint(ascii('''b\r\nc'''))\rprint('d')",
+    "nothing": b"",
+    "a future import": b"from __future__ import annotations\ndef f(x: no_such): ...\nprint(f.__annotations__)",
+    "annotations": b"def f(x: int): ...\nprint(f.__annotations__)\nx: no_such = 1\n",
+    "an import of itself": b"import end; print(end.__name__, end is __import__('__main__'))",
+    "an import of __main__": b"import __main__; print(__main__.__file__ == __file__, vars(__main__) is globals())",
+    "a warning": b"import warnings\ndef f(): warnings.warn('old', DeprecationWarning)\nf()",
+    "an error in the handling of another": b"try:\n  1/0\nexcept Exception:\n  raise KeyError('x')",
+    "an error with notes": b"error = KeyError('x')\nerror.__notes__ = ['a note']\nraise error",
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_an_odd_source_runs_as_under_python(ends, cwd, name):
+    (cwd / "end.py").write_bytes(SOURCES[name])
+    expected = ends("python", None)
+    assert ends("exec", None) == expected
+    assert ends("forkserver", None) == expected
+
+
+@pytest.mark.parametrize("source", [b"# coding: no-such\nprint()\n", b"print('\xe9')\n"])
+def test_a_source_in_an_invalid_encoding_is_a_syntax_error(ends, cwd, source):
+    (cwd / "end.py").write_bytes(source)
+    for method in ("python", "exec", "forkserver"):
+        code, output, errors = ends(method, None)
+        assert (code, output) == (1, "")
+        # Python reads the file line by line, so that its text differs.
+        assert errors.splitlines()[-1].startswith("SyntaxError: "), method
 
 
 MAIN = """
@@ -205,8 +299,9 @@ def test_stdin_reaches_the_script(ends):
 def test_variables_that_python_reads_at_its_start_are_effective(ends, variables, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    source = ENDINGS["where it stands"]
-    assert ends("forkserver", source) == ends("exec", source)
+    expected = observe(ends, "python")
+    assert observe(ends, "exec") == expected
+    assert observe(ends, "forkserver") == expected
 
 
 def test_inherited_descriptors_are_closed(ends, tmp_path):
