@@ -377,8 +377,8 @@ def print_lingering(failure: Failure, *, world_size: int) -> None:
         f"{name} on {failure.host} (pid {failure.pid})", format_stack(failure), describe_end(failure)
     )
     console.note(
-        f"process {failure.pid} of {name} has failed, but does not exit: a thread that is no daemon, a child process or an exit "
-        "handler may keep it. Print its threads: accel stacks. End it: Ctrl-C."
+        f"process {failure.pid} of {name} has failed, but does not exit: a non-daemon thread, a child process or an exit "
+        "handler keeps it alive. Print its threads: accel stacks. End the run: Ctrl-C."
     )
 
 

@@ -16,13 +16,14 @@ from accel_cli import worker
 WORKER = Path(accel_cli.__file__).parent / "worker.py"
 
 
-def writes(folder, source, stream):
+def writes(folder, source, stream, *options):
     """Return the exit code and each write of the worker to `stdout` or `stderr`, through a packet socket."""
     (folder / "train.py").write_text(source)
     local_end, remote_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with local_end, remote_end:
-        command = [sys.executable, "-u", str(WORKER), "script", "train.py"]
-        process = subprocess.Popen(command, cwd=folder, **{stream: remote_end.fileno()})
+        command = [sys.executable, *options, str(WORKER), "script", "train.py"]
+        environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+        process = subprocess.Popen(command, cwd=folder, env=environ, **{stream: remote_end.fileno()})
         remote_end.close()
         writes_of_process = iter(lambda: local_end.recv(65536).decode(), "")
         return process.wait(timeout=limit(200)), list(writes_of_process)
@@ -37,8 +38,14 @@ def test_a_line_on_stderr_is_one_write(tmp_path):
     assert writes(tmp_path, source, "stderr") == (0, ["a 1\n", "b\n"])
 
 
-def test_a_traceback_is_one_write(tmp_path):
-    code, (text,) = writes(tmp_path, "def f():\n    raise ValueError('no data')\nf()\n", "stderr")
+def test_an_unbuffered_text_is_written_before_its_line_ends(tmp_path):
+    source = "import sys\nsys.stdout.write('a')\nsys.stdout.write('b\\n')\n"
+    assert writes(tmp_path, source, "stdout", "-u") == (0, ["a", "b\n"])
+
+
+@pytest.mark.parametrize("options", [(), ("-u",)])
+def test_a_traceback_is_one_write(tmp_path, options):
+    code, (text,) = writes(tmp_path, "def f():\n    raise ValueError('no data')\nf()\n", "stderr", *options)
     assert code == 1
     assert text.startswith("Traceback (most recent call last):\n")
     assert text.endswith("ValueError: no data\n")

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -317,3 +318,91 @@ def test_the_report_of_a_rank_killed_for_memory(script, little_memory):
     assert result.stderr.splitlines()[-2].endswith(
         ": terminated by SIGKILL: killed by the kernel because memory ran out"
     )
+
+
+@pytest.mark.parametrize(
+    ("keeps", "cause"),
+    [
+        ("threading.Thread(target=wait).start(); raise ValueError('no data')", "ValueError: no data"),
+        pytest.param(
+            "atexit.register(wait); raise ValueError('no data')",
+            "ValueError: no data",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "multiprocessing.Process(target=wait).start(); sys.exit('no data')",
+            "exited with code 1: no data",
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["a thread", "an exit handler", "a child process"],
+)
+def test_a_failure_is_shown_while_its_process_still_runs(script, cwd, home, keeps, cause):
+    script(
+        "import atexit, multiprocessing, os, sys, threading, time\nfrom pathlib import Path\n"
+        "def wait():\n    while not Path('end').exists(): time.sleep(0.05)\n"
+        f"if os.environ['RANK'] == '1':\n    {keeps}\nwait()\n"
+    )
+    with Accel("launch", "--nproc-per-node", "2", "train.py", stderr=subprocess.PIPE, text=True) as process:
+        lines = [process.stderr.readline() for _ in range(1)]
+        while not lines[-1].startswith("accel: error: "):
+            lines.append(process.stderr.readline())
+        assert re.fullmatch(rf"accel: error: rank 1 of 2 on .* \(pid \d+\): {cause}\n", lines[-1])
+        assert "rank 1 of 2 has failed, but does not exit" in process.stderr.readline()
+        assert log(home, 1).count("no data\n") == 1
+        (cwd / "end").touch()
+        rest = process.stderr.read()
+    assert process.returncode == 1
+    assert rest.count(cause) == 1
+    assert "does not exit" not in rest
+    assert log(home, 1).count("no data\n") == 1
+
+
+def test_a_signal_to_the_launcher_shows_a_failure_whose_process_still_runs(script, cwd, home):
+    script(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(500,)).start()\n"
+        "raise ValueError('no data')\n"
+    )
+    options = ("--set", "launcher.shutdown_timeout=1")
+    command = ("launch", "--nproc-per-node", "2", *options, "train.py")
+    with Accel(*command, stderr=subprocess.PIPE, text=True) as process:
+        wait_until(lambda: len(list(home.glob("runs/*/attempt_0/rank_*/error.json"))) == 2)
+        process.terminate()
+        errors = process.stderr.read()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert errors.count("ValueError: no data") in {2, 4}, "each rank, in its traceback and its report"
+    assert {log(home, rank).count("ValueError: no data\n") for rank in (0, 1)} == {1}
+
+
+@pytest.mark.parametrize("method", ["exec", "forkserver"])
+@pytest.mark.parametrize("end", ["raise ValueError('of the child')", "sys.exit('of the child')"])
+def test_the_failure_of_a_forked_child_is_not_that_of_its_rank(script, cwd, home, method, end):
+    script(
+        "import os, sys, time\nrank = os.environ['RANK']\n"
+        f"if rank == '0':\n    if os.fork() == 0:\n        {end}\n    os.wait()\n    open('ended', 'w').close()\n"
+        "else:\n    while not os.path.exists('ended'): time.sleep(0.05)\n    raise KeyError('of the rank')\n"
+        "while os.getppid() > 1: time.sleep(0.05)\n"
+    )
+    start = ("--set", f"launcher.start_method={method}", "--set", "launcher.shutdown_timeout=1")
+    result = run_accel("launch", "--nproc-per-node", 2, *start, "train.py")
+    assert result.returncode == 1
+    reports = [line for line in result.stderr.splitlines() if line.startswith("accel: error: ")]
+    assert len(reports) == 1
+    assert re.search(r"rank 1 of 2 .*: KeyError: 'of the rank'", reports[0])
+    assert result.stderr.count("of the child\n") == log(home, 0).count("of the child\n") == 1
+
+
+def test_a_record_that_a_child_of_a_rank_writes_is_not_a_failure(script, cwd):
+    """A Python program with torch's @record inherits the path of the record."""
+    script(
+        "from torch.distributed.elastic.multiprocessing.errors import record\nrecord(lambda: 1 / 0)()",
+        "child.py",
+    )
+    script(
+        "import os, subprocess, sys, time\n"
+        "if os.environ['RANK'] == '0':\n    subprocess.run([sys.executable, 'child.py'])\n    raise KeyError('of the rank')\n"
+        "time.sleep(500)\n"
+    )
+    result = run_accel("launch", "--nproc-per-node", 2, "--set", "launcher.shutdown_timeout=1", "train.py")
+    assert result.returncode == 1
+    assert re.search(r"accel: error: rank 0 of 2 .*: KeyError: 'of the rank'", result.stderr)

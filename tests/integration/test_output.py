@@ -108,6 +108,33 @@ def test_a_redirected_stream_is_separate_from_the_terminal(script, cwd, home):
     assert sorted(log(home, 0).splitlines()) == [b"err False", b"out True"]
 
 
+ENCODED = """
+import subprocess, sys
+for stream in (sys.stdout, sys.stderr):
+    stream.reconfigure(encoding="utf-16")
+    stream.reconfigure(encoding="utf-8", errors="replace")
+print("é", flush=True)
+subprocess.run(["echo", "child"], check=True)
+print("end", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("method", ["exec", "forkserver"])
+@pytest.mark.parametrize("ranks", ["0", "all", "none"])
+def test_a_script_sets_the_encoding_of_redirected_streams(script, cwd, home, ranks, method):
+    """The streams of a rank must not keep that those of the launcher, which are files, can seek."""
+    script(ENCODED)
+    options = ("--ranks", ranks, "--set", f"launcher.start_method={method}")
+    with (cwd / "train.log").open("w") as out, (cwd / "train.err").open("w") as errors:
+        done = run_accel(*LAUNCH, *options, "train.py", stdout=out, stderr=errors, capture_output=False)
+    assert (done.returncode, log(home, 0)) == (0, "é\nchild\nend\n".encode())
+    prefixes = {"0": ("",), "all": ("[0] ", "[1] "), "none": ()}[ranks]
+    assert sorted((cwd / "train.log").read_text().splitlines()) == sorted(
+        f"{prefix}{line}" for prefix in prefixes for line in ("é", "child")
+    )
+    assert sorted((cwd / "train.err").read_text().splitlines()) == [f"{prefix}end" for prefix in prefixes]
+
+
 def test_the_log_of_a_rank_has_both_streams_in_the_order_of_the_writes(accel, script, home):
     script("import sys\nfor n in range(50):\n    print('out', n)\n    print('err', n, file=sys.stderr)\n")
     result = accel(

@@ -86,9 +86,9 @@ def run_and_read_failure(folder, source, name="train.py"):
     process = subprocess.run(command, cwd=folder, env=environ, capture_output=True, check=False)
     assert process.stdout + process.stderr == b""
     failures.complete_log(rank)
-    return failures.read_failure(
-        rank, Failure(0, "box", 7, process.returncode, 0.0), is_replica_host=False
-    ), rank
+    pid = failures.read_record(rank.error).get("pid", 0)
+    failure = Failure(0, "box", pid, process.returncode, 0.0)
+    return failures.read_failure(rank, failure, is_replica_host=False), rank
 
 
 def test_a_traceback_is_printed_by_the_launcher_only_and_is_in_the_log(tmp_path):
