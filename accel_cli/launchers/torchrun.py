@@ -32,7 +32,14 @@ from accel_cli.planning import network
 from accel_cli.planning.machine import Machine
 from accel_cli.planning.nodes import PORT
 from accel_cli.planning.options import LaunchOption
-from accel_cli.planning.plan import KEEP_DAYS, KEEP_RUNS, AgentSettings, check_ranks, get_highest_rank
+from accel_cli.planning.plan import (
+    DEFAULT_RUN_ID,
+    KEEP_DAYS,
+    KEEP_RUNS,
+    AgentSettings,
+    check_ranks,
+    get_highest_rank,
+)
 from accel_cli.sections import Answers, CountOrAuto, Question
 from accel_runtime import env
 
@@ -170,7 +177,7 @@ class ElasticLauncher(Launcher):
         description="Accept a loopback address as `rdzv_endpoint` for several nodes that all run on this machine.",
     )
     rdzv_id: str = Field(
-        "accel",
+        DEFAULT_RUN_ID,
         min_length=1,
         description="Name of the run; nodes with the same name and endpoint join the same run.",
     )

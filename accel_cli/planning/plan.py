@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 __all__ = [
+    "DEFAULT_RUN_ID",
     "KEEP_DAYS",
     "KEEP_RUNS",
     "AgentSettings",
@@ -23,6 +24,8 @@ __all__ = [
 ]
 
 
+DEFAULT_RUN_ID = "accel"
+"""The name of a run at the rendezvous, if the user gives none."""
 KEEP_RUNS, KEEP_DAYS = 50, 30
 """The number of run folders that are kept, and the days after the end of a run, unless the profile sets others."""
 _LOOPBACK = "127.0.0.1"

@@ -40,7 +40,7 @@ from accel_cli.errors import AccelError, RunEndedError, UsageError
 from accel_cli.planning import network
 from accel_cli.planning.plan import AgentSettings, Plan, select_ranks
 from accel_cli.runner import failures, rendezvous
-from accel_cli.runner.bootstrap import BootstrapStore, RendezvousProgress
+from accel_cli.runner.bootstrap import BootstrapStore, RendezvousProgress, ScriptIdentity
 from accel_cli.runner.failures import Cause, Failure, FailureExchange
 from accel_cli.runner.guard import send_signal
 from accel_cli.runner.output import LogWarning, RankOutputs
@@ -171,7 +171,8 @@ def _is_hidden(ranks: set[int], shown: frozenset[int], *, starts_replicas: bool)
 def _create_agent(plan: Plan, context: RunContext) -> ElasticAgent:
     """Join the run at its store, and create torch's agent."""
     settings = context.settings
-    bootstrap = BootstrapStore(settings, plan.nproc_per_node, derived=bool(plan.node_summary))
+    script = ScriptIdentity("") if settings.is_single_node else ScriptIdentity.from_plan(plan)
+    bootstrap = BootstrapStore(settings, plan.nproc_per_node, script, derived=bool(plan.node_summary))
     handler: SingleNodeRendezvous | NodeRendezvous
     if bootstrap.is_single_node:
         handler = SingleNodeRendezvous(bootstrap, settings.run_id)
@@ -288,6 +289,8 @@ class ElasticAgent(LocalElasticAgent):
         with progress if self._nodes else nullcontext():
             super()._rendezvous(worker_group)
         self._print_round()
+        if self._round is None:
+            self._bootstrap.mark_started()
         self._round, self._restart_reason = self._handler.round, None
         self._remaining_restarts = self._budget.remaining
 

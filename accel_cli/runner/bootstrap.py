@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
@@ -11,10 +12,11 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -22,16 +24,17 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed import DistError
 from typing_extensions import Self
 
-from accel_cli import console
+from accel_cli import console, worker
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.planning.network import Endpoint, find_loopback_address
-from accel_cli.planning.plan import AgentSettings
+from accel_cli.planning.plan import DEFAULT_RUN_ID, AgentSettings, Plan
 from accel_runtime.env import __version__
 
 __all__ = [
     "BootstrapStore",
     "NodeInfo",
     "RendezvousProgress",
+    "ScriptIdentity",
     "limit_connections",
     "open_listener",
     "serve_store",
@@ -49,6 +52,74 @@ _INTERNET = frozenset({socket.AF_INET, socket.AF_INET6})
 _CLOCK_PERIOD_S = 1.0
 _DEPARTURE_TIMEOUT_S = 1.0
 """Seconds that a node which leaves waits until the store has its reason."""
+
+
+@dataclass(frozen=True)
+class ScriptIdentity:
+    """The script that a node starts, for the comparison with the other nodes of its run."""
+
+    name: str
+    """The name of the script's file, or the module."""
+    arguments: tuple[str, ...] = ()
+    modules: Mapping[str, str] = field(default_factory=dict)
+    """Hashes of the modules that the script can import from its folder, by path."""
+
+    @classmethod
+    def from_plan(cls, plan: Plan) -> ScriptIdentity:
+        """Read the script of a plan."""
+        kind, target, *arguments = plan.argv[plan.argv.index(plan.target, 2) - 1 :]
+        if kind == "program":
+            return cls(Path(target).name, tuple(arguments))
+        modules = dict(_hash_modules(str(worker.get_import_folder(kind, target))))
+        return cls(target if kind == "module" else Path(target).name, tuple(arguments), modules)
+
+    def to_json(self, run_id: str) -> str:
+        """Serialize to a value of the store, with hashes of the arguments, since they may be secrets."""
+        return json.dumps(asdict(self) | {"arguments": self._hash_arguments(run_id)})
+
+    def explain_difference(self, first: str, run_id: str) -> str | None:
+        """Return the difference to the script of the first node; None without one that matters.
+
+        Args:
+            first: What `to_json` returned there.
+            run_id: The name of the run. Nodes of a run that the user has named may have different arguments.
+        """
+        other = json.loads(first)
+        if self.name != other["name"]:
+            return f"{{}} starts {self.name}, and {{}} starts {other['name']}"
+        hashes, expected = self._hash_arguments(run_id), other["arguments"]
+        if run_id != DEFAULT_RUN_ID or hashes == expected:
+            return None
+        if len(hashes) != len(expected):
+            return f"{{}} starts {self.name} with {len(hashes)} arguments, and {{}} with {len(expected)}"
+        index = next(i for i, pair in enumerate(zip(hashes, expected, strict=True)) if len(set(pair)) > 1)
+        argument = console.mask_arguments(self.arguments)[index]
+        return f"{{}} starts {self.name} with {argument!r}, and {{}} with another value there"
+
+    def list_changed(self, first: str) -> list[str]:
+        """Return the modules that this node and the first one have, with different contents."""
+        other = json.loads(first)["modules"]
+        return [name for name, digest in self.modules.items() if other.get(name, digest) != digest]
+
+    def _hash_arguments(self, run_id: str) -> list[str]:
+        return [
+            _hash(f"{run_id}\0{argument}".encode(errors="surrogateescape")) for argument in self.arguments
+        ]
+
+
+def _hash_modules(folder: str, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the path and hash of each module in a folder and in its packages."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            if entry.name.endswith(".py"):
+                with suppress(OSError):
+                    yield f"{prefix}{entry.name}", _hash(Path(entry.path).read_bytes())
+            elif Path(entry.path, "__init__.py").is_file():
+                yield from _hash_modules(entry.path, f"{prefix}{entry.name}/")
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -85,8 +156,11 @@ class NodeInfo:
 class BootstrapStore:
     """The store that all nodes of a run share, with the facts about this node."""
 
-    def __init__(self, settings: AgentSettings, nproc: int, *, derived: bool) -> None:
+    def __init__(
+        self, settings: AgentSettings, nproc: int, script: ScriptIdentity, *, derived: bool = False
+    ) -> None:
         self._settings = settings
+        self._script = script
         self.is_single_node = settings.is_single_node
         self.endpoint = Endpoint.parse(settings.rdzv_endpoint)
         self.min_nodes, self.max_nodes = settings.min_nodes, settings.max_nodes
@@ -246,6 +320,7 @@ class BootstrapStore:
         """Check that this node fits the first one, and publish it."""
         if self.is_host:
             assert isinstance(self.store, TCPStore)
+            self.set_value("script", self._script.to_json(self._settings.run_id))
             self.set_value("reference", self.node.to_json())
             stop = threading.Event()
             weakref.finalize(self, stop.set)
@@ -260,6 +335,7 @@ class BootstrapStore:
                         f"{self.node.name} has {field} {value}, and {first.name} has {field} {expected}",
                         "the machines do not match: {}. Make them the same on all machines.",
                     )
+            self._check_script(first)
             # torch's rendezvous compares times of nodes, and drops one whose clock is wrong.
             skew = time.time() - float(self.store.get(self.get_key("clock")))
             if abs(skew) > max(3.0, self._settings.lost_after / 2):
@@ -269,6 +345,28 @@ class BootstrapStore:
                     "{}. Synchronize the clocks of all machines with NTP (timedatectl, chrony).",
                 )
         self.set_value(f"node/{self.node.id}", self.node.to_json())
+
+    def _check_script(self, first: NodeInfo) -> None:
+        """Refuse another script than that of the first node: two runs would train as one, or one run with two versions."""
+        text, run_id = self.store.get(self.get_key("script")).decode(), self._settings.run_id
+        if difference := self._script.explain_difference(text, run_id):
+            self._refuse(
+                difference.format(self.node.name, first.name),
+                "the machines do not match: {}. Start the same command on all machines of a run, and another run with another "
+                "--rdzv-id and port. If the machines of one run need different arguments, give it a name: --rdzv-id NAME.",
+            )
+        if changed := self._script.list_changed(text):
+            more = f" and {len(changed) - 1} other files" if len(changed) > 1 else ""
+            problem = f"{self.node.name} has another {changed[0]}{more} than {first.name}"
+            if self.get_value("started"):
+                # The files of a running script may be edited, and a restart reads the new ones on all machines.
+                console.note(f"{problem} had when the run started")
+                return
+            self._refuse(problem, "the machines do not match: {}. Copy the same files to all machines.")
+
+    def mark_started(self) -> None:
+        """Record that the processes of the run have started."""
+        self.set_value("started", "1")
 
     def _refuse(self, problem: str, message: str) -> NoReturn:
         """Publish why this node cannot join, and raise UsageError with the problem in a message."""

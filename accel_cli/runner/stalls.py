@@ -17,12 +17,17 @@ from accel_runtime import env
 __all__ = ["Stacks", "StallWatch", "format_stall", "request_stacks"]
 
 _SHOWN_FRAMES = 8
+_START_FACTOR = 10
+"""How much longer than the timeout Python may take to start: minutes on a busy machine or from a network file system."""
 _LIBRARIES = ("/site-packages/", "/dist-packages/", 'File "<frozen ', f"{Path(env.__file__).parent}/")
 """Text in the frames of libraries; ranks are compared by the frames of the user's code."""
 
 
 class StallWatch:
-    """Watches the progress of ranks, and reports once if none of them makes progress for `timeout` seconds."""
+    """Watches the progress of ranks, and reports once if none of them makes progress for `timeout` seconds.
+
+    The time begins when all ranks have begun their script, or one of them records progress.
+    """
 
     def __init__(
         self,
@@ -34,6 +39,7 @@ class StallWatch:
         self._record = record
         """Records an event of the run."""
         self._started = self._next_check = time.monotonic()
+        self._have_begun = False
         self._stalled_since: float | None = None
 
     def check(self) -> None:
@@ -43,17 +49,24 @@ class StallWatch:
             return
         self._next_check = now + min(1.0, self._timeout / 4)
         beats = {rank: Beat.read(folder) for rank, folder in self._folders.items()}
+        if not self._have_begun and (any(beats.values()) or self._have_scripts_begun()):
+            self._have_begun, self._started = True, now
+        timeout = self._timeout * (1 if self._have_begun else _START_FACTOR)
         newest = max([self._started, *(beat.time for beat in beats.values() if beat)])
         if self._stalled_since is not None and newest > self._stalled_since:
             seconds = newest - self._stalled_since
             console.note(f"progress resumed after {seconds:.0f} s")
             self._record("progress", seconds=seconds)
             self._stalled_since = None
-        elif self._stalled_since is None and now - newest >= self._timeout:
+        elif self._stalled_since is None and now - newest >= timeout:
             self._stalled_since = newest
             report = _format_report(self._folders, beats, now - newest)
             console.note(report)
             self._record("stall", seconds=now - newest, text=report)
+
+    def _have_scripts_begun(self) -> bool:
+        """Return True if every rank has begun its script: just before, it opens the file for its stacks."""
+        return all(folder.stacks.exists() for folder in self._folders.values())
 
 
 def format_stall(folders: Mapping[int, RankFolder], *, full: bool = False) -> str:

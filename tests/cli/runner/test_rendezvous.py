@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,8 +20,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.launchers.torchrun import Torchrun
 from accel_cli.planning import network
+from accel_cli.planning.plan import Plan
 from accel_cli.runner import bootstrap
-from accel_cli.runner.bootstrap import BootstrapStore, NodeInfo
+from accel_cli.runner.bootstrap import BootstrapStore, NodeInfo, ScriptIdentity
 from accel_cli.runner.rendezvous import (
     SHARED_STORE_OFF,
     NodeRendezvous,
@@ -28,6 +30,10 @@ from accel_cli.runner.rendezvous import (
     RestartReason,
     SingleNodeRendezvous,
     format_arrivals,
+)
+
+SCRIPT = ScriptIdentity(
+    "train.py", ("--lr", "0.1", "--token=abc"), {"train.py": "1", "package/model.py": "2"}
 )
 
 
@@ -85,13 +91,13 @@ def test_torch_reuses_the_store_of_the_failed_attempt_at_a_restart():
 @pytest.mark.full
 def test_every_attempt_on_several_nodes_has_a_separate_store(port):
     options = agent_settings(nnodes="1:2", rdzv_endpoint=f"127.0.0.1:{port}", last_call_timeout=1)
-    handler = NodeRendezvous.create(BootstrapStore(options, 1, derived=False), options)
+    handler = NodeRendezvous.create(BootstrapStore(options, 1, SCRIPT), options)
     assert left_behind(handler) == (False, False)
     handler.shutdown()
 
 
 def test_every_attempt_on_one_node_has_a_separate_store_on_loopback():
-    alone = SingleNodeRendezvous(BootstrapStore(agent_settings(), 1, derived=False), "run")
+    alone = SingleNodeRendezvous(BootstrapStore(agent_settings(), 1, SCRIPT), "run")
     assert left_behind(alone) == (False, False)
     info = alone.next_rendezvous()
     assert not reachable(outward(), info.bootstrap_store_info.master_port)
@@ -109,7 +115,7 @@ def test_nodes_with_equal_address_and_process_id_are_distinct(port, monkeypatch)
         # As in two containers: torch's own number of a handler is the same in both, too.
         monkeypatch.setattr(NodeRendezvous, "_node_desc_generator", dynamic_rendezvous._NodeDescGenerator())
         options = replace(pair(port), rdzv_timeout=120)
-        handlers.append(NodeRendezvous.create(BootstrapStore(options, 1, derived=False), options))
+        handlers.append(NodeRendezvous.create(BootstrapStore(options, 1, SCRIPT), options))
     assert met(handlers) == [2, 2]
     assert len({node.id for node in handlers[0].nodes}) == 2
     assert (
@@ -125,7 +131,7 @@ def test_nodes_with_equal_address_and_process_id_are_distinct(port, monkeypatch)
 
 def test_a_surplus_node_is_rejected_while_the_others_continue(port):
     options = replace(pair(port), rdzv_timeout=120)
-    handlers = [NodeRendezvous.create(BootstrapStore(options, 1, derived=False), options) for _ in range(3)]
+    handlers = [NodeRendezvous.create(BootstrapStore(options, 1, SCRIPT), options) for _ in range(3)]
     assert met(handlers[:2]) == [2, 2]
     with pytest.raises(UsageError, match=r"cannot join: the run already has all 2 machines \(.*, .*\)"):
         handlers[2].next_rendezvous()
@@ -158,7 +164,7 @@ def reachable(address, port):
 
 
 def test_nodes_use_one_restart_for_a_failure_that_several_of_them_report():
-    store = BootstrapStore(agent_settings(), 1, derived=False)
+    store = BootstrapStore(agent_settings(), 1, SCRIPT)
     machines = [RestartBudget(store, 3), RestartBudget(store, 3)]
     machines[1].use(0, RestartReason(is_consequence=True, time=1.0, text="rank 1 lost a connection"))
     machines[0].use(0, RestartReason(is_consequence=False, time=2.0, text="rank 0 ran out of memory"))
@@ -170,7 +176,7 @@ def test_nodes_use_one_restart_for_a_failure_that_several_of_them_report():
 def come(options):
     """The first launcher at the rendezvous, in a thread of this process."""
     first = []
-    thread = threading.Thread(target=lambda: first.append(BootstrapStore(options, 1, derived=False)))
+    thread = threading.Thread(target=lambda: first.append(BootstrapStore(options, 1, SCRIPT)))
     thread.start()
     thread.join(limit(120))
     return first[0]
@@ -191,8 +197,73 @@ def test_a_node_with_another_version_is_rejected_and_the_first_node_is_informed(
     first = come(options)
     monkeypatch.setattr(bootstrap.torch, "__version__", "1.0")
     with pytest.raises(UsageError, match=r"has torch 1\.0, and .* has torch 2\..*Make them the same"):
-        BootstrapStore(options, 1, derived=False)
+        BootstrapStore(options, 1, SCRIPT)
     assert "has torch 1.0" in first.get_value("refused")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name": "eval.py"}, r"starts eval\.py, and .* starts train\.py\. Start the same command on all machines"),
+        ({"arguments": ("--lr", "0.2", "--token=abc")}, r"with '0\.2', and .* with another value there\. Start the"),
+        ({"arguments": ("--lr", "0.1", "--token=xyz")}, r"with '--token=\*\*\*', and .* with another value there\."),
+        ({"arguments": ()}, r"starts train\.py with 0 arguments, and .* with 3\. Start the same .* --rdzv-id NAME"),
+        ({"modules": {"package/model.py": "x"}}, r"has another package/model\.py than .*\. Copy the same files to all"),
+        ({"modules": {"a.py": "", "train.py": "x", "package/model.py": "x"}}, "has another train.py and 1 other files than"),
+    ],
+)  # fmt: skip
+def test_a_node_that_starts_something_else_is_rejected(port, fields, message):
+    options = pair(port)
+    first = come(options)
+    with pytest.raises(UsageError, match=message):
+        BootstrapStore(options, 1, replace(SCRIPT, **fields))
+    assert first.get_value("refused")
+    assert "abc" not in first.get_value("script"), "an argument may be a secret"
+
+
+def test_nodes_of_a_named_run_may_have_different_arguments(port):
+    options = replace(pair(port), run_id="sweep-1")
+    first = come(options)
+    BootstrapStore(
+        options, 1, replace(SCRIPT, arguments=("--output", "/local/1"), modules={"scratch.py": ""})
+    )
+    with pytest.raises(UsageError, match=r"starts eval\.py"):
+        BootstrapStore(options, 1, replace(SCRIPT, name="eval.py"))
+    assert first.is_host
+
+
+def test_a_node_that_joins_a_started_run_may_have_edited_modules(port, capsys):
+    options = pair(port)
+    first = come(options)
+    first.mark_started()
+    BootstrapStore(options, 1, replace(SCRIPT, modules={"train.py": "x"}))
+    assert "has another train.py than" in capsys.readouterr().err
+
+
+def test_the_modules_of_a_script_are_those_it_can_import_from_its_folder(cwd):
+    for name in (
+        "train.py",
+        "package/__init__.py",
+        "package/a/__init__.py",
+        "package/a/model.py",
+        "data/x.py",
+        "a.txt",
+    ):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(name)
+    plans = {
+        ("script", "../cwd/train.py"): "train.py",
+        ("module", "package.a.model"): "package.a.model",
+        ("program", "/usr/bin/python3"): "python3",
+    }
+    for (kind, target), name in plans.items():
+        script = ScriptIdentity.from_plan(
+            Plan("torchrun", ("python", "worker.py", kind, target, target, "-x"), {}, "cpu", target)
+        )
+        assert (script.name, script.arguments) == (name, (target, "-x"))
+        modules = {"train.py", "package/__init__.py", "package/a/__init__.py", "package/a/model.py"}
+        assert set(script.modules) == (set() if kind == "program" else modules)
+        assert len(set(script.modules.values())) == len(script.modules)
 
 
 def test_a_node_with_a_wrong_clock_is_rejected(port, monkeypatch):
@@ -207,7 +278,7 @@ def test_a_node_with_a_wrong_clock_is_rejected(port, monkeypatch):
     with pytest.raises(
         UsageError, match=r"the clock of .* is (99|10\d) s ahead of that of the first machine"
     ):
-        BootstrapStore(options, 1, derived=False)
+        BootstrapStore(options, 1, SCRIPT)
     assert "clock" in first.get_value("refused")
 
 
@@ -217,7 +288,7 @@ def test_another_program_at_the_rendezvous_port_is_an_error(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         options = agent_settings(nnodes=2, rdzv_endpoint=f"127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(AccelError, match=r"port .* on 127.0.0.1 is used by another program"):
-            BootstrapStore(options, 1, derived=False)
+            BootstrapStore(options, 1, SCRIPT)
 
 
 def test_a_rendezvous_of_another_run_is_an_error(port, monkeypatch):
@@ -225,7 +296,7 @@ def test_a_rendezvous_of_another_run_is_an_error(port, monkeypatch):
     options = pair(port)
     other = come(replace(options, run_id="other"))
     with pytest.raises(AccelError, match=r"does not belong to run 'mine'"):
-        BootstrapStore(replace(options, run_id="mine"), 1, derived=False)
+        BootstrapStore(replace(options, run_id="mine"), 1, SCRIPT)
     assert other.is_host, "its store ends with it"
 
 
