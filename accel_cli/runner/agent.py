@@ -10,7 +10,6 @@ import_torch(quiet=True)
 # isort: split
 import logging
 import os
-import resource
 import signal
 import socket
 import time
@@ -18,7 +17,6 @@ import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,7 +42,7 @@ from accel_cli.runner.bootstrap import BootstrapStore, RendezvousProgress, Scrip
 from accel_cli.runner.failures import Cause, Failure, FailureExchange
 from accel_cli.runner.guard import send_signal
 from accel_cli.runner.output import LogWarning, RankOutputs
-from accel_cli.runner.processes import OomKillCounter, ReplicaWatch, WorkerProcesses
+from accel_cli.runner.processes import OomKillCounter, ReplicaWatch, WorkerProcesses, check_open_files
 from accel_cli.runner.recorder import RunRecorder, SilenceHint, build_record
 from accel_cli.runner.rendezvous import NodeRendezvous, RestartBudget, RestartReason, SingleNodeRendezvous
 from accel_cli.runner.screen_footer import ScreenFooter, create_footer
@@ -58,8 +56,6 @@ __all__ = ["ElasticAgent", "RunContext", "run"]
 
 _EXIT_S = 3.0
 """Seconds that a process has to exit after its failure, before the failure is printed while it still runs."""
-_LAUNCHER_FILES, _FILES_PER_PROCESS = 32, 8
-"""The most files that the launcher opens: for itself, and for each process."""
 
 # torch asks the name servers for the host's full name with each event it records: if none answers, every step waits.
 api._get_fq_hostname = socket.gethostname  # noqa: SLF001
@@ -90,7 +86,7 @@ def run(plan: Plan, server: ForkServer | None = None) -> int:
 
     Return 0, the exit code of the first process that failed, or 128 + n if signal n ended it or the launcher.
     """
-    _check_open_files(plan.nproc_per_node)
+    check_open_files(plan.nproc_per_node)
     settings = plan.agent
     assert settings
     # Failures and signals are printed once, by accel. Some loggers of torch have a level of their own.
@@ -108,17 +104,6 @@ def run(plan: Plan, server: ForkServer | None = None) -> int:
         except AccelError as error:
             write_reason(settings.failure_file, str(error))
             raise
-
-
-def _check_open_files(processes: int) -> None:
-    """Raise UsageError if the limit would make the launcher fail, or block, during the run."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = _LAUNCHER_FILES + _FILES_PER_PROCESS * processes
-    if limit != resource.RLIM_INFINITY and limit < needed:
-        raise UsageError(
-            f"the limit on open files is {limit}, but launching {processes} process(es) needs {needed}. Raise it: "
-            f"ulimit -n {max(1024, needed)}"
-        )
 
 
 def _run_and_record(
@@ -223,7 +208,6 @@ class ElasticAgent(LocalElasticAgent):
         self._exchange: FailureExchange | None = None
         self._stall_watch: StallWatch | None = None
         self._replica_watch: ReplicaWatch | None = None
-        self._completed_logs: set[Path] = set()
         # Unlike torch's number of restarts, it is the same on all nodes and counts changes of membership.
         self._attempt = -1
         # The first node's value becomes that of all nodes.
@@ -522,27 +506,19 @@ class ElasticAgent(LocalElasticAgent):
             # Not torch's default timeout, which older versions pass if a failure ends the other ranks.
             self._pcontext.close(death_sig, self._shutdown_timeout if timeout is None else timeout)
         if self._outputs:
-            for folder in self._outputs.drain():
-                self._complete_log(folder)
-
-    def _complete_log(self, folder: RankFolder) -> None:
-        """Append the failure of a rank to its log, once."""
-        if folder.path not in self._completed_logs:
-            self._completed_logs.add(folder.path)
-            with self._run_context.log_warning.catch_errors():
-                failures.complete_log(folder)
+            self._outputs.drain()
 
     # Report
 
     def _report_lingering(self, seconds: float) -> None:
         """Print failures of processes that have not ended `seconds` later, such as those with other threads."""
-        if not isinstance(self._pcontext, WorkerProcesses):
+        if not (isinstance(self._pcontext, WorkerProcesses) and self._outputs):
             return
         workers = {worker.local_rank: worker for worker in self._worker_group.workers}
         for local_rank in self._pcontext.find_lingering(seconds):
             worker = workers[local_rank]
             failure = self._read_failure(worker, self._pcontext.pids()[local_rank], exitcode=1)
-            self._complete_log(self._get_folder(worker))
+            self._outputs.complete_log(self._get_folder(worker))
             self._end_line()
             failures.print_lingering(failure, world_size=worker.world_size)
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from accel_cli import console
+from accel_cli.runner import failures
 from accel_cli.runs.run_dir import RankFolder, RunFolder
 
 __all__ = [
@@ -90,6 +91,7 @@ class RankOutputs:
         self._log_links: list[Path] = []
         self._channels: list[OutputChannel] = []
         self._folders: list[RankFolder] = []
+        self._completed: set[Path] = set()
         self._reader: threading.Thread | None = None
         self._created = time.monotonic()
         self._control = -1
@@ -144,8 +146,15 @@ class RankOutputs:
         for channel in self._channels:
             channel.resize()
 
-    def drain(self) -> list[RankFolder]:
-        """Copy the remaining output once the processes have ended, and return the folders whose logs are complete now."""
+    def complete_log(self, folder: RankFolder) -> None:
+        """Append the failure of a rank to its log, once."""
+        if folder.path not in self._completed:
+            self._completed.add(folder.path)
+            with self._warning.catch_errors():
+                failures.complete_log(folder)
+
+    def drain(self) -> None:
+        """Copy the remaining output once the processes have ended, and complete their logs."""
         if self._reader:
             os.close(self._control)
             self._reader.join()
@@ -156,9 +165,10 @@ class RankOutputs:
         if failed := sorted({link.parent.name for link in self._log_links if not link.is_symlink()}):
             self._warning.show(f"{', '.join(failed)} could not write")
         complete, self._folders, self._log_links = self._folders, [], []
-        for path in [folder.path / stream for folder in complete for stream in _STREAMS]:
-            path.unlink(missing_ok=True)
-        return complete
+        for folder in complete:
+            for stream in _STREAMS:
+                (folder.path / stream).unlink(missing_ok=True)
+            self.complete_log(folder)
 
     def end_line(self) -> None:
         """Begin a new line on stderr if the output of a rank does not end with one."""

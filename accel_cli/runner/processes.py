@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import time
@@ -19,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from typing_extensions import override
 
 from accel_cli import console
+from accel_cli.errors import UsageError
 from accel_cli.planning.plan import AgentSettings, select_ranks
 from accel_cli.runner import failures
 from accel_cli.runner.forkserver import ForkServer, ForkServerError
@@ -27,7 +29,21 @@ from accel_cli.runner.shutdown import Orphans, end_processes
 from accel_cli.runs.run_dir import RankFolder, read_text
 from accel_cli.worker import REPLICA_COUNT_FILE
 
-__all__ = ["OomKillCounter", "ReplicaWatch", "WorkerProcesses"]
+__all__ = ["OomKillCounter", "ReplicaWatch", "WorkerProcesses", "check_open_files"]
+
+_LAUNCHER_FILES, _FILES_PER_PROCESS = 32, 8
+"""The most files that the launcher opens: for itself, and for each process."""
+
+
+def check_open_files(processes: int) -> None:
+    """Raise UsageError if the limit would make the launcher fail, or block, during the run."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _LAUNCHER_FILES + _FILES_PER_PROCESS * processes
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        raise UsageError(
+            f"the limit on open files is {limit}, but launching {processes} process(es) needs {needed}. Raise it: "
+            f"ulimit -n {max(1024, needed)}"
+        )
 
 
 class WorkerProcesses(SubprocessContext):
