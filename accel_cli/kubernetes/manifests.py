@@ -56,6 +56,8 @@ _GRACE_S = 10
 """Seconds after the shutdown timeout until Kubernetes kills what still runs."""
 _REFERENCE = re.compile(r"\$(?=[($])")
 """The start of a reference `$(NAME)`, which Kubernetes replaces in arguments and variables, or of its escape."""
+_AMBIGUOUS = re.compile(r"[-+]?\.?[0-9][\w.:+-]*|[yYnN]")
+"""Text that kubectl reads as a number or a truth value without quotes, but PyYAML does not: 1e3, 089, y."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +87,10 @@ class KubernetesJobPlan(JobPlan):
 
 
 class _ManifestDumper(yaml.SafeDumper):
-    """Writes text of several lines as a block."""
+    """Writes text of several lines as a block, and text that could be a number in quotes."""
 
     def represent_str(self, data: str) -> Any:
-        style = "|" if "\n" in data else None
+        style = "|" if "\n" in data else "'" if _AMBIGUOUS.fullmatch(data) else None
         return self.represent_scalar("tag:yaml.org,2002:str", data, style)
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - labels are written in full each time

@@ -164,7 +164,7 @@ def parse_assignments(assignments: Iterable[str], option: str = "--set", *, kind
     if unknown := [key for key in texts if key not in known and not key.startswith("env.")]:
         raise ProfileError([unknown_key(key, option, kind) for key in unknown])
     values = {
-        key: text if key.startswith("env.") else yaml_io.scalar(text, f"{option} {key}")
+        key: text if key.startswith("env.") else yaml_io.scalar(text, f"{option} {key}", key)
         for key, text in texts.items()
     }
     return Layer(option, values, dict.fromkeys((*values, ""), option))

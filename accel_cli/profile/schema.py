@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BeforeValidator,
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
@@ -53,13 +52,6 @@ def _suggest_precision(machine: Machine, answers: Answers) -> str:
 
 def _supports_fp16(_: Machine, answers: Answers) -> bool:
     return "fp16" in LAUNCHERS[answers["kind"]].formats
-
-
-def _convert_numbers(env: Any) -> Any:
-    """Convert numbers in `env` to text: `NCCL_IB_DISABLE: 1` means the text "1", as in a shell."""
-    if not isinstance(env, dict):
-        return env
-    return {name: str(value) if type(value) in {int, float} else value for name, value in env.items()}
 
 
 def _check_names(env: dict[str, str]) -> dict[str, str]:
@@ -160,10 +152,11 @@ class Profile(Section):
     ] = FullyShardSection()
     env: Annotated[
         dict[str, str],
-        BeforeValidator(_convert_numbers),
         AfterValidator(_check_names),
         Field(
-            description="Environment variables of the processes; variables that are already set keep their value."
+            # `yaml_io` reads numbers and truth values as text.
+            json_schema_extra={"additionalProperties": {"type": ["string", "number", "boolean"]}},
+            description="Environment variables of the processes; variables that are already set keep their value.",
         ),
     ] = Field(default_factory=dict)
 

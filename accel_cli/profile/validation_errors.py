@@ -227,6 +227,8 @@ def _list_expected(item: Mapping[str, Any]) -> list[str]:
         return re.split(r", | or ", context["expected"].replace("'", ""))
     if item["type"] == "bool_type":
         return ["true", "false"]
+    if item["type"] == "string_type" and not isinstance(item["input"], (dict, list)):
+        return ["text in quotes"]
     expected = _EXPECTED.get(item["type"])
     return [expected.format(**context) if expected else str(item["msg"]).removeprefix("Input should be ")]
 

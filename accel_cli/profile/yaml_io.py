@@ -1,7 +1,7 @@
 """Read and write YAML: plain data, and the line number of every key.
 
-Scalars follow YAML 1.2: `no`, `on` and `off` are text, and so are `1:30` and dates. Duplicate keys, anchors
-and unknown tags are errors.
+Scalars follow YAML 1.2: `no`, `on` and `off` are text, and so are `1:30` and dates. In `env` numbers and truth
+values are text too, as they stand in the file. Duplicate keys, anchors and unknown tags are errors.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ __all__ = ["Document", "comment_lines", "dump", "inline", "parse", "scalar"]
 _MAX_DEPTH = 30
 _TOO_DEEP = "this is nested too deeply for a profile"
 _WIDTH = 80
+_TEXT_KEYS = re.compile(
+    r"(env|additional_args\.(environment|tags))\."
+    r"|(launcher\.trainer_version|additional_args\.framework_version|pytorch_version|profile|base_job_name)\Z"
+)
+"""Matches keys whose numbers and truth values are text: environment variables, tags, versions and names, also of Accelerate's files."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -78,17 +83,7 @@ def parse(text: str, where: str) -> Document:
     Raises:
         ProfileError: The text is not YAML, not a mapping, or has duplicate keys, anchors or unknown tags.
     """
-    try:
-        node = yaml.compose(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-        location = f"{where}:{mark.line + 1}" if mark else where
-        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
-        if reason.startswith("but "):  # the context of the error has the beginning
-            reason = f"{getattr(error, 'context', '')}, {reason}"
-        raise ProfileError([Problem(location, "", f"invalid YAML: {reason}")]) from None
-    except RecursionError:
-        raise ProfileError([Problem(where, "", _TOO_DEEP)]) from None
+    node = _compose(text, where)
     if node is None:
         return Document({})
     reader = _NodeReader(where)
@@ -100,13 +95,39 @@ def parse(text: str, where: str) -> Document:
     return Document(data, reader.lines)
 
 
-def scalar(text: str, where: str) -> Any:
+def scalar(text: str, where: str, key: str = "") -> Any:
     """Return the value of a YAML scalar or flow collection: `2` is a number, `no` is text, `[a, b]` is a list.
+
+    It is read as the value of the dotted `key` of a profile.
 
     Raises:
         ProfileError: The text is not YAML.
     """
-    return parse(f"value: {text}", where).data["value"]
+    reader = _NodeReader(where)
+    node = _compose(f"value: {text}", where)
+    assert isinstance(node, yaml.MappingNode)
+    value = reader.read(node.value[0][1], key)
+    if len(node.value) > 1:
+        reader.problems.append(Problem(where, "", "expected one value"))
+    if reader.problems:
+        raise ProfileError(reader.problems)
+    return value
+
+
+def _compose(text: str, where: str) -> yaml.Node | None:
+    """Return the root node of a YAML text; None for an empty one."""
+    try:
+        node: yaml.Node | None = yaml.compose(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        location = f"{where}:{mark.line + 1}" if mark else where
+        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        if reason.startswith("but "):  # the context of the error has the beginning
+            reason = f"{getattr(error, 'context', '')}, {reason}"
+        raise ProfileError([Problem(location, "", f"invalid YAML: {reason}")]) from None
+    except RecursionError:
+        raise ProfileError([Problem(where, "", _TOO_DEEP)]) from None
+    return node
 
 
 def dump(data: Mapping[str, Any], comments: Mapping[str, str] = MappingProxyType({})) -> str:
@@ -193,6 +214,8 @@ class _NodeReader:
             return self._add_problem(node, key, f"{text!r} is not a value of the tag !!{tag}")
         if tag == "null":
             return None
+        if _TEXT_KEYS.match(key):
+            return text
         return text.lower() == "true" if tag == "bool" else int(text) if tag == "int" else float(text)
 
     def _add_problem(self, node: yaml.Node, key: str, reason: str) -> None:

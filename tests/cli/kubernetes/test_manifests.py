@@ -108,6 +108,32 @@ def test_the_option_for_kubectl_prints_documents_with_the_files(cwd, capfd):
     assert "key.pem" in done.stderr
 
 
+class GoLoader(yaml.SafeLoader):
+    """Reads plain scalars that only kubectl takes for a number or a truth value as None."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - as in PyYAML
+        first: list(resolvers) for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_GO_NUMBER = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?\Z|[-+]?0[oxb][0-9a-fA-F_]+\Z|[yYnN]\Z"
+GoLoader.add_implicit_resolver("!go", re.compile(_GO_NUMBER), [*"-+.0123456789yYnN"])
+GoLoader.add_constructor("!go", lambda *_: None)
+
+
+@settings(deadline=None)
+@given(
+    st.text(alphabet="0123456789.eExob_+-ynYN:", max_size=8)
+    | st.sampled_from(["012345678901", "1e-3", "1234567e8"])
+)
+def test_arguments_and_variables_are_text_for_kubectl(text):
+    job = plan(Kubernetes(image="i", source="image"), text, env={"A": text}).job
+    pod = yaml.load(job.preview(), Loader=GoLoader)["spec"]["template"]["spec"]  # noqa: S506 - a safe loader
+    (container,) = pod["containers"]
+    assert container["args"][-1] == text
+    assert {"name": "A", "value": text} in container["env"]
+
+
 def _decode(text):
     import base64
 

@@ -20,13 +20,19 @@ KEYS = [
     "mixed_precision",
     "launcher.nproc_per_node",
     "launcher.max_restarts",
-    "env.A",
-    "env.B",
     "fully_shard.wrap",
 ]
-VALUES = st.integers(0, 9) | st.text(alphabet="ab#: '\"-", max_size=6) | st.none()
+TEXTS = st.text(alphabet="ab#: '\"-", max_size=6) | st.none()
+VALUES = st.integers(0, 9) | TEXTS
 VALUES |= st.lists(VALUES, max_size=2) | st.dictionaries(
     st.text(alphabet="a*.", min_size=1, max_size=3), VALUES, max_size=2
+)
+UPDATES = st.builds(
+    lambda values, variables: values | variables,
+    st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4),
+    st.dictionaries(
+        st.sampled_from(["env.A", "env.B"]), TEXTS | st.sampled_from(["012", "1e3", "true", "null"])
+    ),
 )
 
 
@@ -82,7 +88,7 @@ def test_changing_the_launcher_removes_and_reports_keys_it_does_not_have():
     assert "# mine" in text
 
 
-@given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4))
+@given(UPDATES)
 def test_the_edited_text_parses_to_the_new_data(updates):
     data, _ = change_values(parse(TEXT, "x").data, updates)
     assert parse(edit_text(TEXT, data), "x").data == data

@@ -122,7 +122,7 @@ def validate_and_fail(data):
         ({"launcher": {"nproc_per_node": 2}}, "got nothing (set launcher.kind too: torchrun or slurm or ssh or sagemaker or kubernetes or ray)"),
         ({"launcher": {}}, "launcher.kind: expected single, torchrun, slurm, ssh, xla, sagemaker, kubernetes or ray, got nothing"),
         ({"launcher": {"kind": "slurm", "setup": "module load cuda"}}, "launcher.setup: expected a list, got 'module load"),
-        ({"launcher": {"kind": "slurm", "setup": [1]}}, "launcher.setup: expected text, got 1"),
+        ({"launcher": {"kind": "slurm", "setup": [1]}}, "launcher.setup: expected text in quotes, got 1"),
         ({"launcher": {"kind": "slurm", "time": "soon"}}, "launcher.time: expected minutes, or text such as 30:00"),
         ({"launcher": {"kind": "slurm", "gpus_per_node": True}}, "launcher.gpus_per_node: expected a whole number"),
         ({"launcher": {"kind": "ssh", "hosts": ["a", "b:22"]}}, "(a port belongs in ~/.ssh/config), got 'b:22'\n"),
@@ -178,8 +178,20 @@ def test_an_unknown_kind_does_not_hide_other_mistakes_of_the_launcher(kind, hint
     assert "launcher.nproc_per_node: expected at least 1 or auto" in more
 
 
-def test_numbers_in_env_become_text():
-    assert Profile.model_validate({"env": {"NCCL_IB_DISABLE": 1}}).env == {"NCCL_IB_DISABLE": "1"}
+def test_an_editor_accepts_numbers_and_truth_values_in_env():
+    assert json_schema()["properties"]["env"]["additionalProperties"]["type"] == [
+        "string",
+        "number",
+        "boolean",
+    ]
+
+
+def test_numbers_for_text_are_rejected_with_the_advice_to_quote_them():
+    assert validate_and_fail({"launcher": {"kind": "torchrun", "rdzv_id": 12}}) == (
+        "f.yaml: launcher.rdzv_id: expected text in quotes, got 12"
+    )
+    tags = {"kind": "sagemaker", "tags": {"team": 12.1}}
+    assert validate_and_fail({"launcher": tags}) == "f.yaml: launcher.tags: expected text in quotes, got 12.1"
 
 
 def test_the_json_schema_contains_every_key():

@@ -6,6 +6,7 @@ import pytest
 
 from accel_cli.errors import ProfileError
 from accel_cli.profile.edit import remove_keys, update_profile
+from accel_cli.profile.layers import read_file
 from accel_cli.profile.store import Store
 
 Process = get_context("fork").Process
@@ -72,3 +73,16 @@ def test_a_profile_with_several_mistakes_is_repaired_key_by_key(store):
         remove_keys(store, file, ["launcher.kind"], "test")
     assert [problem.key for problem in caught.value.problems] == ["launcher.kind"]
     assert file.read_text() == "launcher:\n  kind: torchrun\n  ranks: all\n"
+
+
+def test_numbers_of_variables_stay_as_written_when_other_keys_change(store):
+    file = store.get_path("gpu")
+    file.parent.mkdir()
+    file.write_text("schema_version: 1\nenv: {A: 012345678901, B: 12.10, C: 1234567e8, D: true}\n")
+    expected = {"A": "012345678901", "B": "12.10", "C": "1234567e8", "D": "true"}
+    assert update_profile(store, file, {"env.E": "1e3"}, "test")[0].env == {**expected, "E": "1e3"}
+    profile, _ = update_profile(store, file, {"env.E": None, "mixed_precision": "bf16"}, "test")
+    assert profile.env == expected
+    assert read_file(file, "gpu").values == {f"env.{key}": text for key, text in expected.items()} | {
+        "mixed_precision": "bf16"
+    }

@@ -98,3 +98,32 @@ def test_comments_are_written_above_their_keys():
     assert lines[:4] == ["a:", lines[1], lines[2], "  b: 1"]
     assert lines[lines.index("  c:") - 1] == "  # second"
     assert "# third" in lines
+
+
+NUMBERS = [
+    "012345678901", "12.10", "1234567e8", "12345678901234567890", "1e3", ".5", "5.", "+1", "-0", "007", "0o17", "0x1F", "1_000",
+    "0b1", "1:30", "2020-01-01", "true", "False", "TRUE", "yes", "no", "on", "y", ".inf", "nan", "1.0.0", "3e", "0.10", "1E+05",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", NUMBERS)
+def test_a_variable_of_the_profile_is_the_text_of_the_file(text):
+    block, flow = parse(f"env:\n  A: {text}  # why\n", "x").data, parse(f"env: {{A: {text}}}", "x").data
+    assert block == flow == {"env": {"A": text}}
+    assert parse(dump(block), "x").data == block
+    assert scalar(text, "x", "env.A") == text
+    accelerate = parse(f"additional_args:\n  environment:\n    A: {text}\n", "x")
+    assert accelerate.data == {"additional_args": {"environment": {"A": text}}}
+
+
+def test_a_version_of_the_profile_keeps_its_last_zero():
+    assert parse("launcher:\n  trainer_version: 2.10", "x").data == {"launcher": {"trainer_version": "2.10"}}
+    assert parse("pytorch_version: 2.10\nprofile: 0123", "x").data == {
+        "pytorch_version": "2.10",
+        "profile": "0123",
+    }
+
+
+def test_several_values_of_one_assignment_are_rejected():
+    with pytest.raises(ProfileError, match="expected one value"):
+        scalar("1\nother: 2", "x")
