@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import ClassVar, NoReturn, TypeVar
 
 from typing_extensions import override
 
@@ -28,6 +28,7 @@ __all__ = [
     "UnreachableError",
     "follow",
     "follow_submission",
+    "format_commands",
     "format_options",
     "get_user",
     "print_new_output",
@@ -209,7 +210,7 @@ def format_options(profile: str | None, assignments: Iterable[str]) -> str:
     return "".join(f" {option} {shlex.quote(value)}" for option, value in options)
 
 
-def _format_commands(job_id: str, options: str) -> str:
+def format_commands(job_id: str, options: str) -> str:
     """Return how to follow and stop a job, as a sentence with the options of `format_options`."""
     return f"Follow it with accel jobs logs {job_id} -f{options} or stop it with accel jobs stop {job_id}{options}"
 
@@ -222,13 +223,17 @@ def follow_submission(jobs: Jobs, job_id: str, plan: JobPlan, *, note: str = "")
     """
     jobs.jobs_options = plan.jobs_options
     # Before the next call to the service, since from here on there is a job to stop.
-    console.note(f"job {job_id} is submitted. {_format_commands(job_id, plan.jobs_options)}")
+    console.note(f"job {job_id} is submitted. {format_commands(job_id, plan.jobs_options)}")
     if note:
         console.note(note)
     if plan.detach:
         console.plain(job_id)
         return 0
-    return follow(jobs, jobs.status(job_id))
+    try:
+        job = jobs.status(job_id)
+    except (UnreachableError, UsageError) as error:
+        _raise_with_commands(error, job_id, jobs.jobs_options)
+    return follow(jobs, job)
 
 
 def follow(jobs: Jobs, job: Job) -> int:
@@ -244,12 +249,10 @@ def follow(jobs: Jobs, job: Job) -> int:
     try:
         job = _Follower(jobs, job).run()
     except KeyboardInterrupt:
-        console.note(f"job {job.id} keeps running. {_format_commands(job.id, jobs.jobs_options)}")
+        console.note(f"job {job.id} keeps running. {format_commands(job.id, jobs.jobs_options)}")
         return _INTERRUPTED
     except (UnreachableError, UsageError) as error:
-        raise type(error)(
-            f"{_strip(error)}. Job {job.id} may still be running. {_format_commands(job.id, jobs.jobs_options)}"
-        ) from error
+        _raise_with_commands(error, job.id, jobs.jobs_options)
     code, cost = job.exit_code or 0, f"; {job.cost}" if job.cost else ""
     if code:
         reason = f": {job.reason}" if job.reason else ""
@@ -259,6 +262,13 @@ def follow(jobs: Jobs, job: Job) -> int:
     else:
         console.note(f"job {job.id} is {job.state} after {job.elapsed}{cost}")
     return code
+
+
+def _raise_with_commands(error: AccelError, job_id: str, options: str) -> NoReturn:
+    """Raise the error of a call about a submitted job, with the commands that follow and stop it."""
+    raise type(error)(
+        f"{_strip(error)}. Job {job_id} may still be running. {format_commands(job_id, options)}"
+    ) from error
 
 
 def print_new_output(log: Log) -> bool:

@@ -22,7 +22,16 @@ from typing_extensions import override
 
 from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
-from accel_cli.jobs.base import Job, Jobs, Log, PollIntervals, UnreachableError, follow_submission, get_user
+from accel_cli.jobs.base import (
+    Job,
+    Jobs,
+    Log,
+    PollIntervals,
+    UnreachableError,
+    follow_submission,
+    format_commands,
+    get_user,
+)
 from accel_cli.planning.plan import Plan
 from accel_cli.ray.plan import RayJobPlan, write_folder
 from accel_runtime.env import __version__
@@ -254,11 +263,37 @@ def submit(plan: Plan) -> int:
         console.note(
             "checkpoints in relative folders are lost with their node: write them to storage that all nodes share"
         )
-    with write_folder(job, job_id) as folder, cluster.translate_errors("submit the job"):
-        cluster.client.submit_job(
-            entrypoint=job.entrypoint,
-            submission_id=job_id,
-            runtime_env=job.build_runtime_env(str(folder)),
-            metadata={_USER: get_user(), "accel-version": __version__, "job_name": job_id},
-        )
+    with write_folder(job, job_id) as folder:
+        client = cluster.client
+        try:
+            with cluster.translate_errors("submit the job"):
+                client.submit_job(
+                    entrypoint=job.entrypoint,
+                    submission_id=job_id,
+                    runtime_env=job.build_runtime_env(str(folder)),
+                    metadata={_USER: get_user(), "accel-version": __version__, "job_name": job_id},
+                )
+        except (UnreachableError, KeyboardInterrupt) as error:
+            _check_started(cluster, job_id, job.jobs_options, error)
     return follow_submission(RayJobs(cluster), job_id, job)
+
+
+def _check_started(cluster: RayCluster, job_id: str, options: str, error: BaseException) -> None:
+    """Return if only the answer to a submission was lost; otherwise raise the error of the submission.
+
+    Raises:
+        BaseException: `error`, or an AccelError with the reason why it is unknown if the job started.
+    """
+    commands = format_commands(job_id, options)
+    try:
+        RayJobs(cluster).status(job_id)
+    except UnreachableError:
+        if isinstance(error, AccelError):
+            raise AccelError(f"{str(error).rstrip('.')}. Job {job_id} may be running. {commands}") from error
+        console.note(f"The submission was interrupted, and job {job_id} may be running. {commands}")
+        raise error from None
+    except UsageError:  # the cluster does not know the job
+        raise error from None
+    if not isinstance(error, AccelError):
+        console.note(f"job {job_id} is submitted. {commands}")
+        raise error

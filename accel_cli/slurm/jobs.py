@@ -12,7 +12,7 @@ from typing import ClassVar
 from typing_extensions import override
 
 from accel_cli import console
-from accel_cli.errors import UsageError
+from accel_cli.errors import AccelError, UsageError
 from accel_cli.jobs.base import (
     FileLog,
     Job,
@@ -46,6 +46,13 @@ _SIGKILL_EXIT_CODE = 137
 _MAX_SIGNAL = 64
 # The name of a job may contain anything, also text that looks like another field.
 _JOB = re.compile(r"JobId=(\d+)\S* .*?JobName=(.*) UserId=[^ (]*\((\d+)\) (.*)")
+# A banner of the site may surround the id, and a wrapper of sbatch may leave out --parsable.
+_SUBMITTED = re.compile(r"^(?:.*\bSubmitted batch job )?0*([1-9]\d*)(?:;\S+| on cluster \S+)?$")
+_ACCOUNTING = re.compile(r"(.*)\|([A-Z_]+)[^|]*\|(\d+:\d+)\|([^|]*)\|([^|]*)\|([^|]*)")
+"""Matches the line of a job in the output of sacct; the name may contain the separator."""
+_COLORS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_LOST_ANSWERS = ("timed out", "Zero Bytes were transmitted", "Message receive failure")
+"""Words of the errors of sbatch after which the controller may have taken the job."""
 _FIELD = re.compile(r"(?:^| )([A-Z]\w*)=")
 _EMPTY_VALUES = frozenset({"(null)", "None", "N/A", "Unknown", "NonZeroExitCode"})
 """Values that mean nothing, or repeat that the exit code is not zero."""
@@ -82,7 +89,10 @@ class SlurmJobs(Jobs):
             lines = _run("scontrol", "show", "job", "--oneliner", job_id).splitlines()
         except _UnknownJobError:
             return _read_accounting(job_id)
-        return next(job for job, _ in filter(None, map(parse_job_line, lines)))
+        found = (job for job, _ in filter(None, map(parse_job_line, lines)))
+        if (job := next(found, None)) is None:
+            raise UnreachableError(f"Cannot read job {job_id}: scontrol printed {_quote(lines)}.")
+        return job
 
     @override
     def open_log(self, job: Job) -> Log:
@@ -148,14 +158,14 @@ def _read_accounting(job_id: str) -> Job:
     """Return a finished job that the controller has forgotten."""
     fields = "JobName,State,ExitCode,Submit,Elapsed,NodeList"
     try:
-        output = _run("sacct", "-X", "-n", "-P", f"--format={fields}", "-j", job_id)
-        # A name may contain the separator.
-        name, state, code, submitted, elapsed, nodes = output.splitlines()[0].rsplit("|", 5)
-    except (UsageError, UnreachableError, IndexError, ValueError):
+        lines = _run("sacct", "-X", "-n", "-P", f"--format={fields}", "-j", job_id).splitlines()
+    except (UsageError, UnreachableError):
+        lines = []
+    if not (matches := [match for match in map(_ACCOUNTING.fullmatch, lines) if match]):
         raise UsageError(
             f"Unknown Slurm job {job_id}: Slurm forgets a job a few minutes after its end. Run accel jobs list to see yours."
-        ) from None
-    state = state.split()[0]  # `CANCELLED by 1000`
+        )
+    name, state, code, submitted, elapsed, nodes = matches[-1].groups()
     finished = state in _FINAL_STATES
     return Job(
         id=job_id, name=name, state=state, finished=finished, nodes=nodes, submitted=submitted, elapsed=elapsed,
@@ -201,6 +211,7 @@ def submit_job(plan: Plan) -> int:
         raise UsageError(
             f"Cannot create launcher.output_dir {submission.output_dir}: {error.strerror}. Set another folder."
         ) from None
+    find = f"Find it with accel jobs list{submission.jobs_options} or squeue --me before you submit it again"
     try:
         result = subprocess.run(
             plan.argv,
@@ -214,9 +225,42 @@ def submit_job(plan: Plan) -> int:
             "Cannot submit the job: sbatch not found. Log in to a node of a Slurm cluster, or load its module. --dry-run "
             "shows the batch script on any machine."
         ) from None
+    except KeyboardInterrupt:
+        console.note(f"The submission was interrupted, and the job may be running. {find}.")
+        raise
+    output, message = (stream.decode(errors="replace") for stream in (result.stdout, result.stderr))
+    # A lone number counts only if sbatch has succeeded: a banner may have one.
+    number = _find_job_id(output)
+    job_id = _find_job_id(f"{output}\n{message}", with_words=True) or (None if result.returncode else number)
+    if job_id is None:
+        printed = f"sbatch printed {_quote(output.splitlines())}"
+        if not result.returncode:
+            raise AccelError(f"Cannot find the id of the job, which may be running: {printed}. {find}.")
+        reason = message.strip() or printed
+        if number or result.returncode < 0 or any(words in message for words in _LOST_ANSWERS):
+            raise AccelError(f"sbatch failed, and the job may be running: {reason}. {find}.")
+        raise UsageError(f"Slurm rejects the job: {reason}")
     if result.returncode:
-        raise UsageError(f"Slurm rejects the job: {result.stderr.decode(errors='replace').strip()}")
-    job_id = result.stdout.decode().strip().partition(";")[0]
+        console.note(f"sbatch exited with code {result.returncode}: {message.strip() or 'no message'}")
     log = Path(submission.output_dir, f"slurm-{job_id}.out").absolute()
     note = f"the log of job {job_id}: {console.abbreviate_home(str(log))}"
     return follow_submission(SlurmJobs(), job_id, submission, note=note)
+
+
+def _find_job_id(output: str, *, with_words: bool = False) -> str | None:
+    """Return the id of the job from the output of sbatch; None if no line has one.
+
+    Args:
+        output: The output.
+        with_words: Accept only lines with the words of sbatch, no lone numbers.
+    """
+    lines = [line.strip() for line in _COLORS.sub("", output).splitlines()]
+    matches = [match for match in map(_SUBMITTED.fullmatch, lines) if match]
+    ids = [match[1] for match in matches if not with_words or "Submitted" in match[0]]
+    return ids[-1] if ids else None
+
+
+def _quote(lines: list[str]) -> str:
+    """Return the last line with text in quotes."""
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return repr(last) if last else "nothing"

@@ -2,6 +2,8 @@
 
 import os
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 from support.commands import call_accel
@@ -121,6 +123,91 @@ def test_an_invalid_job_id_is_not_passed_to_slurm(job_id):
     for call in (SlurmJobs().status, SlurmJobs().stop):
         with pytest.raises(UsageError, match=r"Invalid Slurm job id .*: expected a number"):
             call(job_id)
+
+
+def submit(capfd, cwd, *args):
+    (cwd / "train.py").write_text("")
+    return call_accel(capfd, "launch", "--set", "launcher.kind=slurm", *args, "train.py")
+
+
+BANNER = "*** Welcome to the cluster ***\nMaintenance on 2026-12-01, 3 nodes are down\n"
+
+
+@pytest.mark.parametrize(
+    "printed",
+    [
+        "4711",
+        "4711;cluster",
+        f"{BANNER}4711",
+        f"{BANNER}4711\nHave a nice day",
+        f"2026\n{BANNER}\x1b[32m4711\x1b[0m\r",
+        "Submitted batch job 4711",
+        f"{BANNER}sbatch: Submitted batch job 4711 on cluster c1",
+        "ä\n4711",
+    ],
+)
+def test_the_id_of_a_job_is_found_in_the_output_of_sbatch(fake_command, cwd, capfd, printed):
+    fake_command("sbatch", printed)
+    done = submit(capfd, cwd, "--detach")
+    assert (done.returncode, done.stdout) == (0, "4711\n")
+
+
+def test_a_banner_that_is_not_utf_8_does_not_hide_the_id(fake_command, cwd, capfd):
+    fake_command("sbatch")
+    command = Path(shutil.which("sbatch"))
+    command.write_bytes(b"#!/bin/sh\nprintf 'Gr\xfc\xdfe\\n4711\\n'\n")
+    assert submit(capfd, cwd, "--detach").stdout == "4711\n"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (BANNER, "", 0),
+        ("", "", 0),
+        ("job 4711 is queued", "", 0),
+        ("", "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation", 1),
+        ("", "sbatch: error: Batch job submission failed: Zero Bytes were transmitted or received", 1),
+        ("4711", "the mail to your group failed", 3),
+    ],
+)
+def test_a_submission_with_an_unclear_end_is_an_error_that_says_how_to_find_the_job(
+    fake_command, cwd, capfd, answer
+):
+    fake_command("sbatch", *answer)
+    done = submit(capfd, cwd)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "may be running" in done.stderr
+    assert "accel jobs list --launcher slurm or squeue --me before you submit it again" in done.stderr
+
+
+def test_a_rejected_submission_is_an_error_whatever_the_banner_is(fake_command, cwd, capfd):
+    fake_command("sbatch", BANNER, "sbatch: error: invalid partition", 1)
+    done = submit(capfd, cwd)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Slurm rejects the job: sbatch: error: invalid partition" in done.stderr
+    assert "may be running" not in done.stderr
+
+
+def test_the_status_is_found_among_the_lines_of_a_banner(fake_command):
+    fake_command("scontrol", f"{BANNER}{line(id='12')}\nbye")
+    assert SlurmJobs().status("12").state == "RUNNING"
+    fake_command("scontrol", err="slurm_load_jobs error: Invalid job id specified", code=1)
+    fake_command("sacct", f"{BANNER}a|b\nrun|COMPLETED|0:0|2026-01-02T03:04:05|00:01:02|n0\n| bye |")
+    assert SlurmJobs().status("12").exit_code == 0
+
+
+def test_a_status_that_cannot_be_read_is_an_outage(fake_command):
+    fake_command("scontrol", BANNER)
+    with pytest.raises(UnreachableError, match=r"scontrol printed 'Maintenance on 2026-12-01"):
+        SlurmJobs().status("12")
+
+
+def test_a_job_whose_first_status_fails_may_be_running(fake_command, cwd, capfd):
+    fake_command("sbatch", "12")
+    fake_command("scontrol", err="slurm_load_jobs error: Unable to contact slurm controller", code=1)
+    done = submit(capfd, cwd)
+    assert done.returncode == 1
+    assert "Job 12 may still be running. Follow it with accel jobs logs 12 -f" in done.stderr
 
 
 # Following -----------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The ray launcher: its plan, what is submitted, and the messages, without Ray."""
 
 import json
+import re
 import sys
 import tarfile
 
@@ -9,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 from support.commands import call_accel
 from support.launchers.launch_specs import build_spec
-from support.launchers.ray_answers import details
+from support.launchers.ray_answers import RecordedClient, details
 
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.jobs.base import UnreachableError
@@ -314,3 +315,57 @@ def test_invalid_headers_are_named(text, monkeypatch):
         _read_headers()
     monkeypatch.setenv("RAY_JOB_HEADERS", '{"Authorization": "Bearer x"}')
     assert _read_headers() == {"Authorization": "Bearer x"}
+
+
+class LosingClient(RecordedClient):
+    """A client that loses the answer to a submission."""
+
+    def __init__(self, *, is_taken, answers=True, error=None):
+        super().__init__("ann")
+        self._is_taken, self._answers = is_taken, answers
+        self._error = error or ConnectionError("timed out")
+
+    def submit_job(self, *, submission_id, **_):
+        if self._is_taken:
+            self.add(submission_id, "SUCCEEDED", "trained\n")
+        raise self._error
+
+    def get_job_info(self, job_id):
+        if not self._answers:
+            raise ConnectionError("timed out")
+        return super().get_job_info(job_id)
+
+
+@pytest.fixture
+def launch_with(monkeypatch, capfd):
+    def launch(client):
+        monkeypatch.setattr(RayCluster, "client", client)
+        return call_accel(capfd, "launch", "--set", "launcher.kind=ray", "train.py")
+
+    return launch
+
+
+def test_a_job_whose_submission_lost_its_answer_is_followed(launch_with):
+    done = launch_with(LosingClient(is_taken=True))
+    assert (done.returncode, done.stdout) == (0, "trained\n")
+
+
+def test_a_job_that_did_not_arrive_is_an_error(launch_with):
+    done = launch_with(LosingClient(is_taken=False))
+    assert done.returncode == 1
+    assert "Cannot submit the job: the cluster does not answer" in done.stderr
+    assert "may be running" not in done.stderr
+
+
+def test_a_job_of_which_nothing_is_known_may_be_running(launch_with):
+    done = launch_with(LosingClient(is_taken=True, answers=False))
+    assert done.returncode == 1
+    assert re.search(
+        r"Job train-\w+ may be running\. Follow it with accel jobs logs .* --launcher ray", done.stderr
+    )
+
+
+def test_an_interrupted_submission_names_the_job_that_runs(launch_with):
+    done = launch_with(LosingClient(is_taken=True, error=KeyboardInterrupt()))
+    assert done.returncode == 130
+    assert re.search(r"job train-\w+ is submitted\. Follow it with", done.stderr)
