@@ -52,7 +52,8 @@ class Kubernetes(KubernetesSection):
                 "--set launcher.image=registry.example.com/accel:cuda"
             )
         self._check_env(spec)
-        count = job_launcher.count_processes(spec, self.nproc_per_node, self.gpus_per_node)
+        num_gpus, source = self.gpus
+        count = job_launcher.count_processes(spec, self.nproc_per_node, num_gpus, source)
         options = job_launcher.build_node_options(
             {"nproc_per_node": count, **self.model_dump(include=_NODE_KEYS)}
         )
@@ -79,7 +80,7 @@ class Kubernetes(KubernetesSection):
             jobs_options=spec.jobs_options,
         )
         _check_text(job)
-        gpus = "GPU" if self.gpus_per_node else "cpu"
+        gpus = "GPU" if num_gpus else "cpu"
         return Plan(
             launcher=self.kind,
             argv=("accel", "launch", *job.args),

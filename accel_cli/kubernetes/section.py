@@ -24,6 +24,11 @@ _QUANTITY = r"\d+(\.\d+)?(m|k|Ki|[MGTPE]i?)?"
 _RUNTIME = "torch-distributed"
 _POD_GRACE_S = 30
 """Seconds that Kubernetes gives pods to end, unless their manifest says otherwise."""
+_GPUS = frozenset({"nvidia.com/gpu", "amd.com/gpu"})
+"""Resources of which each is a GPU."""
+_TPUS = r"(google\.com/tpu|cloud-tpus\.google\.com/.+)"
+_OTHER_ACCELERATORS = r"(nvidia\.com/(gpu\..+|mig-.+)|gpu\.intel\.com/.+|habana\.ai/.+|aws\.amazon\.com/neuron.*|huawei\.com/.+)"
+"""Resources of which several may be one device, or a part of one."""
 _MIN_TTL_S = 60
 """Seconds of a finished job in which `accel launch` reads its end."""
 
@@ -70,7 +75,7 @@ class KubernetesSection(job_launcher.JobLauncher):
     gpus_per_node: job_launcher.GpusPerNode = Field(0, description="GPUs of each pod; 0 requests none.")
     nproc_per_node: job_launcher.ProcessesPerNode = Field(
         "auto",
-        description="Number of processes in each pod; `auto` is one for each of `gpus_per_node`, or 1.",
+        description="Number of processes in each pod; `auto` is one for each requested GPU, or 1.",
     )
     context: Annotated[
         _Text | None, Question("Which context of the kubeconfig?", hint="Enter for the current one")
@@ -197,6 +202,39 @@ class KubernetesSection(job_launcher.JobLauncher):
     ranks: torchrun.Ranks = 0
     shutdown_timeout: torchrun.ShutdownTimeout = 30
     stall_timeout: torchrun.StallTimeout = None
+
+    @property
+    def gpus(self) -> tuple[int, str]:
+        """The number of GPUs of each pod, and the key that requests them."""
+        names = [name for name in self.resources if name in {*_GPUS, self.gpu_resource}]
+        return (
+            (int(self.resources[names[0]]), "resources") if names else (self.gpus_per_node, "gpus_per_node")
+        )
+
+    @model_validator(mode="after")
+    def _check_accelerators(self) -> Self:
+        for name in (*self.resources, self.gpu_resource):
+            if re.fullmatch(_TPUS, name):
+                raise ValueError(
+                    f"resources: cannot contain {name}, since the pods of a job have no launcher for TPUs; run accel launch "
+                    "with launcher.kind: xla in pods of your own"
+                )
+        names = [name for name in self.resources if name in {*_GPUS, self.gpu_resource}]
+        amount = str(self.resources[names[0]]) if names else "0"
+        if len(names) > 1 or (names and self.gpus_per_node):
+            key = names[1] if len(names) > 1 else "gpus_per_node"
+            raise ValueError(
+                f"resources: cannot contain {names[0]} beside {key}; request GPUs with one of them"
+            )
+        if not amount.isdigit():
+            raise ValueError(f"resources: expected a whole number for {names[0]}, got {amount}")
+        for name in self.resources if self.nproc_per_node == "auto" else ():
+            if name not in names and re.fullmatch(_OTHER_ACCELERATORS, name):
+                raise ValueError(
+                    f"resources: cannot count processes from {name}; set gpu_resource: {name} and gpus_per_node, or "
+                    "nproc_per_node"
+                )
+        return self
 
     @model_validator(mode="after")
     def _check_kubeflow(self) -> Self:

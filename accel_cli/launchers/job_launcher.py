@@ -103,8 +103,16 @@ def count_gpus(gpus_per_node: int | str | None) -> int:
     return int(str(gpus_per_node or 0).rpartition(":")[2])
 
 
-def count_processes(spec: LaunchSpec, nproc_per_node: CountOrAuto, num_gpus: int) -> int:
+def count_processes(
+    spec: LaunchSpec, nproc_per_node: CountOrAuto, num_gpus: int, source: str = "gpus_per_node"
+) -> int:
     """Return the number of processes on each node, from the key and the GPUs that a node reserves.
+
+    Args:
+        spec: The launch.
+        nproc_per_node: The key.
+        num_gpus: The number of GPUs.
+        source: The key of the launcher that requests them.
 
     Raises:
         UsageError: There are more processes than GPUs.
@@ -114,7 +122,7 @@ def count_processes(spec: LaunchSpec, nproc_per_node: CountOrAuto, num_gpus: int
         return 1 if on_cpu else max(1, num_gpus)
     if 0 < num_gpus < nproc_per_node and not on_cpu:
         raise UsageError(
-            f"Invalid launcher.nproc_per_node {nproc_per_node}: launcher.gpus_per_node requests {num_gpus} GPU(s) per node. "
+            f"Invalid launcher.nproc_per_node {nproc_per_node}: launcher.{source} requests {num_gpus} GPU(s) per node. "
             "Request one GPU for each process, or use --cpu."
         )
     return nproc_per_node

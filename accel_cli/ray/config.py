@@ -28,6 +28,8 @@ _ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 """Variables of Ray that take precedence over the address, the first one first."""
 _RESERVED = {"CPU": "launcher.cpus_per_process", "GPU": "launcher.gpus_per_node"}
 """Resources of Ray that other keys set."""
+_OTHER_ACCELERATORS = frozenset({"HPU", "NPU", "RBLN", "neuron_cores"})
+"""Resources of Ray of which each may be a device, or a part of one."""
 
 _NODE_KEYS = {"max_restarts", "ranks", "shutdown_timeout", "stall_timeout"}
 """Keys of torchrun that `accel launch` on each node receives."""
@@ -134,6 +136,9 @@ class Ray(job_launcher.JobLauncher):
             raise ValueError(
                 "cpus_per_process, gpus_per_node or resources must reserve something on each node"
             )
+        uncounted = sorted(_OTHER_ACCELERATORS & self.resources.keys())
+        if uncounted and self.nproc_per_node == "auto":
+            raise ValueError(f"resources: cannot count processes from {uncounted[0]}; set nproc_per_node")
         return self
 
     @override

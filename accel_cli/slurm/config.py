@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
-from typing_extensions import override
+from pydantic import AfterValidator, Field, model_validator
+from typing_extensions import Self, override
 
 from accel_cli.errors import UsageError
 from accel_cli.launchers import torchrun
@@ -24,12 +25,23 @@ __all__ = ["Slurm"]
 _REQUEUE_MARGIN_S = 15
 """Seconds before the time limit at which a job is requeued, even if its scripts are still running."""
 _RESERVED_OPTIONS = frozenset({
-    "--job-name", "-J", "--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--output", "-o", "--error", "-e",
+    "--job-name", "-J", "--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--ntasks-per-gpu", "--ntasks-per-socket",
+    "--ntasks-per-core", "--output", "-o", "--error", "-e",
     "--requeue", "--no-requeue", "--open-mode", "--export", "--signal", "--array", "-a", "--wait", "-W", "--parsable",
     "--partition", "-p", "--account", "-A", "--qos", "-q", "--time", "-t", "--mem", "--cpus-per-task", "-c",
     "--gpus-per-node", "--chdir", "-D", "--wrap",
 })  # fmt: skip
 """Options of sbatch that have a key of the profile, or that the batch script depends on."""
+_GPU_OPTIONS = ("--gres", "--gpus", "-G", "--gpus-per-task")
+"""Options of sbatch whose GPUs are counted."""
+_UNCLEAR_GPU_OPTIONS = re.compile(r"--gpus-per-socket|--tres-per-\w+")
+"""Matches options of sbatch whose GPUs cannot be counted, if their value names GPUs at all."""
+_GRES = re.compile(r"(?:gres[:/])?(gpu|mps|shard)(?::[A-Za-z][\w.-]*)?(?:[:=](\d+))?(?:\(.*\))?")
+_OVERRIDING_VARIABLES = (
+    "SBATCH_GPUS", "SBATCH_GPUS_PER_NODE", "SBATCH_GPUS_PER_TASK", "SBATCH_GRES", "SBATCH_ARRAY_INX", "SBATCH_OUTPUT",
+    "SBATCH_ERROR", "SBATCH_WAIT",
+)  # fmt: skip
+"""Variables that sbatch prefers to the lines of a batch script."""
 
 
 def _check_line(value: str | None) -> str | None:
@@ -46,10 +58,71 @@ def _check_options(values: list[str]) -> list[str]:
     for value in values:
         if not value.startswith("-") or not value.isprintable():
             raise ItemError("expected options of sbatch such as --constraint=a100", repr(value))
-        name = re.split(r"[= ]", value)[0]
-        if name in _RESERVED_OPTIONS:
-            raise ValueError(f"cannot contain {name}, which accel sets; use the key of the profile")
+        for name, _ in _parse_options(value):
+            is_long = name.startswith("--") and name not in _GPU_OPTIONS
+            # sbatch takes `--node=2` for --nodes.
+            options = (each for each in sorted(_RESERVED_OPTIONS) if is_long and each.startswith(name))
+            if reserved := name if name in _RESERVED_OPTIONS else next(options, None):
+                raise ValueError(f"cannot contain {reserved}, which accel sets; use the key of the profile")
     return values
+
+
+def _parse_options(line: str) -> Iterator[tuple[str, str]]:
+    """Yield the options of a line for sbatch with their values, `-N4` as `-N`."""
+    try:
+        words = shlex.split(line)
+    except ValueError as error:
+        raise ItemError(
+            "expected options of sbatch such as --constraint=a100", f"{line!r} ({error})"
+        ) from None
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        value = "" if following.startswith("-") else following
+        if word.startswith("--"):
+            name, equals, text = word.partition("=")
+            yield name, text if equals else value
+        elif word.startswith("-"):
+            yield word[:2], word[2:].removeprefix("=") or value
+
+
+def _count_requested_gpus(lines: list[str], nnodes: int) -> int:
+    """Return the number of GPUs of each node that lines for sbatch request.
+
+    Raises:
+        ValueError: They cannot be counted, or several options request GPUs.
+    """
+    counts: dict[str, int] = {}
+    for name, value in (option for line in lines for option in _parse_options(line)):
+        if _UNCLEAR_GPU_OPTIONS.fullmatch(name) and (name == "--gpus-per-socket" or "gpu" in value):
+            raise ValueError(f"sbatch_args: the GPUs of {name} cannot be counted; use gpus_per_node")
+        if name not in _GPU_OPTIONS:
+            continue
+        if count := _count_gres(value) if name == "--gres" else _count_typed(value):
+            counts[name] = count  # sbatch uses the last one
+        elif count is None:
+            raise ValueError(f"sbatch_args: the GPUs of {name} {value} cannot be counted; use gpus_per_node")
+        if name in {"--gpus", "-G"} and nnodes > 1:
+            raise ValueError(
+                f"sbatch_args: {name} is for all nodes together, which Slurm may divide unevenly; use gpus_per_node"
+            )
+    if len(counts) > 1:
+        raise ValueError(f"sbatch_args: {' and '.join(counts)} both request GPUs; use gpus_per_node")
+    return sum(counts.values())
+
+
+def _count_gres(value: str) -> int | None:
+    """Return the number of GPUs in a value of --gres; None if it is unclear. Shares of a GPU are on one GPU."""
+    names = [name for name in value.split(",") if re.match(r"(gres[:/])?(gpu|mps|shard)\b", name)]
+    matches = [_GRES.fullmatch(name) for name in names]
+    if not all(matches):
+        return None
+    counts = [int(match[2] or 1) if match[1] == "gpu" else 1 for match in matches if match]
+    return sum(counts) if all(match and match[1] == "gpu" for match in matches) else max(counts)
+
+
+def _count_typed(value: str) -> int | None:
+    """Return the number in a value such as `4` or `a100:2,v100:1`; None if it is unclear."""
+    matches = [re.fullmatch(r"(?:[A-Za-z][\w.-]*:)?(\d+)", part) for part in value.split(",")]
+    return sum(int(match[1]) for match in matches if match) if all(matches) else None
 
 
 class Slurm(JobLauncher):
@@ -147,11 +220,23 @@ class Slurm(JobLauncher):
         Field(description="Lines of shell at the start of the batch script: `module load cuda`."),
     ] = Field(default_factory=list)
 
+    @model_validator(mode="after")
+    def _check_gpus(self) -> Self:
+        if _count_requested_gpus(self.sbatch_args, self.nnodes) and count_gpus(self.gpus_per_node):
+            raise ValueError("sbatch_args: GPUs are requested by gpus_per_node too; remove one of them")
+        return self
+
     @override
     def plan(self, spec: LaunchSpec) -> Plan:
         if "SLURM_JOB_ID" in spec.environ:
             return self._plan_step(spec)
-        count = count_processes(spec, self.nproc_per_node, self.gpus)
+        if variables := [name for name in _OVERRIDING_VARIABLES if spec.environ.get(name)]:
+            raise UsageError(
+                f"Cannot submit a job: {variables[0]}={spec.environ[variables[0]]} overrides the batch script. Unset it, and "
+                "use keys of the profile such as launcher.gpus_per_node."
+            )
+        source = "gpus_per_node" if count_gpus(self.gpus_per_node) else "sbatch_args"
+        count = count_processes(spec, self.nproc_per_node, self.gpus, source)
         return Plan(
             launcher=self.kind,
             argv=("sbatch", "--parsable", "--export=ALL"),
@@ -181,7 +266,7 @@ class Slurm(JobLauncher):
     @property
     def gpus(self) -> int:
         """The number of GPUs per node."""
-        return count_gpus(self.gpus_per_node)
+        return count_gpus(self.gpus_per_node) or _count_requested_gpus(self.sbatch_args, self.nnodes)
 
     def _plan_step(self, spec: LaunchSpec) -> Plan:
         """Return the plan of the agent of one node, in a step of a running job."""

@@ -203,6 +203,45 @@ def test_what_only_a_cluster_or_a_secret_may_have_is_refused():
 
 
 @pytest.mark.parametrize(
+    "options",
+    [
+        {"resources": {"nvidia.com/gpu": 8, "cpu": 4}},
+        {"resources": {"amd.com/gpu": "8"}},
+        {"resources": {"example.com/chip": 8}, "gpu_resource": "example.com/chip"},
+        {"gpus_per_node": 8},
+    ],
+)
+def test_one_process_is_started_for_each_gpu_of_the_resources(options):
+    planned = plan(Kubernetes(image="i", **options))
+    assert (planned.nproc_per_node, planned.device) == (8, "GPU")
+    (container,) = render(Kubernetes(image="i", **options))[-1]["spec"]["template"]["spec"]["containers"]
+    assert "launcher.nproc_per_node=8" in container["args"]
+    assert [amount for name, amount in container["resources"]["limits"].items() if "/" in name] == ["8"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"resources": {"nvidia.com/gpu": 8}, "gpus_per_node": 8}, "cannot contain nvidia.com/gpu beside gpus_per_node"),
+        ({"resources": {"nvidia.com/gpu": 8, "amd.com/gpu": 1}}, "cannot contain nvidia.com/gpu beside amd.com/gpu"),
+        ({"resources": {"nvidia.com/gpu": "500m"}}, "expected a whole number for nvidia.com/gpu, got 500m"),
+        ({"resources": {"google.com/tpu": 4}}, r"cannot contain google.com/tpu.*launcher.kind: xla"),
+        ({"gpu_resource": "google.com/tpu", "gpus_per_node": 4}, r"cannot contain google.com/tpu"),
+        ({"resources": {"nvidia.com/mig-1g.5gb": 2}}, r"set gpu_resource: nvidia.com/mig-1g.5gb and gpus_per_node"),
+        ({"resources": {"habana.ai/gaudi": 8}}, r"cannot count processes from habana.ai/gaudi"),
+    ],
+)  # fmt: skip
+def test_accelerators_that_cannot_be_counted_are_refused(options, message):
+    with pytest.raises(ValidationError, match=message):
+        Kubernetes(image="i", **options)
+
+
+def test_accelerators_are_not_counted_if_the_number_of_processes_is_given():
+    section = Kubernetes(image="i", resources={"habana.ai/gaudi": 8}, nproc_per_node=8)
+    assert plan(section).nproc_per_node == 8
+
+
+@pytest.mark.parametrize(
     ("key", "value", "message"),
     [
         ("namespace", "My team", "expected a name of lower-case"),

@@ -56,6 +56,12 @@ def test_a_job_without_gpus_runs_on_the_cpus_of_its_nodes():
         plan(Ray(), device="cuda")
 
 
+def test_other_accelerators_of_ray_need_a_number_of_processes():
+    with pytest.raises(ValidationError, match="cannot count processes from HPU; set nproc_per_node"):
+        Ray(resources={"HPU": 8})
+    assert plan(Ray(resources={"HPU": 8}, nproc_per_node=8)).nproc_per_node == 8
+
+
 def test_the_plan_names_the_variable_that_overrides_the_address():
     planned = plan(Ray(address="http://head:8265"), environ={"RAY_ADDRESS": "http://other:8265"})
     assert planned.job.describe()[0] == "cluster: http://other:8265 (from RAY_ADDRESS)"

@@ -98,11 +98,56 @@ def test_auto_starts_one_process_for_each_requested_gpu(launcher, options, count
     assert launcher.plan(build_spec(**options)).nproc_per_node == count
 
 
+@pytest.mark.parametrize(
+    ("line", "count"),
+    [
+        ("--gres=gpu:2", 2),
+        ("--gres gpu:a100:2", 2),
+        ("--gres=gpu", 1),
+        ("--gres=gpu:a100", 1),
+        ("--gres=gres/gpu:4", 4),
+        ("--gres=nvme:1,gpu:3(S:0-1)", 3),
+        ("--gres=gpu:a100:2,gpu:v100:1", 3),
+        ("--gres=shard:4", 1),
+        ("--constraint=a100 --gres=gpu:2", 2),
+        ("-G4", 4),
+        ("-G a100:4", 4),
+        ("--gpus=4", 4),
+        ("--gpus-per-task=2", 2),
+    ],
+)
+def test_gpus_of_sbatch_args_are_counted(line, count):
+    plan = Slurm(sbatch_args=[line]).plan(build_spec())
+    assert (plan.nproc_per_node, plan.device) == (count, "GPU")
+    with pytest.raises(ValidationError, match="GPUs are requested by gpus_per_node too"):
+        Slurm(sbatch_args=[line], gpus_per_node=2)
+
+
+@pytest.mark.parametrize("line", ["--gres=nvme:1", "--gres=none", "--tres-per-task=cpu:2", "--gpu-bind=none"])
+def test_options_of_sbatch_without_gpus_request_none(line):
+    plan = Slurm(sbatch_args=[line]).plan(build_spec())
+    assert (plan.nproc_per_node, plan.device) == (1, "cpu")
+
+
+def test_gpus_of_all_nodes_together_are_counted_on_one_node_only():
+    with pytest.raises(ValidationError, match="--gpus is for all nodes together"):
+        Slurm(nnodes=2, sbatch_args=["--gpus=4"])
+    assert Slurm(nnodes=2, sbatch_args=["--gres=gpu:4"]).plan(build_spec()).nproc_per_node == 4
+
+
+@pytest.mark.parametrize("name", ["SBATCH_GRES", "SBATCH_GPUS_PER_NODE", "SBATCH_OUTPUT"])
+def test_a_variable_that_overrides_the_batch_script_is_an_error(name):
+    with pytest.raises(UsageError, match=rf"{name}=x overrides the batch script\. Unset it"):
+        Slurm().plan(build_spec(environ={name: "x"}))
+
+
 def test_more_processes_than_requested_gpus_are_an_error_except_on_the_cpu():
     launcher = Slurm(gpus_per_node="a100:2", nproc_per_node=4)
     with pytest.raises(UsageError, match=r"nproc_per_node 4: launcher.gpus_per_node requests 2"):
         launcher.plan(build_spec())
     assert launcher.plan(build_spec(device="cpu")).nproc_per_node == 4
+    with pytest.raises(UsageError, match=r"nproc_per_node 4: launcher.sbatch_args requests 2"):
+        Slurm(sbatch_args=["--gres=gpu:2"], nproc_per_node=4).plan(build_spec())
 
 
 @pytest.mark.parametrize(
@@ -152,6 +197,19 @@ def test_bash_reads_a_quoted_word_unchanged_from_one_line(words):
         ("sbatch_args", ["a100"], "expected options of sbatch"),
         ("sbatch_args", ["--nodes=4"], "cannot contain --nodes, which accel sets"),
         ("sbatch_args", ["-p gpu"], "cannot contain -p"),
+        ("sbatch_args", ["-N2"], "cannot contain -N"),
+        ("sbatch_args", ["--node=2"], "cannot contain --nodes"),
+        ("sbatch_args", ["--constraint=a100 --ntasks 4"], "cannot contain --ntasks"),
+        ("sbatch_args", ["--ntasks-per-gpu=1"], "cannot contain --ntasks-per-gpu"),
+        ("sbatch_args", ["--comment='a"], "No closing quotation"),
+        (
+            "sbatch_args",
+            ["--gpus-per-socket=1"],
+            "GPUs of --gpus-per-socket cannot be counted; use gpus_per_node",
+        ),
+        ("sbatch_args", ["--tres-per-task=cpu:2,gres/gpu:1"], "GPUs of --tres-per-task cannot be counted"),
+        ("sbatch_args", ["--gres=gpu:2k"], "GPUs of --gres gpu:2k cannot be counted"),
+        ("sbatch_args", ["--gres=gpu:1", "--gpus=2"], "--gres and --gpus both request GPUs"),
         ("nproc_per_node", 0, "greater than or equal to 1"),
     ],
 )
