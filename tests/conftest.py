@@ -40,6 +40,9 @@ _LAUNCHER_VARIABLES = (
     "LOCAL_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
+    "NODE_RANK",
+    "NUM_NODES",
+    "NNODES",
     "OMP_NUM_THREADS",
 )
 

@@ -30,6 +30,8 @@ PORT = 29400
 FIRST_JOB_PORT, NUM_JOB_PORTS = 20000, 10000
 """The range of ports derived from a job id, below the kernel's ephemeral ports."""
 _MAX_DIGITS = 18
+_LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+_VOLCANO_HOSTS = re.compile(r"VC_\w+_HOSTS")
 
 VARIABLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -47,12 +49,23 @@ VARIABLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE",
         ),
         "PMI_*": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_JOBID"),
+        "JSM_*": (
+            "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE",
+            "PMIX_NAMESPACE", "LSB_JOBID",
+        ),
         "SKYPILOT_*": (
             "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS", "SKYPILOT_TASK_ID",
         ),
         "TPU_WORKER_*": ("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID", "MEGASCALE_NUM_SLICES"),
         "DSTACK_*": ("DSTACK_NODES_NUM", "DSTACK_NODE_RANK", "DSTACK_MASTER_NODE_IP", "DSTACK_RUN_ID"),
         "SM_*": ("SM_HOSTS", "SM_CURRENT_HOST", "SM_MASTER_PORT", "TRAINING_JOB_NAME"),
+        # RunPod, and scripts that call torchrun on each node.
+        "NUM_NODES and NODE_RANK": ("NUM_NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+        "NNODES and NODE_RANK": ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+        # Without LOCAL_RANK, or with an equal NODE_RANK (Azure ML): Vertex AI, PyTorchJobs of Kubeflow, Volcano's plugin for PyTorch.
+        "WORLD_SIZE and RANK": ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"),
+        # Volcano; the hosts are in a variable named for the task, such as VC_WORKER_HOSTS.
+        "VC_*": ("VC_TASK_INDEX", "VK_TASK_INDEX"),
     }
 )  # fmt: skip
 """The variables that are read, by the name of their source."""
@@ -115,6 +128,8 @@ def find_nodes(options: NodeOptions, environ: Mapping[str, str], *, parent: int 
         or _find_cluster_nodes(environ, "SKYPILOT_*")
         or _find_cluster_nodes(environ, "DSTACK_*")
         or _find_sagemaker_nodes(environ)
+        or _find_master_nodes(environ, options)
+        or _find_volcano_nodes(environ, options)
     )
     return _apply_options(layout, options)
 
@@ -141,6 +156,10 @@ def _find_torchrun_ranks(environ: Mapping[str, str]) -> NodeLayout | None:
     world_size = _parse_number(environ, "WORLD_SIZE")
     rank = _parse_rank(environ, "RANK", world_size, "WORLD_SIZE")
     missing = [name for name in names if not environ.get(name)]
+    # Azure ML with one process on each node: that process is the launcher of its node.
+    is_node = world_size > 1 and environ.get("NODE_RANK") == str(rank) and environ["LOCAL_RANK"] == "0"
+    if missing == ["LOCAL_WORLD_SIZE"] and is_node:
+        return None
     if missing:
         raise UsageError(
             f"Incomplete variables of a process group: RANK={rank} and WORLD_SIZE={world_size} are set, but not "
@@ -221,16 +240,19 @@ def get_slurm_rendezvous(environ: Mapping[str, str]) -> tuple[str, str, str]:
 
 
 def _find_mpi_ranks(environ: Mapping[str, str], options: NodeOptions, parent: int) -> NodeLayout | None:
-    prefixes = (name for name in ("OMPI_*", "PMI_*") if all(key in environ for key in VARIABLES[name][:2]))
+    prefixes = (
+        name for name in ("OMPI_*", "PMI_*", "JSM_*") if all(key in environ for key in VARIABLES[name][:2])
+    )
     if (prefix := next(prefixes, None)) is None:
         return None
     names, job_names = VARIABLES[prefix][:4], VARIABLES[prefix][4:]
+    program = "jsrun" if prefix == "JSM_*" else "mpirun"
     if environ[names[1]] == "1":
         return None
     if missing := [name for name in names if name not in environ]:
         raise UsageError(
-            f"Incomplete variables of mpirun: {names[0]} is set, but not {', '.join(missing)}. Use the mpirun of Open MPI, "
-            "MPICH or Intel MPI, which sets them, or torchrun."
+            f"Incomplete variables of {program}: {names[0]} is set, but not {', '.join(missing)}. Use the mpirun of Open MPI, "
+            "MPICH or Intel MPI, or jsrun, which set them, or torchrun."
         )
     size, local_size = _parse_number(environ, names[1]), _parse_number(environ, names[3])
     rank = _parse_rank(environ, names[0], size, names[1])
@@ -246,10 +268,10 @@ def _find_mpi_ranks(environ: Mapping[str, str], options: NodeOptions, parent: in
         host, port = environ["MASTER_ADDR"], environ.get("MASTER_PORT", port)
     else:
         raise UsageError(
-            f"Unknown address of rank 0: mpirun started {size} ranks on several nodes ({names[1]}), and sets no address. Give "
+            f"Unknown address of rank 0: {program} started {size} ranks on several nodes ({names[1]}), and sets no address. Give "
             "--rdzv-endpoint HOST:PORT, or set MASTER_ADDR, with the host of rank 0."
         )
-    source = f"{prefix} (mpirun)"
+    source = f"{prefix} ({program})"
     if local_size == 1 and options.nproc_per_node is not None:
         return NodeLayout(source, {"nnodes": size, "rdzv_endpoint": _join_endpoint(host, port)}, rank)
     return NodeLayout(source, ranks=_build_ranks(rank, local_rank, size, local_size, host.strip("[]"), port))
@@ -286,6 +308,72 @@ def _find_sagemaker_nodes(environ: Mapping[str, str]) -> NodeLayout | None:
     if job := environ.get("TRAINING_JOB_NAME"):
         values["rdzv_id"] = job
     return NodeLayout("SM_*", values, rank)
+
+
+def _find_master_nodes(environ: Mapping[str, str], options: NodeOptions) -> NodeLayout | None:
+    """Return the nodes from variables that many services set, but also shells: a count, a rank and an address.
+
+    A number of nodes of 1, as an option, trains on this node alone, whatever the variables are.
+    """
+    # A process of torchrun has RANK and WORLD_SIZE of a process, not of a node.
+    if options.nnodes == 1 or "TORCHELASTIC_RUN_ID" in environ:
+        return None
+    for source in ("NUM_NODES and NODE_RANK", "NNODES and NODE_RANK", "WORLD_SIZE and RANK"):
+        count_name, rank_name, host_name, port_name = VARIABLES[source]
+        # A range such as 1:4 in NNODES is for a script, which passes it as an option.
+        if not environ.get(rank_name) or not _is_number(environ.get(count_name, "")):
+            continue
+        nodes = _count_nodes(environ, count_name, options)
+        if nodes <= 1:
+            continue
+        rank = _parse_rank(environ, rank_name, nodes, count_name)
+        host = environ.get(host_name, "")
+        if not host and not options.rdzv_endpoint:
+            raise UsageError(
+                f"Unknown address of the first node: {count_name}={environ[count_name]} and {rank_name}={rank} are set, but not "
+                f"{host_name}. Set it to that address, or unset {count_name} and {rank_name} to train on this node alone."
+            )
+        if rank == 0 and host in _LOOPBACK_NAMES:  # PyTorchJobs name the first pod so in itself
+            host = environ.get("HOSTNAME") or host
+        endpoint = _join_endpoint(host, environ.get(port_name) or str(PORT))
+        return NodeLayout(source, {"nnodes": nodes, "rdzv_endpoint": endpoint}, rank)
+    return None
+
+
+def _count_nodes(environ: Mapping[str, str], name: str, options: NodeOptions) -> int:
+    """Return the number of nodes from a variable; WORLD_SIZE counts processes if another number contradicts nodes."""
+    count = _parse_number(environ, name)
+    if name != "WORLD_SIZE":
+        return count
+    given = _get_max_nodes(options.nnodes or 0)
+    local_size = environ.get("LOCAL_WORLD_SIZE", "")
+    if _is_number(local_size) and int(local_size) and count % int(local_size) == 0:
+        count //= int(local_size)
+    return given if given and count % given == 0 else count
+
+
+def _find_volcano_nodes(environ: Mapping[str, str], options: NodeOptions) -> NodeLayout | None:
+    """Return the pods of a Volcano job with the plugins env and svc, if all of them are of one task.
+
+    Of several tasks, options give the nodes.
+    """
+    index = next((name for name in VARIABLES["VC_*"] if environ.get(name)), None)
+    hosts = {
+        name: text.split(",") for name, text in environ.items() if _VOLCANO_HOSTS.fullmatch(name) and text
+    }
+    if index is None or sum(map(len, hosts.values())) <= 1 or options.nnodes == 1:
+        return None
+    if len(hosts) > 1 and options.nnodes is not None:
+        return None
+    if len(hosts) > 1:
+        raise UsageError(
+            f"Unknown rank of this node: {index} counts the pods of one task, and the Volcano job has several ({', '.join(sorted(hosts))}). "
+            "Add Volcano's plugin pytorch to the job, or give --nnodes, --node-rank and --rdzv-endpoint."
+        )
+    ((name, names),) = hosts.items()
+    rank = _parse_rank(environ, index, len(names), f"the hosts of {name}")
+    endpoint = _join_endpoint(names[0].strip(), str(PORT))
+    return NodeLayout("VC_*", {"nnodes": len(names), "rdzv_endpoint": endpoint}, rank)
 
 
 def _apply_options(layout: NodeLayout | None, options: NodeOptions) -> NodeLayout:

@@ -25,6 +25,23 @@ SKY = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS"
 DSTACK = {"DSTACK_NODES_NUM": "2", "DSTACK_NODE_RANK": "0", "DSTACK_MASTER_NODE_IP": "10.0.0.1"}
 SAGEMAKER = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2", "TRAINING_JOB_NAME": "job"}
 PET = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "4", "PET_MASTER_ADDR": "n0", "PET_MASTER_PORT": "9"}  # fmt: skip
+JSM = {
+    "JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "JSM_NAMESPACE_LOCAL_SIZE": "4", "LSB_JOBID": "7",
+}  # fmt: skip
+VERTEX = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "cmle-training-workerpool0-0", "MASTER_PORT": "2222"}
+AZURE = {
+    "RANK": "1", "LOCAL_RANK": "0", "NODE_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.4",
+    "MASTER_PORT": "6105",
+}  # fmt: skip
+RUNPOD = {
+    "NUM_NODES": "2", "NODE_RANK": "1", "NUM_TRAINERS": "8", "WORLD_SIZE": "16", "MASTER_ADDR": "10.65.0.2",
+    "MASTER_PORT": "29500", "PRIMARY_ADDR": "10.65.0.2", "NODE_ADDR": "10.65.0.3",
+}  # fmt: skip
+VOLCANO = {
+    "VC_TASK_INDEX": "1", "VK_TASK_INDEX": "1", "VC_WORKER_NUM": "2",
+    "VC_WORKER_HOSTS": "job-worker-0.job,job-worker-1.job",
+}  # fmt: skip
 RANK = {
     "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a",
     "MASTER_PORT": "1",
@@ -50,6 +67,41 @@ def ranks_of(*values):
             NodeLayout("OMPI_* (mpirun)", ranks=ranks_of(3, 1, 4, 2, "n0", 7)),
         ),
         (PMI, NodeLayout("PMI_* (mpirun)", ranks=ranks_of(1, 1, 2, 2, "127.0.0.1", 22759))),
+        (JSM, NodeLayout("JSM_* (jsrun)", ranks=ranks_of(1, 1, 4, 4, "127.0.0.1", 21346))),
+        ({**JSM, "JSM_NAMESPACE_SIZE": "1"}, NodeLayout()),
+        (VERTEX, NodeLayout("WORLD_SIZE and RANK", {"nnodes": 2, "rdzv_endpoint": "cmle-training-workerpool0-0:2222"}, 1)),
+        ({**VERTEX, "MASTER_PORT": ""}, NodeLayout("WORLD_SIZE and RANK", {"nnodes": 2, "rdzv_endpoint": "cmle-training-workerpool0-0:29400"}, 1)),
+        (
+            {**VERTEX, "RANK": "0", "MASTER_ADDR": "localhost", "HOSTNAME": "job-master-0"},
+            NodeLayout("WORLD_SIZE and RANK", {"nnodes": 2, "rdzv_endpoint": "job-master-0:2222"}, 0),
+        ),
+        (
+            {**VERTEX, "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"},
+            NodeLayout("WORLD_SIZE and RANK", {"nnodes": 2, "rdzv_endpoint": "cmle-training-workerpool0-0:2222"}, 1),
+        ),
+        (AZURE, NodeLayout("WORLD_SIZE and RANK", {"nnodes": 2, "rdzv_endpoint": "10.0.0.4:6105"}, 1)),
+        (RUNPOD, NodeLayout("NUM_NODES and NODE_RANK", {"nnodes": 2, "rdzv_endpoint": "10.65.0.2:29500"}, 1)),
+        (
+            {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "n0"},
+            NodeLayout("NNODES and NODE_RANK", {"nnodes": 2, "rdzv_endpoint": "n0:29400"}, 0),
+        ),
+        (VOLCANO, NodeLayout("VC_*", {"nnodes": 2, "rdzv_endpoint": "job-worker-0.job:29400"}, 1)),
+        ({**VOLCANO, **VERTEX}, NodeLayout("WORLD_SIZE and RANK", {"nnodes": 2, "rdzv_endpoint": "cmle-training-workerpool0-0:2222"}, 1)),
+        ({**VOLCANO, "VC_TASK_INDEX": "", "VC_WORKER_HOSTS": "job-worker-0.job"}, NodeLayout()),
+        # What several of them set, or a shell has.
+        ({**RANK, **RUNPOD, "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, NodeLayout("RANK and WORLD_SIZE", ranks=RANK, inherited=True)),
+        ({**SLURM, **VERTEX}, NodeLayout("SLURM_* (step 812.3)", {"nnodes": 2, "rdzv_endpoint": "gpu03:21103", "rdzv_id": "812.3"}, 1)),
+        ({**PET, **VERTEX}, NodeLayout("PET_*", {"nnodes": 2, "nproc_per_node": 4, "rdzv_endpoint": "n0:9"}, 1)),
+        ({"NODE_RANK": "1"}, NodeLayout()),
+        ({"NODE_RANK": "1", "MASTER_ADDR": "n0", "MASTER_PORT": "1"}, NodeLayout()),
+        ({"NNODES": "2", "MASTER_ADDR": "n0"}, NodeLayout()),
+        ({"NNODES": "1:4", "NODE_RANK": "1", "MASTER_ADDR": "n0"}, NodeLayout()),
+        ({"RANK": "0"}, NodeLayout()),
+        ({"WORLD_SIZE": "8"}, NodeLayout()),
+        ({**VERTEX, "RANK": "0", "WORLD_SIZE": "1"}, NodeLayout()),
+        ({**VERTEX, "TORCHELASTIC_RUN_ID": "none"}, NodeLayout()),
+        ({"VC_TASK_INDEX": "1"}, NodeLayout()),
+        ({"VC_WORKER_HOSTS": "a,b"}, NodeLayout()),
         (SKY, NodeLayout("SKYPILOT_*", {"nnodes": 2, "rdzv_endpoint": "10.0.0.1:20000"}, 1)),
         (DSTACK, NodeLayout("DSTACK_*", {"nnodes": 2, "rdzv_endpoint": "10.0.0.1:20000"}, 0)),
         ({**DSTACK, "DSTACK_NODES_NUM": "1"}, NodeLayout()),
@@ -95,6 +147,26 @@ def test_a_range_of_nodes_that_ends_at_the_size_of_the_step_is_used():
     assert find_nodes(NodeOptions(nnodes="1:2"), SLURM).values["nnodes"] == "1:2"
 
 
+@pytest.mark.parametrize(
+    ("options", "environ", "nodes"),
+    [
+        # As scripts of these services pass them to torchrun.
+        (NodeOptions(nnodes=2, node_rank=1, rdzv_endpoint="n0:1"), VERTEX, 2),
+        (NodeOptions(nnodes=2, nproc_per_node=8, node_rank=1), {**VERTEX, "WORLD_SIZE": "16"}, 2),
+        (NodeOptions(nnodes=2, nproc_per_node=8, node_rank=1, rdzv_endpoint="n0:1"), RUNPOD, 2),
+        (NodeOptions(nnodes="1:2"), RUNPOD, "1:2"),
+        (NodeOptions(nnodes=2, rdzv_endpoint="n0:1"), {"RANK": "0", "WORLD_SIZE": "2"}, 2),
+        (NodeOptions(nnodes=3, node_rank=2, rdzv_endpoint="n0:1"), {**VOLCANO, "VC_MASTER_HOSTS": "m"}, None),
+        (NodeOptions(nnodes=2), VOLCANO, 2),
+        (NodeOptions(nnodes=1), VERTEX, None),
+        (NodeOptions(nnodes=1), RUNPOD, None),
+        (NodeOptions(nnodes=1), VOLCANO, None),
+    ],
+)
+def test_options_agree_with_general_variables_or_replace_them(options, environ, nodes):
+    assert find_nodes(options, environ).values.get("nnodes") == nodes
+
+
 def test_a_node_rank_given_as_an_option_is_static():
     assert find_nodes(NodeOptions(nnodes=2, node_rank=1), {}) == NodeLayout(node_rank=1, static=True)
 
@@ -137,6 +209,18 @@ def test_the_summary_names_the_source_and_all_derived_values():
         (NodeOptions(), {**SAGEMAKER, "SM_CURRENT_HOST": "algo-3"}, "JSON list that contains SM_CURRENT_HOST (algo-3)"),
         (NodeOptions(), {**SAGEMAKER, "SM_HOSTS": "algo-1,algo-2"}, "Invalid SM_HOSTS=algo-1,algo-2: expected a JSON list"),
         (NodeOptions(), {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "but not LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        (NodeOptions(nnodes=3), VERTEX, "--nnodes 3 contradicts WORLD_SIZE and RANK, which sets 2 nodes"),
+        (NodeOptions(node_rank=0), RUNPOD, "--node-rank 0 contradicts NUM_NODES and NODE_RANK"),
+        # The fourth process of the second node.
+        (NodeOptions(), {**AZURE, "RANK": "7", "LOCAL_RANK": "3", "WORLD_SIZE": "8"}, "but not LOCAL_WORLD_SIZE"),
+        (NodeOptions(), {**AZURE, "RANK": "4", "WORLD_SIZE": "8"}, "but not LOCAL_WORLD_SIZE"),
+        (NodeOptions(), {**VERTEX, "RANK": "2"}, "Invalid RANK=2: expected less than WORLD_SIZE (2)"),
+        (NodeOptions(), {**VERTEX, "MASTER_ADDR": ""}, "WORLD_SIZE=2 and RANK=1 are set, but not MASTER_ADDR. Set it to that address, or unset WORLD_SIZE and RANK"),
+        (NodeOptions(), {"NNODES": "2", "NODE_RANK": "x", "MASTER_ADDR": "a"}, "Invalid NODE_RANK='x'"),
+        (NodeOptions(), {**VOLCANO, "VC_MASTER_HOSTS": "job-master-0.job"}, "has several (VC_MASTER_HOSTS, VC_WORKER_HOSTS). Add Volcano's plugin pytorch"),
+        (NodeOptions(), {**VOLCANO, "VC_TASK_INDEX": "2"}, "VC_TASK_INDEX=2: expected less than the hosts of VC_WORKER_HOSTS (2)"),
+        (NodeOptions(), {"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "2"}, "Incomplete variables of jsrun"),
+        (NodeOptions(), {**JSM, "JSM_NAMESPACE_LOCAL_SIZE": "2"}, "jsrun started 4 ranks on several nodes"),
         (NodeOptions(), {**RANK, "RANK": "2"}, "Invalid RANK=2: expected less than WORLD_SIZE (2)"),
     ],
 )  # fmt: skip
@@ -174,6 +258,11 @@ CLUSTERS = (
     SAGEMAKER,
     PET,
     RANK,
+    JSM,
+    VERTEX,
+    AZURE,
+    RUNPOD,
+    VOLCANO,
     {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1"},
 )
 
