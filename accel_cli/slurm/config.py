@@ -34,8 +34,8 @@ _RESERVED_OPTIONS = frozenset({
 """Options of sbatch that have a key of the profile, or that the batch script depends on."""
 _GPU_OPTIONS = ("--gres", "--gpus", "-G", "--gpus-per-task")
 """Options of sbatch whose GPUs are counted."""
-_UNCLEAR_GPU_OPTIONS = re.compile(r"--gpus-per-socket|--tres-per-\w+")
-"""Matches options of sbatch whose GPUs cannot be counted, if their value names GPUs at all."""
+_UNCLEAR_GPU_OPTIONS = re.compile(r"--gpus-per-(?!task$)\w+|--tres-per-\w+")
+"""Matches options of sbatch, also abbreviated, whose GPUs cannot be counted, if their value names GPUs at all."""
 _GRES = re.compile(r"(?:gres[:/])?(gpu|mps|shard)(?::[A-Za-z][\w.-]*)?(?:[:=](\d+))?(?:\(.*\))?")
 _OVERRIDING_VARIABLES = (
     "SBATCH_GPUS", "SBATCH_GPUS_PER_NODE", "SBATCH_GPUS_PER_TASK", "SBATCH_GRES", "SBATCH_ARRAY_INX", "SBATCH_OUTPUT",
@@ -92,7 +92,7 @@ def _count_requested_gpus(lines: list[str], nnodes: int) -> int:
     """
     counts: dict[str, int] = {}
     for name, value in (option for line in lines for option in _parse_options(line)):
-        if _UNCLEAR_GPU_OPTIONS.fullmatch(name) and (name == "--gpus-per-socket" or "gpu" in value):
+        if _UNCLEAR_GPU_OPTIONS.fullmatch(name) and (name.startswith("--gpus") or "gpu" in value):
             raise ValueError(f"sbatch_args: the GPUs of {name} cannot be counted; use gpus_per_node")
         if name not in _GPU_OPTIONS:
             continue

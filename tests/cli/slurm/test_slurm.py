@@ -207,6 +207,7 @@ def test_bash_reads_a_quoted_word_unchanged_from_one_line(words):
             ["--gpus-per-socket=1"],
             "GPUs of --gpus-per-socket cannot be counted; use gpus_per_node",
         ),
+        ("sbatch_args", ["--gpus-per-tas=2"], "GPUs of --gpus-per-tas cannot be counted"),
         ("sbatch_args", ["--tres-per-task=cpu:2,gres/gpu:1"], "GPUs of --tres-per-task cannot be counted"),
         ("sbatch_args", ["--gres=gpu:2k"], "GPUs of --gres gpu:2k cannot be counted"),
         ("sbatch_args", ["--gres=gpu:1", "--gpus=2"], "--gres and --gpus both request GPUs"),
