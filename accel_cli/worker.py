@@ -52,6 +52,7 @@ __all__ = [
     "register_stack_signal",
     "run_script",
     "set_main",
+    "set_stream",
     "write_record",
 ]
 
@@ -86,7 +87,13 @@ def main(arguments: list[str]) -> None:
     run_script(lambda: execute(kind, sys.argv[0]), Path(error_file) if error_file else None)
 
 
-def connect_output(folder: str) -> None:
+def set_stream(name: str, stream: TextIOWrapper) -> None:
+    """Set `sys.stdout` or `sys.stderr`."""
+    setattr(sys, name, stream)
+    setattr(sys, f"__{name}__", stream)
+
+
+def connect_output(folder: str, set_stream: Callable[[str, TextIOWrapper], None] = set_stream) -> None:
     """Redirect stdout and stderr to the files in the rank's folder, and write the stack of a crash to another one.
 
     The launcher creates `stdout` and `stderr` there: its pseudo-terminal or pipe if the rank is shown, else the log. If
@@ -99,7 +106,8 @@ def connect_output(folder: str) -> None:
             continue
         os.dup2(fd, number)
         os.close(fd)
-        _reopen_stream(name, number)
+        if stream := _reopen_stream(name, number):
+            set_stream(name, stream)
         if stat.S_ISREG(os.fstat(number).st_mode):
             ignore_full_disk(getattr(sys, name), f"{folder}/{name}")
     if not faulthandler.is_enabled():
@@ -107,14 +115,14 @@ def connect_output(folder: str) -> None:
             faulthandler.enable(open(f"{folder}/fault.log", "wb"))  # noqa: SIM115, PTH123 - open until the end
 
 
-def _reopen_stream(name: str, number: int) -> None:
+def _reopen_stream(name: str, number: int) -> TextIOWrapper | None:
     """Open `sys.stdout` or `sys.stderr` anew, as Python does at its start, once its descriptor is another file.
 
     A stream keeps what it found out about the first file: whether it can seek, its position, and whether it is a terminal.
     """
     before = getattr(sys, name)
     if before is None:  # the launcher was started with the stream closed
-        return
+        return None
     before.flush()
     is_unbuffered = isinstance(before.buffer, RawIOBase)
     binary: Any = open(number, "wb", 0 if is_unbuffered else -1, closefd=False)  # noqa: SIM115 - until the end
@@ -123,8 +131,7 @@ def _reopen_stream(name: str, number: int) -> None:
         binary, before.encoding, before.errors, "\n", line_buffering=True, write_through=is_unbuffered
     )
     stream.mode = "w"
-    setattr(sys, name, stream)
-    setattr(sys, f"__{name}__", stream)
+    return stream  # type: ignore[no-any-return]
 
 
 def open_output(folder: str, name: str) -> int:

@@ -28,6 +28,7 @@ import signal
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from types import FrameType, ModuleType
@@ -113,9 +114,9 @@ class ReplicaFolder(RankFolder):
         while not os.path.lexists(self.path / "stderr") and time.monotonic() < deadline:
             time.sleep(_ROUTE_POLL_S)
 
-    def use(self) -> None:
+    def use(self, set_stream: Callable[[str, TextIOWrapper], None] = worker.set_stream) -> None:
         """Make this folder that of the process: for its output, its stacks and its heartbeat."""
-        worker.connect_output(str(self.path))
+        worker.connect_output(str(self.path), set_stream)
         worker.register_stack_signal(str(self.path))
         os.environ[RANK_FOLDER] = str(self.path)
 
@@ -192,7 +193,7 @@ class _ReplicaRunner:
         self._folders: dict[int, ReplicaFolder] = {}
         self._is_first_connected = threading.Event()
         self._exit_lock = threading.Lock()
-        sys.excepthook = self._hook = worker.ExceptHook()
+        sys.excepthook = sys.__excepthook__ = self._hook = worker.ExceptHook()
         ReplicaSignalHandlers(self._threads, self._exit).install()
 
     def __call__(self, index: int) -> None:
@@ -214,7 +215,7 @@ class _ReplicaRunner:
     def _connect(self, number: int, folder: ReplicaFolder) -> None:
         """Connect the output: of the first replica that of the process, of others their own threads'."""
         if number == 0:
-            folder.use()
+            folder.use(self._threads.set_first_stream)
             self._is_first_connected.set()
         else:
             self._is_first_connected.wait()
@@ -435,6 +436,13 @@ class ReplicaThreads:
     def _select(self, by_replica: dict[int, Any]) -> Callable[[], Any]:
         """Return a function that returns the entry of the calling replica, by default the first."""
         return lambda: by_replica.get(self.get_current()) or next(iter(by_replica.values()))
+
+    def set_first_stream(self, name: str, stream: TextIOWrapper) -> None:
+        """Set stdout or stderr of the first replica."""
+        if self._are_several:
+            self._streams[name][0] = stream
+        else:
+            worker.set_stream(name, stream)
 
     def redirect_output(self, folder: str) -> None:
         """Redirect the output of the calling replica to the files that the launcher created in its folder."""
