@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -61,10 +60,12 @@ def explain_os_error(error: OSError | MemoryError) -> str:
 
 def explain_torch_error(error: BaseException | str) -> str:
     """Return why torch cannot be imported, with the cure."""
+    from accel_runtime.installation import format_install  # noqa: PLC0415 - reads metadata, for errors only
+
     text = str(error) or type(error).__name__
     if "No module named 'torch'" in text:
-        return f"{text}. Install torch in this environment: {sys.executable} -m pip install torch"
-    reinstall = f"Reinstall it: {sys.executable} -m pip install --force-reinstall torch"
+        return f"{text}. Install torch in this environment: {format_install('torch')}"
+    reinstall = f"Reinstall it: {format_install('torch', options='--force-reinstall')}"
     return f"Cannot import torch: {text}. {explain_address_space() or reinstall}"
 
 

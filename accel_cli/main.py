@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import io
 import os
+import re
+import shutil
 import signal
 import sys
 from collections.abc import Iterator, Mapping
@@ -139,6 +141,8 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(error.exit_code)
     except AccelError as error:
         console.error(str(error))
+        if hint := _explain_missing_command(str(error)):
+            console.note(hint)
         sys.exit(error.exit_code)
     except RuntimeError as error:
         # pathlib and platformdirs raise it for a user id without an account.
@@ -149,6 +153,15 @@ def main(arguments: list[str] | None = None) -> None:
     except (OSError, MemoryError) as error:
         console.error(explain_os_error(error))
         sys.exit(1)
+
+
+def _explain_missing_command(message: str) -> str:
+    """Return how a command that a message names is run here, if `accel` is not on PATH; empty if it is."""
+    if not re.search(rf"\baccel (?:{'|'.join(COMMANDS.names)})\b", message) or shutil.which("accel"):
+        return ""
+    from accel_runtime.installation import format_python
+
+    return f"accel is not on PATH: run {format_python()} -m accel_cli in its place"
 
 
 def _format_parsing_error(error: Any) -> str:

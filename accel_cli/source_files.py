@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
+from accel_runtime.installation import format_install
 
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
@@ -185,7 +186,7 @@ def _parse_patterns(key: str, texts: Iterable[str]) -> GitIgnoreSpec:
         from pathspec import GitIgnoreSpec  # noqa: PLC0415 - it is a package of the extra
     except ImportError:
         raise UsageError(
-            "Cannot select the files to send: pathspec is not installed. Run pip install pathspec."
+            f"Cannot select the files to send: pathspec is not installed. Run: {format_install('pathspec')}"
         ) from None
     try:
         return GitIgnoreSpec.from_lines(re.sub(r"^\./", "/", text) for text in texts)

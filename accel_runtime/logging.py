@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from accel_runtime.env import Settings, is_placed_by_device
+from accel_runtime.installation import format_install
 from accel_runtime.topology import Topology
 
 __all__ = ["MultiProcessAdapter", "get_logger"]
@@ -126,7 +127,7 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
         from tqdm.auto import tqdm as bar  # noqa: PLC0415 - optional dependency
     except ModuleNotFoundError as error:
         raise ImportError(
-            "tqdm() failed: the package tqdm is not installed. Run pip install tqdm."
+            f"tqdm() failed: the package tqdm is not installed. Run: {format_install('tqdm')}"
         ) from error
     if main_process_only and find_topology().local_rank != 0:
         kwargs["disable"] = True

@@ -45,6 +45,8 @@ _LAUNCHER_VARIABLES = (
     "NNODES",
     "OMP_NUM_THREADS",
 )
+# As in an activated environment: without `accel` on PATH, errors that name a command have another line.
+os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{Path(sys.executable).parent}"
 
 
 @pytest.fixture(autouse=True)

@@ -7,12 +7,13 @@ import subprocess
 import sys
 from functools import cache
 from graphlib import TopologicalSorter
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
 import yaml
 
-from accel_runtime import env
+from accel_runtime import env, installation
 
 ROOT = Path(__file__).parent.parent
 CLI = sorted((ROOT / "accel_cli").rglob("*.py"))
@@ -119,7 +120,11 @@ def test_the_command_line_imports_the_contract_of_the_runtime_and_checkpoints_wi
     """`test_checkpoint_commands_do_not_import_torch` tests that these modules do not import it."""
     imported = find_imports(CLI, {"accel_runtime"})
     modules = ("directory", "errors", "filesystem", "manifest", "safetensors_file")
-    allowed = ("accel_runtime.env.", *(f"accel_runtime.checkpoint.{module}." for module in modules))
+    allowed = (
+        "accel_runtime.env.",
+        "accel_runtime.installation.",
+        *(f"accel_runtime.checkpoint.{module}." for module in modules),
+    )
     assert not [(path, module) for path, module in imported if not f"{module}.".startswith(allowed)]
 
 
@@ -326,6 +331,58 @@ def test_no_text_installs_a_package_of_another_name():
     for file in filter(None, listed.stdout.split("\0")):
         text = (ROOT / file).read_bytes().decode(errors="replace")
         assert not install.search(text), (file, install.search(text))
+
+
+def test_no_text_installs_accel_or_its_extras_from_an_index():
+    """It is on none: `accel_runtime.installation` names the packages themselves; pages name the source tree."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("no repository")
+    install = re.compile(r"accel-runtime\[|\binstall (?:-\S+ )*[\"']?accel[-_]runtime\b")
+    checks = {
+        "pyproject.toml",
+        name(Path(__file__)),
+        "CHANGELOG.md",
+    }  # extras of pyproject.toml name each other
+    for file in {*filter(None, listed.stdout.split("\0"))} - checks:
+        if (ROOT / file).is_file():
+            found = install.search((ROOT / file).read_bytes().decode(errors="replace"))
+            assert not found, (file, found)
+
+
+def test_one_module_writes_the_commands_that_install_packages():
+    commands = [
+        (name(path), node.value)
+        for path in [*CLI, *RUNTIME]
+        if path.name != "installation.py"
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    # `pip install` in a help text or docstring describes what a container does.
+    assert not [(path, text) for path, text in commands if re.search(r"\bpip3? install\b", text)]
+
+
+def test_every_package_that_a_message_installs_is_a_requirement_of_the_distribution():
+    required = {
+        re.match(r"[\w.-]+", text)[0].replace("_", "-").lower()
+        for text in requires(installation.DISTRIBUTION)
+    }
+    calls = [
+        (name(path), node)
+        for path in [*CLI, *RUNTIME]
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in {"format_install", "format_new_environment"}
+    ]
+    assert len(calls) > 10
+    for path, call in calls:
+        extra = next((each.value for each in call.keywords if each.arg == "extra"), None)
+        if isinstance(extra, ast.Constant):
+            assert installation.list_requirements(extra.value), (path, ast.unparse(call))
+        for package in call.args:
+            if isinstance(package, ast.Constant) and ast.unparse(call.func) == "format_install":
+                distribution = package.value.partition("[")[0].replace("_", "-")
+                assert distribution in required, (path, ast.unparse(call))
 
 
 def map_torch_names(path):

@@ -56,8 +56,10 @@ def report(
     """
     missing = [package for package in _PACKAGES if importlib.util.find_spec(package) is None]
     if missing:
+        from accel_runtime.installation import format_install
+
         raise UsageError(
-            f"Cannot draw a report: {' and '.join(missing)} not installed. Run pip install 'accel-runtime[report]'."
+            f"Cannot draw a report: {' and '.join(missing)} not installed. Run: {format_install(*_PACKAGES, extra='report')}"
         )
     selected = _read_runs(runs or [], log_dir)
     file = output or Path(f"report-{selected[0].name}.html" if len(selected) == 1 else "report.html")

@@ -17,6 +17,7 @@ import yaml
 
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.jobs.base import UnreachableError
+from accel_runtime.installation import format_install
 
 __all__ = ["TIMEOUT_S", "KubernetesCluster"]
 
@@ -42,8 +43,8 @@ class KubernetesCluster:
             import kubernetes  # noqa: PLC0415 - takes a second
         except ImportError as error:
             raise UsageError(
-                f"launcher.kind: kubernetes needs the package kubernetes, which cannot be imported ({error}). Run "
-                "pip install 'accel-runtime[kubernetes]'."
+                f"launcher.kind: kubernetes needs the package kubernetes, which cannot be imported ({error}). Run: "
+                f"{format_install('kubernetes', 'pathspec', extra='kubernetes')}"
             ) from None
         self._sdk: Any = kubernetes
         # The client logs why a credential plugin failed, and calls the cluster without credentials.

@@ -121,7 +121,7 @@ class Launcher(Section):
 
     @classmethod
     def get_missing_requirement(cls) -> str:
-        """Return the missing requirement, as pip spells it; empty if nothing is missing."""
+        """Return the packages that are not installed, with commas between; empty if nothing is missing."""
         return ""
 
     @classmethod

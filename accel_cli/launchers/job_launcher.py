@@ -82,14 +82,12 @@ class JobLauncher(Launcher):
     location = "job"
     launch_options: ClassVar[tuple[LaunchOption, ...]] = (DETACH, JOB_NAME)
     packages: ClassVar[tuple[str, ...]] = ()
-    """The packages that it needs, which the extra of its name installs."""
+    """The packages that it needs, by the names of their modules."""
 
     @classmethod
     @override
     def get_missing_requirement(cls) -> str:
-        return (
-            "" if all(map(find_spec, cls.packages)) else f"accel-runtime[{cls.model_fields['kind'].default}]"
-        )
+        return ", ".join(package for package in cls.packages if not find_spec(package))
 
     @classmethod
     @override

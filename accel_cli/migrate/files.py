@@ -18,6 +18,7 @@ from pathlib import Path
 from accel_cli.errors import UsageError
 from accel_cli.migrate.raw import Finding
 from accel_cli.source_files import GIT_LS_FILES
+from accel_runtime.installation import format_install
 
 __all__ = ["STDIN", "MigratedFile", "find_files", "migrate_file"]
 
@@ -168,7 +169,7 @@ def migrate_file(path: Path) -> MigratedFile:
         import libcst  # noqa: PLC0415 - an optional dependency
     except ModuleNotFoundError:
         raise UsageError(
-            "Cannot migrate Python scripts: the package libcst is not installed. Run pip install 'accel-runtime[migrate]'."
+            f"Cannot migrate Python scripts: the package libcst is not installed. Run: {format_install('libcst')}"
         ) from None
     from accel_cli.migrate import migrate_script  # noqa: PLC0415 - imports libcst
 
@@ -189,8 +190,8 @@ def migrate_file(path: Path) -> MigratedFile:
         ) from None
     except libcst.ParserSyntaxError as error:
         raise UsageError(
-            f"{path}:{error.raw_line}: Cannot migrate the script: libcst cannot read this line, which may be newer syntax. "
-            "Install the newest libcst, or write the line in another way."
+            f"{path}:{error.raw_line}: Cannot migrate the script: libcst cannot read this line, which may be newer syntax. Write "
+            f"the line in another way, or install the newest libcst: {format_install('libcst', options='--upgrade')}"
         ) from None
     mark = "\ufeff" if text.startswith("\ufeff") else ""
     return MigratedFile(path, text, mark + result.text, result.findings, result.notes)

@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from accel_cli.errors import explain_torch_error
+from accel_runtime.installation import format_install, format_new_environment
 
 __all__ = [
     "Machine",
@@ -110,17 +111,18 @@ class Machine:
     @property
     def xla_problem(self) -> str:
         """The reason why torch_xla cannot be used here, with its cure; empty if it can."""
-        install = f'pip install "accel-runtime[{"tpu" if self.tpu.exists else "xla"}]"'
+        extra = "tpu" if self.tpu.exists else "xla"
+        install = format_install("torch_xla[tpu]" if self.tpu.exists else "torch_xla", extra=extra)
         torch, torch_xla = self.packages.torch, self.packages.torch_xla
         if torch_xla is None:
-            return f"torch_xla is not installed. Run {install}, which also installs the torch that it needs."
+            return f"torch_xla is not installed. Install it with the torch that it needs: {install}"
         if torch is None or _get_release(torch) != _get_release(torch_xla):
             return (
-                f"torch_xla {torch_xla} needs torch {_get_release(torch_xla)}, but torch {torch or 'none'} is installed. Run "
-                f"{install} in a separate environment."
+                f"torch_xla {torch_xla} needs torch {_get_release(torch_xla)}, but torch {torch or 'none'} is installed. Run in "
+                f"a new environment: {format_new_environment(extra)}"
             )
         if self.tpu.exists and self.packages.libtpu is None:
-            return f"libtpu, the driver of the TPU, is not installed. Run {install}."
+            return f"libtpu, the driver of the TPU, is not installed. Install it: {install}"
         return ""
 
     @property

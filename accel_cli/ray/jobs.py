@@ -35,6 +35,7 @@ from accel_cli.jobs.base import (
 from accel_cli.planning.plan import Plan
 from accel_cli.ray.plan import RayJobPlan, write_folder
 from accel_runtime.env import __version__
+from accel_runtime.installation import format_install
 
 __all__ = ["JobLog", "RayCluster", "RayJobs", "parse_job", "submit"]
 
@@ -65,8 +66,8 @@ class RayCluster:
             from ray.job_submission import JobSubmissionClient  # noqa: PLC0415 - takes a second
         except ImportError as error:
             raise UsageError(
-                f"launcher.kind: ray needs the package ray, which cannot be imported ({error}). Run "
-                "pip install 'accel-runtime[ray]'."
+                f"launcher.kind: ray needs the package ray, which cannot be imported ({error}). Run: "
+                f"{format_install('ray[default]', 'pathspec', extra='ray')}"
             ) from None
         # They write lines about each upload.
         for name in ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):

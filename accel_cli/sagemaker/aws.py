@@ -14,6 +14,7 @@ from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.jobs.base import UnreachableError
 from accel_runtime.env import find_nearest
+from accel_runtime.installation import format_install
 
 __all__ = [
     "NAME_IN_USE",
@@ -29,7 +30,6 @@ __all__ = [
     "load_service_model",
 ]
 
-_EXTRA = 'pip install "accel-runtime[sagemaker]"'
 _CONNECT_TIMEOUT_S, _READ_TIMEOUT_S = 10, 60
 _SESSION_VARIABLES = {
     # boto3 reads the second variable only; Lambda, CodeBuild and newer SDKs set the first.
@@ -260,7 +260,7 @@ def import_sdk(module: str) -> Any:
         return importlib.import_module(f"sagemaker.core.{module}")
     except ImportError as error:
         raise UsageError(
-            f"launcher.kind: sagemaker needs sagemaker-core, which cannot be imported ({error}). Run {_EXTRA}."
+            f"launcher.kind: sagemaker needs sagemaker-core, which cannot be imported ({error}). Run: {_format_install()}"
         ) from None
 
 
@@ -281,8 +281,12 @@ def _import(module: str) -> Any:
         return importlib.import_module(module.partition(".")[0])
     except ImportError as error:
         raise UsageError(
-            f"launcher.kind: sagemaker needs boto3, which cannot be imported ({error}). Run {_EXTRA}."
+            f"launcher.kind: sagemaker needs boto3, which cannot be imported ({error}). Run: {_format_install()}"
         ) from None
+
+
+def _format_install() -> str:
+    return format_install("boto3", "sagemaker-core", extra="sagemaker")
 
 
 def _shorten(text: str) -> str:

@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import accel_cli
 from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.source_files import SelectedFile, Selection, format_name, walk_files, write_archive
+from accel_runtime import installation
 
 __all__ = [
     "build_bundle",
@@ -86,8 +86,7 @@ def check_size(selection: Selection, limit_mb: int) -> None:
 
 def list_requirements() -> list[str]:
     """Return the packages that accel needs besides torch and numpy, which an image has, as pip spells them."""
-    texts = requires("accel-runtime") or []
-    return [text for text in texts if "extra ==" not in text and not re.match(r"(torch|numpy)\b", text)]
+    return [text for text in installation.list_requirements() if not re.match(r"(torch|numpy)\b", text)]
 
 
 def select_accel() -> Selection:

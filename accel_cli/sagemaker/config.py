@@ -21,6 +21,7 @@ from accel_cli.sagemaker.aws import Account
 from accel_cli.sagemaker.request import CHANNEL, SageMakerJobPlan, build_job_spec
 from accel_cli.sections import Answers, Choice, CountOrAuto, Offers, Question, Section, match
 from accel_runtime.env import ProcessGroupBackend
+from accel_runtime.installation import format_install
 
 if TYPE_CHECKING:
     from accel_cli.sagemaker.jobs import SageMakerJobs
@@ -31,7 +32,8 @@ _DAY_S = 86400
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": _DAY_S}
 _TIME = re.compile(r"(\d{1,9})([smhd])")
 _TIME_HINT = "seconds, or for example 90m, 2h or 1d"
-_EXTRA = "accel-runtime[sagemaker]"
+_PACKAGES = {"boto3": "boto3", "sagemaker": "sagemaker-core"}
+"""The packages that it needs, by the module of each."""
 _ATTEMPTS = 2
 """Attempts of a call while the user of the wizard waits, who can also type the answer."""
 _DEFAULT_REGION = "us-east-1"
@@ -42,7 +44,7 @@ def _ask_advanced(text: str, hint: str, **options: Any) -> Question:
 
 
 def _find_missing_extra() -> str:
-    return "" if find_spec("boto3") and find_spec("sagemaker") else _EXTRA
+    return ", ".join(package for module, package in _PACKAGES.items() if not find_spec(module))
 
 
 def _open_account(answers: Answers) -> Account:
@@ -99,7 +101,8 @@ def _explain_no_offers(error: AccelError, what: str = "choices") -> Offers:
     if _find_missing_extra():
         # The wizard shows the same note once, however many questions have it.
         return Offers(
-            note=f'boto3 is not installed, so nothing can be listed. Type the answers, or run pip install "{_EXTRA}".'
+            note="boto3 is not installed, so nothing can be listed. Type the answers, or install it: "
+            f"{format_install(*_PACKAGES.values(), extra='sagemaker')}"
         )
     return Offers(note=f"The {what} cannot be listed; type the answer. {error}")
 

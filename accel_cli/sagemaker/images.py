@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from accel_cli.errors import UsageError
 from accel_cli.sagemaker.aws import format_hint, import_sdk, list_regions, load_service_model
+from accel_runtime.installation import format_install
 
 __all__ = [
     "SMDDP_TYPES",
@@ -63,8 +64,8 @@ def check_type(instance_type: str, *, allow_unknown: bool = False) -> None:
         near = get_close_matches(instance_type, list_types(), 3)
         hint = f" Did you mean {', '.join(near)}?" if near else ""
         raise UsageError(
-            f"Unknown launcher.instance_type {instance_type!r}.{hint} If it is newer than the installed boto3, run "
-            "pip install -U boto3 or set launcher.allow_unknown_instance: true."
+            f"Unknown launcher.instance_type {instance_type!r}.{hint} If it is newer than the installed boto3, set "
+            f"launcher.allow_unknown_instance: true, or run: {format_install('boto3', options='--upgrade')}"
         )
 
 
@@ -100,8 +101,8 @@ def find_image(pytorch_version: str, region: str, instance_type: str) -> str:
     if match is None or match[0] not in releases:
         raise UsageError(
             f"No image with torch {pytorch_version} in {region}: of torch 2.9 and newer, the installed sagemaker-core lists "
-            f"{', '.join(releases)}. Set launcher.pytorch_version to one that is listed, run "
-            "pip install -U sagemaker-core, or set launcher.image_uri to another image."
+            f"{', '.join(releases)}. Set launcher.pytorch_version to one that is listed, set launcher.image_uri to another "
+            f"image, or run: {format_install('sagemaker-core', options='--upgrade')}"
         )
     # For a type that it does not know, the SDK returns the image for CPUs.
     check_type(instance_type, allow_unknown=has_gpu(instance_type))

@@ -45,6 +45,7 @@ from accel_runtime.estimate.memory import (
     measure_state,
     read_plan,
 )
+from accel_runtime.installation import format_install
 from accel_runtime.parallel.fully_shard import Units, find_units, innermost_units
 from accel_runtime.parallel.tensor_parallel import check_divisibility
 from accel_runtime.torch_internals import tree_leaves_with_path, tree_map
@@ -500,7 +501,7 @@ def build_from_configuration(target: str, sizes: Sizes) -> ModelSpec:
         raise EstimateError(f"File not found: {file}. A transformers model is described by its config.json.")
     if importlib.util.find_spec("transformers") is None:
         raise EstimateError(
-            f"{file} is a configuration of transformers, which is not installed. Run: python -m pip install transformers"
+            f"{file} is a configuration of transformers, which is not installed. Run: {format_install('transformers')}"
         )
     transformers: Any = importlib.import_module("transformers")
     try:

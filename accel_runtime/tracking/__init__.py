@@ -22,6 +22,7 @@ from typing import Any
 from typing_extensions import override
 
 from accel_runtime.env import find_nearest
+from accel_runtime.installation import format_install
 from accel_runtime.logging import MultiProcessAdapter
 from accel_runtime.topology import Topology
 from accel_runtime.tracking.base import (
@@ -352,7 +353,7 @@ def _choose(item: Any, logging_dir: Path | None) -> TrackerChoice:
         entry = TRACKERS[item]
         if not entry.installed:
             raise ImportError(
-                f"log_with={item!r} needs the package {entry.package}. Install it: pip install {entry.package}."
+                f"log_with={item!r} needs the package {entry.package}. Install it: {format_install(str(entry.package))}"
             )
         directory = _directory_argument(item, entry.directory, logging_dir)
         return TrackerChoice(
@@ -419,7 +420,7 @@ def _build_placeholder(tracker: str, entry: TrackerEntry) -> type[GeneralTracker
     def init(self: GeneralTracker, *_: Any, **__: Any) -> None:
         raise ImportError(
             f"Cannot create {type(self).__name__}: the package {entry.package} is not installed. "
-            f"Install it: pip install {entry.package}."
+            f"Install it: {format_install(str(entry.package))}"
         )
 
     attributes = {

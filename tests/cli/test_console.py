@@ -1,11 +1,14 @@
 """Questions and tables on a terminal."""
 
 import os
+import shutil
 import sys
 
 import pytest
+from support.commands import call_accel
 
 from accel_cli import console
+from accel_runtime.installation import format_python
 
 
 class Output:
@@ -75,3 +78,16 @@ def test_a_table_on_a_terminal_shows_control_characters_as_escapes(shown):
 
 def test_columns_of_a_table_may_have_the_same_heading(shown):
     assert {b"state", b"Completed"} <= set(shown(("", ""), [("state", "Completed")]).split())
+
+
+@pytest.mark.parametrize(("found", "hints"), [(None, 1), ("/bin/accel", 0)])
+def test_an_error_that_names_a_command_says_how_to_run_it_if_accel_is_not_on_path(
+    capfd, monkeypatch, found, hints
+):
+    monkeypatch.setattr(shutil, "which", lambda name: found if name == "accel" else None)
+    done = call_accel(capfd, "logs", "unknown")
+    assert "Launch a script with accel launch" in done.stderr
+    assert (
+        done.stderr.count(f"accel is not on PATH: run {format_python()} -m accel_cli in its place") == hints
+    )
+    assert "not on PATH" not in call_accel(capfd, "launch", "missing.py").stderr

@@ -200,7 +200,7 @@ def test_a_tpu_selects_xla_unless_another_device_is_set(cwd):
 
 def test_a_tpu_without_its_packages_is_an_error_with_the_install_command(cwd):
     with pytest.raises(
-        UsageError, match=r'torch_xla is not installed. Run pip install "accel-runtime\[tpu\]"'
+        UsageError, match=r"torch_xla is not installed\. .* install 'torch-xla\[tpu\]==2.9.0' torch==2.9.0"
     ):
         planned(replace(TPU, packages=Packages(None, "2.13.0")))
 

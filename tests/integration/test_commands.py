@@ -495,7 +495,7 @@ def test_env_describes_a_tpu_and_its_missing_packages(accel):
     tpu = facts["tpu"]
     assert (tpu["chips"], tpu["PJRT_DEVICE"]) == ("TPU (PJRT_DEVICE=TPU)", "TPU")
     assert tpu["hosts"] == "2, this is number 1 (TPU_WORKER_*)"
-    assert "accel-runtime[tpu]" in tpu["torch_xla"]
+    assert "torch-xla[tpu]==2.9.0" in tpu["torch_xla"]
     assert facts["variables"]["TPU_WORKER_ID"] == "1"
     without = json.loads(accel("env", "--json").stdout)["tpu"]
     assert (without["chips"], without["PJRT_DEVICE"]) == ("none", "not set")

@@ -143,7 +143,7 @@ def test_a_missing_boto3_is_one_message_for_every_command(aws, cwd, capfd, monke
         monkeypatch.setitem(sys.modules, name, None)
     result = call_accel(capfd, "jobs", *words, "--launcher", "sagemaker")
     assert result.returncode == 2
-    assert 'pip install "accel-runtime[sagemaker]"' in result.stderr
+    assert "'boto3>=1.43'" in result.stderr
     assert "Traceback" not in result.stderr
 
 

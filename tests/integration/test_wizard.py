@@ -278,7 +278,7 @@ def test_a_tpu_is_suggested_with_its_missing_packages_and_questions(terminal, re
     screen = terminal(columns=120)
     screen.see(KIND)
     assert "This machine: TPU (PJRT_DEVICE=TPU)" in screen.text()
-    assert 'pip install "accel-runtime[tpu]"' in screen.text()
+    assert "torch-xla[tpu]==2.9.0" in screen.text()
     screen.answer(KIND, ENTER)
     screen.answer("On how many TPU cores?", ENTER)
     screen.answer("How do the cores share the work?", DOWN + ENTER)

@@ -38,5 +38,5 @@ def test_a_positional_main_process_only_is_rejected():
 
 def test_a_missing_tqdm_is_an_error_with_the_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
-    with pytest.raises(ImportError, match="pip install tqdm"):
+    with pytest.raises(ImportError, match=r"pip install .tqdm>="):
         tqdm(range(3))

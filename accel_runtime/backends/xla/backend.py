@@ -40,6 +40,7 @@ from accel_runtime.data.iteration import prefetch_batches
 from accel_runtime.data.source import EpochIterator
 from accel_runtime.env import MixedPrecision, Settings
 from accel_runtime.heartbeat import disable_heartbeat
+from accel_runtime.installation import format_new_environment
 from accel_runtime.options import DistributedType
 from accel_runtime.topology import Topology
 
@@ -98,8 +99,8 @@ try:
     from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
 except ImportError as error:
     raise RuntimeError(
-        f"torch_xla cannot be loaded with torch {torch.__version__}: {error}. The two are released in pairs. In a "
-        'separate environment, run pip install "accel-runtime[xla]", which installs torch_xla 2.9.0 with torch 2.9.0.'
+        f"torch_xla cannot be loaded with torch {torch.__version__}: {error}. The two are released in pairs. Run in a new "
+        f"environment: {format_new_environment('xla')}"
     ) from error
 
 

@@ -184,11 +184,11 @@ def test_a_link_stays_a_link(capfd, script):
     assert "accelerator.backward" in script.with_name("real.py").read_text()
 
 
-def test_without_libcst_the_message_names_the_extra(capfd, script):
+def test_without_libcst_the_message_has_the_command_that_installs_it(capfd, script):
     with mock.patch.dict(sys.modules, {"libcst": None}):
         done = call_accel(capfd, "migrate", "train.py")
     assert done.returncode == 2
-    assert "pip install 'accel-runtime[migrate]'" in done.stderr
+    assert "install 'libcst>=1.8'" in done.stderr
 
 
 def test_the_script_is_not_run(capfd, script):

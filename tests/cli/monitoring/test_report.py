@@ -564,12 +564,12 @@ def test_the_default_name_has_the_id_of_the_run(capfd, runs, cwd):
     assert call_accel(capfd, "report").stdout == "report-20270115-080000-train-1.html\n"
 
 
-def test_without_plotly_the_extra_is_named(capfd, runs, monkeypatch):
+def test_without_plotly_the_packages_are_named(capfd, runs, monkeypatch):
     write_complete(runs)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     result = call_accel(capfd, "report")
     assert result.returncode == 2
-    assert "pip install 'accel-runtime[report]'" in result.stderr
+    assert "'plotly>=6'" in result.stderr
 
 
 def test_plotly_is_imported_to_draw_only():

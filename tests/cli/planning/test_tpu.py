@@ -154,8 +154,8 @@ def test_a_missing_metadata_server_is_not_an_error(root, add_pci_device):
     [
         (PAIR, CHIP, ""),
         (Packages("2.9.0", "2.9.0"), Tpu(), ""),
-        (Packages(None, "2.13.0"), CHIP, 'pip install "accel-runtime[tpu]"'),
-        (Packages(None, "2.13.0"), Tpu(), 'pip install "accel-runtime[xla]"'),
+        (Packages(None, "2.13.0"), CHIP, "install 'torch-xla[tpu]==2.9.0' torch==2.9.0"),
+        (Packages(None, "2.13.0"), Tpu(), "install torch-xla==2.9.0 torch==2.9.0"),
         (
             Packages("2.9.0", "2.13.0"),
             Tpu(),
@@ -188,7 +188,7 @@ def test_the_summary_names_the_tpu_and_the_problems_name_missing_packages():
     assert detected.summary.startswith("TPU (PJRT_DEVICE=TPU), ")
     missing_torch_xla = Machine(8, tpu=CHIP, packages=Packages(None, "2.13.0"))
     assert missing_torch_xla.summary == "1 x TPU v4 (PCI), 8 CPU cores"
-    assert any("accel-runtime[tpu]" in problem for problem in missing_torch_xla.problems)
+    assert any("torch-xla[tpu]==2.9.0" in problem for problem in missing_torch_xla.problems)
     assert Machine(8).problems == []
 
 

@@ -9,6 +9,7 @@ import pytest
 from accel_cli.planning.machine import Machine
 from accel_cli.sagemaker import config as wizard
 from accel_cli.sections import Choice
+from accel_runtime.installation import format_install
 
 MACHINE = Machine(2, torch="2.13.0+cpu")
 CONFIG = """\
@@ -84,7 +85,8 @@ def test_a_missing_boto3_is_one_note_with_the_install_command(config, monkeypatc
         ask(MACHINE, {}).note for ask in (wizard._offer_profiles, wizard._offer_regions, wizard._offer_roles)
     }
     assert notes == {
-        'boto3 is not installed, so nothing can be listed. Type the answers, or run pip install "accel-runtime[sagemaker]".'
+        "boto3 is not installed, so nothing can be listed. Type the answers, or install it: "
+        + format_install(extra="sagemaker")
     }
     assert wizard._complete_types() == []
     assert wizard._find_type_error("ml.nonsense.xlarge") is None
@@ -96,7 +98,7 @@ def test_instance_types_are_completed_and_misspelled_ones_get_a_suggestion():
     assert wizard._find_type_error("ml.g5.xlrge").startswith(
         "Unknown launcher.instance_type 'ml.g5.xlrge'. Did you mean ml.g5.xlarge, "
     )
-    assert "pip install -U boto3" in wizard._find_type_error("ml.g99.xlarge")
+    assert "pip install --upgrade 'boto3>=1.43'" in wizard._find_type_error("ml.g99.xlarge")
 
 
 def test_the_local_torch_version_is_listed_before_those_of_aws(config):

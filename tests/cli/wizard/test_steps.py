@@ -337,7 +337,7 @@ def test_answers_that_contradict_kept_values_are_reported():
         profile_from(answers, before)
 
 
-def test_a_launcher_with_missing_requirements_is_offered_with_its_extra(monkeypatch):
+def test_a_launcher_with_missing_requirements_is_offered_with_their_names(monkeypatch):
     title = next(
         choice.title for choice in next_step({}).choices(MACHINES[0], {}) if choice.value == "sagemaker"
     )
@@ -346,7 +346,7 @@ def test_a_launcher_with_missing_requirements_is_offered_with_its_extra(monkeypa
     title = next(
         choice.title for choice in next_step({}).choices(MACHINES[0], {}) if choice.value == "sagemaker"
     )
-    assert title == "A training job on Amazon SageMaker (needs accel-runtime[sagemaker])"
+    assert title == "A training job on Amazon SageMaker (needs boto3, sagemaker-core)"
 
 
 def test_a_printed_profile_omits_empty_values():

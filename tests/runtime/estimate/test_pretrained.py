@@ -109,7 +109,7 @@ def test_missing_transformers_is_reported_with_the_install_command(folder, monke
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "transformers" else find(name)
     )
-    with pytest.raises(EstimateError, match="python -m pip install transformers"):
+    with pytest.raises(EstimateError, match=r"-m pip install .transformers>=5"):
         build_from_configuration(str(folder(LLAMA)), {})
 
 
