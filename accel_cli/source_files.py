@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
-from accel_runtime.installation import format_install
 
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
@@ -182,12 +181,8 @@ def is_clutter(path: Path) -> bool:
 
 
 def _parse_patterns(key: str, texts: Iterable[str]) -> GitIgnoreSpec:
-    try:
-        from pathspec import GitIgnoreSpec  # noqa: PLC0415 - it is a package of the extra
-    except ImportError:
-        raise UsageError(
-            f"Cannot select the files to send: pathspec is not installed. Run: {format_install('pathspec')}"
-        ) from None
+    from pathspec import GitIgnoreSpec  # noqa: PLC0415 - only launches that send files need it
+
     try:
         return GitIgnoreSpec.from_lines(re.sub(r"^\./", "/", text) for text in texts)
     except (ValueError, re.error) as error:

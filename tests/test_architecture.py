@@ -274,7 +274,7 @@ def test_commands_without_training_import_neither_torch_nor_clients_of_services(
     code = f"""
 import sys
 def check(step):
-    loaded = {{'torch', 'boto3', 'botocore', 'sagemaker', 'kubernetes', 'ray'}} & set(sys.modules)
+    loaded = {{'torch', 'boto3', 'botocore', 'libcst', 'sagemaker', 'kubernetes', 'ray'}} & set(sys.modules)
     assert not loaded, (step, loaded)
 import accel_runtime, accel_runtime.env
 check("accel_runtime")
@@ -297,7 +297,7 @@ for command in {commands!r}:
 def test_help_does_not_import_slow_packages():
     code = (
         "import sys, atexit\n"
-        "slow = {'accel_runtime', 'pydantic', 'questionary', 'tempfile', 'typer.rich_utils', 'yaml'}\n"
+        "slow = {'accel_runtime', 'libcst', 'pydantic', 'questionary', 'tempfile', 'typer.rich_utils', 'yaml'}\n"
         "atexit.register(lambda: print(slow & set(sys.modules), file=sys.stderr))\n"
         "from accel_cli.main import main; main(['--help'])"
     )

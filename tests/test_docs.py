@@ -45,7 +45,7 @@ from torch.distributed.run import get_args_parser
 import accel_runtime.utils
 from accel_cli.errors import AccelError
 from accel_cli.main import app
-from accel_cli.migrate import migrate_script
+from accel_cli.migrate.conversion import migrate_script
 from accel_cli.migrate.shell import migrate_shell
 from accel_cli.profile.schema import known_keys
 from accel_runtime import env

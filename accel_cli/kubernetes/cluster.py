@@ -44,7 +44,7 @@ class KubernetesCluster:
         except ImportError as error:
             raise UsageError(
                 f"launcher.kind: kubernetes needs the package kubernetes, which cannot be imported ({error}). Run: "
-                f"{format_install('kubernetes', 'pathspec', extra='kubernetes')}"
+                f"{format_install('kubernetes', extra='kubernetes')}"
             ) from None
         self._sdk: Any = kubernetes
         # The client logs why a credential plugin failed, and calls the cluster without credentials.

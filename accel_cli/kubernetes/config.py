@@ -40,7 +40,7 @@ class Kubernetes(KubernetesSection):
     """A Job of a Kubernetes cluster, with an elastic agent in each pod."""
 
     title: ClassVar[str] = "A job on a Kubernetes cluster"
-    packages = ("kubernetes", "pathspec")
+    packages = ("kubernetes",)
     job_keys: ClassVar[tuple[str, ...]] = ("context", "namespace", "kubeflow")
     launch_options = (*KubernetesSection.launch_options, _MANIFEST)
 

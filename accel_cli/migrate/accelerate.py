@@ -10,7 +10,7 @@ from pathlib import Path
 import libcst as cst
 
 from accel_cli.migrate.edits import Edits
-from accel_cli.migrate.raw import Finding
+from accel_cli.migrate.findings import Finding
 from accel_cli.migrate.script import Script, to_code
 
 __all__ = ["convert_accelerate"]

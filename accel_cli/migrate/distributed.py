@@ -9,7 +9,8 @@ from typing import Any
 import libcst as cst
 
 from accel_cli.migrate.edits import Edits, add_import, drop_last_comma, drop_parameters, drop_unused_imports
-from accel_cli.migrate.raw import Conversion, Finding, UnsafeError
+from accel_cli.migrate.findings import Finding, UnsafeError
+from accel_cli.migrate.raw import Conversion
 from accel_cli.migrate.script import Script, Variable, descendants, get_positional, list_elements, to_code
 
 __all__ = [

@@ -11,7 +11,8 @@ import libcst as cst
 
 from accel_cli.migrate.edits import drop_last_comma, keep_arguments
 from accel_cli.migrate.fabric_uses import FabricUses
-from accel_cli.migrate.raw import Conversion, UnsafeError
+from accel_cli.migrate.findings import UnsafeError
+from accel_cli.migrate.raw import Conversion
 from accel_cli.migrate.script import descendants, get_positional, list_elements, to_code
 
 __all__ = ["convert_fabric"]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel_cli.errors import UsageError
-from accel_cli.migrate.raw import Finding
+from accel_cli.migrate.findings import Finding
 from accel_cli.source_files import GIT_LS_FILES
 from accel_runtime.installation import format_install
 
@@ -166,12 +166,12 @@ def migrate_file(path: Path) -> MigratedFile:
         after, findings = migrate_shell(text)
         return MigratedFile(path, text, after, findings)
     try:
-        import libcst  # noqa: PLC0415 - an optional dependency
-    except ModuleNotFoundError:
+        import libcst  # noqa: PLC0415 - takes longer than the other commands
+    except ImportError as error:
         raise UsageError(
-            f"Cannot migrate Python scripts: the package libcst is not installed. Run: {format_install('libcst')}"
+            f"Cannot migrate Python scripts: the package libcst cannot be imported ({error}). Run: {format_install('libcst')}"
         ) from None
-    from accel_cli.migrate import migrate_script  # noqa: PLC0415 - imports libcst
+    from accel_cli.migrate.conversion import migrate_script  # noqa: PLC0415 - imports libcst
 
     code = text.removeprefix("\ufeff")
     try:

@@ -10,7 +10,8 @@ import libcst as cst
 
 from accel_cli.migrate.edits import drop_last_comma, set_fields, set_function
 from accel_cli.migrate.fabric_uses import FABRIC
-from accel_cli.migrate.raw import Conversion, Finding
+from accel_cli.migrate.findings import Finding
+from accel_cli.migrate.raw import Conversion
 from accel_cli.migrate.script import NO_VARIABLE, Script, Variable, descendants, get_method, to_code
 
 __all__ = ["convert_output", "convert_saving", "find_places", "find_rest", "reduce_losses"]

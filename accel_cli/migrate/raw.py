@@ -2,42 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import libcst as cst
 
 from accel_cli.migrate.edits import Edits, is_docstring
+from accel_cli.migrate.findings import Finding, UnsafeError
 from accel_cli.migrate.script import WRAPPERS, Script, Variable, descendants, to_code
 
 __all__ = [
     "ORDER",
     "Conversion",
-    "Finding",
-    "UnsafeError",
     "strip_wrappers",
     "thread_accelerator",
 ]
 
 ORDER = ("model", "optimizer", "loader", "scheduler")
 _MOVES = {"to", "cuda", "cpu", "train", "eval", "float", "double", "half", "bfloat16", "compile"}
-
-
-@dataclass(frozen=True, order=True)
-class Finding:
-    """A place of a file that is not converted, or behaves differently: the reason, and the code to write."""
-
-    line: int
-    text: str
-
-
-class UnsafeError(Exception):
-    """The script cannot be converted as a whole."""
-
-    def __init__(self, line: int, text: str) -> None:
-        super().__init__(text)
-        self.finding = Finding(line, text)
 
 
 class Conversion:

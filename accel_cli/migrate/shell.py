@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from accel_cli.migrate.raw import Finding
+from accel_cli.migrate.findings import Finding
 from accel_cli.planning.options import FOREIGN_FLAGS, FOREIGN_OPTIONS, OPTIONS, normalize_option
 
 __all__ = ["migrate_shell"]

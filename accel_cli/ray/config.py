@@ -51,7 +51,7 @@ class Ray(job_launcher.JobLauncher):
     """A job of a Ray cluster, with one `accel launch` on each node of a placement group."""
 
     title: ClassVar[str] = "A job on a Ray cluster"
-    packages = ("ray", "pathspec")
+    packages = ("ray",)
     job_keys: ClassVar[tuple[str, ...]] = ("address",)
 
     kind: Literal["ray"] = Field(

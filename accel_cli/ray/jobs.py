@@ -67,7 +67,7 @@ class RayCluster:
         except ImportError as error:
             raise UsageError(
                 f"launcher.kind: ray needs the package ray, which cannot be imported ({error}). Run: "
-                f"{format_install('ray[default]', 'pathspec', extra='ray')}"
+                f"{format_install('ray[default]', extra='ray')}"
             ) from None
         # They write lines about each upload.
         for name in ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):

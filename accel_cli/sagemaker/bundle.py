@@ -85,8 +85,12 @@ def check_size(selection: Selection, limit_mb: int) -> None:
 
 
 def list_requirements() -> list[str]:
-    """Return the packages that accel needs besides torch and numpy, which an image has, as pip spells them."""
-    return [text for text in installation.list_requirements() if not re.match(r"(torch|numpy)\b", text)]
+    """Return the packages that a job needs besides torch and numpy, which an image has, as pip spells them."""
+    return [
+        text
+        for text in installation.list_requirements()
+        if not re.match(r"(torch|numpy|libcst|pathspec)\b", text)
+    ]
 
 
 def select_accel() -> Selection:

@@ -21,7 +21,7 @@ REQUIREMENTS = (
     "torch==2.9.0; extra == 'xla'",
     "torch-xla==2.9.0; extra == 'xla'",
     'libcst>=1.8; extra == "migrate"',
-    "accel-runtime[demo]; extra == 'dev'",
+    f"{installation.DISTRIBUTION}[demo]; extra == 'dev'",
 )
 PYTHON = installation.format_python()
 

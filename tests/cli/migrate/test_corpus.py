@@ -20,7 +20,7 @@ from support import golden
 from support.commands import Accel
 from support.processes import free_port
 
-from accel_cli import migrate
+from accel_cli.migrate import conversion
 from accel_runtime.backends import set_current_backend
 
 CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.py"))
@@ -46,7 +46,7 @@ def _alone(monkeypatch, tmp_path):
 
 @functools.cache
 def migrate_script(text):
-    return migrate.migrate_script(text)
+    return conversion.migrate_script(text)
 
 
 QUICK = {"ddp", "dict_batches", "fabric_loop", "flat", "functions", "training_metrics"}

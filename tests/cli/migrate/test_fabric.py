@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accel_cli.migrate import migrate_script
+from accel_cli.migrate.conversion import migrate_script
 
 IMPORTS = "import torch\nfrom lightning.fabric import Fabric\n"
 STRATEGIES = "from lightning.fabric.strategies import DDPStrategy\nfrom lightning.fabric.strategies import FSDPStrategy\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accel_cli.migrate import migrate_script
+from accel_cli.migrate.conversion import migrate_script
 from accel_runtime import Accelerator
 
 HEAD = """\

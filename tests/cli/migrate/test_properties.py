@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from accel_cli.migrate import migrate_script
+from accel_cli.migrate.conversion import migrate_script
 from accel_runtime.backends import set_current_backend
 
 HEAD = """\

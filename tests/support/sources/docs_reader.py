@@ -141,9 +141,6 @@ ELSEWHERE = {
         Elsewhere("needs the distribution of its page", OF_ANOTHER_DISTRIBUTION),
     ),
     "accel launch --gpu-ids 0,2 train.py": Elsewhere("needs three GPUs", "tests/cli/launchers/test_gpus.py"),
-    'python -m pip install -e ".[migrate]"': Elsewhere(
-        "changes the environment that runs this test", "Makefile"
-    ),
     'python -m pip install -e ".[kubernetes]"': Elsewhere(
         "changes the environment that runs this test", "pyproject.toml"
     ),

@@ -1,0 +1,181 @@
+"""Conversion of training scripts to accel: the text after the change, and the places that are not converted."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+
+import libcst as cst
+
+from accel_cli.migrate import devices, distributed, loop, metrics, output
+from accel_cli.migrate.accelerate import convert_accelerate
+from accel_cli.migrate.edits import add_import, drop_unused_imports, find_early_use, list_unbound_names
+from accel_cli.migrate.fabric import convert_fabric
+from accel_cli.migrate.fabric_uses import uses_fabric
+from accel_cli.migrate.findings import Finding, UnsafeError
+from accel_cli.migrate.preparation import check_batches, check_creations, place_accelerator, prepare_objects
+from accel_cli.migrate.raw import Conversion, thread_accelerator
+from accel_cli.migrate.script import Script
+
+__all__ = ["Migration", "migrate_script"]
+
+_OPTIMIZER = re.compile(r"\boptim\.[A-Z]\w*\(|\b(?:SGD|AdamW?|RMSprop|Adagrad)\(")
+_LIGHTNING = {"lightning", "lightning_fabric"}
+_STANDARD = {"nullcontext": "contextlib", "Path": "pathlib"}
+"""Names of the standard library that converted scripts for Fabric use."""
+
+
+@dataclass(frozen=True)
+class Migration:
+    """The result for one file."""
+
+    text: str
+    findings: tuple[Finding, ...] = ()
+    """Places that are not converted."""
+    notes: tuple[Finding, ...] = ()
+    """Places that are converted, and behave differently on several processes."""
+
+
+def migrate_script(text: str) -> Migration:
+    """Return a script after its conversion to accel.
+
+    Raises:
+        libcst.ParserSyntaxError: The text is not Python.
+    """
+    packages = _list_packages(text)
+    if "accelerate" in packages:
+        return Migration(*convert_accelerate(text))
+    if "accel_runtime" in packages:
+        return Migration(text, output.find_rest(Script(text)))
+    if packages & _LIGHTNING and uses_fabric(script := Script(text)):
+        return _migrate_fabric(text, script)
+    return _migrate_raw_loop(text)
+
+
+def _list_packages(text: str) -> set[str]:
+    """Return the packages that a script imports."""
+    nodes = list(ast.walk(ast.parse(text)))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    return {name.partition(".")[0] for name in names}
+
+
+def _check_objects(text: str) -> Migration:
+    """Report the optimizer of a script without a backward pass, whose training is elsewhere."""
+    match = _OPTIMIZER.search(ast.unparse(ast.parse(text)))
+    if match is None:
+        return Migration(text)
+    line = next((number for number, one in enumerate(text.splitlines(), 1) if match[0] in one), 1)
+    advice = "An optimizer is created here, and the training is in another file or library, which is not converted with this one. Prepare the objects with accelerator.prepare before they are passed on."
+    return Migration(text, (Finding(line, advice),))
+
+
+def _migrate_fabric(text: str, script: Script) -> Migration:
+    conversion = Conversion(script)
+    module = convert_fabric(conversion)
+    if conversion.findings:
+        return Migration(text, tuple(sorted(set(conversion.findings))))
+    others = {name: module_name for name, module_name in _STANDARD.items() if name in conversion.imports}
+    imports = [f"from {module_name} import {name}" for name, module_name in others.items()]
+    imports.append(_format_import(conversion.imports - others.keys()))
+    return _finish(text, conversion, add_import(module, imports), tuple(_LIGHTNING))
+
+
+def _migrate_raw_loop(text: str) -> Migration:
+    try:
+        started = distributed.replace_spawn(text)
+    except UnsafeError as error:
+        return Migration(text, (error.finding,))
+    trains = ".backward(" in text
+    if not trains and "distributed" not in text:
+        return _check_objects(text)
+    script = Script(started)
+    findings = distributed.find_collectives(script)
+    if findings or not trains:
+        located = distributed.map_lines(findings, text, started)
+        return Migration(text, located) if findings else _check_objects(text)
+    conversion = Conversion(script)
+    if not conversion.backwards:
+        return Migration(text)
+    try:
+        module = _convert(conversion)
+    except UnsafeError as error:
+        return Migration(text, distributed.map_lines((error.finding,), text, started))
+    result = _finish(started, conversion, module)
+    return Migration(
+        text if result.text == started else result.text,
+        distributed.map_lines(result.findings, text, started),
+        distributed.map_lines(result.notes, text, started),
+    )
+
+
+def _finish(
+    text: str, conversion: Conversion, module: cst.Module, packages: tuple[str, ...] = ()
+) -> Migration:
+    """Return the result without unused imports; the text before, with a finding, if names would be missing."""
+    changed = drop_unused_imports(text, module, packages).code
+    try:
+        compile(changed, "script", "exec", dont_inherit=True)
+    except SyntaxError as error:
+        line = min(error.lineno or 1, len(text.splitlines()))
+        return Migration(
+            text,
+            (Finding(line, f"The converted script would not be valid: {error.msg}. Convert it by hand."),),
+        )
+    if name := find_early_use(changed):
+        advice = f"{name} needs the Accelerator before it is created. Create the device at the start of the script."
+        return Migration(text, (Finding(max(conversion.home_line, 1), advice),))
+    if unbound := list_unbound_names(changed) - list_unbound_names(text):
+        name = min(unbound)
+        line = next(number for number, line in enumerate(text.splitlines(), 1) if name in line)
+        advice = (
+            f"The variable {name} is used in a way that is not understood. Assign it once, before it is used."
+        )
+        return Migration(text, (Finding(line, advice),))
+    return Migration(changed, tuple(sorted(set(conversion.findings))), tuple(sorted(set(conversion.notes))))
+
+
+def _convert(conversion: Conversion) -> cst.Module:
+    _check_names(conversion)
+    check_creations(conversion)
+    check_batches(conversion)
+    place_accelerator(conversion)
+    distributed.convert_process_group(conversion)
+    distributed.convert_ranks(conversion)
+    distributed.convert_samplers(conversion)
+    loop.convert_precision(conversion)
+    loop.convert_backward(conversion)
+    loop.convert_clipping(conversion)
+    metrics.check_loaders(conversion)
+    metrics.convert_training_metrics(conversion)
+    metrics.find_conditions(conversion)
+    metrics.find_other_uses(conversion)
+    loop.convert_accumulation(conversion)
+    metrics.convert_evaluation(conversion)
+    distributed.convert_reductions(conversion)
+    devices.convert_devices(conversion)
+    prepare_objects(conversion)
+    loop.convert_wrappers(conversion)
+    output.reduce_losses(conversion)
+    output.convert_saving(conversion)
+    output.convert_output(conversion)
+    devices.find_devices_left(conversion)
+    output.find_places(conversion)
+    thread_accelerator(conversion)
+    conversion.create_accelerator()
+    module = conversion.edits.apply(conversion.script.module)
+    return add_import(module, [_format_import(conversion.imports)])
+
+
+def _check_names(conversion: Conversion) -> None:
+    """Raise an error if the script uses the name of the Accelerator for something else."""
+    for node in conversion.script.nodes:
+        if isinstance(node, cst.Name) and node.value in {"accelerator", "Accelerator"}:
+            raise UnsafeError(
+                conversion.script.line(node), f"The name {node.value} is used already. Rename it."
+            )
+
+
+def _format_import(names: set[str]) -> str:
+    return f"from accel_runtime import {', '.join(sorted({'Accelerator', *names}))}"
