@@ -325,6 +325,8 @@ _Sizes = tuple[int, int, int, int]
 def build_plan(launcher: Launcher, spec: LaunchSpec) -> Plan:
     """Return the plan of a launch, with the layout of models."""
     launcher.check_layout(spec.settings)
+    if not launcher.may_share_files:
+        spec = replace(spec, settings=replace(spec.settings, shared_files=False))
     plan = launcher.plan(spec)
     if not launcher.supports_sharding:
         return plan

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,8 +25,6 @@ __all__ = ["Kubernetes"]
 _MANIFEST = LaunchOption(
     "--manifest", "Print only the manifests, for kubectl create -f -, and run nothing.", only_prints=True
 )
-_SHARED_VOLUMES = ("pvc/", "host:")
-"""The volumes that all pods share."""
 _RESERVED_VARIABLES = frozenset(
     {"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT", FAILURE_FILE}
 )
@@ -43,6 +40,14 @@ class Kubernetes(KubernetesSection):
     packages = ("kubernetes",)
     job_keys: ClassVar[tuple[str, ...]] = ("context", "namespace", "kubeflow")
     launch_options = (*KubernetesSection.launch_options, _MANIFEST)
+
+    @property
+    @override
+    def may_share_files(self) -> bool:
+        # A folder of the host may be that of another node for each pod.
+        return self.nnodes == 1 or any(
+            volume.startswith("pvc/") and not volume.endswith(":ro") for volume in self.volumes.values()
+        )
 
     @override
     def plan(self, spec: LaunchSpec) -> Plan:
@@ -63,16 +68,11 @@ class Kubernetes(KubernetesSection):
         if sends_files:
             cure = "use launcher.source: image if the image has the script"
             target, cwd = locate_target(spec.target, spec.kind, self.source_dir, cure)
-        has_shared_files = self.nnodes == 1 or any(
-            volume.startswith(_SHARED_VOLUMES) for volume in self.volumes.values()
-        )
-        # Without a common volume the first node writes all of a checkpoint.
-        settings = replace(spec.settings, shared_files=spec.settings.shared_files and has_shared_files)
         job = KubernetesJobPlan(
             section=self,
             name=self.job_name or Path(spec.target).stem,
             args=("--quiet", "--no-profile", *options, *spec.build_arguments(target)),
-            env={**spec.env, **settings.to_env()},
+            env={**spec.env, **spec.settings.to_env()},
             nproc_per_node=count,
             cwd=cwd,
             needed=str(Path(cwd or ".", target if spec.kind == "script" else "")),

@@ -119,6 +119,14 @@ class Launcher(Section):
     advanced_title: ClassVar[str] = ""
     """The subject of its advanced questions; empty if it has none."""
 
+    @property
+    def may_share_files(self) -> bool:
+        """False if its nodes surely have separate files, so that the first one writes all of a checkpoint.
+
+        Nodes that see the folder of a checkpoint write their part in any case.
+        """
+        return True
+
     @classmethod
     def get_missing_requirement(cls) -> str:
         """Return the packages that are not installed, with commas between; empty if nothing is missing."""

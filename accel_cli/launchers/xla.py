@@ -105,6 +105,12 @@ class Xla(torchrun.ElasticLauncher):
     def prefers_bf16(cls, machine: Machine) -> bool:
         return True
 
+    @property
+    @override
+    def may_share_files(self) -> bool:
+        # Each host of a pod has its own disk.
+        return self.range[1] == 1
+
     @override
     def plan(self, spec: LaunchSpec) -> Plan:
         self.check_node_rank(spec)

@@ -140,8 +140,8 @@ class Profile(Section):
     shared_files: Annotated[
         bool,
         Field(
-            description="True if all nodes share a file system. Otherwise the first node writes the whole checkpoint, and "
-            "every node needs a copy of it to resume."
+            description="True if all nodes share a file system; launchers whose nodes do not share one set it to false. "
+            "The first node then writes the whole checkpoint, and every node needs a copy of it to resume."
         ),
     ] = True
     parallel: Annotated[

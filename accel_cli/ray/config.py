@@ -141,15 +141,19 @@ class Ray(job_launcher.JobLauncher):
             raise ValueError(f"resources: cannot count processes from {uncounted[0]}; set nproc_per_node")
         return self
 
+    @property
+    @override
+    def may_share_files(self) -> bool:
+        # Nodes that unpack the source themselves have no common folder.
+        return self.nnodes == 1 or self.source == "shared"
+
     @override
     def plan(self, spec: LaunchSpec) -> Plan:
         _check_env(spec.env)
         count = job_launcher.count_processes(spec, self.nproc_per_node, self.gpus_per_node)
         sends_source = self.source == "folder" and not spec.is_builtin
         target, folder = self._locate_target(spec, sends_source=sends_source)
-        # Nodes that unpack the source themselves have no common folder: the first one writes all of a checkpoint.
-        has_shared_files = self.nnodes == 1 or self.source == "shared"
-        settings = replace(spec.settings, shared_files=spec.settings.shared_files and has_shared_files)
+        settings = spec.settings
         if not self.gpus_per_node and not self.resources:
             if settings.device not in {"auto", "cpu"}:
                 raise UsageError(

@@ -459,6 +459,12 @@ class SageMaker(Launcher):
         each = images.count_gpus(self.instance_type) if plan.process_description else plan.nproc_per_node
         return (self.instance_count * each,) if each else ()
 
+    @property
+    @override
+    def may_share_files(self) -> bool:
+        # Every host has a checkpoint folder of its own, and S3 merges them.
+        return self.instance_count == 1
+
     @override
     def plan(self, spec: LaunchSpec) -> Plan:
         if spec.settings.device not in {"auto", "cpu", "cuda"}:

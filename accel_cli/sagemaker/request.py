@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -245,14 +245,12 @@ def build_job_spec(section: SageMaker, spec: LaunchSpec) -> dict[str, Any]:
         )
     _check_env(spec.env, section.secrets)
     _check_lengths(spec)
-    # Every host has a checkpoint folder of its own, and S3 merges them.
-    shared_files = spec.settings.shared_files and section.instance_count == 1
     return {
         "kind": spec.kind,
         "args": list(spec.args),
         **_locate_source(section, spec),
         "options": _build_options(section, spec),
-        "settings": replace(spec.settings, shared_files=shared_files).to_env(),
+        "settings": spec.settings.to_env(),
         "env": dict(spec.env),
         "secrets": section.secrets,
         "model_dir": section.model_dir,

@@ -175,6 +175,12 @@ class Ssh(Launcher):
     def may_start_several(cls, answers: Answers) -> bool:
         return (len(answers.get("hosts") or ()), answers.get("nproc_per_node", "auto")) != (1, 1)
 
+    @property
+    @override
+    def may_share_files(self) -> bool:
+        # rsync copies the folder to a disk of each host; without it, the folder is usually on a network file system.
+        return not self.sync or 1 in {self.nnodes, len(self.hosts or ())}
+
     @override
     def plan(self, spec: LaunchSpec) -> Plan:
         hosts = self._list_hosts()

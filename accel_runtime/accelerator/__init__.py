@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 import os
+import socket
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -26,7 +27,7 @@ from accel_runtime.data.iteration import ActiveLoops
 from accel_runtime.data.loader import check_model_parallel_ranks
 from accel_runtime.data.prepare import check_loader_configuration
 from accel_runtime.description import origins
-from accel_runtime.env import MixedPrecision, Settings, accelerate_variables
+from accel_runtime.env import NODE_NAME, MixedPrecision, Settings, accelerate_variables
 from accel_runtime.heartbeat import heartbeat
 from accel_runtime.memory import release_memory
 from accel_runtime.options import (
@@ -167,7 +168,10 @@ class Accelerator(PrepareMethods, TrainingMethods, ExportMethods):
             self._parameter_map.find_current,
         )
         self._loaders, self._loaders_prepared = WeakValueDictionary(), 0
-        self._init_checkpointing(ResumePolicy(self.settings.resume, RunOrigin.from_env(os.environ)))
+        self._init_checkpointing(
+            ResumePolicy(self.settings.resume, RunOrigin.from_env(os.environ)),
+            os.environ.get(NODE_NAME) or socket.gethostname(),
+        )
         self._find_origins = partial(origins, launched=launched, others=others, environ=dict(os.environ))
         self._is_argument = {
             "mixed_precision": precision_argument is not None,

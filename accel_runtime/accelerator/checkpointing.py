@@ -29,6 +29,8 @@ from accel_runtime.checkpoint.manager import (
     StagingBuffers,
 )
 from accel_runtime.checkpoint.manifest import Checkpoint
+from accel_runtime.checkpoint.shared_directory import explain_separate_nodes
+from accel_runtime.checkpoint.state_items import is_sharded
 from accel_runtime.checkpoint.training_state import TrainingState
 from accel_runtime.collectives.handshake import all_gather_objects
 from accel_runtime.data.loader import NextBatch
@@ -46,8 +48,10 @@ LoadHook = Callable[[list[nn.Module], str], None]
 class CheckpointMethods(AcceleratorProperties):
     """Methods of `Accelerator` for checkpoints."""
 
-    def _init_checkpointing(self, resume_policy: ResumePolicy) -> None:
+    def _init_checkpointing(self, resume_policy: ResumePolicy, node_name: str) -> None:
         self._resume_policy = resume_policy
+        self._node_name = node_name
+        self._checked_directory = False
         self._load_attempted = False
         self._file_system = FileSystem()
         self._registered: list[Any] = []
@@ -60,6 +64,34 @@ class CheckpointMethods(AcceleratorProperties):
     def checkpoints(self) -> Checkpoints:
         """Return the checkpoints with automatic names, to list, find and verify them."""
         return Checkpoints(self.project_configuration.checkpoints)
+
+    def _check_shared_directory(self) -> None:
+        """Check before the first step that all nodes see the directory of checkpoints; free on one node.
+
+        Without automatic names the script may save elsewhere, or nothing, so that a warning has to do.
+
+        Raises:
+            CheckpointError: Checkpoints with automatic names cannot be saved there.
+        """
+        topology = self._backend.topology
+        if self._checked_directory or topology.local_world_size == topology.world_size:
+            return
+        self._checked_directory = True
+        sharded = any(is_sharded(parameter) for model in self._models for parameter in model.parameters())
+        project, is_first = self.project_configuration, topology.rank == 0
+        directory = project.checkpoints if project.automatic_checkpoint_naming else project.project_dir
+        is_needed = is_first and directory is not None and (self.settings.shared_files or sharded)
+        problem = explain_separate_nodes(
+            Path(directory) if is_needed and directory is not None else None,
+            self._build_all_gather("prepare"),
+            self._node_name if topology.local_rank == 0 else None,
+            self._file_system,
+            sharded=sharded,
+        )
+        if problem and project.automatic_checkpoint_naming:
+            raise CheckpointError(problem)
+        if problem and is_first:
+            _LOG.warning("%s", problem)
 
     def save_state(
         self,

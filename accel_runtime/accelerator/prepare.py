@@ -301,6 +301,8 @@ class PrepareMethods(CheckpointMethods):
         prepare_kind(torch.optim.Optimizer, self.prepare_optimizer)
         prepare_kind(DataLoader, self.prepare_data_loader)
         prepare_kind(LRScheduler, self.prepare_scheduler, is_placed=False)
+        if self._optimizers:
+            self._check_shared_directory()
         self._record_description()
         return prepared[0] if len(objects) == 1 else tuple(prepared)
 

@@ -13,6 +13,7 @@ __all__ = [
     "CollectiveStep",
     "RequestError",
     "check_same_directory",
+    "describe_error",
     "errors_on_all_ranks",
     "format_names",
 ]
@@ -52,7 +53,7 @@ def errors_on_all_ranks(all_gather: AllGatherObjects) -> Iterator[CollectiveStep
         yield step
     except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome, whatever it is
         error = raised
-    outcomes = all_gather((None if error is None else _describe_error(error), step.value))
+    outcomes = all_gather((None if error is None else describe_error(error), step.value))
     failed = {rank: text for rank, (text, _) in enumerate(outcomes) if text is not None}
     if not failed:
         step.values = [value for _, value in outcomes]
@@ -73,7 +74,8 @@ def check_same_directory(operation: str, directories: Sequence[str | None]) -> N
         )
 
 
-def _describe_error(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
+    """Return the reason of a failed step, with the cure."""
     if isinstance(error, OSError) and error.strerror:
         reason = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
         return f"{reason}. {_CURES.get(error.errno, 'Check the file system, and try again.')}"

@@ -22,6 +22,7 @@ from accel_cli.errors import UsageError
 from accel_cli.jobs import base
 from accel_cli.kubernetes import manifests
 from accel_cli.kubernetes.config import Kubernetes
+from accel_cli.planner import build_plan
 
 ROOT = Path(__file__).parents[3]
 EVERYTHING = Kubernetes(
@@ -63,7 +64,7 @@ def _files(cwd):
 
 
 def plan(section, *args, **options):
-    return section.plan(build_spec(*args, **options))
+    return build_plan(section, build_spec(*args, **options))
 
 
 def render(section, *args, archive=b"files", **options):
@@ -270,8 +271,11 @@ def test_pods_without_a_common_volume_do_not_share_files():
         return plan(Kubernetes(image="i", **options)).job.env["ACCEL_SHARED_FILES"]
 
     assert shares() == "1"
-    assert shares(nnodes=2, volumes={"/x": "emptydir"}) == "0"
     assert shares(nnodes=2, volumes={"/x": "pvc/x"}) == "1"
+    for volume in ("emptydir", "pvc/x:ro", "host:/mnt", "host:/mnt:ro", "configmap/x", "secret/x"):
+        assert shares(nnodes=2, volumes={"/x": volume}) == "0", volume
+    assert shares(nnodes=2, volumes={"/data": "pvc/data:ro", "/runs": "pvc/runs"}) == "1"
+    assert shares(volumes={"/x": "host:/mnt:ro"}) == "1"
 
 
 @pytest.mark.parametrize(

@@ -212,6 +212,34 @@ def test_a_variable_of_the_profile_does_not_override_one_that_the_processes_inhe
         assert {**inherited, **plan.env}["NCCL_DEBUG"] == "WARN"
 
 
+@pytest.mark.parametrize(
+    ("kind", "keys", "shared"),
+    [
+        ("single", {}, "1"),
+        ("torchrun", {"nproc_per_node": 2}, "1"),
+        ("torchrun", {"nnodes": 2, "rdzv_endpoint": "a:1"}, "1"),  # not known: checked when the run starts
+        ("slurm", {"nnodes": 2}, "1"),
+        ("ssh", {"hosts": ["a", "b"]}, "1"),
+        ("ssh", {"hosts": ["a", "b"], "sync": True}, "0"),
+        ("ssh", {"hosts": ["a"], "sync": True}, "1"),
+        ("ssh", {"hosts": ["a", "b"], "nnodes": 1, "sync": True}, "1"),
+        ("xla", {}, "1"),
+        ("xla", {"nnodes": 2, "rdzv_endpoint": "a:1"}, "0"),
+        ("sagemaker", {"instance_type": "ml.m5.large"}, "1"),
+        ("sagemaker", {"instance_type": "ml.m5.large", "instance_count": 2}, "0"),
+        ("kubernetes", {"image": "i", "nnodes": 2}, "0"),
+        ("kubernetes", {"image": "i", "nnodes": 2, "volumes": {"/runs": "pvc/runs"}}, "1"),
+        ("ray", {"nnodes": 2}, "0"),
+        ("ray", {"nnodes": 2, "source": "shared"}, "1"),
+    ],
+)
+def test_nodes_with_separate_files_write_checkpoints_on_the_first(kind, keys, shared):
+    section = LAUNCHERS[kind](**keys)
+    assert find_settings(planner.build_plan(section, spec(device="auto")))["ACCEL_SHARED_FILES"] == shared
+    separate = planner.build_plan(section, spec(device="auto", shared_files=False))
+    assert find_settings(separate)["ACCEL_SHARED_FILES"] == "0"
+
+
 def test_the_value_of_a_secret_is_in_no_command_and_no_message(section):
     try:
         plan = section.plan(spec(env={"WANDB_API_KEY": "s3cret"}))

@@ -15,6 +15,7 @@ from support.launchers.ray_answers import RecordedClient, details
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.jobs.base import UnreachableError
 from accel_cli.launchers import job_launcher
+from accel_cli.planner import build_plan
 from accel_cli.planning.network import Endpoint
 from accel_cli.ray.config import Ray
 from accel_cli.ray.jobs import JobLog, RayCluster, parse_job
@@ -29,7 +30,7 @@ def _files(cwd):
 
 
 def plan(section, *args, **options):
-    return section.plan(build_spec(*args, **options))
+    return build_plan(section, build_spec(*args, **options))
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,8 @@ def test_the_plan_has_the_instances_and_the_command_of_a_host(tree):
         requirements="requirements.txt",
         checkpoint_dir="runs",
     )
-    plan = section.plan(build_spec("--lr", "1e-4", env={"NCCL_DEBUG": "INFO"}, mixed_precision="bf16"))
+    spec = build_spec("--lr", "1e-4", env={"NCCL_DEBUG": "INFO"}, mixed_precision="bf16")
+    plan = planner.build_plan(section, spec)
     assert (plan.nnodes, plan.device, plan.process_description) == (
         2,
         "ml.p4d.24xlarge",
@@ -135,7 +136,7 @@ def test_libraries_of_sagemaker_are_used_with_a_custom_image(tree):
 @pytest.mark.parametrize("shape", [{}, {"parallel": Parallel(dp_shard=8), "mixed_precision": "bf16"}])
 def test_accel_launch_on_a_host_has_the_settings_and_launcher_of_the_profile(tree, home, shape):
     section = SageMaker(instance_count=2, nproc_per_node=4, max_restarts=2, ranks="0,3", stall_timeout=60)
-    run = section.plan(build_spec(**shape)).job.run
+    run = planner.build_plan(section, build_spec(**shape)).job.run
     flag, *sets = run["options"]
     assert (flag, set(sets[::2])) == ("--no-profile", {"--set"})
     hosts = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2", "SM_MASTER_PORT": "7777"}
