@@ -91,7 +91,7 @@ def broadcast_rng_types(kinds: Iterable[str], backend: Backend) -> None:
             backend.device_rng.set_rng_state(state, backend.device)
         elif kind != "generator":
             module = torch if kind == "torch" else getattr(torch, kind)
-            module.set_rng_state(backend.broadcast(module.get_rng_state()))
+            module.set_rng_state(backend.broadcast_object(module.get_rng_state(), "random states"))
 
 
 KINDS = ("torch", "python", "numpy")
@@ -159,8 +159,8 @@ def broadcast_from_first(states: States, backend: Backend) -> States:
     """
     if backend.topology.world_size == 1:
         return states
-    fingerprints = backend.all_gather(torch.tensor(fingerprint_states(states), device=backend.device))
-    if bool((fingerprints == fingerprints[0]).all()):
+    fingerprints = backend.all_gather_numbers([fingerprint_states(states)], "random states")
+    if len(set(fingerprints)) == 1:
         return states
     return dict(backend.broadcast_object(states, "random states"))
 

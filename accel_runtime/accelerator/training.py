@@ -312,9 +312,8 @@ class TrainingMethods(AcceleratorProperties):
 
         All processes must call it equally often.
         """
-        flag = torch.tensor([self._triggered], dtype=torch.uint8, device=self.device)
-        self._triggered = False
-        return bool(self._backend.all_reduce(flag, "max"))
+        triggered, self._triggered = self._triggered, False
+        return (1,) in self._backend.all_gather_numbers([int(triggered)], "check_trigger")
 
     def preempted(self, signals: Iterable[signal.Signals | int] = PREEMPTION) -> bool:
         """Return whether any process has received a preemption signal; the result is the same on all processes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import struct
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -14,7 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 from torch import nn
 
-from accel_runtime.collectives.handshake import Handshake, StallError, all_gather_objects, call_at_site
+from accel_runtime.collectives.handshake import (
+    Handshake,
+    StallError,
+    all_gather_objects,
+    build_writer,
+    call_at_site,
+)
 from accel_runtime.collectives.transport import Transport
 from accel_runtime.data.source import EpochIterator
 from accel_runtime.env import MixedPrecision, Settings
@@ -113,6 +120,16 @@ class Backend(ABC):
     def all_gather_objects(self, item: Any, subject: str) -> list[Any]:
         """Return the picklable objects of all ranks, by rank; `subject` replaces the source line in the handshake."""
         return all_gather_objects(f"all_gather_objects of {subject}", item, self.handshake)
+
+    def all_gather_numbers(self, numbers: Sequence[int], subject: str) -> list[tuple[int, ...]]:
+        """Return the integers of all ranks, by rank: equally many, of 64 bits. They are sent with the handshake itself.
+
+        `subject` replaces the source line in the handshake.
+        """
+        layout = struct.Struct(f"={len(numbers)}q")
+        call = call_at_site(f"all_gather of {subject}", anywhere=True)
+        result = self.handshake.exchange(call, layout.size, build_writer(layout.pack(*numbers)))
+        return [layout.unpack(result.view(rank)) for rank in range(self.topology.world_size)]
 
     def broadcast_object(self, item: Any, subject: str, source: int = 0) -> Any:
         """Return the picklable object of rank `source`; `subject` replaces the source line in the handshake."""

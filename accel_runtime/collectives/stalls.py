@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import os
+import stat
 import sys
 import sysconfig
 import threading
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -88,31 +91,38 @@ class RankMonitor:
         self._presence = ""
         self._blocked: dict[int, RankStatus] = {}
         """Ranks that waited for this one when that was last checked."""
+        self._waiting: dict[int, RankStatus] = {}
+        """The other ranks when this one last checked for a deadlock."""
 
     def check_for_deadlock(self) -> None:
-        """Raise StallError if this rank waits in a collective, and another in a backward pass that needs this rank.
+        """Raise StallError if this rank waits in a collective, and others in torch for this rank.
 
-        This rank calls it repeatedly while it waits; the status of the other rank must have been equal in two calls.
+        This is certain for a backward pass that this rank has not begun, and if all other ranks wait and use no CPU time.
+        This rank calls it repeatedly while it waits; the status of the other ranks must have been equal in two calls.
         """
         progress = self.service.progress
         counts, statuses = progress.counts_before_collective, self.service.ask(range(self._size))
-        blocked = self._select_unchanged(
-            {
-                rank: status
-                for rank, status in statuses.items()
-                if status.in_backward
-                and status.counts.collectives == counts.collectives
-                and status.counts.backwards > counts.backwards
-            }
-        )
+        previous, self._waiting = self._waiting, statuses
+        unchanged = {rank: status for rank, status in statuses.items() if previous.get(rank) == status}
+        blocked = {
+            rank: status.text
+            for rank, status in unchanged.items()
+            if status.in_backward
+            and status.counts.collectives == counts.collectives
+            and status.counts.backwards > counts.backwards
+        }
+        if not blocked and sum(
+            status.is_idle_since(previous[rank]) for rank, status in unchanged.items()
+        ) == (self._size - 1):
+            blocked = {rank: status.text for rank, status in unchanged.items() if not status.in_handshake}
         if not blocked or progress.inside is None:
             return
         operation, site = progress.inside
         texts = {rank: status.text for rank, status in statuses.items()}
         texts[self._rank] = f"waits in {operation} at {site} {self.service.progress_text}"
         raise StallError(
-            f"{operation} at {site} cannot complete: {_name_ranks(blocked)}. To leave a loop on all ranks at once, use "
-            "set_trigger() and check_trigger()."
+            f"{operation} at {site} cannot complete: {_name_ranks(blocked)}. Call it on all ranks; to leave a loop on all "
+            "ranks at once, use set_trigger() and check_trigger()."
             f"{self._format_statuses(texts)}"
         )
 
@@ -264,11 +274,15 @@ def rank_monitor_of(
     return RankMonitor(StatusService(store, rank, size, progress), timeout.total_seconds())
 
 
+SAMPLE_INTERVAL_S = 10.0
+"""Seconds between two samples of the status of this rank."""
+REPORT_WAIT_S = 30.0
+"""Seconds after which a rank that waits for others says so."""
 PATIENCE_S = 2.0
 """Seconds in which a rank answers, unless its threads wait for code that holds the GIL."""
 _PAUSE_S = 0.005
 _DAY = timedelta(days=1)
-_LEAVE = "leave "
+_LEAVE, _PRINT = "leave ", "print "
 _STOP_TIMEOUT_S = 0.5
 _MAX_NAMED_RANKS = 3
 """The number of ranks named in the first line of a message."""
@@ -276,6 +290,11 @@ _LIBRARIES = tuple(
     {f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib")} | {"<frozen "}
 )
 """Starts of the file names of libraries; a status names the line of the user's code that called them."""
+_DDP = f"{TORCH}nn/parallel/distributed.py"
+_COLLECTIVES = (f"{TORCH}distributed/", _DDP, f"{Path(__file__).parents[1] / 'backends' / 'distributed.py'}")
+"""Files with functions that wait for other ranks."""
+_IDLE_SHARE = 0.1
+"""The most CPU time of a process that waits, as a share of the time."""
 _NO_ANSWER = "does not answer: its process has ended, or runs code that holds the GIL"
 
 
@@ -289,14 +308,31 @@ class RankStatus:
     """The status as text: `is at train.py:12 (<module>) after 3 steps`."""
     in_backward: bool = False
     """True in a backward pass."""
+    in_handshake: bool = False
+    """True in a collective of accel, before all ranks have joined it."""
+    in_torch: bool = False
+    """True in a function of torch that communicates: a collective, or DDP before a forward pass."""
     ended: bool = False
     """True if the script has ended."""
+    time: float = field(default=0.0, compare=False)
+    """Monotonic clock of the rank, in seconds."""
+    cpu_time: float = field(default=0.0, compare=False)
+    """Seconds of CPU time that the process has used."""
 
     @classmethod
     def from_json(cls, text: str) -> RankStatus:
         """Parse the fields of a status."""
         fields = json.loads(text)
         return cls(**fields | {"counts": ProgressCounts(*fields["counts"])})
+
+    @property
+    def waits(self) -> bool:
+        """True if the rank may wait for others."""
+        return self.in_backward or self.in_handshake or self.in_torch
+
+    def is_idle_since(self, previous: RankStatus) -> bool:
+        """Return whether the rank waits, and has used no CPU time since a previous, equal status."""
+        return self.waits and self.cpu_time - previous.cpu_time < _IDLE_SHARE * (self.time - previous.time)
 
     def is_beyond(self, counts: ProgressCounts) -> bool:
         """Return whether the rank can no longer reach the point of a rank with these counts."""
@@ -323,8 +359,12 @@ class StatusService:
         self._closed, self._pid = False, os.getpid()
         self._host_status: RankStatus | None = None
         """Where the rank was whose process had the store, once that has ended."""
+        self._has_left = threading.Event()
         self._thread = threading.Thread(target=self._answer_requests, name="accel-status", daemon=True)
         self._thread.start()
+        # A wait in the store cannot be short: torch prints a warning when it times out.
+        self._watch = threading.Thread(target=self._watch_waits, name="accel-waits", daemon=True)
+        self._watch.start()
         # A thread that is woken while the interpreter ends would abort the process: docs/design/leaving-gloo.md.
         atexit.register(self.close)
 
@@ -356,6 +396,8 @@ class StatusService:
         if self._closed or os.getpid() != self._pid:  # a process that the script has forked ends by itself
             return
         self._closed = True
+        self._has_left.set()
+        self._watch.join(PATIENCE_S)
         if self._host_status is not None:
             return
         with suppress(RuntimeError):
@@ -398,6 +440,10 @@ class StatusService:
                     continue
                 word = store.get(key).decode()
                 store.delete_key(key)
+                if word.startswith(_PRINT):
+                    _print(word.removeprefix(_PRINT))
+                    number += 1
+                    continue
                 if word.startswith(_LEAVE):
                     if status := word.removeprefix(_LEAVE):
                         self._host_status = RankStatus.from_json(status)
@@ -405,20 +451,55 @@ class StatusService:
                 store.set(f"answer/{self.rank}/{number}", json.dumps(asdict(self._status())))
                 number += 1
 
+    def _watch_waits(self) -> None:
+        """Report, once for each line, that this rank has waited long for others."""
+        sampled, since = self._status(), 0.0
+        while not self._has_left.wait(SAMPLE_INTERVAL_S):
+            status = self._status()
+            if status != sampled or not status.is_idle_since(sampled):
+                sampled, since = status, status.time
+            elif status.time - since >= REPORT_WAIT_S:
+                since = math.inf  # not again in this wait
+                with suppress(RuntimeError):
+                    self._report_wait(status)
+
+    def _report_wait(self, status: RankStatus) -> None:
+        """Print the lines of all ranks, on one of those that wait."""
+        number, site = status.counts.collectives - status.in_handshake, status.text.partition(" after ")[0]
+        if self.store.add(f"wait {number}", 1) > 1 or self.store.add(f"wait {site}", 1) > 1:
+            return
+        texts = {rank: other.text for rank, other in self.ask(range(self.size)).items()} | {
+            self.rank: status.text
+        }
+        lines = "".join(f"\n  rank {rank}: {texts.get(rank, _NO_ANSWER)}" for rank in range(self.size))
+        text = f"rank {self.rank} has waited {REPORT_WAIT_S:.0f} s for other ranks:{lines}"
+        _print(text)
+        if self.rank and _is_log(sys.stderr):
+            self._request(0, f"{_PRINT}{text}")
+
     def _status(self) -> RankStatus:
         """Return the status of this rank's main thread."""
         progress = self.progress
-        counts, inside, in_backward = progress.counts, progress.inside, False
+        counts, inside, in_backward, in_torch = progress.counts, progress.inside, False, ""
         if inside is not None:
             location = f"waits in {inside[0]} at {inside[1]}"
         else:
             frame = sys._current_frames().get(self._main or 0)  # noqa: SLF001 - documented, for such uses
-            in_backward = _is_in_backward(frame)
+            in_backward, in_torch = _is_in_backward(frame), _get_torch_collective(frame)
             site = call_site_of_frame(frame, TORCH, *_LIBRARIES)
             if not site.line:  # the script itself is installed, as a module of a package
                 site = call_site_of_frame(frame, TORCH)
-            location = f"is {'in backward() ' if in_backward else ''}at {site}"
-        return RankStatus(counts, f"{location} {self.progress_text}", in_backward)
+            operation = "backward()" if in_backward else in_torch
+            location = f"is {f'in {operation} ' if operation else ''}at {site}"
+        return RankStatus(
+            counts,
+            f"{location} {self.progress_text}",
+            in_backward=in_backward,
+            in_handshake=inside is not None,
+            in_torch=bool(in_torch),
+            time=time.monotonic(),
+            cpu_time=time.process_time(),
+        )
 
     @property
     def progress_text(self) -> str:
@@ -427,6 +508,36 @@ class StatusService:
         return (
             f"after {steps} step{'' if steps == 1 else 's'} and {batches} batch{'' if batches == 1 else 'es'}"
         )
+
+
+def _get_torch_collective(frame: Any) -> str:
+    """Return the function of torch that communicates, if it is the innermost one of a stack; else an empty string.
+
+    Not a function around it: wrappers of modules call the model.
+    """
+    if frame is None or not frame.f_code.co_filename.startswith(_COLLECTIVES):
+        return ""
+    if frame.f_code.co_filename == _DDP:
+        return "the forward pass"
+    name = ""
+    while frame is not None and frame.f_code.co_filename.startswith(_COLLECTIVES):
+        # `wrapper` is that of torch's decorators.
+        name = name if name and frame.f_code.co_name == "wrapper" else f"{frame.f_code.co_name}()"
+        frame = frame.f_back
+    return name
+
+
+def _print(text: str) -> None:
+    if sys.stderr is not None:
+        print(f"accel: {text}", file=sys.stderr, flush=True)  # noqa: T201 - for the terminal, whatever the logging
+
+
+def _is_log(stream: Any) -> bool:
+    """Return whether a stream is a file, such as the log of a rank that is not shown."""
+    try:
+        return stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+    except (AttributeError, OSError, ValueError):
+        return False
 
 
 def _is_in_backward(frame: Any) -> bool:

@@ -72,17 +72,16 @@ def _check_ranks(
 def _compare_ranks(fingerprint: int, num_samples: int, backend: Backend, *, failed: bool = False) -> None:
     if backend.topology.world_size == 1:
         return
-    local = torch.tensor([num_samples, fingerprint, int(failed)], device=backend.device)
-    gathered = backend.all_gather(local).cpu()
-    failed_ranks = gathered[:, 2].nonzero().flatten().tolist()
+    gathered = backend.all_gather_numbers([num_samples, fingerprint, int(failed)], "fingerprints of a stream")
+    failed_ranks = [rank for rank, (_, _, has_failed) in enumerate(gathered) if has_failed]
     if failed_ranks and not failed:
         raise RuntimeError(
             f"rank {', '.join(map(str, failed_ranks))} could not read the stream: see the error of that rank"
         )
-    if failed_ranks or bool((gathered == gathered[0]).all()):
+    if failed_ranks or len(set(gathered)) == 1:
         return
     raise StreamsDifferError(
-        f"The ranks do not read the same stream (samples read so far, by rank: {gathered[:, 0].tolist()}). Every rank reads "
+        f"The ranks do not read the same stream (samples read so far, by rank: {[count for count, _, _ in gathered]}). Every rank reads "
         "the whole stream and keeps its slices of it, so all must read the same samples in the same order. If the dataset "
         'gives each rank its own part, use prepare_data_loader(loader, data="sharded"). If each process shuffles on its own, '
         "use the same seed on all, or let the first rank read for all: dispatch_batches=True."

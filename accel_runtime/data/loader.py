@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
-import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from typing_extensions import override
 
@@ -412,8 +411,8 @@ def check_model_parallel_ranks(backend: Backend) -> None:
         return
     module = None if backend.device.type == "cpu" else backend.device_rng
     states = capture_rng_state(backend.device, module)
-    fingerprint = torch.tensor(fingerprint_states(states), device=backend.device)
-    if are_consistent(backend.all_gather(fingerprint).tolist(), data_rank.model_parallel_size):
+    fingerprints = backend.all_gather_numbers([fingerprint_states(states)], "random states")
+    if are_consistent(fingerprints, data_rank.model_parallel_size):
         return
     first = data_rank.rank * data_rank.model_parallel_size
     is_first = backend.topology.rank == first

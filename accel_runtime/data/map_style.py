@@ -366,9 +366,8 @@ class EpochOrder(Sampler[Any]):
         digest = hashlib.blake2b(digest_size=8)
         for start in range(0, len(items), 4096):
             digest.update(pickle.dumps(items[start : start + 4096]))
-        fingerprint = torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64)
-        fingerprints = self._backend.all_gather(fingerprint.to(self._backend.device))
-        return bool((fingerprints == fingerprints[0]).all())
+        fingerprint = int.from_bytes(digest.digest(), "little", signed=True)
+        return len(set(self._backend.all_gather_numbers([fingerprint], "fingerprints of an order"))) == 1
 
 
 def _split_at(drawn: Iterator[Any], offset: int, stride: int) -> tuple[Iterator[Any], list[Any] | None]:

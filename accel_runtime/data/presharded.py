@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
-import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from typing_extensions import override
 
@@ -129,8 +128,8 @@ class PreshardedSource(Source):
 
     def _choose_count_function(self) -> _CountFunction:
         """Return how to count each rank's samples of a step: from all lengths, or by an exchange in every step."""
-        local = torch.tensor(self._epoch_length, device=self._backend.device)
-        lengths = reduce_to_data_ranks(self._backend.all_gather(local).tolist(), self._backend.data_rank)
+        gathered = self._backend.all_gather_numbers(self._epoch_length, "lengths of loaders")
+        lengths = reduce_to_data_ranks(gathered, self._backend.data_rank)
         self._full_sizes = [size for _, size in lengths]
         if any(count == _UNKNOWN for count, _ in lengths):
             return self._exchange_counts
@@ -138,8 +137,10 @@ class PreshardedSource(Source):
 
     def _exchange_counts(self, _: int, reader: _LocalReader) -> list[int]:
         """Return every rank's number of samples in its next batch; raise if a rank could not read it."""
-        local = torch.tensor([reader.num_valid, int(reader.error is not None)], device=self._backend.device)
-        counts, failed = self._backend.all_gather(local).t().tolist()
+        local = (reader.num_valid, int(reader.error is not None))
+        counts, failed = map(
+            list, zip(*self._backend.all_gather_numbers(local, "samples of a step"), strict=True)
+        )
         if any(failed) and reader.error is None:
             ranks = ", ".join(str(rank) for rank, has_failed in enumerate(failed) if has_failed)
             raise RuntimeError(f"rank {ranks} could not read its data: see the error of that rank")
@@ -293,8 +294,13 @@ class ReadFingerprints:
         self._fingerprint = 0 if batch is _END else fingerprint_samples([batch], self._fingerprint)
         self._num_batches += 1
         if is_last or self._num_batches & (self._num_batches - 1) == 0:
-            fingerprint = torch.tensor(self._fingerprint, device=self._backend.device)
-            reduce_to_data_ranks(self._backend.all_gather(fingerprint).tolist(), self._backend.data_rank)
+            gathered = [
+                number
+                for (number,) in self._backend.all_gather_numbers(
+                    [self._fingerprint], "fingerprints of batches"
+                )
+            ]
+            reduce_to_data_ranks(gathered, self._backend.data_rank)
 
 
 def are_consistent(gathered: list[Any], model_parallel_size: int) -> bool:

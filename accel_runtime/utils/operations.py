@@ -221,7 +221,7 @@ def synchronize_rng_state(rng_type: str | None = None, generator: torch.Generato
         )
     backend = current_backend()
     if generator is not None:
-        generator.set_state(backend.broadcast(generator.get_state()))
+        generator.set_state(backend.broadcast_object(generator.get_state(), "random states"))
     else:
         rng.broadcast_rng_types([str(rng_type)], backend)
 

@@ -1,5 +1,6 @@
 """Runs without progress: the output of `accel launch --stall-timeout` and `accel stacks`."""
 
+import re
 import subprocess
 import sys
 
@@ -178,12 +179,115 @@ def test_a_process_that_leaves_the_loop_early_fails_at_its_next_collective(accel
     lines = result.stderr[result.stderr.index("accel: error: rank 0 of 2") :].splitlines()
     assert lines[0].endswith(
         f"StallError: {name} at train.py:11 (<module>) cannot complete: rank 1 is in backward() at train.py:12 (<module>) "
-        "after 9 steps and 0 batches. To leave a loop on all ranks at once, use set_trigger() and check_trigger()."
+        "after 9 steps and 0 batches. Call it on all ranks; to leave a loop on all ranks at once, use set_trigger() and "
+        "check_trigger()."
     )
     assert lines[1:3] == [
         f"  rank 0: waits in {name} at train.py:11 (<module>) after 9 steps and 0 batches",
         "  rank 1: is in backward() at train.py:12 (<module>) after 9 steps and 0 batches",
     ]
+
+
+LEAVES = """
+import time, torch, torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+from accel_runtime import Accelerator
+from accel_runtime.collectives import stalls, transport
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+loader = DataLoader(TensorDataset(torch.ones(40, 2)), batch_size=2, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for epoch in range(2):
+    for step, (batch,) in enumerate(loader):
+        accelerator.backward(model(batch).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == STEP:
+            STRAY
+"""
+
+
+@pytest.mark.parametrize(
+    ("step", "stray", "places"),
+    [
+        (
+            0,
+            "if accelerator.is_main_process: accelerator.gather(batch)",
+            ("waits in gather", "is in the forward pass"),
+        ),
+        pytest.param(
+            2,
+            "if accelerator.is_main_process: break",
+            ("waits in all_gather of random states", "is in backward()"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            2,
+            "accelerator.gather(batch) if accelerator.is_main_process else dist.barrier()",
+            ("waits in gather", "is in barrier()"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["a call in the first step", "the next epoch", "a collective of the script"],
+)
+def test_ranks_that_wait_for_each_other_end_within_seconds(accel, script, step, stray, places):
+    text = LEAVES.replace("STEP", str(step)).replace("STRAY", stray)
+    script(text.replace("accelerator =", "transport.WATCH_INTERVAL_S = 0.5\naccelerator ="))
+    result = accel("launch", "-q", "--nproc-per-node", 2, "train.py")
+    assert result.returncode == 1
+    lines = result.stderr[result.stderr.index("accel: error: rank 0 of 2") :].splitlines()
+    first, second = places
+    assert f"StallError: {first.removeprefix('waits in ')} at train.py:" in lines[0]
+    assert f"cannot complete: rank 1 {second} at train.py:" in lines[0]
+    assert [line.split(" at ")[0] for line in lines[1:3]] == [f"  rank 0: {first}", f"  rank 1: {second}"]
+
+
+@pytest.mark.parametrize("shown", ["all", "0"])
+def test_ranks_that_wait_for_each_other_in_torch_are_reported_once_with_their_lines(script, cwd, shown):
+    script(
+        LEAVES.replace("STEP", "2")
+        .replace("STRAY", "dist.barrier() if accelerator.is_main_process else dist.all_reduce(torch.ones(3))")
+        .replace("accelerator =", "stalls.SAMPLE_INTERVAL_S, stalls.REPORT_WAIT_S = 0.5, 2\naccelerator =")
+    )
+    command = ("launch", "-q", "--nproc-per-node", 2, "--ranks", shown, "--shutdown-timeout", "1", "train.py")
+    with Accel(*command, stderr=subprocess.PIPE, text=True) as process:
+        lines = [process.stderr.readline() for _ in range(3)]
+        process.terminate()
+        rest = process.stderr.read()
+    lines = [re.sub(r"^\[\d\] ", "", line) for line in lines]
+    assert re.fullmatch(r"accel: rank [01] has waited 2 s for other ranks:\n", lines[0])
+    assert lines[1:] == [
+        "  rank 0: is in barrier() at train.py:18 (<module>) after 3 steps and 3 batches\n",
+        "  rank 1: is in all_reduce() at train.py:18 (<module>) after 3 steps and 3 batches\n",
+    ]
+    assert "has waited" not in rest
+
+
+@pytest.mark.slow
+def test_a_rank_that_computes_while_others_wait_is_no_deadlock(accel, script):
+    """Rank 1 computes in a backward pass that averages nothing, and joins later."""
+    script("""
+import time, torch
+from accel_runtime import Accelerator
+from accel_runtime.collectives import transport
+transport.WATCH_INTERVAL_S = 0.3
+accelerator = Accelerator(cpu=True)
+class Busy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        return value
+    @staticmethod
+    def backward(ctx, gradient):
+        end = time.monotonic() + 3
+        while time.monotonic() < end: pass
+        return gradient
+if accelerator.process_index:
+    Busy.apply(torch.ones(1, requires_grad=True)).sum().backward()
+print(accelerator.gather(torch.ones(1)).tolist())
+""")
+    result = accel("launch", "-q", "--nproc-per-node", 2, "train.py")
+    assert (result.returncode, result.stdout) == (0, "[1.0, 1.0]\n"), result.stderr
 
 
 @pytest.mark.slow

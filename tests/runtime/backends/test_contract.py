@@ -94,6 +94,17 @@ def test_objects_are_gathered_and_broadcast(ranks):
     assert ranks.run(exchanged) == [(everyone, everyone[-1])] * ranks.size
 
 
+def test_numbers_are_gathered_by_rank(ranks):
+    def gathered():
+        b = connect_backend()
+        return b.all_gather_numbers([b.topology.rank, -(2**63), 2**63 - 1], "tests"), b.all_gather_numbers(
+            [], "tests"
+        )
+
+    everyone = [(rank, -(2**63), 2**63 - 1) for rank in range(ranks.size)]
+    assert ranks.run(gathered) == [(everyone, [()] * ranks.size)] * ranks.size
+
+
 def test_a_barrier_waits_for_all_ranks(ranks, tmp_path):
     def arrived(folder):
         import time

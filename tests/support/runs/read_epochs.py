@@ -31,8 +31,8 @@ class SimulatedRank(Single):
     def __init__(self, rank, world_size):
         super().__init__(Topology(rank, world_size), torch.device("cpu"))
 
-    def all_gather(self, tensor):
-        return torch.stack([tensor] * self.topology.world_size)
+    def all_gather_numbers(self, numbers, subject):
+        return [tuple(numbers)] * self.topology.world_size
 
 
 def get_backend():
