@@ -47,6 +47,7 @@ from accel_runtime.state import AcceleratorState
 from accel_runtime.topology import Topology
 from accel_runtime.tracking import GeneralTracker, Trackers
 from accel_runtime.training.accumulation import Accumulation, AveragingCheck
+from accel_runtime.training.bypass_check import BypassCheck
 from accel_runtime.training.forward import FORMATS, DynamoBackend, Precision, TorchDynamoPlugin
 from accel_runtime.training.gradients import Gradients
 
@@ -159,6 +160,9 @@ class Accelerator(PrepareMethods, TrainingMethods, ExportMethods):
         self._models, self._optimizers, self._schedulers = [], [], []
         self._is_distributed = self._backend.topology.world_size > 1
         self._averaging_check = AveragingCheck(self._backend, self._accumulation, self._models)
+        self._bypass_check = BypassCheck(
+            self._accumulation, self._precision, self._models, self._optimizers, self._schedulers
+        )
         self._gradients = Gradients(
             self._accumulation,
             self._precision,

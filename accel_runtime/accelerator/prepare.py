@@ -35,6 +35,7 @@ from accel_runtime.options import AutocastKwargs, DistributedDataParallelKwargs,
 from accel_runtime.parallel.dtensor import shard_like
 from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.training.accumulation import FirstInput
+from accel_runtime.training.bypass_check import BypassCheck
 from accel_runtime.training.forward import compile_in_place
 
 __all__ = ["ParameterMap", "PrepareMethods", "check_consistent", "collect_option_facts", "named_parameters"]
@@ -260,6 +261,7 @@ class PrepareMethods(CheckpointMethods):
     _described_models = 0
     """Number of models in the description that the launcher has."""
     _parameter_map: ParameterMap
+    _bypass_check: BypassCheck
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Prepare models, optimizers, loaders and schedulers for the devices, precision and processes of the run.
@@ -303,6 +305,8 @@ class PrepareMethods(CheckpointMethods):
         prepare_kind(LRScheduler, self.prepare_scheduler, is_placed=False)
         if self._optimizers:
             self._check_shared_directory()
+        if self._backend.topology.rank == 0:
+            self._bypass_check.watch()
         self._record_description()
         return prepared[0] if len(objects) == 1 else tuple(prepared)
 
@@ -396,7 +400,7 @@ class PrepareMethods(CheckpointMethods):
             self._averaging_check.add(prepared, averages=not evaluation_mode)
             first = not any(isinstance(model, DistributedDataParallel) for model in self._models)
             if first and isinstance(prepared, DistributedDataParallel):
-                FirstInput(self._backend, lambda: bool(self._loaders_prepared)).watch(prepared)
+                FirstInput(self._backend, lambda: self._loops.have_begun).watch(prepared)
         self._models.append(prepared)
         self._gradients.find_groups()
         return prepared

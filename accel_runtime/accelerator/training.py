@@ -239,6 +239,7 @@ class TrainingMethods(AcceleratorProperties):
         Args:
             autocast_handler: Options that replace those of the run.
         """
+        self._precision.is_used = True
         return self._precision.autocast(None if autocast_handler is None else autocast_handler.to_kwargs())
 
     def clip_grad_norm_(

@@ -98,6 +98,11 @@ class ActiveLoops:
         return bool(self._open)
 
     @property
+    def have_begun(self) -> bool:
+        """Return whether a loop has ever been running."""
+        return self.latest > 0 or self.current_step is not None
+
+    @property
     def records(self) -> list[_LoopRecord]:
         """Return the running loops, innermost first, then the finished ones, newest first."""
         return [*reversed(self._open), *reversed(self._finished)]

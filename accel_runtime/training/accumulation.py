@@ -383,7 +383,7 @@ _MAX_ELEMENTS = 1 << 16
 
 
 class FirstInput:
-    """Compare the first training batch of a model in DDP between the first two ranks, unless a loader shards the data.
+    """Compare the first training batch of a model in DDP between the first two ranks, unless a loader in use shards the data.
 
     Rank 1 stores a fingerprint at its first forward pass, and rank 0 reads it at its second: by then DDP has
     synchronized with rank 1, and no rank has to wait.
@@ -408,7 +408,8 @@ class FirstInput:
         ):
             return
         if self._recorded is not None:
-            self._compare(*self._recorded)
+            if not self._divides_data():  # the first pass may have been a trial before the loop
+                self._compare(*self._recorded)
         elif not self._divides_data() and (fingerprint := _fingerprint((args, kwargs))):
             key = f"{_KEY}/{self._backend.increment_store_key(_KEY)}"
             if self._backend.topology.rank == 0:
@@ -422,8 +423,8 @@ class FirstInput:
         if self._backend.get_store_key(key) != fingerprint:
             return
         _DATA_LOG.warning(
-            "Ranks 0 and 1 train on the same batch, at %s: no DataLoader is prepared, and the inputs of the model are equal. Give "
-            "the DataLoader to prepare(), or let each process take data of its own, by accelerator.process_index, "
+            "Ranks 0 and 1 train on the same batch, at %s: no prepared DataLoader is in use, and the inputs of the model are equal. "
+            "Give the DataLoader to prepare() and use the one that it returns, or let each process take data of its own, by accelerator.process_index, "
             "split_between_processes() or a generator with another seed on each process.",
             site,
         )

@@ -80,12 +80,14 @@ class LossScaler(torch.amp.GradScaler):
 
     def unscale_once(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale the gradients, unless that is done already."""
+        self._check_scaled()
         if id(optimizer) not in self._unscaled | self._stepped:
             self.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
 
     def step_unless_overflowed(self, optimizer: torch.optim.Optimizer) -> bool:
         """Step unless the gradients have overflowed; return whether it did."""
+        self._check_scaled()
         self.step(optimizer)
         found_infs = self._found_inf_per_device(optimizer) if self.is_enabled() else {}
         overflowed = any(bool(count) for count in found_infs.values())
@@ -93,6 +95,13 @@ class LossScaler(torch.amp.GradScaler):
         if self._stepped >= self._optimizers:
             self.update()
         return not overflowed
+
+    def _check_scaled(self) -> None:
+        if self.is_enabled() and self._scale is None:
+            raise RuntimeError(
+                "The gradients cannot be unscaled: no loss was scaled for fp16. Call accelerator.backward(loss) in place of "
+                "loss.backward()."
+            )
 
     @override
     def _unscale_grads_(
@@ -140,6 +149,8 @@ class Precision:
         self.scaler = LossScaler(device.type, **scaler_options) if self.format.scales_loss else None
         """Loss scaler, or None if the format needs none."""
         self._device_type = device.type
+        self.is_used = False
+        """True if the script itself has used the autocast context."""
         self.set_autocast(autocast_options)
 
     def set_autocast(self, options: Mapping[str, Any]) -> None:

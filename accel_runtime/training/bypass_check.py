@@ -1,0 +1,181 @@
+"""Check that the first optimizer steps go through the prepared objects and `Accelerator.backward`."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from accel_runtime.heartbeat import TORCH, call_site
+from accel_runtime.optimizer import PreparedOptimizer
+from accel_runtime.scheduler import PreparedScheduler
+from accel_runtime.training.accumulation import Accumulation
+from accel_runtime.training.forward import Precision
+
+__all__ = ["BypassCheck"]
+
+_LOG = logging.getLogger("accel_runtime.training.bypasses")
+_NUM_STEPS = 8
+"""The number of optimizer steps that are checked."""
+
+
+_ACTIVE: WeakSet[BypassCheck] = WeakSet()
+"""The checks of runs whose first steps are not over."""
+
+
+class BypassCheck:
+    """Warn once for each kind of call that bypasses accel, if that changes the training.
+
+    Every line that a script changes for accel can be forgotten: `backward`, an object in `prepare`, or the use of the
+    object that it returned. Without accumulation and loss scaling most of it has no effect, and is not reported.
+
+    torch calls a hook before each step of any optimizer, also of one that is not prepared.
+
+    Args:
+        accumulation: Counts accumulation cycles.
+        precision: Autocast and loss scaling of the run.
+        models: The prepared models; updated by the caller, as the following.
+        optimizers: The prepared optimizers.
+        schedulers: The prepared schedulers.
+    """
+
+    def __init__(
+        self,
+        accumulation: Accumulation,
+        precision: Precision,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[PreparedOptimizer],
+        schedulers: Sequence[PreparedScheduler],
+    ) -> None:
+        self._accumulation, self._precision = accumulation, precision
+        self._models, self._optimizers, self._schedulers = models, optimizers, schedulers
+        self._steps = 0
+        self._seen: WeakKeyDictionary[PreparedOptimizer, tuple[int, int]] = WeakKeyDictionary()
+        """Cycles and backward passes at the newest step of each prepared optimizer."""
+        self._counts: WeakKeyDictionary[LRScheduler, int] = WeakKeyDictionary()
+        """Steps of the schedulers that are not prepared, at the newest step of their optimizer."""
+        self._warned: set[str] = set()
+
+    def watch(self) -> None:
+        """Check the first optimizer steps of this process, unless that has begun."""
+        if self._steps == 0:
+            _register_hook()
+            _ACTIVE.add(self)
+
+    def check_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        """Check an optimizer of the process before its step; with a closure, the backward pass follows."""
+        self._steps += 1
+        if self._steps == _NUM_STEPS:
+            _ACTIVE.discard(self)
+        kind = type(optimizer).__name__
+        prepared = next((each for each in self._optimizers if each.optimizer is optimizer), None)
+        if not (self._models or self._precision.is_used or self._precision.format.dtype is None):
+            self._warn(
+                "model",
+                f"mixed precision has no effect on the step of {kind}",
+                "no model is prepared",
+                "Give the model to prepare(), or use accelerator.autocast()",
+            )
+        if prepared is None:
+            if self._trains_prepared_model(optimizer):
+                self._warn_of_optimizer(kind, "it is not prepared", "Give it to prepare()")
+            return
+        cycles, passes = self._seen.get(prepared, (0, 0))
+        self._seen[prepared] = prepared.steps, self._accumulation.num_backward
+        if prepared.steps == cycles:
+            self._warn_of_optimizer(
+                kind, "its own step() is called", "Call that of the optimizer that prepare() returned"
+            )
+        elif self._accumulation.num_backward == passes and not has_closure and _has_gradients(optimizer):
+            self._warn_of_backward(kind)
+        self._check_schedulers(prepared)
+
+    def _trains_prepared_model(self, optimizer: torch.optim.Optimizer) -> bool:
+        trained = {parameter for model in self._models for parameter in model.parameters()}
+        return any(parameter in trained for group in optimizer.param_groups for parameter in group["params"])
+
+    def _warn_of_optimizer(self, kind: str, how: str, cure: str) -> None:
+        effects = []
+        if self._accumulation.steps > 1:
+            effects.append(f"in every micro-batch, not once in {self._accumulation.steps}")
+        if self._precision.scaler is not None:
+            effects.append("with gradients of the scaled loss")
+        if effects:
+            self._warn("optimizer", f"{kind} steps {' and '.join(effects)}", how, cure)
+
+    def _warn_of_backward(self, kind: str) -> None:
+        steps, effects = self._accumulation.steps, []
+        if steps > 1:
+            effects.append(f"{steps} times too large, unless the script divides the loss itself")
+        if self._precision.scaler is not None:
+            effects.append("unscaled as those of a scaled loss, which this one is not")
+        if effects:
+            self._warn(
+                "backward",
+                f"the gradients in the step of {kind} are {', and '.join(effects)}",
+                "accelerator.backward() did not compute them",
+                "Call accelerator.backward(loss) in place of loss.backward()",
+            )
+
+    def _check_schedulers(self, prepared: PreparedOptimizer) -> None:
+        """Warn if a scheduler that is not prepared has counted the micro-batches between two steps of its optimizer."""
+        if self._accumulation.steps == 1 or "scheduler" in self._warned:
+            return
+        known = [each.scheduler for each in self._schedulers]
+        if not self._counts:
+            for scheduler in _find_schedulers(prepared):
+                if not any(scheduler is each for each in known):
+                    self._counts[scheduler] = scheduler.last_epoch
+            return
+        for scheduler, count in list(self._counts.items()):
+            self._counts[scheduler] = scheduler.last_epoch
+            if scheduler.last_epoch - count >= self._accumulation.steps:
+                self._warn(
+                    "scheduler",
+                    f"{type(scheduler).__name__} advances in every micro-batch, not once in {self._accumulation.steps}",
+                    "it is not prepared",
+                    "Give it to prepare(), and call the scheduler that prepare() returned",
+                )
+
+    def _warn(self, kind: str, effect: str, reason: str, cure: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            _LOG.warning("%s, at %s: %s. %s.", effect[0].upper() + effect[1:], call_site(TORCH), reason, cure)
+
+
+@cache
+def _register_hook() -> None:
+    """Register the hook, once: torch does not allow to remove it in a step, nor then when a run is collected."""
+
+    def check_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling():
+            for check in list(_ACTIVE):
+                check.check_step(optimizer, has_closure=len(args) > 1 or bool(kwargs))
+
+    register_optimizer_step_pre_hook(check_step)
+
+
+def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    return any(
+        parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]
+    )
+
+
+def _find_schedulers(prepared: PreparedOptimizer) -> Iterator[LRScheduler]:
+    """Yield the schedulers of an optimizer, which keeps no reference to them."""
+    optimizers = (prepared, prepared.optimizer)
+    # torch marks `step` when a scheduler is made.
+    if any(hasattr(optimizer.step, "_wrapped_by_lr_sched") for optimizer in optimizers):
+        for item in gc.get_objects():
+            if issubclass(type(item), LRScheduler) and any(
+                vars(item).get("optimizer") is optimizer for optimizer in optimizers
+            ):
+                yield item

@@ -1,0 +1,132 @@
+"""Each of the five changed lines of a script can be forgotten: that is reported once, or changes nothing."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from support.log_messages import collect_messages
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accel_runtime import Accelerator
+
+PREPARED = ("model", "optimizer", "loader", "scheduler")
+
+
+def train(*, forgotten="", unused="", options=None):
+    """Train for eight micro-batches; return the messages on this rank, the weights and the learning rate.
+
+    `forgotten` is `backward` or what is not prepared; the prepared objects in `unused` are not used.
+    """
+    torch.manual_seed(0)
+    # torch's own, since the scheduler is called more often than the optimizer steps.
+    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+    with collect_messages("accel_runtime") as messages:
+        accelerator = Accelerator(**(options or {}))
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        objects = {
+            "model": model,
+            "optimizer": optimizer,
+            "loader": DataLoader(torch.randn(16 * accelerator.num_processes, 2), batch_size=2),
+            "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9),
+        }
+        names = [name for name in PREPARED if name != forgotten]
+        prepared = dict(zip(names, accelerator.prepare(*(objects[name] for name in names)), strict=True))
+        used = objects | {name: item for name, item in prepared.items() if name not in unused.split()}
+        for batch in used["loader"]:
+            with accelerator.accumulate(used["model"]):
+                loss = used["model"](batch).square().mean()
+                loss.backward() if forgotten == "backward" else accelerator.backward(loss)
+                used["optimizer"].step()
+                used["scheduler"].step()
+                used["optimizer"].zero_grad()
+        weights = model.weight.detach().clone()
+        accelerator.free_memory()
+    return messages, weights, used["scheduler"].get_last_lr()
+
+
+ACCUMULATION = {"gradient_accumulation_steps": 2}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("case", "options", "text"),
+    [
+        (
+            {"forgotten": "backward"},
+            ACCUMULATION,
+            "The gradients in the step of SGD are 2 times too large, unless the script divides the loss itself, at test_",
+        ),
+        ({"forgotten": "optimizer"}, ACCUMULATION, "SGD steps in every micro-batch, not once in 2, at"),
+        ({"unused": "optimizer"}, ACCUMULATION, "Call that of the optimizer that prepare() returned."),
+        ({"unused": "model optimizer loader scheduler"}, ACCUMULATION, "SGD steps in every micro-batch"),
+        ({"forgotten": "scheduler"}, ACCUMULATION, "StepLR advances in every micro-batch, not once in 2, at"),
+        ({"forgotten": "optimizer"}, {"mixed_precision": "fp16"}, "SGD steps with gradients of the scaled loss, at"),
+        ({"forgotten": "model"}, {"mixed_precision": "bf16"}, "Mixed precision has no effect on the step of SGD, at"),
+    ],
+)  # fmt: skip
+def test_a_forgotten_line_that_changes_the_training_is_reported_once(clusters, size, case, options, text):
+    (messages, *_), *others = clusters[size].run(lambda: train(**case, options=options))
+    assert len([message for message in messages if text in message]) == 1, messages
+    assert all(other[0] == [] for other in others)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [{"forgotten": name} for name in ("backward", "optimizer", "loader", "model")]
+    + [{"unused": name} for name in ("model", "optimizer", "loader")],
+    ids=str,
+)
+def test_on_one_process_without_options_a_forgotten_line_changes_nothing(alone, case):
+    (expected,) = alone.run(train)
+    ((messages, weights, rate),) = alone.run(lambda: train(**case))
+    assert messages == []
+    assert torch.equal(weights, expected[1])
+    assert rate == expected[2]
+
+
+def test_a_forgotten_backward_with_loss_scaling_is_an_error(alone):
+    with pytest.raises(RuntimeError, match=r"no loss was scaled.*Call accelerator\.backward\(loss\)"):
+        train(forgotten="backward", options={"mixed_precision": "fp16"})
+
+
+@pytest.mark.parametrize("name", ["model", "loader"])
+def test_on_several_processes_an_unused_model_or_loader_is_reported(pair, name):
+    (messages, *_), _ = pair.run(lambda: train(unused=name))
+    expected = {"model": "Gradients of Linear are not averaged", "loader": "Ranks 0 and 1 train on the same"}
+    assert [message[:30] for message in messages] == [expected[name][:30]]
+
+
+def test_a_complete_script_is_not_reported_and_the_check_ends(clusters):
+    def complete(options):
+        from accel_runtime.training import bypass_check
+
+        messages, *_ = train(options=options)
+        return messages, len(bypass_check._ACTIVE)
+
+    # Eight steps end it.
+    for options in ({}, ACCUMULATION, {"mixed_precision": "bf16"}, {"mixed_precision": "fp16"}):
+        assert clusters[2].run(complete, options) == [([], 0)] * 2
+
+
+def test_a_scheduler_of_epochs_and_a_closure_are_not_reported(alone):
+    def epochs():
+        with collect_messages("accel_runtime") as messages:
+            accelerator = Accelerator(gradient_accumulation_steps=2)
+            model, optimizer = nn.Linear(2, 1), None
+            optimizer = torch.optim.SGD(model.parameters(), 0.01)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            model, optimizer = accelerator.prepare(model, optimizer)
+            for _ in range(4):
+                for _ in range(4):
+                    with accelerator.accumulate(model):
+                        accelerator.backward(model(torch.ones(1, 2)).sum())
+                        optimizer.step()
+                        optimizer.zero_grad()
+                scheduler.step()
+        return messages
+
+    assert alone.run(epochs) == [[]]
