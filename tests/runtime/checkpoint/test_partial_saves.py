@@ -252,5 +252,5 @@ def test_a_save_of_a_sharded_model_by_one_rank_fails_within_seconds(pair, tmp_pa
     assert re.match(
         r"save_state\(\) at test_partial_saves.py:\d+ \(save_shards\) cannot save sharded models: ", messages
     )
-    assert "(rank 1 is at test_partial_saves.py" in messages
+    assert re.search(r"\(rank 1 is (in \w+\(\) )?at test_partial_saves\.py", messages)
     assert not list(tmp_path.iterdir())
