@@ -35,6 +35,7 @@ __all__ = [
     "graph_task_id",
     "is_compiled",
     "is_fsdp_module",
+    "is_graph_pending",
     "keep_gathered",
     "list_buffers",
     "local_tensor",
@@ -240,6 +241,11 @@ def compile_call(module: nn.Module, **options: Any) -> None:
 def uncompile_call(module: nn.Module) -> None:
     """Remove the compilation of a module's calls."""
     module._compiled_call_impl = None
+
+
+def is_graph_pending(model: DistributedDataParallel) -> bool:
+    """Return whether DDP has yet to record a static graph: the first backward pass must average gradients (torch 2.13)."""
+    return bool(model.static_graph) and not getattr(model, "_static_graph_delay_allreduce_enqueued", True)
 
 
 def capture_buckets(model: DistributedDataParallel) -> dict[str, Any]:

@@ -36,7 +36,13 @@ from accel_runtime.env import Settings
 from accel_runtime.heartbeat import heartbeat
 from accel_runtime.options import DistributedType
 from accel_runtime.topology import Topology, build_refusal
-from accel_runtime.torch_internals import HashStore, capture_buckets, default_store, restore_buckets
+from accel_runtime.torch_internals import (
+    HashStore,
+    capture_buckets,
+    default_store,
+    is_graph_pending,
+    restore_buckets,
+)
 
 __all__ = [
     "REDUCE_OPS",
@@ -305,7 +311,10 @@ class DDPBackend(DistributedBackend):
 
     @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+        # A static graph is recorded first. Averaging a part of a cycle is exact: averages are added to local gradients.
+        if not isinstance(model, DistributedDataParallel) or is_graph_pending(model):
+            return nullcontext()
+        return model.no_sync()
 
     @override
     def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:

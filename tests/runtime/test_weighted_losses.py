@@ -593,6 +593,7 @@ def test_zeroing_gradients_in_the_script_also_drops_their_weights(ranks, to_none
         (3, {"bucket_cap_mb": 1}),
         (3, {"find_unused_parameters": True}),
         (1, {"static_graph": True}),
+        (3, {"static_graph": True}),
     ],
 )
 def test_options_of_ddp_do_not_change_the_gradient(pair, steps, options):
