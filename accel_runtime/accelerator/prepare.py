@@ -401,9 +401,18 @@ class PrepareMethods(CheckpointMethods):
             first = not any(isinstance(model, DistributedDataParallel) for model in self._models)
             if first and isinstance(prepared, DistributedDataParallel):
                 FirstInput(self._backend, lambda: self._loops.have_begun).watch(prepared)
-        self._models.append(prepared)
+        self._add_model(prepared)
         self._gradients.find_groups()
         return prepared
+
+    def _add_model(self, prepared: nn.Module) -> None:
+        """Add a prepared model; one that was unwrapped and prepared again replaces its earlier wrapper."""
+        unwrap = self._backend.unwrap_model
+        for index, earlier in enumerate(self._models):
+            if unwrap(earlier) is unwrap(prepared):
+                self._models[index] = prepared
+                return
+        self._models.append(prepared)
 
     def _replicate_or_shard(self, model: nn.Module) -> nn.Module:
         originals = named_parameters(model)

@@ -231,6 +231,8 @@ class AveragingCheck:
     def add(self, prepared: nn.Module, *, averages: bool) -> None:
         """Add a prepared model; `averages` if gradients of parameters that now require one are averaged."""
         original = self._backend.unwrap_model(prepared)
+        # A model that was unwrapped and prepared again.
+        self._models = [model for model in self._models if model.original is not original]
         trainable = [p for p in original.parameters() if p.requires_grad and averages]
         self._averaged[original] = set(trainable)
         if original is not prepared and trainable:

@@ -300,3 +300,24 @@ def test_an_optimizer_is_checked_at_steps_that_are_powers_of_two_until_a_finding
     for _ in range(40):
         optimizer.step()
     assert records == [1, 2, 4, 8]
+
+
+def test_a_model_that_is_unwrapped_and_prepared_again_is_one_model(ranks, tmp_path):
+    def train(folder):
+        with collect_messages("accel_runtime.training") as messages:
+            accelerator = Accelerator()
+            model = nn.Linear(2, 1)
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+            for _ in range(2):
+                for _ in range(3):
+                    accelerator.backward(model(torch.ones(1, 2) * accelerator.process_index).sum())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                model = accelerator.prepare(accelerator.unwrap_model(model))
+        accelerator.save_state(folder)
+        return messages, len(accelerator._models), model.weight.tolist()
+
+    results = ranks.run(train, tmp_path / "saved")
+    assert {(len(messages), count) for messages, count, _ in results} == {(0, 1)}
+    assert len({str(weights) for *_, weights in results}) == 1
+    assert not list((tmp_path / "saved").glob("model_1*"))
