@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_leaves_with_path, tree_map
 from torch.utils.data._utils import worker
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 __all__ = [
     "BatchNorm",
@@ -33,6 +36,7 @@ __all__ = [
     "function_modes",
     "generate_numpy_state",
     "graph_task_id",
+    "group_timeout",
     "is_compiled",
     "is_fsdp_module",
     "is_graph_pending",
@@ -52,6 +56,7 @@ __all__ = [
     "unsharded_gradient",
     "unsharded_spec",
     "version_of",
+    "without_compilation",
 ]
 
 BatchNorm = _BatchNorm
@@ -115,6 +120,13 @@ def fake_tensors() -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415 - slow to import
 
     return FakeTensorMode()
+
+
+def group_timeout(group: Any) -> timedelta:
+    """Return the time limit of a process group's collectives."""
+    backend = group._get_backend(group._device_types[0])
+    timeout: timedelta = backend.options._timeout
+    return timeout
 
 
 def default_store() -> Any:
@@ -222,6 +234,13 @@ def qualified_name(sharded: Any) -> str:
 def unsharded_spec(sharded: Any) -> Any:
     """Return the layout of an FSDPParam that tensor parallelism shards too, after it is gathered; None for others."""
     return sharded._unsharded_dtensor_spec
+
+
+def without_compilation(function: F) -> F:
+    """Make compiled code call a function as it is, with its type."""
+    disable: Any = torch.compiler.disable
+    plain: F = disable(function)
+    return plain
 
 
 def is_compiled(module: nn.Module) -> bool:

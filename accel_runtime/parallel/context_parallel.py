@@ -17,21 +17,11 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import overrides
 from typing_extensions import override
 
+from accel_runtime.parallel.sequence_shards import ShardedSequences, sequence_dim, sequence_slices
+from accel_runtime.parallel.transformers_attention import shard_transformers
 from accel_runtime.torch_internals import function_modes
 
-__all__ = [
-    "gather_sequence",
-    "join_sequence",
-    "sequence_slices",
-    "shard_sequences",
-    "slice_sequence",
-]
-
-# torch 2.13 has other names for them, and warns of the old ones.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., Any] = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)
+__all__ = ["gather_sequence", "shard_sequences"]
 
 _CALLERS_OF_ATTENTION = {
     F.multi_head_attention_forward,
@@ -47,6 +37,19 @@ _UNSUPPORTED_KERNELS = {
     "_transformer_encoder_layer_fwd": "the fused kernel of nn.TransformerEncoderLayer",
 }
 """Attention kernels that would see only a shard of the sequence, by function name."""
+_COMPILED_CHECKPOINT = "tag_activation_checkpoint"
+"""The operation into which torch.compile puts a checkpointed function, out of reach of a mode."""
+_BATCHED_PRODUCTS = {
+    "__matmul__": 0,
+    "__rmatmul__": 0,
+    "matmul": 0,
+    "bmm": 0,
+    "baddbmm": 1,
+    "einsum": 1,
+}
+"""Products that attention of a script's own uses, by function name, with the index of the first factor."""
+_FACTORS, _BATCHED = 2, 3
+"""Factors of a product of queries and keys, and the least number of their dimensions."""
 
 
 @contextmanager
@@ -66,6 +69,7 @@ def shard_sequences(
 
     Raises:
         ValueError: The arguments do not match, or a length is not divisible.
+        MismatchError: The ranks have buffers of different shapes.
         RuntimeError: The contexts are nested.
     """
     if any(isinstance(mode, _PatchedAttention) for mode in function_modes()):
@@ -74,20 +78,25 @@ def shard_sequences(
         )
     tensors, dims = list(buffers or ()), list(buffer_seq_dims or ())
     kept_ids = {id(tensor) for tensor in no_restore_buffers or ()}
-    _check(tensors, dims, kept_ids)
-    parts = 1 if group is None else group.size()
-    lengths = {tensor.shape[dim] for tensor, dim in zip(tensors, dims, strict=True)}
-    for length in lengths:
-        sequence_slices(length, parts, 0)
-    if group is None or parts == 1:
+    is_alone = group is None or group.size() == 1
+    problem = _find_problem(tensors, dims, kept_ids, 1 if group is None else group.size())
+    if group is None or is_alone:
+        if problem:
+            raise ValueError(problem)
         yield
         return
+    shapes = ", ".join(
+        f"{list(tensor.shape)} along {dim}" for tensor, dim in zip(tensors, dims, strict=False)
+    )
+    ShardedSequences(group).agree(f"maybe_context_parallel of buffers of shape {shapes or 'none'}", problem)
     # Replace the storage instead of its values, since inputs and labels are often views of one tensor.
     full_tensors = [tensor.data for tensor in tensors]
     try:
         for tensor, dim in zip(tensors, dims, strict=True):
-            tensor.data = slice_sequence(tensor.data, dim, parts, group.rank())
-        with _PatchedAttention(_Attention(group, {length // parts for length in lengths})):
+            tensor.data = ShardedSequences(group).slice(tensor.data, dim)
+        sequences = ShardedSequences(group, tensors, dims)
+        patched = _PatchedAttention(_Attention(sequences))
+        with patched, shard_transformers(sequences, patched.allow_products):
             yield
     finally:
         for tensor, full in zip(tensors, full_tensors, strict=True):
@@ -105,49 +114,45 @@ def gather_sequence(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | N
 
     Raises:
         ValueError: The dimension does not exist.
+        MismatchError: The shapes of the ranks differ.
     """
     dim = sequence_dim(tensor, dim)
     if group is None or group.size() == 1:
         return tensor
-    full: torch.Tensor = _GatherSequence.apply(tensor, dim, group)  # type: ignore[no-untyped-call]
-    return full
+    sequences = ShardedSequences(group)
+    sequences.agree(f"gather_sequence of {_describe(tensor)} along {dim}")
+    return sequences.gather(tensor, dim)
 
 
-def _check(tensors: list[torch.Tensor], dims: list[int], kept_ids: set[int]) -> None:
+def _find_problem(tensors: list[torch.Tensor], dims: list[int], kept_ids: set[int], parts: int) -> str | None:
+    """Return why sequences cannot be sharded, or None."""
     if len(tensors) != len(dims):
-        raise ValueError(
-            f"buffer_seq_dims says for every buffer which dimension is the sequence: there are {len(tensors)} buffers and "
-            f"{len(dims)} dimensions"
+        return (
+            f"maybe_context_parallel cannot shard its buffers: there are {len(tensors)} buffers and {len(dims)} dimensions. Give "
+            "the sequence dimension of every buffer in buffer_seq_dims."
         )
     if kept_ids - {id(tensor) for tensor in tensors}:
-        raise ValueError("no_restore_buffers holds a tensor that is not among buffers: give it in both")
-    for tensor, dim in zip(tensors, dims, strict=True):
-        sequence_dim(tensor, dim)
-        if tensor.requires_grad:
-            raise ValueError(
-                f"buffers holds a tensor of shape {list(tensor.shape)} that requires gradients, and cutting it in place "
-                "would lose them: cut inputs, labels and positions, and let parameters be whole"
-            )
+        return (
+            "maybe_context_parallel cannot keep a tensor sharded: no_restore_buffers has one that is not among buffers. Give it in "
+            "both, or in neither."
+        )
+    try:
+        for tensor, dim in zip(tensors, dims, strict=True):
+            sequence_slices(tensor.shape[sequence_dim(tensor, dim)], parts, 0)
+            if tensor.requires_grad:
+                return (
+                    f"maybe_context_parallel cannot shard a buffer of shape {list(tensor.shape)}: it is a tensor that requires "
+                    "gradients, which sharding in place would lose. Give inputs, labels and positions as buffers, and no parameters."
+                )
+    except ValueError as error:
+        return str(error)
+    return None
 
 
-class _GatherSequence(torch.autograd.Function):
-    """Gather shards in the forward pass; reduce-scatter gradients in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, shard: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.dim, ctx.group = dim, group
-        shards = shard.new_empty((group.size(), *shard.shape))
-        # Flat, since backends support different shapes otherwise.
-        _all_gather(shards.view(-1), shard.reshape(-1), group=group)
-        return join_sequence(list(shards.unbind()), dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        count = ctx.group.size()
-        shards = torch.stack([slice_sequence(grad, ctx.dim, count, rank) for rank in range(count)])
-        shard = shards.new_empty(shards.shape[1:])
-        _reduce_scatter(shard.view(-1), shards.view(-1), group=ctx.group)
-        return shard, None, None
+def _describe(tensor: torch.Tensor | None) -> str:
+    if tensor is None:
+        return "none"
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 class _Attention:
@@ -157,9 +162,9 @@ class _Attention:
     front and one of the end of a sequence, so the work is balanced.
     """
 
-    def __init__(self, group: dist.ProcessGroup, lengths: set[int]) -> None:
-        self._group, self._lengths = group, lengths
-        self._parts, self._rank = group.size(), group.rank()
+    def __init__(self, sequences: ShardedSequences) -> None:
+        self.sequences = sequences
+        self._parts, self._rank = sequences.parts, sequences.rank
 
     def __call__(  # noqa: PLR0913, PLR0917 - torch's signature
         self,
@@ -172,8 +177,8 @@ class _Attention:
         **options: Any,
     ) -> torch.Tensor:
         """Compute torch's attention over full sequences."""
-        self._check(query, key, attn_mask, causal=is_causal)
-        key, value = (gather_sequence(tensor, -2, self._group) for tensor in (key, value))
+        self._agree(query, key, value, attn_mask, causal=is_causal)
+        key, value = (self.sequences.gather(tensor, -2) for tensor in (key, value))
         attention: Callable[..., torch.Tensor] = partial(
             F.scaled_dot_product_attention, dropout_p=dropout_p, **options
         )
@@ -192,32 +197,79 @@ class _Attention:
         ]
         return torch.cat(outputs, -2)
 
-    def _check(
-        self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, *, causal: bool
+    def _agree(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        *,
+        causal: bool,
     ) -> None:
-        if query.is_nested or key.is_nested:
-            raise ValueError(
-                "nested tensors cannot be divided along the sequence: pad them, or leave cp at 1"
-            )
+        """Compare the call with the other ranks, and raise on all of them if one cannot do it."""
+        # A nested tensor has no shape.
+        problem = self._find_nested(query, key, value)
+        if problem:
+            self.sequences.reject(problem)
+        problem = self._find_problem(query, key, mask, causal=causal) or self._find_mask_problem(
+            mask, query, key
+        )
+        tensors = ", ".join(map(_describe, (query, key, value)))
+        self.sequences.agree(
+            f"attention of {tensors} with the mask {_describe(mask)}{' and is_causal' if causal else ''}",
+            problem,
+        )
+
+    @staticmethod
+    def _find_nested(*tensors: torch.Tensor) -> str | None:
+        if not any(tensor.is_nested for tensor in tensors):
+            return None
+        return (
+            "Attention over sharded sequences failed: nested tensors cannot be divided along the sequence. Pad them, or set cp to "
+            "1."
+        )
+
+    def _find_problem(
+        self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, *, causal: bool
+    ) -> str | None:
         # torch's CausalBias, without importing its slow module.
         bias = sys.modules.get("torch.nn.attention.bias")
         is_causal_bias = bias is not None and isinstance(mask, bias.CausalBias)
         if is_causal_bias or (causal and mask is not None):
-            raise ValueError(
-                "attention over divided sequences takes is_causal=True or a mask of tensors, one of them"
+            return (
+                "Attention over sharded sequences failed: it has is_causal=True or a CausalBias, and a mask. Give is_causal=True or "
+                "a mask of tensors, one of them."
             )
         if causal and query.size(-2) != key.size(-2):
-            raise ValueError(
-                f"is_causal with sharded sequences needs as many queries as keys, got {query.size(-2)} and {key.size(-2)} on this "
-                "rank."
+            return (
+                f"Attention over sharded sequences failed: is_causal needs as many queries as keys, and this rank has "
+                f"{query.size(-2)} and {key.size(-2)}. Give a mask of tensors."
             )
-        if self._lengths and key.size(-2) not in self._lengths:
-            lengths = ", ".join(map(str, sorted(self._lengths)))
-            raise ValueError(
-                f"attention has {key.size(-2)} keys on this rank, and its part of the sequence is {lengths} long: every "
-                "sequence that is attended to has to be among the buffers of maybe_context_parallel (a cache of keys, as "
-                "for generating text, cannot be divided)"
+        if not self.sequences.is_shard(key.size(-2)):
+            lengths = ", ".join(map(str, sorted(self.sequences.lengths)))
+            return (
+                f"Attention over sharded sequences failed: attention has {key.size(-2)} keys on this rank, and its part of the "
+                f"sequence is {lengths} long. Give every sequence that is attended to in buffers of maybe_context_parallel; a cache "
+                "of keys, as for generating text, needs cp to be 1."
             )
+        return None
+
+    def _find_mask_problem(
+        self, mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
+    ) -> str | None:
+        if mask is None:
+            return None
+        num_queries, num_keys = query.size(-2), key.size(-2) * self._parts
+        rows, columns = (1, *mask.shape)[-2:]
+        if (columns == key.size(-2) and rows == 1) or (
+            columns in {1, num_keys} and rows in {1, num_queries, num_queries * self._parts}
+        ):
+            return None
+        return (
+            f"Attention over sharded sequences failed: the attention mask has {rows} rows and {columns} columns on this rank, which "
+            f"has {num_queries} of the sequence's {num_keys} positions. Give the rows of this rank, or all, with a column for every "
+            f"one of the {num_keys} keys; or one row with this rank's keys; or is_causal=True and no mask."
+        )
 
     def _local_mask(
         self, mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
@@ -225,17 +277,10 @@ class _Attention:
         """Return this rank's rows of a mask, for all keys."""
         if mask is None:
             return None
-        num_queries, num_keys = query.size(-2), key.size(-2)
         rows, columns = (1, *mask.shape)[-2:]
-        if columns == num_keys // self._parts and rows == 1:
-            return gather_sequence(mask.contiguous(), -1, self._group)
-        if columns not in {1, num_keys} or rows not in {1, num_queries, num_queries * self._parts}:
-            raise ValueError(
-                f"the attention mask has {rows} rows and {columns} columns on this rank, which has {num_queries} of the sequence's "
-                f"{num_keys} places: give the rows of this rank, or all, with a column for every one of the {num_keys} keys; one "
-                "row with this rank's keys; or is_causal=True and no mask"
-            )
-        return mask if rows in {1, num_queries} else slice_sequence(mask, -2, self._parts, self._rank)
+        if rows == 1 and columns == key.size(-2) // self._parts:
+            return self.sequences.gather(mask.contiguous(), -1)
+        return mask if rows in {1, query.size(-2)} else self.sequences.slice(mask, -2)
 
 
 class _PatchedAttention(overrides.TorchFunctionMode):
@@ -244,6 +289,16 @@ class _PatchedAttention(overrides.TorchFunctionMode):
     def __init__(self, attention: _Attention) -> None:
         super().__init__()
         self._attention = attention
+        self._products_allowed = False
+
+    @contextmanager
+    def allow_products(self) -> Iterator[None]:
+        """Allow products of queries and keys inside of the context, since the keys are gathered."""
+        self._products_allowed = True
+        try:
+            yield
+        finally:
+            self._products_allowed = False
 
     @override
     def __torch_function__(
@@ -252,34 +307,68 @@ class _PatchedAttention(overrides.TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs or {})
         if func in _CALLERS_OF_ATTENTION:
-            if func is F.multi_head_attention_forward:
-                _check_multi_head_options(*args, **kwargs or {})
+            if func is F.multi_head_attention_forward and (
+                problem := _find_multi_head_problem(*args, **kwargs or {})
+            ):
+                self._attention.sequences.reject(problem)
             with self:
                 return _without_dispatch(func)(*args, **kwargs or {})
         name = getattr(func, "__name__", "")
         if name in _UNSUPPORTED_KERNELS:
-            raise ValueError(
-                f"{_UNSUPPORTED_KERNELS[name]} sees this rank's part of the sequence only: inside maybe_context_parallel, use "
-                "torch.nn.functional.scaled_dot_product_attention"
+            self._attention.sequences.reject(
+                f"Attention over sharded sequences failed: {_UNSUPPORTED_KERNELS[name]} sees this rank's part of the sequence only. "
+                "Use torch.nn.functional.scaled_dot_product_attention inside maybe_context_parallel."
             )
-        return func(*args, **kwargs or {})
+        if name == _COMPILED_CHECKPOINT:
+            self._attention.sequences.reject(
+                "Compiling with context parallelism failed: torch.compile does not let attention in activation checkpoints be "
+                "replaced. Compile the model without activation checkpointing, or only what is inside of a checkpoint."
+            )
+        result = func(*args, **kwargs or {})
+        if name in _BATCHED_PRODUCTS and not self._products_allowed:
+            self._check_product(result, args[_BATCHED_PRODUCTS[name] :])
+        return result
+
+    def _check_product(self, product: Any, factors: tuple[Any, ...]) -> None:
+        """Reject the product of the queries and keys of this rank, which attention of a script's own computes."""
+        sequences = self._attention.sequences
+        factors = tuple(factors[0]) if isinstance(factors[0], (list, tuple)) else factors[:2]
+        # A weight has two dimensions. An outer product, as for rotary embeddings, sums over one element, and a product with values
+        # of a full sequence over all of them.
+        if (
+            _is_batch_of_squares(product, sequences.lengths)
+            and len(factors) == _FACTORS
+            and all(factor.dim() >= _BATCHED for factor in factors)
+            and factors[0].size(-1) not in {1, *(length * sequences.parts for length in sequences.lengths)}
+        ):
+            sequences.reject(
+                f"Attention over sharded sequences failed: a product of shape {list(product.shape)} has the queries and keys of "
+                "this rank only. Use torch.nn.functional.scaled_dot_product_attention inside maybe_context_parallel."
+            )
 
 
-def _check_multi_head_options(*args: Any, **options: Any) -> None:
-    """Raise ValueError for arguments of `multi_head_attention_forward` that do not use `scaled_dot_product_attention`."""
+def _is_batch_of_squares(product: Any, lengths: AbstractSet[int]) -> bool:
+    if not isinstance(product, torch.Tensor) or product.dim() < _BATCHED:
+        return False
+    return product.size(-1) == product.size(-2) and product.size(-1) in lengths
+
+
+def _find_multi_head_problem(*args: Any, **options: Any) -> str | None:
+    """Return why arguments of `multi_head_attention_forward` do not use `scaled_dot_product_attention`, or None."""
     bound = inspect.signature(F.multi_head_attention_forward).bind(*args, **options)
     bound.apply_defaults()
     arguments = bound.arguments
     if arguments["need_weights"]:
-        raise ValueError(
-            "nn.MultiheadAttention was asked for attention weights, and it computes those over this rank's part of the "
-            "sequence only: call it with need_weights=False inside maybe_context_parallel"
+        return (
+            "nn.MultiheadAttention over sharded sequences failed: attention weights are computed over this rank's part of the "
+            "sequence only. Call it with need_weights=False inside maybe_context_parallel."
         )
     if arguments["bias_k"] is not None or arguments["add_zero_attn"]:
-        raise ValueError(
-            "nn.MultiheadAttention with add_bias_kv or add_zero_attn adds keys that are not of the sequence, and every "
-            "rank would add them: make it without, or leave cp at 1"
+        return (
+            "nn.MultiheadAttention over sharded sequences failed: add_bias_kv and add_zero_attn add keys that are not of the "
+            "sequence, and every rank would add them. Create it without, or set cp to 1."
         )
+    return None
 
 
 def _without_dispatch(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -292,51 +381,3 @@ def _without_dispatch(func: Callable[..., Any]) -> Callable[..., Any]:
     )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
-
-
-def sequence_slices(length: int, parts: int, part: int) -> list[tuple[int, int]]:
-    """Return the chunks of a shard, as pairs of begin and end.
-
-    A shard has a chunk of the front and its mirror image at the end, to balance causal attention. A length that is only
-    divisible by the number of shards is sharded contiguously.
-
-    Raises:
-        ValueError: The length is not divisible.
-    """
-    if length % parts:
-        near = f"{length - length % parts} or {length + parts - length % parts}"
-        raise ValueError(
-            f"a sequence of {length} cannot be divided equally among {parts} ranks (cp: {parts}): pad or cut it to {near}"
-        )
-    if parts == 1:
-        return [(0, length)]
-    if length % (2 * parts):
-        size = length // parts
-        return [(part * size, (part + 1) * size)]
-    size = length // (2 * parts)
-    mirror = 2 * parts - 1 - part
-    return [(part * size, (part + 1) * size), (mirror * size, (mirror + 1) * size)]
-
-
-def sequence_dim(tensor: torch.Tensor, dim: int) -> int:
-    """Return a dimension counted from the front; raise ValueError if it does not exist."""
-    if not -tensor.dim() <= dim < tensor.dim():
-        raise ValueError(f"Invalid sequence dimension {dim}: the tensor has shape {list(tensor.shape)}.")
-    return dim % tensor.dim()
-
-
-def slice_sequence(tensor: torch.Tensor, dim: int, parts: int, part: int) -> torch.Tensor:
-    """Return a shard of a full sequence in new memory."""
-    slices = sequence_slices(tensor.shape[dim], parts, part)
-    return torch.cat([tensor.narrow(dim, begin, end - begin) for begin, end in slices], dim)
-
-
-def join_sequence(shards: list[torch.Tensor], dim: int) -> torch.Tensor:
-    """Return the full sequence from all shards."""
-    parts, length = len(shards), shards[0].shape[dim] * len(shards)
-    pieces: list[tuple[int, torch.Tensor]] = []
-    for part, tensor in enumerate(shards):
-        slices = sequence_slices(length, parts, part)
-        chunks = torch.split(tensor, [end - begin for begin, end in slices], dim)
-        pieces += [(begin, piece) for (begin, _), piece in zip(slices, chunks, strict=True)]
-    return torch.cat([piece for _, piece in sorted(pieces, key=lambda pair: pair[0])], dim)

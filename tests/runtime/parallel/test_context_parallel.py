@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+from accel_runtime.collectives.handshake import MismatchError
 from accel_runtime.parallel.context_parallel import gather_sequence, shard_sequences
 
 LENGTH = 16
@@ -156,6 +157,19 @@ def test_recomputed_activations_attend_to_full_sequences(pair):
     check_equal(pair, Recomputed, "causal")
 
 
+class Compiled(Recomputed):
+    """A compiled block that recomputes its activations in the backward pass."""
+
+    def __init__(self, kind="causal"):
+        super().__init__(kind)
+        self.compile(backend="aot_eager")
+
+
+@pytest.mark.slow
+def test_compiled_blocks_that_recompute_activations_attend_to_full_sequences(pair):
+    check_equal(pair, Compiled, "causal")
+
+
 def test_heads_can_share_keys(pair):
     check_equal(pair, lambda kind: Block(kind, shared=2), "causal")
 
@@ -182,7 +196,7 @@ def test_padding_is_masked_in_torch_layers(pair):
 REFUSALS = {
     "a length": (
         lambda x, _: shard_sequences(dist.group.WORLD, [x[:, :7]], [1]).__enter__(),
-        "pad or cut it to 6 or 8",
+        "Pad or truncate it to 6 or 8",
     ),
     "no dimension": (
         lambda x, _: shard_sequences(dist.group.WORLD, [x], [5]).__enter__(),
@@ -194,7 +208,7 @@ REFUSALS = {
     ),
     "a stranger": (
         lambda x, _: shard_sequences(dist.group.WORLD, [], [], {x}).__enter__(),
-        "give it in both",
+        "Give it in both",
     ),
     "a parameter": (
         lambda x, _: shard_sequences(dist.group.WORLD, [nn.Parameter(x)], [1]).__enter__(),
@@ -222,7 +236,23 @@ REFUSALS = {
     ),
     "attention weights": (
         lambda x, inside: inside(lambda: nn.MultiheadAttention(8, 2, batch_first=True)(x, x, x)),
-        "call it with need_weights=False",
+        "Call it with need_weights=False",
+    ),
+    "attention by products": (
+        lambda x, inside: inside(lambda: (x @ x.transpose(-1, -2)).softmax(-1) @ x),
+        "scaled_dot_product_attention",
+    ),
+    "attention by bmm": (
+        lambda x, inside: inside(lambda: torch.bmm(x, x.transpose(-1, -2))),
+        "a product of shape [3, 8, 8]",
+    ),
+    "attention by baddbmm": (
+        lambda x, inside: inside(lambda: torch.baddbmm(torch.ones(8, 8), x, x.transpose(-1, -2))),
+        "a product of shape [3, 8, 8]",
+    ),
+    "attention by einsum": (
+        lambda x, inside: inside(lambda: torch.einsum("bqd,bkd->bqk", x, x)),
+        "a product of shape [3, 8, 8]",
     ),
     "keys that are added": (
         lambda x, inside: inside(
@@ -253,6 +283,51 @@ def test_operations_that_would_see_only_a_shard_are_rejected(pair):
             assert x.shape[1] == LENGTH, case
 
     pair.run(refused, REFUSALS)
+
+
+def test_products_that_are_no_attention_are_allowed(pair):
+    """Rotary embeddings, weights, and attention of a script that gathers its keys."""
+
+    def multiply():
+        import accel_runtime
+
+        accel_runtime.Accelerator()
+        group, x = dist.group.WORLD, torch.randn(3, LENGTH, LENGTH // 2)
+        expected = (x @ x.transpose(-1, -2)).softmax(-1) @ x
+        with shard_sequences(group, [x], [1]):
+            assert (x @ torch.ones(8, 8)).shape == (x[..., :1] @ torch.ones(3, 1, 8)).shape == (3, 8, 8)
+            keys = gather_sequence(x, 1, group)
+            result = gather_sequence((x @ keys.transpose(-1, -2)).softmax(-1) @ keys, 1, group)
+        torch.testing.assert_close(result, expected)
+
+    pair.run(multiply)
+
+
+def test_ranks_that_disagree_are_rejected_before_a_collective(pair):
+    def disagree():
+        import accel_runtime
+
+        accelerator = accel_runtime.Accelerator()
+        group, is_main = dist.group.WORLD, accelerator.process_index == 0
+        x, other = torch.randn(3, 2, LENGTH, 8), torch.randn(3 + is_main, 2, LENGTH, 8)
+        with pytest.raises(MismatchError, match="buffers of shape"):
+            shard_sequences(group, [other], [2]).__enter__()
+        with pytest.raises(MismatchError, match="gather_sequence of float32"):
+            gather_sequence(other, 2, group)
+        with shard_sequences(group, [x], [2]):
+            heads = x if is_main else x[:, :1]
+            with pytest.raises(MismatchError, match="rank 1: attention of float32"):
+                F.scaled_dot_product_attention(x, heads, heads, enable_gqa=True)
+            with pytest.raises(MismatchError, match="is_causal"):
+                F.scaled_dot_product_attention(x, x, x, is_causal=is_main)
+            with pytest.raises(MismatchError, match="the mask bool"):
+                F.scaled_dot_product_attention(
+                    x, x, x, attn_mask=torch.ones(1, LENGTH, dtype=bool) if is_main else None
+                )
+            with pytest.raises(MismatchError, match="as many queries as keys"):
+                F.scaled_dot_product_attention(x[..., : 8 - is_main, :], x, x, is_causal=True)
+
+    pair.run(disagree)
 
 
 def test_flex_attention_is_rejected(pair):

@@ -7,7 +7,7 @@ from itertools import chain
 import pytest
 import torch
 
-from accel_runtime.parallel.context_parallel import join_sequence, sequence_slices, slice_sequence
+from accel_runtime.parallel.sequence_shards import join_sequence, sequence_slices, slice_sequence
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 8])
@@ -32,7 +32,9 @@ def test_all_ranks_have_equal_causal_work(parts):
 
 
 def test_a_length_that_is_not_divisible_is_rejected():
-    with pytest.raises(ValueError, match=r"a sequence of 10 .* 4 ranks \(cp: 4\): pad or cut it to 8 or 12"):
+    with pytest.raises(
+        ValueError, match=r"A sequence of 10 .* 4 ranks \(cp: 4\) .* Pad or truncate it to 8 or 12"
+    ):
         sequence_slices(10, 4, 0)
 
 
