@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -56,7 +57,7 @@ def plan_tensor_parallel(model: nn.Module, tp_plan: tuple[tuple[str, str], ...] 
     """
     if tp_plan:
         return _resolve_entries(model, tp_plan, "tp_plan", strict=True)
-    entries = tuple(_iterate_own_plans(model))
+    entries = tuple(_find_own_plans(model))
     if not entries:
         raise ValueError(
             f"parallel.tp needs a plan: {type(model).__name__} has no tp_plan of its own. Set one in the profile, for example "
@@ -93,15 +94,27 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> Non
     _share_rng_state(mesh)
 
 
-def _iterate_own_plans(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of the outermost plans in a model."""
+def _find_own_plans(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return the entries of the outermost plans in a model that name a module below them.
+
+    A wrapper, such as a PeftModel, has the attributes of the model that it wraps, and other names of modules.
+    """
+    modules = dict(model.named_modules())
     prefixes: list[str] = []
-    for name, module in model.named_modules():
+    entries: list[tuple[str, Any]] = []
+    unmatched: list[tuple[str, Any]] = []
+    for name, module in modules.items():
         plan = None if any(name.startswith(prefix) for prefix in prefixes) else _plan_in(module)
-        if plan:
-            prefix = f"{name}." if name else ""
+        if not plan:
+            continue
+        prefix = f"{name}." if name else ""
+        own = [(prefix + pattern, style) for pattern, style in plan.items()]
+        if any(matches_pattern(pattern, other) for pattern, _ in own for other in modules):
             prefixes.append(prefix)
-            yield from ((prefix + pattern, style) for pattern, style in plan.items())
+            entries += own
+        else:
+            unmatched += own
+    return entries or unmatched
 
 
 def _plan_in(module: nn.Module) -> Mapping[str, Any] | None:
@@ -116,30 +129,101 @@ def _resolve_entries(
 ) -> Plan:
     """Return the entries by module; with `strict`, each must match one."""
     modules = dict(model.named_modules())
+    wrappers = _wrapper_prefixes(model) if strict else [""]
     plan: dict[str, ParallelStyle] = {}
     given: dict[str, Any] = {}
     for pattern, style in entries:
-        names = [name for name in modules if name and matches_pattern(pattern, name)]
+        matches = (
+            [name for name in modules if name and matches_pattern(prefix + pattern, name)]
+            for prefix in wrappers
+        )
+        names = next(filter(None, matches), [])
         if strict and not names:
             raise ValueError(
                 f"{source}: {pattern} matches no module of {type(model).__name__}{_suggest(pattern, modules)}"
             )
         for name in names:
-            if name in plan:
-                raise ValueError(f"{source}: {name} is named twice, by {given[name]} and by {style}")
             if type(modules.get(name.rpartition(".")[0])) is nn.MultiheadAttention:
                 raise ValueError(
                     f"{source}: {name} cannot be sharded: nn.MultiheadAttention computes it itself"
                 )
-            given[name] = style
             try:
-                is_style = isinstance(style, ParallelStyle)
-                plan[name] = style if is_style else parse_style(str(style), modules[name])
+                styles = _layer_styles(name, modules[name], style)
             except ValueError as error:
                 raise ValueError(f"{source}: {name}: {error}") from None
+            for layer, layer_style in styles.items():
+                if layer in plan:
+                    raise ValueError(f"{source}: {layer} is named twice, by {given[layer]} and by {style}")
+                given[layer], plan[layer] = style, layer_style
     if not plan:
         raise ValueError(f"{source} names no module that {type(model).__name__} has")
     return plan
+
+
+def _wrapper_prefixes(model: nn.Module) -> list[str]:
+    """Return the prefixes of the names below wrappers: modules with parameters in one child only."""
+    prefixes = [""]
+    while not any(True for _ in model.parameters(recurse=False)):
+        children = [item for item in model.named_children() if any(True for _ in item[1].parameters())]
+        if len(children) != 1:
+            break
+        name, model = children[0]
+        prefixes.append(f"{prefixes[-1]}{name}.")
+    return prefixes
+
+
+_LORA_PART = re.compile(r"\.(base_layer|original_module|(lora_A|lora_B|modules_to_save)\.[^.]+)$")
+"""The end of the name of a layer that peft has put into one of its own."""
+
+
+def _layer_styles(name: str, module: nn.Module, style: Any) -> dict[str, ParallelStyle]:
+    """Return the style of a module by its name, or those of the layers that peft has put into it.
+
+    With B(A(x)), the product of the input and two matrices, B has the outputs of the layer, and A its inputs: B is sharded like
+    a layer with sharded outputs, A like one with sharded inputs, and the other one is replicated.
+    """
+    base, copies = getattr(module, "base_layer", None), getattr(module, "modules_to_save", None)
+    original = getattr(module, "original_module", None)
+    if isinstance(original, nn.Module) and isinstance(copies, nn.ModuleDict):
+        layers = {f"{name}.original_module": original}
+        layers |= {f"{name}.modules_to_save.{adapter}": layer for adapter, layer in copies.items()}
+        return {layer: _to_style(style, module) for layer, module in layers.items()}
+    if not isinstance(base, nn.Module):
+        return {name: _to_style(style, module)}
+    parsed = _to_style(style, base)
+    if isinstance(parsed, _Replicated):
+        return {name: parsed}
+    adapters = [getattr(module, part, None) for part in ("lora_A", "lora_B")]
+    if any(not isinstance(adapter, nn.ModuleDict) for adapter in adapters):
+        raise ValueError(
+            f"{type(module).__module__}.{type(module).__name__} is an adapter that cannot be sharded. Use LoRA, or remove the module "
+            "from the plan."
+        )
+    if getattr(module, "lora_variant", None) or getattr(module, "lora_magnitude_vector", None):
+        raise ValueError(
+            "a variant of LoRA, such as DoRA, computes with full weights and cannot be sharded. Use LoRA without variants, or "
+            "remove the module from the plan."
+        )
+    styles = {f"{name}.base_layer": parsed}
+    if isinstance(base, nn.Embedding):
+        # The matrices are parameters of the layer, which are added to a full output.
+        is_supported = not has_sharded_output(parsed)
+    else:
+        is_colwise = isinstance(parsed, ColwiseParallel)
+        outer_layouts = getattr(parsed, "input_layouts" if is_colwise else "output_layouts", None)
+        is_supported = outer_layouts == (Replicate(),)
+        part = "lora_B" if is_colwise else "lora_A"
+        styles |= {f"{name}.{part}.{adapter}": copy(parsed) for adapter in adapters[is_colwise] or ()}
+    if not is_supported:
+        raise ValueError(
+            f"{style} cannot be applied to a layer with LoRA. Use colwise, rowwise or their variants, or remove the module from the "
+            "plan."
+        )
+    return styles
+
+
+def _to_style(style: Any, module: nn.Module) -> ParallelStyle:
+    return style if isinstance(style, ParallelStyle) else parse_style(str(style), module)
 
 
 def _suggest(pattern: str, modules: Mapping[str, nn.Module]) -> str:
@@ -310,7 +394,8 @@ def check_divisibility(model: nn.Module, tp: int, styles: Plan) -> None:
 
 def _head_counts(model: nn.Module, styles: Plan) -> Iterator[tuple[str, str, int]]:
     """Yield the owner, the attribute and the number of heads of sharded attention."""
-    parents = {name.rpartition(".")[0] for name, style in styles.items() if has_sharded_output(style)}
+    sharded = (_LORA_PART.sub("", name) for name, style in styles.items() if has_sharded_output(style))
+    parents = {name.rpartition(".")[0] for name in sharded}
     holders: dict[str, Any] = {
         parent or type(model).__name__: model.get_submodule(parent) for parent in sorted(parents)
     }
