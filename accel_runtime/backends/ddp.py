@@ -306,6 +306,26 @@ def _add_prefix(module: ReplicatedModel, state_dict: dict[str, Any], prefix: str
         state_dict[f"{prefix}{_PREFIX}{name.removeprefix(prefix)}"] = state_dict.pop(name)
 
 
+def _find_sparse(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the trainable parameters of embeddings that make sparse gradients."""
+    for module in model.modules():
+        weight = getattr(module, "weight", None) if getattr(module, "sparse", False) is True else None
+        if isinstance(weight, nn.Parameter) and weight.requires_grad:
+            yield weight
+
+
+def _copy_gradient(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient with memory of its own.
+
+    The values of a sparse gradient are the gradient of the embedding's output itself, which DDP divides in place (torch
+    2.13): the gradients of other layers that are computed from it later would be divided too.
+    """
+    return gradient.clone()
+
+
+_copy_gradient.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch.save does not warn of it
+
+
 def wrap_in_ddp(model: nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> ReplicatedModel:
     """Wrap a model with at least one trainable parameter in DDP."""
     sparse = [name for name, buffer in model.named_buffers() if buffer.layout is not torch.strided]
@@ -315,6 +335,8 @@ def wrap_in_ddp(model: nn.Module, device_ids: list[int] | None, options: dict[st
             "dense, or pass Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])."
         )
     ddp_options = {name: value for name, value in options.items() if not name.startswith("comm_")}
+    for parameter in _find_sparse(model):
+        parameter.register_hook(_copy_gradient)  # type: ignore[no-untyped-call]
     prepared = ReplicatedModel(model, device_ids=device_ids, **ddp_options)
     kind = options.get("comm_hook", DDPCommunicationHookType.NO)
     if kind in _HOOKS:

@@ -280,6 +280,44 @@ def test_parameters_without_a_gradient_are_named_with_the_option_to_allow_them(p
         assert "DistributedDataParallelKwargs(find_unused_parameters=True)" in message
 
 
+class SumOfEmbedding(nn.Module):
+    """A model whose embedding and layer get the gradient of one sum."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.embedding = getattr(nn, kind)(8, 4, sparse=True)
+
+    def forward(self, x, indices):
+        return self.layer(x) + self.embedding(indices)
+
+
+@pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
+def test_a_sparse_gradient_does_not_change_those_of_other_layers(pair, kind):
+    """torch's DDP divides the values of the sparse gradient in place, which is the gradient of the sum."""
+
+    def compute(kind, ranks):
+        accelerator = Accelerator()
+        torch.manual_seed(0)
+        model = SumOfEmbedding(kind)
+        prepared = accelerator.prepare(copy.deepcopy(model)) if ranks is None else model
+        for rank in [accelerator.process_index] if ranks is None else ranks:
+            draws = torch.Generator().manual_seed(rank)
+            indices = torch.randint(8, (6, 2) if kind == "EmbeddingBag" else (6,), generator=draws)
+            loss = prepared(torch.randn(6, 3, generator=draws), indices).square().mean()
+            accelerator.backward(loss / len(ranks or [0]))
+        torch.save(list(prepared.parameters()), io.BytesIO())  # does not warn of hooks
+        return {
+            name: parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+            for name, parameter in accelerator.unwrap_model(prepared).named_parameters()
+        }
+
+    expected = compute(kind, [0, 1])
+    for gradients in pair.run(compute, kind, None):
+        for name, gradient in gradients.items():
+            assert relative_error(gradient, expected[name]) < 1e-5, name
+
+
 class Positions(nn.Module):
     """Buffers and parameters with strides, of which torch cannot broadcast some."""
 
