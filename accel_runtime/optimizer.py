@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import torch
 from typing_extensions import override
 
-from accel_runtime.heartbeat import heartbeat
+from accel_runtime.heartbeat import call_site, heartbeat
+from accel_runtime.logging import MultiProcessAdapter
+from accel_runtime.torch_internals import version_of
 from accel_runtime.training.accumulation import Accumulation
 from accel_runtime.training.forward import LossScaler
 
 __all__ = ["AcceleratedOptimizer", "PreparedOptimizer"]
+
+_LOG = MultiProcessAdapter(logging.getLogger("accel_runtime.optimizer"))
 
 
 class PreparedOptimizer(torch.optim.Optimizer):
@@ -49,6 +55,10 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._stepped = stepped
         self._check = check
         self._gather = gather if isinstance(optimizer, torch.optim.LBFGS) else None
+        self._in_closure = False
+        self._last_step = -1
+        """Number of completed cycles at the newest step."""
+        self._has_warned_of_clearing = False
         self._calls = 0
         self._used_backward = 0
         self._beat = heartbeat()
@@ -77,35 +87,123 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Step if the accumulation cycle is complete.
 
-        The loss that a closure returns to LBFGS is averaged over the ranks, so that all choose the same step length and
-        number of iterations.
+        Before that, a closure adds the gradients of its micro-batch. The loss that a closure returns to LBFGS is averaged
+        over the ranks, so that all choose the same step length and number of iterations.
 
         Raises:
-            ValueError: A closure with fp16, as the scaler cannot run it.
+            ValueError: If there is a closure with fp16, as the scaler cannot run it; or with a cycle of several micro-batches,
+                and the optimizer runs it more than once, or after it has changed the weights.
         """
         accumulation = self._accumulation
+        if closure is not None:
+            if self._scaler is not None:
+                raise ValueError(
+                    "optimizer.step(closure) is not supported with mixed_precision fp16. Use bf16."
+                )
+            if not (accumulation.synced and accumulation.is_first):
+                return self._run_closure_in_cycle(closure)
         if not accumulation.synced:
             return None
+        self._begin_step()
+        if self._scaler is not None:
+            self.step_was_skipped = not self._scaler.step_unless_overflowed(self.optimizer)
+            return None
+        return self._step_with(closure)
+
+    def _begin_step(self) -> None:
+        accumulation = self._accumulation
         if self._check is not None:
             self._calls += 1
             if not self._calls & (self._calls - 1) and self._check():
                 self._check = None
         accumulation.is_new_cycle = True
         self._used_backward = accumulation.num_backward
+        self._last_step = accumulation.num_cycles
         self.steps += 1
         if self._beat is not None:
             self._beat.step()
-        if self._scaler is None:
-            if closure is not None and self._gather is not None:
+
+    def _step_with(self, closure: Callable[[], Any] | None) -> float | None:
+        """Step without a scaler."""
+        if closure is None:
+            loss: float | None = self.optimizer.step()
+        else:
+            if self._gather is not None:
                 closure = self._average_loss(closure, self._gather)
-            loss = self.optimizer.step() if closure is None else self.optimizer.step(closure)
-            if self._stepped is not None:
-                self._stepped()
-            return loss
-        if closure is not None:
-            raise ValueError("optimizer.step(closure) is not supported with mixed_precision fp16. Use bf16.")
-        self.step_was_skipped = not self._scaler.step_unless_overflowed(self.optimizer)
-        return None
+            with self._enter_closure():
+                loss = self.optimizer.step(closure)
+        if self._stepped is not None:
+            self._stepped()
+        return loss
+
+    def _run_closure_in_cycle(self, closure: Callable[[], Any]) -> float | None:
+        """Run a closure that adds the gradients of one of several micro-batches, and step if it is the last one.
+
+        The closures of earlier micro-batches cannot run again, as their variables have other values now. So the optimizer
+        must run the last one once, with the weights of the others.
+        """
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            self._refuse_closure()
+        gradients = {} if self._accumulation.is_first else self._read_versions("grad")
+
+        def check_gradients() -> None:
+            self._accumulation.check_gradients = None
+            if gradients and self._read_versions("grad") != gradients:
+                raise ValueError(
+                    "optimizer.step(closure) failed: the closure changed the gradients of the earlier micro-batches of the "
+                    "accumulation cycle. Clear gradients with optimizer.zero_grad() only, which keeps them within a cycle."
+                )
+
+        def run() -> float | None:
+            self._accumulation.check_gradients = check_gradients
+            try:
+                with torch.enable_grad(), self._enter_closure():
+                    loss: float | None = closure()
+                    return loss
+            finally:
+                self._accumulation.check_gradients = None
+
+        if not self._accumulation.synced:
+            return run()
+        is_new_cycle = self._accumulation.is_new_cycle
+        self._begin_step()
+        self._accumulation.is_new_cycle = is_new_cycle
+        weights = self._read_versions()
+        runs = 0
+
+        def run_once() -> float | None:
+            nonlocal runs
+            runs += 1
+            if runs > 1 or self._read_versions() != weights:
+                self._refuse_closure()
+            return run()
+
+        loss = self._step_with(run_once)
+        if not runs:
+            self._refuse_closure()
+        return loss
+
+    def _refuse_closure(self) -> NoReturn:
+        raise ValueError(
+            f"optimizer.step(closure) failed: {type(self.optimizer).__name__} does not run its closure exactly once before it "
+            f"changes the weights, so the gradients of a cycle of {self._accumulation.steps} micro-batches cannot be added up. "
+            "Use gradient_accumulation_steps=1, and run the backward passes of all micro-batches inside the closure."
+        )
+
+    @contextmanager
+    def _enter_closure(self) -> Iterator[None]:
+        """Let `zero_grad` clear gradients in the first micro-batch of a cycle only."""
+        before, self._in_closure = self._in_closure, True
+        try:
+            yield
+        finally:
+            self._in_closure = before
+
+    def _read_versions(self, attribute: str | None = None) -> dict[Any, tuple[int, int]]:
+        """Return the identity and version of the parameters, or of the tensors in one of their attributes."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        tensors = {p: p if attribute is None else getattr(p, attribute) for p in parameters}
+        return {p: (id(tensor), version_of(tensor)) for p, tensor in tensors.items() if tensor is not None}
 
     @staticmethod
     def _average_loss(closure: Callable[[], Any], gather: Callable[[Any], list[Any]]) -> Callable[[], Any]:
@@ -121,12 +219,26 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients if the accumulation cycle is complete."""
+        """Clear the gradients if the accumulation cycle is complete; in a closure, if it begins."""
         accumulation = self._accumulation
-        if accumulation.synced:
-            accumulation.is_new_cycle = True
-            self._used_backward = accumulation.num_backward
-            self.optimizer.zero_grad(set_to_none)
+        if not (accumulation.is_first if self._in_closure else accumulation.synced):
+            return
+        if not (accumulation.is_first or accumulation.has_backward or self._has_warned_of_clearing):
+            self._warn_of_clearing()
+        accumulation.is_new_cycle = True
+        self._used_backward = accumulation.num_backward
+        self.optimizer.zero_grad(set_to_none)
+
+    def _warn_of_clearing(self) -> None:
+        """Warn once if the gradients of the earlier micro-batches of a cycle are cleared before its step."""
+        if self._last_step == self._accumulation.num_cycles or not self._read_versions("grad"):
+            return
+        self._has_warned_of_clearing = True
+        _LOG.warning(
+            "optimizer.zero_grad() at %s discards the gradients of earlier micro-batches: it is called before the backward pass "
+            "of the last micro-batch of an accumulation cycle, so the step uses this one only. Call it after optimizer.step().",
+            call_site(),
+        )
 
     @property
     def has_used_gradients(self) -> bool:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 from typing_extensions import override
 
 from accel_runtime.heartbeat import call_site
@@ -53,10 +53,12 @@ class PreparedScheduler(LRScheduler):
         self._optimizers = optimizers
         self._accumulation = accumulation
         self.set_strides(strides)
-        self._ends = hasattr(scheduler, "total_steps")
+        self._end = _find_end(scheduler)
         self._with_optimizer = with_optimizer
         self._gather = gather if isinstance(scheduler, ReduceLROnPlateau) else None
         self._has_warned_of_metrics = False
+        self._cycles = 0
+        """Number of completed cycles at the last call of `step`."""
         self._optimizer_steps: int | None = None
         """Number of steps of the first optimizer at the last call of `step`."""
         self._interval = 1
@@ -71,30 +73,39 @@ class PreparedScheduler(LRScheduler):
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the schedule by one step of the run; arguments are passed to the script's scheduler.
 
-        The metric of `ReduceLROnPlateau` is averaged if it differs between ranks, so that all have one learning rate. The
-        call is collective then.
+        Within an accumulation cycle, calls that follow each other do nothing, and a call after a completed cycle advances: it
+        belongs to an epoch that ended within the next cycle. Outside of `accumulate`, each metric of `ReduceLROnPlateau`
+        counts. A metric is averaged if it differs between ranks, so that all have one learning rate. The call is collective
+        then.
         """
         scheduler = self.scheduler
         if not self._with_optimizer:
             args, kwargs = self._average_metric(args, kwargs)
             scheduler.step(*args, **kwargs)
             return
-        if not self._accumulation.synced:
+        is_metric = isinstance(scheduler, ReduceLROnPlateau)
+        if not self._is_due(is_metric=is_metric):
             if self._accumulation.plugin.adjust_scheduler and hasattr(scheduler, "_step_count"):
                 scheduler._step_count += 1  # noqa: SLF001 - torch counts the calls in it
             return
-        if self._strides > 1:
+        has_position = bool(args or kwargs)
+        if self._strides > 1 and not has_position:
             self._warn_interval()
-        for optimizer in self._optimizers:
-            if optimizer.step_was_skipped:
-                return
-        args, kwargs = self._average_metric(args, kwargs)
-        strides = self._limit_strides() if self._ends else self._strides
-        if strides == 1 and not args and not kwargs:
-            scheduler.step()
+        if not is_metric and any(optimizer.step_was_skipped for optimizer in self._optimizers):
             return
-        for _ in range(strides):
+        if has_position:
+            # A position or metric, which counts once. torch would multiply by some factors again.
+            args, kwargs = self._average_metric(args, kwargs)
             scheduler.step(*args, **kwargs)
+            return
+        for _ in range(self._strides if self._end is None else self._limit_strides(self._end)):
+            scheduler.step()
+
+    def _is_due(self, *, is_metric: bool) -> bool:
+        """Return whether the learning rate may change in this call."""
+        accumulation = self._accumulation
+        before, self._cycles = self._cycles, accumulation.num_cycles
+        return accumulation.synced or self._cycles != before or (is_metric and not accumulation.num_open)
 
     def _average_metric(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -143,10 +154,10 @@ class PreparedScheduler(LRScheduler):
         every = f", once in {self._interval} optimizer steps" if self._interval > 1 else ""
         return f"{self._strides} step(s) of the schedule a call of step(){every}"
 
-    def _limit_strides(self) -> int:
+    def _limit_strides(self, scheduler: Any) -> int:
         # OneCycleLR raises past its end, which several strides may reach in the middle of a step.
-        total: int = self.scheduler.total_steps  # type: ignore[attr-defined]
-        return max(min(self._strides, total - 1 - self.scheduler.last_epoch), 0)
+        rest: int = scheduler.total_steps - 1 - scheduler.last_epoch
+        return max(min(self._strides, rest), 0)
 
     @override
     def get_last_lr(self) -> list[Any]:
@@ -177,6 +188,18 @@ class PreparedScheduler(LRScheduler):
         if name == "scheduler":
             raise AttributeError(name)
         return getattr(self.scheduler, name)
+
+
+def _find_end(scheduler: Any) -> Any:
+    """Return the scheduler with a fixed number of steps that ends a schedule first; None without an end."""
+    if hasattr(scheduler, "total_steps"):
+        return scheduler
+    parts = getattr(scheduler, "_schedulers", ())
+    if isinstance(scheduler, SequentialLR):
+        # The last part counts from 0 at its milestone.
+        parts = parts[-1:]
+    ends = [end for part in parts if (end := _find_end(part)) is not None]
+    return min(ends, key=lambda end: end.total_steps, default=None)
 
 
 AcceleratedScheduler = PreparedScheduler

@@ -23,6 +23,8 @@ from accel_runtime.torch_internals import version_of
 
 __all__ = ["Accumulation", "AveragingCheck", "FirstInput", "MicroBatch"]
 
+_Counts = tuple[int, int, int, int, bool, bool, bool]
+
 
 class Accumulation:
     """Count of the micro-batches in an accumulation cycle, and whether their losses have weights.
@@ -49,6 +51,15 @@ class Accumulation:
         """True if the newest loss had a weight."""
         self.num_backward = 0
         """Number of backward passes so far."""
+        self.is_first = True
+        """True if the current micro-batch is the first of its cycle."""
+        self.num_cycles = 0
+        """Number of micro-batches so far that completed a cycle."""
+        self.num_open = 0
+        """Number of `accumulate` contexts that are open."""
+        self.check_gradients: Callable[[], None] | None = None
+        """Called before a backward pass within the closure of an optimizer."""
+        self._backward_before = 0
         self._step = self._count = 0
         self._models: frozenset[int] = frozenset()
         self._mixed_models = False
@@ -83,6 +94,11 @@ class Accumulation:
         """Return whether the current backward pass averages gradients over the ranks, whether or not a cycle is complete."""
         return (self.synced or self.plugin.sync_each_batch) and not self.no_sync_depth
 
+    @property
+    def has_backward(self) -> bool:
+        """Return whether there was a backward pass in the current micro-batch."""
+        return self.num_backward != self._backward_before
+
     def describe(self, processes: int, *, split_batches: bool) -> str:
         """Return what the gradients of an optimizer step average, over `processes` processes.
 
@@ -103,13 +119,16 @@ class Accumulation:
 
         The last one of an epoch does, unless the plugin disables it.
         """
-        self.is_new_cycle = self.is_new_cycle or self._count == 0
+        self.is_first = self._count == 0
+        self.is_new_cycle = self.is_new_cycle or self.is_first
+        self._backward_before = self.num_backward
         self._count += 1
         ends_cycle = is_last and self.plugin.sync_with_dataloader
         self._step = 0 if ends_cycle else self._step + 1
         self.synced = ends_cycle or self._count >= self.plugin.num_steps
         if self.synced:
             self._count = 0
+            self.num_cycles += 1
         return self.synced
 
     def record_models(self, models: Iterable[Any]) -> bool:
@@ -126,6 +145,8 @@ class Accumulation:
 
     def begin_backward(self, *, weighted: bool) -> None:
         """Record a backward pass; raise ValueError if only some losses of its cycle have weights."""
+        if self.check_gradients is not None:
+            self.check_gradients()
         if not self.is_new_cycle and self.weighted is not weighted:
             raise ValueError(
                 "backward() was called with a weight and without one for the same optimizer step: the mean of such losses is "
@@ -154,14 +175,16 @@ class Accumulation:
         self.weighted = bool(state_dict["weighted"])
         self._models = frozenset()
 
-    def save_counts(self) -> tuple[int, int, int, bool, bool]:
+    def save_counts(self) -> _Counts:
         """Return the counts, for `restore_counts`."""
-        return self.num_backward, self._step, self._count, self.synced, self.is_new_cycle
+        flags = self.synced, self.is_new_cycle, self.is_first
+        return self.num_backward, self._step, self._count, self.num_cycles, *flags
 
-    def restore_counts(self, counts: tuple[int, int, int, bool, bool]) -> None:
+    def restore_counts(self, counts: _Counts) -> None:
         """Restore counts, unless there was a backward pass since: its gradients cannot be removed."""
         if self.num_backward == counts[0]:
-            _, self._step, self._count, self.synced, self.is_new_cycle = counts
+            _, self._step, self._count, self.num_cycles, *flags = counts
+            self.synced, self.is_new_cycle, self.is_first = flags
 
 
 class MicroBatch(AbstractContextManager[None]):
@@ -187,6 +210,7 @@ class MicroBatch(AbstractContextManager[None]):
     @override
     def __enter__(self) -> None:
         self._counts = self._accumulation.save_counts()
+        self._accumulation.num_open += 1
         if self._accumulation.advance(is_last=self._is_last) or self._accumulation.plugin.sync_each_batch:
             return
         for model in self._models:
@@ -196,6 +220,7 @@ class MicroBatch(AbstractContextManager[None]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._accumulation.num_open -= 1
         self._contexts.close()
         if kind is not None:
             self._accumulation.restore_counts(self._counts)

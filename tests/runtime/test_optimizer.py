@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
+from support.log_messages import collect_messages
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
 
 from accel_runtime import Accelerator, PartialState
 from accel_runtime.optimizer import PreparedOptimizer
@@ -69,6 +72,178 @@ def test_step_calls_a_closure_and_returns_its_loss():
     run.backward(1.0)
     assert run.optimizer.step(lambda: 3.5) == 3.5
     assert run.values == [9]
+
+
+# Closures within accumulation cycles -----------------------------------------------------
+
+OPTIMIZERS = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1, foreach=False),
+    "Rprop": lambda parameters: torch.optim.Rprop(parameters, lr=0.1),
+}
+
+
+def train_with_closures(accelerator, make_optimizer, *, clears="in closure", batches=7):
+    """Return the weights after each micro-batch, and the losses that the steps returned."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    model, optimizer = accelerator.prepare(model, make_optimizer(model.parameters()))
+    generator = torch.Generator().manual_seed(accelerator.process_index)
+    losses, weights = [], []
+    for index in range(batches):
+        rows = torch.randn(2, 3, generator=generator)
+
+        def closure(rows=rows):
+            if clears == "in closure":
+                optimizer.zero_grad()
+            loss = model(rows).square().mean()
+            accelerator.backward(loss)
+            return loss
+
+        with accelerator.accumulate(model):
+            if clears == "no closure":
+                closure()
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                losses.append(optimizer.step(closure).item())
+            if clears == "after step":
+                optimizer.zero_grad()
+        weights.append([parameter.tolist() for parameter in model.parameters()])
+        assert accelerator.sync_gradients is (index % 3 == 2)
+    return weights, losses
+
+
+@pytest.mark.parametrize("clears", ["in closure", "after step"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_closures_train_on_all_micro_batches_of_a_cycle(several, name, clears):
+    def train(clears):
+        accelerator = Accelerator(gradient_accumulation_steps=3)
+        return train_with_closures(accelerator, OPTIMIZERS[name], clears=clears)
+
+    expected = several.run(lambda: train("no closure"))
+    results = several.run(lambda: train(clears))
+    assert [weights for weights, _ in results] == [weights for weights, _ in expected]
+    assert all(len(losses) == 7 for _, losses in results), "each closure runs, and its loss is returned"
+
+
+def test_two_optimizers_with_closures_clear_their_own_gradients():
+    run = Run(optimizers=2, cycle=2)
+
+    def step(optimizer, *gradients):
+        def closure():
+            optimizer.zero_grad()
+            run.accumulation.begin_backward(weighted=False)
+            run.backward(*gradients)
+            return 0.0
+
+        optimizer.step(closure)
+
+    for _ in range(4):
+        run.accumulation.advance(is_last=False)
+        step(run.optimizers[0], 1.0)
+        step(run.optimizers[1], 0.0, 1.0)
+    assert run.values == [6, 6]
+
+
+class TwoPoints(torch.optim.SGD):
+    """Optimizer that computes the gradient at a second point, as SAM does."""
+
+    def step(self, closure):
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.add_(1.0)
+        with torch.enable_grad():
+            loss = closure()
+        super().step()
+        return loss
+
+
+class TwoRuns(torch.optim.SGD):
+    """Optimizer that runs its closure twice."""
+
+    def step(self, closure):
+        closure()
+        return super().step(closure)
+
+
+class NoRun(torch.optim.SGD):
+    """Optimizer that ignores its closure."""
+
+    def step(self, _):
+        super().step()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, TwoPoints, TwoRuns, NoRun])
+def test_an_optimizer_that_needs_the_whole_cycle_in_its_closure_is_refused(kind):
+    with pytest.raises(ValueError, match=f"{kind.__name__} does not run its closure exactly once"):
+        train_with_closures(Accelerator(gradient_accumulation_steps=3), partial(kind, lr=0.1))
+
+
+def test_lbfgs_trains_with_cycles_of_one_micro_batch():
+    weights, losses = train_with_closures_of_whole_epochs(torch.optim.LBFGS)
+    assert losses[-1] < losses[0]
+    assert weights[0] != weights[-1]
+
+
+def train_with_closures_of_whole_epochs(kind):
+    """Train with loaders of one batch, which completes each cycle."""
+    accelerator = Accelerator(gradient_accumulation_steps=3)
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    model, optimizer, loader = accelerator.prepare(
+        model, kind(model.parameters(), lr=0.1), DataLoader(torch.randn(4, 3), batch_size=4)
+    )
+    weights, losses = [], []
+    for _ in range(3):
+        for rows in loader:
+
+            def closure(rows=rows):
+                optimizer.zero_grad()
+                loss = (model(rows) - 1).square().mean()
+                accelerator.backward(loss)
+                return loss
+
+            with accelerator.accumulate(model):
+                losses.append(optimizer.step(closure).item())
+        weights.append(model.weight.tolist())
+    return weights, losses
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_closure_that_clears_the_gradients_of_its_model_is_refused(set_to_none):
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def closure():
+        model.zero_grad(set_to_none)
+        loss = model(torch.ones(1, 1)).sum()
+        accelerator.backward(loss)
+        return loss
+
+    with accelerator.accumulate(model):
+        optimizer.step(closure)
+    with (
+        pytest.raises(ValueError, match="the closure changed the gradients of the earlier micro-batches"),
+        accelerator.accumulate(model),
+    ):
+        optimizer.step(closure)
+
+
+def test_clearing_gradients_before_the_last_backward_pass_of_a_cycle_warns_once():
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with collect_messages("accel_runtime.optimizer") as messages:
+        for _ in range(4):
+            with accelerator.accumulate(model):
+                optimizer.zero_grad()
+                accelerator.backward(model(torch.ones(1, 1)).sum())
+                optimizer.step()
+    assert len(messages) == 1
+    assert "test_optimizer.py" in messages[0]
+    assert "discards the gradients of earlier micro-batches" in messages[0]
 
 
 # The loss scaler -------------------------------------------------------------------------
@@ -204,8 +379,10 @@ def test_lbfgs_uses_the_mean_of_the_losses_of_the_ranks(several):
         assert losses == pytest.approx(expected[0], rel=1e-9)
 
 
-def test_a_closure_is_rejected_with_a_loss_scaler():
-    run = Run("fp16")
+@pytest.mark.parametrize("cycle", [1, 2])
+def test_a_closure_is_rejected_with_a_loss_scaler(cycle):
+    run = Run("fp16", cycle=cycle)
+    run.accumulation.advance(is_last=False)
     with pytest.raises(ValueError, match=r"is not supported with mixed_precision fp16"):
         run.optimizer.step(lambda: 1.0)
 

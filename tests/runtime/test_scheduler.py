@@ -8,7 +8,17 @@ import pytest
 import torch
 from support.log_messages import collect_messages
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    CosineAnnealingWarmRestarts,
+    LambdaLR,
+    LRScheduler,
+    MultiplicativeLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
 
 from accel_runtime import Accelerator
 from accel_runtime.optimizer import PreparedOptimizer
@@ -223,3 +233,108 @@ def test_only_the_first_process_reports_a_scheduler_that_seems_to_count_epochs(p
 
     expected = "2 step(s) of the schedule a call of step(), once in 4 optimizer steps"
     assert pair.run(train) == [(1, 4, expected), (0, 4, expected)]
+
+
+# Calls that are not made once for each micro-batch -----------------------------------------
+
+
+def call_at_the_end_of_epochs(make, *args, cycle=2, batches=3, epochs=4):
+    """Return the learning rate after each epoch, if cycles continue in the next epoch."""
+    scheduler, optimizer, accumulation = prepare_scheduler(make, cycle=cycle)
+    rates = []
+    for _ in range(epochs):
+        for _ in range(batches):
+            accumulation.advance(is_last=False)
+            optimizer.step()
+        scheduler.step(*args)
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+@pytest.mark.parametrize("batches", [1, 2, 3, 5])
+def test_every_metric_counts_if_epochs_end_within_a_cycle(batches):
+    rates = call_at_the_end_of_epochs(
+        lambda o: ReduceLROnPlateau(o, patience=0, factor=0.5), 1.0, cycle=4, batches=batches
+    )
+    assert rates == [1, 0.5, 0.25, 0.125]
+
+
+def test_a_metric_counts_although_the_newest_step_was_skipped():
+    scheduler, optimizer, _ = prepare_scheduler(lambda o: ReduceLROnPlateau(o, patience=0, factor=0.5))
+    for _ in range(2):
+        optimizer.step()
+        optimizer.step_was_skipped = True
+        scheduler.step(1.0)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_a_metric_of_each_micro_batch_counts_once_a_cycle():
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    optimizer, scheduler = accelerator.prepare(
+        optimizer, ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    )
+    rates = []
+    for _ in range(6):
+        with accelerator.accumulate():
+            accelerator.backward(weight.sum() * 0)
+            optimizer.step()
+            scheduler.step(1.0)
+            rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [1, 1, 1, 0.5, 0.5, 0.25]
+
+
+def test_a_schedule_of_epochs_advances_if_epochs_end_within_a_cycle():
+    assert call_at_the_end_of_epochs(build_halving_scheduler) == [0.5, 0.25, 0.125, 0.0625]
+
+
+@pytest.mark.parametrize("scheduler_first", [False, True])
+def test_a_schedule_of_micro_batches_advances_once_a_cycle_in_any_order_of_calls(scheduler_first):
+    scheduler, optimizer, accumulation = prepare_scheduler(build_halving_scheduler, cycle=3)
+    positions = []
+    for _ in range(7):
+        accumulation.advance(is_last=False)
+        for step in (scheduler.step, optimizer.step) if scheduler_first else (optimizer.step, scheduler.step):
+            step()
+        positions.append(scheduler.last_epoch)
+    assert positions == [0, 0, 1, 1, 1, 2, 2]
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter")
+@pytest.mark.parametrize(
+    "make",
+    [lambda o: MultiplicativeLR(o, lambda _: 0.5), lambda o: CosineAnnealingWarmRestarts(o, T_0=2)],
+    ids=["multiplicative", "cosine"],
+)
+def test_a_position_is_set_once_on_any_number_of_processes(make):
+    scheduler, optimizer, _ = prepare_scheduler(make, strides=3)
+    optimizer.step()
+    optimizer.step()
+    scheduler.step(1)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.5)
+
+
+def test_a_position_of_an_epoch_does_not_warn_of_epochs():
+    scheduler, optimizer, _ = prepare_scheduler(lambda o: CosineAnnealingWarmRestarts(o, T_0=2), strides=3)
+    with collect_messages("accel_runtime.scheduler") as messages:
+        for epoch in range(2):
+            optimizer.step()
+            optimizer.step()
+            scheduler.step(epoch)
+    assert not messages
+
+
+@pytest.mark.parametrize("kind", ["sequential", "chained"])
+def test_a_composed_schedule_stops_at_the_end_of_its_one_cycle_part(kind):
+    def make(optimizer):
+        if kind == "chained":
+            return ChainedScheduler(
+                [ConstantLR(optimizer, factor=1.0), OneCycleLR(optimizer, 1.0, total_steps=7)], optimizer
+            )
+        parts = [ConstantLR(optimizer, factor=0.5), OneCycleLR(optimizer, 1.0, total_steps=7)]
+        return SequentialLR(optimizer, parts, milestones=[4])
+
+    scheduler, optimizer, _ = prepare_scheduler(make, strides=4)
+    rates = collect_rates(scheduler, optimizer, 4)
+    assert rates[-1] == rates[-2] == pytest.approx(4e-6, rel=1e-3)
