@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from accel_runtime.env import CHECKPOINTS, DESCRIPTION, METRICS
 from accel_runtime.heartbeat import Heartbeat, heartbeat
 from accel_runtime.nested import has_dtensor
-from accel_runtime.tracking.base import finite_or_text, to_number
+from accel_runtime.tracking.base import finite_or_text, to_number, with_text_names
 
 if TYPE_CHECKING:
     from accel_runtime.description import Description
@@ -174,7 +174,7 @@ def _create_recorder(folder: Path) -> RankRecorder:
 def _convert_values(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     """Convert values to numbers and texts by name, those of a nested mapping to `name/key`."""
     converted: dict[str, Any] = {}
-    for key, value in values.items():
+    for key, value in with_text_names(values).items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
             converted |= _convert_values(value, f"{name}/")

@@ -27,6 +27,7 @@ from accel_runtime.logging import MultiProcessAdapter
 from accel_runtime.topology import Topology
 from accel_runtime.tracking.base import (
     BlankTracker,
+    BuiltInTracker,
     GeneralTracker,
     mask_login,
     mask_secrets,
@@ -197,9 +198,8 @@ class Trackers:
             else:
                 self._running.append(_GuardedTracker(choice.name, tracker, self._logger))
         if config is not None:
-            masked = mask_secrets(config)
             for running in self._running:
-                running.call("store_init_configuration", running.tracker.store_init_configuration, masked)
+                running.call("store_init_configuration", _store_configuration, running.tracker, config)
 
     def log(
         self,
@@ -303,6 +303,13 @@ class _GuardedTracker:
             self._logger.warning(
                 "tracker %r failed in %d of %d calls of log", self.name, *counts, main_process_only=False
             )
+
+
+def _store_configuration(tracker: GeneralTracker, config: Mapping[str, Any]) -> None:
+    # Fields of objects are masked by name too, except for a script's tracker, which gets the objects.
+    if isinstance(tracker, BuiltInTracker):
+        config = tracker.convert_configuration(config)
+    tracker.store_init_configuration(mask_secrets(config))
 
 
 def _warn(logger: MultiProcessAdapter, name: str, failure: str, error: Exception) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import aim
 from typing_extensions import override
 
-from accel_runtime.tracking.base import BuiltInTracker, on_main_process, split_curves, to_numbers
+from accel_runtime.tracking.base import BuiltInTracker, on_main_process, split_curves
 
 __all__ = ["AimTracker"]
 
@@ -42,7 +42,7 @@ class AimTracker(BuiltInTracker):
     @override
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.writer["hparams"] = to_numbers(values)
+        self.writer["hparams"] = self.convert_configuration(values)
 
     @override
     @on_main_process

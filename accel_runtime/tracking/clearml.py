@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
 from clearml import Task
 from typing_extensions import override
 
-from accel_runtime.tracking.base import BuiltInTracker, on_main_process, split_numbers, to_numbers
+from accel_runtime.tracking.base import BuiltInTracker, on_main_process, split_numbers
 
 __all__ = ["ClearMLTracker"]
 
@@ -47,7 +48,7 @@ class ClearMLTracker(BuiltInTracker):
     @override
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> Any:
-        return self.task.connect_configuration(to_numbers(values))
+        return self.task.connect_configuration(self.convert_configuration(values))
 
     @override
     @on_main_process
@@ -55,8 +56,12 @@ class ClearMLTracker(BuiltInTracker):
         """Record numbers as scalars of a step; without a step as single values."""
         numbers, others = split_numbers(values)
         self.leave_out(others)
+        rest = {key: value for key, value in numbers.items() if not math.isfinite(value)}
+        self.leave_out(rest, "ClearML would store nan and infinite numbers as 0")
         logger = self.task.get_logger()
         for key, value in numbers.items():
+            if key in rest:
+                continue
             if step is None:
                 logger.report_single_value(name=key, value=value, **kwargs)
             else:

@@ -35,7 +35,7 @@ class CometMLTracker(BuiltInTracker):
     @override
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.writer.log_parameters(flatten_values(values))
+        self.writer.log_parameters(flatten_values(self.convert_configuration(values)))
 
     @override
     @on_main_process
@@ -45,6 +45,7 @@ class CometMLTracker(BuiltInTracker):
             self.writer.set_step(step)
         for key, value in flatten_values(values).items():
             if isinstance(value, (bool, int, float)):
+                value = int(value) if isinstance(value, bool) else value  # noqa: PLW2901 - Comet would store text
                 self.writer.log_metric(key, value, step=step, **kwargs)
             elif isinstance(value, str):
                 self.writer.log_other(key, value, **kwargs)

@@ -8,7 +8,7 @@ import dvclive
 from dvclive.plots import Metric
 from typing_extensions import override
 
-from accel_runtime.tracking.base import BuiltInTracker, flatten_values, on_main_process, to_numbers
+from accel_runtime.tracking.base import BuiltInTracker, flatten_values, on_main_process
 
 __all__ = ["DVCLiveTracker"]
 
@@ -41,7 +41,7 @@ class DVCLiveTracker(BuiltInTracker):
     @override
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        parameters = to_numbers(values)
+        parameters = self.convert_configuration(values)
         missing = {key: value for key, value in parameters.items() if value is None}
         self.leave_out(missing)
         self.live.log_params({key: value for key, value in parameters.items() if key not in missing})

@@ -12,7 +12,13 @@ from typing_extensions import override
 
 from accel_runtime.logging import find_topology
 from accel_runtime.recording import rank_recorder
-from accel_runtime.tracking.base import BuiltInTracker, finite_or_text, on_main_process, to_number
+from accel_runtime.tracking.base import (
+    BuiltInTracker,
+    finite_or_text,
+    on_main_process,
+    to_number,
+    with_text_names,
+)
 
 __all__ = ["JSONLTracker"]
 
@@ -54,7 +60,7 @@ class JSONLTracker(BuiltInTracker):
     @override
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self._write({"config": self._to_json(values)})
+        self._write({"config": self._to_json(self.convert_configuration(values))})
 
     @override
     @on_main_process
@@ -74,11 +80,11 @@ class JSONLTracker(BuiltInTracker):
 
     def _to_json(self, values: dict[str, Any]) -> dict[str, Any]:
         supported, others = {}, {}
-        for key, value in values.items():
+        for key, value in with_text_names(values).items():
             try:
-                supported[str(key)] = _to_json_value(value)
+                supported[key] = _to_json_value(value)
             except TypeError:
-                others[str(key)] = value
+                others[key] = value
         self.leave_out(others)
         return supported
 
@@ -91,7 +97,7 @@ def _to_json_value(value: Any) -> Any:
     if isinstance(value, float):
         return finite_or_text(value)
     if isinstance(value, dict):
-        return {str(key): _to_json_value(item) for key, item in value.items()}
+        return {key: _to_json_value(item) for key, item in with_text_names(value).items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_to_json_value(item) for item in value]
     if callable(getattr(value, "tolist", None)):

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import mlflow
 from mlflow.utils.validation import MAX_METRICS_PER_BATCH, MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
 from typing_extensions import override
 
-from accel_runtime.tracking.base import BuiltInTracker, flatten_values, on_main_process, split_numbers
+from accel_runtime.tracking.base import (
+    BuiltInTracker,
+    add_suffix,
+    flatten_values,
+    on_main_process,
+    split_numbers,
+)
 
 __all__ = ["MLflowTracker"]
 
@@ -81,12 +89,11 @@ class MLflowTracker(BuiltInTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Record parameters; warn about text that is too long for MLflow."""
-        flat = flatten_values(values)
+        flat = flatten_values(self.convert_configuration(values))
         too_long = {key: value for key, value in flat.items() if len(str(value)) > MAX_PARAM_VAL_LENGTH}
-        self.leave_out(too_long)
+        self.leave_out(too_long, f"its text has more than {MAX_PARAM_VAL_LENGTH} characters")
         parameters = {key: value for key, value in flat.items() if key not in too_long}
-        for batch in _batches(parameters, MAX_PARAMS_TAGS_PER_BATCH):
-            mlflow.log_params(batch)
+        self._record(mlflow.log_params, parameters, MAX_PARAMS_TAGS_PER_BATCH)
 
     @override
     @on_main_process
@@ -94,8 +101,19 @@ class MLflowTracker(BuiltInTracker):
         """Record numbers; `kwargs` go to `mlflow.log_metrics`."""
         numbers, others = split_numbers(values)
         self.leave_out(others)
-        for batch in _batches(numbers, MAX_METRICS_PER_BATCH):
-            mlflow.log_metrics(batch, step=step, **kwargs)
+        self._record(partial(mlflow.log_metrics, step=step, **kwargs), numbers, MAX_METRICS_PER_BATCH)
+
+    def _record(self, log: Callable[[dict[str, Any]], Any], values: dict[str, Any], size: int) -> None:
+        """Record values in batches; MLflow rejects a batch because of one value, so then each is tried."""
+        supported: dict[str, Any] = {}
+        for key, value in values.items():
+            supported[add_suffix(_replace_characters(key), supported)] = value
+        for batch in _batches(supported, size):
+            if not _is_accepted(log, batch):
+                self.leave_out(
+                    {key: value for key, value in batch.items() if not _is_accepted(log, {key: value})},
+                    "MLflow rejects its name or value",
+                )
 
     @on_main_process
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
@@ -116,6 +134,23 @@ class MLflowTracker(BuiltInTracker):
     @on_main_process
     def finish(self) -> None:
         mlflow.end_run()
+
+
+def _replace_characters(name: str) -> str:
+    """Replace what MLflow rejects in a name: characters, and parts that are not one folder."""
+    parts = [re.sub(r"[^\w.\- :]", "_", part) for part in name.split("/")]
+    return "/".join("_" if part in {"", ".", ".."} else part for part in parts)
+
+
+def _is_accepted(log: Callable[[dict[str, Any]], Any], values: dict[str, Any]) -> bool:
+    """Log values, and return False if MLflow finds one invalid."""
+    try:
+        log(values)
+    except Exception as error:
+        if getattr(error, "error_code", None) != "INVALID_PARAMETER_VALUE":
+            raise
+        return False
+    return True
 
 
 def _batches(values: dict[str, Any], size: int) -> Iterator[dict[str, Any]]:

@@ -17,6 +17,7 @@ from accel_runtime.tracking.base import (
     on_main_process,
     split_numbers,
     to_number,
+    with_text_names,
 )
 
 __all__ = ["TensorBoardTracker"]
@@ -54,7 +55,7 @@ class TensorBoardTracker(BuiltInTracker):
         """Record the configuration as hyperparameters and in a file `hparams.yml`."""
         simple = {
             key: value if isinstance(value, (bool, int, float, str)) else str(value)
-            for key, value in flatten_values(values).items()
+            for key, value in flatten_values(self.convert_configuration(values)).items()
         }
         run = str(time.time())
         self.writer.add_hparams(simple, {}, run_name=run)
@@ -65,7 +66,7 @@ class TensorBoardTracker(BuiltInTracker):
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record values; `kwargs` go to the writer's `add_scalar`, `add_text` or `add_scalars`."""
-        for key, raw in values.items():
+        for key, raw in with_text_names(values).items():
             value = to_number(raw)
             if isinstance(value, (bool, int, float)):
                 self.writer.add_scalar(key, value, global_step=step, **kwargs)

@@ -29,13 +29,23 @@ class WandBTracker(RunTracker):
     @override
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.run.config.update(to_numbers(values), allow_val_change=True)
+        self.run.config.update(self.convert_configuration(values), allow_val_change=True)
 
     @override
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record values; `kwargs` go to `Run.log`."""
-        self.run.log(to_numbers(values), step=step, **kwargs)
+        plain = to_numbers(values)
+        try:
+            self.run.log(plain, step=step, **kwargs)
+        except (TypeError, ValueError):
+            # wandb rejects all values because of one.
+            for key, value in plain.items():
+                try:
+                    self.run.log({key: value}, step=step, **{**kwargs, "commit": False})
+                except (TypeError, ValueError):
+                    self.leave_out({key: value})
+            self.run.log({}, step=step, **kwargs)
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

@@ -11,7 +11,11 @@ import inspect
 import json
 import subprocess
 import sys
+from argparse import Namespace
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -143,10 +147,10 @@ def name(request):
 def record(name, stub, tmp_path):
     """Return a function that logs values in a run, and returns what the tracker has recorded."""
 
-    def run(*values, step=3):
+    def run(*values, step=3, config=CONFIG):
         calls = stub(name) if name in PACKAGED else None
         trackers = Trackers(name, tmp_path, Topology())
-        trackers.begin("project", CONFIG)
+        trackers.begin("project", config)
         (tracker,) = trackers.active
         for each in values:
             trackers.log(each, step)
@@ -177,6 +181,58 @@ def test_numbers_are_recorded_as_plain_numbers_with_their_step_until_the_end(rec
 
 def test_the_configuration_is_recorded_without_secrets(record):
     assert flatten_values(record(NUMBERS).config) == {"lr": 0.5, "deep/a": 1, "api_key": "***"}
+
+
+class Color(Enum):
+    RED = "red"
+
+
+@dataclass
+class Settings:
+    lr: float = 0.5
+    hub_token: str = "hush"
+
+
+ODD_CONFIG = {
+    1: "one", "1": "other", (1, 2): 3, None: 4, Color.RED: 6, "a": {2: {3: "deep"}, "b": 1}, "a/b": 2, "": 7,
+    "path": Path("x"), "enum": Color.RED, "number": np.float32(0.5), "flag": np.bool_(True), "rows": np.arange(3),
+    "tensor": torch.tensor(2), "meta": torch.empty(2, device="meta"), "dtype": torch.bfloat16, "nan": float("nan"),
+    "list": [1, None, Path("y"), {4: np.int64(5)}, {"token": "hush"}], "settings": Settings(), "space": Namespace(x=1),
+    "big": 2**70, "complex": 1j, "bytes": b"z", "empty": {}, "type": Path, "text": np.str_("t"),
+}  # fmt: skip
+"""Names and values that a format of settings may not support."""
+
+
+def list_names(values):
+    """Return the names in nested mappings and lists."""
+    if isinstance(values, dict):
+        return [*values, *(name for value in values.values() for name in list_names(value))]
+    return [name for value in values for name in list_names(value)] if isinstance(values, list) else []
+
+
+def test_a_configuration_of_any_names_and_values_is_recorded(record, name, caplog):
+    config = record(NUMBERS, config=ODD_CONFIG).config
+    assert "failed" not in caplog.text
+    assert {type(each) for each in list_names(config)} == {str}
+    assert "hush" not in json.dumps(config, allow_nan=False)
+    flat = flatten_values(config)
+    left_out = caplog.text.count("does not record")
+    assert len(flat) + left_out == 28, flat
+    assert not left_out or name == "mlflow", "MLflow supports 20 characters in the tests"
+    assert (str(flat["1"]), str(flat["1_2"]), flat["a/2/3"]) == ("other", "one", "deep")
+
+
+def test_large_arrays_of_a_configuration_are_named(record, caplog):
+    flat = flatten_values(record(NUMBERS, config={"rows": np.zeros(2000), "lr": 0.5}).config)
+    assert str(flat.pop("lr")) == "0.5"
+    assert not flat
+    assert "does not record 'rows': it has more than 1024 elements" in caplog.text
+
+
+def test_numbers_with_names_that_are_not_text_are_recorded(record, caplog):
+    points = sorted(record({1: 0.5, None: 1.5}).points)
+    assert points == [("1", 3, 0.5), ("None", 3, 1.5)]
+    assert "failed" not in caplog.text
 
 
 def test_values_that_a_tracker_does_not_support_are_named_once_and_hide_no_number(record, caplog):
@@ -403,3 +459,64 @@ def test_every_package_has_a_stub(signatures):
     for table in signatures.values():
         for written in table.values():
             inspect.signature(eval(f"lambda {written}: None"))  # noqa: S307
+
+
+def test_wandb_records_the_other_values_if_it_rejects_one(stub, tmp_path, caplog, monkeypatch):
+    calls = stub("wandb")
+    trackers = Trackers("wandb", tmp_path, Topology())
+    trackers.begin("project")
+    rows = []
+
+    class Run:
+        def log(self, data, step=None, commit=None):
+            if any(isinstance(value, torch.dtype) for value in data.values()):
+                raise TypeError("Object of type dtype is not JSON serializable")
+            rows.append((data, step, commit))
+
+    monkeypatch.setattr(trackers.find("wandb"), "run", Run())
+    trackers.log({"loss": 0.5, "dtype": torch.bfloat16, "note": "good"}, step=3)
+    assert rows == [({"loss": 0.5}, 3, False), ({"note": "good"}, 3, False), ({}, 3, None)]
+    assert "tracker 'wandb' does not record 'dtype': it does not support dtype" in caplog.text
+    assert calls
+
+
+def test_mlflow_receives_names_that_it_supports(stub, tmp_path):
+    calls = stub("mlflow")
+    trackers = Trackers("mlflow", tmp_path, Topology())
+    trackers.begin("project", {"a[0]": 1, "a(0)": 2})
+    trackers.log({"../x": 0.5, "loss@k": 1.5})
+    names = [name for called, call in calls if called == "log_params" for name in call["params"]]
+    assert names == ["a_0_", "a_0__2"]
+    assert [name for called, call in calls if called == "log_metrics" for name in call["metrics"]] == [
+        "_/x",
+        "loss_k",
+    ]
+
+
+def test_mlflow_records_the_other_values_if_it_rejects_one(stub, tmp_path, caplog, monkeypatch):
+    stub("mlflow")
+    trackers = Trackers("mlflow", tmp_path, Topology())
+    trackers.begin("project")
+    rows = []
+
+    def log_metrics(values, step=None):
+        if "bad" in values:
+            error = ValueError("invalid")
+            error.error_code = "INVALID_PARAMETER_VALUE"
+            raise error
+        rows.append((values, step))
+
+    module = sys.modules["accel_runtime.tracking.mlflow"]
+    monkeypatch.setattr(module, "mlflow", SimpleNamespace(log_metrics=log_metrics, end_run=lambda: None))
+    trackers.log({"bad": 1, "loss": 0.5}, step=3)
+    assert rows == [({"loss": 0.5}, 3)]
+    assert "does not record 'bad': MLflow rejects its name or value" in caplog.text
+
+
+def test_clearml_does_not_receive_numbers_that_it_would_replace_by_0(stub, tmp_path, caplog):
+    calls = stub("clearml")
+    trackers = Trackers("clearml", tmp_path, Topology())
+    trackers.begin("project")
+    trackers.log({"loss": float("nan"), "acc": 0.5}, step=3)
+    assert [call["title"] for call in pick(calls, "Logger.report_scalar")] == ["acc"]
+    assert "does not record 'loss': ClearML would store nan" in caplog.text

@@ -21,7 +21,7 @@ import numpy as np, torch
 from accel_runtime import Accelerator
 
 accelerator = Accelerator(log_with={name!r}, project_dir="logs")
-config = {{"lr": 0.125, "deep": {{"a": 1}}, "api_key": "".join(["hu", "sh"])}}  # ClearML keeps the source too
+config = {{"lr": 0.125, 7: {{8: torch.bfloat16}}, "deep": {{"a": 1}}, "api_key": "".join(["hu", "sh"])}}  # ClearML keeps the source too
 accelerator.init_trackers("project", config=config, init_kwargs={{{name!r}: {options}}})
 for step in range(2):
     values = {{"loss": torch.tensor(0.5 / (step + 1)), "acc": np.float32(0.25), "note": "good"}}
@@ -83,7 +83,7 @@ def test_tensorboard_stores_scalars_text_images_and_hyperparameters(tmp_path):
     assert values == {"loss": [[0, 0.5], [1, 0.25]], "acc": [[0, 0.25], [1, 0.25]]}
     assert texts == ["note/text_summary"]
     assert pictures == ["face"]
-    assert params == "api_key: '***'\ndeep/a: 1\nlr: 0.125\n"
+    assert params == "7/8: torch.bfloat16\napi_key: '***'\ndeep/a: 1\nlr: 0.125\n"
 
 
 def test_wandb_writes_an_offline_run(tmp_path):
@@ -123,6 +123,7 @@ def test_wandb_writes_an_offline_run(tmp_path):
     assert rows[2]["face/_type"] == "images/separated"
     assert rows[2]["table/_type"] == "table-file"
     assert config["lr"] == 0.125
+    assert config["7"] == {"8": "torch.bfloat16"}
     assert config["api_key"] == "***"
 
 
@@ -141,7 +142,7 @@ def test_mlflow_stores_parameters_metrics_and_artifacts(tmp_path):
     params, metrics, losses, files, status = log_and_read(
         tmp_path, "mlflow", read, more=more, MLFLOW_TRACKING_URI=store
     )
-    assert params == {"lr": "0.125", "deep/a": "1", "api_key": "***"}
+    assert params == {"lr": "0.125", "7/8": "torch.bfloat16", "deep/a": "1", "api_key": "***"}
     assert metrics == {"loss": 0.25, "acc": 0.25, "deep/x": 7}
     assert losses == [[0, 0.5], [1, 0.25]]
     assert files == ["notes.txt"]
@@ -226,7 +227,7 @@ def test_dvclive_writes_its_files(tmp_path):
     )
     assert losses == "step\tloss\n0\t0.5\n1\t0.25\n"
     assert metrics == {"loss": 0.25, "acc": 0.25, "note": "good", "deep": {"x": 7}, "step": 1}
-    assert params == "lr: 0.125\ndeep:\n  a: 1\napi_key: '***'\n"
+    assert params == "lr: 0.125\n'7':\n  '8': torch.bfloat16\ndeep:\n  a: 1\napi_key: '***'\n"
 
 
 def test_swanlab_writes_an_offline_run(tmp_path):

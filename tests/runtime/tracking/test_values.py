@@ -13,6 +13,7 @@ from accel_runtime.tracking.base import (
     split_numbers,
     to_number,
     to_numbers,
+    to_plain,
 )
 
 
@@ -30,7 +31,23 @@ def test_to_number_converts_only_single_elements():
 def test_nested_names_are_joined_with_slashes():
     values = {"a": {"b": {"c": torch.tensor(1)}, "d": 2}, 3: 4}
     assert flatten_values(values) == {"a/b/c": 1, "a/d": 2, "3": 4}
-    assert to_numbers(values) == {"a": {"b": {"c": 1}, "d": 2}, 3: 4}
+    assert to_numbers(values) == {"a": {"b": {"c": 1}, "d": 2}, "3": 4}
+
+
+def test_names_that_become_equal_are_all_kept():
+    assert to_numbers({1: "a", "1": "b", None: "d"}) == {"1_2": "a", "1": "b", "None": "d"}
+    assert flatten_values({"a/b": 1, "a": {"b": 2}, "c": {}}) == {"a/b": 1, "a/b_2": 2, "c": {}}
+
+
+def test_a_configuration_that_contains_itself_becomes_text_in_the_end():
+    config = {"lr": 0.5}
+    config["self"] = config
+    assert to_plain(config, {})["self"]["self"]["lr"] == 0.5
+
+
+def test_a_value_that_is_not_on_this_rank_is_not_read():
+    meta = torch.empty(1, device="meta")
+    assert to_number(meta) is meta
 
 
 def test_numbers_and_curve_points_are_separated_from_other_values():
@@ -50,6 +67,7 @@ def test_numbers_and_curve_points_are_separated_from_other_values():
 def test_secrets_are_masked(name):
     assert mask_secrets({name: "hush"}) == {name: "***"}
     assert mask_secrets({"deep": {name: "hush"}}) == {"deep": {name: "***"}}
+    assert mask_secrets({"list": [{name: "hush"}, 1]}) == {"list": [{name: "***"}, 1]}
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "pad_token_id", "tokenizer", "token_dropout", "author", "lr"])
