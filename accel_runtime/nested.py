@@ -15,6 +15,7 @@ __all__ = [
     "TensorSpec",
     "build_device_check",
     "describe_structure",
+    "find_special_kind",
     "flatten_data",
     "has_dtensor",
     "leaves",
@@ -172,11 +173,11 @@ def flatten_data(data: Any) -> FlattenedData:
 def _flatten_into(
     data: Any, structure: list[Any], tensors: list[torch.Tensor], unsupported: list[str]
 ) -> None:
-    if (
-        isinstance(data, torch.Tensor)
-        and data.layout is torch.strided
-        and not (data.is_quantized or data.is_nested)
-    ):
+    if isinstance(data, torch.Tensor):
+        if (kind := find_special_kind(data)) is not None:
+            structure.append(kind)
+            unsupported.append(kind)
+            return
         structure.append(TensorSpec(data.dtype, data.shape, data.device.type))
         tensors.append(data)
     elif isinstance(data, (list, tuple)):
@@ -189,14 +190,31 @@ def _flatten_into(
         for value in data.values():
             _flatten_into(value, structure, tensors, unsupported)
     else:
-        # Other layouts, such as sparse, cannot be packed.
-        if not isinstance(data, torch.Tensor):
-            structure.append(type(data).__name__)
-        elif data.is_nested and data.layout is torch.strided:
-            structure.append("nested tensor")
-        else:
-            structure.append(f"{str(data.layout).removeprefix('torch.')} tensor")
+        structure.append(type(data).__name__)
         unsupported.append(structure[-1])
+
+
+_PACKED = frozenset(
+    dtype
+    for sign in ("", "u")
+    for bits in range(1, 8)
+    if (dtype := getattr(torch, f"{sign}int{bits}", None)) is not None
+)
+"""Integers of less than a byte, which torch cannot copy."""
+
+
+def find_special_kind(tensor: torch.Tensor) -> str | None:
+    """Return the kind of a tensor that cannot be packed into bytes and rebuilt from its shape, or None for a dense one."""
+    if tensor.is_nested:
+        return "nested tensor"
+    if tensor.layout is not torch.strided:
+        return f"{str(tensor.layout).removeprefix('torch.').removeprefix('_')} tensor"
+    if tensor.is_quantized:
+        per_tensor = tensor.qscheme() in {torch.per_tensor_affine, torch.per_tensor_symmetric}
+        return "quantized tensor" if per_tensor else "per-channel quantized tensor"
+    if tensor.dtype in _PACKED:
+        return f"{str(tensor.dtype).removeprefix('torch.')} tensor"
+    return "distributed tensor" if has_dtensor((tensor,)) else None
 
 
 def describe_structure(structure: tuple[Any, ...]) -> str:

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from accel_runtime.collectives.transport import SLOT, ConnectionLostError, Transport, memory_of
 from accel_runtime.heartbeat import CallSite, call_site, heartbeat
-from accel_runtime.nested import TensorSpec, describe_structure
+from accel_runtime.nested import TensorSpec, describe_structure, find_special_kind
 
 __all__ = [
     "PAYLOAD",
@@ -371,7 +371,7 @@ class _Pickler(pickle.Pickler):
 
     @override
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is not torch.Tensor or obj.layout is not torch.strided or obj.is_quantized:
+        if type(obj) is not torch.Tensor or obj.is_meta or find_special_kind(obj) is not None:
             return NotImplemented
         buffer = pickle.PickleBuffer(bytearray())
         self._tensors[id(buffer)] = obj.detach()

@@ -11,9 +11,9 @@ import torch
 from accel_runtime import nested
 from accel_runtime.backends.base import Backend
 from accel_runtime.collectives.handshake import MismatchError, all_gather_objects, call_at_site
-from accel_runtime.collectives.tensors import check_rank, gather_tensors, replace_tensors
+from accel_runtime.collectives.tensors import check_rank, find_cure, gather_tensors, replace_tensors
 from accel_runtime.data.source import StepInfo
-from accel_runtime.nested import flatten_data
+from accel_runtime.nested import FlattenedData, flatten_data, list_locations
 from accel_runtime.topology import DataRank
 
 __all__ = [
@@ -46,15 +46,23 @@ def gather_samples(
     Raises:
         ValueError: The first dimension of a tensor does not fit the batches, or ranks that shard sequences passed different
             values. Raised on every rank.
+        TypeError: A leaf is a kind of tensor whose rows torch cannot concatenate. Raised on every rank.
         MismatchError: Data or calls differ between ranks. Raised on every rank.
         StallError: A rank does not join.
     """
     sizes = GatheredSteps(tuple(step.num_valid for step in steps), tuple(step.batch_sizes for step in steps))
-    if backend.data_rank.world_size == backend.data_rank.context_parallel_size == 1:
-        return _trim_single_process(data, sizes, as_objects=as_objects) if steps else data
+    is_list = as_objects and isinstance(data, (list, tuple))
     flat = flatten_data(data)
+    refusal = None if is_list or flat.unsupported is None else _find_refusal(flat.structure)
+    if backend.data_rank.world_size == backend.data_rank.context_parallel_size == 1:
+        if refusal:
+            raise TypeError(refusal)
+        return _trim_single_process(data, sizes, flat, is_list=is_list) if steps else data
+    if refusal:
+        backend.handshake.exchange(call_at_site("gather_for_metrics", flat.structure, free="first"))
+        raise TypeError(refusal)
     if as_objects or flat.unsupported is not None or not flat.tensors:
-        return _gather_objects(data, sizes, backend, as_objects=as_objects)
+        return _gather_objects(data, sizes, backend, is_list=is_list)
     call = call_at_site(f"gather_for_metrics{_describe_steps(sizes)}", flat.structure, free="first")
     gathered = gather_tensors(call, flat, backend)
     tensors = []
@@ -110,9 +118,20 @@ def broadcast_object_list(objects: list[Any], backend: Backend, from_process: in
     return objects
 
 
-def _gather_objects(data: Any, steps: GatheredSteps, backend: Backend, *, as_objects: bool) -> Any:
+_MERGEABLE = {"sparse_coo tensor", "quantized tensor"}
+"""Kinds of tensors whose rows torch can concatenate and select."""
+
+
+def _find_refusal(structure: tuple[Any, ...]) -> str | None:
+    """Return the reason why data cannot be merged, or None."""
+    for location, leaf in list_locations(structure):
+        if isinstance(leaf, str) and leaf.endswith(" tensor") and leaf not in _MERGEABLE:
+            return f"gather_for_metrics cannot merge data{location}, {leaf}: torch cannot concatenate its rows. {find_cure(leaf)}"
+    return None
+
+
+def _gather_objects(data: Any, steps: GatheredSteps, backend: Backend, *, is_list: bool) -> Any:
     """Gather data that contain more than tensors, pickled, and merge them leaf by leaf."""
-    is_list = as_objects and isinstance(data, (list, tuple))
     operation = f"gather_for_metrics of {'a list of ' if is_list else ''}objects{_describe_steps(steps)}"
     detached = nested.map_tensors(torch.Tensor.detach, data)
     by_rank = all_gather_objects(operation, detached, backend.handshake, compare_lines=True)
@@ -131,11 +150,10 @@ def _drop_duplicate_rows(
     return torch.cat(pieces), [len(piece) for piece in pieces]
 
 
-def _trim_single_process(data: Any, steps: GatheredSteps, *, as_objects: bool) -> Any:
+def _trim_single_process(data: Any, steps: GatheredSteps, flat: FlattenedData, *, is_list: bool) -> Any:
     """Return the data of a single process without padding."""
-    if as_objects and isinstance(data, (list, tuple)):
+    if is_list:
         return steps.merge_lists([data])
-    flat = flatten_data(data)
     if flat.unsupported is not None or not flat.tensors:
         return trim_padding(data, steps)
     return nested.map_tensors(lambda tensor: trim_padding(tensor, steps), data)

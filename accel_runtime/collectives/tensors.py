@@ -18,6 +18,7 @@ from accel_runtime.nested import FlattenedData, TensorSpec, flatten_data, list_l
 __all__ = [
     "broadcast",
     "check_rank",
+    "find_cure",
     "gather",
     "gather_tensors",
     "pad_across_processes",
@@ -56,7 +57,8 @@ def reduce(
 
     Args:
         data: A tensor, or tensors nested in dicts, lists and tuples, of equal shape on all ranks.
-        reduction: `sum`, `mean`, `max` or `min`. The mean of integers is float32, the sum of booleans int64.
+        reduction: `sum`, `mean`, `max` or `min`. The mean of integers is float32, the sum of booleans int64; float8 is
+            computed in float32, and rounded once.
         backend: Connects the ranks.
         scale: A factor for the result.
         compare_lines: Warn if ranks call from different lines.
@@ -66,14 +68,16 @@ def reduce(
 
     Raises:
         ValueError: The reduction is unknown.
-        TypeError: A leaf is not a dense tensor. Raised on every rank.
+        TypeError: A leaf is not a dense tensor, or has a dtype without this reduction. Raised on every rank.
         MismatchError: Data or calls differ between ranks. Raised on every rank.
         StallError: A rank does not join.
     """
     if reduction not in {"sum", "mean", "max", "min"}:
         raise ValueError(f"Invalid reduction {reduction!r}: expected sum, mean, max or min.")
     flat = flatten_data(data)
-    exact = [_to_exact_dtype(tensor.detach(), reduction) for tensor in flat.tensors]
+    dtypes = [spec.dtype for spec in flat.specs]
+    refusal = _find_refusal(flat, reduction)
+    exact = [tensor.detach() if refusal else _widen(tensor.detach(), reduction) for tensor in flat.tensors]
     flat = flat._replace(
         tensors=exact, specs=tuple(TensorSpec(t.dtype, t.shape, t.device.type) for t in exact)
     )
@@ -81,9 +85,12 @@ def reduce(
     call = call_at_site(operation, flat.structure, anywhere=not compare_lines)
     if backend.topology.world_size == 1:
         refuse_non_tensors(flat, data)
+        if refusal:
+            raise TypeError(refusal)
         totals = [tensor.clone() for tensor in exact]
     else:
-        totals = _reduce(call, flat, reduction, backend)
+        totals = _reduce(call, flat, reduction, backend, refusal)
+    totals = [_narrow(total, dtype, reduction) for total, dtype in zip(totals, dtypes, strict=True)]
     return replace_tensors(data, totals if scale == 1 else [total * scale for total in totals])
 
 
@@ -186,9 +193,21 @@ def refuse_non_tensors(flat: FlattenedData, data: Any) -> Any:
         if not isinstance(leaf, TensorSpec)
     )
     raise TypeError(
-        f"Cannot send data{location}, {leaf}: only dense tensors are supported. "
-        "Use gather_object or broadcast_object_list for other objects."
+        f"Cannot send data{location}, {leaf}: only dense tensors are supported. {find_cure(leaf)}"
     )
+
+
+def find_cure(kind: str) -> str:
+    """Return how to send a leaf of nested data that is not a dense tensor."""
+    if kind == "nested tensor":
+        return "Pass tensor.to_padded_tensor(0.0), or list(tensor.unbind()) to gather_for_metrics(use_gather_object=True)."
+    if kind == "distributed tensor":
+        return "Pass tensor.full_tensor()."
+    if kind.endswith("quantized tensor"):
+        return "Pass tensor.dequantize()."
+    if kind.endswith(" tensor"):
+        return f"Pass tensor.{'view(torch.uint8)' if 'int' in kind else 'to_dense()'}."
+    return "Use gather_object or broadcast_object_list for other objects."
 
 
 def replace_tensors(data: Any, tensors: Iterable[torch.Tensor]) -> Any:
@@ -209,15 +228,57 @@ def check_rank(rank: int, backend: Backend) -> None:
 _GLOO_DTYPES = {torch.bool: torch.uint8, torch.int16: torch.int32}
 
 
-def _to_exact_dtype(tensor: torch.Tensor, reduction: str) -> torch.Tensor:
-    is_integer = not (tensor.is_floating_point() or tensor.is_complex())
-    if reduction == "mean" and is_integer:
+_INTEGERS = frozenset({torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32,
+                       torch.int64})  # fmt: skip
+_WIDE = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.complex32: torch.complex64} | {
+    getattr(torch, name): torch.float32
+    for name in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+}
+"""The dtype in which to compute for dtypes for which torch and gloo have no reduction."""
+_SIGN = -(2**63)
+_NUMBERS = _INTEGERS | _WIDE.keys() | {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}  # fmt: skip
+
+
+def _find_refusal(flat: FlattenedData, reduction: Reduction) -> str | None:
+    """Return the reason why a tensor cannot be reduced, or None; the data contain dense tensors."""
+    for location, spec in list_locations(flat.structure):
+        if not isinstance(spec, TensorSpec):
+            continue
+        dtype = str(spec.dtype).removeprefix("torch.")
+        if spec.dtype not in _NUMBERS:
+            return f"Cannot reduce data{location}, {spec}: torch does not compute with {dtype}. Convert it to another dtype first."
+        if spec.dtype.is_complex and reduction in {"max", "min"}:
+            return (
+                f"Cannot reduce data{location}, {spec}: complex numbers have no {reduction}. Reduce their absolute values, or "
+                "the tensor of torch.view_as_real()."
+            )
+    return None
+
+
+def _widen(tensor: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+    """Convert a tensor to a dtype in which torch and gloo compute the reduction."""
+    if tensor.dtype in _INTEGERS and reduction == "mean":
         return tensor.float()
-    return tensor.long() if reduction == "sum" and tensor.dtype == torch.bool else tensor
+    if tensor.dtype == torch.bool and reduction == "sum":
+        return tensor.long()
+    if tensor.dtype == torch.uint64:
+        # The sum of the bits is the same, modulo 2**64; the order of numbers with and without a sign differs by the first bit.
+        bits = tensor.view(torch.int64)
+        return bits if reduction == "sum" else bits ^ _SIGN
+    return tensor.to(_WIDE.get(tensor.dtype, tensor.dtype))
+
+
+def _narrow(total: torch.Tensor, dtype: torch.dtype, reduction: Reduction) -> torch.Tensor:
+    """Convert the result of a reduction back to the dtype of the tensors, undoing `_widen`."""
+    if dtype in _INTEGERS and reduction == "mean":
+        return total
+    if dtype == torch.uint64:
+        return (total if reduction == "sum" else total ^ _SIGN).view(torch.uint64)
+    return total if dtype == torch.bool and reduction == "sum" else total.to(dtype)
 
 
 def _reduce(
-    call: CollectiveCall, flat: FlattenedData, reduction: Reduction, backend: Backend
+    call: CollectiveCall, flat: FlattenedData, reduction: Reduction, backend: Backend, refusal: str | None
 ) -> list[torch.Tensor]:
     on_cpu = [i for i, spec in enumerate(flat.specs) if spec.device == "cpu"]
     layout = build_layout(tuple(flat.specs[i] for i in on_cpu))
@@ -225,6 +286,8 @@ def _reduce(
     pack = partial(pack_into_memory, [flat.tensors[i] for i in on_cpu], layout)
     result = backend.handshake.exchange(call, layout.size if inline else 0, pack)
     refuse_non_tensors(flat, None)
+    if refusal:
+        raise TypeError(refusal)
     reduced: dict[int, torch.Tensor] = {}
     if inline and on_cpu:
         rows = result.payloads

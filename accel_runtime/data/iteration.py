@@ -233,7 +233,8 @@ def _count_rows(data: Any) -> int | None:
     """Return the number of rows of some data, or None if it is unknown."""
     leaves = nested.leaves(data)
     if leaves and isinstance(leaves[0], torch.Tensor):
-        return leaves[0].shape[0] if leaves[0].dim() else None
+        # A nested tensor has no shape.
+        return leaves[0].size(0) if leaves[0].dim() else None
     return len(data) if isinstance(data, list) else None
 
 
