@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -22,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from accel_runtime import nested
 from accel_runtime.accelerator.checkpointing import CheckpointMethods
+from accel_runtime.accelerator.unprepared import explain_unprepared
 from accel_runtime.backends.base import Backend
 from accel_runtime.big_modeling import refuse_forward_on_meta, refuse_meta_model
 from accel_runtime.collectives.handshake import MismatchError, all_gather_objects
@@ -30,6 +32,8 @@ from accel_runtime.data.loader import LoaderOptions, PreparedLoader, skip_first_
 from accel_runtime.data.prepare import check_loader_configuration, prepare_loader
 from accel_runtime.data.source import batch_size_of, len_or_none, sampler_of_loader
 from accel_runtime.env import flatten_settings
+from accel_runtime.heartbeat import call_site
+from accel_runtime.logging import MultiProcessAdapter
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.options import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
 from accel_runtime.parallel.dtensor import shard_like
@@ -39,6 +43,8 @@ from accel_runtime.training.bypass_check import BypassCheck
 from accel_runtime.training.forward import compile_in_place
 
 __all__ = ["ParameterMap", "PrepareMethods", "check_consistent", "collect_option_facts", "named_parameters"]
+
+_LOG = MultiProcessAdapter(logging.getLogger(__name__))
 
 
 class ParameterMap:
@@ -268,7 +274,7 @@ class PrepareMethods(CheckpointMethods):
 
         Args:
             *objects: In any order, also nested in lists, tuples and dicts. Other objects, and objects that are
-                prepared already, are returned unchanged.
+                prepared already, are returned unchanged. A warning names others that are used like one of the four.
             device_placement: For every object, whether it is moved to the device; None means the option of the
                 `Accelerator`.
 
@@ -303,6 +309,11 @@ class PrepareMethods(CheckpointMethods):
         prepare_kind(torch.optim.Optimizer, self.prepare_optimizer)
         prepare_kind(DataLoader, self.prepare_data_loader)
         prepare_kind(LRScheduler, self.prepare_scheduler, is_placed=False)
+        for leaf in nested.leaves(prepared):
+            if not isinstance(leaf, _KINDS) and (reason := explain_unprepared(leaf)):
+                _LOG.warning_once(
+                    "prepare() at %s returns the %s as it is: %s", call_site(), type(leaf).__name__, reason
+                )
         if self._optimizers:
             self._check_shared_directory()
         if self._backend.topology.rank == 0:
@@ -329,11 +340,10 @@ class PrepareMethods(CheckpointMethods):
         if self._backend.topology.world_size == 1:
             return
         prepared = (PreparedLoader, PreparedOptimizer, PreparedScheduler)
-        kinds = (nn.Module, torch.optim.Optimizer, DataLoader, LRScheduler)
         new = [
             item
             for item in objects
-            if isinstance(item, kinds)
+            if isinstance(item, _KINDS)
             and not isinstance(item, prepared)
             and item not in self._checked
             and not any(item is model for model in self._models)
@@ -498,12 +508,14 @@ class PrepareMethods(CheckpointMethods):
                 `DistributedSampler`; its batches are not sharded again.
 
         Raises:
+            TypeError: If it is not a `DataLoader`.
             ValueError: If the loader cannot be sharded exactly, or `data` has another value.
         """
         if data not in {"global", "sharded"}:
             raise ValueError(f"Invalid data={data!r}: expected global or sharded.")
         if isinstance(data_loader, PreparedLoader):
             return data_loader
+        _check_type(data_loader)
         check_loader_configuration(self._loader_config)
         options = replace(
             self._loader_options,
@@ -543,6 +555,16 @@ class PrepareMethods(CheckpointMethods):
         )
         self._schedulers.append(prepared)
         return prepared
+
+
+_KINDS = (nn.Module, torch.optim.Optimizer, DataLoader, LRScheduler)
+"""The types of the objects that `prepare` prepares."""
+
+
+def _check_type(data_loader: object) -> None:
+    if not isinstance(data_loader, DataLoader):
+        reason = explain_unprepared(data_loader) or "it is not a torch.utils.data.DataLoader. Pass one."
+        raise TypeError(f"Cannot prepare the {type(data_loader).__name__}: {reason}")
 
 
 def _make_contiguous(model: nn.Module) -> None:
