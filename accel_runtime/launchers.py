@@ -88,10 +88,10 @@ def notebook_launcher(  # noqa: PLR0913, PLR0917 - the signature scripts know
         master_addr: The address of the first node.
         node_rank: The rank of this node, from 0.
         num_nodes: The number of nodes; each of them makes this call, with as many processes.
-        rdzv_backend: `static` only. `accel launch` has the others.
+        rdzv_backend: `static`; or `c10d` on one node, which is the same there. `accel launch` has the others.
         rdzv_endpoint: `host:port`, instead of `master_addr` and `use_port`.
-        rdzv_conf: None only.
-        rdzv_id: The default only, as `static` does not use it.
+        rdzv_conf: None only, except with `c10d`: one node does not need it.
+        rdzv_id: The default only, except with `c10d`.
         max_restarts: 0 only.
         monitor_interval: The default only, as the end of a process is noticed at once.
         log_line_prefix_template: None only.
@@ -102,10 +102,12 @@ def notebook_launcher(  # noqa: PLR0913, PLR0917 - the signature scripts know
             initialized it, if it was one.
         LaunchError: A process failed; its rank and traceback are in the message. The others are terminated.
     """
+    # On one node, c10d starts the same processes; its options are for several.
+    is_alone = rdzv_backend == "c10d" and num_nodes == 1
     for name, value, default in (
-        ("rdzv_backend", rdzv_backend, "static"),
-        ("rdzv_conf", rdzv_conf or None, None),
-        ("rdzv_id", rdzv_id, "none"),
+        ("rdzv_backend", "static" if is_alone else rdzv_backend, "static"),
+        ("rdzv_conf", None if is_alone else rdzv_conf or None, None),
+        ("rdzv_id", "none" if is_alone else rdzv_id, "none"),
         ("max_restarts", max_restarts, 0),
         ("monitor_interval", monitor_interval, 0.1),
         ("log_line_prefix_template", log_line_prefix_template, None),

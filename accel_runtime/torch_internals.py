@@ -26,6 +26,7 @@ __all__ = [
     "TCPStore",
     "capture_buckets",
     "compile_call",
+    "compile_like",
     "compute_shard_box",
     "default_store",
     "fake_tensors",
@@ -255,6 +256,12 @@ def compile_call(module: nn.Module, **options: Any) -> None:
         return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     module._compiled_call_impl = torch.compile(call, **options)
+
+
+def compile_like(module: nn.Module, compiled: Any) -> nn.Module:
+    """Return a module compiled with the options of another result of `torch.compile` (seen in torch 2.13)."""
+    like: nn.Module = type(compiled)(module, compiled.dynamo_ctx)
+    return like
 
 
 def uncompile_call(module: nn.Module) -> None:

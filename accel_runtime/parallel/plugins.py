@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
 from accel_runtime.env import FullyShard, Number, Parallel, Settings
 from accel_runtime.layouts import FSDP1, FSDP1_STRATEGIES
 from accel_runtime.options import Configuration
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
     "DTYPE_NAMES",
@@ -68,6 +73,14 @@ class TorchTensorParallelConfig(Configuration):
     def _check(self) -> None:
         if self.enable_async_tp:
             raise ValueError("TorchTensorParallelConfig: enable_async_tp is not supported. Remove it.")
+
+
+_COMBINED = {
+    "dp": ("dp_replicate", "dp_shard"),
+    "dp_shard_cp": ("dp_shard", "cp"),
+    "dp_cp": ("dp_replicate", "dp_shard", "cp"),
+}
+"""Dimensions of a mesh that are combinations of others."""
 
 
 @dataclass
@@ -127,6 +140,52 @@ class ParallelismConfig(Configuration):
             "tp_plan": None if plan is None else tuple((name, style) for name, style in plan),
         }
         return replace(otherwise or Parallel(), **_drop_none(options))
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
+        """Return a device mesh with a dimension for each size above 1; collective.
+
+        Its dimensions are among `dp_replicate`, `dp_shard`, `cp` and `tp`, and their combinations `dp`, `dp_shard_cp` and
+        `dp_cp`. An `Accelerator` does not need it: `accelerator.torch_device_mesh` is its own mesh.
+
+        Args:
+            device_type: `cuda`, `cpu`, ...
+
+        Returns:
+            The mesh; None if all sizes are 1.
+
+        Raises:
+            ValueError: `dp_shard_size` is `auto`, and processes are not connected, or the sizes do not divide their number.
+        """
+        from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415 - its import is slow
+
+        sizes = {
+            "dp_replicate": self.dp_replicate_size or 1,
+            "dp_shard": self.dp_shard_size or 1,
+            "cp": self.cp_size or 1,
+            "tp": self.tp_size or 1,
+        }
+        if sizes["dp_shard"] == "auto":
+            if not dist.is_initialized():
+                raise ValueError(
+                    "ParallelismConfig.build_device_mesh() failed: dp_shard_size='auto' is known once processes are connected. Read "
+                    "accelerator.torch_device_mesh."
+                )
+            world_size = dist.get_world_size()
+            others = math.prod(size for size in sizes.values() if isinstance(size, int))
+            if world_size % others:
+                raise ValueError(
+                    f"ParallelismConfig.build_device_mesh() failed: {world_size} processes are not a multiple of {others}, the product "
+                    "of the other sizes. Change the sizes."
+                )
+            sizes["dp_shard"] = world_size // others
+        dims = {name: size for name, size in sizes.items() if isinstance(size, int) and size > 1}
+        if not dims:
+            return None
+        mesh = init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+        for name, parts in _COMBINED.items():
+            if present := tuple(part for part in parts if part in dims):
+                mesh[present]._flatten(name)  # noqa: SLF001 - torch has no public function for it
+        return mesh
 
     @property
     def dp_replicate_enabled(self) -> bool:

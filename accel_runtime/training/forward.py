@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from accel_runtime.backends.base import Backend
 from accel_runtime.env import MixedPrecision
 from accel_runtime.nested import has_dtensor
 from accel_runtime.options import Configuration, KwargsHandler
-from accel_runtime.torch_internals import compile_call, is_compiled, uncompile_call
+from accel_runtime.torch_internals import compile_call, compile_like, is_compiled, uncompile_call
 
 __all__ = [
     "FORMATS",
@@ -29,6 +30,9 @@ __all__ = [
     "Precision",
     "TorchDynamoPlugin",
     "compile_in_place",
+    "compile_regions",
+    "has_compiled_regions",
+    "is_compiled_module",
     "uncompile",
     "uncompiled_module",
     "unwrap",
@@ -342,6 +346,42 @@ def uncompiled_module(model: nn.Module) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else model
 
 
+def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """Return a copy of a model in which repeated blocks are compiled one by one, which is faster than all at once.
+
+    The copy has the parameters and buffers of the model, under the same names; the model itself is not changed.
+
+    Args:
+        module: A model; blocks are the modules of a `ModuleList` of one class. Without any, it is compiled as a whole.
+        **compile_kwargs: Arguments of `torch.compile`.
+    """
+    regions = set(_find_regions(module))
+    copies: dict[nn.Module, nn.Module] = {}
+
+    def copy(original: nn.Module) -> nn.Module:
+        if original not in copies:
+            copies[original] = new = type(original).__new__(type(original))
+            vars(new).update(vars(original))
+            if original in regions:
+                compile_call(new, **compile_kwargs)
+            else:
+                children = original._modules.items()  # noqa: SLF001 - children() leaves out names without a module
+                new._modules = {name: child if child is None else copy(child) for name, child in children}  # noqa: SLF001
+        return copies[original]
+
+    return copy(module)
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Return whether a module itself is compiled, by `torch.compile` or in place."""
+    return _is_compiled(module)
+
+
+def has_compiled_regions(module: nn.Module) -> bool:
+    """Return whether a module or one in it is compiled."""
+    return any(_is_compiled(each) for each in module.modules())
+
+
 def _is_compiled(model: nn.Module) -> bool:
     return uncompiled_module(model) is not model or is_compiled(model)
 
@@ -369,18 +409,27 @@ _WRAPPERS = (DataParallel, DistributedDataParallel)
 def unwrap(model: nn.Module, backend: Backend, *, keep_autocast: bool, keep_compiled: bool) -> nn.Module:
     """Return the module that was prepared, without the wrappers of accel and of the script that replicate it.
 
-    A wrapper that was compiled is removed with its compilation. Without `keep_autocast`, autocast of the forward pass
+    Of a wrapper that was compiled, the module in it is returned with the same compilation. Without `keep_autocast`, autocast of the forward pass
     is removed too, without `keep_compiled` also `torch.compile`. Raises TypeError if `model` is not a module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"unwrap_model() failed: {model!r} is not a torch.nn.Module. Pass a model.")
-    original = _strip_wrappers(backend.unwrap_model(model))
+    outer = backend.unwrap_model(model)
+    original = _strip_wrappers(outer)
     if not keep_compiled:
         original = uncompile(original)
+    elif original is not outer and uncompiled_module(outer) is not outer and not _is_compiled(original):
+        if outer not in _compiled:
+            _compiled[outer] = compile_like(original, outer)
+        return _compiled[outer]
     forward = original.__dict__.get("forward")
     if not keep_autocast and isinstance(forward, AutocastForward):
         original.forward = forward.forward
     return original
+
+
+_compiled: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+"""The compiled module of the script for each wrapper that the script compiled."""
 
 
 def unwrap_submodules(model: nn.Module) -> nn.Module:

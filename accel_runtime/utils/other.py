@@ -7,6 +7,7 @@ from typing import Any, BinaryIO
 
 from accel_runtime.backends import current_backend
 from accel_runtime.export.objects import load, write_object
+from accel_runtime.training.forward import compile_regions, has_compiled_regions, is_compiled_module
 from accel_runtime.utils.launch import write_basic_config
 from accel_runtime.utils.operations import extract_model_from_parallel, wait_for_everyone
 
@@ -14,7 +15,10 @@ __all__ = [
     "DummyOptim",
     "DummyScheduler",
     "MegatronLMDummyScheduler",
+    "compile_regions",
     "extract_model_from_parallel",
+    "has_compiled_regions",
+    "is_compiled_module",
     "load",
     "save",
     "wait_for_everyone",

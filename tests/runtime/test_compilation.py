@@ -11,7 +11,7 @@ import torch
 from support.models import ResidualNet
 from torch import nn
 
-from accel_runtime import Accelerator, DynamoBackend, TorchDynamoPlugin
+from accel_runtime import Accelerator, DynamoBackend, TorchDynamoPlugin, utils
 from accel_runtime.training.forward import uncompiled_module
 
 X = torch.linspace(-1, 1, 48).view(6, 8)
@@ -164,6 +164,58 @@ def test_a_model_compiled_by_the_script_is_not_compiled_again_and_can_be_unwrapp
     assert accelerator.unwrap_model(prepared, keep_torch_compile=False) is model
     assert uncompiled_module(compiled_model) is model
     assert uncompiled_module(model) is model
+
+
+class Blocks(nn.Module):
+    """Model with repeated blocks, and a name without a module."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.ModuleDict({"h": nn.ModuleList(nn.Linear(8, 8) for _ in range(3))})
+        self.head = nn.Linear(8, 2)
+        self.none = None
+        self.register_module("missing", None)
+
+    def forward(self, x):
+        for block in self.inner["h"]:
+            x = block(x)
+        return self.head(x)
+
+
+def test_compile_regions_returns_a_copy_with_compiled_blocks_and_the_same_parameters_and_names():
+    model = Blocks()
+    graphs = []
+
+    def count(graph, _):
+        graphs.append(1)
+        return graph.forward
+
+    compiled = utils.compile_regions(model, backend=count)
+    assert type(compiled) is Blocks
+    assert utils.has_compiled_regions(compiled)
+    assert not utils.has_compiled_regions(model)
+    assert all(utils.is_compiled_module(block) for block in (*compiled.inner["h"], compiled.head))
+    assert not utils.is_compiled_module(compiled)
+    assert list(compiled.state_dict()) == list(model.state_dict())
+    assert all(a is b for a, b in zip(compiled.parameters(), model.parameters(), strict=True))
+    x = torch.randn(2, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # warnings of torch during compilation
+        assert torch.allclose(compiled(x), model(x))
+        assert graphs
+        prepared = Accelerator(dynamo_backend="eager").prepare(compiled)
+        assert torch.allclose(prepared(x), model(x))
+
+
+def test_compile_regions_compiles_a_model_without_blocks_as_a_whole():
+    model = nn.Sequential(nn.Linear(8, 2), nn.Tanh())
+    compiled = utils.compile_regions(model, backend="eager")
+    assert utils.is_compiled_module(compiled)
+    assert not utils.is_compiled_module(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # warnings of torch during compilation
+        assert torch.equal(compiled(X), model(X))
 
 
 @pytest.mark.parametrize("backend", ["fastest", DynamoBackend.FX2TRT])

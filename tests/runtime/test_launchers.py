@@ -269,7 +269,10 @@ def test_an_exception_of_a_single_process_is_raised_unchanged():
     [
         ({}, "Invalid num_processes="),
         ({"num_processes": 0}, "Invalid num_processes="),
-        ({"num_processes": 2, "rdzv_backend": "c10d"}, "rdzv_backend='c10d' is not supported"),
+        (
+            {"num_processes": 2, "num_nodes": 2, "rdzv_backend": "c10d"},
+            "rdzv_backend='c10d' is not supported",
+        ),
         ({"num_processes": 2, "max_restarts": 1}, "max_restarts=1 is not supported"),
         ({"num_processes": 2, "rdzv_conf": {"timeout": 3}}, "rdzv_conf="),
         ({"num_processes": 2, "log_line_prefix_template": "x"}, "log_line_prefix_template='x'"),
@@ -288,6 +291,12 @@ def test_an_exception_of_a_single_process_is_raised_unchanged():
 def test_unsupported_arguments_of_notebook_launcher_are_rejected_by_name(arguments, message):
     with pytest.raises(ValueError, match=message):
         notebook_launcher(fail_on_last_rank, **arguments)
+
+
+def test_notebook_launcher_accepts_c10d_on_one_node(tmp_path):
+    options = {"rdzv_backend": "c10d", "rdzv_conf": {"timeout": 3}, "rdzv_id": "job"}
+    notebook_launcher(write_topology, (tmp_path,), num_processes=2, **options)
+    assert read_files(tmp_path) == ["2 0", "2 1"]
 
 
 def test_debug_launcher_needs_at_least_one_process():

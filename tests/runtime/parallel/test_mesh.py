@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_runtime import Accelerator
+from accel_runtime import Accelerator, ParallelismConfig
 from accel_runtime.env import Parallel, SettingsError
 from accel_runtime.parallel.dtensor import DIMENSIONS, MeshSizes, ProcessMesh
 from accel_runtime.topology import Topology
@@ -104,3 +106,40 @@ def test_equal_layouts_share_process_groups(four):
         return meshes[0].get_group() is meshes[1].get_group()
 
     assert four.run(same) == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dims"),
+    [
+        ({"dp_shard_size": 2}, {"dp_shard": 2, "dp": 2, "dp_shard_cp": 2, "dp_cp": 2}),
+        ({"dp_shard_size": "auto", "tp_size": 2}, {"tp": 2}),
+        ({"dp_replicate_size": 2, "dp_shard_size": "auto"}, {"dp_replicate": 2, "dp": 2, "dp_cp": 2}),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_a_parallelism_config_builds_a_device_mesh(pair, sizes, dims):
+    def build():
+        Accelerator()
+        mesh = ParallelismConfig(**sizes).build_device_mesh("cpu")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch deprecates the names of combined dimensions
+            return None if mesh is None else {name: mesh[name].size() for name in dims}
+
+    assert pair.run(build) == [dims] * 2
+
+
+def test_sizes_that_do_not_divide_the_processes_have_no_device_mesh(pair):
+    def build():
+        Accelerator()
+        with pytest.raises(
+            ValueError, match="2 processes are not a multiple of 3, the product of the other sizes"
+        ):
+            ParallelismConfig(dp_shard_size="auto", tp_size=3).build_device_mesh("cpu")
+
+    pair.run(build)
+
+
+def test_a_size_that_is_not_known_yet_has_no_device_mesh():
+    with pytest.raises(ValueError, match="is known once processes are connected"):
+        ParallelismConfig(dp_shard_size="auto").build_device_mesh("cpu")

@@ -128,10 +128,41 @@ def test_a_compiled_module_is_unwrapped_on_request():
 def test_a_module_is_unwrapped_from_data_parallel():
     model, accelerator = nn.Linear(2, 2), Accelerator()
     wrapped = nn.DataParallel(model)
-    for module in (wrapped, nn.DataParallel(wrapped), torch.compile(wrapped, backend="eager")):
+    for module in (wrapped, nn.DataParallel(wrapped)):
         assert accelerator.unwrap_model(module) is model
         assert utils.extract_model_from_parallel(module) is model
     assert list(accelerator.get_state_dict(wrapped)) == ["weight", "bias"]
+
+
+def test_the_module_in_a_compiled_wrapper_stays_compiled_unless_that_is_disabled():
+    model, accelerator = nn.Linear(2, 2), Accelerator()
+    calls = []
+
+    def count(graph, _):
+        calls.append(1)
+        return graph.forward
+
+    compiled = torch.compile(wrapped := nn.DataParallel(model), backend=count)
+    unwrapped = accelerator.unwrap_model(compiled)
+    assert utils.is_compiled_module(unwrapped)
+    assert unwrapped is accelerator.unwrap_model(compiled)
+    assert unwrapped._orig_mod is model
+    assert compiled._orig_mod is wrapped
+    assert torch.equal(unwrapped(torch.ones(1, 2)), model(torch.ones(1, 2)))
+    assert calls == [1]
+    assert accelerator.unwrap_model(compiled, keep_torch_compile=False) is model
+
+
+def test_a_prepared_model_that_the_script_compiles_stays_compiled(ranks):
+    def unwrap():
+        accelerator = Accelerator()
+        model = nn.Linear(2, 2)
+        compiled = torch.compile(accelerator.prepare(model), backend="eager")
+        kept = accelerator.unwrap_model(compiled)
+        bare = accelerator.unwrap_model(compiled, keep_torch_compile=False)
+        return utils.is_compiled_module(kept), kept._orig_mod is model, bare is model
+
+    assert ranks.run(unwrap) == [(True, True, True)] * ranks.size
 
 
 def test_inner_modules_are_unwrapped_with_recursive():
