@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from accel_runtime.checkpoint.errors import format_names
+from accel_runtime.module_names import script_names
 from accel_runtime.torch_internals import is_compiled, list_buffers, version_of
 
 __all__ = [
@@ -34,7 +35,7 @@ _CURE = (
 def list_meta_tensors(model: nn.Module) -> list[str]:
     """Return the names of parameters and buffers on the meta device."""
     named = (*model.named_parameters(), *model.named_buffers())
-    return [name for name, tensor in named if tensor.is_meta]
+    return list(script_names(model, [name for name, tensor in named if tensor.is_meta]).values())
 
 
 def refuse_meta_model(model: nn.Module) -> None:

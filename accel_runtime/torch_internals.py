@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -20,6 +21,8 @@ from torch.utils.data._utils import worker
 F = TypeVar("F", bound=Callable[..., Any])
 
 __all__ = [
+    "COMPILED_ATTRIBUTE",
+    "WRAPPER_ATTRIBUTES",
     "BatchNorm",
     "HashStore",
     "PrefixStore",
@@ -30,6 +33,7 @@ __all__ = [
     "compute_shard_box",
     "default_store",
     "fake_tensors",
+    "find_wrapped_module",
     "foreach_multiply",
     "foreach_norm",
     "fsdp_parameter_groups",
@@ -158,7 +162,38 @@ def compute_shard_box(
 
 def is_fsdp_module(module: nn.Module) -> bool:
     """Return whether `fully_shard` was applied to a module, without importing it."""
-    return hasattr(module, "_get_fsdp_state")
+    # To its class: a compiled module has the attributes of the module in it.
+    return hasattr(type(module), "_get_fsdp_state")
+
+
+COMPILED_ATTRIBUTE = "_orig_mod"
+"""The attribute in which the result of `torch.compile` holds the module."""
+_WRAPPERS = (
+    ("torch._dynamo.eval_frame", "OptimizedModule", COMPILED_ATTRIBUTE),
+    ("torch.nn.parallel", "DistributedDataParallel", "module"),
+    ("torch.nn.parallel", "DataParallel", "module"),
+    (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "ActivationWrapper",
+        "_checkpoint_wrapped_module",
+    ),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel", "_fsdp_wrapped_module"),
+)
+"""Wrappers: the torch module that must be loaded before there is one, the class, and the attribute of the wrapped module."""
+WRAPPER_ATTRIBUTES = frozenset(attribute for *_, attribute in _WRAPPERS)
+"""The attributes in which wrappers of torch hold a module; parts of parameter names."""
+
+
+def find_wrapped_module(wrapper: nn.Module) -> tuple[str, nn.Module] | None:
+    """Return the module in a wrapper of torch, and the attribute that holds it; None for other modules."""
+    for attribute, inner in wrapper._modules.items():
+        if attribute not in WRAPPER_ATTRIBUTES or inner is None:
+            continue
+        for source, name, held_as in _WRAPPERS:
+            kind = getattr(sys.modules.get(source), name, None)
+            if held_as == attribute and kind is not None and isinstance(wrapper, kind):
+                return attribute, inner
+    return None
 
 
 def fsdp_parameter_groups(unit: Any) -> list[Any]:
@@ -274,24 +309,26 @@ def is_graph_pending(model: DistributedDataParallel) -> bool:
     return bool(model.static_graph) and not getattr(model, "_static_graph_delay_allreduce_enqueued", True)
 
 
-def capture_buckets(model: DistributedDataParallel) -> dict[str, Any]:
-    """Return the bucket order of DDP by parameter names; collective."""
-    return {"buckets": _bucket_names(model), "synced": model.require_forward_param_sync}
+def capture_buckets(model: DistributedDataParallel, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+    """Return the bucket order of DDP by the names of the parameters; collective."""
+    return {"buckets": _bucket_names(model, parameters), "synced": model.require_forward_param_sync}
 
 
-def restore_buckets(model: DistributedDataParallel, state: dict[str, Any]) -> None:
+def restore_buckets(
+    model: DistributedDataParallel, parameters: Mapping[str, nn.Parameter], state: dict[str, Any]
+) -> None:
     """Restore a state of `capture_buckets`; ignored if the parameters differ."""
     model.require_forward_param_sync = bool(state["synced"])
     buckets = state["buckets"]
-    if buckets is None or model.static_graph or buckets == _bucket_names(model):
+    if buckets is None or model.static_graph or buckets == _bucket_names(model, parameters):
         return
     with suppress(AttributeError, TypeError):
-        _assign_buckets(model, buckets)
+        _assign_buckets(model, parameters, buckets)
 
 
-def _bucket_names(model: Any) -> list[list[str]] | None:
+def _bucket_names(model: Any, named: Mapping[str, nn.Parameter]) -> list[list[str]] | None:
     """Return the parameter names of every bucket, after a pending rebuild."""
-    names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+    names = {id(parameter): name for name, parameter in named.items()}
     try:
         with suppress(RuntimeError):  # the previous step is incomplete: the next forward pass reports it
             model.reducer._rebuild_buckets()
@@ -303,9 +340,8 @@ def _bucket_names(model: Any) -> list[list[str]] | None:
     return [[names.get(id(parameter), "") for parameter in bucket.parameters()] for bucket in buckets]
 
 
-def _assign_buckets(model: Any, names_by_bucket: list[list[str]]) -> None:
+def _assign_buckets(model: Any, named: Mapping[str, nn.Parameter], names_by_bucket: list[list[str]]) -> None:
     parameters, sparse = model._build_params_for_reducer()
-    named = dict(model.module.named_parameters())
     indices = {id(parameter): index for index, parameter in enumerate(parameters)}
     buckets = [[indices.get(id(named.get(name)), -1) for name in bucket] for bucket in names_by_bucket]
     if sorted(index for bucket in buckets for index in bucket) != list(range(len(parameters))):

@@ -193,8 +193,8 @@ MUTATIONS = (
     ),
     Mutation(
         "names of DDP in a loaded state",
-        "accel_runtime.backends.ddp:ReplicatedModel.load_state_dict",
-        skip_call("consume_prefix_in_state_dict_if_present"),
+        "accel_runtime.module_names:load_state_dict",
+        replace_call("match_names", "{name: name for name in state}"),
         (
             "tests/runtime/backends/test_ddp.py::test_a_state_dict_has_the_names_of_the_script_and_loads_those_of_ddp",
         ),

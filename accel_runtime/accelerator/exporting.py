@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accel_runtime import module_names
 from accel_runtime.accelerator.properties import AcceleratorProperties
 from accel_runtime.checkpoint.errors import errors_on_all_ranks
 from accel_runtime.checkpoint.filesystem import parse_size
@@ -72,6 +73,8 @@ class ExportMethods(AcceleratorProperties):
         reshard_models([module])
         if is_sharded_model(module):
             return gather_state_dict(module, keep=everywhere or self.process_index == 0)
+        if unwrap:
+            return module_names.state_dict(module)
         if isinstance(module, DistributedDataParallel):
             return DistributedDataParallel.state_dict(module)
         state: dict[str, Any] = module.state_dict()
@@ -142,7 +145,9 @@ class ExportMethods(AcceleratorProperties):
             return
 
         def write() -> None:
-            plan = ExportPlan.from_state(self._backend.state_to_host(module.state_dict()), limit, tied)
+            plan = ExportPlan.from_state(
+                self._backend.state_to_host(module_names.state_dict(module)), limit, tied
+            )
             export_model(plan, directory)
 
         if absence is not None:
@@ -181,10 +186,10 @@ class ExportMethods(AcceleratorProperties):
             loader.load(module, Path(directory))
             return
         with errors_on_all_ranks(all_gather):
-            current = self._backend.state_to_host(module.state_dict())
+            current = self._backend.state_to_host(module_names.state_dict(module))
             weights = find_weights(Path(directory))
             state = weights.read(weights.match(current))
-        module.load_state_dict(state)
+        module_names.load_state_dict(module, state)
         self._backend.synchronize()
 
     def save(self, obj: Any, f: str | os.PathLike[str] | BinaryIO, safe_serialization: bool = False) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from accel_runtime.collectives.handshake import CollectiveCall, Handshake, build_writer
 from accel_runtime.heartbeat import CallSite
+from accel_runtime.module_names import load_state_dict, named_parameters, script_names
 from accel_runtime.options import DDPCommunicationHookType
 from accel_runtime.torch_internals import graph_task_id, on_backward_end
 
@@ -204,7 +203,7 @@ class ReplicatedModel(DistributedDataParallel):
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
         # Some may be frozen later: DDP keeps the indices of now.
         self._averaged_names = [
-            name for name, parameter in module.named_parameters() if parameter.requires_grad
+            name for name, parameter in named_parameters(module) if parameter.requires_grad
         ]
         self._own_names = frozenset(vars(self)) | {"_own_names"}
 
@@ -288,15 +287,8 @@ class ReplicatedModel(DistributedDataParallel):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load a state with the names of the script's module, or with DDP's prefix."""
-        names = self.module.state_dict().keys()
-        if not any(name in names for name in state_dict):
-            versions = getattr(state_dict, "_metadata", None)
-            state_dict = OrderedDict(state_dict)
-            if versions is not None:
-                state_dict._metadata = dict(versions)  # type: ignore[attr-defined]  # noqa: SLF001 - where torch has them
-            consume_prefix_in_state_dict_if_present(state_dict, _PREFIX)
-        return self.module.load_state_dict(state_dict, strict, assign)
+        """Load a state with the names of the script's module, or with those of wrappers, such as DDP's prefix."""
+        return load_state_dict(self.module, state_dict, strict=strict, assign=assign)
 
 
 def _add_prefix(module: ReplicatedModel, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -331,7 +323,7 @@ def wrap_in_ddp(model: nn.Module, device_ids: list[int] | None, options: dict[st
     sparse = [name for name, buffer in model.named_buffers() if buffer.layout is not torch.strided]
     if sparse and options.get("broadcast_buffers", True):
         raise ValueError(
-            f"Buffer {sparse[0]!r} of {type(model).__name__} cannot be broadcast to the other processes: it is sparse. Make it "
+            f"Buffer {script_names(model, sparse)[sparse[0]]!r} of {type(model).__name__} cannot be broadcast to the other processes: it is sparse. Make it "
             "dense, or pass Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])."
         )
     ddp_options = {name: value for name, value in options.items() if not name.startswith("comm_")}

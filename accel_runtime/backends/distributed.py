@@ -34,6 +34,7 @@ from accel_runtime.collectives.stalls import rank_monitor_of
 from accel_runtime.collectives.transport import connect_group
 from accel_runtime.env import Settings
 from accel_runtime.heartbeat import heartbeat
+from accel_runtime.module_names import named_parameters, uncompiled_module
 from accel_runtime.options import DistributedType
 from accel_runtime.topology import Topology, build_refusal
 from accel_runtime.torch_internals import (
@@ -302,15 +303,18 @@ class DDPBackend(DistributedBackend):
 
     @override
     def capture_replica_state(self, model: nn.Module) -> dict[str, Any]:
-        return capture_buckets(model) if isinstance(model, DistributedDataParallel) else {}
+        if not isinstance(model, DistributedDataParallel):
+            return {}
+        return capture_buckets(model, dict(named_parameters(model.module)))
 
     @override
     def restore_replica_state(self, model: nn.Module, state: dict[str, Any]) -> None:
         if state and isinstance(model, DistributedDataParallel):
-            restore_buckets(model, state)
+            restore_buckets(model, dict(named_parameters(model.module)), state)
 
     @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        model = uncompiled_module(model)
         # A static graph is recorded first. Averaging a part of a cycle is exact: averages are added to local gradients.
         if not isinstance(model, DistributedDataParallel) or is_graph_pending(model):
             return nullcontext()
@@ -318,6 +322,7 @@ class DDPBackend(DistributedBackend):
 
     @override
     def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        model = uncompiled_module(model)
         return sync_in_backward(model) if isinstance(model, DistributedDataParallel) else nullcontext()
 
 

@@ -21,6 +21,7 @@ from accel_runtime.backends.ddp import BufferAveraging, GradientAveraging, opera
 from accel_runtime.backends.distributed import DistributedBackend
 from accel_runtime.checkpoint.serialization import hash_tensor
 from accel_runtime.env import MixedPrecision, Settings
+from accel_runtime.module_names import named_parameters, script_names, unwrap_module
 from accel_runtime.options import DistributedType
 from accel_runtime.parallel.dtensor import (
     GroupFacts,
@@ -102,7 +103,7 @@ class FSDPBackend(DistributedBackend):
             return model
         broadcast_parameters(model, self)
         ignored = self._shard(model)
-        replicated = [named for named in model.named_parameters() if named[1] in ignored]
+        replicated = [named for named in named_parameters(model) if named[1] in ignored]
         averaging = GradientAveraging(replicated, self._average, self.handshake)
         refuse_sharded_saves(model)
         gathered = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -201,7 +202,10 @@ class FSDPBackend(DistributedBackend):
         return self._set_sync(model, wanted=True)
 
     def _set_sync(self, model: nn.Module, *, wanted: bool) -> AbstractContextManager[None]:
-        sync = self._gradient_syncs.get(model)
+        # The script may have compiled the model since.
+        original = unwrap_module(model)
+        syncs = (sync for key, sync in self._gradient_syncs.items() if unwrap_module(key) is original)
+        sync = next(syncs, None)
         return nullcontext() if sync is None else sync.set(wanted=wanted)
 
 
@@ -225,6 +229,7 @@ def describe_layout(parameter: torch.Tensor) -> str:
 def _iterate_groups(model: nn.Module, autocast_dtype: torch.dtype | None) -> Iterator[GroupFacts]:
     """Yield the groups of parameters that are gathered together."""
     units: Units = [(name, module) for name, module in model.named_modules() if is_fsdp_module(module)]
+    names = script_names(model, [name for name, _ in units])
     for name, module in units or [("", model)]:
         policy = fsdp_policy(module) if units else None
         by_layout: dict[tuple[Any, ...], list[torch.Tensor]] = {}
@@ -240,7 +245,7 @@ def _iterate_groups(model: nn.Module, autocast_dtype: torch.dtype | None) -> Ite
             gathered = policy if sharded else None
             param = getattr(gathered, "param_dtype", None)
             yield GroupFacts(
-                modules=(name,),
+                modules=(names.get(name, name),),
                 kind=class_of(module),
                 parameters=len(members),
                 elements=sum(member.numel() for member in members),
@@ -287,7 +292,10 @@ def broadcast_parameters(model: nn.Module, backend: Backend) -> None:
     if backend.topology.world_size == 1:
         return
     # Tied tensors are listed under their first name.
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    buffers = dict(model.named_buffers())
+    buffer_names = script_names(model, buffers)
+    tensors: dict[str, torch.Tensor] = dict(named_parameters(model))
+    tensors |= {buffer_names[name]: buffer for name, buffer in buffers.items()}
     hashes_by_rank = backend.all_gather_objects(
         {
             name: (

@@ -20,6 +20,7 @@ from accel_runtime.checkpoint.training_state import TrainingState
 from accel_runtime.export.load_model import find_weights, list_shards
 from accel_runtime.export.objects import read_pickle
 from accel_runtime.export.save_model import add_aliases
+from accel_runtime.module_names import match_names
 from accel_runtime.rng import derive_rng_state
 from accel_runtime.training.accumulation import Accumulation
 from accel_runtime.training.gradients import numbered_name
@@ -61,7 +62,10 @@ def _plan_restore(
     trees = {name: tree for name, tree in checkpoint.items.items() if name != "counters"}
     for item in items:
         if isinstance(item, ModelItem) and item.name in trees:
-            trees[item.name] = add_aliases(trees[item.name], run.backend.state_to_host(item.tree()))
+            state = run.backend.state_to_host(item.tree())
+            names = match_names(trees[item.name], state)
+            renamed = {names[name]: value for name, value in trees[item.name].items()}
+            trees[item.name] = add_aliases(renamed, state)
     errors = []
     if checkpoint.world_size not in {0, topology.world_size}:
         try:

@@ -10,10 +10,12 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from accel_runtime import module_names
 from accel_runtime.big_modeling import MetaModels, list_meta_tensors
 from accel_runtime.checkpoint.errors import format_names
 from accel_runtime.checkpoint.manifest import TensorEntry
 from accel_runtime.data.loader import NextBatch, PreparedLoader
+from accel_runtime.module_names import unwrap_module
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.parallel.dtensor import shard_like
 from accel_runtime.torch_internals import storage_id
@@ -77,21 +79,25 @@ class StatefulItem(StateItem):
     @override
     def class_name(self) -> str:
         thing = getattr(self._object, "scheduler", self._object)
-        return type(thing).__qualname__
+        return type(unwrap_module(thing) if isinstance(thing, nn.Module) else thing).__qualname__
 
     @override
     def tree(self) -> Any:
-        return self._object.state_dict()
+        is_module = isinstance(self._object, nn.Module)
+        return module_names.state_dict(self._object) if is_module else self._object.state_dict()
 
     @override
     def targets(self, encoded: Any, tensors: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
         if not isinstance(self._object, nn.Module):
             return {}
-        return select_matching(match_tensors(encoded, self._object.state_dict()), tensors)
+        return select_matching(match_tensors(encoded, module_names.state_dict(self._object)), tensors)
 
     @override
     def restore(self, tree: Any) -> None:
-        self._object.load_state_dict(tree)
+        if isinstance(self._object, nn.Module):
+            module_names.load_state_dict(self._object, tree)
+        else:
+            self._object.load_state_dict(tree)
 
 
 class LoaderItem(StateItem):
@@ -134,13 +140,13 @@ class ModelItem(StateItem):
     ) -> None:
         super().__init__(name)
         self._model, self._strict, self._memory = model, strict, memory
-        self._state = model.state_dict() if state is None else state
+        self._state = module_names.state_dict(model) if state is None else state
 
     @property
     @override
     def class_name(self) -> str:
         # `fully_shard` derives a class from that of the script.
-        kind = type(self._model)
+        kind = type(unwrap_module(self._model))
         return kind.__mro__[getattr(kind, "_orig_cls_mro_index", 0)].__qualname__
 
     @override
@@ -166,7 +172,7 @@ class ModelItem(StateItem):
     def targets(self, encoded: Any, tensors: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
         if self._memory is not None and list_meta_tensors(self._model):
             self._memory.materialize(self._model)
-            self._state = self._model.state_dict()
+            self._state = module_names.state_dict(self._model)
         return select_matching(match_tensors(encoded, self._state), tensors)
 
     @override
@@ -175,7 +181,7 @@ class ModelItem(StateItem):
         for name, value in values.items():
             copy_into(value, self._state[name])
         if self._needs_load_state_dict():
-            self._model.load_state_dict(values, strict=self._strict)
+            module_names.load_state_dict(self._model, values, strict=self._strict)
 
     def _needs_load_state_dict(self) -> bool:
         """Return whether `load_state_dict` is needed: parameters and buffers do not contain the whole state."""

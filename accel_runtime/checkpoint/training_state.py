@@ -24,6 +24,7 @@ from accel_runtime.checkpoint.state_items import (
     tensor_name_of,
 )
 from accel_runtime.data.loader import NextBatch, PreparedLoader
+from accel_runtime.module_names import state_dict
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.parallel.dtensor import shard_like
 from accel_runtime.rng import capture_rng_state, derive_rng_state, restore_rng_state
@@ -88,7 +89,7 @@ class TrainingState:
 
     def states(self) -> list[dict[str, Any]]:
         """Return the state dict of every model, with the parameter names of the script's module."""
-        return [self.backend.unwrap_model(model).state_dict() for model in self.models]
+        return [state_dict(self.backend.unwrap_model(model)) for model in self.models]
 
     def items(
         self,

@@ -27,6 +27,7 @@ from accel_runtime.checkpoint.filesystem import read_exactly
 from accel_runtime.checkpoint.manifest import hash_file
 from accel_runtime.checkpoint.safetensors_file import NUMBER_FORMATS, iterate_runs, tensor_bytes
 from accel_runtime.export.save_model import CHECKSUMS, INDEX, SINGLE, add_aliases, find_aliases
+from accel_runtime.module_names import match_names, state_dict
 from accel_runtime.parallel.dtensor import ShardBox, box_of, local_shard
 
 __all__ = [
@@ -79,7 +80,10 @@ class WeightFiles:
 
         `CheckpointError` lists `mismatches` and names, shapes and dtypes that differ from the state.
         """
-        slices = add_aliases(self.slices, state, self.ties)
+        names = match_names([*self.slices, *self.ties], state)
+        stored = {names[name]: tensor for name, tensor in self.slices.items()}
+        ties = {names[alias]: names.get(kept, kept) for alias, kept in self.ties.items()}
+        slices = add_aliases(stored, state, ties)
         mismatches = [
             *(f"missing: {name}" for name in sorted(state.keys() - slices.keys())),
             *(f"unexpected: {name}" for name in sorted(slices.keys() - state.keys())),
@@ -201,7 +205,7 @@ class WeightLoader:
         """
         with errors_on_all_ranks(self.all_gather), _value_errors_as_checkpoint_errors():
             weights = find_weights(path)
-            state = model.state_dict(keep_vars=True)
+            state = state_dict(model, keep_vars=True)
             slices = weights.match(
                 state, _list_computed(model, state), rank=self.rank, world_size=self.world_size
             )
@@ -223,7 +227,7 @@ class WeightLoader:
         self.memory.materialize(model)
         done: set[int] = set()
         with torch.no_grad():
-            for name, tensor in model.state_dict(keep_vars=True).items():
+            for name, tensor in state_dict(model, keep_vars=True).items():
                 if id(tensor) not in done:
                     done.add(id(tensor))
                     read_into(local_shard(tensor), slices[name], box_of(tensor, name))

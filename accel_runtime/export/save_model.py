@@ -28,6 +28,7 @@ from accel_runtime.checkpoint.safetensors_file import (
     write_safetensors,
 )
 from accel_runtime.collectives.handshake import all_gather_objects
+from accel_runtime.module_names import state_dict
 from accel_runtime.parallel.dtensor import gather_tensor, local_shard
 from accel_runtime.topology import Topology
 
@@ -247,7 +248,7 @@ def export_sharded_model(  # noqa: PLR0913 - the facts of one call
     """
     all_gather = partial(all_gather_objects, _CALL, handshake=backend.handshake)
     with errors_on_all_ranks(all_gather):
-        plan = ExportPlan.from_state(model.state_dict(keep_vars=True), limit, tied)
+        plan = ExportPlan.from_state(state_dict(model, keep_vars=True), limit, tied)
     writes = is_writer(backend.topology, each_machine=each_machine)
     with ExitStack() as export:
         write: Write | None = None

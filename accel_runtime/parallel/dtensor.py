@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from accel_runtime.backends.ddp import BufferAveraging
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.env import Parallel
+from accel_runtime.module_names import state_dict, unwrap_module
 from accel_runtime.topology import DataRank, Topology
 
 if TYPE_CHECKING:
@@ -188,6 +189,7 @@ class GroupFacts:
 
 def class_of(model: nn.Module) -> str:
     """Return the class name of a module in the script."""
+    model = unwrap_module(model)
     name = type(model).__name__
     # fully_shard replaces the class of a module by a subclass with this prefix.
     sharded = any(base.__name__ == "FSDPModule" for base in type(model).__mro__)
@@ -286,7 +288,7 @@ def is_sharded_model(model: nn.Module) -> bool:
 
 def is_gathered(model: nn.Module) -> bool:
     """Return whether a model is inside of `gathered`."""
-    return _GATHERED in vars(model)
+    return _GATHERED in vars(unwrap_module(model))
 
 
 def reshard_models(models: Iterable[nn.Module]) -> None:
@@ -326,7 +328,7 @@ def gather_state_dict(model: nn.Module, *, keep: bool) -> dict[str, Any]:
 
     Ranks with `keep=False` drop each tensor once it is gathered, and return an empty dict. Tied weights are one tensor.
     """
-    state = model.state_dict(keep_vars=True)
+    state = state_dict(model, keep_vars=True)
     by_id: dict[int, Any] = {}
     for value in state.values():
         if id(value) not in by_id:
@@ -341,7 +343,8 @@ def gather_state_dict(model: nn.Module, *, keep: bool) -> dict[str, Any]:
 def refuse_sharded_saves(model: nn.Module) -> None:
     """Make `save_pretrained` of a sharded model raise unless it gets full tensors."""
     for module in model.modules():
-        if callable(getattr(module, "save_pretrained", None)):
+        # Of its class: a wrapper has the attributes of the module in it.
+        if callable(getattr(type(module), "save_pretrained", None)):
             # A bound method, so that a deep copy of the model saves the copy.
             vars(module)["save_pretrained"] = MethodType(_save_pretrained, module)
 
@@ -383,16 +386,26 @@ def gather_parameters(
         for optimizer in optimizers:
             stack.callback(optimizer.register_step_pre_hook(_refuse_step).remove)
         stack.callback(_reshard, model)
-        vars(model)[_GATHERED] = True
-        stack.callback(vars(model).pop, _GATHERED)
-        for hook in (*model._forward_pre_hooks.values(), *model._forward_hooks.values()):  # noqa: SLF001 - torch has no list of them
-            owner = getattr(hook, "__self__", None)
-            if isinstance(owner, BufferAveraging):
-                stack.enter_context(owner.suspended())
+        marked = vars(unwrap_module(model))
+        marked[_GATHERED] = True
+        stack.callback(marked.pop, _GATHERED)
+        for owner in _find_buffer_hooks(model):
+            stack.enter_context(owner.suspended())
         stack.enter_context(keep_gathered(units))
         for unit in units:
             unit.unshard()
         yield model
+
+
+def _find_buffer_hooks(model: nn.Module) -> set[BufferAveraging]:
+    """Return the owners of the hooks that broadcast buffers, of a model that the script may have wrapped since."""
+    hooks = [
+        hook
+        for module in model.modules()
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())  # noqa: SLF001 - torch has no list of them
+    ]
+    owners = (getattr(hook, "__self__", None) for hook in hooks)
+    return {owner for owner in owners if isinstance(owner, BufferAveraging)}
 
 
 def is_sharded_by_tp(parameter: nn.Parameter) -> bool:

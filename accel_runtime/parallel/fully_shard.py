@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from accel_runtime.backends.ddp import GradientAveraging
 from accel_runtime.checkpoint.errors import format_names
 from accel_runtime.env import FullyShard, find_nearest
+from accel_runtime.module_names import named_parameters, script_names
 from accel_runtime.parallel.plugins import DTYPE_NAMES
 from accel_runtime.torch_internals import BatchNorm
 
@@ -99,7 +100,7 @@ def find_ignored(model: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]
     for pattern in patterns:
         matches = {
             parameter
-            for name, parameter in model.named_parameters(remove_duplicate=False)
+            for name, parameter in named_parameters(model, remove_duplicate=False)
             # A pattern matches the name itself or that of a module around it: `a`, `a.b`, `a.b.c`.
             if any(matches_pattern(pattern, prefix) for prefix in accumulate(name.split("."), "{}.{}".format))
         }
@@ -135,7 +136,9 @@ def find_units(model: nn.Module, wrap: str) -> Units:
         chosen = _find_by_class(model, [name.strip() for name in wrap.split(",") if name.strip()])
     chosen = [module for module in chosen if module is not model and _owns_parameters(model, module)]
     ids = {id(module) for module in chosen}
-    return [(name, module) for name, module in _inner_first(model) if id(module) in ids]
+    units = [(name, module) for name, module in _inner_first(model) if id(module) in ids]
+    names = script_names(model, [name for name, _ in units])
+    return [(names[name], module) for name, module in units]
 
 
 def _find_by_class(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
@@ -266,7 +269,7 @@ def refuse_gradient_hooks(model: nn.Module, replaced: Collection[nn.Parameter]) 
     """Raise ValueError if the script's gradient hooks are on parameters that sharding replaces."""
     names = [
         name
-        for name, parameter in model.named_parameters()
+        for name, parameter in named_parameters(model)
         if parameter in replaced and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks)  # noqa: SLF001
     ]
     if names:
@@ -284,7 +287,7 @@ def parameters_of_unit(module: nn.Module, units: Units) -> list[tuple[str, nn.Pa
         if inner is not module and any(inner is descendant for descendant in module.modules())
         for parameter in inner.parameters()
     }
-    return [(name, p) for name, p in module.named_parameters() if id(p) not in others]
+    return [(name, p) for name, p in named_parameters(module) if id(p) not in others]
 
 
 class CheckpointedForward:

@@ -18,6 +18,7 @@ from typing_extensions import override
 from accel_runtime import nested
 from accel_runtime.backends.base import Backend
 from accel_runtime.heartbeat import TORCH, call_site
+from accel_runtime.module_names import named_parameters
 from accel_runtime.options import GradientAccumulationPlugin
 from accel_runtime.torch_internals import version_of
 
@@ -310,7 +311,7 @@ class AveragingCheck:
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
         """Warn if an optimizer is about to apply gradients that are not averaged; return whether it does."""
-        names = {p: name for model in self._averaged for name, p in model.named_parameters()}
+        names = {p: name for model in self._averaged for name, p in named_parameters(model)}
         averaged = set[nn.Parameter]().union(*self._averaged.values())
         local = [
             (names.get(parameter, name), parameter)

@@ -18,6 +18,7 @@ from typing_extensions import override
 from accel_runtime import nested
 from accel_runtime.backends.base import Backend
 from accel_runtime.env import MixedPrecision
+from accel_runtime.module_names import uncompiled_module
 from accel_runtime.nested import has_dtensor
 from accel_runtime.options import Configuration, KwargsHandler
 from accel_runtime.torch_internals import compile_call, compile_like, is_compiled, uncompile_call
@@ -34,7 +35,6 @@ __all__ = [
     "has_compiled_regions",
     "is_compiled_module",
     "uncompile",
-    "uncompiled_module",
     "unwrap",
     "unwrap_submodules",
 ]
@@ -338,12 +338,6 @@ def uncompile(model: nn.Module) -> nn.Module:
     for module in model.modules():
         uncompile_call(module)
     return model
-
-
-def uncompiled_module(model: nn.Module) -> nn.Module:
-    """Return the module inside the result of the script's `torch.compile(model)`, or the module itself."""
-    inner = model.__dict__.get("_modules", {}).get("_orig_mod")
-    return inner if isinstance(inner, nn.Module) else model
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:

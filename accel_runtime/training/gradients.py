@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from accel_runtime.backends.base import Backend
+from accel_runtime.module_names import named_parameters
 from accel_runtime.nested import has_dtensor
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.parallel.dtensor import read_unsynced_gradients, restore_unsynced_gradients
 from accel_runtime.torch_internals import foreach_multiply, local_tensor, version_of
 from accel_runtime.training.accumulation import Accumulation
-from accel_runtime.training.forward import Precision, uncompiled_module
+from accel_runtime.training.forward import Precision
 
 __all__ = [
     "Gradients",
@@ -255,12 +256,11 @@ def name_parameters(
     """Return every parameter of models and optimizers with one name, however often it occurs.
 
     Parameters of the first model are `model.layer.weight`, of the second `model_1.layer.weight`. A parameter that is in no
-    model is `optimizer.0.3`: the first optimizer's first group, fourth parameter. `original` unwraps a model, so that names
-    do not depend on the world size.
+    model is `optimizer.0.3`: the first optimizer's first group, fourth parameter. `original` unwraps a model.
     """
     names: dict[nn.Parameter, str] = {}
     for index, model in enumerate(models):
-        for name, parameter in uncompiled_module(original(model)).named_parameters():
+        for name, parameter in named_parameters(original(model)):
             names.setdefault(parameter, f"{numbered_name('model', index)}.{name}")
     for index, optimizer in enumerate(optimizers):
         for group_index, group in enumerate(optimizer.param_groups):
