@@ -39,6 +39,7 @@ __all__ = [
     "fsdp_parameter_groups",
     "fsdp_policy",
     "function_modes",
+    "gathered_parameters",
     "generate_numpy_state",
     "graph_task_id",
     "group_timeout",
@@ -202,6 +203,12 @@ def fsdp_parameter_groups(unit: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def gathered_parameters(unit: Any) -> list[torch.Tensor]:
+    """Return the parameters of a unit as its forward pass sees them: the memory is freed after it."""
+    parameters = (sharded for group in fsdp_parameter_groups(unit) for sharded in group.fsdp_params)
+    return [sharded._unsharded_param for sharded in parameters if hasattr(sharded, "_unsharded_param")]
 
 
 def fsdp_policy(unit: Any) -> Any:

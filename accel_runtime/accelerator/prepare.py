@@ -292,7 +292,7 @@ class PrepareMethods(CheckpointMethods):
                 f"Invalid device_placement: it has {len(placements)} entries for {len(objects)} objects. Pass one for each."
             )
         self._check_consistent(
-            [leaf for item in objects for leaf in nested.leaves(item)], self._loader_options
+            [leaf for item in objects for leaf in nested.leaves(item, objects=False)], self._loader_options
         )
         prepared = list(objects)
 
@@ -302,6 +302,7 @@ class PrepareMethods(CheckpointMethods):
                 prepared[index] = nested.map_leaves(
                     lambda leaf: call(leaf) if isinstance(leaf, kind) else leaf,  # noqa: B023 - called at once
                     prepared[index],
+                    objects=False,
                 )
 
         # Models first: the state of an optimizer is moved to their devices. A scheduler needs the prepared optimizer.

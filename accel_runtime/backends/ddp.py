@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from accel_runtime import nested
 from accel_runtime.collectives.handshake import CollectiveCall, Handshake, build_writer
 from accel_runtime.heartbeat import CallSite
 from accel_runtime.module_names import load_state_dict, named_parameters, script_names
@@ -24,6 +26,7 @@ __all__ = [
     "BufferAveraging",
     "GradientAveraging",
     "ReplicatedModel",
+    "check_hidden_gradients",
     "operate_flat",
     "split_by_size",
     "sync_in_backward",
@@ -291,6 +294,23 @@ class ReplicatedModel(DistributedDataParallel):
         return load_state_dict(self.module, state_dict, strict=strict, assign=assign)
 
 
+class _SearchedModel(ReplicatedModel):
+    """DDP that searches outputs for the parameters they depend on, also in types in which torch finds no tensors.
+
+    A class of its own, as torch.compile traces these methods.
+    """
+
+    @override
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return nested.unpack_tensors(super().forward(*inputs, **kwargs))
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        output = super()._run_ddp_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled():
+            check_hidden_gradients(output, "DDP does not find the parameters that they depend on")
+        return nested.pack_tensors(output)
+
+
 def _add_prefix(module: ReplicatedModel, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Add DDP's prefix to the names if another module that contains this one loads its state."""
     names = {f"{prefix}{name}" for name in module.module.state_dict()}
@@ -318,6 +338,36 @@ def _copy_gradient(gradient: torch.Tensor) -> torch.Tensor:
 _copy_gradient.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch.save does not warn of it
 
 
+_LOG = logging.getLogger("accel_runtime.training.gradients")
+_reported_types: set[type] = set()
+"""Types of which a warning was written."""
+
+
+def check_hidden_gradients(outputs: Any, consequence: str) -> None:
+    """Check that torch finds the tensors that need gradients in the outputs of a forward pass.
+
+    Raises RuntimeError if it finds none of them; warns once for each type if it finds some, as the others may be unused.
+    """
+    leaves = nested.leaves(outputs)
+    hidden = [
+        leaf
+        for leaf in leaves
+        if not (leaf is None or isinstance(leaf, torch.Tensor))
+        and any(tensor.requires_grad for tensor in nested.iterate_hidden_tensors(leaf))
+    ]
+    if not hidden:
+        return
+    message = (
+        f"tensors that need gradients are in an object of {type(hidden[0]).__name__}, which has more than data (a module, other "
+        f"state, or a reference to itself), so {consequence}. Return tensors in a dict, list, tuple or dataclass."
+    )
+    if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+        raise RuntimeError(f"Cannot use the outputs of the model: {message}")
+    if type(hidden[0]) not in _reported_types:
+        _reported_types.add(type(hidden[0]))
+        _LOG.warning("In the outputs of a model, %s", message)
+
+
 def wrap_in_ddp(model: nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> ReplicatedModel:
     """Wrap a model with at least one trainable parameter in DDP."""
     sparse = [name for name, buffer in model.named_buffers() if buffer.layout is not torch.strided]
@@ -329,7 +379,9 @@ def wrap_in_ddp(model: nn.Module, device_ids: list[int] | None, options: dict[st
     ddp_options = {name: value for name, value in options.items() if not name.startswith("comm_")}
     for parameter in _find_sparse(model):
         parameter.register_hook(_copy_gradient)  # type: ignore[no-untyped-call]
-    prepared = ReplicatedModel(model, device_ids=device_ids, **ddp_options)
+    is_searched = ddp_options.get("find_unused_parameters") or ddp_options.get("static_graph")
+    kind_of_model = _SearchedModel if is_searched else ReplicatedModel
+    prepared = kind_of_model(model, device_ids=device_ids, **ddp_options)
     kind = options.get("comm_hook", DDPCommunicationHookType.NO)
     if kind in _HOOKS:
         state = None

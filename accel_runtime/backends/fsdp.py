@@ -15,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
 from typing_extensions import override
 
-from accel_runtime import nested
 from accel_runtime.backends.base import Backend
 from accel_runtime.backends.ddp import BufferAveraging, GradientAveraging, operate_flat
 from accel_runtime.backends.distributed import DistributedBackend
@@ -367,15 +366,9 @@ def build_buffer_broadcast(
 def _reshard_after_evaluation(model: nn.Module, _: Any, output: Any) -> Any:
     """Reshard a model after a forward pass without gradients, and return its output."""
     # Without a backward pass, parameters would stay gathered, and in-place changes of them, as of an average, would be lost.
+    # Outputs have copies of them.
     if torch.is_grad_enabled() or is_gathered(model):
         return output
-    storages = {parameter.untyped_storage().data_ptr() for parameter in map(local_shard, model.parameters())}
-
-    def copy_parameter(tensor: torch.Tensor) -> torch.Tensor:
-        # The memory of a gathered parameter is freed below.
-        return tensor.clone() if local_shard(tensor).untyped_storage().data_ptr() in storages else tensor
-
-    output = nested.map_tensors(copy_parameter, output)
     reshard_models([model])
     return output
 

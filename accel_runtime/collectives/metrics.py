@@ -249,7 +249,7 @@ def merge_steps(by_rank: list[Any], steps: GatheredSteps) -> Any:
             first, {key: merge_steps([value[key] for value in by_rank], steps) for key in keys}
         )
     if not isinstance(first, (list, tuple)):
-        return by_rank
+        return _merge_objects(by_rank, steps)
     if any(_holds_columns(value) for value in by_rank):
         if any(len(value) != len(first) for value in by_rank):
             raise MismatchError(_format_difference("numbers of columns", [len(value) for value in by_rank]))
@@ -259,6 +259,16 @@ def merge_steps(by_rank: list[Any], steps: GatheredSteps) -> Any:
     return steps.merge_lists(by_rank)
 
 
+def _merge_objects(by_rank: list[Any], steps: GatheredSteps) -> Any:
+    """Merge the attributes of data objects; list other values."""
+    attributes = [nested.list_attributes(value) or {} for value in by_rank]
+    names = attributes[0].keys()
+    if not names or any(each.keys() != names for each in attributes):
+        return by_rank
+    merged = {name: merge_steps([each[name] for each in attributes], steps) for name in names}
+    return nested.rebuild(by_rank[0], merged)
+
+
 def trim_padding(value: Any, steps: GatheredSteps) -> Any:
     """Remove padding from the values of a single rank; other values are returned as they are."""
     if isinstance(value, torch.Tensor):
@@ -266,7 +276,10 @@ def trim_padding(value: Any, steps: GatheredSteps) -> Any:
     if isinstance(value, Mapping):
         return nested.rebuild(value, {key: trim_padding(item, steps) for key, item in value.items()})
     if not isinstance(value, (list, tuple)):
-        return value
+        attributes = nested.list_attributes(value)
+        if not attributes:
+            return value
+        return nested.rebuild(value, {key: trim_padding(item, steps) for key, item in attributes.items()})
     if _holds_columns(value):
         return nested.rebuild(value, [trim_padding(column, steps) for column in value])
     return steps.merge_lists([value])

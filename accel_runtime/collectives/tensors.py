@@ -31,7 +31,7 @@ def gather(data: Any, backend: Backend) -> Any:
     """Concatenate the tensors of all ranks along the first dimension, by rank.
 
     Args:
-        data: A tensor, or tensors nested in dicts, lists and tuples. `[n, ...]` becomes `[sum of n, ...]`; `n` may differ
+        data: A tensor, or tensors nested in dicts, lists, tuples and data objects. `[n, ...]` becomes `[sum of n, ...]`; `n` may differ
             between ranks. A scalar `[]` becomes `[world_size]`.
         backend: Connects the ranks.
 
@@ -56,7 +56,7 @@ def reduce(
     """Reduce every tensor over the ranks, elementwise.
 
     Args:
-        data: A tensor, or tensors nested in dicts, lists and tuples, of equal shape on all ranks.
+        data: A tensor, or tensors nested in dicts, lists, tuples and data objects, of equal shape on all ranks.
         reduction: `sum`, `mean`, `max` or `min`. The mean of integers is float32, the sum of booleans int64; float8 is
             computed in float32, and rounded once.
         backend: Connects the ranks.
@@ -118,7 +118,7 @@ def pad_across_processes(
     """Pad tensors in one dimension to the largest size on any rank.
 
     Args:
-        data: A tensor, or tensors nested in dicts, lists and tuples; tensors without `dim` are returned as they are.
+        data: A tensor, or tensors nested in dicts, lists, tuples and data objects; tensors without `dim` are returned as they are.
         backend: Connects the ranks.
         dim: The dimension; negative values count from the last.
         pad_index: The value of the padding.

@@ -415,7 +415,7 @@ def combine_fingerprints(first: int, second: int) -> int:
 
 
 def _describe_sample(sample: Any, depth: int) -> str:
-    return "|".join(_describe_leaf(leaf, depth) for leaf in nested.leaves(sample))
+    return "|".join(_describe_leaf(leaf, depth) for leaf in nested.leaves(sample, objects=False))
 
 
 def _describe_leaf(leaf: Any, depth: int) -> str:

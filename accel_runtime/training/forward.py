@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -237,11 +238,39 @@ class AutocastForward:
         """Run the forward pass, and convert half-precision outputs to float32 unless that is disabled."""
         with self._autocast():
             outputs = self.forward(*args, **kwargs)
-        return nested.map_tensors(_to_float32, outputs) if self._converts_outputs() else outputs
+        return nested.map_leaves(_to_float32, outputs) if self._converts_outputs() else outputs
 
 
-def _to_float32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in {torch.float16, torch.bfloat16} else tensor
+_LOG = logging.getLogger("accel_runtime.training.precision")
+_HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
+_reported_types: set[type] = set()
+"""Types of which a warning was written."""
+
+
+def _to_float32(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.float() if leaf.dtype in _HALF_DTYPES else leaf
+    if leaf is not None and type(leaf) not in _reported_types:
+        _report_unconverted(leaf)
+    return leaf
+
+
+def _report_unconverted(leaf: Any) -> None:
+    """Warn once for each type whose tensors stay in half precision."""
+    if isinstance(leaf, Iterator):
+        _reported_types.add(type(leaf))
+        _LOG.warning(
+            "The outputs of a model contain an object of %s: it computes after the forward pass, without mixed precision. Return a list.",
+            type(leaf).__name__,
+        )
+    elif any(tensor.dtype in _HALF_DTYPES for tensor in nested.iterate_hidden_tensors(leaf)):
+        _reported_types.add(type(leaf))
+        _LOG.warning(
+            "The outputs of a model contain an object of %s, in which tensors stay in half precision, as it has more than data (a "
+            "module, other state, or a reference to itself). Return tensors in a dict, list, tuple or dataclass, or call float() "
+            "on them.",
+            type(leaf).__name__,
+        )
 
 
 class DynamoBackend(str, Enum):

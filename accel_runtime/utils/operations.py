@@ -125,7 +125,7 @@ def recursively_apply(
             raise TypeError(f"Cannot apply {func!r} to {type(leaf).__name__}: test_type does not accept it.")
         return leaf
 
-    return nested.map_leaves(apply, data)
+    return nested.map_leaves(apply, data, objects=False)
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
