@@ -45,9 +45,11 @@ __all__ = [
     "group_timeout",
     "is_compiled",
     "is_fsdp_module",
+    "is_functorch_active",
     "is_graph_pending",
     "keep_gathered",
     "list_buffers",
+    "list_owners",
     "local_tensor",
     "on_backward_end",
     "qualified_name",
@@ -209,6 +211,32 @@ def gathered_parameters(unit: Any) -> list[torch.Tensor]:
     """Return the parameters of a unit as its forward pass sees them: the memory is freed after it."""
     parameters = (sharded for group in fsdp_parameter_groups(unit) for sharded in group.fsdp_params)
     return [sharded._unsharded_param for sharded in parameters if hasattr(sharded, "_unsharded_param")]
+
+
+def list_owners(unit: Any, *, replaced: bool = False) -> list[tuple[nn.Module, str]]:
+    """Return the module and the attribute of each of `gathered_parameters`.
+
+    With `replaced`, return those of parameters that are not what the unit would gather, if it is not gathered. The first forward
+    pass accepts other sharded parameters, such as those that were loaded.
+    """
+    owners = []
+    is_initialized = unit._get_fsdp_state()._is_root is not None
+    for group in fsdp_parameter_groups(unit):
+        for sharded in group.fsdp_params:
+            module, name = sharded._module_info.module, sharded._module_info.param_name
+            current = module._parameters.get(name)
+            is_accepted = current is sharded.sharded_param or (
+                hasattr(current, "_local_tensor") and not is_initialized
+            )
+            is_replaced = sharded.sharded_state.name == "SHARDED" and not is_accepted
+            if is_replaced if replaced else hasattr(sharded, "_unsharded_param"):
+                owners.append((module, name))
+    return owners
+
+
+def is_functorch_active() -> bool:
+    """Return whether a transform of `torch.func` runs, whose tensors have no memory."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def fsdp_policy(unit: Any) -> Any:

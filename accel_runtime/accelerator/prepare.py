@@ -34,6 +34,7 @@ from accel_runtime.data.source import batch_size_of, len_or_none, sampler_of_loa
 from accel_runtime.env import flatten_settings
 from accel_runtime.heartbeat import call_site
 from accel_runtime.logging import MultiProcessAdapter
+from accel_runtime.nested import has_dtensor
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.options import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
 from accel_runtime.parallel.dtensor import shard_like
@@ -96,6 +97,8 @@ class ParameterMap:
                     }
             # In place: some optimizers keep the list itself.
             parameters[:] = [self.find_current(parameter) for parameter in parameters]
+            if has_dtensor(parameters):
+                _refuse_optimizer(optimizer, group)
             if len({hasattr(parameter, "device_mesh") for parameter in parameters}) <= 1:
                 continue
             # Step parameters one by one: torch's foreach loops refuse a mix of sharded and replicated parameters.
@@ -107,6 +110,30 @@ class ParameterMap:
                     )
             if "foreach" in group:
                 group["foreach"] = False
+
+
+_UNSHARDABLE = (
+    torch.optim.Adafactor,
+    torch.optim.LBFGS,
+    torch.optim.Rprop,
+    torch.optim.SparseAdam,
+)
+"""Optimizers that torch 2.13 cannot step with sharded parameters."""
+
+
+def _refuse_optimizer(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
+    """Raise ValueError if torch cannot step a group of sharded parameters."""
+    name = type(optimizer).__name__
+    # Those of transformers and other libraries have the name too.
+    if isinstance(optimizer, _UNSHARDABLE) or name == torch.optim.Adafactor.__name__:
+        raise ValueError(
+            f"{name} cannot train a sharded model: torch has no step for sharded parameters. Use another optimizer, such as AdamW, "
+            "or train without sharding (remove dp_shard)."
+        )
+    if group.get("fused") and isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad)):
+        raise ValueError(
+            f"{name}(fused=True) cannot train a sharded model: torch has no fused step for sharded parameters. Remove fused."
+        )
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

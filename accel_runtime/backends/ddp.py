@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,7 @@ __all__ = [
     "ReplicatedModel",
     "check_hidden_gradients",
     "operate_flat",
+    "refuse_max_norm",
     "split_by_size",
     "sync_in_backward",
     "wrap_in_ddp",
@@ -368,8 +369,26 @@ def check_hidden_gradients(outputs: Any, consequence: str) -> None:
         _LOG.warning("In the outputs of a model, %s", message)
 
 
+def refuse_max_norm(model: nn.Module, replicated: Collection[nn.Parameter]) -> None:
+    """Raise ValueError for embeddings that change their weights in the forward pass; `replicated` ones may be frozen.
+
+    The change is lost in the gathered copy of a sharded weight. Each replica changes the rows of its own batches only.
+    """
+    for path, module in model.named_modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is None:
+            continue
+        if module.weight.requires_grad or module.weight not in replicated:
+            name = script_names(model, [path])[path] or "the model"
+            raise ValueError(
+                f"Cannot train {name} of {type(model).__name__} on several processes: max_norm changes the rows of its weight that a "
+                "forward pass reads, and each process reads other rows. Leave out max_norm, and after each optimizer step write: "
+                "with torch.no_grad(): weight.mul_((max_norm / weight.norm(dim=1, keepdim=True)).clamp(max=1))."
+            )
+
+
 def wrap_in_ddp(model: nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> ReplicatedModel:
     """Wrap a model with at least one trainable parameter in DDP."""
+    refuse_max_norm(model, set(model.parameters()))
     sparse = [name for name, buffer in model.named_buffers() if buffer.layout is not torch.strided]
     if sparse and options.get("broadcast_buffers", True):
         raise ValueError(

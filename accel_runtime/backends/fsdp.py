@@ -45,6 +45,7 @@ from accel_runtime.parallel.fully_shard import (
     refuse_gradient_hooks,
     shard_model,
 )
+from accel_runtime.parallel.sharding_checks import check_modules, find_unshardable
 from accel_runtime.parallel.tensor_parallel import (
     apply_tensor_parallel,
     check_replicated_gradients,
@@ -119,7 +120,7 @@ class FSDPBackend(DistributedBackend):
         """Shard a model in place, with equal values on every process or on the meta device; return the ignored parameters."""
         options, shards, tp = self._settings.fully_shard, self.mesh.sizes.averages, self.mesh.tp
         units = find_units(model, options.wrap)
-        ignored = find_ignored(model, options.ignore) if shards else set()
+        ignored = find_ignored(model, options.ignore) | find_unshardable(model) if shards else set()
         plan = plan_tensor_parallel(model, self._settings.parallel.tp_plan) if tp is not None else {}
         before = dict(model.named_parameters())
         replaced = (
@@ -133,6 +134,7 @@ class FSDPBackend(DistributedBackend):
         if tp is not None:
             apply_tensor_parallel(model, tp, plan)
         if shards:
+            check_modules(model, ignored)
             autocast_dtype = FORMATS[self._settings.mixed_precision].dtype
             policy = build_policy(options, autocast_dtype, model.parameters())
             shard_model(model, units, self.mesh.shard, options, policy, ignored)
@@ -156,6 +158,16 @@ class FSDPBackend(DistributedBackend):
             return flat
 
         operate_flat([local_shard(gradient) for gradient in gradients], average)
+
+    @override
+    def explain_error(self, error: RuntimeError, operation: str) -> RuntimeError:
+        if _MIXED_TENSORS in str(error):
+            return RuntimeError(
+                f"{operation} failed: the loss has parameters of a sharded model, such as a penalty on weights outside of its forward "
+                "pass, and torch cannot combine their gradients with gathered ones. Use weight_decay of the optimizer, or compute the "
+                "penalty in the forward pass of the prepared model with fully_shard.wrap: none."
+            )
+        return super().explain_error(error, operation)
 
     @override
     def synchronize(self) -> None:
@@ -206,6 +218,10 @@ class FSDPBackend(DistributedBackend):
         syncs = (sync for key, sync in self._gradient_syncs.items() if unwrap_module(key) is original)
         sync = next(syncs, None)
         return nullcontext() if sync is None else sync.set(wanted=wanted)
+
+
+_MIXED_TENSORS = "got mixed torch.Tensor and DTensor"
+"""A part of torch's message on an operation of sharded and plain tensors (torch 2.13)."""
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

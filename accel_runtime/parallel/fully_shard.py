@@ -23,13 +23,13 @@ from torch.distributed.fsdp import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from accel_runtime import nested
-from accel_runtime.backends.ddp import GradientAveraging, check_hidden_gradients
+from accel_runtime.backends.ddp import GradientAveraging
 from accel_runtime.checkpoint.errors import format_names
 from accel_runtime.env import FullyShard, find_nearest
 from accel_runtime.module_names import named_parameters, script_names
 from accel_runtime.parallel.plugins import DTYPE_NAMES
-from accel_runtime.torch_internals import BatchNorm, gathered_parameters, storage_id
+from accel_runtime.parallel.sharding_checks import ForwardChecks, name_owners, refuse_copies, unpack_outputs
+from accel_runtime.torch_internals import BatchNorm
 
 __all__ = [
     "CheckpointedForward",
@@ -74,6 +74,7 @@ def shard_model(  # noqa: PLR0913, PLR0917 - what `fully_shard` takes
     """
     batch_norms, batch_norm_policy = find_batch_norms(model, policy, units, ignored)
     refuse_mixed_dtypes(model, [*batch_norms, *units], ignored)
+    names = name_owners(model)
     inner_policy = replace(policy, output_dtype=None)
     offload = (
         CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if options.cpu_offload else OffloadPolicy()
@@ -85,8 +86,10 @@ def shard_model(  # noqa: PLR0913, PLR0917 - what `fully_shard` takes
     ):
         # The backward pass begins with the rest of the model, so keep it gathered.
         keep_gathered = module is model and bool(units)
-        # Around the hook of torch, which searches the outputs for tensors to gather the parameters again in the backward pass.
-        module.register_forward_hook(_pack_outputs)
+        # Around the hooks of torch. The last one searches the outputs for tensors, to gather the parameters in the backward pass.
+        checks = ForwardChecks(names)
+        module.register_forward_pre_hook(checks.before, prepend=True)
+        module.register_forward_hook(checks.pack)
         fully_shard(
             module,
             mesh=mesh,
@@ -95,36 +98,9 @@ def shard_model(  # noqa: PLR0913, PLR0917 - what `fully_shard` takes
             offload_policy=offload,
             ignored_params=set(ignored),
         )
-        module.register_forward_hook(_unpack_outputs)
-
-
-def _pack_outputs(module: nn.Module, _args: Any, outputs: Any) -> Any:
-    outputs = _copy_parameters(module, outputs)
-    if torch.is_grad_enabled():
-        check_hidden_gradients(outputs, "parameters are not gathered for their backward pass")
-    return nested.pack_tensors(outputs)
-
-
-def _copy_parameters(module: nn.Module, outputs: Any) -> Any:
-    """Return outputs with copies of the module's parameters in them, whose memory torch frees after the forward pass."""
-    storages = {storage_id(parameter) for parameter in gathered_parameters(module)}
-
-    def copy(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return leaf.clone() if storage_id(leaf) in storages else leaf
-        if leaf is not None and any(storage_id(t) in storages for t in nested.iterate_hidden_tensors(leaf)):
-            raise RuntimeError(
-                f"Cannot use the outputs of the model: a parameter is in an object of {type(leaf).__name__}, which has more than "
-                "data (a module, other state, or a reference to itself), and its memory is freed after the forward pass. Return a "
-                "copy of the parameter (clone())."
-            )
-        return leaf
-
-    return nested.map_leaves(copy, outputs)
-
-
-def _unpack_outputs(_module: nn.Module, _args: Any, outputs: Any) -> Any:
-    return nested.unpack_tensors(outputs)
+        module.register_forward_pre_hook(checks.check_parameters, prepend=True)
+        module.register_forward_hook(unpack_outputs)
+        refuse_copies(module)
 
 
 def find_ignored(model: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]:

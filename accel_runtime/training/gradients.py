@@ -338,6 +338,12 @@ class Gradients:
         `loss_scale` is the weight of this rank's mean without `weight`; 0 excludes it. `options` are arguments for
         `loss.backward`. Raises ValueError for an invalid weight, or if only some losses of a cycle have weights.
         """
+        inputs = options.get("inputs")
+        if inputs is not None and has_dtensor([inputs] if isinstance(inputs, torch.Tensor) else inputs):
+            raise ValueError(
+                "Invalid inputs: they have parameters of a sharded model, whose gradients torch does not compute alone. Leave out inputs, "
+                "and clear other gradients with zero_grad()."
+            )
         if weight is not None:
             self._backward_weighted(loss, weight if loss_scale else 0.0, options)
             return
