@@ -50,6 +50,7 @@ from accel_runtime.training.accumulation import Accumulation, AveragingCheck
 from accel_runtime.training.bypass_check import BypassCheck
 from accel_runtime.training.forward import FORMATS, DynamoBackend, Precision, TorchDynamoPlugin
 from accel_runtime.training.gradients import Gradients
+from accel_runtime.training.replica_check import ReplicaCheck
 
 if TYPE_CHECKING:
     from torch.profiler import profile
@@ -160,6 +161,11 @@ class Accelerator(PrepareMethods, TrainingMethods, ExportMethods):
         self._models, self._optimizers, self._schedulers = [], [], []
         self._is_distributed = self._backend.topology.world_size > 1
         self._averaging_check = AveragingCheck(self._backend, self._accumulation, self._models)
+        self._replica_check = ReplicaCheck(
+            self._backend,
+            self._averaging_check.named_parameters,
+            lambda: sum(optimizer.steps for optimizer in self._optimizers),
+        )
         self._bypass_check = BypassCheck(
             self._accumulation, self._precision, self._models, self._optimizers, self._schedulers
         )

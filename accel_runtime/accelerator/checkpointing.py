@@ -141,6 +141,7 @@ class CheckpointMethods(AcceleratorProperties):
         absence = self._backend.wait_for_ranks("save_state")
         save = partial(self._write_checkpoint, retention, output_dir, in_background=in_background)
         if absence is None:
+            self._replica_check.compare_at_save()
             return save()
         own_data = any(loader.is_presharded for loader in self._loaders.values())
         from accel_runtime.checkpoint.save import save_without_missing_ranks  # noqa: PLC0415 - slow to import

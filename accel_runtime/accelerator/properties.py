@@ -46,6 +46,7 @@ from accel_runtime.tracking import Trackers
 from accel_runtime.training.accumulation import Accumulation, AveragingCheck
 from accel_runtime.training.forward import Precision, TorchDynamoPlugin
 from accel_runtime.training.gradients import Gradients
+from accel_runtime.training.replica_check import ReplicaCheck
 
 if TYPE_CHECKING:
     from accel_runtime.parallel.plugins import FullyShardedDataParallelPlugin, ParallelismConfig
@@ -79,6 +80,7 @@ class AcceleratorProperties(ProcessMethods):
     """The directories of the project."""
     _accumulation: Accumulation
     _averaging_check: AveragingCheck
+    _replica_check: ReplicaCheck
     _device_placement: bool
     _dynamo: TorchDynamoPlugin
     _gradients: Gradients

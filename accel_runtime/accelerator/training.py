@@ -154,6 +154,7 @@ class TrainingMethods(AcceleratorProperties):
             if progress is not None and averages:
                 progress.restart_own_time()
             self._averaging_check.end_backward()
+            self._replica_check.count_backward()
 
     def accumulate(self, *models: nn.Module) -> MicroBatch:
         """Return the context of one micro-batch; gradients synchronize and optimizers step at the end of a cycle.
@@ -300,6 +301,7 @@ class TrainingMethods(AcceleratorProperties):
             joined = [item for item in joinables if not _is_frozen_module(item)]
             if joined and self.use_distributed and not even_batches:
                 stack.enter_context(self._backend.join(joined))
+                self._replica_check.disable()
             yield
         if (progress := heartbeat()) is not None:
             progress.restart_counts()

@@ -266,6 +266,11 @@ class AveragingCheck:
             prepared.register_forward_pre_hook(passes)
             self._models.append(_Model(prepared, original, trainable, passes))
 
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters whose gradients are averaged, with their names in their models."""
+        for model, averaged in self._averaged.items():
+            yield from ((name, p) for name, p in model.named_parameters() if p in averaged)
+
     def clear(self) -> None:
         """Remove all models."""
         self._averaged.clear()

@@ -1,0 +1,129 @@
+"""Check from time to time that the replicas of a model have the same weights."""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from accel_runtime.backends.base import Backend
+from accel_runtime.checkpoint.serialization import hash_tensor
+
+__all__ = ["CHECK_INTERVAL", "ReplicaCheck"]
+
+_LOG = logging.getLogger("accel_runtime.training.replicas")
+CHECK_INTERVAL = 500
+"""The number of backward passes between two checks; the first follow after 1, 8 and 64."""
+_GROWTH = 8
+_MAX_NAMES = 3
+
+
+class _Digests(NamedTuple):
+    """Hashes of the trained parameters of this rank, after a number of backward passes."""
+
+    number: int
+    names: tuple[str, ...]
+    text: str
+
+
+class ReplicaCheck:
+    """Compare the weights of replicas, and warn once with the first parameter that differs.
+
+    Replicas get equal gradients, so they stay equal to the bit, unless the script changes them on its own: an optimizer that
+    steps in a hook of the backward pass, before gradients are averaged, or weights set on one rank.
+
+    During training it waits for no rank: each one stores its hashes after the same number of backward passes, and the first
+    compares them at the check after that. Only a save compares at once, when all ranks are known to take part.
+
+    Args:
+        backend: Connects the ranks.
+        parameters: Yields the names and parameters whose gradients are averaged.
+        count_steps: Returns the number of optimizer steps; ranks with other numbers are not compared.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        parameters: Callable[[], Iterator[tuple[str, torch.Tensor]]],
+        count_steps: Callable[[], int],
+    ) -> None:
+        self._backend, self._parameters, self._count_steps = backend, parameters, count_steps
+        self._passes, self._next = 0, 1
+        self._last: _Digests | None = None
+        # With static shapes, reading weights would compile another program.
+        self._is_enabled = backend.topology.world_size > 1 and not (
+            backend.shards_models or backend.static_shapes
+        )
+
+    def disable(self) -> None:
+        """Compare no more: the weights of the ranks may differ, or their numbers of backward passes."""
+        self._is_enabled = False
+
+    def count_backward(self) -> None:
+        """Count a backward pass, and check the weights if it is time."""
+        self._passes += 1
+        if self._passes == self._next:
+            self._next = min(self._next * _GROWTH, self._next + CHECK_INTERVAL)
+            if self._is_enabled:
+                self._compare_stored()
+
+    def compare_at_save(self) -> None:
+        """Compare the weights of all ranks now; collective."""
+        if not self._is_enabled:
+            return
+        digests = self._compute()
+        gathered = self._backend.all_gather_objects(digests.text, "the weights of replicas")
+        self._compare(digests, gathered)
+
+    def _compare_stored(self) -> None:
+        """Store the hashes of now, and compare those of the check before, which all ranks have stored meanwhile."""
+        before, digests = self._last, self._compute()
+        self._last = digests
+        rank, size = self._backend.topology.rank, self._backend.topology.world_size
+        self._backend.set_store_key(self._get_key(digests.number, rank), digests.text)
+        if rank or before is None:
+            return
+        stored = [self._backend.get_store_key(self._get_key(before.number, other)) for other in range(size)]
+        gathered = [text for text in stored if text is not None]
+        if len(gathered) == size:
+            self._compare(before, gathered)
+
+    @staticmethod
+    def _get_key(number: int, rank: int) -> str:
+        return f"accel/weights/{number}/{rank}"
+
+    def _compute(self) -> _Digests:
+        named = list(self._parameters())
+        hashes = [hash_tensor(parameter) for _, parameter in named]
+        text = f"{self._count_steps()}:{struct.pack(f'={len(hashes)}Q', *hashes).hex()}"
+        return _Digests(self._passes, tuple(name for name, _ in named), text)
+
+    def _compare(self, digests: _Digests, gathered: list[str]) -> None:
+        """Warn on the first rank if the hashes of the ranks differ."""
+        if len(set(gathered)) == 1:
+            return
+        self.disable()
+        steps, texts = zip(*(text.split(":") for text in gathered), strict=True)
+        if len(set(steps)) > 1 or self._backend.topology.rank:
+            return
+        width = 2 * struct.calcsize("=Q")
+        columns = [[text[start : start + width] for start in range(0, len(text), width)] for text in texts]
+        names = [
+            name
+            for name, values in zip(digests.names, zip(*columns, strict=False), strict=False)
+            if len(set(values)) > 1
+        ]
+        others = [rank for rank, text in enumerate(gathered) if text != gathered[0]]
+        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+        _LOG.warning(
+            "The weights of the processes differ after backward pass %d: %s%s (rank 0 has others than rank %s). Each process "
+            "trains a model of its own. Step optimizers after backward(), not in hooks of parameters, and change weights on all "
+            "processes alike.",
+            digests.number,
+            ", ".join(names[:_MAX_NAMES]),
+            more,
+            ", ".join(map(str, others[:_MAX_NAMES])),
+        )
