@@ -261,7 +261,7 @@ MUTATIONS = (
     ),
     Mutation(
         "objects that differ over the ranks",
-        "accel_runtime.accelerator.prepare:check_consistent",
+        "accel_runtime.accelerator.consistency:check_consistent",
         force_condition("all", True),
         (
             "tests/runtime/accelerator/test_consistency.py::test_objects_that_differ_between_ranks_are_rejected_on_every_rank",

@@ -388,7 +388,8 @@ class Several(Run):
                 optimizer.zero_grad()
             self.scheduler.step()
         seen = sum(len(self.gather(samples)) for samples in self.evaluation)
-        self.plateau.step(1.0)
+        if self.accelerator.sync_gradients:  # those versions dropped the metrics of other steps
+            self.plateau.step(1.0)
         self.second_note.state = {"seen": self.second_note.state.get("seen", 0) + seen}
 
     def facts(self):
