@@ -57,6 +57,8 @@ class PreparedScheduler(LRScheduler):
         self._with_optimizer = with_optimizer
         self._gather = gather if isinstance(scheduler, ReduceLROnPlateau) else None
         self._has_warned_of_metrics = False
+        self.calls = 0
+        """Number of calls of `step` so far."""
         self._cycles = 0
         """Number of completed cycles at the last call of `step`."""
         self._optimizer_steps: int | None = None
@@ -79,6 +81,7 @@ class PreparedScheduler(LRScheduler):
         then.
         """
         scheduler = self.scheduler
+        self.calls += 1
         if not self._with_optimizer:
             args, kwargs = self._average_metric(args, kwargs)
             scheduler.step(*args, **kwargs)

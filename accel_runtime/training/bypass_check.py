@@ -62,6 +62,8 @@ class BypassCheck:
         """Cycles and backward passes at the newest step of each prepared optimizer."""
         self._counts: WeakKeyDictionary[LRScheduler, int] = WeakKeyDictionary()
         """Steps of the schedulers that are not prepared, at the newest step of their optimizer."""
+        self._positions: WeakKeyDictionary[PreparedScheduler, tuple[int, int]] = WeakKeyDictionary()
+        """Positions and calls of the prepared schedulers, at the newest step of an optimizer."""
         self._warned: set[str] = set()
 
     def watch(self) -> None:
@@ -129,6 +131,11 @@ class BypassCheck:
         """Warn if a scheduler that is not prepared has counted the micro-batches between two steps of its optimizer."""
         if self._accumulation.steps == 1 or "scheduler" in self._warned:
             return
+        for each in self._schedulers:
+            position, calls = self._positions.get(each, (each.scheduler.last_epoch, each.calls))
+            self._positions[each] = each.scheduler.last_epoch, each.calls
+            if each.calls == calls and each.scheduler.last_epoch - position >= self._accumulation.steps:
+                self._warn_of_scheduler(each.scheduler, "its own step() is called")
         known = [each.scheduler for each in self._schedulers]
         if not self._counts:
             for scheduler in _find_schedulers(prepared):
@@ -138,12 +145,15 @@ class BypassCheck:
         for scheduler, count in list(self._counts.items()):
             self._counts[scheduler] = scheduler.last_epoch
             if scheduler.last_epoch - count >= self._accumulation.steps:
-                self._warn(
-                    "scheduler",
-                    f"{type(scheduler).__name__} advances in every micro-batch, not once in {self._accumulation.steps}",
-                    "it is not prepared",
-                    "Give it to prepare(), and call the scheduler that prepare() returned",
-                )
+                self._warn_of_scheduler(scheduler, "it is not prepared")
+
+    def _warn_of_scheduler(self, scheduler: LRScheduler, reason: str) -> None:
+        self._warn(
+            "scheduler",
+            f"{type(scheduler).__name__} advances in every micro-batch, not once in {self._accumulation.steps}",
+            reason,
+            "Give it to prepare(), and step the scheduler that prepare() returned",
+        )
 
     def _warn(self, kind: str, effect: str, reason: str, cure: str) -> None:
         if kind not in self._warned:
