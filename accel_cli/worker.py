@@ -127,9 +127,7 @@ def _reopen_stream(name: str, number: int) -> TextIOWrapper | None:
     is_unbuffered = isinstance(before.buffer, RawIOBase)
     binary: Any = open(number, "wb", 0 if is_unbuffered else -1, closefd=False)  # noqa: SIM115 - until the end
     getattr(binary, "raw", binary).name = f"<{name}>"
-    stream: Any = TextIOWrapper(
-        binary, before.encoding, before.errors, "\n", line_buffering=True, write_through=is_unbuffered
-    )
+    stream: Any = TextIOWrapper(binary, before.encoding, before.errors, "\n", line_buffering=True)
     stream.mode = "w"
     return stream  # type: ignore[no-any-return]
 
@@ -193,9 +191,7 @@ def prepare_script(kind: str, *, in_path: bool = False) -> None:
         for name in [name for name in sys.modules if name.partition(".")[0] in shadowed]:
             del sys.modules[name]
     for stream in (sys.stdout, sys.stderr):
-        # Write at the end of each line, so that the launcher shows it at once.
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(line_buffering=True)
+        _set_line_buffering(stream, enabled=True)
 
 
 def get_import_folder(kind: str, target: str) -> Path:
@@ -269,17 +265,23 @@ class ExceptHook:
 def print_exception(error: BaseException) -> None:
     """Print an exception through `sys.excepthook`, in one write, so that the output of several ranks is not mixed."""
     stream = sys.stderr
-    write_through = isinstance(stream, TextIOWrapper) and stream.write_through
-    if isinstance(stream, TextIOWrapper):
-        stream.reconfigure(line_buffering=False, write_through=False)
+    _set_line_buffering(stream, enabled=False)
     try:
         sys.excepthook(type(error), error, error.__traceback__)
     except Exception:  # noqa: BLE001 - a hook of the script that fails must not hide the exception
         traceback.print_exc()
-    if isinstance(stream, TextIOWrapper):
-        stream.reconfigure(line_buffering=True, write_through=write_through)  # also flushes
-    elif stream:
+    if stream:
         stream.flush()
+    _set_line_buffering(stream, enabled=True)
+
+
+def _set_line_buffering(stream: object, *, enabled: bool) -> None:
+    """Write at the end of each line, or only at a flush, also with `python -u`.
+
+    With a write for each part of a line, the lines of stdout and stderr would be mixed: they reach the launcher in two ways.
+    """
+    if isinstance(stream, TextIOWrapper):
+        stream.reconfigure(line_buffering=enabled, write_through=False)
 
 
 def set_main(module: ModuleType) -> None:

@@ -54,7 +54,7 @@ from accel_runtime import env
 __all__ = ["ElasticAgent", "RunContext", "run"]
 
 
-_EXIT_S = 3.0
+_EXIT_S = 10.0
 """Seconds that a process has to exit after its failure, before the failure is printed while it still runs."""
 
 # torch asks the name servers for the host's full name with each event it records: if none answers, every step waits.

@@ -162,9 +162,7 @@ class Accelerator(PrepareMethods, TrainingMethods, ExportMethods):
         self._is_distributed = self._backend.topology.world_size > 1
         self._averaging_check = AveragingCheck(self._backend, self._accumulation, self._models)
         self._replica_check = ReplicaCheck(
-            self._backend,
-            self._averaging_check.named_parameters,
-            lambda: sum(optimizer.steps for optimizer in self._optimizers),
+            self._backend, self._averaging_check.named_parameters, self._optimizers
         )
         self._bypass_check = BypassCheck(
             self._accumulation, self._precision, self._models, self._optimizers, self._schedulers

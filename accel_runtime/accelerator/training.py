@@ -19,7 +19,6 @@ from accel_runtime.accelerator.properties import AcceleratorProperties
 from accel_runtime.collectives.handshake import Handshake, call_at_site
 from accel_runtime.heartbeat import call_site, heartbeat
 from accel_runtime.options import AutocastKwargs
-from accel_runtime.parallel.context_parallel import gather_sequence, shard_sequences
 from accel_runtime.training.accumulation import MicroBatch
 
 __all__ = ["Preemption", "TrainingMethods"]
@@ -212,6 +211,8 @@ class TrainingMethods(AcceleratorProperties):
             ValueError: If the arguments do not match, a sequence length is not divisible, or a kind of attention would see
                 only a shard.
         """
+        from accel_runtime.parallel.context_parallel import shard_sequences  # noqa: PLC0415 - its imports are slow
+
         return shard_sequences(self._sequence_group, buffers, buffer_seq_dims, no_restore_buffers)
 
     context_parallel = maybe_context_parallel
@@ -226,6 +227,8 @@ class TrainingMethods(AcceleratorProperties):
         Raises:
             ValueError: If the tensor has no such dimension.
         """
+        from accel_runtime.parallel.context_parallel import gather_sequence  # noqa: PLC0415 - as above
+
         return gather_sequence(tensor, dim, self._sequence_group)
 
     @property

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from accel_runtime.backends.base import Backend
 from accel_runtime.checkpoint.serialization import hash_tensor
+from accel_runtime.optimizer import PreparedOptimizer
 
 __all__ = ["CHECK_INTERVAL", "ReplicaCheck"]
 
@@ -41,16 +42,16 @@ class ReplicaCheck:
     Args:
         backend: Connects the ranks.
         parameters: Yields the names and parameters whose gradients are averaged.
-        count_steps: Returns the number of optimizer steps; ranks with other numbers are not compared.
+        optimizers: The prepared optimizers; ranks with another number of steps are not compared.
     """
 
     def __init__(
         self,
         backend: Backend,
         parameters: Callable[[], Iterator[tuple[str, torch.Tensor]]],
-        count_steps: Callable[[], int],
+        optimizers: Sequence[PreparedOptimizer],
     ) -> None:
-        self._backend, self._parameters, self._count_steps = backend, parameters, count_steps
+        self._backend, self._parameters, self._optimizers = backend, parameters, optimizers
         self._passes, self._next = 0, 1
         self._last: _Digests | None = None
         # With static shapes, reading weights would compile another program.
@@ -98,7 +99,8 @@ class ReplicaCheck:
     def _compute(self) -> _Digests:
         named = list(self._parameters())
         hashes = [hash_tensor(parameter) for _, parameter in named]
-        text = f"{self._count_steps()}:{struct.pack(f'={len(hashes)}Q', *hashes).hex()}"
+        steps = sum(optimizer.steps for optimizer in self._optimizers)
+        text = f"{steps}:{struct.pack(f'={len(hashes)}Q', *hashes).hex()}"
         return _Digests(self._passes, tuple(name for name, _ in named), text)
 
     def _compare(self, digests: _Digests, gathered: list[str]) -> None:

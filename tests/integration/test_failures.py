@@ -320,6 +320,7 @@ def test_the_report_of_a_rank_killed_for_memory(script, little_memory):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keeps", "cause"),
     [
@@ -332,7 +333,6 @@ def test_the_report_of_a_rank_killed_for_memory(script, little_memory):
         pytest.param(
             "multiprocessing.Process(target=wait).start(); sys.exit('no data')",
             "exited with code 1: no data",
-            marks=pytest.mark.slow,
         ),
     ],
     ids=["a thread", "an exit handler", "a child process"],

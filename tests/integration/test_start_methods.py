@@ -42,8 +42,10 @@ ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 @pytest.fixture
-def ends(tmp_path, cwd):
+def ends(tmp_path, cwd, monkeypatch):
     """Return the exit status and output of a script under a start method; without torch, for speed."""
+    # accel writes whole lines in any case.
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
 
     def run(method, source, *args, target="end.py", **options):
         if source is not None:
@@ -191,7 +193,7 @@ sys.dont_write_bytecode, sys.pycache_prefix, sys.getrecursionlimit(), sys.getswi
 [getattr(sys, n) is getattr(sys, f"__{n}__") for n in ("excepthook", "unraisablehook", "displayhook", "breakpointhook")]
 threading.excepthook is threading.__excepthook__, sys.gettrace(), sys.getprofile()
 [(type(f), f.encoding, f.errors, f.newlines, f.mode, f.name) for f in (sys.stdout, sys.stderr)]
-[(f.fileno(), f.isatty(), f.seekable(), f.write_through) for f in (sys.stdout, sys.stderr)]
+[(f.fileno(), f.isatty(), f.seekable()) for f in (sys.stdout, sys.stderr)]
 [(type(f.buffer), f.buffer.name, f.buffer.mode, f.buffer.closed) for f in (sys.stdout, sys.stderr)]
 sys.stdin.encoding, sys.stdin.errors, sys.stdin.mode, sys.stdin.name, sys.stdin.read()
 [getattr(sys, name) is getattr(sys, f"__{name}__") for name in ("stdin", "stdout", "stderr")]

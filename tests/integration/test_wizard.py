@@ -275,7 +275,7 @@ def test_the_wizard_without_a_terminal_names_other_commands(cwd, home, capfd):
 @pytest.mark.slow
 def test_a_tpu_is_suggested_with_its_missing_packages_and_questions(terminal, read_profile, monkeypatch):
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
-    screen = terminal(columns=120)
+    screen = terminal(columns=250)
     screen.see(KIND)
     assert "This machine: TPU (PJRT_DEVICE=TPU)" in screen.text()
     assert "torch-xla[tpu]==2.9.0" in screen.text()
