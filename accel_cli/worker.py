@@ -116,7 +116,7 @@ def connect_output(folder: str, set_stream: Callable[[str, TextIOWrapper], None]
 
 
 def _reopen_stream(name: str, number: int) -> TextIOWrapper | None:
-    """Open `sys.stdout` or `sys.stderr` anew, as Python does at its start, once its descriptor is another file.
+    """Reopen `sys.stdout` or `sys.stderr` as Python opens it at its start, once its descriptor is another file.
 
     A stream keeps what it found out about the first file: whether it can seek, its position, and whether it is a terminal.
     """

@@ -511,7 +511,7 @@ class ElasticAgent(LocalElasticAgent):
     # Report
 
     def _report_lingering(self, seconds: float) -> None:
-        """Print failures of processes that have not ended `seconds` later, such as those with other threads."""
+        """Print failures of processes that still run after `seconds`, such as those with other threads."""
         if not (isinstance(self._pcontext, WorkerProcesses) and self._outputs):
             return
         workers = {worker.local_rank: worker for worker in self._worker_group.workers}

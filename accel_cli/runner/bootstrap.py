@@ -14,7 +14,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -73,38 +73,26 @@ class ScriptIdentity:
         modules = dict(_hash_modules(str(worker.get_import_folder(kind, target))))
         return cls(target if kind == "module" else Path(target).name, tuple(arguments), modules)
 
-    def to_json(self, run_id: str) -> str:
-        """Serialize to a value of the store, with hashes of the arguments, since they may be secrets."""
-        return json.dumps(asdict(self) | {"arguments": self._hash_arguments(run_id)})
-
-    def explain_difference(self, first: str, run_id: str) -> str | None:
-        """Return the difference to the script of the first node; None without one that matters.
-
-        Args:
-            first: What `to_json` returned there.
-            run_id: The name of the run. Nodes of a run that the user has named may have different arguments.
-        """
-        other = json.loads(first)
-        if self.name != other["name"]:
-            return f"{{}} starts {self.name}, and {{}} starts {other['name']}"
-        hashes, expected = self._hash_arguments(run_id), other["arguments"]
-        if run_id != DEFAULT_RUN_ID or hashes == expected:
-            return None
-        if len(hashes) != len(expected):
-            return f"{{}} starts {self.name} with {len(hashes)} arguments, and {{}} with {len(expected)}"
-        index = next(i for i, pair in enumerate(zip(hashes, expected, strict=True)) if len(set(pair)) > 1)
-        argument = console.mask_arguments(self.arguments)[index]
-        return f"{{}} starts {self.name} with {argument!r}, and {{}} with another value there"
-
-    def list_changed(self, first: str) -> list[str]:
-        """Return the modules that this node and the first one have, with different contents."""
-        other = json.loads(first)["modules"]
-        return [name for name, digest in self.modules.items() if other.get(name, digest) != digest]
-
-    def _hash_arguments(self, run_id: str) -> list[str]:
-        return [
+    def hide_arguments(self, run_id: str) -> ScriptIdentity:
+        """Return it with hashes of the arguments, which may be secrets, for the store that all nodes read."""
+        hashes = [
             _hash(f"{run_id}\0{argument}".encode(errors="surrogateescape")) for argument in self.arguments
         ]
+        return replace(self, arguments=tuple(hashes))
+
+    def to_json(self) -> str:
+        """Serialize to a value of the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: bytes | str) -> ScriptIdentity:
+        """Parse a value of the store."""
+        fields = json.loads(text)
+        return cls(fields["name"], tuple(fields["arguments"]), fields["modules"])
+
+    def list_changed(self, other: ScriptIdentity) -> list[str]:
+        """Return the modules that both have, with different contents."""
+        return [name for name, digest in self.modules.items() if other.modules.get(name, digest) != digest]
 
 
 def _hash_modules(folder: str, prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -320,7 +308,7 @@ class BootstrapStore:
         """Check that this node fits the first one, and publish it."""
         if self.is_host:
             assert isinstance(self.store, TCPStore)
-            self.set_value("script", self._script.to_json(self._settings.run_id))
+            self.set_value("script", self._script.hide_arguments(self._settings.run_id).to_json())
             self.set_value("reference", self.node.to_json())
             stop = threading.Event()
             weakref.finalize(self, stop.set)
@@ -348,14 +336,14 @@ class BootstrapStore:
 
     def _check_script(self, first: NodeInfo) -> None:
         """Refuse another script than that of the first node: two runs would train as one, or one run with two versions."""
-        text, run_id = self.store.get(self.get_key("script")).decode(), self._settings.run_id
-        if difference := self._script.explain_difference(text, run_id):
+        script = ScriptIdentity.from_json(self.store.get(self.get_key("script")))
+        if difference := self._explain_difference(script, first.name):
             self._refuse(
-                difference.format(self.node.name, first.name),
+                difference,
                 "the machines do not match: {}. Start the same command on all machines of a run, and another run with another "
                 "--rdzv-id and port. If the machines of one run need different arguments, give it a name: --rdzv-id NAME.",
             )
-        if changed := self._script.list_changed(text):
+        if changed := self._script.list_changed(script):
             more = f" and {len(changed) - 1} other files" if len(changed) > 1 else ""
             problem = f"{self.node.name} has another {changed[0]}{more} than {first.name}"
             if self.get_value("started"):
@@ -363,6 +351,23 @@ class BootstrapStore:
                 console.note(f"{problem} had when the run started")
                 return
             self._refuse(problem, "the machines do not match: {}. Copy the same files to all machines.")
+
+    def _explain_difference(self, first: ScriptIdentity, first_name: str) -> str | None:
+        """Return the difference to the script of the first node; None without one that matters.
+
+        Nodes of a run that the user has named may have different arguments.
+        """
+        own, run_id, node = self._script, self._settings.run_id, self.node.name
+        if own.name != first.name:
+            return f"{node} starts {own.name}, and {first_name} starts {first.name}"
+        hashes, expected = own.hide_arguments(run_id).arguments, first.arguments
+        if run_id != DEFAULT_RUN_ID or hashes == expected:
+            return None
+        if len(hashes) != len(expected):
+            return f"{node} starts {own.name} with {len(hashes)} arguments, and {first_name} with {len(expected)}"
+        index = next(i for i, pair in enumerate(zip(hashes, expected, strict=True)) if len(set(pair)) > 1)
+        argument = console.mask_arguments(own.arguments)[index]
+        return f"{node} starts {own.name} with {argument!r}, and {first_name} with another value there"
 
     def mark_started(self) -> None:
         """Record that the processes of the run have started."""

@@ -35,7 +35,6 @@ from accel_runtime.options import AutocastKwargs, DistributedDataParallelKwargs,
 from accel_runtime.parallel.dtensor import shard_like
 from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.training.accumulation import FirstInput
-from accel_runtime.training.bypass_check import BypassCheck
 from accel_runtime.training.forward import compile_in_place
 
 __all__ = ["ParameterMap", "PrepareMethods", "named_parameters"]
@@ -143,7 +142,6 @@ class PrepareMethods(CheckpointMethods):
     _described_models = 0
     """Number of models in the description that the launcher has."""
     _parameter_map: ParameterMap
-    _bypass_check: BypassCheck
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Prepare models, optimizers, loaders and schedulers for the devices, precision and processes of the run.

@@ -44,6 +44,7 @@ from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.state import AcceleratorState, GradientState, ProcessMethods
 from accel_runtime.tracking import Trackers
 from accel_runtime.training.accumulation import Accumulation, AveragingCheck
+from accel_runtime.training.bypass_check import BypassCheck
 from accel_runtime.training.forward import Precision, TorchDynamoPlugin
 from accel_runtime.training.gradients import Gradients
 from accel_runtime.training.replica_check import ReplicaCheck
@@ -81,6 +82,7 @@ class AcceleratorProperties(ProcessMethods):
     _accumulation: Accumulation
     _averaging_check: AveragingCheck
     _replica_check: ReplicaCheck
+    _bypass_check: BypassCheck
     _device_placement: bool
     _dynamo: TorchDynamoPlugin
     _gradients: Gradients

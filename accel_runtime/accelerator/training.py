@@ -243,7 +243,7 @@ class TrainingMethods(AcceleratorProperties):
         Args:
             autocast_handler: Options that replace those of the run.
         """
-        self._precision.is_used = True
+        self._bypass_check.record_autocast()
         return self._precision.autocast(None if autocast_handler is None else autocast_handler.to_kwargs())
 
     def clip_grad_norm_(

@@ -328,7 +328,7 @@ def _find_sparse(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _copy_gradient(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient with memory of its own.
+    """Return a copy of a gradient.
 
     The values of a sparse gradient are the gradient of the embedding's output itself, which DDP divides in place (torch
     2.13): the gradients of other layers that are computed from it later would be divided too.

@@ -103,7 +103,7 @@ class RankMonitor:
         progress = self.service.progress
         counts, statuses = progress.counts_before_collective, self.service.ask(range(self._size))
         previous, self._waiting = self._waiting, statuses
-        unchanged = {rank: status for rank, status in statuses.items() if previous.get(rank) == status}
+        unchanged = _select_unchanged(statuses, previous)
         blocked = {
             rank: status.text
             for rank, status in unchanged.items()
@@ -137,12 +137,9 @@ class RankMonitor:
             for rank, status in self.service.ask([rank]).items()
             if not status.ended and (status.in_backward or status.counts.collectives > counts.collectives)
         }
-        return self._select_unchanged(waiting).get(rank, "")
-
-    def _select_unchanged(self, statuses: dict[int, RankStatus]) -> dict[int, str]:
-        """Return the texts of the statuses that were the same in the previous call."""
-        previous, self._blocked = self._blocked, statuses
-        return {rank: status.text for rank, status in statuses.items() if previous.get(rank) == status}
+        previous, self._blocked = self._blocked, waiting
+        unchanged = _select_unchanged(waiting, previous)
+        return unchanged[rank].text if rank in unchanged else ""
 
     def wait(self, operation: str) -> MissingRanks | None:
         """Wait until all ranks make this call and return None, or until a rank is known never to make it.
@@ -247,6 +244,13 @@ class RankMonitor:
     def _presence_key(operation: str, counts: ProgressCounts, rank: int) -> str:
         # Every rank has entered the same number of collectives; other counts may differ after uneven loops.
         return f"{operation}/{counts.collectives}/rank {rank}"
+
+
+def _select_unchanged(
+    statuses: Mapping[int, RankStatus], previous: Mapping[int, RankStatus]
+) -> dict[int, RankStatus]:
+    """Return the statuses that are equal to those of the previous request."""
+    return {rank: status for rank, status in statuses.items() if previous.get(rank) == status}
 
 
 def _name_ranks(texts: Mapping[int, str]) -> str:

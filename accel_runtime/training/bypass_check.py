@@ -58,6 +58,7 @@ class BypassCheck:
         self._accumulation, self._precision = accumulation, precision
         self._models, self._optimizers, self._schedulers = models, optimizers, schedulers
         self._steps = 0
+        self._uses_autocast = False
         self._seen: WeakKeyDictionary[PreparedOptimizer, tuple[int, int]] = WeakKeyDictionary()
         """Cycles and backward passes at the newest step of each prepared optimizer."""
         self._counts: WeakKeyDictionary[LRScheduler, int] = WeakKeyDictionary()
@@ -72,6 +73,10 @@ class BypassCheck:
             _register_hook()
             _ACTIVE.add(self)
 
+    def record_autocast(self) -> None:
+        """Record that the script itself uses the autocast context."""
+        self._uses_autocast = True
+
     def check_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Check an optimizer of the process before its step; with a closure, the backward pass follows."""
         self._steps += 1
@@ -79,7 +84,7 @@ class BypassCheck:
             _ACTIVE.discard(self)
         kind = type(optimizer).__name__
         prepared = next((each for each in self._optimizers if each.optimizer is optimizer), None)
-        if not (self._models or self._precision.is_used or self._precision.format.dtype is None):
+        if not (self._models or self._uses_autocast or self._precision.format.dtype is None):
             self._warn(
                 "model",
                 f"mixed precision has no effect on the step of {kind}",

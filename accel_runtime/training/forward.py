@@ -154,8 +154,6 @@ class Precision:
         self.scaler = LossScaler(device.type, **scaler_options) if self.format.scales_loss else None
         """Loss scaler, or None if the format needs none."""
         self._device_type = device.type
-        self.is_used = False
-        """True if the script itself has used the autocast context."""
         self.set_autocast(autocast_options)
 
     def set_autocast(self, options: Mapping[str, Any]) -> None:

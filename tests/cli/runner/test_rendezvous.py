@@ -207,6 +207,7 @@ def test_a_node_with_another_version_is_rejected_and_the_first_node_is_informed(
         ({"name": "eval.py"}, r"starts eval\.py, and .* starts train\.py\. Start the same command on all machines"),
         ({"arguments": ("--lr", "0.2", "--token=abc")}, r"with '0\.2', and .* with another value there\. Start the"),
         ({"arguments": ("--lr", "0.1", "--token=xyz")}, r"with '--token=\*\*\*', and .* with another value there\."),
+        ({"arguments": ("--lr", '{"a": [0]}', "--token=abc")}, r"with '\{\"a\": \[0\]\}', and .* with another value there"),
         ({"arguments": ()}, r"starts train\.py with 0 arguments, and .* with 3\. Start the same .* --rdzv-id NAME"),
         ({"modules": {"package/model.py": "x"}}, r"has another package/model\.py than .*\. Copy the same files to all"),
         ({"modules": {"a.py": "", "train.py": "x", "package/model.py": "x"}}, "has another train.py and 1 other files than"),
