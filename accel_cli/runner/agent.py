@@ -520,7 +520,7 @@ class ElasticAgent(LocalElasticAgent):
             failure = self._read_failure(worker, self._pcontext.pids()[local_rank], exitcode=1)
             self._outputs.complete_log(self._get_folder(worker))
             self._end_line()
-            failures.print_lingering(failure, world_size=worker.world_size)
+            failures.print_lingering(failure, world_size=failure.count_ranks(worker.world_size))
 
     def _report(self, failed: Mapping[int, ProcessFailure]) -> int:
         """Print the first failure on all nodes, and return its exit code."""
@@ -546,7 +546,7 @@ class ElasticAgent(LocalElasticAgent):
             write_reason(context.settings.failure_file, failures.format_reason(first))
         self._record_failure(first)
         self._end_line()
-        world_size = group.workers[0].world_size if first.world_size is None else first.world_size
+        world_size = first.count_ranks(group.workers[0].world_size)
         shown = first.rank in select_ranks(context.settings.ranks, world_size)
         failures.print_report(first, local, world_size=world_size, shown=shown)
         # If every process lost another one, a node has left the run, and the store has the reason.

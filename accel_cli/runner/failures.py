@@ -124,6 +124,10 @@ class Failure:
             return self.exit if isinstance(self.exit, int) else 1
         return self.exitcode if self.exitcode >= 0 else 128 - self.exitcode
 
+    def count_ranks(self, started: int) -> int:
+        """Return the number of ranks of the run: that of its replicas, or those that the launcher has started."""
+        return started if self.world_size is None else self.world_size
+
     @property
     def killed_worker(self) -> int | None:
         """The process id of a data-loader worker whose SIGKILL caused this failure."""
@@ -365,21 +369,26 @@ def print_report(first: Failure, local: Collection[Failure], *, world_size: int,
     body = [] if is_remote else format_stack(first)
     if not (body or is_remote or shown or first.chain):
         body = [f"  | {line}" for line in read_log_tail(first)]
-    size = f" of {world_size}" if world_size else ""
-    console.print_failure(f"{name}{size} on {first.host} (pid {first.pid})", body, describe_end(first))
+    _print_failure(first, body, world_size)
 
 
 def print_lingering(failure: Failure, *, world_size: int) -> None:
     """Print the failure of a process that still runs."""
-    size = world_size if failure.world_size is None else failure.world_size
-    name = f"rank {failure.rank}{f' of {size}' if size else ''}"
-    console.print_failure(
-        f"{name} on {failure.host} (pid {failure.pid})", format_stack(failure), describe_end(failure)
-    )
+    _print_failure(failure, format_stack(failure), world_size)
     console.note(
-        f"process {failure.pid} of {name} has failed, but does not exit: a non-daemon thread, a child process or an exit "
+        f"process {failure.pid} of {_name_process(failure, world_size)} has failed, but does not exit: a non-daemon thread, a child process or an exit "
         "handler keeps it alive. Print its threads: accel stacks. End the run: Ctrl-C."
     )
+
+
+def _print_failure(failure: Failure, body: Sequence[str], world_size: int) -> None:
+    name = _name_process(failure, world_size)
+    console.print_failure(f"{name} on {failure.host} (pid {failure.pid})", body, describe_end(failure))
+
+
+def _name_process(failure: Failure, world_size: int) -> str:
+    """Return the rank of a process; `world_size` is 0 if it has started no replica yet."""
+    return f"rank {failure.rank} of {world_size}" if world_size else "the process that starts the replicas"
 
 
 def format_one_line(failure: Failure) -> str:
