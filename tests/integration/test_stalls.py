@@ -264,53 +264,48 @@ def test_ranks_that_wait_for_each_other_in_torch_are_reported_once_with_their_li
     assert "has waited" not in rest
 
 
-@pytest.mark.slow
-def test_a_rank_that_computes_while_others_wait_is_no_deadlock(accel, script):
-    """Rank 1 computes in a backward pass that averages nothing, and joins later."""
-    script("""
+SLOW_BACKWARD = """
 import time, torch
 from accel_runtime import Accelerator
 from accel_runtime.collectives import transport
-transport.WATCH_INTERVAL_S = 0.3
-accelerator = Accelerator(cpu=True)
-class Busy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, value):
-        return value
-    @staticmethod
-    def backward(ctx, gradient):
-        end = time.monotonic() + 3
-        while time.monotonic() < end: pass
-        return gradient
-if accelerator.process_index:
-    Busy.apply(torch.ones(1, requires_grad=True)).sum().backward()
-print(accelerator.gather(torch.ones(1)).tolist())
-""")
-    result = accel("launch", "-q", "--nproc-per-node", 2, "train.py")
-    assert (result.returncode, result.stdout) == (0, "[1.0, 1.0]\n"), result.stderr
-
-
-@pytest.mark.slow
-def test_a_collective_waits_for_a_process_that_runs_more_backward_passes_of_its_own(accel, script):
-    script("""
-import time, torch
-from accel_runtime import Accelerator
-from accel_runtime.collectives import transport
-transport.WATCH_INTERVAL_S = 2
+transport.WATCH_INTERVAL_S = LOOK_EVERY
 class Slow(torch.autograd.Function):
     @staticmethod
     def forward(ctx, value):
         return value
     @staticmethod
     def backward(ctx, gradient):
-        time.sleep(0.3)
+        end = time.monotonic() + SECONDS
+        while time.monotonic() < end: PASS_TIME
         return gradient
 accelerator = Accelerator(cpu=True)
 value = torch.ones(1, requires_grad=True)
-for _ in range(20 * accelerator.process_index):
-    accelerator.backward(Slow.apply(value).sum())
+for _ in range(PASSES * accelerator.process_index):
+    CALL
 print(accelerator.gather(torch.ones(1)).tolist())
-""")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "texts",
+    [
+        {"LOOK_EVERY": "0.3", "SECONDS": "3", "PASS_TIME": "pass", "PASSES": "1", "CALL": "Slow.apply(value).sum().backward()"},
+        {
+            "LOOK_EVERY": "2",
+            "SECONDS": "0.3",
+            "PASS_TIME": "time.sleep(0.3)",
+            "PASSES": "20",
+            "CALL": "accelerator.backward(Slow.apply(value).sum())",
+        },
+    ],
+    ids=["computes in one", "runs more of its own"],
+)  # fmt: skip
+def test_a_collective_waits_for_a_process_in_backward_passes_that_average_nothing(accel, script, texts):
+    text = SLOW_BACKWARD
+    for name, value in texts.items():
+        text = text.replace(name, value)
+    script(text)
     result = accel("launch", "-q", "--nproc-per-node", 2, "train.py")
     assert (result.returncode, result.stdout) == (0, "[1.0, 1.0]\n"), result.stderr
 
