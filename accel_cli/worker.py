@@ -349,7 +349,8 @@ def record_failure(error: BaseException, error_file: Path, **details: Any) -> No
     except OSError:
         # A full disk must not hide the exception, and the log may be on it.
         try:
-            with open(_LAUNCHER_STDERR.format(os.getppid()), "a", encoding="utf-8") as screen:  # noqa: PTH123
+            path = Path(_LAUNCHER_STDERR.format(os.getppid()))
+            with path.open("a", encoding="utf-8", errors="backslashreplace") as screen:
                 screen.writelines(lines)
         except OSError:
             sys.stderr.writelines(lines)

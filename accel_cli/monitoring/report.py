@@ -22,7 +22,7 @@ import jinja2
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from accel_cli.monitoring.report_data import Curve, RunData, format_seconds, format_time
+from accel_cli.monitoring.report_data import Curve, Event, RunData, format_seconds, format_time
 from accel_cli.monitoring.snapshot import MIN_STEPS, find_slowest
 from accel_runtime import env
 
@@ -573,18 +573,19 @@ def _list_events(views: Sequence[RunView]) -> list[dict[str, str]]:
     events = sorted(
         ((view, event) for view in views for event in view.data.events), key=lambda entry: entry[1].time
     )
-    rows = [
-        {
-            "time": f"{format_time(event.time)} (+{format_seconds(max(event.time - view.data.started, 0.0))})",
-            "run": view.label,
-            "kind": _KINDS.get(event.kind, event.kind),
-            "text": event.text,
-            "details": event.details,
-        }
-        for view, event in events
-    ]
-    if len(rows) <= _MAX_EVENTS:
-        return rows
-    omitted = len(rows) - _MAX_EVENTS
+    if len(events) <= _MAX_EVENTS:
+        return [_describe_event(view, event) for view, event in events]
+    omitted = len(events) - _MAX_EVENTS
     gap = {"time": "", "run": "", "kind": "", "text": f"{omitted} events are left out.", "details": ""}
-    return [*rows[: _MAX_EVENTS // 2], gap, *rows[-_MAX_EVENTS // 2 :]]
+    first, last = events[: _MAX_EVENTS // 2], events[-_MAX_EVENTS // 2 :]
+    return [*(_describe_event(*entry) for entry in first), gap, *(_describe_event(*entry) for entry in last)]
+
+
+def _describe_event(view: RunView, event: Event) -> dict[str, str]:
+    return {
+        "time": f"{format_time(event.time)} (+{format_seconds(max(event.time - view.data.started, 0.0))})",
+        "run": view.label,
+        "kind": _KINDS.get(event.kind, event.kind),
+        "text": event.text,
+        "details": event.details,
+    }

@@ -11,8 +11,8 @@ import shlex
 import time
 from array import array
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 from accel_cli import console
 from accel_cli.runs.beats import Beat
 from accel_cli.runs.run_dir import RunFolder, RunStatus, format_ranks
+from accel_cli.runs.run_files import MAX_LINES_SIZE, LineReader, read_json
 
 __all__ = [
     "Curve",
@@ -36,6 +37,8 @@ __all__ = [
 
 _MAX_METRICS = 200
 """The number of metrics that are shown; a script that builds names from step numbers logs more."""
+_MAX_EVENTS = 10_000
+"""The number of events of a file that are kept."""
 _MAX_STARTS = 10
 """The number of starts in the file of a tracker that are shown."""
 _MAX_TEXT = 500
@@ -254,26 +257,32 @@ def read_tracker_file(file: Path) -> list[RunData]:
 
 def _read_lines(file: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
     """Yield the objects of a file with one JSON object a line; note if lines are unreadable."""
-    num_invalid = 0
+    lines = LineReader(file)
     try:
-        if not file.is_file():  # opening a named pipe would block
-            return
-        with file.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                try:
-                    value = json.loads(line)
-                except (ValueError, RecursionError):
-                    # The last line is incomplete while a process writes it, and after the process was killed.
-                    num_invalid += line.endswith("\n") and not line.isspace()
-                    continue
-                if isinstance(value, dict):
-                    yield value
-                else:
-                    num_invalid += 1
+        yield from lines
+    except FileNotFoundError:
+        return
     except OSError as error:
         notes.append(f"{_name_file(file)} cannot be read: {error.strerror or error}.")
-    if num_invalid:
-        notes.append(f"{_name_file(file)} has {num_invalid} unreadable lines, which are left out.")
+    if lines.num_invalid:
+        notes.append(f"{_name_file(file)} has {lines.num_invalid} unreadable lines, which are left out.")
+    if lines.is_truncated:
+        limit = console.format_size(MAX_LINES_SIZE)
+        notes.append(
+            f"{_name_file(file)} is larger than {limit}: the lines after the first {limit} are left out."
+        )
+
+
+def _read_newest_lines(file: Path, notes: list[str]) -> Iterable[dict[str, Any]]:
+    """Return the last objects of a file, as `_read_lines`; note if there are more."""
+    newest: deque[dict[str, Any]] = deque(maxlen=_MAX_EVENTS)
+    count = 0
+    for line in _read_lines(file, notes):
+        newest.append(line)
+        count += 1
+    if count > _MAX_EVENTS:
+        notes.append(f"{_name_file(file)} has {count} events; the report has the last {_MAX_EVENTS}.")
+    return newest
 
 
 def _name_file(file: Path) -> str:
@@ -371,16 +380,17 @@ def _read_description(run: RunFolder, attempts: Sequence[int], notes: list[str])
         for folder in run.list_ranks(attempt).values():
             file = folder.description
             try:
-                if file.is_file():
-                    return str(json.loads(file.read_text(encoding="utf-8", errors="replace"))["text"])
-            except (OSError, ValueError, RecursionError, KeyError, TypeError):
+                return str(read_json(file)["text"])
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError, KeyError):
                 notes.append(f"{_name_file(file)} is unreadable.")
     return ""
 
 
 def _read_events(run: RunFolder, attempts: Sequence[int], data: RunData) -> None:
     """Read the events and checkpoints, the oldest first."""
-    for line in _read_lines(run.path / "events.jsonl", data.notes):
+    for line in _read_newest_lines(run.path / "events.jsonl", data.notes):
         time_ = _to_time(line)
         if time_ is not None:
             seconds = _to_number(line.get("seconds")) or 0.0
@@ -390,7 +400,7 @@ def _read_events(run: RunFolder, attempts: Sequence[int], data: RunData) -> None
             data.events.append(Event(time_, kind, _format_event(kind, line), text, seconds))
     for attempt in attempts:
         for folder in run.list_ranks(attempt).values():
-            for line in _read_lines(folder.checkpoints, data.notes):
+            for line in _read_newest_lines(folder.checkpoints, data.notes):
                 time_ = _to_time(line)
                 if time_ is not None:
                     kind = "load" if line.get("kind") == "load" else "save"

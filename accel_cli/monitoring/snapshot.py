@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from statistics import median_low
 from typing import Any
 
 from accel_cli.runs.beats import Beat
-from accel_cli.runs.run_dir import RankFolder, RunFolder, RunStatus, read_text
+from accel_cli.runs.run_dir import RankFolder, RunFolder, RunStatus
+from accel_cli.runs.run_files import read_last_objects, read_pid
 from accel_cli.runs.usage import read_gpu_usage, read_rss
 from accel_runtime.checkpoint.filesystem import is_process_running
 
@@ -258,7 +256,7 @@ def read_snapshot(run: RunFolder) -> RunSnapshot:
     folders = run.list_ranks(attempts[-1]) if attempts else {}
     beats = {rank: Beat.read(folder) for rank, folder in folders.items()}
     now = time.time() if status.is_running or status.is_elsewhere else _find_end(status, beats.values())
-    events = list(_read_lines(run.path / "events.jsonl"))
+    events = list(read_last_objects(run.path / "events.jsonl"))
     failures = [event for event in events if event.get("event") == "failure"]
     restarts = [event for event in events if event.get("event") == "restart"]
     last_memory = {} if status.is_running else _read_last_memory(run)
@@ -333,13 +331,13 @@ def _read_ranks(
 
 
 def _read_pid(folder: RankFolder, beat: Beat | None) -> int | None:
-    text = read_text(folder.pid)
-    return int(text) if text.isdecimal() else beat.pid if beat else None
+    pid = read_pid(folder.pid)
+    return beat.pid if pid is None and beat else pid
 
 
 def _read_last_memory(run: RunFolder) -> dict[int, tuple[int | None, int | None]]:
     """Return the memory and GPU memory of each rank at the last sample of a run."""
-    samples = list(_read_lines(run.path / "memory.jsonl"))
+    samples = list(read_last_objects(run.path / "memory.jsonl"))
     sample = samples[-1] if samples else {}
     rss, gpu = (sizes if isinstance(sizes := sample.get(kind), dict) else {} for kind in ("rss", "gpu"))
     return {int(rank): (size, gpu.get(rank)) for rank, size in rss.items() if rank.isdecimal()}
@@ -350,7 +348,7 @@ def _read_metrics(run: RunFolder, attempts: Sequence[int]) -> tuple[MetricSeries
     for attempt in reversed(attempts):
         for folder in run.list_ranks(attempt).values():
             series: dict[str, MetricSeries] = {}
-            for line in _read_lines(folder.metrics):
+            for line in read_last_objects(folder.metrics):
                 values, step = line.get("values"), line.get("step")
                 for name, value in values.items() if isinstance(values, dict) else ():
                     number = _to_number(value)
@@ -373,21 +371,3 @@ def _to_number(value: Any) -> float | None:
         return math.inf if value > 0 else -math.inf
     except TypeError:
         return None
-
-
-def _read_lines(file: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the JSON objects in the lines at the end of a file; incomplete lines are left out."""
-    try:
-        with file.open("rb") as opened:
-            start = max(0, opened.seek(0, os.SEEK_END) - _TAIL)
-            opened.seek(start)
-            lines = opened.read(_TAIL).split(b"\n")
-    except OSError:
-        return
-    for line in lines[1:] if start else lines:
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(entry, dict):
-            yield entry

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from accel_cli import console
-from accel_cli.runs.run_dir import RankFolder, fit_reason, format_ranks, read_text
+from accel_cli.runs.run_dir import RankFolder, fit_reason, format_ranks
+from accel_cli.runs.run_files import read_bytes, read_text
 from accel_runtime import env
+from accel_runtime.text import decode_text, encode_text, parse_json
 
 __all__ = [
     "Cause",
@@ -204,8 +206,8 @@ def complete_log(folder: RankFolder) -> None:
     else:
         error = f"{record['exit']}\n" if isinstance(record["exit"], str) else ""
     if error:
-        with folder.output.open("a", encoding="utf-8", errors="surrogateescape") as log:
-            log.write(error)
+        with folder.output.open("ab") as log:
+            log.write(encode_text(error))
     if folder.fault.exists() and not folder.fault.stat().st_size:
         folder.fault.unlink()
 
@@ -216,7 +218,7 @@ def read_record(error_file: Path, pid: int | None = None) -> Mapping[str, Any]:
     Processes that a rank starts inherit the path, and torch's `@record` writes there too.
     """
     try:
-        content = json.loads(read_text(error_file))
+        content = parse_json(read_text(error_file))
         record = dict(content.get("accel", {}), text=content["message"]["extraInfo"]["py_callstack"])
     except (ValueError, KeyError, TypeError, AttributeError):
         return {}
@@ -271,9 +273,7 @@ def format_cause(failure: Failure) -> str:
 def read_log_tail(failure: Failure, count: int = 5) -> list[str]:
     """Return the last lines of the log."""
     try:
-        with Path(failure.log).open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - 8192))
-            lines = file.read().decode(errors="replace").splitlines()
+        lines = decode_text(read_bytes(Path(failure.log), max_size=8192, at_end=True)).splitlines()
     except OSError:
         return []
     return [_shorten(strip_escapes(line)) for line in lines if line.strip()][-count:]

@@ -26,7 +26,8 @@ from accel_cli.runner import failures
 from accel_cli.runner.forkserver import ForkServer, ForkServerError
 from accel_cli.runner.output import RankOutputs
 from accel_cli.runner.shutdown import Orphans, end_processes
-from accel_cli.runs.run_dir import RankFolder, read_text
+from accel_cli.runs.run_dir import RankFolder
+from accel_cli.runs.run_files import read_text
 from accel_cli.worker import REPLICA_COUNT_FILE
 
 __all__ = ["OomKillCounter", "ReplicaWatch", "WorkerProcesses", "check_open_files"]

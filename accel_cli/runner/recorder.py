@@ -13,7 +13,8 @@ from typing import Any
 
 from accel_cli import console
 from accel_cli.planning.plan import Plan
-from accel_cli.runs.run_dir import RunFolder, get_log_home, read_text
+from accel_cli.runs.run_dir import RunFolder, get_log_home
+from accel_cli.runs.run_files import read_pid
 from accel_cli.runs.usage import read_gpu_usage, read_rss
 from accel_runtime import env
 
@@ -112,8 +113,7 @@ class RunRecorder:
         if now < self._next_sample:
             return
         folders = self.folder.list_ranks(attempt)
-        texts = {rank: read_text(folder.pid) for rank, folder in folders.items()}
-        pids = {rank: int(text) for rank, text in texts.items() if text.isdecimal()}
+        pids = {rank: pid for rank, folder in folders.items() if (pid := read_pid(folder.pid))}
         rss = {rank: size for rank, pid in pids.items() if (size := read_rss(pid))}
         if rss:
             usage = read_gpu_usage(set(pids.values()))

@@ -11,8 +11,10 @@ from pathlib import Path
 from accel_cli import console, worker
 from accel_cli.runner.guard import send_signal
 from accel_cli.runs.beats import Beat
-from accel_cli.runs.run_dir import RankFolder, format_ranks, read_text
+from accel_cli.runs.run_dir import RankFolder, format_ranks
+from accel_cli.runs.run_files import open_file, read_pid, read_text
 from accel_runtime import env
+from accel_runtime.text import decode_text
 
 __all__ = ["Stacks", "StallWatch", "format_stall", "request_stacks"]
 
@@ -138,6 +140,8 @@ def _get_user_frames(frames: tuple[str, ...]) -> tuple[str, ...]:
 
 
 _TIMEOUT_S = 3.0
+_MAX_STACKS = 16 << 20
+"""The most bytes of the stacks of a process."""
 _IDLE_S, _LONG_IDLE_S = 0.2, 1.0
 """Stop waiting if no file grows for this time: once all ranks have answered, and before."""
 _RUNNER = Path(__file__).parent
@@ -198,7 +202,7 @@ def _send_request(folder: RankFolder) -> str:
 
 def _read_status(folder: RankFolder) -> dict[str, str]:
     """Read `/proc/PID/status` of a rank; return an empty dictionary if it has ended."""
-    lines = read_text(Path("/proc", read_text(folder.pid) or "0", "status")).splitlines()
+    lines = read_text(Path("/proc", str(read_pid(folder.pid)), "status")).splitlines()
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
@@ -226,15 +230,15 @@ def _get_size(file: Path) -> int:
 
 def _read_stacks(folder: RankFolder, offset: int) -> Stacks | None:
     """Read the stacks that faulthandler wrote: a block for each thread, the main one last; None without any."""
-    with folder.stacks.open("rb") as file:
+    with open_file(folder.stacks) as file:
         file.seek(offset)
-        text = file.read().decode(errors="replace")
+        text = decode_text(file.read(_MAX_STACKS))
     blocks = [block for block in text.split("\n\n") if block.strip()]
     if not blocks:
         return None
     main = blocks[-1]
     if folder.thread.exists():  # the thread of a replica runs its script
-        thread = folder.thread.read_text()
+        thread = read_text(folder.thread)
         main = next((block for block in blocks[::-1] if thread in block.lstrip().partition("\n")[0]), main)
     return Stacks(_parse_frames(main), tuple(_parse_frames(block) for block in blocks if block is not main))
 

@@ -22,7 +22,6 @@ if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
     # Remove this file's own folder.
     del sys.path[0]
 
-import json
 import multiprocessing
 import signal
 from collections import defaultdict
@@ -37,6 +36,7 @@ from typing import Any, TextIO
 from accel_cli import worker
 from accel_cli.runner.guard import HANDLED_SIGNALS, send_signal
 from accel_cli.runs.run_dir import RankFolder
+from accel_cli.runs.run_files import read_json, read_pid, read_text
 from accel_runtime.env import RANK_FOLDER
 
 __all__ = ["ReplicaFolder", "ReplicaProcesses", "ReplicaSignalHandlers", "ReplicaThreads", "main"]
@@ -355,7 +355,7 @@ class ReplicaProcesses:
         if -exitcode not in self._forwarded and not self._error_file.exists():
             self._record_exit(pid, exitcode)
         try:
-            record = json.loads(self._error_file.read_text(encoding="utf-8"))["accel"]
+            record = read_json(self._error_file)["accel"]
         except (OSError, ValueError, KeyError):
             os._exit(_to_exit_code(exitcode))
         # Another replica may have failed before this one.
@@ -367,13 +367,13 @@ class ReplicaProcesses:
     def _record_exit(self, pid: int, exitcode: int) -> None:
         """Record that a process ended and recorded no failure."""
         attempt = self._error_file.parent.parent
-        folders = [file.parent for file in attempt.glob("rank_*/pid") if file.read_text() == str(pid)]
+        folders = [file.parent for file in attempt.glob("rank_*/pid") if read_pid(file) == pid]
         ranks = sorted(int(folder.name.partition("_")[2]) for folder in folders)
         fields: dict[str, Any] = {"chain": [], "pid": pid, "exitcode": exitcode}
         if exitcode > 0:
             fields["exit"] = exitcode
         if ranks:
-            count = (attempt / f"rank_{ranks[0]}" / worker.REPLICA_COUNT_FILE).read_text()
+            count = read_text(attempt / f"rank_{ranks[0]}" / worker.REPLICA_COUNT_FILE)
             fields |= {"rank": ranks[0], "replicas": int(count)}
         worker.write_record(self._error_file, "", fields)
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import overload
 
 from typing_extensions import override
 
 from accel_cli.runs.run_dir import RankFolder
+from accel_cli.runs.run_files import MAX_PID, open_file
 from accel_runtime import env
+from accel_runtime.text import decode_text
 
 __all__ = ["Beat"]
 
@@ -69,16 +71,18 @@ class Beat:
 
     @classmethod
     def read(cls, folder: RankFolder) -> Beat | None:
-        """Read the heartbeat of a rank; return None before it creates an Accelerator."""
+        """Read the heartbeat of a rank; return None before it creates an Accelerator, and if the file is none."""
         try:
             data = _read_unchanged(folder)
         except OSError:
             return None
-        return cls._parse(data) if len(data) == env.BEAT_SIZE else None
+        if len(data) != env.BEAT_SIZE:
+            return None
+        numbers = dict(zip(env.BEAT_NUMBERS, _NUMBERS.unpack_from(data), strict=True))
+        return cls._parse(data, numbers) if 0 <= numbers["pid"] <= MAX_PID else None
 
     @classmethod
-    def _parse(cls, data: bytes) -> Beat:
-        numbers = dict(zip(env.BEAT_NUMBERS, _NUMBERS.unpack_from(data), strict=True))
+    def _parse(cls, data: bytes, numbers: Mapping[str, int]) -> Beat:
         steps, stride = numbers["steps"], numbers["stride"]
         entries = memoryview(data)[env.BEAT_HISTORY_RANGE].cast("q")
         recent = _parse_recent(memoryview(data)[env.BEAT_RECENT_RANGE].cast("q"), steps)
@@ -91,7 +95,7 @@ class Beat:
             collectives=numbers["collectives"],
             is_inside=bool(numbers["inside"]),
             time=max(numbers["changed_ns"] / 1e9, step_time),
-            collective=data[env.BEAT_TEXT_RANGE].rstrip(b"\0").decode(errors="replace"),
+            collective=decode_text(data[env.BEAT_TEXT_RANGE].rstrip(b"\0")),
             started=numbers["started_ns"] / 1e9,
             started_epoch=numbers["started_epoch_ns"] / 1e9,
             step_time=step_time,
@@ -168,11 +172,12 @@ def _read_unchanged(folder: RankFolder) -> bytes:
     """Read the file again while its history is thinned; the last read may have the stride 0, then without a history."""
     stride = env.BEAT_NUMBERS.index("stride")
     for attempt in range(_ATTEMPTS):
-        with folder.beat.open("rb", buffering=0) as file:
-            data = file.read()
+        with open_file(folder.beat) as file:
+            # A longer file is no heartbeat.
+            data = file.read(env.BEAT_SIZE + 1)
             file.seek(0)
             after = file.read(_NUMBERS.size)
-        if len(data) < env.BEAT_SIZE:
+        if len(data) != env.BEAT_SIZE:
             return data
         strides = [_NUMBERS.unpack_from(numbers)[stride] for numbers in (data, after)]
         if strides[0] == strides[1] != 0:

@@ -11,16 +11,19 @@ import stat
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_cli.errors import UsageError
 from accel_cli.planning.plan import KEEP_DAYS, KEEP_RUNS
+from accel_cli.runs.run_files import MAX_PID, open_file, read_json, read_text
 from accel_cli.worker import STACKS_FILE, THREAD_FILE
 from accel_runtime import env
 from accel_runtime.checkpoint.filesystem import is_process_running
+from accel_runtime.text import encode_text
 
 if TYPE_CHECKING:
     from accel_cli.runs.beats import Beat
@@ -38,7 +41,6 @@ __all__ = [
     "get_log_home",
     "read_log",
     "read_process_start",
-    "read_text",
     "write_reason",
 ]
 
@@ -51,7 +53,6 @@ _CLOCK_TOLERANCE_S = 3600
 _DAY_S = 24 * 3600
 _MAX_CANDIDATES = 5
 """The most runs that an error about an ambiguous name shows."""
-_MAX_PID = 2**31 - 1
 _FIELD_TYPES: dict[str, type | tuple[type, ...]] = {
     "pid": int,
     "pid_start": int,
@@ -160,12 +161,8 @@ class RunFolder:
 
         Fields that other programs have changed to another type are left out.
         """
-        file = self.path / _RECORD
-        with suppress(OSError, ValueError, RecursionError):
-            # Opening a named pipe would block.
-            if stat.S_ISREG(file.stat().st_mode):
-                record = json.loads(file.read_text(encoding="utf-8"))
-                return _drop_invalid_fields(record) if isinstance(record, dict) else {}
+        with suppress(OSError, ValueError):
+            return _drop_invalid_fields(read_json(self.path / _RECORD))
         return {}
 
     def update(self, fields: Mapping[str, Any]) -> None:
@@ -267,7 +264,7 @@ def _is_on_this_node(record: Mapping[str, Any]) -> bool:
 
 def _is_launcher_running(record: Mapping[str, Any]) -> bool:
     pid = record.get("pid", 0)
-    if not 0 < pid <= _MAX_PID:
+    if not 0 < pid <= MAX_PID:
         return False
     # After a long time, another process may have the id.
     has_same_start = record.get("pid_start") in {None, read_process_start(pid)}
@@ -300,14 +297,6 @@ def _list_numbers(folder: Path, prefix: str) -> Iterator[int]:
         number = path.name.partition("_")[2]
         if number.isdecimal():
             yield int(number)
-
-
-def read_text(file: Path) -> str:
-    """Read a text file; return an empty text if that fails."""
-    try:
-        return file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 def get_log_home(environ: Mapping[str, str], log_dir: str | None = None) -> Path:
@@ -441,11 +430,11 @@ def read_log(
     while True:
         # Before reading: output up to the end of the run is read after it.
         is_last = not (follow and run.read_status().is_running)
-        # Opening a named pipe would block; an attempt that is starting has no file yet.
-        if file and file.is_file():
-            with file.open("rb") as log:
+        # An attempt that is starting has no file yet.
+        with suppress(FileNotFoundError), open_file(file) if file else nullcontext() as log:
+            if log:
                 log.seek(position)
-                yield from iter(lambda: log.read(_CHUNK), b"")
+                yield from iter(partial(log.read, _CHUNK), b"")
                 position = log.tell()
         try:
             newest = _find_log(run, attempt, rank)
@@ -505,7 +494,7 @@ def write_reason(file: str | None, text: str) -> None:
     with suppress(OSError):
         # Kubernetes creates the file for the message of a container, and leaves it empty.
         if file and not (Path(file).exists() and Path(file).stat().st_size):
-            data = _encode(text)[:REASON_SIZE]
+            data = encode_text(text)[:REASON_SIZE]
             # Drop a character that was cut in two.
             Path(file).write_bytes(data.decode(errors="ignore").encode())
 
@@ -513,8 +502,4 @@ def write_reason(file: str | None, text: str) -> None:
 def fit_reason(head: str, lines: list[str]) -> str:
     """Join a head and the last lines, up to `REASON_SIZE` bytes."""
     text = "\n".join([head, *lines])
-    return text if len(_encode(text)) <= REASON_SIZE or not lines else fit_reason(head, lines[1:])
-
-
-def _encode(text: str) -> bytes:
-    return text.encode(errors="backslashreplace")
+    return text if len(encode_text(text)) <= REASON_SIZE or not lines else fit_reason(head, lines[1:])

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from accel_cli.runs.run_dir import read_text
+from accel_cli.runs.run_files import read_text
 
 __all__ = ["read_gpu_usage", "read_rss"]
 
