@@ -27,19 +27,20 @@ __all__ = [
     "plain",
     "print_failure",
     "print_json",
+    "print_problem",
     "read_progress",
     "show",
     "spinner",
     "table",
     "transfer_progress",
     "use_color",
+    "write_content",
 ]
 
 
 _BOLD_RED = "\x1b[1;31m"
 _DIM = "\x1b[2m"
 _RESET = "\x1b[0m"
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _TABLE_GAP = 2
 """Columns of the terminal between two columns of a table."""
 _PROGRESS_DELAY_S = 1.0
@@ -56,6 +57,11 @@ def error(text: str) -> None:
     _write_message("accel: error:", _BOLD_RED, text)
 
 
+def print_problem(text: str) -> None:
+    """Write a problem of a file to stderr, as in `train.py:7: text`, the form that editors read."""
+    _write(f"{_escape(text)}\n")
+
+
 def print_failure(process: str, body: Sequence[str], cause: str) -> None:
     """Write how a process failed, cause last: a panel on a terminal, plain lines for other programs.
 
@@ -70,7 +76,7 @@ def print_failure(process: str, body: Sequence[str], cause: str) -> None:
     if body:
         has_calls = any(line.startswith('  File "') and ", in " in line for line in body)
         head = ["Traceback (most recent call last):"] if has_calls else []
-        _write("\n".join([*head, *body, ""]))
+        _write(_escape("\n".join([*head, *body, ""])))
     error(f"{process}: {cause}")
 
 
@@ -88,7 +94,7 @@ def confirm(question: str, *, default: bool = False) -> bool:
     """Ask a yes-or-no question on the terminal; Enter gives the default answer, the end of the input False."""
     discard_typed_input()
     try:
-        answer = input(f"{question} [{'Y/n' if default else 'y/N'}] ").strip().lower()
+        answer = input(f"{_escape(question)} [{'Y/n' if default else 'y/N'}] ").strip().lower()
     except EOFError:
         _write("\n")
         return False
@@ -103,9 +109,17 @@ def discard_typed_input() -> None:
         termios.tcflush(sys.stdin.fileno(), termios.TCIFLUSH)
 
 
-def plain(text: str) -> None:
-    """Write text to stdout unchanged, for other programs."""
-    sys.stdout.write(text if text.endswith("\n") else text + "\n")
+def plain(text: str, *, style: str = "") -> None:
+    """Write text to stdout, with its control characters as escapes; `style` is an escape sequence of the terminal."""
+    text = _escape(text.removesuffix("\n"))
+    sys.stdout.write(f"{style}{text}{_RESET if style else ''}\n")
+
+
+def write_content(data: bytes) -> None:
+    """Write the output of a script, or a file for another program, to stdout unchanged."""
+    sys.stdout.flush()
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
 
 
 def print_json(data: Any) -> None:
@@ -119,7 +133,7 @@ def show(text: str) -> None:
     """Write text with rich's markup to stdout."""
     from rich.console import Console  # noqa: PLC0415 - slow, and not needed by a launch
 
-    Console().print(text, highlight=False, soft_wrap=True)
+    Console().print(_escape(text), highlight=False, soft_wrap=True)
 
 
 def abbreviate_home(text: str) -> str:
@@ -164,7 +178,7 @@ def table(
     of `optional` are left out, the first one first, while the fixed ones do not fit. Control characters, such as the escape
     sequences of a terminal in the name of a file, are written as `\x1b`.
     """
-    rows = [[_CONTROL.sub(_escape_character, value) for value in row] for row in rows]
+    rows = [[_escape(value, keep_lines=False) for value in row] for row in rows]
     if not sys.stdout.isatty():
         for row in rows:
             plain("\t".join(row))
@@ -194,10 +208,6 @@ def table(
     screen.print(grid)
 
 
-def _escape_character(match: re.Match[str]) -> str:
-    return ascii(match[0])[1:-1]
-
-
 @contextmanager
 def read_progress() -> Iterator[Callable[[str, int, int], None]]:
     """Show on a terminal how much of each directory was read, once that takes more than a second.
@@ -222,7 +232,7 @@ def read_progress() -> Iterator[Callable[[str, int, int], None]]:
             if bar is None:
                 bar = stack.enter_context(_create_progress())
             if path not in tasks:
-                tasks[path] = bar.add_task(Path(path).name, total=total or None)
+                tasks[path] = bar.add_task(_escape(Path(path).name, keep_lines=False), total=total or None)
             bar.update(tasks[path], completed=done)
 
         yield report
@@ -241,7 +251,7 @@ def transfer_progress(title: str, total: int) -> Iterator[Callable[[int], None]]
     from rich.progress import TransferSpeedColumn  # noqa: PLC0415 - as above
 
     with _create_progress(TransferSpeedColumn()) as bar:
-        task = bar.add_task(title, total=total)
+        task = bar.add_task(_escape(title, keep_lines=False), total=total)
         yield lambda size: bar.advance(task, size)
 
 
@@ -253,7 +263,7 @@ def spinner(text: str) -> Iterator[None]:
     """
     from rich.console import Console  # noqa: PLC0415 - as above
 
-    with _discard_keys(), Console().status(text):
+    with _discard_keys(), Console().status(_escape(text)):
         yield
 
 
@@ -287,7 +297,7 @@ def _write_message(head: str, style: str, text: str) -> None:
     """Write a message to stderr, with a styled head on a terminal."""
     # Without rich: importing it takes as long as everything else in a launch.
     styled = f"{style}{head}{_RESET}" if sys.stderr.isatty() and use_color() else head
-    _write(f"{styled} {text}\n")
+    _write(f"{styled} {_escape(text)}\n")
 
 
 def _write(text: str) -> None:
@@ -297,12 +307,19 @@ def _write(text: str) -> None:
         sys.stderr.flush()
 
 
+def _escape(text: str, *, keep_lines: bool = True) -> str:
+    from accel_runtime.text import escape_controls  # noqa: PLC0415 - not needed by the help
+
+    return escape_controls(text, keep_lines=keep_lines)
+
+
 def _print_panel(title: str, body: Sequence[str], cause: str) -> None:
     from rich.console import Console  # noqa: PLC0415 - as above
     from rich.panel import Panel  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
-    text = Text("\n".join(body), overflow="fold").append(cause, style="bold red")
+    text = Text(_escape("\n".join(body)), overflow="fold")
+    text.append(_escape(cause), style="bold red")
     panel = Panel(text, title=Text(title), title_align="left", border_style="red")
     Console(stderr=True).print(panel)
 

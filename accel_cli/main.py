@@ -102,7 +102,7 @@ def _print_version(value: bool) -> None:
     if value:
         from accel_runtime.env import __version__
 
-        typer.echo(f"accel {__version__}")
+        console.plain(f"accel {__version__}")
         raise typer.Exit
 
 

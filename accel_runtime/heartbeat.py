@@ -31,6 +31,7 @@ from accel_runtime.env import (
     BEAT_TEXT_RANGE,
     RANK_FOLDER,
 )
+from accel_runtime.text import encode_text
 
 __all__ = [
     "TORCH",
@@ -336,7 +337,7 @@ class Heartbeat(Progress):
         super().enter(operation, site)
         if self.inside != self._last_inside:
             self._last_inside = self.inside
-            text = f"{operation} at {site}".encode()[:_TEXT_SIZE]
+            text = encode_text(f"{operation} at {site}")[:_TEXT_SIZE]
             self._memory[BEAT_TEXT_RANGE] = text.ljust(_TEXT_SIZE, b"\0")
         self._numbers[_INSIDE] = 1
         self._numbers[_CHANGED_NS] = self._own_since

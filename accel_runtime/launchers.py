@@ -32,6 +32,7 @@ from torch.multiprocessing.spawn import (
 from accel_runtime.backends import set_current_backend
 from accel_runtime.env import RANK_FOLDER, MixedPrecision, Settings, is_placed_by_device
 from accel_runtime.heartbeat import reset_heartbeat
+from accel_runtime.text import decode_text, encode_text
 from accel_runtime.torch_internals import TCPStore
 from accel_runtime.utils.environment import patch_environment
 
@@ -246,7 +247,7 @@ def _work(  # noqa: PLR0913, PLR0917 - called by torch with the rank and positio
         lines = traceback.format_exception(type(error), error, trace.tb_next if trace else None)
         summary = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
         text = "".join(lines).strip()
-        (failures / str(local_rank)).write_text(f"{summary}\n{text}", encoding="utf-8")
+        (failures / str(local_rank)).write_bytes(encode_text(f"{summary}\n{text}"))
         sys.exit(1)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -278,7 +279,7 @@ def _format_failure(
         index = min(recorded, key=lambda local_rank: recorded[local_rank].stat().st_mtime_ns)
     rank = f"rank {spec.node * spec.num_local + index} of {spec.nodes * spec.num_local}"
     if index in recorded:
-        return f"{rank} failed: {recorded[index].read_text(encoding='utf-8')}"
+        return f"{rank} failed: {decode_text(recorded[index].read_bytes())}"
     code = getattr(error, "exit_code", 1)
     if code < 0:
         reason = f"{rank} was ended by {signal.Signals(-code).name}"

@@ -75,7 +75,7 @@ class BoundedLog:
             series.calls += 1
             if number % series.stride or time.monotonic() < self._retry_time:
                 return
-            line = json.dumps(build(), allow_nan=False).encode() + b"\n"
+            line = json.dumps(build(), allow_nan=False).encode("ascii") + b"\n"
             try:
                 if len(self._lines) >= MAX_LINES or self._size + len(line) > _MAX_BYTES:
                     self._thin()

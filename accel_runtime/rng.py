@@ -16,6 +16,7 @@ import torch
 
 from accel_runtime.backends import current_data_rank, seed_device
 from accel_runtime.backends.base import Backend
+from accel_runtime.text import encode_text
 
 __all__ = [
     "KINDS",
@@ -240,13 +241,13 @@ def _numpy_random() -> Any:
 def fingerprint_states(states: States) -> int:
     """Return a 64-bit hash of states."""
     text = "".join(f"{kind}{_describe(states[kind])}" for kind in sorted(states))
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(encode_text(text), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 def hash_text(text: str) -> int:
     """Return a 63-bit hash of a text, which generators and JSON readers accept as a seed."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+    return int.from_bytes(hashlib.blake2b(encode_text(text), digest_size=8).digest(), "little") >> 1
 
 
 def _describe(part: Any) -> str:

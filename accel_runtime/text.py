@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-__all__ = ["decode_text", "encode_text", "escape_controls", "parse_json"]
+__all__ = ["CONTROLS", "decode_text", "encode_text", "escape_controls", "parse_json"]
 
 # Surrogates that do not stand for a byte: a Python text may contain them, as `"\ud800"`, and no encoding does.
 _LONE_SURROGATE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
@@ -14,7 +14,8 @@ _LONE_SURROGATE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 _CONTROL = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-_CONTROL_OR_LINE = re.compile(rf"{_CONTROL.pattern}|[\t\n]")
+CONTROLS = re.compile(rf"{_CONTROL.pattern}|[\t\n]")
+"""Characters that control a terminal, move to another place, or are in no file that is UTF-8."""
 
 _MAX_DEPTH = 100
 _TOO_DEEP = f"JSON is nested more than {_MAX_DEPTH} levels deep"
@@ -40,7 +41,7 @@ def escape_controls(text: str, *, keep_lines: bool = True) -> str:
         text: A text, perhaps of another person: the name of a file, a field of a checkpoint.
         keep_lines: If true, newlines and tabs stay.
     """
-    return (_CONTROL if keep_lines else _CONTROL_OR_LINE).sub(_escape, text)
+    return (_CONTROL if keep_lines else CONTROLS).sub(_escape, text)
 
 
 def parse_json(text: str | bytes) -> Any:

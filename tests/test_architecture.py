@@ -123,6 +123,7 @@ def test_the_command_line_imports_the_contract_of_the_runtime_and_checkpoints_wi
     allowed = (
         "accel_runtime.env.",
         "accel_runtime.installation.",
+        "accel_runtime.text.",
         *(f"accel_runtime.checkpoint.{module}." for module in modules),
     )
     assert not [(path, module) for path, module in imported if not f"{module}.".startswith(allowed)]
@@ -246,6 +247,35 @@ def test_no_module_loads_unsafely_or_starts_a_shell():
                 if unsafe or called in refused or words.get("shell") == "True":
                     calls.append((name(path), node.lineno, called))
     assert not calls
+
+
+def test_only_the_console_writes_to_the_terminal_of_a_command():
+    """It shows control characters as escapes. The others relay the output of ranks and jobs, or run without a command."""
+    relays = {
+        "accel_cli/console.py",
+        "accel_cli/ray/driver.py",
+        "accel_cli/runner/bootstrap.py",
+        "accel_cli/runner/forkserver.py",
+        "accel_cli/sagemaker/entry.py",
+        "accel_cli/ssh/supervisor.py",
+        "accel_cli/worker.py",
+    }
+    writers = set()
+    for path in CLI:
+        for node in ast.walk(tree(path)):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if called in {"print", "typer.echo"} or re.match(r"sys\.std(out|err)(\.buffer)?\.write", called):
+                writers.add(name(path))
+    assert writers <= relays
+
+
+def test_text_is_encoded_and_decoded_in_one_module():
+    """Text of scripts, paths and other programs may have any bytes and surrogates: a strict codec would raise."""
+    for path in CLI:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                is_strict = node.func.attr in {"encode", "decode"} and not (node.args or node.keywords)
+                assert not is_strict, f"{name(path)}:{node.lineno}: {ast.unparse(node)}"
 
 
 def test_modules_of_the_runtime_have_no_mutable_state():

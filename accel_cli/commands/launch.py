@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -217,13 +216,15 @@ def format_plan(plan: Plan, resolved: Resolved | None) -> str:
     """Return the plan as text; with `resolved` also the source of every value of the profile."""
     from dataclasses import asdict
 
+    from accel_cli.planning.plan import join_for_bash
+
     lines = [f"launcher: {plan.launcher}", f"start: {_format_processes(plan)}", f"device: {plan.device}"]
     if plan.layout:
         lines.append(f"layout: {plan.layout}")
     if plan.agent:
         reason = f" ({plan.agent.start_method_reason})" if plan.agent.start_method_reason else ""
         lines.append(f"start method: {plan.agent.start_method}{reason}")
-    lines += [f"command: {shlex.join(plan.argv)}", "environment:"]
+    lines += [f"command: {join_for_bash(plan.argv)}", "environment:"]
     lines += [f"  {name}={console.mask_secrets(name, value)}" for name, value in sorted(plan.env.items())]
     if plan.agent:
         settings = {**asdict(plan.agent), "start_method": None, "start_method_reason": None}

@@ -50,14 +50,14 @@ def migrate(
         raise UsageError("Cannot migrate '': the name is empty. Check the variable that contains it.")
     files, problems = _read_files([Path(path) for path in paths])
     for file in files:
-        problems += [f"{file.path}:{place.line}: {place.text}" for place in file.findings]
-        problems += [f"{file.path}:{place.line}: note: {place.text}" for place in file.notes]
+        problems += [f"{file.name}:{place.line}: {place.text}" for place in file.findings]
+        problems += [f"{file.name}:{place.line}: note: {place.text}" for place in file.notes]
     changed = [file for file in files if file.is_changed]
     unwritten = [error for file in files if (error := _show(file, write=write))]
     sys.stdout.flush()
     problems += unwritten
     for problem in problems:
-        sys.stderr.write(f"{problem}\n")
+        console.print_problem(problem)
     if not changed and not problems:
         console.note("nothing to convert")
     elif changed and not write:
@@ -91,12 +91,15 @@ def _read_files(paths: list[Path]) -> tuple[list[MigratedFile], list[str]]:
 def _show(file: MigratedFile, *, write: bool) -> str:
     """Write a file, or print its changes; return the error if it cannot be written."""
     from accel_cli.migrate.files import STDIN
+    from accel_runtime.text import encode_text, escape_controls
 
     if write and file.path == STDIN:
-        sys.stdout.write(file.after)
+        console.write_content(encode_text(file.after))
     elif write and file.is_changed:
         try:
-            console.note(f"wrote {file.path}; the file before is {file.write().name}")
+            console.note(
+                f"wrote {file.name}; the file before is {escape_controls(file.write().name, keep_lines=False)}"
+            )
         except UsageError as error:
             return str(error)
     elif file.is_changed:
@@ -109,9 +112,11 @@ def _count(number: int) -> str:
 
 
 def _print_diff(diff: str) -> None:
-    if not (sys.stdout.isatty() and console.use_color()):
-        console.plain(diff)
+    from accel_runtime.text import encode_text
+
+    if not sys.stdout.isatty():
+        console.write_content(encode_text(diff))
         return
     for line in diff.splitlines():
-        color = "" if line.startswith(("+++", "---")) else _COLORS.get(line[:1], "")
-        console.plain(f"{color}{line}\x1b[0m" if color else line)
+        is_plain = line.startswith(("+++", "---")) or not console.use_color()
+        console.plain(line, style="" if is_plain else _COLORS.get(line[:1], ""))

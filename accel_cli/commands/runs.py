@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -77,8 +76,7 @@ def logs(
             f"{newest.path.name} {reason} ({status.state}); these are the logs of {selected.path.name}"
         )
     for data in run_dir.read_log(selected, attempt, rank, follow=follow):
-        sys.stdout.buffer.write(data)
-        sys.stdout.buffer.flush()
+        console.write_content(data)
 
 
 @app.command("runs", epilog="Example: accel runs -n 5")

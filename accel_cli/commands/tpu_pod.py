@@ -71,12 +71,12 @@ def tpu_pod(
     Put -- before the arguments of accel launch, so that its options are not read as options of accel tpu-pod.
     """
     import os
-    import shlex
     import shutil
 
     from accel_cli import console, planner
     from accel_cli.errors import UsageError
     from accel_cli.launchers.single import Single
+    from accel_cli.planning.plan import join_for_bash
 
     request = _parse_launch(context, launch)
     if pod.folder is None:
@@ -88,7 +88,7 @@ def tpu_pod(
         return
     quiet = "quiet" in request.options
     if not run:
-        console.plain(shlex.join(plan.argv))
+        console.plain(join_for_bash(plan.argv))
         if not quiet:
             console.note(
                 "nothing was run. Run this command, or add --run, to launch the script on every worker."

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import getpass
 import os
-import shlex
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -17,7 +15,7 @@ from typing_extensions import override
 
 from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
-from accel_cli.planning.plan import JobPlan
+from accel_cli.planning.plan import JobPlan, quote_for_bash
 
 __all__ = [
     "FileLog",
@@ -207,7 +205,7 @@ def format_options(profile: str | None, assignments: Iterable[str]) -> str:
     for text in assignments:
         key, _, value = text.partition("=")
         options.append(("--launcher", value) if key == "launcher.kind" else ("--set", text))
-    return "".join(f" {option} {shlex.quote(value)}" for option, value in options)
+    return "".join(f" {option} {quote_for_bash(value)}" for option, value in options)
 
 
 def format_commands(job_id: str, options: str) -> str:
@@ -275,10 +273,7 @@ def print_new_output(log: Log) -> bool:
     """Write the new output of a log to stdout, and return True if the log had any."""
     output = log.read()
     if output:
-        # As bytes, since a log may contain anything.
-        sys.stdout.flush()
-        sys.stdout.buffer.write(output)
-        sys.stdout.buffer.flush()
+        console.write_content(output)
     return bool(output)
 
 

@@ -123,7 +123,7 @@ def _check_text(job: KubernetesJobPlan) -> None:
     """Raise if an argument or a variable cannot be in a manifest, which is UTF-8."""
     for text in (*job.args, *job.env.values()):
         try:
-            text.encode()
+            text.encode("utf-8")
         except UnicodeEncodeError:
             raise UsageError(
                 f"Cannot pass {text!a} to a pod: it is not valid UTF-8. Pass it in a file."

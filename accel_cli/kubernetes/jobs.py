@@ -31,6 +31,7 @@ from accel_cli.kubernetes.manifests import (
 from accel_cli.kubernetes.section import INSTANCE, MANAGED_BY, OWNER
 from accel_cli.kubernetes.state import count_restarts, describe_job, get_index, keep_failure
 from accel_cli.planning.plan import Plan
+from accel_runtime.text import encode_text
 
 __all__ = ["KubernetesJobs", "PodLogs", "TrainJobs", "open_jobs", "submit"]
 
@@ -252,7 +253,7 @@ class PodLogs(Log):
         for pod in sorted(pods, key=get_index):
             if pod.status.phase == "Pending":
                 continue
-            prefix = f"{self._job_id}-{get_index(pod)} | ".encode() if self._has_several_pods else b""
+            prefix = encode_text(f"{self._job_id}-{get_index(pod)} | ") if self._has_several_pods else b""
             is_complete &= pod.status.phase in {"Succeeded", "Failed"}
             try:
                 for lines in self._read_pod(pod):
@@ -327,7 +328,7 @@ def _parse_stamp(stamp: bytes) -> int | None:
     """Return the time of a log line in nanoseconds; None for other text."""
     if not (match := _STAMP.fullmatch(stamp)):
         return None
-    seconds, fraction, zone = (part.decode() if part else "" for part in match.groups())
+    seconds, fraction, zone = (part.decode("ascii") if part else "" for part in match.groups())
     at = dt.datetime.fromisoformat(seconds + zone.replace("Z", "+00:00"))
     return int(at.timestamp()) * 10**9 + int(f"{fraction:0<9}")
 

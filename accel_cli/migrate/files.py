@@ -19,6 +19,7 @@ from accel_cli.errors import UsageError
 from accel_cli.migrate.findings import Finding
 from accel_cli.source_files import GIT_LS_FILES
 from accel_runtime.installation import format_install
+from accel_runtime.text import escape_controls
 
 __all__ = ["STDIN", "MigratedFile", "find_files", "migrate_file"]
 
@@ -39,6 +40,11 @@ class MigratedFile:
     notes: tuple[Finding, ...] = ()
 
     @property
+    def name(self) -> str:
+        """Its path, on one line of a terminal."""
+        return escape_controls(str(self.path), keep_lines=False)
+
+    @property
     def is_changed(self) -> bool:
         """Return whether the conversion changes the file."""
         return self.before != self.after
@@ -48,8 +54,8 @@ class MigratedFile:
         lines = difflib.unified_diff(
             self.before.splitlines(keepends=True),
             self.after.splitlines(keepends=True),
-            str(self.path),
-            str(self.path),
+            self.name,
+            self.name,
         )
         return "".join(
             line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
@@ -67,7 +73,7 @@ class MigratedFile:
             descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:99]}.")
             created.append(Path(name))
             with os.fdopen(descriptor, "wb") as file:
-                file.write(self.after.encode())
+                file.write(self.after.encode("utf-8"))
                 file.flush()
                 os.fsync(file.fileno())
             shutil.copymode(path, name)

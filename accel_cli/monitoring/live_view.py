@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import select
 import signal
 import sys
@@ -22,6 +21,7 @@ from rich.text import Text
 
 from accel_cli import console
 from accel_cli.monitoring.snapshot import MetricSeries, RankSnapshot, RunSnapshot
+from accel_runtime.text import CONTROLS
 
 __all__ = [
     "INTERVAL_S",
@@ -48,7 +48,6 @@ _MAX_NAME, _MIN_SPARKLINE, _MAX_SPARKLINE = 24, 8, 40
 _BLOCKS, _ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 _ELLIPSIS, _ASCII_ELLIPSIS = "…", "..."
 _KILO, _MINUTE_S, _HOUR_S, _DAY_S = 1000, 60, 3600, 86400
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ def crop_lines(lines: Sequence[Text], width: int, height: int | None) -> list[Te
     """Return the lines that fit, cropped, and with `?` for control characters, which could change the terminal."""
     shown = list(lines if height is None else lines[:height])
     for line in shown:
-        line.plain = _CONTROL.sub("?", line.plain)
+        line.plain = CONTROLS.sub("?", line.plain)
         line.no_wrap = True
         line.overflow = "crop"
         line.truncate(width)

@@ -25,6 +25,7 @@ from plotly.offline import get_plotlyjs
 from accel_cli.monitoring.report_data import Curve, Event, RunData, format_seconds, format_time
 from accel_cli.monitoring.snapshot import MIN_STEPS, find_slowest
 from accel_runtime import env
+from accel_runtime.text import encode_text
 
 __all__ = ["render_report", "thin_curve"]
 
@@ -161,7 +162,9 @@ def _build_title(views: Sequence[RunView]) -> str:
 
 def _build_policy(*scripts: str) -> str:
     """Return a content security policy that allows these scripts, and no connection."""
-    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts)
+    digests = (
+        base64.b64encode(hashlib.sha256(encode_text(text)).digest()).decode("ascii") for text in scripts
+    )
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
     return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:"
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 import time
 from array import array
 from bisect import bisect_left, bisect_right
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_cli import console
+from accel_cli.planning.plan import join_for_bash
 from accel_cli.runs.beats import Beat
 from accel_cli.runs.run_dir import RunFolder, RunStatus, format_ranks
 from accel_cli.runs.run_files import MAX_LINES_SIZE, LineReader, read_json
@@ -455,7 +455,7 @@ def _collect_facts(
     facts = {
         "run": run.path.name,
         "script": record.get("target"),
-        "arguments": shlex.join(map(str, arguments)) if isinstance(arguments, list) else None,
+        "arguments": join_for_bash(map(str, arguments)) if isinstance(arguments, list) else None,
         "host": record.get("host"),
         "started": None if started is None else format_time(started),
         "duration": None if duration is None else format_seconds(duration),

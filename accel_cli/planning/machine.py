@@ -14,6 +14,7 @@ from pathlib import Path
 
 from accel_cli.errors import explain_torch_error
 from accel_runtime.installation import format_install, format_new_environment
+from accel_runtime.text import decode_text
 
 __all__ = [
     "Machine",
@@ -239,7 +240,7 @@ def _query_metadata(server: str, name: str) -> str:
     url = f"http://{server}/computeMetadata/v1/instance/attributes/{name}"
     request = Request(url, headers={"Metadata-Flavor": "Google"})
     with build_opener(ProxyHandler({})).open(request, timeout=_METADATA_TIMEOUT_S) as response:
-        return str(response.read().decode().strip())
+        return str(decode_text(response.read()).strip())
 
 
 def _get_release(version: str) -> str:

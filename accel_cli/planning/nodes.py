@@ -12,6 +12,7 @@ from typing import Any
 
 from accel_cli.errors import UsageError
 from accel_cli.planning.machine import Tpu
+from accel_runtime.text import encode_text
 
 __all__ = [
     "FIRST_JOB_PORT",
@@ -411,7 +412,7 @@ def _build_ranks(*values: object) -> dict[str, str]:
 
 
 def _derive_port(job: str) -> str:
-    return str(FIRST_JOB_PORT + zlib.crc32(job.encode()) % NUM_JOB_PORTS)
+    return str(FIRST_JOB_PORT + zlib.crc32(encode_text(job)) % NUM_JOB_PORTS)
 
 
 def _parse_number(environ: Mapping[str, str], name: str, default: str = "") -> int:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from accel_runtime.text import encode_text
 
 __all__ = [
     "DEFAULT_RUN_ID",
@@ -19,6 +21,7 @@ __all__ = [
     "Plan",
     "check_ranks",
     "get_highest_rank",
+    "join_for_bash",
     "quote_for_bash",
     "select_ranks",
 ]
@@ -199,9 +202,14 @@ def quote_for_bash(word: str) -> str:
     return "$'" + "".join(map(_escape_character, word)) + "'"
 
 
+def join_for_bash(words: Iterable[str]) -> str:
+    """Return a command of bash with these words."""
+    return " ".join(map(quote_for_bash, words))
+
+
 def _escape_character(character: str) -> str:
     if character in {"'", "\\"}:
         return f"\\{character}"
     if character.isprintable():
         return character
-    return "".join(f"\\{byte:03o}" for byte in character.encode(errors="surrogateescape"))
+    return "".join(f"\\{byte:03o}" for byte in encode_text(character))

@@ -281,7 +281,7 @@ def _read(running: Iterable[_Node]) -> None:
 def _write(data: bytes) -> None:
     if data:
         # Ray cannot read a log that is not UTF-8.
-        sys.stdout.buffer.write(data.decode(errors="replace").encode())
+        sys.stdout.buffer.write(data.decode(errors="replace").encode("utf-8"))
         sys.stdout.buffer.flush()
 
 

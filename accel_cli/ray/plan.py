@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -19,7 +18,7 @@ from accel_cli import console
 from accel_cli.errors import AccelError
 from accel_cli.planning.network import Endpoint
 from accel_cli.planning.nodes import PORT
-from accel_cli.planning.plan import JobPlan
+from accel_cli.planning.plan import JobPlan, join_for_bash
 from accel_cli.source_files import Selection, check_selected, describe_selection, select_files, write_archive
 from accel_runtime.env import __version__
 
@@ -131,7 +130,7 @@ class RayJobPlan(JobPlan):
         return [
             f"cluster: {self.address}{f' (from {self.address_source})' if self.address_source else ''}",
             f"placement group: STRICT_SPREAD, {run.nnodes} x {{{resources}}}",
-            f"command of the first node: {shlex.join(command)}",
+            f"command of the first node: {join_for_bash(command)}",
         ]
 
     def list_files(self) -> Selection | None:

@@ -213,7 +213,7 @@ class ElasticAgent(LocalElasticAgent):
         # The first node's value becomes that of all nodes.
         launch_id = uuid.uuid4().hex[:12]
         key = self._bootstrap.get_key("launch")
-        self._launch_id = self._bootstrap.store.compare_set(key, "", launch_id).decode()
+        self._launch_id = self._bootstrap.store.compare_set(key, "", launch_id).decode("ascii")
 
     def run_to_end(self) -> int:
         """Run until the run ends, and return the exit code."""

@@ -29,6 +29,7 @@ from accel_cli.errors import AccelError, UsageError
 from accel_cli.planning.network import Endpoint, find_loopback_address
 from accel_cli.planning.plan import DEFAULT_RUN_ID, AgentSettings, Plan
 from accel_runtime.env import __version__
+from accel_runtime.text import decode_text, encode_text
 
 __all__ = [
     "BootstrapStore",
@@ -199,11 +200,11 @@ class BootstrapStore:
     def get_value(self, name: str) -> str | None:
         """Return a value of this run; None if it is not set."""
         key = self.get_key(name)
-        return self.store.get(key).decode() if self.store.check([key]) else None
+        return decode_text(self.store.get(key)) if self.store.check([key]) else None
 
     def set_value(self, name: str, text: str) -> None:
         """Set a value of this run."""
-        self.store.set(self.get_key(name), text)
+        self.store.set(self.get_key(name), encode_text(text))  # type: ignore[arg-type]  # bytes are accepted, too
 
     def get_node(self, node_id: str) -> NodeInfo | None:
         """Return the facts about a node that has joined."""

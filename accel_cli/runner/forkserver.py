@@ -98,7 +98,7 @@ def _write_plan(plan: Plan) -> int:
     with (
         os.fdopen(os.memfd_create("plan"), "w+b") if hasattr(os, "memfd_create") else TemporaryFile() as file
     ):
-        file.write(plan.to_json().encode())
+        file.write(plan.to_json().encode("ascii"))
         file.seek(0)
         return os.dup(file.fileno())
 

@@ -31,6 +31,7 @@ from accel_cli.runner.forkserver import (
     import_torch,
     start_fork_server,
 )
+from accel_runtime.text import encode_text
 
 __all__ = ["main"]
 
@@ -95,7 +96,7 @@ def _fail(message: str, code: int) -> NoReturn:
 
         console.error(message)
     except MemoryError:
-        os.write(2, f"accel: error: {message}\n".encode())
+        os.write(2, encode_text(f"accel: error: {message}\n"))
     _exit(code)
 
 

@@ -63,7 +63,7 @@ def main(folder: str) -> None:
             return
         pid, _, start = line.partition(" ")
         leaders[int(pid)] = int(start)
-    _end_sessions(leaders, f"={folder}/".encode())
+    _end_sessions(leaders, os.fsencode(f"={folder}/"))
 
 
 def list_processes() -> list[Process]:

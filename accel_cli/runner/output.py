@@ -16,6 +16,7 @@ from pathlib import Path
 from accel_cli import console
 from accel_cli.runner import failures
 from accel_cli.runs.run_dir import RankFolder, RunFolder
+from accel_runtime.text import encode_text
 
 __all__ = [
     "LinePrefixer",
@@ -375,7 +376,7 @@ class LinePrefixer:
     ) -> None:
         colour, label = _COLOURS[rank % len(_COLOURS)], label or str(rank)
         prefix = f"\x1b[{colour}m[{label}]\x1b[0m " if coloured else f"[{label}] "
-        self._prefix = prefix.encode() if prefixed else b""
+        self._prefix = encode_text(prefix) if prefixed else b""
         self._partial = b""
         self._partial_since = 0.0
         self._progress_bars = progress_bars

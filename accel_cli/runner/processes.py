@@ -218,7 +218,7 @@ def _is_in_kernel_log(pid: int) -> bool:
         log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return False
-    pattern = re.compile(rf"[Oo]ut of memory: Killed process {pid} ".encode())
+    pattern = re.compile(rf"[Oo]ut of memory: Killed process {pid} ".encode("ascii"))
     try:
         while True:
             if pattern.search(os.read(log, 8192)):

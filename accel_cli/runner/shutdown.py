@@ -300,7 +300,7 @@ class GuardProcess:
         if self._process:
             assert self._process.stdin is not None
             with contextlib.suppress(OSError):  # it has ended, which `check` reports
-                os.write(self._process.stdin.fileno(), text.encode())
+                os.write(self._process.stdin.fileno(), text.encode("ascii"))
 
     def _warn(self, problem: str) -> None:
         console.note(

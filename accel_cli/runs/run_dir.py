@@ -496,7 +496,7 @@ def write_reason(file: str | None, text: str) -> None:
         if file and not (Path(file).exists() and Path(file).stat().st_size):
             data = encode_text(text)[:REASON_SIZE]
             # Drop a character that was cut in two.
-            Path(file).write_bytes(data.decode(errors="ignore").encode())
+            Path(file).write_bytes(data.decode(errors="ignore").encode("utf-8"))
 
 
 def fit_reason(head: str, lines: list[str]) -> str:

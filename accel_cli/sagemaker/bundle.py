@@ -22,6 +22,7 @@ from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.source_files import SelectedFile, Selection, format_name, walk_files, write_archive
 from accel_runtime import installation
+from accel_runtime.text import encode_text
 
 __all__ = [
     "build_bundle",
@@ -128,7 +129,7 @@ def fetch_wheels(
     base = cache or platformdirs.user_cache_path("accel") / "wheels"
     pythons, reasons = [python] if python else _PYTHONS, []
     for number, each in enumerate(pythons, 1):
-        key = hashlib.sha256("\n".join([*requirements, each, architecture]).encode()).hexdigest()[:16]
+        key = hashlib.sha256(encode_text("\n".join([*requirements, each, architecture]))).hexdigest()[:16]
         if not (base / key).is_dir():
             count = f", {number} of {len(pythons)} since that of the image is not known" if not python else ""
             console.note(f"downloading the packages of accel for Python {each} (about 8 MB, once{count})")

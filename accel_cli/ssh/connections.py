@@ -142,7 +142,7 @@ class Connection:
         if self.ended_at is not None:
             return
         with suppress(OSError):  # the connection is lost, which is noticed when its output ends
-            self.process.stdin.write(json.dumps(request).encode() + b"\n")
+            self.process.stdin.write(json.dumps(request).encode("ascii") + b"\n")
             self.process.stdin.flush()
 
     def receive(self) -> bool:

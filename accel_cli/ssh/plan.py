@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from accel_cli.planning.network import Endpoint
 from accel_cli.planning.nodes import PORT
-from accel_cli.planning.plan import JobPlan
+from accel_cli.planning.plan import JobPlan, join_for_bash
 from accel_cli.ssh.hosts import Host
 
 __all__ = ["SshPlan"]
@@ -96,6 +96,6 @@ class SshPlan(JobPlan):
             )
         lines.append("hosts:")
         for rank, host in enumerate(self.hosts):
-            command = shlex.join(self.build_launch_command(rank, endpoint, "ID"))
+            command = join_for_bash(self.build_launch_command(rank, endpoint, "ID"))
             lines.append(f"  {host.destination}: {command}")
         return lines

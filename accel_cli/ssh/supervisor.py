@@ -171,7 +171,7 @@ class HostSupervisor:
         os._exit(code)
 
     def _reply(self, kind: str, content: Any) -> None:
-        self._send(CONTROL, json.dumps({kind: content}).encode())
+        self._send(CONTROL, json.dumps({kind: content}).encode("ascii"))
 
     def _send(self, channel: int, data: bytes) -> None:
         self._write(HEADER.pack(channel, len(data)) + data)

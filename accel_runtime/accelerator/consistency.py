@@ -19,6 +19,7 @@ from accel_runtime.backends.base import Backend
 from accel_runtime.collectives.handshake import MismatchError, all_gather_objects
 from accel_runtime.data.loader import LoaderOptions
 from accel_runtime.data.source import batch_size_of, len_or_none, sampler_of_loader
+from accel_runtime.text import encode_text
 
 __all__ = ["check_consistent", "collect_option_facts"]
 
@@ -38,7 +39,7 @@ def check_consistent(
     """Raise MismatchError on every rank if models, optimizers, schedulers, loaders or settings differ over the ranks."""
     facts = [{"class": "Accelerator", **settings}, *(_collect_facts(item, options) for item in objects)]
     # Eight bytes per object; all facts are exchanged only if the digests differ.
-    digests = [hashlib.blake2b(repr(item).encode(), digest_size=8).digest() for item in facts]
+    digests = [hashlib.blake2b(encode_text(repr(item)), digest_size=8).digest() for item in facts]
     gathered = all_gather_objects("prepare", digests, backend.handshake)
     if all(digest == gathered[0] for digest in gathered):
         return

@@ -36,6 +36,7 @@ from accel_runtime.env import Settings
 from accel_runtime.heartbeat import heartbeat
 from accel_runtime.module_names import named_parameters, uncompiled_module
 from accel_runtime.options import DistributedType
+from accel_runtime.text import decode_text, encode_text
 from accel_runtime.topology import Topology, build_refusal
 from accel_runtime.torch_internals import (
     HashStore,
@@ -73,12 +74,12 @@ class StoreBackend(Backend):
 
     @override
     def set_store_key(self, key: str, text: str) -> None:
-        self._store.set(key, text)
+        self._store.set(key, encode_text(text))
 
     @override
     def get_store_key(self, key: str) -> str | None:
         store = self._store
-        return store.get(key).decode() if store.check([key]) else None
+        return decode_text(store.get(key)) if store.check([key]) else None
 
     @override
     def increment_store_key(self, key: str) -> int:

@@ -20,6 +20,7 @@ from typing_extensions import override
 from accel_runtime.collectives.transport import SLOT, ConnectionLostError, Transport, memory_of
 from accel_runtime.heartbeat import CallSite, call_site, heartbeat
 from accel_runtime.nested import TensorSpec, describe_structure, find_special_kind
+from accel_runtime.text import decode_text, encode_text
 
 __all__ = [
     "PAYLOAD",
@@ -229,9 +230,11 @@ class Handshake:
 
     def _gather_text(self, text: str) -> str:
         """Return a line for each rank with its text; collective."""
-        data = text.encode()
+        data = encode_text(text)
         result = self.exchange(CollectiveCall("describing", _NOWHERE), len(data), build_writer(data))
-        return "\n".join(f"  rank {rank}: {str(result.view(rank), 'utf-8')}" for rank in range(self.size))
+        return "\n".join(
+            f"  rank {rank}: {decode_text(bytes(result.view(rank)))}" for rank in range(self.size)
+        )
 
     def all_gather_bytes(
         self, own: torch.Tensor, sizes: Sequence[int], call: CollectiveCall
@@ -322,7 +325,7 @@ def _digests(call: CollectiveCall) -> tuple[int, int, int]:
 
 def _digest(text: str) -> int:
     # One bit less, so that -1 marks a failure only.
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+    return int.from_bytes(hashlib.blake2b(encode_text(text), digest_size=8).digest(), "little") >> 1
 
 
 def call_at_site(

@@ -14,6 +14,7 @@ from accel_runtime.collectives.handshake import MismatchError, all_gather_object
 from accel_runtime.collectives.tensors import check_rank, find_cure, gather_tensors, replace_tensors
 from accel_runtime.data.source import StepInfo
 from accel_runtime.nested import FlattenedData, flatten_data, list_locations
+from accel_runtime.text import encode_text
 from accel_runtime.topology import DataRank
 
 __all__ = [
@@ -165,7 +166,7 @@ def _describe_steps(steps: GatheredSteps) -> str:
         return ""
     if len(steps.sizes) == 1:
         return f" with {steps.valid[0]} valid samples of {steps.sizes[0]}"
-    return f" over {len(steps.sizes)} steps, {zlib.crc32(repr(steps).encode()):x}"
+    return f" over {len(steps.sizes)} steps, {zlib.crc32(encode_text(repr(steps))):x}"
 
 
 class GatheredSteps(NamedTuple):

@@ -35,6 +35,7 @@ from accel_runtime.heartbeat import (
     heartbeat,
     user_call_sites,
 )
+from accel_runtime.text import decode_text, encode_text
 from accel_runtime.torch_internals import PrefixStore, TCPStore
 
 __all__ = [
@@ -168,7 +169,7 @@ class RankMonitor:
     def publish_outcome(self, missing: MissingRanks, outcome: str) -> None:
         """Publish the outcome of a call to the other ranks that make it, and stop announcing this rank."""
         with suppress(dist.DistError):
-            self._store.set(missing.key, outcome)
+            self._store.set(missing.key, encode_text(outcome))  # type: ignore[arg-type]  # bytes are accepted, too
             self._store.delete_key(self._presence)
 
     def read_outcome(self, missing: MissingRanks) -> str:
@@ -180,7 +181,7 @@ class RankMonitor:
             time.sleep(pause)
             pause = min(2 * pause, _POLL_INTERVALS_S[1])
         self._store.delete_key(self._presence)
-        return str(self._store.get(missing.key).decode())
+        return decode_text(self._store.get(missing.key))
 
     def _wait_for_all(
         self, operation: str, counts: ProgressCounts, site: CallSite, key: str
@@ -408,7 +409,7 @@ class StatusService:
             how = "with an error" if self.progress.has_failed else "normally"
             status = RankStatus(self.counts, f"ended {how} {self.progress_text}", ended=True)
             last = json.dumps(asdict(status))
-            self.store.set(f"left/{self.rank}", last)
+            self.store.set(f"left/{self.rank}", encode_text(last))
             if self.rank == 0 and not dist.is_torchelastic_launched():
                 self._stop_other_threads(last)
             self._request(self.rank, _LEAVE)
@@ -429,7 +430,7 @@ class StatusService:
         return f"answer/{rank}/{number}"
 
     def _read(self, key: str) -> str | None:
-        return self.store.get(key).decode() if self.store.check([key]) else None
+        return decode_text(self.store.get(key)) if self.store.check([key]) else None
 
     def _answer_requests(self) -> None:
         """Answer requests until this rank leaves or the store is gone."""
@@ -442,7 +443,7 @@ class StatusService:
                     store.wait([key], _DAY)
                 except dist.DistStoreError:
                     continue
-                word = store.get(key).decode()
+                word = decode_text(store.get(key))
                 store.delete_key(key)
                 if word.startswith(_PRINT):
                     _print(word.removeprefix(_PRINT))

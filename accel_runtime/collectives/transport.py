@@ -27,6 +27,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from accel_runtime.env import TRUST_NETWORK, read_switch
+from accel_runtime.text import decode_text, encode_text
 from accel_runtime.topology import build_refusal
 
 __all__ = [
@@ -153,7 +154,7 @@ class _PeerTransport(Transport):
             return error
         own = ("T" if "timed out" in str(error).lower() else "L") + doing
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"{self._rank}", own)
+            self._store.set(f"{self._rank}", encode_text(own))
         with contextlib.suppress(RuntimeError, OSError):
             self._disconnect()
         texts = {self._rank: own}
@@ -162,7 +163,7 @@ class _PeerTransport(Transport):
             while len(texts) < self._size and time.monotonic() < deadline:
                 for rank in range(self._size):
                     if rank not in texts and self._store.check([f"{rank}"]):
-                        texts[rank] = self._store.get(f"{rank}").decode()
+                        texts[rank] = decode_text(self._store.get(f"{rank}"))
                 time.sleep(0.05)
         timed_out = any(text[0] == "T" for text in texts.values())
         waiting = {rank: text[1:] for rank, text in texts.items()}

@@ -21,6 +21,7 @@ from accel_runtime import nested
 from accel_runtime.data.map_style import hash_seed, seed_worker
 from accel_runtime.data.sharding import BatchSharding, batch_slices
 from accel_runtime.rng import IsolatedRNG, are_equal, current_states, restore_states, to_bytes
+from accel_runtime.text import encode_text
 from accel_runtime.torch_internals import generate_numpy_state, set_worker_info
 
 __all__ = [
@@ -406,7 +407,7 @@ def fingerprint_samples(samples: list[Any], fingerprint: int) -> int:
     order, or a sample more or less, still changes it: all samples that follow are shifted.
     """
     text = f"{len(samples)} {_describe_sample(samples[0], 2)} {_describe_sample(samples[-1], 2)}"
-    return zlib.crc32(text.encode(errors="replace"), fingerprint)
+    return zlib.crc32(encode_text(text), fingerprint)
 
 
 def combine_fingerprints(first: int, second: int) -> int:

@@ -1,6 +1,7 @@
 """Launches in unusual environments: no IPv4, no /proc, little memory, process 1 of a container."""
 
 import os
+import re
 import resource
 import shutil
 import signal
@@ -15,6 +16,7 @@ from support.processes import Process
 from support.waits import limit, wait_until
 
 from accel_cli.errors import explain_os_error, explain_torch_error
+from accel_runtime import env
 
 GATHERS = """
 import torch
@@ -35,6 +37,23 @@ class Data(torch.utils.data.Dataset):
 accelerator = Accelerator(cpu=True)
 for batch in accelerator.prepare(torch.utils.data.DataLoader(Data(), batch_size=2, num_workers=1)):
     pass
+"""
+NAMES = """
+import sys, torch
+from accel_runtime import Accelerator
+from accel_runtime.utils import gather_object
+accelerator = Accelerator(cpu=True, project_dir=sys.argv[1], log_with="jsonl")
+accelerator.init_trackers("run", config={"name": sys.argv[1], "\\ud800": "\\ud800"})
+model = torch.nn.Linear(2, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+accelerator.backward(model(torch.ones(2)).sum())
+optimizer.step()
+accelerator.log({"\\ud800": 1.0})
+accelerator.gather(torch.ones(1))
+accelerator.save_state(sys.argv[1] + "/checkpoint")
+accelerator.load_state(sys.argv[1] + "/checkpoint")
+accelerator.print(ascii(gather_object(["\\ud800"])))
+accelerator.end_training()
 """
 LEAVES_ORPHANS = """
 import os, time
@@ -138,6 +157,42 @@ def test_a_script_with_the_longest_file_name_runs(accel, script):
     result = accel("launch", "-q", "--nproc-per-node", 2, name)
     assert (result.returncode, result.stdout) == (0, "ran\n"), result.stderr
     assert accel("logs").stdout == "ran\n"
+
+
+NOT_UTF_8 = os.fsdecode(b"f\xff")
+"""A name of a file that is no UTF-8; some characters of Python, such as `"\\ud800"`, are in no encoding."""
+FAILURES = {
+    "an exception": 'raise ValueError("\\ud800 bad")',
+    "an exit text": 'import sys; sys.exit("\\ud800 bad")',
+    "a cause": 'try: 1 / 0\nexcept Exception as e: raise ValueError("\\ud800 bad") from KeyError("\\udcff")',
+}
+
+
+@pytest.mark.parametrize("code", FAILURES.values(), ids=FAILURES)
+def test_a_failure_whose_text_has_no_encoding_is_reported(accel, script, cwd, monkeypatch, code):
+    """The text passes the record, the log, the store of the rendezvous, the event and the file with the reason."""
+    monkeypatch.setenv("ACCEL_HOME", str(cwd / NOT_UTF_8))
+    monkeypatch.setenv(env.FAILURE_FILE, "reason")
+    script(code)
+    result = accel("launch", "--nproc-per-node", 2, "train.py")
+    assert (result.returncode, "accel_cli" in result.stderr) == (1, False), result.stderr
+    assert re.search(r"error: rank \d of 2 on .*bad", result.stderr)
+    assert b"bad" in (cwd / "reason").read_bytes()
+    assert "bad" in accel("logs").stdout
+    assert accel("report").returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start_method", ["forkserver", "exec"])
+def test_names_that_are_not_utf_8_pass_a_whole_run(accel, script, cwd, monkeypatch, start_method):
+    """Of the script and its folder, of the runs, of checkpoints and of values in collectives."""
+    monkeypatch.setenv("ACCEL_HOME", str(cwd / NOT_UTF_8))
+    script(NAMES, f"{NOT_UTF_8}/{NOT_UTF_8}.py")
+    start = ("--set", f"launcher.start_method={start_method}")
+    result = accel("launch", "-q", "--nproc-per-node", 2, *start, f"{NOT_UTF_8}/{NOT_UTF_8}.py", NOT_UTF_8)
+    assert (result.returncode, result.stdout) == (0, "['\\ud800', '\\ud800']\n"), result.stderr
+    assert accel("checkpoint", "verify", NOT_UTF_8).returncode == 0
+    assert accel("top", accel("runs").stdout.split("\t")[0]).returncode == 0
 
 
 LIMITED = "The address space of a process is limited to 290 MiB. Raise the limit: ulimit -v unlimited"

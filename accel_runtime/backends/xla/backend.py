@@ -42,6 +42,7 @@ from accel_runtime.env import MixedPrecision, Settings
 from accel_runtime.heartbeat import disable_heartbeat
 from accel_runtime.installation import format_new_environment
 from accel_runtime.options import DistributedType
+from accel_runtime.text import decode_text, encode_text
 from accel_runtime.topology import Topology
 
 __all__ = [
@@ -193,8 +194,8 @@ def _broadcast_text(text: str) -> str:
     with torch.device(
         "cpu"
     ):  # with another default device of the script, replicas would record different graphs
-        first: bytes = xm.rendezvous("accel", text.encode())[0]
-    return first.decode()
+        first: bytes = xm.rendezvous("accel", encode_text(text))[0]
+    return decode_text(first)
 
 
 class _DeviceRandom:
