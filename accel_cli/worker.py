@@ -358,11 +358,11 @@ def record_failure(error: BaseException, error_file: Path, **details: Any) -> No
 
 def write_record(error_file: Path, text: str, fields: dict[str, Any]) -> None:
     """Write a record atomically, since torch's agent fails on a partial file."""
-    now = time.time()
-    extra = {"py_callstack": text, "timestamp": str(int(now))}
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
     message = {"message": text.strip().rpartition("\n")[2], "extraInfo": extra}
     new = error_file.with_suffix(".new")
-    record = {"time": now, "pid": os.getpid(), **fields}
+    # The order of failures must not depend on a clock that can be set.
+    record = {"monotonic": time.monotonic(), "pid": os.getpid(), **fields}
     new.write_text(json.dumps({"message": message, "accel": record}), encoding="utf-8")
     new.replace(error_file)
 

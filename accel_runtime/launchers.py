@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -247,7 +248,7 @@ def _work(  # noqa: PLR0913, PLR0917 - called by torch with the rank and positio
         lines = traceback.format_exception(type(error), error, trace.tb_next if trace else None)
         summary = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
         text = "".join(lines).strip()
-        (failures / str(local_rank)).write_bytes(encode_text(f"{summary}\n{text}"))
+        (failures / str(local_rank)).write_bytes(encode_text(f"{time.monotonic_ns()}\n{summary}\n{text}"))
         sys.exit(1)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -273,13 +274,15 @@ def _format_failure(
     error: ProcessRaisedException | ProcessExitedException, spec: _ProcessGroupSpec, failures: Path
 ) -> str:
     """Return the message of the process that failed first: others lost the connection to it, or were terminated."""
-    recorded = {int(file.name): file for file in failures.iterdir() if file.suffix != _CRASH}
+    texts = {int(file.name): file.read_bytes() for file in failures.iterdir() if file.suffix != _CRASH}
+    # A process that is terminated while it writes leaves an empty file.
+    recorded = {rank: decode_text(text).split("\n", 1) for rank, text in texts.items() if b"\n" in text}
     index = error.error_index
     if index in recorded:
-        index = min(recorded, key=lambda local_rank: recorded[local_rank].stat().st_mtime_ns)
+        index = min(recorded, key=lambda local_rank: int(recorded[local_rank][0]))
     rank = f"rank {spec.node * spec.num_local + index} of {spec.nodes * spec.num_local}"
     if index in recorded:
-        return f"{rank} failed: {decode_text(recorded[index].read_bytes())}"
+        return f"{rank} failed: {recorded[index][1]}"
     code = getattr(error, "exit_code", 1)
     if code < 0:
         reason = f"{rank} was ended by {signal.Signals(-code).name}"

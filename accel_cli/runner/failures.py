@@ -104,6 +104,7 @@ class Failure:
     exitcode: int
     """The exit code as `subprocess` returns it: -n for signal n."""
     time: float
+    """Seconds on the monotonic clock since the start of the attempt, which is nearly the same moment on all nodes."""
     log: str = ""
     stopped: bool = False
     """True if it still ran when the launcher stopped all processes."""
@@ -165,8 +166,8 @@ def find_first(failures: Iterable[Failure]) -> Failure:
     return min(failures, key=get_order)
 
 
-def read_failure(folder: RankFolder, failure: Failure, *, is_replica_host: bool) -> Failure:
-    """Complete the facts that the launcher knows with the record of the process.
+def read_failure(folder: RankFolder, failure: Failure, *, started: float, is_replica_host: bool) -> Failure:
+    """Complete the facts that the launcher knows with the record of the process, of an attempt that began at `started`.
 
     The replica that failed replaces the process that starts replicas; the time of detection is replaced by that of the
     failure.
@@ -178,10 +179,11 @@ def read_failure(folder: RankFolder, failure: Failure, *, is_replica_host: bool)
         failure = replace(failure, rank=rank, pid=pid, exitcode=exitcode, world_size=world_size)
         if world_size:
             folder = RankFolder(folder.path.with_name(f"rank_{rank}"))
-    crash, crash_time = _parse_crash(folder) if failure.exitcode < 0 else ((), 0.0)
+    crash, crash_time = _parse_crash(folder) if failure.exitcode < 0 else ((), None)
+    failed = record.get("monotonic", crash_time)
     return replace(
         failure,
-        time=float(record.get("time") or crash_time or failure.time),
+        time=failure.time if failed is None else failed - started,
         log=str(folder.output),
         chain=tuple(
             ExceptionInfo(
@@ -222,15 +224,19 @@ def read_record(error_file: Path, pid: int | None = None) -> Mapping[str, Any]:
         record = dict(content.get("accel", {}), text=content["message"]["extraInfo"]["py_callstack"])
     except (ValueError, KeyError, TypeError, AttributeError):
         return {}
-    return record if "time" in record and pid in {None, record.get("pid")} else {}
+    return record if "monotonic" in record and pid in {None, record.get("pid")} else {}
 
 
-def _parse_crash(folder: RankFolder) -> tuple[tuple[Frame, ...], float]:
+def _parse_crash(folder: RankFolder) -> tuple[tuple[Frame, ...], float | None]:
     """Return the stack of the thread that crashed, the outermost call first, and the time of the crash."""
     *_, thread = re.split(r"^(?=Current thread)", read_text(folder.fault), flags=re.MULTILINE)
     calls = _CRASH_FRAME.findall(thread.partition("\n\n")[0]) if thread.startswith("Current thread") else []
     frames = [Frame(file, int(line), name, linecache.getline(file, int(line))) for file, line, name in calls]
-    return tuple(reversed(frames)), folder.fault.stat().st_mtime if frames else 0.0
+    if not frames:
+        return (), None
+    # Its age, since the file has the time of the other clock.
+    age = max(0.0, time.time() - folder.fault.stat().st_mtime)
+    return tuple(reversed(frames)), time.monotonic() - age
 
 
 _MAX_STACK_LINES = 12

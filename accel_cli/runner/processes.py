@@ -108,7 +108,7 @@ class WorkerProcesses(SubprocessContext):
         found = []
         for rank in self.error_files.keys() - self._found_lingering:
             record = self._read_record(rank)
-            is_old = record and time.time() - record["time"] >= seconds
+            is_old = record and time.monotonic() - record["monotonic"] >= seconds
             if is_old and self.subprocess_handlers[rank].proc.poll() is None:
                 found.append(rank)
         self._found_lingering.update(found)

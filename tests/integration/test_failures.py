@@ -83,6 +83,21 @@ def test_a_rank_that_has_raised_and_exits_slowly_is_the_first_failure(fails):
     assert lines[-1].endswith(": ValueError: there is no data")
 
 
+def test_the_first_failure_is_the_first_also_if_the_clock_is_set_back_before_the_second(fails):
+    lines, code = fails(
+        "import os, time\nfrom pathlib import Path\n"
+        "if os.environ['RANK'] == '2':\n    Path('failing').touch()\n    raise ValueError('the first')\n"
+        "while os.environ['RANK'] == '3' and not Path('failing').exists():\n    time.sleep(0.001)\n"
+        "time.sleep(0.3 if os.environ['RANK'] == '3' else 60)\n"
+        "time.time = lambda: 1000.0\nraise ValueError('the second')\n",
+        # The launcher sees both failures at once.
+        "--set", "launcher.monitor_interval=3",
+    )  # fmt: skip
+    assert code == 1
+    assert lines[-1].startswith("accel: error: rank 2 of 4 on ")
+    assert "accel: rank 3 failed later, in another way" in lines
+
+
 def test_a_failure_with_text_that_is_not_utf_8_is_shown_and_logged(script, cwd, home):
     """A file name that another system wrote, in a folder that has such a name too."""
     folder = Path(os.fsdecode(os.fsencode(cwd) + b"/\xff"))

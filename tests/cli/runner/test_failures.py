@@ -88,7 +88,7 @@ def run_and_read_failure(folder, source, name="train.py"):
     failures.complete_log(rank)
     pid = failures.read_record(rank.error).get("pid", 0)
     failure = Failure(0, "box", pid, process.returncode, 0.0)
-    return failures.read_failure(rank, failure, is_replica_host=False), rank
+    return failures.read_failure(rank, failure, started=0.0, is_replica_host=False), rank
 
 
 def test_a_traceback_is_printed_by_the_launcher_only_and_is_in_the_log(tmp_path):
