@@ -16,8 +16,10 @@ import builtins
 import contextlib
 import errno
 import faulthandler
+import fcntl
 import json
 import os
+import resource
 import runpy
 import signal
 import stat
@@ -65,6 +67,8 @@ THREAD_FILE = "thread"
 REPLICA_COUNT_FILE = "replicas"
 """The file with which a replica reports that it has started; it contains the number of replicas."""
 _DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE})
+_MAX_DESCRIPTORS, _NUM_HIGH = 4096, 16
+"""The highest descriptor that is used, since the kernel's table grows with it, and the number of those that are kept for accel."""
 _LAUNCHER_STDERR = "/proc/{}/fd/2"
 _PYTHON_EXCEPTHOOK = sys.__excepthook__
 _REPLICAS = str(Path(__file__).with_name("runner") / "xla_replicas.py")
@@ -112,7 +116,7 @@ def connect_output(folder: str, set_stream: Callable[[str, TextIOWrapper], None]
             ignore_full_disk(getattr(sys, name), f"{folder}/{name}")
     if not faulthandler.is_enabled():
         with contextlib.suppress(OSError):
-            faulthandler.enable(open(f"{folder}/fault.log", "wb"))  # noqa: SIM115, PTH123 - open until the end
+            faulthandler.enable(_open_high(f"{folder}/fault.log"))
 
 
 def _reopen_stream(name: str, number: int) -> TextIOWrapper | None:
@@ -162,9 +166,22 @@ def register_stack_signal(folder: str) -> None:
     """Write the stacks of all threads at `STACK_SIGNAL`, also while this process is blocked in C code."""
     if hasattr(signal, "SIGRTMIN"):
         with contextlib.suppress(OSError):
-            # faulthandler keeps the file open as long as the process lives.
-            file = open(f"{folder}/{STACKS_FILE}", "ab", buffering=0)  # noqa: SIM115, PTH123
-            faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
+            stacks = _open_high(f"{folder}/{STACKS_FILE}")
+            faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+
+
+def _open_high(path: str) -> int:
+    """Open a file for faulthandler, for the life of the process, under a descriptor with a high number.
+
+    faulthandler writes to the number, whatever it belongs to. A script may close all descriptors; the next files that it
+    opens get the lowest numbers, not this one.
+    """
+    opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    limit = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], _MAX_DESCRIPTORS)
+    try:
+        return fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, limit - _NUM_HIGH)
+    finally:
+        os.close(opened)
 
 
 def _exec_program(argv: list[str]) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import functools
 import gc
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -41,6 +43,7 @@ __all__ = ["LaunchError", "debug_launcher", "notebook_launcher"]
 
 _GRACE_S = 5.0
 _CUDA_PROBE_TIMEOUT_S = 60
+_MAX_DESCRIPTORS = 4096
 _CRASH = ".crash"
 """The suffix of the file with the Python stack of a rank that crashed."""
 
@@ -239,8 +242,11 @@ def _work(  # noqa: PLR0913, PLR0917 - called by torch with the rank and positio
     # The threads of the parent's OpenMP are not forked, and waiting for them would hang.
     torch.set_num_threads(1)
     set_current_backend(None)
-    # Not stderr, where the stacks of several ranks would mix. The file stays open until the process ends.
-    faulthandler.enable((failures / f"{local_rank}{_CRASH}").open("wb"), all_threads=False)
+    # Not stderr, where the stacks of several ranks would mix. Under a high number, which stays unused if the script closes
+    # all descriptors and opens other files; faulthandler would write to one of these.
+    with (failures / f"{local_rank}{_CRASH}").open("wb") as crash:
+        limit = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], _MAX_DESCRIPTORS)
+        faulthandler.enable(fcntl.fcntl(crash, fcntl.F_DUPFD_CLOEXEC, limit - 1), all_threads=False)
     try:
         function()
     except Exception as error:  # noqa: BLE001 - any exception is reported

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -196,8 +198,25 @@ def _send_request(folder: RankFolder) -> str:
         return (
             "stacks are not available: the process is starting or ending, or is not a Python process of accel"
         )
+    if not _has_open(status["Pid"], folder.stacks):
+        return "stacks are not available: the script has closed the file for them"
     send_signal([int(status["Pid"])], worker.STACK_SIGNAL)
     return ""
+
+
+def _has_open(pid: str, file: Path) -> bool:
+    """Return False if a process has no descriptor of a file; True also if its descriptors cannot be read."""
+    try:
+        wanted = file.stat()
+        descriptors = os.listdir(f"/proc/{pid}/fd")  # noqa: PTH208 - names, not paths
+    except OSError:
+        return True
+    for descriptor in descriptors:
+        with suppress(OSError):  # closed since
+            found = os.stat(f"/proc/{pid}/fd/{descriptor}")  # noqa: PTH116 - as above
+            if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
+                return True
+    return False
 
 
 def _read_status(folder: RankFolder) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Runs without progress: the output of `accel launch --stall-timeout` and `accel stacks`."""
 
 import re
+import signal
 import subprocess
 import sys
 
@@ -114,6 +115,38 @@ def test_accel_stacks_prints_the_stacks_of_a_run_that_continues(accel, sleeping)
         unknown_rank.returncode,
         "does not run on this machine. Local ranks: 0, 1." in unknown_rank.stderr,
     ) == (2, True)
+
+
+CLOSES = """
+import os, signal, time
+from pathlib import Path
+os.closerange(3, LAST)
+files = [open(f"data{number}", "wb", buffering=0) for number in range(30)]
+Path("up0").touch()
+while not Path("go").exists():
+    time.sleep(0.05)
+os.kill(os.getpid(), signal.SIGSEGV)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("last", "answer"), [(1000, "innermost call first"), (100_000, "the script has closed the file")]
+)
+def test_stacks_are_not_written_to_files_that_the_script_opens_after_it_closed_all_others(
+    accel, script, cwd, last, answer
+):
+    script(CLOSES.replace("LAST", str(last)))
+    arguments = ("launch", "-q", "--set", "launcher.kind=torchrun", "--nproc-per-node", 1, "train.py")
+    with Accel(*arguments, stdin=subprocess.DEVNULL) as process:
+        try:
+            wait_until((cwd / "up0").exists)
+            output = accel("stacks").stdout
+        finally:
+            (cwd / "go").touch()
+    assert answer in output
+    assert process.returncode == 128 + signal.SIGSEGV
+    assert {file.stat().st_size for file in cwd.glob("data*")} == {0}
 
 
 @pytest.mark.slow
