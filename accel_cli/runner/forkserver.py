@@ -34,6 +34,7 @@ from typing_extensions import override
 from accel_cli import worker
 from accel_cli.errors import AccelError, UsageError, explain_os_error, explain_torch_error
 from accel_cli.planning.plan import Plan
+from accel_cli.planning.startup_code import explain_startup_code
 from accel_cli.runner.guard import HANDLED_SIGNALS
 
 __all__ = [
@@ -323,6 +324,9 @@ def explain_fallback(plan: Plan, *, python_modules: Collection[str]) -> str | No
         return "/proc is not available"
     if kind == "script" and (target.endswith(".pyc") or worker.is_application(target)):
         return f"{target} is not source code, and may set variables that are read while torch is loaded"
+    # Also here: the profile may have set PYTHONPATH.
+    if reason := explain_startup_code():
+        return reason
     folder = worker.get_import_folder(kind, target)
     if shadowed := worker.find_shadowed(folder, python_modules):
         return f"{folder} has modules with the names of imported ones: {', '.join(shadowed)}"
