@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,11 +12,40 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from accel_cli.planning.machine import Machine
 
-__all__ = ["Answers", "Choice", "CountOrAuto", "ItemError", "Offers", "Question", "Section", "match"]
+__all__ = [
+    "Answers",
+    "Choice",
+    "CountOrAuto",
+    "ExpandedPath",
+    "ItemError",
+    "Offers",
+    "Question",
+    "Section",
+    "match",
+]
 
 Answers = Mapping[str, Any]
 """The answers so far in this section, by field."""
 CountOrAuto = Annotated[int, Field(ge=1)] | Literal["auto"]
+
+
+def _expand_path(text: str | None) -> str | None:
+    """Return a path of this machine with its home and variables expanded, as a shell does."""
+    if text is None:
+        return None
+    for name in re.findall(r"\$\{?([A-Za-z_]\w*)", text):
+        if name not in os.environ:
+            raise ValueError(f"expected a path whose variables are set; {name} is not")
+    path = os.path.expanduser(os.path.expandvars(text))  # noqa: PTH111 - a `~` that stays is no exception
+    if path.startswith("~"):
+        raise ValueError(
+            f"expected a path; {path.partition('/')[0]} names no home directory. Write ./~ for a folder whose name begins so"
+        )
+    return path
+
+
+ExpandedPath = AfterValidator(_expand_path)
+"""Metadata of a field that is a path of this machine: `~`, `$NAME` and `${NAME}` are expanded, or refused."""
 
 
 class Section(BaseModel):

@@ -55,7 +55,7 @@ class Registry(Mapping[str, Entry]):
 
     @override
     def __contains__(self, name: object) -> bool:
-        return name in self._locations or (isinstance(name, str) and name in _find_entry_points(self._group))
+        return isinstance(name, str) and (name in self._locations or name in _find_entry_points(self._group))
 
     @override
     def __iter__(self) -> Iterator[str]:

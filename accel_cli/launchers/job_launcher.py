@@ -13,7 +13,7 @@ from typing_extensions import override
 from accel_cli.errors import UsageError
 from accel_cli.launchers.base import DETACH, JOB_NAME, Launcher, LaunchSpec
 from accel_cli.planning.options import LaunchOption
-from accel_cli.sections import Answers, CountOrAuto, Question
+from accel_cli.sections import Answers, CountOrAuto, ExpandedPath, Question
 
 __all__ = [
     "Exclude",
@@ -64,6 +64,7 @@ SourceDir = Annotated[
     str,
     Field(min_length=1, description="Folder that is sent, with the script and the modules it imports."),
     AfterValidator(_check_is_sent),
+    ExpandedPath,
 ]
 Include = Annotated[
     list[str],

@@ -41,7 +41,7 @@ from accel_cli.planning.plan import (
     get_highest_rank,
 )
 from accel_cli.planning.startup_code import explain_startup_code
-from accel_cli.sections import Answers, CountOrAuto, Question
+from accel_cli.sections import Answers, CountOrAuto, ExpandedPath, Question
 from accel_runtime import env
 
 __all__ = [
@@ -135,6 +135,7 @@ LogDir = Annotated[
         min_length=1,
         description="Folder for the logs of runs; if unset, the system's folder for program state.",
     ),
+    ExpandedPath,
 ]
 OmpNumThreads = Annotated[
     int | None,

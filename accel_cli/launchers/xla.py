@@ -25,7 +25,7 @@ _OFF = frozenset({"", "0", "false", "no", "off"})
 def _parse_replicas(value: Any) -> Any:
     if value == "auto":
         return "all"  # the value of --nproc-per-node with other launchers
-    if value not in {"all", 1} or isinstance(value, bool):
+    if not isinstance(value, int | str) or isinstance(value, bool) or value not in {"all", 1}:
         raise ValueError(
             "expected all or 1: torch_xla starts a replica on every device of the machine, or on a single one"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from accel_cli.errors import explain_torch_error
 from accel_runtime.installation import format_install, format_new_environment
@@ -25,6 +26,7 @@ __all__ = [
     "detect_packages",
     "detect_quickly",
     "detect_tpu",
+    "read_cpu_quota",
 ]
 
 _PROBE_TIMEOUT_S = 120
@@ -166,10 +168,42 @@ def _add_tpu(machine: Machine, environ: Mapping[str, str]) -> Machine:
 
 
 def count_cpus() -> int:
-    """Return the number of logical processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Return the number of logical processors that this process may use: by its affinity, and by the quota of its cgroup."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    # Rounded down: threads beyond the quota would be throttled while the others wait for them.
+    return max(1, int(min(len(os.sched_getaffinity(0)), read_cpu_quota())))
+
+
+def read_cpu_quota(
+    membership: Path = Path("/proc/self/cgroup"), cgroups: Path = Path("/sys/fs/cgroup")
+) -> float:
+    """Return the processors that the control groups of this process grant it, and those above them; infinity without a limit.
+
+    The files of version 2 are described at https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files, those of
+    version 1 at https://docs.kernel.org/scheduler/sched-bwc.html.
+    """
+    quotas = [math.inf]
+    for line in _read(membership).splitlines():
+        _, controllers, group = line.split(":", 2)
+        names = PurePosixPath(group.strip("/"))
+        # In a container, the files of its own group are at the top, whatever name the group has outside.
+        folders = {names, *names.parents, PurePosixPath(".")}
+        if not controllers:
+            paths = [cgroups / root / folder / "cpu.max" for root in ("", "unified") for folder in folders]
+            limits = [_read(path).split() for path in paths]
+        elif "cpu" in controllers.split(","):
+            paths = [cgroups / root / folder for root in {controllers, "cpu"} for folder in folders]
+            limits = [[_read(path / "cpu.cfs_quota_us"), _read(path / "cpu.cfs_period_us")] for path in paths]
+        else:
+            continue
+        quotas += [int(quota) / int(period) for quota, period in filter(_is_quota, limits)]
+    return min(quotas)
+
+
+def _is_quota(limit: list[str]) -> bool:
+    """Return True for a quota and its period; other limits are `max` and -1, or cannot be read."""
+    return len(limit) == 2 and all(map(str.isdecimal, limit)) and int(limit[1]) > 0  # noqa: PLR2004
 
 
 def detect_packages(environ: Mapping[str, str]) -> Packages:

@@ -80,6 +80,10 @@ def read_layers(
     """
     layers = []
     user, project = profiles.get_path(DEFAULT), profiles.find_project_file()
+    for file in profiles.find_misnamed_files():
+        console.note(
+            f"{file} is not used: the suffix of a profile is .yaml. Rename it: {file.with_suffix('.yaml').name}"
+        )
     if store.has_file(user):
         layers.append(read_file(user, "user"))
     if project and (distrust := store.find_distrust(project, environ)):
@@ -102,7 +106,13 @@ def read_layers(
 
 
 def read_file(path: Path, name: str) -> Layer:
-    """Return the layer of a profile file."""
+    """Return the layer of a profile file.
+
+    Raises:
+        UsageError: It cannot be read, or is no regular file: reading a named pipe would block.
+    """
+    if path.exists() and not path.is_file():
+        raise UsageError(f"Cannot read {path}: it is not a regular file. Remove it, or use --no-profile.")
     document = store.read(path)
     values = flatten(document.data)
     values.pop("schema_version", None)

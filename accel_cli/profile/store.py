@@ -7,7 +7,6 @@ import json
 import os
 import re
 import stat
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -84,12 +83,23 @@ class Store:
 
     def find_project_file(self) -> Path | None:
         """Return the nearest project file in this folder or above, up to the repository's root, or None."""
+        return next(
+            (folder / PROJECT_FILE for folder in self._list_folders() if has_file(folder / PROJECT_FILE)),
+            None,
+        )
+
+    def find_misnamed_files(self) -> list[Path]:
+        """Return files that would be the user's or the project's profile, but have the other suffix of YAML files."""
+        files = [self.get_path(DEFAULT), *(folder / PROJECT_FILE for folder in self._list_folders())]
+        misnamed = [file.with_suffix(".yml") for file in files if not has_file(file)]
+        return [file for file in misnamed if file.is_file()]
+
+    def _list_folders(self) -> Iterator[Path]:
+        """Yield this folder and those above it, up to the repository's root."""
         for folder in (self.cwd, *self.cwd.parents):
-            if has_file(folder / PROJECT_FILE):
-                return folder / PROJECT_FILE
+            yield folder
             if (folder / ".git").exists():
-                return None
-        return None
+                return
 
 
 def find_distrust(path: Path, environ: Mapping[str, str]) -> str | None:
@@ -117,8 +127,8 @@ def find_distrust(path: Path, environ: Mapping[str, str]) -> str | None:
 
 
 def has_file(path: Path) -> bool:
-    """Return whether a profile is there; a broken link is one, whose reading fails, since it must not be ignored."""
-    return path.is_file() or path.is_symlink()
+    """Return True if a profile is there; a folder or a broken link is one, since it must not be ignored: reading it fails."""
+    return os.path.lexists(path)
 
 
 def read_text(path: Path) -> str:
@@ -237,15 +247,19 @@ def write(path: Path, text: str) -> None:
 
 
 def _write_atomically(path: Path, text: str) -> None:
-    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    # One name, so that the next write replaces what a killed one has left.
+    scratch = path.with_name(f".{path.name}.new")
+    scratch.unlink(missing_ok=True)
+    # The umask applies.
+    mode = 0o666 if path.name in {PROJECT_FILE, SCHEMA_FILE} else 0o600
+    handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        shared = path.name in {PROJECT_FILE, SCHEMA_FILE}
-        mode = path.stat().st_mode & 0o777 if path.exists() else 0o644 if shared else 0o600
-        Path(scratch).chmod(mode)
-        Path(scratch).replace(path)
+        if path.exists():
+            scratch.chmod(path.stat().st_mode & 0o777)
+        scratch.replace(path)
     finally:
-        Path(scratch).unlink(missing_ok=True)
+        scratch.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from accel_cli.errors import UsageError
 from accel_cli.launchers import job_launcher, torchrun
 from accel_cli.launchers.base import LaunchSpec, Plan
 from accel_cli.ray.plan import RayJobPlan, RayRun
-from accel_cli.sections import Choice, ItemError, Question, match
+from accel_cli.sections import Choice, ExpandedPath, ItemError, Question, match
 from accel_cli.source_files import locate_target
 
 if TYPE_CHECKING:
@@ -105,9 +105,8 @@ class Ray(job_launcher.JobLauncher):
         pattern="^/",
         description="Working folder on the nodes with `source: shared`; unset is the path of the current folder.",
     )
-    requirements: str | None = Field(
+    requirements: Annotated[str | None, Field(min_length=1), ExpandedPath] = Field(
         None,
-        min_length=1,
         description="Requirements file that Ray installs with pip, in an environment of the job on every node.",
     )
     python: _Word = Field("python", description="Python on the head node that has Ray and accel.")

@@ -209,8 +209,7 @@ class ElasticAgent(LocalElasticAgent):
         self._stall_watch: StallWatch | None = None
         self._replica_watch: ReplicaWatch | None = None
         # Unlike torch's number of restarts, it is the same on all nodes and counts changes of membership.
-        self._attempt = -1
-        self._started = time.monotonic()
+        self._attempt, self._started = -1, time.monotonic()
         # The first node's value becomes that of all nodes.
         launch_id = uuid.uuid4().hex[:12]
         key = self._bootstrap.get_key("launch")
@@ -318,9 +317,7 @@ class ElasticAgent(LocalElasticAgent):
     @override
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         context, workers = self._run_context, worker_group.workers
-        self._attempt += 1
-        # All nodes leave the rendezvous together.
-        self._started = time.monotonic()
+        self._attempt, self._started = self._attempt + 1, time.monotonic()
         shown = select_ranks(context.settings.ranks, workers[0].world_size)
         self._outputs = RankOutputs(
             context.log_warning,
@@ -585,9 +582,7 @@ class ElasticAgent(LocalElasticAgent):
         """Read the record of one process."""
         return failures.read_failure(
             self._get_folder(worker),
-            Failure(
-                worker.global_rank, self._bootstrap.node.host, pid, exitcode, time.monotonic() - self._started
-            ),
+            Failure(worker.global_rank, self._bootstrap.node.host, pid, exitcode, time.monotonic()),
             started=self._started,
             is_replica_host=self._run_context.settings.starts_replicas,
         )

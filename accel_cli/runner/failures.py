@@ -104,7 +104,10 @@ class Failure:
     exitcode: int
     """The exit code as `subprocess` returns it: -n for signal n."""
     time: float
-    """Seconds on the monotonic clock since the start of the attempt, which is nearly the same moment on all nodes."""
+    """Seconds on the monotonic clock; of failures that were read, since the start of the attempt.
+
+    All nodes leave the rendezvous of an attempt together, so that these times can be compared.
+    """
     log: str = ""
     stopped: bool = False
     """True if it still ran when the launcher stopped all processes."""
@@ -180,10 +183,10 @@ def read_failure(folder: RankFolder, failure: Failure, *, started: float, is_rep
         if world_size:
             folder = RankFolder(folder.path.with_name(f"rank_{rank}"))
     crash, crash_time = _parse_crash(folder) if failure.exitcode < 0 else ((), None)
-    failed = record.get("monotonic", crash_time)
+    failed = record.get("monotonic", failure.time if crash_time is None else crash_time)
     return replace(
         failure,
-        time=failure.time if failed is None else failed - started,
+        time=failed - started,
         log=str(folder.output),
         chain=tuple(
             ExceptionInfo(

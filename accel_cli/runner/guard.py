@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,9 +22,11 @@ __all__ = [
     "HANDLED_SIGNALS",
     "TERMINATING_SIGNALS",
     "Process",
+    "find_socket_folders",
     "get_start_time",
     "list_processes",
     "main",
+    "remove_socket_folders",
     "send_signal",
 ]
 
@@ -39,6 +41,8 @@ GRACE_S = 3.5
 _POLL_S = 0.05
 _STATE, _PARENT, _SESSION, _START = 0, 1, 3, 19
 """Fields of /proc/PID/stat after the name."""
+_SOCKET_INODE, _SOCKET_PATH = 6, 7
+"""Fields of /proc/net/unix."""
 
 
 class Process(NamedTuple):
@@ -86,6 +90,38 @@ def send_signal(pids: Iterable[int], number: int) -> None:
             os.kill(pid, number)
 
 
+def find_socket_folders(sessions: Container[int]) -> set[Path]:
+    """Find the folders `pymp-...` of the sockets with which processes of these sessions pass tensors to each other.
+
+    multiprocessing removes them at the exit of a process, such as a data-loader worker, but not if a signal ends it.
+    """
+    folders = set()
+    for process in list_processes():
+        if process.session not in sessions:
+            continue
+        with contextlib.suppress(OSError):  # it has ended
+            lines = Path(f"/proc/{process.pid}/net/unix").read_bytes().splitlines()
+            paths = {
+                fields[_SOCKET_INODE]: fields[_SOCKET_PATH]
+                for fields in map(bytes.split, lines)
+                if len(fields) > _SOCKET_PATH
+            }
+            links = {os.fsencode(entry.readlink()) for entry in Path(f"/proc/{process.pid}/fd").iterdir()}
+            sockets = {path for inode, path in paths.items() if b"socket:[%s]" % inode in links}
+            folders |= {Path(os.fsdecode(path)).parent for path in sockets if b"/pymp-" in path}
+    return folders
+
+
+def remove_socket_folders(folders: Iterable[Path]) -> None:
+    """Remove folders of `find_socket_folders` that ended processes have left."""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            for file in folder.iterdir():
+                if file.is_socket():
+                    file.unlink()
+            folder.rmdir()
+
+
 def _read_process(pid: str) -> Process | None:
     try:
         stat = Path("/proc", pid, "stat").read_bytes()
@@ -101,6 +137,7 @@ def _read_process(pid: str) -> Process | None:
 def _end_sessions(leaders: dict[int, int], mark: bytes) -> None:
     """Send SIGTERM to each leader, then to its session once it has ended, and SIGKILL to the rest after `GRACE_S`."""
     signalled: set[int] = set()
+    folders = find_socket_folders(leaders)
     now = start = time.monotonic()
     while (remaining := _find_remaining(leaders, mark)) and now - start < 2 * GRACE_S:
         pids = {process.pid for process in remaining}
@@ -111,6 +148,7 @@ def _end_sessions(leaders: dict[int, int], mark: bytes) -> None:
             send_signal(pids, signal.SIGKILL)
         time.sleep(_POLL_S)
         now = time.monotonic()
+    remove_socket_folders(folders)
 
 
 def _find_remaining(leaders: dict[int, int], mark: bytes) -> list[Process]:

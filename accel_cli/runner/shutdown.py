@@ -140,6 +140,7 @@ def end_processes(workers: Sequence[Worker], number: int, timeout: float, orphan
     targets = [worker for worker in workers if worker.poll() != 0]
     if not targets:
         return []
+    folders = guard.find_socket_folders({worker.pid for worker in targets})
     guard.send_signal(_get_running(targets), number)
     _wait_for_sessions(workers, targets, number, time.monotonic() + timeout, orphans)
     late = _get_running(targets)
@@ -151,6 +152,7 @@ def end_processes(workers: Sequence[Worker], number: int, timeout: float, orphan
             break
         guard.send_signal(remaining, signal.SIGKILL)
         time.sleep(_POLL_S)
+    guard.remove_socket_folders(folders)
     return late
 
 

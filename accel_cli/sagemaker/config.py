@@ -19,7 +19,7 @@ from accel_cli.planning.options import LaunchOption
 from accel_cli.sagemaker import images
 from accel_cli.sagemaker.aws import Account
 from accel_cli.sagemaker.request import CHANNEL, SageMakerJobPlan, build_job_spec
-from accel_cli.sections import Answers, Choice, CountOrAuto, Offers, Question, Section, match
+from accel_cli.sections import Answers, Choice, CountOrAuto, ExpandedPath, Offers, Question, Section, match
 from accel_runtime.env import ProcessGroupBackend
 from accel_runtime.installation import format_install
 
@@ -310,6 +310,7 @@ class SageMaker(Launcher):
     )
     requirements: Annotated[
         _Text | None,
+        ExpandedPath,
         Question(
             "Which requirements file?",
             suggest=lambda *_: "requirements.txt" if Path("requirements.txt").is_file() else None,
@@ -349,7 +350,7 @@ class SageMaker(Launcher):
         description="Environment variables whose values the job reads from Secrets Manager: "
         "`WANDB_API_KEY: name-or-arn`.",
     )
-    source_dir: _Text = Field(
+    source_dir: Annotated[_Text, ExpandedPath] = Field(
         ".", description="Folder that is sent, with the script and the modules it imports."
     )
     include: _Patterns = Field(
@@ -403,7 +404,7 @@ class SageMaker(Launcher):
         None,
         description="Bucket of the job; unset takes `sagemaker-REGION-ACCOUNT`, and creates it if needed.",
     )
-    output_dir: _Text = Field(
+    output_dir: Annotated[_Text, ExpandedPath] = Field(
         ".", description="Local folder for results; they are downloaded to a subfolder with the job's name."
     )
     download: bool = Field(True, description="Download the results when a followed job has completed.")

@@ -17,7 +17,7 @@ from accel_cli.launchers.base import LaunchSpec, Plan, build_environment
 from accel_cli.launchers.job_launcher import JobLauncher, Nodes, ProcessesPerNode, count_gpus, count_processes
 from accel_cli.planning.nodes import FIRST_JOB_PORT, NUM_JOB_PORTS, get_slurm_rendezvous
 from accel_cli.planning.plan import quote_for_bash
-from accel_cli.sections import ItemError, Question, match
+from accel_cli.sections import ExpandedPath, ItemError, Question, match
 from accel_cli.slurm.jobs import SlurmJobPlan, SlurmJobs, submit_job
 
 __all__ = ["Slurm"]
@@ -186,9 +186,8 @@ class Slurm(JobLauncher):
     output_dir: Annotated[
         str,
         AfterValidator(_check_line),
-        match(
-            r"[^%~][^%]*", "a folder without % and without ~ at the start; the file in it is slurm-JOBID.out"
-        ),
+        ExpandedPath,
+        match(r"[^%]+", "a folder without %; the file in it is slurm-JOBID.out"),
         Field(description="Folder of the log `slurm-JOBID.out`, made if it is not there."),
     ] = "."
     requeue: Annotated[

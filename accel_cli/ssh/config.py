@@ -15,7 +15,7 @@ from accel_cli.launchers.base import GpuIds, Launcher, LaunchSpec, Plan
 from accel_cli.launchers.job_launcher import build_node_options
 from accel_cli.planning.options import LaunchOption
 from accel_cli.planning.plan import get_highest_rank
-from accel_cli.sections import Answers, Choice, CountOrAuto, Question
+from accel_cli.sections import Answers, Choice, CountOrAuto, ExpandedPath, Question
 from accel_cli.ssh.hosts import Host, check_hosts, parse_host, read_hostfile
 from accel_cli.ssh.plan import SshPlan
 
@@ -39,8 +39,10 @@ def _check_entries(value: list[str] | None) -> list[str] | None:
 
 
 def _check_line(value: str | None) -> str | None:
-    if value is not None and (not value.strip() or not value.isprintable() or value.startswith("~")):
-        raise ValueError("expected a path without ~ on one line")
+    if value is not None and (
+        not value.strip() or not value.isprintable() or value.startswith("~") or "$" in value
+    ):
+        raise ValueError("expected a path without ~ and $ on one line")
     return value
 
 
@@ -86,7 +88,8 @@ class Ssh(Launcher):
         ),
     ] = None
     hostfile: Annotated[
-        _Path,
+        str | None,
+        ExpandedPath,
         Field(description="File with a line `host slots=N` for each host, instead of `hosts`."),
     ] = None
     nnodes: int | None = Field(
@@ -143,8 +146,10 @@ class Ssh(Launcher):
     max_restarts: torchrun.MaxRestarts = 0
     rdzv_timeout: torchrun.RdzvTimeout = 600
     ranks: torchrun.Ranks = 0
-    log_dir: torchrun.LogDir = Field(
+    # Each host expands its variables.
+    log_dir: str | None = Field(
         None,
+        min_length=1,
         description="Folder for the logs of runs on each host; if unset, the system's folder for program state.",
     )
     shutdown_timeout: torchrun.ShutdownTimeout = 30

@@ -1,4 +1,6 @@
 import json
+import math
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -6,6 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from accel_cli.errors import ProfileError
+from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.single import Single
 from accel_cli.launchers.torchrun import Torchrun
 from accel_cli.profile import yaml_io
@@ -84,16 +87,43 @@ def test_settings_read_from_the_environment_of_a_launch_are_equal(profile):
     assert resolve([read_environment(profile.settings.to_env())]).profile.settings == profile.settings
 
 
-@given(
-    st.dictionaries(
-        st.sampled_from([*known_keys(), "nonsense"]), st.none() | st.integers() | st.text(max_size=5)
-    )
+SCALARS = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(codec=None), max_size=5)
 )
-def test_any_values_are_a_profile_or_problems_with_their_keys(values):
+VALUES_OF_YAML = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=2)
+    ),
+)
+
+
+@pytest.mark.parametrize("kind", [None, *LAUNCHERS])
+@given(st.dictionaries(st.sampled_from([*known_keys(), "nonsense"]), VALUES_OF_YAML, max_size=4))
+def test_any_values_are_a_profile_or_problems_with_their_keys(kind, values):
+    if kind:
+        values |= {"launcher.kind": kind}
     try:
         resolve([Layer("file", values)])
     except ProfileError as error:
         assert all(problem.key and problem.expected for problem in error.problems)
+
+
+ODD_VALUES = ([], [[]], {}, [{}], {"a": {}}, {1: 2}, None, True, 10**400, math.nan, "", "\0", "\ud800")
+
+
+@pytest.mark.parametrize("kind", LAUNCHERS)
+def test_an_odd_value_of_any_key_is_valid_or_a_problem(kind):
+    """Also of the kind of launcher itself, and nested as a file has it."""
+    for key in known_keys():
+        for value in ODD_VALUES:
+            section, _, name = key.rpartition(".")
+            data = {"launcher": {"kind": kind}}
+            (data.setdefault(section, {}) if section else data)[name] = value
+            with suppress(ProfileError):
+                resolve([Layer("file", {"launcher.kind": kind, key: value})])
+            with suppress(ValidationError):
+                Profile.model_validate(data)
 
 
 def validate_and_fail(data):

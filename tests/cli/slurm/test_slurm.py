@@ -193,7 +193,11 @@ def test_bash_reads_a_quoted_word_unchanged_from_one_line(words):
         ("partition", "a\nb", "text on one line"),
         ("job_name", " ", "text on one line"),
         ("output_dir", "logs/%j", "expected a folder"),
-        ("output_dir", "~/logs", "expected a folder without % and without ~"),
+        (
+            "output_dir",
+            "$NO_SUCH_VARIABLE/logs",
+            "expected a path whose variables are set; NO_SUCH_VARIABLE is not",
+        ),
         ("sbatch_args", ["a100"], "expected options of sbatch"),
         ("sbatch_args", ["--nodes=4"], "cannot contain --nodes, which accel sets"),
         ("sbatch_args", ["-p gpu"], "cannot contain -p"),
