@@ -26,16 +26,18 @@ __all__ = [
     "UsageError",
     "explain_address_space",
     "explain_os_error",
+    "explain_process_limit",
     "explain_torch_error",
 ]
 
+_NO_THREAD = ("can't start new thread", os.strerror(errno.EAGAIN))
+"""In the messages of Python and of C++ if the limit on processes is reached."""
 MAX_PROBLEMS = 50
 """The most problems of a profile that are shown; a file with more is not a profile."""
 _CURES: Mapping[int, str] = MappingProxyType(
     {
         errno.EMFILE: "Raise the limit on open files (ulimit -n).",
         errno.EFBIG: "Raise the limit on file sizes (ulimit -f).",
-        errno.EAGAIN: "Raise the limit on processes (ulimit -u).",
         errno.ENOSPC: "Free disk space.",
         errno.EDQUOT: "Free disk space.",
         errno.ENOMEM: "Free memory.",
@@ -51,9 +53,11 @@ def explain_os_error(error: OSError | MemoryError) -> str:
         os.getcwd()  # noqa: PTH109 - the cheapest check
     except FileNotFoundError:
         return "The working directory no longer exists. Change to another one (cd)."
+    if error.errno == errno.EAGAIN:
+        return explain_process_limit(error)
     path = f"{error.filename}: " if error.filename else ""
     cure = _CURES.get(error.errno or 0, "")
-    if error.errno in {errno.ENOMEM, errno.EAGAIN}:
+    if error.errno == errno.ENOMEM:
         cure = explain_address_space() or cure
     return f"{path}{error.strerror or error}. {cure}".strip()
 
@@ -67,6 +71,31 @@ def explain_torch_error(error: BaseException | str) -> str:
         return f"{text}. Install torch in this environment: {format_install('torch')}"
     reinstall = f"Reinstall it: {format_install('torch', options='--force-reinstall')}"
     return f"Cannot import torch: {text}. {explain_address_space() or reinstall}"
+
+
+def explain_process_limit(error: BaseException) -> str:
+    """Return that the limit on processes is reached, with the limits, if that caused an error; else an empty string.
+
+    Python and torch raise RuntimeError if they cannot start a thread.
+    """
+    link: BaseException | None = error
+    while link is not None:
+        is_limit = isinstance(link, OSError) and link.errno == errno.EAGAIN
+        if is_limit or any(text in str(link) for text in _NO_THREAD):
+            break
+        link = link.__cause__ or link.__context__
+    else:
+        return ""
+    from accel_runtime.cgroup import read_process_limit  # noqa: PLC0415 - for errors only
+
+    soft, group = resource.getrlimit(resource.RLIMIT_NPROC)[0], read_process_limit()
+    limits = {"ulimit -u": soft, "pids.max of the control group": group}
+    known = [(limit, name) for name, limit in limits.items() if limit is not None and limit >= 0]
+    found = " ({1} is {0})".format(*min(known)) if known else ""
+    return (
+        f"Cannot start another process or thread: the limit on processes is reached{found}. Raise the limit, or end other "
+        "processes."
+    )
 
 
 def explain_address_space() -> str:

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from accel_cli import console
 from accel_cli.commands.options import AccelGroup, CommandApp, get_summary
-from accel_cli.errors import AccelError, explain_os_error
+from accel_cli.errors import AccelError, explain_os_error, explain_process_limit
 from accel_cli.launchers import Registry
 from accel_cli.planning.options import normalize_option
 
@@ -145,6 +145,9 @@ def main(arguments: list[str] | None = None) -> None:
             console.note(hint)
         sys.exit(error.exit_code)
     except RuntimeError as error:
+        if limit := explain_process_limit(error):
+            console.error(limit)
+            sys.exit(1)
         # pathlib and platformdirs raise it for a user id without an account.
         if "home directory" not in str(error):
             raise

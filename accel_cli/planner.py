@@ -25,6 +25,7 @@ from accel_cli.planning.options import OPTIONS, Kind, LaunchOption, Request
 from accel_cli.profile import layers, yaml_io
 from accel_cli.profile.layers import Layer, Resolved
 from accel_cli.profile.store import Store
+from accel_runtime.cgroup import count_cpus
 from accel_runtime.env import SettingsError, check_layout, find_nearest
 
 __all__ = ["build_plan", "check_target", "detect_machine", "find_options_after_script", "prepare", "resolve"]
@@ -87,7 +88,7 @@ def _format_jobs_options(request: Request, launcher: Launcher) -> str:
 
 def detect_machine(environ: Mapping[str, str], *, cpu: bool) -> Machine:
     """Return the hardware of this machine, as far as a launch needs it."""
-    return Machine(hardware.count_cpus()) if cpu else hardware.detect_quickly(environ)
+    return Machine(count_cpus()) if cpu else hardware.detect_quickly(environ)
 
 
 # The layers of the profile

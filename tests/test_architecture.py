@@ -40,6 +40,7 @@ READ_THE_ENVIRONMENT = (
     "accel_cli/kubernetes/cluster.py",
     # The terminal's own variables say whether colours are wanted.
     "accel_cli/console.py",
+    "accel_cli/sections.py",
     "accel_runtime/accelerator/__init__.py",
     "accel_runtime/topology.py",
     # A logger exists before any Accelerator. ClearML's and MLflow's own variables take precedence over arguments.
@@ -121,6 +122,7 @@ def test_the_command_line_imports_the_contract_of_the_runtime_and_checkpoints_wi
     imported = find_imports(CLI, {"accel_runtime"})
     modules = ("directory", "errors", "filesystem", "manifest", "safetensors_file")
     allowed = (
+        "accel_runtime.cgroup.",
         "accel_runtime.env.",
         "accel_runtime.installation.",
         "accel_runtime.text.",

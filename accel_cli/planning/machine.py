@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
-import os
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from accel_cli.errors import explain_torch_error
+from accel_runtime.cgroup import count_cpus
 from accel_runtime.installation import format_install, format_new_environment
 from accel_runtime.text import decode_text
 
@@ -21,12 +20,10 @@ __all__ = [
     "Machine",
     "Packages",
     "Tpu",
-    "count_cpus",
     "detect",
     "detect_packages",
     "detect_quickly",
     "detect_tpu",
-    "read_cpu_quota",
 ]
 
 _PROBE_TIMEOUT_S = 120
@@ -165,45 +162,6 @@ def _probe_torch(environ: Mapping[str, str]) -> Machine:
 
 def _add_tpu(machine: Machine, environ: Mapping[str, str]) -> Machine:
     return replace(machine, tpu=detect_tpu(environ), packages=detect_packages(environ))
-
-
-def count_cpus() -> int:
-    """Return the number of logical processors that this process may use: by its affinity, and by the quota of its cgroup."""
-    if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
-    # Rounded down: threads beyond the quota would be throttled while the others wait for them.
-    return max(1, int(min(len(os.sched_getaffinity(0)), read_cpu_quota())))
-
-
-def read_cpu_quota(
-    membership: Path = Path("/proc/self/cgroup"), cgroups: Path = Path("/sys/fs/cgroup")
-) -> float:
-    """Return the processors that the control groups of this process grant it, and those above them; infinity without a limit.
-
-    The files of version 2 are described at https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files, those of
-    version 1 at https://docs.kernel.org/scheduler/sched-bwc.html.
-    """
-    quotas = [math.inf]
-    for line in _read(membership).splitlines():
-        _, controllers, group = line.split(":", 2)
-        names = PurePosixPath(group.strip("/"))
-        # In a container, the files of its own group are at the top, whatever name the group has outside.
-        folders = {names, *names.parents, PurePosixPath(".")}
-        if not controllers:
-            paths = [cgroups / root / folder / "cpu.max" for root in ("", "unified") for folder in folders]
-            limits = [_read(path).split() for path in paths]
-        elif "cpu" in controllers.split(","):
-            paths = [cgroups / root / folder for root in {controllers, "cpu"} for folder in folders]
-            limits = [[_read(path / "cpu.cfs_quota_us"), _read(path / "cpu.cfs_period_us")] for path in paths]
-        else:
-            continue
-        quotas += [int(quota) / int(period) for quota, period in filter(_is_quota, limits)]
-    return min(quotas)
-
-
-def _is_quota(limit: list[str]) -> bool:
-    """Return True for a quota and its period; other limits are `max` and -1, or cannot be read."""
-    return len(limit) == 2 and all(map(str.isdecimal, limit)) and int(limit[1]) > 0  # noqa: PLR2004
 
 
 def detect_packages(environ: Mapping[str, str]) -> Packages:

@@ -573,8 +573,7 @@ class ElasticAgent(LocalElasticAgent):
         for process in failed.values():
             failure = self._read_failure(workers[process.local_rank], process.pid, process.exitcode)
             failure = replace(failure, stopped=process.local_rank in self._pcontext.stopped)
-            killed = failure.pid if failure.exitcode == -signal.SIGKILL else failure.killed_worker
-            is_killed = killed is not None and self._oom_kills.was_killed(killed)
+            is_killed = self._oom_kills.has_killed({failure.pid, *failure.lost_workers})
             results.append(replace(failure, out_of_memory=is_killed))
         return results
 

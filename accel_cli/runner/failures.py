@@ -54,7 +54,13 @@ _NAMES_RANKS = re.compile(r"^accel_runtime\..*\.(StallError|RankLostError)$")
 _COMMUNICATION = re.compile(
     r"^(accel_runtime\.collectives|torch\.distributed)\b|gloo|nccl|NCCL|smddp|TCPStore|c10d|ProcessGroup"
 )
-_WORKER_KILLED = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: Killed")
+_WORKER_LOST = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? (\d+(?:, \d+)*)\) (?:is killed by signal: Killed|exited unexpectedly)"
+)
+_CHILD_KILLED = re.compile(r"died with <Signals\.SIGKILL|terminated with signal SIGKILL|\bexit ?code:? -9\b")
+"""In the messages of subprocess, torch.multiprocessing and concurrent programs about a child process."""
+_CODES_OF_SIGKILL = frozenset({128 + signal.SIGKILL, 256 - signal.SIGKILL})
+"""The exit codes of a shell and of `sys.exit(process.returncode)` whose child was killed."""
 _CRASH_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
@@ -114,7 +120,7 @@ class Failure:
     chain: tuple[ExceptionInfo, ...] = ()
     """The exception that it raised, and the causes of that."""
     out_of_memory: bool = False
-    """True if the kernel killed it, or a data-loader worker of it, because memory ran out."""
+    """True if the kernel killed it, or another process of its control group during the run, because memory ran out."""
     exit: int | str | None = None
     """The argument of `sys.exit`."""
     crash: tuple[Frame, ...] = ()
@@ -135,10 +141,16 @@ class Failure:
         return started if self.world_size is None else self.world_size
 
     @property
-    def killed_worker(self) -> int | None:
-        """The process id of a data-loader worker whose SIGKILL caused this failure."""
-        matches = (_WORKER_KILLED.search(link.text) for link in self.chain)
-        return next((int(match[1]) for match in matches if match), None)
+    def lost_workers(self) -> tuple[int, ...]:
+        """The process ids of data-loader workers whose end caused this failure."""
+        matches = (_WORKER_LOST.search(link.text) for link in self.chain)
+        return next((tuple(map(int, match[1].split(", "))) for match in matches if match), ())
+
+    @property
+    def lost_child(self) -> bool:
+        """True if the SIGKILL of a child process seems to have caused this failure."""
+        texts = [link.text for link in self.chain]
+        return self.exitcode in _CODES_OF_SIGKILL or any(map(_CHILD_KILLED.search, texts))
 
     @property
     def cause(self) -> Cause:
@@ -440,12 +452,20 @@ def _describe_other_failures(first: Failure, local: Collection[Failure]) -> Iter
 
 
 def _find_hint(failure: Failure) -> str | None:
-    if failure.killed_worker:
-        is_known = failure.out_of_memory
-        sender = "the kernel because memory ran out" if is_known else "SIGKILL, often for lack of memory"
+    if workers := failure.lost_workers:
+        names = f"data-loader worker{'s' if len(workers) > 1 else ''} {', '.join(map(str, workers))}"
+        end = (
+            "killed by the kernel because memory ran out"
+            if failure.out_of_memory
+            else "SIGKILL or a crash, often for lack of memory"
+        )
+        return f"{names} ended: {end}. To use less memory, reduce num_workers, prefetch_factor or the batch size."
+    if failure.lost_child and not failure.out_of_memory:
+        return "a child process of this rank was killed by SIGKILL, often by the kernel for lack of memory"
+    if failure.out_of_memory and failure.exitcode != -signal.SIGKILL:
         return (
-            f"data-loader worker {failure.killed_worker} was killed by {sender}. To use less memory, reduce num_workers, "
-            "prefetch_factor or the batch size."
+            "the kernel killed a process of this control group during the run because memory ran out, perhaps a child of this "
+            "rank. Use less memory, or raise the limit of the container or job."
         )
     text = "\n".join(f"{link.kind} {link.text}" for link in failure.chain)
     return next((hint for pattern, hint in _HINTS if pattern.search(text)), None)

@@ -21,7 +21,13 @@ import gc
 from contextlib import suppress
 from typing import NoReturn
 
-from accel_cli.errors import AccelError, explain_address_space, explain_os_error, explain_torch_error
+from accel_cli.errors import (
+    AccelError,
+    explain_address_space,
+    explain_os_error,
+    explain_process_limit,
+    explain_torch_error,
+)
 from accel_cli.planning.plan import Plan
 from accel_cli.runner.forkserver import (
     ForkRequest,
@@ -55,6 +61,8 @@ def main() -> None:
         _fail(explain_os_error(error), 1)
     except (ImportError, RuntimeError, SystemError) as error:
         # torch and Python raise these as well if no memory is left.
+        if limit := explain_process_limit(error):
+            _fail(limit, 1)
         if not (limit := explain_address_space()):
             raise
         _fail(f"the processes cannot be started: {error}. {limit}", 1)

@@ -139,8 +139,10 @@ class RankOutputs:
     def start(self) -> None:
         """Start the thread that copies output to the screen and the logs."""
         control, self._control = os.pipe()
-        self._reader = threading.Thread(target=self._read, args=(control,), name="output", daemon=True)
-        self._reader.start()
+        reader = threading.Thread(target=self._read, args=(control,), name="output", daemon=True)
+        reader.start()
+        # It is joined at the end, unless the system cannot start a thread.
+        self._reader = reader
 
     def resize(self) -> None:
         """Give the terminals of the ranks the size of the screen."""

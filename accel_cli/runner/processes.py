@@ -8,7 +8,7 @@ import resource
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -197,9 +197,9 @@ class OomKillCounter:
         self._membership, self._cgroups = membership, cgroups
         self._before = self._read_count()
 
-    def was_killed(self, pid: int) -> bool:
-        """Return True if the kernel is known to have killed a process, which SIGKILL terminated."""
-        return self._read_count() > self._before or _is_in_kernel_log(pid)
+    def has_killed(self, pids: Iterable[int]) -> bool:
+        """Return True if the kernel is known to have killed one of these processes, or another one of the control group."""
+        return self._read_count() > self._before or any(map(_is_in_kernel_log, pids))
 
     def _read_count(self) -> int:
         """Return the number of kills in the control group of this process, as far as it can be read."""

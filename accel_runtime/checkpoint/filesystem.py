@@ -17,6 +17,7 @@ from io import FileIO
 from pathlib import Path
 from typing import TypeVar
 
+from accel_runtime.cgroup import count_cpus
 from accel_runtime.checkpoint.errors import CheckpointError
 
 __all__ = [
@@ -264,7 +265,7 @@ def parallel_map(function: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
             except BaseException as error:  # noqa: BLE001 - raised by the caller's thread
                 errors.append(error)
 
-    count = min(_MAX_THREADS, os.cpu_count() or 1, len(pending))
+    count = min(_MAX_THREADS, count_cpus(), len(pending))
     threads = [threading.Thread(target=work, name="accel-checkpoint") for _ in range(count - 1)]
     for thread in threads:
         thread.start()

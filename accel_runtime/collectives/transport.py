@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from accel_runtime.cgroup import count_cpus
 from accel_runtime.env import TRUST_NETWORK, read_switch
 from accel_runtime.text import decode_text, encode_text
 from accel_runtime.topology import build_refusal
@@ -247,7 +248,7 @@ class SocketTransport(_PeerTransport):
         for peer in self._peers.values():
             peer.settimeout(self._wait_s)
         # Polling keeps a core busy, which other ranks need if there are fewer cores than ranks.
-        self._polls = _POLLS if self._size <= len(os.sched_getaffinity(0)) else 0
+        self._polls = _POLLS if self._size <= count_cpus() else 0
         # Row i holds the slot of the i-th rank after this one.
         self._bytes = memoryview(bytearray(self._size * SLOT))
         self._rounds = [

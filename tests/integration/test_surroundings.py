@@ -1,5 +1,6 @@
 """Launches in unusual environments: no IPv4, no /proc, little memory, process 1 of a container."""
 
+import errno
 import os
 import re
 import resource
@@ -7,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from support.hosts.network import needs_hosts
 from support.processes import Process
 from support.waits import limit, wait_until
 
-from accel_cli.errors import explain_os_error, explain_torch_error
+from accel_cli.errors import explain_os_error, explain_process_limit, explain_torch_error
 from accel_runtime import env
 
 GATHERS = """
@@ -54,6 +56,21 @@ accelerator.save_state(sys.argv[1] + "/checkpoint")
 accelerator.load_state(sys.argv[1] + "/checkpoint")
 accelerator.print(ascii(gather_object(["\\ud800"])))
 accelerator.end_training()
+"""
+WORKERS = """
+import glob, os, time, torch
+from accel_runtime import Accelerator
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 10**6
+    def __getitem__(self, index):
+        return torch.ones(2000)
+accelerator = Accelerator(cpu=True)
+loader = accelerator.prepare(torch.utils.data.DataLoader(Data(), batch_size=8, num_workers=2))
+for step, batch in enumerate(loader):
+    if step == 20 and accelerator.process_index == 1:
+        raise ValueError(f"folders: {len(glob.glob(os.environ['TMPDIR'] + '/pymp-*')) > 1}")
+    accelerator.gather(torch.ones(1))
 """
 LEAVES_ORPHANS = """
 import os, time
@@ -209,6 +226,52 @@ def test_a_limit_on_address_space_is_named(script):
     assert result.stderr.endswith(f"{LIMITED}\n")
 
 
+@pytest.fixture
+def process_limit():
+    """Return a function that limits the processes of a command by a control group; skips where none can be made."""
+    folder = Path(f"/sys/fs/cgroup/pids/accel-test-{os.getpid()}")
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error.strerror}")
+
+    def limit_processes(count, command):
+        (folder / "pids.max").write_text(str(count))
+        return ["sh", "-c", f'echo $$ > {folder}/cgroup.procs; exec "$@"', "sh", *command]
+
+    yield limit_processes
+    wait_until(lambda: not (folder / "cgroup.procs").read_text())
+    folder.rmdir()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3, 4, 5])
+def test_a_limit_on_processes_is_named(script, process_limit, count):
+    """Processes and threads fail to start one after the other: of the store, of the output, of the server, of the ranks."""
+    script("import torch")
+    accel = [sys.executable, "-m", "accel_cli", "launch", "-q", "--nproc-per-node", "2", "train.py"]
+    result = subprocess.run(process_limit(count, accel), capture_output=True, text=True, check=False)
+    assert (result.returncode, "Traceback" in result.stderr) == (1, False), result.stderr
+    assert result.stderr.splitlines()[-1] == (
+        "accel: error: Cannot start another process or thread: the limit on processes is reached (pids.max of the control "
+        f"group is {count}). Raise the limit, or end other processes."
+    )
+
+
+def test_a_failure_to_start_a_thread_names_the_limit_also_as_the_cause_of_another_error():
+    assert explain_process_limit(ValueError("x")) == ""
+    assert "the limit on processes is reached" in explain_process_limit(
+        RuntimeError("can't start new thread")
+    )
+    try:
+        try:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        except OSError:
+            raise RuntimeError("cannot join thread before it is started")  # noqa: B904 - as a cleanup raises it
+    except RuntimeError as error:
+        assert "the limit on processes is reached" in explain_process_limit(error)
+
+
 def test_the_error_of_a_failed_allocation_names_its_limit(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (290 << 20, resource.RLIM_INFINITY))
     assert explain_os_error(MemoryError()) == f"Cannot allocate memory. {LIMITED}"
@@ -223,6 +286,21 @@ def test_the_report_of_a_killed_data_loader_worker_has_the_likely_reason(accel, 
     assert result.returncode == 1
     assert "accel: hint: data-loader worker " in result.stderr
     assert "often for lack of memory. To use less memory, reduce num_workers" in result.stderr
+
+
+@pytest.mark.slow
+def test_killed_data_loader_workers_leave_no_folders(script, monkeypatch):
+    """multiprocessing makes one for each worker that passes tensors on, in the folder for temporary files."""
+    # The path of a socket is short.
+    temporary = Path(tempfile.mkdtemp(prefix="accel-"))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    script(WORKERS)
+    command = [sys.executable, "-m", "accel_cli", "launch", "-q", "--nproc-per-node", "2", "train.py"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (result.returncode, "ValueError: folders: True" in result.stderr) == (1, True), result.stderr
+    left = list(temporary.glob("pymp-*"))
+    shutil.rmtree(temporary)
+    assert left == []
 
 
 @pytest.mark.slow

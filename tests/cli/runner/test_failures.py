@@ -129,15 +129,31 @@ def test_format_ranks_joins_ranks_to_text(ranks, text):
 
 
 @pytest.mark.parametrize(
-    ("text", "worker"),
+    ("text", "workers"),
     [
-        ("RuntimeError: DataLoader worker (pid 4711) is killed by signal: Killed. ", 4711),
-        ("RuntimeError: DataLoader worker (pid 4711) is killed by signal: Segmentation fault. ", None),
-        ("RuntimeError: DataLoader worker (pid(s) 4711) exited unexpectedly", None),
+        ("RuntimeError: DataLoader worker (pid 4711) is killed by signal: Killed. ", (4711,)),
+        ("RuntimeError: DataLoader worker (pid 4711) is killed by signal: Segmentation fault. ", ()),
+        ("RuntimeError: DataLoader worker (pid(s) 4711) exited unexpectedly", (4711,)),
+        ("RuntimeError: DataLoader worker (pid(s) 4711, 12) exited unexpectedly", (4711, 12)),
     ],
 )
-def test_a_data_loader_worker_killed_by_sigkill_is_recognized(text, worker):
-    assert failure(0, text=text, kind="builtins.RuntimeError").killed_worker == worker
+def test_data_loader_workers_that_the_kernel_may_have_killed_are_recognized(text, workers):
+    assert failure(0, text=text, kind="builtins.RuntimeError").lost_workers == workers
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "text", "lost"),
+    [
+        (247, "", True), (137, "", True), (1, "", False), (9, "", False),
+        (1, "subprocess.CalledProcessError: Command 'x' died with <Signals.SIGKILL: 9>.", True),
+        (1, "torch.multiprocessing.spawn.ProcessExitedException: process 0 terminated with signal SIGKILL", True),
+        (1, "RuntimeError: worker has exitcode -9", True),
+        (1, "subprocess.CalledProcessError: Command 'x' returned non-zero exit status 9.", False),
+    ],
+)  # fmt: skip
+def test_a_failure_after_the_kill_of_a_child_process_is_recognized(exitcode, text, lost):
+    chain = (ExceptionInfo("x.Error", text),) if text else ()
+    assert Failure(0, "box", 7, exitcode, 1.0, chain=chain).lost_child is lost
 
 
 def failure_with_log(tmp_path, **more):

@@ -31,6 +31,9 @@ STALLED = ExceptionInfo(
 WORKER = ExceptionInfo(
     "builtins.RuntimeError", "RuntimeError: DataLoader worker (pid 4712) is killed by signal: Killed. \n"
 )
+WORKERS = ExceptionInfo(
+    "builtins.RuntimeError", "RuntimeError: DataLoader worker (pid(s) 4712, 4713) exited unexpectedly\n"
+)
 OUT_OF_MEMORY = ExceptionInfo(
     "torch.OutOfMemoryError",
     "torch.OutOfMemoryError: CUDA out of memory. If reserved by PyTorch but unallocated memory is large try x\n",
@@ -47,6 +50,9 @@ FAILURES = {
     "crashed": [replace(FAILED, chain=(), exitcode=-11, crash=(SCRIPT,))],
     "worker-killed": [replace(FAILED, chain=(WORKER,))],
     "worker-killed-for-memory": [replace(FAILED, chain=(WORKER,), out_of_memory=True)],
+    "workers-lost": [replace(FAILED, chain=(WORKERS,))],
+    "child-killed": [replace(FAILED, chain=(), exitcode=247)],
+    "child-killed-for-memory": [replace(FAILED, chain=(), exitcode=247, out_of_memory=True)],
     "out-of-memory": [replace(FAILED, chain=(OUT_OF_MEMORY,))],
     "exit-code": [replace(FAILED, chain=(), exitcode=3, exit=3)],
     "exit-text": [replace(FAILED, chain=(), exitcode=1, exit="no data in /data")],

@@ -19,10 +19,10 @@ def test_an_oom_kill_is_read_from_the_control_group(tmp_path, own_cgroup, file):
     counts.parent.mkdir(parents=True)
     counts.write_text("oom 3\noom_kill 2\n")
     kills = OomKillCounter(membership=tmp_path / "own", cgroups=tmp_path / "groups")
-    assert not kills.was_killed(2**22 + 1)
+    assert not kills.has_killed([2**22 + 1])
     counts.write_text("oom 4\noom_kill 3\n")
-    assert kills.was_killed(2**22 + 1)
+    assert kills.has_killed([2**22 + 1])
 
 
 def test_unreadable_control_groups_report_no_oom_kill(tmp_path):
-    assert not OomKillCounter(membership=tmp_path / "none", cgroups=tmp_path).was_killed(2**22 + 1)
+    assert not OomKillCounter(membership=tmp_path / "none", cgroups=tmp_path).has_killed([2**22 + 1])
