@@ -6,21 +6,19 @@ import io
 import os
 import re
 import stat
-import subprocess
 import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from accel_cli import console
+from accel_cli import console, git
 from accel_cli.errors import AccelError, UsageError
 
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
 
 __all__ = [
-    "GIT_LS_FILES",
     "SECRETS",
     "SelectedFile",
     "Selection",
@@ -50,12 +48,6 @@ _CLUTTER = frozenset({
 _ENVIRONMENT_MARKS = ("pyvenv.cfg", "conda-meta")
 _ALL = "all files except caches and environments"
 _NUM_SHOWN = 5
-GIT_LS_FILES = (
-    # Git sets these for its hooks, where they would point to another repository.
-    "env", "-uGIT_DIR", "-uGIT_WORK_TREE", "-uGIT_INDEX_FILE", "-uGIT_PREFIX", "-uGIT_COMMON_DIR",
-    "git", "ls-files", "-z", "--others", "--exclude-standard",
-)  # fmt: skip
-"""Command that lists the files of the current directory that git does not track; `--ignored` selects those it ignores."""
 
 
 @dataclass(frozen=True)
@@ -192,36 +184,38 @@ def _parse_patterns(key: str, texts: Iterable[str]) -> GitIgnoreSpec:
 def _list_files(source: Path, excluded: GitIgnoreSpec) -> tuple[set[str], str, list[str]]:
     """Return the names of files as git lists them, else of all but clutter; how they were listed; and notes."""
     notes: list[str] = []
-    if any(os.path.lexists(folder / ".git") for folder in (source, *source.parents)):
-        try:
-            names = _list_with_git(source, "", notes)
-        except subprocess.CalledProcessError as error:
-            lines = error.stderr.decode(errors="replace").splitlines() or [f"exit code {error.returncode}"]
-            notes = [f"git cannot list the files of {source}: {lines[0]}. So {_ALL} are sent"]
-        else:
-            if names:
-                return names, "tracked by git, or new and not ignored", notes
-            notes = [
-                f"git lists no files of {source}, perhaps since it ignores the folder. So {_ALL} are sent"
-            ]
+    try:
+        names = _list_with_git(source, "", notes)
+    except git.GitError as error:
+        notes = [f"git cannot list the files of {source}: {error}. So {_ALL} are sent"]
+    else:
+        if names:
+            return names, "tracked by git, or new and not ignored", notes
+        if names is not None:
+            notes = [f"git lists no files of {source}, perhaps since it ignores the folder. So {_ALL} are sent"]
     return set(walk_files(source, excluded)), f"{_ALL}, since git does not list them", notes
 
 
-def _list_with_git(source: Path, subfolder: str, notes: list[str]) -> set[str]:
-    """Return the files that git lists in a folder and in the repositories below it, without clutter that is new."""
-    command = (*GIT_LS_FILES, "-t", "--cached")
-    result = subprocess.run(
-        command, cwd=source / subfolder, stdin=subprocess.DEVNULL, capture_output=True, check=True
-    )
+def _list_with_git(source: Path, subfolder: str, notes: list[str]) -> set[str] | None:
+    """Return the files that git lists in a folder and in the repositories below it, without clutter that is new.
+
+    None if the folder is in no repository.
+    """
+    entries = git.list_files(source / subfolder, "-t", "--cached")
+    if entries is None:
+        return None
     names: set[str] = set()
     new: set[str] = set()
-    for entry in filter(None, result.stdout.split(b"\0")):
-        tag, name = entry[:1], str(PurePosixPath(subfolder, os.fsdecode(entry[2:])))
+    for entry in entries:
+        tag, listed = entry[0], entry[2:]
+        if not _is_below(listed):
+            continue
+        name = str(PurePosixPath(subfolder, listed))
         path = source / name
         if path.is_symlink() or not path.is_dir():
-            (new if tag == b"?" else names).add(name)
+            (new if tag == "?" else names).add(name)
         elif os.path.lexists(path / ".git"):
-            names |= _list_with_git(source, name, notes)
+            names |= _list_with_git(source, name, notes) or set()
         else:
             notes.append(
                 f"submodule {name} is not checked out, so its files are not sent. Run git submodule update --init"
@@ -229,6 +223,12 @@ def _list_with_git(source: Path, subfolder: str, notes: list[str]) -> set[str]:
     parts = {part for name in new for part in (*_list_parents(name), name)}
     clutter = {part for part in parts if is_clutter(source / part)}
     return names | {name for name in new if clutter.isdisjoint((*_list_parents(name), name))}
+
+
+def _is_below(name: str) -> bool:
+    """Return False for a name that git itself does not store, but that may be written into its index."""
+    parts = name.removesuffix("/").lower().split("/")
+    return {"", ".", "..", ".git"}.isdisjoint(parts)
 
 
 def walk_files(
@@ -276,7 +276,12 @@ def _find_included(
 
 def _stat_files(source: Path, names: Sequence[str], *, keep_links: bool) -> list[SelectedFile]:
     """Return the files and links among the names; refuse links that leave the source, unless `keep_links` is set."""
-    links = {name for name in names if os.path.islink(source / name)}  # noqa: PTH114 - no error for a closed folder
+    # No error for a closed folder, unlike Path.is_symlink.
+    folders = {folder for name in names for folder in _list_parents(name)}
+    linked = {folder for folder in folders if os.path.islink(source / folder)}  # noqa: PTH114
+    # Git also lists the files of a folder that became a link, which may lead out of the source.
+    names = [name for name in names if linked.isdisjoint(_list_parents(name))]
+    links = {name for name in names if os.path.islink(source / name)}  # noqa: PTH114
     files, broken = [], []
     for name in names:
         path = source / name
@@ -297,8 +302,7 @@ def _stat_files(source: Path, names: Sequence[str], *, keep_links: bool) -> list
             raise UsageError(
                 f"Cannot read {format_name(str(path))}: {error.strerror}. Make it readable, or add it to launcher.exclude."
             ) from None
-        # Git also still lists the files of a folder that became a link.
-        if stat.S_ISREG(status.st_mode) and links.isdisjoint(_list_parents(name)):
+        if stat.S_ISREG(status.st_mode):
             files.append(SelectedFile(name, status.st_size))
     if broken:
         raise UsageError(

@@ -38,6 +38,8 @@ READ_THE_ENVIRONMENT = (
     "accel_cli/ray/node.py",
     # The kubeconfig is that of kubectl, and in a pod the cluster is in the variables.
     "accel_cli/kubernetes/cluster.py",
+    # Git gets the environment without its own variables, which name other repositories.
+    "accel_cli/git.py",
     # The terminal's own variables say whether colours are wanted.
     "accel_cli/console.py",
     "accel_cli/sections.py",

@@ -8,16 +8,15 @@ import difflib
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from accel_cli import git
 from accel_cli.errors import UsageError
 from accel_cli.migrate.findings import Finding
-from accel_cli.source_files import GIT_LS_FILES
 from accel_runtime.installation import format_install
 from accel_runtime.text import escape_controls
 
@@ -146,9 +145,11 @@ def _find_in_folder(folder: Path) -> Iterator[Path]:
 
 def _list_ignored(folder: Path) -> set[Path]:
     """Return the files and folders that git ignores; none outside a repository."""
-    command = (*GIT_LS_FILES, "--ignored", "--directory")
-    done = subprocess.run(command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, check=False)
-    return {folder / os.fsdecode(name) for name in done.stdout.split(b"\0") if name}
+    try:
+        names = git.list_files(folder, "--ignored", "--directory")
+    except git.GitError:
+        names = None
+    return {folder / name for name in names or ()}
 
 
 def migrate_file(path: Path) -> MigratedFile:

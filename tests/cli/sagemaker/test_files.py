@@ -390,10 +390,9 @@ def test_all_files_except_clutter_are_selected_if_git_fails(  # noqa: PLR0913, P
     write(".gitignore", text="*.bin\n")
     git("init")
     if has_git:
-        (tree / ".git" / "HEAD").write_text("no head")
+        (tree / ".git" / "index").write_text("no index")
     else:
-        (tmp_path / "env").symlink_to(shutil.which("env"))
         monkeypatch.setenv("PATH", str(tmp_path))
     selection = select_files(tree)
     assert names(selection) == [".gitignore", "train.py", "x.bin"]
-    assert re.search("fatal: not a git repository|No such file.*.*all files except", selection.notes[0])
+    assert re.search("(index file smaller than expected|git is not found).*all files except", selection.notes[0])
