@@ -192,7 +192,9 @@ def _list_files(source: Path, excluded: GitIgnoreSpec) -> tuple[set[str], str, l
         if names:
             return names, "tracked by git, or new and not ignored", notes
         if names is not None:
-            notes = [f"git lists no files of {source}, perhaps since it ignores the folder. So {_ALL} are sent"]
+            notes = [
+                f"git lists no files of {source}, perhaps since it ignores the folder. So {_ALL} are sent"
+            ]
     return set(walk_files(source, excluded)), f"{_ALL}, since git does not list them", notes
 
 

@@ -75,12 +75,12 @@ def _read_files(paths: list[Path]) -> tuple[list[MigratedFile], list[str]]:
     files: list[MigratedFile] = []
     problems: list[str] = []
     done: set[Path] = set()
-    for path in find_files(paths):
+    for path, folder in find_files(paths):
         if path.resolve() in done:
             continue
         done.add(path.resolve())
         try:
-            files.append(migrate_file(path))
+            files.append(migrate_file(path, folder))
         except UsageError as error:
             if path in paths or "libcst" in str(error):
                 raise

@@ -5,14 +5,17 @@ from __future__ import annotations
 import ast
 import contextlib
 import difflib
+import errno
+import itertools
 import os
 import re
-import shutil
+import secrets
+import stat
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, cast
 
 from accel_cli import git
 from accel_cli.errors import UsageError
@@ -37,6 +40,8 @@ class MigratedFile:
     after: str
     findings: tuple[Finding, ...] = ()
     notes: tuple[Finding, ...] = ()
+    folder: Path = STDIN
+    """The folder that is not left: the argument, or that of a file which is an argument."""
 
     @property
     def name(self) -> str:
@@ -61,53 +66,119 @@ class MigratedFile:
         )
 
     def write(self) -> Path:
-        """Write the converted file, and return the path of the copy of the file before."""
-        path = self.path.resolve()
+        """Write the converted file, and return the path of the copy of the file before.
+
+        Links are resolved once, and none is followed from then on, so that nothing outside of the folder is written even if
+        a folder is replaced by a link meanwhile.
+
+        Raises:
+            UsageError: The file cannot be written, or was changed after it was read.
+        """
+        path = resolve_in_folder(self.path, self.folder)
         if not os.access(path, os.W_OK):
             raise UsageError(f"Cannot write {self.path}: the file is read-only. Change its permissions.")
-        copy = _choose_copy(path)
-        created = [copy]
+        created: list[str] = []
+        folder = None
         try:
-            shutil.copy2(path, copy)
-            descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:99]}.")
-            created.append(Path(name))
-            with os.fdopen(descriptor, "wb") as file:
+            folder = _open_folder(self.folder.resolve(), path.parent)
+            with _open_beside(folder, path.name, os.O_RDONLY) as file:
+                data, status = file.read(), os.fstat(file.fileno())
+            self._check_unchanged(data)
+            created.append(_write_copy(folder, path.name, data, status))
+            created.append(f".{path.name[:99]}.{secrets.token_hex(4)}")
+            with _open_beside(folder, created[1], os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
                 file.write(self.after.encode("utf-8"))
                 file.flush()
+                os.fchmod(file.fileno(), stat.S_IMODE(status.st_mode))
                 os.fsync(file.fileno())
-            shutil.copymode(path, name)
-            Path(name).replace(path)
+            os.replace(created[1], path.name, src_dir_fd=folder, dst_dir_fd=folder)
         except BaseException as error:
-            for one in created:
+            for name in created:
                 with contextlib.suppress(OSError):
-                    one.unlink()
+                    os.unlink(name, dir_fd=folder)
             if isinstance(error, OSError):
                 raise UsageError(f"Cannot write {self.path}: {error.strerror}. It is unchanged.") from None
             raise
+        finally:
+            if folder is not None:
+                os.close(folder)
+        return path.with_name(created[0])
+
+    def _check_unchanged(self, data: bytes) -> None:
+        if data != self.before.encode("utf-8"):
+            raise UsageError(f"Cannot write {self.path}: it was changed meanwhile. Run the command again.")
+
+
+def resolve_in_folder(path: Path, folder: Path) -> Path:
+    """Return the file that a path leads to.
+
+    Raises:
+        UsageError: It is a link out of the folder.
+    """
+    target = Path(
+        os.path.realpath(path)
+    )  # unlike Path.resolve, without an error for links that form a circle
+    if not target.is_relative_to(os.path.realpath(folder)):
+        raise UsageError(
+            f"Cannot migrate {path}: it is a link out of {folder}, to {target}. Pass the path of that file instead."
+        )
+    return target
+
+
+def _open_folder(root: Path, folder: Path) -> int:
+    """Return a descriptor of a folder below another one; a link on the way is an error."""
+    descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    for name in folder.relative_to(root).parts:
+        parent = descriptor
+        try:
+            descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+        finally:
+            os.close(parent)
+    return descriptor
+
+
+def _open_beside(folder: int, name: str, flags: int) -> BinaryIO:
+    """Open a file in a folder; a link is an error, and so is a pipe."""
+    descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=folder)
+    file = os.fdopen(descriptor, "wb" if flags & os.O_WRONLY else "rb")
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is not a file")
+    return cast("BinaryIO", file)
+
+
+def _write_copy(folder: int, name: str, data: bytes, status: os.stat_result) -> str:
+    """Write a copy under a name that does not exist yet: `train.py.orig`, `train.py.orig.1`; return the name."""
+    for number in itertools.count():
+        copy = f"{name}.orig.{number}" if number else f"{name}.orig"
+        try:
+            file = _open_beside(folder, copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        except FileExistsError:
+            continue
+        try:
+            with file:
+                file.write(data)
+                os.fchmod(file.fileno(), stat.S_IMODE(status.st_mode))
+                file.flush()
+                os.utime(file.fileno(), ns=(status.st_atime_ns, status.st_mtime_ns))
+        except BaseException:
+            os.unlink(copy, dir_fd=folder)
+            raise
         return copy
+    raise AssertionError
 
 
-def _choose_copy(path: Path) -> Path:
-    """Return the path for a copy that does not exist yet: `train.py.orig`, `train.py.orig.1`."""
-    copy = path.with_name(f"{path.name}.orig")
-    number = 0
-    while os.path.lexists(copy):
-        number += 1
-        copy = path.with_name(f"{path.name}.orig.{number}")
-    return copy
-
-
-def find_files(paths: Iterable[Path]) -> Iterator[Path]:
-    """Yield the files to convert: those that are given, and the scripts in folders.
+def find_files(paths: Iterable[Path]) -> Iterator[tuple[Path, Path]]:
+    """Yield the files to convert, those that are given and the scripts in folders, each with the folder that it is in.
 
     Raises:
         UsageError: A path does not exist, or is not a Python or shell script.
     """
     for path in paths:
         if path == STDIN:
-            yield path
+            yield path, path
         elif path.is_dir():
-            yield from _find_in_folder(path)
+            yield from ((file, path) for file in _find_in_folder(path))
         elif path.suffix == ".ipynb":
             raise UsageError(
                 f"Cannot migrate {path}: a notebook is not a script. Export it: jupyter nbconvert --to script {path}"
@@ -123,7 +194,7 @@ def find_files(paths: Iterable[Path]) -> Iterator[Path]:
                 f"Cannot migrate {path}: expected a Python script (.py), a shell script (.sh) or a folder."
             )
         else:
-            yield path
+            yield path, path.parent
 
 
 def _find_in_folder(folder: Path) -> Iterator[Path]:
@@ -152,14 +223,14 @@ def _list_ignored(folder: Path) -> set[Path]:
     return {folder / name for name in names or ()}
 
 
-def migrate_file(path: Path) -> MigratedFile:
-    """Return a file before and after its conversion; nothing is written.
+def migrate_file(path: Path, folder: Path) -> MigratedFile:
+    """Return a file of a folder before and after its conversion; nothing is written.
 
     Raises:
-        UsageError: The file is not UTF-8, or not valid Python.
+        UsageError: The file is a link out of the folder, is not UTF-8, or not valid Python.
     """
     try:
-        data = sys.stdin.buffer.read() if path == STDIN else path.read_bytes()
+        data = sys.stdin.buffer.read() if path == STDIN else resolve_in_folder(path, folder).read_bytes()
         text = data.decode("utf-8")
     except UnicodeDecodeError:
         raise UsageError(
@@ -171,7 +242,7 @@ def migrate_file(path: Path) -> MigratedFile:
         from accel_cli.migrate.shell import migrate_shell  # noqa: PLC0415 - a Python script does without
 
         after, findings = migrate_shell(text)
-        return MigratedFile(path, text, after, findings)
+        return MigratedFile(path, text, after, findings, folder=folder)
     try:
         import libcst  # noqa: PLC0415 - takes longer than the other commands
     except ImportError as error:
@@ -201,4 +272,4 @@ def migrate_file(path: Path) -> MigratedFile:
             f"the line in another way, or install the newest libcst: {format_install('libcst', options='--upgrade')}"
         ) from None
     mark = "\ufeff" if text.startswith("\ufeff") else ""
-    return MigratedFile(path, text, mark + result.text, result.findings, result.notes)
+    return MigratedFile(path, text, mark + result.text, result.findings, result.notes, folder)

@@ -234,11 +234,15 @@ def write(path: Path, text: str) -> None:
     all users.
 
     Raises:
-        UsageError: The folder cannot be created or written to.
+        UsageError: The folder cannot be created or written to, or the path is a project file that is a link out of its folder.
     """
     try:
-        # Follow a symbolic link, so that links into a dotfiles repository survive.
+        # Follow a symbolic link, so that links into a dotfiles repository survive. A project may be that of somebody else.
         target = path.resolve()
+        if path.name == PROJECT_FILE and not target.is_relative_to(path.parent.resolve()):
+            raise UsageError(
+                f"Cannot write {path}: it is a link out of its folder, to {target}. Edit that file, or replace the link by a file."
+            )
         target.parent.mkdir(parents=True, exist_ok=True)
         _write_atomically(target.parent / SCHEMA_FILE, json.dumps(json_schema(), indent=1) + "\n")
         _write_atomically(target, text)

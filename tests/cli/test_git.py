@@ -26,7 +26,16 @@ KEYS = (
     "sendemail.ccCmd", "sendemail.smtpServer", "sendemail.tocmd", "sequence.editor", "submodule.x.update", "trailer.x.cmd",
     "trailer.x.command", "uploadpack.packObjectsHook", "web.browser",
 )  # fmt: skip
-PLACES = ("config", "include", "conditional include", "worktree", "separate", "linked worktree", "submodule", "bare")
+PLACES = (
+    "config",
+    "include",
+    "conditional include",
+    "worktree",
+    "separate",
+    "linked worktree",
+    "submodule",
+    "bare",
+)
 
 
 @pytest.fixture
@@ -76,7 +85,7 @@ def trap(tmp_path):
 def list_both(folder):
     """Return the names that `accel migrate` converts, and those that a job is sent."""
     return (
-        sorted(os.path.relpath(path, folder) for path in find_files([folder])),
+        sorted(os.path.relpath(path, folder) for path, _ in find_files([folder])),
         [file.name for file in select_files(folder).files if file.name.endswith(".py")],
     )
 
@@ -100,7 +109,12 @@ def test_no_file_of_a_repositorys_configuration_is_read_for_commands(folder, run
     if place.endswith("include"):
         other = config.with_name("other")
         other.write_text(f"[core]\n\tfsmonitor = {trap[0]}\n")
-        run("config", "include.path" if place == "include" else f"includeIf.gitdir:{folder}/.path", other, cwd=folder)
+        run(
+            "config",
+            "include.path" if place == "include" else f"includeIf.gitdir:{folder}/.path",
+            other,
+            cwd=folder,
+        )
     elif place == "worktree":
         run("config", "extensions.worktreeConfig", "true", cwd=folder)
         run("config", "--worktree", "core.fsmonitor", trap[0], cwd=folder)
@@ -116,7 +130,13 @@ def test_no_file_of_a_repositorys_configuration_is_read_for_commands(folder, run
     elif place == "submodule":
         run("submodule", "--quiet", "add", str(folder), "sub", cwd=folder)
         run("config", "core.fsmonitor", trap[0], cwd=folder / "sub")
-        every = ["new.py", "sub/tracked.py", "sub/tracked_and_ignored.py", "tracked.py", "tracked_and_ignored.py"]
+        every = [
+            "new.py",
+            "sub/tracked.py",
+            "sub/tracked_and_ignored.py",
+            "tracked.py",
+            "tracked_and_ignored.py",
+        ]
         names = (every, every)
     elif place == "bare":
         shutil.copytree(folder / ".git", folder, dirs_exist_ok=True)
@@ -135,7 +155,13 @@ def test_no_file_of_a_repositorys_configuration_is_read_for_commands(folder, run
 def test_no_hook_of_a_repository_is_run(folder, trap):
     hooks = folder / ".git" / "hooks"
     hooks.mkdir(exist_ok=True)
-    for name in ("post-index-change", "fsmonitor-watchman", "post-checkout", "pre-commit", "reference-transaction"):
+    for name in (
+        "post-index-change",
+        "fsmonitor-watchman",
+        "post-checkout",
+        "pre-commit",
+        "reference-transaction",
+    ):
         shutil.copy(trap[0], hooks / name)
     assert list_both(folder) == EXPECTED
     assert not trap[1].exists()
@@ -184,7 +210,9 @@ def test_settings_that_say_how_names_are_compared_are_honoured(folder, run):
 
 def test_rules_of_the_user_are_honoured(folder, monkeypatch, tmp_path):
     (tmp_path / "rules").write_text("new.py\n")
-    (tmp_path / "gitconfig").write_text(f"[core]\n\texcludesFile = {tmp_path / 'rules'}\n\tfsmonitor = true\n")
+    (tmp_path / "gitconfig").write_text(
+        f"[core]\n\texcludesFile = {tmp_path / 'rules'}\n\tfsmonitor = true\n"
+    )
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "gitconfig"))
     assert list_both(folder) == (NAMES[1:], NAMES[1:])
 
@@ -241,7 +269,9 @@ def test_a_pipe_in_place_of_a_file_of_git_does_not_hang(folder, monkeypatch, nam
         path.parent.mkdir(exist_ok=True)
     os.mkfifo(path)
     if name == ".gitignore":
-        with pytest.raises(UsageError, match=r"git does not end within 0\.3 s\. Remove pipes named \.gitignore"):
+        with pytest.raises(
+            UsageError, match=r"git does not end within 0\.3 s\. Remove pipes named \.gitignore"
+        ):
             select_files(folder)
     else:
         select_files(folder)
@@ -252,7 +282,9 @@ def test_a_broken_link_to_a_repository_is_reported(folder, text):
     shutil.rmtree(folder / ".git")
     (folder / ".git").write_text(text)
     assert f"{folder}/.git is not a repository" in select_files(folder).notes[0]
-    assert [path.name for path in find_files([folder])] == sorted(path.name for path in Path(folder).glob("*.py"))
+    assert [path.name for path, _ in find_files([folder])] == sorted(
+        path.name for path in Path(folder).glob("*.py")
+    )
 
 
 def test_a_repository_of_another_owner_is_listed(folder, monkeypatch):

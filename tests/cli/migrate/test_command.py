@@ -12,6 +12,9 @@ from unittest import mock
 import pytest
 from support.commands import call_accel
 
+from accel_cli.errors import UsageError
+from accel_cli.migrate import files
+
 RAW = (
     "import torch\nfrom torch.utils.data import DataLoader\n\nmodel = torch.nn.Linear(8, 1)\n"
     "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nloader = DataLoader(torch.randn(32, 8), batch_size=8)\n"
@@ -182,6 +185,95 @@ def test_a_link_stays_a_link(capfd, script):
     call_accel(capfd, "migrate", "--write", "train.py")
     assert script.is_symlink()
     assert "accelerator.backward" in script.with_name("real.py").read_text()
+
+
+@pytest.fixture
+def outside(tmp_path):
+    """A script that is not in the folder `project`."""
+    (tmp_path / "project").mkdir()
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "victim.py").write_text(RAW)
+    return tmp_path / "outside" / "victim.py"
+
+
+@pytest.mark.parametrize("options", [["--write"], []])
+@pytest.mark.parametrize("kind", ["file", "link to a link", "folder", "hard link", "copy"])
+def test_nothing_outside_of_the_folder_is_written(capfd, script, outside, kind, options):
+    project = script.parent / "project"
+    if kind == "file":
+        (project / "train.py").symlink_to("../outside/victim.py")
+    elif kind == "link to a link":
+        (project / "train.py").symlink_to("other.txt")
+        (project / "other.txt").symlink_to(outside)
+    elif kind == "folder":
+        (project / "package").symlink_to("../outside")
+    elif kind == "hard link":
+        (project / "train.py").hardlink_to(outside)
+    else:
+        (project / "train.py").write_text(RAW)
+        (project / "train.py.orig").symlink_to(outside)
+        (project / "train.py.orig.1").symlink_to("../outside/new.py")
+    done = call_accel(capfd, "migrate", *options, "project")
+    assert outside.read_text() == RAW
+    assert [path.name for path in outside.parent.iterdir()] == ["victim.py"]
+    refused = kind in {"file", "link to a link"}
+    assert (f"project/train.py: it is a link out of project, to {outside}" in done.stderr) == refused
+    written = bool(options) and kind in {"hard link", "copy"}
+    assert ("wrote project/train.py" in done.stderr) == written
+
+
+def test_a_link_out_of_its_folder_is_refused_by_its_name(capfd, script, outside):
+    """A pattern of a shell gives the names of links, too."""
+    link = script.parent / "project" / "train.py"
+    link.symlink_to(outside)
+    done = call_accel(capfd, "migrate", "--write", "project/train.py")
+    assert done.returncode == 2
+    assert f"Cannot migrate project/train.py: it is a link out of project, to {outside}" in done.stderr
+    assert outside.read_text() == RAW
+
+
+def test_a_folder_may_be_named_by_a_link(capfd, script, outside):
+    (script.parent / "link").symlink_to("outside")
+    call_accel(capfd, "migrate", "--write", "link")
+    assert "accelerator.backward" in outside.read_text()
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_nothing_outside_is_written_if_a_link_appears_after_the_check(
+    capfd, script, outside, monkeypatch, what
+):
+    project = script.parent / "project"
+    (project / "package").mkdir()
+    inside = project / "package" / "victim.py"
+    inside.write_text(RAW)
+
+    def replace(path, folder):
+        target = resolve(path, folder)
+        if what == "file":
+            inside.unlink()
+            inside.symlink_to(outside)
+        else:
+            (project / "package").rename(project / "before")
+            (project / "package").symlink_to(outside.parent)
+        return target
+
+    file = files.migrate_file(inside, project)
+    resolve = files.resolve_in_folder
+    monkeypatch.setattr(files, "resolve_in_folder", replace)
+    with pytest.raises(UsageError, match=r"Cannot write .*victim.py: .*It is unchanged"):
+        file.write()
+    assert outside.read_text() == RAW
+    assert [path.name for path in outside.parent.iterdir()] == ["victim.py"]
+
+
+def test_a_file_that_was_changed_meanwhile_is_kept(script):
+    file = files.migrate_file(script, script.parent)
+    script.write_text("import torch\n")
+    with pytest.raises(UsageError, match="it was changed meanwhile"):
+        file.write()
+    assert [(path.name, path.read_text()) for path in script.parent.iterdir()] == [
+        ("train.py", "import torch\n")
+    ]
 
 
 def test_without_libcst_the_message_has_the_command_that_installs_it(capfd, script):

@@ -46,6 +46,20 @@ def test_a_new_profile_is_private_and_a_project_file_is_not(tmp_path):
         assert (tmp_path / name).stat().st_mode & 0o777 == mode
 
 
+def test_a_project_file_is_not_written_through_a_link_out_of_its_folder(tmp_path):
+    (tmp_path / "project").mkdir()
+    for name in ("victim", ".accel.schema.json"):
+        (tmp_path / name).write_text("kept")
+    link = tmp_path / "project" / "accel.yaml"
+    link.symlink_to("../victim")
+    with pytest.raises(UsageError, match=r"project/accel.yaml: it is a link out of its folder, to .*/victim"):
+        store.write(link, "{}")
+    link.unlink()
+    (tmp_path / "project" / ".accel.schema.json").symlink_to("../.accel.schema.json")
+    store.write(link, "{}")
+    assert {(tmp_path / name).read_text() for name in ("victim", ".accel.schema.json")} == {"kept"}
+
+
 def test_a_symbolic_link_and_the_file_mode_are_kept(tmp_path):
     real = tmp_path / "dotfiles" / "x.yaml"
     store.write(real, "schema_version: 1\n")

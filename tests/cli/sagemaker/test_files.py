@@ -395,4 +395,6 @@ def test_all_files_except_clutter_are_selected_if_git_fails(  # noqa: PLR0913, P
         monkeypatch.setenv("PATH", str(tmp_path))
     selection = select_files(tree)
     assert names(selection) == [".gitignore", "train.py", "x.bin"]
-    assert re.search("(index file smaller than expected|git is not found).*all files except", selection.notes[0])
+    assert re.search(
+        "(index file smaller than expected|git is not found).*all files except", selection.notes[0]
+    )
