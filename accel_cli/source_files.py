@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 from accel_cli import console, git
 from accel_cli.errors import AccelError, UsageError
+from accel_cli.secret_files import FoundToken, find_tokens, is_secret_name
 
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
 
 __all__ = [
-    "SECRETS",
     "SelectedFile",
     "Selection",
     "check_selected",
@@ -32,14 +32,6 @@ __all__ = [
     "write_archive",
 ]
 
-SECRETS = (
-    ".env", ".env.*", "*.env", ".envrc", "*.pem", "*.key", "*.p12", "*.pfx", "id_rsa*", "id_dsa*", "id_ecdsa*",
-    "id_ed25519*", ".aws", ".azure", ".boto", ".docker", ".gcloud", ".gnupg", ".kube", ".ssh", ".git-credentials",
-    ".htpasswd", ".netrc", ".npmrc", ".pgpass", ".pypirc", ".s3cfg", "credentials.json", "kaggle.json",
-    "secrets.json", "secrets.toml", "secrets.yaml", "secrets.yml", "service-account*.json", "service_account*.json",
-    "token.json", "token.txt", "*.token",
-)  # fmt: skip
-"""Names of files and folders that are not sent unless a pattern of `include` names them."""
 _CLUTTER = frozenset({
     ".DS_Store", ".eggs", ".git", ".hg", ".hypothesis", ".idea", ".ipynb_checkpoints", ".jj", ".mypy_cache", ".nox",
     ".pytest_cache", ".ruff_cache", ".svn", ".tox", ".venv", ".vscode", "__pycache__", "mlruns", "node_modules", "venv",
@@ -70,7 +62,9 @@ class Selection:
     method: str = ""
     """How the files were selected."""
     secrets: tuple[str, ...] = ()
-    """Files that are not sent, since they may hold secrets."""
+    """Files that are not sent, since their names are those of credentials or they contain tokens."""
+    tokens: tuple[FoundToken, ...] = ()
+    """The tokens in files that are not sent."""
     notes: tuple[str, ...] = ()
     """Lines for the user to read before the files are sent."""
 
@@ -92,20 +86,24 @@ def select_files(
 
     A secret is sent if a pattern of `include` names it. Links that leave the folder or are broken are refused, unless
     `keep_links` keeps all links as they are.
+
+    Raises:
+        UsageError: Also if source code contains a token: without it the job would fail.
     """
     source = source.resolve()
     if not source.is_dir():
         raise UsageError(f"Folder not found: {source} (launcher.source_dir).")
-    secret, excluded = _parse_patterns("include", SECRETS), _parse_patterns("exclude", exclude)
-    allowed = _parse_patterns("include", [text for text in include if secret.match_file(text.lower())])
+    excluded = _parse_patterns("exclude", exclude)
     names, method, notes = _list_files(source, excluded)
     names |= _find_included(source, include, excluded, names)
     names = {name for name in names if not excluded.match_file(name)}
-    secrets = {name for name in names if secret.match_file(name.lower()) and not allowed.match_file(name)}
+    allowed = _parse_patterns("include", [text for text in include if is_secret_name(text)])
+    secrets = {name for name in names if is_secret_name(name) and not allowed.match_file(name)}
+    tokens = _find_tokens(source, names - secrets, include, notes)
+    secrets |= {token.name for token in tokens}
     if secrets:
         notes.append(
-            f"not sent, since they may hold secrets: {_join_names(sorted(secrets))}. Add those that the script needs to "
-            "launcher.include"
+            f"{_describe_secrets(secrets, tokens)}. Add those that the script needs to launcher.include"
         )
     files = _stat_files(source, sorted(names - secrets, key=os.fsencode), keep_links=keep_links)
     sent = _collect_names(files)
@@ -113,7 +111,37 @@ def select_files(
     broken = [name for name in links if _resolve_name(source, name) not in sent]
     if broken:
         notes.append(f"links that will be broken, since their targets are not sent: {_join_names(broken)}")
-    return Selection(source, tuple(files), method, tuple(sorted(secrets)), tuple(notes))
+    return Selection(source, tuple(files), method, tuple(sorted(secrets)), tokens, tuple(notes))
+
+
+def _find_tokens(
+    source: Path, names: Iterable[str], include: Sequence[str], notes: list[str]
+) -> tuple[FoundToken, ...]:
+    """Return the tokens in files that are not code, and raise UsageError for those in code.
+
+    A file whose name ends a pattern of `include` is sent on purpose.
+    """
+    chosen = {text.rstrip("/").rpartition("/")[2] for text in include}
+    search = find_tokens(source, (name for name in names if name.rpartition("/")[2] not in chosen))
+    if search.num_unread:
+        notes.append(
+            f"{search.num_unread} files were not searched for tokens, after {console.format_size(search.num_bytes)}"
+        )
+    code = [token for token in search.found if token.is_code]
+    if code:
+        places = ", ".join(f"{format_name(token.name)}:{token.line} ({token.kind})" for token in code)
+        raise UsageError(
+            f"Cannot send {source}: {len(code)} file(s) of source code contain a token or a password: {places}. Read it from "
+            "a variable, or add the file by its name to launcher.include to send it, or to launcher.exclude."
+        )
+    return search.found
+
+
+def _describe_secrets(secrets: Iterable[str], tokens: Iterable[FoundToken]) -> str:
+    """Return the names of all files that are not sent, those with tokens with the line and the kind of the first."""
+    reasons = {token.name: f" (line {token.line}: {token.kind})" for token in tokens}
+    listed = ", ".join(f"{format_name(name)}{reasons.get(name, '')}" for name in sorted(secrets))
+    return f"not sent, since they may hold secrets: {listed}"
 
 
 def locate_target(target: str, kind: str, source_dir: str, cure: str) -> tuple[str, str]:
@@ -157,7 +185,7 @@ def describe_selection(selection: Selection) -> Iterator[str]:
     for file in selection.largest:
         yield f"  {console.format_size(file.size):>9}  {format_name(file.name)}"
     if selection.secrets:
-        yield f"not sent, since they may hold secrets: {_join_names(selection.secrets)}"
+        yield _describe_secrets(selection.secrets, selection.tokens)
 
 
 def is_clutter(path: Path) -> bool:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
 from accel_cli import git
 from accel_cli.errors import UsageError
@@ -144,7 +144,7 @@ def _open_beside(folder: int, name: str, flags: int) -> BinaryIO:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "it is not a file")
-    return cast("BinaryIO", file)
+    return file
 
 
 def _write_copy(folder: int, name: str, data: bytes, status: os.stat_result) -> str:

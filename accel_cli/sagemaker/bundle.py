@@ -90,7 +90,7 @@ def list_requirements() -> list[str]:
     return [
         text
         for text in installation.list_requirements()
-        if not re.match(r"(torch|numpy|libcst|pathspec)\b", text)
+        if not re.match(r"(torch|numpy|libcst|pathspec|detect-secrets)\b", text)
     ]
 
 

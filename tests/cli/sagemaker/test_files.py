@@ -1,6 +1,5 @@
 """Selection of source files: in and outside of a repository, with links, secrets and unreadable files."""
 
-import fnmatch
 import os
 import re
 import shutil
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from accel_cli import source_files
 from accel_cli.errors import UsageError
 from accel_cli.sagemaker import bundle
+from accel_cli.secret_files import is_secret_name
 from accel_cli.source_files import select_files
 
 NOBODY = 65534
@@ -41,13 +41,9 @@ NAMES = st.lists(PARTS.filter(lambda part: part not in {".", ".."}), min_size=1,
 
 def is_ordinary(name):
     unwanted = any(
-        source_files.is_clutter(Path(part))
-        or part.lower() == ".gitignore"
-        or fnmatch.filter([part.lower()], secret)
-        for part in name.split("/")
-        for secret in source_files.SECRETS
+        source_files.is_clutter(Path(part)) or part.lower() == ".gitignore" for part in name.split("/")
     )
-    return not unwanted
+    return not unwanted and not is_secret_name(name)
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
