@@ -68,7 +68,9 @@ SourceDir = Annotated[
 ]
 Include = Annotated[
     list[str],
-    Field(description="Patterns of files to send although git ignores them, or although they may hold secrets."),
+    Field(
+        description="Patterns of files to send although git ignores them, or although they may hold secrets."
+    ),
     AfterValidator(_check_is_sent),
 ]
 Exclude = Annotated[

@@ -354,7 +354,8 @@ class SageMaker(Launcher):
         ".", description="Folder that is sent, with the script and the modules it imports."
     )
     include: _Patterns = Field(
-        default_factory=list, description="Patterns of files to send although git ignores them, or although they may hold secrets."
+        default_factory=list,
+        description="Patterns of files to send although git ignores them, or although they may hold secrets.",
     )
     exclude: _Patterns = Field(default_factory=list, description="Patterns of files not to send.")
     max_upload_size: int = Field(
