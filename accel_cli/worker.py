@@ -225,14 +225,15 @@ def find_shadowed(folder: Path, python_modules: Collection[str]) -> list[str]:
     loaded = {name.partition(".")[0] for name in sys.modules.keys() - python_modules}
     suffixes = tuple(all_suffixes())
     with os.scandir(folder) as entries:
-        names = {
-            entry.name.partition(".")[0]
-            for entry in entries
-            if entry.name.endswith(suffixes) or os.path.exists(f"{entry.path}/__init__.py")  # noqa: PTH110
-        }
+        # Only of these few: a folder of data has many files, and a file system in the network answers slowly.
+        candidates = [(name, entry) for entry in entries if (name := entry.name.partition(".")[0]) in loaded]
+    names = {
+        name
+        for name, entry in candidates
+        if entry.name.endswith(suffixes) or os.path.exists(f"{entry.path}/__init__.py")  # noqa: PTH110
+    }
     specs = {
-        name: getattr(sys.modules.get(name), "__spec__", None)
-        for name in names & loaded - {"__main__", "accel_cli"}
+        name: getattr(sys.modules.get(name), "__spec__", None) for name in names - {"__main__", "accel_cli"}
     }
     builtin = {None, "built-in", "frozen"}
     return sorted(name for name, spec in specs.items() if spec and spec.origin not in builtin)

@@ -5,7 +5,7 @@ import pytest
 
 from accel_cli.errors import ProfileError, UsageError
 from accel_cli.profile import validation_errors
-from accel_cli.profile.layers import parse_assignments, read_environment, read_layers, resolve
+from accel_cli.profile.layers import Layer, parse_assignments, read_environment, read_layers, resolve
 from accel_cli.profile.schema import SECTIONS, known_keys
 from accel_cli.profile.store import Store, write
 from accel_runtime.env import Settings
@@ -246,6 +246,61 @@ def test_a_missing_version_does_not_hide_other_mistakes(store, cwd, version):
     with pytest.raises(ProfileError) as caught:
         resolve(read_layers(store, {}, None))
     assert [problem.key for problem in caught.value.problems] == ["schema_version"]
+
+
+def test_a_profile_with_the_other_suffix_of_yaml_is_not_used_and_named(store, cwd, capfd):
+    (cwd / "deep").mkdir()
+    deep = Store(store.home, cwd / "deep")
+    for path in (cwd / "accel.yml", store.get_path("default").with_suffix(".yml")):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("device: cpu\n")
+    assert read_layers(deep, {}, None) == []
+    notes = capfd.readouterr().err
+    assert (
+        f"{cwd / 'accel.yml'} is not used: the suffix of a profile is .yaml. Rename it: accel.yaml" in notes
+    )
+    assert "default.yml is not used" in notes
+    write_profile(cwd / "accel.yaml", "device: cpu\n")
+    assert len(read_layers(deep, {}, None)) == 1
+    assert "accel.yml" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("create", [os.mkdir, os.mkfifo, lambda path: path.symlink_to("missing")])
+@pytest.mark.parametrize("name", ["user", "project"])
+def test_a_profile_that_is_no_file_is_an_error(store, cwd, create, name):
+    path = store.get_path("default") if name == "user" else cwd / "accel.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    create(path)
+    with pytest.raises(UsageError, match=r"Cannot read .*(it is not a regular file|No such file)"):
+        read_layers(store, {}, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("$SCRATCH/logs", "/scratch/logs"), ("${SCRATCH}/a b", "/scratch/a b"), ("~/logs", "/home/me/logs"), ("logs", "logs"),
+        ("$MISSING/logs", "expected a path whose variables are set; MISSING is not"),
+        ("~nobody-has-this-name/x", "~nobody-has-this-name names no home directory"), ("./~x", "./~x"), ("a$", "a$"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "key", ["torchrun.log_dir", "xla.log_dir", "slurm.output_dir", "sagemaker.output_dir", "sagemaker.source_dir",
+            "sagemaker.requirements", "ray.source_dir", "ray.requirements", "kubernetes.source_dir", "ssh.hostfile"],
+)  # fmt: skip
+def test_a_path_of_this_machine_has_its_variables_expanded_or_is_refused(monkeypatch, key, text, expected):
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.delenv("MISSING", raising=False)
+    kind, _, name = key.partition(".")
+    values = {"launcher.kind": kind, f"launcher.{name}": text}
+    values |= {"launcher.image": "x"} if kind == "kubernetes" else {}
+    values |= {"launcher.role": "r", "launcher.instance_type": "ml.m5.large"} if kind == "sagemaker" else {}
+    try:
+        profile = resolve([Layer("file", values)]).profile
+    except ProfileError as error:
+        assert expected in "\n".join(problem.expected for problem in error.problems)
+    else:
+        assert getattr(profile.launcher, name) == expected
 
 
 def test_an_invalid_value_is_reported_with_its_source(store, cwd):

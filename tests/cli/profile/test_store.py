@@ -46,6 +46,26 @@ def test_a_new_profile_is_private_and_a_project_file_is_not(tmp_path):
         assert (tmp_path / name).stat().st_mode & 0o777 == mode
 
 
+def test_the_umask_applies_to_new_files_and_not_to_replaced_ones(tmp_path):
+    before = os.umask(0o027)
+    try:
+        for name, mode in (("x.yaml", 0o600), ("accel.yaml", 0o640), (".accel.schema.json", 0o640)):
+            store.write(tmp_path / name, "schema_version: 1\n")
+            assert (tmp_path / name).stat().st_mode & 0o777 == mode
+            (tmp_path / name).chmod(0o604)
+            store.write(tmp_path / name, "schema_version: 1\n")
+            assert (tmp_path / name).stat().st_mode & 0o777 == 0o604
+    finally:
+        os.umask(before)
+
+
+def test_what_a_killed_write_has_left_is_replaced(tmp_path):
+    (tmp_path / ".x.yaml.new").write_text("half")
+    (tmp_path / "..accel.schema.json.new").write_text("half")
+    store.write(tmp_path / "x.yaml", "schema_version: 1\n")
+    assert sorted(item.name for item in tmp_path.iterdir()) == [".accel.schema.json", "x.yaml"]
+
+
 def test_a_project_file_is_not_written_through_a_link_out_of_its_folder(tmp_path):
     (tmp_path / "project").mkdir()
     for name in ("victim", ".accel.schema.json"):

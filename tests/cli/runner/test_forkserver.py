@@ -7,6 +7,7 @@ import zipfile
 
 import pytest
 
+from accel_cli import worker
 from accel_cli.errors import AccelError
 from accel_cli.planning.plan import Plan
 from accel_cli.runner import forkserver
@@ -73,6 +74,19 @@ def test_a_module_with_the_name_of_an_imported_one_is_a_reason_for_exec(tmp_path
     assert "has modules with the names of imported ones: string" in str(
         reason("script", str(tmp_path / "train.py"))
     )
+
+
+def test_only_entries_with_the_name_of_a_loaded_module_are_examined(tmp_path, monkeypatch):
+    for number in range(100):
+        (tmp_path / f"image_{number}.png").touch()
+    for name in ("json", "data"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    examined = []
+    exists = os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda path: examined.append(path) or exists(path))
+    assert worker.find_shadowed(tmp_path, set(sys.modules) - {"json"}) == ["json"]
+    assert examined == [f"{tmp_path}/json/__init__.py"]
 
 
 @pytest.mark.parametrize("file", ["time.py", "no_such_module.py", "string.txt", "string/data.csv"])
