@@ -14,6 +14,7 @@ import ctypes
 import importlib
 import json
 import os
+import re
 import signal
 import socket
 import struct
@@ -44,8 +45,9 @@ __all__ = [
     "adopt_orphans",
     "exec_fork_server",
     "explain_fallback",
-    "has_threads",
+    "explain_unsafe_fork",
     "import_torch",
+    "preload_modules",
     "read_source",
     "run_agent",
     "start_fork_server",
@@ -55,6 +57,7 @@ __all__ = [
 _FORKED = struct.Struct("=ii")
 """The message of a forked process: the index of its request, and its process id."""
 _STDERR = 2
+_GPUS = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
 _PR_SET_CHILD_SUBREAPER = 36
 _TORCH_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 """The log level of torch's C++ code; read once, while torch is imported."""
@@ -112,6 +115,26 @@ def import_torch(*, quiet: bool) -> None:
     importlib.import_module("torch")
     if has_default:
         del os.environ[_TORCH_LOG_LEVEL]
+
+
+_PRELOADED = ("torch._dynamo", "torch.distributed.algorithms.ddp_comm_hooks")
+"""What torch imports when an optimizer is made (torch 2.13: 800 modules), and what accel_runtime imports of torch."""
+_TRAINS = re.compile(rb"optim|Trainer|backward\(")
+_COMPILER_VARIABLES = re.compile(
+    rb"AOT_?INDUCTOR_|\bINDUCTOR_|TORCHDYNAMO_|TORCHINDUCTOR_|TRITON_|CUDA_HOME|SYMPY_"
+)
+"""Variables that these modules read when they are imported."""
+
+
+def preload_modules(plan: Plan) -> None:
+    """Import what every rank of a training would import after the fork, unless the script sets variables for it."""
+    source = read_source(*plan.argv[2:4])
+    if not _TRAINS.search(source) or _COMPILER_VARIABLES.search(source):
+        return
+    for name in _PRELOADED:
+        # Each rank tries again, and reports the error where it occurs.
+        with suppress(ImportError, OSError, RuntimeError):
+            importlib.import_module(name)
 
 
 class ForkServerError(Exception):
@@ -335,9 +358,17 @@ def explain_fallback(plan: Plan, *, python_modules: Collection[str]) -> str | No
     return None
 
 
-def has_threads() -> bool:
-    """Return True if this process has more than its main thread: a fork would copy locks that others hold."""
-    return len(list(Path("/proc/self/task").iterdir())) > 1
+def explain_unsafe_fork() -> str:
+    """Return why a fork of this process would not work, because of what imported libraries have done; empty if it works."""
+    if len(list(Path("/proc/self/task").iterdir())) > 1:
+        # A fork would copy locks that they hold.
+        return "a library started threads while torch was imported"
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the descriptor that lists the folder
+            if str(entry.readlink()).startswith(_GPUS):
+                # Drivers do not work in a fork.
+                return "a library opened a GPU while torch was imported"
+    return ""
 
 
 def _get_torch_variables(environ: Mapping[str, str]) -> dict[str, str]:

@@ -33,8 +33,9 @@ from accel_cli.runner.forkserver import (
     ForkRequest,
     ForkServer,
     explain_fallback,
-    has_threads,
+    explain_unsafe_fork,
     import_torch,
+    preload_modules,
     start_fork_server,
 )
 from accel_runtime.text import encode_text
@@ -83,13 +84,14 @@ def _start_server(plan: Plan) -> ForkServer | ForkRequest | None:
         message = explain_torch_error(error)
         run_dir.write_reason(plan.agent.failure_file, message)
         raise AccelError(message) from error
+    preload_modules(plan)
     reason = explain_fallback(plan, python_modules=worker.PYTHON_MODULES)
     gc.freeze()
     started = None if reason else start_fork_server()
     gc.enable()
-    if isinstance(started, ForkServer) and has_threads():
+    if isinstance(started, ForkServer) and (reason := explain_unsafe_fork()):
         started.close()
-        started, reason = None, "a library started threads while torch was imported"
+        started = None
     if reason:
         from accel_cli import console  # noqa: PLC0415 - as above
 

@@ -556,3 +556,13 @@ def test_forking_a_program_is_an_error_and_explain_prints_the_start_method(cwd, 
         "start method: forkserver (torch is imported once"
         in launched(run_accel, "--explain", "train.py").stdout
     )
+
+
+@pytest.mark.slow
+def test_ranks_of_a_training_share_what_an_optimizer_imports(accel, script):
+    script(
+        "import sys, torch\nbefore = set(sys.modules)\ntorch.optim.SGD([torch.ones(1, requires_grad=True)])\n"
+        "print(len(set(sys.modules) - before) < 10)"
+    )
+    result = accel("launch", "-q", "--ranks", "all", "--nproc-per-node", 2, "train.py")
+    assert sorted(line.split()[-1] for line in result.stdout.splitlines()) == ["True", "True"], result.stderr

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import subprocess
 import sys
 import zipfile
 
@@ -115,3 +116,51 @@ def test_a_plan_that_cannot_be_passed_to_the_fork_server_is_an_error(monkeypatch
     message = r"the plan cannot be passed on: File too large. Raise the limit on file sizes \(ulimit -f\)."
     with pytest.raises(AccelError, match=message):
         forkserver.exec_fork_server(Plan(launcher="torchrun", argv=("python",), env={}, device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("source", "is_preloaded"),
+    [
+        ("import torch\noptimizer = torch.optim.SGD(model.parameters())", True),
+        ("from transformers import Trainer", True),
+        ("loss.backward()", True),
+        ("import torch\nprint(torch.ones(1))", False),
+        ("import os\nos.environ['TORCHINDUCTOR_CACHE_DIR'] = 'x'\nimport torch.optim", False),
+        ("import os\nos.environ.setdefault('TRITON_CACHE_DIR', 'x')\nimport torch.optim", False),
+    ],
+)
+def test_what_a_training_imports_is_preloaded(tmp_path, monkeypatch, source, is_preloaded):
+    (tmp_path / "train.py").write_text(source)
+    imported = []
+    monkeypatch.setattr(forkserver.importlib, "import_module", imported.append)
+    argv = ("py", "worker.py", "script", str(tmp_path / "train.py"))
+    forkserver.preload_modules(Plan(launcher="torchrun", argv=argv, env={}, device="cpu"))
+    assert ("torch._dynamo" in imported) is is_preloaded
+
+
+def test_a_module_that_cannot_be_imported_is_left_to_the_ranks(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text("import torch.optim")
+
+    def fail(name):
+        raise ImportError(name)
+
+    monkeypatch.setattr(forkserver.importlib, "import_module", fail)
+    argv = ("py", "worker.py", "script", str(tmp_path / "train.py"))
+    forkserver.preload_modules(Plan(launcher="torchrun", argv=argv, env={}, device="cpu"))
+
+
+def test_a_process_with_threads_or_an_open_gpu_is_not_forked():
+    code = (
+        "from accel_cli.runner import forkserver\n"
+        "import os, threading\n"
+        "print(repr(forkserver.explain_unsafe_fork()))\n"
+        "forkserver._GPUS = ('/dev/null',)\n"
+        "opened = open('/dev/null')\n"
+        "print(forkserver.explain_unsafe_fork())\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "print(forkserver.explain_unsafe_fork())\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines() == [
+        "''", "a library opened a GPU while torch was imported", "a library started threads while torch was imported",
+    ]  # fmt: skip
