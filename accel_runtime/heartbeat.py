@@ -62,7 +62,7 @@ class CallSite(NamedTuple):
     function: str
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line} ({self.function})"
+        return f"{self.file}:{self.line} ({self.function})" if self.line else "an unknown line"
 
 
 def call_site(*libraries: str) -> CallSite:

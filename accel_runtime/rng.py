@@ -92,7 +92,7 @@ def broadcast_rng_types(kinds: Iterable[str], backend: Backend) -> None:
             backend.device_rng.set_rng_state(state, backend.device)
         elif kind != "generator":
             module = torch if kind == "torch" else getattr(torch, kind)
-            module.set_rng_state(backend.broadcast_object(module.get_rng_state(), "random states"))
+            module.set_rng_state(backend.broadcast_object(module.get_rng_state(), f"random states of {kind}"))
 
 
 KINDS = ("torch", "python", "numpy")

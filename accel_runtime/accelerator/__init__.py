@@ -23,6 +23,7 @@ from accel_runtime.backends.base import Reduction
 from accel_runtime.backends.single import DetachedBackend
 from accel_runtime.checkpoint.manager import ResumePolicy, RunOrigin
 from accel_runtime.collectives import metrics, tensors
+from accel_runtime.collectives.calls import collective
 from accel_runtime.data.iteration import ActiveLoops
 from accel_runtime.data.loader import check_model_parallel_ranks
 from accel_runtime.data.prepare import check_loader_configuration
@@ -208,6 +209,7 @@ class Accelerator(PrepareMethods, TrainingMethods, ExportMethods):
         """Return the tensors of all processes, concatenated along the first dimension; see `tensors.gather`."""
         return tensors.gather(tensor, self._backend)
 
+    @collective("input_data", "batch")
     def gather_for_metrics(
         self, input_data: Any, use_gather_object: bool = False, *, batch: Any = None
     ) -> Any:

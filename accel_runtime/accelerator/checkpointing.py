@@ -32,6 +32,7 @@ from accel_runtime.checkpoint.manifest import Checkpoint
 from accel_runtime.checkpoint.shared_directory import explain_separate_nodes
 from accel_runtime.checkpoint.state_items import is_sharded
 from accel_runtime.checkpoint.training_state import TrainingState
+from accel_runtime.collectives.calls import collective
 from accel_runtime.collectives.handshake import all_gather_objects
 from accel_runtime.data.loader import NextBatch
 from accel_runtime.optimizer import PreparedOptimizer
@@ -93,6 +94,7 @@ class CheckpointMethods(AcceleratorProperties):
         if problem and is_first:
             _LOG.warning("%s", problem)
 
+    @collective("output_dir", "safe_serialization", "async_save")
     def save_state(
         self,
         output_dir: _Path | None = None,
@@ -163,7 +165,9 @@ class CheckpointMethods(AcceleratorProperties):
         self._backend.synchronize()
         topology = self._backend.topology
         rank, world_size = (0, 1) if alone else (topology.rank, topology.world_size)
-        all_gather = (lambda item: [item]) if alone else self._build_all_gather("save_state")
+        # Paths are compared by the operation itself; the project's option counts as the argument does.
+        operation = f"save_state with async_save={in_background}"
+        all_gather = (lambda item: [item]) if alone else self._build_all_gather(operation)
         origin, shared = self._resume_policy.origin, self.settings.shared_files
         from accel_runtime.checkpoint.save import SaveOperation  # noqa: PLC0415 - slow to import
 
@@ -205,6 +209,7 @@ class CheckpointMethods(AcceleratorProperties):
         )
         return os.fspath(place.target)
 
+    @collective("input_dir", "load_kwargs")
     def load_state(
         self,
         input_dir: _Path | None = None,
@@ -257,7 +262,8 @@ class CheckpointMethods(AcceleratorProperties):
         self, input_dir: _Path | None, position: NextBatch, *, strict: bool
     ) -> Checkpoint:
         self._backend.synchronize()
-        all_gather = self._build_all_gather("load_state")
+        operation = "resume" if position == "exact" else f"load_state with position={position}"
+        all_gather = self._build_all_gather(operation)
         if (
             input_dir is not None
             and all_gather(self._backend.topology.rank == 0 and is_accelerate_checkpoint(Path(input_dir)))[0]
@@ -302,6 +308,7 @@ class CheckpointMethods(AcceleratorProperties):
             self.project_configuration.iteration = checkpoint.number + 1
         return checkpoint
 
+    @collective("input_dir")
     def resume(self, input_dir: _Path | None = None) -> Checkpoint | None:
         """Load a checkpoint and continue exactly after the last batch before it; prepare all objects before.
 
@@ -332,7 +339,7 @@ class CheckpointMethods(AcceleratorProperties):
             )
         if not self._resume_policy.possible:
             return None
-        with errors_on_all_ranks(self._build_all_gather("resume")) as step:
+        with errors_on_all_ranks(self._build_all_gather("resume without input_dir")) as step:
             is_first = self._backend.topology.rank == 0
             chosen = self._resume_policy.choose(self.checkpoints) if is_first else None
             step.value = chosen.path if chosen else None

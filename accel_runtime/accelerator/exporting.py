@@ -16,7 +16,8 @@ from accel_runtime import module_names
 from accel_runtime.accelerator.properties import AcceleratorProperties
 from accel_runtime.checkpoint.errors import errors_on_all_ranks
 from accel_runtime.checkpoint.filesystem import parse_size
-from accel_runtime.collectives.handshake import all_gather_objects
+from accel_runtime.collectives.calls import collective
+from accel_runtime.collectives.handshake import all_gather_objects, call_at_site
 from accel_runtime.export import objects
 from accel_runtime.export.load_model import WeightLoader, find_weights, is_streamed
 from accel_runtime.export.objects import refuse_sharded, write_object
@@ -54,6 +55,7 @@ class ExportMethods(AcceleratorProperties):
         """
         return unwrap(model, self._backend, keep_autocast=keep_fp32_wrapper, keep_compiled=keep_torch_compile)
 
+    @collective("model")
     def get_state_dict(
         self, model: nn.Module, unwrap: bool = True, *, everywhere: bool = False
     ) -> dict[str, Any]:
@@ -72,6 +74,8 @@ class ExportMethods(AcceleratorProperties):
         module = self.unwrap_model(model) if unwrap else model
         reshard_models([module])
         if is_sharded_model(module):
+            # The gathering itself is torch's, which compares nothing.
+            self._backend.handshake.exchange(call_at_site("get_state_dict", anywhere=True))
             return gather_state_dict(module, keep=everywhere or self.process_index == 0)
         if unwrap:
             return module_names.state_dict(module)
@@ -80,6 +84,7 @@ class ExportMethods(AcceleratorProperties):
         state: dict[str, Any] = module.state_dict()
         return state
 
+    @collective("model")
     def gathered(self, model: nn.Module) -> AbstractContextManager[nn.Module]:
         """Gather the parameters of a sharded model on every process inside the context, for generation or export.
 
@@ -98,8 +103,12 @@ class ExportMethods(AcceleratorProperties):
             RuntimeError: If an optimizer steps inside the context.
         """
         optimizers = [prepared.optimizer for prepared in self._optimizers]
-        return gather_parameters(self.unwrap_model(model), optimizers)
+        module = self.unwrap_model(model)
+        if is_sharded_model(module):
+            self._backend.handshake.exchange(call_at_site("gathered", anywhere=True))
+        return gather_parameters(module, optimizers)
 
+    @collective("model", "save_directory", "safe_serialization")
     def save_model(
         self,
         model: nn.Module,
@@ -163,6 +172,7 @@ class ExportMethods(AcceleratorProperties):
             return
         write_on_main_process("save_model", write, self._backend, each_machine=each)
 
+    @collective("model", "directory")
     def load_model(self, model: nn.Module, directory: str | os.PathLike[str]) -> None:
         """Load weights of `save_model`, or of another writer of the same layout, into a model.
 

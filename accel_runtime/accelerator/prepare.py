@@ -23,6 +23,7 @@ from accel_runtime.accelerator.checkpointing import CheckpointMethods
 from accel_runtime.accelerator.consistency import check_consistent, collect_option_facts
 from accel_runtime.accelerator.unprepared import explain_unprepared
 from accel_runtime.big_modeling import refuse_forward_on_meta, refuse_meta_model
+from accel_runtime.collectives.calls import collective
 from accel_runtime.data.iteration import ModelInputHook
 from accel_runtime.data.loader import LoaderOptions, PreparedLoader, skip_first_batches
 from accel_runtime.data.prepare import check_loader_configuration, prepare_loader
@@ -143,6 +144,7 @@ class PrepareMethods(CheckpointMethods):
     """Number of models in the description that the launcher has."""
     _parameter_map: ParameterMap
 
+    @collective("objects", "device_placement")
     def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Prepare models, optimizers, loaders and schedulers for the devices, precision and processes of the run.
 

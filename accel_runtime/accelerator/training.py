@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
 from accel_runtime.accelerator.properties import AcceleratorProperties
-from accel_runtime.collectives.handshake import Handshake, call_at_site
+from accel_runtime.collectives.calls import collective
+from accel_runtime.collectives.handshake import Handshake, build_writer, call_at_site
 from accel_runtime.heartbeat import call_site, heartbeat
 from accel_runtime.options import AutocastKwargs
 from accel_runtime.training.accumulation import MicroBatch
@@ -65,7 +66,7 @@ class Preemption:
         if self._handshake.size == 1:
             return self._received
         result = self._handshake.exchange(
-            call_at_site(f"preempted({names})"),
+            call_at_site(f"preempted for {names}"),
             _MASK.size,
             lambda buffer: _MASK.pack_into(buffer, 0, self._received),
         )
@@ -313,14 +314,19 @@ class TrainingMethods(AcceleratorProperties):
         """Set the trigger on this process, for example to stop all processes."""
         self._triggered = True
 
+    @collective()
     def check_trigger(self) -> bool:
         """Return whether any process has set the trigger, and reset it on all processes.
 
         All processes must call it equally often.
         """
         triggered, self._triggered = self._triggered, False
-        return (1,) in self._backend.all_gather_numbers([int(triggered)], "check_trigger")
+        handshake = self._backend.handshake
+        call = call_at_site("check_trigger", anywhere=True)
+        result = handshake.exchange(call, 1, build_writer(bytes([triggered])))
+        return any(result.view(rank)[0] for rank in range(handshake.size))
 
+    @collective("signals")
     def preempted(self, signals: Iterable[signal.Signals | int] = PREEMPTION) -> bool:
         """Return whether any process has received a preemption signal; the result is the same on all processes.
 

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from accel_runtime import nested
-from accel_runtime.collectives.handshake import CollectiveCall, Handshake, build_writer
-from accel_runtime.heartbeat import CallSite
+from accel_runtime.collectives.handshake import Handshake, build_writer, call_at_site
+from accel_runtime.heartbeat import TORCH
 from accel_runtime.module_names import load_state_dict, named_parameters, script_names
 from accel_runtime.options import DDPCommunicationHookType
 from accel_runtime.torch_internals import graph_task_id, on_backward_end
@@ -36,7 +36,6 @@ __all__ = [
 
 _GROUP_BYTES = 64 * 1024 * 1024
 """Bytes of tensors in one collective."""
-_BACKWARD_CALL = CollectiveCall("backward()", CallSite("", 0, ""), anywhere=True)
 
 
 class GradientAveraging:
@@ -95,7 +94,9 @@ class GradientAveraging:
 
     def _compare(self, present: Sequence[bool]) -> None:
         """Raise RuntimeError if replicas have gradients of different parameters."""
-        result = self._handshake.exchange(_BACKWARD_CALL, len(present), build_writer(bytes(present)))
+        # Compared in the first pass, and in those that leave other gradients.
+        call = call_at_site("backward()", anywhere=True, libraries=(TORCH,))
+        result = self._handshake.exchange(call, len(present), build_writer(bytes(present)))
         present_by_rank = zip(*map(result.view, range(self._handshake.size)), strict=True)
         for name, presence in zip(self._names, present_by_rank, strict=True):
             if any(presence) and not all(presence):

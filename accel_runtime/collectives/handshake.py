@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from typing_extensions import override
 
+from accel_runtime.collectives.calls import add_arguments
 from accel_runtime.collectives.transport import SLOT, ConnectionLostError, Transport, memory_of
 from accel_runtime.heartbeat import CallSite, call_site, heartbeat
 from accel_runtime.nested import TensorSpec, describe_structure, find_special_kind
@@ -214,13 +215,12 @@ class Handshake:
                 self._warn_about_lines(call)
             return
         data = f" of {describe_structure(call.structure)}" if call.structure else ""
-        description = f"{call}{data}" + (f": {failure}" if failure else "")
-        calls = self._gather_text(description)
+        calls = self._gather_text(f"{call}{data}" + (f": {failure}" if failure else ""), call)
         raise MismatchError(f"the ranks do not agree on this collective; each called:\n{calls}")
 
     def _warn_about_lines(self, call: CollectiveCall) -> None:
         """Warn that ranks make one call from different lines; collective."""
-        calls = self._gather_text(str(call))
+        calls = self._gather_text(str(call), call)
         if self.rank == 0:
             _LOG.warning(
                 "The ranks called one collective from different lines of the script. Their data fit, but may be of different "
@@ -228,10 +228,13 @@ class Handshake:
                 calls,
             )
 
-    def _gather_text(self, text: str) -> str:
-        """Return a line for each rank with its text; collective."""
+    def _gather_text(self, text: str, call: CollectiveCall) -> str:
+        """Return a line for each rank with the text about its call; collective."""
         data = encode_text(text)
-        result = self.exchange(CollectiveCall("describing", _NOWHERE), len(data), build_writer(data))
+        report = CollectiveCall("comparison of calls", call.site, anywhere=True)
+        result = self.exchange(report, len(data), build_writer(data))
+        # Messages about a rank that ends later have its own call.
+        self._last = call
         return "\n".join(
             f"  rank {rank}: {decode_text(bytes(result.view(rank)))}" for rank in range(self.size)
         )
@@ -304,9 +307,6 @@ def build_writer(data: bytes | memoryview) -> Write:
     return write
 
 
-_NOWHERE = CallSite("", 0, "")
-
-
 def _all_equal(heads: Sequence[Sequence[int]], column: int) -> bool:
     first = heads[0][column]
     return all(head[column] == first for head in heads)
@@ -329,10 +329,19 @@ def _digest(text: str) -> int:
 
 
 def call_at_site(
-    operation: str, structure: tuple[Any, ...] = (), *, free: str = "", anywhere: bool = False
+    operation: str,
+    structure: tuple[Any, ...] = (),
+    *,
+    free: str = "",
+    anywhere: bool = False,
+    libraries: tuple[str, ...] = (),
 ) -> CollectiveCall:
-    """Describe the current call, with the line of the user's code that it comes from."""
-    return CollectiveCall(operation, call_site(), structure, free, anywhere)
+    """Describe the current call, with the line of the user's code that it comes from.
+
+    The arguments of the public function that makes it are added; every call that is compared is built here. Lines of `libraries`
+    are left out.
+    """
+    return CollectiveCall(add_arguments(operation), call_site(*libraries), structure, free, anywhere)
 
 
 _ALIGNMENT = 64

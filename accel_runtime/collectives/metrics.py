@@ -10,6 +10,7 @@ import torch
 
 from accel_runtime import nested
 from accel_runtime.backends.base import Backend
+from accel_runtime.collectives.calls import collective
 from accel_runtime.collectives.handshake import MismatchError, all_gather_objects, call_at_site
 from accel_runtime.collectives.tensors import check_rank, find_cure, gather_tensors, replace_tensors
 from accel_runtime.data.source import StepInfo
@@ -74,6 +75,7 @@ def gather_samples(
     return replace_tensors(data, tensors)
 
 
+@collective("obj", "backend")
 def gather_object(obj: Any, backend: Backend) -> list[Any]:
     """Concatenate the items of all ranks in one list, by rank.
 
@@ -102,6 +104,7 @@ def gather_object(obj: Any, backend: Backend) -> list[Any]:
     ]
 
 
+@collective("objects", "backend")
 def broadcast_object_list(objects: list[Any], backend: Backend, from_process: int = 0) -> list[Any]:
     """Copy the objects of one rank into the lists of all others; return `objects`.
 
@@ -114,7 +117,7 @@ def broadcast_object_list(objects: list[Any], backend: Backend, from_process: in
     if backend.topology.world_size == 1:
         return objects
     sent = list(objects) if backend.topology.rank == from_process else None
-    operation = f"broadcast_object_list of {len(objects)} from rank {from_process}"
+    operation = f"broadcast_object_list of {len(objects)}"
     objects[:] = all_gather_objects(operation, sent, backend.handshake, compare_lines=True)[from_process]
     return objects
 

@@ -12,6 +12,7 @@ import torch
 
 from accel_runtime import nested
 from accel_runtime.backends.base import Backend, Reduction
+from accel_runtime.collectives.calls import collective
 from accel_runtime.collectives.handshake import PAYLOAD, CollectiveCall, build_writer, call_at_site
 from accel_runtime.nested import FlattenedData, TensorSpec, flatten_data, list_locations
 
@@ -27,6 +28,7 @@ __all__ = [
 ]
 
 
+@collective("data", "backend")
 def gather(data: Any, backend: Backend) -> Any:
     """Concatenate the tensors of all ranks along the first dimension, by rank.
 
@@ -50,6 +52,7 @@ def gather(data: Any, backend: Backend) -> Any:
     return replace_tensors(data, gathered.tensors)
 
 
+@collective("data", "backend", "compare_lines")
 def reduce(
     data: Any, reduction: Reduction, backend: Backend, scale: float = 1.0, *, compare_lines: bool = True
 ) -> Any:
@@ -81,8 +84,7 @@ def reduce(
     flat = flat._replace(
         tensors=exact, specs=tuple(TensorSpec(t.dtype, t.shape, t.device.type) for t in exact)
     )
-    operation = f"reduce {reduction} scale {scale}"
-    call = call_at_site(operation, flat.structure, anywhere=not compare_lines)
+    call = call_at_site("reduce", flat.structure, anywhere=not compare_lines)
     if backend.topology.world_size == 1:
         refuse_non_tensors(flat, data)
         if refusal:
@@ -94,6 +96,7 @@ def reduce(
     return replace_tensors(data, totals if scale == 1 else [total * scale for total in totals])
 
 
+@collective("data", "backend")
 def broadcast(data: Any, backend: Backend, from_process: int = 0) -> Any:
     """Copy the tensors of one rank into those of all others; return `data`.
 
@@ -107,11 +110,12 @@ def broadcast(data: Any, backend: Backend, from_process: int = 0) -> Any:
     flat = flatten_data(data)
     if backend.topology.world_size == 1:
         return refuse_non_tensors(flat, data)
-    call = call_at_site(f"broadcast from rank {from_process}", flat.structure)
+    call = call_at_site("broadcast", flat.structure)
     _broadcast(call, flat, from_process, backend)
     return data
 
 
+@collective("data", "backend")
 def pad_across_processes(
     data: Any, backend: Backend, dim: int = 0, pad_index: int = 0, pad_first: bool = False
 ) -> Any:
@@ -135,7 +139,7 @@ def pad_across_processes(
     flat = flatten_data(data)
     if backend.topology.world_size == 1:
         return refuse_non_tensors(flat, data)
-    call = call_at_site(f"pad_across_processes of dimension {dim}", flat.structure, free="sizes")
+    call = call_at_site("pad_across_processes", flat.structure, free="sizes")
     sizes = [_size_of(tensor, dim) for tensor in flat.tensors]
     own = struct.pack(f"={len(sizes)}q", *sizes)
     result = backend.handshake.exchange(call, len(own), build_writer(own))

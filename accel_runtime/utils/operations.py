@@ -14,6 +14,7 @@ from accel_runtime import nested, rng
 from accel_runtime.backends import current_backend
 from accel_runtime.backends.base import Reduction
 from accel_runtime.collectives import metrics, tensors
+from accel_runtime.collectives.calls import collective
 from accel_runtime.state import split_items
 from accel_runtime.training.forward import unwrap, unwrap_submodules
 
@@ -203,6 +204,7 @@ def wait_for_everyone() -> None:
     current_backend().barrier()
 
 
+@collective("generator")
 def synchronize_rng_state(rng_type: str | None = None, generator: torch.Generator | None = None) -> None:
     """Copy the state of a random number generator from the main process to all others.
 
@@ -221,7 +223,7 @@ def synchronize_rng_state(rng_type: str | None = None, generator: torch.Generato
         )
     backend = current_backend()
     if generator is not None:
-        generator.set_state(backend.broadcast_object(generator.get_state(), "random states"))
+        generator.set_state(backend.broadcast_object(generator.get_state(), "random states of generator"))
     else:
         rng.broadcast_rng_types([str(rng_type)], backend)
 

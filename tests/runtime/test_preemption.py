@@ -67,8 +67,8 @@ def test_ranks_with_different_signals_are_reported(pair):
             signal.signal(signal_number, before)
 
     for message in pair.run(run_until_preempted):
-        assert "rank 0: preempted(SIGUSR1) at test_preemption.py" in message
-        assert "rank 1: preempted(SIGUSR2) at test_preemption.py" in message
+        assert "rank 0: preempted for SIGUSR1 at test_preemption.py" in message
+        assert "rank 1: preempted for SIGUSR2 at test_preemption.py" in message
 
 
 def test_signal_handlers_are_unchanged_if_preempted_is_never_called():

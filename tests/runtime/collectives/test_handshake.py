@@ -69,18 +69,18 @@ def call_differently(kind, is_odd_rank, b):
 
 
 EXPECTED = {
-    "operation": "reduce sum scale 1.0 at LINE of float32[2, 2] on cpu",
-    "reduction": "reduce max scale 1.0 at LINE of float32[2, 2] on cpu",
+    "operation": "reduce(reduction='sum') at LINE of float32[2, 2] on cpu",
+    "reduction": "reduce(reduction='max') at LINE of float32[2, 2] on cpu",
     "structure": "gather at LINE of ['b']: float32[2, 2] on cpu",
     "fewer tensors": "gather at LINE of [0]: float32[2, 2] on cpu",
     "dtype": "gather at LINE of [0]: int64[2, 2] on cpu",
     "trailing shape": "gather at LINE of ['x']: float32[2, 3] on cpu",
-    "shape to reduce": "reduce sum scale 1.0 at LINE of float32[3, 2] on cpu",
+    "shape to reduce": "reduce(reduction='sum') at LINE of float32[3, 2] on cpu",
     "objects": "gather_for_metrics of objects",
     "step": "gather_for_metrics at LINE of float32[2, 2] on cpu",
     "no tensor": "gather at LINE of [0]: float",
     "barrier": "wait_for_everyone at LINE",
-    "source": "broadcast from rank 1 at LINE of float32[2, 2] on cpu",
+    "source": "broadcast(from_process=1) at LINE of float32[2, 2] on cpu",
 }
 
 
