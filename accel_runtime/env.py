@@ -7,6 +7,7 @@ the processes it starts; the runtime reads it with `Settings.from_env()`. A user
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
@@ -48,6 +49,7 @@ __all__ = [
     "PREFIX",
     "PROFILE",
     "RANK_FOLDER",
+    "RANK_PROCESS",
     "RDZV_SOCKET",
     "ROUNDING",
     "TRUSTED_PROJECTS",
@@ -65,7 +67,9 @@ __all__ = [
     "check_layout",
     "explain_fsdp1_option",
     "find_nearest",
+    "find_rank_process",
     "flatten_settings",
+    "format_rank_process",
     "format_size",
     "is_placed_by_device",
     "read_switch",
@@ -86,6 +90,8 @@ RANK_FOLDER = "ACCEL_RANK_FOLDER"
 """Directory of this process in the launcher's run directory; not set if `accel launch` keeps none."""
 LAUNCH = "ACCEL_LAUNCH"
 """Unique name that `accel launch` gives a run, and that its checkpoints contain."""
+RANK_PROCESS = "ACCEL_RANK_PROCESS"
+"""Process id of a rank, and the variables with which it has connected, for the processes that it starts."""
 NODE_NAME = "ACCEL_NODE_NAME"
 """Name of this node in messages, for containers whose host name means nothing."""
 FAILURE_FILE = "ACCEL_FAILURE_FILE"
@@ -146,6 +152,35 @@ EARLY_FP16 = "USE_FP16"
 """Switch of the first Accelerate releases, used if `ACCEL_MIXED_PRECISION` is not set."""
 PJRT = "PJRT_DEVICE"
 """Device of torch_xla; if it is set, the device `auto` is `xla`."""
+
+_IDENTITY = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables of a rank that another run, also one that a rank starts, has with other values."""
+
+
+def format_rank_process(environ: Mapping[str, str], pid: int) -> str:
+    """Return the value of `RANK_PROCESS` for a rank with these variables."""
+    return " ".join([str(pid), *(environ.get(name, "") for name in _IDENTITY)])
+
+
+def find_rank_process(environ: Mapping[str, str]) -> int | None:
+    """Return the process id of the rank whose variables this process has inherited, while that rank runs; else None.
+
+    A process that replaces itself by exec stays the rank, and so does one that is started when the rank has ended.
+    """
+    text = environ.get(RANK_PROCESS, "").partition(" ")[0]
+    if not text.isdigit() or int(text) == os.getpid() or environ.get("WORLD_SIZE", "1") == "1":
+        return None
+    pid = int(text)
+    if environ[RANK_PROCESS] != format_rank_process(environ, pid):
+        return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except OSError:  # it belongs to another user
+        pass
+    return pid
+
 
 Device = Literal["auto", "cpu", "cuda", "mps", "xla", "xpu"]
 LogLevel = Literal["auto", "debug", "info", "warning", "error", "critical"]
@@ -339,6 +374,7 @@ def _refuse_near_misses(environ: Mapping[str, str]) -> None:
         PROFILE,
         TRUST_NETWORK,
         RANK_FOLDER,
+        RANK_PROCESS,
         NODE_NAME,
         FAILURE_FILE,
         NUM_PROCESSES,

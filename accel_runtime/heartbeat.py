@@ -164,6 +164,8 @@ class Progress:
         self.steps = self.batches = self.backwards = self.collectives = 0
         self.inside: tuple[str, CallSite] | None = None
         """Current collective of accel, and its line."""
+        self.in_store: tuple[str, CallSite] | None = None
+        """Current wait for a key that another rank sets, and its line."""
         self._base = self._previous_base = (0, 0, 0)
         """Backward passes, steps and batches at the last collective, and at the one before it."""
         self._error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")

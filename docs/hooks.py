@@ -269,7 +269,12 @@ _SET_BY_LAUNCHER = """\
 `accel launch` sets these variables, and those of torchrun: `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`,
 `MASTER_ADDR`, `MASTER_PORT` and related ones. `accel launch --dry-run` prints the variables of a launch. Do not set
 them yourself."""
-_SET_VALUES = {"LAUNCH": "a name", "RANK_FOLDER": "a directory", "RDZV_SOCKET": "a number"}
+_SET_VALUES = {
+    "LAUNCH": "a name",
+    "RANK_FOLDER": "a directory",
+    "RANK_PROCESS": "a process",
+    "RDZV_SOCKET": "a number",
+}
 _OTHER_TOOLS = """\
 accel also reads [Accelerate's variables](../coming-from-accelerate.md#environment-variables) and these:"""
 _OTHER_VALUES = {"PJRT": "`TPU`, `CPU`, ...", "EARLY_FP16": "`1`, `true`, `0`, `false`"}

@@ -57,6 +57,8 @@ READ_THE_ENVIRONMENT = (
     "accel_runtime/utils/environment.py",
     "accel_runtime/utils/launch.py",
     "accel_runtime/backends/__init__.py",
+    # The address at which a process group is created, and the record of its process for those that it starts.
+    "accel_runtime/backends/arrivals.py",
     "accel_runtime/launchers.py",
     "accel_runtime/heartbeat.py",
 )

@@ -12,6 +12,7 @@ from typing import Any
 
 from accel_cli.errors import UsageError
 from accel_cli.planning.machine import Tpu
+from accel_runtime.env import find_rank_process
 from accel_runtime.text import encode_text
 
 __all__ = [
@@ -121,6 +122,11 @@ def find_nodes(options: NodeOptions, environ: Mapping[str, str], *, parent: int 
     Options replace values of the variables, or must agree with them. `parent` is the PID of the parent process, which
     identifies the job of an mpirun that sets no job id.
     """
+    if (pid := find_rank_process(environ)) is not None:
+        raise UsageError(
+            f"Cannot launch with RANK={environ.get('RANK')} and WORLD_SIZE={environ.get('WORLD_SIZE')}: process {pid} is that rank, still runs, "
+            "and has started this one. Unset RANK, WORLD_SIZE and LOCAL_RANK to start a separate run."
+        )
     layout = (
         _find_torchrun_ranks(environ)
         or _find_pet_nodes(environ)

@@ -17,6 +17,7 @@ from torch import nn
 
 from accel_runtime.collectives.handshake import (
     Handshake,
+    RankLostError,
     StallError,
     all_gather_objects,
     build_writer,
@@ -25,7 +26,7 @@ from accel_runtime.collectives.handshake import (
 from accel_runtime.collectives.transport import Transport
 from accel_runtime.data.source import EpochIterator
 from accel_runtime.env import MixedPrecision, Settings
-from accel_runtime.heartbeat import call_site
+from accel_runtime.heartbeat import call_site, heartbeat
 from accel_runtime.options import DistributedType
 from accel_runtime.topology import DataRank, Topology
 
@@ -188,8 +189,7 @@ class Backend(ABC):
             self.set_store_key(f"{key}/{rank}", _DONE)
             return
         self.set_store_key(f"{key}/{rank}", _FOLLOWS)
-        # Only one of the waiting ranks reports it.
-        result = self.wait_for_store_key(leader, f"{key}/{leader}", operation if rank == leader + 1 else None)
+        result = self._wait_for_leader(leader, f"{key}/{leader}", operation)
         if result == _FOLLOWS:
             raise RuntimeError(
                 f"{operation} failed: rank {rank} waits for rank {leader}, which is not the first rank of its machine. Number the ranks "
@@ -198,6 +198,24 @@ class Backend(ABC):
         if result != _DONE:
             raise RuntimeError(f"{operation} failed on rank {leader}: {result.removeprefix(f'{_FAILED}:')}")
         yield
+
+    def _wait_for_leader(self, leader: int, key: str, operation: str) -> str:
+        """Return what `leader` sets for `key`; ranks that wait for this one meanwhile find it by its status."""
+        site, progress = call_site(), heartbeat()
+        if progress is not None:
+            progress.in_store = (operation, site)
+        try:
+            # Only one of the waiting ranks reports it.
+            reported = operation if self.topology.rank == leader + 1 else None
+            return self.wait_for_store_key(leader, key, reported)
+        except RuntimeError as error:  # the process that serves the store has ended
+            raise RankLostError(
+                f"{operation} at {site} cannot complete: rank {leader} did not call it, or its block did not end, before the store of the "
+                f"process group was lost ({error})."
+            ) from None
+        finally:
+            if progress is not None:
+                progress.in_store = None
 
     def wait_for_store_key(
         self, rank: int, key: str, operation: str | None, *, detect_deadlock: bool = False

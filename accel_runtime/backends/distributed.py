@@ -27,6 +27,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import get_worker_info
 from typing_extensions import override
 
+from accel_runtime.backends.arrivals import (
+    forget_rank_process,
+    record_rank_process,
+    refuse_child_of_rank,
+    report_missing_ranks,
+)
 from accel_runtime.backends.base import Backend, Reduction
 from accel_runtime.backends.ddp import sync_in_backward, wrap_in_ddp
 from accel_runtime.collectives.handshake import Handshake, all_gather_objects
@@ -164,7 +170,11 @@ class DistributedBackend(StoreBackend):
             _check_is_rank(topology)
             if group_options["backend"] == _SMDDP:
                 _register_smddp(device)
-            dist.init_process_group(**group_options)
+            is_waiting = topology.launched and not group_options.keys() & {"store", "init_method"}
+            with report_missing_ranks(topology) if is_waiting else nullcontext():
+                dist.init_process_group(**group_options)
+            if topology.launched:
+                record_rank_process()
             atexit.register(_destroy_process_group)
             _USERS.clear()
             _USERS.add(self)
@@ -343,6 +353,7 @@ def _check_is_rank(topology: Topology) -> None:
         )
     if get_worker_info() is not None:
         raise build_refusal(f"this process was spawned by rank {topology.rank}")
+    refuse_child_of_rank(topology)
 
 
 def _gpu_of(device: torch.device) -> tuple[Any, ...]:
@@ -403,5 +414,6 @@ def _destroy_process_group() -> None:
     wait_for_threads(_CLOSE_PAUSE_S, _CLOSE_PATIENCE_S)
     rank_monitor_of.cache_clear()
     connect_group.cache_clear()
+    forget_rank_process()
     if dist.is_initialized():
         dist.destroy_process_group()

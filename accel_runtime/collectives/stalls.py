@@ -93,39 +93,68 @@ class RankMonitor:
         self._blocked: dict[int, RankStatus] = {}
         """Ranks that waited for this one when that was last checked."""
         self._waiting: dict[int, RankStatus] = {}
-        """The other ranks when this one last checked for a deadlock."""
+        """The oldest status of each other rank that is still unchanged."""
+        self._next_check: tuple[ProgressCounts, float, float] = (ProgressCounts(-1, 0, 0, 0), 0.0, 0.0)
+        """The collective for which deadlocks are checked, the earliest time of the next check and the interval after it."""
 
     def check_for_deadlock(self) -> None:
         """Raise StallError if this rank waits in a collective, and others in torch for this rank.
 
         This is certain for a backward pass that this rank has not begun, and if all other ranks wait and use no CPU time.
-        This rank calls it repeatedly while it waits; the status of the other ranks must have been equal in two calls.
+        This rank calls it repeatedly while it waits; the status of the other ranks must not have changed for a time.
         """
         progress = self.service.progress
-        counts, statuses = progress.counts_before_collective, self.service.ask(range(self._size))
-        previous, self._waiting = self._waiting, statuses
-        unchanged = _select_unchanged(statuses, previous)
+        counts = progress.counts_before_collective
+        if not self._is_check_due(counts):
+            return
+        statuses = self.service.ask(range(self._size))
+        oldest = {
+            rank: previous if (previous := self._waiting.get(rank)) == status else status
+            for rank, status in statuses.items()
+        }
+        self._waiting = oldest
         blocked = {
             rank: status.text
-            for rank, status in unchanged.items()
+            for rank, status in statuses.items()
             if status.in_backward
+            and status.time - oldest[rank].time >= BACKWARD_S
             and status.counts.collectives == counts.collectives
             and status.counts.backwards > counts.backwards
         }
-        if not blocked and sum(
-            status.is_idle_since(previous[rank]) for rank, status in unchanged.items()
-        ) == (self._size - 1):
+        unchanged = {
+            rank: status
+            for rank, status in statuses.items()
+            if status.time - oldest[rank].time >= (BACKWARD_S if status.in_backward else IDLE_S)
+        }
+        if not blocked and sum(status.is_idle_since(oldest[rank]) for rank, status in unchanged.items()) == (
+            self._size - 1
+        ):
             blocked = {rank: status.text for rank, status in unchanged.items() if not status.in_handshake}
         if not blocked or progress.inside is None:
             return
         operation, site = progress.inside
         texts = {rank: status.text for rank, status in statuses.items()}
         texts[self._rank] = f"waits in {operation} at {site} {self.service.progress_text}"
-        raise StallError(
+        message = (
             f"{operation} at {site} cannot complete: {_name_ranks(blocked)}. Call it on all ranks; to leave a loop on all "
             "ranks at once, use set_trigger() and check_trigger()."
             f"{self._format_statuses(texts)}"
         )
+        # The error of a call of torch does not name the ranks.
+        self.service.print_on([rank for rank in blocked if statuses[rank].in_torch], f"StallError: {message}")
+        raise StallError(message)
+
+    def _is_check_due(self, counts: ProgressCounts) -> bool:
+        """Return whether a wait is checked now: often at first, then seldom, since every check takes time of all ranks."""
+        now = time.monotonic()
+        checked, due, interval = self._next_check
+        if checked != counts:
+            due, interval = now, 0.0
+            self._waiting = {}
+        if now < due:
+            return False
+        self._next_check = (counts, now + interval, min(interval + 1.0, _LONGEST_INTERVAL_S))
+        return True
 
     def describe_wait(self, rank: int) -> str:
         """Return the status of a rank that waits for this one in a collective or a backward pass, otherwise an empty string.
@@ -139,8 +168,7 @@ class RankMonitor:
             if not status.ended and (status.in_backward or status.counts.collectives > counts.collectives)
         }
         previous, self._blocked = self._blocked, waiting
-        unchanged = _select_unchanged(waiting, previous)
-        return unchanged[rank].text if rank in unchanged else ""
+        return waiting[rank].text if rank in waiting and previous.get(rank) == waiting[rank] else ""
 
     def wait(self, operation: str) -> MissingRanks | None:
         """Wait until all ranks make this call and return None, or until a rank is known never to make it.
@@ -247,13 +275,6 @@ class RankMonitor:
         return f"{operation}/{counts.collectives}/rank {rank}"
 
 
-def _select_unchanged(
-    statuses: Mapping[int, RankStatus], previous: Mapping[int, RankStatus]
-) -> dict[int, RankStatus]:
-    """Return the statuses that are equal to those of the previous request."""
-    return {rank: status for rank, status in statuses.items() if previous.get(rank) == status}
-
-
 def _name_ranks(texts: Mapping[int, str]) -> str:
     """Return the texts of the first few ranks in one line."""
     return "; ".join(f"rank {rank} {texts[rank]}" for rank in list(texts)[:_MAX_NAMED_RANKS])
@@ -283,6 +304,12 @@ SAMPLE_INTERVAL_S = 10.0
 """Seconds between two samples of the status of this rank."""
 REPORT_WAIT_S = 30.0
 """Seconds after which a rank that waits for others says so."""
+IDLE_S = 1.5
+"""Seconds for which a rank that waits in a collective must be idle before it counts as blocked."""
+BACKWARD_S = 10.0
+"""Seconds for which a backward pass must be unchanged; the script's own code may run in it."""
+_LONGEST_INTERVAL_S = 10.0
+"""The most seconds between two checks of one wait."""
 PATIENCE_S = 2.0
 """Seconds in which a rank answers, unless its threads wait for code that holds the GIL."""
 _PAUSE_S = 0.005
@@ -296,6 +323,8 @@ _LIBRARIES = tuple(
 )
 """Starts of the file names of libraries; a status names the line of the user's code that called them."""
 _DDP = f"{TORCH}nn/parallel/distributed.py"
+_OWN_WORK = (f"{TORCH}distributed/checkpoint/", f"{TORCH}distributed/elastic/")
+"""Files of torch that read and write files, and wait for these rather than for other ranks."""
 _COLLECTIVES = (f"{TORCH}distributed/", _DDP, f"{Path(__file__).parents[1] / 'backends' / 'distributed.py'}")
 """Files with functions that wait for other ranks."""
 _IDLE_SHARE = 0.1
@@ -316,7 +345,7 @@ class RankStatus:
     in_handshake: bool = False
     """True in a collective of accel, before all ranks have joined it."""
     in_torch: bool = False
-    """True in a function of torch that communicates: a collective, or DDP before a forward pass."""
+    """True in a function of torch that communicates (a collective, or DDP before a forward pass), or in a wait for a store key."""
     ended: bool = False
     """True if the script has ended."""
     time: float = field(default=0.0, compare=False)
@@ -395,6 +424,14 @@ class StatusService:
                 if pending:
                     time.sleep(_PAUSE_S)
         return statuses
+
+    def print_on(self, ranks: Iterable[int], text: str) -> None:
+        """Print a text on other ranks; only the first of several ranks that do so in one wait has an effect."""
+        number = self.progress.counts.collectives
+        with suppress(RuntimeError):
+            if self.store.add(f"stall {number}", 1) == 1:
+                for rank in ranks:
+                    self._request(rank, f"{_PRINT}{text}")
 
     def close(self) -> None:
         """Publish that this rank has ended, and stop the thread that answers."""
@@ -486,7 +523,10 @@ class StatusService:
         """Return the status of this rank's main thread."""
         progress = self.progress
         counts, inside, in_backward, in_torch = progress.counts, progress.inside, False, ""
-        if inside is not None:
+        if progress.in_store is not None:
+            operation, site = progress.in_store
+            location, in_torch = f"is in {operation} at {site}", operation
+        elif inside is not None:
             location = f"waits in {inside[0]} at {inside[1]}"
         else:
             frame = sys._current_frames().get(self._main or 0)  # noqa: SLF001 - documented, for such uses
@@ -520,7 +560,8 @@ def _get_torch_collective(frame: Any) -> str:
 
     Not a function around it: wrappers of modules call the model.
     """
-    if frame is None or not frame.f_code.co_filename.startswith(_COLLECTIVES):
+    file = "" if frame is None else frame.f_code.co_filename
+    if not file.startswith(_COLLECTIVES) or file.startswith(_OWN_WORK):
         return ""
     if frame.f_code.co_filename == _DDP:
         return "the forward pass"

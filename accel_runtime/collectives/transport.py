@@ -49,7 +49,7 @@ SUMMARY_VALUES = 8
 """Integers in the summary of a handshake: four values of a rank and their negatives."""
 SLOT = 4096
 """Bytes that every rank sends in a handshake; docs/design/handshake.md has the measurements."""
-WATCH_INTERVAL_S = 10.0
+WATCH_INTERVAL_S = 2.0
 """Longest time in seconds for which a rank waits for another before it calls `Transport.on_wait`."""
 _PATIENCE_S = 2.0
 """Seconds to wait for the reports of other ranks after the connection is lost."""

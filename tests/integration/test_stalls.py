@@ -203,8 +203,9 @@ def test_a_process_that_ends_early_is_named_by_the_waiting_ranks(accel, script, 
 )
 def test_a_process_that_leaves_the_loop_early_fails_at_its_next_collective(accel, script, call):
     script(
-        "from accel_runtime.collectives import transport\n"
-        "transport.WATCH_INTERVAL_S = 0.5\n" + STRAYS.replace("STRAY", f"accelerator.{call}; break")
+        "from accel_runtime.collectives import stalls, transport\n"
+        "transport.WATCH_INTERVAL_S = stalls.IDLE_S = stalls.BACKWARD_S = 0.5\n"
+        + STRAYS.replace("STRAY", f"accelerator.{call}; break")
     )
     result = accel("launch", "-q", "--nproc-per-node", 2, "train.py")
     assert result.returncode == 1
@@ -261,19 +262,36 @@ for epoch in range(2):
             ("waits in gather", "is in barrier()"),
             marks=pytest.mark.slow,
         ),
+        (
+            2,
+            "accelerator.gather(batch) if accelerator.is_main_process else accelerator.main_process_first().__enter__()",
+            ("waits in gather", "is in main_process_first()"),
+        ),
     ],
-    ids=["a call in the first step", "the next epoch", "a collective of the script"],
+    ids=[
+        "a call in the first step",
+        "the next epoch",
+        "a collective of the script",
+        "a wait for the main process",
+    ],
 )
 def test_ranks_that_wait_for_each_other_end_within_seconds(accel, script, step, stray, places):
     text = LEAVES.replace("STEP", str(step)).replace("STRAY", stray)
-    script(text.replace("accelerator =", "transport.WATCH_INTERVAL_S = 0.5\naccelerator ="))
-    result = accel("launch", "-q", "--nproc-per-node", 2, "train.py")
+    script(
+        text.replace(
+            "accelerator =",
+            "transport.WATCH_INTERVAL_S = stalls.IDLE_S = stalls.BACKWARD_S = 0.5\naccelerator =",
+        )
+    )
+    result = accel("launch", "-q", "--nproc-per-node", 2, "--ranks", "all", "train.py")
     assert result.returncode == 1
     lines = result.stderr[result.stderr.index("accel: error: rank 0 of 2") :].splitlines()
     first, second = places
     assert f"StallError: {first.removeprefix('waits in ')} at train.py:" in lines[0]
     assert f"cannot complete: rank 1 {second} at train.py:" in lines[0]
     assert [line.split(" at ")[0] for line in lines[1:3]] == [f"  rank 0: {first}", f"  rank 1: {second}"]
+    # Also on the rank in a call of torch, whose own error names no rank.
+    assert ("[1] accel: StallError: " in result.stderr) == (second != "is in backward()")
 
 
 @pytest.mark.parametrize("shown", ["all", "0"])
@@ -300,8 +318,8 @@ def test_ranks_that_wait_for_each_other_in_torch_are_reported_once_with_their_li
 SLOW_BACKWARD = """
 import time, torch
 from accel_runtime import Accelerator
-from accel_runtime.collectives import transport
-transport.WATCH_INTERVAL_S = LOOK_EVERY
+from accel_runtime.collectives import stalls, transport
+transport.WATCH_INTERVAL_S = stalls.IDLE_S = stalls.BACKWARD_S = LOOK_EVERY
 class Slow(torch.autograd.Function):
     @staticmethod
     def forward(ctx, value):
