@@ -9,7 +9,7 @@ import pytest
 from support.processes import Process
 from support.waits import limit
 
-READS = "import os\nprint('rank', os.environ.get('LOCAL_RANK'), flush=True)\n"
+READS = "import os\nos.write(1, f\"rank {os.environ.get('LOCAL_RANK')}\\n\".encode())\n"
 
 
 @pytest.fixture
