@@ -28,6 +28,7 @@ def build_environ(rank, size, port):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "variables", "expected"),
     [
