@@ -93,10 +93,7 @@ def _describe(topology: Topology, address: str, store: TCPStore | None, seconds:
     rank, size = topology.rank, topology.world_size
     waited = f"rank {rank} of {size} has waited {seconds:.0f} s for"
     if store is None:
-        return (
-            f"{waited} rank 0, and no process listens at {address} (MASTER_ADDR and MASTER_PORT). Start all {size} processes, each with its "
-            f"own RANK; or unset RANK, WORLD_SIZE and LOCAL_RANK to run this one alone.{_explain_terminal()}"
-        )
+        return f"{waited} rank 0, and no process listens at {address} (MASTER_ADDR and MASTER_PORT). {_get_cure(size)}"
     store.set(_key(rank), "")
     arrived = [other for other in range(size) if other == rank or store.check([_key(other)])]
     missing = [other for other in range(size) if other not in arrived]
@@ -104,10 +101,7 @@ def _describe(topology: Topology, address: str, store: TCPStore | None, seconds:
         return ""
     named = ", ".join(map(str, missing[:_MAX_NAMED_RANKS]))
     more = f" and {len(missing) - _MAX_NAMED_RANKS} more" if len(missing) > _MAX_NAMED_RANKS else ""
-    return (
-        f"{waited} rank{'s' if len(missing) > 1 else ''} {named}{more} to connect at {address}. Start all {size} processes, each with its "
-        f"own RANK; or unset RANK, WORLD_SIZE and LOCAL_RANK to run this one alone.{_explain_terminal()}"
-    )
+    return f"{waited} rank{'s' if len(missing) > 1 else ''} {named}{more} to connect at {address}. {_get_cure(size)}"
 
 
 def _key(rank: int) -> str:
@@ -115,11 +109,11 @@ def _key(rank: int) -> str:
     return f"accel/arrived/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}/{rank}"
 
 
-def _explain_terminal() -> str:
-    """Return how a rank of an interactive Slurm step is started with the others; empty outside of such a step."""
-    if "SLURM_PTY_PORT" not in os.environ:
-        return ""
-    return (
-        " Only the first task of srun --pty has the terminal: run srun accel launch ... in the shell of salloc, or start the shell with one "
-        "task (srun -n1 --pty)."
-    )
+def _get_cure(size: int) -> str:
+    """Return how the missing ranks are started; in an interactive Slurm step, which has set the variables, with srun."""
+    if "SLURM_PTY_PORT" in os.environ:
+        return (
+            "Only the first task of srun --pty has the terminal: run srun accel launch ... in the shell of salloc, or start the shell with "
+            "one task (srun -n1 --pty)."
+        )
+    return f"Start all {size} processes, each with its own RANK; or unset RANK, WORLD_SIZE and LOCAL_RANK to run this one alone."

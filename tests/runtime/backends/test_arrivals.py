@@ -32,8 +32,8 @@ def build_environ(rank, size, port):
 @pytest.mark.parametrize(
     ("ranks", "variables", "expected"),
     [
-        ([0], {"SLURM_PTY_PORT": "1"}, {0: "for ranks 1, 2, 3 to connect at 127.0.0.1:PORT. Start all 4 processes"}),
-        ([0, 2], {}, {0: "for ranks 1, 3 to connect at"}),
+        ([0], {"SLURM_PTY_PORT": "1"}, {0: "for ranks 1, 2, 3 to connect at 127.0.0.1:PORT. Only the first task of srun --pty"}),
+        ([0, 2], {}, {0: "for ranks 1, 3 to connect at 127.0.0.1:PORT. Start all 4 processes"}),
         ([1], {}, {1: "for rank 0, and no process listens at 127.0.0.1:PORT"}),
     ],
 )  # fmt: skip

@@ -136,7 +136,16 @@ class Containers:
         """Create the hosts of one job."""
         launcher = SageMaker(instance_count=len(names), **{"ranks": "all", **dict(section)})
         # The paths of the source are not those of this folder.
-        arguments = (target, tuple(args), kind, Settings(device="cpu", shared_files=False), {}, {}, Machine(2), sys.executable)
+        arguments = (
+            target,
+            tuple(args),
+            kind,
+            Settings(device="cpu", shared_files=False),
+            {},
+            {},
+            Machine(2),
+            sys.executable,
+        )
         launch = LaunchSpec(*arguments, is_builtin=True)
         content = {**build_job_spec(launcher, launch), "packages": bundle.list_requirements(), **spec}
         created = [self.host(name, names, source, content) for name in names]
