@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,13 @@ from accel_runtime.checkpoint.directory import (
     remove_checkpoint,
     remove_leftovers,
     scan_directory,
+    use_checkpoint,
+    verify_files,
 )
-from accel_runtime.checkpoint.errors import CheckpointError, RequestError
+from accel_runtime.checkpoint.errors import CheckpointError, DamageError, RequestError
 from accel_runtime.checkpoint.filesystem import FileSystem
-from accel_runtime.checkpoint.manifest import Checkpoint, Manifest, verify_all_files
-from accel_runtime.checkpoint.safetensors_file import MergeRequest, merge_tensors
+from accel_runtime.checkpoint.manifest import Checkpoint, Manifest
+from accel_runtime.checkpoint.safetensors_file import MergeRequest, MergeResult, merge_tensors
 
 __all__ = [
     "export_checkpoint",
@@ -64,7 +66,19 @@ def list_checkpoints(directory: str) -> dict[str, Any]:
 def verify_checkpoint(directory: str, progress: Progress) -> dict[str, Any]:
     """Read every byte of a checkpoint; if it is damaged, also of earlier ones until one is undamaged."""
     entry = find_newest_checkpoint(Path(directory))
-    problems = _find_problems(entry, progress)
+
+    def find() -> Path:
+        nonlocal entry
+        entry = find_newest_checkpoint(Path(directory))
+        if entry.checkpoint is None:
+            raise DamageError([entry.problem])
+        return entry.path
+
+    problems: list[str] = []
+    try:
+        entry = replace(entry, checkpoint=verify_files(find, _count_bytes(progress)))
+    except DamageError as error:
+        problems = error.problems
     return {
         **_describe_entry(entry),
         "complete": not problems,
@@ -77,7 +91,10 @@ def verify_checkpoint(directory: str, progress: Progress) -> dict[str, Any]:
 @_command_errors()
 def show_checkpoint(directory: str, *, tensors: bool) -> dict[str, Any]:
     """Describe the contents of a checkpoint from its manifest."""
-    checkpoint = find_complete_checkpoint(Path(directory))
+    checkpoint, untracked = use_checkpoint(
+        lambda: find_complete_checkpoint(Path(directory)).path,
+        lambda opened: (opened, _list_untracked(opened)),
+    )
     manifest = checkpoint.manifest
     description: dict[str, Any] = {
         "path": str(checkpoint.path),
@@ -89,7 +106,7 @@ def show_checkpoint(directory: str, *, tensors: bool) -> dict[str, Any]:
         "bytes": manifest.bytes,
         "items": [_describe_item(manifest, item) for item in manifest.items],
         "files": {name: file.bytes for name, file in manifest.files.items()},
-        "untracked": _list_untracked(checkpoint),
+        "untracked": untracked,
     }
     if tensors:
         description["tensors"] = {
@@ -103,8 +120,11 @@ def export_checkpoint(
     directory: str, output: str, request: MergeRequest, progress: Progress
 ) -> dict[str, Any]:
     """Merge the tensors of an item into safetensors files."""
-    checkpoint = find_complete_checkpoint(Path(directory))
-    result = merge_tensors(checkpoint, Path(output), request, _ByteProgress(progress, checkpoint.path, 0))
+
+    def export(opened: Checkpoint) -> tuple[Checkpoint, MergeResult]:
+        return opened, merge_tensors(opened, Path(output), request, _ByteProgress(progress, opened.path, 0))
+
+    checkpoint, result = use_checkpoint(lambda: find_complete_checkpoint(Path(directory)).path, export)
     head = {"path": str(checkpoint.path), "step": checkpoint.manifest.step}
     return {**head, "skipped": _list_newer_problems(directory, checkpoint), **asdict(result)}
 
@@ -151,10 +171,17 @@ def _require_one_undamaged(entries: list[DirectoryEntry], progress: Progress) ->
 
 
 def _find_problems(entry: DirectoryEntry, progress: Progress) -> list[str]:
-    if entry.checkpoint is None:
-        return [entry.problem]
-    total = entry.checkpoint.manifest.bytes
-    return verify_all_files(entry.checkpoint, _ByteProgress(progress, entry.path, total))
+    try:
+        verify_files(lambda: entry.path, _count_bytes(progress))
+    except DamageError as error:
+        return error.problems
+    except CheckpointError as error:
+        return [str(error)]
+    return []
+
+
+def _count_bytes(progress: Progress) -> Callable[[Checkpoint], Callable[[int], None]]:
+    return lambda checkpoint: _ByteProgress(progress, checkpoint.path, checkpoint.manifest.bytes)
 
 
 def _find_earlier(entry: DirectoryEntry, progress: Progress) -> dict[str, Any] | None:
@@ -190,7 +217,8 @@ def _list_newer_problems(directory: str, checkpoint: Checkpoint) -> list[str]:
     for entry in reversed(scan_directory(Path(directory)).entries):
         if entry.checkpoint == checkpoint:
             break
-        problems.insert(0, entry.problem)
+        if entry.problem:
+            problems.insert(0, entry.problem)
     return problems
 
 

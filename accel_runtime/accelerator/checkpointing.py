@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from accel_runtime.accelerator.properties import AcceleratorProperties
 from accel_runtime.big_modeling import MetaModels, compute_buffers
 from accel_runtime.checkpoint.accelerate_format import restore_accelerate_checkpoint
-from accel_runtime.checkpoint.directory import is_accelerate_checkpoint
+from accel_runtime.checkpoint.directory import exists, is_accelerate_checkpoint
 from accel_runtime.checkpoint.errors import AllGatherObjects, CheckpointError, errors_on_all_ranks
 from accel_runtime.checkpoint.filesystem import FileSystem
 from accel_runtime.checkpoint.manager import (
@@ -245,12 +245,22 @@ class CheckpointMethods(AcceleratorProperties):
         return self._load_checkpoint(input_dir, "next_batch" if stateful else "epoch_start", strict=strict)
 
     def _load_checkpoint(
-        self, input_dir: _Path | None, position: NextBatch, *, strict: bool = True
+        self,
+        input_dir: _Path | None,
+        position: NextBatch,
+        *,
+        strict: bool = True,
+        choose: Callable[[], Path] | None = None,
     ) -> Checkpoint:
         self._load_attempted = True
         self._background_writer.wait()
         began = time.monotonic()
-        checkpoint = self._restore_checkpoint(input_dir, position, strict=strict)
+        checkpoint = self._restore_checkpoint(
+            input_dir,
+            position,
+            choose or partial(_find_checkpoint, self.project_configuration, input_dir),
+            strict=strict,
+        )
         self._record_checkpoint("load", checkpoint.path, began)
         return checkpoint
 
@@ -259,7 +269,7 @@ class CheckpointMethods(AcceleratorProperties):
             self._recorder.record_checkpoint(kind, os.fspath(path), time.monotonic() - began)
 
     def _restore_checkpoint(
-        self, input_dir: _Path | None, position: NextBatch, *, strict: bool
+        self, input_dir: _Path | None, position: NextBatch, choose: Callable[[], Path], *, strict: bool
     ) -> Checkpoint:
         self._backend.synchronize()
         operation = "resume" if position == "exact" else f"load_state with position={position}"
@@ -282,12 +292,9 @@ class CheckpointMethods(AcceleratorProperties):
         )
         with ExitStack() as stack:
             stack.callback(loading.close)
-            checkpoint = loading.open(
-                partial(_find_checkpoint, self.project_configuration, input_dir), _absolute(input_dir)
-            )
+            checkpoint = loading.open(choose, _absolute(input_dir), verify=bool(self._load_hooks))
             loaded_by_hooks: list[int] = []
             if self._load_hooks:
-                loading.verify(checkpoint)
                 with errors_on_all_ranks(all_gather):
                     loaded_by_hooks = self._run_load_hooks(checkpoint.path)
             # Buffers of models on the meta device that no checkpoint contains are computed before any state changes.
@@ -297,8 +304,7 @@ class CheckpointMethods(AcceleratorProperties):
                         stack.enter_context(compute_buffers(model, self._backend.device))
                     except ValueError as error:
                         raise CheckpointError(str(error)) from error
-            loading.load(
-                checkpoint,
+            checkpoint = loading.load(
                 self._training_state(self._meta_models).items(
                     without=loaded_by_hooks, strict=strict, position=position
                 ),
@@ -346,7 +352,15 @@ class CheckpointMethods(AcceleratorProperties):
         path = step.values[0]
         if path is None:
             return None
-        checkpoint = self._load_checkpoint(path, "exact")
+
+        def choose() -> Path:
+            nonlocal path
+            if not exists(path):  # another process has removed it
+                chosen = self._resume_policy.choose(self.checkpoints)
+                path = chosen.path if chosen else path
+            return path
+
+        checkpoint = self._load_checkpoint(path, "exact", choose=choose)
         project.iteration = (checkpoint.number or 0) + 1
         return checkpoint
 

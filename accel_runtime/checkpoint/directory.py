@@ -13,20 +13,25 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
-from accel_runtime.checkpoint.errors import CheckpointError, RequestError
+from accel_runtime.checkpoint.errors import CheckpointError, DamageError, RequestError
 from accel_runtime.checkpoint.filesystem import FileSystem, add_path_to_error
 from accel_runtime.checkpoint.manifest import (
     NAME,
     SIBLING,
     UNFINISHED,
     Checkpoint,
+    Progress,
     checkpoint_name,
+    find_damage,
+    open_folder,
     parse_number,
     read_checkpoint,
     read_manifest,
+    read_open_checkpoint,
 )
 
 __all__ = [
@@ -35,19 +40,27 @@ __all__ = [
     "commit_directory",
     "create_scratch",
     "discard_scratch",
+    "exists",
     "find_checkpoint",
     "find_complete_checkpoint",
     "find_newest_checkpoint",
     "find_previous_checkpoint",
     "is_accelerate_checkpoint",
+    "is_current",
     "list_numbered",
     "list_untracked_files",
     "next_number",
     "numbered_directory",
+    "open_checkpoint",
     "remove_checkpoint",
     "remove_leftovers",
+    "retry_while_changing",
     "scan_directory",
+    "use_checkpoint",
+    "verify_files",
 ]
+
+_T = TypeVar("_T")
 
 
 def numbered_directory(number: int) -> str:
@@ -57,10 +70,121 @@ def numbered_directory(number: int) -> str:
 
 def find_checkpoint(target: Path) -> Checkpoint:
     """Return the checkpoint of this name, or a complete one that a crash left beside it."""
-    if (target / NAME).exists():
-        return read_checkpoint(target)
-    complete = list_complete_siblings(list_siblings(target))
-    return complete[-1] if complete else read_checkpoint(target)
+    with open_checkpoint(target) as checkpoint:
+        return replace(checkpoint, folder=None)
+
+
+@contextmanager
+def open_checkpoint(target: Path) -> Iterator[Checkpoint]:
+    """Find a checkpoint like `find_checkpoint`, and keep its directory open and locked against removal meanwhile.
+
+    A checkpoint that another process renames, replaces or removes is searched again, as long as that makes a difference.
+    """
+    disk = FileSystem()
+    checkpoint = retry_while_changing(
+        lambda: _open_complete(target, disk), lambda: _identify_candidates(target, disk)
+    )
+    assert checkpoint.folder is not None
+    try:
+        yield checkpoint
+    finally:
+        disk.unlock(checkpoint.folder)
+
+
+_LOCK_ATTEMPTS, _LOCK_RETRY_S = 50, 0.02
+_CHANGES = 100
+"""Number of changes by other processes after which a reader gives up: each is a save or a removal."""
+
+
+def retry_while_changing(read: Callable[[], _T], identify: Callable[[], object]) -> _T:
+    """Call `read` again if it raises `CheckpointError` and what it reads is no longer what it was before."""
+    for _ in range(_CHANGES):
+        before = identify()
+        try:
+            return read()
+        except CheckpointError:
+            if identify() == before:
+                raise
+    return read()
+
+
+def is_current(checkpoint: Checkpoint) -> bool:
+    """Return whether the path of an open checkpoint still leads to it; if not, another process has renamed or removed it."""
+    if checkpoint.folder is None:
+        return True
+    status = os.fstat(checkpoint.folder)
+    return FileSystem().identify(checkpoint.path) == (status.st_dev, status.st_ino)
+
+
+def use_checkpoint(find: Callable[[], Path], use: Callable[[Checkpoint], _T]) -> _T:
+    """Return the result of `use` for the open checkpoint of the path that `find` returns.
+
+    Both are called again if `use` fails and the checkpoint was renamed, replaced or removed meanwhile.
+    """
+    for _ in range(_CHANGES):
+        path, changed = find(), False
+        try:
+            with open_checkpoint(path) as checkpoint:
+                try:
+                    return use(checkpoint)
+                except CheckpointError:
+                    changed = not is_current(checkpoint)
+                    raise
+        except CheckpointError:
+            if not changed and find() == path:
+                raise
+    with open_checkpoint(find()) as checkpoint:
+        return use(checkpoint)
+
+
+def verify_files(
+    find: Callable[[], Path], report: Callable[[Checkpoint], Progress] = lambda _: lambda _: None
+) -> Checkpoint:
+    """Read every byte of a checkpoint and return it; raise `DamageError` if it is damaged, and was not replaced meanwhile.
+
+    `report` returns the function that receives the numbers of bytes that were read of a checkpoint.
+    """
+
+    def verify(checkpoint: Checkpoint) -> Checkpoint:
+        parts = checkpoint.manifest.parts(checkpoint.manifest.items)
+        if problems := find_damage(checkpoint, parts, report(checkpoint)):
+            raise DamageError(problems)
+        return replace(checkpoint, folder=None)
+
+    return use_checkpoint(find, verify)
+
+
+def _open_complete(target: Path, disk: FileSystem) -> Checkpoint:
+    """Open the checkpoint of this name, or the newest complete one beside it."""
+    if disk.identify(target / NAME) is None:
+        complete = list_complete_siblings(list_siblings(target))
+        if complete:
+            target = complete[-1].path
+    folder = open_folder(target, disk)
+    try:
+        # A process that publishes or removes a directory has locked it, for a moment.
+        for _ in range(_LOCK_ATTEMPTS):
+            if disk.try_lock_shared(folder):
+                break
+            time.sleep(_LOCK_RETRY_S)
+        checkpoint = read_open_checkpoint(target, folder)
+        _require_current(checkpoint)
+    except BaseException:
+        disk.unlock(folder)
+        raise
+    return checkpoint
+
+
+def _require_current(checkpoint: Checkpoint) -> None:
+    if not is_current(checkpoint):
+        raise CheckpointError(f"{checkpoint.path} was replaced while it was opened. Load it again.")
+
+
+def _identify_candidates(target: Path, disk: FileSystem) -> object:
+    """Return the identities of all directories that may be the checkpoint of this name."""
+    manifest = disk.identify(target / NAME)
+    paths = [target] if manifest else [target, *list_siblings(target)]
+    return manifest, [(path, disk.identify(path)) for path in paths]
 
 
 def find_previous_checkpoint(path: Path) -> Checkpoint | None:
@@ -74,15 +198,32 @@ def find_previous_checkpoint(path: Path) -> Checkpoint | None:
     return earlier[-1] if earlier else None
 
 
-def list_numbered(folder: Path) -> tuple[list[Checkpoint], list[CheckpointError]]:
-    """Return the complete checkpoints `checkpoint_N` of a directory, the newest last, and the errors of the others."""
-    checkpoints, errors = [], []
-    for path in sorted(_iterate_numbered(folder), key=lambda path: int(path.name.split("_")[1])):
-        try:
-            checkpoints.append(find_checkpoint(path))
-        except CheckpointError as error:
-            errors.append(error)
-    return checkpoints, errors
+def list_numbered(folder: Path) -> tuple[list[Checkpoint], dict[int, CheckpointError]]:
+    """Return the complete checkpoints `checkpoint_N` of a directory, the newest last, and the errors of the others by number.
+
+    Those that another process removes meanwhile are left out.
+    """
+
+    def read() -> tuple[list[Checkpoint], dict[int, CheckpointError]]:
+        checkpoints, errors, names = [], {}, disk.list_names(folder)
+        for path in sorted(_iterate_numbered(folder), key=lambda path: int(path.name.split("_")[1])):
+            try:
+                checkpoints.append(find_checkpoint(path))
+            except CheckpointError as error:
+                if exists(path):
+                    errors[int(path.name.split("_")[1])] = error
+        if not checkpoints and disk.list_names(folder) != names:
+            raise CheckpointError(f"{folder} was changed while it was read. Try again.")
+        return checkpoints, errors
+
+    disk = FileSystem()
+    return retry_while_changing(read, lambda: disk.list_names(folder))
+
+
+def exists(path: Path) -> bool:
+    """Return whether a checkpoint, complete or not, or a directory beside it exists."""
+    beside = [sibling for sibling in list_siblings(path) if sibling != _removal_path(path)]
+    return FileSystem().identify(path) is not None or bool(beside)
 
 
 def next_number(folder: Path) -> int:
@@ -92,19 +233,19 @@ def next_number(folder: Path) -> int:
 
 def list_untracked_files(checkpoint: Checkpoint) -> list[Path]:
     """Return the files in the directory of a checkpoint that are not part of it."""
-    tracked = {checkpoint.path / name for name in (NAME, *checkpoint.manifest.files)}
-    return sorted(
-        path
-        for path in checkpoint.path.rglob("*")
-        if (path.is_symlink() or not path.is_dir()) and path not in tracked
-    )
+    tracked, untracked = {NAME, *checkpoint.manifest.files}, []
+    top = checkpoint.path if checkpoint.folder is None else Path()
+    with suppress(OSError):  # another process removes the checkpoint
+        for directory, folders, files, _ in os.fwalk(top, dir_fd=checkpoint.folder):
+            inside = Path(directory).relative_to(top)
+            links = [name for name in folders if (Path(directory) / name).is_symlink()]
+            untracked += [inside / name for name in (*files, *links)]
+    return sorted(checkpoint.path / path for path in untracked if path.as_posix() not in tracked)
 
 
 def _iterate_numbered(folder: Path) -> Iterator[Path]:
     """Yield the paths `checkpoint_N`, also of checkpoints that exist only beside the name."""
-    if not folder.is_dir():
-        return
-    names = {path.name for path in folder.iterdir() if path.is_dir()}
+    names = {name for name in FileSystem().list_names(folder) if (folder / name).is_dir()}
     others = (match for name in names if (match := SIBLING.fullmatch(name)) and match[2] != "removing")
     names |= {match[1] for match in others}
     yield from (folder / name for name in names if parse_number(name) is not None)
@@ -112,10 +253,8 @@ def _iterate_numbered(folder: Path) -> Iterator[Path]:
 
 def list_siblings(target: Path) -> list[Path]:
     """Return the scratch directories that crashes may have left beside a checkpoint."""
-    if not target.parent.is_dir():
-        return []
-    paths = ((path, SIBLING.fullmatch(path.name)) for path in target.parent.iterdir())
-    return [path for path, match in paths if match and match[1] == target.name]
+    matches = map(SIBLING.fullmatch, FileSystem().list_names(target.parent))
+    return [target.with_name(match[0]) for match in matches if match and match[1] == target.name]
 
 
 def list_complete_siblings(paths: list[Path]) -> list[Checkpoint]:
@@ -184,7 +323,21 @@ class DirectoryScan:
 
 
 def scan_directory(directory: Path) -> DirectoryScan:
-    """Scan a project directory, a directory of checkpoints, or a single checkpoint."""
+    """Scan a project directory, a directory of checkpoints, or a single checkpoint.
+
+    Checkpoints that another process removes meanwhile are left out.
+    """
+    disk = FileSystem()
+    return retry_while_changing(
+        lambda: _scan(directory, disk),
+        lambda: [
+            _identify_candidates(directory, disk),
+            *map(disk.list_names, (directory, directory / "checkpoints")),
+        ],
+    )
+
+
+def _scan(directory: Path, disk: FileSystem) -> DirectoryScan:
     if not directory.is_dir():
         entry = _read_entry(directory)
         if entry.checkpoint is None:
@@ -197,7 +350,8 @@ def scan_directory(directory: Path) -> DirectoryScan:
         return DirectoryScan(directory.parent, [_read_entry(directory)], [])
     subdirectory = directory / "checkpoints"
     directory = subdirectory if subdirectory.is_dir() else directory
-    inside = sorted(path for path in directory.iterdir() if path.is_dir())
+    listed = disk.list_names(directory)
+    inside = [directory / name for name in listed if (directory / name).is_dir()]
     leftovers = [path for path in inside if _LEFTOVER.fullmatch(path.name)]
     names = {path for path in inside if path not in leftovers and _is_checkpoint_directory(path)}
     names |= {
@@ -207,13 +361,16 @@ def scan_directory(directory: Path) -> DirectoryScan:
         and (path / NAME).is_file()
         and not (path / UNFINISHED).exists()
     }
+    entries = [entry for entry in map(_read_entry, names) if entry.checkpoint or exists(entry.path)]
+    if not entries and (disk.list_names(directory) != listed or _is_checkpoint_directory(directory)):
+        raise RequestError(f"{directory} was changed while it was read. Try again.")
 
     def age(entry: DirectoryEntry) -> tuple[int, str, str]:
         saved_at = entry.checkpoint.manifest.saved_at if entry.checkpoint else ""
         # The name too, for a stable order of two checkpoints of the same second.
         return (-1 if entry.number is None else entry.number), saved_at, entry.path.name
 
-    return DirectoryScan(directory, sorted(map(_read_entry, names), key=age), leftovers)
+    return DirectoryScan(directory, sorted(entries, key=age), leftovers)
 
 
 def find_complete_checkpoint(directory: Path) -> Checkpoint:
@@ -294,8 +451,11 @@ def create_scratch(
         disk.sync_directory(path.parent)
     siblings = list_siblings(target)
     with ExitStack() as stack:
-        for path in siblings:
+        for path in list(siblings):
             if not stack.enter_context(_try_lock(path, disk)):
+                if not new and is_only_read(path, disk):
+                    siblings.remove(path)  # a replaced checkpoint; a later save removes it
+                    continue
                 error_type = TargetExistsError if new else CheckpointError
                 raise error_type(
                     f"{target} is being written by another process (into {path}). Wait for it or choose another name."
@@ -432,6 +592,16 @@ def _try_lock(path: Path, disk: FileSystem) -> Iterator[bool]:
         _release_lock(lock, disk)
 
 
+def is_only_read(path: Path, disk: FileSystem) -> bool:
+    """Return whether the processes that have locked a directory read it, and do not write it."""
+    try:
+        lock = disk.lock(path, shared=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    _release_lock(lock, disk)
+    return lock is not None
+
+
 def _release_lock(lock: int | None, disk: FileSystem) -> None:
     """Release a lock without raising: the error of the save is the one to report, and the lock ends with the process."""
     if lock is not None:
@@ -472,7 +642,9 @@ def _publish(new: Path, target: Path, disk: FileSystem) -> None:
         raise
     try:
         if old is not None:
-            _remove_replaced(old, target, disk)
+            with _try_lock(old, disk) as locked:
+                if locked:  # else another process is reading it, and a later save removes it
+                    _remove_replaced(old, target, disk)
     except OSError as error:
         _LOG.warning("the previous checkpoint %s could not be removed from %s: %s", target, old, error)
 

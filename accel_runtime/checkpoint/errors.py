@@ -11,6 +11,7 @@ __all__ = [
     "AllGatherObjects",
     "CheckpointError",
     "CollectiveStep",
+    "DamageError",
     "RequestError",
     "check_same_directory",
     "describe_error",
@@ -35,6 +36,14 @@ class CheckpointError(RuntimeError):
 
 class RequestError(CheckpointError):
     """A request names something that does not exist or would do harm; nothing is damaged or changed."""
+
+
+class DamageError(CheckpointError):
+    """Files of a checkpoint do not have their checksums."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = list(problems)
 
 
 class CollectiveStep:

@@ -1,4 +1,4 @@
-"""System calls that write a checkpoint, one method each so that tests can make any of them fail."""
+"""System calls that write and read a checkpoint, one method each so that tests can make any of them fail."""
 
 from __future__ import annotations
 
@@ -111,6 +111,52 @@ class FileSystem:
         status = os.statvfs(folder)
         # Some network file systems report no size at all.
         return status.f_bavail * status.f_frsize if status.f_blocks else sys.maxsize
+
+    def open_folder(self, path: Path) -> int:
+        """Open a directory, so that it can be read whatever happens to its name."""
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def open_file(self, path: Path, folder: int | None, name: str) -> int:
+        """Open a file for reading, without blocking on a pipe: `name` in an open directory, or `path` if that is None."""
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            return os.open(path if folder is None else name, flags, dir_fd=folder)
+        except OSError as error:
+            error.filename = os.fspath(path)
+            raise
+
+    def read_status(self, path: Path, folder: int, name: str) -> os.stat_result:
+        """Return the status of `name` in an open directory."""
+        try:
+            return os.stat(name, dir_fd=folder)
+        except OSError as error:
+            error.filename = os.fspath(path)
+            raise
+
+    def identify(self, path: Path) -> tuple[int, int] | None:
+        """Return the identity of the directory or file that a name leads to now; None if there is none."""
+        try:
+            status = path.stat()
+        except OSError:
+            return None
+        return status.st_dev, status.st_ino
+
+    def list_names(self, folder: Path) -> list[str]:
+        """Return the names in a directory; empty if it does not exist."""
+        try:
+            return sorted(path.name for path in folder.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def try_lock_shared(self, opened: int) -> bool:
+        """Lock an open directory against removal until it is closed; return False if another process writes or removes it."""
+        try:
+            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:  # a file system without locks
+            pass
+        return True
 
     def lock(self, folder: Path, *, shared: bool = False) -> int | None:
         """Lock a directory until `unlock`; return None if another process holds a conflicting lock.

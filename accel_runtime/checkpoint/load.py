@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property
 from io import FileIO
 from pathlib import Path
@@ -22,21 +24,25 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from accel_runtime.checkpoint.directory import find_checkpoint, find_previous_checkpoint, list_untracked_files
+from accel_runtime.checkpoint.directory import (
+    find_previous_checkpoint,
+    is_current,
+    list_untracked_files,
+    open_checkpoint,
+)
 from accel_runtime.checkpoint.errors import (
     AllGatherObjects,
     CheckpointError,
     check_same_directory,
     errors_on_all_ranks,
 )
-from accel_runtime.checkpoint.filesystem import FileSystem, parallel_map, read_exactly
+from accel_runtime.checkpoint.filesystem import parallel_map, read_exactly
 from accel_runtime.checkpoint.manifest import (
     Checkpoint,
     Chunk,
     TensorEntry,
     find_damage,
     rank_tensor_name,
-    read_checkpoint,
     select_rank_files,
 )
 from accel_runtime.checkpoint.safetensors_file import tensor_bytes
@@ -49,6 +55,8 @@ __all__ = ["LoadOperation"]
 _LOG = logging.getLogger("accel_runtime.checkpoint")
 _SHOWN = 10
 """Number of reasons listed in a message."""
+_STALE, _STALE_S = 20, 0.05
+"""How often, and after how many seconds, a rank looks again for what rank 0 has opened: its node may have an old listing."""
 
 
 class LoadOperation:
@@ -62,52 +70,81 @@ class LoadOperation:
     ) -> None:
         self._copies = copies
         self._all_gather, self._rank, self._world_size, self._strict = all_gather, rank, world_size, strict
-        self._disk = FileSystem()
-        self._lock: int | None = None
+        self._stack = ExitStack()
+        self._checkpoint: Checkpoint
         self._verified = False
 
-    def open(self, choose: Callable[[], Path], directory: str | None = None) -> Checkpoint:
-        """Return the checkpoint that rank 0 chooses, and protect it from removal until `close`."""
-        with errors_on_all_ranks(self._all_gather) as step:
-            chosen = (Path(), "")
-            if self._rank == 0:
-                path = choose()
-                try:
-                    checkpoint = find_checkpoint(path)
-                except CheckpointError as error:
+    def open(
+        self, choose: Callable[[], Path], directory: str | None = None, *, verify: bool = False
+    ) -> Checkpoint:
+        """Return the checkpoint that rank 0 chooses, open on every rank and protected from removal until `close`.
+
+        With `verify`, every byte is compared with its checksum, before hooks of the script rely on it. All ranks read the
+        same save: if another process replaces or removes the checkpoint meanwhile, rank 0 chooses again.
+        """
+        self._choose, self._directory = choose, directory
+        stale, previous = 0, None
+        while True:
+            with errors_on_all_ranks(self._all_gather) as step:
+                step.value = directory, self._open_first() if self._rank == 0 else None
+            path, save = step.values[0][1]
+            directories = [each for each, _ in step.values]
+            # A node may see for a moment what was there before, and only a change makes a difference later.
+            stale = stale + 1 if (path, save) == previous else 0
+            previous = path, save
+            with errors_on_all_ranks(self._all_gather) as step:
+                check_same_directory("load_state", directories)
+                step.value = self._open_same(path, save, fails=stale == _STALE)
+            if all(step.values):
+                if not verify or self._verify(self._checkpoint, self._checkpoint.manifest.items):
+                    self._verified = verify
+                    return self._checkpoint
+            elif stale:
+                time.sleep(_STALE_S)
+            self.close()
+
+    def _open_first(self) -> tuple[Path, str]:
+        """Open the chosen checkpoint; return its path and save."""
+        while True:
+            path = self._choose()
+            try:
+                self._checkpoint = self._stack.enter_context(open_checkpoint(path))
+            except CheckpointError as error:
+                if self._choose() == path:  # else it was removed meanwhile
                     raise CheckpointError(f"{error}\n{_suggest_previous(path)}") from error
-                chosen = checkpoint.path, checkpoint.manifest.save
-            step.value = directory, chosen
-        path, save = step.values[0][1]
-        directories = [each for each, _ in step.values]
-        with errors_on_all_ranks(self._all_gather):
-            check_same_directory("load_state", directories)
-            with suppress(OSError):
-                self._lock = self._disk.lock(path, shared=True)
-            checkpoint = read_checkpoint(path)
-            if checkpoint.manifest.save != save:
-                raise CheckpointError(f"{path} was replaced while it was opened. Load it again.")
-        return checkpoint
+            else:
+                return self._checkpoint.path, self._checkpoint.manifest.save
+
+    def _open_same(self, path: Path, save: str, *, fails: bool) -> bool:
+        """Open the checkpoint that rank 0 has opened; return False if another one is in its place, or raise if `fails`."""
+        if self._rank == 0:
+            return True
+        try:
+            self._checkpoint = self._stack.enter_context(open_checkpoint(path))
+        except CheckpointError:
+            if fails:
+                raise
+            return False
+        if self._checkpoint.manifest.save != save and fails:
+            raise CheckpointError(f"{path} was replaced while it was opened. Load it again.")
+        return self._checkpoint.manifest.save == save
 
     def close(self) -> None:
         """Release the checkpoint."""
-        if self._lock is not None:
-            self._disk.unlock(self._lock)
-            self._lock = None
+        self._stack.close()
 
-    def verify(self, checkpoint: Checkpoint) -> None:
-        """Compare every byte with its checksum, before hooks of the script rely on it."""
-        self._verify(checkpoint, checkpoint.manifest.items)
-        self._verified = True
-
-    def load(self, checkpoint: Checkpoint, items: Sequence[StateItem]) -> None:
-        """Restore items; without `strict`, warn about what was left out."""
-        reader = StateReader(checkpoint, self._rank, self._world_size, self._copies)
-        with errors_on_all_ranks(self._all_gather):
-            left_out = self._check_fit(checkpoint, reader, items)
-        saved_items = [item for item in items if item.name in checkpoint.manifest.items]
-        if not self._verified:
-            self._verify(checkpoint, [item.name for item in saved_items])
+    def load(self, items: Sequence[StateItem]) -> Checkpoint:
+        """Restore items from the open checkpoint and return it; without `strict`, warn about what was left out."""
+        while True:
+            checkpoint = self._checkpoint
+            with errors_on_all_ranks(self._all_gather):
+                reader = StateReader(checkpoint, self._rank, self._world_size, self._copies)
+                left_out = self._check_fit(checkpoint, reader, items)
+            saved_items = [item for item in items if item.name in checkpoint.manifest.items]
+            if self._verified or self._verify(checkpoint, [item.name for item in saved_items]):
+                break
+            self.close()
+            self.open(self._choose, self._directory)
         try:
             with errors_on_all_ranks(self._all_gather):
                 trees = reader.read(saved_items)
@@ -125,6 +162,7 @@ class LoadOperation:
         if self._rank == 0 and (untracked := list_untracked_files(checkpoint)):
             names = ", ".join(str(path.relative_to(checkpoint.path)) for path in untracked[:_SHOWN])
             _LOG.warning("%s: not part of the checkpoint, and not read: %s", checkpoint.path, names)
+        return replace(checkpoint, folder=None)
 
     def _check_fit(
         self, checkpoint: Checkpoint, reader: StateReader, items: Sequence[StateItem]
@@ -152,12 +190,18 @@ class LoadOperation:
             )
         return mismatches
 
-    def _verify(self, checkpoint: Checkpoint, names: Sequence[str]) -> None:
+    def _verify(self, checkpoint: Checkpoint, names: Sequence[str]) -> bool:
+        """Compare items with their checksums; raise damage, or return False if the checkpoint was replaced meanwhile."""
         chunks = select_rank_files(checkpoint, names, self._rank, self._world_size)
         with errors_on_all_ranks(self._all_gather) as step:
-            step.value = find_damage(checkpoint, chunks)
-        if damage := [sentence for sentences in step.values for sentence in sentences]:
+            damage = find_damage(checkpoint, chunks)
+            step.value = damage, bool(damage) and not is_current(checkpoint)
+        damage = [sentence for sentences, _ in step.values for sentence in sentences]
+        if any(replaced for _, replaced in step.values):
+            return False
+        if damage:
             raise CheckpointError("\n".join([*damage[:_SHOWN], _suggest_previous(checkpoint.path)]))
+        return True
 
 
 def _add_class(name: str, class_name: str | None) -> str:
@@ -280,7 +324,7 @@ class StateReader:
             files.setdefault(chunk.file, []).append((chunk, item))
 
         def read(name: str) -> None:
-            with (self._checkpoint.path / name).open("rb", buffering=0) as file:
+            with self._checkpoint.open(name) as file:
                 for chunk, item in files[name]:
                     dtype = getattr(torch, self._manifest.tensors[item.storage_index.fqn].dtype)
                     target = planner.resolve_tensor(item).detach()

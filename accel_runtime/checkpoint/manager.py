@@ -19,16 +19,16 @@ from typing import TypeVar
 import torch
 
 from accel_runtime.checkpoint.directory import (
-    find_checkpoint,
     list_numbered,
     next_number,
     numbered_directory,
     remove_checkpoint,
     remove_leftovers,
+    verify_files,
 )
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.filesystem import FileSystem, parallel_map
-from accel_runtime.checkpoint.manifest import Checkpoint, Manifest, parse_number, verify_all_files
+from accel_runtime.checkpoint.manifest import Checkpoint, Manifest, parse_number
 from accel_runtime.env import LAUNCH
 from accel_runtime.options import ProjectConfiguration
 
@@ -78,11 +78,17 @@ class Checkpoints:
         directory = self._require_directory()
         complete, errors = list_numbered(directory)
         if complete:
-            last = next_number(directory) - 1
-            if last != complete[-1].number and (directory / numbered_directory(last)).exists():
-                _LOG.warning("%s; the newest complete checkpoint is %s", errors[-1], complete[-1].path)
+            newer = [
+                number
+                for number in errors
+                if number > (complete[-1].number or 0) and (directory / numbered_directory(number)).exists()
+            ]
+            if newer:
+                _LOG.warning(
+                    "%s; the newest complete checkpoint is %s", errors[max(newer)], complete[-1].path
+                )
             return complete[-1]
-        listed = "".join(f"\n  {error}" for error in errors)
+        listed = "".join(f"\n  {error}" for error in errors.values())
         raise CheckpointError(f"No complete checkpoint in {directory}{':' if listed else ''}{listed}")
 
     def verify(self, checkpoint: str | os.PathLike[str] | None = None) -> Checkpoint:
@@ -94,10 +100,7 @@ class Checkpoints:
         Raises:
             CheckpointError: The checkpoint is damaged; the message names files and tensors.
         """
-        target = self.newest() if checkpoint is None else find_checkpoint(Path(checkpoint))
-        if problems := verify_all_files(target):
-            raise CheckpointError("\n".join(problems))
-        return target
+        return verify_files(lambda: self.newest().path if checkpoint is None else Path(checkpoint))
 
     def _require_directory(self) -> Path:
         if self.directory is None:

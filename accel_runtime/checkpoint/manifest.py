@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from io import FileIO
+from itertools import pairwise, product
+from pathlib import Path
+from typing import IO, Annotated, Any
 
 import xxhash
 
 from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.checkpoint.filesystem import parallel_map
+from accel_runtime.checkpoint.filesystem import FileSystem, parallel_map
+from accel_runtime.checkpoint.schema import (
+    ITEM_BYTES,
+    MAX_BYTES,
+    Checksum,
+    Count,
+    FieldError,
+    Rule,
+    Shape,
+    Word,
+    describe,
+    is_inside,
+    parse_json,
+    read_regular_file,
+    read_value,
+    shorten,
+)
+from accel_runtime.checkpoint.state_tree import list_tensor_names
 
 __all__ = [
     "BLOCK",
@@ -32,13 +55,14 @@ __all__ = [
     "hash_bytes",
     "hash_file",
     "item_of_tensor",
+    "open_folder",
     "parse_number",
     "rank_tensor_name",
     "read_blocks",
     "read_checkpoint",
     "read_manifest",
+    "read_open_checkpoint",
     "select_rank_files",
-    "verify_all_files",
 ]
 
 NAME = "checkpoint.json"
@@ -69,9 +93,38 @@ version of accel reads all versions up to these.
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 SIBLING = re.compile(r"\.(.+)\.(saving|replaced|removing)(?:-([0-9a-f]+))?")
 """Names of directories on the way to or from a checkpoint's name: the name, the state, and the save."""
-_STORED_KEYS = {"values_by_rank": "own", "class_names": "about"}
-"""Keys in the file of fields with another name."""
 _TEXT = re.compile(r'\{"checksum":"([0-9a-f]{16})",\n"checkpoint":(\{.*\})\}\n', re.DOTALL)
+
+
+_FileName = Annotated[
+    str,
+    Rule(
+        "the name of a file inside a checkpoint",
+        lambda name: is_inside(name) and name not in {NAME, UNFINISHED},
+    ),
+]
+_TensorName = Annotated[
+    str,
+    Rule(
+        "the name of a tensor", lambda name: "/" in name and bool(re.fullmatch(r"(?s)[^#]+(#\d{1,7})?", name))
+    ),
+]
+_Dtype = Annotated[
+    str, Rule("the name of a dtype", lambda name: bool(re.fullmatch(r"[a-z][a-z0-9_]{0,40}", name)))
+]
+_Time = Annotated[
+    str,
+    Rule(
+        "a time such as 2026-11-21T15:00:00Z",
+        lambda text: bool(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", text, re.ASCII)),
+    ),
+]
+_HeaderChecksum = Annotated[
+    str, Rule("16 hexadecimal digits", lambda text: bool(re.fullmatch("([0-9a-f]{16})?", text)))
+]
+_WorldSize = Annotated[int, Rule("from 1 to 2**20", lambda size: 1 <= size <= 1 << 20)]
+_MAX_SPLIT = 6
+"""Dimensions along which the chunks of a tensor may be split; a mesh of processes has fewer."""
 
 
 @dataclass(frozen=True)
@@ -80,15 +133,15 @@ class Chunk:
 
     file: str
     """Relative to the checkpoint."""
-    start: int
+    start: Count
     """Offset in the file, in bytes."""
-    bytes: int
+    bytes: Count
     """Length; elements are in row-major order, little endian."""
-    checksum: str
+    checksum: Checksum
     """Checksum of these bytes; see `hash_bytes`."""
-    offsets: tuple[int, ...]
+    offsets: Shape
     """Offset in the tensor, by dimension."""
-    sizes: tuple[int, ...]
+    sizes: Shape
     """Size, by dimension."""
 
 
@@ -96,9 +149,9 @@ class Chunk:
 class TensorEntry:
     """A tensor; each element is in exactly one chunk."""
 
-    dtype: str
+    dtype: _Dtype
     """Name of the torch dtype, such as `float32`."""
-    shape: tuple[int, ...]
+    shape: Shape
     chunks: tuple[Chunk, ...]
 
     @property
@@ -106,18 +159,45 @@ class TensorEntry:
         """Size of all chunks."""
         return sum(chunk.bytes for chunk in self.chunks)
 
+    def check(self) -> None:
+        """Raise `FieldError` if a chunk does not fit dtype and shape, or the chunks do not cover the tensor exactly."""
+        itemsize = ITEM_BYTES.get(self.dtype)
+        for index, chunk in enumerate(self.chunks):
+            dimensions = len(chunk.offsets), len(chunk.sizes)
+            inside = dimensions == (len(self.shape),) * 2 and all(
+                start + size <= end
+                for start, size, end in zip(chunk.offsets, chunk.sizes, self.shape, strict=True)
+            )
+            if not inside:
+                raise FieldError(f"is not inside the shape {describe_shape(self.shape)}", ("chunks", index))
+            count = math.prod(chunk.sizes)
+            if itemsize is None and count:  # a dtype of a newer torch
+                itemsize = chunk.bytes // count
+            if chunk.bytes != count * (itemsize or 0):
+                raise FieldError(
+                    f"is {self.dtype} of shape {describe_shape(chunk.sizes)}, and has {chunk.bytes} bytes",
+                    ("chunks", index),
+                )
+        if not _is_covered(self.shape, [(chunk.offsets, chunk.sizes) for chunk in self.chunks]):
+            raise FieldError("do not cover the tensor exactly once", ("chunks",))
+
 
 @dataclass(frozen=True)
 class FileEntry:
     """A file of a checkpoint."""
 
-    bytes: int
-    checksum: str
+    bytes: Count
+    checksum: Checksum
     """Checksum of the file; see `hash_bytes`."""
-    header: int = 0
+    header: Count = 0
     """Bytes before the first chunk of a data file."""
-    header_checksum: str = ""
+    header_checksum: _HeaderChecksum = ""
     """Checksum of the header."""
+
+    def check(self) -> None:
+        """Raise `FieldError` if the header is larger than the file."""
+        if self.header > self.bytes:
+            raise FieldError(f"is {self.header}, and the file has {self.bytes} bytes", ("header",))
 
 
 @dataclass(frozen=True)
@@ -127,26 +207,28 @@ class Manifest:
     Tensors are named `item/path`; a tensor that is specific to rank 2 is named `item/path#2`.
     """
 
-    save: str
+    save: Word
     """Unique name of the save, also in the header of every data file."""
-    saved_at: str
+    saved_at: _Time
     """Time in UTC: `2026-11-21T15:00:00Z`."""
-    world_size: int
+    world_size: _WorldSize
     """Number of processes that wrote the checkpoint."""
-    step: int
+    step: Count
     """Number of optimizer steps before the save."""
-    versions: Mapping[str, str]
+    versions: Mapping[str, Word]
     """Versions of accel and torch."""
     values: Mapping[str, Any]
     """Serialized state of each item that is equal on all ranks."""
-    values_by_rank: Mapping[str, list[Any]] = field(default_factory=dict)
+    values_by_rank: Mapping[str, list[Any]] = field(
+        default_factory=dict, metadata={"key": "own", "required": True}
+    )
     """Serialized states of each other item, one for each rank."""
-    tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
-    files: Mapping[str, FileEntry] = field(default_factory=dict)
+    tensors: Mapping[_TensorName, TensorEntry] = field(default_factory=dict, metadata={"required": True})
+    files: Mapping[_FileName, FileEntry] = field(default_factory=dict, metadata={"required": True})
     """All files except the manifest, including those of hooks."""
-    class_names: Mapping[str, str] = field(default_factory=dict)
+    class_names: Mapping[str, Word] = field(default_factory=dict, metadata={"key": "about"})
     """Class name of each item that restores an object of the script."""
-    run: Mapping[str, str] = field(default_factory=dict)
+    run: Mapping[str, Word] = field(default_factory=dict)
     """Identity of the run: `launch`, `slurm_job`."""
 
     @property
@@ -159,9 +241,85 @@ class Manifest:
         """Size of all files except the manifest."""
         return sum(file.bytes for file in self.files.values())
 
-    def tensors_of(self, item: str) -> Iterator[str]:
+    def tensors_of(self, item: str) -> Sequence[str]:
         """Return the names of the tensors of an item."""
-        return (name for name in self.tensors if item_of_tensor(name) == item)
+        return self._names_by_item.get(item, ())
+
+    @cached_property
+    def _names_by_item(self) -> Mapping[str, list[str]]:
+        names: dict[str, list[str]] = {}
+        for name in self.tensors:
+            names.setdefault(item_of_tensor(name), []).append(name)
+        return names
+
+    def check(self) -> None:
+        """Raise `FieldError` if chunks are not inside their files, or states refer to tensors that are missing."""
+        self._check_chunks()
+        for item, states in self.values_by_rank.items():
+            if item in self.values:
+                raise FieldError("is in 'values' too", ("own", item))
+            if len(states) != self.world_size:
+                raise FieldError(
+                    f"has {len(states)} states, and {self.world_size} processes wrote the checkpoint",
+                    ("own", item),
+                )
+        ranks: dict[str, set[int]] = {}
+        for name in self.tensors:
+            shared, _, rank = name.partition("#")
+            if rank:
+                ranks.setdefault(shared, set()).add(int(rank))
+                if int(rank) >= self.world_size:
+                    raise FieldError(
+                        f"is of rank {rank}, and {self.world_size} processes wrote the checkpoint",
+                        ("tensors", name),
+                    )
+        for item, state in self.values.items():
+            self._check_state(
+                state, item, ("values", item), lambda shared: len(ranks.get(shared, ())) == self.world_size
+            )
+        for item, states in self.values_by_rank.items():
+            for rank, state in enumerate(states):
+                self._check_state(
+                    state, item, ("own", item, rank), lambda shared, rank=rank: rank in ranks.get(shared, ())
+                )
+
+    def _check_chunks(self) -> None:
+        """Raise `FieldError` if chunks are not inside the data of their files, or overlap."""
+        ranges: dict[str, list[tuple[int, int, str]]] = {}
+        for name, entry in self.tensors.items():
+            for index, chunk in enumerate(entry.chunks):
+                place = ("tensors", name, "chunks", index)
+                if chunk.file not in self.files:
+                    raise FieldError(
+                        f"is {describe(chunk.file)}, and should be a file of the checkpoint", (*place, "file")
+                    )
+                file, end = self.files[chunk.file], chunk.start + chunk.bytes
+                if not file.header <= chunk.start <= end <= file.bytes:
+                    raise FieldError(
+                        f"is from {chunk.start} to {end}, and the data of its file from {file.header} to {file.bytes}",
+                        place,
+                    )
+                if chunk.bytes:
+                    ranges.setdefault(chunk.file, []).append((chunk.start, end, name))
+        for file_name, parts in ranges.items():
+            for (_, end, first), (start, _, second) in pairwise(sorted(parts)):
+                if start < end:
+                    raise FieldError(
+                        f"has {describe(first)} and {describe(second)} in the same bytes",
+                        ("files", file_name),
+                    )
+
+    def _check_state(
+        self, state: Any, item: str, place: tuple[str | int, ...], has_ranks: Callable[[str], bool]
+    ) -> None:
+        """Raise `FieldError` if a state is not valid, or a rank does not have a tensor of it."""
+        try:
+            names = list_tensor_names(state)
+        except FieldError as error:
+            raise error.inside(*place) from None
+        for name in names:
+            if item_of_tensor(name) != item or not (name in self.tensors or has_ranks(name)):
+                raise FieldError(f"refers to {describe(name)}, which is not a tensor of it", place)
 
     def parts(self, items: Iterable[str]) -> Iterator[tuple[str, Chunk]]:
         """Yield the chunks to verify for these items and for the files of hooks, by the names of their tensors.
@@ -184,8 +342,14 @@ class Manifest:
 
     def text(self) -> str:
         """Return the text of the manifest file, which begins with its own checksum."""
-        stored = {_STORED_KEYS.get(name, name): value for name, value in asdict(self).items()}
+        keys = {each.name: each.metadata.get("key", each.name) for each in fields(self)}
+        stored = {keys[name]: value for name, value in asdict(self).items()}
         body = json.dumps({"format": FORMAT, "sections": SECTIONS} | stored, separators=(",", ":"))
+        if len(body) > MAX_BYTES:
+            raise CheckpointError(
+                f"Cannot save: the values that are not tensors have {len(body)} bytes, and a checkpoint can have {MAX_BYTES}. "
+                "Convert large lists to tensors."
+            )
         return f'{{"checksum":"{hash_bytes(body.encode())}",\n"checkpoint":{body}}}\n'
 
     @classmethod
@@ -198,36 +362,19 @@ class Manifest:
         if checksum != expected:
             raise CheckpointError(f"{path} is damaged: its checksum is {checksum} and should be {expected}")
         try:
-            body = json.loads(match[2])
-            number, sections = body["format"], body.get("sections", {})
-        except (ValueError, KeyError, RecursionError) as error:
-            raise CheckpointError(f"{path} is damaged: it is not a checkpoint manifest") from error
+            body = parse_json(match[2])
+            number, sections = body.get("format"), body.get("sections", {})
+        except ValueError as error:
+            raise CheckpointError(f"{path} is damaged: {error}") from error
         if type(number) is not int or number != FORMAT:
             raise CheckpointError(
-                f"{path} has format {number}, and this version of accel reads format {FORMAT}: "
+                f"{path} has format {describe(number)}, and this version of accel reads format {FORMAT}: "
                 f"it was written by accel {_read_version(body)}"
             )
         _check_sections(sections, body, path)
         try:
-            manifest = cls(
-                **_select_fields(cls, body)
-                | {
-                    "values_by_rank": body["own"],
-                    "class_names": body.get("about", {}),
-                    "tensors": {
-                        name: TensorEntry(
-                            entry["dtype"], tuple(entry["shape"]), tuple(map(_parse_chunk, entry["chunks"]))
-                        )
-                        for name, entry in body["tensors"].items()
-                    },
-                    "files": {
-                        name: FileEntry(**_select_fields(FileEntry, file))
-                        for name, file in body["files"].items()
-                    },
-                }
-            )
-            _check_layout(manifest)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            manifest: Manifest = read_value(cls, body)
+        except FieldError as error:
             raise CheckpointError(f"{path} cannot be used: {error}") from error
         return manifest
 
@@ -255,79 +402,58 @@ def rank_tensor_name(tensor: str, rank: int) -> str:
     return f"{tensor}#{rank}"
 
 
+def describe_shape(sizes: Sequence[int]) -> str:
+    """Return a shape for a message."""
+    return shorten(str(list(sizes)))
+
+
 def _check_sections(sections: Any, body: dict[str, Any], path: Path) -> None:
     """Raise `CheckpointError` if only a newer accel can read a section."""
-    for key in ("sections", "values", "own", "about", "versions", "run"):
-        if not isinstance(value := body.get(key, {}), dict):
-            raise CheckpointError(f"{path} cannot be used: {key} is {type(value).__name__}, not an object")
+    if not isinstance(sections, dict):
+        raise CheckpointError(
+            f"{path} cannot be used: sections is {describe(sections)}, and should be an object"
+        )
     for name, version in sections.items():
         if name in SECTIONS and (type(version) is not int or not 1 <= version <= SECTIONS[name]):
             raise CheckpointError(
-                f"{path} has version {version} of {name}, and this version of accel reads versions up to {SECTIONS[name]}: "
-                f"it was written by accel {_read_version(body)}. Install that version to load it."
+                f"{path} has version {describe(version)} of {name}, and this version of accel reads versions up to "
+                f"{SECTIONS[name]}: it was written by accel {_read_version(body)}. Install that version to load it."
             )
 
 
 def _read_version(body: dict[str, Any]) -> str:
     versions = body.get("versions")
-    return str(versions.get("accel")) if isinstance(versions, dict) else "of another version"
-
-
-def _select_fields(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a dataclass, without those that only a newer accel knows."""
-    names = {each.name for each in fields(kind)}
-    return {name: value for name, value in values.items() if name in names}
-
-
-def _parse_chunk(chunk: Mapping[str, Any]) -> Chunk:
-    box = {"offsets": tuple(chunk["offsets"]), "sizes": tuple(chunk["sizes"])}
-    return Chunk(**_select_fields(Chunk, chunk) | box)
-
-
-def _check_layout(manifest: Manifest) -> None:
-    """Raise `ValueError` or `TypeError` if a path leads out of the directory or chunks do not cover their tensor exactly."""
-    for name in manifest.files:
-        path = PurePosixPath(name)
-        inside = name and path.as_posix() == name and not path.is_absolute() and ".." not in path.parts
-        if not inside or name in {".", NAME, UNFINISHED} or "\0" in name:
-            raise ValueError(f"{name!r} is not the name of a file inside a checkpoint")
-    for name, entry in manifest.tensors.items():
-        for chunk in entry.chunks:
-            if chunk.file not in manifest.files:
-                raise ValueError(f"tensor {name} is in {chunk.file!r}, which is not a file of the checkpoint")
-            if not 0 <= chunk.start <= chunk.start + chunk.bytes <= manifest.files[chunk.file].bytes:
-                raise ValueError(f"tensor {name} exceeds {chunk.file}")
-        if not _is_covered(entry.shape, [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]):
-            raise ValueError(f"the chunks of tensor {name} do not cover it exactly once")
+    return shorten(str(versions.get("accel"))) if isinstance(versions, dict) else "of another version"
 
 
 def _is_covered(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Return whether every element is in exactly one box."""
-    for offsets, sizes in boxes:
-        if any(
-            start < 0 or size < 0 or start + size > end
-            for start, size, end in zip(offsets, sizes, shape, strict=True)
-        ):
-            return False
-    if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape) or any(size < 0 for size in shape):
-        return False
-    filled = sorted((offsets, sizes) for offsets, sizes in boxes if math.prod(sizes))
-    if not shape:
-        return len(filled) == 1
-    # The number of elements is right, so boxes cover the tensor if none overlap. Sorted by their first dimension, a
-    # box can only overlap those that start before it ends.
-    for index, (offsets, sizes) in enumerate(filled):
-        for later_offsets, later_sizes in filled[index + 1 :]:
-            if later_offsets[0] >= offsets[0] + sizes[0]:
-                break
-            if all(
-                start < later_start + later_size and later_start < start + size
-                for start, size, later_start, later_size in zip(
-                    offsets, sizes, later_offsets, later_sizes, strict=True
-                )
-            ):
-                return False
-    return True
+    """Return whether every element is in exactly one box; all boxes are inside the shape.
+
+    The mixed difference of the number of boxes over an element is zero except at their corners, where it is 1 or -1.
+    Boxes cover a tensor exactly once if these differences add up to those of the tensor, so that the time is linear.
+    """
+    filled = [box for box in boxes if math.prod(box[1])]
+    split = [
+        dimension
+        for dimension, size in enumerate(shape)
+        if any(sizes[dimension] != size for _, sizes in filled)
+    ]
+    if len(split) > _MAX_SPLIT:
+        raise FieldError(f"are split along {len(split)} dimensions, more than {_MAX_SPLIT}", ("chunks",))
+    corners: Counter[tuple[int, ...]] = Counter()
+
+    def add(offsets: Sequence[int], sizes: Sequence[int], sign: int) -> None:
+        edges = [((offsets[each], 1), (offsets[each] + sizes[each], -1)) for each in split]
+        for corner in product(*edges):
+            corners[tuple(position for position, _ in corner)] += sign * math.prod(
+                factor for _, factor in corner
+            )
+
+    for offsets, sizes in filled:
+        add(offsets, sizes, 1)
+    if math.prod(shape):
+        add((0,) * len(shape), shape, -1)
+    return not any(corners.values())
 
 
 @dataclass(frozen=True, repr=False)
@@ -336,6 +462,13 @@ class Checkpoint:
 
     path: Path
     manifest: Manifest
+    folder: int | None = field(default=None, compare=False)
+    """Descriptor of the directory while it is open, see `open_checkpoint`: files are read relative to it, so that a
+    checkpoint that is renamed or replaced meanwhile is not mixed with another one."""
+
+    def open(self, name: str) -> FileIO:
+        """Open a file of the checkpoint for reading."""
+        return FileIO(FileSystem().open_file(self.path / name, self.folder, name), "rb")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.path)!r}, step={self.manifest.step})"
@@ -346,46 +479,67 @@ class Checkpoint:
         return parse_number(checkpoint_name(self.path))
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
+def read_checkpoint(path: Path) -> Checkpoint:
     """Return the checkpoint in a directory; raise `CheckpointError` if its manifest or the size of a file is wrong."""
-    manifest = read_manifest(folder)
+    with _open_folder(path) as folder:
+        return replace(read_open_checkpoint(path, folder), folder=None)
+
+
+def read_open_checkpoint(path: Path, folder: int) -> Checkpoint:
+    """Return the checkpoint in an open directory; `path` is its name in errors, which are those of `read_checkpoint`."""
+    manifest, disk = _read_open_manifest(path, folder), FileSystem()
     for name, file in manifest.files.items():
         try:
-            status = (folder / name).stat()
+            status = disk.read_status(path / name, folder, name)
         except OSError as error:
             raise CheckpointError(
-                f"{folder / name} is missing from the checkpoint: {error.strerror}"
+                f"{path / name} is missing from the checkpoint: {error.strerror}"
             ) from error
         if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{folder / name} is damaged: it is not a regular file")
+            raise CheckpointError(f"{path / name} is damaged: it is not a regular file")
         if status.st_size != file.bytes:
             raise CheckpointError(
-                f"{folder / name} is damaged: it has {status.st_size} bytes and should have {file.bytes}"
+                f"{path / name} is damaged: it has {status.st_size} bytes and should have {file.bytes}"
             )
-    return Checkpoint(folder, manifest)
+    return Checkpoint(path, manifest, folder)
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(path: Path) -> Manifest:
     """Return the manifest in a directory; other files are not checked."""
-    path = folder / NAME
+    with _open_folder(path) as folder:
+        return _read_open_manifest(path, folder)
+
+
+@contextmanager
+def _open_folder(path: Path) -> Iterator[int]:
+    disk = FileSystem()
+    folder = open_folder(path, disk)
     try:
-        return Manifest.parse(_read_text(path), path)
+        yield folder
+    finally:
+        disk.close(folder)
+
+
+def open_folder(path: Path, disk: FileSystem) -> int:
+    """Open the directory of a checkpoint; raise `CheckpointError` if it does not exist or cannot be read."""
+    try:
+        return disk.open_folder(path)
     except (FileNotFoundError, NotADirectoryError):
-        missing = f"it has no {NAME}" if folder.is_dir() else "it is a file, and a checkpoint is a directory"
-        reason = missing if folder.exists() else "it does not exist"
-        raise CheckpointError(f"{folder} is not a checkpoint: {reason}") from None
+        reason = "it is a file, and a checkpoint is a directory" if path.exists() else "it does not exist"
+        raise CheckpointError(f"{path} is not a checkpoint: {reason}") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path} is damaged: it is not text") from error
 
 
-def _read_text(path: Path) -> str:
-    """Return the text of an ordinary file, without blocking on a named pipe."""
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
-        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
-            raise CheckpointError(f"{path} is damaged: it is not a regular file")
-        return opened.read().decode()
+def _read_open_manifest(path: Path, folder: int) -> Manifest:
+    name = path / NAME
+    try:
+        text = read_regular_file(FileSystem().open_file(name, folder, NAME), name)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is not a checkpoint: it has no {NAME}") from None
+    except OSError as error:
+        raise CheckpointError(f"{name} cannot be read: {error.strerror}") from error
+    return Manifest.parse(text, name)
 
 
 def checkpoint_name(path: Path) -> str:
@@ -422,21 +576,16 @@ def select_rank_files(
 ) -> list[tuple[str, Chunk]]:
     """Return the named chunks of items that this rank verifies; all ranks get about the same number of bytes."""
     chunks = checkpoint.manifest.parts(items)
-    loads = [0] * world_size
+    loads = [(0, rank) for rank in range(world_size)]
     selected = []
     for name, chunk in sorted(
         chunks, key=lambda part: (-part[1].bytes, part[0], part[1].file, part[1].start)
     ):
-        least = loads.index(min(loads))
-        loads[least] += chunk.bytes
+        load, least = loads[0]
+        heapq.heapreplace(loads, (load + chunk.bytes, least))
         if least == rank:
             selected.append((name, chunk))
     return selected
-
-
-def verify_all_files(checkpoint: Checkpoint, progress: Progress = lambda _: None) -> list[str]:
-    """Return a sentence for each damaged tensor and file; `progress` receives byte counts, from several threads."""
-    return find_damage(checkpoint, checkpoint.manifest.parts(checkpoint.manifest.items), progress)
 
 
 def read_blocks(file: int, start: int, length: int, buffer: memoryview) -> Iterator[memoryview]:
@@ -458,11 +607,12 @@ def read_blocks(file: int, start: int, length: int, buffer: memoryview) -> Itera
 def _find_file_damage(
     checkpoint: Checkpoint, name: str, chunks: Sequence[tuple[str, Chunk]], progress: Progress
 ) -> list[str]:
-    path, buffer = checkpoint.path / name, memoryview(bytearray(BLOCK))
+    largest = max(chunk.bytes for _, chunk in chunks)
+    path, buffer = checkpoint.path / name, memoryview(bytearray(max(1, min(BLOCK, largest))))
     try:
-        with path.open("rb", buffering=0) as opened:
+        with checkpoint.open(name) as opened:
             return [
-                _describe_damage(checkpoint, path, tensor)
+                _describe_damage(checkpoint, name, tensor)
                 for tensor, chunk in sorted(chunks, key=lambda part: part[1].start)
                 if _hash_range(opened.fileno(), chunk, buffer, progress) != chunk.checksum
             ]
@@ -478,13 +628,13 @@ def _hash_range(file: int, chunk: Chunk, buffer: memoryview, progress: Progress)
     return checksum.hexdigest()
 
 
-def _describe_damage(checkpoint: Checkpoint, path: Path, tensor: str) -> str:
+def _describe_damage(checkpoint: Checkpoint, name: str, tensor: str) -> str:
     """Describe a damaged tensor, and whether its file belongs to another save."""
     try:
-        with path.open("rb") as opened:
+        with checkpoint.open(name) as opened:
             length = int.from_bytes(opened.read(8), "little")
-            save = json.loads(opened.read(min(length, 1 << 26)))["__metadata__"]["save"]
+            save = parse_json(opened.read(min(length, 1 << 26)))["__metadata__"]["save"]
     except (OSError, ValueError, KeyError, TypeError):
         save = checkpoint.manifest.save
     hint = "" if save == checkpoint.manifest.save else "; the file is of another save"
-    return f"{path} is damaged: {tensor} does not have its checksum{hint}"
+    return f"{checkpoint.path / name} is damaged: {tensor} does not have its checksum{hint}"

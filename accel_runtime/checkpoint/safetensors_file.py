@@ -8,9 +8,11 @@ from __future__ import annotations
 import heapq
 import json
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from io import FileIO
 from itertools import product, repeat
 from operator import itemgetter
 from pathlib import Path
@@ -37,6 +39,7 @@ from accel_runtime.checkpoint.manifest import (
     rank_tensor_name,
     read_blocks,
 )
+from accel_runtime.checkpoint.state_tree import KEY, get_children
 from accel_runtime.env import format_size
 
 if TYPE_CHECKING:
@@ -277,8 +280,9 @@ def merge_tensors(
     contents = list_item_contents(checkpoint, request.item, request.rank)
     if not contents.tensors:
         raise RequestError(f"{request.item} of {checkpoint.path} has no tensors")
+    files = _OpenFiles(checkpoint)
     parts = [
-        _build_part(checkpoint, name, checkpoint.manifest.tensors[stored], request.dtype, progress)
+        _build_part(files, name, checkpoint.manifest.tensors[stored], request.dtype, progress)
         for name, stored in contents.tensors.items()
     ]
     groups = _split_into_shards(parts, request.max_shard_bytes)
@@ -291,7 +295,7 @@ def merge_tensors(
     disk, names = FileSystem(), list(shards)
     if len(shards) > 1:
         names.append(f"{target.name}.index.json")
-    with ExitStack() as renames:
+    with closing(files), ExitStack() as renames:
         # Renamed in the opposite order, so the index is entered first.
         scratch = {
             name: renames.enter_context(open_atomically(target.with_name(name).resolve()))
@@ -332,7 +336,7 @@ def _check_target(target: Path, size: int, *, several: bool) -> None:
 
 
 def _build_part(
-    checkpoint: Checkpoint, name: str, stored: TensorEntry, dtype: str | None, progress: Progress
+    files: _OpenFiles, name: str, stored: TensorEntry, dtype: str | None, progress: Progress
 ) -> TensorPart:
     output_dtype = dtype if dtype and stored.dtype in _FLOATS else stored.dtype
     if output_dtype not in NUMBER_FORMATS:
@@ -340,7 +344,7 @@ def _build_part(
     size = math.prod(stored.shape) * NUMBER_FORMATS[output_dtype].size
 
     def read() -> Iterator[memoryview]:
-        return _read_tensor(checkpoint, name, stored, output_dtype, progress)
+        return _read_tensor(files, name, stored, output_dtype, progress)
 
     return TensorPart(name, output_dtype, stored.shape, size, read)
 
@@ -358,19 +362,55 @@ def _split_into_shards(parts: Sequence[TensorPart], limit: int | None) -> list[l
     return shards
 
 
+_MIN_BLOCK = 1 << 12
+"""Fewest bytes of a chunk that are read at a time."""
+_MAX_OPEN = 64
+"""Number of files that are kept open."""
+
+
+class _OpenFiles:
+    """Files of a checkpoint that were read last, kept open: the chunks of a tensor are read in turn."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self._files: OrderedDict[str, FileIO] = OrderedDict()
+
+    def read(self, chunk: Chunk, start: int, buffer: memoryview) -> memoryview:
+        """Return bytes of a chunk from an offset in it; fewer if the file ends before."""
+        try:
+            file = self._open(chunk.file)
+            return next(read_blocks(file.fileno(), chunk.start + start, len(buffer), buffer), buffer[:0])
+        except OSError as error:
+            path = self.checkpoint.path / chunk.file
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+    def _open(self, name: str) -> FileIO:
+        if name not in self._files:
+            if len(self._files) == _MAX_OPEN:
+                self._files.popitem(last=False)[1].close()
+            self._files[name] = self.checkpoint.open(name)
+        self._files.move_to_end(name)
+        return self._files[name]
+
+    def close(self) -> None:
+        """Close all files."""
+        while self._files:
+            self._files.popitem()[1].close()
+
+
 def _read_tensor(
-    checkpoint: Checkpoint, name: str, stored: TensorEntry, dtype: str, progress: Progress
+    files: _OpenFiles, name: str, stored: TensorEntry, dtype: str, progress: Progress
 ) -> Iterator[memoryview]:
     """Yield the bytes of a tensor in row-major order; rows are taken from several chunks in turn.
 
     The chunks share the memory of one block, and element sizes divide the memory of each.
     """
-    block_bytes = BLOCK // min(64, len(stored.chunks)) // 16 * 16
+    block_bytes = max(_MIN_BLOCK, BLOCK // max(1, len(stored.chunks)) // 16 * 16)
     convert = _build_converter(stored.dtype, dtype)
     itemsize = NUMBER_FORMATS[dtype].size
     rows = []
     for chunk in stored.chunks:
-        blocks = _read_chunk(checkpoint, name, chunk, min(block_bytes, chunk.bytes), progress)
+        blocks = _read_chunk(files, name, chunk, min(block_bytes, chunk.bytes), progress)
         reader = _RowReader(map(convert, blocks), math.prod(chunk.sizes) * itemsize)
         rows.append(zip(iterate_runs(stored.shape, chunk.offsets, chunk.sizes, itemsize), repeat(reader)))
     for (_, length), reader in heapq.merge(*rows, key=itemgetter(0)):
@@ -378,16 +418,17 @@ def _read_tensor(
 
 
 def _read_chunk(
-    checkpoint: Checkpoint, name: str, chunk: Chunk, block_bytes: int, progress: Progress
+    files: _OpenFiles, name: str, chunk: Chunk, block_bytes: int, progress: Progress
 ) -> Iterator[memoryview]:
     """Yield the blocks of a chunk, which are valid until the next one, and verify its checksum at the end."""
-    path, checksum = checkpoint.path / chunk.file, xxhash.xxh3_64()
-    with path.open("rb", buffering=0) as file:
-        for block in read_blocks(file.fileno(), chunk.start, chunk.bytes, memoryview(bytearray(block_bytes))):
-            checksum.update(block)
-            progress(len(block))
-            yield block
+    checksum, buffer, start = xxhash.xxh3_64(), memoryview(bytearray(block_bytes)), 0
+    while start < chunk.bytes and (block := files.read(chunk, start, buffer[: chunk.bytes - start])):
+        start += len(block)
+        checksum.update(block)
+        progress(len(block))
+        yield block
     if checksum.hexdigest() != chunk.checksum:
+        path = files.checkpoint.path / chunk.file
         raise CheckpointError(f"{path} is damaged: {name} does not have its checksum")
 
 
@@ -419,8 +460,8 @@ def _build_converter(source: str, target: str) -> Callable[[memoryview], memoryv
     return lambda block: tensor_bytes(torch.frombuffer(block, dtype=from_dtype).to(to_dtype))
 
 
-_MAPPINGS = frozenset({"dict", "OrderedDict", "defaultdict", "Counter"})
-_SEQUENCES = frozenset({"tuple", "set", "frozenset", "deque", "size"})
+_MAX_NAMES = 1 << 28
+"""Largest number of characters of all names."""
 
 
 @dataclass(frozen=True)
@@ -447,7 +488,13 @@ def list_item_contents(checkpoint: Checkpoint, item: str, rank: int = 0) -> Item
     tree = manifest.values_by_rank[item][rank] if item in manifest.values_by_rank else manifest.values[item]
     contents = ItemContents({}, {}, [])
     first: dict[str, str] = {}
+    length = 0
     for name, tensor in _iterate_leaves(tree, ""):
+        length += len(name)
+        if length > _MAX_NAMES:  # a long name of a dict is part of the name of each value in it
+            raise CheckpointError(
+                f"Cannot export {item} of {checkpoint.path}: the names of its values are too long."
+            )
         if tensor is None:
             contents.others.append(name)
         elif tensor in first:
@@ -461,23 +508,14 @@ def list_item_contents(checkpoint: Checkpoint, item: str, rank: int = 0) -> Item
 
 def _iterate_leaves(tree: Any, path: str) -> Iterator[tuple[str, str | None]]:
     """Yield the path of each value in a serialized tree, with the name of its tensor or None."""
-    kind = tree.get("$") if isinstance(tree, dict) else None
+    kind = tree.get(KEY) if isinstance(tree, dict) else None
     if kind == "tensor":
         yield path, tree["name"]
     elif kind == "ndarray":
         yield path, tree["tensor"]["name"]
     else:
-        pairs = _get_children(tree, kind)
-        if pairs is None:
+        children = get_children(tree)
+        if children is None:
             yield path, None
-        for key, value in pairs or ():
+        for key, value in children or ():
             yield from _iterate_leaves(value, f"{path}.{key}" if path else str(key))
-
-
-def _get_children(tree: Any, kind: str | None) -> Any:
-    """Return the children of a node by key; None for a leaf."""
-    if kind in _MAPPINGS:
-        return tree["items"]
-    if isinstance(tree, list) or kind in _SEQUENCES:
-        return enumerate(tree if kind is None else tree["items"])
-    return tree.items() if isinstance(tree, dict) and kind is None else None

@@ -15,13 +15,14 @@ import xxhash
 
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.safetensors_file import tensor_bytes
+from accel_runtime.checkpoint.state_tree import KEY, MAX_LEVELS
 from accel_runtime.torch_internals import local_tensor, storage_id
 
 __all__ = ["deserialize", "hash_tensor", "hash_words", "serialize"]
 
-_KEY = "$"
-"""Key of a JSON object that represents a type unknown to JSON."""
 _NUMPY = re.compile(r"[<>|=][biufc]\d{1,2}")
+_MAX_SHOWN = 60
+"""Characters of a deep path in a message."""
 _MAX_BITS = 1 << 12
 """Python limits the decimal conversion of longer integers."""
 _FACTORIES: dict[str, Callable[[], Any]] = {
@@ -65,7 +66,7 @@ def _build(encoded: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return [_build(item, tensors) for item in encoded]
     if not isinstance(encoded, dict):
         return encoded
-    if _KEY not in encoded:
+    if KEY not in encoded:
         return {key: _build(value, tensors) for key, value in encoded.items()}
     return _build_special(encoded, tensors)
 
@@ -80,13 +81,17 @@ class _Serializer:
         if item is None or type(item) in {bool, str} or (type(item) is float and math.isfinite(item)):
             return item
         if type(item) is int:
-            return item if item.bit_length() < _MAX_BITS else {_KEY: "int", "hex": hex(item)}
+            return item if item.bit_length() < _MAX_BITS else {KEY: "int", "hex": hex(item)}
         if isinstance(item, torch.Tensor):
             return self._tensor(item, path)
         if (plain := _serialize_scalar(item)) is not None:
             return plain
         if id(item) in self._open_ids:
             raise CheckpointError(f"{path} cannot be saved: it contains itself")
+        if len(self._open_ids) == MAX_LEVELS:
+            raise CheckpointError(
+                f"{path[:_MAX_SHOWN]}... cannot be saved: more than {MAX_LEVELS} lists or dicts are inside each other"
+            )
         self._open_ids.add(id(item))
         try:
             return self._nested(item, path)
@@ -105,7 +110,7 @@ class _Serializer:
                 name += "'"
             self._tensors[name] = tensor.detach()
             self._names_by_memory[_memory_key(tensor)] = name
-        return {_KEY: "tensor", "name": name}
+        return {KEY: "tensor", "name": name}
 
     def _nested(self, item: Any, path: str) -> Any:
         kind = type(item)
@@ -114,11 +119,11 @@ class _Serializer:
         for name, sequence in _SEQUENCES.items():
             if kind is sequence:
                 ordered = sorted(item, key=repr) if name.endswith("set") else item
-                return {_KEY: name, "items": self._list(ordered, path)}
+                return {KEY: name, "items": self._list(ordered, path)}
         if kind in {Counter, OrderedDict}:
-            return {_KEY: kind.__name__, "items": self._pairs(item, path)}
+            return {KEY: kind.__name__, "items": self._pairs(item, path)}
         if kind is deque:
-            return {_KEY: "deque", "items": self._list(item, path), "maxlen": item.maxlen}
+            return {KEY: "deque", "items": self._list(item, path), "maxlen": item.maxlen}
         if kind is defaultdict:
             return self._defaultdict(item, path)
         if kind.__module__ == "numpy" and kind.__name__ == "ndarray" and item.dtype.kind in "biufc":
@@ -128,7 +133,7 @@ class _Serializer:
                 raise CheckpointError(
                     f"{path} cannot be saved: it is an array of {item.dtype}, {error}"
                 ) from error
-            return {_KEY: "ndarray", "tensor": self._tensor(tensor, path)}
+            return {KEY: "ndarray", "tensor": self._tensor(tensor, path)}
         raise CheckpointError(
             f"{path} cannot be saved: it is a {kind.__module__}.{kind.__qualname__}. A checkpoint contains numbers, text, "
             "tensors, and lists and dicts of them, so that loading runs no code. Convert it, or leave it out of the state."
@@ -138,9 +143,9 @@ class _Serializer:
         return [self.pack(value, f"{path}{_separator(path)}{index}") for index, value in enumerate(items)]
 
     def _dict(self, item: dict[Any, Any], path: str) -> Any:
-        if all(type(key) is str and key != _KEY for key in item):
+        if all(type(key) is str and key != KEY for key in item):
             return {key: self.pack(value, f"{path}{_separator(path)}{key}") for key, value in item.items()}
-        return {_KEY: "dict", "items": self._pairs(item, path)}
+        return {KEY: "dict", "items": self._pairs(item, path)}
 
     def _pairs(self, item: Mapping[Any, Any], path: str) -> list[Any]:
         return [
@@ -157,7 +162,7 @@ class _Serializer:
                 f"{path} cannot be saved: it is a defaultdict of {item.default_factory!r}; "
                 f"{', '.join(_FACTORIES)} can be saved, and a dict"
             )
-        return {_KEY: "defaultdict", "items": self._pairs(item, path), "factory": factory}
+        return {KEY: "defaultdict", "items": self._pairs(item, path), "factory": factory}
 
 
 def _memory_key(tensor: torch.Tensor) -> Any:
@@ -184,23 +189,23 @@ def _separator(path: str) -> str:
 def _serialize_scalar(item: Any) -> dict[str, Any] | None:
     """Serialize a value that has no children and is not a tensor; None for others."""
     if type(item) in {bytes, bytearray}:
-        return {_KEY: type(item).__name__, "base64": base64.b64encode(item).decode()}
+        return {KEY: type(item).__name__, "base64": base64.b64encode(item).decode()}
     if isinstance(item, (torch.dtype, torch.device)):
-        return {_KEY: type(item).__name__, "value": str(item).removeprefix("torch.")}
+        return {KEY: type(item).__name__, "value": str(item).removeprefix("torch.")}
     if type(item) in {complex, float}:
-        return {_KEY: type(item).__name__, "value": repr(item)}
+        return {KEY: type(item).__name__, "value": repr(item)}
     if isinstance(item, PurePath):
-        return {_KEY: "path", "value": str(item)}
+        return {KEY: "path", "value": str(item)}
     kind = type(item)
     if kind.__module__ == "numpy" and kind.__name__ != "ndarray" and getattr(item, "shape", None) == ():
         # Its bytes: a float32 would change on the way through a Python number.
         raw = base64.b64encode(item.tobytes()).decode()
-        return {_KEY: "numpy", "dtype": item.dtype.str, "base64": raw} if item.dtype.kind in "biufc" else None
+        return {KEY: "numpy", "dtype": item.dtype.str, "base64": raw} if item.dtype.kind in "biufc" else None
     return None
 
 
 def _build_special(encoded: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
-    kind = encoded[_KEY]
+    kind = encoded[KEY]
     if kind == "tensor":
         return tensors[encoded["name"]]
     if kind == "ndarray":

@@ -159,7 +159,7 @@ MALFORMED_STATES = [
 @pytest.mark.parametrize("state", MALFORMED_STATES, ids=str)
 def test_malformed_states_are_rejected_before_anything_changes(project, newest, state):
     rewrite_manifest(newest, lambda body: body["values"]["registered"].update(odd=state))
-    assert "the state of registered" in project.fail_to_load(newest)
+    assert "registered" in project.fail_to_load(newest)
 
 
 @pytest.mark.parametrize("dtype", ["load", "os", "__name__", "nn", "float33", "", "compile", "Tensor"])
@@ -170,9 +170,7 @@ def test_an_invalid_dtype_is_rejected(project, newest, dtype):
 
 def test_a_dtype_of_another_size_is_rejected(project, newest):
     rewrite_manifest(newest, lambda body: body["tensors"]["model/0.weight"].update(dtype="float64"))
-    assert "model/0.weight is float64 of shape [8, 8], and its parts have 256 bytes" in project.fail_to_load(
-        newest
-    )
+    assert "['chunks'][0] is float64 of shape [8, 8], and has 256 bytes" in project.fail_to_load(newest)
 
 
 ESCAPING_NAMES = [
@@ -194,13 +192,13 @@ ESCAPING_NAMES = [
 @pytest.mark.parametrize("name", ESCAPING_NAMES)
 def test_file_names_outside_a_checkpoint_are_rejected(project, newest, name):
     rewrite_manifest(newest, lambda body: body["files"].update({name: body["files"]["model.safetensors"]}))
-    assert "is not the name of a file inside a checkpoint" in project.fail_to_load(newest)
+    assert "should be the name of a file inside a checkpoint" in project.fail_to_load(newest)
 
 
 @pytest.mark.parametrize("name", ESCAPING_NAMES)
 def test_tensors_in_files_outside_a_checkpoint_are_rejected(project, newest, name):
     rewrite_manifest(newest, lambda body: body["tensors"]["model/0.weight"]["chunks"][0].update(file=name))
-    assert "tensor model/0.weight" in project.fail_to_load(newest)
+    assert "tensors['model/0.weight']" in project.fail_to_load(newest)
 
 
 def test_files_named_in_a_forged_manifest_are_not_deleted(memory):
@@ -277,8 +275,7 @@ INVALID_TENSORS = {
 @pytest.mark.parametrize("name", INVALID_TENSORS)
 def test_invalid_tensor_entries_are_rejected_before_memory_is_allocated(project, newest, name):
     rewrite_manifest(newest, INVALID_TENSORS[name])
-    message = project.fail_to_load(newest)
-    assert f"{newest / NAME} cannot be used: " in message or "and its parts have" in message
+    assert f"{newest / NAME} cannot be used: " in project.fail_to_load(newest)
 
 
 def test_chunks_that_cover_a_tensor_in_any_order_are_loaded(project, newest):
