@@ -12,7 +12,13 @@ from typing import Any
 
 import torch
 
-from accel_runtime.checkpoint.errors import AllGatherObjects, CheckpointError, errors_on_all_ranks
+from accel_runtime import nested
+from accel_runtime.checkpoint.errors import (
+    AllGatherObjects,
+    CheckpointError,
+    errors_on_all_ranks,
+    format_names,
+)
 from accel_runtime.checkpoint.manifest import Checkpoint, Manifest, TensorEntry
 from accel_runtime.checkpoint.serialization import serialize
 from accel_runtime.checkpoint.state_items import ModelItem, StateItem
@@ -290,15 +296,29 @@ def _read_optimizer(path: Path) -> dict[str, Any]:
     state = _read_mapping(path)
     if not {"state", "param_groups"} <= state.keys():
         raise CheckpointError(
-            f"{path} does not contain the state of a torch optimizer: its keys are {', '.join(map(str, state))}"
+            f"{path} does not contain the state of a torch optimizer: its keys are {format_names([str(key) for key in state])}"
         )
     return {"format": "torch", "state_dict": state}
+
+
+_MAX_EXPANDED = 1 << 26
+"""Bytes that tensors may have beyond those of their file."""
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:
     state = read_pickle(path)
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} contains a {type(state).__name__}, not a dict")
+    # An expanded tensor has one element in the file, and would have all of them after a conversion.
+    try:
+        needed = sum(leaf.nbytes for leaf in nested.leaves(state) if isinstance(leaf, torch.Tensor))
+    except RecursionError:
+        raise CheckpointError(f"{path} cannot be read: it is nested too deep, or contains itself") from None
+    size = path.stat().st_size
+    if needed > _MAX_EXPANDED + 4 * size:
+        raise CheckpointError(
+            f"{path} cannot be read: its tensors need {needed} bytes, and the file has {size}"
+        )
     return state
 
 

@@ -46,6 +46,7 @@ from accel_runtime.checkpoint.manifest import (
     select_rank_files,
 )
 from accel_runtime.checkpoint.safetensors_file import tensor_bytes
+from accel_runtime.checkpoint.schema import FieldError, read_value
 from accel_runtime.checkpoint.serialization import deserialize
 from accel_runtime.checkpoint.state_items import StateItem
 from accel_runtime.checkpoint.training_state import read_model_parallel_size
@@ -250,8 +251,9 @@ class StateReader:
             for rank in all_ranks if self._differs(item) else [self._rank]:
                 empty = dict.fromkeys(self._tensor_names(item.name, rank), torch.empty(0))
                 try:
+                    read_value(item.schema, self._encoded(item.name, rank))
                     deserialize(self._encoded(item.name, rank), empty)
-                except CheckpointError as error:
+                except (FieldError, CheckpointError) as error:
                     raise CheckpointError(
                         f"{self._checkpoint.path}: the state of {item.name} is damaged: {error}"
                     ) from error

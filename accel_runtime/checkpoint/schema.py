@@ -1,7 +1,8 @@
 """Check JSON of files against declared dataclasses, one checker for all of them. Imports no torch.
 
-A record is a frozen dataclass. The annotation of a field is its type, with `Rule`s as metadata of `Annotated`; relations
-between fields are in its method `check`. Unknown fields are ignored, since a newer version may have added them.
+A record is a frozen dataclass. The annotation of a field is its type, or a name of the module for a type with `Rule`s as
+metadata of `Annotated`; relations between fields are in the method `check`. Unknown fields are ignored, since a newer
+version may have added them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import re
 import stat
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -99,14 +101,14 @@ def select_reader(kind: Any) -> Callable[[Any], Any]:
         return _build_list_reader(origin, select_reader(arguments[0]))
     if origin is Mapping:
         return _build_mapping_reader(*map(select_reader, arguments))
-    if origin in {Union, UnionType}:  # with None
-        present = select_reader(arguments[0])
-        return lambda value: None if value is None else present(value)
+    if origin in {Union, UnionType}:
+        present = [select_reader(each) for each in arguments if each is not type(None)]
+        return _build_union_reader(present, optional=type(None) in arguments)
     return _build_record_reader(kind) if is_dataclass(kind) else _build_type_reader(kind)
 
 
 def _build_type_reader(kind: Any) -> Callable[[Any], Any]:
-    expected = {int: "an integer", str: "text", Any: ""}[kind]
+    expected = {int: "an integer", str: "text", bool: "true or false", Any: ""}[kind]
 
     def read(value: Any) -> Any:
         if expected and type(value) is not kind:  # True is no number
@@ -123,6 +125,18 @@ def _build_rule_reader(read_base: Callable[[Any], Any], rules: Sequence[Rule]) -
             if not rule.holds(result):
                 raise _build_error(value, rule.expected)
         return result
+
+    return read
+
+
+def _build_union_reader(readers: Sequence[Callable[[Any], Any]], *, optional: bool) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if value is None and optional:
+            return None
+        for reader in readers[:-1]:
+            with suppress(FieldError):
+                return reader(value)
+        return readers[-1](value)
 
     return read
 

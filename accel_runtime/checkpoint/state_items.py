@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -38,6 +39,8 @@ class StateItem(ABC):
     """Whether another number of processes saved the state that is restored."""
     merge_needs_all_ranks = False
     """Whether `merge_ranks` needs the states of all ranks; else the first is used if they differ."""
+    schema: ClassVar[Any] = Any
+    """Type of the serialized state, for `read_value`; `Any` if an object of the script defines it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -129,6 +132,8 @@ class ModelItem(StateItem):
     materializes a model on the meta device.
     """
 
+    schema = Mapping[str, Any]
+
     def __init__(
         self,
         name: str,
@@ -195,8 +200,24 @@ class ModelItem(StateItem):
         return extra or any(storage_key(tensor) not in storages for tensor in tensors)
 
 
+@dataclass(frozen=True)
+class _Group:
+    params: list[str]
+
+
+@dataclass(frozen=True)
+class _OptimizerState:
+    groups: list[_Group]
+    state: Mapping[str, Mapping[str, Any]]
+    other: Mapping[str, Any]
+    extra: Mapping[str, Any]
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+
 class OptimizerItem(StateItem):
     """Groups and state of an optimizer by parameter name, with the parameters that no prepared model contains."""
+
+    schema = _OptimizerState
 
     def __init__(self, name: str, prepared: PreparedOptimizer, names: Mapping[nn.Parameter, str]) -> None:
         super().__init__(name)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from accel_runtime.checkpoint.schema import Count, FieldError, Rule, read_value
 
-__all__ = ["KEY", "MAX_LEVELS", "get_children", "list_tensor_names"]
+__all__ = ["KEY", "MAX_LEVELS", "TensorNode", "get_children", "list_tensor_names"]
 
 KEY = "$"
 """Key of a JSON object that represents a type unknown to JSON."""
@@ -22,21 +22,28 @@ _Items = list[Any]
 _Pairs = list[Annotated[list[Any], Rule("a pair of key and value", lambda pair: len(pair) == 2)]]  # noqa: PLR2004
 _Name = Annotated[str, Rule("a name", lambda text: bool(re.fullmatch(r"[A-Za-z][\w:.]*", text)))]
 
+_TensorKind = Annotated[str, Rule("'tensor'", lambda text: text == "tensor")]
+_Hexadecimal = Annotated[
+    str, Rule("a hexadecimal number", lambda text: bool(re.fullmatch("-?0x[0-9a-f]+", text)))
+]
+
 
 @dataclass(frozen=True)
-class _Tensor:
+class TensorNode:
+    """A reference to a tensor of the manifest."""
+
     name: str
-    kind: Annotated[str, Rule("tensor", lambda text: text == "tensor")] = field(metadata={"key": KEY})
+    kind: _TensorKind = field(metadata={"key": KEY})
 
 
 @dataclass(frozen=True)
 class _Array:
-    tensor: _Tensor
+    tensor: TensorNode
 
 
 @dataclass(frozen=True)
 class _Integer:
-    hex: Annotated[str, Rule("a hexadecimal number", lambda text: bool(re.fullmatch("-?0x[0-9a-f]+", text)))]
+    hex: _Hexadecimal
 
 
 @dataclass(frozen=True)
@@ -94,7 +101,7 @@ _NODES: Mapping[str, Any] = {
     **dict.fromkeys(("float", "complex", "path"), _Value),
     **dict.fromkeys(("dtype", "device"), _TorchName),
     **dict.fromkeys(("bytes", "bytearray"), _Bytes),
-    "tensor": _Tensor,
+    "tensor": TensorNode,
     "ndarray": _Array,
     "int": _Integer,
     "numpy": _Number,
@@ -141,8 +148,8 @@ def _check_node(tree: Any, depth: int, names: list[str]) -> None:
         except FieldError as error:
             raise error.inside(KEY) from None
         node = read_value(_NODES[kind], tree)
-        if isinstance(node, (_Tensor, _Array)):
-            names.append(node.name if isinstance(node, _Tensor) else node.tensor.name)
+        if isinstance(node, (TensorNode, _Array)):
+            names.append(node.name if isinstance(node, TensorNode) else node.tensor.name)
         elif kind in _SEQUENCES or kind in _MAPPINGS:
             try:
                 _check_node(tree["items"], depth + 1, names)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from accel_runtime.backends.base import Backend
 from accel_runtime.big_modeling import MetaModels
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.manifest import TensorEntry
+from accel_runtime.checkpoint.schema import Count, Rule, Shape
 from accel_runtime.checkpoint.state_items import (
     LoaderItem,
     ModelItem,
@@ -23,6 +24,7 @@ from accel_runtime.checkpoint.state_items import (
     is_sharded,
     tensor_name_of,
 )
+from accel_runtime.checkpoint.state_tree import TensorNode
 from accel_runtime.data.loader import NextBatch, PreparedLoader
 from accel_runtime.module_names import state_dict
 from accel_runtime.optimizer import PreparedOptimizer
@@ -143,6 +145,8 @@ class TrainingState:
 class ReplicaItem(StateItem):
     """State of the backend that keeps the replicas of a model equal."""
 
+    schema = list[Mapping[str, Any]]
+
     def __init__(self, backend: Backend, models: Sequence[nn.Module]) -> None:
         super().__init__("replicas")
         self._backend, self._models = backend, models
@@ -157,9 +161,45 @@ class ReplicaItem(StateItem):
             self._backend.restore_replica_state(model, state)
 
 
+@dataclass(frozen=True)
+class _CycleState:
+    count: Count
+    synced: bool
+    fresh: bool
+    weighted: bool
+    step: Count = 0
+
+
+@dataclass(frozen=True)
+class _SparseGradient:
+    indices: TensorNode
+    values: TensorNode
+    shape: Shape
+    coalesced: bool
+
+
+@dataclass(frozen=True)
+class _Weights:
+    pending: TensorNode | None
+    total: TensorNode | None
+
+
+@dataclass(frozen=True)
+class _AccumulationState:
+    accumulation: _CycleState
+    unit: TensorNode | None
+    used: list[str]
+    gradients: Mapping[str, _SparseGradient | TensorNode]
+    weights: Mapping[str, _Weights]
+    copies: Count = 1
+    averaged: list[str] = field(default_factory=list)
+    unreduced: Mapping[str, _SparseGradient | TensorNode] = field(default_factory=dict)
+
+
 class AccumulationItem(StateItem):
     """Gradients of an unfinished accumulation cycle, and its step count."""
 
+    schema = _AccumulationState
     merge_needs_all_ranks = True
 
     def __init__(self, accumulation: Accumulation, gradients: Gradients, copies: int) -> None:
@@ -190,9 +230,27 @@ class AccumulationItem(StateItem):
         return merge_accumulation(trees, world_size, self._copies)
 
 
+_PythonState = Annotated[list[Any], Rule("a list of 3", lambda state: len(state) == 3)]  # noqa: PLR2004
+_NumpyState = Annotated[list[Any], Rule("a list of 5", lambda state: len(state) == 5)]  # noqa: PLR2004
+
+
+@dataclass(frozen=True)
+class _Seed:
+    seed: int
+
+
+@dataclass(frozen=True)
+class _RandomState:
+    torch: _Seed | TensorNode | None = None
+    python: _Seed | _PythonState | None = None
+    numpy: _Seed | _NumpyState | None = None
+    saved_by: Count | None = None
+
+
 class RNGItem(StateItem):
     """Random generators of a process."""
 
+    schema = _RandomState
     merge_needs_all_ranks = True
 
     def __init__(self, backend: Backend, *, alone: bool = False) -> None:
@@ -224,8 +282,15 @@ class RNGItem(StateItem):
         return derive_rng_state(streams, data_ranks.rank, data_ranks.world_size)
 
 
+@dataclass(frozen=True)
+class _StepCounts:
+    steps: list[Count]
+
+
 class StepCountItem(StateItem):
     """Step counts of the optimizers."""
+
+    schema = _StepCounts
 
     def __init__(self, optimizers: Sequence[PreparedOptimizer]) -> None:
         super().__init__("counters")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import FileIO
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
@@ -23,9 +22,19 @@ from accel_runtime.checkpoint.errors import (
     errors_on_all_ranks,
     format_names,
 )
-from accel_runtime.checkpoint.filesystem import read_exactly
+from accel_runtime.checkpoint.filesystem import FileSystem, read_exactly
 from accel_runtime.checkpoint.manifest import hash_file
 from accel_runtime.checkpoint.safetensors_file import NUMBER_FORMATS, iterate_runs, tensor_bytes
+from accel_runtime.checkpoint.schema import (
+    Count,
+    FieldError,
+    Rule,
+    Shape,
+    is_inside,
+    parse_json,
+    read_regular_file,
+    read_value,
+)
 from accel_runtime.export.save_model import CHECKSUMS, INDEX, SINGLE, add_aliases, find_aliases
 from accel_runtime.module_names import match_names, state_dict
 from accel_runtime.parallel.dtensor import ShardBox, box_of, local_shard
@@ -162,21 +171,33 @@ def _describe_mismatch(name: str, stored: Any, live: Any) -> str | None:
     return None
 
 
-def _parse_index(index: Path) -> tuple[dict[str, str], dict[str, str]]:
+_PlainName = Annotated[
+    str, Rule("the name of a file in its directory", lambda name: is_inside(name) and "/" not in name)
+]
+
+
+@dataclass(frozen=True)
+class _IndexMetadata:
+    checksums: Mapping[_PlainName, str] | None = field(default=None, metadata={"key": CHECKSUMS})
+
+
+@dataclass(frozen=True)
+class _Index:
+    weight_map: Mapping[str, _PlainName]
+    metadata: _IndexMetadata | None = None
+
+
+def _parse_index(path: Path) -> tuple[Mapping[str, str], Mapping[str, str]]:
     try:
-        content = json.loads(index.read_text())
-        file_of = {str(name): str(file) for name, file in content["weight_map"].items()}
-        checksums = dict((content.get("metadata") or {}).get(CHECKSUMS) or {})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{index} is not an index of weights: {type(error).__name__}: {error}"
-        ) from error
-    for file in {*file_of.values(), *checksums}:
-        if Path(file).name != file:
-            raise CheckpointError(f"{index} lists {file!r}, which is not in its directory")
-        if not (index.parent / file).is_file():
-            raise CheckpointError(f"{index.parent / file} is missing, but listed in {index}")
-    return file_of, checksums
+        opened = FileSystem().open_file(path, None, path.name)
+        index: _Index = read_value(_Index, parse_json(read_regular_file(opened, path)))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is not an index of weights: {error}") from error
+    checksums = (index.metadata and index.metadata.checksums) or {}
+    for file in {*index.weight_map.values(), *checksums}:
+        if not (path.parent / file).is_file():
+            raise CheckpointError(f"{path.parent / file} is missing, but listed in {path}")
+    return index.weight_map, checksums
 
 
 def is_streamed(model: nn.Module) -> bool:
@@ -288,24 +309,58 @@ class TensorSlice:
         return tensor
 
 
+_Code = Annotated[str, Rule("a dtype of safetensors", lambda code: code in _DTYPES)]
+_Range = Annotated[tuple[Count, ...], Rule("start and end", lambda offsets: len(offsets) == 2)]  # noqa: PLR2004
+
+
+@dataclass(frozen=True)
+class _HeaderEntry:
+    """A tensor in the header of a safetensors file."""
+
+    dtype: _Code
+    shape: Shape
+    data_offsets: _Range
+
+    def check(self) -> None:
+        start, end = self.data_offsets
+        if end - start != math.prod(self.shape) * _DTYPES[self.dtype].itemsize:
+            raise FieldError(
+                f"is {end - start} bytes for {self.dtype} of shape {list(self.shape)}", ("data_offsets",)
+            )
+
+
 def read_headers(path: Path) -> tuple[dict[str, TensorSlice], dict[str, str]]:
     """Return the tensors of a safetensors file by name, and its metadata; only the header is read."""
     try:
-        with path.open("rb") as file:
+        with os.fdopen(FileSystem().open_file(path, None, path.name), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(length, _MAX_HEADER, size)))
-        metadata = {str(key): str(value) for key, value in (header.pop("__metadata__", None) or {}).items()}
-        slices = {str(name): _parse_entry(path, 8 + length, entry) for name, entry in header.items()}
+            header = parse_json(file.read(min(length, _MAX_HEADER, size)))
+        metadata = read_value(Mapping[str, str], header.pop("__metadata__", None) or {})
+        entries = read_value(Mapping[str, _HeaderEntry], header)
+        _check_order(entries, size - 8 - length)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path} cannot be read: it is not a safetensors file, or damaged: {error}"
         ) from error
-    if any(tensor.start + tensor.nbytes > size for tensor in slices.values()):
-        raise CheckpointError(f"{path} cannot be read: it is truncated")
+    slices = {
+        name: TensorSlice(path, 8 + length + entry.data_offsets[0], _DTYPES[entry.dtype], entry.shape)
+        for name, entry in entries.items()
+    }
     return slices, metadata
+
+
+def _check_order(entries: Mapping[str, _HeaderEntry], size: int) -> None:
+    """Raise `ValueError` if tensors exceed the data or overlap: each of many could be as large as the file."""
+    end = 0
+    for entry in sorted(entries.values(), key=lambda entry: entry.data_offsets):
+        if entry.data_offsets[0] < end:
+            raise ValueError("its tensors overlap")
+        end = max(end, entry.data_offsets[1])
+    if end > size:
+        raise ValueError("it is truncated")
 
 
 def read_into(target: torch.Tensor, stored: TensorSlice, box: ShardBox) -> None:
@@ -335,18 +390,6 @@ def are_equal(first: TensorSlice, second: TensorSlice) -> bool:
         if not (torch.equal(left, right) or torch.allclose(left, right.to(left.dtype), 0, 0, equal_nan=True)):
             return False
     return True
-
-
-def _parse_entry(path: Path, data_start: int, entry: Any) -> TensorSlice:
-    start, end = entry["data_offsets"]
-    if entry["dtype"] not in _DTYPES:
-        raise ValueError(f"torch {torch.__version__} has no dtype {entry['dtype']!r}")
-    stored = TensorSlice(
-        path, data_start + int(start), _DTYPES[entry["dtype"]], tuple(int(size) for size in entry["shape"])
-    )
-    if start < 0 or any(size < 0 for size in stored.shape) or end - start != stored.nbytes:
-        raise ValueError(f"a tensor of shape {list(stored.shape)} has {end - start} bytes")
-    return stored
 
 
 def _split_box(stored: TensorSlice, box: ShardBox) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -12,9 +12,10 @@ import os
 import pickle
 import re
 import shlex
+import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from math import prod
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO
@@ -195,12 +196,15 @@ def read_pickle(
     if isinstance(file, (str, os.PathLike)) and Path(file).exists() and not Path(file).is_file():
         raise CheckpointError(f"{name} is not a regular file")
     try:
+        _check_archive(file)
         with _stand_ins():
-            return _replace_stand_ins(
-                torch.load(file, map_location=map_location, weights_only=True, mmap=mmap or None)
-            )
+            content = torch.load(file, map_location=map_location, weights_only=True, mmap=mmap or None)
+        _count_values(content)
+        return _replace_stand_ins(content, {})
     except FileNotFoundError:
         raise CheckpointError(f"File not found: {name}") from None
+    except CheckpointError:
+        raise
     except pickle.UnpicklingError as error:
         raise _build_error(file, str(name), str(error)) from error
     except _UnsupportedArrayError as error:
@@ -227,6 +231,98 @@ def _build_code_error(file: object, name: str, objects: str) -> NeedsCodeError:
         f"{name} was not read: it contains {objects}, which only code named in the file can build. If you trust the "
         f"file, {cure}"
     )
+
+
+# Bounds ----------------------------------------------------------------------------------
+
+_MAX_SHARED = 1 << 20
+"""Values that containers may contain beyond those in the file, since they are in it once and referred to several times."""
+_UNKNOWN = 0xFFFFFFFF
+
+
+def _check_archive(file: str | os.PathLike[str] | BinaryIO) -> None:
+    """Raise `CheckpointError` if an archive of `torch.save` would be larger in memory than the file.
+
+    torch stores its entries uncompressed; the directory of the archive is read as torch reads it.
+    """
+    with Path(file).open("rb") if isinstance(file, (str, os.PathLike)) else nullcontext(file) as opened:
+        first = opened.tell()
+        try:
+            if opened.read(4) == b"PK\3\4":
+                _check_entries(opened, first, str(getattr(opened, "name", "the open file")))
+        finally:
+            opened.seek(first)
+
+
+def _check_entries(opened: BinaryIO, first: int, name: str) -> None:
+    end = opened.seek(0, os.SEEK_END)
+    size = end - first
+    refused = CheckpointError(f"{name} cannot be read: it was not written by torch.save, or is damaged")
+    opened.seek(max(first, end - 42))
+    tail = opened.read()
+    if tail[20:24] != b"PK\5\6":
+        raise refused
+    count, length, start = struct.unpack("<H2I", tail[30:40])
+    if tail[:4] == b"PK\6\7":
+        (offset,) = struct.unpack("<Q", tail[8:16])
+        opened.seek(first + min(offset, size))
+        record = opened.read(56)
+        if record[:4] != b"PK\6\6":
+            raise refused
+        count, length, start = struct.unpack("<3Q", record[32:])
+    opened.seek(first + min(start, size))
+    directory = memoryview(opened.read(min(length, size)))
+    unpacked = 0
+    for _ in range(count):
+        if directory[:4] != b"PK\1\2" or len(directory) < 46:  # noqa: PLR2004 - length of an entry
+            raise refused
+        method, stored, entry = struct.unpack("<H8x2I", directory[10:28])
+        name_length, extra_length, comment_length = struct.unpack("<3H", directory[28:34])
+        extra = directory[46 + name_length :][:extra_length]
+        unpacked += _read_large_size(extra) if entry == _UNKNOWN else entry
+        if method or stored != entry:
+            raise CheckpointError(
+                f"{name} cannot be read: its entries are compressed. Save it again with torch.save, which does not compress."
+            )
+        directory = directory[46 + name_length + extra_length + comment_length :]
+    if unpacked > size:
+        raise CheckpointError(
+            f"{name} cannot be read: its entries have {unpacked} bytes, more than the file with {size}"
+        )
+
+
+def _read_large_size(extra: memoryview) -> int:
+    """Return the uncompressed size of an entry from its field for large files."""
+    while len(extra) >= 4:  # noqa: PLR2004 - header of a field
+        kind, length = struct.unpack("<2H", extra[:4])
+        if kind == 1 and length >= 8:  # noqa: PLR2004 - the size is first
+            return int.from_bytes(extra[4:12], "little")
+        extra = extra[4 + length :]
+    return _UNKNOWN
+
+
+def _count_values(content: Any) -> None:
+    """Raise `CheckpointError` if a container contains so much more than the file that its copies would not fit in memory.
+
+    A list in a pickle may contain the same list several times, which doubles its length with every level.
+    """
+    counts: dict[int, int] = {}
+    kept: list[Any] = []
+    opened: list[tuple[Any, bool]] = [(content, False)]
+    while opened:
+        item, done = opened.pop()
+        if not isinstance(item, (list, tuple, dict, set, frozenset)) or (not done and id(item) in counts):
+            continue
+        children = list(item.values()) if isinstance(item, dict) else list(item)
+        if done:
+            counts[id(item)] = 1 + sum(counts.get(id(child), 1) for child in children)
+        else:
+            counts[id(item)] = 1  # one that contains itself is refused where it is used
+            kept.append(item)
+            opened += [(item, True), *((child, False) for child in children)]
+    total, distinct = counts.get(id(content), 1), sum(map(len, kept))
+    if total > _MAX_SHARED + 4 * distinct:
+        raise ValueError(f"its lists and dicts contain {distinct} values, and {total} with repetitions")
 
 
 # Stand-ins -----------------------------------------------------------------------------
@@ -321,13 +417,21 @@ def _qualified_name(entry: Any) -> str:
     return entry[1] if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}"
 
 
-def _replace_stand_ins(item: Any) -> Any:
-    """Replace stand-ins by their tensors."""
+def _replace_stand_ins(item: Any, done: dict[int, tuple[Any, Any]]) -> Any:
+    """Replace stand-ins by their tensors; `done` contains the containers so far by id, with their results."""
     if isinstance(item, _Array):
         return item.tensor
-    if type(item) in {list, tuple}:
-        return type(item)(map(_replace_stand_ins, item))
-    if isinstance(item, dict):
+    if id(item) in done:
+        return done[id(item)][1]
+    if type(item) is tuple:
+        result: Any = tuple(_replace_stand_ins(value, done) for value in item)
+        done[id(item)] = item, result
+        return result
+    if type(item) is list:
+        done[id(item)] = item, item
+        item[:] = [_replace_stand_ins(value, done) for value in item]
+    elif isinstance(item, dict):
+        done[id(item)] = item, item
         for key, value in item.items():
-            item[key] = _replace_stand_ins(value)
+            item[key] = _replace_stand_ins(value, done)
     return item

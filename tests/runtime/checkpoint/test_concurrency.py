@@ -141,7 +141,7 @@ def test_pruning_keeps_a_checkpoint_while_it_is_loaded(memory):
     assert len(writer.acc.checkpoints.list()) == 1
 
 
-def test_removal_of_a_checkpoint_during_a_load_raises_a_clear_error(memory, monkeypatch):
+def test_removal_of_the_only_checkpoint_during_a_load_raises_a_clear_error(memory, monkeypatch):
     run = Run(memory)
     run.set_step(1)
     path = Path(run.acc.save_state())
@@ -152,7 +152,7 @@ def test_removal_of_a_checkpoint_during_a_load_raises_a_clear_error(memory, monk
         return was(checkpoint, chunks)
 
     monkeypatch.setattr(load, "find_damage", remove_then_verify)
-    with pytest.raises(CheckpointError, match="cannot be read: No such file or directory"):
+    with pytest.raises(CheckpointError, match="No complete checkpoint in"):
         run.acc.load_state()
     assert run.step() == 5
 

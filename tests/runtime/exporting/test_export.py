@@ -379,7 +379,7 @@ def test_an_index_of_another_writer_is_read_without_checksums(tmp_path):
     [
         ("{", "is not an index of weights"),
         ("[]", "is not an index of weights"),
-        ('{"weight_map": {"a": "../away.safetensors"}}', "which is not in its directory"),
+        ('{"weight_map": {"a": "../away.safetensors"}}', "the name of a file in its directory"),
         ('{"weight_map": {"a": "gone.safetensors"}}', "gone.safetensors is missing"),
         ('{"weight_map": {"a": "here.safetensors"}}', "here.safetensors cannot be read"),
         ('{"weight_map": {"b": "fine.safetensors"}}', "lists b, but no file contains it"),
