@@ -205,14 +205,19 @@ def list_numbered(folder: Path) -> tuple[list[Checkpoint], dict[int, CheckpointE
     """
 
     def read() -> tuple[list[Checkpoint], dict[int, CheckpointError]]:
-        checkpoints, errors, names = [], {}, disk.list_names(folder)
+        checkpoints, errors, removed, names = [], {}, -1, disk.list_names(folder)
         for path in sorted(_iterate_numbered(folder), key=lambda path: int(path.name.split("_")[1])):
+            number = int(path.name.split("_")[1])
             try:
                 checkpoints.append(find_checkpoint(path))
+                removed = -1
             except CheckpointError as error:
                 if exists(path):
-                    errors[int(path.name.split("_")[1])] = error
-        if not checkpoints and disk.list_names(folder) != names:
+                    errors[number] = error
+                else:
+                    removed = number
+        # If the newest was removed, there is a newer one now.
+        if removed >= 0 or (not checkpoints and disk.list_names(folder) != names):
             raise CheckpointError(f"{folder} was changed while it was read. Try again.")
         return checkpoints, errors
 
@@ -361,16 +366,19 @@ def _scan(directory: Path, disk: FileSystem) -> DirectoryScan:
         and (path / NAME).is_file()
         and not (path / UNFINISHED).exists()
     }
-    entries = [entry for entry in map(_read_entry, names) if entry.checkpoint or exists(entry.path)]
-    if not entries and (disk.list_names(directory) != listed or _is_checkpoint_directory(directory)):
-        raise RequestError(f"{directory} was changed while it was read. Try again.")
 
     def age(entry: DirectoryEntry) -> tuple[int, str, str]:
         saved_at = entry.checkpoint.manifest.saved_at if entry.checkpoint else ""
         # The name too, for a stable order of two checkpoints of the same second.
         return (-1 if entry.number is None else entry.number), saved_at, entry.path.name
 
-    return DirectoryScan(directory, sorted(entries, key=age), leftovers)
+    found = sorted(map(_read_entry, names), key=age)
+    entries = [entry for entry in found if entry.checkpoint or exists(entry.path)]
+    newest_removed = bool(found) and found[-1] not in entries
+    changed = not entries and (disk.list_names(directory) != listed or _is_checkpoint_directory(directory))
+    if newest_removed or changed:
+        raise RequestError(f"{directory} was changed while it was read. Try again.")
+    return DirectoryScan(directory, entries, leftovers)
 
 
 def find_complete_checkpoint(directory: Path) -> Checkpoint:

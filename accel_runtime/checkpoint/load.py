@@ -305,11 +305,12 @@ class StateReader:
             dtype = getattr(torch, entry.dtype, None)
             if not isinstance(dtype, torch.dtype):
                 raise CheckpointError(
-                    f"{name} is of dtype {entry.dtype[:60]!r}, which torch {torch.__version__} does not have"
+                    f"{self._checkpoint.path}: {name} is of dtype {entry.dtype!r}, which torch {torch.__version__} does not have"
                 )
             if entry.bytes != math.prod(entry.shape) * dtype.itemsize:
                 raise CheckpointError(
-                    f"{name} is {entry.dtype} of shape {list(entry.shape)}, and its parts have {entry.bytes} bytes"
+                    f"{self._checkpoint.path}: {name} is {entry.dtype} of shape {list(entry.shape)}, and its parts have "
+                    f"{entry.bytes} bytes"
                 )
             chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
             tensors[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(entry.shape), chunks)

@@ -9,6 +9,7 @@ import re
 import signal
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -301,3 +302,35 @@ def rewrite_manifest(path, change):
 def write_manifest(path, text):
     """Write the manifest of a checkpoint, with its checksum."""
     (path / NAME).write_text(f'{{"checksum":"{hash_bytes(text.encode())}",\n"checkpoint":{text}}}\n')
+
+
+READ_CALLS = ("open_folder", "open_file", "read_status", "identify", "list_names", "try_lock_shared")
+
+
+@contextmanager
+def act_before_reads(actions):
+    """Run an action before the read call of a number, counted from 1; yield the list of calls so far.
+
+    Args:
+        actions: Functions by number; the calls of a function itself are not counted.
+    """
+    calls, originals, busy = [], {name: getattr(FileSystem, name) for name in READ_CALLS}, threading.Lock()
+
+    def wrap(name):
+        def call(self, *args):
+            if not busy.locked():
+                calls.append(name)
+                if action := actions.get(len(calls)):
+                    with busy:
+                        action()
+            return originals[name](self, *args)
+
+        return call
+
+    for name in READ_CALLS:
+        setattr(FileSystem, name, wrap(name))
+    try:
+        yield calls
+    finally:
+        for name, original in originals.items():
+            setattr(FileSystem, name, original)

@@ -1,0 +1,207 @@
+"""Reading a checkpoint beside a save, replacement or removal of it, which happens before each call of the file system."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+
+import pytest
+from support.runs.file_system import Run, act_before_reads
+
+from accel_cli import checkpoints
+from accel_runtime.checkpoint.directory import find_checkpoint, open_checkpoint, remove_checkpoint
+from accel_runtime.checkpoint.filesystem import FileSystem
+from accel_runtime.checkpoint.manifest import NAME
+from accel_runtime.checkpoint.safetensors_file import MergeRequest
+
+MAX_CALLS = 400
+
+
+class WithoutExchange(FileSystem):
+    """A file system that cannot exchange two directories."""
+
+    def exchange(self, first, second):  # noqa: ARG002
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+
+def ignore_progress(*_):
+    pass
+
+
+class FixedName:
+    """A checkpoint of a fixed name that saves replace."""
+
+    disk = None
+
+    def __init__(self, folder):
+        self.writer, self.path = Run(folder, automatic=False, disk=self.disk and self.disk()), folder / "best"
+        self.root, self.argument, self.step = self.path, self.path, 0
+        self.save()
+
+    def save(self):
+        self.step += 1
+        assert self.writer.save(self.step, self.path) is None
+
+
+class FixedNameWithoutExchange(FixedName):
+    disk = WithoutExchange
+
+
+class Numbered:
+    """Numbered checkpoints, of which the newest is kept."""
+
+    def __init__(self, folder):
+        self.writer, self.root, self.argument, self.step = Run(folder, total_limit=1), folder, None, 0
+        self.save()
+
+    def save(self):
+        self.step += 1
+        assert self.writer.save(self.step) is None
+
+
+def load(project, reader, folder):
+    reader.set_step(99)
+    reader.acc.load_state(project.argument)
+    return reader.step()
+
+
+def verify(project, reader, folder):
+    result = checkpoints.verify_checkpoint(str(project.root), ignore_progress)
+    assert result["complete"], result
+    return result["step"]
+
+
+def list_(project, reader, folder):
+    entries = checkpoints.list_checkpoints(str(project.root))["checkpoints"]
+    assert not any(entry["problem"] for entry in entries), entries
+    return entries[-1]["step"]
+
+
+def show(project, reader, folder):
+    result = checkpoints.show_checkpoint(str(project.root), tensors=True)
+    assert result["untracked"] == result["skipped"] == []
+    return result["step"]
+
+
+def export(project, reader, folder):
+    target = folder / "model.safetensors"
+    result = checkpoints.export_checkpoint(str(project.root), str(target), MergeRequest(), ignore_progress)
+    assert result["skipped"] == []
+    return result["step"]
+
+
+@pytest.mark.parametrize("read", [load, verify, list_, show, export])
+@pytest.mark.parametrize("kind", [FixedName, FixedNameWithoutExchange, Numbered])
+def test_a_read_beside_a_save_returns_one_complete_checkpoint(kind, read, memory):
+    project, reader, steps = (
+        kind(memory / "project"),
+        Run(memory / "project", automatic=kind is Numbered),
+        set(),
+    )
+    for number in range(1, MAX_CALLS):
+        old = project.step
+        with act_before_reads({number: project.save}) as calls:
+            step = read(project, reader, memory)
+        assert step in {old, old + 1}, number
+        steps.add(step - old)
+        if len(calls) < number:
+            break
+    assert steps == {0, 1}
+    assert number > 4
+
+
+@pytest.mark.parametrize("gap", [1, 2, 3])
+def test_a_read_between_the_two_renames_of_a_replacement_finds_the_checkpoint(gap, memory):
+    project, target = FixedName(memory), memory / "best"
+    project.save()
+    copies = [shutil.copytree(target, memory / f"copy_{number}") for number in range(2)]
+    save = find_checkpoint(target).manifest.save
+    for number in range(1, MAX_CALLS):
+        shutil.rmtree(target)
+        shutil.copytree(copies[0], target)
+        shutil.copytree(copies[1], memory / f".best.saving-{save}")
+        replaced = memory / f".best.replaced-{save}"
+
+        def replace(replaced=replaced):
+            (memory / f".best.saving-{save}").rename(target)
+            shutil.rmtree(replaced.rename(memory / ".best.removing"))
+
+        actions = {number: lambda replaced=replaced: target.rename(replaced), number + gap: replace}
+        with act_before_reads(actions) as calls, open_checkpoint(target) as checkpoint:
+            assert checkpoint.manifest.step == project.step
+        if len(calls) < number + gap:
+            break
+    assert number > 2
+
+
+def test_a_replaced_checkpoint_is_kept_while_it_is_read_and_removed_by_a_later_save(memory):
+    project = FixedName(memory)
+    with open_checkpoint(project.path) as checkpoint:
+        project.save()
+        project.save()
+        assert checkpoint.manifest.step == 1
+        for name in checkpoint.manifest.files:
+            with checkpoint.open(name) as file:
+                assert file.read()
+    project.save()
+    assert [path.name for path in memory.iterdir()] == ["best"]
+    assert find_checkpoint(project.path).manifest.step == project.step
+
+
+def test_a_checkpoint_is_not_removed_while_it_is_read(memory):
+    project = FixedName(memory)
+    with open_checkpoint(project.path):
+        assert not remove_checkpoint(project.path, FileSystem())
+    assert remove_checkpoint(project.path, FileSystem())
+
+
+def test_resume_takes_the_next_checkpoint_if_the_chosen_one_is_removed(memory, monkeypatch):
+    monkeypatch.setenv("ACCEL_LAUNCH", "a")
+    writer = Run(memory, total_limit=1)
+    assert writer.save(1) is None
+    for number in range(1, MAX_CALLS):
+        reader = Run(memory)
+        reader.set_step(99)
+        with act_before_reads({number: lambda: writer.save(writer.optimizer.steps + 1)}) as calls:
+            reader.acc._resume_policy = type(reader.acc._resume_policy)(
+                True, reader.acc._resume_policy.origin
+            )
+            checkpoint = reader.acc.resume()
+        assert reader.step() == checkpoint.manifest.step
+        if len(calls) < number:
+            break
+
+
+def test_all_ranks_read_the_same_save_if_it_is_replaced_between_their_calls(pair, memory):
+    def read(folder):
+        run = Run(folder, automatic=False)
+        for step in (1, 2):
+            assert run.save(step, folder / "best") is None
+            if step == 1:
+                run.acc.wait_for_everyone()
+                if run.rank == 0:
+                    shutil.copytree(folder / "best", folder / "other")
+                run.acc.wait_for_everyone()
+        steps = []
+        for number in range(1, 40, 3):
+            run.set_step(99)
+            exchange = {number: lambda: FileSystem().exchange(folder / "best", folder / "other")}
+            with act_before_reads(exchange if run.rank == number % 2 else {}):
+                run.acc.load_state(folder / "best")
+            steps.append(run.step())
+        return steps
+
+    first, second = pair.run(read, memory)
+    assert first == second
+    assert set(first) == {1, 2}
+
+
+def test_a_damaged_checkpoint_that_is_not_replaced_is_reported_as_damaged(memory):
+    project = FixedName(memory)
+    data = (project.path / "model.safetensors").read_bytes()
+    (project.path / "model.safetensors").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    reader = Run(memory, automatic=False)
+    reader.set_step(9)
+    assert "is damaged" in reader.fail_to_load(project.path)
+    (project.path / NAME).unlink()
+    assert f"has no {NAME}" in reader.fail_to_load(project.path)
