@@ -12,13 +12,9 @@ from typing import Any
 
 from accel_cli.errors import AccelError, UsageError
 from accel_runtime.checkpoint.directory import (
-    DirectoryEntry,
-    find_complete_checkpoint,
-    find_newest_checkpoint,
     list_untracked_files,
     remove_checkpoint,
     remove_leftovers,
-    scan_directory,
     use_checkpoint,
     verify_files,
 )
@@ -26,6 +22,12 @@ from accel_runtime.checkpoint.errors import CheckpointError, DamageError, Reques
 from accel_runtime.checkpoint.filesystem import FileSystem
 from accel_runtime.checkpoint.manifest import Checkpoint, Manifest
 from accel_runtime.checkpoint.safetensors_file import MergeRequest, MergeResult, merge_tensors
+from accel_runtime.checkpoint.scan import (
+    DirectoryEntry,
+    find_complete_checkpoint,
+    find_newest_checkpoint,
+    scan_directory,
+)
 
 __all__ = [
     "export_checkpoint",

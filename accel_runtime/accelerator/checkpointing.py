@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from accel_runtime.accelerator.properties import AcceleratorProperties
 from accel_runtime.big_modeling import MetaModels, compute_buffers
 from accel_runtime.checkpoint.accelerate_format import restore_accelerate_checkpoint
-from accel_runtime.checkpoint.directory import exists, is_accelerate_checkpoint
+from accel_runtime.checkpoint.directory import exists
 from accel_runtime.checkpoint.errors import AllGatherObjects, CheckpointError, errors_on_all_ranks
 from accel_runtime.checkpoint.filesystem import FileSystem
 from accel_runtime.checkpoint.manager import (
@@ -29,6 +29,7 @@ from accel_runtime.checkpoint.manager import (
     StagingBuffers,
 )
 from accel_runtime.checkpoint.manifest import Checkpoint
+from accel_runtime.checkpoint.scan import is_accelerate_checkpoint
 from accel_runtime.checkpoint.shared_directory import explain_separate_nodes
 from accel_runtime.checkpoint.state_items import is_sharded
 from accel_runtime.checkpoint.training_state import TrainingState
@@ -349,16 +350,17 @@ class CheckpointMethods(AcceleratorProperties):
             is_first = self._backend.topology.rank == 0
             chosen = self._resume_policy.choose(self.checkpoints) if is_first else None
             step.value = chosen.path if chosen else None
-        path = step.values[0]
+        path: Path | None = step.values[0]
         if path is None:
             return None
+        newest = path
 
         def choose() -> Path:
-            nonlocal path
-            if not exists(path):  # another process has removed it
+            nonlocal newest
+            if not exists(newest):  # another process has removed it
                 chosen = self._resume_policy.choose(self.checkpoints)
-                path = chosen.path if chosen else path
-            return path
+                newest = chosen.path if chosen else newest
+            return newest
 
         checkpoint = self._load_checkpoint(path, "exact", choose=choose)
         project.iteration = (checkpoint.number or 0) + 1

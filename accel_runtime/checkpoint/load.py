@@ -41,15 +41,14 @@ from accel_runtime.checkpoint.manifest import (
     Checkpoint,
     Chunk,
     TensorEntry,
-    find_damage,
     rank_tensor_name,
-    select_rank_files,
 )
 from accel_runtime.checkpoint.safetensors_file import tensor_bytes
 from accel_runtime.checkpoint.schema import FieldError, read_value
 from accel_runtime.checkpoint.serialization import deserialize
 from accel_runtime.checkpoint.state_items import StateItem
 from accel_runtime.checkpoint.training_state import read_model_parallel_size
+from accel_runtime.checkpoint.verification import find_damage, select_rank_files
 
 __all__ = ["LoadOperation"]
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 import json
 import math
-import os
 import re
 import stat
 from collections import Counter
@@ -21,7 +19,7 @@ from typing import IO, Annotated, Any
 import xxhash
 
 from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.checkpoint.filesystem import FileSystem, parallel_map
+from accel_runtime.checkpoint.filesystem import FileSystem
 from accel_runtime.checkpoint.schema import (
     ITEM_BYTES,
     MAX_BYTES,
@@ -41,7 +39,6 @@ from accel_runtime.checkpoint.schema import (
 from accel_runtime.checkpoint.state_tree import list_tensor_names
 
 __all__ = [
-    "BLOCK",
     "NAME",
     "SIBLING",
     "UNFINISHED",
@@ -51,18 +48,15 @@ __all__ = [
     "Manifest",
     "TensorEntry",
     "checkpoint_name",
-    "find_damage",
     "hash_bytes",
     "hash_file",
     "item_of_tensor",
     "open_folder",
     "parse_number",
     "rank_tensor_name",
-    "read_blocks",
     "read_checkpoint",
     "read_manifest",
     "read_open_checkpoint",
-    "select_rank_files",
 ]
 
 NAME = "checkpoint.json"
@@ -263,6 +257,21 @@ class Manifest:
                     f"has {len(states)} states, and {self.world_size} processes wrote the checkpoint",
                     ("own", item),
                 )
+        ranks = self._list_tensor_ranks()
+        for item, state in self.values.items():
+            self._check_state(
+                state, item, ("values", item), lambda shared: len(ranks.get(shared, ())) == self.world_size
+            )
+        for item, states in self.values_by_rank.items():
+            for number, state in enumerate(states):
+
+                def has_rank(shared: str, number: int = number) -> bool:
+                    return number in ranks.get(shared, ())
+
+                self._check_state(state, item, ("own", item, number), has_rank)
+
+    def _list_tensor_ranks(self) -> Mapping[str, set[int]]:
+        """Return the ranks of each rank-specific tensor; raise `FieldError` for a rank that there was not."""
         ranks: dict[str, set[int]] = {}
         for name in self.tensors:
             shared, _, rank = name.partition("#")
@@ -273,15 +282,7 @@ class Manifest:
                         f"is of rank {rank}, and {self.world_size} processes wrote the checkpoint",
                         ("tensors", name),
                     )
-        for item, state in self.values.items():
-            self._check_state(
-                state, item, ("values", item), lambda shared: len(ranks.get(shared, ())) == self.world_size
-            )
-        for item, states in self.values_by_rank.items():
-            for rank, state in enumerate(states):
-                self._check_state(
-                    state, item, ("own", item, rank), lambda shared, rank=rank: rank in ranks.get(shared, ())
-                )
+        return ranks
 
     def _check_chunks(self) -> None:
         """Raise `FieldError` if chunks are not inside the data of their files, or overlap."""
@@ -552,89 +553,3 @@ def parse_number(name: str) -> int | None:
     """Return N of `checkpoint_N`; None for other names."""
     match = _NUMBERED.fullmatch(name)
     return int(match[1]) if match else None
-
-
-BLOCK = 1 << 22
-"""Bytes that are read and hashed at a time."""
-Progress = Callable[[int], None]
-"""Receives numbers of bytes that were read."""
-
-
-def find_damage(
-    checkpoint: Checkpoint, chunks: Iterable[tuple[str, Chunk]], progress: Progress = lambda _: None
-) -> list[str]:
-    """Return a sentence for each damaged chunk, with file and tensor; `progress` receives byte counts."""
-    files: dict[str, list[tuple[str, Chunk]]] = {}
-    for name, chunk in chunks:
-        files.setdefault(chunk.file, []).append((name, chunk))
-    problems = parallel_map(lambda file: _find_file_damage(checkpoint, *file, progress), files.items())
-    return [sentence for sentences in problems for sentence in sentences]
-
-
-def select_rank_files(
-    checkpoint: Checkpoint, items: Iterable[str], rank: int, world_size: int
-) -> list[tuple[str, Chunk]]:
-    """Return the named chunks of items that this rank verifies; all ranks get about the same number of bytes."""
-    chunks = checkpoint.manifest.parts(items)
-    loads = [(0, rank) for rank in range(world_size)]
-    selected = []
-    for name, chunk in sorted(
-        chunks, key=lambda part: (-part[1].bytes, part[0], part[1].file, part[1].start)
-    ):
-        load, least = loads[0]
-        heapq.heapreplace(loads, (load + chunk.bytes, least))
-        if least == rank:
-            selected.append((name, chunk))
-    return selected
-
-
-def read_blocks(file: int, start: int, length: int, buffer: memoryview) -> Iterator[memoryview]:
-    """Yield the bytes of a range of a file in the given buffer; fewer if the file ends before."""
-    while length:
-        filled = 0
-        # A network file system may return less than requested, and elements must not be cut.
-        while filled < min(length, len(buffer)):
-            count = os.preadv(file, [buffer[filled:length]], start + filled)
-            if not count:
-                break
-            filled += count
-        if not filled:
-            return
-        yield buffer[:filled]
-        start, length = start + filled, length - filled
-
-
-def _find_file_damage(
-    checkpoint: Checkpoint, name: str, chunks: Sequence[tuple[str, Chunk]], progress: Progress
-) -> list[str]:
-    largest = max(chunk.bytes for _, chunk in chunks)
-    path, buffer = checkpoint.path / name, memoryview(bytearray(max(1, min(BLOCK, largest))))
-    try:
-        with checkpoint.open(name) as opened:
-            return [
-                _describe_damage(checkpoint, name, tensor)
-                for tensor, chunk in sorted(chunks, key=lambda part: part[1].start)
-                if _hash_range(opened.fileno(), chunk, buffer, progress) != chunk.checksum
-            ]
-    except OSError as error:
-        return [f"{path} cannot be read: {error.strerror}"]
-
-
-def _hash_range(file: int, chunk: Chunk, buffer: memoryview, progress: Progress) -> str:
-    checksum = xxhash.xxh3_64()
-    for block in read_blocks(file, chunk.start, chunk.bytes, buffer):
-        checksum.update(block)
-        progress(len(block))
-    return checksum.hexdigest()
-
-
-def _describe_damage(checkpoint: Checkpoint, name: str, tensor: str) -> str:
-    """Describe a damaged tensor, and whether its file belongs to another save."""
-    try:
-        with checkpoint.open(name) as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            save = parse_json(opened.read(min(length, 1 << 26)))["__metadata__"]["save"]
-    except (OSError, ValueError, KeyError, TypeError):
-        save = checkpoint.manifest.save
-    hint = "" if save == checkpoint.manifest.save else "; the file is of another save"
-    return f"{checkpoint.path / name} is damaged: {tensor} does not have its checksum{hint}"

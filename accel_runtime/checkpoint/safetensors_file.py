@@ -28,18 +28,16 @@ from accel_runtime.checkpoint.filesystem import (
     write_text,
 )
 from accel_runtime.checkpoint.manifest import (
-    BLOCK,
     NAME,
     Checkpoint,
     Chunk,
     FileEntry,
-    Progress,
     TensorEntry,
     hash_bytes,
     rank_tensor_name,
-    read_blocks,
 )
 from accel_runtime.checkpoint.state_tree import KEY, get_children
+from accel_runtime.checkpoint.verification import BLOCK, Progress, read_blocks
 from accel_runtime.env import format_size
 
 if TYPE_CHECKING:

@@ -274,7 +274,7 @@ def _check_entries(opened: BinaryIO, first: int, name: str) -> None:
     directory = memoryview(opened.read(min(length, size)))
     unpacked = 0
     for _ in range(count):
-        if directory[:4] != b"PK\1\2" or len(directory) < 46:  # noqa: PLR2004 - length of an entry
+        if bytes(directory[:4]) != b"PK\1\2" or len(directory) < 46:  # noqa: PLR2004 - length of an entry
             raise refused
         method, stored, entry = struct.unpack("<H8x2I", directory[10:28])
         name_length, extra_length, comment_length = struct.unpack("<3H", directory[28:34])

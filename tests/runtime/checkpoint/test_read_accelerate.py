@@ -23,8 +23,8 @@ from accel_runtime.checkpoint.accelerate_format import (
     read_accelerate_checkpoint,
     read_rng_states,
 )
-from accel_runtime.checkpoint.directory import is_accelerate_checkpoint
 from accel_runtime.checkpoint.errors import CheckpointError
+from accel_runtime.checkpoint.scan import is_accelerate_checkpoint
 from accel_runtime.export.objects import NeedsCodeError, read_pickle, rewrite_file
 from accel_runtime.export.save_model import add_aliases
 
