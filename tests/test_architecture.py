@@ -124,7 +124,7 @@ def test_the_source_trees_are_not_empty():
 def test_the_command_line_imports_the_contract_of_the_runtime_and_checkpoints_without_torch():
     """`test_checkpoint_commands_do_not_import_torch` tests that these modules do not import it."""
     imported = find_imports(CLI, {"accel_runtime"})
-    modules = ("directory", "errors", "filesystem", "manifest", "safetensors_file")
+    modules = ("directory", "errors", "filesystem", "manifest", "safetensors_file", "scan")
     allowed = (
         "accel_runtime.cgroup.",
         "accel_runtime.env.",
