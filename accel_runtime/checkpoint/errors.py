@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from accel_runtime.text import escape_controls
+
 __all__ = [
     "AllGatherObjects",
     "CheckpointError",
@@ -31,7 +33,13 @@ AllGatherObjects = Callable[[Any], list[Any]]
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read; the message names the file or item, and the cure."""
+    """A checkpoint cannot be written or read; the message names the file or item, and the cure.
+
+    The control characters of names in a checkpoint are escaped, since Python prints the message to the terminal.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(escape_controls(text))
 
 
 class RequestError(CheckpointError):

@@ -31,7 +31,7 @@ from accel_runtime.checkpoint.schema import (
     Word,
     describe,
     is_inside,
-    parse_json,
+    parse_strict_json,
     read_regular_file,
     read_value,
     shorten,
@@ -363,7 +363,7 @@ class Manifest:
         if checksum != expected:
             raise CheckpointError(f"{path} is damaged: its checksum is {checksum} and should be {expected}")
         try:
-            body = parse_json(match[2])
+            body = parse_strict_json(match[2])
             number, sections = body.get("format"), body.get("sections", {})
         except ValueError as error:
             raise CheckpointError(f"{path} is damaged: {error}") from error

@@ -34,7 +34,7 @@ __all__ = [
     "Word",
     "describe",
     "is_inside",
-    "parse_json",
+    "parse_strict_json",
     "read_regular_file",
     "read_value",
     "select_reader",
@@ -245,7 +245,7 @@ def read_regular_file(opened: int, path: Path) -> str:
             raise CheckpointError(f"{path} is damaged: it is not text") from error
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_strict_json(text: str | bytes) -> Any:
     """Return JSON; raise `ValueError` for a repeated key, a number that is not finite, and deep nesting."""
     try:
         return json.loads(

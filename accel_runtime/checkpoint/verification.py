@@ -10,7 +10,7 @@ import xxhash
 
 from accel_runtime.checkpoint.filesystem import parallel_map
 from accel_runtime.checkpoint.manifest import Checkpoint, Chunk
-from accel_runtime.checkpoint.schema import parse_json
+from accel_runtime.checkpoint.schema import parse_strict_json
 
 __all__ = ["BLOCK", "Progress", "find_damage", "read_blocks", "select_rank_files"]
 
@@ -93,7 +93,7 @@ def _describe_damage(checkpoint: Checkpoint, name: str, tensor: str) -> str:
     try:
         with checkpoint.open(name) as opened:
             length = int.from_bytes(opened.read(8), "little")
-            save = parse_json(opened.read(min(length, 1 << 26)))["__metadata__"]["save"]
+            save = parse_strict_json(opened.read(min(length, 1 << 26)))["__metadata__"]["save"]
     except (OSError, ValueError, KeyError, TypeError):
         save = checkpoint.manifest.save
     hint = "" if save == checkpoint.manifest.save else "; the file is of another save"

@@ -31,7 +31,7 @@ from accel_runtime.checkpoint.schema import (
     Rule,
     Shape,
     is_inside,
-    parse_json,
+    parse_strict_json,
     read_regular_file,
     read_value,
 )
@@ -190,7 +190,7 @@ class _Index:
 def _parse_index(path: Path) -> tuple[Mapping[str, str], Mapping[str, str]]:
     try:
         opened = FileSystem().open_file(path, None, path.name)
-        index: _Index = read_value(_Index, parse_json(read_regular_file(opened, path)))
+        index: _Index = read_value(_Index, parse_strict_json(read_regular_file(opened, path)))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not an index of weights: {error}") from error
     checksums = (index.metadata and index.metadata.checksums) or {}
@@ -335,7 +335,7 @@ def read_headers(path: Path) -> tuple[dict[str, TensorSlice], dict[str, str]]:
         with os.fdopen(FileSystem().open_file(path, None, path.name), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
-            header = parse_json(file.read(min(length, _MAX_HEADER, size)))
+            header = parse_strict_json(file.read(min(length, _MAX_HEADER, size)))
         metadata = read_value(Mapping[str, str], header.pop("__metadata__", None) or {})
         entries = read_value(Mapping[str, _HeaderEntry], header)
         _check_order(entries, size - 8 - length)
