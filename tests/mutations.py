@@ -222,11 +222,11 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        "fields of newer versions",
-        "accel_runtime.checkpoint.manifest:_select_fields",
-        return_value("dict(values)"),
+        "missing fields of a manifest",
+        "accel_runtime.checkpoint.schema:_is_required",
+        return_value("False"),
         (
-            "tests/runtime/checkpoint/test_corruption.py::test_unknown_manifest_fields_of_a_newer_version_are_ignored",
+            "tests/runtime/checkpoint/test_schema.py::test_a_changed_field_of_a_manifest_ends_in_an_error_of_accel",
         ),
     ),
     Mutation(
@@ -471,13 +471,13 @@ MUTATIONS = (
     ),
     Mutation(
         "newest checkpoint",
-        "accel_runtime.checkpoint.directory:list_numbered",
+        "accel_runtime.checkpoint.directory:_list_numbered_paths",
         drop_argument("sorted", "key"),
         ("tests/runtime/checkpoint/test_directory.py::test_checkpoint_numbers_are_compared_numerically",),
     ),
     Mutation(
         "checkpoint that a crash left beside its name",
-        "accel_runtime.checkpoint.directory:find_checkpoint",
+        "accel_runtime.checkpoint.directory:_open_complete",
         set_value("complete", "[]"),
         (
             "tests/runtime/checkpoint/test_directory.py::test_a_complete_checkpoint_that_a_crash_left_unrenamed_is_found_and_renamed_later",

@@ -80,6 +80,10 @@ def read_layers(
     """
     layers = []
     user, project = profiles.get_path(DEFAULT), profiles.find_project_file()
+    for path in filter(None, (user, project)):
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            # Reading a named pipe would block.
+            raise UsageError(f"Cannot read {path}: it is not a regular file. Remove it, or use --no-profile.")
     for file in profiles.find_misnamed_files():
         console.note(
             f"{file} is not used: the suffix of a profile is .yaml. Rename it: {file.with_suffix('.yaml').name}"
@@ -106,13 +110,7 @@ def read_layers(
 
 
 def read_file(path: Path, name: str) -> Layer:
-    """Return the layer of a profile file.
-
-    Raises:
-        UsageError: It cannot be read, or is no regular file: reading a named pipe would block.
-    """
-    if path.exists() and not path.is_file():
-        raise UsageError(f"Cannot read {path}: it is not a regular file. Remove it, or use --no-profile.")
+    """Return the layer of a profile file."""
     document = store.read(path)
     values = flatten(document.data)
     values.pop("schema_version", None)

@@ -200,8 +200,7 @@ def list_numbered(folder: Path) -> tuple[list[Checkpoint], dict[int, CheckpointE
 
     def read() -> tuple[list[Checkpoint], dict[int, CheckpointError]]:
         checkpoints, errors, removed, names = [], {}, -1, disk.list_names(folder)
-        for path in sorted(_iterate_numbered(folder), key=lambda path: int(path.name.split("_")[1])):
-            number = int(path.name.split("_")[1])
+        for number, path in _list_numbered_paths(folder):
             try:
                 checkpoints.append(find_checkpoint(path))
                 removed = -1
@@ -227,7 +226,7 @@ def exists(path: Path) -> bool:
 
 def next_number(folder: Path) -> int:
     """Return a number greater than that of any `checkpoint_N`, complete or not."""
-    return 1 + max((int(path.name.split("_")[1]) for path in _iterate_numbered(folder)), default=-1)
+    return 1 + max((number for number, _ in _list_numbered_paths(folder)), default=-1)
 
 
 def list_untracked_files(checkpoint: Checkpoint) -> list[Path]:
@@ -242,12 +241,14 @@ def list_untracked_files(checkpoint: Checkpoint) -> list[Path]:
     return sorted(checkpoint.path / path for path in untracked if path.as_posix() not in tracked)
 
 
-def _iterate_numbered(folder: Path) -> Iterator[Path]:
-    """Yield the paths `checkpoint_N`, also of checkpoints that exist only beside the name."""
+def _list_numbered_paths(folder: Path) -> list[tuple[int, Path]]:
+    """Return the numbers and paths `checkpoint_N` in their order, also of checkpoints that exist only beside the name."""
     names = {name for name in FileSystem().list_names(folder) if (folder / name).is_dir()}
     others = (match for name in names if (match := SIBLING.fullmatch(name)) and match[2] != "removing")
     names |= {match[1] for match in others}
-    yield from (folder / name for name in names if parse_number(name) is not None)
+    numbers = {name: parse_number(name) for name in names}
+    numbered = [(number, folder / name) for name, number in numbers.items() if number is not None]
+    return sorted(numbered, key=lambda entry: entry[0])
 
 
 def list_siblings(target: Path) -> list[Path]:

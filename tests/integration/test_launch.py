@@ -280,7 +280,7 @@ def test_invalid_input_is_one_message_with_exit_code_2(accel, script, cwd, args,
 
 def test_an_invalid_profile_is_named(accel, script, home):
     script("")
-    (home / "profiles" / "default.yaml").mkdir(parents=True)
+    (home / "profiles").mkdir(parents=True)
     (home / "profiles" / "x.yaml").write_bytes(b"\xff")
     result = accel("launch", "--profile", "x", "train.py")
     assert result.returncode == 2

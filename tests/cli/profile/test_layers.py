@@ -271,7 +271,9 @@ def test_a_profile_that_is_no_file_is_an_error(store, cwd, create, name):
     path = store.get_path("default") if name == "user" else cwd / "accel.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     create(path)
-    with pytest.raises(UsageError, match=r"Cannot read .*(it is not a regular file|No such file)"):
+    with pytest.raises(
+        UsageError, match=r"Cannot read .*(it is not a regular file|Is a directory|No such file)"
+    ):
         read_layers(store, {}, None)
 
 

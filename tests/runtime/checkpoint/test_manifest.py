@@ -42,14 +42,16 @@ def manifests(draw):
     }
     world_size = draw(st.integers(1, 4))
     states = st.lists(json_values, min_size=world_size, max_size=world_size)
+    values = draw(st.dictionaries(st.text(), json_values, max_size=3))
+    own_names = st.text().filter(lambda name: name not in values)
     return Manifest(
         save=draw(st.text()),
         saved_at="2026-11-21T15:00:00Z",
         world_size=world_size,
         step=draw(st.integers(0, 2**60)),
         versions={"accel": "1"},
-        values=draw(st.dictionaries(st.text(), json_values, max_size=3)),
-        values_by_rank=draw(st.dictionaries(st.text(), states, max_size=2)),
+        values=values,
+        values_by_rank=draw(st.dictionaries(own_names, states, max_size=2)),
         tensors=tensors,
         files=files,
         class_names=draw(st.dictionaries(st.text(), st.text(), max_size=2)),

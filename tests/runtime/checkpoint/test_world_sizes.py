@@ -263,7 +263,8 @@ def train_within_accumulation_cycle(folder, load):
 def load_sharded(folder, kind):
     model, optimizer = build_trained_model(kind, 2)
     loading = LoadOperation(*get_transport(), strict=True)
-    loading.load(loading.open(lambda: Path(folder), folder), build_state_items(model, optimizer))
+    loading.open(lambda: Path(folder), folder)
+    loading.load(build_state_items(model, optimizer))
     assert any(isinstance(p, DTensor) for p in model.parameters()) == (kind != "replicated")
     return gather_state(model, optimizer)
 
@@ -315,7 +316,8 @@ def load_in_one_process(folder):
     model = UnevenNet()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     loading = LoadOperation(lambda item: [item], 0, 1, strict=True)
-    loading.load(loading.open(lambda: Path(folder), folder), build_state_items(model, optimizer))
+    loading.open(lambda: Path(folder), folder)
+    loading.load(build_state_items(model, optimizer))
     return gather_state(model, optimizer)
 
 
