@@ -123,6 +123,9 @@ def _get_size() -> tuple[int, int | None]:
 
 def _print_view(view: View) -> None:
     from accel_cli.monitoring import live_view
+    from accel_runtime.text import encode_text
 
     is_coloured = sys.stdout.isatty() and console.use_color()
-    console.plain("\n".join(live_view.render_lines(view.body, _get_size()[0], is_coloured=is_coloured)))
+    lines = live_view.render_lines(view.body, _get_size()[0], is_coloured=is_coloured)
+    # The view itself has escaped all texts, and has colours of its own.
+    console.write_content(encode_text("\n".join([*lines, ""])))

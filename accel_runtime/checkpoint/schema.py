@@ -240,7 +240,8 @@ def read_regular_file(opened: int, path: Path) -> str:
                 f"{path} is damaged: it has {status.st_size} bytes, and can have {MAX_BYTES}"
             )
         try:
-            return file.read(MAX_BYTES).decode()
+            # Not more: memory is reserved for what is asked for.
+            return file.read(status.st_size).decode()
         except UnicodeDecodeError as error:
             raise CheckpointError(f"{path} is damaged: it is not text") from error
 

@@ -124,16 +124,14 @@ def test_the_record_of_a_run_is_escaped(tmp_path, capfd):
         assert check_output(call_accel(capfd, *command, "--log-dir", tmp_path)).returncode == 0
 
 
-def test_a_terminal_gets_the_escape_sequences_of_accel_only(tmp_path):
-    """Colours stay; the names of files are escaped."""
-    script = tmp_path / f"{HOSTILE[:-2]}.py"
-    script.write_text("from accelerate import Accelerator\naccelerator = Accelerator()\n")
+def run_on_terminal(*args):
+    """Run `accel` on a terminal, and return what the terminal received."""
     local_end, remote_end = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "NO_COLOR": ""}
+    command = [sys.executable, "-m", "accel_cli", *args]
     process = subprocess.Popen(
-        [sys.executable, "-m", "accel_cli", "migrate", script], stdout=remote_end, stderr=remote_end,
-        env={**os.environ, "TERM": "xterm", "NO_COLOR": ""},
-    )  # fmt: skip
-    process.wait()
+        command, stdin=remote_end, stdout=remote_end, stderr=remote_end, env=environment
+    )
     os.close(remote_end)
     output = b""
     with os.fdopen(local_end, "rb", 0) as terminal:
@@ -142,6 +140,25 @@ def test_a_terminal_gets_the_escape_sequences_of_accel_only(tmp_path):
                 output += chunk
         except OSError:  # the other end is closed
             pass
+    process.wait()
+    return output
+
+
+def test_the_view_of_a_run_has_colours_and_no_escapes_of_names_on_a_terminal(tmp_path):
+    fields = {"target": HOSTILE, "exit_code": 1}
+    run = RunFolder.create(tmp_path, "train.py", fields)
+    run.update(fields)
+    output = run_on_terminal("top", run.path.name, "--log-dir", tmp_path)
+    assert b"\x1b[31mexit code 1" in output
+    assert b"\\x1b" not in output
+    assert b"\x1b]0;" not in output
+
+
+def test_a_terminal_gets_the_escape_sequences_of_accel_only(tmp_path):
+    """Colours stay; the names of files are escaped."""
+    script = tmp_path / f"{HOSTILE[:-2]}.py"
+    script.write_text("from accelerate import Accelerator\naccelerator = Accelerator()\n")
+    output = run_on_terminal("migrate", script)
     assert set(re.findall(rb"\x1b[^m]*m?", output)) <= {
         b"\x1b[1;31m",
         b"\x1b[2m",
