@@ -21,10 +21,10 @@ from typer.core import TyperArgument, TyperGroup
 import accel_runtime
 from accel_cli import errors
 from accel_cli.launchers import LAUNCHERS
+from accel_cli.launchers.sections import Question, Section
 from accel_cli.main import app
 from accel_cli.planning import nodes
 from accel_cli.profile.schema import PARALLEL_SECTIONS, Profile
-from accel_cli.sections import Question, Section
 from accel_runtime import env
 from accel_runtime.env import Settings
 

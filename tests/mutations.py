@@ -79,27 +79,31 @@ class Mutation:
 MUTATIONS = (
     Mutation(
         "resume of a run after a lost node",
-        "accel_cli.ray.plan:RayRun.build_command",
+        "accel_cli.launchers.ray.plan:RayRun.build_command",
         force_condition("resume", False),
-        ("tests/cli/ray/test_plan.py::test_a_retry_resumes_and_nodes_of_one_machine_may_use_loopback",),
+        (
+            "tests/cli/launchers/ray/test_plan.py::test_a_retry_resumes_and_nodes_of_one_machine_may_use_loopback",
+        ),
     ),
     Mutation(
         "end of a launch on a host whose launcher is gone",
-        "accel_cli.ssh.supervisor:HostSupervisor.serve",
+        "accel_cli.launchers.ssh.supervisor:HostSupervisor.serve",
         skip_call("_end_launch"),
-        ("tests/cli/ssh/test_run.py::test_the_launch_of_every_host_ends_with_the_launcher",),
+        ("tests/cli/launchers/ssh/test_run.py::test_the_launch_of_every_host_ends_with_the_launcher",),
     ),
     Mutation(
         "host of the first failure",
-        "accel_cli.ssh.run:_Run._report.get_order",
+        "accel_cli.launchers.ssh.run:_Run._report.get_order",
         replace_name("is_cause", "not it"),
-        ("tests/cli/ssh/test_run.py::test_the_host_with_the_reason_gives_the_last_line_and_the_exit_code",),
+        (
+            "tests/cli/launchers/ssh/test_run.py::test_the_host_with_the_reason_gives_the_last_line_and_the_exit_code",
+        ),
     ),
     Mutation(
         "launcher of an option",
         "accel_cli.launchers:find_selected",
         force_condition("selects_launcher", False),
-        ("tests/cli/ssh/test_config.py::test_hosts_select_the_launcher_without_a_profile",),
+        ("tests/cli/launchers/ssh/test_config.py::test_hosts_select_the_launcher_without_a_profile",),
     ),
     Mutation(
         "different models in one accumulation cycle",
@@ -361,9 +365,11 @@ MUTATIONS = (
     ),
     Mutation(
         "SageMaker argument",
-        "accel_cli.sagemaker.request:build_job_spec",
+        "accel_cli.launchers.sagemaker.request:build_job_spec",
         replace_name("args", "it[1:]"),
-        ("tests/cli/sagemaker/test_config.py::test_the_plan_has_the_instances_and_the_command_of_a_host",),
+        (
+            "tests/cli/launchers/sagemaker/test_config.py::test_the_plan_has_the_instances_and_the_command_of_a_host",
+        ),
     ),
     Mutation(
         "order of the unprepared loader",
@@ -465,7 +471,7 @@ MUTATIONS = (
     ),
     Mutation(
         "unknown keys of a profile",
-        "accel_cli.sections:Section",
+        "accel_cli.launchers.sections:Section",
         replace_argument("ConfigDict", "extra", "'ignore'"),
         ("tests/cli/launchers/test_contract.py::test_an_unknown_key_is_an_error_that_names_it",),
     ),
@@ -521,9 +527,9 @@ MUTATIONS = (
     ),
     Mutation(
         "target that cannot run",
-        "accel_cli.planner:check_target",
+        "accel_cli.profile.planner:check_target",
         return_value("None"),
-        ("tests/cli/test_planner.py::test_a_target_that_cannot_run_is_an_error",),
+        ("tests/cli/profile/test_planner.py::test_a_target_that_cannot_run_is_an_error",),
     ),
     Mutation(
         "log of a shown rank",

@@ -28,21 +28,21 @@ READ_THE_ENVIRONMENT = (
     "accel_cli/runner/rendezvous.py",
     "accel_cli/worker.py",
     "accel_cli/runner/xla_replicas.py",
-    "accel_cli/slurm/jobs.py",
+    "accel_cli/launchers/slurm/jobs.py",
     # The first process of a container reads its environment, as `accel launch` reads a shell's.
-    "accel_cli/sagemaker/entry.py",
+    "accel_cli/launchers/sagemaker/entry.py",
     # On the host of a launch, it reads the address at which ssh reached it.
-    "accel_cli/ssh/supervisor.py",
+    "accel_cli/launchers/ssh/supervisor.py",
     # The client takes the headers that Ray's own command line does; the actor passes its environment on.
-    "accel_cli/ray/jobs.py",
-    "accel_cli/ray/node.py",
+    "accel_cli/launchers/ray/jobs.py",
+    "accel_cli/launchers/ray/node.py",
     # The kubeconfig is that of kubectl, and in a pod the cluster is in the variables.
-    "accel_cli/kubernetes/cluster.py",
+    "accel_cli/launchers/kubernetes/cluster.py",
     # Git gets the environment without its own variables, which name other repositories.
-    "accel_cli/git.py",
+    "accel_cli/launchers/git.py",
     # The terminal's own variables say whether colours are wanted.
     "accel_cli/console.py",
-    "accel_cli/sections.py",
+    "accel_cli/launchers/sections.py",
     "accel_runtime/accelerator/__init__.py",
     "accel_runtime/topology.py",
     # A logger exists before any Accelerator. ClearML's and MLflow's own variables take precedence over arguments.
@@ -64,13 +64,13 @@ READ_THE_ENVIRONMENT = (
 )
 
 ANNEXES = {
-    "sagemaker": ("accel_cli.sagemaker",),
-    "slurm": ("accel_cli.slurm",),
-    "kubernetes": ("accel_cli.kubernetes",),
-    "ray": ("accel_cli.ray",),
-    "ssh": ("accel_cli.ssh",),
+    "sagemaker": ("accel_cli.launchers.sagemaker",),
+    "slurm": ("accel_cli.launchers.slurm",),
+    "kubernetes": ("accel_cli.launchers.kubernetes",),
+    "ray": ("accel_cli.launchers.ray",),
+    "ssh": ("accel_cli.launchers.ssh",),
     "xla": ("accel_cli.launchers.xla", "accel_cli.commands.tpu_pod"),
-    "import": ("accel_cli.import_accelerate",),
+    "import": ("accel_cli.accelerate",),
     "estimate": ("accel_cli.commands.estimate", "accel_runtime.estimate"),
     "migrate": ("accel_cli.commands.migrate", "accel_cli.migrate"),
 }
@@ -82,7 +82,7 @@ ANNEX_IMPORTS = {
     # `accel env` shows the AWS account that a SageMaker job would use.
     ("accel_cli/commands/env.py", "sagemaker"),
     # Converting a SageMaker configuration takes the instance types that have SageMaker's own collectives.
-    ("accel_cli/import_accelerate/config.py", "sagemaker"),
+    ("accel_cli/accelerate/config.py", "sagemaker"),
 }
 """The annexes that files outside the tables name."""
 
@@ -216,7 +216,13 @@ def test_every_module_has_a_docstring_and_at_most_600_lines():
 
 @pytest.mark.parametrize(
     "package",
-    ["accel_runtime", "accel_cli/kubernetes", "accel_cli/ray", "accel_cli/slurm", "accel_cli/ssh"],
+    [
+        "accel_runtime",
+        "accel_cli/launchers/kubernetes",
+        "accel_cli/launchers/ray",
+        "accel_cli/launchers/slurm",
+        "accel_cli/launchers/ssh",
+    ],
 )
 def test_the_imports_of_a_package_have_no_circle(package):
     """Imports inside functions and for typing count, too."""
@@ -259,11 +265,11 @@ def test_only_the_console_writes_to_the_terminal_of_a_command():
     """It shows control characters as escapes. The others relay the output of ranks and jobs, or run without a command."""
     relays = {
         "accel_cli/console.py",
-        "accel_cli/ray/driver.py",
+        "accel_cli/launchers/ray/driver.py",
         "accel_cli/runner/bootstrap.py",
         "accel_cli/runner/forkserver.py",
-        "accel_cli/sagemaker/entry.py",
-        "accel_cli/ssh/supervisor.py",
+        "accel_cli/launchers/sagemaker/entry.py",
+        "accel_cli/launchers/ssh/supervisor.py",
         "accel_cli/worker.py",
     }
     writers = set()

@@ -40,7 +40,7 @@ def list_(directory: _Directory = ".", as_json: _Json = False) -> None:
 
     Only manifests and file sizes are read; accel checkpoint verify reads every byte.
     """
-    from accel_cli.checkpoints import list_checkpoints
+    from accel_cli.commands.checkpoints import list_checkpoints
 
     result = list_checkpoints(directory)
     if as_json:
@@ -63,7 +63,7 @@ def verify(directory: _Directory = ".", as_json: _Json = False) -> None:
 
     If it is damaged, print what is damaged and the newest undamaged checkpoint before it, and exit with code 1.
     """
-    from accel_cli.checkpoints import verify_checkpoint
+    from accel_cli.commands.checkpoints import verify_checkpoint
 
     with console.read_progress() as progress:
         result = verify_checkpoint(directory, progress)
@@ -96,7 +96,7 @@ def show(
     as_json: _Json = False,
 ) -> None:
     """Show the contents of a checkpoint, or of the newest complete one in a directory."""
-    from accel_cli.checkpoints import show_checkpoint
+    from accel_cli.commands.checkpoints import show_checkpoint
 
     result = show_checkpoint(directory, tensors=tensors)
     _print_skipped(result)
@@ -150,7 +150,7 @@ def export(  # noqa: PLR0913, PLR0917 - one parameter an option
 
     No GPU is needed, memory use does not grow with the model, and every byte is verified.
     """
-    from accel_cli.checkpoints import export_checkpoint
+    from accel_cli.commands.checkpoints import export_checkpoint
     from accel_runtime.checkpoint.filesystem import parse_size
     from accel_runtime.checkpoint.safetensors_file import MergeRequest
 
@@ -187,7 +187,7 @@ def prune(
 
     Nothing is removed until every byte of one checkpoint to keep has been verified.
     """
-    from accel_cli.checkpoints import prune_checkpoints
+    from accel_cli.commands.checkpoints import prune_checkpoints
 
     planned = prune_checkpoints(directory, keep)
     for problem in planned["damaged"]:

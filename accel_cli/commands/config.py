@@ -301,7 +301,7 @@ def import_(
 
     Values without an equivalent in accel are listed.
     """
-    from accel_cli.import_accelerate import convert, read_deepspeed_file
+    from accel_cli.accelerate import convert, read_deepspeed_file
     from accel_cli.profile import layers, store, yaml_io
     from accel_cli.profile.edit import build_layer
     from accel_cli.profile.schema import describe
@@ -370,8 +370,8 @@ def _require_file(target: Path, location: Location | None = None) -> Path:
 
 def _resolve(profile: str | None) -> tuple[Resolved, dict[str, Any]]:
     """Return the effective profile, and its values by dotted key."""
-    from accel_cli import planner
     from accel_cli.planning.options import Request
+    from accel_cli.profile import planner
 
     machine = planner.detect_machine(os.environ, cpu=False)
     request = Request("", options={"profile": profile} if profile else {})

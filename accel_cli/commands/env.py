@@ -100,7 +100,7 @@ def _describe_tpu(machine: Machine) -> dict[str, str]:
 
 def _describe_aws() -> dict[str, str] | str:
     """Return the AWS profile and region that the AWS tools would use; never a key."""
-    from accel_cli.sagemaker.aws import Account
+    from accel_cli.launchers.sagemaker.aws import Account
 
     try:
         session = Account().session
@@ -111,8 +111,8 @@ def _describe_aws() -> dict[str, str] | str:
 
 def _list_profile_values(machine: Machine) -> dict[str, str] | str:
     """Return every value of the effective profile with its source."""
-    from accel_cli import planner
     from accel_cli.planning.options import Request
+    from accel_cli.profile import planner
 
     try:
         resolved = planner.resolve(Request("env"), os.environ, machine)

@@ -14,7 +14,7 @@ from accel_cli import console
 from accel_cli.commands.options import CommandApp, complete_profile_names, expand_options
 
 if TYPE_CHECKING:
-    from accel_cli.jobs.base import Jobs
+    from accel_cli.launchers.jobs import Jobs
 
 __all__ = ["Service", "app", "has_service", "open_jobs"]
 
@@ -94,7 +94,7 @@ def logs(
     service: Service,
 ) -> None:
     """Print the log of a job."""
-    from accel_cli.jobs import base
+    from accel_cli.launchers import jobs as base
 
     with open_jobs(service) as jobs:
         job = jobs.status(job_id)
@@ -147,8 +147,8 @@ def download(
 def open_jobs(service: Service) -> Iterator[Jobs]:
     """Yield the jobs of a launcher, by default of the first service; then errors name the others."""
     from accel_cli.errors import UsageError
-    from accel_cli.jobs.base import UnreachableError, format_options
     from accel_cli.launchers import LAUNCHERS
+    from accel_cli.launchers.jobs import UnreachableError, format_options
 
     values, default = _read_launcher_values(service), next(filter(_submits_jobs, LAUNCHERS))
     if assumed := not _submits_jobs(values.get("launcher.kind")):

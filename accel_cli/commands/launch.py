@@ -96,7 +96,7 @@ def launch(
 
     Options of accel launch come before SCRIPT; everything after it is passed to the script unchanged.
     """
-    from accel_cli import planner
+    from accel_cli.profile import planner
 
     request = build_request(script, args, get_options(context))
     planner.check_target(request.target, request.kind)
@@ -119,7 +119,7 @@ def launch(
 @app.command("test", cls=TestCommand, epilog="Example: accel test --nproc-per-node 2")
 def test(context: typer.Context) -> None:
     """Check processes, collectives, gradients, gathering and precision on this machine."""
-    from accel_cli import planner
+    from accel_cli.profile import planner
 
     request = Request("accel_runtime.selfcheck", kind="module", options=get_options(context), is_builtin=True)
     resolved, plan = planner.prepare(request, os.environ)
@@ -165,7 +165,7 @@ def build_request(script: str, args: list[str] | None, options: dict[str, Any]) 
 
 def _note_options_after_script(context: typer.Context, request: Request) -> None:
     """Print a note about options of `accel launch` that are passed to the script because they come after it."""
-    from accel_cli import planner
+    from accel_cli.profile import planner
 
     has_dashes = context.meta[_ARGUMENTS][: -1 - len(request.args)][-1:] == ("--",)
     flags = {flag for parameter in context.command.params for flag in parameter.opts}

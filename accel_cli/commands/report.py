@@ -15,7 +15,7 @@ from accel_cli.commands.runs import LogDir, find_log_home
 from accel_cli.errors import UsageError
 
 if TYPE_CHECKING:
-    from accel_cli.monitoring.report_data import RunData
+    from accel_cli.runs.report_data import RunData
 
 __all__ = ["app"]
 
@@ -64,7 +64,7 @@ def report(
     selected = _read_runs(runs or [], log_dir)
     file = output or Path(f"report-{selected[0].name}.html" if len(selected) == 1 else "report.html")
     _check_output(file, force=force)
-    from accel_cli.monitoring.report import render_report
+    from accel_cli.runs.report import render_report
 
     page = render_report(selected)
     target = file.resolve()  # a symbolic link stays
@@ -79,8 +79,7 @@ def report(
 
 def _read_runs(names: list[str], log_dir: str | None) -> list[RunData]:
     """Read the runs with these names or paths, each once."""
-    from accel_cli.monitoring import report_data
-    from accel_cli.runs import run_dir
+    from accel_cli.runs import report_data, run_dir
 
     if not names:
         return [report_data.read_run(run_dir.find_run(find_log_home(log_dir)))]

@@ -27,9 +27,9 @@ LogDir = Annotated[
 
 def find_log_home(log_dir: str | None) -> Path:
     """Return the folder of all runs: `log_dir`, that of the active profile, or the default one."""
-    from accel_cli import planner
     from accel_cli.planning.machine import Machine
     from accel_cli.planning.options import Request
+    from accel_cli.profile import planner
     from accel_cli.runs import run_dir
 
     if not log_dir:

@@ -15,7 +15,7 @@ from accel_cli.commands.runs import LogDir, find_log_home
 from accel_cli.errors import UsageError
 
 if TYPE_CHECKING:
-    from accel_cli.monitoring.live_view import View
+    from accel_cli.runs.live_view import View
     from accel_cli.runs.run_dir import RunFolder
 
 __all__ = ["app"]
@@ -51,8 +51,8 @@ def top(
         assert name is not None
         _show_job(name, service, as_json=json)
         return
-    from accel_cli.monitoring import live_view
-    from accel_cli.monitoring.snapshot import read_snapshot
+    from accel_cli.runs import live_view
+    from accel_cli.runs.snapshot import read_snapshot
 
     if json:
         console.print_json(read_snapshot(run).to_json())
@@ -95,8 +95,8 @@ def _find_run(name: str | None, log_dir: str | None, service: Service) -> RunFol
 
 
 def _show_job(job_id: str, service: Service, *, as_json: bool) -> None:
-    from accel_cli.monitoring import live_view
-    from accel_cli.monitoring.job_view import JobView
+    from accel_cli.launchers.job_view import JobView
+    from accel_cli.runs import live_view
 
     with open_jobs(service) as jobs:
         view = JobView(jobs, job_id)
@@ -122,7 +122,7 @@ def _get_size() -> tuple[int, int | None]:
 
 
 def _print_view(view: View) -> None:
-    from accel_cli.monitoring import live_view
+    from accel_cli.runs import live_view
     from accel_runtime.text import encode_text
 
     is_coloured = sys.stdout.isatty() and console.use_color()

@@ -73,10 +73,11 @@ def tpu_pod(
     import os
     import shutil
 
-    from accel_cli import console, planner
+    from accel_cli import console
     from accel_cli.errors import UsageError
     from accel_cli.launchers.single import Single
     from accel_cli.planning.plan import join_for_bash
+    from accel_cli.profile import planner
 
     request = _parse_launch(context, launch)
     if pod.folder is None:
@@ -141,11 +142,12 @@ def prepare(pod: Pod, request: Request, environ: Mapping[str, str]) -> tuple[Res
     Raises:
         UsageError: The launch cannot run on a pod.
     """
-    from accel_cli import launchers, planner
+    from accel_cli import launchers
     from accel_cli.console import mask_secrets
     from accel_cli.errors import UsageError
     from accel_cli.planning.machine import Machine, Packages, Tpu
     from accel_cli.planning.plan import Plan
+    from accel_cli.profile import planner
 
     for option, value in (("NAME", pod.name), ("--zone", pod.zone), ("--project", pod.project)):
         if value is not None and not _NAME.fullmatch(value):

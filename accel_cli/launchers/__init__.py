@@ -89,12 +89,12 @@ LAUNCHERS: Registry[type[Launcher]] = Registry(
     {
         "single": "accel_cli.launchers.single:Single",
         "torchrun": "accel_cli.launchers.torchrun:Torchrun",
-        "slurm": "accel_cli.slurm.config:Slurm",
-        "ssh": "accel_cli.ssh.config:Ssh",
+        "slurm": "accel_cli.launchers.slurm.config:Slurm",
+        "ssh": "accel_cli.launchers.ssh.config:Ssh",
         "xla": "accel_cli.launchers.xla:Xla",
-        "sagemaker": "accel_cli.sagemaker.config:SageMaker",
-        "kubernetes": "accel_cli.kubernetes.config:Kubernetes",
-        "ray": "accel_cli.ray.config:Ray",
+        "sagemaker": "accel_cli.launchers.sagemaker.config:SageMaker",
+        "kubernetes": "accel_cli.launchers.kubernetes.config:Kubernetes",
+        "ray": "accel_cli.launchers.ray.config:Ray",
     },
     group="accel.launchers",
 )

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from accel_cli.errors import UsageError
+from accel_cli.launchers.sections import Answers, Section
 from accel_cli.planning.machine import Machine
 from accel_cli.planning.nodes import NodeLayout
 from accel_cli.planning.options import LaunchOption
 from accel_cli.planning.plan import Plan
-from accel_cli.sections import Answers, Section
 from accel_runtime.env import FullyShard, MixedPrecision, ProcessGroupBackend, Settings
 
 if TYPE_CHECKING:
-    from accel_cli.jobs.base import Jobs
+    from accel_cli.launchers.jobs import Jobs
 
 __all__ = [
     "DETACH",

@@ -28,6 +28,7 @@ from accel_cli.launchers.base import (
     choose_gpus,
     resolve_device,
 )
+from accel_cli.launchers.sections import Answers, CountOrAuto, ExpandedPath, Question
 from accel_cli.planning import network
 from accel_cli.planning.machine import Machine
 from accel_cli.planning.nodes import PORT
@@ -41,7 +42,6 @@ from accel_cli.planning.plan import (
     get_highest_rank,
 )
 from accel_cli.planning.startup_code import explain_startup_code
-from accel_cli.sections import Answers, CountOrAuto, ExpandedPath, Question
 from accel_runtime import env
 
 __all__ = [

@@ -13,8 +13,8 @@ from typing_extensions import Self, override
 from accel_cli.errors import UsageError
 from accel_cli.launchers import torchrun
 from accel_cli.launchers.base import LaunchSpec, Plan, build_environment
+from accel_cli.launchers.sections import Choice, Question
 from accel_cli.planning.machine import Machine
-from accel_cli.sections import Choice, Question
 from accel_runtime.env import ROUNDING
 
 __all__ = ["Xla"]

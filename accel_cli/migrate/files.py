@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from accel_cli import git
 from accel_cli.errors import UsageError
+from accel_cli.launchers import git
 from accel_cli.migrate.findings import Finding
 from accel_runtime.installation import format_install
 from accel_runtime.text import escape_controls

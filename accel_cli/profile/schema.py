@@ -19,10 +19,10 @@ from pydantic_core import CoreSchema, SchemaValidator, core_schema
 
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.base import Launcher
+from accel_cli.launchers.sections import Answers, Choice, Question, Section
 from accel_cli.launchers.single import Single
 from accel_cli.planning.machine import Machine
 from accel_cli.profile.sharding import FullyShardSection, ParallelSection
-from accel_cli.sections import Answers, Choice, Question, Section
 from accel_runtime.env import Device, LogLevel, MixedPrecision, ProcessGroupBackend, Settings
 
 __all__ = [

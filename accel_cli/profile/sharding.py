@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from typing_extensions import Self, override
 
 from accel_cli.launchers import LAUNCHERS
-from accel_cli.sections import Answers, Choice, CountOrAuto, Question, Section
+from accel_cli.launchers.sections import Answers, Choice, CountOrAuto, Question, Section
 from accel_runtime.env import FullyShard, Number, Parallel, SettingsError
 
 __all__ = ["FullyShardSection", "ParallelSection"]

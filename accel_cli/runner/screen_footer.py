@@ -168,8 +168,8 @@ def _is_foreground(fd: int) -> bool:
 
 def create_footer(folder: RunFolder) -> ScreenFooter:
     """Return a footer with the table of the ranks of a run."""
-    from accel_cli.monitoring import live_view  # noqa: PLC0415 - imports rich, which is slow
-    from accel_cli.monitoring.snapshot import read_snapshot  # noqa: PLC0415
+    from accel_cli.runs import live_view  # noqa: PLC0415 - imports rich, which is slow
+    from accel_cli.runs.snapshot import read_snapshot  # noqa: PLC0415
 
     def build(columns: int, lines: int) -> list[str]:
         return live_view.render_footer(read_snapshot(folder), columns, lines, encoding=sys.stderr.encoding)

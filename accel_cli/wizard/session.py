@@ -16,13 +16,13 @@ from questionary import Style
 from rich.console import Console
 from rich.syntax import Syntax
 
-from accel_cli import console, planner
+from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.launchers.base import LaunchSpec
+from accel_cli.launchers.sections import Choice
 from accel_cli.planning import machine
 from accel_cli.planning.machine import Machine
-from accel_cli.profile import edit, layers, schema, store
-from accel_cli.sections import Choice
+from accel_cli.profile import edit, layers, planner, schema, store
 from accel_cli.wizard import steps
 from accel_cli.wizard.steps import Step
 

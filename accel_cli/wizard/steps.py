@@ -14,12 +14,12 @@ from pydantic import ValidationError
 from accel_cli.errors import ProfileError
 from accel_cli.launchers import LAUNCHERS, suggest_launcher
 from accel_cli.launchers.base import Launcher
+from accel_cli.launchers.sections import Answers, Choice, Question, Section
 from accel_cli.planning.machine import Machine
 from accel_cli.profile import yaml_io
 from accel_cli.profile.layers import nest
 from accel_cli.profile.schema import PARALLEL_SECTIONS, Profile
 from accel_cli.profile.validation_errors import explain
-from accel_cli.sections import Answers, Choice, Question, Section
 
 __all__ = [
     "NONE",

@@ -32,9 +32,9 @@ NEEDS_A_PACKAGE = {
     "accel_runtime.backends.xla.": "torch_xla",
     "accel_cli.runner.xla_replicas": "torch_xla",
     "accel_runtime.tracking.": "a tracker",
-    "accel_cli.monitoring.report": "plotly",
-    "accel_cli.ray.": "ray",
-    "accel_cli.sagemaker.": "boto3",
+    "accel_cli.runs.report": "plotly",
+    "accel_cli.launchers.ray.": "ray",
+    "accel_cli.launchers.sagemaker.": "boto3",
 }
 """Modules that import a package of an extra, which the message names that their command prints without it."""
 SCRIPT = """\

@@ -143,7 +143,9 @@ class Launches:
 
     @staticmethod
     def find_driver(job_id):
-        (driver,) = set(find_processes("cmdline", "accel_cli.ray")) & set(find_processes("environ", job_id))
+        (driver,) = set(find_processes("cmdline", "accel_cli.launchers.ray")) & set(
+            find_processes("environ", job_id)
+        )
         return driver
 
     def wait_for_end(self, seconds=20):

@@ -188,7 +188,7 @@ def test_without_retries_a_lost_node_ends_the_run_and_its_script_can_save(launch
 
 
 def test_nodes_that_could_not_be_started_end_the_run_with_a_cure(monkeypatch):
-    from accel_cli.ray import driver
+    from accel_cli.launchers.ray import driver
 
     def fail(_, attempt):
         raise driver._LostNodeError("Cannot start the nodes: Could not create the actor.")

@@ -33,7 +33,7 @@ INTERPRETER = Interpreter(
     "safetensors.torch",
     "accel_cli.main",
     "accel_cli.runner.agent",
-    "accel_cli.planner",
+    "accel_cli.profile.planner",
     "accel_cli.runner.stalls",
     "rich.traceback",
     "typer.rich_utils",

@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 from support.commands import call_accel
 
-from accel_cli import planner
 from accel_cli.commands.launch import format_headline
 from accel_cli.planning.options import Request
+from accel_cli.profile import planner
 
 PRINTS = "import sys\nprint(sys.argv)\n"
 

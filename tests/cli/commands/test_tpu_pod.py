@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import call_accel
 
-from accel_cli import planner
 from accel_cli.commands import tpu_pod
 from accel_cli.errors import UsageError
 from accel_cli.planning.options import Request
-from accel_cli.profile import yaml_io
+from accel_cli.profile import planner, yaml_io
 
 GCLOUD = """#!/bin/bash
 for word; do case $word in --command=*) command=${word#--command=} ;; esac; done

@@ -19,16 +19,16 @@ from support.commands import call_accel
 from support.launchers import page_launcher
 from support.launchers.launch_specs import build_spec
 
-from accel_cli import planner
 from accel_cli.commands.launch import format_plan
 from accel_cli.errors import UsageError
 from accel_cli.launchers import LAUNCHERS, list_options
 from accel_cli.launchers.base import DETACH
+from accel_cli.launchers.sections import Question
 from accel_cli.planning import machine
 from accel_cli.planning.machine import Machine, Packages, Tpu
 from accel_cli.planning.options import Request
 from accel_cli.planning.plan import Plan
-from accel_cli.sections import Question
+from accel_cli.profile import planner
 
 SECTIONS = {
     "single": {},

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 from pydantic import ValidationError
 
-from accel_cli import planner
 from accel_cli.commands.launch import format_headline, format_plan
 from accel_cli.errors import ProfileError, UsageError
 from accel_cli.launchers.base import LaunchSpec
@@ -14,6 +13,7 @@ from accel_cli.launchers.xla import Xla
 from accel_cli.planning.machine import Machine, Packages, Tpu
 from accel_cli.planning.nodes import NodeLayout
 from accel_cli.planning.options import Request
+from accel_cli.profile import planner
 from accel_runtime.env import Settings
 
 PAIR = Packages("2.9.0", "2.9.0", "0.0.21")

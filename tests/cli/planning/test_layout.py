@@ -2,7 +2,6 @@
 
 import pytest
 
-from accel_cli import planner
 from accel_cli.commands.launch import format_headline, format_plan
 from accel_cli.errors import ProfileError, UsageError
 from accel_cli.launchers import LAUNCHERS
@@ -10,6 +9,7 @@ from accel_cli.launchers.base import LaunchSpec
 from accel_cli.planning.machine import Machine, Packages, Tpu
 from accel_cli.planning.nodes import NodeLayout
 from accel_cli.planning.options import Request
+from accel_cli.profile import planner
 from accel_cli.profile.schema import Profile
 from accel_runtime.env import Settings
 

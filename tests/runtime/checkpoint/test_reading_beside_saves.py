@@ -8,7 +8,7 @@ import shutil
 import pytest
 from support.runs.file_system import Run, act_before_reads
 
-from accel_cli import checkpoints
+from accel_cli.commands import checkpoints
 from accel_runtime.checkpoint.directory import find_checkpoint, open_checkpoint, remove_checkpoint
 from accel_runtime.checkpoint.filesystem import FileSystem
 from accel_runtime.checkpoint.manifest import NAME

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.runs import old_checkpoints
 from support.runs.file_system import Run, write_manifest
 
-from accel_cli import checkpoints
+from accel_cli.commands import checkpoints
 from accel_cli.errors import AccelError
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.manifest import (

@@ -1,0 +1,225 @@
+"""Convert an Accelerate config file to a profile, with an answer for each of its keys."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from accel_cli.accelerate.config import (
+    DEEPSPEED_FILE,
+    LOCAL,
+    SAGEMAKER,
+    SHARDING_TYPES,
+    AccelerateConfig,
+    InvalidValueError,
+    format_value,
+    normalize,
+)
+from accel_cli.accelerate.rules import (
+    CLUSTER_KEYS,
+    SAGEMAKER_KEYS,
+    SECTIONS,
+    Answer,
+    Rule,
+    dropped,
+    find_rule,
+)
+from accel_cli.errors import Problem, ProfileError
+from accel_cli.profile.layers import nest
+from accel_cli.profile.schema import Profile
+from accel_cli.profile.validation_errors import did_you_mean, explain
+from accel_runtime.env import find_nearest
+
+__all__ = ["Imported", "convert", "read_deepspeed_file"]
+
+_DEFAULTS = ("num_processes", "num_machines")
+"""Keys that set values of the profile even if the file leaves them out."""
+KeyPath = tuple[str, ...]
+"""The keys that lead to a value: `fsdp_config`, `fsdp_version`."""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A profile made from an Accelerate config file; every key of the file is in `mapped` or in `left`."""
+
+    data: dict[str, Any]
+    """The profile, its version first."""
+    mapped: tuple[tuple[str, str], ...]
+    """The keys that are applied, and what they became: `num_processes: 8`, `launcher.nproc_per_node: 8`."""
+    left: tuple[tuple[str, str], ...]
+    """The other keys, and why they are left out."""
+
+
+def read_deepspeed_file(data: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | None:
+    """Return the JSON file that an Accelerate config names for DeepSpeed; None without one.
+
+    Args:
+        data: The config, parsed.
+        folder: The folder of the config, searched after the current one, where Accelerate itself looks.
+
+    Raises:
+        ProfileError: The file exists and is not a JSON object.
+    """
+    section = data.get("deepspeed_config")
+    name = section.get(DEEPSPEED_FILE) if isinstance(section, Mapping) else None
+    if not isinstance(name, str) or not name:
+        return None
+    path = next((file for file in (Path(name), folder / name) if file.is_file()), None)
+    if path is None:
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ProfileError([Problem(str(path), "", f"this is not JSON: {error}")]) from None
+    if not isinstance(content, dict):
+        raise ProfileError([Problem(str(path), "", "expected keys and values")])
+    return content
+
+
+def convert(data: Mapping[str, Any], where: str, deepspeed_file: Mapping[str, Any] | None = None) -> Imported:
+    """Return the profile of an Accelerate config file.
+
+    Args:
+        data: The file, parsed.
+        where: The name of the file in errors.
+        deepspeed_file: The JSON file that it names for DeepSpeed, parsed.
+
+    Raises:
+        ProfileError: All keys that are not known and values that are not accepted.
+    """
+    is_sagemaker = normalize(data.get("compute_environment")) == normalize(SAGEMAKER)
+    keys = SAGEMAKER_KEYS if is_sagemaker else CLUSTER_KEYS
+    config = _parse_config(data, keys, deepspeed_file)
+    entries = dict(_list_entries(data, keys, deepspeed_file))
+    entries.setdefault(("distributed_type",), None)
+    answers: dict[KeyPath, Answer] = {}
+    problems: dict[str, Problem] = {}
+    for path, value in entries.items():
+        key = ".".join(path)
+        if len(path) == 1 and key not in keys:
+            problems[key] = _build_unknown_key(key, keys, where)
+            continue
+        try:
+            answers[path] = _answer(path, value, keys, config)
+        except InvalidValueError as error:
+            shown = format_value(key, value)
+            shown = repr(shown) if isinstance(value, str) else shown
+            problems[key] = Problem(where, key, error.expected, shown, error.hint)
+    for key, expected, shown in config.find_conflicts():
+        if not any(known.startswith(key) for known in problems):
+            problems[key] = Problem(where, key, expected, shown)
+    if problems:
+        raise ProfileError(list(problems.values()))
+    defaults = [_answer((key,), getattr(config, key), keys, config) for key in _DEFAULTS if key in keys]
+    lines = [
+        (f"{(key := '.'.join(path))}: {format_value(key, entries[path])}", answer)
+        for path, answer in answers.items()
+    ]
+    return Imported(
+        data=_build_profile(defaults, answers, where),
+        mapped=tuple((line, answer.text) for line, answer in lines if answer.is_applied),
+        left=tuple((line, answer.text) for line, answer in lines if not answer.is_applied),
+    )
+
+
+def _parse_config(
+    data: Mapping[str, Any], keys: Mapping[str, Rule], deepspeed_file: Mapping[str, Any] | None
+) -> AccelerateConfig:
+    """Return the keys that decide how others are converted; those with invalid values have their default."""
+    settings = {}
+    for name in (each.name for each in fields(AccelerateConfig)):
+        if name in keys and data.get(name) is not None:
+            with suppress(InvalidValueError):
+                settings[name] = keys[name].parse(data[name])
+    return AccelerateConfig(**settings, deepspeed_file=deepspeed_file)
+
+
+def _list_entries(
+    data: Mapping[str, Any], keys: Mapping[str, Rule], deepspeed_file: Mapping[str, Any] | None
+) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield the values that have an answer of their own, with the keys that lead to them."""
+    for key, value in data.items():
+        if key not in keys or key not in SECTIONS or not isinstance(value, Mapping) or not value:
+            yield (key,), value
+            continue
+        for name, inner in value.items():
+            if name == "environment" and isinstance(inner, Mapping) and inner:
+                yield from (((key, name, str(variable)), each) for variable, each in inner.items())
+            else:
+                yield (key, str(name)), inner
+    yield from _list_leaves(deepspeed_file or {}, (DEEPSPEED_FILE,))
+
+
+def _list_leaves(data: Mapping[str, Any], above: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+    for key, value in data.items():
+        if isinstance(value, Mapping) and value:
+            yield from _list_leaves(value, (*above, str(key)))
+        else:
+            yield (*above, str(key)), value
+
+
+def _answer(path: KeyPath, value: Any, keys: Mapping[str, Rule], config: AccelerateConfig) -> Answer:
+    """Return the answer for a key; values that do not apply are not checked.
+
+    Raises:
+        InvalidValueError: The key does not accept the value.
+    """
+    section, *names = path
+    if not names:
+        if value is None and section == "distributed_type":
+            raise InvalidValueError("required in every Accelerate config file")
+        answer = keys[section].apply(value, config)
+        if answer.values and keys[section].target in _list_argument_values(config):
+            return dropped("additional_args take precedence, as in Accelerate")
+        return answer
+    if section == DEEPSPEED_FILE and normalize(value) == "auto":
+        return Answer("filled in from the script, as in Accelerate")
+    unused = config.explain_unused(section)
+    try:
+        answer = find_rule(section, tuple(names)).apply(value, config)
+    except InvalidValueError:
+        if not unused or SHARDING_TYPES.get(section) == config.distributed_type:
+            raise
+        return dropped(unused)
+    return dropped(unused) if unused and answer.values else answer
+
+
+def _build_unknown_key(key: str, keys: Mapping[str, Rule], where: str) -> Problem:
+    hint = did_you_mean(find_nearest(key, list(keys)))
+    if key in CLUSTER_KEYS or key in SAGEMAKER_KEYS:
+        hint = f"it belongs to compute_environment: {LOCAL if key in CLUSTER_KEYS else SAGEMAKER}"
+    return Problem(where, key, "Accelerate does not know this key", hint=hint)
+
+
+def _list_argument_values(config: AccelerateConfig) -> Iterator[str]:
+    """Yield the keys of the profile that the arguments of SageMaker's estimator set."""
+    for name, value in config.additional_args.items():
+        with suppress(InvalidValueError):
+            yield from find_rule("additional_args", (str(name),)).apply(value, config).values
+
+
+def _build_profile(
+    defaults: Iterable[Answer], answers: Mapping[KeyPath, Answer], where: str
+) -> dict[str, Any]:
+    """Return the checked data of the profile, without defaults that the file does not ask for."""
+    values: dict[str, Any] = {}
+    origins = {"": where}
+    for answer in defaults:
+        values |= answer.values
+    for path, answer in answers.items():
+        values |= answer.values
+        origins |= dict.fromkeys(answer.values, f"{where}: {'.'.join(path)}")
+    requested = nest(values)
+    try:
+        data = Profile.model_validate(requested).data()
+    except ValidationError as error:
+        raise ProfileError(explain(error, origins)) from None
+    kept = {key: value for key, value in data.items() if key in {"schema_version", *requested}}
+    kept["launcher"] = {key: value for key, value in data["launcher"].items() if key in requested["launcher"]}
+    return kept

@@ -1,1 +1,0 @@
-"""Jobs of schedulers and services: the interface of `accel jobs`."""

@@ -1,0 +1,262 @@
+"""The fields of the `launcher:` section of a profile for jobs of a Kubernetes cluster."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from typing_extensions import Self
+
+from accel_cli.launchers import job_launcher, torchrun
+from accel_cli.launchers.sections import ItemError, Question, match
+
+__all__ = ["INSTANCE", "MANAGED_BY", "OWNER", "KubernetesSection"]
+
+INSTANCE, MANAGED_BY = "app.kubernetes.io/instance", "app.kubernetes.io/managed-by"
+OWNER = "accel-user"
+"""The label with the user who submitted a job."""
+_WEEK_S = 7 * 86400
+_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+_NAME = rf"{_LABEL}(\.{_LABEL})*"
+"""A name of Kubernetes: DNS-1123."""
+_QUANTITY = r"\d+(\.\d+)?(m|k|Ki|[MGTPE]i?)?"
+_RUNTIME = "torch-distributed"
+_POD_GRACE_S = 30
+"""Seconds that Kubernetes gives pods to end, unless their manifest says otherwise."""
+_GPUS = frozenset({"nvidia.com/gpu", "amd.com/gpu"})
+"""Resources of which each is a GPU."""
+_TPUS = r"(google\.com/tpu|cloud-tpus\.google\.com/.+)"
+_OTHER_ACCELERATORS = r"(nvidia\.com/(gpu\..+|mig-.+)|gpu\.intel\.com/.+|habana\.ai/.+|aws\.amazon\.com/neuron.*|huawei\.com/.+)"
+"""Resources of which several may be one device, or a part of one."""
+_MIN_TTL_S = 60
+"""Seconds of a finished job in which `accel launch` reads its end."""
+
+
+def _match_items(key: str, value: str, expected: str) -> AfterValidator:
+    """Return a validator of the keys and values of a mapping."""
+
+    def check(mapping: dict[str, Any]) -> dict[str, Any]:
+        for name, item in mapping.items():
+            if not (re.fullmatch(key, name) and re.fullmatch(value, str(item))):
+                raise ItemError(f"expected {expected}", f"{name}: {item}")
+        return mapping
+
+    return AfterValidator(check)
+
+
+def _check_labels(labels: dict[str, str]) -> dict[str, str]:
+    if reserved := sorted({INSTANCE, MANAGED_BY, OWNER} & labels.keys()):
+        raise ValueError(f"expected labels other than {reserved[0]}, which accel sets")
+    return labels
+
+
+_Name = Annotated[str, match(_NAME, "a name of lower-case letters, digits, hyphens and dots")]
+_Text = Annotated[str, match(r"\S+", "text without spaces")]
+
+
+class KubernetesSection(job_launcher.JobLauncher):
+    """The keys of a job of Kubernetes, and the checks of their combinations."""
+
+    kind: Literal["kubernetes"] = Field(
+        "kubernetes",
+        description="A Job of Kubernetes: `accel launch` submits it with the credentials of your kubeconfig.",
+    )
+    image: Annotated[
+        _Text | None,
+        Field(description="Container image with torch, accel and what the script needs; always needed."),
+        Question(
+            "Which image?",
+            suggest=lambda *_: "accel:cuda",
+            hint="with torch, accel and the script's packages",
+        ),
+    ] = None
+    nnodes: job_launcher.Nodes = Field(1, description="Number of pods; each is a node of the run.")
+    gpus_per_node: job_launcher.GpusPerNode = Field(0, description="GPUs of each pod; 0 requests none.")
+    nproc_per_node: job_launcher.ProcessesPerNode = Field(
+        "auto",
+        description="Number of processes in each pod; `auto` is one for each requested GPU, or 1.",
+    )
+    context: Annotated[
+        _Text | None, Question("Which context of the kubeconfig?", hint="Enter for the current one")
+    ] = Field(None, description="Context of the kubeconfig; unset is the current one.")
+    namespace: Annotated[_Name | None, Question("Which namespace?", hint="Enter for that of the context")] = (
+        Field(None, description="Namespace of the job; unset is that of the context.")
+    )
+    gpu_resource: Annotated[
+        str, match(rf"{_NAME}/[\w.-]+", "a resource such as nvidia.com/gpu or amd.com/gpu")
+    ] = Field("nvidia.com/gpu", description="Name of the GPUs in the cluster, such as `amd.com/gpu`.")
+    resources: Annotated[
+        dict[str, int | str],
+        _match_items(r"[\w./-]+", _QUANTITY, "resources such as cpu: 8 and memory: 64Gi"),
+    ] = Field(
+        default_factory=dict,
+        description="Other resources of each pod, requested and limited to: `{cpu: 8, memory: 64Gi}`.",
+    )
+    shared_memory: Annotated[str | None, match(_QUANTITY, "a size such as 16Gi")] = Field(
+        None,
+        description="Maximum size of `/dev/shm`, which counts as memory of the pod; unset is the limit of its memory.",
+    )
+    kubeflow: bool = Field(
+        False,
+        description="Submit a `TrainJob` of Kubeflow Trainer 2.1 or newer instead of a Job and a Service.",
+    )
+    runtime: Annotated[
+        str,
+        match(rf"(TrainingRuntime/)?{_NAME}", "a name such as torch-distributed, or TrainingRuntime/NAME"),
+    ] = Field(
+        _RUNTIME,
+        description="ClusterTrainingRuntime of a `TrainJob`, or `TrainingRuntime/NAME` for one of the namespace.",
+    )
+    trainer_version: Annotated[
+        Literal["2.1", "2.2"],
+        BeforeValidator(str),
+    ] = Field(
+        "2.2",
+        json_schema_extra={"enum": ["2.1", "2.2", 2.1, 2.2], "type": ["string", "number"]},
+        description="Kubeflow Trainer in the cluster; `2.2` is also for newer versions. 2.1 names fields of a `TrainJob` differently.",
+    )
+    volumes: Annotated[
+        dict[str, str],
+        _match_items(
+            r"/[^:]+",
+            rf"((pvc|configmap|secret)/{_NAME}|host:/[^:]*)(:ro)?|emptydir",
+            "a mount path with pvc/NAME, configmap/NAME, secret/NAME, host:/PATH or emptydir, such as /data: pvc/data:ro",
+        ),
+    ] = Field(
+        default_factory=dict,
+        description="Volumes by mount path: `/data: pvc/NAME`, `configmap/NAME`, `secret/NAME`, `host:/PATH` or "
+        "`emptydir`; `:ro` at the end mounts it read-only.",
+    )
+    service_account: _Name | None = Field(
+        None,
+        description="Service account of the pods; unset gives them no credentials of the cluster, or those of the `TrainJob`'s runtime.",
+    )
+    node_selector: dict[str, str] = Field(
+        default_factory=dict, description="Labels of the cluster's nodes on which the pods may run."
+    )
+    tolerations: Annotated[
+        list[str],
+        match(
+            r"[\w./-]+(=[\w.-]*)?(:(NoSchedule|PreferNoSchedule|NoExecute))?",
+            "KEY, KEY:EFFECT or KEY=VALUE:EFFECT such as nvidia.com/gpu:NoSchedule",
+        ),
+    ] = Field(
+        default_factory=list,
+        description="Taints of nodes that the pods tolerate: `nvidia.com/gpu:NoSchedule` or `pool=training:NoExecute`.",
+    )
+    image_pull_secrets: list[_Name] = Field(
+        default_factory=list, description="Secrets with the credentials of the image's registry."
+    )
+    priority_class: _Name | None = Field(None, description="Priority class of the pods.")
+    labels: Annotated[
+        dict[str, str],
+        _match_items(r"[\w./-]{1,317}", r"([A-Za-z0-9]([\w.-]{0,61}[A-Za-z0-9])?)?", "labels of Kubernetes"),
+        AfterValidator(_check_labels),
+    ] = Field(
+        default_factory=dict,
+        description="More labels of the job and its pods: `kueue.x-k8s.io/queue-name: training`.",
+    )
+    secrets: Annotated[
+        dict[str, str],
+        _match_items(
+            r"[A-Za-z_]\w*", rf"{_NAME}/[\w.-]+", "variables with NAME/KEY of a Secret of the namespace"
+        ),
+    ] = Field(
+        default_factory=dict,
+        description="Environment variables whose values are in Secrets of the namespace: `WANDB_API_KEY: NAME/KEY`.",
+    )
+    source: Literal["folder", "image"] = Field(
+        "folder",
+        description="`folder` sends the files of `source_dir` with the job, at most 1 MiB compressed; `image` sends none, "
+        "since the image or a volume has them.",
+    )
+    source_dir: job_launcher.SourceDir = "."
+    include: job_launcher.Include = Field(default_factory=list)
+    exclude: job_launcher.Exclude = Field(default_factory=list)
+    working_dir: Annotated[job_launcher.WorkingDir, match(r"/.*", "an absolute path")] = Field(
+        None,
+        description="Working directory of the script with `source: image`; unset is that of the image.",
+    )
+    job_name: Annotated[str | None, Field(min_length=1)] = Field(
+        None, description="Start of the job's name, before random characters; unset is the script's name."
+    )
+    time: int | None = Field(
+        None, ge=1, description="Seconds after which the job is stopped; unset is no limit."
+    )
+    ttl: int = Field(
+        _WEEK_S,
+        ge=_MIN_TTL_S,
+        description="Seconds after which Kubernetes deletes the finished job, with its pods and their logs. A `TrainJob` remains.",
+    )
+    max_restarts: torchrun.MaxRestarts = Field(
+        0,
+        description="Maximum number of restarts of all processes after a failure, inside the pods. Kubernetes then also "
+        "replaces a pod, other than the first, whose node was drained or lost.",
+    )
+    rdzv_timeout: int = Field(
+        1800,
+        ge=1,
+        description="Seconds that a pod waits for the others, which may need new nodes and an image.",
+    )
+    ranks: torchrun.Ranks = 0
+    shutdown_timeout: torchrun.ShutdownTimeout = 30
+    stall_timeout: torchrun.StallTimeout = None
+
+    @property
+    def gpus(self) -> tuple[int, str]:
+        """The number of GPUs of each pod, and the key that requests them."""
+        names = [name for name in self.resources if name in {*_GPUS, self.gpu_resource}]
+        return (
+            (int(self.resources[names[0]]), "resources") if names else (self.gpus_per_node, "gpus_per_node")
+        )
+
+    @model_validator(mode="after")
+    def _check_accelerators(self) -> Self:
+        for name in (*self.resources, self.gpu_resource):
+            if re.fullmatch(_TPUS, name):
+                raise ValueError(
+                    f"resources: cannot contain {name}, since the pods of a job have no launcher for TPUs; run accel launch "
+                    "with launcher.kind: xla in pods of your own"
+                )
+        names = [name for name in self.resources if name in {*_GPUS, self.gpu_resource}]
+        amount = str(self.resources[names[0]]) if names else "0"
+        if len(names) > 1 or (names and self.gpus_per_node):
+            key = names[1] if len(names) > 1 else "gpus_per_node"
+            raise ValueError(
+                f"resources: cannot contain {names[0]} beside {key}; request GPUs with one of them"
+            )
+        if not amount.isdigit():
+            raise ValueError(f"resources: expected a whole number for {names[0]}, got {amount}")
+        for name in self.resources if self.nproc_per_node == "auto" else ():
+            if name not in names and re.fullmatch(_OTHER_ACCELERATORS, name):
+                raise ValueError(
+                    f"resources: cannot count processes from {name}; set gpu_resource: {name} and gpus_per_node, or "
+                    "nproc_per_node"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_kubeflow(self) -> Self:
+        if not self.kubeflow:
+            if (self.runtime, self.trainer_version) != (_RUNTIME, "2.2"):
+                raise ValueError(
+                    "runtime and trainer_version are for TrainJobs: set kubeflow: true, or remove them"
+                )
+            return self
+        if self.priority_class:
+            raise ValueError("priority_class: a TrainJob cannot set it; set it in the runtime")
+        if self.ttl != _WEEK_S:
+            raise ValueError(
+                "ttl: a TrainJob cannot set it, and remains until kubectl delete trainjob deletes it"
+            )
+        if self.time and self.trainer_version == "2.1":
+            raise ValueError(
+                "time: a TrainJob can set it since Kubeflow Trainer 2.2; remove it, or set it in the runtime"
+            )
+        if self.shutdown_timeout > _POD_GRACE_S and self.runtime == _RUNTIME:
+            raise ValueError(
+                f"shutdown_timeout: the pods of the runtime {_RUNTIME} are killed after {_POD_GRACE_S} seconds; set a runtime "
+                "with a longer terminationGracePeriodSeconds"
+            )
+        return self

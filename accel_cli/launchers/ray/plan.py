@@ -1,0 +1,186 @@
+"""The plan of a Ray job: the request that is submitted, and the run that the job carries to its driver and nodes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from typing_extensions import override
+
+from accel_cli import console
+from accel_cli.errors import AccelError
+from accel_cli.launchers.source_files import (
+    Selection,
+    check_selected,
+    describe_selection,
+    select_files,
+    write_archive,
+)
+from accel_cli.planning.network import Endpoint
+from accel_cli.planning.nodes import PORT
+from accel_cli.planning.plan import JobPlan, join_for_bash
+from accel_runtime.env import __version__
+
+__all__ = ["ARCHIVE", "RUN_FILE", "STOP_MARGIN_S", "RayJobPlan", "RayRun", "write_folder"]
+
+RUN_FILE, ARCHIVE = "accel-run.json", "accel-source.tar.gz"
+"""The files in the working directory of the job: the run, and the source if it is sent."""
+STOP_MARGIN_S = 10
+"""Seconds beyond `shutdown_timeout` that nodes, and the driver after them, have to end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayRun:
+    """A run on the nodes of a cluster, which the job carries as a file."""
+
+    nnodes: int
+    job_id: str = ""
+    """The id of the job, known when it is submitted."""
+    bundle: Mapping[str, float]
+    """The resources that each node reserves."""
+    options: tuple[str, ...]
+    """Options of `accel launch` that are the same on all nodes."""
+    target: tuple[str, ...]
+    """The script and its arguments, as `accel launch` takes them."""
+    env: Mapping[str, str]
+    """The variables of the nodes."""
+    sends_source: bool
+    """True if the job carries the source."""
+    folder: str | None
+    """The working directory of the nodes, in the source if that is sent; None for that of the job."""
+    script: str | None
+    """The file that must exist on the nodes; None for a module or program."""
+    fixed_ranks: bool
+    """True if the nodes get their ranks from their bundles; restarts do not allow it."""
+    max_retries: int
+    """The number of times that the run starts again on other nodes after one was lost."""
+    start_timeout: int
+    shutdown_timeout: int
+    version: str = __version__
+
+    def build_command(
+        self, python: str, rank: int, endpoint: Endpoint, run_id: str, *, resume: bool
+    ) -> list[str]:
+        """Return the command `accel launch` of a node."""
+        nodes: list[str] = []
+        if self.nnodes > 1:
+            nodes = ["--nnodes", str(self.nnodes), "--rdzv-endpoint", str(endpoint), "--rdzv-id", run_id]
+            nodes += ["--node-rank", str(rank)] if self.fixed_ranks else []
+            # All nodes of a cluster may be on one machine.
+            nodes += ["--set", "launcher.allow_loopback=true"] if endpoint.is_loopback else []
+        nodes += ["--resume"] if resume else []
+        launch = [python, "-m", "accel_cli", "launch", "--quiet", "--no-profile"]
+        return [*launch, *nodes, *self.options, *self.target]
+
+    def to_json(self) -> str:
+        """Return the run as JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> RayRun:
+        """Return the run that `to_json` wrote."""
+        data = json.loads(text)
+        if data["version"] != __version__:
+            raise AccelError(
+                f"Cannot start the run: {sys.executable} has accel {__version__}, and the job was submitted with {data['version']}. "
+                "Install the same version on all nodes."
+            )
+        return cls(**{**data, "options": tuple(data["options"]), "target": tuple(data["target"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayJobPlan(JobPlan):
+    """A job of a Ray cluster."""
+
+    address: str
+    address_source: str
+    """The variable that sets the address; empty if the profile does."""
+    name: str
+    """The start of its id."""
+    python: str
+    """The interpreter of the driver."""
+    requirements: tuple[str, ...]
+    """Packages that Ray installs for the job."""
+    source_dir: str
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    run: RayRun
+
+    @property
+    def entrypoint(self) -> str:
+        """The command of the driver; everything else is in a file, since everyone sees the command of a job."""
+        return f"exec {self.python} -m accel_cli.launchers.ray"
+
+    def build_runtime_env(self, folder: str) -> dict[str, Any]:
+        """Return the runtime environment of Ray, with the folder that is uploaded."""
+        wait_s = self.run.shutdown_timeout + 2 * STOP_MARGIN_S
+        # Ray kills the driver of a stopped job after 3 seconds otherwise.
+        runtime_env: dict[str, Any] = {
+            "working_dir": folder,
+            "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(wait_s)},
+        }
+        return {**runtime_env, "pip": list(self.requirements)} if self.requirements else runtime_env
+
+    @override
+    def describe(self) -> list[str]:
+        run = self.run
+        resources = ", ".join(f"{key}: {value:g}" for key, value in run.bundle.items())
+        command = run.build_command(self.python, 0, Endpoint("ADDRESS", PORT), "ID", resume=False)
+        return [
+            f"cluster: {self.address}{f' (from {self.address_source})' if self.address_source else ''}",
+            f"placement group: STRICT_SPREAD, {run.nnodes} x {{{resources}}}",
+            f"command of the first node: {join_for_bash(command)}",
+        ]
+
+    def list_files(self) -> Selection | None:
+        """Return the files that the job carries; None if it carries none.
+
+        Raises:
+            UsageError: A file that the job needs is not among them.
+        """
+        run = self.run
+        if not run.sends_source:
+            return None
+        selection = select_files(Path(self.source_dir), self.include, self.exclude)
+        check_selected(selection, Path(run.folder or ".", run.script or ""))
+        return selection
+
+    @override
+    def preview(self) -> str:
+        """Return the request as YAML, secrets masked, with the files that the job carries."""
+        selection = self.list_files()
+        env = {key: console.mask_secrets(key, value) for key, value in self.run.env.items()}
+        request = {
+            "submission_id": f"{self.name}-...",
+            "entrypoint": self.entrypoint,
+            "runtime_env": self.build_runtime_env(f"{RUN_FILE}{f', {ARCHIVE}' if selection else ''}"),
+            RUN_FILE: json.loads(replace(self.run, env=env).to_json()),
+        }
+        lines = yaml.safe_dump(request, sort_keys=False, allow_unicode=True, width=10**9).splitlines()
+        return "\n".join([*lines, *(describe_selection(selection) if selection else ())])
+
+
+@contextmanager
+def write_folder(job: RayJobPlan, job_id: str) -> Iterator[Path]:
+    """Yield a temporary folder with the files of a job, for Ray to upload.
+
+    The source is an archive: Ray would leave out files that git ignores, and jobs with equal files share a folder.
+    """
+    selection = job.list_files()
+    for note in selection.notes if selection else ():
+        console.note(note)
+    with tempfile.TemporaryDirectory(prefix="accel-") as scratch:
+        folder = Path(scratch)
+        run = replace(job.run, job_id=job_id)
+        (folder / RUN_FILE).touch(mode=0o600)  # Ray keeps the mode
+        (folder / RUN_FILE).write_text(run.to_json(), encoding="utf-8")
+        if selection:
+            write_archive(selection, folder / ARCHIVE)
+        yield folder

@@ -1,1 +1,0 @@
-"""Views of a run: what its folder records, on a terminal and as a file."""

@@ -1,0 +1,366 @@
+"""Resolve a launch request to a plan: the layers of the profile, the target, the nodes, and the model layout."""
+
+from __future__ import annotations
+
+import errno
+import importlib.machinery
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from accel_cli import launchers
+from accel_cli.errors import UsageError
+from accel_cli.launchers import LAUNCHERS
+from accel_cli.launchers.base import Launcher, LaunchSpec, Plan
+from accel_cli.planning import machine as hardware
+from accel_cli.planning import nodes
+from accel_cli.planning.machine import Machine, Tpu
+from accel_cli.planning.nodes import NodeLayout, NodeOptions
+from accel_cli.planning.options import OPTIONS, Kind, LaunchOption, Request
+from accel_cli.profile import layers, yaml_io
+from accel_cli.profile.layers import Layer, Resolved
+from accel_cli.profile.store import Store
+from accel_runtime.cgroup import count_cpus
+from accel_runtime.env import SettingsError, check_layout, find_nearest
+
+__all__ = ["build_plan", "check_target", "detect_machine", "find_options_after_script", "prepare", "resolve"]
+
+_SEVERAL_PROCESSES = frozenset(
+    f"launcher.{key}" for key in ("nproc_per_node", "nnodes", "rdzv_endpoint", "rdzv_id", "max_restarts")
+)
+"""Keys that need a launcher of several processes."""
+_AGENT = frozenset({"launcher.shutdown_timeout", "launcher.stall_timeout"})
+"""Keys that need an elastic agent, also for one process."""
+_CAPTURED_OUTPUT = frozenset({"launcher.ranks", "launcher.log_dir"})
+"""Keys that need a launcher that captures the output, and do not choose one."""
+
+
+def prepare(
+    request: Request, environ: Mapping[str, str], machine: Machine | None = None
+) -> tuple[Resolved, Plan]:
+    """Return the resolved profile and the plan of a request, for this machine unless another one is given."""
+    machine = machine or detect_machine(environ, cpu="cpu" in request.options)
+    resolved, node_layout = _resolve(request, environ, machine)
+    profile, launcher = resolved.profile, resolved.profile.launcher
+    option_values = _get_launcher_options(request)
+    if option_values:
+        launchers.check_options(launcher.kind, option_values)
+    path = Path(request.target)
+    if request.kind == "script" and not launcher.replaces_process and path.exists() and not path.is_file():
+        raise UsageError(
+            f"Cannot run {request.target} in several processes: it is a pipe, which only one can read. Save it to a file, "
+            "or launch one process."
+        )
+    launcher.check_process_group_backend(profile.settings)
+    spec = LaunchSpec(
+        target=request.target,
+        args=request.args,
+        kind=request.kind,
+        settings=profile.settings,
+        env=profile.env,
+        # The environment of a pod's workers is not known here.
+        environ={} if request.for_pod else environ,
+        machine=machine,
+        python=sys.executable,
+        is_builtin=request.is_builtin,
+        nodes=node_layout,
+        option_values=option_values,
+        jobs_options=_format_jobs_options(request, launcher),
+    )
+    return resolved, build_plan(launcher, spec)
+
+
+def _format_jobs_options(request: Request, launcher: Launcher) -> str:
+    """Return the options with which `accel jobs` finds a job that this launch submits."""
+    if launcher.location != "job":
+        return ""
+    from accel_cli.launchers.jobs import format_options  # noqa: PLC0415 - for launchers that submit jobs
+
+    keys = {"launcher.kind", *(f"launcher.{key}" for key in launcher.job_keys)}
+    assignments = [text for text in request.options.get("set", ()) if text.partition("=")[0] in keys]
+    return format_options(request.options.get("profile"), assignments)
+
+
+def detect_machine(environ: Mapping[str, str], *, cpu: bool) -> Machine:
+    """Return the hardware of this machine, as far as a launch needs it."""
+    return Machine(count_cpus()) if cpu else hardware.detect_quickly(environ)
+
+
+# The layers of the profile
+
+
+def resolve(request: Request, environ: Mapping[str, str], machine: Machine) -> Resolved:
+    """Return the effective profile; if no layer sets a launcher, with the one that suits the machine."""
+    return _resolve(request, environ, machine)[0]
+
+
+def _resolve(request: Request, environ: Mapping[str, str], machine: Machine) -> tuple[Resolved, NodeLayout]:
+    """Return the effective profile and the nodes of the launch.
+
+    Options override assignments (`--set`), these override the values that a scheduler sets, and these override the files
+    and variables of the profile.
+    """
+    if "cpu" in request.options and "gpu_ids" in request.options:
+        raise UsageError(
+            f"Cannot use --cpu with --gpu-ids {request.options['gpu_ids']}: they select different devices. Leave out one of "
+            "them."
+        )
+    base = _read_layers(request, environ)
+    base += _select_launcher(request, base)
+    profile_kind = layers.find_value(base, "launcher.kind")
+    assignments = layers.parse_assignments(request.options.get("set", ()), kind=profile_kind)
+    if profile_kind is None:
+        device = layers.find_value([*base, assignments], "device")
+        uses_tpu = device in {None, "auto", "xla"}
+        suggested = launchers.suggest_launcher(machine if uses_tpu else replace(machine, tpu=Tpu()))
+        base.insert(0, Layer("detected", {"launcher.kind": suggested}, {"": "detected"}))
+    kind = layers.find_value([*base, assignments], "launcher.kind")
+    # An invalid kind is reported with the other problems of the profile.
+    launcher = LAUNCHERS[kind] if kind in LAUNCHERS else Launcher  # noqa: SIM401 - a kind may be a list
+    options = _build_option_layers(request, kind, launcher)
+    layout = _find_nodes(request, environ, kind, launcher, machine)
+    if layout.ranks:
+        # Another launcher has started a process for each rank.
+        single = _build_layer(layout.source, {"launcher.kind": "single"})
+        options = [layer for layer in options if _SEVERAL_PROCESSES.isdisjoint(layer.values)]
+        return layers.resolve([*base, assignments, *options, single]), layout
+    option_keys = {key for layer in options for key in layer.values}
+    derived = {f"launcher.{key}": value for key, value in layout.values.items()} if layout.source else {}
+    if not derived.keys() <= option_keys:
+        node_launcher = kind if launcher.location == "pod" else "torchrun"
+        derived = {key: value for key, value in derived.items() if key not in option_keys}
+        base.append(_build_layer(layout.source, {"launcher.kind": node_launcher, **derived}))
+    elif launcher.replaces_process:
+        base += _choose_torchrun(options, _get_launcher_options(request))
+    return layers.resolve([*base, assignments, *options]), layout
+
+
+def _read_layers(request: Request, environ: Mapping[str, str]) -> list[Layer]:
+    """Return the layers of files and variables, or of variables only."""
+    if "no_profile" in request.options:
+        layer = layers.read_environment(environ)
+        return [layer] if layer.values else []
+    store = Store.from_env(environ, Path.cwd())
+    found = layers.read_layers(store, environ, request.options.get("profile"))
+    return [layer for layer in found if not (request.for_pod and layer.name == "user")]
+
+
+def _build_layer(source: str, values: Mapping[str, Any]) -> Layer:
+    return Layer(source, values, {"": source})
+
+
+def _select_launcher(request: Request, base: Sequence[Layer]) -> list[Layer]:
+    """Return a layer with the launcher that an option selects, unless the profile already has it."""
+    if request.options.keys() <= OPTIONS.keys():  # the options of launchers are loaded for one of them only
+        return []
+    selected = launchers.find_selected(request.options)
+    if selected is None or layers.find_value(base, "launcher.kind") == selected[0]:
+        return []
+    kind, option = selected
+    return [_build_layer(option.flag, {"launcher.kind": kind})]
+
+
+def _get_launcher_options(request: Request) -> dict[str, Any]:
+    """Return the typed options that launchers declare, by name."""
+    return {name: value for name, value in request.options.items() if name not in OPTIONS}
+
+
+def _build_option_layers(request: Request, kind: Any, launcher: type[Launcher]) -> list[Layer]:
+    """Return a layer for each option that sets a key of the profile."""
+    launcher_options = _get_launcher_options(request)
+    # An option of torchrun may replace `single`; `prepare` checks the launcher that results.
+    if launcher_options and kind in LAUNCHERS and not launcher.replaces_process:
+        launchers.check_options(kind, launcher_options)
+    option_layers = []
+    for option in (*OPTIONS.values(), *launcher.launch_options):
+        if not option.key or option.name not in request.options:
+            continue
+        value = _parse_value(option, request.options[option.name])
+        if launcher.replaces_process and option.name in {"nproc_per_node", "nnodes"} and value == 1:
+            continue
+        option_layers.append(
+            _build_layer(option.flag, {launcher.key_aliases.get(option.key, option.key): value})
+        )
+    return option_layers
+
+
+def _choose_torchrun(options: Sequence[Layer], launcher_options: Mapping[str, Any]) -> list[Layer]:
+    """Return a layer that replaces `single` by torchrun if an option needs several processes or an agent."""
+    for layer in options:
+        if not _SEVERAL_PROCESSES.isdisjoint(layer.values) or "," in str(
+            layer.values.get("launcher.gpu_ids")
+        ):
+            return [_build_layer(layer.name, {"launcher.kind": "torchrun"})]
+    declared = LAUNCHERS["torchrun"].launch_options if launcher_options else ()
+    sources = [layer.name for layer in options if not _AGENT.isdisjoint(layer.values)]
+    sources += [option.flag for option in declared if option.name in launcher_options]
+    if sources:
+        return [_build_layer(sources[0], {"launcher.kind": "torchrun", "launcher.nproc_per_node": 1})]
+    for layer in options:
+        if not _CAPTURED_OUTPUT.isdisjoint(layer.values):
+            raise UsageError(
+                f"{layer.name} needs launcher.kind: torchrun (--set launcher.kind=torchrun). With 'single' the script "
+                "replaces accel launch and writes to the terminal directly."
+            )
+    return []
+
+
+def _find_nodes(
+    request: Request, environ: Mapping[str, str], kind: Any, launcher: type[Launcher], machine: Machine
+) -> NodeLayout:
+    """Return the nodes of a launch, from options, variables of schedulers and the TPU."""
+    if request.for_pod or launcher.location in {"hosts", "job"}:
+        if "node_rank" in request.options:
+            raise UsageError(
+                f"Cannot use --node-rank with launcher.kind: {kind}: it is the rank of this machine, and the script runs on "
+                "others. Leave it out."
+            )
+        return NodeLayout()
+    names = [field.name for field in fields(NodeOptions) if field.name in request.options]
+    options = NodeOptions(**{name: _parse_value(OPTIONS[name], request.options[name]) for name in names})
+    if launcher.location == "pod":
+        return nodes.find_tpu_nodes(options, environ, machine.tpu)
+    return nodes.find_nodes(options, environ, parent=os.getppid())
+
+
+def _parse_value(option: LaunchOption, value: Any) -> Any:
+    """Return the value of the profile key for a value as typed."""
+    if option.const is not None:
+        return option.const
+    if option.type != "scalar" or value == "":
+        # Empty is what an unset shell variable leaves: not a number, and not the same as no option.
+        return value
+    return yaml_io.scalar(value, option.flag)
+
+
+# The target
+
+
+def check_target(target: str, kind: Kind) -> None:
+    """Raise if the target cannot run, before anything starts."""
+    if not target:
+        raise UsageError("Cannot run '': the name is empty. Check the variable that contains it.")
+    if kind == "script":
+        _check_script(Path(target))
+    elif kind == "program" and not shutil.which(target):
+        raise UsageError(
+            f"Program not found: {target!r}. Check its name, its path, and that it is executable."
+        )
+    elif kind == "module":
+        package = target.partition(".")[0]
+        if not package or not importlib.machinery.PathFinder.find_spec(package, [str(Path.cwd()), *sys.path]):
+            raise UsageError(
+                f"Module not found: {target!r}, in this folder or in {sys.prefix}. Give its name as for `python -m`."
+            )
+
+
+def _check_script(path: Path) -> None:
+    if path.suffix == ".ipynb":
+        raise UsageError(
+            f"Cannot run {path}: a notebook is not a script. Export it: jupyter nbconvert --to script {path}"
+        )
+    if path.is_dir():
+        raise UsageError(
+            f"Cannot run {path}: it is a directory. Give the script in it, or run a package with -m."
+        )
+    if not path.exists():
+        similar = _find_similar_path(path)
+        raise UsageError(
+            f"Script not found: {path}. {f'Did you mean {similar}?' if similar else 'Check its path.'}"
+        )
+    # Not by opening it: a pipe would lose its writer.
+    if not os.access(path, os.R_OK):
+        raise UsageError(
+            f"Cannot read the script {path}: {os.strerror(errno.EACCES)}. Change its permissions."
+        )
+
+
+def _find_similar_path(path: Path) -> Path | None:
+    """Return an existing file whose path differs in one similar name."""
+    missing = next(part for part in (*reversed(path.parents), path) if not part.exists())
+    if not missing.parent.is_dir():
+        return None
+    name = find_nearest(missing.name, [item.name for item in missing.parent.iterdir()])
+    similar = missing.parent / name / path.relative_to(missing) if name else path
+    return similar if similar.is_file() else None
+
+
+def find_options_after_script(request: Request, options: Iterable[str]) -> list[str]:
+    """Find `options` of `accel launch` among the arguments of a script that does not declare them.
+
+    Options of one letter, and those of a program (`--no-python`), are likely to be the script's own.
+    """
+    args = request.args[: request.args.index("--")] if "--" in request.args else request.args
+    launch_options = {name for name in options if name.startswith("--")} - {"--help"}
+    names = [argument.partition("=")[0] for argument in args]
+    names = [name for name in dict.fromkeys(names) if name.replace("_", "-") in launch_options]
+    if not names or request.kind == "program":
+        return []
+    from accel_cli.runner.forkserver import read_source  # noqa: PLC0415 - rarely needed
+
+    try:
+        source = read_source(request.kind, request.target).decode(errors="replace")
+    except (OSError, ImportError, ValueError):  # the script of a pod may be on its workers only
+        source = ""
+    return [name for name in names if not _declares(source, name)]
+
+
+def _declares(source: str, option: str) -> bool:
+    """Return True if the text of a script has an option, or reads or declares a parameter of its name."""
+    name = re.escape(option.removeprefix("--").replace("_", "-")).replace(r"\-", "[-_]")
+    pattern = rf"--{name}(?![-\w])|\.{name}\b(?!\s*\()|\b{name}\s*(:[ \t]*\w|=(?!=))"
+    return re.search(pattern, source) is not None
+
+
+# The plan, with the layout of models
+
+_DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "tp")
+_Sizes = tuple[int, int, int, int]
+
+
+def build_plan(launcher: Launcher, spec: LaunchSpec) -> Plan:
+    """Return the plan of a launch, with the layout of models."""
+    launcher.check_layout(spec.settings)
+    if not launcher.may_share_files:
+        spec = replace(spec, settings=replace(spec.settings, shared_files=False))
+    plan = launcher.plan(spec)
+    if not launcher.supports_sharding:
+        return plan
+    world_sizes = launcher.get_world_sizes(spec, plan)
+    layouts = _compute_layouts(spec, world_sizes)
+    return replace(plan, layout=_format_layout(spec, layouts, is_known=bool(world_sizes)))
+
+
+def _compute_layouts(spec: LaunchSpec, world_sizes: Sequence[int]) -> list[_Sizes]:
+    """Return the sizes of all dimensions for each possible world size."""
+    parallel, fully_shard = spec.settings.parallel, spec.settings.fully_shard
+    try:
+        return [check_layout(parallel, fully_shard, size) for size in world_sizes or (None,)]
+    except SettingsError as error:
+        reason = ""
+        if len(world_sizes) > 1:
+            reason = (
+                f"; with launcher.nnodes a range there may be {world_sizes[0]} to {world_sizes[-1]} processes, and dp_shard: "
+                "auto fits every number that the other sizes divide"
+            )
+        raise UsageError(f"{error}{reason}") from None
+
+
+def _format_layout(spec: LaunchSpec, layouts: Sequence[_Sizes], *, is_known: bool) -> str:
+    """Return the dimensions above 1 with their sizes; a size that depends on the nodes is a range."""
+    parallel = spec.settings.parallel
+    if parallel.plain:
+        return ""
+    dimensions = []
+    for index, name in enumerate(_DIMENSIONS):
+        low, high = layouts[0][index], layouts[-1][index]
+        is_auto = name == "dp_shard" and parallel.dp_shard == "auto"
+        if high > 1 or is_auto:
+            size = "auto" if is_auto and not is_known else low if low == high else f"{low} to {high}"
+            dimensions.append(f"{name} {size}")
+    return " x ".join(dimensions)

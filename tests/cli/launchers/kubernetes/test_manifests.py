@@ -1,0 +1,327 @@
+"""The kubernetes launcher: plans and manifests, checked against golden files and the published schemas."""
+
+import io
+import os
+import re
+import sys
+import tarfile
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from support import golden
+from support.commands import call_accel
+from support.launchers import train_job_schema
+from support.launchers.launch_specs import build_spec
+
+from accel_cli.errors import UsageError
+from accel_cli.launchers import jobs as base
+from accel_cli.launchers.kubernetes import manifests
+from accel_cli.launchers.kubernetes.config import Kubernetes
+from accel_cli.profile.planner import build_plan
+
+ROOT = Path(__file__).parents[3]
+EVERYTHING = Kubernetes(
+    image="registry.example.com/accel:cuda",
+    nnodes=2,
+    gpus_per_node=4,
+    namespace="team",
+    gpu_resource="amd.com/gpu",
+    resources={"cpu": 8, "memory": "64Gi"},
+    shared_memory="16Gi",
+    volumes={"/data": "pvc/data:ro", "/etc/run": "configmap/run", "/keys": "secret/keys", "/disk": "host:/mnt", "/scratch": "emptydir"},
+    service_account="trainer",
+    node_selector={"pool": "training"},
+    tolerations=["amd.com/gpu", "pool=training:NoExecute"],
+    image_pull_secrets=["registry"],
+    priority_class="high",
+    labels={"kueue.x-k8s.io/queue-name": "training"},
+    secrets={"WANDB_API_KEY": "wandb/key"},
+    job_name="My run",
+    time=3600,
+    max_restarts=3,
+    stall_timeout=600,
+)  # fmt: skip
+KUBEFLOW = EVERYTHING.model_copy(update={"kubeflow": True, "priority_class": None})
+SECTIONS = {
+    "one-node": Kubernetes(image="accel:cpu"),
+    "everything": EVERYTHING,
+    "in-the-image": Kubernetes(image="accel:cpu", source="image", working_dir="/app", nnodes=2),
+    "kubeflow": KUBEFLOW,
+    "kubeflow-2.1": Kubernetes(
+        image="accel:cpu", kubeflow=True, runtime="TrainingRuntime/team", trainer_version="2.1", nnodes=2
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _files(cwd):
+    (cwd / "train.py").write_text("pass")
+
+
+def plan(section, *args, **options):
+    return build_plan(section, build_spec(*args, **options))
+
+
+def render(section, *args, archive=b"files", **options):
+    job = plan(section, *args, **options).job
+    return manifests.render(job, "my-run-x7k2p", "ann", archive if job.cwd is not None else None)
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_manifests_are_those_of_their_golden_file_and_of_the_published_schemas(name):
+    rendered = render(SECTIONS[name], "--lr", "1", mixed_precision="bf16")
+    golden.check(f"kubernetes/{name}.yaml", yaml.safe_dump_all(rendered, sort_keys=False))
+    for manifest in rendered:
+        if manifest["kind"] == "TrainJob":
+            version = SECTIONS[name].trainer_version
+            assert train_job_schema.find_unknown_field(manifest, version) == ""
+            assert train_job_schema.find_problem(manifest, version) == ""
+            continue
+        for version in ("1.27", "1.31", kubernetes_validate.latest_version()):
+            kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_a_manifest_with_an_unknown_key_is_refused_by_the_schemas():
+    job = render(EVERYTHING)[-1]
+    job["spec"]["template"]["spec"]["sub_domain"] = "x"
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(job, "1.31", strict=True)
+
+
+def test_the_option_for_kubectl_prints_documents_with_the_files(cwd, capfd):
+    (cwd / "lib").mkdir()
+    (cwd / "lib" / "model.py").write_text("x = 1\n")
+    (cwd / "key.pem").write_text("secret")
+    done = call_accel(capfd, "launch", "--set", "launcher.kind=kubernetes", "--set", "launcher.image=i", "--nnodes", "2",
+               "--manifest", "train.py", "two\nlines", "no", "$(HOME)")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    service, config, job = yaml.safe_load_all(done.stdout)
+    assert [item["kind"] for item in (service, config, job)] == ["Service", "ConfigMap", "Job"]
+    with tarfile.open(fileobj=io.BytesIO(_decode(config["binaryData"]["source.tar.gz"]))) as archive:
+        assert sorted(archive.getnames()) == ["lib/model.py", "train.py"]
+    args = job["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert args[-4:] == ["train.py", "two\nlines", "no", "$$(HOME)"]
+    assert "key.pem" in done.stderr
+
+
+class GoLoader(yaml.SafeLoader):
+    """Reads plain scalars that only kubectl takes for a number or a truth value as None."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - as in PyYAML
+        first: list(resolvers) for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_GO_NUMBER = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?\Z|[-+]?0[oxb][0-9a-fA-F_]+\Z|[yYnN]\Z"
+GoLoader.add_implicit_resolver("!go", re.compile(_GO_NUMBER), [*"-+.0123456789yYnN"])
+GoLoader.add_constructor("!go", lambda *_: None)
+
+
+@settings(deadline=None)
+@given(
+    st.text(alphabet="0123456789.eExob_+-ynYN:", max_size=8)
+    | st.sampled_from(["012345678901", "1e-3", "1234567e8"])
+)
+def test_arguments_and_variables_are_text_for_kubectl(text):
+    job = plan(Kubernetes(image="i", source="image"), text, env={"A": text}).job
+    pod = yaml.load(job.preview(), Loader=GoLoader)["spec"]["template"]["spec"]  # noqa: S506 - a safe loader
+    (container,) = pod["containers"]
+    assert container["args"][-1] == text
+    assert {"name": "A", "value": text} in container["env"]
+
+
+def _decode(text):
+    import base64
+
+    return base64.b64decode(text)
+
+
+def test_the_script_runs_in_the_folder_of_the_launch(cwd, monkeypatch):
+    (cwd / "a b").mkdir()
+    (cwd / "a b" / "x.py").write_text("")
+    monkeypatch.chdir(cwd / "a b")
+    section = Kubernetes(image="i", source_dir="..")
+    for target in ("x.py", str(cwd / "a b" / "x.py")):
+        job = plan(section, target=target).job
+        assert (job.cwd, job.needed, job.args[-1]) == ("a b", "a b/x.py", "x.py")
+    assert (
+        "\ncd 'a b'\n"
+        in render(section, target="x.py")[-1]["spec"]["template"]["spec"]["containers"][0]["command"][2]
+    )
+    with pytest.raises(UsageError, match=r"The current directory is not in .*launcher\.source: image"):
+        plan(Kubernetes(image="i", source_dir=str(cwd / "other")))
+
+
+def test_files_that_do_not_fit_a_config_map_are_an_error(cwd):
+    (cwd / "data.bin").write_bytes(os.urandom(1 << 20))
+    with pytest.raises(
+        UsageError, match=r"carries at most 1 MiB\. The largest are data\.bin .*launcher\.source: image"
+    ):
+        manifests.read_source(plan(Kubernetes(image="i")).job)
+    assert manifests.read_source(plan(Kubernetes(image="i", exclude=["data.bin"])).job)
+    with pytest.raises(UsageError, match=r"train\.py is needed, but is not sent"):
+        manifests.read_source(plan(Kubernetes(image="i", exclude=["*.py", "data.bin"])).job)
+
+
+def test_nothing_is_needed_to_plan_what_is_in_the_image(monkeypatch):
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    assert plan(SECTIONS["in-the-image"]).job.preview().startswith("apiVersion")
+
+
+@settings(max_examples=100)
+@given(st.text(st.sampled_from("$()aB\n ")))
+def test_kubernetes_leaves_an_escaped_text_as_it_was(text):
+    variables = {"a": "REPLACED", "B": "REPLACED"}
+    # As in k8s.io/kubernetes/third_party/forked/golang/expansion.
+    expanded = re.sub(r"\$\$|\$\(([^)]*)\)", lambda match: "$" if match[0] == "$$" else variables.get(match[1], match[0]),
+                      manifests._escape(text))  # fmt: skip
+    assert expanded == text
+
+
+def test_what_only_a_cluster_or_a_secret_may_have_is_refused():
+    with pytest.raises(UsageError, match=r"No image is set"):
+        plan(Kubernetes())
+    with pytest.raises(
+        UsageError, match=r"env\.API_KEY looks like a secret.*launcher\.secrets=\{API_KEY: NAME/KEY\}"
+    ):
+        plan(Kubernetes(image="i"), env={"API_KEY": "x"})
+    with pytest.raises(UsageError, match=r"TOKEN is in both"):
+        plan(Kubernetes(image="i", secrets={"TOKEN": "a/b"}), env={"TOKEN": "x"})
+    for options in ({"env": {"PET_NNODES": "3"}}, {"env": {"ACCEL_FAILURE_FILE": "/x"}}):
+        with pytest.raises(UsageError, match=r"the launcher sets it in every pod"):
+            plan(Kubernetes(image="i"), **options)
+    with pytest.raises(UsageError, match=r"requests 1 GPU"):
+        plan(Kubernetes(image="i", gpus_per_node=1, nproc_per_node=2))
+    with pytest.raises(UsageError, match="not valid UTF-8"):
+        plan(Kubernetes(image="i"), "\udcff")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"resources": {"nvidia.com/gpu": 8, "cpu": 4}},
+        {"resources": {"amd.com/gpu": "8"}},
+        {"resources": {"example.com/chip": 8}, "gpu_resource": "example.com/chip"},
+        {"gpus_per_node": 8},
+    ],
+)
+def test_one_process_is_started_for_each_gpu_of_the_resources(options):
+    planned = plan(Kubernetes(image="i", **options))
+    assert (planned.nproc_per_node, planned.device) == (8, "GPU")
+    (container,) = render(Kubernetes(image="i", **options))[-1]["spec"]["template"]["spec"]["containers"]
+    assert "launcher.nproc_per_node=8" in container["args"]
+    assert [amount for name, amount in container["resources"]["limits"].items() if "/" in name] == ["8"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"resources": {"nvidia.com/gpu": 8}, "gpus_per_node": 8}, "cannot contain nvidia.com/gpu beside gpus_per_node"),
+        ({"resources": {"nvidia.com/gpu": 8, "amd.com/gpu": 1}}, "cannot contain nvidia.com/gpu beside amd.com/gpu"),
+        ({"resources": {"nvidia.com/gpu": "500m"}}, "expected a whole number for nvidia.com/gpu, got 500m"),
+        ({"resources": {"google.com/tpu": 4}}, r"cannot contain google.com/tpu.*launcher.kind: xla"),
+        ({"gpu_resource": "google.com/tpu", "gpus_per_node": 4}, r"cannot contain google.com/tpu"),
+        ({"resources": {"nvidia.com/mig-1g.5gb": 2}}, r"set gpu_resource: nvidia.com/mig-1g.5gb and gpus_per_node"),
+        ({"resources": {"habana.ai/gaudi": 8}}, r"cannot count processes from habana.ai/gaudi"),
+    ],
+)  # fmt: skip
+def test_accelerators_that_cannot_be_counted_are_refused(options, message):
+    with pytest.raises(ValidationError, match=message):
+        Kubernetes(image="i", **options)
+
+
+def test_accelerators_are_not_counted_if_the_number_of_processes_is_given():
+    section = Kubernetes(image="i", resources={"habana.ai/gaudi": 8}, nproc_per_node=8)
+    assert plan(section).nproc_per_node == 8
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("namespace", "My team", "expected a name of lower-case"),
+        ("image", "a b", "expected text without spaces"),
+        ("gpu_resource", "gpu", "expected a resource such as nvidia.com/gpu"),
+        ("resources", {"memory": "64 GB"}, "expected resources such as"),
+        ("volumes", {"data": "pvc/x"}, "expected a mount path"),
+        ("volumes", {"/data": "nfs/x"}, "expected a mount path"),
+        ("tolerations", ["a:Never"], "expected KEY, KEY:EFFECT"),
+        ("secrets", {"TOKEN": "value"}, "expected variables with NAME/KEY"),
+        ("labels", {"a": "two words"}, "expected labels"),
+        ("shared_memory", "16 GB", "expected a size"),
+        ("working_dir", "app", "expected an absolute path"),
+        ("ttl", 0, "greater than or equal to 60"),
+        ("resources", {"memory": "64K"}, "expected resources such as"),
+        ("labels", {"accel-user": "bob"}, "expected labels other than accel-user, which accel sets"),
+        ("trainer_version", 2.0, "Input should be"),
+        ("runtime", "Other/x", "expected a name such as torch-distributed"),
+    ],
+)
+def test_an_invalid_value_is_an_error(key, value, message):
+    with pytest.raises(ValidationError, match=message):
+        Kubernetes(**{"source": "image", key: value})
+
+
+def test_pods_without_a_common_volume_do_not_share_files():
+    def shares(**options):
+        return plan(Kubernetes(image="i", **options)).job.env["ACCEL_SHARED_FILES"]
+
+    assert shares() == "1"
+    assert shares(nnodes=2, volumes={"/x": "pvc/x"}) == "1"
+    for volume in ("emptydir", "pvc/x:ro", "host:/mnt", "host:/mnt:ro", "configmap/x", "secret/x"):
+        assert shares(nnodes=2, volumes={"/x": volume}) == "0", volume
+    assert shares(nnodes=2, volumes={"/data": "pvc/data:ro", "/runs": "pvc/runs"}) == "1"
+    assert shares(volumes={"/x": "host:/mnt:ro"}) == "1"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"runtime": "mine"}, "runtime and trainer_version are for TrainJobs"),
+        ({"trainer_version": "2.1"}, "runtime and trainer_version are for TrainJobs"),
+        ({"kubeflow": True, "priority_class": "high"}, "priority_class: a TrainJob cannot set it"),
+        ({"kubeflow": True, "ttl": 3600}, "ttl: a TrainJob cannot set it"),
+        ({"kubeflow": True, "trainer_version": "2.1", "time": 60}, "since Kubeflow Trainer 2.2"),
+        ({"kubeflow": True, "shutdown_timeout": 60}, "are killed after 30 seconds"),
+        ({"working_dir": "/app"}, "expected none with source: folder, whose files"),
+        ({"source": "image", "exclude": ["data"]}, "expected none without source: folder"),
+        ({"source": "image", "source_dir": ".."}, "expected none without source: folder"),
+    ],
+)
+def test_a_key_without_effect_is_an_error(options, message):
+    with pytest.raises(ValidationError, match=message):
+        Kubernetes(**options)
+
+
+def test_a_number_is_a_version_of_trainer_too_and_a_longer_shutdown_needs_another_runtime():
+    section = Kubernetes(kubeflow=True, trainer_version=2.1, runtime="slow", shutdown_timeout=60)
+    assert section.trainer_version == "2.1"
+
+
+def test_a_field_that_a_version_of_trainer_does_not_have_is_unknown_to_its_schema():
+    (job,) = render(Kubernetes(image="i", kubeflow=True, source="image"))
+    assert train_job_schema.find_unknown_field(job, "2.1") == "spec.runtimePatches"
+    (job,) = render(Kubernetes(image="i", kubeflow=True, source="image", trainer_version="2.1"))
+    assert train_job_schema.find_unknown_field(job, "2.2") == "spec.podTemplateOverrides"
+    job["spec"]["podTemplateOverrides"][0]["spec"]["volumes"][0]["emptydir"] = {}
+    assert "emptydir" in train_job_schema.find_problem(job, "2.1")
+
+
+@pytest.mark.parametrize("nnodes", [1, 2000])
+@pytest.mark.parametrize("base", ["My run", "train_v2", "2nd", "-", "ü", "x" * 80, "a-" * 40])
+def test_names_are_those_of_dns_also_with_the_indexes_of_pods(base, nnodes):
+    for kubeflow, end in ((False, f"-{nnodes - 1}"), (True, f"-node-0-{nnodes - 1}-abcde")):
+        job = plan(Kubernetes(image="i", kubeflow=kubeflow, nnodes=nnodes, job_name=base)).job
+        names = {manifests.name_job(job) for _ in range(3)}
+        assert len(names) == 3
+        assert all(re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])", name + end) for name in names)
+
+
+def test_the_name_of_a_user_is_the_value_of_a_label(monkeypatch):
+    for name, label in (("a" * 62 + "-b", "a" * 62), ("DOMAIN\\Ann", "DOMAIN-Ann"), ("--", "unknown")):
+        monkeypatch.setattr(base.getpass, "getuser", lambda name=name: name)
+        assert manifests.format_user() == label

@@ -1,0 +1,184 @@
+"""The request of a training job, validated by the service model of botocore."""
+
+import re
+from datetime import datetime, timezone
+
+import botocore.session
+import pytest
+from botocore.validate import ParamValidator
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_cli.errors import UsageError
+from accel_cli.launchers.sagemaker.config import SageMaker
+from accel_cli.launchers.sagemaker.request import (
+    SageMakerJobPlan,
+    Submission,
+    build_request,
+    check_request,
+    name_job,
+)
+
+NOW = datetime(2026, 11, 21, 22, 30, 15, 678_901, tzinfo=timezone.utc)
+ROLE = "arn:aws:iam::123456789012:role/train"
+
+
+def request(settings=None, env=None):
+    section = SageMaker(**(settings or {}))
+    facts = Submission("job-1", "eu-west-1", "123456789012", ROLE, "bucket", "image:1")
+    job = SageMakerJobPlan(section=section, run={"env": env or {}}, source=".", output_dir=".")
+    return build_request(job, facts)
+
+
+@pytest.fixture(scope="module")
+def shape():
+    model = botocore.session.get_session().get_service_model("sagemaker")
+    return model.operation_model("CreateTrainingJob").input_shape
+
+
+def test_the_minimal_request_has_only_required_fields(shape):
+    built_request = request()
+    assert not ParamValidator().validate(built_request, shape).has_errors()
+    assert sorted(built_request) == [
+        "AlgorithmSpecification", "CheckpointConfig", "EnableInterContainerTrafficEncryption",
+        "EnableManagedSpotTraining", "EnableNetworkIsolation", "InputDataConfig", "OutputDataConfig",
+        "ResourceConfig", "RoleArn", "StoppingCondition", "TrainingJobName",
+    ]  # fmt: skip
+    assert built_request["ResourceConfig"] == {
+        "InstanceType": "ml.g5.xlarge",
+        "InstanceCount": 1,
+        "VolumeSizeInGB": 30,
+    }
+    assert built_request["OutputDataConfig"] == {"S3OutputPath": "s3://bucket/accel/job-1/output"}
+    channel = built_request["InputDataConfig"][0]
+    assert channel["DataSource"]["S3DataSource"]["S3Uri"] == "s3://bucket/accel/job-1/bundle/"
+
+
+def test_each_option_is_in_the_request(shape):
+    built_request = request(
+        {
+            "spot": True, "max_run": 10, "tags": {"team": "x"}, "subnets": ["subnet-1"],
+            "security_group_ids": ["sg-1"], "volume_kms_key": "k1", "output_kms_key": "k2", "encrypt_traffic": True,
+            "checkpoint_uri": "s3://other/place",
+            "inputs": {"train": "s3://b/x", "big": {"uri": "s3://b/y", "input_mode": "FastFile"}},
+            "metrics": {"loss": "loss ([0-9.]+)"},
+        },
+        {"A": "1"},
+    )  # fmt: skip
+    assert not ParamValidator().validate(built_request, shape).has_errors()
+    assert built_request["StoppingCondition"] == {"MaxRuntimeInSeconds": 10, "MaxWaitTimeInSeconds": 86410}
+    assert built_request["CheckpointConfig"]["S3Uri"] == "s3://other/place"
+    assert built_request["VpcConfig"] == {"Subnets": ["subnet-1"], "SecurityGroupIds": ["sg-1"]}
+    assert [channel["InputMode"] for channel in built_request["InputDataConfig"]] == [
+        "File",
+        "File",
+        "FastFile",
+    ]
+    assert built_request["AlgorithmSpecification"]["MetricDefinitions"] == [
+        {"Name": "loss", "Regex": "loss ([0-9.]+)"}
+    ]
+    assert built_request["Environment"] == {"A": "1"}
+
+
+def test_variables_that_a_request_cannot_contain_are_only_in_the_bundle():
+    built_request = request(env={"LONG": "x" * 513, "A.B": "1", **{f"N{n}": "" for n in range(120)}})[
+        "Environment"
+    ]
+    assert len(built_request) == 100
+    assert not {"LONG", "A.B"} & set(built_request)
+
+
+def test_the_request_does_not_contain_script_arguments():
+    built_request = request()
+    assert built_request["AlgorithmSpecification"]["ContainerArguments"] == [
+        "exec $(command -v python3 || command -v python) /opt/ml/input/data/accel/entry.py"
+    ]
+
+
+def test_a_job_name_consists_of_script_and_time():
+    assert name_job(None, "src/train_it.py", NOW) == "train-it-20261121-223015-678"
+    assert name_job("my-base", "x.py", NOW) == "my-base-20261121-223015-678"
+    assert name_job(None, "___", NOW) == "accel-20261121-223015-678"
+
+
+@given(st.text(), st.text(min_size=1))
+def test_every_job_name_is_valid(base, target):
+    pattern = r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}"
+    assert re.fullmatch(pattern, name_job(base or None, target.replace("\0", ""), NOW))
+
+
+# The check against the limits and patterns of botocore's model.
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"spot": True, "max_run": 60, "max_wait": 60},
+        {"keep_alive": 21600, "tags": {"équipe": "数据 1\u00a0\u0663", "a:b/c=d+e-f@g": ""}},
+        {"subnets": ["subnet-1"], "security_group_ids": ["sg-1"], "network_isolation": True, "encrypt_traffic": True},
+        {"volume_kms_key": "arn:aws:kms:eu-west-1:1:key/2"},
+    ],
+)  # fmt: skip
+def test_requests_of_valid_profiles_pass_the_check(settings):
+    check_request(request(settings))
+
+
+def changed(path, value):
+    """Return a valid request with one value changed."""
+    base_request = request({"inputs": {"train": "s3://b/x"}})
+    *above, last = path.split(".")
+    inner = base_request
+    for name in above:
+        inner = inner[int(name)] if name.isdigit() else inner[name]
+    inner[last] = value
+    return base_request
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("TrainingJobName", "-a", "launcher.job_name (TrainingJobName): expected text that matches [a-zA-Z0-9]"),
+        ("TrainingJobName", "a" * 64, "launcher.job_name (TrainingJobName): expected at most 63 characters, got 64"),
+        ("RoleArn", "arn:aws:iam::1234:role/train", "launcher.role (RoleArn): expected text that matches"),
+        ("AlgorithmSpecification.TrainingImage", "x" * 256, "launcher.image_uri (AlgorithmSpecification.TrainingImage): expected at most 255"),
+        ("AlgorithmSpecification.MetricDefinitions", [{"Name": "loss", "Regex": "x" * 501}], "launcher.metrics (AlgorithmSpecification.MetricDefinitions[0].Regex): expected at most 500 characters"),
+        ("InputDataConfig.1.ChannelName", "tra in", "launcher.inputs (InputDataConfig[1].ChannelName): expected text that matches"),
+        ("OutputDataConfig.S3OutputPath", "bucket", "launcher.bucket (OutputDataConfig.S3OutputPath): expected text that matches"),
+        ("OutputDataConfig.KmsKeyId", "key!", "launcher.output_kms_key"),
+        ("ResourceConfig.KeepAlivePeriodInSeconds", 21601, "launcher.keep_alive (ResourceConfig.KeepAlivePeriodInSeconds): expected at most 21,600, got 21,601"),
+        ("ResourceConfig.InstanceCount", -1, "ResourceConfig.InstanceCount, value: -1"),
+        ("ResourceConfig.VolumeSizeInGB", "30", "ResourceConfig.VolumeSizeInGB, value: 30, type: <class 'str'>"),
+        ("VpcConfig", {"Subnets": ["s"]}, "SecurityGroupIds"),
+        ("VpcConfig", {"Subnets": ["s"] * 17, "SecurityGroupIds": ["g"]}, "launcher.subnets (VpcConfig.Subnets): expected at most 16 entries, got 17"),
+        ("CheckpointConfig.S3Uri", "bucket", "launcher.checkpoint_uri (CheckpointConfig.S3Uri): expected text that matches"),
+        ("Environment", {f"N{n}": "" for n in range(101)}, "env (Environment): expected at most 100 entries, got 101"),
+        ("Tags", [{"Key": "a!", "Value": ""}], "launcher.tags (Tags[0].Key): expected text that matches"),
+        ("Tags", [{"Key": str(n), "Value": ""} for n in range(51)], "launcher.tags (Tags): expected at most 50 entries, got 51"),
+        ("TrainingJobNam", "a", "TrainingJobNam"),
+    ],
+)  # fmt: skip
+def test_invalid_values_are_reported_with_the_key_of_the_profile(path, value, message):
+    with pytest.raises(UsageError) as caught:
+        check_request(changed(path, value))
+    first, *problems = str(caught.value).splitlines()
+    assert first == "SageMaker would refuse this job; nothing was sent:"
+    assert any(message in each for each in problems), problems
+    assert len(problems) <= 2
+
+
+def test_all_problems_are_reported_at_once():
+    built_request = changed("ResourceConfig.KeepAlivePeriodInSeconds", 10**9) | {"TrainingJobName": "-"}
+    with pytest.raises(UsageError) as caught:
+        check_request(built_request)
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_secrets_are_never_printed():
+    for built_request in (
+        changed("Environment", {"TOKEN": "hunter2" * 99}),
+        changed("OutputDataConfig.S3OutputPath", "ftp://me:hunter2@host/x"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            check_request(built_request)
+        assert "hunter2" not in str(caught.value)

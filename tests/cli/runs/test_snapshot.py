@@ -1,0 +1,240 @@
+"""What a snapshot reads from the folder of a run, and what it concludes."""
+
+import json
+import math
+import os
+import time
+
+import pytest
+from support.commands import call_accel
+
+from accel_cli.runs.run_dir import RunFolder
+from accel_cli.runs.snapshot import RankSnapshot, RunSnapshot, read_snapshot
+from accel_runtime.heartbeat import Heartbeat
+
+RANK_FIELDS = {
+    "rank", "pid", "state", "steps", "batches", "collectives", "steps_per_s", "steps_per_s_mean", "own_time_s",
+    "last_step_age_s", "last_progress_age_s", "epoch", "epoch_batches", "epoch_length", "eta_s", "location", "rss_bytes",
+    "gpu_memory_bytes", "gpu_utilization_percent",
+}  # fmt: skip
+RUN_FIELDS = {
+    "run", "script", "state", "running", "exit_code", "time", "started", "elapsed_s", "attempt", "restart_reason", "failure",
+    "world_size", "slowest_rank", "ranks", "metrics",
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(home):
+    """The folder of a run of two processes whose launcher is this process."""
+    return RunFolder.create(home / "runs", "train.py", {"target": "train.py", "world_size": 2})
+
+
+def start_rank(folder, rank, attempt=0):
+    """Create the heartbeat of a rank that is this process."""
+    files = folder.get_rank(attempt, rank)
+    files.path.mkdir(parents=True)
+    files.pid.write_text(str(os.getpid()))
+    return Heartbeat(files.beat)
+
+
+def write_lines(file, entries):
+    file.write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
+
+
+def test_a_snapshot_has_the_progress_of_each_rank_of_the_last_attempt(folder):
+    start_rank(folder, 0).step()
+    first = start_rank(folder, 0, attempt=1)
+    folder.get_rank(1, 1).path.mkdir(parents=True)
+    for _ in range(3):
+        first.batch()
+        first.step()
+    run = read_snapshot(folder)
+    assert (run.state, run.attempt, run.world_size, run.slowest) == ("running", 1, 2, None)
+    rank, other = run.ranks
+    assert (rank.beat.steps, rank.state, rank.location) == (3, "running", "no collective yet")
+    assert (other.beat, other.state, other.location) == (None, "starting", "no Accelerator yet")
+    assert rank.memory > 1_000_000
+    assert rank.step_age >= 0
+
+
+def test_the_record_of_a_run_is_read_once_for_a_snapshot(folder, monkeypatch):
+    """Several reads of a run that ends meanwhile would contradict each other."""
+    start_rank(folder, 0)
+    reads, read = [], RunFolder.record.fget
+    monkeypatch.setattr(RunFolder, "record", property(lambda run: reads.append(run) or read(run)))
+    assert read_snapshot(folder).state == "running"
+    folder.update({"exit_code": 0})
+    reads.clear()
+    assert read_snapshot(folder).state == "exit code 0"
+    assert reads == [folder]
+
+
+def test_a_replica_refers_to_the_rank_that_has_the_heartbeat_of_its_process(folder):
+    first = start_rank(folder, 0)
+    files = folder.get_rank(0, 1)
+    files.path.mkdir()
+    files.pid.write_text(str(os.getpid()))
+    assert read_snapshot(folder).ranks[1].state == "starting"
+    files.thread.write_text("0x1")
+    first.step()
+    rank = read_snapshot(folder).ranks[1]
+    assert (rank.state, rank.location, rank.memory) == ("running", "see rank 0", None)
+    assert set(rank.to_json()) == RANK_FIELDS
+
+
+def test_a_run_of_another_node_is_not_running_here(folder):
+    start_rank(folder, 0).step()
+    folder.update({"host": "another"})
+    run = read_snapshot(folder)
+    assert (run.is_running, run.is_elsewhere, run.state) == (False, True, "not ended, on another")
+    assert run.ranks[0].state == "running"
+
+
+def test_the_rate_decreases_while_no_step_is_made(folder):
+    beat = start_rank(folder, 0)
+    for _ in range(10):
+        beat.step()
+    rank = read_snapshot(folder).ranks[0]
+    later = RankSnapshot(0, rank.beat, now=rank.now + 100)
+    assert 0 < later.rate < 0.2 < rank.beat.rate_now
+
+
+def test_own_time_leaves_out_the_first_steps(folder):
+    """The first step may compile for minutes, also on a fast rank."""
+    start_rank(folder, 0)
+    beat = read_snapshot(folder).ranks[0].beat
+    busy = [100 + 0.01 * step for step in range(1, 201)]
+    times = [1000.0 + step for step in range(1, 201)]
+
+    def own_time(steps, stride=1):
+        history = tuple(zip(times, busy, strict=True))[stride - 1 : steps : stride]
+        changes = {"steps": steps, "busy": busy[steps - 1], "stride": stride, "history": history}
+        return RankSnapshot(0, type(beat)(**(beat.__dict__ | changes))).own_time
+
+    assert own_time(10) is None
+    for steps, stride in [(20, 1), (60, 1), (200, 1), (200, 64), (199, 2)]:
+        assert own_time(steps, stride) == pytest.approx(0.01), (steps, stride)
+
+
+@pytest.mark.parametrize(
+    ("times", "slowest"),
+    [
+        ((0.02,), None),
+        ((0.02, 0.021), None),
+        ((0.1, 0.105), None),
+        ((0.02, 0.03), 1),
+        ((0.05, 0.03, 0.03), 0),
+        ((0.03, 0.03, 0.03, 0.03), None),
+        ((0.0001, 0.0005), None),
+        ((0.02, None, 0.03), 2),
+    ],
+)
+def test_the_slowest_rank_is_named_only_if_it_is_clearly_slower(times, slowest, monkeypatch):
+    # A step takes 0.1 s; own times that are small against it do not matter.
+    monkeypatch.setattr(RankSnapshot, "own_time", property(lambda rank: times[rank.rank]))
+    monkeypatch.setattr(RankSnapshot, "rate", property(lambda _: 10.0))
+    ranks = tuple(RankSnapshot(rank, None) for rank in range(len(times)))
+    run = RunSnapshot("id", "train.py", "running", True, 1.0, 0.0, None, 0, len(times), ranks)
+    assert run.slowest == slowest
+
+
+def test_metrics_are_read_from_the_last_attempt_that_logged_any(folder):
+    for attempt in (0, 1, 2):
+        start_rank(folder, 0, attempt)
+    write_lines(folder.get_rank(0, 0).metrics, [{"time": 1.0, "step": 1, "values": {"first": 1}}])
+    files = folder.get_rank(1, 0)
+    write_lines(
+        files.metrics,
+        [
+            {"jsonl": "/tracker/run.jsonl", "time": 1.0},
+            {"time": 2.0, "step": 1, "values": {"loss": 2, "note": "a"}},
+            {"time": 3.0, "step": None, "values": {"loss": math.nan}},
+            {"time": 4.0, "step": 7, "values": {"loss": 0.5, "flag": True}},
+            {
+                "time": 4.0,
+                "step": "7",
+                "values": {"odd": {"a": [1]}, "list": [1], "huge": 10**400, "nan": "NaN"},
+            },
+            {"time": 4.0, "values": ["loss"]},
+            ["not an object"],
+        ],
+    )
+    with files.metrics.open("a") as file:
+        file.write('{"time": 5.0, "values": {"lo')  # a line that is being written
+    metrics = {series.name: series for series in read_snapshot(folder).metrics}
+    assert list(metrics) == ["loss", "note", "flag", "odd", "list", "huge", "nan"]
+    assert (metrics["odd"].value, metrics["odd"].step, metrics["list"].value) == ("{'a': [1]}", None, "[1]")
+    assert (metrics["huge"].value, str(metrics["nan"].value)) == (math.inf, "nan")
+    assert (metrics["loss"].value, metrics["loss"].step) == (0.5, 7)
+    assert [str(value) for value in metrics["loss"].recent] == ["2.0", "nan", "0.5"]
+    assert (metrics["note"].value, metrics["flag"].value) == ("a", "True")
+
+
+def test_of_a_long_file_of_metrics_only_the_end_is_read(folder):
+    start_rank(folder, 0)
+    lines = ({"time": 1.0, "step": step, "values": {"loss": step}} for step in range(20_000))
+    write_lines(folder.get_rank(0, 0).metrics, lines)
+    (loss,) = read_snapshot(folder).metrics
+    assert (loss.value, loss.step, loss.recent) == (19_999, 19_999, list(range(19_936, 20_000)))
+
+
+def test_an_ended_run_has_its_end_its_failure_and_the_last_memory(folder):
+    start_rank(folder, 0)
+    write_lines(folder.path / "memory.jsonl", [{"rss": {"0": 5}}, {"rss": {"0": 7}, "gpu": {"0": 9}}])
+    write_lines(
+        folder.path / "events.jsonl",
+        [
+            {"time": 1.0, "event": "restart", "attempt": 1, "reason": "rank 0 failed"},
+            {"time": 2.0, "event": "failure", "rank": 0, "cause": "ValueError: x", "frames": []},
+        ],
+    )
+    started = folder.record["started"]
+    folder.update({"exit_code": 3, "ended": started + 60})
+    run = read_snapshot(folder)
+    assert (run.state, run.is_running, run.exit_code, run.elapsed) == ("exit code 3", False, 3, 60)
+    assert (run.failure, run.restart_reason) == ("rank 0: ValueError: x", "rank 0 failed")
+    assert (run.ranks[0].memory, run.ranks[0].gpu_memory) == (7, 9)
+    assert run.ranks[0].state == "killed"
+
+
+def test_a_stall_is_shown_once_it_is_long_for_this_run(folder):
+    beat = start_rank(folder, 0)
+    time.sleep(0.01)
+    beat.step()
+    run = read_snapshot(folder)
+    assert run.idle_time is None
+    late = RankSnapshot(0, run.ranks[0].beat, now=run.ranks[0].now + 30)
+    assert RunSnapshot(**{**run.__dict__, "ranks": (late,)}).idle_time == pytest.approx(30, abs=1)
+    ended = RunSnapshot(**{**run.__dict__, "ranks": (late,), "is_running": False})
+    assert ended.idle_time is None
+
+
+def test_json_has_the_documented_fields(folder, capfd, cwd):
+    start_rank(folder, 0).step()
+    write_lines(folder.get_rank(0, 0).metrics, [{"time": 1.0, "step": 1, "values": {"loss": math.inf}}])
+    result = call_accel(capfd, "top", "--json")
+    assert result.returncode == 0, result.stderr
+    data = json.loads(result.stdout, parse_constant=pytest.fail)
+    assert set(data) == RUN_FIELDS
+    assert [set(rank) for rank in data["ranks"]] == [RANK_FIELDS]
+    assert data["metrics"] == {"loss": {"value": "inf", "step": 1, "recent": [None]}}
+    assert (data["run"], data["running"], data["ranks"][0]["steps"]) == (folder.path.name, True, 1)
+
+
+def test_without_a_terminal_one_snapshot_is_printed(folder, capfd, cwd):
+    start_rank(folder, 0).step()
+    result = call_accel(capfd, "top")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.splitlines()[0] == f"{folder.path.name}  train.py"
+    assert "\x1b" not in result.stdout
+    named = call_accel(capfd, "top", "train")
+    assert named.stdout.splitlines()[0] == result.stdout.splitlines()[0]
+
+
+def test_a_run_that_does_not_exist_is_a_usage_error(home, folder, capfd, cwd):
+    unknown = call_accel(capfd, "top", "other")
+    assert (unknown.returncode, "Run 'other' not found" in unknown.stderr) == (2, True)
+    folder.update({"exit_code": 0})
+    ended = call_accel(capfd, "top")
+    assert (ended.returncode, "No run of accel launch is in progress" in ended.stderr) == (2, True)
+    assert call_accel(capfd, "top", folder.path.name).returncode == 0
