@@ -16,7 +16,7 @@ from typing_extensions import Self, override
 
 import accel_cli
 from accel_cli import console
-from accel_cli.errors import UsageError
+from accel_cli.errors import AccelError, UsageError, explain_torch_error
 from accel_cli.launchers.base import (
     GpuIds,
     KeepDays,
@@ -239,11 +239,19 @@ class ElasticLauncher(Launcher):
 
     @override
     def run(self, plan: Plan) -> int:
-        from accel_cli.runner.forkserver import run_agent  # noqa: PLC0415 - not for a dry run
-
-        if plan.agent and plan.agent.live:
+        """Run the elastic agent: after a fork server, or in this process."""
+        assert plan.agent
+        if plan.agent.live:
             _check_terminal()
-        return run_agent(plan)
+        if plan.agent.start_method == "forkserver":
+            from accel_cli.runner.forkserver import exec_fork_server  # noqa: PLC0415 - not for a dry run
+
+            return exec_fork_server(plan)
+        try:
+            from accel_cli.runner import agent  # noqa: PLC0415 - imports torch
+        except (ImportError, MemoryError, OSError) as error:
+            raise AccelError(explain_torch_error(error)) from error
+        return agent.run(plan)
 
     def get_interfaces(self) -> dict[str, str]:
         """Return the variables that bind collectives to the loopback interface, for a run on one node."""

@@ -33,7 +33,7 @@ from typing import TextIO
 from typing_extensions import override
 
 from accel_cli import worker
-from accel_cli.errors import AccelError, UsageError, explain_os_error, explain_torch_error
+from accel_cli.errors import AccelError, UsageError, explain_os_error
 from accel_cli.planning.plan import Plan
 from accel_cli.planning.startup_code import explain_startup_code
 from accel_cli.runner.guard import HANDLED_SIGNALS
@@ -49,7 +49,6 @@ __all__ = [
     "import_torch",
     "preload_modules",
     "read_source",
-    "run_agent",
     "start_fork_server",
 ]
 
@@ -61,18 +60,6 @@ _GPUS = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
 _PR_SET_CHILD_SUBREAPER = 36
 _TORCH_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 """The log level of torch's C++ code; read once, while torch is imported."""
-
-
-def run_agent(plan: Plan) -> int:
-    """Run the elastic agent of a plan: after a fork server, or in this process."""
-    assert plan.agent
-    if plan.agent.start_method == "forkserver":
-        return exec_fork_server(plan)
-    try:
-        from accel_cli.runner import agent  # noqa: PLC0415 - imports torch
-    except (ImportError, MemoryError, OSError) as error:
-        raise AccelError(explain_torch_error(error)) from error
-    return agent.run(plan)
 
 
 def exec_fork_server(plan: Plan) -> int:

@@ -52,7 +52,7 @@ class StallWatch:
         if now < self._next_check:
             return
         self._next_check = now + min(1.0, self._timeout / 4)
-        beats = {rank: Beat.read(folder) for rank, folder in self._folders.items()}
+        beats = {rank: Beat.read(folder.beat) for rank, folder in self._folders.items()}
         if not self._have_begun and (any(beats.values()) or self._have_scripts_begun()):
             self._have_begun, self._started = True, now
         timeout = self._timeout * (1 if self._have_begun else _START_FACTOR)
@@ -76,7 +76,7 @@ class StallWatch:
 def format_stall(folders: Mapping[int, RankFolder], *, full: bool = False) -> str:
     """Format the heartbeats of ranks as a table, followed by their stacks; `full` includes all threads and libraries."""
     stacks = request_stacks(folders)
-    beats = {rank: Beat.read(folder) for rank, folder in folders.items()}
+    beats = {rank: Beat.read(folder.beat) for rank, folder in folders.items()}
     groups = [_format_stacks(ranks, stacks[ranks[0]], full=full) for ranks in _group_ranks(stacks, beats)]
     return "\n".join([*_format_table(beats), *groups])
 

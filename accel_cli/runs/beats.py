@@ -6,11 +6,11 @@ import struct
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import overload
 
 from typing_extensions import override
 
-from accel_cli.runs.run_dir import RankFolder
 from accel_cli.runs.run_files import MAX_PID, open_file
 from accel_runtime import env
 from accel_runtime.text import decode_text
@@ -70,10 +70,10 @@ class Beat:
     """The time and the own time after step `stride`, `2 * stride`, ..."""
 
     @classmethod
-    def read(cls, folder: RankFolder) -> Beat | None:
+    def read(cls, file: Path) -> Beat | None:
         """Read the heartbeat of a rank; return None before it creates an Accelerator, and if the file is none."""
         try:
-            data = _read_unchanged(folder)
+            data = _read_unchanged(file)
         except OSError:
             return None
         if len(data) != env.BEAT_SIZE:
@@ -168,15 +168,15 @@ class _History(Sequence[tuple[float, float]]):
         return self._numbers[2 * entry] / 1e9, self._numbers[2 * entry + 1] / 1e9
 
 
-def _read_unchanged(folder: RankFolder) -> bytes:
+def _read_unchanged(file: Path) -> bytes:
     """Read the file again while its history is thinned; the last read may have the stride 0, then without a history."""
     stride = env.BEAT_NUMBERS.index("stride")
     for attempt in range(_ATTEMPTS):
-        with open_file(folder.beat) as file:
+        with open_file(file) as opened:
             # A longer file is no heartbeat.
-            data = file.read(env.BEAT_SIZE + 1)
-            file.seek(0)
-            after = file.read(_NUMBERS.size)
+            data = opened.read(env.BEAT_SIZE + 1)
+            opened.seek(0)
+            after = opened.read(_NUMBERS.size)
         if len(data) != env.BEAT_SIZE:
             return data
         strides = [_NUMBERS.unpack_from(numbers)[stride] for numbers in (data, after)]

@@ -308,7 +308,7 @@ def _read_metrics(run: RunFolder, attempts: Sequence[int], ended: float | None, 
                 log.add(line)
             has_many |= count >= _THINNED_LINES
             # Of a thinned file, the last lines may be missing.
-            beat = Beat.read(folder)
+            beat = Beat.read(folder.beat)
             last = max(last, beat.to_epoch(beat.time) if beat else last)
     # The end of a killed run is unknown, and later runs may append to the file of its tracker.
     end = last + _TOLERANCE_S if ended is None else max(ended, last)
@@ -351,7 +351,7 @@ def _note_omitted(data: RunData) -> None:
 def _read_times(run: RunFolder, attempts: Sequence[int], data: RunData) -> None:
     for attempt in attempts:
         for rank, folder in run.list_ranks(attempt).items():
-            beat = Beat.read(folder)
+            beat = Beat.read(folder.beat)
             if beat is not None and beat.stride > 0:
                 data.times.setdefault(rank, RankTimes()).add(beat)
 

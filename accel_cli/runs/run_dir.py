@@ -15,18 +15,16 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accel_cli.errors import UsageError
 from accel_cli.planning.plan import KEEP_DAYS, KEEP_RUNS
+from accel_cli.runs.beats import Beat
 from accel_cli.runs.run_files import MAX_PID, open_file, read_json, read_text
 from accel_cli.worker import STACKS_FILE, THREAD_FILE
 from accel_runtime import env
 from accel_runtime.checkpoint.filesystem import is_process_running
 from accel_runtime.text import encode_text
-
-if TYPE_CHECKING:
-    from accel_cli.runs.beats import Beat
 
 __all__ = [
     "REASON_SIZE",
@@ -226,9 +224,7 @@ class RunFolder:
 
     def _read_first_beat(self) -> Beat | None:
         """Read the heartbeat of the first rank in the first attempt; None if it wrote none."""
-        from accel_cli.runs.beats import Beat  # noqa: PLC0415 - beats.py imports this module
-
-        return Beat.read(self.get_rank(0, 0))
+        return Beat.read(self.get_rank(0, 0).beat)
 
     @property
     def attempts(self) -> list[int]:

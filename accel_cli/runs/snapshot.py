@@ -254,7 +254,7 @@ def read_snapshot(run: RunFolder) -> RunSnapshot:
     status, attempts = run.read_status(), run.attempts
     record = status.record
     folders = run.list_ranks(attempts[-1]) if attempts else {}
-    beats = {rank: Beat.read(folder) for rank, folder in folders.items()}
+    beats = {rank: Beat.read(folder.beat) for rank, folder in folders.items()}
     now = time.time() if status.is_running or status.is_elsewhere else _find_end(status, beats.values())
     events = list(read_last_objects(run.path / "events.jsonl"))
     failures = [event for event in events if event.get("event") == "failure"]

@@ -58,6 +58,6 @@ def test_a_failed_rank_is_recorded_as_failed(script, home):
     script(TRAINS)
     assert run_accel("launch", "-q", "--nproc-per-node", "2", "train.py", "1").returncode != 0
     folder = find_run(home / "runs")
-    beat = Beat.read(folder.list_ranks(folder.attempts[-1])[1])
+    beat = Beat.read(folder.list_ranks(folder.attempts[-1])[1].beat)
     assert (beat.steps, beat.has_failed) == (4, True)
     assert beat.ended is not None

@@ -43,14 +43,14 @@ def train(accelerator, batches):
 
 def test_a_launcher_reads_the_steps_the_batches_and_the_last_collective(folder):
     accelerator = Accelerator(gradient_accumulation_steps=2)
-    first_beat = Beat.read(folder)
+    first_beat = Beat.read(folder.beat)
     train(accelerator, batches=6)
-    beat = Beat.read(folder)
+    beat = Beat.read(folder.beat)
     assert (beat.steps, beat.batches, beat.is_inside) == (3, 6, False)
     assert beat.time > first_beat.time
     assert first_beat.location == "no collective yet"
     accelerator.wait_for_everyone()
-    assert Beat.read(folder).location.startswith("after wait_for_everyone at test_heartbeat.py:")
+    assert Beat.read(folder.beat).location.startswith("after wait_for_everyone at test_heartbeat.py:")
 
 
 def test_the_location_of_a_rank_is_the_collective_that_it_is_in(folder):
@@ -58,7 +58,7 @@ def test_the_location_of_a_rank_is_the_collective_that_it_is_in(folder):
     records = []
     all_gather_slots = accelerator._backend.handshake._transport.all_gather_slots
     accelerator._backend.handshake._transport.all_gather_slots = lambda *args: (
-        records.append(Beat.read(folder)),
+        records.append(Beat.read(folder.beat)),
         all_gather_slots(*args),
     )[1]
     accelerator.wait_for_everyone()
@@ -74,7 +74,7 @@ def test_without_a_launcher_there_is_no_heartbeat(monkeypatch):
 def test_a_process_that_the_script_starts_leaves_the_heartbeat_alone(folder):
     Heartbeat(folder.beat).step()
     assert heartbeat() is None
-    assert Beat.read(folder).steps == 1
+    assert Beat.read(folder.beat).steps == 1
 
 
 def test_a_missing_folder_is_no_error(folder, monkeypatch):
@@ -139,7 +139,7 @@ def own_times(folder, accelerator, clock, *, backward, batches=4):
             backward(model(batch).sum())
             clock.now += 1000
             optimizer.step()
-    return [round(busy * 1e9) for _, busy in Beat.read(folder).history]
+    return [round(busy * 1e9) for _, busy in Beat.read(folder.beat).history]
 
 
 def test_own_time_leaves_out_the_start_and_the_rest_of_a_step_from_its_averaging_backward_pass_on(
@@ -193,7 +193,7 @@ def test_own_time_leaves_out_collectives(folder, clock, monkeypatch):
 
 def test_the_epoch_is_that_of_the_loader_which_returned_the_last_batch(folder):
     def read():
-        beat = Beat.read(folder)
+        beat = Beat.read(folder.beat)
         return beat.epoch, beat.epoch_batches, beat.epoch_length
 
     loader, evaluation = Accelerator().prepare(DataLoader(torch.ones(3, 2)), DataLoader(torch.ones(2, 2)))
@@ -206,7 +206,7 @@ def test_the_epoch_is_that_of_the_loader_which_returned_the_last_batch(folder):
             records.append((before, read()))
     assert [training for training, _ in records] == [(e, b, 3) for e in range(2) for b in range(1, 4)]
     assert [other for _, other in records] == [(e, 2, 2) for e in range(6)]
-    assert Beat.read(folder).batches == 6 + 6 * 2
+    assert Beat.read(folder.beat).batches == 6 + 6 * 2
 
 
 def test_an_epoch_that_is_continued_counts_the_batches_before(folder):
@@ -214,13 +214,13 @@ def test_an_epoch_that_is_continued_counts_the_batches_before(folder):
     loader = accelerator.prepare(DataLoader(torch.ones(5, 2)))
     iterator = iter(accelerator.skip_first_batches(loader, 3))
     next(iterator)
-    beat = Beat.read(folder)
+    beat = Beat.read(folder.beat)
     assert (beat.epoch_batches, beat.epoch_first, beat.epoch_length) == (4, 3, 5)
 
 
 def test_a_stream_has_no_length(folder):
     next(iter(Accelerator().prepare(DataLoader(SampleStream(torch.ones(4, 2))))))
-    beat = Beat.read(folder)
+    beat = Beat.read(folder.beat)
     assert (beat.epoch_batches, beat.epoch_length, beat.compute_eta(beat.time)) == (1, None, None)
 
 
@@ -245,7 +245,7 @@ def test_the_slowest_rank_has_the_largest_own_time_while_all_steps_take_as_long(
             _create_progress.cache_clear()
 
     pair.run(train, tmp_path)
-    fast, slow = (Beat.read(RankFolder(tmp_path / f"rank_{rank}")) for rank in range(2))
+    fast, slow = (Beat.read(RankFolder(tmp_path / f"rank_{rank}").beat) for rank in range(2))
     assert (fast.steps, slow.steps) == (10, 10)
     assert slow.busy > fast.busy
     assert slow.busy >= 0.03 * 9

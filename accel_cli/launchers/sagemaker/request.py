@@ -8,20 +8,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accel_cli.console import is_secret, mask_secrets
 from accel_cli.errors import UsageError
 from accel_cli.launchers.base import LaunchSpec
 from accel_cli.launchers.job_launcher import build_node_options
 from accel_cli.launchers.sagemaker.aws import load_service_model
+from accel_cli.launchers.sagemaker.section import CHANNEL, SageMakerSection
 from accel_cli.planning.plan import JobPlan
 
-if TYPE_CHECKING:
-    from accel_cli.launchers.sagemaker.config import SageMaker
-
 __all__ = [
-    "CHANNEL",
     "SageMakerJobPlan",
     "Submission",
     "build_job_spec",
@@ -30,8 +27,6 @@ __all__ = [
     "name_job",
 ]
 
-CHANNEL = "accel"
-"""The input channel that holds the bundle."""
 _CHECKPOINTS = "/opt/ml/checkpoints"
 _COMMAND = f"exec $(command -v python3 || command -v python) /opt/ml/input/data/{CHANNEL}/entry.py"
 """The container's command; `exec` makes Python process 1, which gets the SIGTERM."""
@@ -76,7 +71,7 @@ _VARIABLE = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 class SageMakerJobPlan(JobPlan):
     """A training job of SageMaker."""
 
-    section: SageMaker
+    section: SageMakerSection
     """The launcher's section of the profile."""
     run: Mapping[str, Any]
     """The content of `job.json`, for the hosts."""
@@ -236,7 +231,7 @@ def _build_channel(name: str, source: Any) -> dict[str, Any]:
     }
 
 
-def build_job_spec(section: SageMaker, spec: LaunchSpec) -> dict[str, Any]:
+def build_job_spec(section: SageMakerSection, spec: LaunchSpec) -> dict[str, Any]:
     """Return the content of `job.json`, which every host reads."""
     if spec.settings.process_group_backend == "smddp" and not section.image_uri:
         raise UsageError(
@@ -258,7 +253,7 @@ def build_job_spec(section: SageMaker, spec: LaunchSpec) -> dict[str, Any]:
     }
 
 
-def _build_options(section: SageMaker, spec: LaunchSpec) -> list[str]:
+def _build_options(section: SageMakerSection, spec: LaunchSpec) -> list[str]:
     """Return the options of `accel launch` on a host."""
     values = {
         "nproc_per_node": section.nproc_per_node,
@@ -272,7 +267,7 @@ def _build_options(section: SageMaker, spec: LaunchSpec) -> list[str]:
     return ["--no-profile", *spec.target_options, *build_node_options(values)]
 
 
-def _locate_source(section: SageMaker, spec: LaunchSpec) -> dict[str, Any]:
+def _locate_source(section: SageMakerSection, spec: LaunchSpec) -> dict[str, Any]:
     """Return the script, the working directory and the requirements, by their paths in the source."""
     if spec.is_builtin:
         return {"target": spec.target, "cwd": ".", "requirements": None}

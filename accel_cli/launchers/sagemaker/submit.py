@@ -26,13 +26,13 @@ from accel_cli.launchers.sagemaker.aws import (
 )
 from accel_cli.launchers.sagemaker.jobs import SageMakerJobs
 from accel_cli.launchers.sagemaker.request import (
-    CHANNEL,
     SageMakerJobPlan,
     Submission,
     build_request,
     check_request,
 )
 from accel_cli.launchers.sagemaker.resolve import assume_submission, fill_placeholders, resolve_submission
+from accel_cli.launchers.sagemaker.section import CHANNEL
 from accel_cli.planning.plan import Plan
 
 __all__ = ["preview", "submit"]

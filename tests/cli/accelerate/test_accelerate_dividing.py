@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from tests.cli.accelerate.test_accelerate import DEEPSPEED, FSDP, map_reasons
 
 from accel_cli.accelerate import convert, read_deepspeed_file
 from accel_cli.errors import ProfileError
@@ -11,6 +10,7 @@ from accel_cli.launchers.base import LaunchSpec
 from accel_cli.planning.machine import Machine
 from accel_cli.profile import planner, yaml_io
 from accel_cli.profile.schema import Profile
+from tests.cli.accelerate.test_accelerate import DEEPSPEED, FSDP, map_reasons
 
 GPUS = Machine(8, "cuda", ("H100",) * 4, bf16=True)
 

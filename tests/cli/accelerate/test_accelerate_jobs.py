@@ -3,12 +3,12 @@
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tests.cli.accelerate.test_accelerate import list_convertible_keys
 
 from accel_cli.accelerate import Imported, convert
 from accel_cli.errors import ProfileError
 from accel_cli.profile import yaml_io
 from accel_cli.profile.schema import Profile
+from tests.cli.accelerate.test_accelerate import list_convertible_keys
 
 # Written by `accelerate config` of 1.15.0, with a few arguments added by hand.
 WRITTEN = """

@@ -7,13 +7,13 @@ import pytest
 from support import golden
 from support.commands import call_accel
 from support.pairs import select_pairs
-from tests.cli.accelerate import test_accelerate as cluster
-from tests.cli.accelerate import test_accelerate_dividing as dividing
-from tests.cli.accelerate import test_accelerate_jobs as jobs
 
 from accel_cli.accelerate import convert
 from accel_cli.errors import ProfileError
 from accel_cli.profile import yaml_io
+from tests.cli.accelerate import test_accelerate as cluster
+from tests.cli.accelerate import test_accelerate_dividing as dividing
+from tests.cli.accelerate import test_accelerate_jobs as jobs
 
 DEEPSPEED_FILE = """
 deepspeed_config:

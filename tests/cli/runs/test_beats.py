@@ -57,7 +57,7 @@ def test_the_history_is_the_thinned_sequence_of_steps_and_the_file_never_grows(p
         writer = Heartbeat(folder.beat)
         for steps in parts:
             train(writer, steps)
-            beat, total = Beat.read(folder), writer.steps
+            beat, total = Beat.read(folder.beat), writer.steps
             assert beat.steps == total
             assert folder.beat.stat().st_size == env.BEAT_SIZE
             assert beat.stride == expected_stride(total)
@@ -107,7 +107,7 @@ def test_after_many_halvings_the_history_has_every_stride_th_step_and_the_file_i
         writer = Heartbeat(folder.beat)
         for total in itertools.accumulate(parts):
             take_kept_steps(writer, clock, total)
-            beat = Beat.read(folder)
+            beat = Beat.read(folder.beat)
             assert (beat.steps, beat.stride) == (total, expected_stride(total))
             assert folder.beat.stat().st_size == env.BEAT_SIZE
             steps = range(beat.stride, total + 1, beat.stride)
@@ -126,7 +126,7 @@ def test_a_million_steps_leave_the_size_of_the_file(tmp_path):
         writer.step()
     assert (folder.beat.stat().st_size, folder.beat.stat().st_blocks) == (size.st_size, size.st_blocks)
     assert list(tmp_path.iterdir()) == [folder.beat]
-    beat = Beat.read(folder)
+    beat = Beat.read(folder.beat)
     assert (beat.stride, len(beat.history)) == (1024, 10**6 // 1024)
 
 
@@ -148,7 +148,7 @@ def test_a_history_that_is_thinned_in_the_midst_of_a_read_is_read_again(tmp_path
             return first + super().read() if is_whole else first
 
     monkeypatch.setattr("accel_cli.runs.beats.open_file", InterruptedFile)
-    beat = Beat.read(folder)
+    beat = Beat.read(folder.beat)
     assert reads.count(True) == 2
     assert beat.stride == 2
     assert tuple(beat.history) == tuple(map(expected_entry, range(2, env.BEAT_HISTORY + 1, 2)))
@@ -177,7 +177,7 @@ def test_a_reader_never_sees_a_torn_history_or_ring(tmp_path):
         deadline = time.monotonic() + 1.5
         while time.monotonic() < deadline or not {1, 2} <= strides:
             assert process.is_alive()
-            if (beat := Beat.read(folder)) is None or beat.stride == 0:
+            if (beat := Beat.read(folder.beat)) is None or beat.stride == 0:
                 continue
             strides.add(beat.stride)
             assert tuple(beat.history) == tuple(
@@ -193,10 +193,10 @@ def test_a_reader_never_sees_a_torn_history_or_ring(tmp_path):
 
 def test_a_file_that_another_version_wrote_is_no_heartbeat(tmp_path):
     folder = RankFolder(tmp_path)
-    assert Beat.read(folder) is None
+    assert Beat.read(folder.beat) is None
     for size in (0, 48, env.BEAT_SIZE - 1, env.BEAT_SIZE + 1):
         folder.beat.write_bytes(bytes(size))
-        assert Beat.read(folder) is None
+        assert Beat.read(folder.beat) is None
 
 
 def test_a_process_killed_while_it_thins_leaves_all_but_the_history(tmp_path, clock):
@@ -204,7 +204,7 @@ def test_a_process_killed_while_it_thins_leaves_all_but_the_history(tmp_path, cl
     writer = Heartbeat(folder.beat)
     train(writer, 5)
     writer._numbers[env.BEAT_NUMBERS.index("stride")] = 0
-    beat = Beat.read(folder)
+    beat = Beat.read(folder.beat)
     assert (beat.steps, beat.stride, tuple(beat.history)) == (5, 0, ())
     assert beat.recent == tuple(expected_entry(step)[0] for step in range(1, 6))
 
@@ -212,25 +212,25 @@ def test_a_process_killed_while_it_thins_leaves_all_but_the_history(tmp_path, cl
 def test_rates_and_the_end_of_the_epoch_come_from_the_steps_and_batches(tmp_path, clock):
     folder = RankFolder(tmp_path)
     writer = Heartbeat(folder.beat)
-    beat = Beat.read(folder)
+    beat = Beat.read(folder.beat)
     assert (beat.rate_now, beat.rate_mean, beat.epoch_length) == (None, None, None)
     assert beat.compute_eta(beat.time) is None
     writer.step()
-    assert Beat.read(folder).rate_now is None
+    assert Beat.read(folder.beat).rate_now is None
     writer.step()
-    beat = Beat.read(folder)
+    beat = Beat.read(folder.beat)
     assert beat.rate_now == pytest.approx(1e9 / TICK_NS)
     assert beat.rate_mean == pytest.approx(1e9 / TICK_NS)
     epoch = LoaderEpoch(number=2, first=90, length=100)
     for _ in range(4):
         writer.batch(epoch)
-    beat = Beat.read(folder)
+    beat = Beat.read(folder.beat)
     assert (beat.epoch, beat.epoch_batches, beat.epoch_length, beat.epoch_first) == (2, 94, 100, 90)
     assert beat.compute_eta(beat.time) == pytest.approx(6 * TICK_NS / 1e9), "skipped batches took no time"
     stalled = beat.time + 4 * TICK_NS / 1e9
     assert beat.compute_eta(stalled) == pytest.approx(12 * TICK_NS / 1e9), "half as fast until now"
     writer.batch(LoaderEpoch(number=0, first=0, length=0))
-    beat = Beat.read(folder)
+    beat = Beat.read(folder.beat)
     assert (beat.epoch, beat.epoch_batches, beat.epoch_length) == (0, 1, None)
     assert beat.compute_eta(beat.time) is None, "without a length"
 
@@ -239,5 +239,5 @@ def test_times_are_converted_to_those_of_the_calendar(tmp_path):
     folder = RankFolder(tmp_path)
     before = time.time()
     Heartbeat(folder.beat).step()
-    beat = Beat.read(folder)
+    beat = Beat.read(folder.beat)
     assert before - 1e-3 <= beat.to_epoch(beat.started) <= beat.to_epoch(beat.step_time) <= time.time() + 1e-3
