@@ -35,7 +35,7 @@ def test_a_run_records_the_progress_and_the_end_of_each_rank(script, home):
     assert finished.returncode == 0, finished.stderr
     folder = find_run(home / "runs")
     ranks = folder.list_ranks(folder.attempts[-1])
-    for beat in map(Beat.read, ranks.values()):
+    for beat in (Beat.read(folder.beat) for folder in ranks.values()):
         assert (beat.steps, beat.batches, beat.epoch, beat.epoch_batches, beat.epoch_length) == (
             4,
             4,

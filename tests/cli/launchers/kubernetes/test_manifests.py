@@ -24,7 +24,7 @@ from accel_cli.launchers.kubernetes import manifests
 from accel_cli.launchers.kubernetes.config import Kubernetes
 from accel_cli.profile.planner import build_plan
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 EVERYTHING = Kubernetes(
     image="registry.example.com/accel:cuda",
     nnodes=2,

@@ -66,7 +66,9 @@ def test_a_bundle_contains_all_files_for_the_container(make, tmp_path):
     job = json.loads((folder / "job.json").read_bytes())
     assert job == {**SPEC, "args": args, "packages": bundle.list_requirements()}
     root = Path(accel_cli.__file__).parent.parent
-    assert (folder / "entry.py").read_text() == (root / "accel_cli" / "sagemaker" / "entry.py").read_text()
+    assert (folder / "entry.py").read_text() == (
+        root / "accel_cli" / "launchers" / "sagemaker" / "entry.py"
+    ).read_text()
     sent = unpack(folder / "accel.tar.gz", tmp_path / "accel")
     command = ["git", "ls-files", "accel_cli", "accel_runtime"]
     tracked = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.split()
@@ -108,9 +110,9 @@ def test_an_incomplete_installation_of_accel_is_rejected(tmp_path, monkeypatch):
 
 def test_hidden_files_and_broken_links_of_an_installation_are_not_packed(tmp_path, monkeypatch):
     packages = [tmp_path / name for name in ("accel_cli", "accel_runtime")]
-    (packages[0] / "sagemaker").mkdir(parents=True)
+    (packages[0] / "launchers" / "sagemaker").mkdir(parents=True)
     packages[1].mkdir()
-    files = (packages[0] / "sagemaker" / "entry.py", packages[1] / "env.py")
+    files = (packages[0] / "launchers" / "sagemaker" / "entry.py", packages[1] / "env.py")
     for file in (*files, packages[0] / ".a.py.swp"):
         file.touch()
     (packages[0] / ".#a.py").symlink_to("user@host.1")

@@ -8,7 +8,7 @@ import pytest
 
 from accel_cli.errors import UsageError
 from accel_cli.launchers.base import LaunchSpec
-from accel_cli.launchers.sagemaker import resolve, s3
+from accel_cli.launchers.sagemaker import resolve, roles, s3
 from accel_cli.launchers.sagemaker.aws import Account
 from accel_cli.launchers.sagemaker.config import SageMaker
 from accel_cli.launchers.sagemaker.request import Submission, build_request, check_request
@@ -243,7 +243,7 @@ def test_a_role_is_listed_if_its_trust_policy_allows_sagemaker(aws, statements, 
         Path="/aws-service-role/sagemaker.amazonaws.com/",
         AssumeRolePolicyDocument=json.dumps(trust(statement(SAGEMAKER))),
     )
-    assert resolve.list_roles(Account()) == ({"role": arn} if fits else {})
+    assert roles.list_roles(Account()) == ({"role": arn} if fits else {})
 
 
 def test_a_single_role_is_selected_and_several_need_a_choice(aws):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from accel_cli.launchers.sagemaker import config as wizard
+from accel_cli.launchers.sagemaker import section as wizard
 from accel_cli.launchers.sections import Choice
 from accel_cli.planning.machine import Machine
 from accel_runtime.installation import format_install
@@ -125,7 +125,7 @@ def test_missing_permission_to_list_roles_is_reported(aws):
 
 def test_the_first_questions_do_not_import_the_sdk(config):
     code = (
-        "import sys; from accel_cli.launchers.sagemaker import config as wizard; wizard._offer_profiles(None, {}); "
+        "import sys; from accel_cli.launchers.sagemaker import section as wizard; wizard._offer_profiles(None, {}); "
         "wizard._offer_regions(None, {}); wizard._find_type_error('ml.g5.xlarge'); "
         "print('botocore' in sys.modules, 'sagemaker.core' in sys.modules)"
     )
