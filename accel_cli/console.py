@@ -320,7 +320,7 @@ def _print_panel(title: str, body: Sequence[str], cause: str) -> None:
 
     text = Text(_escape("\n".join(body)), overflow="fold")
     text.append(_escape(cause), style="bold red")
-    panel = Panel(text, title=Text(title), title_align="left", border_style="red")
+    panel = Panel(text, title=Text(_escape(title)), title_align="left", border_style="red")
     Console(stderr=True).print(panel)
 
 

@@ -116,7 +116,7 @@ def connect_output(folder: str, set_stream: Callable[[str, TextIOWrapper], None]
             ignore_full_disk(getattr(sys, name), f"{folder}/{name}")
     if not faulthandler.is_enabled():
         with contextlib.suppress(OSError):
-            faulthandler.enable(_open_high(f"{folder}/fault.log"))
+            faulthandler.enable(_open_at_high_descriptor(f"{folder}/fault.log"))
 
 
 def _reopen_stream(name: str, number: int) -> TextIOWrapper | None:
@@ -166,11 +166,11 @@ def register_stack_signal(folder: str) -> None:
     """Write the stacks of all threads at `STACK_SIGNAL`, also while this process is blocked in C code."""
     if hasattr(signal, "SIGRTMIN"):
         with contextlib.suppress(OSError):
-            stacks = _open_high(f"{folder}/{STACKS_FILE}")
+            stacks = _open_at_high_descriptor(f"{folder}/{STACKS_FILE}")
             faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
 
 
-def _open_high(path: str) -> int:
+def _open_at_high_descriptor(path: str) -> int:
     """Open a file for faulthandler, for the life of the process, under a descriptor with a high number.
 
     faulthandler writes to the number, whatever it belongs to. A script may close all descriptors; the next files that it

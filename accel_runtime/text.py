@@ -22,7 +22,7 @@ _TOO_DEEP = f"JSON is nested more than {_MAX_DEPTH} levels deep"
 
 
 def encode_text(text: str) -> bytes:
-    """Encode a text as UTF-8, the inverse of `decode_text`; a surrogate that stands for no byte becomes its escape."""
+    """Encode a text as UTF-8, the inverse of `decode_text`; surrogates that do not stand for a byte are written as escapes."""
     try:
         return text.encode(errors="surrogateescape")
     except UnicodeEncodeError:

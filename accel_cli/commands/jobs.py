@@ -94,14 +94,15 @@ def logs(
     service: Service,
 ) -> None:
     """Print the log of a job."""
-    from accel_cli.launchers import jobs as base
+    from accel_cli.launchers.jobs import follow as follow_job
+    from accel_cli.launchers.jobs import print_new_output
 
     with open_jobs(service) as jobs:
         job = jobs.status(job_id)
         if follow:
-            raise typer.Exit(base.follow(jobs, job))
+            raise typer.Exit(follow_job(jobs, job))
         log, printed = jobs.open_log(job), False
-        while base.print_new_output(log):
+        while print_new_output(log):
             printed = True
     if not printed:
         console.note(f"job {job.id} has no output; it is {job.state}")

@@ -100,7 +100,7 @@ def _find_repository(folder: Path) -> tuple[Path, Path] | None:
 
 
 def _read_link(path: Path, base: Path, prefix: str = "") -> Path | None:
-    """Return the path that a file of git contains after a prefix; None if there is none."""
+    """Return the path that a file of git contains after a prefix; None without one."""
     if not _is_regular(path):
         return None
     with path.open("rb") as file:

@@ -45,7 +45,7 @@ class MigratedFile:
 
     @property
     def name(self) -> str:
-        """Its path, on one line of a terminal."""
+        """The path on one line, with its control characters as escapes."""
         return escape_controls(str(self.path), keep_lines=False)
 
     @property

@@ -12,10 +12,10 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-__all__ = ["explain_startup_code"]
+__all__ = ["explain_startup_code", "find_module_spec"]
 
 _MODULES = ("sitecustomize", "usercustomize")
 _IMPORTS = re.compile(
@@ -23,7 +23,7 @@ _IMPORTS = re.compile(
     re.MULTILINE,
 )
 # The variables that the launcher sets for each rank, and what differs between a process and its forks.
-_OF_PROCESS = re.compile(
+_PER_PROCESS = re.compile(
     rb"\b((?:LOCAL_|GROUP_|ROLE_|NODE_)?RANK|(?:LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(?:ADDR|PORT)|TORCHELASTIC_\w+|ACCEL_\w+)\b"
     rb"|\bos\.(getpid|getppid)\b|\bimport\s+(getpid)\b|\b(Thread)\("
 )
@@ -64,7 +64,7 @@ def _find_startup_code() -> Iterator[tuple[str, bytes]]:
 
 def _search_source(name: str, source: bytes, searched: set[str]) -> str:
     """Return why a source, or one that it imports, must run in each process; empty without a reason."""
-    if match := _OF_PROCESS.search(source):
+    if match := _PER_PROCESS.search(source):
         variable = match[1]
         found = f"reads {variable.decode('ascii')}" if variable else "uses its process id or starts a thread"
         return f"the start-up code in {name} {found}"
@@ -86,21 +86,22 @@ def _list_imports(source: bytes) -> Iterator[str]:
 
 
 def _find_source(module: str) -> Iterator[tuple[str, bytes]]:
-    """Yield the source of a module that is not in Python's own library, without importing anything."""
-    path: Sequence[str] | None = None
+    """Yield the source of a module that is not in Python's own library."""
     spec = None
-    names = module.split(".")
-    for depth in range(1, len(names) + 1):
-        try:
-            spec = PathFinder.find_spec(".".join(names[:depth]), path)
-        except (ImportError, ValueError):
-            return
-        if spec is None:
-            return
-        path = list(spec.submodule_search_locations or [])
+    with suppress(ImportError, ValueError):
+        spec = find_module_spec(module)
     if spec and spec.origin and spec.origin.endswith(".py") and not _is_in_library(spec.origin):
         with suppress(OSError):
             yield spec.origin, _read(Path(spec.origin))
+
+
+def find_module_spec(module: str, path: Sequence[str] | None = None) -> ModuleSpec | None:
+    """Find a module by its dotted name in the folders of a path (by default `sys.path`), without importing anything."""
+    spec, names = None, module.split(".")
+    for depth in range(1, len(names) + 1):
+        spec = PathFinder.find_spec(".".join(names[:depth]), path)
+        path = list(spec.submodule_search_locations or []) if spec else []
+    return spec
 
 
 def _is_in_library(file: str) -> bool:

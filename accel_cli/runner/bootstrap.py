@@ -76,9 +76,7 @@ class ScriptIdentity:
 
     def hide_arguments(self, run_id: str) -> ScriptIdentity:
         """Return it with hashes of the arguments, which may be secrets, for the store that all nodes read."""
-        hashes = [
-            _hash(f"{run_id}\0{argument}".encode(errors="surrogateescape")) for argument in self.arguments
-        ]
+        hashes = [_hash(encode_text(f"{run_id}\0{argument}")) for argument in self.arguments]
         return replace(self, arguments=tuple(hashes))
 
     def to_json(self) -> str:

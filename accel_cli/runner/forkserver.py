@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import ModuleType
@@ -35,7 +35,7 @@ from typing_extensions import override
 from accel_cli import worker
 from accel_cli.errors import AccelError, UsageError, explain_os_error
 from accel_cli.planning.plan import Plan
-from accel_cli.planning.startup_code import explain_startup_code
+from accel_cli.planning.startup_code import explain_startup_code, find_module_spec
 from accel_cli.runner.guard import HANDLED_SIGNALS
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "adopt_orphans",
     "exec_fork_server",
     "explain_fallback",
+    "explain_shadowed",
     "explain_unsafe_fork",
     "import_torch",
     "preload_modules",
@@ -106,7 +107,7 @@ def import_torch(*, quiet: bool) -> None:
 
 _PRELOADED = ("torch._dynamo", "torch.distributed.algorithms.ddp_comm_hooks")
 """What torch imports when an optimizer is made (torch 2.13: 800 modules), and what accel_runtime imports of torch."""
-_TRAINS = re.compile(rb"optim|Trainer|backward\(")
+_TRAINING = re.compile(rb"optim|Trainer|backward\(")
 _COMPILER_VARIABLES = re.compile(
     rb"AOT_?INDUCTOR_|\bINDUCTOR_|TORCHDYNAMO_|TORCHINDUCTOR_|TRITON_|CUDA_HOME|SYMPY_"
 )
@@ -116,7 +117,7 @@ _COMPILER_VARIABLES = re.compile(
 def preload_modules(plan: Plan) -> None:
     """Import what every rank of a training would import after the fork, unless the script sets variables for it."""
     source = read_source(*plan.argv[2:4])
-    if not _TRAINS.search(source) or _COMPILER_VARIABLES.search(source):
+    if not _TRAINING.search(source) or _COMPILER_VARIABLES.search(source):
         return
     for name in _PRELOADED:
         # Each rank tries again, and reports the error where it occurs.
@@ -334,15 +335,23 @@ def explain_fallback(plan: Plan, *, python_modules: Collection[str]) -> str | No
         return "/proc is not available"
     if kind == "script" and (target.endswith(".pyc") or worker.is_application(target)):
         return f"{target} is not source code, and may set variables that are read while torch is loaded"
-    # Also here: the profile may have set PYTHONPATH.
-    if reason := explain_startup_code():
+    # The launcher has searched the start-up code of its own path; the profile may set another one.
+    if any(name.startswith("PYTHON") for name in plan.env) and (reason := explain_startup_code()):
         return reason
-    folder = worker.get_import_folder(kind, target)
-    if shadowed := worker.find_shadowed(folder, python_modules):
-        return f"{folder} has modules with the names of imported ones: {', '.join(shadowed)}"
+    if shadowed := explain_shadowed(plan, python_modules=python_modules):
+        return shadowed
     if variables := sorted(set(_find_torch_variables(read_source(kind, target)))):
         return f"{target} sets {', '.join(variables)}, which is read while torch is loaded"
     return None
+
+
+def explain_shadowed(plan: Plan, *, python_modules: Collection[str]) -> str | None:
+    """Return which imported modules have the names of modules of the script; None without any."""
+    folder = worker.get_import_folder(*plan.argv[2:4])
+    shadowed = worker.find_shadowed(folder, python_modules)
+    return (
+        f"{folder} has modules with the names of imported ones: {', '.join(shadowed)}" if shadowed else None
+    )
 
 
 def explain_unsafe_fork() -> str:
@@ -373,12 +382,9 @@ def read_source(kind: str, target: str) -> bytes:
         # Only the script's own process may read a pipe.
         return Path(target).read_bytes() if Path(target).is_file() else b""
     path = [str(Path.cwd()), *sys.path]
-    spec = None
-    for depth, _ in enumerate(target.split("."), 1):
-        spec = PathFinder.find_spec(".".join(target.split(".")[:depth]), path)
-        path = list(spec.submodule_search_locations or []) if spec else []
+    spec = find_module_spec(target, path)
     if spec and spec.submodule_search_locations:
-        spec = PathFinder.find_spec(f"{target}.__main__", path)
+        spec = find_module_spec(f"{target}.__main__", path)
     return Path(spec.origin).read_bytes() if spec and spec.origin else b""
 
 

@@ -33,6 +33,7 @@ from accel_cli.runner.forkserver import (
     ForkRequest,
     ForkServer,
     explain_fallback,
+    explain_shadowed,
     explain_unsafe_fork,
     import_torch,
     preload_modules,
@@ -84,8 +85,10 @@ def _start_server(plan: Plan) -> ForkServer | ForkRequest | None:
         message = explain_torch_error(error)
         run_dir.write_reason(plan.agent.failure_file, message)
         raise AccelError(message) from error
-    preload_modules(plan)
     reason = explain_fallback(plan, python_modules=worker.PYTHON_MODULES)
+    if not reason:
+        preload_modules(plan)
+        reason = explain_shadowed(plan, python_modules=worker.PYTHON_MODULES)
     gc.freeze()
     started = None if reason else start_fork_server()
     gc.enable()

@@ -71,7 +71,7 @@ class Beat:
 
     @classmethod
     def read(cls, file: Path) -> Beat | None:
-        """Read the heartbeat of a rank; return None before it creates an Accelerator, and if the file is none."""
+        """Read the heartbeat of a rank; return None if the file is missing, as before the first Accelerator, or is not a heartbeat."""
         try:
             data = _read_unchanged(file)
         except OSError:

@@ -28,7 +28,7 @@ def record_rank_process() -> None:
 
 
 def forget_rank_process() -> None:
-    """Remove the record of this process, which is no rank any more; that of a parent process stays."""
+    """Remove the record of this process as a rank, but not the record of a parent process."""
     if os.environ.get(RANK_PROCESS, "").partition(" ")[0] == str(os.getpid()):
         del os.environ[RANK_PROCESS]
 

@@ -91,7 +91,7 @@ _CHANGES = 100
 
 
 def retry_while_changing(read: Callable[[], _T], identify: Callable[[], object]) -> _T:
-    """Call `read` again if it raises `CheckpointError` and what it reads is no longer what it was before."""
+    """Call `read`, and call it again after a `CheckpointError` if the result of `identify` has changed meanwhile."""
     for _ in range(_CHANGES):
         before = identify()
         try:

@@ -117,7 +117,7 @@ class FileSystem:
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def open_file(self, path: Path, folder: int | None, name: str) -> int:
-        """Open a file for reading, without blocking on a pipe: `name` in an open directory, or `path` if that is None."""
+        """Open a file for reading, without blocking on a pipe: `name` in the open directory, or `path` if `folder` is None."""
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             return os.open(path if folder is None else name, flags, dir_fd=folder)
@@ -134,7 +134,7 @@ class FileSystem:
             raise
 
     def identify(self, path: Path) -> tuple[int, int] | None:
-        """Return the identity of the directory or file that a name leads to now; None if there is none."""
+        """Return the device and inode of a directory or file; None if it does not exist."""
         try:
             status = path.stat()
         except OSError:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["Signature", "add_arguments", "collective", "signature_of"]
+__all__ = ["Signature", "add_arguments", "collective", "get_signature"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -24,7 +24,7 @@ class Signature:
     name: str
     compared: tuple[tuple[int, str, Any, str], ...]
     """Position, name and default of each parameter that must be equal on all ranks, and its default as text."""
-    own: tuple[str, ...]
+    rank_local: tuple[str, ...]
     """Parameters that may differ between ranks."""
 
     def format(self, args: tuple[Any, ...], options: dict[str, Any]) -> str:
@@ -46,17 +46,17 @@ class _Current(threading.local):
 _CURRENT = _Current()
 
 
-def collective(*own: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+def collective(*rank_local: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Mark a public function that communicates: all ranks must call it with equal arguments.
 
     Every exchange inside it compares them in its handshake, so a new parameter is compared unless it is listed.
 
     Args:
-        *own: Parameters that may differ between ranks: the data, or arguments that the function compares by itself.
+        *rank_local: Parameters that may differ between ranks: the data, or arguments that the function compares by itself.
     """
 
     def mark(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        signature = _read_signature(function, own)
+        signature = _read_signature(function, rank_local)
 
         @functools.wraps(function)
         def call(*args: _P.args, **options: _P.kwargs) -> _R:
@@ -72,10 +72,10 @@ def collective(*own: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     return mark
 
 
-def _read_signature(function: Callable[..., Any], own: tuple[str, ...]) -> Signature:
+def _read_signature(function: Callable[..., Any], rank_local: tuple[str, ...]) -> Signature:
     parameters = inspect.signature(function).parameters
-    own = tuple(name for name in ("self", *own) if name != "self" or name in parameters)
-    if unknown := set(own) - parameters.keys():
+    rank_local = tuple(name for name in ("self", *rank_local) if name != "self" or name in parameters)
+    if unknown := set(rank_local) - parameters.keys():
         raise TypeError(f"{function.__qualname__} has no parameter {', '.join(sorted(unknown))}")
     compared = tuple(
         (
@@ -85,12 +85,12 @@ def _read_signature(function: Callable[..., Any], own: tuple[str, ...]) -> Signa
             repr(parameter.default),
         )
         for position, (name, parameter) in enumerate(parameters.items())
-        if name not in own
+        if name not in rank_local
     )
-    return Signature(function.__name__, compared, own)
+    return Signature(function.__name__, compared, rank_local)
 
 
-def signature_of(function: Any) -> Signature | None:
+def get_signature(function: Any) -> Signature | None:
     """Return the signature of a function that is marked as collective, else None."""
     return getattr(function, _SIGNATURE, None)
 

@@ -36,6 +36,7 @@ from accel_cli.launchers.ray.plan import RayJobPlan, write_folder
 from accel_cli.planning.plan import Plan
 from accel_runtime.env import __version__
 from accel_runtime.installation import format_install
+from accel_runtime.text import encode_text
 
 __all__ = ["JobLog", "RayCluster", "RayJobs", "parse_job", "submit"]
 
@@ -237,7 +238,7 @@ class JobLog(Log):
                     raise UnreachableError(
                         f"Cannot read the log of job {self._job_id}: the connection is lost: {item}."
                     ) from item
-        return "".join(output).encode(errors="surrogateescape")
+        return encode_text("".join(output))
 
     async def _receive(self, client: Any) -> None:
         """Put the output that was not received before, then None, or the error that ended the connection."""

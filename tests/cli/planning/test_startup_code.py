@@ -9,6 +9,7 @@ import pytest
 from support.processes import Process
 from support.waits import limit
 
+ROOT = Path(__file__).parents[3]
 READS = "import os\nos.write(1, f\"rank {os.environ.get('LOCAL_RANK')}\\n\".encode())\n"
 
 
@@ -83,4 +84,16 @@ def test_a_launch_with_such_code_starts_processes_by_exec_and_explains_it(tmp_pa
     assert (refused.returncode, f"Cannot use start_method: forkserver: {reason}." in refused.stderr) == (
         2,
         True,
+    )
+
+
+def test_start_up_code_on_a_path_that_the_profile_sets_is_found_by_the_fork_server(tmp_path, script):
+    (tmp_path / "sitecustomize.py").write_text(READS)
+    script("import torch")
+    command = [sys.executable, "-m", "accel_cli", "launch", "-q", "--nproc-per-node", "2"]
+    command += ["--set", f"env.PYTHONPATH={os.pathsep.join([str(tmp_path), str(ROOT)])}", "train.py"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (
+        f"processes are started by exec: the start-up code in {tmp_path}/sitecustomize.py reads"
+        in result.stderr
     )

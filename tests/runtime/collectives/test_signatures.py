@@ -12,7 +12,7 @@ import torch
 
 from accel_runtime import Accelerator
 from accel_runtime.collectives import metrics, tensors
-from accel_runtime.collectives.calls import add_arguments, collective, signature_of
+from accel_runtime.collectives.calls import add_arguments, collective, get_signature
 from accel_runtime.collectives.handshake import MismatchError
 from accel_runtime.utils import operations
 
@@ -109,12 +109,12 @@ def test_every_public_method_is_marked_as_collective_or_listed_as_one_that_compa
         if not name.startswith("_") and inspect.isfunction(value)
     }
     listed = OF_ANOTHER_FUNCTION | BARRIERS | TURNS_IN_THE_STORE | COMPARED_OBJECTS | TRAINING_STEPS | LOCAL
-    marked = {name for name in methods if signature_of(getattr(Accelerator, name))}
+    marked = {name for name in methods if get_signature(getattr(Accelerator, name))}
     assert marked == methods - listed
     assert listed <= methods
-    assert all(signature_of(getattr(tensors, name)) for name in OF_ANOTHER_FUNCTION)
+    assert all(get_signature(getattr(tensors, name)) for name in OF_ANOTHER_FUNCTION)
     assert all(
-        signature_of(function)
+        get_signature(function)
         for function in (tensors.broadcast, metrics.gather_object, metrics.broadcast_object_list)
     )
 
