@@ -33,8 +33,11 @@ def _expand_path(text: str | None) -> str | None:
     """Return a path of this machine with its home and variables expanded, as a shell does."""
     if text is None:
         return None
-    for name in re.findall(r"\$\{?([A-Za-z_]\w*)", text):
-        if name not in os.environ:
+    for reference in re.findall(r"\$(?:\{[^/}]*\}?|\w+)", text):
+        found = re.fullmatch(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))", reference)
+        if not found:
+            raise ValueError(f"expected a path with variables as $NAME or ${{NAME}}, got {reference}")
+        if (name := found[1] or found[2]) not in os.environ:
             raise ValueError(f"expected a path whose variables are set; {name} is not")
     path = os.path.expanduser(os.path.expandvars(text))  # noqa: PTH111 - a `~` that stays is no exception
     if path.startswith("~"):

@@ -283,6 +283,7 @@ def test_a_profile_that_is_no_file_is_an_error(store, cwd, create, name):
         ("$SCRATCH/logs", "/scratch/logs"), ("${SCRATCH}/a b", "/scratch/a b"), ("~/logs", "/home/me/logs"), ("logs", "logs"),
         ("$MISSING/logs", "expected a path whose variables are set; MISSING is not"),
         ("~nobody-has-this-name/x", "~nobody-has-this-name names no home directory"), ("./~x", "./~x"), ("a$", "a$"),
+        *((text, "expected a path with variables as $NAME or ${NAME}, got $") for text in ("${SCRATCH/logs", "$1/logs", "${}/x", "${A-b}/x")),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(
