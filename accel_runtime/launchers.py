@@ -13,10 +13,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -187,13 +189,22 @@ def _run(
         try:
             gc.disable()  # until the forked processes have called `gc.freeze`
             try:
-                context = start_processes(  # type: ignore[no-untyped-call]
-                    _work,
-                    args=(functools.partial(function, *args), spec, settings, Path(folder), is_gc_enabled),
-                    nprocs=spec.num_local,
-                    join=False,
-                    start_method="fork",
-                )
+                # An interrupt between a fork and the line that records its process would leave a process that nothing ends.
+                with _defer_interrupt() as resume_interrupts:
+                    context = start_processes(  # type: ignore[no-untyped-call]
+                        _work,
+                        args=(
+                            functools.partial(function, *args),
+                            spec,
+                            settings,
+                            Path(folder),
+                            is_gc_enabled,
+                            resume_interrupts,
+                        ),
+                        nprocs=spec.num_local,
+                        join=False,
+                        start_method="fork",
+                    )
             finally:
                 if is_gc_enabled:
                     gc.enable()
@@ -203,10 +214,32 @@ def _run(
         except (ProcessRaisedException, ProcessExitedException) as error:
             raise LaunchError(_format_failure(error, spec, Path(folder))) from None
         finally:
-            # Not the processes of the context: an interrupt may arrive before all are started.
+            # Not the processes of the context: the start of one may fail after others are started.
             started = [process for process in multiprocessing.active_children() if process not in others]
             _terminate(started, context.error_files if context else ())
             del store
+
+
+@contextmanager
+def _defer_interrupt() -> Iterator[Callable[[], None]]:
+    """Defer an interrupt to the end of the context; a process forked in it calls the function that is yielded."""
+    handler = signal.getsignal(signal.SIGINT)
+    # Signals are handled in the main thread only, and a handler that is not Python's cannot be installed again.
+    if handler is None or threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    received: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: received.append(number))
+
+    def resume() -> None:
+        signal.signal(signal.SIGINT, handler)
+        if received:
+            signal.raise_signal(signal.SIGINT)
+
+    try:
+        yield resume
+    finally:
+        resume()
 
 
 def _work(  # noqa: PLR0913, PLR0917 - called by torch with the rank and positional arguments
@@ -216,8 +249,10 @@ def _work(  # noqa: PLR0913, PLR0917 - called by torch with the rank and positio
     settings: Settings,
     failures: Path,
     is_gc_enabled: bool,
+    resume_interrupts: Callable[[], None],
 ) -> None:
     """Run the function in a forked process; a failure is written to a file of `failures` that the parent reads."""
+    resume_interrupts()
     # Garbage of the parent must not be collected here: a process group or a loader in it would wait for threads or
     # workers that this process does not have.
     gc.freeze()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing import popen_fork
 
 import pytest
 import torch
@@ -257,6 +258,24 @@ def test_an_interrupt_ends_all_processes(tmp_path):
     for path in tmp_path.glob("up*"):
         with pytest.raises(ProcessLookupError):
             os.kill(int(path.read_text()), 0)
+
+
+def test_an_interrupt_while_processes_start_leaves_none_of_them(monkeypatch):
+    def fork(popen, process):
+        start(popen, process)
+        forked.append(popen.pid)
+        signal.raise_signal(signal.SIGINT)
+
+    forked = []
+    start = popen_fork.Popen.__init__
+    monkeypatch.setattr(popen_fork.Popen, "__init__", fork)
+    with pytest.raises(KeyboardInterrupt):
+        notebook_launcher(time.sleep, (600,), num_processes=2)
+    assert len(forked) == 2
+    for pid in forked:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_an_exception_of_a_single_process_is_raised_unchanged():
