@@ -159,7 +159,7 @@ def format_duration(seconds: float) -> str:
 
 def format_size(size: float) -> str:
     """Return a number of bytes with its unit."""
-    from accel_runtime import env  # noqa: PLC0415 - not needed by the help
+    from accel_runtime.environment import settings as env  # noqa: PLC0415 - not needed by the help
 
     return env.format_size(size)
 
@@ -308,7 +308,7 @@ def _write(text: str) -> None:
 
 
 def _escape(text: str, *, keep_lines: bool = True) -> str:
-    from accel_runtime.text import escape_controls  # noqa: PLC0415 - not needed by the help
+    from accel_runtime.environment.text import escape_controls  # noqa: PLC0415 - not needed by the help
 
     return escape_controls(text, keep_lines=keep_lines)
 

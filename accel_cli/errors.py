@@ -64,7 +64,7 @@ def explain_os_error(error: OSError | MemoryError) -> str:
 
 def explain_torch_error(error: BaseException | str) -> str:
     """Return why torch cannot be imported, with the cure."""
-    from accel_runtime.installation import format_install  # noqa: PLC0415 - reads metadata, for errors only
+    from accel_runtime.environment.installation import format_install  # noqa: PLC0415 - reads metadata, for errors only
 
     text = str(error) or type(error).__name__
     if "No module named 'torch'" in text:
@@ -86,7 +86,7 @@ def explain_process_limit(error: BaseException) -> str:
         link = link.__cause__ or link.__context__
     else:
         return ""
-    from accel_runtime.cgroup import read_process_limit  # noqa: PLC0415 - for errors only
+    from accel_runtime.environment.cgroup import read_process_limit  # noqa: PLC0415 - for errors only
 
     soft, group = resource.getrlimit(resource.RLIMIT_NPROC)[0], read_process_limit()
     limits = {"ulimit -u": soft, "pids.max of the control group": group}

@@ -100,7 +100,7 @@ app = CommandApp(
 
 def _print_version(value: bool) -> None:
     if value:
-        from accel_runtime.env import __version__
+        from accel_runtime.environment.settings import __version__
 
         console.plain(f"accel {__version__}")
         raise typer.Exit
@@ -162,7 +162,7 @@ def _explain_missing_command(message: str) -> str:
     """Return how a command that a message names is run here, if `accel` is not on PATH; empty if it is."""
     if not re.search(rf"\baccel (?:{'|'.join(COMMANDS.names)})\b", message) or shutil.which("accel"):
         return ""
-    from accel_runtime.installation import format_python
+    from accel_runtime.environment.installation import format_python
 
     return f"accel is not on PATH: run {format_python()} -m accel_cli in its place"
 

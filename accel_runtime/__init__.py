@@ -12,15 +12,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from accel_runtime.accelerator import Accelerator as Accelerator
+    from accel_runtime.backends.rng import set_seed as set_seed
     from accel_runtime.big_modeling import init_empty_weights as init_empty_weights
     from accel_runtime.big_modeling import init_on_device as init_on_device
-    from accel_runtime.checkpoint.errors import CheckpointError as CheckpointError
     from accel_runtime.collectives.handshake import MismatchError as MismatchError
     from accel_runtime.collectives.handshake import RankLostError as RankLostError
     from accel_runtime.collectives.handshake import StallError as StallError
     from accel_runtime.data.loader import skip_first_batches as skip_first_batches
     from accel_runtime.description import Description as Description
-    from accel_runtime.env import Settings as Settings
+    from accel_runtime.environment.settings import Settings as Settings
+    from accel_runtime.environment.topology import Topology as Topology
+    from accel_runtime.foundation.options import AutocastKwargs as AutocastKwargs
+    from accel_runtime.foundation.options import DataLoaderConfiguration as DataLoaderConfiguration
+    from accel_runtime.foundation.options import DDPCommunicationHookType as DDPCommunicationHookType
+    from accel_runtime.foundation.options import (
+        DistributedDataParallelKwargs as DistributedDataParallelKwargs,
+    )
+    from accel_runtime.foundation.options import DistributedType as DistributedType
+    from accel_runtime.foundation.options import GradientAccumulationPlugin as GradientAccumulationPlugin
+    from accel_runtime.foundation.options import GradScalerKwargs as GradScalerKwargs
+    from accel_runtime.foundation.options import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from accel_runtime.foundation.options import PrecisionType as PrecisionType
+    from accel_runtime.foundation.options import ProjectConfiguration as ProjectConfiguration
     from accel_runtime.launchers import debug_launcher as debug_launcher
     from accel_runtime.launchers import notebook_launcher as notebook_launcher
     from accel_runtime.local_sgd import LocalSGD as LocalSGD
@@ -28,16 +41,6 @@ if TYPE_CHECKING:
     from accel_runtime.logging import tqdm as tqdm
     from accel_runtime.memory import find_executable_batch_size as find_executable_batch_size
     from accel_runtime.memory import release_memory as release_memory
-    from accel_runtime.options import AutocastKwargs as AutocastKwargs
-    from accel_runtime.options import DataLoaderConfiguration as DataLoaderConfiguration
-    from accel_runtime.options import DDPCommunicationHookType as DDPCommunicationHookType
-    from accel_runtime.options import DistributedDataParallelKwargs as DistributedDataParallelKwargs
-    from accel_runtime.options import DistributedType as DistributedType
-    from accel_runtime.options import GradientAccumulationPlugin as GradientAccumulationPlugin
-    from accel_runtime.options import GradScalerKwargs as GradScalerKwargs
-    from accel_runtime.options import InitProcessGroupKwargs as InitProcessGroupKwargs
-    from accel_runtime.options import PrecisionType as PrecisionType
-    from accel_runtime.options import ProjectConfiguration as ProjectConfiguration
     from accel_runtime.parallel.plugins import (
         FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
     )
@@ -45,9 +48,8 @@ if TYPE_CHECKING:
     from accel_runtime.parallel.plugins import TorchContextParallelConfig as TorchContextParallelConfig
     from accel_runtime.parallel.plugins import TorchTensorParallelConfig as TorchTensorParallelConfig
     from accel_runtime.profiling import ProfileKwargs as ProfileKwargs
-    from accel_runtime.rng import set_seed as set_seed
     from accel_runtime.state import PartialState as PartialState
-    from accel_runtime.topology import Topology as Topology
+    from accel_runtime.storage.errors import CheckpointError as CheckpointError
     from accel_runtime.tracking import GeneralTracker as GeneralTracker
     from accel_runtime.tracking import LoggerType as LoggerType
     from accel_runtime.training.forward import DynamoBackend as DynamoBackend
@@ -70,7 +72,7 @@ accelerate_version = "1.15.0"
 @functools.cache
 def _modules() -> dict[str, str]:
     """Return the public names, and the module of each."""
-    import ast  # noqa: PLC0415 - the launcher, which imports `accel_runtime.env` only, does without
+    import ast  # noqa: PLC0415 - the launcher, which imports `accel_runtime.environment.settings` only, does without
     from pathlib import Path  # noqa: PLC0415
 
     imports = [
@@ -85,7 +87,7 @@ def __getattr__(name: str) -> Any:
     if name == "__all__":
         return sorted(_modules())
     if name == "__version__":
-        return importlib.import_module("accel_runtime.env").__version__
+        return importlib.import_module("accel_runtime.environment.settings").__version__
     if name not in _modules():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_modules()[name]), name)

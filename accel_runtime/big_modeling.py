@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from accel_runtime.checkpoint.errors import format_names
-from accel_runtime.module_names import script_names
-from accel_runtime.torch_internals import is_compiled, list_buffers, version_of
+from accel_runtime.foundation.module_names import script_names
+from accel_runtime.foundation.torch_internals import is_compiled, list_buffers, version_of
+from accel_runtime.storage.errors import format_names
 
 __all__ = [
     "MetaModels",

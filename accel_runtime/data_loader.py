@@ -10,10 +10,10 @@ from torch.utils.data import DataLoader
 
 from accel_runtime.backends import current_backend
 from accel_runtime.backends.base import Backend
+from accel_runtime.backends.rng import parse_rng_types
 from accel_runtime.data.loader import PreparedLoader, skip_first_batches
 from accel_runtime.data.prepare import loader_options, prepare_loader
-from accel_runtime.options import DataLoaderConfiguration
-from accel_runtime.rng import parse_rng_types
+from accel_runtime.foundation.options import DataLoaderConfiguration
 
 __all__ = ["DataLoaderDispatcher", "DataLoaderShard", "prepare_data_loader", "skip_first_batches"]
 

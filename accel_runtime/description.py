@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from accel_runtime.accelerate_env import Translation
 from accel_runtime.data.loader import PreparedLoader
 from accel_runtime.data.source import len_or_none
-from accel_runtime.env import Settings, flatten_settings, variable_name
+from accel_runtime.environment.accelerate import Translation
+from accel_runtime.environment.settings import Settings, flatten_settings, variable_name
+from accel_runtime.environment.topology import DataRank
 from accel_runtime.parallel.dtensor import GroupFacts, class_of
-from accel_runtime.topology import DataRank
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from accel_runtime.collectives.tensors import reduce
+from accel_runtime.backends.tensors import reduce
 
 if TYPE_CHECKING:
     from accel_runtime.accelerator import Accelerator

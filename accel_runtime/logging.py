@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from accel_runtime.env import Settings, is_placed_by_device
-from accel_runtime.installation import format_install
-from accel_runtime.topology import Topology
+from accel_runtime.environment.installation import format_install
+from accel_runtime.environment.settings import Settings, is_placed_by_device
+from accel_runtime.environment.topology import Topology
 
 __all__ = ["MultiProcessAdapter", "get_logger"]
 

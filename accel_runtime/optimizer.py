@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 import torch
 from typing_extensions import override
 
-from accel_runtime.heartbeat import call_site, heartbeat
+from accel_runtime.foundation.heartbeat import call_site, heartbeat
+from accel_runtime.foundation.torch_internals import version_of
 from accel_runtime.logging import MultiProcessAdapter
-from accel_runtime.torch_internals import version_of
 from accel_runtime.training.accumulation import Accumulation
 from accel_runtime.training.forward import LossScaler
 

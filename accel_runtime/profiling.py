@@ -14,8 +14,8 @@ from torch.profiler import ProfilerActivity, profile, schedule, supported_activi
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
+from accel_runtime.foundation.options import Configuration, KwargsHandler
 from accel_runtime.logging import MultiProcessAdapter
-from accel_runtime.options import Configuration, KwargsHandler
 
 __all__ = ["ProfileKwargs", "profiled"]
 

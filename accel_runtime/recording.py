@@ -14,9 +14,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from accel_runtime.env import CHECKPOINTS, DESCRIPTION, METRICS
-from accel_runtime.heartbeat import Heartbeat, heartbeat
-from accel_runtime.nested import has_dtensor
+from accel_runtime.environment.settings import CHECKPOINTS, DESCRIPTION, METRICS
+from accel_runtime.foundation.heartbeat import Heartbeat, heartbeat
+from accel_runtime.foundation.nested import has_dtensor
 from accel_runtime.tracking.base import finite_or_text, to_number, with_text_names
 
 if TYPE_CHECKING:

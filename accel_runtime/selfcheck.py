@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_runtime.accelerator import Accelerator
-from accel_runtime.env import __version__
+from accel_runtime.environment.settings import __version__
 
 __all__ = ["main"]
 

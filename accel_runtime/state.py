@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Self, override
 
-from accel_runtime import nested
 from accel_runtime.backends import (
     connect_default_backend,
     current_state,
@@ -23,8 +22,9 @@ from accel_runtime.backends.base import Backend
 from accel_runtime.backends.single import DetachedBackend
 from accel_runtime.data.iteration import ActiveLoops
 from accel_runtime.data.source import StepInfo
-from accel_runtime.env import MixedPrecision
-from accel_runtime.options import DistributedType, InitProcessGroupKwargs
+from accel_runtime.environment.settings import MixedPrecision
+from accel_runtime.foundation import nested
+from accel_runtime.foundation.options import DistributedType, InitProcessGroupKwargs
 from accel_runtime.training.accumulation import Accumulation
 
 __all__ = [

@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
 
-from accel_runtime.env import HOME
+from accel_runtime.environment.settings import HOME
 
 __all__ = ["ACCELERATE", "SCRIPTS", "Bench", "Run", "make_accelerate_environment", "run_interleaved"]
 

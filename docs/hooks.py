@@ -25,8 +25,8 @@ from accel_cli.launchers.sections import Question, Section
 from accel_cli.main import app
 from accel_cli.planning import nodes
 from accel_cli.profile.schema import PARALLEL_SECTIONS, Profile
-from accel_runtime import env
-from accel_runtime.env import Settings
+from accel_runtime.environment import settings as env
+from accel_runtime.environment.settings import Settings
 
 __all__ = ["cli_page", "errors_page", "on_files", "on_page_content", "profile_page", "variables_page"]
 
@@ -224,8 +224,8 @@ def _default(name: str, field: FieldInfo) -> str:
 
 
 def variables_page() -> str:
-    """Return the page of all environment variables, from `accel_runtime.env` and the nodes of a launch."""
-    module = griffe.load("accel_runtime.env", search_paths=[ROOT])
+    """Return the page of all environment variables, from `accel_runtime.environment.settings` and the nodes of a launch."""
+    module = griffe.load("accel_runtime.environment.settings", search_paths=[ROOT])
     header = ("Variable", "Values", "Meaning")
     parts = ["# Environment variables", _VARIABLES, "## Settings", _SETTINGS]
     parts.append(_table(header, _variables_of(Settings)))

@@ -16,7 +16,7 @@ from pathlib import Path
 from PIL import Image
 from selenium import webdriver
 
-from accel_runtime.env import HOME
+from accel_runtime.environment.settings import HOME
 
 __all__ = ["main"]
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from accel_runtime.env import HOME, PREFIX
+from accel_runtime.environment.settings import HOME, PREFIX
 
 __all__ = ["PICTURES", "draw", "failure", "main", "top", "wizard"]
 

@@ -49,7 +49,7 @@ class Mutation:
 
     name: str
     target: str
-    """The module and the definition to change: `accel_runtime.checkpoint.manifest:Manifest.parse`."""
+    """The module and the definition to change: `accel_runtime.storage.manifest:Manifest.parse`."""
     operator: Operator
     tests: tuple[str, ...]
     """Node ids of pytest; at least one of these tests fails with the mutation."""
@@ -121,7 +121,7 @@ MUTATIONS = (
     ),
     Mutation(
         "keys of a mapping",
-        "accel_runtime.nested:_flatten_into",
+        "accel_runtime.foundation.nested:_flatten_into",
         replace_call("keys", "data"),
         (
             "tests/runtime/utils/test_collective_functions.py::test_a_mapping_that_iterates_over_rows_is_gathered_by_its_keys",
@@ -135,7 +135,7 @@ MUTATIONS = (
     ),
     Mutation(
         "sharded after an evaluation",
-        "accel_runtime.backends.fsdp:_reshard_after_evaluation",
+        "accel_runtime.parallel.fsdp:_reshard_after_evaluation",
         force_condition("is_grad_enabled", True),
         (
             "tests/runtime/parallel/test_gathering.py::test_a_moving_average_of_an_evaluated_model_equals_that_of_one_process",
@@ -151,7 +151,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gather order",
-        "accel_runtime.collectives.metrics:GatheredSteps.select_rows",
+        "accel_runtime.data.metrics:GatheredSteps.select_rows",
         replace_call("_row_indices", "it.flip(0)"),
         (
             "tests/runtime/test_exactness.py::test_every_sample_is_gathered_once_in_equally_many_steps_on_every_rank",
@@ -183,10 +183,10 @@ MUTATIONS = (
     ),
     Mutation(
         "variables of accel win",
-        "accel_runtime.accelerate_env:translate",
+        "accel_runtime.environment.accelerate:translate",
         force_condition("overrides", False),
         (
-            "tests/runtime/test_accelerate_env.py::test_variables_of_accel_take_precedence_and_the_unused_ones_are_reported",
+            "tests/runtime/environment/test_accelerate.py::test_variables_of_accel_take_precedence_and_the_unused_ones_are_reported",
         ),
     ),
     Mutation(
@@ -197,10 +197,10 @@ MUTATIONS = (
     ),
     Mutation(
         "names of DDP in a loaded state",
-        "accel_runtime.module_names:load_state_dict",
+        "accel_runtime.foundation.module_names:load_state_dict",
         replace_call("match_names", "{name: name for name in state}"),
         (
-            "tests/runtime/backends/test_ddp.py::test_a_state_dict_has_the_names_of_the_script_and_loads_those_of_ddp",
+            "tests/runtime/parallel/test_ddp.py::test_a_state_dict_has_the_names_of_the_script_and_loads_those_of_ddp",
         ),
     ),
     Mutation(
@@ -211,7 +211,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rank beyond a save",
-        "accel_runtime.heartbeat:ProgressCounts.is_beyond",
+        "accel_runtime.foundation.heartbeat:ProgressCounts.is_beyond",
         replace_call("any", "False"),
         (
             "tests/runtime/backends/test_status.py::test_progress_counts_are_beyond_others_if_any_counter_is_larger",
@@ -219,7 +219,7 @@ MUTATIONS = (
     ),
     Mutation(
         "number of another run",
-        "accel_runtime.checkpoint.directory:_check_alone",
+        "accel_runtime.storage.directory:_check_alone",
         set_value("others", "[]"),
         (
             "tests/runtime/checkpoint/test_concurrency.py::test_a_save_skips_a_number_that_another_run_takes_concurrently",
@@ -227,10 +227,10 @@ MUTATIONS = (
     ),
     Mutation(
         "missing fields of a manifest",
-        "accel_runtime.checkpoint.schema:_is_required",
+        "accel_runtime.storage.schema:_is_required",
         return_value("False"),
         (
-            "tests/runtime/checkpoint/test_schema.py::test_a_changed_field_of_a_manifest_ends_in_an_error_of_accel",
+            "tests/runtime/storage/test_schema.py::test_a_changed_field_of_a_manifest_ends_in_an_error_of_accel",
         ),
     ),
     Mutation(
@@ -273,7 +273,7 @@ MUTATIONS = (
     ),
     Mutation(
         "manifest checksum",
-        "accel_runtime.checkpoint.manifest:Manifest.parse",
+        "accel_runtime.storage.manifest:Manifest.parse",
         force_condition("checksum", False),
         ("tests/runtime/checkpoint/test_faults.py::test_damage_to_any_file_is_named_and_changes_nothing",),
     ),
@@ -457,17 +457,19 @@ MUTATIONS = (
     ),
     Mutation(
         "variables of unsupported features",
-        "accel_runtime.accelerate_env:translate",
+        "accel_runtime.environment.accelerate:translate",
         force_condition("is_on", False),
         (
-            "tests/runtime/test_accelerate_env.py::test_an_unsupported_variable_is_rejected_with_the_variable_to_set_instead",
+            "tests/runtime/environment/test_accelerate.py::test_an_unsupported_variable_is_rejected_with_the_variable_to_set_instead",
         ),
     ),
     Mutation(
         "misspelled variables",
-        "accel_runtime.env:_refuse_near_misses",
+        "accel_runtime.environment.settings:_refuse_near_misses",
         skip_loop("environ"),
-        ("tests/runtime/test_env.py::test_a_misspelled_variable_is_rejected_with_a_suggestion",),
+        (
+            "tests/runtime/environment/test_settings.py::test_a_misspelled_variable_is_rejected_with_a_suggestion",
+        ),
     ),
     Mutation(
         "unknown keys of a profile",
@@ -477,21 +479,21 @@ MUTATIONS = (
     ),
     Mutation(
         "newest checkpoint",
-        "accel_runtime.checkpoint.directory:_list_numbered_paths",
+        "accel_runtime.storage.directory:_list_numbered_paths",
         drop_argument("sorted", "key"),
-        ("tests/runtime/checkpoint/test_directory.py::test_checkpoint_numbers_are_compared_numerically",),
+        ("tests/runtime/storage/test_directory.py::test_checkpoint_numbers_are_compared_numerically",),
     ),
     Mutation(
         "checkpoint that a crash left beside its name",
-        "accel_runtime.checkpoint.directory:_open_complete",
+        "accel_runtime.storage.directory:_open_complete",
         set_value("complete", "[]"),
         (
-            "tests/runtime/checkpoint/test_directory.py::test_a_complete_checkpoint_that_a_crash_left_unrenamed_is_found_and_renamed_later",
+            "tests/runtime/storage/test_directory.py::test_a_complete_checkpoint_that_a_crash_left_unrenamed_is_found_and_renamed_later",
         ),
     ),
     Mutation(
         "save in place",
-        "accel_runtime.checkpoint.directory:create_scratch",
+        "accel_runtime.storage.directory:create_scratch",
         set_value("scratch", "target"),
         (
             "tests/runtime/checkpoint/test_faults.py::test_a_publication_that_is_interrupted_is_complete_or_absent",

@@ -116,7 +116,7 @@ GUARANTEES = (
         "Safe checkpoints",
         "load_state verifies a checkpoint before it changes anything; a resumed run equals the uninterrupted run, bit for bit.",
         (
-            "tests/runtime/checkpoint/test_manifest.py::test_a_changed_character_is_detected",
+            "tests/runtime/storage/test_manifest.py::test_a_changed_character_is_detected",
             "tests/runtime/checkpoint/test_faults.py::test_damage_to_any_file_is_named_and_changes_nothing",
             "tests/runtime/checkpoint/test_accumulation.py::test_steps_after_a_resume_on_the_same_world_size_are_bitwise_equal",
         ),
@@ -166,8 +166,8 @@ RUNTIME = (
         "No silent variable of accel",
         "A misspelled variable of accel is refused, with the name that is probably meant.",
         (
-            "tests/runtime/test_env.py::test_a_misspelled_variable_is_rejected_with_a_suggestion",
-            "tests/runtime/test_env.py::test_an_invalid_value_is_an_error_with_the_variable_and_the_value",
+            "tests/runtime/environment/test_settings.py::test_a_misspelled_variable_is_rejected_with_a_suggestion",
+            "tests/runtime/environment/test_settings.py::test_an_invalid_value_is_an_error_with_the_variable_and_the_value",
         ),
         "misspelled variables",
     ),
@@ -175,8 +175,8 @@ RUNTIME = (
         "No silent variable of Accelerate",
         "A variable of Accelerate for a feature that is not supported is refused with a message.",
         (
-            "tests/runtime/test_accelerate_env.py::test_an_unsupported_variable_is_rejected_with_the_variable_to_set_instead",
-            "tests/runtime/test_accelerate_env.py::test_a_variable_without_effect_is_reported",
+            "tests/runtime/environment/test_accelerate.py::test_an_unsupported_variable_is_rejected_with_the_variable_to_set_instead",
+            "tests/runtime/environment/test_accelerate.py::test_a_variable_without_effect_is_reported",
         ),
         "variables of unsupported features",
     ),
@@ -204,7 +204,7 @@ RUNTIME = (
         "A checkpoint is complete or absent: a process that is killed while it saves loses nothing.",
         (
             "tests/runtime/checkpoint/test_faults.py::test_a_publication_that_is_interrupted_is_complete_or_absent",
-            "tests/runtime/checkpoint/test_directory.py::test_a_complete_checkpoint_that_a_crash_left_unrenamed_is_found_and_renamed_later",
+            "tests/runtime/storage/test_directory.py::test_a_complete_checkpoint_that_a_crash_left_unrenamed_is_found_and_renamed_later",
             "tests/runtime/checkpoint/test_faults.py::test_a_save_with_a_fault_is_complete_or_absent",
         ),
         "save in place",
@@ -213,8 +213,8 @@ RUNTIME = (
         "Interrupted saves",
         "A complete checkpoint that a crash left beside its name is found.",
         (
-            "tests/runtime/checkpoint/test_directory.py::test_a_complete_checkpoint_that_a_crash_left_unrenamed_is_found_and_renamed_later",
-            "tests/runtime/checkpoint/test_directory.py::test_after_a_crash_during_a_replacement_the_new_checkpoint_is_used",
+            "tests/runtime/storage/test_directory.py::test_a_complete_checkpoint_that_a_crash_left_unrenamed_is_found_and_renamed_later",
+            "tests/runtime/storage/test_directory.py::test_after_a_crash_during_a_replacement_the_new_checkpoint_is_used",
         ),
         "checkpoint that a crash left beside its name",
     ),
@@ -222,7 +222,7 @@ RUNTIME = (
         "Resume from the newest checkpoint",
         "With --resume, resume() continues from the newest complete checkpoint of the project.",
         (
-            "tests/runtime/checkpoint/test_directory.py::test_checkpoint_numbers_are_compared_numerically",
+            "tests/runtime/storage/test_directory.py::test_checkpoint_numbers_are_compared_numerically",
             "tests/runtime/checkpoint/test_resume_selection.py::test_a_requested_resume_selects_the_newest_checkpoint_of_any_run",
             "tests/runtime/checkpoint/test_corruption.py::test_load_state_without_a_path_loads_the_newest_complete_checkpoint_and_logs_the_damaged_one",
         ),

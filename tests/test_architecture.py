@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from accel_runtime import env, installation
+from accel_runtime.environment import installation
+from accel_runtime.environment import settings as env
 
 ROOT = Path(__file__).parent.parent
 CLI = sorted((ROOT / "accel_cli").rglob("*.py"))
@@ -44,7 +45,7 @@ READ_THE_ENVIRONMENT = (
     "accel_cli/console.py",
     "accel_cli/launchers/sections.py",
     "accel_runtime/accelerator/__init__.py",
-    "accel_runtime/topology.py",
+    "accel_runtime/environment/topology.py",
     # A logger exists before any Accelerator. ClearML's and MLflow's own variables take precedence over arguments.
     "accel_runtime/logging.py",
     "accel_runtime/tracking/clearml.py",
@@ -60,7 +61,7 @@ READ_THE_ENVIRONMENT = (
     # The address at which a process group is created, and the record of its process for those that it starts.
     "accel_runtime/backends/arrivals.py",
     "accel_runtime/launchers.py",
-    "accel_runtime/heartbeat.py",
+    "accel_runtime/foundation/heartbeat.py",
 )
 
 ANNEXES = {
@@ -124,14 +125,7 @@ def test_the_source_trees_are_not_empty():
 def test_the_command_line_imports_the_contract_of_the_runtime_and_checkpoints_without_torch():
     """`test_checkpoint_commands_do_not_import_torch` tests that these modules do not import it."""
     imported = find_imports(CLI, {"accel_runtime"})
-    modules = ("directory", "errors", "filesystem", "manifest", "safetensors_file", "scan")
-    allowed = (
-        "accel_runtime.cgroup.",
-        "accel_runtime.env.",
-        "accel_runtime.installation.",
-        "accel_runtime.text.",
-        *(f"accel_runtime.checkpoint.{module}." for module in modules),
-    )
+    allowed = ("accel_runtime.environment.", "accel_runtime.storage.")
     assert not [(path, module) for path, module in imported if not f"{module}.".startswith(allowed)]
 
 
@@ -146,7 +140,10 @@ def test_only_the_runner_of_the_command_line_imports_torch():
 
 def test_only_env_py_contains_names_of_accel_variables():
     # `accel env` prints every variable of this prefix.
-    allowed = {ROOT / "accel_runtime" / "env.py", ROOT / "accel_cli" / "commands" / "env.py"}
+    allowed = {
+        ROOT / "accel_runtime" / "environment" / "settings.py",
+        ROOT / "accel_cli" / "commands" / "env.py",
+    }
     strings = [
         (name(path), node.value)
         for path in {*CLI, *RUNTIME} - allowed
@@ -214,42 +211,80 @@ def test_every_module_has_a_docstring_and_at_most_600_lines():
     assert not {path: length for path, length in lengths.items() if length > 600}
 
 
-@pytest.mark.parametrize(
-    "package",
-    ["accel_runtime", "accel_cli"],
-)
-def test_the_imports_of_a_package_have_no_circle(package):
-    """Imports inside functions and for typing count, too."""
+LAYERS = {
+    "accel_runtime": (
+        "accel_runtime", "utils", "accelerator", "checkpoint", "export", "data", "training", "parallel", "monitoring", "backends",
+        "storage", "collectives", "foundation", "environment",
+    ),
+    "accel_cli": (
+        "main", "commands", "migrate", "wizard", "accelerate", "profile", "launchers", "runner", "runs", "planning", "worker",
+        "console", "errors",
+    ),
+}  # fmt: skip
+"""The packages of both halves from the top layer to the lowest: each imports from those below it only."""
+LOOSE = {
+    "big_modeling": "parallel", "data_loader": "utils", "description": "accelerator", "hooks": "utils",
+    "local_sgd": "accelerator", "logging": "monitoring", "memory": "training", "optimizer": "training",
+    "profiling": "monitoring", "recording": "monitoring", "scheduler": "training", "state": "accelerator",
+    "tracking": "monitoring",
+}  # fmt: skip
+"""The layers of modules that are not in the package of their layer yet."""
+UPWARD = {
+    ("accel_runtime.backends", "accel_runtime.parallel.fsdp"),
+    ("accel_runtime.backends.base", "accel_runtime.data.iteration"),
+    ("accel_runtime.backends.base", "accel_runtime.data.source"),
+    ("accel_runtime.backends.base", "accel_runtime.parallel.dtensor"),
+    ("accel_runtime.backends.distributed", "accel_runtime.parallel.ddp"),
+    ("accel_runtime.backends.xla.backend", "accel_runtime.data.iteration"),
+    ("accel_runtime.backends.xla.backend", "accel_runtime.data.source"),
+    ("accel_runtime.backends.xla.backend", "accel_runtime.parallel.ddp"),
+    ("accel_runtime.backends.xla.host", "accel_runtime.data.iteration"),
+    ("accel_runtime.backends.xla.spmd", "accel_runtime.data.source"),
+    ("accel_runtime.parallel.fsdp", "accel_runtime.checkpoint.serialization"),
+    ("accel_runtime.parallel.fsdp", "accel_runtime.training.forward"),
+    ("accel_runtime.recording", "accel_runtime.description"),
+    ("accel_runtime.training.replica_check", "accel_runtime.checkpoint.serialization"),
+}
+"""The imports that still run upwards. This list only gets shorter."""
+
+
+def read_graph(half):
+    """Return the modules that each module imports, at the top, inside functions and for typing."""
     modules = {
         name(path)[:-3].replace("/", ".").removesuffix(".__init__"): path
-        for path in sorted((ROOT / package).rglob("*.py"))
+        for path in sorted((ROOT / half).rglob("*.py"))
     }
-    graph = {
-        module: {one if one in modules else one.rpartition(".")[0] for one in imports(path)} & modules.keys()
+    return {
+        module: {one if one in modules else one.rpartition(".")[0] for one in imports(path)}
+        & modules.keys() - {module}
         for module, path in modules.items()
     }
-    list(TopologicalSorter(graph).static_order())
 
 
-CLI_LAYERS = (
-    "main", "commands", "migrate", "wizard", "accelerate", "profile", "launchers", "runner", "runs", "planning", "worker",
-    "console", "errors",
-)  # fmt: skip
-"""The packages and modules directly in `accel_cli`, from the top layer to the lowest."""
+def find_layer(module):
+    """Return the number of a module's layer, 0 at the top; a module that is in no package of a layer is at the top."""
+    half, _, rest = module.partition(".")
+    package = rest.partition(".")[0]
+    package = LOOSE.get(package, package)
+    return LAYERS[half].index(package) if package in LAYERS[half] else 0
 
 
-def test_the_packages_of_the_command_line_import_from_lower_layers_only():
-    """Imports inside functions and for typing count, too."""
-    upward = set()
-    for path in CLI:
-        package = path.relative_to(ROOT / "accel_cli").parts[0].removesuffix(".py")
-        imported = {module.split(".")[1] for module in imports(path) if module.startswith("accel_cli.")} - {
-            package
-        }
-        if package not in {"__init__", "__main__"}:
-            layer = CLI_LAYERS.index(package)
-            upward |= {(package, other) for other in imported if CLI_LAYERS.index(other) < layer}
-    assert not upward
+@pytest.mark.parametrize("half", LAYERS)
+def test_modules_import_from_lower_layers_only(half):
+    graph = read_graph(half)
+    upward = {
+        (module, imported)
+        for module, all_imported in graph.items()
+        for imported in all_imported
+        # The packages themselves are imported with everything in them.
+        if imported != half and find_layer(imported) < find_layer(module)
+    }
+    assert upward == {pair for pair in UPWARD if pair[0].startswith(half)}
+
+
+@pytest.mark.parametrize("half", LAYERS)
+def test_the_imports_of_modules_have_no_circle(half):
+    list(TopologicalSorter(read_graph(half)).static_order())
 
 
 def test_no_module_loads_unsafely_or_starts_a_shell():
@@ -323,7 +358,7 @@ import sys
 def check(step):
     loaded = {{'torch', 'boto3', 'botocore', 'libcst', 'sagemaker', 'kubernetes', 'ray'}} & set(sys.modules)
     assert not loaded, (step, loaded)
-import accel_runtime, accel_runtime.env
+import accel_runtime, accel_runtime.environment.settings
 check("accel_runtime")
 import accel_cli.launchers
 check("accel_cli.launchers")
@@ -381,7 +416,7 @@ def test_no_text_installs_a_package_of_another_name():
 
 
 def test_no_text_installs_accel_or_its_extras_from_an_index():
-    """It is on none: `accel_runtime.installation` names the packages themselves; pages name the source tree."""
+    """It is on none: `accel_runtime.environment.installation` names the packages themselves; pages name the source tree."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:
         pytest.skip("no repository")
@@ -451,7 +486,7 @@ def test_private_names_of_torch_are_in_one_module():
     """Attributes of torch's objects, such as `module._buffers`, cannot be distinguished here."""
     private = re.compile(r"\._(?!_)")
     private_names = []
-    for path in set(RUNTIME) - {ROOT / "accel_runtime" / "torch_internals.py"}:
+    for path in set(RUNTIME) - {ROOT / "accel_runtime" / "foundation" / "torch_internals.py"}:
         bound = map_torch_names(path)
         chains = [ast.unparse(node) for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)]
         dotted = [

@@ -48,8 +48,8 @@ from accel_cli.main import app
 from accel_cli.migrate.conversion import migrate_script
 from accel_cli.migrate.shell import migrate_shell
 from accel_cli.profile.schema import known_keys
-from accel_runtime import env
-from accel_runtime.env import Settings
+from accel_runtime.environment import settings as env
+from accel_runtime.environment.settings import Settings
 
 CONSOLES = [block for block in ALL if block.language == "console"]
 FAST = {"docs/launching.md", "docs/slurm.md"}

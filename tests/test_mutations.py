@@ -20,9 +20,7 @@ def test_a_mutation_applies_and_its_tests_run_in_make_test(mutation):
 
 
 def test_a_mutation_that_does_not_apply_is_named():
-    mutation = Mutation(
-        "lost call", "accel_runtime.checkpoint.manifest:Manifest.parse", skip_call("gone"), ()
-    )
+    mutation = Mutation("lost call", "accel_runtime.storage.manifest:Manifest.parse", skip_call("gone"), ())
     with pytest.raises(NotApplicableError, match=r"^Mutation 'lost call' does not apply to accel_runtime"):
         mutation.apply(ROOT)
 

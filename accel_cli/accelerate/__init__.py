@@ -34,7 +34,7 @@ from accel_cli.errors import Problem, ProfileError
 from accel_cli.profile.layers import nest
 from accel_cli.profile.schema import Profile
 from accel_cli.profile.validation_errors import did_you_mean, explain
-from accel_runtime.env import find_nearest
+from accel_runtime.environment.settings import find_nearest
 
 __all__ = ["Imported", "convert", "read_deepspeed_file"]
 

@@ -11,7 +11,14 @@ from accel_cli.console import mask_secrets
 from accel_cli.launchers.sagemaker.images import SMDDP_TYPES
 from accel_cli.planning.network import Endpoint
 from accel_cli.profile.validation_errors import did_you_mean, one_of
-from accel_runtime.env import FSDP1_STRATEGIES, Device, MixedPrecision, Parallel, SettingsError, find_nearest
+from accel_runtime.environment.settings import (
+    FSDP1_STRATEGIES,
+    Device,
+    MixedPrecision,
+    Parallel,
+    SettingsError,
+    find_nearest,
+)
 
 __all__ = [
     "DEEPSPEED_FILE",

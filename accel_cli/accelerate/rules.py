@@ -40,7 +40,7 @@ from accel_cli.accelerate.config import (
 from accel_cli.console import is_secret
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.profile.validation_errors import did_you_mean
-from accel_runtime.env import find_nearest
+from accel_runtime.environment.settings import find_nearest
 
 __all__ = ["CLUSTER_KEYS", "SAGEMAKER_KEYS", "SECTIONS", "Answer", "Rule", "dropped", "find_rule"]
 

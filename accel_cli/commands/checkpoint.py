@@ -151,8 +151,8 @@ def export(  # noqa: PLR0913, PLR0917 - one parameter an option
     No GPU is needed, memory use does not grow with the model, and every byte is verified.
     """
     from accel_cli.commands.checkpoints import export_checkpoint
-    from accel_runtime.checkpoint.filesystem import parse_size
-    from accel_runtime.checkpoint.safetensors_file import MergeRequest
+    from accel_runtime.storage.file_system import parse_size
+    from accel_runtime.storage.tensor_file import MergeRequest
 
     try:
         max_bytes = parse_size(max_shard_size, "--max-shard-size") if max_shard_size is not None else None

@@ -11,23 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from accel_cli.errors import AccelError, UsageError
-from accel_runtime.checkpoint.directory import (
+from accel_runtime.storage.directory import (
     list_untracked_files,
     remove_checkpoint,
     remove_leftovers,
     use_checkpoint,
     verify_files,
 )
-from accel_runtime.checkpoint.errors import CheckpointError, DamageError, RequestError
-from accel_runtime.checkpoint.filesystem import FileSystem
-from accel_runtime.checkpoint.manifest import Checkpoint, Manifest
-from accel_runtime.checkpoint.safetensors_file import MergeRequest, MergeResult, merge_tensors
-from accel_runtime.checkpoint.scan import (
+from accel_runtime.storage.errors import CheckpointError, DamageError, RequestError
+from accel_runtime.storage.file_system import FileSystem
+from accel_runtime.storage.manifest import Checkpoint, Manifest
+from accel_runtime.storage.scan import (
     DirectoryEntry,
     find_complete_checkpoint,
     find_newest_checkpoint,
     scan_directory,
 )
+from accel_runtime.storage.tensor_file import MergeRequest, MergeResult, merge_tensors
 
 __all__ = [
     "export_checkpoint",

@@ -74,7 +74,7 @@ class Location:
             UsageError: Another user could have written the project file.
         """
         from accel_cli.profile.store import find_distrust
-        from accel_runtime import env
+        from accel_runtime.environment import settings as env
 
         path = self.find_file()
         if self.project and path.exists() and (distrust := find_distrust(path, os.environ)):

@@ -72,7 +72,7 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = F
 def _list_packages() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
-    from accel_runtime.env import __version__
+    from accel_runtime.environment.settings import __version__
 
     versions = {"accel": __version__}
     for package in _PACKAGES:

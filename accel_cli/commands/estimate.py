@@ -241,7 +241,7 @@ def _build_profile_keys(layout: dict[str, Any], wrap: str) -> dict[str, Any]:
     """Return the keys of a profile for a layout, by dotted key; None removes a key."""
     from dataclasses import fields
 
-    from accel_runtime.env import FullyShard
+    from accel_runtime.environment.settings import FullyShard
 
     # An option without effect is refused.
     updates: dict[str, Any] = (

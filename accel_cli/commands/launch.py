@@ -41,7 +41,7 @@ class LaunchCommand(RequestCommand):
             raise
         except AccelError as error:
             from accel_cli.runs import run_dir
-            from accel_runtime.env import FAILURE_FILE
+            from accel_runtime.environment.settings import FAILURE_FILE
 
             run_dir.write_reason(os.environ.get(FAILURE_FILE), str(error))
             raise

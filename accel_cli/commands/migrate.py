@@ -91,7 +91,7 @@ def _read_files(paths: list[Path]) -> tuple[list[MigratedFile], list[str]]:
 def _show(file: MigratedFile, *, write: bool) -> str:
     """Write a file, or print its changes; return the error if it cannot be written."""
     from accel_cli.migrate.files import STDIN
-    from accel_runtime.text import encode_text, escape_controls
+    from accel_runtime.environment.text import encode_text, escape_controls
 
     if write and file.path == STDIN:
         console.write_content(encode_text(file.after))
@@ -112,7 +112,7 @@ def _count(number: int) -> str:
 
 
 def _print_diff(diff: str) -> None:
-    from accel_runtime.text import encode_text
+    from accel_runtime.environment.text import encode_text
 
     if not sys.stdout.isatty():
         console.write_content(encode_text(diff))

@@ -302,7 +302,7 @@ def _find_advice(name: str) -> str | None:
 
 def _suggest_option(name: str, options: Mapping[str, Any]) -> str:
     """Return a sentence with the most similar option."""
-    from accel_runtime.env import find_nearest
+    from accel_runtime.environment.settings import find_nearest
 
     known = [option[2:] for option in options if option.startswith("--")]
     similar = next((option for option in known if option.startswith(name)), None) or find_nearest(name, known)

@@ -56,7 +56,7 @@ def report(
     """
     missing = [package for package in _PACKAGES if importlib.util.find_spec(package) is None]
     if missing:
-        from accel_runtime.installation import format_install
+        from accel_runtime.environment.installation import format_install
 
         raise UsageError(
             f"Cannot draw a report: {' and '.join(missing)} not installed. Run: {format_install(*_PACKAGES, extra='report')}"

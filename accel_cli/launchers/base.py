@@ -18,7 +18,7 @@ from accel_cli.planning.machine import Machine
 from accel_cli.planning.nodes import NodeLayout
 from accel_cli.planning.options import LaunchOption
 from accel_cli.planning.plan import Plan
-from accel_runtime.env import FullyShard, MixedPrecision, ProcessGroupBackend, Settings
+from accel_runtime.environment.settings import FullyShard, MixedPrecision, ProcessGroupBackend, Settings
 
 if TYPE_CHECKING:
     from accel_cli.launchers.jobs import Jobs

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from accel_cli.planning.network import bind_free_port
 from accel_cli.planning.nodes import PORT
-from accel_runtime import env
+from accel_runtime.environment import settings as env
 
 __all__ = ["NodeLaunch", "find_problem"]
 

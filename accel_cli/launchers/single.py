@@ -26,7 +26,7 @@ from accel_cli.launchers.base import (
     resolve_device,
 )
 from accel_cli.planning.plan import KEEP_DAYS, KEEP_RUNS
-from accel_runtime import env
+from accel_runtime.environment import settings as env
 
 if TYPE_CHECKING:
     from accel_cli.runner.recorder import RunRecorder

@@ -42,7 +42,7 @@ from accel_cli.planning.plan import (
     get_highest_rank,
 )
 from accel_cli.planning.startup_code import explain_startup_code
-from accel_runtime import env
+from accel_runtime.environment import settings as env
 
 __all__ = [
     "ElasticLauncher",

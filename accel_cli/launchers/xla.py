@@ -15,7 +15,7 @@ from accel_cli.launchers import torchrun
 from accel_cli.launchers.base import LaunchSpec, Plan, build_environment
 from accel_cli.launchers.sections import Choice, Question
 from accel_cli.planning.machine import Machine
-from accel_runtime.env import ROUNDING
+from accel_runtime.environment.settings import ROUNDING
 
 __all__ = ["Xla"]
 

@@ -20,8 +20,8 @@ from typing import BinaryIO
 from accel_cli.errors import UsageError
 from accel_cli.launchers import git
 from accel_cli.migrate.findings import Finding
-from accel_runtime.installation import format_install
-from accel_runtime.text import escape_controls
+from accel_runtime.environment.installation import format_install
+from accel_runtime.environment.text import escape_controls
 
 __all__ = ["STDIN", "MigratedFile", "find_files", "migrate_file"]
 

@@ -12,9 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from accel_cli.errors import explain_torch_error
-from accel_runtime.cgroup import count_cpus
-from accel_runtime.installation import format_install, format_new_environment
-from accel_runtime.text import decode_text
+from accel_runtime.environment.cgroup import count_cpus
+from accel_runtime.environment.installation import format_install, format_new_environment
+from accel_runtime.environment.text import decode_text
 
 __all__ = [
     "Machine",

@@ -12,8 +12,8 @@ from typing import Any
 
 from accel_cli.errors import UsageError
 from accel_cli.planning.machine import Tpu
-from accel_runtime.env import find_rank_process
-from accel_runtime.text import encode_text
+from accel_runtime.environment.settings import find_rank_process
+from accel_runtime.environment.text import encode_text
 
 __all__ = [
     "FIRST_JOB_PORT",

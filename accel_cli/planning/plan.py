@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from accel_runtime.text import encode_text
+from accel_runtime.environment.text import encode_text
 
 __all__ = [
     "DEFAULT_RUN_ID",

@@ -19,8 +19,8 @@ from accel_cli.profile import store, yaml_io
 from accel_cli.profile.schema import PARALLEL_SECTIONS, SCHEMA_VERSION, SECTIONS, Profile, known_keys
 from accel_cli.profile.store import DEFAULT, Store
 from accel_cli.profile.validation_errors import explain, unknown_key
-from accel_runtime import env
-from accel_runtime.env import Settings, SettingsError, variable_name
+from accel_runtime.environment import settings as env
+from accel_runtime.environment.settings import Settings, SettingsError, variable_name
 
 __all__ = [
     "Layer",

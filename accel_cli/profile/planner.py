@@ -25,8 +25,8 @@ from accel_cli.planning.options import OPTIONS, Kind, LaunchOption, Request
 from accel_cli.profile import layers, yaml_io
 from accel_cli.profile.layers import Layer, Resolved
 from accel_cli.profile.store import Store
-from accel_runtime.cgroup import count_cpus
-from accel_runtime.env import SettingsError, check_layout, find_nearest
+from accel_runtime.environment.cgroup import count_cpus
+from accel_runtime.environment.settings import SettingsError, check_layout, find_nearest
 
 __all__ = ["build_plan", "check_target", "detect_machine", "find_options_after_script", "prepare", "resolve"]
 

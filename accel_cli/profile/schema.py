@@ -23,7 +23,7 @@ from accel_cli.launchers.sections import Answers, Choice, Question, Section
 from accel_cli.launchers.single import Single
 from accel_cli.planning.machine import Machine
 from accel_cli.profile.sharding import FullyShardSection, ParallelSection
-from accel_runtime.env import Device, LogLevel, MixedPrecision, ProcessGroupBackend, Settings
+from accel_runtime.environment.settings import Device, LogLevel, MixedPrecision, ProcessGroupBackend, Settings
 
 __all__ = [
     "PARALLEL_SECTIONS",

@@ -10,7 +10,7 @@ from typing_extensions import Self, override
 
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.sections import Answers, Choice, CountOrAuto, Question, Section
-from accel_runtime.env import FullyShard, Number, Parallel, SettingsError
+from accel_runtime.environment.settings import FullyShard, Number, Parallel, SettingsError
 
 __all__ = ["FullyShardSection", "ParallelSection"]
 
@@ -50,7 +50,7 @@ def _is_sharded(answers: Answers) -> bool:
 
 
 class _SettingsSection(Section):
-    """A section with the fields of a class of `accel_runtime.env`, which checks their values."""
+    """A section with the fields of a class of `accel_runtime.environment.settings`, which checks their values."""
 
     @property
     def settings(self) -> Any:

@@ -20,7 +20,7 @@ from accel_cli.errors import Problem, ProfileError, UsageError
 from accel_cli.profile import yaml_io
 from accel_cli.profile.schema import SCHEMA_VERSION, json_schema
 from accel_cli.profile.yaml_io import Document
-from accel_runtime import env
+from accel_runtime.environment import settings as env
 
 __all__ = [
     "DEFAULT",

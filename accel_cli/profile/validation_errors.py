@@ -12,7 +12,7 @@ from accel_cli.errors import MAX_PROBLEMS, Problem
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.sections import ItemError, Section
 from accel_cli.profile.schema import PARALLEL_SECTIONS, SECTIONS, Profile, known_keys
-from accel_runtime.env import explain_fsdp1_option, find_nearest
+from accel_runtime.environment.settings import explain_fsdp1_option, find_nearest
 
 __all__ = ["describe", "did_you_mean", "explain", "one_of", "unknown_key"]
 

@@ -49,7 +49,7 @@ from accel_cli.runner.screen_footer import ScreenFooter, create_footer
 from accel_cli.runner.shutdown import GuardProcess, Orphans, SignalHandlers
 from accel_cli.runner.stalls import StallWatch
 from accel_cli.runs.run_dir import RankFolder, RunFolder, format_ranks, get_log_home, write_reason
-from accel_runtime import env
+from accel_runtime.environment import settings as env
 
 __all__ = ["ElasticAgent", "RunContext", "run"]
 

@@ -28,8 +28,8 @@ from accel_cli import console, worker
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.planning.network import Endpoint, find_loopback_address
 from accel_cli.planning.plan import DEFAULT_RUN_ID, AgentSettings, Plan
-from accel_runtime.env import __version__
-from accel_runtime.text import decode_text, encode_text
+from accel_runtime.environment.settings import __version__
+from accel_runtime.environment.text import decode_text, encode_text
 
 __all__ = [
     "BootstrapStore",

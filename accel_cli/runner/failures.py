@@ -19,8 +19,8 @@ from typing import Any
 from accel_cli import console
 from accel_cli.runs.run_dir import RankFolder, fit_reason, format_ranks
 from accel_cli.runs.run_files import read_bytes, read_text
-from accel_runtime import env
-from accel_runtime.text import decode_text, encode_text, parse_json
+from accel_runtime.environment import settings as env
+from accel_runtime.environment.text import decode_text, encode_text, parse_json
 
 __all__ = [
     "Cause",

@@ -39,7 +39,7 @@ from accel_cli.runner.forkserver import (
     preload_modules,
     start_fork_server,
 )
-from accel_runtime.text import encode_text
+from accel_runtime.environment.text import encode_text
 
 __all__ = ["main"]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from accel_cli import console
 from accel_cli.runner import failures
 from accel_cli.runs.run_dir import RankFolder, RunFolder
-from accel_runtime.text import encode_text
+from accel_runtime.environment.text import encode_text
 
 __all__ = [
     "LinePrefixer",

@@ -16,7 +16,7 @@ from accel_cli.planning.plan import Plan
 from accel_cli.runs.run_dir import RunFolder, get_log_home
 from accel_cli.runs.run_files import read_pid
 from accel_cli.runs.usage import read_gpu_usage, read_rss
-from accel_runtime import env
+from accel_runtime.environment import settings as env
 
 __all__ = ["RunRecorder", "SilenceHint", "build_record", "record_script"]
 

@@ -15,8 +15,8 @@ from accel_cli.runner.guard import send_signal
 from accel_cli.runs.beats import Beat
 from accel_cli.runs.run_dir import RankFolder, format_ranks
 from accel_cli.runs.run_files import open_file, read_pid, read_text
-from accel_runtime import env
-from accel_runtime.text import decode_text
+from accel_runtime.environment import settings as env
+from accel_runtime.environment.text import decode_text
 
 __all__ = ["Stacks", "StallWatch", "format_stall", "request_stacks"]
 

@@ -37,7 +37,7 @@ from accel_cli import worker
 from accel_cli.runner.guard import HANDLED_SIGNALS, send_signal
 from accel_cli.runs.run_dir import RankFolder
 from accel_cli.runs.run_files import read_json, read_pid, read_text
-from accel_runtime.env import RANK_FOLDER
+from accel_runtime.environment.settings import RANK_FOLDER
 
 __all__ = ["ReplicaFolder", "ReplicaProcesses", "ReplicaSignalHandlers", "ReplicaThreads", "main"]
 

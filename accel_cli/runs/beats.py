@@ -12,8 +12,8 @@ from typing import overload
 from typing_extensions import override
 
 from accel_cli.runs.run_files import MAX_PID, open_file
-from accel_runtime import env
-from accel_runtime.text import decode_text
+from accel_runtime.environment import settings as env
+from accel_runtime.environment.text import decode_text
 
 __all__ = ["Beat"]
 

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from accel_cli import console
 from accel_cli.runs.snapshot import MetricSeries, RankSnapshot, RunSnapshot
-from accel_runtime.text import CONTROLS
+from accel_runtime.environment.text import CONTROLS
 
 __all__ = [
     "INTERVAL_S",

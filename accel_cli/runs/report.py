@@ -24,8 +24,8 @@ from plotly.offline import get_plotlyjs
 
 from accel_cli.runs.report_data import Curve, Event, RunData, format_seconds, format_time
 from accel_cli.runs.snapshot import MIN_STEPS, find_slowest
-from accel_runtime import env
-from accel_runtime.text import encode_text
+from accel_runtime.environment import settings as env
+from accel_runtime.environment.text import encode_text
 
 __all__ = ["render_report", "thin_curve"]
 

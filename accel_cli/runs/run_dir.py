@@ -22,9 +22,9 @@ from accel_cli.planning.plan import KEEP_DAYS, KEEP_RUNS
 from accel_cli.runs.beats import Beat
 from accel_cli.runs.run_files import MAX_PID, open_file, read_json, read_text
 from accel_cli.worker import STACKS_FILE, THREAD_FILE
-from accel_runtime import env
-from accel_runtime.checkpoint.filesystem import is_process_running
-from accel_runtime.text import encode_text
+from accel_runtime.environment import settings as env
+from accel_runtime.environment.text import encode_text
+from accel_runtime.storage.file_system import is_process_running
 
 __all__ = [
     "REASON_SIZE",

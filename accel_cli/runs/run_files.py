@@ -11,7 +11,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from accel_runtime.text import decode_text, parse_json
+from accel_runtime.environment.text import decode_text, parse_json
 
 __all__ = [
     "MAX_LINES_SIZE",

@@ -14,7 +14,7 @@ from accel_cli.runs.beats import Beat
 from accel_cli.runs.run_dir import RankFolder, RunFolder, RunStatus
 from accel_cli.runs.run_files import read_last_objects, read_pid
 from accel_cli.runs.usage import read_gpu_usage, read_rss
-from accel_runtime.checkpoint.filesystem import is_process_running
+from accel_runtime.storage.file_system import is_process_running
 
 __all__ = ["MIN_STEPS", "MetricSeries", "RankSnapshot", "RunSnapshot", "find_slowest", "read_snapshot"]
 

@@ -18,20 +18,21 @@ from accel_runtime.accelerator.exporting import ExportMethods
 from accel_runtime.accelerator.prepare import ParameterMap, PrepareMethods
 from accel_runtime.accelerator.properties import HANDLER_TYPES
 from accel_runtime.accelerator.training import Preemption, TrainingMethods
-from accel_runtime.backends import connect, current_loops, find_accelerator, register_accelerator
+from accel_runtime.backends import connect, current_loops, find_accelerator, register_accelerator, tensors
 from accel_runtime.backends.base import Reduction
+from accel_runtime.backends.rng import parse_rng_types
 from accel_runtime.backends.single import DetachedBackend
 from accel_runtime.checkpoint.manager import ResumePolicy, RunOrigin
-from accel_runtime.collectives import metrics, tensors
 from accel_runtime.collectives.calls import collective
+from accel_runtime.data import metrics
 from accel_runtime.data.iteration import ActiveLoops
 from accel_runtime.data.loader import check_model_parallel_ranks
 from accel_runtime.data.prepare import check_loader_configuration
 from accel_runtime.description import origins
-from accel_runtime.env import NODE_NAME, MixedPrecision, Settings, accelerate_variables
-from accel_runtime.heartbeat import heartbeat
-from accel_runtime.memory import release_memory
-from accel_runtime.options import (
+from accel_runtime.environment.settings import NODE_NAME, MixedPrecision, Settings, accelerate_variables
+from accel_runtime.environment.topology import Topology
+from accel_runtime.foundation.heartbeat import heartbeat
+from accel_runtime.foundation.options import (
     AutocastKwargs,
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -41,11 +42,10 @@ from accel_runtime.options import (
     ProjectConfiguration,
     find_handlers,
 )
+from accel_runtime.memory import release_memory
 from accel_runtime.profiling import ProfileKwargs, profiled
 from accel_runtime.recording import rank_recorder
-from accel_runtime.rng import parse_rng_types
 from accel_runtime.state import AcceleratorState
-from accel_runtime.topology import Topology
 from accel_runtime.tracking import GeneralTracker, Trackers
 from accel_runtime.training.accumulation import Accumulation, AveragingCheck
 from accel_runtime.training.bypass_check import BypassCheck
@@ -56,12 +56,12 @@ from accel_runtime.training.replica_check import ReplicaCheck
 if TYPE_CHECKING:
     from torch.profiler import profile
 
-    from accel_runtime.accelerate_env import Equivalent
+    from accel_runtime.environment.accelerate import Equivalent
     from accel_runtime.parallel.plugins import FullyShardedDataParallelPlugin, ParallelismConfig
 
 __all__ = ["Accelerator", "DetachedAccelerator"]
 
-_LOG = logging.getLogger("accel_runtime.env")
+_LOG = logging.getLogger("accel_runtime.environment.settings")
 
 
 class Accelerator(PrepareMethods, TrainingMethods, ExportMethods):
@@ -80,7 +80,7 @@ class Accelerator(PrepareMethods, TrainingMethods, ExportMethods):
         rng_types: Generators whose state each rank copies from rank 0 at every epoch: `torch`, `cuda`, `xpu`, `xla`.
             `generator` is accepted without an effect, because the order of loaders is always the same on all ranks.
         step_scheduler_with_optimizer: Step prepared schedulers with their optimizers; with False the script steps them.
-        kwargs_handlers: At most one of each type in `accel_runtime.options`.
+        kwargs_handlers: At most one of each type in `accel_runtime.foundation.options`.
         gradient_accumulation_plugin: Options of accumulation; replaces `gradient_accumulation_steps`.
         dynamo_backend: The backend of `torch.compile` to compile models with.
         dynamo_plugin: Options of compilation; replaces `dynamo_backend`.

@@ -19,7 +19,7 @@ from accel_runtime.backends.base import Backend
 from accel_runtime.collectives.handshake import MismatchError, all_gather_objects
 from accel_runtime.data.loader import LoaderOptions
 from accel_runtime.data.source import batch_size_of, len_or_none, sampler_of_loader
-from accel_runtime.text import encode_text
+from accel_runtime.environment.text import encode_text
 
 __all__ = ["check_consistent", "collect_option_facts"]
 

@@ -12,10 +12,7 @@ from typing import Any, BinaryIO
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_runtime import module_names
 from accel_runtime.accelerator.properties import AcceleratorProperties
-from accel_runtime.checkpoint.errors import errors_on_all_ranks
-from accel_runtime.checkpoint.filesystem import parse_size
 from accel_runtime.collectives.calls import collective
 from accel_runtime.collectives.handshake import all_gather_objects, call_at_site
 from accel_runtime.export import objects
@@ -27,12 +24,15 @@ from accel_runtime.export.save_model import (
     export_sharded_model,
     write_on_main_process,
 )
+from accel_runtime.foundation import module_names
 from accel_runtime.parallel.dtensor import (
     gather_parameters,
     gather_state_dict,
     is_sharded_model,
     reshard_models,
 )
+from accel_runtime.storage.errors import errors_on_all_ranks
+from accel_runtime.storage.file_system import parse_size
 from accel_runtime.training.forward import unwrap
 
 __all__ = ["ExportMethods"]

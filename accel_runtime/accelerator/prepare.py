@@ -18,7 +18,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from accel_runtime import nested
 from accel_runtime.accelerator.checkpointing import CheckpointMethods
 from accel_runtime.accelerator.consistency import check_consistent, collect_option_facts
 from accel_runtime.accelerator.unprepared import explain_unprepared
@@ -27,12 +26,13 @@ from accel_runtime.collectives.calls import collective
 from accel_runtime.data.iteration import ModelInputHook
 from accel_runtime.data.loader import LoaderOptions, PreparedLoader, skip_first_batches
 from accel_runtime.data.prepare import check_loader_configuration, prepare_loader
-from accel_runtime.env import flatten_settings
-from accel_runtime.heartbeat import call_site
+from accel_runtime.environment.settings import flatten_settings
+from accel_runtime.foundation import nested
+from accel_runtime.foundation.heartbeat import call_site
+from accel_runtime.foundation.nested import has_dtensor
+from accel_runtime.foundation.options import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
 from accel_runtime.logging import MultiProcessAdapter
-from accel_runtime.nested import has_dtensor
 from accel_runtime.optimizer import PreparedOptimizer
-from accel_runtime.options import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
 from accel_runtime.parallel.dtensor import shard_like
 from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.training.accumulation import FirstInput

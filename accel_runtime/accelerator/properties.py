@@ -23,11 +23,9 @@ from accel_runtime.description import (
     loader_facts,
     model_facts,
 )
-from accel_runtime.env import MixedPrecision, Settings, check_layout, flatten_settings
-from accel_runtime.heartbeat import Progress, call_site
-from accel_runtime.logging import MultiProcessAdapter
-from accel_runtime.optimizer import PreparedOptimizer
-from accel_runtime.options import (
+from accel_runtime.environment.settings import MixedPrecision, Settings, check_layout, flatten_settings
+from accel_runtime.foundation.heartbeat import Progress, call_site
+from accel_runtime.foundation.options import (
     AutocastKwargs,
     Configuration,
     DataLoaderConfiguration,
@@ -38,6 +36,8 @@ from accel_runtime.options import (
     ProjectConfiguration,
     changed_fields,
 )
+from accel_runtime.logging import MultiProcessAdapter
+from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.profiling import ProfileKwargs
 from accel_runtime.recording import RankRecorder
 from accel_runtime.scheduler import PreparedScheduler
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HANDLER_TYPES", "AcceleratorProperties"]
 
-_LOG = MultiProcessAdapter(logging.getLogger("accel_runtime.options"))
+_LOG = MultiProcessAdapter(logging.getLogger("accel_runtime.foundation.options"))
 HANDLER_TYPES: tuple[type[KwargsHandler], ...] = (
     AutocastKwargs,
     DistributedDataParallelKwargs,

@@ -18,8 +18,8 @@ from torch.distributed.algorithms.join import Joinable
 from accel_runtime.accelerator.properties import AcceleratorProperties
 from accel_runtime.collectives.calls import collective
 from accel_runtime.collectives.handshake import Handshake, build_writer, call_at_site
-from accel_runtime.heartbeat import call_site, heartbeat
-from accel_runtime.options import AutocastKwargs
+from accel_runtime.foundation.heartbeat import call_site, heartbeat
+from accel_runtime.foundation.options import AutocastKwargs
 from accel_runtime.training.accumulation import MicroBatch
 
 __all__ = ["Preemption", "TrainingMethods"]

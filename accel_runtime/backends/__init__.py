@@ -16,8 +16,8 @@ import torch.distributed as dist
 from accel_runtime.backends.base import Backend
 from accel_runtime.backends.distributed import DDPBackend
 from accel_runtime.backends.single import Single
-from accel_runtime.env import Settings, check_layout
-from accel_runtime.topology import Topology
+from accel_runtime.environment.settings import Settings, check_layout
+from accel_runtime.environment.topology import Topology
 
 __all__ = [
     "Backend",
@@ -67,7 +67,7 @@ def connect(settings: Settings, topology: Topology, options: dict[str, Any] | No
     backend = (options or {}).get("backend") or settings.process_group_backend
     device = _select_device(settings.device, topology, backend)
     if not settings.parallel.plain:
-        from accel_runtime.backends.fsdp import FSDPBackend  # noqa: PLC0415 - most runs go without it, and it loads slowly
+        from accel_runtime.parallel.fsdp import FSDPBackend  # noqa: PLC0415 - most runs go without it, and it loads slowly
 
         return FSDPBackend(topology, device, settings, options or {})
     if topology.launched:

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
-from accel_runtime.env import RANK_PROCESS, find_rank_process, format_rank_process
-from accel_runtime.topology import Topology
-from accel_runtime.torch_internals import TCPStore
+from accel_runtime.environment.settings import RANK_PROCESS, find_rank_process, format_rank_process
+from accel_runtime.environment.topology import Topology
+from accel_runtime.foundation.torch_internals import TCPStore
 
 __all__ = ["forget_rank_process", "record_rank_process", "refuse_child_of_rank", "report_missing_ranks"]
 

@@ -25,10 +25,10 @@ from accel_runtime.collectives.handshake import (
 )
 from accel_runtime.collectives.transport import Transport
 from accel_runtime.data.source import EpochIterator
-from accel_runtime.env import MixedPrecision, Settings
-from accel_runtime.heartbeat import call_site, heartbeat
-from accel_runtime.options import DistributedType
-from accel_runtime.topology import DataRank, Topology
+from accel_runtime.environment.settings import MixedPrecision, Settings
+from accel_runtime.environment.topology import DataRank, Topology
+from accel_runtime.foundation.heartbeat import call_site, heartbeat
+from accel_runtime.foundation.options import DistributedType
 
 if TYPE_CHECKING:
     from accel_runtime.collectives.stalls import MissingRanks, RankMonitor

@@ -34,23 +34,23 @@ from accel_runtime.backends.arrivals import (
     report_missing_ranks,
 )
 from accel_runtime.backends.base import Backend, Reduction
-from accel_runtime.backends.ddp import sync_in_backward, wrap_in_ddp
 from accel_runtime.collectives.handshake import Handshake, all_gather_objects
 from accel_runtime.collectives.stalls import rank_monitor_of
 from accel_runtime.collectives.transport import connect_group
-from accel_runtime.env import Settings
-from accel_runtime.heartbeat import heartbeat
-from accel_runtime.module_names import named_parameters, uncompiled_module
-from accel_runtime.options import DistributedType
-from accel_runtime.text import decode_text, encode_text
-from accel_runtime.topology import Topology, build_refusal
-from accel_runtime.torch_internals import (
+from accel_runtime.environment.settings import Settings
+from accel_runtime.environment.text import decode_text, encode_text
+from accel_runtime.environment.topology import Topology, build_refusal
+from accel_runtime.foundation.heartbeat import heartbeat
+from accel_runtime.foundation.module_names import named_parameters, uncompiled_module
+from accel_runtime.foundation.options import DistributedType
+from accel_runtime.foundation.torch_internals import (
     HashStore,
     capture_buckets,
     default_store,
     is_graph_pending,
     restore_buckets,
 )
+from accel_runtime.parallel.ddp import sync_in_backward, wrap_in_ddp
 
 __all__ = [
     "REDUCE_OPS",

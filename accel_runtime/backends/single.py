@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from accel_runtime.backends.base import Backend, Reduction
 from accel_runtime.collectives.transport import Transport
-from accel_runtime.options import DistributedType
-from accel_runtime.topology import DataRank, Topology, build_refusal
+from accel_runtime.environment.topology import DataRank, Topology, build_refusal
+from accel_runtime.foundation.options import DistributedType
 
 __all__ = ["DetachedBackend", "Single"]
 

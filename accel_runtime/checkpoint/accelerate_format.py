@@ -12,22 +12,22 @@ from typing import Any
 
 import torch
 
-from accel_runtime import nested
-from accel_runtime.checkpoint.errors import (
-    AllGatherObjects,
-    CheckpointError,
-    errors_on_all_ranks,
-    format_names,
-)
-from accel_runtime.checkpoint.manifest import Checkpoint, Manifest, TensorEntry
+from accel_runtime.backends.rng import derive_rng_state
 from accel_runtime.checkpoint.serialization import serialize
 from accel_runtime.checkpoint.state_items import ModelItem, StateItem
 from accel_runtime.checkpoint.training_state import TrainingState
 from accel_runtime.export.load_model import find_weights, list_shards
 from accel_runtime.export.objects import read_pickle
 from accel_runtime.export.save_model import add_aliases
-from accel_runtime.module_names import match_names
-from accel_runtime.rng import derive_rng_state
+from accel_runtime.foundation import nested
+from accel_runtime.foundation.module_names import match_names
+from accel_runtime.storage.errors import (
+    AllGatherObjects,
+    CheckpointError,
+    errors_on_all_ranks,
+    format_names,
+)
+from accel_runtime.storage.manifest import Checkpoint, Manifest, TensorEntry
 from accel_runtime.training.accumulation import Accumulation
 from accel_runtime.training.gradients import numbered_name
 

@@ -24,31 +24,31 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from accel_runtime.checkpoint.directory import (
+from accel_runtime.checkpoint.serialization import deserialize
+from accel_runtime.checkpoint.state_items import StateItem
+from accel_runtime.checkpoint.training_state import read_model_parallel_size
+from accel_runtime.storage.directory import (
     find_previous_checkpoint,
     is_current,
     list_untracked_files,
     open_checkpoint,
 )
-from accel_runtime.checkpoint.errors import (
+from accel_runtime.storage.errors import (
     AllGatherObjects,
     CheckpointError,
     check_same_directory,
     errors_on_all_ranks,
 )
-from accel_runtime.checkpoint.filesystem import parallel_map, read_exactly
-from accel_runtime.checkpoint.manifest import (
+from accel_runtime.storage.file_system import parallel_map, read_exactly
+from accel_runtime.storage.manifest import (
     Checkpoint,
     Chunk,
     TensorEntry,
     rank_tensor_name,
 )
-from accel_runtime.checkpoint.safetensors_file import tensor_bytes
-from accel_runtime.checkpoint.schema import FieldError, read_value
-from accel_runtime.checkpoint.serialization import deserialize
-from accel_runtime.checkpoint.state_items import StateItem
-from accel_runtime.checkpoint.training_state import read_model_parallel_size
-from accel_runtime.checkpoint.verification import find_damage, select_rank_files
+from accel_runtime.storage.schema import FieldError, read_value
+from accel_runtime.storage.tensor_file import tensor_bytes
+from accel_runtime.storage.verification import find_damage, select_rank_files
 
 __all__ = ["LoadOperation"]
 

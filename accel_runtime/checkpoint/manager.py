@@ -18,7 +18,9 @@ from typing import TypeVar
 
 import torch
 
-from accel_runtime.checkpoint.directory import (
+from accel_runtime.environment.settings import LAUNCH
+from accel_runtime.foundation.options import ProjectConfiguration
+from accel_runtime.storage.directory import (
     list_numbered,
     next_number,
     numbered_directory,
@@ -26,11 +28,9 @@ from accel_runtime.checkpoint.directory import (
     remove_leftovers,
     verify_files,
 )
-from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.checkpoint.filesystem import FileSystem, parallel_map
-from accel_runtime.checkpoint.manifest import Checkpoint, Manifest, parse_number
-from accel_runtime.env import LAUNCH
-from accel_runtime.options import ProjectConfiguration
+from accel_runtime.storage.errors import CheckpointError
+from accel_runtime.storage.file_system import FileSystem, parallel_map
+from accel_runtime.storage.manifest import Checkpoint, Manifest, parse_number
 
 __all__ = [
     "BackgroundWriter",

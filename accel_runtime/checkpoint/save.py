@@ -22,27 +22,31 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
-from accel_runtime.checkpoint.directory import (
+from accel_runtime.checkpoint.manager import StagingBuffers
+from accel_runtime.checkpoint.serialization import hash_tensor, serialize
+from accel_runtime.checkpoint.state_items import StateItem, is_sharded
+from accel_runtime.collectives.stalls import MissingRanks
+from accel_runtime.environment.settings import __version__, format_size, variable_name
+from accel_runtime.storage.directory import (
     TargetExistsError,
     commit_directory,
     create_scratch,
     discard_scratch,
 )
-from accel_runtime.checkpoint.errors import (
+from accel_runtime.storage.errors import (
     AllGatherObjects,
     CheckpointError,
     CollectiveStep,
     check_same_directory,
     errors_on_all_ranks,
 )
-from accel_runtime.checkpoint.filesystem import (
+from accel_runtime.storage.file_system import (
     FileSystem,
     add_path_to_error,
     parallel_map,
     write_text,
 )
-from accel_runtime.checkpoint.manager import StagingBuffers
-from accel_runtime.checkpoint.manifest import (
+from accel_runtime.storage.manifest import (
     NAME,
     UNFINISHED,
     Chunk,
@@ -54,16 +58,12 @@ from accel_runtime.checkpoint.manifest import (
     item_of_tensor,
     rank_tensor_name,
 )
-from accel_runtime.checkpoint.safetensors_file import (
+from accel_runtime.storage.tensor_file import (
     TensorPart,
     copy_to_host,
     shard_file_name,
     write_safetensors,
 )
-from accel_runtime.checkpoint.serialization import hash_tensor, serialize
-from accel_runtime.checkpoint.state_items import StateItem, is_sharded
-from accel_runtime.collectives.stalls import MissingRanks
-from accel_runtime.env import __version__, format_size, variable_name
 
 __all__ = [
     "SaveOperation",

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import xxhash
 
-from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.checkpoint.safetensors_file import tensor_bytes
-from accel_runtime.checkpoint.state_tree import KEY, MAX_LEVELS
-from accel_runtime.torch_internals import local_tensor, storage_id
+from accel_runtime.foundation.torch_internals import local_tensor, storage_id
+from accel_runtime.storage.errors import CheckpointError
+from accel_runtime.storage.state_tree import KEY, MAX_LEVELS
+from accel_runtime.storage.tensor_file import tensor_bytes
 
 __all__ = ["deserialize", "hash_tensor", "hash_words", "serialize"]
 

@@ -25,7 +25,8 @@ from typing import Any
 import torch.distributed as dist
 
 from accel_runtime.collectives.handshake import RankLostError, StallError
-from accel_runtime.heartbeat import (
+from accel_runtime.environment.text import decode_text, encode_text
+from accel_runtime.foundation.heartbeat import (
     TORCH,
     CallSite,
     Progress,
@@ -35,8 +36,7 @@ from accel_runtime.heartbeat import (
     heartbeat,
     user_call_sites,
 )
-from accel_runtime.text import decode_text, encode_text
-from accel_runtime.torch_internals import PrefixStore, TCPStore
+from accel_runtime.foundation.torch_internals import PrefixStore, TCPStore
 
 __all__ = [
     "MissingRanks",

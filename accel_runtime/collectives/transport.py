@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from accel_runtime.cgroup import count_cpus
-from accel_runtime.env import TRUST_NETWORK, read_switch
-from accel_runtime.text import decode_text, encode_text
-from accel_runtime.topology import build_refusal
+from accel_runtime.environment.cgroup import count_cpus
+from accel_runtime.environment.settings import TRUST_NETWORK, read_switch
+from accel_runtime.environment.text import decode_text, encode_text
+from accel_runtime.environment.topology import build_refusal
 
 __all__ = [
     "SLOT",

@@ -14,6 +14,14 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
+from accel_runtime.backends.rng import (
+    IsolatedRNG,
+    broadcast_from_first,
+    capture_states,
+    fingerprint_states,
+    restore_states,
+    to_serializable,
+)
 from accel_runtime.backends.single import Single
 from accel_runtime.data.iterable_worker import (
     ReadingRNG,
@@ -25,15 +33,7 @@ from accel_runtime.data.iterable_worker import (
 )
 from accel_runtime.data.sharding import BatchSharding
 from accel_runtime.data.source import EpochIterator, Source, copy_loader, is_inside_epoch, mark_skipped
-from accel_runtime.rng import (
-    IsolatedRNG,
-    broadcast_from_first,
-    capture_states,
-    fingerprint_states,
-    restore_states,
-    to_serializable,
-)
-from accel_runtime.topology import Topology
+from accel_runtime.environment.topology import Topology
 
 __all__ = ["IterableSource", "StreamsDifferError"]
 

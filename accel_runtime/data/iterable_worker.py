@@ -17,12 +17,12 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from typing_extensions import override
 
-from accel_runtime import nested
+from accel_runtime.backends.rng import IsolatedRNG, are_equal, current_states, restore_states, to_bytes
 from accel_runtime.data.map_style import hash_seed, seed_worker
 from accel_runtime.data.sharding import BatchSharding, batch_slices
-from accel_runtime.rng import IsolatedRNG, are_equal, current_states, restore_states, to_bytes
-from accel_runtime.text import encode_text
-from accel_runtime.torch_internals import generate_numpy_state, set_worker_info
+from accel_runtime.environment.text import encode_text
+from accel_runtime.foundation import nested
+from accel_runtime.foundation.torch_internals import generate_numpy_state, set_worker_info
 
 __all__ = [
     "ReadingRNG",

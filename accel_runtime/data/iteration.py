@@ -12,8 +12,8 @@ from weakref import WeakSet
 
 import torch
 
-from accel_runtime import nested
 from accel_runtime.data.source import EpochIterator, StepInfo
+from accel_runtime.foundation import nested
 
 __all__ = [
     "ActiveLoops",

@@ -12,8 +12,15 @@ from typing import Any, Literal
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from typing_extensions import override
 
-from accel_runtime import nested, rng
+from accel_runtime.backends import rng
 from accel_runtime.backends.base import Backend
+from accel_runtime.backends.rng import (
+    IsolatedRNG,
+    capture_rng_state,
+    capture_states,
+    fingerprint_states,
+    restore_rng_state,
+)
 from accel_runtime.data.iteration import ActiveLoops, StreamCopies, copy_each, prefetch_batches
 from accel_runtime.data.presharded import are_consistent, build_world_size_error
 from accel_runtime.data.source import (
@@ -25,14 +32,8 @@ from accel_runtime.data.source import (
     sampler_attribute,
     sampler_of_loader,
 )
-from accel_runtime.heartbeat import LoaderEpoch, heartbeat
-from accel_runtime.rng import (
-    IsolatedRNG,
-    capture_rng_state,
-    capture_states,
-    fingerprint_states,
-    restore_rng_state,
-)
+from accel_runtime.foundation import nested
+from accel_runtime.foundation.heartbeat import LoaderEpoch, heartbeat
 
 __all__ = ["LoaderOptions", "NextBatch", "PreparedLoader", "check_model_parallel_ranks", "skip_first_batches"]
 

@@ -30,6 +30,15 @@ from torch.utils.data import (
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
+from accel_runtime.backends.rng import (
+    KINDS,
+    IsolatedRNG,
+    broadcast_from_first,
+    capture_states,
+    fingerprint_states,
+    hash_text,
+    restore_states,
+)
 from accel_runtime.backends.single import Single
 from accel_runtime.data.sharding import BatchSharding, Index, Step, batch_slices
 from accel_runtime.data.source import (
@@ -44,16 +53,7 @@ from accel_runtime.data.source import (
     sampler_of_loader,
     yields_single_samples,
 )
-from accel_runtime.rng import (
-    KINDS,
-    IsolatedRNG,
-    broadcast_from_first,
-    capture_states,
-    fingerprint_states,
-    hash_text,
-    restore_states,
-)
-from accel_runtime.topology import Topology
+from accel_runtime.environment.topology import Topology
 
 __all__ = ["EpochOrder", "MapStyleSource", "hash_seed", "seed_worker"]
 

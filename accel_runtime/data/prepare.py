@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
+from accel_runtime.backends.rng import are_equal, current_states, restore_states, to_serializable
 from accel_runtime.backends.single import Single
 from accel_runtime.collectives.handshake import scatter_objects
 from accel_runtime.data.iterable import IterableSource
@@ -28,9 +29,8 @@ from accel_runtime.data.source import (
     sampler_of_loader,
     yields_single_samples,
 )
-from accel_runtime.options import DataLoaderConfiguration
-from accel_runtime.rng import are_equal, current_states, restore_states, to_serializable
-from accel_runtime.topology import DataRank, Topology
+from accel_runtime.environment.topology import DataRank, Topology
+from accel_runtime.foundation.options import DataLoaderConfiguration
 
 __all__ = [
     "DispatchError",

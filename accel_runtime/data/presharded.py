@@ -11,11 +11,11 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
+from accel_runtime.backends.rng import IsolatedRNG, capture_states, current_states, to_serializable
 from accel_runtime.data.iterable_worker import fingerprint_samples
 from accel_runtime.data.sharding import loss_scale
 from accel_runtime.data.source import EpochIterator, Source, StepInfo, batch_size_of
-from accel_runtime.rng import IsolatedRNG, capture_states, current_states, to_serializable
-from accel_runtime.topology import DataRank
+from accel_runtime.environment.topology import DataRank
 
 __all__ = [
     "ModelParallelRanksDifferError",

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from torch.utils.data import DataLoader
 
 from accel_runtime.data.source import StepInfo, batch_size_of, sampler_of_loader
-from accel_runtime.topology import DataRank
+from accel_runtime.environment.topology import DataRank
 
 __all__ = ["BatchSharding", "Index", "Step", "batch_slices", "loss_scale", "sharding_of_loader"]
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_runtime.checkpoint.filesystem import parse_size
-from accel_runtime.env import find_nearest
+from accel_runtime.environment.installation import format_install
+from accel_runtime.environment.settings import find_nearest
 from accel_runtime.estimate.memory import (
     DTYPES,
     Activations,
@@ -45,10 +45,10 @@ from accel_runtime.estimate.memory import (
     measure_state,
     read_plan,
 )
-from accel_runtime.installation import format_install
+from accel_runtime.foundation.torch_internals import tree_leaves_with_path, tree_map
 from accel_runtime.parallel.fully_shard import Units, find_units, innermost_units
 from accel_runtime.parallel.tensor_parallel import check_divisibility
-from accel_runtime.torch_internals import tree_leaves_with_path, tree_map
+from accel_runtime.storage.file_system import parse_size
 
 __all__ = [
     "answer_request",

@@ -17,13 +17,19 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor.parallel import ColwiseParallel
 
+from accel_runtime.foundation.torch_internals import (
+    BatchNorm,
+    fake_tensors,
+    storage_id,
+    tree_leaves,
+    tree_map,
+)
 from accel_runtime.parallel.tensor_parallel import (
     Plan,
     has_sharded_output,
     plan_tensor_parallel,
     sharded_dimensions,
 )
-from accel_runtime.torch_internals import BatchNorm, fake_tensors, storage_id, tree_leaves, tree_map
 
 __all__ = [
     "DTYPES",

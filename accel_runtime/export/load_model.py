@@ -16,16 +16,18 @@ import torch
 from torch import nn
 
 from accel_runtime.big_modeling import MetaModels, compute_buffers, list_meta_tensors
-from accel_runtime.checkpoint.errors import (
+from accel_runtime.export.save_model import CHECKSUMS, INDEX, SINGLE, add_aliases, find_aliases
+from accel_runtime.foundation.module_names import match_names, state_dict
+from accel_runtime.parallel.dtensor import ShardBox, box_of, local_shard
+from accel_runtime.storage.errors import (
     AllGatherObjects,
     CheckpointError,
     errors_on_all_ranks,
     format_names,
 )
-from accel_runtime.checkpoint.filesystem import FileSystem, read_exactly
-from accel_runtime.checkpoint.manifest import hash_file
-from accel_runtime.checkpoint.safetensors_file import NUMBER_FORMATS, iterate_runs, tensor_bytes
-from accel_runtime.checkpoint.schema import (
+from accel_runtime.storage.file_system import FileSystem, read_exactly
+from accel_runtime.storage.manifest import hash_file
+from accel_runtime.storage.schema import (
     Count,
     FieldError,
     Rule,
@@ -35,9 +37,7 @@ from accel_runtime.checkpoint.schema import (
     read_regular_file,
     read_value,
 )
-from accel_runtime.export.save_model import CHECKSUMS, INDEX, SINGLE, add_aliases, find_aliases
-from accel_runtime.module_names import match_names, state_dict
-from accel_runtime.parallel.dtensor import ShardBox, box_of, local_shard
+from accel_runtime.storage.tensor_file import NUMBER_FORMATS, iterate_runs, tensor_bytes
 
 __all__ = [
     "WeightLoader",

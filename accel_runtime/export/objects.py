@@ -25,11 +25,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_bytes
 from safetensors.torch import load_file
 
-from accel_runtime import nested
-from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.checkpoint.filesystem import FileSystem, open_atomically
-from accel_runtime.checkpoint.safetensors_file import TensorPart, write_safetensors
 from accel_runtime.export.save_model import select_tensors
+from accel_runtime.foundation import nested
+from accel_runtime.storage.errors import CheckpointError
+from accel_runtime.storage.file_system import FileSystem, open_atomically
+from accel_runtime.storage.tensor_file import TensorPart, write_safetensors
 
 __all__ = ["NeedsCodeError", "load", "read_pickle", "refuse_sharded", "rewrite_file", "write_object"]
 

@@ -18,19 +18,19 @@ import torch
 from torch import nn
 
 from accel_runtime.backends.base import Backend
-from accel_runtime.checkpoint.errors import CheckpointError, errors_on_all_ranks
-from accel_runtime.checkpoint.filesystem import FileSystem, list_leftovers, open_atomically
-from accel_runtime.checkpoint.safetensors_file import (
+from accel_runtime.collectives.handshake import all_gather_objects
+from accel_runtime.environment.topology import Topology
+from accel_runtime.foundation.module_names import state_dict
+from accel_runtime.parallel.dtensor import gather_tensor, local_shard
+from accel_runtime.storage.errors import CheckpointError, errors_on_all_ranks
+from accel_runtime.storage.file_system import FileSystem, list_leftovers, open_atomically
+from accel_runtime.storage.tensor_file import (
     NUMBER_FORMATS,
     TensorPart,
     shard_file_name,
     write_index,
     write_safetensors,
 )
-from accel_runtime.collectives.handshake import all_gather_objects
-from accel_runtime.module_names import state_dict
-from accel_runtime.parallel.dtensor import gather_tensor, local_shard
-from accel_runtime.topology import Topology
 
 __all__ = [
     "CHECKSUMS",

@@ -17,9 +17,9 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import overrides
 from typing_extensions import override
 
+from accel_runtime.foundation.torch_internals import function_modes
 from accel_runtime.parallel.sequence_shards import ShardedSequences, sequence_dim, sequence_slices
 from accel_runtime.parallel.transformers_attention import shard_transformers
-from accel_runtime.torch_internals import function_modes
 
 __all__ = ["gather_sequence", "shard_sequences"]
 

@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from accel_runtime.backends.ddp import BufferAveraging
-from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.env import Parallel
-from accel_runtime.module_names import state_dict, unwrap_module
-from accel_runtime.topology import DataRank, Topology
+from accel_runtime.environment.settings import Parallel
+from accel_runtime.environment.topology import DataRank, Topology
+from accel_runtime.foundation.module_names import state_dict, unwrap_module
+from accel_runtime.parallel.ddp import BufferAveraging
+from accel_runtime.storage.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-from accel_runtime.torch_internals import (
+from accel_runtime.foundation.torch_internals import (
     compute_shard_box,
     fsdp_parameter_groups,
     is_fsdp_module,

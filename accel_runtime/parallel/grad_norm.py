@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from accel_runtime.torch_internals import foreach_norm, local_tensor
+from accel_runtime.foundation.torch_internals import foreach_norm, local_tensor
 
 __all__ = [
     "clip_grad_norm_",

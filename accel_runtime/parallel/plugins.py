@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
-from accel_runtime.env import FullyShard, Number, Parallel, Settings
-from accel_runtime.layouts import FSDP1, FSDP1_STRATEGIES
-from accel_runtime.options import Configuration
+from accel_runtime.environment.layouts import FSDP1, FSDP1_STRATEGIES
+from accel_runtime.environment.settings import FullyShard, Number, Parallel, Settings
+from accel_runtime.foundation.options import Configuration
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from accel_runtime.collectives.handshake import Handshake, call_at_site
 from accel_runtime.collectives.transport import GlooTransport
-from accel_runtime.torch_internals import group_timeout, storage_id, without_compilation
+from accel_runtime.foundation.torch_internals import group_timeout, storage_id, without_compilation
 
 __all__ = [
     "ShardedSequences",

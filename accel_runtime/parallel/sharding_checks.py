@@ -13,12 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_runtime import nested
-from accel_runtime.backends.ddp import check_hidden_gradients, refuse_max_norm
-from accel_runtime.checkpoint.errors import format_names
-from accel_runtime.module_names import script_names
-from accel_runtime.parallel.dtensor import class_of
-from accel_runtime.torch_internals import (
+from accel_runtime.foundation import nested
+from accel_runtime.foundation.module_names import script_names
+from accel_runtime.foundation.torch_internals import (
     gathered_parameters,
     is_functorch_active,
     list_owners,
@@ -27,6 +24,9 @@ from accel_runtime.torch_internals import (
     version_of,
     without_compilation,
 )
+from accel_runtime.parallel.ddp import check_hidden_gradients, refuse_max_norm
+from accel_runtime.parallel.dtensor import class_of
+from accel_runtime.storage.errors import format_names
 
 __all__ = [
     "ForwardChecks",

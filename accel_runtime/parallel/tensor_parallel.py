@@ -24,10 +24,10 @@ from torch.distributed.tensor.parallel import (
 )
 from typing_extensions import override
 
-from accel_runtime.checkpoint.errors import format_names
-from accel_runtime.env import find_nearest
+from accel_runtime.environment.settings import find_nearest
 from accel_runtime.parallel.dtensor import is_sharded_by_tp, local_shard
 from accel_runtime.parallel.fully_shard import matches_pattern
+from accel_runtime.storage.errors import format_names
 
 __all__ = [
     "STYLE_NAMES",

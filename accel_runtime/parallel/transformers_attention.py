@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from accel_runtime.foundation.torch_internals import without_compilation
 from accel_runtime.parallel.sequence_shards import ShardedSequences, sequence_slices, slice_sequence
-from accel_runtime.torch_internals import without_compilation
 
 __all__ = ["shard_transformers"]
 

@@ -21,10 +21,10 @@ from typing import Any
 
 from typing_extensions import override
 
-from accel_runtime.env import find_nearest
-from accel_runtime.installation import format_install
+from accel_runtime.environment.installation import format_install
+from accel_runtime.environment.settings import find_nearest
+from accel_runtime.environment.topology import Topology
 from accel_runtime.logging import MultiProcessAdapter
-from accel_runtime.topology import Topology
 from accel_runtime.tracking.base import (
     BlankTracker,
     BuiltInTracker,

@@ -15,12 +15,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from accel_runtime import nested
 from accel_runtime.backends.base import Backend
-from accel_runtime.heartbeat import TORCH, call_site
-from accel_runtime.module_names import named_parameters
-from accel_runtime.options import GradientAccumulationPlugin
-from accel_runtime.torch_internals import version_of
+from accel_runtime.foundation import nested
+from accel_runtime.foundation.heartbeat import TORCH, call_site
+from accel_runtime.foundation.module_names import named_parameters
+from accel_runtime.foundation.options import GradientAccumulationPlugin
+from accel_runtime.foundation.torch_internals import version_of
 
 __all__ = ["Accumulation", "AveragingCheck", "FirstInput", "MicroBatch"]
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from accel_runtime.heartbeat import TORCH, call_site
+from accel_runtime.foundation.heartbeat import TORCH, call_site
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.training.accumulation import Accumulation

@@ -16,13 +16,13 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from typing_extensions import override
 
-from accel_runtime import nested
 from accel_runtime.backends.base import Backend
-from accel_runtime.env import MixedPrecision
-from accel_runtime.module_names import uncompiled_module
-from accel_runtime.nested import has_dtensor
-from accel_runtime.options import Configuration, KwargsHandler
-from accel_runtime.torch_internals import compile_call, compile_like, is_compiled, uncompile_call
+from accel_runtime.environment.settings import MixedPrecision
+from accel_runtime.foundation import nested
+from accel_runtime.foundation.module_names import uncompiled_module
+from accel_runtime.foundation.nested import has_dtensor
+from accel_runtime.foundation.options import Configuration, KwargsHandler
+from accel_runtime.foundation.torch_internals import compile_call, compile_like, is_compiled, uncompile_call
 
 __all__ = [
     "FORMATS",

@@ -9,7 +9,7 @@ import accel_runtime
 
 _MODULES = {
     "accel_runtime.memory": ("clear_device_cache",),
-    "accel_runtime.options": ("KwargsHandler",),
+    "accel_runtime.foundation.options": ("KwargsHandler",),
     "accel_runtime.training.forward": ("compile_regions", "has_compiled_regions", "is_compiled_module"),
     "accel_runtime.utils.environment": ("patch_environment",),
     "accel_runtime.utils.fsdp_utils": (

@@ -1,6 +1,6 @@
 """Configuration objects and enumerations under the name of Accelerate's `utils.dataclasses`."""
 
-from accel_runtime.options import (
+from accel_runtime.foundation.options import (
     AutocastKwargs,
     DataLoaderConfiguration,
     DDPCommunicationHookType,

@@ -19,13 +19,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from accel_runtime.checkpoint.directory import find_checkpoint
-from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.checkpoint.manifest import NAME
-from accel_runtime.checkpoint.safetensors_file import MergeRequest, merge_tensors
 from accel_runtime.export.load_model import list_shards, list_weight_files
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.state import PartialState
+from accel_runtime.storage.directory import find_checkpoint
+from accel_runtime.storage.errors import CheckpointError
+from accel_runtime.storage.manifest import NAME
+from accel_runtime.storage.tensor_file import MergeRequest, merge_tensors
 
 if TYPE_CHECKING:
     from accel_runtime.accelerator import Accelerator

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from accel_runtime.env import MixedPrecision
-from accel_runtime.options import DistributedType
+from accel_runtime.environment.settings import MixedPrecision
+from accel_runtime.foundation.options import DistributedType
 
 __all__ = ["PrepareForLaunch", "write_basic_config"]
 

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from accel_runtime import nested, rng
-from accel_runtime.backends import current_backend
+from accel_runtime.backends import current_backend, rng, tensors
 from accel_runtime.backends.base import Reduction
-from accel_runtime.collectives import metrics, tensors
 from accel_runtime.collectives.calls import collective
+from accel_runtime.data import metrics
+from accel_runtime.foundation import nested
 from accel_runtime.state import split_items
 from accel_runtime.training.forward import unwrap, unwrap_submodules
 

@@ -59,7 +59,7 @@ def _find_gather_object(library: str, accelerator: Any) -> Callable[[Any], Any]:
     if library == "accelerate":
         function: Callable[[Any], Any] = importlib.import_module("accelerate.utils").gather_object
         return function
-    metrics = importlib.import_module("accel_runtime.collectives.metrics")
+    metrics = importlib.import_module("accel_runtime.data.metrics")
     return lambda objects: metrics.gather_object(objects, accelerator._backend)  # noqa: SLF001
 
 

@@ -8,7 +8,7 @@ import pytest
 from support.commands import call_accel
 
 from accel_cli import console
-from accel_runtime.installation import format_python
+from accel_runtime.environment.installation import format_python
 
 
 class Output:

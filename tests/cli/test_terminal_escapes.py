@@ -15,7 +15,7 @@ from support.commands import call_accel
 
 from accel_cli import console
 from accel_cli.runs.run_dir import RunFolder
-from accel_runtime.text import decode_text, encode_text, escape_controls, parse_json
+from accel_runtime.environment.text import decode_text, encode_text, escape_controls, parse_json
 
 HOSTILE = "a\x1b[2J\x1b]0;title\x07\x9b2J\r\u202eb\ud800\udcff"
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")

@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_runtime import Accelerator, DataLoaderConfiguration
-from accel_runtime.rng import set_seed
-from accel_runtime.topology import Topology
+from accel_runtime.backends.rng import set_seed
+from accel_runtime.environment.topology import Topology
 from accel_runtime.utils import send_to_device
 
 pytestmark = pytest.mark.gpu

@@ -18,7 +18,7 @@ from support.processes import Process
 from support.waits import limit, wait_until
 
 from accel_cli.errors import explain_os_error, explain_process_limit, explain_torch_error
-from accel_runtime import env
+from accel_runtime.environment import settings as env
 
 GATHERS = """
 import torch

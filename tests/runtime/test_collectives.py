@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 
 from accel_runtime import Accelerator
 from accel_runtime.backends import connect
+from accel_runtime.backends.tensors import broadcast, gather, pad_across_processes, reduce
 from accel_runtime.collectives.handshake import MismatchError, scatter_objects
-from accel_runtime.collectives.metrics import (
+from accel_runtime.data.metrics import (
     broadcast_object_list,
     gather_object,
     gather_samples,
 )
-from accel_runtime.collectives.tensors import broadcast, gather, pad_across_processes, reduce
 from accel_runtime.data.source import StepInfo
-from accel_runtime.env import Settings
-from accel_runtime.nested import leaves
-from accel_runtime.topology import Topology
+from accel_runtime.environment.settings import Settings
+from accel_runtime.environment.topology import Topology
+from accel_runtime.foundation.nested import leaves
 
 
 def connect_backend():

@@ -12,7 +12,7 @@ from support.models import ResidualNet
 from torch import nn
 
 from accel_runtime import Accelerator, DynamoBackend, TorchDynamoPlugin, utils
-from accel_runtime.module_names import uncompiled_module
+from accel_runtime.foundation.module_names import uncompiled_module
 
 X = torch.linspace(-1, 1, 48).view(6, 8)
 

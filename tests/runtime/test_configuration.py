@@ -179,7 +179,7 @@ def test_ignored_modules_given_as_a_generator_are_read_once():
 # In an Accelerator ---------------------------------------------------------------------
 
 
-def collect_warnings(name="accel_runtime.options"):
+def collect_warnings(name="accel_runtime.foundation.options"):
     return collect_messages(name)
 
 

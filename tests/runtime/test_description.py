@@ -21,7 +21,7 @@ from accel_runtime import (
     Description,
     DistributedDataParallelKwargs,
 )
-from accel_runtime.env import FullyShard, Parallel, flatten_settings
+from accel_runtime.environment.settings import FullyShard, Parallel, flatten_settings
 
 
 def describe_run(  # noqa: PLR0913

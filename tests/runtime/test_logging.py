@@ -11,7 +11,7 @@ import pytest
 from support.log_messages import collect_messages
 
 from accel_runtime import Accelerator
-from accel_runtime.env import SettingsError
+from accel_runtime.environment.settings import SettingsError
 from accel_runtime.logging import get_logger
 
 

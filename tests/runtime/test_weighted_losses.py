@@ -323,8 +323,8 @@ def silent_backward(model, weight, loss):
 def test_a_weight_on_the_device_is_selected_without_reading_its_value():
     """Use the CPU as the device; the value must not be read."""
     from accel_runtime.backends import connect
-    from accel_runtime.env import Settings
-    from accel_runtime.topology import Topology
+    from accel_runtime.environment.settings import Settings
+    from accel_runtime.environment.topology import Topology
     from accel_runtime.training.accumulation import Accumulation
     from accel_runtime.training.gradients import LossWeights, group_parameters
 

@@ -10,7 +10,7 @@ import torch
 from support.modules import load_test_module
 
 from accel_runtime import MismatchError
-from accel_runtime.nested import map_tensors
+from accel_runtime.foundation.nested import map_tensors
 
 pytest.importorskip("torch_xla", reason="torch_xla is in an environment of its own: make test-xla")
 
@@ -96,7 +96,7 @@ def test_broadcast_ignores_nonfinite_values_of_other_ranks(several, dtype):
 def test_scalars_with_a_different_constant_on_each_rank_are_combined(several):
     def combined():
         from accel_runtime.backends import current_backend
-        from accel_runtime.collectives.tensors import gather, reduce
+        from accel_runtime.backends.tensors import gather, reduce
 
         b = current_backend()
         integer = torch.tensor(b.topology.rank, device=b.device)
@@ -112,7 +112,7 @@ def test_scalars_with_a_different_constant_on_each_rank_are_combined(several):
 def test_replicas_that_call_different_collectives_get_an_error(several):
     def called():
         from accel_runtime.backends import current_backend
-        from accel_runtime.collectives.tensors import gather, reduce
+        from accel_runtime.backends.tensors import gather, reduce
 
         b = current_backend()
         tensor = torch.ones(2, device=b.device)

@@ -11,7 +11,7 @@ import pytest
 from support.waits import limit
 
 from accel_runtime import Accelerator
-from accel_runtime.installation import format_new_environment
+from accel_runtime.environment.installation import format_new_environment
 
 HERE = importlib.util.find_spec("torch_xla") is not None
 SCRIPT = "from accel_runtime import Accelerator\na = Accelerator()\nprint(a.device, a.num_processes)\n"

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset, get_worker_info
 pytest.importorskip("torch_xla", reason="torch_xla is in an environment of its own: make test-xla")
 
 from accel_runtime import Accelerator, DataLoaderConfiguration
-from accel_runtime.nested import ContainerSpec
+from accel_runtime.foundation.nested import ContainerSpec
 
 SIZES = [1, 2, 4]
 

@@ -11,10 +11,10 @@ import torch
 
 from accel_runtime import Accelerator, PartialState
 from accel_runtime.backends import current_backend, set_current_backend
-from accel_runtime.collectives.metrics import gather_object
+from accel_runtime.backends.rng import set_seed
+from accel_runtime.data.metrics import gather_object
+from accel_runtime.environment.topology import Topology
 from accel_runtime.logging import find_topology, get_logger
-from accel_runtime.rng import set_seed
-from accel_runtime.topology import Topology
 
 pytest.importorskip("torch_xla", reason="torch_xla is in an environment of its own: make test-xla")
 
@@ -163,8 +163,8 @@ def test_the_first_replica_of_a_process_writes_its_heartbeat(replicas, tmp_path)
     def beating(folder):
         import os
 
-        from accel_runtime.env import RANK_FOLDER
-        from accel_runtime.heartbeat import _create_progress, heartbeat
+        from accel_runtime.environment.settings import RANK_FOLDER
+        from accel_runtime.foundation.heartbeat import _create_progress, heartbeat
 
         state = PartialState()
         if state.is_main_process:

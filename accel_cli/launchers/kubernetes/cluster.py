@@ -17,7 +17,7 @@ import yaml
 
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.launchers.jobs import UnreachableError
-from accel_runtime.installation import format_install
+from accel_runtime.environment.installation import format_install
 
 __all__ = ["TIMEOUT_S", "KubernetesCluster"]
 

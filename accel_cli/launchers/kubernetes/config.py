@@ -18,7 +18,7 @@ from accel_cli.launchers.kubernetes.manifests import KubernetesJobPlan
 from accel_cli.launchers.kubernetes.section import KubernetesSection
 from accel_cli.launchers.source_files import locate_target
 from accel_cli.planning.options import LaunchOption
-from accel_runtime.env import FAILURE_FILE
+from accel_runtime.environment.settings import FAILURE_FILE
 
 __all__ = ["Kubernetes"]
 

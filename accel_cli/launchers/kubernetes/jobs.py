@@ -31,7 +31,7 @@ from accel_cli.launchers.kubernetes.manifests import (
 from accel_cli.launchers.kubernetes.section import INSTANCE, MANAGED_BY, OWNER
 from accel_cli.launchers.kubernetes.state import count_restarts, describe_job, get_index, keep_failure
 from accel_cli.planning.plan import Plan
-from accel_runtime.text import encode_text
+from accel_runtime.environment.text import encode_text
 
 __all__ = ["KubernetesJobs", "PodLogs", "TrainJobs", "open_jobs", "submit"]
 

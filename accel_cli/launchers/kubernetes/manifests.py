@@ -22,7 +22,7 @@ from accel_cli.launchers.kubernetes.section import INSTANCE, MANAGED_BY, OWNER, 
 from accel_cli.launchers.source_files import check_selected, select_files, write_archive
 from accel_cli.planning.nodes import PORT
 from accel_cli.planning.plan import JobPlan
-from accel_runtime.env import FAILURE_FILE
+from accel_runtime.environment.settings import FAILURE_FILE
 
 __all__ = [
     "CONTAINER",

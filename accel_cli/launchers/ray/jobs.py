@@ -34,9 +34,9 @@ from accel_cli.launchers.jobs import (
 )
 from accel_cli.launchers.ray.plan import RayJobPlan, write_folder
 from accel_cli.planning.plan import Plan
-from accel_runtime.env import __version__
-from accel_runtime.installation import format_install
-from accel_runtime.text import encode_text
+from accel_runtime.environment.installation import format_install
+from accel_runtime.environment.settings import __version__
+from accel_runtime.environment.text import encode_text
 
 __all__ = ["JobLog", "RayCluster", "RayJobs", "parse_job", "submit"]
 

@@ -18,7 +18,7 @@ from accel_cli.launchers.node_launch import NodeLaunch, find_problem
 from accel_cli.launchers.ray.plan import ARCHIVE, RayRun
 from accel_cli.planning.network import Endpoint
 from accel_cli.planning.nodes import VARIABLES
-from accel_runtime import env
+from accel_runtime.environment import settings as env
 
 __all__ = ["NodeLauncher"]
 

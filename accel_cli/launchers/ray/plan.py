@@ -26,7 +26,7 @@ from accel_cli.launchers.source_files import (
 from accel_cli.planning.network import Endpoint
 from accel_cli.planning.nodes import PORT
 from accel_cli.planning.plan import JobPlan, join_for_bash
-from accel_runtime.env import __version__
+from accel_runtime.environment.settings import __version__
 
 __all__ = ["ARCHIVE", "RUN_FILE", "STOP_MARGIN_S", "RayJobPlan", "RayRun", "write_folder"]
 

@@ -13,8 +13,8 @@ from typing import Any
 from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.launchers.jobs import UnreachableError
-from accel_runtime.env import find_nearest
-from accel_runtime.installation import format_install
+from accel_runtime.environment.installation import format_install
+from accel_runtime.environment.settings import find_nearest
 
 __all__ = [
     "NAME_IN_USE",

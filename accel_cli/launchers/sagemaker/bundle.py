@@ -21,8 +21,8 @@ import accel_cli
 from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.launchers.source_files import SelectedFile, Selection, format_name, walk_files, write_archive
-from accel_runtime import installation
-from accel_runtime.text import encode_text
+from accel_runtime.environment import installation
+from accel_runtime.environment.text import encode_text
 
 __all__ = [
     "build_bundle",

@@ -134,7 +134,7 @@ def _prepare(
             link_folder(code / job["cwd"] / job[key], root / name)
     environ = {**build_variables(root, resources), **os.environ, **job["settings"], **job["env"]}
     sys.path.insert(0, str(accel))
-    env = importlib.import_module("accel_runtime.env")
+    env = importlib.import_module("accel_runtime.environment.settings")
     environ |= {
         env.NODE_NAME: resources["current_host"],
         env.FAILURE_FILE: str(root / "output" / "failure"),

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from accel_cli.errors import UsageError
 from accel_cli.launchers.sagemaker.aws import format_hint, import_sdk, list_regions, load_service_model
-from accel_runtime.installation import format_install
+from accel_runtime.environment.installation import format_install
 
 __all__ = [
     "SMDDP_TYPES",

@@ -10,7 +10,7 @@ from accel_cli.launchers.sagemaker import images, s3
 from accel_cli.launchers.sagemaker.aws import NAME_IN_USE_TEXT, Account, find_job
 from accel_cli.launchers.sagemaker.request import SageMakerJobPlan, Submission, name_job
 from accel_cli.launchers.sagemaker.roles import resolve_role
-from accel_runtime.env import variable_name
+from accel_runtime.environment.settings import variable_name
 
 __all__ = [
     "assume_submission",

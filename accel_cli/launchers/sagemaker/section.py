@@ -28,8 +28,8 @@ from accel_cli.launchers.sections import (
 )
 from accel_cli.planning.machine import Machine
 from accel_cli.planning.options import LaunchOption
-from accel_runtime.env import ProcessGroupBackend
-from accel_runtime.installation import format_install
+from accel_runtime.environment.installation import format_install
+from accel_runtime.environment.settings import ProcessGroupBackend
 
 __all__ = ["CHANNEL", "InputChannel", "SageMakerSection"]
 

@@ -28,7 +28,7 @@ from accel_cli.planning import network
 from accel_cli.planning.plan import Plan
 from accel_cli.runner.guard import FORWARDED_SIGNALS, HANDLED_SIGNALS
 from accel_cli.runner.output import get_file_identity
-from accel_runtime import env
+from accel_runtime.environment import settings as env
 
 __all__ = ["run"]
 

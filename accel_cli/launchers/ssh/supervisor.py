@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from accel_cli.launchers.node_launch import NodeLaunch, find_problem
 from accel_cli.planning import network
-from accel_runtime import env
+from accel_runtime.environment import settings as env
 
 __all__ = ["CONTROL", "HEADER", "MARK", "STDERR", "STDOUT", "main"]
 

@@ -17,9 +17,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from accel_runtime import nested
 from accel_runtime.backends.base import Backend, Reduction
-from accel_runtime.backends.ddp import BufferAveraging, GradientAveraging, operate_flat, split_by_size
 from accel_runtime.backends.distributed import StoreBackend
 from accel_runtime.backends.single import Single
 from accel_runtime.backends.xla.host import (
@@ -38,12 +36,14 @@ from accel_runtime.backends.xla.host import (
 from accel_runtime.backends.xla.spmd import SPMDFunctions, SPMDPreparation, start_spmd
 from accel_runtime.data.iteration import prefetch_batches
 from accel_runtime.data.source import EpochIterator
-from accel_runtime.env import MixedPrecision, Settings
-from accel_runtime.heartbeat import disable_heartbeat
-from accel_runtime.installation import format_new_environment
-from accel_runtime.options import DistributedType
-from accel_runtime.text import decode_text, encode_text
-from accel_runtime.topology import Topology
+from accel_runtime.environment.installation import format_new_environment
+from accel_runtime.environment.settings import MixedPrecision, Settings
+from accel_runtime.environment.text import decode_text, encode_text
+from accel_runtime.environment.topology import Topology
+from accel_runtime.foundation import nested
+from accel_runtime.foundation.heartbeat import disable_heartbeat
+from accel_runtime.foundation.options import DistributedType
+from accel_runtime.parallel.ddp import BufferAveraging, GradientAveraging, operate_flat, split_by_size
 
 __all__ = [
     "SPMDBackend",

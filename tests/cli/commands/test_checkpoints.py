@@ -9,7 +9,7 @@ import torch
 
 from accel_cli.commands import checkpoints
 from accel_cli.errors import AccelError
-from accel_runtime.checkpoint.safetensors_file import MergeRequest
+from accel_runtime.storage.tensor_file import MergeRequest
 
 
 def ignore_progress(*_):

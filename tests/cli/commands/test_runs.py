@@ -16,7 +16,7 @@ from support.commands import call_accel
 from support.processes import Process
 
 from accel_cli.runs.run_dir import RunFolder
-from accel_runtime import env
+from accel_runtime.environment import settings as env
 
 
 def record_end(folder, *, failed):

@@ -13,7 +13,7 @@ from accel_cli.planning.machine import Machine
 from accel_cli.planning.options import Request
 from accel_cli.profile.planner import prepare
 from accel_cli.profile.schema import Profile
-from accel_runtime.env import Settings
+from accel_runtime.environment.settings import Settings
 
 CUDA = "CUDA_VISIBLE_DEVICES"
 GPUS = Machine(cpus=8, accelerator="cuda", devices=("A", "B", "C", "D"))

@@ -14,7 +14,7 @@ from accel_cli.launchers.single import Single
 from accel_cli.launchers.torchrun import Torchrun
 from accel_cli.planning.machine import Machine
 from accel_cli.planning.nodes import NodeLayout
-from accel_runtime.env import Settings
+from accel_runtime.environment.settings import Settings
 
 CPU = Machine(cpus=8)
 GPUS = Machine(cpus=8, accelerator="cuda", devices=("H100",) * 4, bf16=True, torch="2.13.0")

@@ -14,7 +14,7 @@ from accel_cli.planning.machine import Machine, Packages, Tpu
 from accel_cli.planning.nodes import NodeLayout
 from accel_cli.planning.options import Request
 from accel_cli.profile import planner
-from accel_runtime.env import Settings
+from accel_runtime.environment.settings import Settings
 
 PAIR = Packages("2.9.0", "2.9.0", "0.0.21")
 TPU = Machine(cpus=8, tpu=Tpu(("TPU v5e",) * 4, "PCI"), packages=PAIR)

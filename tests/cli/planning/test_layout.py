@@ -11,7 +11,7 @@ from accel_cli.planning.nodes import NodeLayout
 from accel_cli.planning.options import Request
 from accel_cli.profile import planner
 from accel_cli.profile.schema import Profile
-from accel_runtime.env import Settings
+from accel_runtime.environment.settings import Settings
 
 GPUS = Machine(8, "cuda", ("H100",) * 4, bf16=True)
 TPU = Machine(8, tpu=Tpu(("TPU v4",) * 4, "PCI"), packages=Packages("2.9.0", "2.9.0", "0.0.21"))

@@ -8,7 +8,7 @@ from accel_cli.profile import validation_errors
 from accel_cli.profile.layers import Layer, parse_assignments, read_environment, read_layers, resolve
 from accel_cli.profile.schema import SECTIONS, known_keys
 from accel_cli.profile.store import Store, write
-from accel_runtime.env import Settings
+from accel_runtime.environment.settings import Settings
 
 
 @pytest.fixture

@@ -13,8 +13,9 @@ from support.waits import limit
 
 from accel_cli.runs.beats import Beat
 from accel_cli.runs.run_dir import RankFolder
-from accel_runtime import env, heartbeat
-from accel_runtime.heartbeat import Heartbeat, LoaderEpoch
+from accel_runtime.environment import settings as env
+from accel_runtime.foundation import heartbeat
+from accel_runtime.foundation.heartbeat import Heartbeat, LoaderEpoch
 
 TICK_NS = 1000
 

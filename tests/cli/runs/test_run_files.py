@@ -15,7 +15,7 @@ from accel_cli.runs.report_data import read_run
 from accel_cli.runs.run_dir import RunFolder
 from accel_cli.runs.run_files import LineReader, read_bytes, read_json, read_last_objects, read_pid, read_text
 from accel_cli.runs.snapshot import read_snapshot
-from accel_runtime import env
+from accel_runtime.environment import settings as env
 
 MIB = 1 << 20
 

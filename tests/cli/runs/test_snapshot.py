@@ -10,7 +10,7 @@ from support.commands import call_accel
 
 from accel_cli.runs.run_dir import RunFolder
 from accel_cli.runs.snapshot import RankSnapshot, RunSnapshot, read_snapshot
-from accel_runtime.heartbeat import Heartbeat
+from accel_runtime.foundation.heartbeat import Heartbeat
 
 RANK_FIELDS = {
     "rank", "pid", "state", "steps", "batches", "collectives", "steps_per_s", "steps_per_s_mean", "own_time_s",

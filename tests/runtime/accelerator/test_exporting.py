@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from accel_runtime import Accelerator, ProjectConfiguration, utils
-from accel_runtime.checkpoint.errors import CheckpointError
+from accel_runtime.storage.errors import CheckpointError
 
 
 def network():

@@ -11,7 +11,7 @@ from support.ranks import run_script
 
 from accel_cli.errors import UsageError
 from accel_cli.planning.nodes import NodeOptions, find_nodes
-from accel_runtime.env import RANK_PROCESS, find_rank_process, format_rank_process
+from accel_runtime.environment.settings import RANK_PROCESS, find_rank_process, format_rank_process
 
 WAITS = """
 from accel_runtime import PartialState

@@ -11,8 +11,8 @@ from torch import nn
 
 from accel_runtime.backends import connect
 from accel_runtime.collectives.handshake import PAYLOAD, build_writer, call_at_site
-from accel_runtime.env import Settings
-from accel_runtime.topology import Topology
+from accel_runtime.environment.settings import Settings
+from accel_runtime.environment.topology import Topology
 
 
 def connect_backend():

@@ -99,8 +99,8 @@ sys.meta_path.insert(0, Finder())
 CONNECT = """
 import os, torch, torch.distributed as dist
 from accel_runtime.backends.distributed import DistributedBackend
-from accel_runtime.env import Settings
-from accel_runtime.topology import Topology
+from accel_runtime.environment.settings import Settings
+from accel_runtime.environment.topology import Topology
 backend = DistributedBackend(Topology.from_env(os.environ), torch.device("cuda", 0), Settings.from_env(os.environ), {})
 print(dist.get_backend(), backend.all_reduce_async(torch.ones(2))().tolist(), backend.collective_backend)
 """

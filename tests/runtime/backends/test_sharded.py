@@ -15,7 +15,7 @@ from accel_runtime import (
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
 )
-from accel_runtime.options import DistributedType
+from accel_runtime.foundation.options import DistributedType
 
 
 def create_sharding_accelerator(**options):

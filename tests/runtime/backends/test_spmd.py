@@ -8,8 +8,8 @@ import pytest
 
 from accel_runtime import Accelerator
 from accel_runtime.backends.xla.spmd import partition_spec, start_spmd
-from accel_runtime.env import Settings
-from accel_runtime.topology import Topology
+from accel_runtime.environment.settings import Settings
+from accel_runtime.environment.topology import Topology
 
 SPMD = Settings(device="xla", spmd=True)
 

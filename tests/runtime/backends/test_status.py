@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 
 from accel_runtime import Accelerator, RankLostError
 from accel_runtime.collectives.stalls import StatusService
-from accel_runtime.heartbeat import Progress, ProgressCounts
+from accel_runtime.foundation.heartbeat import Progress, ProgressCounts
 
 
 @pytest.fixture(autouse=True, scope="module")

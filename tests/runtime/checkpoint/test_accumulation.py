@@ -17,7 +17,7 @@ from accel_runtime import (
     GradScalerKwargs,
 )
 from accel_runtime.checkpoint import training_state
-from accel_runtime.checkpoint.errors import CheckpointError
+from accel_runtime.storage.errors import CheckpointError
 
 STEPS = 3  # micro-batches per accumulation cycle
 ROWS = 6  # samples of a global micro-batch; divisible by 1, 2 and 3 ranks

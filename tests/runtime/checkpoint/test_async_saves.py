@@ -15,9 +15,9 @@ from support.waits import limit
 from torch import nn
 
 from accel_runtime import Accelerator, ProjectConfiguration
-from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.checkpoint.filesystem import FileSystem
 from accel_runtime.checkpoint.manager import StagingBuffers
+from accel_runtime.storage.errors import CheckpointError
+from accel_runtime.storage.file_system import FileSystem
 
 
 class BlockedFileSystem(FileSystem):
@@ -178,7 +178,7 @@ import errno, os, sys, time
 import torch
 from torch import nn
 from accel_runtime import Accelerator
-from accel_runtime.checkpoint.filesystem import FileSystem
+from accel_runtime.storage.file_system import FileSystem
 
 class Slow(FileSystem):
     def write(self, file, data):

@@ -12,10 +12,11 @@ from support.processes import fork, wait_for_exit
 from support.runs.file_system import Run
 from support.waits import limit
 
-from accel_runtime.checkpoint import directory, load
-from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.checkpoint.filesystem import FileSystem
-from accel_runtime.checkpoint.manifest import UNFINISHED
+from accel_runtime.checkpoint import load
+from accel_runtime.storage import directory
+from accel_runtime.storage.errors import CheckpointError
+from accel_runtime.storage.file_system import FileSystem
+from accel_runtime.storage.manifest import UNFINISHED
 
 
 def test_two_concurrent_saves_to_one_directory_leave_a_complete_checkpoint(memory, tmp_path):

@@ -31,7 +31,7 @@ from support.runs.file_system import (
     flip_bit,
 )
 
-from accel_runtime.checkpoint.manifest import NAME
+from accel_runtime.storage.manifest import NAME
 
 
 @dataclass(frozen=True)

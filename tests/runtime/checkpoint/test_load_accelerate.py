@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel_runtime import Accelerator
-from accel_runtime.checkpoint.errors import CheckpointError
+from accel_runtime.storage.errors import CheckpointError
 
 DATA = Path(__file__).parents[2] / "data" / "accelerate-1.15.0"
 WRITTEN = DATA / "checkpoints" / "checkpoint_0"

@@ -12,8 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from support.models import TokenNet
 
-from accel_runtime.checkpoint.errors import CheckpointError, RequestError
-from accel_runtime.checkpoint.safetensors_file import MergeRequest, list_item_contents, merge_tensors
+from accel_runtime.storage.errors import CheckpointError, RequestError
+from accel_runtime.storage.tensor_file import MergeRequest, list_item_contents, merge_tensors
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_chunks_of_any_shape_merge_into_bitwise_equal_tensors(checkpoint, tmp_pa
 
 
 def test_chunks_larger_than_the_read_block_are_merged(checkpoint, tmp_path, generator, monkeypatch):
-    monkeypatch.setattr("accel_runtime.checkpoint.safetensors_file.BLOCK", 256)
+    monkeypatch.setattr("accel_runtime.storage.tensor_file.BLOCK", 256)
     model = {"wide": torch.randn(9, 31, generator=generator), "long": torch.randn(200, generator=generator)}
     source = checkpoint(tmp_path / "c", {"model": model}, cuts={"model/wide": (2, 3)})
     for dtype in (None, "float16"):
@@ -203,8 +203,8 @@ def test_memory_does_not_grow_with_the_size_of_the_tensors(checkpoint, tmp_path)
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from accel_runtime.checkpoint.manifest import read_checkpoint\n"
-        "from accel_runtime.checkpoint.safetensors_file import MergeRequest, merge_tensors\n"
+        "from accel_runtime.storage.manifest import read_checkpoint\n"
+        "from accel_runtime.storage.tensor_file import MergeRequest, merge_tensors\n"
         "def peak():\n"
         "    lines = open('/proc/self/status').read().splitlines()\n"
         "    return int(next(line for line in lines if line.startswith('VmHWM')).split()[1]) * 1024\n"

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_runtime import rng
+from accel_runtime.backends import rng
 
 CPU = torch.device("cpu")
 

@@ -18,15 +18,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from accel_runtime import Accelerator, rng
+from accel_runtime import Accelerator
+from accel_runtime.backends import rng
 from accel_runtime.checkpoint.accelerate_format import (
     read_accelerate_checkpoint,
     read_rng_states,
 )
-from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.checkpoint.scan import is_accelerate_checkpoint
 from accel_runtime.export.objects import NeedsCodeError, read_pickle, rewrite_file
 from accel_runtime.export.save_model import add_aliases
+from accel_runtime.storage.errors import CheckpointError
+from accel_runtime.storage.scan import is_accelerate_checkpoint
 
 DATA = Path(__file__).parents[2] / "data" / "accelerate-1.15.0"
 WRITTEN = DATA / "checkpoints" / "checkpoint_0"

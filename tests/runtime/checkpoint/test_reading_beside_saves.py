@@ -9,10 +9,10 @@ import pytest
 from support.runs.file_system import Run, act_before_reads
 
 from accel_cli.commands import checkpoints
-from accel_runtime.checkpoint.directory import find_checkpoint, open_checkpoint, remove_checkpoint
-from accel_runtime.checkpoint.filesystem import FileSystem
-from accel_runtime.checkpoint.manifest import NAME
-from accel_runtime.checkpoint.safetensors_file import MergeRequest
+from accel_runtime.storage.directory import find_checkpoint, open_checkpoint, remove_checkpoint
+from accel_runtime.storage.file_system import FileSystem
+from accel_runtime.storage.manifest import NAME
+from accel_runtime.storage.tensor_file import MergeRequest
 
 MAX_CALLS = 400
 

@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 import torch
 
-from accel_runtime.checkpoint import directory
-from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.checkpoint.filesystem import FileSystem
 from accel_runtime.checkpoint.manager import Checkpoints, ResumePolicy, RunOrigin
-from accel_runtime.checkpoint.manifest import NAME
+from accel_runtime.storage import directory
+from accel_runtime.storage.errors import CheckpointError
+from accel_runtime.storage.file_system import FileSystem
+from accel_runtime.storage.manifest import NAME
 
 LAUNCHED = RunOrigin.from_env({"ACCEL_LAUNCH": "mine", "TORCHELASTIC_RESTART_COUNT": "0"})
 

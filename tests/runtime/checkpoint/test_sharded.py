@@ -13,9 +13,9 @@ from support.runs.sharded_runs import build_accelerator, build_model, import_sha
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_runtime import DataLoaderConfiguration, ProjectConfiguration, init_empty_weights
-from accel_runtime.checkpoint.directory import find_checkpoint
-from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.checkpoint.safetensors_file import MergeRequest, merge_tensors
+from accel_runtime.storage.directory import find_checkpoint
+from accel_runtime.storage.errors import CheckpointError
+from accel_runtime.storage.tensor_file import MergeRequest, merge_tensors
 
 PLAN = "blocks.*.up=colwise,blocks.*.down=rowwise"
 SHARDED, HYBRID = {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}

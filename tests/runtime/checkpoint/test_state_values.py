@@ -13,8 +13,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.serialization import deserialize, serialize
+from accel_runtime.storage.errors import CheckpointError
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
 NUMPY_TYPES = ["<f8", "<f4", "<i8", ">i4", "|u1", "|b1", "<c16", "<f2"]

@@ -12,8 +12,8 @@ import pytest
 import torch
 from support.runs.file_system import Run, rewrite_manifest, write_manifest
 
-from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.checkpoint.manifest import NAME, hash_bytes
+from accel_runtime.storage.errors import CheckpointError
+from accel_runtime.storage.manifest import NAME, hash_bytes
 
 
 class DirectoryPayload:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel_runtime import Accelerator, ProjectConfiguration
-from accel_runtime.checkpoint.errors import CheckpointError
+from accel_runtime.storage.errors import CheckpointError
 
 
 class RegisteredValue:

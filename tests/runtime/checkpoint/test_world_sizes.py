@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.data import DataLoader
 
 from accel_runtime import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin
-from accel_runtime.checkpoint.filesystem import FileSystem
 from accel_runtime.checkpoint.load import LoadOperation
 from accel_runtime.checkpoint.save import SaveOperation
 from accel_runtime.checkpoint.state_items import ModelItem, OptimizerItem
 from accel_runtime.optimizer import PreparedOptimizer
+from accel_runtime.storage.file_system import FileSystem
 from accel_runtime.training.gradients import name_parameters
 
 STEPS, EPOCHS = 4, 2

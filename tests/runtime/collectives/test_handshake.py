@@ -13,19 +13,19 @@ from support.log_messages import collect_messages
 from support.ranks import run_script
 
 from accel_runtime.backends import connect
+from accel_runtime.backends.tensors import broadcast, gather, reduce
 from accel_runtime.collectives.handshake import (
     SUMMARY_WORLD_SIZE,
     CollectiveCall,
     MismatchError,
     call_at_site,
 )
-from accel_runtime.collectives.metrics import gather_object, gather_samples
-from accel_runtime.collectives.tensors import broadcast, gather, reduce
 from accel_runtime.collectives.transport import SLOT
+from accel_runtime.data.metrics import gather_object, gather_samples
 from accel_runtime.data.source import StepInfo
-from accel_runtime.env import Settings
-from accel_runtime.heartbeat import call_site
-from accel_runtime.topology import Topology
+from accel_runtime.environment.settings import Settings
+from accel_runtime.environment.topology import Topology
+from accel_runtime.foundation.heartbeat import call_site
 
 
 def backend():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accel_runtime.collectives.metrics import drop_model_parallel_duplicates
-from accel_runtime.topology import DataRank
+from accel_runtime.data.metrics import drop_model_parallel_duplicates
+from accel_runtime.environment.topology import DataRank
 
 NAN = float("nan")
 

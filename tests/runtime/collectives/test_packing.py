@@ -6,13 +6,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_runtime.collectives.tensors import (
+from accel_runtime.backends.tensors import (
     build_layout,
     pack_into,
     unpack_row,
     unpack_rows,
 )
-from accel_runtime.nested import TensorSpec
+from accel_runtime.foundation.nested import TensorSpec
 
 DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.complex64]
 SHAPES = st.lists(st.integers(0, 3), max_size=3)

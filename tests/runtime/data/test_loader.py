@@ -31,8 +31,8 @@ from accel_runtime.collectives.handshake import MismatchError
 from accel_runtime.data.iteration import ActiveLoops
 from accel_runtime.data.loader import LoaderOptions
 from accel_runtime.data.prepare import prepare_loader
-from accel_runtime.options import DataLoaderConfiguration
-from accel_runtime.topology import Topology
+from accel_runtime.environment.topology import Topology
+from accel_runtime.foundation.options import DataLoaderConfiguration
 
 SEED = 5
 GLOBAL_BATCH = 6  # what 1, 2 and 3 processes divide

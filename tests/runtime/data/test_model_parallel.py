@@ -29,7 +29,7 @@ from accel_runtime.backends.single import Single
 from accel_runtime.data.map_style import MapStyleSource
 from accel_runtime.data.presharded import PreshardedSource
 from accel_runtime.data.sharding import sharding_of_loader
-from accel_runtime.topology import DataRank, Topology
+from accel_runtime.environment.topology import DataRank, Topology
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,7 @@ from accel_runtime.data.loader import LoaderOptions, skip_first_batches
 from accel_runtime.data.map_style import EpochOrder
 from accel_runtime.data.prepare import prepare_loader
 from accel_runtime.data.sharding import BatchSharding
-from accel_runtime.topology import Topology
+from accel_runtime.environment.topology import Topology
 
 COUNT = 25
 PART = 2  # samples a process a step

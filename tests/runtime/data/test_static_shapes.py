@@ -8,11 +8,11 @@ from support.data_sets import RangeStream
 from torch.utils.data import DataLoader
 
 from accel_runtime.backends.single import Single
-from accel_runtime.collectives.metrics import gather_samples
 from accel_runtime.data.iteration import ActiveLoops
 from accel_runtime.data.loader import LoaderOptions, skip_first_batches
+from accel_runtime.data.metrics import gather_samples
 from accel_runtime.data.prepare import prepare_loader
-from accel_runtime.topology import Topology
+from accel_runtime.environment.topology import Topology
 
 
 class Kept(Single):

@@ -29,11 +29,12 @@ from support.runs.read_epochs import check_steps, read_steps, split_batches, to_
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import worker as torchs
 
-from accel_runtime import Accelerator, rng, set_seed
+from accel_runtime import Accelerator, set_seed
+from accel_runtime.backends import rng
 from accel_runtime.backends.single import Single
 from accel_runtime.data.iterable import StreamsDifferError
 from accel_runtime.data.source import EpochIterator
-from accel_runtime.topology import Topology
+from accel_runtime.environment.topology import Topology
 
 # This machine has two cores, and torch warns of a third worker.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

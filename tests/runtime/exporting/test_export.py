@@ -22,10 +22,10 @@ from safetensors.torch import load_model as load_as_safetensors_does
 from support.models import TokenNet
 from torch import nn
 
-from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.checkpoint.filesystem import FileSystem, parse_size
 from accel_runtime.export.load_model import find_weights
 from accel_runtime.export.save_model import INDEX, SINGLE, ExportPlan, export_model
+from accel_runtime.storage.errors import CheckpointError
+from accel_runtime.storage.file_system import FileSystem, parse_size
 
 DTYPES = [
     torch.float64,
@@ -338,7 +338,7 @@ def test_files_of_an_export_killed_by_a_signal_are_removed_by_the_next(tmp_path,
     script = (
         "import os, sys, torch\n"
         "from pathlib import Path\n"
-        "from accel_runtime.checkpoint.filesystem import FileSystem\n"
+        "from accel_runtime.storage.file_system import FileSystem\n"
         "from accel_runtime.export.save_model import ExportPlan, export_model\n"
         "class Ending(FileSystem):\n"
         "    def sync(self, file):\n"

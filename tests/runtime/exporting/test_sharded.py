@@ -14,7 +14,7 @@ from support.runs.sharded_runs import build_accelerator, build_model, gather_mod
 from torch import nn
 
 from accel_runtime import Accelerator, init_empty_weights
-from accel_runtime.checkpoint.errors import CheckpointError
+from accel_runtime.storage.errors import CheckpointError
 
 
 def save_and_load(folder, sizes, limit):

@@ -27,7 +27,7 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from accel_runtime import FullyShardedDataParallelPlugin, ParallelismConfig, Settings
-from accel_runtime.env import FullyShard, Parallel
+from accel_runtime.environment.settings import FullyShard, Parallel
 from accel_runtime.parallel.plugins import (
     TorchContextParallelConfig,
     TorchTensorParallelConfig,

@@ -16,7 +16,7 @@ from support.runs.sharded_runs import (
 )
 from torch import nn
 
-from accel_runtime.torch_internals import fsdp_parameter_groups
+from accel_runtime.foundation.torch_internals import fsdp_parameter_groups
 
 MESHES = [{"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}]
 

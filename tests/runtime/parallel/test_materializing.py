@@ -10,7 +10,7 @@ from support.runs.sharded_runs import build_accelerator, build_model, gather_mod
 from torch import nn
 
 from accel_runtime import Accelerator, init_empty_weights
-from accel_runtime.checkpoint.errors import CheckpointError
+from accel_runtime.storage.errors import CheckpointError
 
 MESHES = [{"dp_shard": 2}, {"dp_shard": 1, "dp_replicate": 2}]
 FOUR = [{"dp_shard": 4}, {"dp_shard": 2, "dp_replicate": 2}]

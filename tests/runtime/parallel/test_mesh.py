@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_runtime import Accelerator, ParallelismConfig
-from accel_runtime.env import Parallel, SettingsError
+from accel_runtime.environment.settings import Parallel, SettingsError
+from accel_runtime.environment.topology import Topology
 from accel_runtime.parallel.dtensor import DIMENSIONS, MeshSizes, ProcessMesh
-from accel_runtime.topology import Topology
 
 few = st.integers(min_value=1, max_value=4)
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from accel_runtime import Accelerator, FullyShardedDataParallelPlugin
-from accel_runtime.env import FullyShard
+from accel_runtime.environment.settings import FullyShard
 from accel_runtime.parallel.fully_shard import (
     build_policy,
     find_batch_norms,

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from accel_runtime import Accelerator
-from accel_runtime.torch_internals import local_tensor
+from accel_runtime.foundation.torch_internals import local_tensor
 from accel_runtime.training.forward import LossScaler
 
 

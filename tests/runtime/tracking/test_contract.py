@@ -23,7 +23,7 @@ import pytest
 import torch
 import yaml
 
-from accel_runtime.topology import Topology
+from accel_runtime.environment.topology import Topology
 from accel_runtime.tracking import TRACKERS, Trackers
 from accel_runtime.tracking.base import flatten_values
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from accel_runtime import Accelerator, GeneralTracker, LoggerType, tracking
-from accel_runtime.topology import Topology
+from accel_runtime.environment.topology import Topology
 from accel_runtime.tracking import TRACKERS, Trackers, get_available_trackers, register_tracker_class
 from accel_runtime.tracking.base import BlankTracker
 
@@ -155,7 +155,7 @@ def test_selecting_trackers_imports_no_package(tmp_path):
     code = (
         "import sys, accel_runtime.tracking as t\n"
         "from accel_runtime.tracking import Trackers\n"
-        "from accel_runtime.topology import Topology\n"
+        "from accel_runtime.environment.topology import Topology\n"
         f"Trackers('all', {str(tmp_path)!r}, Topology(rank=1, world_size=2)).begin('x')\n"
         "print({*t.TRACKERS, 'torch'} & set(sys.modules))"
     )

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from support.runs.sharded_runs import build_accelerator, build_model, gather_model_state, to_full
 
 from accel_runtime import utils
-from accel_runtime.checkpoint.errors import CheckpointError
+from accel_runtime.storage.errors import CheckpointError
 
 
 def prepare_run(sizes, seed, rate):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from accel_cli.launchers.base import LaunchSpec
 from accel_cli.planning.machine import Machine
-from accel_runtime.env import Settings
+from accel_runtime.environment.settings import Settings
 
 
 def build_spec(*args, kind="script", env=None, environ=None, **options):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 
-from accel_runtime.checkpoint import safetensors_file
-from accel_runtime.checkpoint.filesystem import FileSystem
-from accel_runtime.checkpoint.manifest import NAME, Checkpoint, Chunk, Manifest, TensorEntry
 from accel_runtime.checkpoint.serialization import serialize
+from accel_runtime.storage import tensor_file as safetensors_file
+from accel_runtime.storage.file_system import FileSystem
+from accel_runtime.storage.manifest import NAME, Checkpoint, Chunk, Manifest, TensorEntry
 
 
 def split_shape(shape, num_parts):

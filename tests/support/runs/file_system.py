@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from accel_runtime import Accelerator, ProjectConfiguration
-from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.checkpoint.filesystem import FileSystem
-from accel_runtime.checkpoint.manifest import NAME, hash_bytes
+from accel_runtime.storage.errors import CheckpointError
+from accel_runtime.storage.file_system import FileSystem
+from accel_runtime.storage.manifest import NAME, hash_bytes
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_runtime import env
+from accel_runtime.environment import settings as env
 
 __all__ = ["START", "RunWriter"]
 

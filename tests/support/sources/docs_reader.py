@@ -26,7 +26,7 @@ import accel_runtime
 from accel_cli.main import app
 from accel_cli.profile import layers
 from accel_cli.profile.schema import known_keys
-from accel_runtime.env import HOME, PROFILE, Settings
+from accel_runtime.environment.settings import HOME, PROFILE, Settings
 
 __all__ = [
     "ALL",

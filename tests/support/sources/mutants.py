@@ -1,6 +1,6 @@
 """Operators that break a function on purpose; each finds the place to change by a name that the function mentions.
 
-A target is `module:definition`, for example `accel_runtime.checkpoint.manifest:Manifest.parse`. Definitions inside the target
+A target is `module:definition`, for example `accel_runtime.storage.manifest:Manifest.parse`. Definitions inside the target
 belong to another target: `prefetch_batches.fetch`. The name that an operator takes is that of a variable, an attribute, a
 called function or a key. In an expression that replaces another one, `it` is the replaced expression.
 """

@@ -75,7 +75,7 @@ def test_a_bundle_contains_all_files_for_the_container(make, tmp_path):
     assert {name.split("/")[0] for name in sent} == {"accel_cli", "accel_runtime"}
     assert not {name for name in tracked if (root / name).exists()} - set(sent)
     assert not [name for name in sent if "__pycache__" in name or name.endswith(".pyc")]
-    code = "import accel_cli, accel_runtime.env; print(accel_cli.__file__)"
+    code = "import accel_cli, accel_runtime.environment.settings; print(accel_cli.__file__)"
     environ = {**os.environ, "PYTHONPATH": str(tmp_path / "accel")}
     process = subprocess.run(
         [sys.executable, "-c", code], env=environ, cwd=tmp_path, capture_output=True, text=True, check=True

@@ -12,7 +12,7 @@ from accel_cli.launchers.sagemaker.config import SageMaker
 from accel_cli.planning.machine import Machine
 from accel_cli.planning.options import Request
 from accel_cli.profile import planner
-from accel_runtime.env import Parallel, Settings
+from accel_runtime.environment.settings import Parallel, Settings
 
 ARN = "arn:aws:secretsmanager:us-east-1:123456789012:secret:wandb-AbCdEf"
 

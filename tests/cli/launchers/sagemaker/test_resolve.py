@@ -13,7 +13,7 @@ from accel_cli.launchers.sagemaker.aws import Account
 from accel_cli.launchers.sagemaker.config import SageMaker
 from accel_cli.launchers.sagemaker.request import Submission, build_request, check_request
 from accel_cli.planning.machine import Machine
-from accel_runtime.env import Settings
+from accel_runtime.environment.settings import Settings
 
 NOW = datetime(2026, 11, 21, 22, 30, 1, 5000, tzinfo=timezone.utc)
 READS = {

@@ -9,7 +9,7 @@ import pytest
 from accel_cli.launchers.sagemaker import section as wizard
 from accel_cli.launchers.sections import Choice
 from accel_cli.planning.machine import Machine
-from accel_runtime.installation import format_install
+from accel_runtime.environment.installation import format_install
 
 MACHINE = Machine(2, torch="2.13.0+cpu")
 CONFIG = """\

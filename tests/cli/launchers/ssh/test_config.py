@@ -16,7 +16,7 @@ from accel_cli.planning.options import Request
 from accel_cli.profile import planner
 from accel_cli.profile.layers import parse_assignments
 from accel_cli.profile.store import write
-from accel_runtime.env import Parallel
+from accel_runtime.environment.settings import Parallel
 
 CPU = Machine(8)
 

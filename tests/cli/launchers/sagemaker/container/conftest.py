@@ -29,7 +29,7 @@ from accel_cli.launchers.sagemaker import bundle
 from accel_cli.launchers.sagemaker.config import SageMaker
 from accel_cli.launchers.sagemaker.request import build_job_spec
 from accel_cli.planning.machine import Machine
-from accel_runtime.env import Settings
+from accel_runtime.environment.settings import Settings
 
 OPT = Path("/opt/ml")
 # ContainerEntrypoint and ContainerArguments of the request.

@@ -1,0 +1,389 @@
+"""Environment variables that the launcher passes to the script; standard library only.
+
+This is the one file that spells a variable of accel. The launcher writes `Settings.to_env()` into the environment of
+the processes it starts; the runtime reads it with `Settings.from_env()`. A user may set any of these variables by hand.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
+
+from accel_runtime.environment.accelerate import Translation, translate
+from accel_runtime.environment.layouts import (
+    FSDP1_STRATEGIES,
+    FullyShard,
+    Number,
+    Parallel,
+    SettingsError,
+    check_layout,
+    explain_fsdp1_option,
+    read_switch,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = [
+    "BEAT",
+    "BEAT_HISTORY",
+    "BEAT_HISTORY_RANGE",
+    "BEAT_NUMBERS",
+    "BEAT_RECENT",
+    "BEAT_RECENT_RANGE",
+    "BEAT_SIZE",
+    "BEAT_TEXT_RANGE",
+    "CHECKPOINTS",
+    "DESCRIPTION",
+    "FAILURE_FILE",
+    "FSDP1_STRATEGIES",
+    "HOME",
+    "LAUNCH",
+    "METRICS",
+    "NODE_NAME",
+    "NUM_PROCESSES",
+    "PJRT",
+    "PREFIX",
+    "PROFILE",
+    "RANK_FOLDER",
+    "RANK_PROCESS",
+    "RDZV_SOCKET",
+    "ROUNDING",
+    "TRUSTED_PROJECTS",
+    "Device",
+    "FullyShard",
+    "LogLevel",
+    "MixedPrecision",
+    "Number",
+    "Parallel",
+    "ProcessGroupBackend",
+    "Settings",
+    "SettingsError",
+    "__version__",
+    "accelerate_variables",
+    "check_layout",
+    "explain_fsdp1_option",
+    "find_nearest",
+    "find_rank_process",
+    "flatten_settings",
+    "format_rank_process",
+    "format_size",
+    "is_placed_by_device",
+    "read_switch",
+]
+
+__version__ = "0.1.0"
+
+PREFIX = "ACCEL_"
+HOME = "ACCEL_HOME"
+"""Directory of the user's profiles, instead of the platform's own."""
+PROFILE = "ACCEL_PROFILE"
+"""Name of the profile to use without `--profile`."""
+TRUSTED_PROJECTS = "ACCEL_TRUSTED_PROJECTS"
+"""Directories whose project file is used whoever owns it, separated as in PATH."""
+TRUST_NETWORK = "ACCEL_TRUST_NETWORK"
+"""Switch: processes of one node that cannot connect over Unix sockets exchange objects over TCP."""
+RANK_FOLDER = "ACCEL_RANK_FOLDER"
+"""Directory of this process in the launcher's run directory; not set if `accel launch` keeps none."""
+LAUNCH = "ACCEL_LAUNCH"
+"""Unique name that `accel launch` gives a run, and that its checkpoints contain."""
+RANK_PROCESS = "ACCEL_RANK_PROCESS"
+"""Process id of a rank, and the variables with which it has connected, for the processes that it starts."""
+NODE_NAME = "ACCEL_NODE_NAME"
+"""Name of this node in messages, for containers whose host name means nothing."""
+FAILURE_FILE = "ACCEL_FAILURE_FILE"
+"""File to which `accel launch` writes the reason of a failure on this node."""
+NUM_PROCESSES = "ACCEL_NUM_PROCESSES"
+"""Number of processes on all nodes, for nodes that run different numbers; 0 if it is not known."""
+RDZV_SOCKET = "ACCEL_RDZV_SOCKET"
+"""File descriptor of a socket that is bound to the port of the rendezvous, for the launch that serves it."""
+BEAT = "beat"
+"""File in that directory with the progress of the process: numbers, text, ring and history, each in a range of bytes."""
+BEAT_NUMBERS = (
+    "pid",
+    "steps",
+    "batches",
+    "collectives",
+    "inside",
+    "changed_ns",
+    "started_ns",
+    "started_epoch_ns",
+    "busy_ns",
+    "epoch",
+    "epoch_length",
+    "epoch_first",
+    "epoch_base",
+    "epoch_ns",
+    "stride",
+    "ended_ns",
+    "failed",
+)
+"""Names of the whole numbers of 8 bytes; times are those of the monotonic clock, except `started_epoch_ns`.
+
+`inside` is 1 in a collective, `changed_ns` the time of the last progress other than a step. `busy_ns` is own time: that outside of collectives,
+of backward passes that average gradients, and of the rest of a step after them. `epoch` and the four after it describe the
+loader that returned the last batch: its epoch began at `epoch_ns` with `epoch_first` batches skipped, and has returned or
+skipped `batches - epoch_base` since. `stride` is the number of steps between two entries of the history, and 0 while the
+history is being thinned.
+"""
+BEAT_RECENT = 64
+"""Number of steps in the ring: the time of step `n` is in slot `(n - 1) % BEAT_RECENT`."""
+BEAT_HISTORY = 1024
+"""Number of entries of the history: times and own times after step `stride`, `2 * stride`, ..."""
+BEAT_TEXT_RANGE = slice(8 * len(BEAT_NUMBERS), 8 * len(BEAT_NUMBERS) + 512)
+"""Range of the newest collective and its line, in UTF-8."""
+BEAT_RECENT_RANGE = slice(BEAT_TEXT_RANGE.stop, BEAT_TEXT_RANGE.stop + 8 * BEAT_RECENT)
+BEAT_HISTORY_RANGE = slice(BEAT_RECENT_RANGE.stop, BEAT_RECENT_RANGE.stop + 16 * BEAT_HISTORY)
+"""Range of the history: pairs of numbers."""
+BEAT_SIZE = BEAT_HISTORY_RANGE.stop
+"""Bytes of the file, which never grows."""
+METRICS = "metrics.jsonl"
+"""File in that directory with the values of `Accelerator.log`, from the main process."""
+DESCRIPTION = "description.json"
+"""File in that directory with the result of `Accelerator.describe`, from the main process."""
+CHECKPOINTS = "checkpoints.jsonl"
+"""File in that directory with the checkpoints that were saved and loaded, from the main process."""
+ROUNDING = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_F16", "XLA_DOWNCAST_FP16")
+"""Variables that make torch_xla compute in another dtype than the script's; launcher and runtime reject them."""
+EARLY_FP16 = "USE_FP16"
+"""Switch of the first Accelerate releases, used if `ACCEL_MIXED_PRECISION` is not set."""
+PJRT = "PJRT_DEVICE"
+"""Device of torch_xla; if it is set, the device `auto` is `xla`."""
+
+_IDENTITY = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables of a rank that another run, also one that a rank starts, has with other values."""
+
+
+def format_rank_process(environ: Mapping[str, str], pid: int) -> str:
+    """Return the value of `RANK_PROCESS` for a rank with these variables."""
+    return " ".join([str(pid), *(environ.get(name, "") for name in _IDENTITY)])
+
+
+def find_rank_process(environ: Mapping[str, str]) -> int | None:
+    """Return the process id of the rank whose variables this process has inherited, while that rank runs; else None.
+
+    A process that replaces itself by exec stays the rank, and so does one that is started when the rank has ended.
+    """
+    text = environ.get(RANK_PROCESS, "").partition(" ")[0]
+    if not text.isdigit() or int(text) == os.getpid() or environ.get("WORLD_SIZE", "1") == "1":
+        return None
+    pid = int(text)
+    if environ[RANK_PROCESS] != format_rank_process(environ, pid):
+        return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except OSError:  # it belongs to another user
+        pass
+    return pid
+
+
+Device = Literal["auto", "cpu", "cuda", "mps", "xla", "xpu"]
+LogLevel = Literal["auto", "debug", "info", "warning", "error", "critical"]
+MixedPrecision = Literal["no", "bf16", "fp16"]
+ProcessGroupBackend = Literal["auto", "gloo", "nccl", "smddp"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a process; every field has a variable `ACCEL_<FIELD>`.
+
+    `from_env(to_env(s)) == s` for every `s`.
+    """
+
+    device: Device = "auto"
+    """Device; `auto` is `xla` if `PJRT_DEVICE` is set, otherwise the accelerator that torch finds, otherwise the CPU.
+    An installed torch_xla alone has no effect."""
+    mixed_precision: MixedPrecision = "no"
+    """Number format of the forward pass; `no` keeps that of the model."""
+    process_group_backend: ProcessGroupBackend = "auto"
+    """Backend of collectives; `auto` is torch's choice for the device, `smddp` is SageMaker's library."""
+    process_group_timeout: int = 1800
+    """Seconds that a collective may wait for the other processes."""
+    log_level: LogLevel = "auto"
+    """Level set by `get_logger`; `auto` leaves levels to the script."""
+    spmd: bool = False
+    """If true, torch_xla computes on all devices of a node as on one, in one process."""
+    resume: bool = False
+    """If true, `Accelerator.resume` continues from the newest checkpoint."""
+    shared_files: bool = True
+    """If true, all nodes share a file system; otherwise the first one writes all of a checkpoint."""
+    parallel: Parallel = field(default_factory=Parallel)
+    """Sizes of the layout: `ACCEL_PARALLEL_DP_SHARD` and so on."""
+    fully_shard: FullyShard = field(default_factory=FullyShard)
+    """Options of `fully_shard`: `ACCEL_FULLY_SHARD_WRAP` and so on."""
+
+    def to_env(self) -> dict[str, str]:
+        """Return the environment variables of these settings."""
+        return {variable_name(name): _format_value(value) for name, value in flatten_settings(self)}
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str], *, accelerate: bool = True) -> Settings:
+        """Read the settings from environment variables; a field without its variable keeps its default.
+
+        Two foreign variables are used if accel's own are not set: `USE_FP16` of the first Accelerate releases, and
+        `PJRT_DEVICE`, which makes the device `xla`.
+
+        Args:
+            environ: The environment.
+            accelerate: If true, use variables of Accelerate's launcher for fields whose own variables are not set.
+
+        Raises:
+            SettingsError: A variable has an invalid value, or nearly the name of a known variable.
+        """
+        _refuse_near_misses(environ)
+        translations = accelerate_variables(environ).settings if accelerate else {}
+        environ = {
+            variable_name(field): translation.text for field, translation in translations.items()
+        } | dict(environ)
+        try:
+            values = _read(cls, environ)
+        except SettingsError as error:
+            text = str(error)
+            for field, translation in translations.items():
+                text = text.replace(f"{variable_name(field)} ", f"{translation.variable} ")
+            raise SettingsError(text) from None
+        if "mixed_precision" not in values and read_switch(EARLY_FP16, environ.get(EARLY_FP16, "")):
+            values["mixed_precision"] = "fp16"
+        if values.get("device", "auto") == "auto" and environ.get(PJRT):
+            values["device"] = "xla"
+        return cls(**values)
+
+
+def is_placed_by_device(environ: Mapping[str, str]) -> bool:
+    """Return whether ranks of replicas are defined by the device, as with torch_xla; cheap enough for every log record."""
+    device = environ.get(variable_name("device"), "auto")
+    return device == "xla" or (device == "auto" and bool(environ.get(PJRT)))
+
+
+def variable_name(field: str) -> str:
+    """Return the environment variable of a field of `Settings`."""
+    return PREFIX + field.upper()
+
+
+def accelerate_variables(environ: Mapping[str, str]) -> Translation:
+    """Return the translation of Accelerate's variables in an environment; those of accel take precedence.
+
+    Raises SettingsError if a variable requires an unsupported feature.
+    """
+    names = {name: variable_name(name) for name, _ in flatten_settings(Settings())}
+    return translate(environ, {name: environ[ours] for name, ours in names.items() if ours in environ})
+
+
+def find_nearest(name: str, known: list[str]) -> str | None:
+    """Return the known name that `name` is probably a typo of, or None."""
+    # RUN_NAME and NODE_NAME, which share little but an ending, have a ratio of 0.71; timeout and rdzv_timeout have 0.74.
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.72)), None)
+
+
+def format_size(size: float) -> str:
+    """Return a number of bytes with its unit."""
+    for unit, base, decimals in (("TB", 10**12, 2), ("GB", 10**9, 2), ("MB", 10**6, 1), ("kB", 10**3, 1)):
+        if size >= base:
+            return f"{size / base:.{decimals}f} {unit}"
+    return f"{size:.0f} B"
+
+
+def flatten_settings(settings: object, prefix: str = "") -> list[tuple[str, Any]]:
+    """Return the fields by name, those of a section prefixed with the section's name: `parallel_tp`."""
+    items: list[tuple[str, Any]] = []
+    for f in fields(settings):  # type: ignore[arg-type]
+        value = getattr(settings, f.name)
+        name = prefix + f.name
+        items += flatten_settings(value, f"{name}_") if is_dataclass(value) else [(name, value)]
+    return items
+
+
+def _read(kind: type[Any], environ: Mapping[str, str], prefix: str = "") -> dict[str, Any]:
+    hints, values = get_type_hints(kind), {}
+    for f in fields(kind):
+        name = variable_name(prefix + f.name)
+        if is_dataclass(hints[f.name]):
+            values[f.name] = _read_section(hints[f.name], f.name, environ)
+        elif name in environ:
+            values[f.name] = _parse_value(name, environ[name], hints[f.name])
+    return values
+
+
+def _read_section(kind: type[Any], name: str, environ: Mapping[str, str]) -> object:
+    """Return a section of the settings; errors name the variable instead of the profile key."""
+    values = _read(kind, environ, f"{name}_")
+    try:
+        return kind(**values)
+    except SettingsError as error:
+        raise SettingsError(
+            re.sub(rf"{name}\.(\w+)", lambda key: variable_name(f"{name}_{key[1]}"), str(error))
+        ) from None
+
+
+def _format_value(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join("=".join(item) if isinstance(item, tuple) else item for item in value)
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def _parse_value(name: str, text: str, kind: object) -> object:
+    if kind is str:
+        return text
+    if kind is bool:
+        return read_switch(name, text)
+    if kind == bool | int:
+        return int(text) if text.isascii() and text.isdigit() and int(text) > 1 else read_switch(name, text)
+    if kind == tuple[str, ...]:
+        return tuple(_split_items(text))
+    if kind == tuple[tuple[str, str], ...]:
+        return tuple(_parse_pair(name, item) for item in _split_items(text))
+    return _parse_word_or_number(name, text, get_args(kind) if int in get_args(kind) else (kind,))
+
+
+def _parse_word_or_number(name: str, text: str, kinds: tuple[object, ...]) -> str | int:
+    words = [word for item in kinds for word in get_args(item)]
+    if text in words:
+        return text
+    if int not in kinds:
+        raise SettingsError(f"Invalid {name} {text!r}: expected one of {', '.join(words)}.")
+    if text.isascii() and text.isdigit() and int(text) > 0:
+        return int(text)
+    raise SettingsError(
+        f"Invalid {name} {text!r}: expected a whole number above 0{''.join(f', or {word}' for word in words)}."
+    )
+
+
+def _split_items(text: str) -> list[str]:
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
+def _parse_pair(name: str, text: str) -> tuple[str, str]:
+    first, equals, second = (item.strip() for item in text.partition("="))
+    if not (first and equals and second):
+        raise SettingsError(
+            f"Invalid {name} {text!r}: expected pairs like layers.*.up=colwise, with commas between."
+        )
+    return first, second
+
+
+def _refuse_near_misses(environ: Mapping[str, str]) -> None:
+    # The prefix is left out of the comparison: it alone would make any short name a near miss.
+    ours = [
+        HOME,
+        LAUNCH,
+        PROFILE,
+        TRUST_NETWORK,
+        RANK_FOLDER,
+        RANK_PROCESS,
+        NODE_NAME,
+        FAILURE_FILE,
+        NUM_PROCESSES,
+        RDZV_SOCKET,
+        TRUSTED_PROJECTS,
+        *(variable_name(name) for name, _ in flatten_settings(Settings())),
+    ]
+    known = [name.removeprefix(PREFIX) for name in ours]
+    for name in environ:
+        suffix = name.removeprefix(PREFIX)
+        if name.startswith(PREFIX) and suffix not in known and (nearest := find_nearest(suffix, known)):
+            raise SettingsError(f"{name} is not a variable of accel; did you mean {PREFIX}{nearest}?")

@@ -1,0 +1,396 @@
+"""The backend of processes that shard models: tensor parallelism, activation checkpointing, `fully_shard`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Placement
+from typing_extensions import override
+
+from accel_runtime.backends.base import Backend
+from accel_runtime.backends.distributed import DistributedBackend
+from accel_runtime.checkpoint.serialization import hash_tensor
+from accel_runtime.environment.settings import MixedPrecision, Settings
+from accel_runtime.environment.topology import Topology
+from accel_runtime.foundation.module_names import named_parameters, script_names, unwrap_module
+from accel_runtime.foundation.options import DistributedType
+from accel_runtime.foundation.torch_internals import fsdp_policy, is_fsdp_module, list_buffers
+from accel_runtime.parallel.ddp import BufferAveraging, GradientAveraging, operate_flat
+from accel_runtime.parallel.dtensor import (
+    GroupFacts,
+    MeshSizes,
+    ProcessMesh,
+    class_of,
+    is_gathered,
+    local_shard,
+    refuse_sharded_saves,
+    reshard_models,
+    shard_like,
+)
+from accel_runtime.parallel.fully_shard import (
+    GradientSync,
+    Units,
+    build_policy,
+    checkpoint_activations,
+    find_ignored,
+    find_units,
+    is_checkpointed,
+    parameters_of_unit,
+    refuse_gradient_hooks,
+    shard_model,
+)
+from accel_runtime.parallel.sharding_checks import check_modules, find_unshardable
+from accel_runtime.parallel.tensor_parallel import (
+    apply_tensor_parallel,
+    check_replicated_gradients,
+    plan_tensor_parallel,
+)
+from accel_runtime.training.forward import FORMATS
+
+__all__ = ["FSDPBackend", "broadcast_parameters", "build_buffer_broadcast", "describe_layout"]
+
+
+class FSDPBackend(DistributedBackend):
+    """The backend of processes that shard every model."""
+
+    shards_models = True
+
+    def __init__(
+        self, topology: Topology, device: torch.device, settings: Settings, options: dict[str, Any]
+    ) -> None:
+        sizes = MeshSizes.of(settings.parallel, topology.world_size)
+        super().__init__(topology, device, settings, options)
+        check_collective_backend(self.collective_backend, device, topology.world_size)
+        self.mesh: ProcessMesh = ProcessMesh(sizes, device, topology)
+        """The device mesh."""
+        self.data_rank = self.mesh.data_rank
+        self._settings = settings
+        self._gradient_syncs: WeakKeyDictionary[nn.Module, GradientSync] = WeakKeyDictionary()
+
+    @override
+    def set_sharding(self, settings: Settings) -> None:
+        self._settings = settings
+
+    @property
+    @override
+    def distributed_type(self) -> DistributedType:
+        return DistributedType.FSDP if self.mesh.sizes.shards else super().distributed_type
+
+    @override
+    def check_options(self, ddp_options: dict[str, Any], mixed_precision: MixedPrecision) -> None:
+        if ddp_options:
+            raise ValueError(
+                f"DistributedDataParallelKwargs({', '.join(ddp_options)}) is not supported for sharded models "
+                f"({self.mesh.sizes.description}). Remove it."
+            )
+
+    @override
+    def move_model(self, model: nn.Module) -> nn.Module:
+        # `wrap_model` moves it shard by shard, since the full model may not fit on the device.
+        return model
+
+    @override
+    def wrap_model(self, model: nn.Module, ddp_options: dict[str, Any]) -> nn.Module:
+        if isinstance(model, FSDPModule):
+            return model
+        broadcast_parameters(model, self)
+        ignored = self._shard(model)
+        replicated = [named for named in named_parameters(model) if named[1] in ignored]
+        averaging = GradientAveraging(replicated, self._average, self.handshake)
+        refuse_sharded_saves(model)
+        gathered = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._gradient_syncs[model] = sync = GradientSync(gathered, averaging)
+        if any(True for _ in model.buffers()):
+            broadcast = build_buffer_broadcast(model, self.broadcast)
+            buffers = UntracedBufferBroadcast(lambda: sync.wanted, broadcast)
+            model.register_forward_pre_hook(buffers.before)
+            model.register_forward_hook(buffers.after)
+        model.register_forward_hook(_disable_compiler(_reshard_after_evaluation))
+        return model
+
+    def _shard(self, model: nn.Module) -> set[nn.Parameter]:
+        """Shard a model in place, with equal values on every process or on the meta device; return the ignored parameters."""
+        options, shards, tp = self._settings.fully_shard, self.mesh.sizes.averages, self.mesh.tp
+        units = find_units(model, options.wrap)
+        ignored = find_ignored(model, options.ignore) | find_unshardable(model) if shards else set()
+        plan = plan_tensor_parallel(model, self._settings.parallel.tp_plan) if tp is not None else {}
+        before = dict(model.named_parameters())
+        replaced = (
+            set(before.values()) - ignored
+            if shards
+            else {parameter for name in plan for parameter in model.get_submodule(name).parameters()}
+        )
+        refuse_gradient_hooks(model, replaced)
+        if options.activation_checkpointing:
+            checkpoint_activations(model, units)
+        if tp is not None:
+            apply_tensor_parallel(model, tp, plan)
+        if shards:
+            check_modules(model, ignored)
+            autocast_dtype = FORMATS[self._settings.mixed_precision].dtype
+            policy = build_policy(options, autocast_dtype, model.parameters())
+            shard_model(model, units, self.mesh.shard, options, policy, ignored)
+        for name, parameter in model.named_parameters():
+            # Marks of the script, such as `_no_weight_decay`, by which it creates parameter groups.
+            for key, value in vars(before[name]).items():
+                vars(parameter).setdefault(key, value)
+        # Not `model.to`, which replaces sharded tensors, and hooks on gradients stay with the old ones.
+        for tensor in ignored if shards else [*model.parameters(), *model.buffers()]:
+            if not (tensor.is_meta or hasattr(tensor, "device_mesh")):
+                tensor.data = tensor.data.to(self.device)
+        return ignored
+
+    def _average(self, gradients: Sequence[torch.Tensor]) -> None:
+        mesh = self.mesh.shard
+
+        def average(flat: torch.Tensor) -> torch.Tensor:
+            flat /= mesh.size()
+            for dimension in range(mesh.ndim):
+                dist.all_reduce(flat, group=mesh.get_group(dimension))
+            return flat
+
+        operate_flat([local_shard(gradient) for gradient in gradients], average)
+
+    @override
+    def explain_error(self, error: RuntimeError, operation: str) -> RuntimeError:
+        if _MIXED_TENSORS in str(error):
+            return RuntimeError(
+                f"{operation} failed: the loss has parameters of a sharded model, such as a penalty on weights outside of its forward "
+                "pass, and torch cannot combine their gradients with gathered ones. Use weight_decay of the optimizer, or compute the "
+                "penalty in the forward pass of the prepared model with fully_shard.wrap: none."
+            )
+        return super().explain_error(error, operation)
+
+    @override
+    def synchronize(self) -> None:
+        # After a forward pass without a backward pass, parameters of the root module are still gathered.
+        reshard_models(self._gradient_syncs)
+
+    @override
+    def describe_wrapper(self, model: nn.Module) -> str:
+        names = ["fully_shard"] if isinstance(model, FSDPModule) else []
+        names += ["tensor parallel"] if self.mesh.tp is not None else []
+        return f"{' and '.join(names) or 'none'} ({self.mesh.sizes.description})"
+
+    @override
+    def list_parameter_groups(
+        self, model: nn.Module, autocast_dtype: torch.dtype | None
+    ) -> tuple[GroupFacts, ...]:
+        groups: dict[GroupFacts, GroupFacts] = {}
+        for group in _iterate_groups(model, autocast_dtype):
+            key = replace(group, modules=(), bytes_here=0)
+            known = groups.setdefault(key, key)
+            groups[key] = replace(
+                known,
+                modules=known.modules + group.modules,
+                bytes_here=known.bytes_here + group.bytes_here,
+            )
+        return tuple(groups.values())
+
+    @override
+    def register_load_state_hook(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.register_load_state_dict_post_hook(_shard_state)
+
+    @override
+    def check_gradients(self, models: Sequence[nn.Module]) -> None:
+        if self.mesh.tp is not None:
+            check_replicated_gradients(models, self.mesh.tp)
+
+    @override
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        return self._set_sync(model, wanted=False)
+
+    @override
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        return self._set_sync(model, wanted=True)
+
+    def _set_sync(self, model: nn.Module, *, wanted: bool) -> AbstractContextManager[None]:
+        # The script may have compiled the model since.
+        original = unwrap_module(model)
+        syncs = (sync for key, sync in self._gradient_syncs.items() if unwrap_module(key) is original)
+        sync = next(syncs, None)
+        return nullcontext() if sync is None else sync.set(wanted=wanted)
+
+
+_MIXED_TENSORS = "got mixed torch.Tensor and DTensor"
+"""A part of torch's message on an operation of sharded and plain tensors (torch 2.13)."""
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def describe_layout(parameter: torch.Tensor) -> str:
+    """Describe how a parameter is sharded."""
+    if not isinstance(parameter, DTensor):
+        return "whole on every rank"
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or tuple(f"dimension {index} of the mesh" for index in range(mesh.ndim))
+    texts = [
+        _describe_placement(name, mesh.size(index), parameter.placements[index])
+        for index, name in sorted(enumerate(names), key=lambda named: named[1] == "dp_replicate")
+    ]
+    return ", ".join(filter(None, texts)) or "whole on every rank"
+
+
+def _iterate_groups(model: nn.Module, autocast_dtype: torch.dtype | None) -> Iterator[GroupFacts]:
+    """Yield the groups of parameters that are gathered together."""
+    units: Units = [(name, module) for name, module in model.named_modules() if is_fsdp_module(module)]
+    names = script_names(model, [name for name, _ in units])
+    for name, module in units or [("", model)]:
+        policy = fsdp_policy(module) if units else None
+        by_layout: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+        for _, parameter in parameters_of_unit(module, units):
+            key = (
+                parameter.dtype,
+                parameter.requires_grad,
+                describe_layout(parameter),
+                isinstance(parameter, DTensor),
+            )
+            by_layout.setdefault(key, []).append(parameter)
+        for (dtype, learns, layout, sharded), members in by_layout.items():
+            gathered = policy if sharded else None
+            param = getattr(gathered, "param_dtype", None)
+            yield GroupFacts(
+                modules=(names.get(name, name),),
+                kind=class_of(module),
+                parameters=len(members),
+                elements=sum(member.numel() for member in members),
+                dtype=_dtype_name(dtype),
+                gradients=_dtype_name(dtype) if learns else "",
+                computes_in=_dtype_name(param or autocast_dtype or dtype),
+                reduces_in=_dtype_name(getattr(gathered, "reduce_dtype", None) or param or dtype)
+                if learns and units
+                else "",
+                layout=layout,
+                bytes_here=sum(local_shard(member).nbytes for member in members),
+                computed_again=is_checkpointed(module),
+            )
+
+
+def _describe_placement(name: str, size: int, placement: Placement) -> str:
+    ranks = f"over {size} rank{'s' if size > 1 else ''} of {name}"
+    if placement.is_replicate() and name == "dp_replicate":
+        return f"{size} copies" if size > 1 else ""
+    if placement.is_replicate():
+        return f"the same {ranks}"
+    if placement.is_partial():
+        return f"to be added up {ranks}"
+    dimension = getattr(placement, "dim", 0)
+    axis = "" if name == "dp_shard" and dimension == 0 else f" along dimension {dimension}"
+    return f"divided {ranks}{axis}"
+
+
+def check_collective_backend(backend: str | None, device: torch.device, world_size: int) -> None:
+    """Raise RuntimeError for gloo on GPUs: gathering a sharded tensor ends the process there (pytorch/pytorch#152645)."""
+    if backend == "gloo" and device.type != "cpu" and world_size > 1:
+        raise RuntimeError(
+            f"Cannot shard models over gloo on {device.type}: torch {torch.__version__} crashes when it gathers a sharded "
+            f"tensor there. Set process_group_backend to auto, with one process a GPU, or set device: cpu."
+        )
+
+
+def broadcast_parameters(model: nn.Module, backend: Backend) -> None:
+    """Broadcast the parameters and buffers of the first rank, as DDP does; only tensors that differ are sent.
+
+    Raises:
+        RuntimeError: Names, shapes or dtypes differ between ranks, or a tensor is on the meta device on some only.
+    """
+    if backend.topology.world_size == 1:
+        return
+    # Tied tensors are listed under their first name.
+    buffers = dict(model.named_buffers())
+    buffer_names = script_names(model, buffers)
+    tensors: dict[str, torch.Tensor] = dict(named_parameters(model))
+    tensors |= {buffer_names[name]: buffer for name, buffer in buffers.items()}
+    hashes_by_rank = backend.all_gather_objects(
+        {
+            name: (
+                f"{list(tensor.shape)} {_dtype_name(tensor.dtype)}",
+                None if tensor.is_meta else hash_tensor(tensor),
+            )
+            for name, tensor in tensors.items()
+        },
+        f"the tensors of {type(model).__name__}",
+    )
+    first = hashes_by_rank[0]
+    for rank, hashes in enumerate(hashes_by_rank):
+        if mismatch := _describe_mismatch(first, hashes):
+            raise RuntimeError(f"{type(model).__name__} differs between rank {rank} and rank 0: {mismatch}")
+    for name, tensor in tensors.items():
+        if any(hashes[name] != first[name] for hashes in hashes_by_rank):
+            with torch.no_grad():
+                tensor.copy_(backend.broadcast(tensor.detach().contiguous()))
+
+
+def _describe_mismatch(
+    first: dict[str, tuple[str, int | None]], other: dict[str, tuple[str, int | None]]
+) -> str:
+    for name in [*first, *other]:
+        if name not in first or name not in other:
+            return f"{name} is on one of them only"
+        if first[name][0] != other[name][0]:
+            return f"{name} is {other[name][0]}, and on rank 0 {first[name][0]}"
+        if (first[name][1] is None) != (other[name][1] is None):
+            return (
+                f"{name} is on the meta device on one of them only. Make the model on the meta device on all ranks, and call "
+                "accelerator.load_model(model, path) after prepare(): each rank reads its own part"
+            )
+    return ""
+
+
+def _shard_state(optimizer: torch.optim.Optimizer) -> None:
+    """Shard the state that an optimizer loaded from full tensors, such as one of an unsharded run."""
+    for parameter, state in optimizer.state.items():
+        if hasattr(parameter, "device_mesh"):
+            for key, value in state.items():
+                is_full = isinstance(value, torch.Tensor) and not hasattr(value, "device_mesh")
+                if is_full and value.dim() and value.shape == parameter.shape:
+                    state[key] = shard_like(value, parameter, key)
+
+
+_disable_compiler: Any = torch.compiler.disable
+
+
+def build_buffer_broadcast(
+    model: nn.Module, broadcast: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[Sequence[torch.Tensor]], None]:
+    """Return a function that broadcasts the buffers of the first rank, such as running means, which forward passes change.
+
+    Buffers that are not in the state dict are constant tables, such as rotary embeddings, and may be large; they were
+    broadcast when the model was prepared.
+    """
+    # By name, since a forward pass may replace a buffer.
+    owners = [(module, name) for module in model.modules() for name in list_buffers(module, persistent=True)]
+
+    def broadcast_buffers(_: Sequence[torch.Tensor]) -> None:
+        buffers = (getattr(module, name) for module, name in owners)
+        shards = [local_shard(buffer) for buffer in buffers if buffer is not None and not buffer.is_meta]
+        operate_flat(shards, broadcast)
+
+    return broadcast_buffers
+
+
+def _reshard_after_evaluation(model: nn.Module, _: Any, output: Any) -> Any:
+    """Reshard a model after a forward pass without gradients, and return its output."""
+    # Without a backward pass, parameters would stay gathered, and in-place changes of them, as of an average, would be lost.
+    # Outputs have copies of them.
+    if torch.is_grad_enabled() or is_gathered(model):
+        return output
+    reshard_models([model])
+    return output
+
+
+class UntracedBufferBroadcast(BufferAveraging):
+    """The hooks outside of compiled graphs, since the compiler cannot trace collectives."""
+
+    before = _disable_compiler(BufferAveraging.before)
+    after = _disable_compiler(BufferAveraging.after)

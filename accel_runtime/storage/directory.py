@@ -1,0 +1,580 @@
+"""Find, publish and remove checkpoint directories so that a complete one exists at every moment. Imports no torch.
+
+As in an atomic file replacement, everything is written and synced under another name in the same directory, the
+manifest last, and one rename publishes it. A crash may leave complete checkpoints beside their final names.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from accel_runtime.storage.errors import CheckpointError, DamageError
+from accel_runtime.storage.file_system import FileSystem, add_path_to_error
+from accel_runtime.storage.manifest import (
+    NAME,
+    SIBLING,
+    UNFINISHED,
+    Checkpoint,
+    checkpoint_name,
+    open_folder,
+    parse_number,
+    read_checkpoint,
+    read_manifest,
+    read_open_checkpoint,
+)
+from accel_runtime.storage.verification import Progress, find_damage
+
+__all__ = [
+    "TargetExistsError",
+    "commit_directory",
+    "create_scratch",
+    "discard_scratch",
+    "exists",
+    "find_checkpoint",
+    "find_previous_checkpoint",
+    "identify_candidates",
+    "is_current",
+    "list_numbered",
+    "list_untracked_files",
+    "next_number",
+    "numbered_directory",
+    "open_checkpoint",
+    "remove_checkpoint",
+    "remove_leftovers",
+    "retry_while_changing",
+    "use_checkpoint",
+    "verify_files",
+]
+
+_T = TypeVar("_T")
+
+
+def numbered_directory(number: int) -> str:
+    """Return `checkpoint_N`."""
+    return f"checkpoint_{number}"
+
+
+def find_checkpoint(target: Path) -> Checkpoint:
+    """Return the checkpoint of this name, or a complete one that a crash left beside it."""
+    with open_checkpoint(target) as checkpoint:
+        return replace(checkpoint, folder=None)
+
+
+@contextmanager
+def open_checkpoint(target: Path) -> Iterator[Checkpoint]:
+    """Find a checkpoint like `find_checkpoint`, and keep its directory open and locked against removal meanwhile.
+
+    A checkpoint that another process renames, replaces or removes is searched again, as long as that makes a difference.
+    """
+    disk = FileSystem()
+    checkpoint = retry_while_changing(
+        lambda: _open_complete(target, disk), lambda: identify_candidates(target, disk)
+    )
+    assert checkpoint.folder is not None
+    try:
+        yield checkpoint
+    finally:
+        disk.unlock(checkpoint.folder)
+
+
+_LOCK_ATTEMPTS, _LOCK_RETRY_S = 50, 0.02
+_CHANGES = 100
+"""Number of changes by other processes after which a reader gives up: each is a save or a removal."""
+
+
+def retry_while_changing(read: Callable[[], _T], identify: Callable[[], object]) -> _T:
+    """Call `read`, and call it again after a `CheckpointError` if the result of `identify` has changed meanwhile."""
+    for _ in range(_CHANGES):
+        before = identify()
+        try:
+            return read()
+        except CheckpointError:
+            if identify() == before:
+                raise
+    return read()
+
+
+def is_current(checkpoint: Checkpoint) -> bool:
+    """Return whether the path of an open checkpoint still leads to it; if not, another process has renamed or removed it."""
+    if checkpoint.folder is None:
+        return True
+    status = os.fstat(checkpoint.folder)
+    return FileSystem().identify(checkpoint.path) == (status.st_dev, status.st_ino)
+
+
+def use_checkpoint(find: Callable[[], Path], use: Callable[[Checkpoint], _T]) -> _T:
+    """Return the result of `use` for the open checkpoint of the path that `find` returns.
+
+    Both are called again if `use` fails and the checkpoint was renamed, replaced or removed meanwhile.
+    """
+    for _ in range(_CHANGES):
+        path, changed = find(), False
+        try:
+            with open_checkpoint(path) as checkpoint:
+                try:
+                    return use(checkpoint)
+                except CheckpointError:
+                    changed = not is_current(checkpoint)
+                    raise
+        except CheckpointError:
+            if not changed and find() == path:
+                raise
+    with open_checkpoint(find()) as checkpoint:
+        return use(checkpoint)
+
+
+def verify_files(
+    find: Callable[[], Path], report: Callable[[Checkpoint], Progress] = lambda _: lambda _: None
+) -> Checkpoint:
+    """Read every byte of a checkpoint and return it; raise `DamageError` if it is damaged, and was not replaced meanwhile.
+
+    `report` returns the function that receives the numbers of bytes that were read of a checkpoint.
+    """
+
+    def verify(checkpoint: Checkpoint) -> Checkpoint:
+        parts = checkpoint.manifest.parts(checkpoint.manifest.items)
+        if problems := find_damage(checkpoint, parts, report(checkpoint)):
+            raise DamageError(problems)
+        return replace(checkpoint, folder=None)
+
+    return use_checkpoint(find, verify)
+
+
+def _open_complete(target: Path, disk: FileSystem) -> Checkpoint:
+    """Open the checkpoint of this name, or the newest complete one beside it."""
+    if disk.identify(target / NAME) is None:
+        complete = list_complete_siblings(list_siblings(target))
+        if complete:
+            target = complete[-1].path
+    folder = open_folder(target, disk)
+    try:
+        # A process that publishes or removes a directory has locked it, for a moment.
+        for _ in range(_LOCK_ATTEMPTS):
+            if disk.try_lock_shared(folder):
+                break
+            time.sleep(_LOCK_RETRY_S)
+        checkpoint = read_open_checkpoint(target, folder)
+        _require_current(checkpoint)
+    except BaseException:
+        disk.unlock(folder)
+        raise
+    return checkpoint
+
+
+def _require_current(checkpoint: Checkpoint) -> None:
+    if not is_current(checkpoint):
+        raise CheckpointError(f"{checkpoint.path} was replaced while it was opened. Load it again.")
+
+
+def identify_candidates(target: Path, disk: FileSystem) -> object:
+    """Return the identities of all directories that may be the checkpoint of this name."""
+    manifest = disk.identify(target / NAME)
+    paths = [target] if manifest else [target, *list_siblings(target)]
+    return manifest, [(path, disk.identify(path)) for path in paths]
+
+
+def find_previous_checkpoint(path: Path) -> Checkpoint | None:
+    """Return the newest numbered checkpoint before this one."""
+    number = parse_number(checkpoint_name(path))
+    if number is None:
+        return None
+    earlier = [
+        each for each in list_numbered(path.parent)[0] if each.number is not None and each.number < number
+    ]
+    return earlier[-1] if earlier else None
+
+
+def list_numbered(folder: Path) -> tuple[list[Checkpoint], dict[int, CheckpointError]]:
+    """Return the complete checkpoints `checkpoint_N` of a directory, the newest last, and the errors of the others by number.
+
+    Those that another process removes meanwhile are left out.
+    """
+
+    def read() -> tuple[list[Checkpoint], dict[int, CheckpointError]]:
+        checkpoints, errors, removed, names = [], {}, -1, disk.list_names(folder)
+        for number, path in _list_numbered_paths(folder):
+            try:
+                checkpoints.append(find_checkpoint(path))
+                removed = -1
+            except CheckpointError as error:
+                if exists(path):
+                    errors[number] = error
+                else:
+                    removed = number
+        # If the newest was removed, there is a newer one now.
+        if removed >= 0 or (not checkpoints and disk.list_names(folder) != names):
+            raise CheckpointError(f"{folder} was changed while it was read. Try again.")
+        return checkpoints, errors
+
+    disk = FileSystem()
+    return retry_while_changing(read, lambda: disk.list_names(folder))
+
+
+def exists(path: Path) -> bool:
+    """Return whether a checkpoint, complete or not, or a directory beside it exists."""
+    beside = [sibling for sibling in list_siblings(path) if sibling != _removal_path(path)]
+    return FileSystem().identify(path) is not None or bool(beside)
+
+
+def next_number(folder: Path) -> int:
+    """Return a number greater than that of any `checkpoint_N`, complete or not."""
+    return 1 + max((number for number, _ in _list_numbered_paths(folder)), default=-1)
+
+
+def list_untracked_files(checkpoint: Checkpoint) -> list[Path]:
+    """Return the files in the directory of a checkpoint that are not part of it."""
+    tracked, untracked = {NAME, *checkpoint.manifest.files}, []
+    top = checkpoint.path if checkpoint.folder is None else Path()
+    with suppress(OSError):  # another process removes the checkpoint
+        for directory, folders, files, _ in os.fwalk(top, dir_fd=checkpoint.folder):
+            inside = Path(directory).relative_to(top)
+            links = [name for name in folders if (Path(directory) / name).is_symlink()]
+            untracked += [inside / name for name in (*files, *links)]
+    return sorted(checkpoint.path / path for path in untracked if path.as_posix() not in tracked)
+
+
+def _list_numbered_paths(folder: Path) -> list[tuple[int, Path]]:
+    """Return the numbers and paths `checkpoint_N` in their order, also of checkpoints that exist only beside the name."""
+    names = {name for name in FileSystem().list_names(folder) if (folder / name).is_dir()}
+    others = (match for name in names if (match := SIBLING.fullmatch(name)) and match[2] != "removing")
+    names |= {match[1] for match in others}
+    numbers = {name: parse_number(name) for name in names}
+    numbered = [(number, folder / name) for name, number in numbers.items() if number is not None]
+    return sorted(numbered, key=lambda entry: entry[0])
+
+
+def list_siblings(target: Path) -> list[Path]:
+    """Return the scratch directories that crashes may have left beside a checkpoint."""
+    matches = map(SIBLING.fullmatch, FileSystem().list_names(target.parent))
+    return [target.with_name(match[0]) for match in matches if match and match[1] == target.name]
+
+
+def list_complete_siblings(paths: list[Path]) -> list[Checkpoint]:
+    """Return the complete checkpoints among directories, the newest last."""
+    complete = []
+    for path in paths:
+        with suppress(CheckpointError):
+            if ".removing" not in path.name and not (path / UNFINISHED).exists():
+                complete.append(read_checkpoint(path))
+    # A replaced checkpoint is older than its replacement, whatever the clock shows.
+    return sorted(complete, key=lambda each: (not is_replaced(each.path), each.manifest.saved_at, each.path))
+
+
+def is_replaced(path: Path) -> bool:
+    """Return whether a sibling is a replaced checkpoint rather than an unfinished one."""
+    match = SIBLING.fullmatch(path.name)
+    if match is None or match[2] != "saving":
+        return True
+    try:
+        if (path / UNFINISHED).exists() or not any(path.iterdir()):
+            return False
+    except FileNotFoundError:  # another process has renamed or removed it
+        return False
+    try:
+        return read_manifest(path).save != match[3]
+    except CheckpointError:
+        return True
+
+
+_LOG = logging.getLogger("accel_runtime.checkpoint")
+# Containers that forbid unknown system calls may return EPERM.
+_CANNOT_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM}
+_CANNOT_MOVE = {errno.EBUSY, errno.EXDEV}
+_ATTEMPTS, _RETRY_S = 20, 0.002
+
+
+class TargetExistsError(CheckpointError):
+    """Another process has taken a name that was free."""
+
+
+def create_scratch(
+    target: Path, save: str, disk: FileSystem, *, new: bool = False
+) -> tuple[Path, int | None]:
+    """Return the directory to write into, and its lock; leftovers of crashes under this name are recovered first.
+
+    With `new`, raise `TargetExistsError` if the name is or was in use.
+    """
+    _check_target(target)
+    # Created so that it survives a loss of power.
+    missing = [path for path in (target.parent, *target.parent.parents) if not path.exists()]
+    disk.make(target.parent)
+    for path in reversed(missing):
+        disk.sync_directory(path.parent)
+    siblings = list_siblings(target)
+    with ExitStack() as stack:
+        for path in list(siblings):
+            if not stack.enter_context(_try_lock(path, disk)):
+                if not new and is_only_read(path, disk):
+                    siblings.remove(path)  # a replaced checkpoint; a later save removes it
+                    continue
+                error_type = TargetExistsError if new else CheckpointError
+                raise error_type(
+                    f"{target} is being written by another process (into {path}). Wait for it or choose another name."
+                )
+        if not new:
+            _recover_siblings(siblings, target, disk)
+    scratch = target.with_name(f".{target.name}.saving-{save}")
+    lock = _create_locked(scratch, disk)
+    if new:
+        try:
+            _check_alone(scratch, target)
+        except TargetExistsError:
+            discard_scratch(scratch, disk)
+            _release_lock(lock, disk)
+            raise
+    return scratch, lock
+
+
+def _create_locked(scratch: Path, disk: FileSystem) -> int | None:
+    """Create a directory and return the lock on it.
+
+    Until it is locked, another process may remove it as a leftover of a crash; then it is created again.
+    """
+    for attempt in range(_ATTEMPTS):
+        lock = None
+        try:
+            disk.make(scratch)
+            lock = disk.lock(scratch)
+            if lock is not None:
+                with add_path_to_error(scratch / UNFINISHED):
+                    disk.close(disk.create(scratch / UNFINISHED))
+                if os.path.samestat(os.fstat(lock), scratch.stat()):
+                    return lock
+        except OSError as error:
+            removed = isinstance(error, FileNotFoundError)
+            if not removed or attempt == _ATTEMPTS - 1:
+                discard_scratch(scratch, disk)
+                _release_lock(lock, disk)
+                raise
+        _release_lock(lock, disk)
+        time.sleep(_RETRY_S)
+    raise TargetExistsError(f"{scratch} cannot be locked: another process has locked it. Save again.")
+
+
+def _check_alone(scratch: Path, target: Path) -> None:
+    """Raise `TargetExistsError` if another process uses the name, after `scratch` has announced this one.
+
+    Of two processes that both check after announcing, at least one sees the other. Siblings are checked before
+    the name: a save that ends in between moves from the one to the other.
+    """
+    others = [path for path in list_siblings(target) if path not in {scratch, _removal_path(path)}]
+    if others or os.path.lexists(target):
+        raise TargetExistsError(f"{target} was just created by another process. Save again.")
+
+
+def commit_directory(scratch: Path, target: Path, disk: FileSystem) -> None:
+    """Publish `scratch` as the checkpoint `target`; untracked files of a replaced checkpoint are kept."""
+    for path in sorted((path for path in scratch.rglob("*") if path.is_dir()), reverse=True):
+        disk.sync_directory(path)
+    disk.remove(scratch / UNFINISHED)
+    disk.sync_directory(scratch)
+    _publish(scratch, target, disk)
+
+
+def discard_scratch(scratch: Path, disk: FileSystem) -> None:
+    """Remove an unfinished checkpoint as far as possible."""
+    with suppress(OSError):
+        # If a failed publication could not be undone, this may be the previous checkpoint.
+        if not is_replaced(scratch):
+            _remove_directory(scratch, disk)
+
+
+def remove_checkpoint(path: Path, disk: FileSystem) -> bool:
+    """Remove a checkpoint; return False if another process is reading it."""
+    with _try_lock(path, disk) as locked:
+        if not locked:
+            return False
+        try:
+            _remove_directory(path, disk)
+        except OSError:
+            # Another process may have removed it.
+            if os.path.lexists(path):
+                raise
+    return True
+
+
+def remove_leftovers(directory: Path, below: int, disk: FileSystem) -> None:
+    """Recover or remove leftovers of crashed saves with lower numbers."""
+    leftovers: dict[str, list[Path]] = {}
+    for path in directory.iterdir() if directory.is_dir() else ():
+        number = parse_number(checkpoint_name(path))
+        if number is not None and number < below and path.name.startswith("."):
+            leftovers.setdefault(checkpoint_name(path), []).append(path)
+    for name, paths in leftovers.items():
+        with ExitStack() as stack:
+            locked = [path for path in paths if stack.enter_context(_try_lock(path, disk))]
+            _recover_siblings(locked, directory / name, disk)
+
+
+def _check_target(target: Path) -> None:
+    """Raise `CheckpointError` if a checkpoint cannot have this path."""
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target} is a file: a checkpoint is a directory. Choose another name.")
+    if target.is_mount():
+        raise _mounted_error(target)
+    if target.exists() and target.samefile(Path.cwd()):
+        raise CheckpointError(
+            f"Cannot save to {target}: it is the current directory, and saving replaces the whole directory. "
+            f"Use a subdirectory such as {target / 'checkpoint'}."
+        )
+
+
+def _mounted_error(target: Path) -> CheckpointError:
+    return CheckpointError(
+        f"Cannot save to {target}: it is a mount point, and saving replaces the whole directory. "
+        f"Use a subdirectory such as {target / 'checkpoint'}."
+    )
+
+
+@contextmanager
+def _try_lock(path: Path, disk: FileSystem) -> Iterator[bool]:
+    """Lock a directory; yield False if another process has locked it."""
+    try:
+        lock = disk.lock(path)
+    except (FileNotFoundError, NotADirectoryError):
+        yield True
+        return
+    if lock is None:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        _release_lock(lock, disk)
+
+
+def is_only_read(path: Path, disk: FileSystem) -> bool:
+    """Return whether the processes that have locked a directory read it, and do not write it."""
+    try:
+        lock = disk.lock(path, shared=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    _release_lock(lock, disk)
+    return lock is not None
+
+
+def _release_lock(lock: int | None, disk: FileSystem) -> None:
+    """Release a lock without raising: the error of the save is the one to report, and the lock ends with the process."""
+    if lock is not None:
+        with suppress(OSError):
+            disk.unlock(lock)
+
+
+def _recover_siblings(siblings: list[Path], target: Path, disk: FileSystem) -> None:
+    """Recover or remove the leftovers of a checkpoint: a complete one is published."""
+    try:
+        if not (target / NAME).exists():
+            replaced = [path for path in siblings if path != _removal_path(path) and is_replaced(path)]
+            # The newest complete one, else the replaced one.
+            if complete := list_complete_siblings(siblings):
+                _publish(complete[-1].path, target, disk)
+            elif replaced and not target.exists():
+                _publish(replaced[-1], target, disk)
+        for path in siblings:
+            if path.exists():
+                _remove_replaced(path, target, disk)
+    except OSError as error:
+        _LOG.warning("leftovers of %s could not be removed: %s", target, error)
+
+
+def _publish(new: Path, target: Path, disk: FileSystem) -> None:
+    """Publish a complete checkpoint and remove the one it replaces, except for untracked files."""
+    try:
+        old, undo = _replace(new, target, disk)
+    except OSError as error:
+        if error.errno in _CANNOT_MOVE:
+            raise _mounted_error(target) from error
+        raise
+    try:
+        disk.sync_directory(target.parent)
+    except OSError:
+        with suppress(OSError):
+            undo()
+        raise
+    try:
+        if old is not None:
+            with _try_lock(old, disk) as locked:
+                if locked:  # else another process is reading it, and a later save removes it
+                    _remove_replaced(old, target, disk)
+    except OSError as error:
+        _LOG.warning("the previous checkpoint %s could not be removed from %s: %s", target, old, error)
+
+
+def _replace(new: Path, target: Path, disk: FileSystem) -> tuple[Path | None, Callable[[], None]]:
+    """Rename a directory over another one; return the new path of the other, and a function that undoes it."""
+    try:
+        disk.rename(new, target)
+    except OSError as error:
+        if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
+            raise
+    else:
+        return None, lambda: disk.rename(target, new)
+    try:
+        disk.exchange(new, target)
+    except OSError as error:
+        if error.errno not in _CANNOT_EXCHANGE:
+            raise
+    else:
+        return new, lambda: disk.exchange(new, target)
+    # For a moment neither has the name: `find_checkpoint` searches siblings too.
+    old = target.with_name(new.name.replace(".saving-", ".replaced-"))
+    disk.rename(target, old)
+    try:
+        disk.rename(new, target)
+    except OSError:
+        with suppress(OSError):
+            disk.rename(old, target)
+        raise
+
+    def undo() -> None:
+        disk.rename(target, new)
+        disk.rename(old, target)
+
+    return old, undo
+
+
+def _remove_replaced(leftover: Path, target: Path, disk: FileSystem) -> None:
+    """Move the untracked files of a replaced checkpoint to the new one, and remove the rest."""
+    if leftover != _removal_path(leftover) and is_replaced(leftover):
+        _move_untracked_files(leftover, target, disk)
+    _remove_directory(leftover, disk)
+
+
+def _remove_directory(path: Path, disk: FileSystem) -> None:
+    """Remove a directory, renamed first, so that readers never see a partial checkpoint."""
+    removing = _removal_path(path)
+    if path != removing:
+        disk.remove_tree(removing)
+        disk.rename(path, removing)
+    disk.remove_tree(removing)
+
+
+def _removal_path(path: Path) -> Path:
+    return path.with_name(f".{checkpoint_name(path)}.removing")
+
+
+def _move_untracked_files(leftover: Path, target: Path, disk: FileSystem) -> None:
+    tracked = {NAME, UNFINISHED}
+    with suppress(CheckpointError):
+        tracked |= read_manifest(leftover).files.keys()
+    tracked_directories = {os.fspath(parent) for name in tracked for parent in Path(name).parents}
+
+    def move(directory: Path) -> None:
+        for path in sorted(directory.iterdir()):
+            name, destination = path.relative_to(leftover), target / path.relative_to(leftover)
+            is_folder = path.is_dir() and not path.is_symlink()
+            if is_folder and (os.fspath(name) in tracked_directories or destination.exists()):
+                move(path)
+            elif os.fspath(name) not in tracked and not os.path.lexists(destination):
+                disk.make(destination.parent)
+                disk.rename(path, destination)
+
+    move(leftover)

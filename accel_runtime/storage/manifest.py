@@ -1,0 +1,555 @@
+"""Checkpoints on disk: manifests of items, tensors, files and checksums, and their verification. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import stat
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from io import FileIO
+from itertools import pairwise, product
+from pathlib import Path
+from typing import IO, Annotated, Any
+
+import xxhash
+
+from accel_runtime.storage.errors import CheckpointError
+from accel_runtime.storage.file_system import FileSystem
+from accel_runtime.storage.schema import (
+    ITEM_BYTES,
+    MAX_BYTES,
+    Checksum,
+    Count,
+    FieldError,
+    Rule,
+    Shape,
+    Word,
+    describe,
+    is_inside,
+    parse_strict_json,
+    read_regular_file,
+    read_value,
+    shorten,
+)
+from accel_runtime.storage.state_tree import list_tensor_names
+
+__all__ = [
+    "NAME",
+    "SIBLING",
+    "UNFINISHED",
+    "Checkpoint",
+    "Chunk",
+    "FileEntry",
+    "Manifest",
+    "TensorEntry",
+    "checkpoint_name",
+    "hash_bytes",
+    "hash_file",
+    "item_of_tensor",
+    "open_folder",
+    "parse_number",
+    "rank_tensor_name",
+    "read_checkpoint",
+    "read_manifest",
+    "read_open_checkpoint",
+]
+
+NAME = "checkpoint.json"
+"""File name of the manifest."""
+UNFINISHED = ".unfinished"
+"""File that marks a directory as incomplete."""
+FORMAT = 1
+"""Version of the frame around the sections: a JSON object after its checksum."""
+SECTIONS = {
+    "layout": 1,  # `tensors` and `files`
+    "values": 1,  # how the states of items are packed into JSON
+    "model": 1,  # the state of an item of this kind, and so on
+    "optimizer": 1,
+    "scheduler": 1,
+    "loader": 1,
+    "registered": 1,
+    "scaler": 1,
+    "window": 1,
+    "replicas": 1,
+    "counters": 1,
+    "random": 1,
+}
+"""Version of each section.
+
+A version is increased if an older reader would misread the section; fields that it may ignore need no new version. This
+version of accel reads all versions up to these.
+"""
+_NUMBERED = re.compile(r"checkpoint_(\d+)")
+SIBLING = re.compile(r"\.(.+)\.(saving|replaced|removing)(?:-([0-9a-f]+))?")
+"""Names of directories on the way to or from a checkpoint's name: the name, the state, and the save."""
+_TEXT = re.compile(r'\{"checksum":"([0-9a-f]{16})",\n"checkpoint":(\{.*\})\}\n', re.DOTALL)
+
+
+_FileName = Annotated[
+    str,
+    Rule(
+        "the name of a file inside a checkpoint",
+        lambda name: is_inside(name) and name not in {NAME, UNFINISHED},
+    ),
+]
+_TensorName = Annotated[
+    str,
+    Rule(
+        "the name of a tensor", lambda name: "/" in name and bool(re.fullmatch(r"(?s)[^#]+(#\d{1,7})?", name))
+    ),
+]
+_Dtype = Annotated[
+    str, Rule("the name of a dtype", lambda name: bool(re.fullmatch(r"[a-z][a-z0-9_]{0,40}", name)))
+]
+_Time = Annotated[
+    str,
+    Rule(
+        "a time such as 2026-11-21T15:00:00Z",
+        lambda text: bool(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", text, re.ASCII)),
+    ),
+]
+_HeaderChecksum = Annotated[
+    str, Rule("16 hexadecimal digits", lambda text: bool(re.fullmatch("([0-9a-f]{16})?", text)))
+]
+_WorldSize = Annotated[int, Rule("from 1 to 2**20", lambda size: 1 <= size <= 1 << 20)]
+_MAX_SPLIT = 6
+"""Dimensions along which the chunks of a tensor may be split; a mesh of processes has fewer."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A contiguous part of a file with a part of a tensor."""
+
+    file: str
+    """Relative to the checkpoint."""
+    start: Count
+    """Offset in the file, in bytes."""
+    bytes: Count
+    """Length; elements are in row-major order, little endian."""
+    checksum: Checksum
+    """Checksum of these bytes; see `hash_bytes`."""
+    offsets: Shape
+    """Offset in the tensor, by dimension."""
+    sizes: Shape
+    """Size, by dimension."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor; each element is in exactly one chunk."""
+
+    dtype: _Dtype
+    """Name of the torch dtype, such as `float32`."""
+    shape: Shape
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Size of all chunks."""
+        return sum(chunk.bytes for chunk in self.chunks)
+
+    def check(self) -> None:
+        """Raise `FieldError` if a chunk does not fit dtype and shape, or the chunks do not cover the tensor exactly."""
+        itemsize = ITEM_BYTES.get(self.dtype)
+        for index, chunk in enumerate(self.chunks):
+            dimensions = len(chunk.offsets), len(chunk.sizes)
+            inside = dimensions == (len(self.shape),) * 2 and all(
+                start + size <= end
+                for start, size, end in zip(chunk.offsets, chunk.sizes, self.shape, strict=True)
+            )
+            if not inside:
+                raise FieldError(f"is not inside the shape {describe_shape(self.shape)}", ("chunks", index))
+            count = math.prod(chunk.sizes)
+            if itemsize is None and count:  # a dtype of a newer torch
+                itemsize = chunk.bytes // count
+            if chunk.bytes != count * (itemsize or 0):
+                raise FieldError(
+                    f"is {self.dtype} of shape {describe_shape(chunk.sizes)}, and has {chunk.bytes} bytes",
+                    ("chunks", index),
+                )
+        if not _is_covered(self.shape, [(chunk.offsets, chunk.sizes) for chunk in self.chunks]):
+            raise FieldError("do not cover the tensor exactly once", ("chunks",))
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file of a checkpoint."""
+
+    bytes: Count
+    checksum: Checksum
+    """Checksum of the file; see `hash_bytes`."""
+    header: Count = 0
+    """Bytes before the first chunk of a data file."""
+    header_checksum: _HeaderChecksum = ""
+    """Checksum of the header."""
+
+    def check(self) -> None:
+        """Raise `FieldError` if the header is larger than the file."""
+        if self.header > self.bytes:
+            raise FieldError(f"is {self.header}, and the file has {self.bytes} bytes", ("header",))
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Contents of a checkpoint.
+
+    Tensors are named `item/path`; a tensor that is specific to rank 2 is named `item/path#2`.
+    """
+
+    save: Word
+    """Unique name of the save, also in the header of every data file."""
+    saved_at: _Time
+    """Time in UTC: `2026-11-21T15:00:00Z`."""
+    world_size: _WorldSize
+    """Number of processes that wrote the checkpoint."""
+    step: Count
+    """Number of optimizer steps before the save."""
+    versions: Mapping[str, Word]
+    """Versions of accel and torch."""
+    values: Mapping[str, Any]
+    """Serialized state of each item that is equal on all ranks."""
+    values_by_rank: Mapping[str, list[Any]] = field(
+        default_factory=dict, metadata={"key": "own", "required": True}
+    )
+    """Serialized states of each other item, one for each rank."""
+    tensors: Mapping[_TensorName, TensorEntry] = field(default_factory=dict, metadata={"required": True})
+    files: Mapping[_FileName, FileEntry] = field(default_factory=dict, metadata={"required": True})
+    """All files except the manifest, including those of hooks."""
+    class_names: Mapping[str, Word] = field(default_factory=dict, metadata={"key": "about"})
+    """Class name of each item that restores an object of the script."""
+    run: Mapping[str, Word] = field(default_factory=dict)
+    """Identity of the run: `launch`, `slurm_job`."""
+
+    @property
+    def items(self) -> list[str]:
+        """Names of all items."""
+        return sorted({*self.values, *self.values_by_rank})
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files except the manifest."""
+        return sum(file.bytes for file in self.files.values())
+
+    def tensors_of(self, item: str) -> Sequence[str]:
+        """Return the names of the tensors of an item."""
+        return self._names_by_item.get(item, ())
+
+    @cached_property
+    def _names_by_item(self) -> Mapping[str, list[str]]:
+        names: dict[str, list[str]] = {}
+        for name in self.tensors:
+            names.setdefault(item_of_tensor(name), []).append(name)
+        return names
+
+    def check(self) -> None:
+        """Raise `FieldError` if chunks are not inside their files, or states refer to tensors that are missing."""
+        self._check_chunks()
+        for item, states in self.values_by_rank.items():
+            if item in self.values:
+                raise FieldError("is in 'values' too", ("own", item))
+            if len(states) != self.world_size:
+                raise FieldError(
+                    f"has {len(states)} states, and {self.world_size} processes wrote the checkpoint",
+                    ("own", item),
+                )
+        ranks = self._list_tensor_ranks()
+        for item, state in self.values.items():
+            self._check_state(
+                state, item, ("values", item), lambda shared: len(ranks.get(shared, ())) == self.world_size
+            )
+        for item, states in self.values_by_rank.items():
+            for number, state in enumerate(states):
+
+                def has_rank(shared: str, number: int = number) -> bool:
+                    return number in ranks.get(shared, ())
+
+                self._check_state(state, item, ("own", item, number), has_rank)
+
+    def _list_tensor_ranks(self) -> Mapping[str, set[int]]:
+        """Return the ranks of each rank-specific tensor; raise `FieldError` for a rank that there was not."""
+        ranks: dict[str, set[int]] = {}
+        for name in self.tensors:
+            shared, _, rank = name.partition("#")
+            if rank:
+                ranks.setdefault(shared, set()).add(int(rank))
+                if int(rank) >= self.world_size:
+                    raise FieldError(
+                        f"is of rank {rank}, and {self.world_size} processes wrote the checkpoint",
+                        ("tensors", name),
+                    )
+        return ranks
+
+    def _check_chunks(self) -> None:
+        """Raise `FieldError` if chunks are not inside the data of their files, or overlap."""
+        ranges: dict[str, list[tuple[int, int, str]]] = {}
+        for name, entry in self.tensors.items():
+            for index, chunk in enumerate(entry.chunks):
+                place = ("tensors", name, "chunks", index)
+                if chunk.file not in self.files:
+                    raise FieldError(
+                        f"is {describe(chunk.file)}, and should be a file of the checkpoint", (*place, "file")
+                    )
+                file, end = self.files[chunk.file], chunk.start + chunk.bytes
+                if not file.header <= chunk.start <= end <= file.bytes:
+                    raise FieldError(
+                        f"is from {chunk.start} to {end}, and the data of its file from {file.header} to {file.bytes}",
+                        place,
+                    )
+                if chunk.bytes:
+                    ranges.setdefault(chunk.file, []).append((chunk.start, end, name))
+        for file_name, parts in ranges.items():
+            for (_, end, first), (start, _, second) in pairwise(sorted(parts)):
+                if start < end:
+                    raise FieldError(
+                        f"has {describe(first)} and {describe(second)} in the same bytes",
+                        ("files", file_name),
+                    )
+
+    def _check_state(
+        self, state: Any, item: str, place: tuple[str | int, ...], has_ranks: Callable[[str], bool]
+    ) -> None:
+        """Raise `FieldError` if a state is not valid, or a rank does not have a tensor of it."""
+        try:
+            names = list_tensor_names(state)
+        except FieldError as error:
+            raise error.inside(*place) from None
+        for name in names:
+            if item_of_tensor(name) != item or not (name in self.tensors or has_ranks(name)):
+                raise FieldError(f"refers to {describe(name)}, which is not a tensor of it", place)
+
+    def parts(self, items: Iterable[str]) -> Iterator[tuple[str, Chunk]]:
+        """Yield the chunks to verify for these items and for the files of hooks, by the names of their tensors.
+
+        Headers and files of hooks are yielded as chunks too.
+        """
+        items = set(items)
+        data_files = {chunk.file for entry in self.tensors.values() for chunk in entry.chunks}
+        files = self.files.keys() - data_files
+        for name, entry in self.tensors.items():
+            if item_of_tensor(name) in items:
+                files |= {chunk.file for chunk in entry.chunks}
+                yield from ((name, chunk) for chunk in entry.chunks)
+        for name in sorted(files):
+            file = self.files[name]
+            if name in data_files:
+                yield "its header", Chunk(name, 0, file.header, file.header_checksum, (), ())
+            else:
+                yield "the file", Chunk(name, 0, file.bytes, file.checksum, (), ())
+
+    def text(self) -> str:
+        """Return the text of the manifest file, which begins with its own checksum."""
+        keys = {each.name: each.metadata.get("key", each.name) for each in fields(self)}
+        stored = {keys[name]: value for name, value in asdict(self).items()}
+        body = json.dumps({"format": FORMAT, "sections": SECTIONS} | stored, separators=(",", ":"))
+        if len(body) > MAX_BYTES:
+            raise CheckpointError(
+                f"Cannot save: the values that are not tensors have {len(body)} bytes, and a checkpoint can have {MAX_BYTES}. "
+                "Convert large lists to tensors."
+            )
+        return f'{{"checksum":"{hash_bytes(body.encode())}",\n"checkpoint":{body}}}\n'
+
+    @classmethod
+    def parse(cls, text: str, path: Path) -> Manifest:
+        """Parse the text of the manifest file `path`; raise `CheckpointError` if it is damaged or too new."""
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise CheckpointError(f"{path} is damaged: it is not a checkpoint manifest")
+        expected, checksum = match[1], hash_bytes(match[2].encode(errors="replace"))
+        if checksum != expected:
+            raise CheckpointError(f"{path} is damaged: its checksum is {checksum} and should be {expected}")
+        try:
+            body = parse_strict_json(match[2])
+            number, sections = body.get("format"), body.get("sections", {})
+        except ValueError as error:
+            raise CheckpointError(f"{path} is damaged: {error}") from error
+        if type(number) is not int or number != FORMAT:
+            raise CheckpointError(
+                f"{path} has format {describe(number)}, and this version of accel reads format {FORMAT}: "
+                f"it was written by accel {_read_version(body)}"
+            )
+        _check_sections(sections, body, path)
+        try:
+            manifest: Manifest = read_value(cls, body)
+        except FieldError as error:
+            raise CheckpointError(f"{path} cannot be used: {error}") from error
+        return manifest
+
+
+def hash_bytes(data: bytes | memoryview) -> str:
+    """Return the 64-bit XXH3 of data as 16 hexadecimal digits, like `xxhsum -H3`; it detects accidents, not forgery."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def hash_file(file: IO[bytes]) -> str:
+    """Return the checksum of an open file, read from its offset to the end."""
+    checksum = xxhash.xxh3_64()
+    while block := file.read(1 << 22):
+        checksum.update(block)
+    return checksum.hexdigest()
+
+
+def item_of_tensor(tensor: str) -> str:
+    """Return the item that a tensor belongs to."""
+    return tensor.split("/", 1)[0]
+
+
+def rank_tensor_name(tensor: str, rank: int) -> str:
+    """Return the name of a tensor that differs from rank to rank."""
+    return f"{tensor}#{rank}"
+
+
+def describe_shape(sizes: Sequence[int]) -> str:
+    """Return a shape for a message."""
+    return shorten(str(list(sizes)))
+
+
+def _check_sections(sections: Any, body: dict[str, Any], path: Path) -> None:
+    """Raise `CheckpointError` if only a newer accel can read a section."""
+    if not isinstance(sections, dict):
+        raise CheckpointError(
+            f"{path} cannot be used: sections is {describe(sections)}, and should be an object"
+        )
+    for name, version in sections.items():
+        if name in SECTIONS and (type(version) is not int or not 1 <= version <= SECTIONS[name]):
+            raise CheckpointError(
+                f"{path} has version {describe(version)} of {name}, and this version of accel reads versions up to "
+                f"{SECTIONS[name]}: it was written by accel {_read_version(body)}. Install that version to load it."
+            )
+
+
+def _read_version(body: dict[str, Any]) -> str:
+    versions = body.get("versions")
+    return shorten(str(versions.get("accel"))) if isinstance(versions, dict) else "of another version"
+
+
+def _is_covered(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Return whether every element is in exactly one box; all boxes are inside the shape.
+
+    The mixed difference of the number of boxes over an element is zero except at their corners, where it is 1 or -1.
+    Boxes cover a tensor exactly once if these differences add up to those of the tensor, so that the time is linear.
+    """
+    filled = [box for box in boxes if math.prod(box[1])]
+    split = [
+        dimension
+        for dimension, size in enumerate(shape)
+        if any(sizes[dimension] != size for _, sizes in filled)
+    ]
+    if len(split) > _MAX_SPLIT:
+        raise FieldError(f"are split along {len(split)} dimensions, more than {_MAX_SPLIT}", ("chunks",))
+    corners: Counter[tuple[int, ...]] = Counter()
+
+    def add(offsets: Sequence[int], sizes: Sequence[int], sign: int) -> None:
+        edges = [((offsets[each], 1), (offsets[each] + sizes[each], -1)) for each in split]
+        for corner in product(*edges):
+            corners[tuple(position for position, _ in corner)] += sign * math.prod(
+                factor for _, factor in corner
+            )
+
+    for offsets, sizes in filled:
+        add(offsets, sizes, 1)
+    if math.prod(shape):
+        add((0,) * len(shape), shape, -1)
+    return not any(corners.values())
+
+
+@dataclass(frozen=True, repr=False)
+class Checkpoint:
+    """A checkpoint on disk."""
+
+    path: Path
+    manifest: Manifest
+    folder: int | None = field(default=None, compare=False)
+    """Descriptor of the directory while it is open, see `open_checkpoint`: files are read relative to it, so that a
+    checkpoint that is renamed or replaced meanwhile is not mixed with another one."""
+
+    def open(self, name: str) -> FileIO:
+        """Open a file of the checkpoint for reading."""
+        return FileIO(FileSystem().open_file(self.path / name, self.folder, name), "rb")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.path)!r}, step={self.manifest.step})"
+
+    @property
+    def number(self) -> int | None:
+        """N of `checkpoint_N`; None for other names."""
+        return parse_number(checkpoint_name(self.path))
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Return the checkpoint in a directory; raise `CheckpointError` if its manifest or the size of a file is wrong."""
+    with _open_folder(path) as folder:
+        return replace(read_open_checkpoint(path, folder), folder=None)
+
+
+def read_open_checkpoint(path: Path, folder: int) -> Checkpoint:
+    """Return the checkpoint in an open directory; `path` is its name in errors, which are those of `read_checkpoint`."""
+    manifest, disk = _read_open_manifest(path, folder), FileSystem()
+    for name, file in manifest.files.items():
+        try:
+            status = disk.read_status(path / name, folder, name)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path / name} is missing from the checkpoint: {error.strerror}"
+            ) from error
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{path / name} is damaged: it is not a regular file")
+        if status.st_size != file.bytes:
+            raise CheckpointError(
+                f"{path / name} is damaged: it has {status.st_size} bytes and should have {file.bytes}"
+            )
+    return Checkpoint(path, manifest, folder)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Return the manifest in a directory; other files are not checked."""
+    with _open_folder(path) as folder:
+        return _read_open_manifest(path, folder)
+
+
+@contextmanager
+def _open_folder(path: Path) -> Iterator[int]:
+    disk = FileSystem()
+    folder = open_folder(path, disk)
+    try:
+        yield folder
+    finally:
+        disk.close(folder)
+
+
+def open_folder(path: Path, disk: FileSystem) -> int:
+    """Open the directory of a checkpoint; raise `CheckpointError` if it does not exist or cannot be read."""
+    try:
+        return disk.open_folder(path)
+    except (FileNotFoundError, NotADirectoryError):
+        reason = "it is a file, and a checkpoint is a directory" if path.exists() else "it does not exist"
+        raise CheckpointError(f"{path} is not a checkpoint: {reason}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _read_open_manifest(path: Path, folder: int) -> Manifest:
+    name = path / NAME
+    try:
+        text = read_regular_file(FileSystem().open_file(name, folder, NAME), name)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is not a checkpoint: it has no {NAME}") from None
+    except OSError as error:
+        raise CheckpointError(f"{name} cannot be read: {error.strerror}") from error
+    return Manifest.parse(text, name)
+
+
+def checkpoint_name(path: Path) -> str:
+    """Return the name of a checkpoint, also for a scratch directory of it."""
+    match = SIBLING.fullmatch(path.name)
+    return match[1] if match else path.name
+
+
+def parse_number(name: str) -> int | None:
+    """Return N of `checkpoint_N`; None for other names."""
+    match = _NUMBERED.fullmatch(name)
+    return int(match[1]) if match else None

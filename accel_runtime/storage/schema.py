@@ -1,0 +1,303 @@
+"""Check JSON of files against declared dataclasses, one checker for all of them. Imports no torch.
+
+A record is a frozen dataclass. The annotation of a field is its type, or a name of the module for a type with `Rule`s as
+metadata of `Annotated`; relations between fields are in the method `check`. Unknown fields are ignored, since a newer
+version may have added them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from pathlib import Path, PurePosixPath
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+from accel_runtime.storage.errors import CheckpointError
+
+__all__ = [
+    "ITEM_BYTES",
+    "MAX_BYTES",
+    "Checksum",
+    "Count",
+    "FieldError",
+    "Rule",
+    "Shape",
+    "Word",
+    "describe",
+    "is_inside",
+    "parse_strict_json",
+    "read_regular_file",
+    "read_value",
+    "select_reader",
+    "shorten",
+]
+
+_MAX_SHOWN = 60
+"""Characters of a wrong value in a message."""
+_MAX_COUNT = 2**63 - 1
+_MAX_DIMENSIONS = 64
+"""Largest number of dimensions of a torch tensor."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A condition on a value; `expected` completes "should be"."""
+
+    expected: str
+    holds: Callable[[Any], bool]
+
+
+class FieldError(ValueError):
+    """A field is missing or wrong."""
+
+    def __init__(self, problem: str, place: tuple[str | int, ...] = ()) -> None:
+        super().__init__(problem)
+        self._problem, self._place = problem, place
+
+    def inside(self, *keys: str | int) -> FieldError:
+        """Return the error with the keys that lead to its place."""
+        return FieldError(self._problem, (*keys, *self._place))
+
+    def __str__(self) -> str:
+        first, *others = self._place or ("",)
+        return (
+            f"{shorten(str(first))}{''.join(f'[{describe(key)}]' for key in others)} {self._problem}".strip()
+        )
+
+
+Count = Annotated[int, Rule("from 0 to 2**63 - 1", lambda number: 0 <= number <= _MAX_COUNT)]
+Shape = Annotated[
+    tuple[Count, ...],
+    Rule(f"at most {_MAX_DIMENSIONS} long", lambda sizes: len(sizes) <= _MAX_DIMENSIONS),
+]
+Checksum = Annotated[
+    str,
+    Rule("16 hexadecimal digits", lambda text: bool(re.fullmatch("[0-9a-f]{16}", text))),
+]
+Word = Annotated[str, Rule("at most 1000 characters long", lambda text: len(text) <= 1000)]  # noqa: PLR2004
+
+
+def read_value(kind: Any, value: Any) -> Any:
+    """Return JSON as a value of a type; raise `FieldError` if a field is missing or wrong."""
+    return select_reader(kind)(value)
+
+
+@cache
+def select_reader(kind: Any) -> Callable[[Any], Any]:
+    """Return the function that reads JSON as this type."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _build_rule_reader(select_reader(arguments[0]), arguments[1:])
+    if origin in {tuple, list}:
+        return _build_list_reader(origin, select_reader(arguments[0]))
+    if origin is Mapping:
+        return _build_mapping_reader(*map(select_reader, arguments))
+    if origin in {Union, UnionType}:
+        present = [select_reader(each) for each in arguments if each is not type(None)]
+        return _build_union_reader(present, optional=type(None) in arguments)
+    return _build_record_reader(kind) if is_dataclass(kind) else _build_type_reader(kind)
+
+
+def _build_type_reader(kind: Any) -> Callable[[Any], Any]:
+    expected = {int: "an integer", str: "text", bool: "true or false", Any: ""}[kind]
+
+    def read(value: Any) -> Any:
+        if expected and type(value) is not kind:  # True is no number
+            raise _build_error(value, expected)
+        return value
+
+    return read
+
+
+def _build_rule_reader(read_base: Callable[[Any], Any], rules: Sequence[Rule]) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        result = read_base(value)
+        for rule in rules:
+            if not rule.holds(result):
+                raise _build_error(value, rule.expected)
+        return result
+
+    return read
+
+
+def _build_union_reader(readers: Sequence[Callable[[Any], Any]], *, optional: bool) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if value is None and optional:
+            return None
+        for reader in readers[:-1]:
+            with suppress(FieldError):
+                return reader(value)
+        return readers[-1](value)
+
+    return read
+
+
+def _build_list_reader(kind: type, read_item: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if type(value) is not list:
+            raise _build_error(value, "a list")
+        items = []
+        for index, item in enumerate(value):
+            try:
+                items.append(read_item(item))
+            except FieldError as error:
+                raise error.inside(index) from None
+        return kind(items)
+
+    return read
+
+
+def _build_mapping_reader(
+    read_key: Callable[[Any], Any], read_item: Callable[[Any], Any]
+) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if type(value) is not dict:
+            raise _build_error(value, "an object")
+        items = {}
+        for key, item in value.items():
+            try:
+                items[read_key(key)] = read_item(item)
+            except FieldError as error:
+                raise error.inside(key) from None
+        return items
+
+    return read
+
+
+def _build_record_reader(kind: Any) -> Callable[[Any], Any]:
+    hints = get_type_hints(kind, include_extras=True)
+    readers = [
+        (each.name, each.metadata.get("key", each.name), _is_required(each), select_reader(hints[each.name]))
+        for each in fields(kind)
+    ]
+    check = getattr(kind, "check", lambda _: None)
+
+    def read(value: Any) -> Any:
+        if type(value) is not dict:
+            raise _build_error(value, "an object")
+        items = {}
+        for name, key, required, read_item in readers:
+            if key in value:
+                try:
+                    items[name] = read_item(value[key])
+                except FieldError as error:
+                    raise error.inside(key) from None
+            elif required:
+                raise FieldError("is missing", (key,))
+        record = kind(**items)
+        check(record)
+        return record
+
+    return read
+
+
+def _is_required(each: Any) -> bool:
+    has_default = each.default is not MISSING or each.default_factory is not MISSING
+    return bool(each.metadata.get("required", not has_default))
+
+
+def _build_error(value: Any, expected: str) -> FieldError:
+    return FieldError(f"is {describe(value)}, and should be {expected}")
+
+
+def describe(value: Any) -> str:
+    """Return a wrong value for a message, in at most one line."""
+    if isinstance(value, (dict, list, tuple)):
+        return "an object" if isinstance(value, dict) else "a list"
+    if isinstance(value, str):
+        return repr(shorten(value))
+    return shorten(json.dumps(value)) if value is None or isinstance(value, bool) else shorten(repr(value))
+
+
+def shorten(text: str) -> str:
+    """Return the beginning of a text for a message."""
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+# JSON ------------------------------------------------------------------------------------
+
+MAX_BYTES = 1 << 29
+"""Largest file of JSON: a manifest of about three million chunks."""
+
+
+def read_regular_file(opened: int, path: Path) -> str:
+    """Return the text of an open file of JSON, and close it; raise `CheckpointError` if it is not regular, large or not text."""
+    with os.fdopen(opened, "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{path} is damaged: it is not a regular file")
+        if status.st_size > MAX_BYTES:
+            raise CheckpointError(
+                f"{path} is damaged: it has {status.st_size} bytes, and can have {MAX_BYTES}"
+            )
+        try:
+            # Not more: memory is reserved for what is asked for.
+            return file.read(status.st_size).decode()
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{path} is damaged: it is not text") from error
+
+
+def parse_strict_json(text: str | bytes) -> Any:
+    """Return JSON; raise `ValueError` for a repeated key, a number that is not finite, and deep nesting."""
+    try:
+        return json.loads(
+            text, object_pairs_hook=_build_object, parse_constant=_parse_float, parse_float=_parse_float
+        )
+    except (RecursionError, MemoryError):
+        raise ValueError("it is nested too deep or too large") from None
+
+
+def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    built = dict(pairs)
+    if len(built) < len(pairs):
+        repeated, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the key {describe(repeated)} is repeated")
+    return built
+
+
+def _parse_float(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{shorten(text)} is not a finite number")
+    return number
+
+
+# Names and numbers -----------------------------------------------------------------------
+
+ITEM_BYTES: Mapping[str, int] = {
+    **dict.fromkeys(("bool", "uint8", "int8"), 1),
+    **dict.fromkeys(("uint16", "int16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("uint32", "int32", "float32", "complex32"), 4),
+    **dict.fromkeys(("uint64", "int64", "float64", "complex64"), 8),
+    "complex128": 16,
+    **dict.fromkeys(
+        ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 1
+    ),
+}
+"""Bytes of an element, by the name of the torch dtype; a newer torch may have others."""
+
+
+def is_inside(name: str) -> bool:
+    """Return whether a name is the relative path of a file inside a directory."""
+    path = PurePosixPath(name)
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:  # half a character
+        return False
+    return (
+        bool(name)
+        and "\0" not in name
+        and path.as_posix() == name
+        and name != "."
+        and not path.is_absolute()
+        and ".." not in path.parts
+    )

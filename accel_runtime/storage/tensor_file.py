@@ -1,0 +1,519 @@
+"""Write safetensors files, and merge the tensors of a checkpoint into them, streamed and verified in bounded memory.
+
+Imports torch only to convert numbers.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from io import FileIO
+from itertools import product, repeat
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import xxhash
+
+from accel_runtime.environment.settings import format_size
+from accel_runtime.storage.errors import CheckpointError, RequestError
+from accel_runtime.storage.file_system import (
+    FileSystem,
+    add_path_to_error,
+    open_atomically,
+    write_text,
+)
+from accel_runtime.storage.manifest import (
+    NAME,
+    Checkpoint,
+    Chunk,
+    FileEntry,
+    TensorEntry,
+    hash_bytes,
+    rank_tensor_name,
+)
+from accel_runtime.storage.state_tree import KEY, get_children
+from accel_runtime.storage.verification import BLOCK, Progress, read_blocks
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "NUMBER_FORMATS",
+    "MergeRequest",
+    "TensorPart",
+    "copy_to_host",
+    "iterate_runs",
+    "list_item_contents",
+    "merge_tensors",
+    "shard_file_name",
+    "tensor_bytes",
+    "write_index",
+    "write_safetensors",
+]
+
+
+class NumberFormat(NamedTuple):
+    """Number format of safetensors."""
+
+    code: str
+    size: int
+    """Bytes of an element."""
+
+
+NUMBER_FORMATS = {
+    "float64": NumberFormat("F64", 8),
+    "float32": NumberFormat("F32", 4),
+    "float16": NumberFormat("F16", 2),
+    "bfloat16": NumberFormat("BF16", 2),
+    "float8_e4m3fn": NumberFormat("F8_E4M3", 1),
+    "float8_e5m2": NumberFormat("F8_E5M2", 1),
+    "int64": NumberFormat("I64", 8),
+    "int32": NumberFormat("I32", 4),
+    "int16": NumberFormat("I16", 2),
+    "int8": NumberFormat("I8", 1),
+    "uint64": NumberFormat("U64", 8),
+    "uint32": NumberFormat("U32", 4),
+    "uint16": NumberFormat("U16", 2),
+    "uint8": NumberFormat("U8", 1),
+    "bool": NumberFormat("BOOL", 1),
+    "complex64": NumberFormat("C64", 8),
+}
+"""Formats that safetensors supports, by the name of the torch dtype."""
+
+
+def iterate_runs(
+    shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], itemsize: int
+) -> Iterator[tuple[int, int]]:
+    """Yield offset and length, in bytes, of the contiguous parts of a box in a row-major tensor."""
+    # The last dimensions that are complete, and the one before them, are contiguous.
+    outer = len(shape)
+    while outer and sizes[outer - 1] == shape[outer - 1]:
+        outer -= 1
+    outer = max(0, outer - 1)
+    strides = [math.prod(shape[dimension + 1 :]) * itemsize for dimension in range(len(shape))]
+    first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    length = math.prod(sizes[outer:]) * itemsize
+    for index in product(*map(range, sizes[:outer])):
+        yield first + sum(position * stride for position, stride in zip(index, strides, strict=False)), length
+
+
+def shard_file_name(stem: str, number: int, count: int, suffix: str = ".safetensors") -> str:
+    """Return the name of a shard, counted from 1: `model.safetensors` or `model-00001-of-00003.safetensors`."""
+    return f"{stem}{suffix}" if count == 1 else f"{stem}-{number:05}-of-{count:05}{suffix}"
+
+
+_SLICE = 1 << 22
+"""Bytes that are hashed and written at a time, while they are in the cache."""
+_WRITEBACK = 1 << 23
+"""Bytes after which the system is asked to write them to the disk, while the next ones are hashed."""
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """A tensor, or a part of one, to be written into a file."""
+
+    name: str
+    """Name in the file."""
+    dtype: str
+    """Name of the torch dtype."""
+    shape: tuple[int, ...]
+    bytes: int
+    read: Callable[[], Iterable[memoryview]]
+    """Return the data in row-major order; called at the time of writing, since it may allocate memory."""
+    offsets: tuple[int, ...] | None = None
+    """Offset in the full tensor; None if this is the full tensor."""
+
+    @classmethod
+    def from_tensor(
+        cls, name: str, tensor: torch.Tensor, offsets: tuple[int, ...] | None = None
+    ) -> TensorPart:
+        """Return the part for a tensor on any device."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return cls(name, dtype, tuple(tensor.shape), tensor.nbytes, lambda: [copy_to_host(tensor)], offsets)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.bytes // max(1, math.prod(self.shape))
+
+
+@dataclass(frozen=True)
+class FileResult:
+    """Result of writing a file."""
+
+    file: FileEntry
+    locations: tuple[tuple[int, str], ...]
+    """Offset in the file and checksum of each part, in the given order."""
+
+
+def write_safetensors(
+    path: Path, parts: Sequence[TensorPart], metadata: Mapping[str, str], disk: FileSystem
+) -> FileResult:
+    """Write a new file (https://github.com/huggingface/safetensors#format) and flush it to the disk."""
+    # By decreasing alignment, like the writer of the safetensors library.
+    order = sorted(range(len(parts)), key=lambda index: (-parts[index].itemsize, parts[index].name))
+    header = _build_header([parts[index] for index in order], metadata)
+    file_checksum, start = xxhash.xxh3_64(header), len(header)
+    locations: dict[int, tuple[int, str]] = {}
+    flushed = 0
+    file = disk.create(path)
+    with add_path_to_error(path):
+        try:
+            disk.write(file, memoryview(header))
+            for index in order:
+                checksum, end = xxhash.xxh3_64(), start
+                for piece in _iterate_slices(parts[index]):
+                    checksum.update(piece)
+                    file_checksum.update(piece)
+                    disk.write(file, piece)
+                    end += len(piece)
+                    if end - flushed >= _WRITEBACK:
+                        disk.start_writeback(file, flushed, end - flushed)
+                        flushed = end
+                assert end - start == parts[index].bytes, parts[index].name
+                locations[index] = (start, checksum.hexdigest())
+                start = end
+            disk.sync(file)
+        finally:
+            disk.close(file)
+    entry = FileEntry(start, file_checksum.hexdigest(), len(header), hash_bytes(header))
+    return FileResult(entry, tuple(locations[index] for index in range(len(parts))))
+
+
+def _iterate_slices(part: TensorPart) -> Iterator[memoryview]:
+    """Yield the data of a part in slices that fit into the cache of a processor."""
+    for block in part.read():
+        for offset in range(0, len(block), _SLICE):
+            yield block[offset : offset + _SLICE]
+
+
+def _build_header(parts: Sequence[TensorPart], metadata: Mapping[str, str]) -> bytes:
+    """Return the header of a file for tensors in this order."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    if any(part.offsets is not None for part in parts):
+        # Read by torch.distributed.checkpoint.HuggingFaceStorageReader.
+        offsets = {part.name: {"saved_offsets": part.offsets or [0] * len(part.shape)} for part in parts}
+        header["__metadata__"] = {**metadata, "DCP_SHARDING_INFO": json.dumps(offsets)}
+    start = 0
+    for part in parts:
+        # Formats that safetensors does not know are written as bytes.
+        known = NUMBER_FORMATS.get(part.dtype)
+        dtype, shape = (known.code, part.shape) if known else ("U8", (part.bytes,))
+        header[part.name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, start + part.bytes]}
+        start += part.bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_index(
+    path: Path,
+    shards: Mapping[str, Sequence[TensorPart]],
+    disk: FileSystem,
+    metadata: Mapping[str, object] | None = None,
+) -> None:
+    """Write the index of several files, as Hugging Face's libraries read it."""
+    weight_map = {part.name: name for name, parts in shards.items() for part in parts}
+    total = sum(part.bytes for parts in shards.values() for part in parts)
+    index = {
+        "metadata": {"total_size": total, **(metadata or {})},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    write_text(path, json.dumps(index, indent=2) + "\n", disk)
+
+
+def copy_to_host(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor, copied if it is on a device, or not contiguous."""
+    return tensor_bytes(tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous())
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the CPU."""
+    from accel_runtime.collectives.transport import memory_of  # noqa: PLC0415 - it imports torch
+
+    return memory_of(tensor) if tensor.nbytes else memoryview(b"")
+
+
+_FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
+"""Number formats that are converted if another one is requested."""
+
+
+@dataclass(frozen=True)
+class MergeRequest:
+    """Contents of the output files."""
+
+    item: str = "model"
+    rank: int = 0
+    """Rank to export if states differ between ranks."""
+    dtype: str | None = None
+    """torch name of the output format of floating-point numbers; None keeps them."""
+    max_shard_bytes: int | None = None
+    """Largest size of a file in bytes, except for a single tensor; None is one file."""
+
+
+@dataclass(frozen=True)
+class MergeResult:
+    """Files that were written."""
+
+    files: list[str]
+    tensors: int
+    bytes: int
+    ties: dict[str, str]
+    others: list[str]
+
+
+def merge_tensors(
+    checkpoint: Checkpoint, target: Path, request: MergeRequest, progress: Progress = lambda _: None
+) -> MergeResult:
+    """Write the tensors of an item into a file, or several with an index in the layout of Hugging Face.
+
+    Every byte is verified, and files get their names only when all are complete. `progress` receives byte counts.
+    """
+    contents = list_item_contents(checkpoint, request.item, request.rank)
+    if not contents.tensors:
+        raise RequestError(f"{request.item} of {checkpoint.path} has no tensors")
+    files = _OpenFiles(checkpoint)
+    parts = [
+        _build_part(files, name, checkpoint.manifest.tensors[stored], request.dtype, progress)
+        for name, stored in contents.tensors.items()
+    ]
+    groups = _split_into_shards(parts, request.max_shard_bytes)
+    shards = {
+        shard_file_name(target.stem, number, len(groups), target.suffix): group
+        for number, group in enumerate(groups, start=1)
+    }
+    size = sum(part.bytes for part in parts)
+    _check_target(target, size, several=len(shards) > 1)
+    disk, names = FileSystem(), list(shards)
+    if len(shards) > 1:
+        names.append(f"{target.name}.index.json")
+    with closing(files), ExitStack() as renames:
+        # Renamed in the opposite order, so the index is entered first.
+        scratch = {
+            name: renames.enter_context(open_atomically(target.with_name(name).resolve()))
+            for name in names[::-1]
+        }
+        for file, group in shards.items():
+            # Ties are metadata as in `safetensors.torch.save_model`.
+            kept = {part.name for part in group}
+            ties = {alias: name for alias, name in contents.ties.items() if name in kept}
+            write_safetensors(scratch[file], group, {"format": "pt"} | ties, disk)
+        if len(shards) > 1:
+            write_index(scratch[names[-1]], shards, disk)
+    # Only for models: an optimizer has values that are not tensors anyway.
+    others = contents.others if request.item.startswith("model") else []
+    return MergeResult(
+        [str(target.with_name(name)) for name in names], len(parts), size, contents.ties, others
+    )
+
+
+def _check_target(target: Path, size: int, *, several: bool) -> None:
+    if not target.parent.is_dir():
+        raise RequestError(f"Not a directory: {target.parent}. Create it first.")
+    if target.is_dir():
+        raise RequestError(f"{target} is a directory. Name a file, such as model.safetensors.")
+    if (target.parent / NAME).exists():
+        raise RequestError(
+            f"{target.parent} is a checkpoint: an added file would not be part of it. Choose another directory."
+        )
+    if several and target.exists():
+        raise RequestError(
+            f"{target} exists and would be read in place of the shards. Remove it or choose another name."
+        )
+    free = FileSystem().free_space(target.parent)
+    if size > free:
+        raise CheckpointError(
+            f"Not enough space in {target.parent}: {format_size(size)} are needed, {format_size(free)} are free."
+        )
+
+
+def _build_part(
+    files: _OpenFiles, name: str, stored: TensorEntry, dtype: str | None, progress: Progress
+) -> TensorPart:
+    output_dtype = dtype if dtype and stored.dtype in _FLOATS else stored.dtype
+    if output_dtype not in NUMBER_FORMATS:
+        raise RequestError(f"Cannot export {name}: safetensors does not support {stored.dtype}.")
+    size = math.prod(stored.shape) * NUMBER_FORMATS[output_dtype].size
+
+    def read() -> Iterator[memoryview]:
+        return _read_tensor(files, name, stored, output_dtype, progress)
+
+    return TensorPart(name, output_dtype, stored.shape, size, read)
+
+
+def _split_into_shards(parts: Sequence[TensorPart], limit: int | None) -> list[list[TensorPart]]:
+    """Distribute tensors over files, in order."""
+    shards: list[list[TensorPart]] = [[]]
+    filled = 0
+    for part in parts:
+        if limit and shards[-1] and filled + part.bytes > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(part)
+        filled += part.bytes
+    return shards
+
+
+_MIN_BLOCK = 1 << 12
+"""Fewest bytes of a chunk that are read at a time."""
+_MAX_OPEN = 64
+"""Number of files that are kept open."""
+
+
+class _OpenFiles:
+    """Files of a checkpoint that were read last, kept open: the chunks of a tensor are read in turn."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self._files: OrderedDict[str, FileIO] = OrderedDict()
+
+    def read(self, chunk: Chunk, start: int, buffer: memoryview) -> memoryview:
+        """Return bytes of a chunk from an offset in it; fewer if the file ends before."""
+        try:
+            file = self._open(chunk.file)
+            return next(read_blocks(file.fileno(), chunk.start + start, len(buffer), buffer), buffer[:0])
+        except OSError as error:
+            path = self.checkpoint.path / chunk.file
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+    def _open(self, name: str) -> FileIO:
+        if name not in self._files:
+            if len(self._files) == _MAX_OPEN:
+                self._files.popitem(last=False)[1].close()
+            self._files[name] = self.checkpoint.open(name)
+        self._files.move_to_end(name)
+        return self._files[name]
+
+    def close(self) -> None:
+        """Close all files."""
+        while self._files:
+            self._files.popitem()[1].close()
+
+
+def _read_tensor(
+    files: _OpenFiles, name: str, stored: TensorEntry, dtype: str, progress: Progress
+) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in row-major order; rows are taken from several chunks in turn.
+
+    The chunks share the memory of one block, and element sizes divide the memory of each.
+    """
+    block_bytes = max(_MIN_BLOCK, BLOCK // max(1, len(stored.chunks)) // 16 * 16)
+    convert = _build_converter(stored.dtype, dtype)
+    itemsize = NUMBER_FORMATS[dtype].size
+    rows = []
+    for chunk in stored.chunks:
+        blocks = _read_chunk(files, name, chunk, min(block_bytes, chunk.bytes), progress)
+        reader = _RowReader(map(convert, blocks), math.prod(chunk.sizes) * itemsize)
+        rows.append(zip(iterate_runs(stored.shape, chunk.offsets, chunk.sizes, itemsize), repeat(reader)))
+    for (_, length), reader in heapq.merge(*rows, key=itemgetter(0)):
+        yield from reader.read(length)
+
+
+def _read_chunk(
+    files: _OpenFiles, name: str, chunk: Chunk, block_bytes: int, progress: Progress
+) -> Iterator[memoryview]:
+    """Yield the blocks of a chunk, which are valid until the next one, and verify its checksum at the end."""
+    checksum, buffer, start = xxhash.xxh3_64(), memoryview(bytearray(block_bytes)), 0
+    while start < chunk.bytes and (block := files.read(chunk, start, buffer[: chunk.bytes - start])):
+        start += len(block)
+        checksum.update(block)
+        progress(len(block))
+        yield block
+    if checksum.hexdigest() != chunk.checksum:
+        path = files.checkpoint.path / chunk.file
+        raise CheckpointError(f"{path} is damaged: {name} does not have its checksum")
+
+
+class _RowReader:
+    """Reads rows of any length from the blocks of a chunk, and ends the blocks after the last row."""
+
+    def __init__(self, blocks: Iterator[memoryview], size: int) -> None:
+        self._blocks, self._remaining, self._block = blocks, size, memoryview(b"")
+
+    def read(self, length: int) -> Iterator[memoryview]:
+        self._remaining -= length
+        while length:
+            self._block = self._block or next(self._blocks)
+            piece, self._block = self._block[:length], self._block[length:]
+            length -= len(piece)
+            yield piece
+        if not self._remaining:
+            list(self._blocks)
+
+
+def _build_converter(source: str, target: str) -> Callable[[memoryview], memoryview]:
+    """Return a function that converts a block between number formats."""
+    if source == target:
+        return lambda block: block
+    # Importing torch takes seconds, and most exports keep the format.
+    import torch  # noqa: PLC0415
+
+    from_dtype, to_dtype = getattr(torch, source), getattr(torch, target)
+    return lambda block: tensor_bytes(torch.frombuffer(block, dtype=from_dtype).to(to_dtype))
+
+
+_MAX_NAMES = 1 << 28
+"""Largest number of characters of all names."""
+
+
+@dataclass(frozen=True)
+class ItemContents:
+    """Contents of an item."""
+
+    tensors: dict[str, str]
+    """Names in the manifest by names in the file."""
+    ties: dict[str, str]
+    """Aliases: other names of the same tensor."""
+    others: list[str]
+    """Names of values that are not tensors, and are not exported."""
+
+
+def list_item_contents(checkpoint: Checkpoint, item: str, rank: int = 0) -> ItemContents:
+    """List the tensors of an item, such as `model` or `optimizer_1`, as a rank had them."""
+    manifest = checkpoint.manifest
+    if item not in manifest.items:
+        raise RequestError(f"{checkpoint.path} has no {item}; it has {', '.join(manifest.items)}")
+    if not 0 <= rank < manifest.world_size:
+        raise RequestError(
+            f"{checkpoint.path} has no rank {rank}: {manifest.world_size} process(es) wrote it. Ranks count from 0."
+        )
+    tree = manifest.values_by_rank[item][rank] if item in manifest.values_by_rank else manifest.values[item]
+    contents = ItemContents({}, {}, [])
+    first: dict[str, str] = {}
+    length = 0
+    for name, tensor in _iterate_leaves(tree, ""):
+        length += len(name)
+        if length > _MAX_NAMES:  # a long name of a dict is part of the name of each value in it
+            raise CheckpointError(
+                f"Cannot export {item} of {checkpoint.path}: the names of its values are too long."
+            )
+        if tensor is None:
+            contents.others.append(name)
+        elif tensor in first:
+            contents.ties[name] = first[tensor]
+        else:
+            rank_name = rank_tensor_name(tensor, rank)
+            first[tensor] = name
+            contents.tensors[name] = rank_name if rank_name in manifest.tensors else tensor
+    return contents
+
+
+def _iterate_leaves(tree: Any, path: str) -> Iterator[tuple[str, str | None]]:
+    """Yield the path of each value in a serialized tree, with the name of its tensor or None."""
+    kind = tree.get(KEY) if isinstance(tree, dict) else None
+    if kind == "tensor":
+        yield path, tree["name"]
+    elif kind == "ndarray":
+        yield path, tree["tensor"]["name"]
+    else:
+        children = get_children(tree)
+        if children is None:
+            yield path, None
+        for key, value in children or ():
+            yield from _iterate_leaves(value, f"{path}.{key}" if path else str(key))

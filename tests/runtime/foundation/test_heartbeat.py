@@ -1,0 +1,268 @@
+"""The heartbeat: the progress that a process records for its launcher."""
+
+import copy
+import os
+import pickle
+import time
+
+import pytest
+import torch
+from support.data_sets import SampleStream
+from torch.utils.data import DataLoader
+
+from accel_cli.runs.beats import Beat
+from accel_cli.runs.run_dir import RankFolder
+from accel_runtime import Accelerator
+from accel_runtime.environment.settings import RANK_FOLDER
+from accel_runtime.foundation import heartbeat as heartbeat_module
+from accel_runtime.foundation.heartbeat import Heartbeat, _create_progress, heartbeat
+from accel_runtime.utils import GradientAccumulationPlugin
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The folder of a rank that a launcher watches."""
+    monkeypatch.setenv(RANK_FOLDER, str(tmp_path))
+    _create_progress.cache_clear()
+    yield RankFolder(tmp_path)
+    _create_progress.cache_clear()
+
+
+def train(accelerator, batches):
+    model = torch.nn.Linear(2, 1)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(torch.ones(batches, 2))
+    )
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    return optimizer
+
+
+def test_a_launcher_reads_the_steps_the_batches_and_the_last_collective(folder):
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    first_beat = Beat.read(folder.beat)
+    train(accelerator, batches=6)
+    beat = Beat.read(folder.beat)
+    assert (beat.steps, beat.batches, beat.is_inside) == (3, 6, False)
+    assert beat.time > first_beat.time
+    assert first_beat.location == "no collective yet"
+    accelerator.wait_for_everyone()
+    assert Beat.read(folder.beat).location.startswith("after wait_for_everyone at test_heartbeat.py:")
+
+
+def test_the_location_of_a_rank_is_the_collective_that_it_is_in(folder):
+    accelerator = Accelerator()
+    records = []
+    all_gather_slots = accelerator._backend.handshake._transport.all_gather_slots
+    accelerator._backend.handshake._transport.all_gather_slots = lambda *args: (
+        records.append(Beat.read(folder.beat)),
+        all_gather_slots(*args),
+    )[1]
+    accelerator.wait_for_everyone()
+    assert records[0].location.startswith("in wait_for_everyone at test_heartbeat.py:")
+
+
+def test_without_a_launcher_there_is_no_heartbeat(monkeypatch):
+    monkeypatch.delenv(RANK_FOLDER, raising=False)
+    _create_progress.cache_clear()
+    assert heartbeat() is None
+
+
+def test_a_process_that_the_script_starts_leaves_the_heartbeat_alone(folder):
+    Heartbeat(folder.beat).step()
+    assert heartbeat() is None
+    assert Beat.read(folder.beat).steps == 1
+
+
+def test_a_missing_folder_is_no_error(folder, monkeypatch):
+    monkeypatch.setenv(RANK_FOLDER, os.devnull)
+    assert heartbeat() is None
+
+
+def test_a_prepared_optimizer_is_copied_without_the_heartbeat(folder):
+    optimizer = train(Accelerator(), batches=1)
+    state = optimizer.state_dict()
+    assert copy.deepcopy(optimizer).state_dict() == state
+    assert pickle.loads(pickle.dumps(optimizer)).state_dict() == state  # noqa: S301 - written a line above
+
+
+def test_the_file_has_its_space_before_it_is_mapped(folder):
+    Heartbeat(folder.beat)
+    assert folder.beat.stat().st_blocks  # on a full disk a store to a hole would end the process
+
+
+class Clock:
+    """A clock that only the script advances, in nanoseconds."""
+
+    now = 0
+
+    def __call__(self):
+        return self.now
+
+
+class Timed(torch.nn.Linear):
+    """A model whose forward pass takes 10 ns, and its backward pass 100."""
+
+    def __init__(self, clock):
+        super().__init__(2, 1)
+        self._clock = clock
+
+    def forward(self, batch):
+        self._clock.now += 10
+        output = super().forward(batch)
+        output.register_hook(self._pass_backward)
+        return output
+
+    def _pass_backward(self, _):
+        self._clock.now += 100
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(heartbeat_module, "monotonic_ns", clock)
+    return clock
+
+
+def own_times(folder, accelerator, clock, *, backward, batches=4):
+    """The own time in ns after each step of a training whose rest of a step takes 1000 ns, and loading a batch 1."""
+    # One process has no own time, as it waits for no other.
+    accelerator._is_distributed = True
+    model = Timed(clock)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    for batch in torch.ones(batches, 3, 2):
+        clock.now += 1
+        with accelerator.accumulate(model):
+            backward(model(batch).sum())
+            clock.now += 1000
+            optimizer.step()
+    return [round(busy * 1e9) for _, busy in Beat.read(folder.beat).history]
+
+
+def test_own_time_leaves_out_the_start_and_the_rest_of_a_step_from_its_averaging_backward_pass_on(
+    folder, clock
+):
+    accelerator = Accelerator()
+    assert own_times(folder, accelerator, clock, backward=accelerator.backward) == [0, 11, 22, 33]
+
+
+def test_own_time_includes_backward_passes_that_only_accumulate(folder, clock):
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    step = 11 + 100 + 1000 + 11
+    assert own_times(folder, accelerator, clock, backward=accelerator.backward) == [0, step]
+
+
+def test_every_backward_pass_averages_with_sync_each_batch(folder, clock):
+    def backward(loss):
+        accelerator.wait_for_everyone()
+        accelerator.backward(loss)
+
+    plugin = GradientAccumulationPlugin(2, sync_each_batch=True)
+    accelerator = Accelerator(gradient_accumulation_plugin=plugin)
+    step = 11 + 1000 + 11
+    assert own_times(folder, accelerator, clock, backward=backward) == [0, step]
+
+
+def test_a_script_that_calls_backward_itself_has_no_own_time(folder, clock):
+    def backward(loss):
+        accelerator.wait_for_everyone()
+        loss.backward()
+
+    accelerator = Accelerator()
+    assert own_times(folder, accelerator, clock, backward=backward) == [0, 0, 0, 0]
+
+
+def test_own_time_leaves_out_collectives(folder, clock, monkeypatch):
+    def backward(loss):
+        accelerator.wait_for_everyone()
+        accelerator.backward(loss)
+
+    def all_gather_slots(*args):
+        clock.now += 10**6
+        return gather(*args)
+
+    accelerator = Accelerator()
+    transport = accelerator._backend.handshake._transport
+    gather = transport.all_gather_slots
+    monkeypatch.setattr(transport, "all_gather_slots", all_gather_slots)
+    assert own_times(folder, accelerator, clock, backward=backward) == [0, 11, 22, 33]
+
+
+def test_the_epoch_is_that_of_the_loader_which_returned_the_last_batch(folder):
+    def read():
+        beat = Beat.read(folder.beat)
+        return beat.epoch, beat.epoch_batches, beat.epoch_length
+
+    loader, evaluation = Accelerator().prepare(DataLoader(torch.ones(3, 2)), DataLoader(torch.ones(2, 2)))
+    records = []
+    for _ in range(2):
+        for _ in loader:
+            before = read()
+            for _ in evaluation:
+                pass
+            records.append((before, read()))
+    assert [training for training, _ in records] == [(e, b, 3) for e in range(2) for b in range(1, 4)]
+    assert [other for _, other in records] == [(e, 2, 2) for e in range(6)]
+    assert Beat.read(folder.beat).batches == 6 + 6 * 2
+
+
+def test_an_epoch_that_is_continued_counts_the_batches_before(folder):
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(torch.ones(5, 2)))
+    iterator = iter(accelerator.skip_first_batches(loader, 3))
+    next(iterator)
+    beat = Beat.read(folder.beat)
+    assert (beat.epoch_batches, beat.epoch_first, beat.epoch_length) == (4, 3, 5)
+
+
+def test_a_stream_has_no_length(folder):
+    next(iter(Accelerator().prepare(DataLoader(SampleStream(torch.ones(4, 2))))))
+    beat = Beat.read(folder.beat)
+    assert (beat.epoch_batches, beat.epoch_length, beat.compute_eta(beat.time)) == (1, None, None)
+
+
+def test_the_slowest_rank_has_the_largest_own_time_while_all_steps_take_as_long(pair, tmp_path):
+    def train(path):
+        rank = int(os.environ["RANK"])
+        folder = path / f"rank_{rank}"
+        folder.mkdir()
+        os.environ[RANK_FOLDER] = str(folder)
+        _create_progress.cache_clear()
+        try:
+            accelerator = Accelerator()
+            model = torch.nn.Linear(2, 1)
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+            for _ in range(10):
+                loss = model(torch.ones(1, 2)).sum()
+                time.sleep(0.03 * rank)
+                accelerator.backward(loss)
+                optimizer.step()
+        finally:
+            del os.environ[RANK_FOLDER]
+            _create_progress.cache_clear()
+
+    pair.run(train, tmp_path)
+    fast, slow = (Beat.read(RankFolder(tmp_path / f"rank_{rank}").beat) for rank in range(2))
+    assert (fast.steps, slow.steps) == (10, 10)
+    assert slow.busy > fast.busy
+    assert slow.busy >= 0.03 * 9
+    assert fast.recent[-1] - fast.recent[0] > 0.03 * 8, "the fast rank waits for the slow one"
+
+
+def test_the_exchanges_of_a_background_save_are_no_progress_of_the_script(pair, tmp_path):
+    def save(path):
+        accelerator = Accelerator()
+        accelerator.prepare(torch.nn.Linear(2, 1))
+        accelerator.save_state(str(path / "first"))
+        before = heartbeat().counts.collectives
+        accelerator.save_state(str(path / "saved"), async_save=False)
+        during = heartbeat().counts.collectives
+        accelerator.save_state(str(path / "other"), async_save=True)
+        accelerator.wait_for_checkpoint()
+        return during - before, heartbeat().counts.collectives - during
+
+    for at_once, in_background in pair.run(save, tmp_path):
+        assert in_background < at_once

@@ -1,0 +1,103 @@
+"""Manifests: a round trip returns an equal manifest, and any change of the text is rejected."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel_runtime.storage.errors import CheckpointError
+from accel_runtime.storage.manifest import Chunk, FileEntry, Manifest, TensorEntry, hash_bytes
+
+PATH = Path("somewhere") / "checkpoint.json"
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+checksums = st.binary().map(hash_bytes)
+
+
+@st.composite
+def manifests(draw):
+    """Generate manifests with tensors that are split along their first dimension, several per file."""
+    files, tensors = {}, {}
+    for number in range(draw(st.integers(0, 3))):
+        file, start = f"item-{number}.safetensors", draw(st.integers(8, 64))
+        header = start
+        for index in range(draw(st.integers(1, 3))):
+            rows = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+            columns, chunks, begin = draw(st.integers(1, 3)), [], 0
+            for count in rows:
+                size = 4 * count * columns
+                chunks.append(Chunk(file, start, size, draw(checksums), (begin, 0), (count, columns)))
+                start, begin = start + size, begin + count
+            tensors[f"item/{number}.{index}"] = TensorEntry("float32", (begin, columns), tuple(chunks))
+        files[file] = FileEntry(start, draw(checksums), header, draw(checksums))
+    files |= {
+        name: FileEntry(draw(st.integers(0, 9)), draw(checksums))
+        for name in draw(st.sets(st.sampled_from("ab")))
+    }
+    world_size = draw(st.integers(1, 4))
+    states = st.lists(json_values, min_size=world_size, max_size=world_size)
+    values = draw(st.dictionaries(st.text(), json_values, max_size=3))
+    own_names = st.text().filter(lambda name: name not in values)
+    return Manifest(
+        save=draw(st.text()),
+        saved_at="2026-11-21T15:00:00Z",
+        world_size=world_size,
+        step=draw(st.integers(0, 2**60)),
+        versions={"accel": "1"},
+        values=values,
+        values_by_rank=draw(st.dictionaries(own_names, states, max_size=2)),
+        tensors=tensors,
+        files=files,
+        class_names=draw(st.dictionaries(st.text(), st.text(), max_size=2)),
+    )
+
+
+@given(manifests())
+@settings(max_examples=40)
+def test_parsing_the_text_of_a_manifest_returns_an_equal_manifest(manifest):
+    assert Manifest.parse(manifest.text(), PATH) == manifest
+
+
+@given(manifests(), st.data())
+@settings(max_examples=40)
+def test_a_changed_character_is_detected(manifest, data):
+    text = manifest.text()
+    at = data.draw(st.integers(0, len(text) - 1))
+    other = data.draw(st.characters(codec="ascii").filter(lambda c: c != text[at]))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        Manifest.parse(text[:at] + other + text[at + 1 :], PATH)
+
+
+@given(manifests(), st.data())
+@settings(max_examples=25)
+def test_a_truncated_text_is_detected(manifest, data):
+    text = manifest.text()
+    with pytest.raises(CheckpointError, match="is damaged"):
+        Manifest.parse(text[: data.draw(st.integers(0, len(text) - 1))], PATH)
+
+
+@given(manifests())
+@settings(max_examples=25)
+def test_the_verified_parts_cover_every_byte_of_the_files_once(manifest):
+    parts = list(manifest.parts(["item"]))
+    for name, file in manifest.files.items():
+        ranges = sorted(
+            (chunk.start, chunk.bytes) for _, chunk in parts if chunk.file == name and chunk.bytes
+        )
+        end = 0
+        for start, length in ranges:
+            assert start == end
+            end += length
+        assert end == file.bytes
+
+
+@given(st.text())
+def test_any_other_text_is_not_a_manifest(text):
+    with pytest.raises(CheckpointError, match="it is not a checkpoint manifest"):
+        Manifest.parse(text, PATH)
