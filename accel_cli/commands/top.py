@@ -123,7 +123,7 @@ def _get_size() -> tuple[int, int | None]:
 
 def _print_view(view: View) -> None:
     from accel_cli.runs import live_view
-    from accel_runtime.text import encode_text
+    from accel_runtime.environment.text import encode_text
 
     is_coloured = sys.stdout.isatty() and console.use_color()
     lines = live_view.render_lines(view.body, _get_size()[0], is_coloured=is_coloured)
