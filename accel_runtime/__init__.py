@@ -1,12 +1,11 @@
 """Runtime library of accel for training scripts.
 
-Names are imported on first use (PEP 562), so that importing the package does not import torch. Each is declared once, by an
-import that type checkers execute; at run time, its module is read from the same line.
+Names are imported on first use (PEP 562), so that importing the package does not import torch. Type checkers execute the
+imports below; at run time a table has the module of each name.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -69,29 +68,90 @@ accelerate_version = "1.15.0"
 """The version of Accelerate whose API this library provides, for scripts that compare versions."""
 
 
-@functools.cache
-def _modules() -> dict[str, str]:
-    """Return the public names, and the module of each."""
-    import ast  # noqa: PLC0415 - the launcher, which imports `accel_runtime.environment.settings` only, does without
-    from pathlib import Path  # noqa: PLC0415
-
-    imports = [
-        node
-        for node in ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(f"{__name__}.")
-    ]
-    return {alias.name: f"{node.module}" for node in imports for alias in node.names}
+_EXPORTS = {
+    "accelerator": ("Accelerator",),
+    "backends.rng": ("set_seed",),
+    "big_modeling": (
+        "init_empty_weights",
+        "init_on_device",
+    ),
+    "collectives.handshake": (
+        "MismatchError",
+        "RankLostError",
+        "StallError",
+    ),
+    "data.loader": ("skip_first_batches",),
+    "description": ("Description",),
+    "environment.settings": ("Settings",),
+    "environment.topology": ("Topology",),
+    "foundation.options": (
+        "AutocastKwargs",
+        "DDPCommunicationHookType",
+        "DataLoaderConfiguration",
+        "DistributedDataParallelKwargs",
+        "DistributedType",
+        "GradScalerKwargs",
+        "GradientAccumulationPlugin",
+        "InitProcessGroupKwargs",
+        "PrecisionType",
+        "ProjectConfiguration",
+    ),
+    "launchers": (
+        "debug_launcher",
+        "notebook_launcher",
+    ),
+    "local_sgd": ("LocalSGD",),
+    "logging": (
+        "get_logger",
+        "tqdm",
+    ),
+    "memory": (
+        "find_executable_batch_size",
+        "release_memory",
+    ),
+    "parallel.plugins": (
+        "FullyShardedDataParallelPlugin",
+        "ParallelismConfig",
+        "TorchContextParallelConfig",
+        "TorchTensorParallelConfig",
+    ),
+    "profiling": ("ProfileKwargs",),
+    "state": ("PartialState",),
+    "storage.errors": ("CheckpointError",),
+    "tracking": (
+        "GeneralTracker",
+        "LoggerType",
+    ),
+    "training.forward": (
+        "DynamoBackend",
+        "TorchDynamoPlugin",
+    ),
+    "utils.imports": ("is_rich_available",),
+    "utils.operations": (
+        "broadcast",
+        "broadcast_object_list",
+        "gather",
+        "gather_object",
+        "pad_across_processes",
+        "reduce",
+        "send_to_device",
+        "split_between_processes",
+        "synchronize_rng_states",
+    ),
+}
+"""The names of each module, which are those that type checkers import above."""
+_MODULES = {name: f"{__name__}.{module}" for module, names in _EXPORTS.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     if name == "__all__":
-        return sorted(_modules())
+        return sorted(_MODULES)
     if name == "__version__":
         return importlib.import_module("accel_runtime.environment.settings").__version__
-    if name not in _modules():
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_modules()[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_modules()])
+    return sorted([*globals(), *_MODULES])

@@ -32,7 +32,7 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """What one layer adds."""
+        """Return what one layer adds."""
         inside = self.first(x)
         # -1, not the number of heads: under tensor parallel each process has some of them.
         q, k, v = (

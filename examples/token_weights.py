@@ -25,7 +25,7 @@ PADDING = -100  # what cross_entropy leaves out
 
 
 def lines_of_text() -> list[torch.Tensor]:
-    """The Zen of Python, which comes with Python: each line as numbers of characters, short lines first."""
+    """Return the Zen of Python, which comes with Python: each line as numbers of characters, short lines first."""
     with contextlib.redirect_stdout(io.StringIO()):
         zen = importlib.import_module("this").s
     lines = sorted(filter(None, codecs.decode(zen, "rot13").splitlines()), key=len)

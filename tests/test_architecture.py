@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import accel_runtime
 from accel_runtime.environment import installation
 from accel_runtime.environment import settings as env
 
@@ -127,6 +128,16 @@ def test_the_command_line_imports_the_contract_of_the_runtime_and_checkpoints_wi
     imported = find_imports(CLI, {"accel_runtime"})
     allowed = ("accel_runtime.environment.", "accel_runtime.storage.")
     assert not [(path, module) for path, module in imported if not f"{module}.".startswith(allowed)]
+
+
+def test_the_public_names_are_those_that_type_checkers_import():
+    declared = {
+        alias.name: node.module
+        for node in ast.walk(tree(ROOT / "accel_runtime" / "__init__.py"))
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("accel_runtime.")
+        for alias in node.names
+    }
+    assert declared == accel_runtime._MODULES
 
 
 def test_the_runtime_does_not_import_the_command_line():
