@@ -23,7 +23,7 @@ __all__ = ["Stacks", "StallWatch", "format_stall", "request_stacks"]
 _SHOWN_FRAMES = 8
 _START_FACTOR = 10
 """How much longer than the timeout Python may take to start: minutes on a busy machine or from a network file system."""
-_LIBRARIES = ("/site-packages/", "/dist-packages/", 'File "<frozen ', f"{Path(env.__file__).parent}/")
+_LIBRARIES = ("/site-packages/", "/dist-packages/", 'File "<frozen ', f"{Path(env.__file__).parents[1]}/")
 """Text in the frames of libraries; ranks are compared by the frames of the user's code."""
 
 

@@ -48,7 +48,7 @@ __all__ = [
     "user_call_sites",
 ]
 
-_IGNORED = (f"{Path(__file__).parent}/", contextlib.__file__)
+_IGNORED = (f"{Path(__file__).parents[1]}/", contextlib.__file__)
 """accel, and the module between a context manager of accel and the script."""
 TORCH = f"{Path(torch.__file__).parent}/"
 """Directory of torch, for `call_site` to leave out."""

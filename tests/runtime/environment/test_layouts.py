@@ -8,7 +8,6 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.runtime.test_env import every_parallel
 
 from accel_runtime.environment.layouts import (
     FSDP1,
@@ -19,6 +18,7 @@ from accel_runtime.environment.layouts import (
     check_layout,
     explain_fsdp1_option,
 )
+from tests.runtime.environment.test_settings import every_parallel
 
 small = st.integers(1, 6)
 shards = small | st.just("auto")
