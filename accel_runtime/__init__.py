@@ -10,15 +10,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from accel_runtime.accelerator import Accelerator as Accelerator
+    from accel_runtime.accelerator.accelerator import Accelerator as Accelerator
+    from accel_runtime.accelerator.description import Description as Description
+    from accel_runtime.accelerator.local_sgd import LocalSGD as LocalSGD
+    from accel_runtime.accelerator.operations import broadcast as broadcast
+    from accel_runtime.accelerator.operations import broadcast_object_list as broadcast_object_list
+    from accel_runtime.accelerator.operations import gather as gather
+    from accel_runtime.accelerator.operations import gather_object as gather_object
+    from accel_runtime.accelerator.operations import pad_across_processes as pad_across_processes
+    from accel_runtime.accelerator.operations import reduce as reduce
+    from accel_runtime.accelerator.operations import send_to_device as send_to_device
+    from accel_runtime.accelerator.operations import split_between_processes as split_between_processes
+    from accel_runtime.accelerator.operations import synchronize_rng_states as synchronize_rng_states
+    from accel_runtime.accelerator.state import PartialState as PartialState
     from accel_runtime.backends.rng import set_seed as set_seed
-    from accel_runtime.big_modeling import init_empty_weights as init_empty_weights
-    from accel_runtime.big_modeling import init_on_device as init_on_device
     from accel_runtime.collectives.handshake import MismatchError as MismatchError
     from accel_runtime.collectives.handshake import RankLostError as RankLostError
     from accel_runtime.collectives.handshake import StallError as StallError
+    from accel_runtime.compat.imports import is_rich_available as is_rich_available
     from accel_runtime.data.loader import skip_first_batches as skip_first_batches
-    from accel_runtime.description import Description as Description
     from accel_runtime.environment.settings import Settings as Settings
     from accel_runtime.environment.topology import Topology as Topology
     from accel_runtime.foundation.options import AutocastKwargs as AutocastKwargs
@@ -33,55 +43,51 @@ if TYPE_CHECKING:
     from accel_runtime.foundation.options import InitProcessGroupKwargs as InitProcessGroupKwargs
     from accel_runtime.foundation.options import PrecisionType as PrecisionType
     from accel_runtime.foundation.options import ProjectConfiguration as ProjectConfiguration
-    from accel_runtime.launchers import debug_launcher as debug_launcher
-    from accel_runtime.launchers import notebook_launcher as notebook_launcher
-    from accel_runtime.local_sgd import LocalSGD as LocalSGD
-    from accel_runtime.logging import get_logger as get_logger
-    from accel_runtime.logging import tqdm as tqdm
-    from accel_runtime.memory import find_executable_batch_size as find_executable_batch_size
-    from accel_runtime.memory import release_memory as release_memory
+    from accel_runtime.monitoring.logging import get_logger as get_logger
+    from accel_runtime.monitoring.logging import tqdm as tqdm
+    from accel_runtime.monitoring.profiling import ProfileKwargs as ProfileKwargs
+    from accel_runtime.monitoring.tracking import GeneralTracker as GeneralTracker
+    from accel_runtime.monitoring.tracking import LoggerType as LoggerType
+    from accel_runtime.notebook import debug_launcher as debug_launcher
+    from accel_runtime.notebook import notebook_launcher as notebook_launcher
+    from accel_runtime.parallel.big_modeling import init_empty_weights as init_empty_weights
+    from accel_runtime.parallel.big_modeling import init_on_device as init_on_device
     from accel_runtime.parallel.plugins import (
         FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
     )
     from accel_runtime.parallel.plugins import ParallelismConfig as ParallelismConfig
     from accel_runtime.parallel.plugins import TorchContextParallelConfig as TorchContextParallelConfig
     from accel_runtime.parallel.plugins import TorchTensorParallelConfig as TorchTensorParallelConfig
-    from accel_runtime.profiling import ProfileKwargs as ProfileKwargs
-    from accel_runtime.state import PartialState as PartialState
     from accel_runtime.storage.errors import CheckpointError as CheckpointError
-    from accel_runtime.tracking import GeneralTracker as GeneralTracker
-    from accel_runtime.tracking import LoggerType as LoggerType
     from accel_runtime.training.forward import DynamoBackend as DynamoBackend
     from accel_runtime.training.forward import TorchDynamoPlugin as TorchDynamoPlugin
-    from accel_runtime.utils.imports import is_rich_available as is_rich_available
-    from accel_runtime.utils.operations import broadcast as broadcast
-    from accel_runtime.utils.operations import broadcast_object_list as broadcast_object_list
-    from accel_runtime.utils.operations import gather as gather
-    from accel_runtime.utils.operations import gather_object as gather_object
-    from accel_runtime.utils.operations import pad_across_processes as pad_across_processes
-    from accel_runtime.utils.operations import reduce as reduce
-    from accel_runtime.utils.operations import send_to_device as send_to_device
-    from accel_runtime.utils.operations import split_between_processes as split_between_processes
-    from accel_runtime.utils.operations import synchronize_rng_states as synchronize_rng_states
+    from accel_runtime.training.memory import find_executable_batch_size as find_executable_batch_size
+    from accel_runtime.training.memory import release_memory as release_memory
 
 accelerate_version = "1.15.0"
 """The version of Accelerate whose API this library provides, for scripts that compare versions."""
 
 
 _EXPORTS = {
-    "accelerator": ("Accelerator",),
+    "accelerator.accelerator": ("Accelerator",),
+    "accelerator.description": ("Description",),
+    "accelerator.local_sgd": ("LocalSGD",),
+    "accelerator.operations": (
+        "broadcast",
+        "broadcast_object_list",
+        "gather",
+        "gather_object",
+        "pad_across_processes",
+        "reduce",
+        "send_to_device",
+        "split_between_processes",
+        "synchronize_rng_states",
+    ),
+    "accelerator.state": ("PartialState",),
     "backends.rng": ("set_seed",),
-    "big_modeling": (
-        "init_empty_weights",
-        "init_on_device",
-    ),
-    "collectives.handshake": (
-        "MismatchError",
-        "RankLostError",
-        "StallError",
-    ),
+    "collectives.handshake": ("MismatchError", "RankLostError", "StallError"),
+    "compat.imports": ("is_rich_available",),
     "data.loader": ("skip_first_batches",),
-    "description": ("Description",),
     "environment.settings": ("Settings",),
     "environment.topology": ("Topology",),
     "foundation.options": (
@@ -96,48 +102,20 @@ _EXPORTS = {
         "PrecisionType",
         "ProjectConfiguration",
     ),
-    "launchers": (
-        "debug_launcher",
-        "notebook_launcher",
-    ),
-    "local_sgd": ("LocalSGD",),
-    "logging": (
-        "get_logger",
-        "tqdm",
-    ),
-    "memory": (
-        "find_executable_batch_size",
-        "release_memory",
-    ),
+    "monitoring.logging": ("get_logger", "tqdm"),
+    "monitoring.profiling": ("ProfileKwargs",),
+    "monitoring.tracking": ("GeneralTracker", "LoggerType"),
+    "notebook": ("debug_launcher", "notebook_launcher"),
+    "parallel.big_modeling": ("init_empty_weights", "init_on_device"),
     "parallel.plugins": (
         "FullyShardedDataParallelPlugin",
         "ParallelismConfig",
         "TorchContextParallelConfig",
         "TorchTensorParallelConfig",
     ),
-    "profiling": ("ProfileKwargs",),
-    "state": ("PartialState",),
     "storage.errors": ("CheckpointError",),
-    "tracking": (
-        "GeneralTracker",
-        "LoggerType",
-    ),
-    "training.forward": (
-        "DynamoBackend",
-        "TorchDynamoPlugin",
-    ),
-    "utils.imports": ("is_rich_available",),
-    "utils.operations": (
-        "broadcast",
-        "broadcast_object_list",
-        "gather",
-        "gather_object",
-        "pad_across_processes",
-        "reduce",
-        "send_to_device",
-        "split_between_processes",
-        "synchronize_rng_states",
-    ),
+    "training.forward": ("DynamoBackend", "TorchDynamoPlugin"),
+    "training.memory": ("find_executable_batch_size", "release_memory"),
 }
 """The names of each module, which are those that type checkers import above."""
 _MODULES = {name: f"{__name__}.{module}" for module, names in _EXPORTS.items() for name in names}

@@ -1,35 +1,4 @@
-"""The module `hooks` of Accelerate: importing one of its names raises an ImportError with the alternative."""
+"""Hooks, which are not supported, under the module path of Accelerate."""
 
-from __future__ import annotations
-
-from typing import NoReturn
-
-__all__: list[str] = []
-
-_ABSENT = frozenset(
-    {
-        "AlignDevicesHook",
-        "CpuOffload",
-        "LayerwiseCastingHook",
-        "ModelHook",
-        "SequentialHook",
-        "UserCpuOffloadHook",
-        "add_hook_to_module",
-        "attach_align_device_hook",
-        "attach_align_device_hook_on_blocks",
-        "attach_execution_device_hook",
-        "remove_hook_from_module",
-        "remove_hook_from_submodules",
-    }
-)
-
-
-def __getattr__(name: str) -> NoReturn:
-    if name not in _ABSENT:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Not an AttributeError: `from accel_runtime.hooks import ...` would drop its text.
-    raise ImportError(
-        f"Cannot import {name!r} from {__name__!r}: accel does not support the hooks of Accelerate, which move weights "
-        "between devices for inference. Import them from accelerate.hooks, or shard the model over the processes with "
-        "ParallelismConfig(dp_shard_size=...)."
-    )
+from accel_runtime.compat.hooks import *  # noqa: F403
+from accel_runtime.compat.hooks import __getattr__  # noqa: F401

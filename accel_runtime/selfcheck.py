@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_runtime.accelerator import Accelerator
+from accel_runtime.accelerator.accelerator import Accelerator
 from accel_runtime.environment.settings import __version__
 
 __all__ = ["main"]

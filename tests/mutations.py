@@ -191,9 +191,11 @@ MUTATIONS = (
     ),
     Mutation(
         "steps between two calls of a scheduler",
-        "accel_runtime.scheduler:PreparedScheduler._warn_interval",
+        "accel_runtime.training.scheduler:PreparedScheduler._warn_interval",
         set_value("_interval", "1"),
-        ("tests/runtime/test_scheduler.py::test_a_scheduler_that_seems_to_count_epochs_is_reported_once",),
+        (
+            "tests/runtime/training/test_scheduler.py::test_a_scheduler_that_seems_to_count_epochs_is_reported_once",
+        ),
     ),
     Mutation(
         "names of DDP in a loaded state",
@@ -407,9 +409,9 @@ MUTATIONS = (
     ),
     Mutation(
         "steps of a schedule in one step",
-        "accel_runtime.scheduler:PreparedScheduler.set_strides",
+        "accel_runtime.training.scheduler:PreparedScheduler.set_strides",
         set_value("_strides", "1"),
-        ("tests/runtime/test_scheduler.py::test_a_scheduler_advances_once_for_each_process",),
+        ("tests/runtime/training/test_scheduler.py::test_a_scheduler_advances_once_for_each_process",),
     ),
     Mutation(
         "weight of a loss",
@@ -427,7 +429,7 @@ MUTATIONS = (
     ),
     Mutation(
         "precision of an argument",
-        "accel_runtime.accelerator:Accelerator.__init__",
+        "accel_runtime.accelerator.accelerator:Accelerator.__init__",
         set_value("precision", "launched.mixed_precision"),
         (
             "tests/runtime/test_accelerator.py::test_mixed_precision_comes_from_the_argument_or_else_from_the_environment",
@@ -451,9 +453,9 @@ MUTATIONS = (
     ),
     Mutation(
         "samples of a described step",
-        "accel_runtime.description:loader_facts",
+        "accel_runtime.accelerator.description:loader_facts",
         replace_name("accumulation_steps", "1"),
-        ("tests/runtime/test_description.py::test_a_run_is_described_as_plain_data",),
+        ("tests/runtime/accelerator/test_description.py::test_a_run_is_described_as_plain_data",),
     ),
     Mutation(
         "variables of unsupported features",

@@ -88,7 +88,7 @@ GUARANTEES = (
         "Learning rates",
         "Each call of a prepared scheduler advances it by the number of processes.",
         (
-            "tests/runtime/test_scheduler.py::test_a_scheduler_advances_once_for_each_process",
+            "tests/runtime/training/test_scheduler.py::test_a_scheduler_advances_once_for_each_process",
             "tests/runtime/test_exactness.py::test_a_scheduler_follows_optimizer_steps_on_any_number_of_processes",
         ),
         "steps of a schedule in one step",
@@ -134,8 +134,8 @@ GUARANTEES = (
         "A summary in advance",
         "print(accelerator.describe()) shows what a run will do.",
         (
-            "tests/runtime/test_description.py::test_a_run_is_described_as_plain_data",
-            "tests/runtime/test_description.py::test_a_field_changes_when_the_run_changes",
+            "tests/runtime/accelerator/test_description.py::test_a_run_is_described_as_plain_data",
+            "tests/runtime/accelerator/test_description.py::test_a_field_changes_when_the_run_changes",
         ),
         "samples of a described step",
     ),

@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accel_runtime.accelerator.properties import AcceleratorProperties
-from accel_runtime.big_modeling import MetaModels, compute_buffers
 from accel_runtime.checkpoint.accelerate_format import restore_accelerate_checkpoint
 from accel_runtime.checkpoint.manager import (
     BackgroundWriter,
@@ -31,13 +30,14 @@ from accel_runtime.collectives.calls import collective
 from accel_runtime.collectives.handshake import all_gather_objects
 from accel_runtime.data.loader import NextBatch
 from accel_runtime.foundation.options import ProjectConfiguration
-from accel_runtime.optimizer import PreparedOptimizer
+from accel_runtime.parallel.big_modeling import MetaModels, compute_buffers
 from accel_runtime.storage.directory import exists
 from accel_runtime.storage.errors import AllGatherObjects, CheckpointError, errors_on_all_ranks
 from accel_runtime.storage.file_system import FileSystem
 from accel_runtime.storage.manifest import Checkpoint
 from accel_runtime.storage.scan import is_accelerate_checkpoint
 from accel_runtime.storage.shared_directory import explain_separate_nodes
+from accel_runtime.training.optimizer import PreparedOptimizer
 
 __all__ = ["CheckpointMethods"]
 

@@ -21,7 +21,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from accel_runtime.accelerator.checkpointing import CheckpointMethods
 from accel_runtime.accelerator.consistency import check_consistent, collect_option_facts
 from accel_runtime.accelerator.unprepared import explain_unprepared
-from accel_runtime.big_modeling import refuse_forward_on_meta, refuse_meta_model
 from accel_runtime.collectives.calls import collective
 from accel_runtime.data.iteration import ModelInputHook
 from accel_runtime.data.loader import LoaderOptions, PreparedLoader, skip_first_batches
@@ -31,12 +30,13 @@ from accel_runtime.foundation import nested
 from accel_runtime.foundation.heartbeat import call_site
 from accel_runtime.foundation.nested import has_dtensor
 from accel_runtime.foundation.options import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
-from accel_runtime.logging import MultiProcessAdapter
-from accel_runtime.optimizer import PreparedOptimizer
+from accel_runtime.monitoring.logging import MultiProcessAdapter
+from accel_runtime.parallel.big_modeling import refuse_forward_on_meta, refuse_meta_model
 from accel_runtime.parallel.dtensor import shard_like
-from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.training.accumulation import FirstInput
 from accel_runtime.training.forward import compile_in_place
+from accel_runtime.training.optimizer import PreparedOptimizer
+from accel_runtime.training.scheduler import PreparedScheduler
 
 __all__ = ["ParameterMap", "PrepareMethods", "named_parameters"]
 

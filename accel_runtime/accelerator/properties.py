@@ -11,11 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from accel_runtime.big_modeling import MetaModels
-from accel_runtime.data.iteration import ActiveLoops
-from accel_runtime.data.loader import LoaderOptions, PreparedLoader
-from accel_runtime.data.prepare import loader_options
-from accel_runtime.description import (
+from accel_runtime.accelerator.description import (
     Description,
     OptionFacts,
     ProcessFacts,
@@ -23,6 +19,10 @@ from accel_runtime.description import (
     loader_facts,
     model_facts,
 )
+from accel_runtime.accelerator.state import AcceleratorState, GradientState, ProcessMethods
+from accel_runtime.data.iteration import ActiveLoops
+from accel_runtime.data.loader import LoaderOptions, PreparedLoader
+from accel_runtime.data.prepare import loader_options
 from accel_runtime.environment.settings import MixedPrecision, Settings, check_layout, flatten_settings
 from accel_runtime.foundation.heartbeat import Progress, call_site
 from accel_runtime.foundation.options import (
@@ -36,25 +36,25 @@ from accel_runtime.foundation.options import (
     ProjectConfiguration,
     changed_fields,
 )
-from accel_runtime.logging import MultiProcessAdapter
-from accel_runtime.optimizer import PreparedOptimizer
-from accel_runtime.profiling import ProfileKwargs
-from accel_runtime.recording import RankRecorder
-from accel_runtime.scheduler import PreparedScheduler
-from accel_runtime.state import AcceleratorState, GradientState, ProcessMethods
-from accel_runtime.tracking import Trackers
+from accel_runtime.monitoring.logging import MultiProcessAdapter
+from accel_runtime.monitoring.profiling import ProfileKwargs
+from accel_runtime.monitoring.recording import RankRecorder
+from accel_runtime.monitoring.tracking import Trackers
+from accel_runtime.parallel.big_modeling import MetaModels
 from accel_runtime.training.accumulation import Accumulation, AveragingCheck
 from accel_runtime.training.bypass_check import BypassCheck
 from accel_runtime.training.forward import Precision, TorchDynamoPlugin
 from accel_runtime.training.gradients import Gradients
+from accel_runtime.training.optimizer import PreparedOptimizer
 from accel_runtime.training.replica_check import ReplicaCheck
+from accel_runtime.training.scheduler import PreparedScheduler
 
 if TYPE_CHECKING:
     from accel_runtime.parallel.plugins import FullyShardedDataParallelPlugin, ParallelismConfig
 
 __all__ = ["HANDLER_TYPES", "AcceleratorProperties"]
 
-_LOG = MultiProcessAdapter(logging.getLogger("accel_runtime.foundation.options"))
+_LOG = MultiProcessAdapter(logging.getLogger("accel_runtime.options"))
 HANDLER_TYPES: tuple[type[KwargsHandler], ...] = (
     AutocastKwargs,
     DistributedDataParallelKwargs,

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from accel_runtime.big_modeling import MetaModels, list_meta_tensors
 from accel_runtime.data.loader import NextBatch, PreparedLoader
 from accel_runtime.foundation import module_names
 from accel_runtime.foundation.module_names import unwrap_module
 from accel_runtime.foundation.torch_internals import storage_id
-from accel_runtime.optimizer import PreparedOptimizer
+from accel_runtime.parallel.big_modeling import MetaModels, list_meta_tensors
 from accel_runtime.parallel.dtensor import shard_like
 from accel_runtime.storage.errors import format_names
 from accel_runtime.storage.manifest import TensorEntry
+from accel_runtime.training.optimizer import PreparedOptimizer
 
 __all__ = [
     "LoaderItem",

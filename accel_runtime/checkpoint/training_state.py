@@ -12,7 +12,6 @@ from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
 from accel_runtime.backends.rng import capture_rng_state, derive_rng_state, restore_rng_state
-from accel_runtime.big_modeling import MetaModels
 from accel_runtime.checkpoint.state_items import (
     LoaderItem,
     ModelItem,
@@ -24,9 +23,8 @@ from accel_runtime.checkpoint.state_items import (
 )
 from accel_runtime.data.loader import NextBatch, PreparedLoader
 from accel_runtime.foundation.module_names import state_dict
-from accel_runtime.optimizer import PreparedOptimizer
+from accel_runtime.parallel.big_modeling import MetaModels
 from accel_runtime.parallel.dtensor import shard_like
-from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.manifest import TensorEntry
 from accel_runtime.storage.schema import Count, Rule, Shape
@@ -34,6 +32,8 @@ from accel_runtime.storage.state_tree import TensorNode
 from accel_runtime.training.accumulation import Accumulation
 from accel_runtime.training.forward import Precision
 from accel_runtime.training.gradients import Gradients, name_parameters, numbered_name
+from accel_runtime.training.optimizer import PreparedOptimizer
+from accel_runtime.training.scheduler import PreparedScheduler
 
 __all__ = [
     "TrainingState",

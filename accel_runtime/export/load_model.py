@@ -15,9 +15,9 @@ from typing import Annotated, Any
 import torch
 from torch import nn
 
-from accel_runtime.big_modeling import MetaModels, compute_buffers, list_meta_tensors
 from accel_runtime.export.save_model import CHECKSUMS, INDEX, SINGLE, add_aliases, find_aliases
 from accel_runtime.foundation.module_names import match_names, state_dict
+from accel_runtime.parallel.big_modeling import MetaModels, compute_buffers, list_meta_tensors
 from accel_runtime.parallel.dtensor import ShardBox, box_of, local_shard
 from accel_runtime.storage.errors import (
     AllGatherObjects,

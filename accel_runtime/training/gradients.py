@@ -15,10 +15,10 @@ from accel_runtime.backends.base import Backend
 from accel_runtime.foundation.module_names import named_parameters
 from accel_runtime.foundation.nested import has_dtensor
 from accel_runtime.foundation.torch_internals import foreach_multiply, local_tensor, version_of
-from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.parallel.dtensor import read_unsynced_gradients, restore_unsynced_gradients
 from accel_runtime.training.accumulation import Accumulation
 from accel_runtime.training.forward import Precision
+from accel_runtime.training.optimizer import PreparedOptimizer
 
 __all__ = [
     "Gradients",

@@ -11,7 +11,7 @@ import torch
 
 from accel_runtime.backends.base import Backend
 from accel_runtime.checkpoint.serialization import hash_tensor
-from accel_runtime.optimizer import PreparedOptimizer
+from accel_runtime.training.optimizer import PreparedOptimizer
 
 __all__ = ["CHECK_INTERVAL", "ReplicaCheck"]
 

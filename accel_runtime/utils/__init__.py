@@ -8,20 +8,26 @@ from typing import Any
 import accel_runtime
 
 _MODULES = {
-    "accel_runtime.memory": ("clear_device_cache",),
+    "accel_runtime.training.memory": ("clear_device_cache",),
     "accel_runtime.foundation.options": ("KwargsHandler",),
     "accel_runtime.training.forward": ("compile_regions", "has_compiled_regions", "is_compiled_module"),
-    "accel_runtime.utils.environment": ("patch_environment",),
-    "accel_runtime.utils.fsdp_utils": (
+    "accel_runtime.compat.environment": ("patch_environment",),
+    "accel_runtime.compat.fsdp_utils": (
         "load_fsdp_model",
         "load_fsdp_optimizer",
         "merge_fsdp_weights",
         "save_fsdp_model",
         "save_fsdp_optimizer",
     ),
-    "accel_runtime.utils.launch": ("PrepareForLaunch", "write_basic_config"),
-    "accel_runtime.utils.other": ("DummyOptim", "DummyScheduler", "MegatronLMDummyScheduler", "load", "save"),
-    "accel_runtime.utils.operations": (
+    "accel_runtime.compat.launch": ("PrepareForLaunch", "write_basic_config"),
+    "accel_runtime.compat.other": (
+        "DummyOptim",
+        "DummyScheduler",
+        "MegatronLMDummyScheduler",
+        "load",
+        "save",
+    ),
+    "accel_runtime.accelerator.operations": (
         "concatenate",
         "convert_outputs_to_fp32",
         "convert_to_fp32",
@@ -36,7 +42,7 @@ _MODULES = {
     ),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
-_CHECKS = "accel_runtime.utils.imports"
+_CHECKS = "accel_runtime.compat.imports"
 """The module of the names with `is_`."""
 
 

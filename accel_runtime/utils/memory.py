@@ -1,7 +1,7 @@
-"""Functions of `accel_runtime.memory` under the name of Accelerate's `utils.memory`."""
+"""Functions of `accel_runtime.training.memory` under the module path of Accelerate."""
 
-from accel_runtime.memory import clear_device_cache, find_executable_batch_size, release_memory
-from accel_runtime.memory import is_out_of_memory as should_reduce_batch_size
+from accel_runtime.training.memory import clear_device_cache, find_executable_batch_size, release_memory
+from accel_runtime.training.memory import is_out_of_memory as should_reduce_batch_size
 
 __all__ = [
     "clear_device_cache",

@@ -31,7 +31,7 @@ FIRST_PAGES = (
 NEEDS_A_PACKAGE = {
     "accel_runtime.backends.xla.": "torch_xla",
     "accel_cli.runner.xla_replicas": "torch_xla",
-    "accel_runtime.tracking.": "a tracker",
+    "accel_runtime.monitoring.tracking.": "a tracker",
     "accel_cli.runs.report": "plotly",
     "accel_cli.launchers.ray.": "ray",
     "accel_cli.launchers.sagemaker.": "boto3",

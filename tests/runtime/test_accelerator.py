@@ -23,8 +23,8 @@ from accel_runtime import (
     GradScalerKwargs,
 )
 from accel_runtime.data.loader import PreparedLoader
-from accel_runtime.optimizer import PreparedOptimizer
-from accel_runtime.scheduler import PreparedScheduler
+from accel_runtime.training.optimizer import PreparedOptimizer
+from accel_runtime.training.scheduler import PreparedScheduler
 
 GLOBAL_BATCH = 6  # divisible by 1, 2 and 3 processes
 DATA = torch.linspace(-2, 2, 5 * GLOBAL_BATCH * 4).view(-1, 4).sin()

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_runtime import Accelerator, FullyShardedDataParallelPlugin, LocalSGD
-from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.training.accumulation import Accumulation
+from accel_runtime.training.optimizer import PreparedOptimizer
 
 BYPASSED = "no forward pass of the prepared model belongs to them"
 

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from accel_runtime import Accelerator, ProfileKwargs, memory, profiling
+from accel_runtime import Accelerator, ProfileKwargs
 from accel_runtime.backends import _select_device, connect
 from accel_runtime.backends.distributed import check_gpus_differ
 from accel_runtime.backends.rng import broadcast_rng_types
@@ -25,10 +25,11 @@ from accel_runtime.checkpoint.serialization import hash_words
 from accel_runtime.environment.settings import Settings
 from accel_runtime.environment.topology import Topology
 from accel_runtime.foundation import nested
+from accel_runtime.monitoring import profiling
 from accel_runtime.parallel import grad_norm
 from accel_runtime.parallel.dtensor import gather_tensor
 from accel_runtime.parallel.fsdp import check_collective_backend
-from accel_runtime.training import forward
+from accel_runtime.training import forward, memory
 from accel_runtime.training.forward import LossScaler
 from accel_runtime.training.gradients import LossWeight
 from accel_runtime.utils import is_bf16_available, is_cuda_available
@@ -431,7 +432,7 @@ for place in (torch.cuda, torch.accelerator):
             setattr(place, name, refuse)
 from accel_runtime import *
 from accel_runtime.utils import *
-import accel_runtime.launchers, accel_runtime.parallel.fsdp, accel_runtime.parallel.dtensor, torch._dynamo
+import accel_runtime.notebook, accel_runtime.parallel.fsdp, accel_runtime.parallel.dtensor, torch._dynamo
 """
 
 

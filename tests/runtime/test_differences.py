@@ -35,12 +35,14 @@ def differences(accelerate, monkeypatch):
         monkeypatch.setitem(sys.modules, name, mock.MagicMock())
     for tracker in TRACKERS.values():
         if tracker.package in packages:
-            monkeypatch.delitem(sys.modules, f"accel_runtime.tracking.{tracker.module}", raising=False)
+            monkeypatch.delitem(
+                sys.modules, f"accel_runtime.monitoring.tracking.{tracker.module}", raising=False
+            )
     classes = {tracker.class_name: tracker.load() for tracker in TRACKERS.values()}
     names = set(list_differences(accelerate, classes))
     for tracker in TRACKERS.values():
         if tracker.package in packages:
-            del sys.modules[f"accel_runtime.tracking.{tracker.module}"]
+            del sys.modules[f"accel_runtime.monitoring.tracking.{tracker.module}"]
     return names
 
 

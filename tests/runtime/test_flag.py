@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accel_runtime.state import Flag
+from accel_runtime.accelerator.state import Flag
 
 
 @pytest.mark.parametrize("truth", [True, False])

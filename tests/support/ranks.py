@@ -42,7 +42,7 @@ INTERPRETER = Interpreter(
     "torch.distributed.tensor.parallel",
     "torch.utils.data",
     "torch._dynamo",
-    "accel_runtime.accelerator",
+    "accel_runtime.accelerator.accelerator",
     "accel_runtime.utils",
     "support.ranks",
 )

@@ -14,7 +14,7 @@ from accel_runtime.backends import current_backend, set_current_backend
 from accel_runtime.backends.rng import set_seed
 from accel_runtime.data.metrics import gather_object
 from accel_runtime.environment.topology import Topology
-from accel_runtime.logging import find_topology, get_logger
+from accel_runtime.monitoring.logging import find_topology, get_logger
 
 pytest.importorskip("torch_xla", reason="torch_xla is in an environment of its own: make test-xla")
 
@@ -76,7 +76,7 @@ def test_warning_once_is_logged_by_the_first_replica_after_another_suppressed_it
 
 def test_a_progress_bar_is_shown_by_the_first_replica(replicas):
     def shown():
-        from accel_runtime.logging import tqdm
+        from accel_runtime.monitoring.logging import tqdm
 
         set_current_backend(None)
         return not tqdm(range(2)).disable, not tqdm(range(2), main_process_only=False).disable

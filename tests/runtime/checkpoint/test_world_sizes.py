@@ -23,9 +23,9 @@ from accel_runtime import Accelerator, DataLoaderConfiguration, GradientAccumula
 from accel_runtime.checkpoint.load import LoadOperation
 from accel_runtime.checkpoint.save import SaveOperation
 from accel_runtime.checkpoint.state_items import ModelItem, OptimizerItem
-from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.storage.file_system import FileSystem
 from accel_runtime.training.gradients import name_parameters
+from accel_runtime.training.optimizer import PreparedOptimizer
 
 STEPS, EPOCHS = 4, 2
 

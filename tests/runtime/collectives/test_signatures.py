@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from accel_runtime import Accelerator
+from accel_runtime.accelerator import operations
 from accel_runtime.backends import tensors
 from accel_runtime.collectives.calls import add_arguments, collective, get_signature
 from accel_runtime.collectives.handshake import MismatchError
 from accel_runtime.data import metrics
-from accel_runtime.utils import operations
 
 RUNTIME = Path(inspect.getfile(Accelerator)).parents[1]
 

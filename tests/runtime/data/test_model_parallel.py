@@ -23,8 +23,8 @@ from support.runs.read_epochs import check_steps, read_steps, split_batches
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-import accel_runtime.accelerator as facade
 from accel_runtime import Accelerator, DataLoaderConfiguration, set_seed
+from accel_runtime.accelerator import accelerator as facade
 from accel_runtime.backends.single import Single
 from accel_runtime.data.map_style import MapStyleSource
 from accel_runtime.data.presharded import PreshardedSource

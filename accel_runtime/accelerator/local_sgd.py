@@ -1,0 +1,77 @@
+"""Local SGD: processes train independently, and their weights are averaged every few steps."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from typing_extensions import Self
+
+from accel_runtime.backends.tensors import reduce
+
+if TYPE_CHECKING:
+    from accel_runtime.accelerator.accelerator import Accelerator
+
+__all__ = ["LocalSGD"]
+
+
+class LocalSGD:
+    """Context in which gradients stay local, and weights are averaged every few steps.
+
+    Trainable parameters are averaged in one collective. Buffers, such as the running statistics of a batch norm, and
+    the states of optimizers stay local.
+
+    Args:
+        accelerator: The accelerator of the run.
+        model: A prepared model.
+        local_sgd_steps: The number of optimizer steps between two averages.
+        enabled: If true, train locally; False trains as without the context.
+
+    Raises:
+        ValueError: `local_sgd_steps` is below 1.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True
+    ) -> None:
+        if local_sgd_steps < 1:
+            raise ValueError(f"Invalid local_sgd_steps={local_sgd_steps}: expected at least 1.")
+        self.enabled = enabled and accelerator.use_distributed
+        """True if weights are averaged."""
+        self.num_steps = 0
+        """Number of steps in the context."""
+        self._accelerator = accelerator
+        self._model = model
+        self._interval = local_sgd_steps
+        self._no_sync = ExitStack()
+
+    def __enter__(self) -> Self:
+        if self.enabled:
+            self._accelerator._replica_check.disable()  # noqa: SLF001 - a part of the Accelerator
+            self._no_sync.enter_context(self._accelerator.no_sync(self._model))
+        return self
+
+    def step(self) -> None:
+        """Count an optimizer step, and average the weights if it is due."""
+        self.num_steps += 1
+        if self.enabled and self.num_steps % self._interval == 0:
+            self._average()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._no_sync.close()
+        # After an exception, the other ranks may not get here.
+        if self.enabled and kind is None:
+            self._average()
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        weights = [p.detach() for p in self._model.parameters() if p.requires_grad]
+        backend = self._accelerator._backend  # noqa: SLF001 - `Accelerator.reduce` compares lines of the script
+        means = reduce(weights, "mean", backend, compare_lines=False)
+        for weight, mean in zip(weights, means, strict=True):
+            weight.copy_(mean)

@@ -1,0 +1,1 @@
+"""Logs, metrics and trackers, profiles, and facts for reports."""

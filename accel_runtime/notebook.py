@@ -1,0 +1,406 @@
+"""Launchers of functions from Python: on several processes of a notebook or a test."""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import functools
+import gc
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple, get_args
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import (
+    ProcessContext,
+    ProcessExitedException,
+    ProcessRaisedException,
+    start_processes,
+)
+
+from accel_runtime.backends import set_current_backend
+from accel_runtime.compat.environment import patch_environment
+from accel_runtime.environment.settings import RANK_FOLDER, MixedPrecision, Settings, is_placed_by_device
+from accel_runtime.environment.text import decode_text, encode_text
+from accel_runtime.foundation.heartbeat import reset_heartbeat
+from accel_runtime.foundation.torch_internals import TCPStore
+
+__all__ = ["LaunchError", "debug_launcher", "notebook_launcher"]
+
+_GRACE_S = 5.0
+_CUDA_PROBE_TIMEOUT_S = 60
+_MAX_DESCRIPTORS = 4096
+_CRASH = ".crash"
+"""The suffix of the file with the Python stack of a rank that crashed."""
+
+
+class LaunchError(RuntimeError):
+    """Failure of a launched process; the message has its rank and traceback."""
+
+
+class _ProcessGroupSpec(NamedTuple):
+    """Processes of this node in the process group."""
+
+    num_local: int
+    node: int
+    nodes: int
+    host: str
+    port: int
+
+
+def notebook_launcher(  # noqa: PLR0913, PLR0917 - the signature scripts know
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str | None = None,
+    use_port: str | int | None = None,
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: dict[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+) -> None:
+    """Run a function on several processes, from a notebook or any other Python session.
+
+    The processes are forked, so the function may be defined in the notebook. It creates its own `Accelerator`. With one
+    process it runs in the current one. Each process computes on one thread, until it calls `torch.set_num_threads`.
+
+    Args:
+        function: Called as `function(*args)`; its result is dropped.
+        args: Its arguments.
+        num_processes: The number of processes on this node.
+        mixed_precision: `no`, `bf16` or `fp16`, for an `Accelerator` without its own; None uses the environment.
+        use_port: The port of the rendezvous; None is any free port, and 29500 with several nodes.
+        master_addr: The address of the first node.
+        node_rank: The rank of this node, from 0.
+        num_nodes: The number of nodes; each of them makes this call, with as many processes.
+        rdzv_backend: `static`; or `c10d` on one node, which is the same there. `accel launch` has the others.
+        rdzv_endpoint: `host:port`, instead of `master_addr` and `use_port`.
+        rdzv_conf: None only, except with `c10d`: one node does not need it.
+        rdzv_id: The default only, except with `c10d`.
+        max_restarts: 0 only.
+        monitor_interval: The default only, as the end of a process is noticed at once.
+        log_line_prefix_template: None only.
+
+    Raises:
+        ValueError: An unsupported argument; the message names it.
+        RuntimeError: CUDA is initialized already, so that processes cannot be forked; the message names the import that
+            initialized it, if it was one.
+        LaunchError: A process failed; its rank and traceback are in the message. The others are terminated.
+    """
+    # On one node, c10d starts the same processes; its options are for several.
+    is_alone = rdzv_backend == "c10d" and num_nodes == 1
+    for name, value, default in (
+        ("rdzv_backend", "static" if is_alone else rdzv_backend, "static"),
+        ("rdzv_conf", None if is_alone else rdzv_conf or None, None),
+        ("rdzv_id", "none" if is_alone else rdzv_id, "none"),
+        ("max_restarts", max_restarts, 0),
+        ("monitor_interval", monitor_interval, 0.1),
+        ("log_line_prefix_template", log_line_prefix_template, None),
+    ):
+        if value != default:
+            raise ValueError(
+                f"{name}={value!r} is not supported by notebook_launcher. Leave it at {default!r}, or use `accel launch`."
+            )
+    if num_processes is None or num_processes < 1:
+        raise ValueError(
+            f"Invalid num_processes={num_processes}: pass the number of processes to start, at least 1."
+        )
+    if not 0 <= node_rank < num_nodes:
+        raise ValueError(
+            f"Invalid node_rank={node_rank}: expected 0 to {num_nodes - 1} with num_nodes={num_nodes}."
+        )
+    settings = _override_precision(Settings.from_env(os.environ), mixed_precision)
+    if num_processes == num_nodes == 1:
+        with patch_environment(**settings.to_env()):
+            function(*args)
+        return
+    if is_placed_by_device(os.environ):
+        raise ValueError(
+            f"num_processes={num_processes}: notebook_launcher starts processes, and torch_xla (ACCEL_DEVICE=xla, or "
+            "PJRT_DEVICE is set) starts its replicas itself. Use `accel launch` with launcher.kind: xla, or "
+            "num_processes=1 for the replica that this session is"
+        )
+    host, port = _parse_endpoint(rdzv_endpoint, master_addr, use_port, num_nodes)
+    _check_cuda_uninitialized()
+    _run(function, args, _ProcessGroupSpec(num_processes, node_rank, num_nodes, host, port), settings)
+
+
+def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
+    """Run a function on several processes of this machine, on the CPU, to debug it.
+
+    Args:
+        function: Called as `function(*args)`; its result is dropped.
+        args: Its arguments.
+        num_processes: The number of processes, at least 1.
+
+    Raises:
+        ValueError: `num_processes` is below 1.
+        LaunchError: A process failed; its rank and traceback are in the message. The others are terminated.
+    """
+    if num_processes < 1:
+        raise ValueError(f"Invalid num_processes={num_processes}: expected at least 1.")
+    settings = replace(Settings.from_env(os.environ), device="cpu", mixed_precision="no")
+    _run(function, args, _ProcessGroupSpec(num_processes, 0, 1, "127.0.0.1", 0), settings)
+
+
+def _run(
+    function: Callable[..., Any], args: Sequence[Any], spec: _ProcessGroupSpec, settings: Settings
+) -> None:
+    """Start the processes of this node, wait for them, and terminate all when one fails."""
+    if dist.is_initialized():
+        raise RuntimeError(
+            "Cannot launch processes: this process is in a process group already (an Accelerator that shards models joins one), and "
+            "forked processes would hang in it. Create the Accelerator inside the function, and restart the session (or the "
+            "notebook's kernel)."
+        )
+    store = None
+    if spec.node == 0:
+        # The store is in this process and not in rank 0, so that it outlives every rank.
+        store = TCPStore(spec.host, spec.port, is_master=True, wait_for_workers=False)
+        spec = spec._replace(port=store.port)
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        # Python 3.12 warns of threads that are not forked: `_work` accounts for them.
+        warnings.filterwarnings("ignore", ".*is multi-threaded", DeprecationWarning)
+        context: ProcessContext | None = None
+        others = set(multiprocessing.active_children())
+        is_gc_enabled = gc.isenabled()
+        try:
+            gc.disable()  # until the forked processes have called `gc.freeze`
+            try:
+                # An interrupt between a fork and the line that records its process would leave a process that nothing ends.
+                with _defer_interrupt() as resume_interrupts:
+                    context = start_processes(  # type: ignore[no-untyped-call]
+                        _work,
+                        args=(
+                            functools.partial(function, *args),
+                            spec,
+                            settings,
+                            Path(folder),
+                            is_gc_enabled,
+                            resume_interrupts,
+                        ),
+                        nprocs=spec.num_local,
+                        join=False,
+                        start_method="fork",
+                    )
+            finally:
+                if is_gc_enabled:
+                    gc.enable()
+            assert context is not None
+            while not context.join():
+                pass
+        except (ProcessRaisedException, ProcessExitedException) as error:
+            raise LaunchError(_format_failure(error, spec, Path(folder))) from None
+        finally:
+            # Not the processes of the context: the start of one may fail after others are started.
+            started = [process for process in multiprocessing.active_children() if process not in others]
+            _terminate(started, context.error_files if context else ())
+            del store
+
+
+@contextmanager
+def _defer_interrupt() -> Iterator[Callable[[], None]]:
+    """Defer an interrupt to the end of the context; a process forked in it calls the function that is yielded."""
+    handler = signal.getsignal(signal.SIGINT)
+    # Signals are handled in the main thread only, and a handler that is not Python's cannot be installed again.
+    if handler is None or threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    received: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: received.append(number))
+
+    def resume() -> None:
+        signal.signal(signal.SIGINT, handler)
+        if received:
+            signal.raise_signal(signal.SIGINT)
+
+    try:
+        yield resume
+    finally:
+        resume()
+
+
+def _work(  # noqa: PLR0913, PLR0917 - called by torch with the rank and positional arguments
+    local_rank: int,
+    function: Callable[[], Any],
+    spec: _ProcessGroupSpec,
+    settings: Settings,
+    failures: Path,
+    is_gc_enabled: bool,
+    resume_interrupts: Callable[[], None],
+) -> None:
+    """Run the function in a forked process; a failure is written to a file of `failures` that the parent reads."""
+    resume_interrupts()
+    # Garbage of the parent must not be collected here: a process group or a loader in it would wait for threads or
+    # workers that this process does not have.
+    gc.freeze()
+    if is_gc_enabled:
+        gc.enable()
+    os.environ.update(
+        settings.to_env(),
+        RANK=str(spec.node * spec.num_local + local_rank),
+        LOCAL_RANK=str(local_rank),
+        WORLD_SIZE=str(spec.nodes * spec.num_local),
+        LOCAL_WORLD_SIZE=str(spec.num_local),
+        MASTER_ADDR=spec.host,
+        MASTER_PORT=str(spec.port),
+        # Tells torch that the launcher holds the store.
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT="0",
+    )
+    if local_rank:
+        # A launcher of the parent watches one process: the first.
+        os.environ.pop(RANK_FOLDER, None)
+    reset_heartbeat()
+    # The threads of the parent's OpenMP are not forked, and waiting for them would hang.
+    torch.set_num_threads(1)
+    set_current_backend(None)
+    # Not stderr, where the stacks of several ranks would mix. Under a high number, which stays unused if the script closes
+    # all descriptors and opens other files; faulthandler would write to one of these.
+    with (failures / f"{local_rank}{_CRASH}").open("wb") as crash:
+        limit = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], _MAX_DESCRIPTORS)
+        faulthandler.enable(fcntl.fcntl(crash, fcntl.F_DUPFD_CLOEXEC, limit - 1), all_threads=False)
+    try:
+        function()
+    except Exception as error:  # noqa: BLE001 - any exception is reported
+        trace = error.__traceback__
+        lines = traceback.format_exception(type(error), error, trace.tb_next if trace else None)
+        summary = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
+        text = "".join(lines).strip()
+        (failures / str(local_rank)).write_bytes(encode_text(f"{time.monotonic_ns()}\n{summary}\n{text}"))
+        sys.exit(1)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _terminate(processes: Sequence[BaseProcess], files: Sequence[str]) -> None:
+    """Terminate all processes and remove their error files; a second interrupt kills them at once."""
+    try:
+        for process in processes:
+            if process.is_alive():
+                process.terminate()
+        for process in processes:
+            process.join(_GRACE_S)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        for file in files:
+            Path(file).unlink(missing_ok=True)
+
+
+def _format_failure(
+    error: ProcessRaisedException | ProcessExitedException, spec: _ProcessGroupSpec, failures: Path
+) -> str:
+    """Return the message of the process that failed first: others lost the connection to it, or were terminated."""
+    texts = {int(file.name): file.read_bytes() for file in failures.iterdir() if file.suffix != _CRASH}
+    # A process that is terminated while it writes leaves an empty file.
+    recorded = {rank: decode_text(text).split("\n", 1) for rank, text in texts.items() if b"\n" in text}
+    index = error.error_index
+    if index in recorded:
+        index = min(recorded, key=lambda local_rank: int(recorded[local_rank][0]))
+    rank = f"rank {spec.node * spec.num_local + index} of {spec.nodes * spec.num_local}"
+    if index in recorded:
+        return f"{rank} failed: {recorded[index][1]}"
+    code = getattr(error, "exit_code", 1)
+    if code < 0:
+        reason = f"{rank} was ended by {signal.Signals(-code).name}"
+        crash = failures / f"{index}{_CRASH}"
+        dump = crash.read_text(encoding="utf-8", errors="replace") if crash.exists() else ""
+        stack = dump.partition("(most recent call first):\n")[2].partition(f'  File "{__file__}"')[0].rstrip()
+        return f"{reason}\nIts Python stack, most recent call first:\n{stack}" if stack else reason
+    return f"{rank} exited with code {code}"
+
+
+def _override_precision(settings: Settings, mixed_precision: str | None) -> Settings:
+    if mixed_precision is None:
+        return settings
+    # Members of the enum PrecisionType are equal to their text.
+    for precision in get_args(MixedPrecision):
+        if mixed_precision == precision:
+            return replace(settings, mixed_precision=precision)
+    raise ValueError(
+        f"Invalid mixed_precision {mixed_precision!r}: expected one of {', '.join(get_args(MixedPrecision))}."
+    )
+
+
+def _parse_endpoint(endpoint: str, host: str, port: str | int | None, nodes: int) -> tuple[str, int]:
+    if endpoint:
+        host, _, port = endpoint.rpartition(":")
+    number = port if port is not None else 29500 if nodes > 1 else 0
+    if not host or not str(number).isdigit():
+        raise ValueError(
+            f'Invalid rendezvous address: rdzv_endpoint={endpoint!r}, use_port={port!r}. Pass rdzv_endpoint="host:port".'
+        )
+    return host, int(number)
+
+
+def _check_cuda_uninitialized() -> None:
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return
+    package = _find_cuda_import(dict(sys.modules))
+    reason = f"by importing {package}" if package else "by a cell of this session"
+    raise RuntimeError(
+        f"Cannot launch processes: CUDA is initialized in this session already ({reason}), so forked processes could not use it. "
+        "Restart the session, and use CUDA only inside the launched function."
+    )
+
+
+_CUDA_PROBE = """
+import sys, importlib, traceback, torch
+init, at = torch.cuda._lazy_init, []
+def noted():
+    at.extend(traceback.extract_stack()[:-1])
+    init()
+torch.cuda._lazy_init = noted
+library = torch.__file__.removesuffix("__init__.py")
+for name in sys.argv[1:]:
+    at.clear()
+    try: importlib.import_module(name)
+    except BaseException: continue
+    if torch.cuda.is_initialized():
+        own = [frame for frame in at if not frame.filename.startswith((library, "<"))]
+        print(f"\\n{name}\\t{own[-1].filename}:{own[-1].lineno}" if own else f"\\n{name}\\t")
+        break
+"""
+
+
+def _find_cuda_import(modules: dict[str, ModuleType]) -> str | None:
+    """Return the first of the imported packages that initializes CUDA, and its line; they are tried in a child process."""
+    excluded = {"torch", "accel_runtime", "__main__", *sys.stdlib_module_names}
+    names = [
+        name for name in modules if "." not in name and not name.startswith("_") and name not in excluded
+    ]
+    try:
+        result = subprocess.run(
+            [sys.executable, "-c", _CUDA_PROBE, *names], capture_output=True, text=True, timeout=_CUDA_PROBE_TIMEOUT_S, check=False,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return None
+    name, _, line = "".join(result.stdout.splitlines()[-1:]).partition("\t")
+    if name not in names:
+        return None
+    return f"{name!r} ({line})" if line else repr(name)

@@ -1,0 +1,311 @@
+"""Prepared optimizer: steps at the end of an accumulation cycle, through the loss scaler if there is one."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from typing_extensions import override
+
+from accel_runtime.foundation.heartbeat import call_site, heartbeat
+from accel_runtime.foundation.torch_internals import version_of
+from accel_runtime.monitoring.logging import MultiProcessAdapter
+from accel_runtime.training.accumulation import Accumulation
+from accel_runtime.training.forward import LossScaler
+
+__all__ = ["AcceleratedOptimizer", "PreparedOptimizer"]
+
+_LOG = MultiProcessAdapter(logging.getLogger("accel_runtime.optimizer"))
+
+
+class PreparedOptimizer(torch.optim.Optimizer):
+    """Optimizer of torch whose `step` and `zero_grad` act only at the end of an accumulation cycle.
+
+    Args:
+        optimizer: The script's optimizer; all other attributes are read from it.
+        accumulation: Counts accumulation cycles.
+        scaler: The loss scaler, for formats that need one.
+        stepped: Called after each step, on devices that need it.
+        check: Called before the first, second, fourth, eighth, ... step, until it returns True.
+        gather: Returns the objects of all ranks, for the losses of LBFGS; None on one process.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917 - the parts of a step
+        self,
+        optimizer: torch.optim.Optimizer,
+        accumulation: Accumulation,
+        scaler: LossScaler | None,
+        stepped: Callable[[], None] | None = None,
+        check: Callable[[], bool] | None = None,
+        gather: Callable[[Any], list[Any]] | None = None,
+    ) -> None:
+        # Optimizer.__init__ is not called on purpose: groups and state are those of the wrapped optimizer.
+        self.optimizer = optimizer
+        """Optimizer of the script."""
+        self.step_was_skipped = False
+        """True if the last `step` was skipped because fp16 gradients had overflowed."""
+        self.steps = 0
+        """Number of accumulation cycles that ended, skipped steps included."""
+        self._accumulation = accumulation
+        self._scaler = scaler
+        self._stepped = stepped
+        self._check = check
+        self._gather = gather if isinstance(optimizer, torch.optim.LBFGS) else None
+        self._in_closure = False
+        self._last_step = -1
+        """Number of completed cycles at the newest step."""
+        self._has_warned_of_clearing = False
+        self._calls = 0
+        self._used_backward = 0
+        self._beat = heartbeat()
+        if scaler is not None:
+            scaler.add_optimizer(optimizer)
+
+    @property
+    @override
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Return the parameter groups of the wrapped optimizer."""
+        return self.optimizer.param_groups
+
+    @property
+    @override
+    def state(self) -> Any:  # type: ignore[override]
+        """Return the state of the wrapped optimizer."""
+        return self.optimizer.state
+
+    @property
+    @override
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Return the defaults of the wrapped optimizer."""
+        return self.optimizer.defaults
+
+    @override
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Step if the accumulation cycle is complete.
+
+        Before that, a closure adds the gradients of its micro-batch. The loss that a closure returns to LBFGS is averaged
+        over the ranks, so that all choose the same step length and number of iterations.
+
+        Raises:
+            ValueError: If there is a closure with fp16, as the scaler cannot run it; or with a cycle of several micro-batches,
+                and the optimizer runs it more than once, or after it has changed the weights.
+        """
+        accumulation = self._accumulation
+        if closure is not None:
+            if self._scaler is not None:
+                raise ValueError(
+                    "optimizer.step(closure) is not supported with mixed_precision fp16. Use bf16."
+                )
+            if not (accumulation.synced and accumulation.is_first):
+                return self._run_closure_in_cycle(closure)
+        if not accumulation.synced:
+            return None
+        self._begin_step()
+        if self._scaler is not None:
+            self.step_was_skipped = not self._scaler.step_unless_overflowed(self.optimizer)
+            return None
+        return self._step_with(closure)
+
+    def _begin_step(self) -> None:
+        accumulation = self._accumulation
+        if self._check is not None:
+            self._calls += 1
+            if not self._calls & (self._calls - 1) and self._check():
+                self._check = None
+        accumulation.is_new_cycle = True
+        self._used_backward = accumulation.num_backward
+        self._last_step = accumulation.num_cycles
+        self.steps += 1
+        if self._beat is not None:
+            self._beat.step()
+
+    def _step_with(self, closure: Callable[[], Any] | None) -> float | None:
+        """Step without a scaler."""
+        if closure is None:
+            loss: float | None = self.optimizer.step()
+        else:
+            if self._gather is not None:
+                closure = self._average_loss(closure, self._gather)
+            with self._enter_closure():
+                loss = self.optimizer.step(closure)
+        if self._stepped is not None:
+            self._stepped()
+        return loss
+
+    def _run_closure_in_cycle(self, closure: Callable[[], Any]) -> float | None:
+        """Run a closure that adds the gradients of one of several micro-batches, and step if it is the last one.
+
+        The closures of earlier micro-batches cannot run again, as their variables have other values now. So the optimizer
+        must run the last one once, with the weights of the others.
+        """
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            self._refuse_closure()
+        gradients = {} if self._accumulation.is_first else self._read_versions("grad")
+
+        def check_gradients() -> None:
+            self._accumulation.check_gradients = None
+            if gradients and self._read_versions("grad") != gradients:
+                raise ValueError(
+                    "optimizer.step(closure) failed: the closure changed the gradients of the earlier micro-batches of the "
+                    "accumulation cycle. Clear gradients with optimizer.zero_grad() only, which keeps them within a cycle."
+                )
+
+        def run() -> float | None:
+            self._accumulation.check_gradients = check_gradients
+            try:
+                with torch.enable_grad(), self._enter_closure():
+                    loss: float | None = closure()
+                    return loss
+            finally:
+                self._accumulation.check_gradients = None
+
+        if not self._accumulation.synced:
+            return run()
+        is_new_cycle = self._accumulation.is_new_cycle
+        self._begin_step()
+        self._accumulation.is_new_cycle = is_new_cycle
+        weights = self._read_versions()
+        runs = 0
+
+        def run_once() -> float | None:
+            nonlocal runs
+            runs += 1
+            if runs > 1 or self._read_versions() != weights:
+                self._refuse_closure()
+            return run()
+
+        loss = self._step_with(run_once)
+        if not runs:
+            self._refuse_closure()
+        return loss
+
+    def _refuse_closure(self) -> NoReturn:
+        raise ValueError(
+            f"optimizer.step(closure) failed: {type(self.optimizer).__name__} does not run its closure exactly once before it "
+            f"changes the weights, so the gradients of a cycle of {self._accumulation.steps} micro-batches cannot be added up. "
+            "Use gradient_accumulation_steps=1, and run the backward passes of all micro-batches inside the closure."
+        )
+
+    @contextmanager
+    def _enter_closure(self) -> Iterator[None]:
+        """Let `zero_grad` clear gradients in the first micro-batch of a cycle only."""
+        before, self._in_closure = self._in_closure, True
+        try:
+            yield
+        finally:
+            self._in_closure = before
+
+    def _read_versions(self, attribute: str | None = None) -> dict[Any, tuple[int, int]]:
+        """Return the identity and version of the parameters, or of the tensors in one of their attributes."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        tensors = {p: p if attribute is None else getattr(p, attribute) for p in parameters}
+        return {p: (id(tensor), version_of(tensor)) for p, tensor in tensors.items() if tensor is not None}
+
+    @staticmethod
+    def _average_loss(closure: Callable[[], Any], gather: Callable[[Any], list[Any]]) -> Callable[[], Any]:
+        """Return a closure whose loss is the mean over the ranks."""
+
+        def average() -> Any:
+            loss = closure()
+            losses: list[float] = gather(loss.item() if isinstance(loss, torch.Tensor) else loss)
+            mean = math.fsum(losses) / len(losses)
+            return torch.full_like(loss.detach(), mean) if isinstance(loss, torch.Tensor) else mean
+
+        return average
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients if the accumulation cycle is complete; in a closure, if it begins."""
+        accumulation = self._accumulation
+        if not (accumulation.is_first if self._in_closure else accumulation.synced):
+            return
+        if not (accumulation.is_first or accumulation.has_backward or self._has_warned_of_clearing):
+            self._warn_of_clearing()
+        accumulation.is_new_cycle = True
+        self._used_backward = accumulation.num_backward
+        self.optimizer.zero_grad(set_to_none)
+
+    def _warn_of_clearing(self) -> None:
+        """Warn once if the gradients of the earlier micro-batches of a cycle are cleared before its step."""
+        if self._last_step == self._accumulation.num_cycles or not self._read_versions("grad"):
+            return
+        self._has_warned_of_clearing = True
+        _LOG.warning(
+            "optimizer.zero_grad() at %s discards the gradients of earlier micro-batches: it is called before the backward pass "
+            "of the last micro-batch of an accumulation cycle, so the step uses this one only. Call it after optimizer.step().",
+            call_site(),
+        )
+
+    @property
+    def has_used_gradients(self) -> bool:
+        """Return whether there was a step, or gradients were cleared, since the newest backward pass of any model."""
+        return self._used_backward == self._accumulation.num_backward
+
+    @has_used_gradients.setter
+    def has_used_gradients(self, used: bool) -> None:
+        self._used_backward = self._accumulation.num_backward if used else -1
+
+    def train(self) -> None:
+        """Switch an optimizer that has modes, such as a schedule-free one, to training."""
+        self._set_mode("train")
+
+    def eval(self) -> None:
+        """Switch an optimizer that has modes to evaluation."""
+        self._set_mode("eval")
+
+    def _set_mode(self, mode: str) -> None:
+        if callable(method := getattr(self.optimizer, mode, None)):
+            method()
+
+    def place(self) -> None:
+        """Move the state to the devices of the parameters."""
+        if self.optimizer.state:
+            # torch keeps the tensors on the CPU that belong there.
+            self.optimizer.load_state_dict(self.optimizer.state_dict())
+
+    def unscale(self) -> None:
+        """Unscale the gradients, once per step, so that they can be clipped or read."""
+        if self._scaler is not None and self._accumulation.synced:
+            self._scaler.unscale_once(self.optimizer)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state, loadable without accel."""
+        return self.optimizer.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state into the wrapped optimizer."""
+        self.optimizer.load_state_dict(state_dict)
+
+    @override
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group to the wrapped optimizer."""
+        self.optimizer.add_param_group(param_group)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    @override
+    def __repr__(self) -> str:
+        return f"PreparedOptimizer({self.optimizer!r})"
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        # A scheduler sets its own `step` on the instance, which cannot be pickled; the others belong to this process.
+        transient = {"step", "_beat", "_stepped", "_check", "_gather"}
+        return {name: value for name, value in vars(self).items() if name not in transient}
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _beat=heartbeat(), _stepped=None, _check=None, _gather=None)
+
+
+AcceleratedOptimizer = PreparedOptimizer
+"""Name in Accelerate, which scripts import for `isinstance`."""
