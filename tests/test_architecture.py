@@ -236,18 +236,10 @@ LAYERS = {
 UPWARD = {
     ("accel_runtime.backends", "accel_runtime.parallel.fsdp"),
     ("accel_runtime.backends.base", "accel_runtime.data.iteration"),
-    ("accel_runtime.backends.base", "accel_runtime.data.source"),
-    ("accel_runtime.backends.base", "accel_runtime.parallel.dtensor"),
     ("accel_runtime.backends.distributed", "accel_runtime.parallel.ddp"),
     ("accel_runtime.backends.xla.backend", "accel_runtime.data.iteration"),
-    ("accel_runtime.backends.xla.backend", "accel_runtime.data.source"),
     ("accel_runtime.backends.xla.backend", "accel_runtime.parallel.ddp"),
-    ("accel_runtime.backends.xla.host", "accel_runtime.data.iteration"),
-    ("accel_runtime.backends.xla.spmd", "accel_runtime.data.source"),
-    ("accel_runtime.parallel.fsdp", "accel_runtime.checkpoint.serialization"),
-    ("accel_runtime.parallel.fsdp", "accel_runtime.training.forward"),
-    ("accel_runtime.monitoring.recording", "accel_runtime.accelerator.description"),
-    ("accel_runtime.training.replica_check", "accel_runtime.checkpoint.serialization"),
+    ("accel_runtime.backends.xla.backend", "accel_runtime.parallel.xla.spmd"),
 }
 """The imports that still run upwards. This list only gets shorter."""
 

@@ -43,12 +43,13 @@ from accel_runtime.foundation.options import (
     ProjectConfiguration,
     find_handlers,
 )
+from accel_runtime.foundation.precision import FORMATS
 from accel_runtime.monitoring.profiling import ProfileKwargs, profiled
 from accel_runtime.monitoring.recording import rank_recorder
 from accel_runtime.monitoring.tracking import GeneralTracker, Trackers
 from accel_runtime.training.accumulation import Accumulation, AveragingCheck
 from accel_runtime.training.bypass_check import BypassCheck
-from accel_runtime.training.forward import FORMATS, DynamoBackend, Precision, TorchDynamoPlugin
+from accel_runtime.training.forward import DynamoBackend, Precision, TorchDynamoPlugin
 from accel_runtime.training.gradients import Gradients
 from accel_runtime.training.memory import release_memory
 from accel_runtime.training.replica_check import ReplicaCheck

@@ -15,7 +15,8 @@ from accel_runtime.data.source import len_or_none
 from accel_runtime.environment.accelerate import Translation
 from accel_runtime.environment.settings import Settings, flatten_settings, variable_name
 from accel_runtime.environment.topology import DataRank
-from accel_runtime.parallel.dtensor import GroupFacts, class_of
+from accel_runtime.foundation.process_mesh import GroupFacts
+from accel_runtime.parallel.dtensor import class_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -210,7 +210,8 @@ class PrepareMethods(CheckpointMethods):
             self._described_models = len(self._models)
             # A dataset whose length raises an error must not end the script here.
             with suppress(Exception):
-                self._recorder.write_description(self.describe())
+                description = self.describe()
+                self._recorder.write_description(str(description), description.as_dict())
 
     def _check_consistent(self, objects: Sequence[Any], options: LoaderOptions) -> None:
         """Compare objects over the ranks, except for those that are prepared or compared already."""

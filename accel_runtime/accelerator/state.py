@@ -21,10 +21,10 @@ from accel_runtime.backends import (
 from accel_runtime.backends.base import Backend
 from accel_runtime.backends.single import DetachedBackend
 from accel_runtime.data.iteration import ActiveLoops
-from accel_runtime.data.source import StepInfo
 from accel_runtime.environment.settings import MixedPrecision
 from accel_runtime.foundation import nested
 from accel_runtime.foundation.options import DistributedType, InitProcessGroupKwargs
+from accel_runtime.foundation.steps import StepInfo
 from accel_runtime.training.accumulation import Accumulation
 
 __all__ = [

@@ -24,16 +24,16 @@ from accel_runtime.collectives.handshake import (
     call_at_site,
 )
 from accel_runtime.collectives.transport import Transport
-from accel_runtime.data.source import EpochIterator
 from accel_runtime.environment.settings import MixedPrecision, Settings
 from accel_runtime.environment.topology import DataRank, Topology
 from accel_runtime.foundation.heartbeat import call_site, heartbeat
 from accel_runtime.foundation.options import DistributedType
+from accel_runtime.foundation.steps import EpochIterator
 
 if TYPE_CHECKING:
     from accel_runtime.collectives.stalls import MissingRanks, RankMonitor
     from accel_runtime.data.iteration import ActiveLoops
-    from accel_runtime.parallel.dtensor import GroupFacts, ProcessMesh
+    from accel_runtime.foundation.process_mesh import GroupFacts, ProcessMesh
 
 __all__ = ["Backend", "Reduction"]
 

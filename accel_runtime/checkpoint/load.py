@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from accel_runtime.checkpoint.serialization import deserialize
 from accel_runtime.checkpoint.state_items import StateItem
 from accel_runtime.checkpoint.training_state import read_model_parallel_size
+from accel_runtime.foundation.tensor_bytes import tensor_bytes
 from accel_runtime.storage.directory import (
     find_previous_checkpoint,
     is_current,
@@ -47,7 +48,6 @@ from accel_runtime.storage.manifest import (
     rank_tensor_name,
 )
 from accel_runtime.storage.schema import FieldError, read_value
-from accel_runtime.storage.tensor_file import tensor_bytes
 from accel_runtime.storage.verification import find_damage, select_rank_files
 
 __all__ = ["LoadOperation"]

@@ -23,10 +23,11 @@ from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
 from accel_runtime.checkpoint.manager import StagingBuffers
-from accel_runtime.checkpoint.serialization import hash_tensor, serialize
+from accel_runtime.checkpoint.serialization import serialize
 from accel_runtime.checkpoint.state_items import StateItem, is_sharded
 from accel_runtime.collectives.stalls import MissingRanks
 from accel_runtime.environment.settings import __version__, format_size, variable_name
+from accel_runtime.foundation.tensor_bytes import copy_to_host, hash_tensor
 from accel_runtime.storage.directory import (
     TargetExistsError,
     commit_directory,
@@ -58,12 +59,7 @@ from accel_runtime.storage.manifest import (
     item_of_tensor,
     rank_tensor_name,
 )
-from accel_runtime.storage.tensor_file import (
-    TensorPart,
-    copy_to_host,
-    shard_file_name,
-    write_safetensors,
-)
+from accel_runtime.storage.tensor_file import TensorPart, shard_file_name, write_safetensors
 
 __all__ = [
     "SaveOperation",

@@ -11,14 +11,12 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import torch
-import xxhash
 
 from accel_runtime.foundation.torch_internals import local_tensor, storage_id
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.state_tree import KEY, MAX_LEVELS
-from accel_runtime.storage.tensor_file import tensor_bytes
 
-__all__ = ["deserialize", "hash_tensor", "hash_words", "serialize"]
+__all__ = ["deserialize", "serialize"]
 
 _NUMPY = re.compile(r"[<>|=][biufc]\d{1,2}")
 _MAX_SHOWN = 60
@@ -251,37 +249,3 @@ _CONTAINERS: dict[str, Callable[[list[Any], dict[str, Any]], Any]] = {
         encoded["factory"] and _FACTORIES[encoded["factory"]], items
     ),
 }
-
-
-_BLOCK = 1 << 22
-"""Elements that are hashed at a time on a device."""
-
-
-def hash_tensor(tensor: torch.Tensor) -> int:
-    """Return a 64-bit hash of dtype, shape and values.
-
-    On the CPU it is XXH3. Elsewhere only the number leaves the device: a sum of 32-bit words times odd numbers
-    that depend on their index, equal on equal devices only.
-    """
-    checksum = xxhash.xxh3_64(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    if tensor.device.type == "cpu":
-        checksum.update(tensor_bytes(tensor.detach().contiguous()))
-    else:
-        checksum.update(hash_words(tensor.detach()).to_bytes(8, "little"))
-    return checksum.intdigest()
-
-
-def hash_words(tensor: torch.Tensor) -> int:
-    """Return the sum of all 32-bit words, each times an odd number that depends on its index, modulo 2**64."""
-    # A dimension of one element may have any stride, and `view` needs 1 for the last.
-    data = tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-    words = torch.nn.functional.pad(data, (0, -len(data) % 4)).view(torch.int32)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, len(words), _BLOCK):
-        block = words[start : start + _BLOCK].to(torch.int64)
-        index = torch.arange(start, start + len(block), dtype=torch.int64, device=tensor.device)
-        # Odd factors with shifted bits keep neighbouring words from cancelling.
-        factor = (index * 2 + 1) * -7046029254386353131
-        factor ^= factor >> 29
-        total += ((block + 0x5BD1E995) * (factor | 1)).sum()
-    return int(total.item()) & (2**64 - 1)

@@ -18,10 +18,11 @@ import torch
 from typing_extensions import override
 
 from accel_runtime.collectives.calls import add_arguments
-from accel_runtime.collectives.transport import SLOT, ConnectionLostError, Transport, memory_of
+from accel_runtime.collectives.transport import SLOT, ConnectionLostError, Transport
 from accel_runtime.environment.text import decode_text, encode_text
 from accel_runtime.foundation.heartbeat import CallSite, call_site, heartbeat
 from accel_runtime.foundation.nested import TensorSpec, describe_structure, find_special_kind
+from accel_runtime.foundation.tensor_bytes import tensor_bytes
 
 __all__ = [
     "PAYLOAD",
@@ -94,7 +95,7 @@ class HandshakeResult(NamedTuple):
         """Return the bytes of one rank."""
         size = self.sizes[rank]
         if size > PAYLOAD:
-            return memory_of(self.large[rank])
+            return tensor_bytes(self.large[rank])
         start = rank * SLOT + _HEAD
         return memoryview(self.slots)[start : start + size]
 
@@ -188,7 +189,7 @@ class Handshake:
         if max(sizes) > PAYLOAD:
             own = torch.empty(0 if inline else size, dtype=torch.uint8, device="cpu")
             if write and not inline:
-                write(memory_of(own))
+                write(tensor_bytes(own))
             large = self.all_gather_bytes(own, [each if each > PAYLOAD else 0 for each in sizes], call)
         return HandshakeResult(_all_equal(heads, 0), sizes, slots, large)
 
@@ -366,7 +367,7 @@ class SerializedObject(NamedTuple):
             is_plain = part.is_cpu and part.is_contiguous() and not part.is_conj() and not part.is_neg()
             if is_plain and part.nbytes <= PAYLOAD:
                 # For small tensors a torch copy is several times slower.
-                data[start:end] = memory_of(part)
+                data[start:end] = tensor_bytes(part)
             else:
                 buffer = torch.frombuffer(data[start:end], dtype=part.dtype)
                 buffer.view(part.shape).copy_(part)
@@ -474,7 +475,7 @@ def scatter_objects(operation: str, items: Sequence[Any] | None, handshake: Hand
             return deserialize_object(payload[start : start + size])
         received = torch.empty(size, dtype=torch.uint8, device="cpu")
         handshake.scatter_bytes((), received, 0, call)
-        return deserialize_object(memory_of(received))
+        return deserialize_object(tensor_bytes(received))
     serialized, failure = [], None
     if items is None or len(items) != handshake.size:
         failure = f"expected one object per rank ({handshake.size}), got {0 if items is None else len(items)}"
@@ -496,7 +497,7 @@ def scatter_objects(operation: str, items: Sequence[Any] | None, handshake: Hand
     if not inline:
         buffers = [torch.empty(each.size, dtype=torch.uint8, device="cpu") for each in serialized]
         for each, buffer in zip(serialized, buffers, strict=True):
-            each.write(memory_of(buffer))
+            each.write(tensor_bytes(buffer))
         handshake.scatter_bytes(buffers, buffers[0], 0, call)
     return items[0]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import math
 import os
@@ -30,6 +29,7 @@ from accel_runtime.environment.cgroup import count_cpus
 from accel_runtime.environment.settings import TRUST_NETWORK, read_switch
 from accel_runtime.environment.text import decode_text, encode_text
 from accel_runtime.environment.topology import build_refusal
+from accel_runtime.foundation.tensor_bytes import tensor_bytes
 
 __all__ = [
     "SLOT",
@@ -40,7 +40,6 @@ __all__ = [
     "connect_group",
     "connect_sockets",
     "connect_transport",
-    "memory_of",
 ]
 
 
@@ -53,13 +52,6 @@ WATCH_INTERVAL_S = 2.0
 """Longest time in seconds for which a rank waits for another before it calls `Transport.on_wait`."""
 _PATIENCE_S = 2.0
 """Seconds to wait for the reports of other ranks after the connection is lost."""
-
-
-def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor; the view keeps the tensor alive."""
-    array = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-    array.owner = tensor  # type: ignore[attr-defined]
-    return memoryview(array).cast("B")
 
 
 class Transport(ABC):
@@ -301,8 +293,8 @@ class SocketTransport(_PeerTransport):
     def transfer(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
         self._begin()
         self._pump(
-            {self._peers[rank]: memory_of(data) for rank, data in outgoing.items() if len(data)},
-            {self._peers[rank]: memory_of(buffer) for rank, buffer in incoming.items() if len(buffer)},
+            {self._peers[rank]: tensor_bytes(data) for rank, data in outgoing.items() if len(data)},
+            {self._peers[rank]: tensor_bytes(buffer) for rank, buffer in incoming.items() if len(buffer)},
         )
 
     def _pump(

@@ -32,8 +32,9 @@ from accel_runtime.data.iterable_worker import (
     combine_fingerprints,
 )
 from accel_runtime.data.sharding import BatchSharding
-from accel_runtime.data.source import EpochIterator, Source, copy_loader, is_inside_epoch, mark_skipped
+from accel_runtime.data.source import Source, copy_loader, is_inside_epoch, mark_skipped
 from accel_runtime.environment.topology import Topology
+from accel_runtime.foundation.steps import EpochIterator
 
 __all__ = ["IterableSource", "StreamsDifferError"]
 

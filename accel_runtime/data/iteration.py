@@ -12,15 +12,15 @@ from weakref import WeakSet
 
 import torch
 
-from accel_runtime.data.source import EpochIterator, StepInfo
 from accel_runtime.foundation import nested
+from accel_runtime.foundation.nested import is_strided_tensor
+from accel_runtime.foundation.steps import EpochIterator, StepInfo
 
 __all__ = [
     "ActiveLoops",
     "ModelInputHook",
     "StreamCopies",
     "copy_each",
-    "is_strided_tensor",
     "prefetch_batches",
 ]
 
@@ -381,8 +381,3 @@ def prefetch_batches(
 
 def _return_offset(position: dict[str, Any]) -> Callable[[StepInfo | None], dict[str, Any]]:
     return lambda _: position
-
-
-def is_strided_tensor(leaf: Any) -> bool:
-    """Return whether a leaf is copied in the background; other tensors are copied later."""
-    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided

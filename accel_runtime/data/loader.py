@@ -24,7 +24,6 @@ from accel_runtime.backends.rng import (
 from accel_runtime.data.iteration import ActiveLoops, StreamCopies, copy_each, prefetch_batches
 from accel_runtime.data.presharded import are_consistent, build_world_size_error
 from accel_runtime.data.source import (
-    EpochIterator,
     Source,
     batch_size_of,
     copy_loader,
@@ -34,6 +33,7 @@ from accel_runtime.data.source import (
 )
 from accel_runtime.foundation import nested
 from accel_runtime.foundation.heartbeat import LoaderEpoch, heartbeat
+from accel_runtime.foundation.steps import EpochIterator
 
 __all__ = ["LoaderOptions", "NextBatch", "PreparedLoader", "check_model_parallel_ranks", "skip_first_batches"]
 

@@ -42,9 +42,7 @@ from accel_runtime.backends.rng import (
 from accel_runtime.backends.single import Single
 from accel_runtime.data.sharding import BatchSharding, Index, Step, batch_slices
 from accel_runtime.data.source import (
-    EpochIterator,
     Source,
-    StepInfo,
     copy_loader,
     is_inside_epoch,
     len_or_none,
@@ -54,6 +52,7 @@ from accel_runtime.data.source import (
     yields_single_samples,
 )
 from accel_runtime.environment.topology import Topology
+from accel_runtime.foundation.steps import EpochIterator, StepInfo
 
 __all__ = ["EpochOrder", "MapStyleSource", "hash_seed", "seed_worker"]
 

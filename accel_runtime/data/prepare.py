@@ -21,16 +21,10 @@ from accel_runtime.data.loader import LoaderOptions, PreparedLoader
 from accel_runtime.data.map_style import MapStyleSource
 from accel_runtime.data.presharded import PreshardedSource
 from accel_runtime.data.sharding import loss_scale, sharding_of_loader
-from accel_runtime.data.source import (
-    EpochIterator,
-    Source,
-    StepInfo,
-    batch_size_of,
-    sampler_of_loader,
-    yields_single_samples,
-)
+from accel_runtime.data.source import Source, batch_size_of, sampler_of_loader, yields_single_samples
 from accel_runtime.environment.topology import DataRank, Topology
 from accel_runtime.foundation.options import DataLoaderConfiguration
+from accel_runtime.foundation.steps import EpochIterator, StepInfo
 
 __all__ = [
     "DispatchError",

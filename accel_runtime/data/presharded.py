@@ -14,8 +14,9 @@ from accel_runtime.backends.base import Backend
 from accel_runtime.backends.rng import IsolatedRNG, capture_states, current_states, to_serializable
 from accel_runtime.data.iterable_worker import fingerprint_samples
 from accel_runtime.data.sharding import loss_scale
-from accel_runtime.data.source import EpochIterator, Source, StepInfo, batch_size_of
+from accel_runtime.data.source import Source, batch_size_of
 from accel_runtime.environment.topology import DataRank
+from accel_runtime.foundation.steps import EpochIterator, StepInfo
 
 __all__ = [
     "ModelParallelRanksDifferError",

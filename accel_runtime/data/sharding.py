@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
-from accel_runtime.data.source import StepInfo, batch_size_of, sampler_of_loader
+from accel_runtime.data.source import batch_size_of, sampler_of_loader
 from accel_runtime.environment.topology import DataRank
+from accel_runtime.foundation.steps import StepInfo
 
 __all__ = ["BatchSharding", "Index", "Step", "batch_slices", "loss_scale", "sharding_of_loader"]
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from accel_runtime.export.save_model import CHECKSUMS, INDEX, SINGLE, add_aliases, find_aliases
 from accel_runtime.foundation.module_names import match_names, state_dict
+from accel_runtime.foundation.tensor_bytes import tensor_bytes
 from accel_runtime.parallel.big_modeling import MetaModels, compute_buffers, list_meta_tensors
 from accel_runtime.parallel.dtensor import ShardBox, box_of, local_shard
 from accel_runtime.storage.errors import (
@@ -37,7 +38,7 @@ from accel_runtime.storage.schema import (
     read_regular_file,
     read_value,
 )
-from accel_runtime.storage.tensor_file import NUMBER_FORMATS, iterate_runs, tensor_bytes
+from accel_runtime.storage.tensor_file import NUMBER_FORMATS, iterate_runs
 
 __all__ = [
     "WeightLoader",

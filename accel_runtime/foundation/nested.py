@@ -461,3 +461,8 @@ def _iterate_locations(items: Iterator[Any], location: str) -> Iterator[tuple[st
 def _format_key(key: Any) -> str:
     """Return the repr of a key if it is the same in every process, else its type."""
     return repr(key) if isinstance(key, (str, int, float, tuple, bytes)) else type(key).__name__
+
+
+def is_strided_tensor(leaf: Any) -> bool:
+    """Return whether a leaf is copied in the background; other tensors are copied later."""
+    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided

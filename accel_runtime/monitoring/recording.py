@@ -12,15 +12,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from accel_runtime.environment.settings import CHECKPOINTS, DESCRIPTION, METRICS
 from accel_runtime.foundation.heartbeat import Heartbeat, heartbeat
 from accel_runtime.foundation.nested import has_dtensor
 from accel_runtime.monitoring.tracking.base import finite_or_text, to_number, with_text_names
-
-if TYPE_CHECKING:
-    from accel_runtime.accelerator.description import Description
 
 __all__ = ["BoundedLog", "RankRecorder", "rank_recorder"]
 
@@ -151,12 +148,12 @@ class RankRecorder:
             kind, lambda: {"time": time.time(), "path": path, "seconds": round(seconds, 3), "kind": kind}
         )
 
-    def write_description(self, description: Description) -> None:
-        """Write the description of the run, in place of an earlier one."""
-        text = json.dumps({"text": str(description), "data": description.as_dict()}, default=str)
+    def write_description(self, text: str, data: Mapping[str, object]) -> None:
+        """Write the description of the run, as text and as data, in place of an earlier one."""
+        encoded = json.dumps({"text": text, "data": data}, default=str)
         new = self._folder / f"{DESCRIPTION}.new"
         with suppress(OSError):
-            new.write_text(text, encoding="utf-8")
+            new.write_text(encoded, encoding="utf-8")
             new.replace(self._folder / DESCRIPTION)
 
 

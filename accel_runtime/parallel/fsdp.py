@@ -17,17 +17,16 @@ from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
 from accel_runtime.backends.distributed import DistributedBackend
-from accel_runtime.checkpoint.serialization import hash_tensor
 from accel_runtime.environment.settings import MixedPrecision, Settings
 from accel_runtime.environment.topology import Topology
 from accel_runtime.foundation.module_names import named_parameters, script_names, unwrap_module
 from accel_runtime.foundation.options import DistributedType
+from accel_runtime.foundation.precision import FORMATS
+from accel_runtime.foundation.process_mesh import GroupFacts, MeshSizes, ProcessMesh
+from accel_runtime.foundation.tensor_bytes import hash_tensor
 from accel_runtime.foundation.torch_internals import fsdp_policy, is_fsdp_module, list_buffers
 from accel_runtime.parallel.ddp import BufferAveraging, GradientAveraging, operate_flat
 from accel_runtime.parallel.dtensor import (
-    GroupFacts,
-    MeshSizes,
-    ProcessMesh,
     class_of,
     is_gathered,
     local_shard,
@@ -53,7 +52,6 @@ from accel_runtime.parallel.tensor_parallel import (
     check_replicated_gradients,
     plan_tensor_parallel,
 )
-from accel_runtime.training.forward import FORMATS
 
 __all__ = ["FSDPBackend", "broadcast_parameters", "build_buffer_broadcast", "describe_layout"]
 

@@ -47,12 +47,10 @@ __all__ = [
     "NUMBER_FORMATS",
     "MergeRequest",
     "TensorPart",
-    "copy_to_host",
     "iterate_runs",
     "list_item_contents",
     "merge_tensors",
     "shard_file_name",
-    "tensor_bytes",
     "write_index",
     "write_safetensors",
 ]
@@ -134,6 +132,8 @@ class TensorPart:
         cls, name: str, tensor: torch.Tensor, offsets: tuple[int, ...] | None = None
     ) -> TensorPart:
         """Return the part for a tensor on any device."""
+        from accel_runtime.foundation.tensor_bytes import copy_to_host  # noqa: PLC0415 - imports torch
+
         dtype = str(tensor.dtype).removeprefix("torch.")
         return cls(name, dtype, tuple(tensor.shape), tensor.nbytes, lambda: [copy_to_host(tensor)], offsets)
 
@@ -226,18 +226,6 @@ def write_index(
         "weight_map": dict(sorted(weight_map.items())),
     }
     write_text(path, json.dumps(index, indent=2) + "\n", disk)
-
-
-def copy_to_host(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a tensor, copied if it is on a device, or not contiguous."""
-    return tensor_bytes(tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous())
-
-
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on the CPU."""
-    from accel_runtime.collectives.transport import memory_of  # noqa: PLC0415 - it imports torch
-
-    return memory_of(tensor) if tensor.nbytes else memoryview(b"")
 
 
 _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
@@ -453,6 +441,8 @@ def _build_converter(source: str, target: str) -> Callable[[memoryview], memoryv
         return lambda block: block
     # Importing torch takes seconds, and most exports keep the format.
     import torch  # noqa: PLC0415
+
+    from accel_runtime.foundation.tensor_bytes import tensor_bytes  # noqa: PLC0415
 
     from_dtype, to_dtype = getattr(torch, source), getattr(torch, target)
     return lambda block: tensor_bytes(torch.frombuffer(block, dtype=from_dtype).to(to_dtype))

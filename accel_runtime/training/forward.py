@@ -22,10 +22,10 @@ from accel_runtime.foundation import nested
 from accel_runtime.foundation.module_names import uncompiled_module
 from accel_runtime.foundation.nested import has_dtensor
 from accel_runtime.foundation.options import Configuration, KwargsHandler
+from accel_runtime.foundation.precision import FORMATS
 from accel_runtime.foundation.torch_internals import compile_call, compile_like, is_compiled, uncompile_call
 
 __all__ = [
-    "FORMATS",
     "AutocastForward",
     "DynamoBackend",
     "LossScaler",
@@ -42,23 +42,6 @@ __all__ = [
 
 
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
-
-
-@dataclass(frozen=True)
-class PrecisionFormat:
-    """Meaning of a `mixed_precision` value."""
-
-    dtype: torch.dtype | None
-    """Dtype of autocast; None computes in the dtype of the model."""
-    scales_loss: bool
-    """If true, the loss is scaled, so that small gradients do not underflow."""
-
-
-FORMATS: dict[MixedPrecision, PrecisionFormat] = {
-    "no": PrecisionFormat(dtype=None, scales_loss=False),
-    "bf16": PrecisionFormat(dtype=torch.bfloat16, scales_loss=False),
-    "fp16": PrecisionFormat(dtype=torch.float16, scales_loss=True),
-}
 
 
 class LossScaler(torch.amp.GradScaler):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from accel_runtime.backends.base import Backend
-from accel_runtime.checkpoint.serialization import hash_tensor
+from accel_runtime.foundation.tensor_bytes import hash_tensor
 from accel_runtime.training.optimizer import PreparedOptimizer
 
 __all__ = ["CHECK_INTERVAL", "ReplicaCheck"]

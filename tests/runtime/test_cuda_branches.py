@@ -21,10 +21,10 @@ from accel_runtime.backends import _select_device, connect
 from accel_runtime.backends.distributed import check_gpus_differ
 from accel_runtime.backends.rng import broadcast_rng_types
 from accel_runtime.checkpoint.manager import StagingBuffers
-from accel_runtime.checkpoint.serialization import hash_words
 from accel_runtime.environment.settings import Settings
 from accel_runtime.environment.topology import Topology
 from accel_runtime.foundation import nested
+from accel_runtime.foundation.tensor_bytes import hash_words
 from accel_runtime.monitoring import profiling
 from accel_runtime.parallel import grad_norm
 from accel_runtime.parallel.dtensor import gather_tensor

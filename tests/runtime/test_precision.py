@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from accel_runtime.training.forward import FORMATS, AutocastForward, Precision
+from accel_runtime.foundation.options import FORMATS
+from accel_runtime.training.forward import AutocastForward, Precision
 
 CPU = torch.device("cpu")
 COMPUTES_IN = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -23,7 +23,7 @@ from accel_runtime import (
     DistributedDataParallelKwargs,
     GradScalerKwargs,
 )
-from accel_runtime.data.source import EpochIterator, StepInfo
+from accel_runtime.foundation.steps import EpochIterator, StepInfo
 from accel_runtime.training.gradients import LossWeight, zero_loss
 
 BAR = 1e-6  # relative error of the gradient

@@ -33,9 +33,7 @@ from accel_runtime.backends.xla.host import (
     check_world,
     read_timeout,
 )
-from accel_runtime.backends.xla.spmd import SPMDFunctions, SPMDPreparation, start_spmd
 from accel_runtime.data.iteration import prefetch_batches
-from accel_runtime.data.source import EpochIterator
 from accel_runtime.environment.installation import format_new_environment
 from accel_runtime.environment.settings import MixedPrecision, Settings
 from accel_runtime.environment.text import decode_text, encode_text
@@ -43,7 +41,9 @@ from accel_runtime.environment.topology import Topology
 from accel_runtime.foundation import nested
 from accel_runtime.foundation.heartbeat import disable_heartbeat
 from accel_runtime.foundation.options import DistributedType
+from accel_runtime.foundation.steps import EpochIterator
 from accel_runtime.parallel.ddp import BufferAveraging, GradientAveraging, operate_flat, split_by_size
+from accel_runtime.parallel.xla.spmd import SPMDFunctions, SPMDPreparation, start_spmd
 
 __all__ = [
     "SPMDBackend",

@@ -16,8 +16,8 @@ from accel_runtime.backends.base import Backend
 from accel_runtime.backends.rng import capture_states
 from accel_runtime.backends.single import Single
 from accel_runtime.data.iteration import StreamCopies, prefetch_batches
-from accel_runtime.data.source import EpochIterator
 from accel_runtime.environment.topology import Topology
+from accel_runtime.foundation.steps import EpochIterator
 
 NOT_COPIED = -77
 

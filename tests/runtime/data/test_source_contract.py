@@ -25,7 +25,8 @@ from accel_runtime.data.loader import LoaderOptions
 from accel_runtime.data.map_style import MapStyleSource
 from accel_runtime.data.prepare import DispatchedIterable, DispatchedMapStyle
 from accel_runtime.data.presharded import PreshardedSource
-from accel_runtime.data.source import EpochIterator, Source
+from accel_runtime.data.source import Source
+from accel_runtime.foundation.steps import EpochIterator
 
 # A loader of these tests may have more workers than this machine has cores.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

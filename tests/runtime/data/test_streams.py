@@ -33,8 +33,8 @@ from accel_runtime import Accelerator, set_seed
 from accel_runtime.backends import rng
 from accel_runtime.backends.single import Single
 from accel_runtime.data.iterable import StreamsDifferError
-from accel_runtime.data.source import EpochIterator
 from accel_runtime.environment.topology import Topology
+from accel_runtime.foundation.steps import EpochIterator
 
 # This machine has two cores, and torch warns of a third worker.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

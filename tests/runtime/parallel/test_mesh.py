@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from accel_runtime import Accelerator, ParallelismConfig
 from accel_runtime.environment.settings import Parallel, SettingsError
 from accel_runtime.environment.topology import Topology
-from accel_runtime.parallel.dtensor import DIMENSIONS, MeshSizes, ProcessMesh
+from accel_runtime.foundation.process_mesh import DIMENSIONS, MeshSizes, ProcessMesh
 
 few = st.integers(min_value=1, max_value=4)
 

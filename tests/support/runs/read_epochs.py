@@ -13,8 +13,8 @@ from accel_runtime.backends.single import Single
 from accel_runtime.data.iterable import IterableSource
 from accel_runtime.data.prepare import DispatchedIterable, DispatchedMapStyle
 from accel_runtime.data.sharding import sharding_of_loader
-from accel_runtime.data.source import EpochIterator
 from accel_runtime.environment.topology import Topology
+from accel_runtime.foundation.steps import EpochIterator
 
 
 class Step(NamedTuple):

@@ -13,10 +13,10 @@ from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
 from accel_runtime.backends.xla.host import check_spmd
-from accel_runtime.data.source import EpochIterator
 from accel_runtime.environment.settings import Settings
 from accel_runtime.environment.topology import Topology
 from accel_runtime.foundation import nested
+from accel_runtime.foundation.steps import EpochIterator
 
 __all__ = ["RowSharding", "SPMDFunctions", "SPMDPreparation", "partition_spec", "start_spmd"]
 

@@ -1,0 +1,50 @@
+"""Types of one step and of one iteration over a loader, which loaders, backends and metrics share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+__all__ = ["EpochIterator", "StepInfo"]
+
+
+class StepInfo(NamedTuple):
+    """Batch sizes and padding of one step, equal on all ranks except for `loss_scale`."""
+
+    num_valid: tuple[int, ...]
+    """Number of samples at the front of each rank's batch that are not padding."""
+    batch_sizes: tuple[int, ...]
+    """Number of samples in each rank's batch, padding included."""
+    is_last: bool
+    """True for the last step of the epoch."""
+    by_samples: bool = False
+    """If true, ranks are weighted by their number of valid samples; otherwise all equally, padding included."""
+    loss_scale: float = 1.0
+    """Weight of this rank's mean loss, so that the average over the ranks is the mean over the step's samples:
+    `num_valid[rank] * world_size / sum(num_valid)` if weighted by samples, else 1."""
+
+    @property
+    def num_padding(self) -> int:
+        """Return the number of padding samples in the batches of all ranks."""
+        return sum(self.batch_sizes) - sum(self.num_valid)
+
+
+class EpochIterator:
+    """State of one iteration over a loader.
+
+    Args:
+        epoch: The number of the epoch.
+    """
+
+    step_info: StepInfo | None = None
+    """Step of the last batch returned; None before the first."""
+
+    def __init__(self, epoch: int = 0) -> None:
+        self.epoch = epoch
+        self.state_at: Callable[[StepInfo | None], dict[str, Any]] = lambda _: {}
+        """Returns the state after a step; set by the source. It must not hold this object: in a reference cycle the
+        loader's workers would end only at a garbage collection, and torch waits for each of them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state after the last batch returned."""
+        return self.state_at(self.step_info)

@@ -1,0 +1,58 @@
+"""Bytes of tensors on the CPU, and hashes of tensors, computed on their device."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+import xxhash
+
+__all__ = ["copy_to_host", "hash_tensor", "hash_words", "tensor_bytes"]
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor; the view keeps the tensor alive."""
+    if not tensor.nbytes:
+        return memoryview(b"")  # views without elements cannot be cast
+    array = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    array.owner = tensor  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")
+
+
+_BLOCK = 1 << 22
+"""Elements that are hashed at a time on a device."""
+
+
+def hash_tensor(tensor: torch.Tensor) -> int:
+    """Return a 64-bit hash of dtype, shape and values.
+
+    On the CPU it is XXH3. Elsewhere only the number leaves the device: a sum of 32-bit words times odd numbers
+    that depend on their index, equal on equal devices only.
+    """
+    checksum = xxhash.xxh3_64(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    if tensor.device.type == "cpu":
+        checksum.update(tensor_bytes(tensor.detach().contiguous()))
+    else:
+        checksum.update(hash_words(tensor.detach()).to_bytes(8, "little"))
+    return checksum.intdigest()
+
+
+def hash_words(tensor: torch.Tensor) -> int:
+    """Return the sum of all 32-bit words, each times an odd number that depends on its index, modulo 2**64."""
+    # A dimension of one element may have any stride, and `view` needs 1 for the last.
+    data = tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    words = torch.nn.functional.pad(data, (0, -len(data) % 4)).view(torch.int32)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, len(words), _BLOCK):
+        block = words[start : start + _BLOCK].to(torch.int64)
+        index = torch.arange(start, start + len(block), dtype=torch.int64, device=tensor.device)
+        # Odd factors with shifted bits keep neighbouring words from cancelling.
+        factor = (index * 2 + 1) * -7046029254386353131
+        factor ^= factor >> 29
+        total += ((block + 0x5BD1E995) * (factor | 1)).sum()
+    return int(total.item()) & (2**64 - 1)
+
+
+def copy_to_host(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor, copied if it is on a device, or not contiguous."""
+    return tensor_bytes(tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous())

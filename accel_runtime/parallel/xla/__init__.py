@@ -1,0 +1,1 @@
+"""Models and batches sharded over the devices of torch_xla."""
