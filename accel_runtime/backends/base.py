@@ -61,8 +61,8 @@ class Backend(ABC):
     shards_models = False
     """Models are sharded over ranks, models that are never trained too, and their parameters are replaced."""
 
-    ranks_are_threads = False
-    """Ranks are threads of one process and share its random number generators; the first rank draws for all."""
+    ranks_share_generators = False
+    """Ranks share the random number generators of one process, so that the first rank draws for all."""
 
     active_loops: ActiveLoops | None = None
     """The active loops of the Accelerator that uses this backend, for loaders that are prepared without it."""

@@ -138,8 +138,6 @@ def _is_running(task: Path) -> bool:
     return stat.rpartition(")")[2].lstrip().startswith("R")
 
 
-_DISTRIBUTED_TYPES = {"cuda": DistributedType.MULTI_GPU, "xla": DistributedType.XLA}
-
 _CLOSE_PAUSE_S, _CLOSE_PATIENCE_S = 0.05, 0.5
 _SMDDP = "smddp"
 _SMDDP_MODULE = "smdistributed.dataparallel.torch.torch_smddp"
@@ -263,9 +261,8 @@ class DistributedBackend(StoreBackend):
     @property
     @override
     def distributed_type(self) -> DistributedType:
-        return _DISTRIBUTED_TYPES.get(self.device.type) or DistributedType(
-            f"MULTI_{self.device.type.upper()}"
-        )
+        kind = {"cuda": "GPU"}.get(self.device.type, self.device.type.upper())
+        return DistributedType(f"MULTI_{kind}")
 
     @property
     @override

@@ -172,8 +172,8 @@ class MapStyleSource(Source):
 
     @property
     def _uses_spare_generator(self) -> bool:
-        """Return whether another thread draws the seed for this one, from the generators that they share."""
-        return self._backend.ranks_are_threads and self._backend.topology.rank > 0
+        """Return whether another rank draws the seed for this one, from the generators that they share."""
+        return self._backend.ranks_share_generators and self._backend.topology.rank > 0
 
     @property
     def _workers_persist(self) -> bool:
@@ -321,7 +321,8 @@ class EpochOrder(Sampler[Any]):
 
     def iterate_steps(self, offset: int, epoch: int, *, eager: bool) -> Iterator[Step]:
         """Yield the steps of all ranks from `offset` on; `eager` draws the whole order with the first."""
-        source, kind, threads = self.source, type(self.source), self._backend.ranks_are_threads
+        source, kind = self.source, type(self.source)
+        draws_alone = not self._backend.ranks_share_generators
         if not self._has_samples:
             order, head = _split_at(self._draw(map(list, source), eager=eager), offset, self.stride)
             return self.sharding.group_batches(order, head)
@@ -333,10 +334,10 @@ class EpochOrder(Sampler[Any]):
         if kind is SequentialSampler:
             indices = range(len(source))
             samples, first_samples = indices[offset:], indices[: self.stride] if offset else None
-        elif kind is RandomSampler and offset and not threads and _is_permutation(source):
+        elif kind is RandomSampler and offset and draws_alone and _is_permutation(source):
             samples, first_samples = _draw_permutation(source, offset, self.stride)
         else:
-            is_shared = kind in _TORCH_SAMPLERS and not threads
+            is_shared = kind in _TORCH_SAMPLERS and draws_alone
             drawn = iter(source) if is_shared else self._draw(source, eager=eager)
             samples, first_samples = _split_at(drawn, offset, self.stride)
         return self.sharding.split_samples(samples, first_samples)
@@ -344,7 +345,8 @@ class EpochOrder(Sampler[Any]):
     def _draw(self, items: Iterable[Any], *, eager: bool) -> Iterator[Any]:
         """Yield the first rank's items: a sampler of the script may draw from anything.
 
-        All ranks draw many at a time, and they are sent only if the ranks differ. If ranks are threads, the first draws for all.
+        All ranks draw many at a time, and they are sent only if the ranks differ. If they share the
+        random number generators, the first draws for all.
         """
         backend, length = self._backend, len_or_none(self.source)
         if not eager and backend.topology.world_size == 1:
@@ -352,11 +354,11 @@ class EpochOrder(Sampler[Any]):
             return
         count = (self.stride * _LOOKAHEAD_STEPS if length is None else length) + 1
         subject = f"the order of a {type(self.source).__name__} that is read {count} at a time"
-        source = iter(() if backend.ranks_are_threads and backend.topology.rank else items)
+        source = iter(() if backend.ranks_share_generators and backend.topology.rank else items)
         is_complete = False
         while not is_complete:
             drawn = list(islice(source, count))
-            if backend.ranks_are_threads or not self._is_equal_on_ranks(drawn):
+            if backend.ranks_share_generators or not self._is_equal_on_ranks(drawn):
                 drawn = backend.broadcast_object(drawn, subject)
             yield from drawn
             is_complete = len(drawn) < count

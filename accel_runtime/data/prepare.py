@@ -97,8 +97,8 @@ def _build_source(loader: DataLoader[Any], backend: Backend, options: LoaderOpti
         static_shapes=backend.static_shapes,
     )
     if isinstance(loader.dataset, IterableDataset):
-        # A stream may draw with every sample, so threads that read it in turn would draw each other's numbers.
-        dispatched = is_distributed and (options.dispatch or backend.ranks_are_threads)
+        # A stream may draw with every sample: ranks that read it in turn would draw from each other's generators.
+        dispatched = is_distributed and (options.dispatch or backend.ranks_share_generators)
         return (DispatchedIterable if dispatched else IterableSource)(loader, backend, sharding)
     seed = options.seed
     if options.seeded and seed is None:

@@ -343,7 +343,8 @@ class XLABackend(_LazyBackend, StoreBackend):
     def __init__(self, topology: Topology, device: torch.device, host_group: HostGroup) -> None:
         super().__init__(topology, device, host_group.transport)
         self._host_group = host_group
-        self.ranks_are_threads = xr.process_count() < topology.world_size
+        # Replicas of one process are its threads.
+        self.ranks_share_generators = xr.process_count() < topology.world_size
         self._averaging = _REPLICA.averaging
 
     @override
