@@ -409,7 +409,7 @@ MUTATIONS = (
     ),
     Mutation(
         "steps of a schedule in one step",
-        "accel_runtime.training.scheduler:PreparedScheduler.set_strides",
+        "accel_runtime.training.scheduler:PreparedScheduler.__init__",
         set_value("_strides", "1"),
         ("tests/runtime/training/test_scheduler.py::test_a_scheduler_advances_once_for_each_process",),
     ),

@@ -140,7 +140,6 @@ class Accelerator(PrepareMethods, TrainingMethods, ExportMethods):
         self.project_configuration = project_config or ProjectConfiguration()
         self.project_configuration.place(project_dir)
         self._trackers = Trackers(log_with, self.project_configuration.logs, self._backend.topology)
-        self.project_configuration.observe(self._configuration_changed)
         autocast_options, scaler_options = (
             options.get(kind, {}) for kind in (AutocastKwargs, GradScalerKwargs)
         )
@@ -150,6 +149,8 @@ class Accelerator(PrepareMethods, TrainingMethods, ExportMethods):
         )
         dynamo = _choose_one(("dynamo_backend", dynamo_backend, None), ("dynamo_plugin", dynamo_plugin, None))
         self._dynamo = _build_dynamo_plugin(dynamo, others.arguments)
+        self._models, self._optimizers, self._schedulers = [], [], []
+        self._loaders, self._loaders_prepared = WeakValueDictionary(), 0
         self.dataloader_config = _merge_loader_config(dataloader_config, split_batches, dispatch_batches)
         check_loader_configuration(self.dataloader_config)
         self._device_placement, self._rng_types = device_placement, parse_rng_types(rng_types)
@@ -160,7 +161,6 @@ class Accelerator(PrepareMethods, TrainingMethods, ExportMethods):
         self._backend.active_loops = self._loops
         self._parameter_map = ParameterMap()
         self._checked: WeakSet[Any] = WeakSet()
-        self._models, self._optimizers, self._schedulers = [], [], []
         self._is_distributed = self._backend.topology.world_size > 1
         self._averaging_check = AveragingCheck(self._backend, self._accumulation, self._models)
         self._replica_check = ReplicaCheck(
@@ -177,7 +177,6 @@ class Accelerator(PrepareMethods, TrainingMethods, ExportMethods):
             self._optimizers,
             self._parameter_map.find_current,
         )
-        self._loaders, self._loaders_prepared = WeakValueDictionary(), 0
         self._init_checkpointing(
             ResumePolicy(self.settings.resume, RunOrigin.from_env(os.environ)),
             os.environ.get(NODE_NAME) or socket.gethostname(),
@@ -192,8 +191,7 @@ class Accelerator(PrepareMethods, TrainingMethods, ExportMethods):
             "dynamo": dynamo is not None,
         }
         self._init_sharding(parallelism_config, fsdp_plugin)
-        for configuration in (*self._handlers.values(), self._dynamo):
-            configuration.observe(self._configuration_changed)
+        self._freeze_configurations()
         plugins = {
             "dynamo_plugin": self._dynamo,
             "fsdp_plugin": self._fsdp_plugin,

@@ -167,6 +167,7 @@ class PrepareMethods(CheckpointMethods):
             raise ValueError(
                 f"Invalid device_placement: it has {len(placements)} entries for {len(objects)} objects. Pass one for each."
             )
+        self._read_fsdp_plugin()
         self._check_consistent(
             [leaf for item in objects for leaf in nested.leaves(item, objects=False)], self._loader_options
         )
@@ -267,6 +268,7 @@ class PrepareMethods(CheckpointMethods):
         """
         if any(model is prepared for prepared in self._models):
             return model
+        self._read_fsdp_plugin()
         if not evaluation_mode:
             self._check_consistent([model], self._loader_options)
             self._precision.check(model.parameters())
@@ -306,6 +308,8 @@ class PrepareMethods(CheckpointMethods):
         originals = named_parameters(model)
         prepared = self._backend.wrap_model(model, self._ddp_options)
         if self._backend.shards_models:
+            if self._fsdp_plugin is not None:
+                self._fsdp_plugin.freeze("models are sharded by it", "Set it before prepare()")
             refuse_forward_on_meta(prepared)
             self._parameter_map.add(originals, prepared)
             for optimizer in self._optimizers:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -63,13 +63,13 @@ HANDLER_TYPES: tuple[type[KwargsHandler], ...] = (
     ProfileKwargs,
 )
 """The types that `kwargs_handlers` accepts."""
+BEFORE = "Set it before you create the Accelerator"
 
 
 class AcceleratorProperties(ProcessMethods):
-    """Attributes and properties of `Accelerator`, and the effects of assignments to its configuration objects.
+    """Attributes and properties of `Accelerator`, and its configuration objects.
 
-    The constructor of `Accelerator` assigns the attributes. An assignment has an effect wherever the value is read after
-    it; see docs/design/configuration.md.
+    The constructor of `Accelerator` assigns the attributes. See docs/design/configuration.md for what can be assigned later.
     """
 
     deepspeed_plugin = None
@@ -117,46 +117,41 @@ class AcceleratorProperties(ProcessMethods):
             return
         from accel_runtime.parallel.plugins import build_parallelism_config, build_plugin  # noqa: PLC0415 - slow to import
 
+        mesh = "the device mesh exists already", BEFORE
         if config is not None:
-            config.observe(self._parallelism_changed)
+            config.freeze(*mesh)
         if config is not None or replace(parallel, dp_shard=1) != type(parallel)():
             self._parallelism_config = build_parallelism_config(parallel, self.num_processes)
-            self._parallelism_config.observe(self._parallelism_changed)
+            self._parallelism_config.freeze(*mesh)
         if parallel.shards:
             self._fsdp_plugin = plugin or build_plugin(self.settings.fully_shard)
-            self._fsdp_plugin.observe(self._fsdp_plugin_changed)
 
-    def _configuration_changed(self, configuration: Configuration, name: str) -> None:
-        """Apply an assignment to a field of a configuration object, refuse it, or warn that it has no effect any more."""
-        match configuration:
-            case ProjectConfiguration() if configuration is self.project_configuration:
-                self._project_changed(configuration, name)
-            case DataLoaderConfiguration() if configuration is self._loader_config:
-                self._loader_config_changed(configuration, name)
-            case DistributedDataParallelKwargs():
-                self._backend.check_options(changed_fields(configuration), self.settings.mixed_precision)
-                if configuration is self.ddp_handler and self.use_distributed:
-                    self._warn_if_prepared(configuration, name, self._models, "model(s)")
-            case AutocastKwargs() if configuration is self.autocast_handler:
-                self._precision.set_autocast(configuration.to_kwargs())
-            case GradScalerKwargs():
-                _refuse_assignment(
-                    configuration,
-                    name,
-                    "the loss scaler exists already",
-                    "or call the methods of accelerator.scaler",
-                )
-            case InitProcessGroupKwargs():
-                _refuse_assignment(configuration, name, "the process group exists already")
-            case TorchDynamoPlugin():
-                self._warn_if_prepared(configuration, name, self._models, "model(s)")
-
-    def _project_changed(self, config: ProjectConfiguration, name: str) -> None:
-        if name in {"project_dir", "logging_dir"}:
-            if self._trackers.active:
-                self._warn_if_prepared(config, name, self._trackers.active, "tracker(s)")
-            else:
-                self._trackers.set_directory(config.logs)
+    def _freeze_configurations(self) -> None:
+        """Refuse later assignments to the objects that the constructor has read."""
+        self.project_configuration.freeze(
+            "the directories of the project are in use",
+            BEFORE,
+            but={
+                "automatic_checkpoint_naming",
+                "total_limit",
+                "iteration",
+                "save_on_each_node",
+                "async_save",
+            },
+        )
+        cures: dict[type[Any], str] = {
+            AutocastKwargs: ", or assign accelerator.autocast_handler",
+            DistributedDataParallelKwargs: ", or assign accelerator.ddp_handler before prepare()",
+            GradScalerKwargs: ", or call the methods of accelerator.scaler",
+        }
+        reasons: dict[type[Any], str] = {
+            GradScalerKwargs: "the loss scaler exists already",
+            InitProcessGroupKwargs: "the process group exists already",
+        }
+        handlers: dict[type[Any], Configuration] = {**self._handlers, TorchDynamoPlugin: self._dynamo}
+        for kind, handler in handlers.items():
+            if kind is not ProfileKwargs:  # read by each `profile`
+                handler.freeze(reasons.get(kind, "the Accelerator has read it"), BEFORE + cures.get(kind, ""))
 
     # Loaders ---------------------------------------------------------------------------
 
@@ -168,26 +163,17 @@ class AcceleratorProperties(ProcessMethods):
     @dataloader_config.setter
     def dataloader_config(self, config: DataLoaderConfiguration) -> None:
         _check_kind("dataloader_config", config, DataLoaderConfiguration)
-        before = vars(self).get("_loader_config", config)
+        if (self._loaders or self._schedulers) and config.split_batches != self.split_batches:
+            raise RuntimeError(
+                f"Cannot assign Accelerator.dataloader_config with split_batches={config.split_batches}: loaders and schedulers are "
+                "prepared with the other value. Pass Accelerator(dataloader_config=...)."
+            )
         self._loader_config = config
-        config.observe(self._configuration_changed)
-        for name, value in vars(config).items():
-            if value != getattr(before, name):
-                self._loader_config_changed(config, name)
-
-    def _loader_config_changed(self, config: DataLoaderConfiguration, name: str) -> None:
-        if name == "use_stateful_dataloader":
-            return
-        if name != "split_batches":
-            self._warn_if_prepared(config, name, self._loaders, "DataLoader(s)")
-        elif self._loaders:
-            # A scheduler counts the batches of the loaders it was prepared with.
-            prepared = [*self._loaders.values(), *self._schedulers]
-            nouns = "DataLoader(s) and scheduler(s)" if self._schedulers else "DataLoader(s)"
-            self._warn_if_prepared(config, name, prepared, nouns)
-        else:
-            for scheduler in self._schedulers:
-                scheduler.set_strides(self._strides)
+        config.freeze(
+            "schedules count by it",
+            f"{BEFORE}, or pass Accelerator(split_batches=...)",
+            but={item.name for item in fields(config)} - {"split_batches"},
+        )
 
     @property
     def _strides(self) -> int:
@@ -210,9 +196,13 @@ class AcceleratorProperties(ProcessMethods):
         options = {} if handler is None else changed_fields(handler)
         self._backend.check_options(options, self.settings.mixed_precision)
         self._set_handler("ddp_handler", DistributedDataParallelKwargs, handler)
-        if handler is not None and self.use_distributed:
-            for name in options:
-                self._warn_if_prepared(handler, name, self._models, "model(s)")
+        if options and self.use_distributed and self._models:
+            _LOG.warning(
+                "Accelerator.ddp_handler, assigned at %s, has no effect on %d model(s) that are prepared already. "
+                "Assign it before prepare().",
+                call_site(),
+                len(self._models),
+            )
 
     @property
     def _ddp_options(self) -> dict[str, Any]:
@@ -254,7 +244,7 @@ class AcceleratorProperties(ProcessMethods):
             return
         _check_kind(attribute, handler, kind)
         self._handlers[kind] = handler
-        handler.observe(self._configuration_changed)
+        self._freeze_configurations()
 
     # Models ----------------------------------------------------------------------------
 
@@ -269,40 +259,19 @@ class AcceleratorProperties(ProcessMethods):
         """Return the sizes of the parallel dimensions; None if only parameters are sharded or nothing is."""
         return self._parallelism_config
 
-    def _parallelism_changed(self, config: ParallelismConfig, name: str) -> None:
-        if name.endswith("_size"):
-            _refuse_assignment(config, name, "the device mesh exists already")
-        plan = config.parallel(self._initial_settings.parallel).tp_plan
-        parallel = replace(self.settings.parallel, tp_plan=plan)
-        self._set_sharding(replace(self.settings, parallel=parallel), config, name)
-
-    def _fsdp_plugin_changed(self, plugin: FullyShardedDataParallelPlugin, name: str) -> None:
-        options = plugin.fully_shard(self._initial_settings.fully_shard)
-        self._set_sharding(replace(self.settings, fully_shard=options), plugin, name)
-
-    def _set_sharding(self, settings: Settings, configuration: Configuration, name: str) -> None:
-        """Change the settings by which models prepared later are sharded."""
-        if settings == self.settings:
+    def _read_fsdp_plugin(self) -> None:
+        """Take the options of sharding as they are now: scripts and libraries assign to the plugin until `prepare`."""
+        if self._fsdp_plugin is None or not self.settings.parallel.shards:
             return
+        options = self._fsdp_plugin.fully_shard(self._initial_settings.fully_shard)
+        if options == self.settings.fully_shard:
+            return
+        settings = replace(self.settings, fully_shard=options)
         check_layout(settings.parallel, settings.fully_shard, self.num_processes)
         self._backend.set_sharding(settings)
         before = dict(flatten_settings(self.settings))
         self._is_argument |= {key: True for key, value in flatten_settings(settings) if value != before[key]}
         self.settings = settings
-        self._warn_if_prepared(configuration, name, self._models, "model(s)")
-
-    def _warn_if_prepared(self, configuration: Configuration, name: str, prepared: Any, noun: str) -> None:
-        """Warn that an assignment has no effect on objects prepared before it."""
-        if prepared:
-            _LOG.warning(
-                "%s.%s = %r at %s has no effect on %d %s that are prepared already. Assign it before prepare().",
-                type(configuration).__name__,
-                name,
-                getattr(configuration, name),
-                call_site(),
-                len(prepared),
-                noun,
-            )
 
     # Other properties -----------------------------------------------------------------
 
@@ -462,6 +431,7 @@ class AcceleratorProperties(ProcessMethods):
 
         `print` shows text, `rich.print` a panel; `as_dict()` returns data.
         """
+        self._read_fsdp_plugin()
         topology = self._backend.topology
         computes_in, hook = self._precision.format.dtype, self._ddp_options.get("comm_hook")
         return Description(
@@ -505,10 +475,3 @@ class AcceleratorProperties(ProcessMethods):
 def _check_kind(attribute: str, value: object, kind: type[Any]) -> None:
     if not isinstance(value, kind):
         raise TypeError(f"Invalid Accelerator.{attribute} {value!r}: expected a {kind.__name__}.")
-
-
-def _refuse_assignment(configuration: Configuration, name: str, why: str, otherwise: str = "") -> NoReturn:
-    raise RuntimeError(
-        f"Cannot set {type(configuration).__name__}.{name}: {why}. Set it before you create the Accelerator"
-        f"{f', {otherwise}' if otherwise else ''}."
-    )

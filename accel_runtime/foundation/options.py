@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import enum
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from enum import Enum
 from numbers import Integral
 from pathlib import Path
-from typing import Any, cast
-from weakref import WeakMethod
+from typing import Any, NamedTuple, cast
 
 from typing_extensions import override
 
@@ -71,15 +70,23 @@ _SWITCHES = ("bool", bool, *_OPEN_SWITCHES)
 """Types of boolean fields, as text in modules whose annotations are not evaluated."""
 
 
+class _Frozen(NamedTuple):
+    """An object whose fields have been read."""
+
+    why: str
+    cure: str
+    assignable: frozenset[str]
+
+
 class Configuration:
     """Base of dataclasses that validate assigned fields like the constructor does.
 
-    A rejected assignment keeps the old value. Subclasses override `_check`; the `Accelerator` that uses an object
-    observes it. See docs/design/configuration.md.
+    A rejected assignment keeps the old value. Subclasses override `_check`. The `Accelerator` freezes an object once it has
+    read it. See docs/design/configuration.md.
     """
 
     # A slot keeps `vars()`, which scripts print, copy and send, free of anything but fields.
-    __slots__ = ("_observers",)
+    __slots__ = ("_frozen",)
 
     def __post_init__(self) -> None:
         self._check_switches()
@@ -113,21 +120,26 @@ class Configuration:
             self._check_switches()
             self._check()
             if getattr(self, name) != before:
-                for reference in getattr(self, "_observers", ()):
-                    if (observer := reference()) is not None:
-                        observer(self, name)
+                self._refuse_change(name)
         except Exception:
             object.__setattr__(self, name, before)
             raise
 
-    def observe(self, changed: Callable[[Any, str], None]) -> None:
-        """Call a bound method with this object and the name of each field that changes; hold its object weakly.
+    def _refuse_change(self, name: str) -> None:
+        """Raise `RuntimeError` if an assignment to a field comes too late."""
+        frozen: _Frozen | None = getattr(self, "_frozen", None)
+        if frozen is not None and name not in frozen.assignable:
+            raise RuntimeError(f"Cannot set {type(self).__name__}.{name}: {frozen.why}. {frozen.cure}.")
 
-        If it raises, the field keeps its old value.
+    def freeze(self, why: str, cure: str, *, but: Collection[str] = ()) -> None:
+        """Refuse to change fields from now on: an assignment would have no effect.
+
+        Args:
+            why: Why it has none.
+            cure: What to do instead, as an imperative.
+            but: The fields that are read whenever they are used, which can be assigned at any time.
         """
-        references = getattr(self, "_observers", ())
-        others = [other for other in references if other() is not None and other() != changed]
-        object.__setattr__(self, "_observers", (*others, WeakMethod(changed)))
+        object.__setattr__(self, "_frozen", _Frozen(why, cure, frozenset(but)))
 
     def __getstate__(self) -> dict[str, Any]:
         return dict(vars(self))

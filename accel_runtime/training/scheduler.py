@@ -52,7 +52,8 @@ class PreparedScheduler(LRScheduler):
         """Scheduler of the script."""
         self._optimizers = optimizers
         self._accumulation = accumulation
-        self.set_strides(strides)
+        # ReduceLROnPlateau steps once per metric, not once per batch.
+        self._strides = 1 if isinstance(scheduler, ReduceLROnPlateau) else strides
         self._end = _find_end(scheduler)
         self._with_optimizer = with_optimizer
         self._gather = gather if isinstance(scheduler, ReduceLROnPlateau) else None
@@ -65,11 +66,6 @@ class PreparedScheduler(LRScheduler):
         """Number of steps of the first optimizer at the last call of `step`."""
         self._interval = 1
         """Optimizer steps between two calls of `step`, if there were several."""
-
-    def set_strides(self, strides: int) -> None:
-        """Set the number of steps of the schedule per step of the run."""
-        # ReduceLROnPlateau steps once per metric, not once per batch.
-        self._strides = 1 if isinstance(self.scheduler, ReduceLROnPlateau) else strides
 
     @override
     def step(self, *args: Any, **kwargs: Any) -> None:

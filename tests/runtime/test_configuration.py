@@ -8,6 +8,7 @@ import gc
 import os
 import pickle
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -179,7 +180,7 @@ def test_ignored_modules_given_as_a_generator_are_read_once():
 # In an Accelerator ---------------------------------------------------------------------
 
 
-def collect_warnings(name="accel_runtime.foundation.options"):
+def collect_warnings(name="accel_runtime.options"):
     return collect_messages(name)
 
 
@@ -190,59 +191,29 @@ def test_loader_configuration_changes_affect_loaders_prepared_later(pair):
         config.even_batches = False
         first = accelerator.prepare(DataLoader(range(6), batch_size=4))
         batches = [batch.tolist() for batch in first]
-        with collect_warnings() as messages:
-            accelerator.dataloader_config.split_batches = False
-            accelerator.dataloader_config.split_batches = False  # no change
-            config.use_stateful_dataloader = True
-            second = accelerator.prepare(DataLoader(range(6), batch_size=4))
+        accelerator.dataloader_config.even_batches = True
+        config.use_stateful_dataloader = True
+        second = accelerator.prepare(DataLoader(range(6), batch_size=4))
         assert accelerator.dataloader_config is config
         assert accelerator.use_stateful_dataloader
-        return batches, [batch.tolist() for batch in second], messages
+        return batches, [batch.tolist() for batch in first], [batch.tolist() for batch in second]
 
-    (first, second, first_messages), (other, others, other_messages) = pair.run(prepare)
+    (first, again, second), (other, _, others) = pair.run(prepare)
     assert (first, other) == ([[0, 1], [4]], [[2, 3], [5]])
-    assert (second, others) == ([[0, 1, 2]], [[3, 4, 5]])
-    (message,) = first_messages
-    assert message.removeprefix("[RANK 0] ").startswith(
-        "DataLoaderConfiguration.split_batches = False at test_configuration.py:"
-    )
-    assert "1 DataLoader(s) that are prepared already" in message
-    assert other_messages == []
+    assert again == first
+    assert (second, others) == ([[0, 1], [4, 5]], [[2, 3], [0, 1]])
 
 
-def test_a_scheduler_counts_the_batches_of_loaders_prepared_after_it(pair):
-    def train_epoch(loader_first):
-        accelerator = Accelerator()
-        model = nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
-        model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-        before = [accelerator.prepare(DataLoader(range(4)))] * loader_first
-        with collect_warnings() as messages:
-            accelerator.dataloader_config.split_batches = True
-        loader = accelerator.prepare(DataLoader(range(4), batch_size=2))
-        for _ in loader:
-            accelerator.backward(model(torch.ones(1, 1)).sum())
-            optimizer.step()
-            scheduler.step()
-        return scheduler.last_epoch, len(loader), len(before), messages
-
-    for last, steps, _, messages in pair.run(train_epoch, False):
-        assert (last, steps, messages) == (2, 2, [])
-    (last, steps, _, messages), _ = pair.run(train_epoch, True)
-    assert (last, steps) == (4, 2)
-    assert "2 DataLoader(s) and scheduler(s) that are prepared already" in messages[0]
-
-
-def test_a_loader_configuration_can_be_replaced():
+def test_a_loader_configuration_can_be_replaced_unless_schedules_would_count_other_batches():
     accelerator = Accelerator()
+    accelerator.dataloader_config = DataLoaderConfiguration(split_batches=True)
     accelerator.dataloader_config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3)
     assert accelerator.use_seedable_sampler
     loader = accelerator.prepare(DataLoader(range(4)))
-    with collect_warnings() as messages:
-        accelerator.dataloader_config = DataLoaderConfiguration(even_batches=False)
-    assert len(messages) == 3, messages
+    accelerator.dataloader_config = DataLoaderConfiguration(even_batches=False)
     assert len(loader) == 4
+    with pytest.raises(RuntimeError, match=r"with split_batches=True: loaders and schedulers are prepared"):
+        accelerator.dataloader_config = DataLoaderConfiguration(split_batches=True)
     with pytest.raises(
         TypeError, match=r"Invalid Accelerator.dataloader_config 3: expected a DataLoaderConfiguration"
     ):
@@ -258,31 +229,26 @@ def test_a_data_seed_without_a_seedable_sampler_is_rejected_by_prepare():
     accelerator.prepare(DataLoader(range(4)))
 
 
-def test_ddp_argument_changes_affect_models_prepared_later(pair):
+def test_an_assigned_ddp_handler_affects_models_prepared_later(pair):
     def prepare():
-        handler = DistributedDataParallelKwargs()
+        handler = DistributedDataParallelKwargs(static_graph=True)
         accelerator = Accelerator(kwargs_handlers=[handler])
-        handler.static_graph = True
         first = accelerator.prepare(nn.Linear(1, 1))
         with collect_warnings() as messages:
             accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
         second = accelerator.prepare(nn.Linear(1, 1))
-        handler.static_graph = False  # it is not in use any more
         assert accelerator.is_main_process == bool(messages)
         return first.static_graph, second.static_graph, second.find_unused_parameters
 
     assert pair.run(prepare) == [(True, False, True)] * 2
 
 
-def test_autocast_argument_changes_affect_prepared_models_immediately():
-    handler = AutocastKwargs()
-    accelerator = Accelerator(mixed_precision="bf16", kwargs_handlers=[handler])
+def test_an_assigned_autocast_handler_affects_prepared_models_immediately():
+    accelerator = Accelerator(mixed_precision="bf16")
     model = accelerator.prepare(nn.Linear(1, 1))
     x = torch.ones(1, 1)
     assert model(x).dtype == torch.float32
-    handler.fp32_outputs = False
-    assert model(x).dtype == torch.bfloat16
-    handler.enabled = False
+    accelerator.autocast_handler = AutocastKwargs(enabled=False)
     assert model(x).dtype == torch.float32
     accelerator.autocast_handler = AutocastKwargs(fp32_outputs=False)
     assert model(x).dtype == torch.bfloat16
@@ -317,98 +283,72 @@ def test_profile_uses_assigned_handler_fields(tmp_path):
     assert (tmp_path / "profile_0.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("make", "name", "value", "why"),
-    [
-        (
-            lambda: ({"kwargs_handlers": [GradScalerKwargs()]}),
-            "init_scale",
-            4.0,
-            "the loss scaler exists already",
-        ),
-        (
-            lambda: ({"kwargs_handlers": [InitProcessGroupKwargs()]}),
-            "backend",
-            "nccl",
-            "the process group exists already",
-        ),
-        (
-            lambda: ({"parallelism_config": ParallelismConfig()}),
-            "tp_size",
-            2,
-            "the device mesh exists already",
-        ),
-    ],
-    ids=["scaler", "process group", "sizes"],
-)
-def test_an_assignment_that_comes_too_late_is_rejected(make, name, value, why):
-    options = make()
-    (given_option,) = [
-        item for values in options.values() for item in (values if isinstance(values, list) else [values])
-    ]
-    accelerator = Accelerator(**options)
-    before = getattr(given_option, name)
+READ_AT_ONCE = {
+    "scaler": (GradScalerKwargs, "init_scale", 4.0, "the loss scaler exists already"),
+    "process group": (InitProcessGroupKwargs, "backend", "nccl", "the process group exists already"),
+    "sizes": (ParallelismConfig, "tp_size", 2, "the device mesh exists already"),
+    "autocast": (AutocastKwargs, "enabled", False, "the Accelerator has read it"),
+    "ddp": (DistributedDataParallelKwargs, "static_graph", True, "the Accelerator has read it"),
+    "compilation": (TorchDynamoPlugin, "backend", "eager", "the Accelerator has read it"),
+    "directories": (
+        ProjectConfiguration,
+        "logging_dir",
+        "other",
+        "the directories of the project are in use",
+    ),
+    "loaders": (DataLoaderConfiguration, "split_batches", True, "schedules count by it"),
+}
+ARGUMENTS = {
+    ParallelismConfig: "parallelism_config",
+    TorchDynamoPlugin: "dynamo_plugin",
+    ProjectConfiguration: "project_config",
+    DataLoaderConfiguration: "dataloader_config",
+}
+
+
+@pytest.mark.parametrize("case", READ_AT_ONCE)
+def test_an_assignment_that_would_have_no_effect_is_rejected(case):
+    kind, name, value, why = READ_AT_ONCE[case]
+    option = kind()
+    Accelerator(**({ARGUMENTS[kind]: option} if kind in ARGUMENTS else {"kwargs_handlers": [option]}))
+    before = getattr(option, name)
     with pytest.raises(
-        RuntimeError,
-        match=rf"Cannot set {type(given_option).__name__}.{name}: {why}. Set it before you create the Acc",
+        RuntimeError, match=rf"Cannot set {kind.__name__}.{name}: {why}. Set it before you create the Acc"
     ):
-        setattr(given_option, name, value)
-    assert getattr(given_option, name) == before
-    setattr(given_option, name, before)
-    del accelerator
-    gc.collect()
-    setattr(given_option, name, value)  # for the next Accelerator
+        setattr(option, name, value)
+    assert getattr(option, name) == before
+    setattr(option, name, before)
+    changed = copy.copy(option)
+    setattr(changed, name, value)  # for the next Accelerator
+    assert getattr(changed, name) != before
 
 
-def test_compilation_option_changes_affect_models_prepared_later():
-    plugin = TorchDynamoPlugin()
-    accelerator = Accelerator(dynamo_plugin=plugin)
-    first = accelerator.prepare(nn.Linear(1, 1))
-    with collect_warnings() as messages:
-        plugin.backend = "eager"
-    second = accelerator.prepare(nn.Linear(1, 1))
-    assert first._compiled_call_impl is None
-    assert second._compiled_call_impl is not None
-    assert "TorchDynamoPlugin.backend = 'eager'" in messages[0]
-
-
-def test_the_logging_directory_can_be_assigned_until_trackers_start(tmp_path):
+def test_names_and_numbers_of_checkpoints_can_be_assigned_at_any_time(tmp_path):
     config = ProjectConfiguration()
-    accelerator = Accelerator(log_with="jsonl", project_dir=tmp_path / "a", project_config=config)
-    assert config.project_dir == tmp_path / "a"
-    config.logging_dir = tmp_path / "b"
-    assert accelerator.logging_dir == tmp_path / "b"
-    accelerator.init_trackers("project")
-    accelerator.log({"loss": 1})
-    with collect_warnings() as messages:
-        config.logging_dir = tmp_path / "c"
-    accelerator.end_training()
-    assert list((tmp_path / "b").rglob("*.jsonl"))
-    assert not (tmp_path / "c").exists()
-    assert "1 tracker(s) that are prepared already" in messages[0]
+    accelerator = Accelerator(project_dir=tmp_path, project_config=config)
+    accelerator.project_configuration.automatic_checkpoint_naming = True
+    accelerator.project_configuration.iteration = 7
+    assert Path(accelerator.save_state()).name == "checkpoint_7"
+    assert accelerator.save_iteration == 8
 
 
 def test_sharding_plugin_changes_affect_models_prepared_later(pair):
     def prepare():
         plugin = FullyShardedDataParallelPlugin()
         accelerator = Accelerator(fsdp_plugin=plugin)
+        plugin.reshard_after_forward = 3
         with pytest.raises(ValueError, match="does not divide the 2 processes"):
-            plugin.reshard_after_forward = 3
-        assert plugin.reshard_after_forward is None
+            accelerator.prepare(nn.Linear(2, 2))
+        plugin.reshard_after_forward = None
         plugin.transformer_cls_names_to_wrap = ["Linear"]
-        with collect_warnings() as messages:
-            model = accelerator.prepare(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-            assert messages == []
+        model = accelerator.prepare(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+        with pytest.raises(RuntimeError, match=r"cpu_offload: models are sharded by it. Set it before prep"):
             plugin.cpu_offload = True
         options = accelerator.describe().options["fully_shard_wrap"]
-        return (
-            len(accelerator._backend.list_parameter_groups(model, None)[0].modules),
-            len(messages),
-            options.value,
-            options.origin,
-        )
+        groups = accelerator._backend.list_parameter_groups(model, None)
+        return len(groups[0].modules), options.value, options.origin
 
-    assert pair.run(prepare) == [(2, 1, "Linear", "argument"), (2, 0, "Linear", "argument")]
+    assert pair.run(prepare) == [(2, "Linear", "argument")] * 2
 
 
 def test_an_assigned_sharding_option_applies_if_the_profile_enables_sharding(pair):
@@ -419,7 +359,7 @@ def test_an_assigned_sharding_option_applies_if_the_profile_enables_sharding(pai
         finally:
             del os.environ["ACCEL_PARALLEL_DP_SHARD"]
         accelerator.state.fsdp_plugin.reshard_after_forward = False
-        return accelerator.settings.fully_shard.reshard_after_forward
+        return accelerator.describe().options["fully_shard_reshard_after_forward"].value
 
     assert pair.run(prepare) == [False] * 2
 

@@ -42,6 +42,7 @@ MADE_BY_ACCEL = {
 """Classes that scripts do not create: the parameters of their constructors are not public."""
 INTERNAL = {
     *(
+        "freeze",
         "has_used_gradients",
         "here",
         "instead",
@@ -49,12 +50,10 @@ INTERNAL = {
         "leave_out",
         "make_run",
         "parse",
-        "observe",
         "of",
         "override_even_batches",
         "place",
         "select_state",
-        "set_strides",
     ),
     *("source_batch_size", "unscale", "without_first_batches"),
     *("FullyShardedDataParallelPlugin.fully_shard", "ParallelismConfig.parallel", "TorchDynamoPlugin.name"),
