@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -319,13 +320,22 @@ def is_compiled(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
-def compile_call(module: nn.Module, **options: Any) -> None:
-    """Compile the calls of a module in place, as `nn.Module.compile` does, also those of torch's own classes."""
+def compile_call(module: nn.Module, codes: dict[type[nn.Module], CodeType], **options: Any) -> None:
+    """Compile the calls of a module in place, as `nn.Module.compile` does, also those of torch's own classes.
+
+    Args:
+        module: The module.
+        codes: The code objects of one model by class, which grows. Dynamo counts the compilations of a code object, and stops to
+            compile it at a limit, so models must not share one. Equal blocks of a model share one, and are compiled once.
+        **options: Arguments of `torch.compile`.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    module._compiled_call_impl = torch.compile(call, **options)
+    code = codes.setdefault(type(module), call.__code__.replace())
+    own_call = FunctionType(code, call.__globals__, call.__name__, None, call.__closure__)
+    module._compiled_call_impl = torch.compile(own_call, **options)
 
 
 def compile_like(module: nn.Module, compiled: Any) -> nn.Module:

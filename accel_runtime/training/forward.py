@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from types import MappingProxyType
+from types import CodeType, MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -337,9 +337,10 @@ def compile_in_place(model: nn.Module, plugin: TorchDynamoPlugin) -> None:
     if plugin.name == "no" or _is_compiled(model):
         return
     modules = list(_find_regions(model)) if plugin.use_regional_compilation else [model]
+    codes: dict[type[nn.Module], CodeType] = {}
     for module in modules:
         if not _is_compiled(module):
-            compile_call(module, **plugin.to_kwargs())
+            compile_call(module, codes, **plugin.to_kwargs())
 
 
 def uncompile(model: nn.Module) -> nn.Module:
@@ -361,13 +362,14 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     """
     regions = set(_find_regions(module))
     copies: dict[nn.Module, nn.Module] = {}
+    codes: dict[type[nn.Module], CodeType] = {}
 
     def copy(original: nn.Module) -> nn.Module:
         if original not in copies:
             copies[original] = new = type(original).__new__(type(original))
             vars(new).update(vars(original))
             if original in regions:
-                compile_call(new, **compile_kwargs)
+                compile_call(new, codes, **compile_kwargs)
             else:
                 children = original._modules.items()  # noqa: SLF001 - children() leaves out names without a module
                 new._modules = {name: child if child is None else copy(child) for name, child in children}  # noqa: SLF001

@@ -115,6 +115,35 @@ def test_a_model_of_a_torch_class_is_compiled():
     assert len(records) == 2
 
 
+def test_each_model_has_its_own_limit_of_recompilations():
+    torch._dynamo.reset()
+    accelerator = Accelerator(dynamo_plugin=TorchDynamoPlugin("eager", fullgraph=True))
+    for width in range(1, 2 + torch._dynamo.config.recompile_limit):
+        model = accelerator.prepare(nn.Linear(8, width, dtype=torch.float64))
+        assert model(X.double()).shape[-1] == width
+
+
+def test_equal_blocks_are_compiled_once():
+    torch._dynamo.reset()
+    records = []
+
+    def remember(graph, _):
+        records.append(graph)
+        return graph.forward
+
+    torch._dynamo.register_backend(remember, "count")
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+    model = nn.Sequential()
+    model.blocks = blocks
+    model.forward = lambda x: blocks[3](blocks[2](blocks[1](blocks[0](x))))
+    model = Accelerator(dynamo_plugin=TorchDynamoPlugin("count", use_regional_compilation=True)).prepare(
+        model
+    )
+    with torch.no_grad():
+        model(X)
+    assert len(records) == 1
+
+
 def test_a_compiled_model_runs_hooks_and_modes_and_can_be_copied():
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(1.0))
