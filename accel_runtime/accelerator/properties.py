@@ -23,7 +23,13 @@ from accel_runtime.accelerator.state import AcceleratorState, GradientState, Pro
 from accel_runtime.data.iteration import ActiveLoops
 from accel_runtime.data.loader import LoaderOptions, PreparedLoader
 from accel_runtime.data.prepare import loader_options
-from accel_runtime.environment.settings import MixedPrecision, Settings, check_layout, flatten_settings
+from accel_runtime.environment.settings import (
+    FullyShard,
+    MixedPrecision,
+    Settings,
+    check_layout,
+    flatten_settings,
+)
 from accel_runtime.foundation.heartbeat import Progress, call_site
 from accel_runtime.foundation.options import (
     AutocastKwargs,
@@ -98,6 +104,8 @@ class AcceleratorProperties(ProcessMethods):
     _models: list[nn.Module]
     _number: int
     _optimizers: list[PreparedOptimizer]
+    _plugin_options: FullyShard
+    """The options of the plugin when they were read last."""
     _precision: Precision
     _progress: Progress | None
     _recorder: RankRecorder | None
@@ -125,6 +133,7 @@ class AcceleratorProperties(ProcessMethods):
             self._parallelism_config.freeze(*mesh)
         if parallel.shards:
             self._fsdp_plugin = plugin or build_plugin(self.settings.fully_shard)
+            self._plugin_options = self._fsdp_plugin.fully_shard(self._initial_settings.fully_shard)
 
     def _freeze_configurations(self) -> None:
         """Refuse later assignments to the objects that the constructor has read."""
@@ -264,14 +273,14 @@ class AcceleratorProperties(ProcessMethods):
         if self._fsdp_plugin is None or not self.settings.parallel.shards:
             return
         options = self._fsdp_plugin.fully_shard(self._initial_settings.fully_shard)
-        if options == self.settings.fully_shard:
+        if options == self._plugin_options:
             return
         settings = replace(self.settings, fully_shard=options)
         check_layout(settings.parallel, settings.fully_shard, self.num_processes)
         self._backend.set_sharding(settings)
         before = dict(flatten_settings(self.settings))
         self._is_argument |= {key: True for key, value in flatten_settings(settings) if value != before[key]}
-        self.settings = settings
+        self.settings, self._plugin_options = settings, options
 
     # Other properties -----------------------------------------------------------------
 

@@ -13,7 +13,7 @@ __all__ = ["copy_to_host", "hash_tensor", "hash_words", "tensor_bytes"]
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor; the view keeps the tensor alive."""
     if not tensor.nbytes:
-        return memoryview(b"")  # views without elements cannot be cast
+        return memoryview(bytearray())  # views without elements cannot be cast
     array = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     array.owner = tensor  # type: ignore[attr-defined]
     return memoryview(array).cast("B")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_runtime.foundation.options import FORMATS
+from accel_runtime.foundation.precision import FORMATS
 from accel_runtime.training.forward import AutocastForward, Precision
 
 CPU = torch.device("cpu")

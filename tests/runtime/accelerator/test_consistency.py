@@ -158,15 +158,14 @@ DDP_OPTIONS = {
 def test_different_ddp_options_are_rejected_with_ranks_and_values(pair):
     def refusal():
         rank = Accelerator().process_index
-        handler = DistributedDataParallelKwargs()
+        options = {name: values[rank] for name, values in DDP_OPTIONS.items()}
+        options["comm_hook"] = ("power_sgd", "fp16")[rank]
+        if rank == 0:
+            options["comm_state_option"] = {"matrix_approximation_rank": 2}
+        handler = DistributedDataParallelKwargs(**options)
         accelerator = Accelerator(kwargs_handlers=[handler] if rank else None)
         if rank == 0:
             accelerator.ddp_handler = handler
-        for name, values in DDP_OPTIONS.items():
-            setattr(handler, name, values[rank])
-        handler.comm_hook = ("power_sgd", "fp16")[rank]
-        if rank == 0:
-            handler.comm_state_option = {"matrix_approximation_rank": 2}
         with pytest.raises(MismatchError) as error:
             accelerator.prepare(nn.Linear(1, 1))
         return str(error.value)
