@@ -81,8 +81,6 @@ TABLES = {"accel_cli/launchers/__init__.py", "accel_cli/main.py"}
 ANNEX_IMPORTS = {
     # `accel config import` is a subcommand of the core: a table for one part would hide it.
     ("accel_cli/commands/config.py", "import"),
-    # `accel env` shows the AWS account that a SageMaker job would use.
-    ("accel_cli/commands/env.py", "sagemaker"),
     # Converting a SageMaker configuration takes the instance types that have SageMaker's own collectives.
     ("accel_cli/accelerate/config.py", "sagemaker"),
 }

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from accel_cli import console
 from accel_cli.commands.options import CommandApp, CompatCommand
-from accel_cli.errors import AccelError, UsageError
+from accel_cli.errors import UsageError
 
 if TYPE_CHECKING:
     from accel_cli.planning.machine import Machine
@@ -34,6 +35,7 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = F
 
     Variables that look like secrets are masked.
     """
+    from accel_cli.launchers import describe_environment
     from accel_cli.planning import machine
 
     detected = machine.detect(os.environ)
@@ -46,8 +48,7 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = F
         },
         "packages": _list_packages(),
         "devices": detected.problem or devices or "none",
-        "tpu": _describe_tpu(detected),
-        "aws": _describe_aws(),
+        **describe_environment(detected, os.environ),
         "profile": _list_profile_values(detected),
         "variables": {
             name: console.mask_secrets(name, value)
@@ -62,7 +63,7 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = F
         console.plain(f"{title}:")
         lines = (
             [f"{name}: {value}" for name, value in section.items()]
-            if isinstance(section, dict)
+            if isinstance(section, Mapping)
             else [section]
         )
         for line in lines:
@@ -81,32 +82,6 @@ def _list_packages() -> dict[str, str]:
         except PackageNotFoundError:
             versions[package] = "not installed"
     return versions
-
-
-def _describe_tpu(machine: Machine) -> dict[str, str]:
-    """Return the chips and hosts of a TPU, and the state of torch_xla."""
-    tpu, packages = machine.tpu, machine.packages
-    return {
-        "chips": tpu.summary or "none",
-        **(
-            {"hosts": f"{len(tpu.hosts)}, this is number {tpu.worker} ({tpu.hosts_source})"}
-            if tpu.hosts
-            else {}
-        ),
-        "torch_xla": machine.xla_problem or f"{packages.torch_xla}, with torch {packages.torch}",
-        "PJRT_DEVICE": os.environ.get("PJRT_DEVICE", "not set"),
-    }
-
-
-def _describe_aws() -> dict[str, str] | str:
-    """Return the AWS profile and region that the AWS tools would use; never a key."""
-    from accel_cli.launchers.sagemaker.aws import Account
-
-    try:
-        session = Account().session
-    except AccelError as error:
-        return f"not available: {error}"
-    return {"profile": session.profile_name, "region": session.region_name or "none"}
 
 
 def _list_profile_values(machine: Machine) -> dict[str, str] | str:

@@ -21,7 +21,15 @@ if TYPE_CHECKING:
     from accel_cli.planning.machine import Machine
     from accel_cli.planning.options import LaunchOption
 
-__all__ = ["LAUNCHERS", "Registry", "check_options", "find_selected", "list_options", "suggest_launcher"]
+__all__ = [
+    "LAUNCHERS",
+    "Registry",
+    "check_options",
+    "describe_environment",
+    "find_selected",
+    "list_options",
+    "suggest_launcher",
+]
 
 Entry = TypeVar("Entry")
 
@@ -101,11 +109,24 @@ LAUNCHERS: Registry[type[Launcher]] = Registry(
 """The class of each launcher, by the `kind` that chooses it."""
 
 
-def suggest_launcher(machine: Machine) -> str:
-    """Return the kind that suits a machine: for its TPU, for one process, or for one per accelerator."""
-    if machine.tpu.exists:
+def suggest_launcher(machine: Machine, device: Any = None) -> str:
+    """Return the kind that suits a machine: for its TPU, for one process, or for one per accelerator.
+
+    Args:
+        machine: The machine.
+        device: The device of the profile, not validated; None if it has none.
+    """
+    if machine.tpu.exists and device in {None, "auto", "xla"}:
         return "xla"
     return "torchrun" if len(machine.devices) > 1 else "single"
+
+
+def describe_environment(machine: Machine, environ: Mapping[str, str]) -> dict[str, Mapping[str, str] | str]:
+    """Return the sections of `accel env` about the devices and services of accel's launchers, by title."""
+    sections: dict[str, Mapping[str, str] | str] = {}
+    for kind in LAUNCHERS.names:
+        sections |= LAUNCHERS[kind].describe_environment(machine, environ)
+    return sections
 
 
 def list_options() -> dict[LaunchOption, list[str]]:

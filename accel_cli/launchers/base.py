@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from accel_cli.errors import UsageError
 from accel_cli.launchers.sections import Answers, Section
 from accel_cli.planning.machine import Machine
-from accel_cli.planning.nodes import NodeLayout
+from accel_cli.planning.nodes import NodeLayout, NodeOptions, find_nodes
 from accel_cli.planning.options import LaunchOption
 from accel_cli.planning.plan import Plan
 from accel_runtime.environment.settings import FullyShard, MixedPrecision, ProcessGroupBackend, Settings
@@ -146,6 +147,20 @@ class Launcher(Section):
     def prefers_bf16(cls, machine: Machine) -> bool:
         """Return True if bfloat16 is the recommended format on this machine."""
         return machine.bf16
+
+    @classmethod
+    def find_nodes(cls, options: NodeOptions, environ: Mapping[str, str], machine: Machine) -> NodeLayout:  # noqa: ARG003 - some need it
+        """Return the nodes of a launch, from options and the variables of schedulers."""
+        return find_nodes(options, environ, parent=os.getppid())
+
+    @classmethod
+    def describe_environment(
+        cls,
+        machine: Machine,  # noqa: ARG003 - most have no devices of their own
+        environ: Mapping[str, str],  # noqa: ARG003
+    ) -> Mapping[str, Mapping[str, str] | str]:
+        """Return the sections of `accel env` about its devices or its service, by title."""
+        return {}
 
     def check_process_group_backend(self, settings: Settings) -> None:
         """Raise if this launcher does not support the process group backend.

@@ -15,6 +15,7 @@ from accel_cli.launchers import torchrun
 from accel_cli.launchers.base import LaunchSpec, Plan, build_environment
 from accel_cli.launchers.sections import Choice, Question
 from accel_cli.planning.machine import Machine
+from accel_cli.planning.nodes import NodeLayout, NodeOptions, list_nodes
 from accel_runtime.environment.settings import ROUNDING
 
 __all__ = ["Xla"]
@@ -104,6 +105,38 @@ class Xla(torchrun.ElasticLauncher):
     @override
     def prefers_bf16(cls, machine: Machine) -> bool:
         return True
+
+    @classmethod
+    @override
+    def find_nodes(cls, options: NodeOptions, environ: Mapping[str, str], machine: Machine) -> NodeLayout:
+        """Return the hosts of a TPU slice, on each of which the same command runs."""
+        if environ.get("MEGASCALE_NUM_SLICES", "1") not in {"", "1"}:
+            raise UsageError(
+                f"Cannot use several TPU slices in one run: MEGASCALE_NUM_SLICES={environ['MEGASCALE_NUM_SLICES']}. Train on "
+                "one slice."
+            )
+        tpu = machine.tpu
+        return list_nodes(options, tpu.hosts_source, tpu.hosts, ("TPU_WORKER_ID", tpu.worker))
+
+    @classmethod
+    @override
+    def describe_environment(
+        cls, machine: Machine, environ: Mapping[str, str]
+    ) -> Mapping[str, Mapping[str, str] | str]:
+        """Return the chips and hosts of a TPU, and the state of torch_xla."""
+        tpu, packages = machine.tpu, machine.packages
+        return {
+            "tpu": {
+                "chips": tpu.summary or "none",
+                **(
+                    {"hosts": f"{len(tpu.hosts)}, this is number {tpu.worker} ({tpu.hosts_source})"}
+                    if tpu.hosts
+                    else {}
+                ),
+                "torch_xla": machine.xla_problem or f"{packages.torch_xla}, with torch {packages.torch}",
+                "PJRT_DEVICE": environ.get("PJRT_DEVICE", "not set"),
+            }
+        }
 
     @property
     @override

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 from accel_cli.errors import UsageError
-from accel_cli.planning.machine import Tpu
 from accel_runtime.environment.settings import find_rank_process
 from accel_runtime.environment.text import encode_text
 
@@ -23,8 +22,8 @@ __all__ = [
     "NodeLayout",
     "NodeOptions",
     "find_nodes",
-    "find_tpu_nodes",
     "get_slurm_rendezvous",
+    "list_nodes",
 ]
 
 PORT = 29400
@@ -141,18 +140,21 @@ def find_nodes(options: NodeOptions, environ: Mapping[str, str], *, parent: int 
     return _apply_options(layout, options)
 
 
-def find_tpu_nodes(options: NodeOptions, environ: Mapping[str, str], tpu: Tpu) -> NodeLayout:
-    """Return the hosts of a TPU slice, on each of which the same command runs."""
-    if environ.get("MEGASCALE_NUM_SLICES", "1") not in {"", "1"}:
-        raise UsageError(
-            f"Cannot use several TPU slices in one run: MEGASCALE_NUM_SLICES={environ['MEGASCALE_NUM_SLICES']}. Train on "
-            "one slice."
-        )
-    layout, nodes = None, len(tpu.hosts)
-    if nodes > 1:
-        rank = _parse_rank({"TPU_WORKER_ID": tpu.worker}, "TPU_WORKER_ID", nodes, "the number of hosts")
-        values = {"nnodes": nodes, "rdzv_endpoint": _join_endpoint(tpu.hosts[0], str(PORT))}
-        layout = NodeLayout(tpu.hosts_source, values, rank)
+def list_nodes(options: NodeOptions, source: str, hosts: Sequence[str], rank: tuple[str, str]) -> NodeLayout:
+    """Return the nodes of a run on known hosts, on each of which the same command runs.
+
+    Args:
+        options: Options replace values of the source, or must agree with them.
+        source: The source of the hosts, for messages.
+        hosts: The hosts in the order of their ranks; with less than two, the run is on this node alone.
+        rank: The variable with the rank of this node, and its value, which is not validated yet.
+    """
+    layout = None
+    if len(hosts) > 1:
+        name, text = rank
+        number = _parse_rank({name: text}, name, len(hosts), "the number of hosts")
+        values = {"nnodes": len(hosts), "rdzv_endpoint": _join_endpoint(hosts[0], str(PORT))}
+        layout = NodeLayout(source, values, number)
     return _apply_options(layout, options)
 
 

@@ -18,8 +18,7 @@ from accel_cli.errors import UsageError
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.base import Launcher, LaunchSpec, Plan
 from accel_cli.planning import machine as hardware
-from accel_cli.planning import nodes
-from accel_cli.planning.machine import Machine, Tpu
+from accel_cli.planning.machine import Machine
 from accel_cli.planning.nodes import NodeLayout, NodeOptions
 from accel_cli.planning.options import OPTIONS, Kind, LaunchOption, Request
 from accel_cli.profile import layers, yaml_io
@@ -116,8 +115,7 @@ def _resolve(request: Request, environ: Mapping[str, str], machine: Machine) -> 
     assignments = layers.parse_assignments(request.options.get("set", ()), kind=profile_kind)
     if profile_kind is None:
         device = layers.find_value([*base, assignments], "device")
-        uses_tpu = device in {None, "auto", "xla"}
-        suggested = launchers.suggest_launcher(machine if uses_tpu else replace(machine, tpu=Tpu()))
+        suggested = launchers.suggest_launcher(machine, device)
         base.insert(0, Layer("detected", {"launcher.kind": suggested}, {"": "detected"}))
     kind = layers.find_value([*base, assignments], "launcher.kind")
     # An invalid kind is reported with the other problems of the profile.
@@ -213,7 +211,7 @@ def _choose_torchrun(options: Sequence[Layer], launcher_options: Mapping[str, An
 def _find_nodes(
     request: Request, environ: Mapping[str, str], kind: Any, launcher: type[Launcher], machine: Machine
 ) -> NodeLayout:
-    """Return the nodes of a launch, from options, variables of schedulers and the TPU."""
+    """Return the nodes of a launch as its launcher finds them."""
     if request.for_pod or launcher.location in {"hosts", "job"}:
         if "node_rank" in request.options:
             raise UsageError(
@@ -223,9 +221,7 @@ def _find_nodes(
         return NodeLayout()
     names = [field.name for field in fields(NodeOptions) if field.name in request.options]
     options = NodeOptions(**{name: _parse_value(OPTIONS[name], request.options[name]) for name in names})
-    if launcher.location == "pod":
-        return nodes.find_tpu_nodes(options, environ, machine.tpu)
-    return nodes.find_nodes(options, environ, parent=os.getppid())
+    return launcher.find_nodes(options, environ, machine)
 
 
 def _parse_value(option: LaunchOption, value: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
-from accel_cli.errors import UsageError
+from accel_cli.errors import AccelError, UsageError
 from accel_cli.launchers.base import LaunchSpec, Plan
 from accel_cli.launchers.sagemaker import images
 from accel_cli.launchers.sagemaker.aws import Account
@@ -16,6 +16,7 @@ from accel_cli.launchers.sagemaker.section import SageMakerSection
 
 if TYPE_CHECKING:
     from accel_cli.launchers.sagemaker.jobs import SageMakerJobs
+    from accel_cli.planning.machine import Machine
 
 __all__ = ["SageMaker"]
 
@@ -24,6 +25,18 @@ class SageMaker(SageMakerSection):
     """A training job of Amazon SageMaker, with the elastic agent in the container of every instance."""
 
     title: ClassVar[str] = "A training job on Amazon SageMaker"
+
+    @classmethod
+    @override
+    def describe_environment(
+        cls, machine: Machine, environ: Mapping[str, str]
+    ) -> Mapping[str, Mapping[str, str] | str]:
+        """Return the AWS profile and region that the AWS tools would use; never a key."""
+        try:
+            session = Account().session
+        except AccelError as error:
+            return {"aws": f"not available: {error}"}
+        return {"aws": {"profile": session.profile_name, "region": session.region_name or "none"}}
 
     @override
     def get_world_sizes(self, spec: LaunchSpec, plan: Plan) -> Sequence[int]:
