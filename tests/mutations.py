@@ -183,7 +183,7 @@ MUTATIONS = (
     ),
     Mutation(
         "variables of accel win",
-        "accel_runtime.environment.accelerate:translate",
+        "accel_runtime.environment.accelerate.variables:translate",
         force_condition("overrides", False),
         (
             "tests/runtime/environment/test_accelerate.py::test_variables_of_accel_take_precedence_and_the_unused_ones_are_reported",
@@ -459,7 +459,7 @@ MUTATIONS = (
     ),
     Mutation(
         "variables of unsupported features",
-        "accel_runtime.environment.accelerate:translate",
+        "accel_runtime.environment.accelerate.variables:translate",
         force_condition("is_on", False),
         (
             "tests/runtime/environment/test_accelerate.py::test_an_unsupported_variable_is_rejected_with_the_variable_to_set_instead",

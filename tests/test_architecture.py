@@ -16,6 +16,7 @@ import yaml
 import accel_runtime
 from accel_runtime.environment import installation
 from accel_runtime.environment import settings as env
+from accel_runtime.environment.accelerate import launch
 
 ROOT = Path(__file__).parent.parent
 CLI = sorted((ROOT / "accel_cli").rglob("*.py"))
@@ -160,6 +161,27 @@ def test_only_env_py_contains_names_of_accel_variables():
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
     assert not [(path, text) for path, text in strings if text.startswith("ACCEL_") and "\n" not in text]
+
+
+def test_variables_and_keys_of_accelerate_stand_in_the_vocabulary_only():
+    words = {
+        word
+        for setting in launch.list_settings()
+        for word in (setting.variable, setting.key)
+        if word.startswith(
+            ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "fsdp_", "parallelism_config_", "zero")
+        )
+    }
+    vocabulary = ROOT / "accel_runtime" / "environment" / "accelerate"
+    spelled = {
+        node.value
+        for path in {*CLI, *RUNTIME}
+        if vocabulary not in path.parents
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Constant) and node.value in words
+    }
+    # A field of the plugin, and a variable that a function of Accelerate's name sets.
+    assert spelled == {"fsdp_version", "ACCELERATE_DEBUG_RDV_FILE"}
 
 
 def test_torch_xla_and_aws_are_imported_by_their_own_packages_only():

@@ -12,9 +12,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from accel_cli.accelerate.config import (
-    DEEPSPEED_FILE,
-    LOCAL,
-    SAGEMAKER,
     SHARDING_TYPES,
     AccelerateConfig,
     InvalidValueError,
@@ -34,11 +31,12 @@ from accel_cli.errors import Problem, ProfileError
 from accel_cli.profile.layers import nest
 from accel_cli.profile.schema import Profile
 from accel_cli.profile.validation_errors import did_you_mean, explain
+from accel_runtime.environment.accelerate import launch, sagemaker, sharding
 from accel_runtime.environment.settings import find_nearest
 
 __all__ = ["Imported", "convert", "read_deepspeed_file"]
 
-_DEFAULTS = ("num_processes", "num_machines")
+_DEFAULTS = (launch.NUM_PROCESSES.key, launch.NUM_MACHINES.key)
 """Keys that set values of the profile even if the file leaves them out."""
 KeyPath = tuple[str, ...]
 """The keys that lead to a value: `fsdp_config`, `fsdp_version`."""
@@ -66,8 +64,8 @@ def read_deepspeed_file(data: Mapping[str, Any], folder: Path) -> Mapping[str, A
     Raises:
         ProfileError: The file exists and is not a JSON object.
     """
-    section = data.get("deepspeed_config")
-    name = section.get(DEEPSPEED_FILE) if isinstance(section, Mapping) else None
+    section = data.get(sharding.DEEPSPEED.key)
+    name = section.get(sharding.DEEPSPEED_FILE.key) if isinstance(section, Mapping) else None
     if not isinstance(name, str) or not name:
         return None
     path = next((file for file in (Path(name), folder / name) if file.is_file()), None)
@@ -93,11 +91,11 @@ def convert(data: Mapping[str, Any], where: str, deepspeed_file: Mapping[str, An
     Raises:
         ProfileError: All keys that are not known and values that are not accepted.
     """
-    is_sagemaker = normalize(data.get("compute_environment")) == normalize(SAGEMAKER)
+    is_sagemaker = normalize(data.get(launch.COMPUTE_ENVIRONMENT.key)) == normalize(launch.SAGEMAKER)
     keys = SAGEMAKER_KEYS if is_sagemaker else CLUSTER_KEYS
     config = _parse_config(data, keys, deepspeed_file)
     entries = dict(_list_entries(data, keys, deepspeed_file))
-    entries.setdefault(("distributed_type",), None)
+    entries.setdefault((launch.DISTRIBUTED_TYPE.key,), None)
     answers: dict[KeyPath, Answer] = {}
     problems: dict[str, Problem] = {}
     for path, value in entries.items():
@@ -153,7 +151,7 @@ def _list_entries(
                 yield from (((key, name, str(variable)), each) for variable, each in inner.items())
             else:
                 yield (key, str(name)), inner
-    yield from _list_leaves(deepspeed_file or {}, (DEEPSPEED_FILE,))
+    yield from _list_leaves(deepspeed_file or {}, (sharding.DEEPSPEED_FILE.key,))
 
 
 def _list_leaves(data: Mapping[str, Any], above: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
@@ -172,13 +170,13 @@ def _answer(path: KeyPath, value: Any, keys: Mapping[str, Rule], config: Acceler
     """
     section, *names = path
     if not names:
-        if value is None and section == "distributed_type":
+        if value is None and section == launch.DISTRIBUTED_TYPE.key:
             raise InvalidValueError("required in every Accelerate config file")
         answer = keys[section].apply(value, config)
         if answer.values and keys[section].target in _list_argument_values(config):
             return dropped("additional_args take precedence, as in Accelerate")
         return answer
-    if section == DEEPSPEED_FILE and normalize(value) == "auto":
+    if section == sharding.DEEPSPEED_FILE.key and normalize(value) == "auto":
         return Answer("filled in from the script, as in Accelerate")
     unused = config.explain_unused(section)
     try:
@@ -193,7 +191,8 @@ def _answer(path: KeyPath, value: Any, keys: Mapping[str, Rule], config: Acceler
 def _build_unknown_key(key: str, keys: Mapping[str, Rule], where: str) -> Problem:
     hint = did_you_mean(find_nearest(key, list(keys)))
     if key in CLUSTER_KEYS or key in SAGEMAKER_KEYS:
-        hint = f"it belongs to compute_environment: {LOCAL if key in CLUSTER_KEYS else SAGEMAKER}"
+        owner = launch.LOCAL if key in CLUSTER_KEYS else launch.SAGEMAKER
+        hint = f"it belongs to {launch.COMPUTE_ENVIRONMENT.key}: {owner}"
     return Problem(where, key, "Accelerate does not know this key", hint=hint)
 
 
@@ -201,7 +200,7 @@ def _list_argument_values(config: AccelerateConfig) -> Iterator[str]:
     """Yield the keys of the profile that the arguments of SageMaker's estimator set."""
     for name, value in config.additional_args.items():
         with suppress(InvalidValueError):
-            yield from find_rule("additional_args", (str(name),)).apply(value, config).values
+            yield from find_rule(sagemaker.ADDITIONAL_ARGUMENTS, (str(name),)).apply(value, config).values
 
 
 def _build_profile(

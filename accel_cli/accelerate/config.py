@@ -5,29 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 from accel_cli.console import mask_secrets
 from accel_cli.launchers.sagemaker.images import SMDDP_TYPES
 from accel_cli.planning.network import Endpoint
 from accel_cli.profile.validation_errors import did_you_mean, one_of
-from accel_runtime.environment.settings import (
-    FSDP1_STRATEGIES,
-    Device,
-    MixedPrecision,
-    Parallel,
-    SettingsError,
-    find_nearest,
-)
+from accel_runtime.environment.accelerate import launch, sagemaker, sharding
+from accel_runtime.environment.accelerate.setting import Values, Whole, Words
+from accel_runtime.environment.accelerate.sharding import Strategy
+from accel_runtime.environment.settings import Parallel, SettingsError, find_nearest
 
 __all__ = [
-    "DEEPSPEED_FILE",
-    "LOCAL",
-    "SAGEMAKER",
     "SHARDING_TYPES",
     "AccelerateConfig",
     "InvalidValueError",
     "Parser",
+    "build_parser",
     "choice",
     "format_value",
     "integer",
@@ -36,20 +30,16 @@ __all__ = [
     "pairs",
     "parse_bool",
     "parse_class_names",
-    "parse_distributed_type",
     "parse_gpu_ids",
     "parse_host",
     "parse_instance_type",
     "parse_mapping",
     "parse_or",
-    "parse_precision",
     "parse_strategy",
     "parse_text",
     "parse_texts",
 ]
 
-LOCAL, SAGEMAKER = "LOCAL_MACHINE", "AMAZON_SAGEMAKER"
-DEEPSPEED_FILE = "deepspeed_config_file"
 _DEFAULT_PORT = 29500
 # Accelerate reads YAML 1.1, where these words are booleans.
 _YAML_1_1 = {"yes": "true", "on": "true", "no": "false", "off": "false"}
@@ -151,14 +141,6 @@ def choice(
     return parse
 
 
-def parse_or(parse: Parser, value: Any, default: Any) -> Any:
-    """Return a parsed value, or the default for one that is reported as invalid for its own key."""
-    try:
-        return parse(value)
-    except InvalidValueError:
-        return default
-
-
 def parse_text(value: Any) -> str:
     """Return text, also from a number."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
@@ -226,41 +208,47 @@ def parse_instance_type(value: Any) -> str:
     return parse_text(value).replace("ml.p4dn.24xlarge", "ml.p4d.24xlarge")
 
 
-parse_precision = choice(
-    *get_args(MixedPrecision),
-    refused={"fp8": f"fp8 is not in this version of accel; {one_of(get_args(MixedPrecision))}"},
-)
-_STRATEGIES = tuple(map(str.upper, FSDP1_STRATEGIES))
-_parse_strategy_word = choice(
-    "true", "false", *_STRATEGIES, aliases={str(number): name for number, name in enumerate(_STRATEGIES, 1)}
-)
-
-
-def parse_strategy(value: Any) -> str:
-    """Return a sharding strategy of FSDP1, also from its number, or from FSDP2's `reshard_after_forward`."""
-    word: str = _parse_strategy_word(value)
-    return {"true": "FULL_SHARD", "false": "SHARD_GRAD_OP"}.get(word, word)
-
-
-_LAUNCHERS: Mapping[str, tuple[str, str]] = {
-    "NO": ("single", "auto"),
-    "MPS": ("single", "mps"),  # of early releases
-    "MULTI_CPU": ("torchrun", "cpu"),
-    "MULTI_GPU": ("torchrun", "cuda"),
-    "MULTI_XPU": ("torchrun", "xpu"),
-    "FSDP": ("torchrun", "auto"),
-    "DEEPSPEED": ("torchrun", "auto"),
-    "MEGATRON_LM": ("torchrun", "auto"),
-    "XLA": ("xla", "xla"),
-    "TPU": ("xla", "xla"),  # of early releases
+_PARSERS: Mapping[str, Parser] = {
+    "any": keep,
+    "boolean": parse_bool,
+    "text": parse_text,
+    "texts": parse_texts,
+    "class names": parse_class_names,
+    "host": parse_host,
+    "GPU ids": parse_gpu_ids,
+    "instance type": parse_instance_type,
+    "keys and values": parse_mapping,
 }
-"""The launcher and the device that a `distributed_type` becomes."""
-_UNKNOWN_DEVICE = f"accel runs on {', '.join(name for name in get_args(Device) if name != 'auto')} only"
-parse_distributed_type = choice(
-    *_LAUNCHERS,
-    refused={f"multi_{name}": _UNKNOWN_DEVICE for name in ("npu", "mlu", "sdaa", "musa", "hpu", "neuron")},
-)
-SHARDING_TYPES = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", DEEPSPEED_FILE: "DEEPSPEED"}
+
+
+def build_parser(values: Values) -> Parser:
+    """Return the parser of the values that a key of Accelerate accepts."""
+    if isinstance(values, Words):
+        return choice(*values.words, aliases=values.aliases, refused=values.refused)
+    if isinstance(values, Whole):
+        return integer(values.least, values.most, auto=values.auto)
+    return _PARSERS[values]
+
+
+def parse_or(values: Values, value: Any, default: Any) -> Any:
+    """Return a parsed value, or the default for one that is reported as invalid for its own key."""
+    try:
+        return build_parser(values)(value)
+    except InvalidValueError:
+        return default
+
+
+def parse_strategy(value: Any) -> Strategy:
+    """Return a sharding strategy of FSDP1, also from its number, or from FSDP2's `reshard_after_forward`."""
+    word = build_parser(sharding.SHARDING_STRATEGY.values)(value).lower()
+    strategy = sharding.find_strategy({"true": "full_shard", "false": "shard_grad_op"}.get(word, word))
+    return strategy or sharding.STRATEGIES[0]
+
+
+SHARDING_TYPES = {
+    **{section.key: section.distributed_type for section in launch.SECTIONS if section.distributed_type},
+    sharding.DEEPSPEED_FILE.key: sharding.DEEPSPEED.distributed_type,
+}
 """The `distributed_type` that uses a section."""
 
 
@@ -268,7 +256,7 @@ SHARDING_TYPES = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", DEEPSP
 class AccelerateConfig:
     """Keys that decide how other keys are converted, with Accelerate's defaults."""
 
-    compute_environment: str = LOCAL
+    compute_environment: str = launch.LOCAL
     distributed_type: str = "NO"
     num_processes: int = -1
     num_machines: int = 1
@@ -289,8 +277,8 @@ class AccelerateConfig:
 
     @property
     def _launch(self) -> tuple[str, str]:
-        is_sagemaker = self.compute_environment == SAGEMAKER
-        return ("sagemaker", "auto") if is_sagemaker else _LAUNCHERS[self.distributed_type]
+        is_sagemaker = self.compute_environment == launch.SAGEMAKER
+        return ("sagemaker", "auto") if is_sagemaker else launch.DISTRIBUTED_TYPES[self.distributed_type]
 
     @property
     def launcher(self) -> str:
@@ -317,7 +305,7 @@ class AccelerateConfig:
         """Return the number format: of the file itself, of its early key, or of DeepSpeed's JSON file."""
         if self.mixed_precision or self.fp16:
             return self.mixed_precision or "fp16"
-        if self.distributed_type == "DEEPSPEED":
+        if self.distributed_type == sharding.DEEPSPEED.distributed_type:
             for name, precision in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16")):
                 section = (self.deepspeed_file or {}).get(name)
                 if isinstance(section, Mapping) and section.get("enabled") is True:
@@ -337,29 +325,34 @@ class AccelerateConfig:
     @property
     def fsdp(self) -> dict[str, Any]:
         """Return the values of `fsdp_config`; Accelerate adds the prefix to keys without it."""
-        items = self.fsdp_config.items()
-        return {f"fsdp_{str(key).removeprefix('fsdp_')}": value for key, value in items if value is not None}
+        items, prefix = self.fsdp_config.items(), sharding.FSDP.prefix
+        return {
+            f"{prefix}{str(key).removeprefix(prefix)}": value for key, value in items if value is not None
+        }
 
     @property
-    def fsdp_strategy(self) -> str:
-        """Return FSDP1's name for the strategy of `fsdp_config`."""
-        strategy = self.fsdp.get("fsdp_sharding_strategy")
-        if strategy is None or normalize(self.fsdp.get("fsdp_version", 1)) != "1":
-            strategy = self.fsdp.get("fsdp_reshard_after_forward", True)
-        return str(parse_or(parse_strategy, strategy, "FULL_SHARD"))
+    def fsdp_strategy(self) -> Strategy:
+        """Return the strategy of `fsdp_config`, in the terms of FSDP1."""
+        value = self.fsdp.get(sharding.SHARDING_STRATEGY.key)
+        if value is None or normalize(self.fsdp.get(sharding.VERSION.key, 1)) != "1":
+            value = self.fsdp.get(sharding.RESHARD_AFTER_FORWARD.key, True)
+        try:
+            return parse_strategy(value)
+        except InvalidValueError:
+            return sharding.STRATEGIES[0]
 
     @property
     def zero_stage(self) -> int:
         """Return DeepSpeed's ZeRO stage: 3, which needs the least memory, if the JSON file is missing."""
-        stage = self.deepspeed_config.get("zero_stage", 2)
-        if self.deepspeed_config.get(DEEPSPEED_FILE):
+        stage = self.deepspeed_config.get(sharding.ZERO_STAGE.key, 2)
+        if self.deepspeed_config.get(sharding.DEEPSPEED_FILE.key):
             stage = 3 if self.deepspeed_file is None else self._zero_optimization.get("stage", 0)
-        return int(parse_or(integer(0, 3), stage, 3))
+        return int(parse_or(sharding.ZERO_STAGE.values, stage, 3))
 
     @property
     def hpz_size(self) -> int:
         """Return the size of ZeRO++'s second partition; 1 without one."""
-        return int(parse_or(integer(1), self._zero_optimization.get("zero_hpz_partition_size"), 1))
+        return int(parse_or(Whole(1), self._zero_optimization.get("zero_hpz_partition_size"), 1))
 
     @property
     def _zero_optimization(self) -> Mapping[str, Any]:
@@ -372,23 +365,25 @@ class AccelerateConfig:
         if self.explain_single_process():
             return {}
         sizes = {
-            name: parse_or(integer(1), self.parallelism_config.get(f"parallelism_config_{name}_size"), 1)
-            for name in ("dp_replicate", "dp_shard", "tp", "cp")
+            size.profile_key: parse_or(size.values, self.parallelism_config.get(size.key), 1)
+            for size in sharding.MESH_SIZES
         }
-        sizes["tp"] = max(sizes["tp"], parse_or(integer(1), self.tp_config.get("tp_size"), 1))
-        mesh = {name: size for name, size in sizes.items() if size > 1}
+        tp = sharding.TP_CONFIG_SIZE
+        sizes[tp.profile_key] = max(sizes[tp.profile_key], parse_or(tp.values, self.tp_config.get(tp.key), 1))
+        mesh = {key.removeprefix("parallel."): size for key, size in sizes.items() if size > 1}
         if mesh:
             return mesh
-        if self.distributed_type == "FSDP" and self.fsdp_strategy != "NO_SHARD":
-            hybrid = self.fsdp_strategy.startswith("HYBRID") and self.num_machines > 1
-            return {**({"dp_replicate": self.num_machines} if hybrid else {}), "dp_shard": "auto"}
-        return {"dp_shard": "auto"} if self.distributed_type == "DEEPSPEED" and self.zero_stage else {}
+        if self.distributed_type == sharding.FSDP.distributed_type and self.fsdp_strategy.shards:
+            is_hybrid = self.fsdp_strategy.is_hybrid and self.num_machines > 1
+            return {**({"dp_replicate": self.num_machines} if is_hybrid else {}), "dp_shard": "auto"}
+        is_zero = self.distributed_type == sharding.DEEPSPEED.distributed_type and self.zero_stage
+        return {"dp_shard": "auto"} if is_zero else {}
 
     @property
     def instance_type(self) -> str:
         """Return the instance type of a SageMaker job; `additional_args` take precedence."""
         name = self.additional_args.get("instance_type") or self.ec2_instance_type
-        return str(parse_or(parse_instance_type, name, ""))
+        return str(parse_or(sagemaker.INSTANCE_TYPE.values, name, ""))
 
     @property
     def has_image(self) -> bool:
@@ -412,7 +407,7 @@ class AccelerateConfig:
 
     def explain_unused(self, section: str) -> str:
         """Return why the options of a section do not apply; empty if they do."""
-        if section in {"parallelism_config", "tp_config"}:
+        if section in {sharding.PARALLELISM.key, sharding.TP.key}:
             return self.explain_single_process()
         if section not in SHARDING_TYPES:
             return ""
@@ -434,8 +429,12 @@ class AccelerateConfig:
             except SettingsError as error:
                 yield "parallelism_config", str(error), ""
         given = [key for key, value in self.fsdp_config.items() if value is not None]
-        if self.distributed_type == "FSDP" and len(self.fsdp) < len(given):
-            yield "fsdp_config", "a key stands here with and without fsdp_; remove one of them", ""
+        if self.distributed_type == sharding.FSDP.distributed_type and len(self.fsdp) < len(given):
+            yield (
+                sharding.FSDP.key,
+                f"a key stands here with and without {sharding.FSDP.prefix}; remove one of them",
+                "",
+            )
         if self.needs_rendezvous:
             yield from self._find_rendezvous_conflicts()
 

@@ -1,23 +1,22 @@
-"""The tables of all keys of an Accelerate config file: one row a key, with its rule.
+"""The rules of all keys of an Accelerate config file.
 
-`take` renames a key, `same` answers that accel does that anyway, and `drop` answers why no profile has the key. The
-other rows name the function that converts the key, because the result depends on other keys too.
+The rule of a key follows from its setting in `accel_runtime.environment.accelerate`: the profile has it under another
+name, accel does it anyway, or it is left out for a reason. The functions here convert the keys whose result depends on
+other keys too. The keys of DeepSpeed's JSON file and the arguments of SageMaker's estimator have tables here.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from accel_cli.accelerate.config import (
-    DEEPSPEED_FILE,
-    LOCAL,
-    SAGEMAKER,
     AccelerateConfig,
     InvalidValueError,
     Parser,
+    build_parser,
     choice,
     format_value,
     integer,
@@ -25,14 +24,9 @@ from accel_cli.accelerate.config import (
     normalize,
     pairs,
     parse_bool,
-    parse_class_names,
-    parse_distributed_type,
-    parse_gpu_ids,
-    parse_host,
     parse_instance_type,
     parse_mapping,
     parse_or,
-    parse_precision,
     parse_strategy,
     parse_text,
     parse_texts,
@@ -40,6 +34,8 @@ from accel_cli.accelerate.config import (
 from accel_cli.console import is_secret
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.profile.validation_errors import did_you_mean
+from accel_runtime.environment.accelerate import launch, sagemaker, sharding
+from accel_runtime.environment.accelerate.setting import Section, Setting
 from accel_runtime.environment.settings import find_nearest
 
 __all__ = ["CLUSTER_KEYS", "SAGEMAKER_KEYS", "SECTIONS", "Answer", "Rule", "dropped", "find_rule"]
@@ -119,10 +115,12 @@ def sets(values: Mapping[str, Any], note: str = "") -> Answer:
 
 # Launch settings, with `compute_environment: LOCAL_MACHINE`.
 
-_NO_MEGATRON = "Megatron-LM is not in this version of accel"
-_COMPILE = "call torch.compile in the script"
 _POD = "use accel tpu-pod NAME, which starts the script on all hosts of a TPU pod"
 _SECTION = Rule(lambda *_: OFF, parse_mapping)
+
+
+def _convert_environment(word: str, _: AccelerateConfig) -> Answer:
+    return Answer("launcher.kind: sagemaker" if word == launch.SAGEMAKER else "accel runs on this machine")
 
 
 def _convert_distributed_type(kind: str, config: AccelerateConfig) -> Answer:
@@ -130,7 +128,7 @@ def _convert_distributed_type(kind: str, config: AccelerateConfig) -> Answer:
     values = {"launcher.kind": config.launcher, "device": config.device, **parallel}
     text = sets({key: value for key, value in values.items() if (key, value) != ("device", "auto")}).text
     if kind == "MEGATRON_LM":
-        text = f"{text} ({_NO_MEGATRON})"
+        text = f"{text} ({sharding.MEGATRON_LM.reason})"
     elif kind in {"FSDP", "DEEPSPEED"} and not parallel:
         text += ", and models are replicated on every process (DDP)"
     return Answer(text, kind != "MEGATRON_LM", {**values, "mixed_precision": config.precision})
@@ -192,120 +190,50 @@ def _convert_tpu_env(entries: list[str], config: AccelerateConfig) -> Answer:
     return Answer(", ".join(variables), values=variables)
 
 
-_COMMON_KEYS: Mapping[str, Rule] = {
-    "mixed_precision": replace(take("mixed_precision", parse_precision), off=()),
-    "fp16": Rule(_convert_fp16, parse_bool, _EMPTY),
-    "use_cpu": Rule(lambda _, config: Answer(f"device: {config.device}"), parse_bool),
-    "gpu_ids": Rule(_convert_gpu_ids, parse_gpu_ids),
-    "debug": drop("accel has no option for checks of collectives", parse=parse_bool),
-    "enable_cpu_affinity": drop("accel does not bind processes to processor cores", parse=parse_bool),
-    "dynamo_backend": drop(_COMPILE, parse=parse_text),
-    "dynamo_config": _SECTION,
-}
-_parse_environment = choice(LOCAL, SAGEMAKER)
-CLUSTER_KEYS: Mapping[str, Rule] = {
-    **_COMMON_KEYS,
-    "compute_environment": Rule(lambda *_: Answer("accel runs on this machine"), _parse_environment),
-    "distributed_type": Rule(_convert_distributed_type, parse_distributed_type),
-    "num_processes": Rule(_convert_num_processes, integer(1, auto=-1)),
-    "num_machines": Rule(_convert_num_machines, integer(1)),
-    "machine_rank": same("not needed: every node runs the same command", 0, parse=integer(0)),
-    "main_process_ip": Rule(_convert_rendezvous, parse_host),
-    "main_process_port": Rule(_convert_rendezvous, integer(0, 65535)),
-    "same_network": same("nodes may be on any network", parse=parse_bool),
-    "rdzv_backend": same("accel always uses c10d", "static", "c10d", "", parse=parse_text),
-    "main_training_function": Rule(_convert_function, parse_text),
-    "tpu_env": Rule(_convert_tpu_env, parse_texts, _EMPTY),
-    "tpu_name": drop("use accel tpu-pod NAME", parse=parse_text),
-    "tpu_zone": drop("use accel tpu-pod NAME --zone ZONE", parse=parse_text),
-    "tpu_use_cluster": drop("accel tpu-pod NAME runs the command on every worker of a pod", parse=parse_bool),
-    "tpu_use_sudo": drop("use sudo in accel tpu-pod NAME --setup COMMAND", parse=parse_bool),
-    "tpu_vm": drop("accel tpu-pod NAME starts all workers of the pod", parse=parse_texts),
-    "commands": drop("use accel tpu-pod NAME --setup COMMAND for each command", parse=parse_texts),
-    "command_file": drop(
-        "use accel tpu-pod NAME --setup COMMAND for each line of the file", parse=parse_text
-    ),
-    "downcast_bf16": drop("mixed_precision: bf16 keeps weights in full precision", parse=parse_bool),
-    **dict.fromkeys(("deepspeed_config", "fp8_config", "fsdp_config", "ipex_config"), _SECTION),
-    **dict.fromkeys(("megatron_lm_config", "mpirun_config", "parallelism_config", "tp_config"), _SECTION),
-}
-"""The keys of a file of `compute_environment: LOCAL_MACHINE`."""
-
-
 # FSDP.
 
-_META_DEVICE = "create the model with init_empty_weights(), and call accelerator.load_model() after prepare()"
-_GATHERS_EARLY = "fully_shard always gathers the next module early"
-_SHARDED_CHECKPOINTS = "checkpoints are always sharded; use accelerator.save_model() for full weights"
 
-
-def _convert_strategy(strategy: str, config: AccelerateConfig) -> Answer:
+def _convert_strategy(word: str, config: AccelerateConfig) -> Answer:
     """Convert `sharding_strategy` of FSDP1 or `reshard_after_forward` of FSDP2."""
+    strategy = parse_strategy(word)
     if strategy != config.fsdp_strategy:
         return dropped("sharding_strategy or reshard_after_forward takes precedence")
-    if strategy == "NO_SHARD":
+    if not strategy.shards:
         return Answer("models are replicated")
-    is_hybrid = strategy.startswith("HYBRID") and config.num_machines > 1
+    is_hybrid = strategy.is_hybrid and config.num_machines > 1
     note = f"parallel.dp_replicate: {config.num_machines}, one replica for each node" if is_hybrid else ""
-    reshard = strategy not in {"SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"}
-    return sets({"fully_shard.reshard_after_forward": reshard}, note)
+    return sets({sharding.RESHARD_AFTER_FORWARD.profile_key: strategy.reshards}, note)
 
 
 def _convert_wrap_policy(policy: str, config: AccelerateConfig) -> Answer:
-    if policy == "NO_WRAP":
-        return sets({"fully_shard.wrap": "none"})
-    key, default = _WRAP_KEYS[policy]
-    wrap = parse_or(_FSDP[key].parse, config.fsdp.get(key), default) or "auto"
-    return sets({"fully_shard.wrap": wrap}, "_no_split_modules of the model" if wrap == "auto" else "")
+    key, setting = sharding.AUTO_WRAP_POLICY.profile_key, sharding.WRAP_POLICIES[policy.lower()]
+    if setting is None:
+        return sets({key: "none"})
+    default: Any = sharding.DEFAULT_MIN_NUM_PARAMS if setting is sharding.MIN_NUM_PARAMS else []
+    wrap = parse_or(setting.values, config.fsdp.get(setting.key), default) or "auto"
+    return sets({key: wrap}, "_no_split_modules of the model" if wrap == "auto" else "")
 
 
-def _wrap_with(policy: str, parse: Parser) -> Rule:
+def _wrap_with(setting: Setting) -> Rule:
     """Return the rule of a key that Accelerate uses with one policy of wrapping only."""
+    (policy,) = (policy for policy, used in sharding.WRAP_POLICIES.items() if used is setting)
 
     def convert(value: Any, config: AccelerateConfig) -> Answer:
-        if normalize(config.fsdp.get("fsdp_auto_wrap_policy")) == policy.lower():
-            return sets({"fully_shard.wrap": value})
-        return dropped(f"Accelerate uses it with {policy} only")
+        if normalize(config.fsdp.get(sharding.AUTO_WRAP_POLICY.key)) == policy:
+            return sets({setting.profile_key: value})
+        return dropped(f"Accelerate uses it with {policy.upper()} only")
 
-    return Rule(convert, parse, _EMPTY)
+    return Rule(convert, off=_EMPTY)
 
 
 def _convert_ignored_modules(value: Any, _: AccelerateConfig) -> Answer:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise InvalidValueError("expected names of modules, or a regular expression")
+    key = sharding.IGNORED_MODULES.profile_key
     if not all(re.fullmatch(r"[\w.]+", name) for name in names):
-        return dropped("regular expressions are not supported: list names or patterns in fully_shard.ignore")
-    return sets({"fully_shard.ignore": names})
-
-
-_WRAP_KEYS: Mapping[str, tuple[str, Any]] = {
-    "SIZE_BASED_WRAP": ("fsdp_min_num_params", 100_000_000),  # Accelerate's default
-    "TRANSFORMER_BASED_WRAP": ("fsdp_transformer_layer_cls_to_wrap", []),
-}
-_parse_wrap_policy = choice(*_WRAP_KEYS, "NO_WRAP")
-_parse_state_dict = choice("SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT")
-_parse_prefetch = choice(
-    "BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", aliases={"1": "BACKWARD_PRE", "2": "BACKWARD_POST"}
-)
-_FSDP: Mapping[str, Rule] = {
-    "fsdp_version": Rule(lambda *_: Answer("accel uses FSDP2 (fully_shard)"), integer(1, 2)),
-    "fsdp_sharding_strategy": Rule(_convert_strategy, parse_strategy),
-    "fsdp_reshard_after_forward": Rule(_convert_strategy, parse_strategy),
-    "fsdp_offload_params": take("fully_shard.cpu_offload", parse_bool),
-    "fsdp_auto_wrap_policy": Rule(_convert_wrap_policy, _parse_wrap_policy),
-    "fsdp_transformer_layer_cls_to_wrap": _wrap_with("TRANSFORMER_BASED_WRAP", parse_class_names),
-    "fsdp_min_num_params": _wrap_with("SIZE_BASED_WRAP", integer(1)),
-    "fsdp_backward_prefetch": same(_GATHERS_EARLY, "BACKWARD_PRE", parse=_parse_prefetch),
-    "fsdp_forward_prefetch": same(_GATHERS_EARLY),
-    "fsdp_state_dict_type": same(_SHARDED_CHECKPOINTS, "SHARDED_STATE_DICT", parse=_parse_state_dict),
-    "fsdp_use_orig_params": same("parameters always keep their names and shapes", True, parse=parse_bool),
-    "fsdp_cpu_ram_efficient_loading": drop(_META_DEVICE),
-    "fsdp_sync_module_states": same("every process ends up with the parameters of the first one"),
-    "fsdp_activation_checkpointing": take("fully_shard.activation_checkpointing", parse_bool),
-    "fsdp_activation_checkpointing_offload": drop("accel keeps checkpointed activations on the device"),
-    "fsdp_ignored_modules": Rule(_convert_ignored_modules, off=_EMPTY),
-}
+        return dropped(f"regular expressions are not supported: list names or patterns in {key}")
+    return sets({key: names})
 
 
 # DeepSpeed: the section, and the JSON file that it may name.
@@ -351,34 +279,13 @@ def _convert_hpz(number: int, config: AccelerateConfig) -> Answer:
     return sets({"fully_shard.reshard_after_forward": number})
 
 
-_ACCUMULATION = "set it in the script: Accelerator(gradient_accumulation_steps=...)"
-_CLIPPING = "clip in the script: accelerator.clip_grad_norm_()"
 _MICS = "set parallel.dp_shard to this size, and parallel.dp_replicate to the number of such groups"
-_SAVE_MODEL = "use accelerator.save_model()"
 _PINNED = same("shards in host memory are pinned")
 _BATCH_SIZE = drop("set it in the DataLoader of the script")
-_DISK = drop("accel does not offload to disks", "none")
-_MULTI_NODE = drop("not needed: every node runs the same command")
-_ZERO_STAGE = Rule(_convert_zero_stage, integer(0, 3))
+_ZERO_STAGE = Rule(_convert_zero_stage, build_parser(sharding.ZERO_STAGE.values))
 _parse_reduce_dtype = choice("fp32", "fp16", "bf16", aliases={"bfp16": "bf16"})
-_OFFLOAD = Rule(_convert_offload, choice("none", "cpu", "nvme"), (*_EMPTY, "none"))
-_DEEPSPEED: Mapping[str, Rule] = {
-    "zero_stage": _ZERO_STAGE,
-    "offload_optimizer_device": _OFFLOAD,
-    "offload_param_device": _OFFLOAD,
-    "offload_optimizer_nvme_path": _DISK,
-    "offload_param_nvme_path": _DISK,
-    "gradient_accumulation_steps": drop(_ACCUMULATION, "1", "auto"),
-    "gradient_clipping": drop(_CLIPPING, "0", "auto", "none"),
-    "zero3_init_flag": drop(_META_DEVICE),
-    "zero3_save_16bit_model": drop(_SAVE_MODEL),
-    "deepspeed_moe_layer_cls_names": drop("list the classes of experts in fully_shard.wrap"),
-    "deepspeed_config_file": Rule(_convert_deepspeed_file),
-    "deepspeed_multinode_launcher": _MULTI_NODE,
-    "deepspeed_hostfile": _MULTI_NODE,
-    "deepspeed_exclusion_filter": _MULTI_NODE,
-    "deepspeed_inclusion_filter": _MULTI_NODE,
-}
+_DEVICE = sharding.OFFLOAD_PARAM_DEVICE
+_OFFLOAD = Rule(_convert_offload, build_parser(_DEVICE.values), (*_EMPTY, *_DEVICE.off))
 _DEEPSPEED_FILE: Mapping[str, Rule] = {
     "zero_optimization.stage": _ZERO_STAGE,
     "zero_optimization.offload_optimizer.device": _OFFLOAD,
@@ -387,14 +294,14 @@ _DEEPSPEED_FILE: Mapping[str, Rule] = {
     "zero_optimization.offload_param.pin_memory": _PINNED,
     "zero_optimization.zero_hpz_partition_size": Rule(_convert_hpz, integer(1), ("1",)),
     "zero_optimization.mics_shard_size": drop(_MICS, "-1", "1", parse=integer(1, auto=-1)),
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": drop(_SAVE_MODEL),
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": drop(sharding.SAVE_16BIT_MODEL.reason),
     "bf16.enabled": _enables("bf16"),
     "bfloat16.enabled": _enables("bf16"),
     "fp16.enabled": _enables("fp16"),
     "fp16": drop("set it in the script: GradScalerKwargs", "0"),
     "communication_data_type": take("fully_shard.reduce_dtype", _parse_reduce_dtype),
-    "gradient_accumulation_steps": drop(_ACCUMULATION, "1"),
-    "gradient_clipping": drop(_CLIPPING, "0"),
+    "gradient_accumulation_steps": drop(sharding.GRADIENT_ACCUMULATION_STEPS.reason, "1"),
+    "gradient_clipping": drop(sharding.GRADIENT_CLIPPING.reason, "0"),
     "optimizer": drop("create an optimizer of torch in the script instead of DummyOptim", "0"),
     "scheduler": drop("create a scheduler of torch in the script instead of DummyScheduler", "0"),
     "train_batch_size": _BATCH_SIZE,
@@ -408,15 +315,12 @@ _DEEPSPEED_FILE: Mapping[str, Rule] = {
 # Other sections.
 
 
-def _mesh_size(name: str) -> Rule:
+def _mesh_size(setting: Setting) -> Rule:
     def convert(size: int, config: AccelerateConfig) -> Answer:
         reason = config.explain_single_process()
-        return dropped(reason) if reason else Answer(f"parallel.{name}: {size}")
+        return dropped(reason) if reason else Answer(f"{setting.profile_key}: {size}")
 
-    return Rule(convert, integer(1), ("1",))
-
-
-_SEQUENCE_PARALLEL = drop("sequence parallelism of DeepSpeed is not supported; use parallel.cp", "1")
+    return Rule(convert, off=setting.off)
 
 
 # Amazon SageMaker: the file, and the arguments of SageMaker's estimator in it.
@@ -461,39 +365,82 @@ def _variable(name: str) -> Rule:
     return Rule(lambda value, _: sets({f"env.{name}": value}), parse_text)
 
 
+# The rules of all keys.
+
+_SIZES = (*sharding.MESH_SIZES, sharding.TP_CONFIG_SIZE)
+_CONVERTED: Mapping[Setting, Rule] = {
+    # `no` is a value of the profile too.
+    launch.MIXED_PRECISION: replace(take(launch.MIXED_PRECISION.profile_key, keep), off=()),
+    launch.FP16: Rule(_convert_fp16, off=_EMPTY),
+    launch.USE_CPU: Rule(lambda _, config: Answer(f"device: {config.device}")),
+    launch.GPU_IDS: Rule(_convert_gpu_ids),
+    launch.COMPUTE_ENVIRONMENT: Rule(_convert_environment),
+    launch.DISTRIBUTED_TYPE: Rule(_convert_distributed_type),
+    launch.NUM_PROCESSES: Rule(_convert_num_processes),
+    launch.NUM_MACHINES: Rule(_convert_num_machines),
+    launch.MAIN_PROCESS_IP: Rule(_convert_rendezvous),
+    launch.MAIN_PROCESS_PORT: Rule(_convert_rendezvous),
+    launch.MAIN_TRAINING_FUNCTION: Rule(_convert_function),
+    launch.TPU_ENV: Rule(_convert_tpu_env, off=_EMPTY),
+    sharding.VERSION: Rule(lambda *_: Answer("accel uses FSDP2 (fully_shard)")),
+    sharding.SHARDING_STRATEGY: Rule(_convert_strategy),
+    sharding.RESHARD_AFTER_FORWARD: Rule(_convert_strategy),
+    sharding.AUTO_WRAP_POLICY: Rule(_convert_wrap_policy),
+    **{setting: _wrap_with(setting) for setting in (sharding.TRANSFORMER_CLS, sharding.MIN_NUM_PARAMS)},
+    sharding.IGNORED_MODULES: Rule(_convert_ignored_modules, off=_EMPTY),
+    sharding.ZERO_STAGE: _ZERO_STAGE,
+    sharding.OFFLOAD_OPTIMIZER_DEVICE: _OFFLOAD,
+    sharding.OFFLOAD_PARAM_DEVICE: _OFFLOAD,
+    sharding.DEEPSPEED_FILE: Rule(_convert_deepspeed_file),
+    **{setting: _mesh_size(setting) for setting in _SIZES},
+    sagemaker.DISTRIBUTED_TYPE: Rule(_convert_sagemaker_type),
+    sagemaker.PYTORCH_VERSION: Rule(
+        _convert_torch_version, off=_EMPTY, target=sagemaker.PYTORCH_VERSION.profile_key
+    ),
+}
+"""The rules of keys whose result depends on other keys, or on more than their value; the setting has the parser."""
+
+
+def _build_rule(setting: Setting) -> Rule:
+    parse = build_parser(setting.values)
+    if setting in _CONVERTED:
+        return replace(_CONVERTED[setting], parse=parse)
+    if setting.implied:
+        return same(setting.implied, *(() if setting.takes_any_value else setting.same or ()), parse=parse)
+    if setting.reason:
+        return drop(setting.reason, *setting.off, parse=parse)
+    return take(setting.profile_key, parse, *setting.off)
+
+
+def _build_rules(settings: Iterable[Setting]) -> dict[str, Rule]:
+    return {setting.key: _build_rule(setting) for setting in settings if setting.key}
+
+
+def _build_section(section: Section) -> dict[str, Rule]:
+    others = {"*": drop(section.reason, *section.off)} if section.reason else {}
+    return {**_build_rules(section.settings), **others}
+
+
+CLUSTER_KEYS: Mapping[str, Rule] = {
+    **_build_rules(launch.CLUSTER),
+    **{section.key: _SECTION for section in launch.SECTIONS},
+}
+"""The keys of a file of `compute_environment: LOCAL_MACHINE`."""
+SAGEMAKER_KEYS: Mapping[str, Rule] = {
+    **_build_rules(sagemaker.SETTINGS),
+    **dict.fromkeys((launch.DYNAMO.key, sagemaker.ADDITIONAL_ARGUMENTS), _SECTION),
+}
+"""The keys of a file of `compute_environment: AMAZON_SAGEMAKER`."""
 _COUNT = integer(0)
 _INSTANCE_TYPE = take("launcher.instance_type", parse_instance_type)
-_TORCH_VERSION = Rule(_convert_torch_version, parse_text, _EMPTY, "launcher.pytorch_version")
-_PY_VERSION = drop("the image determines the version of Python", parse=parse_text)
-_TRANSFORMERS_VERSION = drop("list transformers in the file of launcher.requirements", parse=parse_text)
+_TORCH_VERSION, _PY_VERSION, _TRANSFORMERS_VERSION = map(
+    _build_rule, (sagemaker.PYTORCH_VERSION, sagemaker.PY_VERSION, sagemaker.TRANSFORMERS_VERSION)
+)
 _BUCKET = drop("accel puts everything of a job below s3://BUCKET/accel: launcher.bucket")
 _WITHOUT_SETTING = """
     debugger_hook_config enable_infra_check enable_remote_debug enable_sagemaker_metrics enable_session_tag_chaining
     instance_groups max_retry_attempts profiler_config rules tensorboard_output_config training_plan
     training_repository_access_mode"""
-SAGEMAKER_KEYS: Mapping[str, Rule] = {
-    **_COMMON_KEYS,
-    "compute_environment": Rule(lambda *_: Answer("launcher.kind: sagemaker"), _parse_environment),
-    "distributed_type": Rule(_convert_sagemaker_type, choice("NO", "DATA_PARALLEL", "MODEL_PARALLEL")),
-    "base_job_name": take("launcher.base_job_name", parse_text),
-    "ec2_instance_type": _INSTANCE_TYPE,
-    "iam_role_name": take("launcher.role", parse_text),
-    "image_uri": take("launcher.image_uri", parse_text),
-    "num_machines": take("launcher.instance_count", integer(1)),
-    "profile": take("launcher.aws_profile", parse_text),
-    "pytorch_version": _TORCH_VERSION,
-    "region": take("launcher.region", parse_text),
-    "sagemaker_inputs_file": drop(
-        "write its channels in launcher.inputs: {train: s3://bucket/folder}", parse=parse_text
-    ),
-    "sagemaker_metrics_file": drop(
-        "write its metrics in launcher.metrics: {loss: 'loss ([0-9.]+)'}", parse=parse_text
-    ),
-    "transformers_version": _TRANSFORMERS_VERSION,
-    "py_version": _PY_VERSION,
-    "additional_args": _SECTION,
-}
-"""The keys of a file of `compute_environment: AMAZON_SAGEMAKER`."""
 _ARGUMENTS: Mapping[str, Rule] = {
     "base_job_name": take("launcher.base_job_name", parse_text),
     "checkpoint_s3_uri": take("launcher.checkpoint_uri", parse_text),
@@ -537,48 +484,28 @@ _ARGUMENTS: Mapping[str, Rule] = {
 }
 """The arguments in `additional_args`."""
 SECTIONS: Mapping[str, Mapping[str, Rule]] = {
-    "fsdp_config": _FSDP,
-    "deepspeed_config": _DEEPSPEED,
-    DEEPSPEED_FILE: _DEEPSPEED_FILE,
-    "parallelism_config": {
-        "parallelism_config_dp_replicate_size": _mesh_size("dp_replicate"),
-        "parallelism_config_dp_shard_size": _mesh_size("dp_shard"),
-        "parallelism_config_tp_size": _mesh_size("tp"),
-        "parallelism_config_cp_size": _mesh_size("cp"),
-        "parallelism_config_cp_backend": same("accel uses torch's too"),
-        "parallelism_config_cp_comm_strategy": same("torch always uses allgather", "allgather"),
-        "parallelism_config_sp_size": _SEQUENCE_PARALLEL,
-        "parallelism_config_sp_backend": _SEQUENCE_PARALLEL,
-        "parallelism_config_sp_seq_length": _SEQUENCE_PARALLEL,
-        "parallelism_config_sp_seq_length_is_variable": _SEQUENCE_PARALLEL,
-        "parallelism_config_sp_attn_implementation": _SEQUENCE_PARALLEL,
-    },
-    "tp_config": {"tp_size": _mesh_size("tp")},
-    "dynamo_config": {"dynamo_mode": drop(_COMPILE, "default"), "*": drop(_COMPILE)},
-    "megatron_lm_config": {"megatron_lm_gradient_clipping": drop(_CLIPPING), "*": drop(_NO_MEGATRON)},
-    "mpirun_config": {"*": drop("accel starts the processes itself, without mpirun", "0")},
-    "fp8_config": {"*": drop("fp8 is not in this version of accel")},
-    "ipex_config": {"*": drop("accel does not use IPEX")},  # of early releases
-    "additional_args": _ARGUMENTS,
+    **{section.key: _build_section(section) for section in launch.SECTIONS},
+    sharding.DEEPSPEED_FILE.key: _DEEPSPEED_FILE,
+    sagemaker.ADDITIONAL_ARGUMENTS: _ARGUMENTS,
 }
-"""The keys of each section; `*` is any other key."""
-_OPTIONAL_PREFIXES = {"fsdp_config": "fsdp_", "dynamo_config": "dynamo_"}
+"""The rules of each section; `*` is any other key."""
+_PREFIXES = {section.key: section.prefix for section in launch.SECTIONS}
 """Accelerate adds the prefix to keys without it."""
 
 
 def find_rule(section: str, names: tuple[str, ...]) -> Rule:
     """Return the rule of a key in a section, by the names that lead to it."""
     rules, key = SECTIONS[section], names[0]
-    if (section, key) == ("additional_args", "environment") and len(names) > 1:
+    if (section, key) == (sagemaker.ADDITIONAL_ARGUMENTS, "environment") and len(names) > 1:
         return _variable(names[1])
-    prefix = _OPTIONAL_PREFIXES.get(section, "")
+    prefix = _PREFIXES.get(section, "")
     for name in (".".join(names), key, prefix + key, "*"):
         if name in rules:
             return rules[name]
-    if section == "additional_args" and is_secret(key):
+    if section == sagemaker.ADDITIONAL_ARGUMENTS and is_secret(key):
         return drop("credentials stay with AWS's tools; launcher.aws_profile names a profile of theirs")
     known = [*rules, *(name.removeprefix(prefix) for name in rules)]
     nearest = find_nearest(key, known) or next((name for name in rules if name.endswith(f"_{key}")), None)
-    unknown = "Accelerate" if section != "additional_args" else "accel"
+    unknown = "Accelerate" if section != sagemaker.ADDITIONAL_ARGUMENTS else "accel"
     hint = f" ({did_you_mean(nearest)})" if nearest else ""
     return Rule(lambda *_: dropped(f"{unknown} does not know this key{hint}"))

@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 from typing_extensions import override
 
 from accel_cli.errors import UsageError
-from accel_cli.planning.options import FOREIGN_FLAGS, FOREIGN_OPTIONS, OPTIONS, LaunchOption, normalize_option
+from accel_cli.planning.options import OPTIONS, LaunchOption, find_foreign_option, normalize_option
 
 __all__ = [
     "AccelCommand",
@@ -282,22 +282,16 @@ def find_unknown_options(command: Any, ctx: Any, args: Sequence[str]) -> Iterato
         flag, equals, _ = rest.pop(0).partition("=")
         name = normalize_option(flag.lstrip("-"))
         known = options.get(flag if len(flag) == 2 else f"--{name}")  # noqa: PLR2004 - `-m`
-        advice = None if known else _find_advice(name)
-        if advice:
-            yield flag, advice
+        foreign = None if known else find_foreign_option(name)
+        if foreign:
+            yield flag, foreign.advice
         elif not known and flag.startswith("--"):
             # If it takes a value, the next argument is not an option.
             yield flag, _suggest_option(name, options)
             return
-        takes_value = not known.is_flag if known else name not in FOREIGN_FLAGS
+        takes_value = not known.is_flag if known else foreign is None or foreign.takes_value
         if takes_value and not equals:
             del rest[:1]
-
-
-def _find_advice(name: str) -> str | None:
-    """Return the advice for an option of another launcher."""
-    prefixes = (key for key in FOREIGN_OPTIONS if key.endswith("-") and name.startswith(key))
-    return FOREIGN_OPTIONS.get(name) or FOREIGN_OPTIONS.get(next(prefixes, ""))
 
 
 def _suggest_option(name: str, options: Mapping[str, Any]) -> str:

@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass, field
 
 from accel_cli.migrate.findings import Finding
-from accel_cli.planning.options import FOREIGN_FLAGS, FOREIGN_OPTIONS, OPTIONS, normalize_option
+from accel_cli.planning.options import OPTIONS, find_foreign_option, normalize_option
+from accel_runtime.environment.accelerate import launch
 
 __all__ = ["migrate_shell"]
 
@@ -33,18 +34,22 @@ _GAP = re.compile(r"(?:[ \t]|\\\r?\n)*")
 _VALUE_GAP = re.compile(r"(?:\s|\\\r?\n)*")
 """The space between options in a command, and in the value of a variable."""
 _SHORT = {
-    "--use_cpu": "cpu",
-    "--use-cpu": "cpu",
     "-m": "module",
     "-q": "quiet",
     "-t": "tee",
     "-r": "redirects",
+    f"--{launch.USE_CPU.key}": "cpu",
+    f"--{launch.USE_CPU.option}": "cpu",
 }
-_DROPPED = {"use-env", "rdzv-backend", "tee", "redirects", "multi-gpu", "num-machines", "quiet"}
+_NUM_MACHINES, _MACHINE_RANK = launch.NUM_MACHINES.option, launch.MACHINE_RANK.option
+_MAIN_PORT = launch.MAIN_PROCESS_PORT.option
+_DROPPED = {
+    "use-env", "tee", "redirects", "quiet", launch.RDZV_BACKEND.option, launch.MULTI_GPU.option, _NUM_MACHINES,
+}  # fmt: skip
 _SET = {
     "monitor-interval": "launcher.monitor_interval",
     "start-method": "launcher.start_method",
-    "num-cpu-threads-per-process": "launcher.omp_num_threads",
+    launch.NUM_CPU_THREADS_PER_PROCESS.option: launch.NUM_CPU_THREADS_PER_PROCESS.profile_key,
 }
 
 
@@ -195,7 +200,8 @@ def _skip_gap(text: str, position: int, gap: re.Pattern[str] = _GAP) -> int:
 def _takes_value(name: str) -> bool:
     if name in OPTIONS_BY_NAME:
         return bool(OPTIONS_BY_NAME[name])
-    return name not in FOREIGN_FLAGS and name != "use-env"
+    foreign = find_foreign_option(name)
+    return foreign.takes_value if foreign else name != "use-env"
 
 
 OPTIONS_BY_NAME = {option.flag.removeprefix("--"): option.metavar for option in OPTIONS.values()}
@@ -218,15 +224,17 @@ def _translate(
             options.values[name] = value or ""
     _translate_processes(options, others)
     _translate_rendezvous(options, others)
-    precision = options.values.pop("mixed-precision", "")
+    precision = options.values.pop(launch.MIXED_PRECISION.option, "")
     if precision:
-        options.kept.append(_format("mixed-precision", precision))
-        if precision.strip("\"'") not in {"no", "bf16", "fp16"} and "$" not in precision:
+        options.kept.append(_format(launch.MIXED_PRECISION.option, precision))
+        if precision.strip("\"'") not in {"no", *launch.MIXED_PRECISION.words} and "$" not in precision:
             options.problems.append("--mixed-precision is no, bf16 or fp16. Use one of them.")
-    if is_accelerate and options.values.get("dynamo-backend", "").strip("\"'").lower() == "no":
-        del options.values["dynamo-backend"]
+    dynamo = launch.DYNAMO_SETTINGS[0].option
+    if is_accelerate and options.values.get(dynamo, "").strip("\"'").lower() == "no":
+        del options.values[dynamo]
     for name in list(options.values):
-        advice = _find_advice(name)
+        foreign = find_foreign_option(name)
+        advice = foreign.advice if foreign else ""
         if name in _DROPPED or advice.startswith("Leave it out"):
             continue
         options.problems.append(f"--{name}. {advice or 'accel launch has no such option'}.")
@@ -242,8 +250,8 @@ def _format(name: str, value: str | None) -> str:
 def _translate_processes(options: _Options, others: dict[str, str | None]) -> None:
     """Convert the number of processes, which is that of all nodes in Accelerate and of one node in torchrun."""
     per_node = options.values.pop("nproc-per-node", "")
-    total, rank = options.values.pop("num-processes", ""), options.values.pop("machine-rank", "")
-    nodes = (others.get("num-machines") or "").strip("\"'")
+    total, rank = options.values.pop(launch.NUM_PROCESSES.option, ""), options.values.pop(_MACHINE_RANK, "")
+    nodes = (others.get(_NUM_MACHINES) or "").strip("\"'")
     if per_node:
         if per_node.strip("\"'") in {"gpu", "cpu", "xpu"}:
             per_node = "auto"
@@ -261,7 +269,7 @@ def _translate_processes(options: _Options, others: dict[str, str | None]) -> No
             options.problems.append(
                 "--num_processes is the number on all nodes. Use --nproc-per-node N, the number on each node."
             )
-    if options.values.pop("num-machines", "") and nodes != "1":
+    if options.values.pop(_NUM_MACHINES, "") and nodes != "1":
         options.kept.append(f"--nnodes {nodes}")
     if rank and nodes not in {"", "1"}:
         options.kept.append(f"--node-rank {rank}")
@@ -269,10 +277,10 @@ def _translate_processes(options: _Options, others: dict[str, str | None]) -> No
 
 def _translate_rendezvous(options: _Options, others: dict[str, str | None]) -> None:
     """Convert the address of the first node; on one node, it is left out."""
-    address = options.values.pop("master-addr", "") or options.values.pop("main-process-ip", "")
-    port = options.values.pop("master-port", "") or options.values.pop("main-process-port", "")
-    nodes = others.get("num-machines") or others.get("nnodes") or "1"
-    other_port = others.get("master-port") or others.get("main-process-port")
+    address = options.values.pop("master-addr", "") or options.values.pop(launch.MAIN_PROCESS_IP.option, "")
+    port = options.values.pop("master-port", "") or options.values.pop(_MAIN_PORT, "")
+    nodes = others.get(_NUM_MACHINES) or others.get("nnodes") or "1"
+    other_port = others.get("master-port") or others.get(_MAIN_PORT)
     if nodes.strip("\"'") == "1" or not (address or port):
         return
     if not address or (other_port and not port):
@@ -281,8 +289,3 @@ def _translate_rendezvous(options: _Options, others: dict[str, str | None]) -> N
         )
     else:
         options.kept.append(f"--rdzv-endpoint {address}:{port or '29500'}")
-
-
-def _find_advice(name: str) -> str:
-    prefixes = (key for key in FOREIGN_OPTIONS if key.endswith("-") and name.startswith(key))
-    return FOREIGN_OPTIONS.get(name) or FOREIGN_OPTIONS.get(next(prefixes, ""), "")

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 __all__ = [
-    "FOREIGN_FLAGS",
-    "FOREIGN_OPTIONS",
     "OPTIONS",
     "SELECTION",
+    "ForeignOption",
     "Kind",
     "LaunchOption",
     "Request",
+    "find_foreign_option",
+    "list_foreign_options",
     "normalize_option",
 ]
 
@@ -134,40 +136,16 @@ OPTIONS: Mapping[str, LaunchOption] = MappingProxyType(
 SELECTION = ("profile", "nproc_per_node", "gpu_ids", "nnodes", "rdzv_endpoint", "cpu")
 """The options of `accel test`."""
 _ADVICE = {
-    "Use --nproc-per-node auto, one process for each GPU": "multi-gpu",
-    "Use --cpu": "use-cpu",
-    "Use --set launcher.kind=xla": "tpu",
-    "Leave it out: accel does not bind processes to processor cores": "enable-cpu-affinity numa-binding=",
-    "Use --set parallel.dp_shard=auto; accel config import FILE converts the other keys of a config file": "use-fsdp use-deepspeed deepspeed-*= zero-stage= zero3-*=",
-    "Use --set parallel.dp_replicate=N, parallel.dp_shard, parallel.tp or parallel.cp": "use-parallelism-config parallelism-config-*=",
-    "Leave it out: Megatron-LM is not supported": "use-megatron-lm megatron-lm-*=",
-    "Leave it out: nodes connect to --rdzv-endpoint on any network": "same-network",
+    "Use --nproc-per-node N, the number of processes on each node": "n= np=",
+    "Leave it out: accel does not bind processes to processor cores": "numa-binding=",
     "Leave it out: on one node, the rendezvous uses a free port": "standalone",
     "Leave it out: accel runs the script itself, unchanged": "run-path",
     "Leave it out: every process sees all GPUs and uses the one of its local rank": "virtual-local-rank",
-    "Use --mixed-precision bf16": "downcast-bf16",
-    "Use accel tpu-pod NAME, which starts accel launch on every worker of a pod": "tpu-cluster tpu-pod= vm=",
-    "Leave it out: accel launch runs the script on this machine": "no-tpu-cluster",
-    "Use accel tpu-pod NAME --setup COMMAND, with sudo in the command": "tpu-use-sudo",
     "Use accel tpu-pod NAME --run": "run-pod",
-    "Leave it out: every run reports the ranks whose collectives do not match": "debug",
-    "Use Accelerator(dynamo_backend=...) in the script": "dynamo-use-fullgraph dynamo-use-dynamic dynamo-use-regional-compilation dynamo-*=",
-    "Use --nproc-per-node N, the number of processes on each node": "n= np=",
-    "Use --nproc-per-node N, the number of processes on each node; num_processes is the number on all nodes": "num-processes=",
-    "Use --nnodes N": "num-machines= num-nodes=",
-    "Leave it out, since nodes are numbered automatically, or use --node-rank N": "machine-rank=",
     "Use --nproc-per-node N and --nnodes N; the world size is their product": "world-size=",
-    "Use --rdzv-endpoint HOST:PORT, the address of one node and a free port on it; on one node, leave it out": "main-process-ip= main-process-port= master-addr= master-port=",
     "Use --set process_group_backend=gloo or nccl": "backend=",
-    "Use --profile NAME, with a profile that accel config import FILE --profile NAME has created from the file": "config-file= config=",
-    "Use --set launcher.omp_num_threads=N": "num-cpu-threads-per-process=",
-    "Use the keys of fully_shard: in the profile; accel config import FILE converts those of a config file": "fsdp-*=",
-    "Use --set fully_shard.cpu_offload=true": "offload-*=",
-    "Use Accelerator(gradient_accumulation_steps=N) in the script": "gradient-accumulation-steps=",
-    "Call accelerator.clip_grad_norm_ in the script": "gradient-clipping=",
     "Use --ranks RANKS to choose the output on the terminal; accel logs prints the output of every rank": "tee= t= redirects= r= local-ranks-filter= duplicate-*=",
     "Leave it out: all processes of a launch have the same role": "role=",
-    "Leave it out: the rendezvous always uses c10d": "rdzv-backend=",
     "Use --set launcher.rdzv_timeout=SECONDS or launcher.last_call_timeout=SECONDS": "rdzv-conf=",
     "Use --set launcher.monitor_interval=SECONDS": "monitor-interval=",
     "Use --set launcher.start_method=forkserver or exec": "start-method=",
@@ -175,23 +153,50 @@ _ADVICE = {
     "Use --log-dir DIR": "logs-specs=",
     "Leave it out: accel logs prints the output of a run": "event-log-handler=",
     "Leave it out: signals that end or stop a run are passed to every process": "signals-to-handle=",
-    "Use --set launcher.main_training_function=NAME, with launcher.kind: xla": "main-training-function=",
     "Use accel tpu-pod NAME --zone ZONE": "zone=",
     "Use accel tpu-pod NAME --project ID": "project=",
     "Use accel tpu-pod NAME --folder DIR": "pod-folder=",
     "Use accel tpu-pod NAME --setup COMMAND": "pod-setup=",
-    "Use --set env.NAME=VALUE": "env=",
-    "Use --mixed-precision bf16 or fp16; 8-bit formats are not supported": "fp8-*=",
-    "Leave credentials in the files of the AWS CLI, and choose an AWS profile with launcher.aws_profile": "aws-*=",
-    "Run accel launch with mpirun, whose variables it reads": "mpirun-hostfile=",
 }
-"""Options of torchrun and Accelerate by the advice for them: `n=` takes a value, `fsdp-*=` is all of a prefix."""
-FOREIGN_OPTIONS: Mapping[str, str] = MappingProxyType(
-    {name.rstrip("*="): advice for advice, names in _ADVICE.items() for name in names.split()}
-)
-"""The advice for an option, by name with `-` for `_`; a name that ends with `-` is a prefix."""
-FOREIGN_FLAGS = frozenset(name for names in _ADVICE.values() for name in names.split() if "=" not in name)
-"""The options that take no value."""
+"""Options of torchrun and other launchers by the advice for them: `n=` takes a value, `duplicate-*=` is all of a prefix."""
+
+
+class ForeignOption(NamedTuple):
+    """An option of torchrun, Accelerate or another launcher that `accel launch` does not have."""
+
+    advice: str
+    takes_value: bool
+
+
+@cache
+def list_foreign_options() -> Mapping[str, ForeignOption]:
+    """Return the options of other launchers, by name with `-` for `_`; a name that ends with `-` is a prefix."""
+    # Not for `accel --help`, which imports nothing of the runtime.
+    from accel_runtime.environment.accelerate import launch  # noqa: PLC0415
+
+    advice = {
+        **_ADVICE,
+        launch.NUM_MACHINES.advice: "num-nodes=",
+        launch.MAIN_PROCESS_IP.advice: "master-addr= master-port=",
+        launch.TPU_CLUSTER.advice: "tpu-pod=",
+    }
+    options = {
+        name.rstrip("*="): ForeignOption(text, "=" in name)
+        for text, names in advice.items()
+        for name in names.split()
+    }
+    for name, setting in launch.list_options():
+        options[normalize_option(name)] = ForeignOption(setting.advice, not setting.is_switch)
+    for prefix, text in launch.OTHER_OPTIONS.items():
+        options[normalize_option(prefix)] = ForeignOption(text, takes_value=True)
+    return MappingProxyType(options)
+
+
+def find_foreign_option(name: str) -> ForeignOption | None:
+    """Return the option of another launcher with a name, with `-` for `_`, or with one of its prefixes."""
+    options = list_foreign_options()
+    prefixes = (key for key in options if key.endswith("-") and name.startswith(key))
+    return options.get(name) or options.get(next(prefixes, ""))
 
 
 def normalize_option(name: str) -> str:

@@ -21,6 +21,7 @@ from accel_cli.profile import yaml_io
 from accel_cli.profile.schema import SCHEMA_VERSION, json_schema
 from accel_cli.profile.yaml_io import Document
 from accel_runtime.environment import settings as env
+from accel_runtime.environment.accelerate import launch
 
 __all__ = [
     "DEFAULT",
@@ -184,7 +185,7 @@ def parse(text: str, path: Path) -> Document:
 
 def is_accelerate_config(data: Mapping[str, Any]) -> bool:
     """Return True if this is a config file of Accelerate rather than a profile."""
-    return "compute_environment" in data or "distributed_type" in data
+    return launch.COMPUTE_ENVIRONMENT.key in data or launch.DISTRIBUTED_TYPE.key in data
 
 
 def render(data: Mapping[str, Any], comments: Mapping[str, str] = MappingProxyType({})) -> str:

@@ -12,7 +12,9 @@ from accel_cli.errors import MAX_PROBLEMS, Problem
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.sections import ItemError, Section
 from accel_cli.profile.schema import PARALLEL_SECTIONS, SECTIONS, Profile, known_keys
-from accel_runtime.environment.settings import explain_fsdp1_option, find_nearest
+from accel_runtime.environment.accelerate import launch
+from accel_runtime.environment.accelerate.sharding import explain_fsdp1_option
+from accel_runtime.environment.settings import find_nearest
 
 __all__ = ["describe", "did_you_mean", "explain", "one_of", "unknown_key"]
 
@@ -42,25 +44,11 @@ _EXAMPLES = {
     "fully_shard": "fully_shard.wrap",
     "env": "env.NAME, a variable",
 }
-_RENDEZVOUS = "launcher.rdzv_endpoint, HOST:PORT"
 _RENAMED = {
-    "num_processes": "launcher.nproc_per_node, the number of processes on each node",
-    "num_machines": "launcher.nnodes",
-    "machine_rank": "the option --node-rank of accel launch, if the order of nodes must be fixed",
-    "node_rank": "the option --node-rank of accel launch, if the order of nodes must be fixed",
-    "main_process_ip": _RENDEZVOUS,
-    "main_process_port": _RENDEZVOUS,
-    "master_addr": _RENDEZVOUS,
-    "master_port": _RENDEZVOUS,
-    "use_cpu": "device: cpu",
-    "compute_environment": "launcher.kind",
-    "distributed_type": "launcher.kind, and the sections parallel and fully_shard",
-    "fsdp_config": "the sections parallel and fully_shard",
-    "deepspeed_config": "the sections parallel and fully_shard",
-    "parallelism_config": "the section parallel",
-    "dynamo_config": "Accelerator(dynamo_backend=...) in the script",
-    "num_cpu_threads_per_process": "launcher.omp_num_threads",
-    "downcast_bf16": "mixed_precision: bf16",
+    **launch.list_equivalents(),
+    "node_rank": launch.MACHINE_RANK.equivalent,
+    "master_addr": launch.MAIN_PROCESS_IP.equivalent,
+    "master_port": launch.MAIN_PROCESS_PORT.equivalent,
 }
 """Equivalents in a profile of the keys of Accelerate and torchrun."""
 

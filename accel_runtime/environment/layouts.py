@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Literal
 
 __all__ = [
     "FALSE",
-    "FSDP1",
-    "FSDP1_STRATEGIES",
     "STYLES",
     "TRUE",
     "FullyShard",
@@ -23,7 +19,6 @@ __all__ = [
     "Parallel",
     "SettingsError",
     "check_layout",
-    "explain_fsdp1_option",
     "read_switch",
 ]
 
@@ -44,75 +39,6 @@ STYLES = (
 )  # fmt: skip
 """Styles of modules under tensor parallel, implemented in `accel_runtime.parallel.tensor_parallel`."""
 
-FSDP1_STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
-"""Sharding strategies of FSDP1, in the order of their numbers, from 1."""
-
-
-class FSDP1Option(NamedTuple):
-    """An option that `fully_shard` does not have."""
-
-    instead: str
-    """Its replacement."""
-    same: tuple[str, ...] | None = None
-    """Values, in lower case, that match the behavior of `fully_shard`; None if the option has a replacement."""
-
-
-_TRUE, _FALSE = ("true", "1"), ("false", "0")
-FSDP1: Mapping[str, FSDP1Option] = MappingProxyType({
-    "sharding_strategy": FSDP1Option(
-        "say reshard_after_forward: true (FULL_SHARD) or false (SHARD_GRAD_OP), with dp_replicate for the hybrid ones; "
-        "dp_shard: 1 is NO_SHARD"
-    ),
-    "auto_wrap_policy": FSDP1Option("say wrap: auto, none, a number of parameters, or names of classes"),
-    "transformer_layer_cls_to_wrap": FSDP1Option("say wrap: with the names of the classes"),
-    "transformer_cls_names_to_wrap": FSDP1Option("say wrap: with the names of the classes"),
-    "min_num_params": FSDP1Option("say wrap: with the number"),
-    "ignored_modules": FSDP1Option("say ignore: with their names"),
-    "offload_params": FSDP1Option("say cpu_offload: true"),
-    "mixed_precision": FSDP1Option("say param_dtype, reduce_dtype and output_dtype"),
-    "mixed_precision_policy": FSDP1Option("say param_dtype, reduce_dtype and output_dtype"),
-    "version": FSDP1Option(
-        "there is only version 2, torch's fully_shard; leave it out, and the options of version 1 too", ("2",)
-    ),
-    "backward_prefetch": FSDP1Option(
-        "fully_shard always gathers the next module early in the backward pass; leave it out", ("backward_pre",)
-    ),
-    "forward_prefetch": FSDP1Option(
-        "fully_shard gathers the next module early in the forward pass by itself; leave it out. For more, call "
-        "set_modules_to_forward_prefetch() of the prepared modules",
-        _FALSE,
-    ),
-    "state_dict_type": FSDP1Option(
-        "checkpoints are always sharded, and load on any number of ranks; leave it out. Whole weights come from "
-        "get_state_dict() and save_model()",
-        ("sharded_state_dict",),
-    ),
-    "state_dict_config": FSDP1Option("checkpoints need no such object; leave it out", ()),
-    "optim_state_dict_config": FSDP1Option("checkpoints need no such object; leave it out", ()),
-    "limit_all_gathers": FSDP1Option(
-        "fully_shard always limits what is gathered ahead; leave it out", _TRUE
-    ),
-    "use_orig_params": FSDP1Option(
-        "fully_shard always keeps the model's own parameters, with their names and shapes; leave it out", _TRUE
-    ),
-    "sync_module_states": FSDP1Option(
-        "ranks always begin with the parameters of the first one; leave it out", _TRUE
-    ),
-    "param_init_fn": FSDP1Option(
-        "a model on the meta device is filled by accelerator.load_model(), or by its modules' reset_parameters(); leave it out",
-        (),
-    ),
-    "activation_checkpointing_offload": FSDP1Option(
-        "inputs of checkpointed modules stay on the device; leave it out", _FALSE
-    ),
-    "cpu_ram_efficient_loading": FSDP1Option(
-        "create the model on the meta device (init_empty_weights) and let accelerator.load_model() read the file after "
-        "prepare(): each rank then reads its own part only; leave it out",
-        _FALSE,
-    ),
-})  # fmt: skip
-"""Options of FSDP1 and of Accelerate's plugin for it."""
-
 
 class SettingsError(ValueError):
     """Invalid value of an environment variable; the message names the variable."""
@@ -123,12 +49,6 @@ def read_switch(name: str, text: str) -> bool:
     if text.lower() in TRUE | FALSE:
         return text.lower() in TRUE
     raise SettingsError(f"Invalid {name} {text!r}: expected one of 1, true, yes, on, 0, false, no, off.")
-
-
-def explain_fsdp1_option(word: str) -> str | None:
-    """Return the replacement for an option of FSDP1, with or without the prefix `fsdp_`; None for other words."""
-    option = FSDP1.get(word.removeprefix("fsdp_"))
-    return option and option.instead
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 from accel_runtime.environment.accelerate import Translation, translate
 from accel_runtime.environment.layouts import (
-    FSDP1_STRATEGIES,
     FullyShard,
     Number,
     Parallel,
     SettingsError,
     check_layout,
-    explain_fsdp1_option,
     read_switch,
 )
 
@@ -39,7 +37,6 @@ __all__ = [
     "CHECKPOINTS",
     "DESCRIPTION",
     "FAILURE_FILE",
-    "FSDP1_STRATEGIES",
     "HOME",
     "LAUNCH",
     "METRICS",
@@ -65,7 +62,6 @@ __all__ = [
     "__version__",
     "accelerate_variables",
     "check_layout",
-    "explain_fsdp1_option",
     "find_nearest",
     "find_rank_process",
     "flatten_settings",

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
-from accel_runtime.environment.layouts import FSDP1, FSDP1_STRATEGIES
+from accel_runtime.environment.accelerate import sharding
 from accel_runtime.environment.settings import FullyShard, Number, Parallel, Settings
 from accel_runtime.foundation.options import Configuration
 
@@ -132,14 +132,12 @@ class ParallelismConfig(Configuration):
     def parallel(self, otherwise: Parallel | None = None) -> Parallel:
         """Return the options as settings; None uses those of `otherwise`."""
         plan = self.tp_plan.items() if isinstance(self.tp_plan, Mapping) else self.tp_plan
-        options = {
-            "dp_replicate": self.dp_replicate_size,
-            "dp_shard": self.dp_shard_size,
-            "tp": self.tp_size,
-            "cp": self.cp_size,
-            "tp_plan": None if plan is None else tuple((name, style) for name, style in plan),
+        sizes = {
+            size.profile_key.removeprefix("parallel."): getattr(self, size.argument)
+            for size in sharding.MESH_SIZES
         }
-        return replace(otherwise or Parallel(), **_drop_none(options))
+        styles = None if plan is None else tuple((name, style) for name, style in plan)
+        return replace(otherwise or Parallel(), **_drop_none({**sizes, "tp_plan": styles}))
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
         """Return a device mesh with a dimension for each size above 1; collective.
@@ -282,11 +280,11 @@ class FullyShardedDataParallelPlugin(Configuration):
 
     @override
     def _check(self) -> None:
-        for word, option in FSDP1.items():
-            name = "fsdp_version" if word == "version" else word
-            value = None if option.same is None else getattr(self, name)
-            if value is not None and _enum_text(value) not in (option.same or ()):
-                raise _build_error(f"{name}={value!r}: {option.instead}")
+        for setting in sharding.FSDP.settings:
+            name = setting.argument
+            value = None if setting.same is None else getattr(self, name)
+            if value is not None and _enum_text(value) not in setting.same_texts:
+                raise _build_error(f"{name}={value!r}: {setting.instead}")
         if self.sharding_strategy is not None:
             _check_strategy("sharding_strategy", self.sharding_strategy)
             if self.reshard_after_forward not in {None, True}:
@@ -408,30 +406,24 @@ def _check_type(name: str, value: object, expected: type[Any], owner: str = "Par
         raise TypeError(f"Invalid {owner}.{name} {value!r}: expected a {expected.__name__}.")
 
 
-_WRAP_POLICIES: Mapping[str, str | None] = {
-    "transformer_based_wrap": "transformer_cls_names_to_wrap",
-    "size_based_wrap": "min_num_params",
-    "no_wrap": None,
-}
-"""The option that each policy uses."""
-
-
 def _parse_wrap_policy(policy: object, names: Sequence[str] | str | None, size: int | None) -> str | None:
     """Return the setting `wrap`, or None if no option is given."""
     classes = _split_names(names)
     if callable(policy):
         policy, classes, size = _from_torch_policy(policy, classes, size)
     kind = None if policy is None else _enum_text(policy)
-    if kind is not None and kind not in _WRAP_POLICIES:
-        raise _build_value_error("auto_wrap_policy", policy, f"one of {', '.join(_WRAP_POLICIES)}")
+    if kind is not None and kind not in sharding.WRAP_POLICIES:
+        raise _build_value_error("auto_wrap_policy", policy, f"one of {', '.join(sharding.WRAP_POLICIES)}")
     if size is not None and (type(size) is not int or size < 0):
         raise _build_value_error("min_num_params", size, "a whole number")
     if classes and size:
         raise _build_error("transformer_cls_names_to_wrap and min_num_params exclude each other. Remove one.")
     if classes or size:
-        option = "transformer_cls_names_to_wrap" if classes else "min_num_params"
-        if kind is not None and _WRAP_POLICIES[kind] != option:
-            raise _build_error(f"auto_wrap_policy {kind} does not use {option}. Remove one of them.")
+        setting = sharding.TRANSFORMER_CLS if classes else sharding.MIN_NUM_PARAMS
+        if kind is not None and sharding.WRAP_POLICIES[kind] is not setting:
+            raise _build_error(
+                f"auto_wrap_policy {kind} does not use {setting.argument}. Remove one of them."
+            )
         return ",".join(classes) or str(size)
     if kind == "size_based_wrap":
         raise _build_error("auto_wrap_policy size_based_wrap needs min_num_params above 0. Set it.")
@@ -452,7 +444,11 @@ def _from_torch_policy(
         layers = policy._module_classes if is_module_policy else keywords.get("transformer_layer_cls", ())  # noqa: SLF001
         return "transformer_based_wrap", sorted(layer.__name__ for layer in layers) or classes, size
     if function is torch_wrap.size_based_auto_wrap_policy and set(keywords) <= {"min_num_params"}:
-        return "size_based_wrap", classes, keywords.get("min_num_params", size or int(1e8))
+        return (
+            "size_based_wrap",
+            classes,
+            keywords.get("min_num_params", size or sharding.DEFAULT_MIN_NUM_PARAMS),
+        )
     raise _build_error(
         f"auto_wrap_policy {policy!r} is a custom function. Name the classes instead: "
         "auto_wrap_policy='transformer_based_wrap', transformer_cls_names_to_wrap=['Block']."
@@ -565,21 +561,12 @@ def _parse_dtype(key: str, value: object) -> Number:
 
 def _check_strategy(field: str, value: object) -> None:
     """Raise ValueError for a sharding strategy other than FULL_SHARD; the message names the replacement."""
-    name = _enum_text(value)
-    if name.isdigit() and 0 < int(name) <= len(FSDP1_STRATEGIES):
-        name = FSDP1_STRATEGIES[int(name) - 1]
-    if name not in FSDP1_STRATEGIES:
-        raise _build_value_error(field, value, f"one of {', '.join(FSDP1_STRATEGIES)}")
-    if name == "full_shard":
-        return
-    hybrid = "ParallelismConfig(dp_replicate_size=number of machines, dp_shard_size=processes of one)"
-    instead = {
-        "shard_grad_op": "reshard_after_forward=False",
-        "hybrid_shard": hybrid,
-        "hybrid_shard_zero2": f"{hybrid} and reshard_after_forward=False",
-        "no_shard": "no fsdp_plugin at all: models are replicated without one",
-    }[name]
-    raise _build_error(f"{field}={name.upper()} is an option of FSDP1. Use {instead}.")
+    strategy = sharding.find_strategy(_enum_text(value))
+    if strategy is None:
+        names = ", ".join(known.name for known in sharding.STRATEGIES)
+        raise _build_value_error(field, value, f"one of {names}")
+    if strategy.instead:
+        raise _build_error(f"{field}={strategy.name.upper()} is an option of FSDP1. Use {strategy.instead}.")
 
 
 def _build_value_error(name: str, value: object, expected: str) -> ValueError:

@@ -4,11 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_cli.accelerate import Imported, convert
+from accel_cli.accelerate import Imported, convert, rules
 from accel_cli.errors import ProfileError
 from accel_cli.profile import yaml_io
-from accel_cli.profile.schema import Profile
+from accel_cli.profile.schema import Profile, known_keys
 from accel_cli.profile.store import is_accelerate_config
+from accel_runtime.environment.accelerate import launch, sagemaker
 
 MULTI_GPU = """
 compute_environment: LOCAL_MACHINE
@@ -697,3 +698,15 @@ def test_every_key_of_a_section_is_known(section):
         for name in names
         if "does not know this key" in map_reasons(result.left).get(f"{section}.{name}", "")
     ] == []
+
+
+def test_every_key_has_a_meaning_in_the_vocabulary_or_a_function():
+    settings = [setting for setting in [*launch.list_settings(), *sagemaker.SETTINGS] if setting.key]
+    without = [
+        setting.key
+        for setting in settings
+        if not (setting.implied or setting.reason or setting.profile_key or setting in rules._CONVERTED)
+    ]
+    assert not without
+    targets = {rule.target for keys in (rules.CLUSTER_KEYS, rules.SAGEMAKER_KEYS) for rule in keys.values()}
+    assert targets - {""} <= set(known_keys())

@@ -8,7 +8,7 @@ import typer
 from support.commands import call_accel
 
 from accel_cli.main import app
-from accel_cli.planning.options import FOREIGN_FLAGS, FOREIGN_OPTIONS, normalize_option
+from accel_cli.planning.options import find_foreign_option, list_foreign_options, normalize_option
 from accel_cli.profile.schema import known_keys
 
 TORCHRUN = """
@@ -71,7 +71,8 @@ def test_every_option_of_other_launchers_exists_or_is_rejected_with_a_replacemen
     option = normalize_option(name)
     if f"--{option}" in {each for param in COMMANDS["launch",].params for each in param.opts}:
         return
-    value = () if option in FOREIGN_FLAGS else ("1",)
+    foreign = find_foreign_option(option)
+    value = () if foreign and not foreign.takes_value else ("1",)
     result = launch(f"--{name}", *value, "train.py")
     assert (result.returncode, result.stdout) == (2, "")
     assert re.fullmatch(rf"accel: error: accel launch has no option --{name}\. [A-Z].*\.\n", result.stderr)
@@ -163,7 +164,7 @@ def test_config_file_is_rejected_with_the_option_profile(capfd, cwd, args):
 def test_replacements_name_existing_keys_and_options():
     commands = (COMMANDS["launch",], COMMANDS["tpu-pod",])
     options = {name for command in commands for param in command.params for name in param.opts}
-    for cure in FOREIGN_OPTIONS.values():
+    for cure in {foreign.advice for foreign in list_foreign_options().values()}:
         for key in re.findall(r"--set ([\w.]+)=", cure):
             assert key in known_keys() or key.startswith("env.")
         for option in re.findall(r"(?<![\w-])(--[a-z-]+)", cure):

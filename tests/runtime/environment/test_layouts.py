@@ -10,13 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_runtime.environment.layouts import (
-    FSDP1,
     STYLES,
     FullyShard,
     Parallel,
     SettingsError,
     check_layout,
-    explain_fsdp1_option,
 )
 from tests.runtime.environment.test_settings import every_parallel
 
@@ -153,9 +151,3 @@ def test_an_option_without_effect_is_rejected(parallel, options, idle):
 def test_a_tp_plan_without_tensor_parallelism_is_rejected():
     with pytest.raises(SettingsError, match="tp_plan has no effect with tp: 1"):
         check_layout(Parallel(tp_plan=(("a", "colwise"),)), FullyShard(), 4)
-
-
-def test_options_of_fsdp1_are_explained_with_and_without_their_prefix():
-    for word, option in FSDP1.items():
-        assert explain_fsdp1_option(word) == explain_fsdp1_option(f"fsdp_{word}") == option.instead
-    assert explain_fsdp1_option("reshard_after_forward") is None

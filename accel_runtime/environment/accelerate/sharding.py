@@ -1,0 +1,471 @@
+"""Accelerate's settings of sharding and of device meshes: FSDP, DeepSpeed, Megatron-LM and `ParallelismConfig`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from accel_runtime.environment.accelerate.setting import Section, Setting, Whole, Words
+
+__all__ = [
+    "ACTIVATION_CHECKPOINTING",
+    "AUTO_WRAP_POLICY",
+    "CPU_OFFLOAD",
+    "CP_BACKEND",
+    "CP_COMM_STRATEGY",
+    "CP_SIZE",
+    "DEEPSPEED",
+    "DEEPSPEED_FILE",
+    "DEFAULT_MIN_NUM_PARAMS",
+    "FSDP",
+    "GRADIENT_ACCUMULATION_STEPS",
+    "GRADIENT_CLIPPING",
+    "IGNORED_MODULES",
+    "MEGATRON_LM",
+    "MESH_SIZES",
+    "MIN_NUM_PARAMS",
+    "OFFLOAD_OPTIMIZER_DEVICE",
+    "OFFLOAD_PARAM_DEVICE",
+    "PARALLELISM",
+    "RESHARD_AFTER_FORWARD",
+    "SAVE_16BIT_MODEL",
+    "SHARDING_OPTIONS",
+    "SHARDING_STRATEGY",
+    "SP_PREFIX",
+    "SP_SIZE",
+    "STRATEGIES",
+    "TP",
+    "TP_CONFIG_SIZE",
+    "TRANSFORMER_CLS",
+    "USE_DEEPSPEED",
+    "USE_FSDP",
+    "USE_MEGATRON_LM",
+    "USE_PARALLELISM_CONFIG",
+    "VERSION",
+    "WRAP_POLICIES",
+    "ZERO_STAGE",
+    "Strategy",
+    "explain_fsdp1_option",
+    "find_strategy",
+]
+
+
+# FSDP: the section, its variables, and the arguments of FullyShardedDataParallelPlugin.
+
+
+class Strategy(NamedTuple):
+    """A sharding strategy of FSDP1."""
+
+    name: str
+    instead: str = ""
+    """The arguments of a script that replace it."""
+    shards: bool = True
+    reshards: bool = True
+    """True if parameters are freed after the forward pass."""
+    is_hybrid: bool = False
+    """True if each node has a replica, over whose processes it is sharded."""
+
+
+_HYBRID = "ParallelismConfig(dp_replicate_size=number of machines, dp_shard_size=processes of one)"
+STRATEGIES = (
+    Strategy("full_shard"),
+    Strategy("shard_grad_op", "reshard_after_forward=False", reshards=False),
+    Strategy("no_shard", "no fsdp_plugin at all: models are replicated without one", shards=False),
+    Strategy("hybrid_shard", _HYBRID, is_hybrid=True),
+    Strategy("hybrid_shard_zero2", f"{_HYBRID} and reshard_after_forward=False", reshards=False, is_hybrid=True),
+)  # fmt: skip
+"""In the order of their numbers, from 1."""
+
+
+def find_strategy(text: str) -> Strategy | None:
+    """Return the strategy of a name in lower case, or of a number; None for another text."""
+    names = {str(number): strategy for number, strategy in enumerate(STRATEGIES, 1)}
+    return {**names, **{strategy.name: strategy for strategy in STRATEGIES}}.get(text)
+
+
+_STRATEGY_NAMES = tuple(strategy.name.upper() for strategy in STRATEGIES)
+_STRATEGY_WORDS = Words(
+    ("true", "false", *_STRATEGY_NAMES),
+    {str(number): name for number, name in enumerate(_STRATEGY_NAMES, 1)},
+)
+_SECTIONS = "the sections parallel and fully_shard"
+_USE_WRAP = "say wrap: with the names of the classes"
+_USE_DTYPES = "say param_dtype, reduce_dtype and output_dtype"
+_GATHERS_EARLY = "fully_shard always gathers the next module early"
+_NO_STATE_DICT_CONFIG = "checkpoints need no such object; leave it out"
+_META_DEVICE = "create the model with init_empty_weights(), and call accelerator.load_model() after prepare()"
+
+SHARDING_STRATEGY = Setting(
+    "fsdp_sharding_strategy",
+    variable="FSDP_SHARDING_STRATEGY",
+    argument="sharding_strategy",
+    values=_STRATEGY_WORDS,
+    instead="say reshard_after_forward: true (FULL_SHARD) or false (SHARD_GRAD_OP), with dp_replicate for the hybrid ones; "
+    "dp_shard: 1 is NO_SHARD",
+)
+RESHARD_AFTER_FORWARD = Setting(
+    "fsdp_reshard_after_forward",
+    variable="FSDP_RESHARD_AFTER_FORWARD",
+    argument="reshard_after_forward",
+    values=_STRATEGY_WORDS,
+    profile_key="fully_shard.reshard_after_forward",
+)
+CPU_OFFLOAD = Setting(
+    "fsdp_offload_params",
+    variable="FSDP_OFFLOAD_PARAMS",
+    argument="cpu_offload",
+    values="boolean",
+    profile_key="fully_shard.cpu_offload",
+    instead="say cpu_offload: true",
+)
+AUTO_WRAP_POLICY = Setting(
+    "fsdp_auto_wrap_policy",
+    variable="FSDP_AUTO_WRAP_POLICY",
+    argument="auto_wrap_policy",
+    values=Words(("SIZE_BASED_WRAP", "TRANSFORMER_BASED_WRAP", "NO_WRAP")),
+    words=("transformer_based_wrap", "size_based_wrap", "no_wrap"),
+    profile_key="fully_shard.wrap",
+    instead="say wrap: auto, none, a number of parameters, or names of classes",
+)
+TRANSFORMER_CLS = Setting(
+    "fsdp_transformer_layer_cls_to_wrap",
+    variable="FSDP_TRANSFORMER_CLS_TO_WRAP",
+    argument="transformer_cls_names_to_wrap",
+    values="class names",
+    profile_key="fully_shard.wrap",
+    instead=_USE_WRAP,
+)
+MIN_NUM_PARAMS = Setting(
+    "fsdp_min_num_params",
+    variable="FSDP_MIN_NUM_PARAMS",
+    argument="min_num_params",
+    values=Whole(1),
+    profile_key="fully_shard.wrap",
+    instead="say wrap: with the number",
+)
+DEFAULT_MIN_NUM_PARAMS = 100_000_000
+"""The number of `size_based_wrap` in Accelerate and in torch."""
+WRAP_POLICIES: Mapping[str, Setting | None] = MappingProxyType(
+    dict(zip(AUTO_WRAP_POLICY.words, (TRANSFORMER_CLS, MIN_NUM_PARAMS, None), strict=True))
+)
+"""The setting that each policy uses."""
+IGNORED_MODULES = Setting(
+    "fsdp_ignored_modules",
+    variable="FSDP_IGNORED_MODULES",
+    argument="ignored_modules",
+    profile_key="fully_shard.ignore",
+    instead="say ignore: with their names",
+)
+ACTIVATION_CHECKPOINTING = Setting(
+    "fsdp_activation_checkpointing",
+    variable="FSDP_ACTIVATION_CHECKPOINTING",
+    argument="activation_checkpointing",
+    values="boolean",
+    profile_key="fully_shard.activation_checkpointing",
+)
+VERSION = Setting(
+    "fsdp_version",
+    variable="FSDP_VERSION",
+    argument="fsdp_version",
+    values=Whole(1, 2),
+    words=("1", "2"),
+    same=(2,),
+    instead="there is only version 2, torch's fully_shard; leave it out, and the options of version 1 too",
+)
+FSDP = Section(
+    "fsdp_config",
+    (
+        VERSION,
+        SHARDING_STRATEGY,
+        RESHARD_AFTER_FORWARD,
+        CPU_OFFLOAD,
+        AUTO_WRAP_POLICY,
+        TRANSFORMER_CLS,
+        MIN_NUM_PARAMS,
+        Setting(argument="mixed_precision_policy", aliases=("mixed_precision",), instead=_USE_DTYPES),
+        Setting(
+            "fsdp_backward_prefetch",
+            variable="FSDP_BACKWARD_PREFETCH",
+            argument="backward_prefetch",
+            values=Words(
+                ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"), {"1": "BACKWARD_PRE", "2": "BACKWARD_POST"}
+            ),
+            same=("BACKWARD_PRE",),
+            implied=_GATHERS_EARLY,
+            instead="fully_shard always gathers the next module early in the backward pass; leave it out",
+        ),
+        Setting(
+            "fsdp_forward_prefetch",
+            variable="FSDP_FORWARD_PREFETCH",
+            argument="forward_prefetch",
+            same=(False,),
+            takes_any_value=True,
+            implied=_GATHERS_EARLY,
+            instead="fully_shard gathers the next module early in the forward pass by itself; leave it out. For more, call "
+            "set_modules_to_forward_prefetch() of the prepared modules",
+        ),
+        Setting(
+            "fsdp_state_dict_type",
+            variable="FSDP_STATE_DICT_TYPE",
+            argument="state_dict_type",
+            values=Words(("SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT")),
+            same=("SHARDED_STATE_DICT",),
+            implied="checkpoints are always sharded; use accelerator.save_model() for full weights",
+            instead="checkpoints are always sharded, and load on any number of ranks; leave it out. Whole weights come from "
+            "get_state_dict() and save_model()",
+        ),
+        Setting(argument="state_dict_config", same=(), instead=_NO_STATE_DICT_CONFIG),
+        Setting(argument="optim_state_dict_config", same=(), instead=_NO_STATE_DICT_CONFIG),
+        Setting(
+            variable="FSDP_LIMIT_ALL_GATHERS",
+            argument="limit_all_gathers",
+            same=(True,),
+            instead="fully_shard always limits what is gathered ahead; leave it out",
+        ),
+        Setting(
+            "fsdp_use_orig_params",
+            variable="FSDP_USE_ORIG_PARAMS",
+            argument="use_orig_params",
+            values="boolean",
+            same=(True,),
+            implied="parameters always keep their names and shapes",
+            instead="fully_shard always keeps the model's own parameters, with their names and shapes; leave it out",
+        ),
+        Setting(
+            "fsdp_sync_module_states",
+            variable="FSDP_SYNC_MODULE_STATES",
+            argument="sync_module_states",
+            same=(True,),
+            takes_any_value=True,
+            implied="every process ends up with the parameters of the first one",
+            instead="ranks always begin with the parameters of the first one; leave it out",
+        ),
+        Setting(
+            argument="param_init_fn",
+            same=(),
+            instead="a model on the meta device is filled by accelerator.load_model(), or by its modules' reset_parameters(); "
+            "leave it out",
+        ),
+        ACTIVATION_CHECKPOINTING,
+        Setting(
+            "fsdp_activation_checkpointing_offload",
+            variable="FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
+            argument="activation_checkpointing_offload",
+            same=(False,),
+            reason="accel keeps checkpointed activations on the device",
+            instead="inputs of checkpointed modules stay on the device; leave it out",
+        ),
+        Setting(
+            "fsdp_cpu_ram_efficient_loading",
+            variable="FSDP_CPU_RAM_EFFICIENT_LOADING",
+            argument="cpu_ram_efficient_loading",
+            same=(False,),
+            reason=_META_DEVICE,
+            instead="create the model on the meta device (init_empty_weights) and let accelerator.load_model() read the file after "
+            "prepare(): each rank then reads its own part only; leave it out",
+        ),
+        IGNORED_MODULES,
+    ),
+    prefix="fsdp_",
+    distributed_type="FSDP",
+    equivalent=_SECTIONS,
+)
+
+_FSDP1 = {
+    name: setting.instead
+    for setting in FSDP.settings
+    for name in (
+        *(name.removeprefix(FSDP.prefix) for name in (setting.key, setting.argument)),
+        *setting.aliases,
+    )
+    # The profile has some arguments of the plugin, with their names.
+    if setting.instead and name and not setting.profile_key.endswith(f".{name}")
+}
+
+
+def explain_fsdp1_option(word: str) -> str | None:
+    """Return the replacement for an option of FSDP1, with or without the prefix `fsdp_`; None for other words."""
+    return _FSDP1.get(word.removeprefix(FSDP.prefix))
+
+
+# DeepSpeed: the section. The keys of the file that it may name are DeepSpeed's, and stand in the importer.
+
+_NO_DISK = "accel does not offload to disks"
+_MULTI_NODE = "not needed: every node runs the same command"
+_SHARD = "Use --set parallel.dp_shard=auto; accel config import FILE converts the other keys of a config file"
+_CPU_OFFLOAD = "Use --set fully_shard.cpu_offload=true"
+_DEVICES = Words(("none", "cpu", "nvme"))
+
+ZERO_STAGE = Setting("zero_stage", values=Whole(0, 3), advice=_SHARD)
+OFFLOAD_OPTIMIZER_DEVICE = Setting("offload_optimizer_device", values=_DEVICES, off=("none",))
+OFFLOAD_PARAM_DEVICE = Setting("offload_param_device", values=_DEVICES, off=("none",))
+GRADIENT_ACCUMULATION_STEPS = Setting(
+    "gradient_accumulation_steps",
+    variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    argument="gradient_accumulation_steps",
+    off=("1", "auto"),
+    reason="set it in the script: Accelerator(gradient_accumulation_steps=...)",
+    advice="Use Accelerator(gradient_accumulation_steps=N) in the script",
+)
+GRADIENT_CLIPPING = Setting(
+    "gradient_clipping",
+    off=("0", "auto", "none"),
+    reason="clip in the script: accelerator.clip_grad_norm_()",
+    advice="Call accelerator.clip_grad_norm_ in the script",
+)
+SAVE_16BIT_MODEL = Setting("zero3_save_16bit_model", reason="use accelerator.save_model()")
+DEEPSPEED_FILE = Setting("deepspeed_config_file")
+DEEPSPEED = Section(
+    "deepspeed_config",
+    (
+        ZERO_STAGE,
+        OFFLOAD_OPTIMIZER_DEVICE,
+        OFFLOAD_PARAM_DEVICE,
+        Setting("offload_optimizer_nvme_path", off=("none",), reason=_NO_DISK),
+        Setting("offload_param_nvme_path", off=("none",), reason=_NO_DISK),
+        GRADIENT_ACCUMULATION_STEPS,
+        GRADIENT_CLIPPING,
+        Setting("zero3_init_flag", reason=_META_DEVICE),
+        SAVE_16BIT_MODEL,
+        Setting("deepspeed_moe_layer_cls_names", reason="list the classes of experts in fully_shard.wrap"),
+        DEEPSPEED_FILE,
+        Setting("deepspeed_multinode_launcher", reason=_MULTI_NODE),
+        Setting("deepspeed_hostfile", reason=_MULTI_NODE),
+        Setting("deepspeed_exclusion_filter", reason=_MULTI_NODE),
+        Setting("deepspeed_inclusion_filter", reason=_MULTI_NODE),
+    ),
+    distributed_type="DEEPSPEED",
+    equivalent=_SECTIONS,
+)
+MEGATRON_LM = Section(
+    "megatron_lm_config",
+    (Setting("megatron_lm_gradient_clipping", reason=GRADIENT_CLIPPING.reason),),
+    reason="Megatron-LM is not in this version of accel",
+)
+
+
+# ParallelismConfig: the section, its variables, and its arguments.
+
+_SEQUENCE_PARALLEL = "sequence parallelism of DeepSpeed is not supported; use parallel.cp"
+SP_PREFIX = "PARALLELISM_CONFIG_SP_"
+"""The prefix of the variables of sequence parallelism."""
+CP_SIZE = Setting(
+    "parallelism_config_cp_size",
+    variable="PARALLELISM_CONFIG_CP_SIZE",
+    argument="cp_size",
+    values=Whole(1),
+    off=("1",),
+    profile_key="parallel.cp",
+)
+MESH_SIZES = (
+    Setting(
+        "parallelism_config_dp_replicate_size",
+        variable="PARALLELISM_CONFIG_DP_REPLICATE_SIZE",
+        argument="dp_replicate_size",
+        values=Whole(1),
+        off=("1",),
+        profile_key="parallel.dp_replicate",
+    ),
+    Setting(
+        "parallelism_config_dp_shard_size",
+        variable="PARALLELISM_CONFIG_DP_SHARD_SIZE",
+        argument="dp_shard_size",
+        values=Whole(1),
+        off=("1",),
+        profile_key="parallel.dp_shard",
+    ),
+    Setting(
+        "parallelism_config_tp_size",
+        variable="PARALLELISM_CONFIG_TP_SIZE",
+        argument="tp_size",
+        values=Whole(1),
+        off=("1",),
+        profile_key="parallel.tp",
+    ),
+    CP_SIZE,
+)
+"""The sizes of the dimensions of a mesh that accel has too."""
+CP_BACKEND = Setting(
+    "parallelism_config_cp_backend",
+    variable="PARALLELISM_CONFIG_CP_BACKEND",
+    argument="cp_backend",
+    words=("torch",),
+    takes_any_value=True,
+    implied="accel uses torch's too",
+)
+CP_COMM_STRATEGY = Setting(
+    "parallelism_config_cp_comm_strategy",
+    variable="PARALLELISM_CONFIG_CP_COMM_STRATEGY",
+    argument="cp_comm_strategy",
+    words=("allgather", "alltoall"),
+    same=("allgather",),
+    implied="torch always uses allgather",
+)
+SP_SIZE = Setting(
+    "parallelism_config_sp_size",
+    variable=f"{SP_PREFIX}SIZE",
+    argument="sp_size",
+    off=("1",),
+    reason=_SEQUENCE_PARALLEL,
+)
+PARALLELISM = Section(
+    "parallelism_config",
+    (
+        *MESH_SIZES,
+        CP_BACKEND,
+        CP_COMM_STRATEGY,
+        SP_SIZE,
+        Setting(
+            "parallelism_config_sp_backend", argument="sp_backend", off=("1",), reason=_SEQUENCE_PARALLEL
+        ),
+        *(
+            Setting(f"parallelism_config_sp_{name}", off=("1",), reason=_SEQUENCE_PARALLEL)
+            for name in ("seq_length", "seq_length_is_variable", "attn_implementation")
+        ),
+    ),
+    equivalent="the section parallel",
+)
+TP_CONFIG_SIZE = Setting("tp_size", values=Whole(1), off=("1",), profile_key="parallel.tp")
+TP = Section("tp_config", (TP_CONFIG_SIZE,))
+
+
+# The switches of the command line and of the variables.
+
+USE_FSDP = Setting(
+    options=("use_fsdp",), is_switch=True, variable="ACCELERATE_USE_FSDP", profile_key="parallel.dp_shard",
+    advice=_SHARD,
+)  # fmt: skip
+USE_DEEPSPEED = Setting(
+    options=("use_deepspeed",),
+    is_switch=True,
+    variable="ACCELERATE_USE_DEEPSPEED",
+    advice=_SHARD,
+    refusal="accel shards models by torch's fully_shard instead of DeepSpeed; unset it, and set "
+    "ACCEL_PARALLEL_DP_SHARD=auto, or convert the configuration file with `accel config import`",
+)
+USE_MEGATRON_LM = Setting(
+    options=("use_megatron_lm",),
+    is_switch=True,
+    variable="ACCELERATE_USE_MEGATRON_LM",
+    advice="Leave it out: Megatron-LM is not supported",
+    refusal="accel shards models by torch instead of Megatron-LM; unset it, and set "
+    "ACCEL_PARALLEL_TP or ACCEL_PARALLEL_DP_SHARD",
+)
+USE_PARALLELISM_CONFIG = Setting(
+    options=("use_parallelism_config",),
+    is_switch=True,
+    variable="ACCELERATE_USE_PARALLELISM_CONFIG",
+    advice="Use --set parallel.dp_replicate=N, parallel.dp_shard, parallel.tp or parallel.cp",
+)
+SHARDING_OPTIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "fsdp_": "Use the keys of fully_shard: in the profile; accel config import FILE converts those of a config file",
+        "deepspeed_": _SHARD,
+        "zero3_": _SHARD,
+        "offload_": _CPU_OFFLOAD,
+        "megatron_lm_": USE_MEGATRON_LM.advice,
+        "parallelism_config_": USE_PARALLELISM_CONFIG.advice,
+    }
+)
+"""The advice for all other options, by prefix."""

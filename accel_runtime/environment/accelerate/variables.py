@@ -1,0 +1,270 @@
+"""Translation of the variables of Accelerate's launcher to settings of accel; standard library only.
+
+A script may still be started by `accelerate launch`, or in an environment that was written for it. Each variable that
+changes a training there is translated, rejected with its replacement, or reported as having no effect, as of Accelerate
+1.15.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from accel_runtime.environment.accelerate import launch, sharding
+from accel_runtime.environment.accelerate.setting import Setting
+from accel_runtime.environment.accelerate.sharding import Strategy
+from accel_runtime.environment.layouts import FALSE, TRUE, SettingsError, read_switch
+
+__all__ = ["Equivalent", "Translation", "translate"]
+
+_UNSET = FALSE | {"none"}
+"""Values that mean unset: Accelerate's launcher writes all variables of a kind, even those that were not chosen."""
+_PREFIXES = ("ACCELERATE_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
+_FIELDS = (launch.MIXED_PRECISION, launch.TORCH_DEVICE, launch.LOG_LEVEL)
+"""Settings whose values are words of accel too."""
+_NAMES = re.compile(r"[\w.*-]+(,[\w.*-]+)*")
+_REFUSED = (sharding.USE_DEEPSPEED, sharding.USE_MEGATRON_LM, launch.DOWNCAST_BF16)
+"""Switches that accel rejects."""
+_HARMLESS = frozenset(
+    setting.variable for setting in (*launch.CLUSTER, *launch.OTHER_VARIABLES) if setting.is_harmless
+)
+"""Variables that do not change a training."""
+_FSDP = tuple(setting for setting in sharding.FSDP.settings if setting.variable)
+
+
+class Equivalent(NamedTuple):
+    """Translation of one variable of Accelerate."""
+
+    variable: str
+    """Name of Accelerate's variable."""
+    text: str
+    """Value, in the form of accel's own variable."""
+
+
+@dataclass(frozen=True)
+class Translation:
+    """Translation of the variables of Accelerate in an environment."""
+
+    settings: Mapping[str, Equivalent]
+    """Translations by field of `Settings`, in its flat form."""
+    arguments: Mapping[str, Equivalent]
+    """Translations by argument of `Accelerator`: `gradient_accumulation_steps`, and names with the prefix `dynamo_`."""
+    idle: tuple[str, ...]
+    """Sentences on variables that are set and have no effect."""
+
+
+def translate(environ: Mapping[str, str], overrides: Mapping[str, str]) -> Translation:
+    """Translate the variables of Accelerate; `overrides` are the variables of accel by field, which take precedence.
+
+    Raises SettingsError if a variable requires an unsupported feature.
+    """
+    read = _VariableReader(environ)
+    settings: dict[str, Equivalent] = {}
+    for setting in _FIELDS:
+        if setting.field in overrides:
+            read.overrule(setting, overrides[setting.field])
+        elif equivalent := _translate_word(read, setting):
+            settings[setting.field] = equivalent
+    if not any(field.startswith(("parallel_", "fully_shard_")) for field in overrides):
+        for setting in _REFUSED:
+            if read.is_on(name := setting.variable):
+                raise SettingsError(f"{name}={environ[name]} is not supported: {setting.refusal}.")
+        settings |= _sizes(read)
+        settings |= _sharding(read, settings)
+    arguments = _arguments(read)
+    return Translation(settings, arguments, read.idle())
+
+
+class _VariableReader:
+    """Reader of variables that records which were read."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.environ = environ
+        self._used = set(_HARMLESS)
+        self._idle: dict[str, str] = {}
+
+    def text(self, name: str) -> str:
+        """Return a value; empty if it means unset."""
+        self._used.add(name)
+        value = self.environ.get(name, "").strip()
+        return "" if value.lower() in _UNSET else value
+
+    def is_on(self, name: str) -> bool:
+        """Return the value of a switch."""
+        return read_switch(name, self.text(name))
+
+    def number(self, name: str) -> str:
+        """Return a whole number above 0 as text; empty if it is unset."""
+        text = self.text(name)
+        if text and not (text.isascii() and text.isdigit()):
+            raise SettingsError(f"Invalid {name} {self.environ[name]!r}: expected a whole number.")
+        return text
+
+    def word(self, setting: Setting) -> str:
+        """Return one of the words of a setting, in lower case; empty if it is unset."""
+        name, words = setting.variable, setting.words
+        text = self.text(name).lower()
+        if text and text not in words:
+            raise SettingsError(
+                f"Invalid {name} {self.environ[name]!r}: expected one of {', '.join(words)}.{setting.hint}"
+            )
+        return text
+
+    def ignore(self, name: str, reason: str) -> None:
+        """Record that a variable has no effect."""
+        self._idle[name] = reason
+
+    def overrule(self, setting: Setting, text: str) -> None:
+        """Record that a variable of accel takes precedence over one of Accelerate, if they differ."""
+        reader = _VariableReader(self.environ)
+        try:
+            equivalent = _translate_word(reader, setting)
+        except SettingsError:
+            equivalent = Equivalent(min(reader._used - _HARMLESS), "")
+        self._used |= reader._used
+        if equivalent and equivalent.text != text:
+            self.ignore(
+                equivalent.variable, f"accel's own variable for {setting.field} is {text!r}, and wins"
+            )
+
+    def idle(self) -> tuple[str, ...]:
+        """Return sentences on variables without effect: those recorded, and those that were never read."""
+        of_fsdp = {setting.variable for setting in _FSDP}
+        unread = [
+            name
+            for name in sorted(self.environ)
+            if (name.startswith(_PREFIXES) or name in of_fsdp) and name not in self._used and self.text(name)
+        ]
+        return (
+            *(f"{name}={self.environ[name]} has no effect: {reason}." for name, reason in self._idle.items()),
+            *([f"{', '.join(unread)}: no effect here."] if unread else []),
+        )
+
+
+def _translate_word(read: _VariableReader, setting: Setting) -> Equivalent | None:
+    """Translate the variable of a setting whose value is a word."""
+    if setting is launch.TORCH_DEVICE and read.is_on(launch.USE_CPU.variable):
+        return Equivalent(launch.USE_CPU.variable, "cpu")
+    text = read.word(setting)
+    return Equivalent(setting.variable, text) if text else None
+
+
+def _sizes(read: _VariableReader) -> dict[str, Equivalent]:
+    """Translate the sizes of a mesh."""
+    if not read.is_on(sharding.USE_PARALLELISM_CONFIG.variable):
+        return {}
+    if read.number(name := sharding.SP_SIZE.variable) not in {"", "1"}:
+        raise SettingsError(
+            f"{name}={read.environ[name]} is not supported: it is for DeepSpeed. Split sequences with "
+            f"{sharding.CP_SIZE.variable}."
+        )
+    for name in [name for name in read.environ if name.startswith(sharding.SP_PREFIX)]:
+        read.text(name)
+    settings = {
+        size.field: Equivalent(size.variable, read.number(size.variable)) for size in sharding.MESH_SIZES
+    }
+    settings = {field: equivalent for field, equivalent in settings.items() if equivalent.text}
+    strategy = sharding.CP_COMM_STRATEGY
+    if read.word(strategy) not in {"", *strategy.same_texts} and sharding.CP_SIZE.field in settings:
+        read.ignore(strategy.variable, "keys and values are always exchanged by allgather")
+    read.word(sharding.CP_BACKEND)
+    return settings
+
+
+def _sharding(read: _VariableReader, sizes: Mapping[str, Equivalent]) -> dict[str, Equivalent]:
+    """Translate the variables of FSDP."""
+    if not read.is_on(sharding.USE_FSDP.variable):
+        return {}
+    for setting in _FSDP:
+        # All are read, so that none is reported as unread.
+        text = read.text(setting.variable).lower()
+        if setting.same is not None and text and text not in (setting.words or setting.same_texts):
+            read.ignore(setting.variable, "fully_shard has no such option, and it changes no number")
+    variable, strategy = _strategy(read)
+    if not strategy.shards:
+        return {}
+    dp_replicate, dp_shard = (size.field for size in sharding.MESH_SIZES[:2])
+    settings: dict[str, Equivalent] = {}
+    if dp_shard not in sizes:
+        settings[dp_shard] = Equivalent(sharding.USE_FSDP.variable, "auto")
+        if strategy.is_hybrid and (nodes := _nodes(read.environ)) > 1:
+            settings[dp_replicate] = Equivalent(variable, str(nodes))
+    if not strategy.reshards:
+        settings[sharding.RESHARD_AFTER_FORWARD.field] = Equivalent(variable, "0")
+    for setting in (sharding.CPU_OFFLOAD, sharding.ACTIVATION_CHECKPOINTING):
+        settings |= {setting.field: Equivalent(setting.variable, "1")} if read.is_on(setting.variable) else {}
+    return settings | _wrap(read) | _ignored(read)
+
+
+def _strategy(read: _VariableReader) -> tuple[str, Strategy]:
+    """Return the variable that has FSDP1's sharding strategy, and the strategy."""
+    name = sharding.RESHARD_AFTER_FORWARD.variable
+    text = read.environ.get(name, "").lower()
+    is_strategy = text in {strategy.name for strategy in sharding.STRATEGIES}
+    if read.text(sharding.VERSION.variable) != "2" and not is_strategy:
+        name = sharding.SHARDING_STRATEGY.variable
+        strategy = sharding.find_strategy(read.text(name).lower() or "full_shard")
+    elif text in TRUE | {""}:
+        strategy = sharding.find_strategy("full_shard")
+    elif text in _UNSET:
+        strategy = sharding.find_strategy("shard_grad_op")
+    else:
+        strategy = sharding.find_strategy(text) if is_strategy else None
+    if strategy is None:
+        names = ", ".join(strategy.name for strategy in sharding.STRATEGIES).upper()
+        raise SettingsError(f"Invalid {name} {read.environ[name]!r}: expected true, false or one of {names}.")
+    return name, strategy
+
+
+def _nodes(environ: Mapping[str, str]) -> int:
+    """Return the number of nodes from the variables of torchrun; 1 if they are not set."""
+    world, local = (environ.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    return int(world) // int(local) if world.isdigit() and local.isdigit() and int(local) else 1
+
+
+def _wrap(read: _VariableReader) -> dict[str, Equivalent]:
+    """Translate the wrapping policy."""
+    policy, classes = sharding.AUTO_WRAP_POLICY, sharding.TRANSFORMER_CLS.variable
+    kind = read.word(policy)
+    if not kind:
+        return {}
+    setting = sharding.WRAP_POLICIES[kind]
+    if setting is None:
+        return {policy.field: Equivalent(policy.variable, "none")}
+    if setting is sharding.MIN_NUM_PARAMS:
+        number = read.number(setting.variable) or str(sharding.DEFAULT_MIN_NUM_PARAMS)
+        return {policy.field: Equivalent(setting.variable, number)}
+    if read.text(classes):
+        names = ",".join(name.strip() for name in read.text(classes).split(","))
+        return {policy.field: Equivalent(classes, names)}
+    return {}
+
+
+def _ignored(read: _VariableReader) -> dict[str, Equivalent]:
+    """Translate the modules that are not sharded."""
+    setting = sharding.IGNORED_MODULES
+    text = read.text(setting.variable)
+    if not text:
+        return {}
+    if not _NAMES.fullmatch(text):
+        raise SettingsError(
+            f"{setting.variable}={text} is not supported: it is a regular expression. Unset it, and list the names in "
+            "ACCEL_FULLY_SHARD_IGNORE, with * for any text without a dot."
+        )
+    return {setting.field: Equivalent(setting.variable, text)}
+
+
+def _arguments(read: _VariableReader) -> dict[str, Equivalent]:
+    """Translate variables that replace arguments of `Accelerator`."""
+    steps = sharding.GRADIENT_ACCUMULATION_STEPS
+    arguments = {}
+    if read.text(steps.variable) not in {"", "auto"}:
+        arguments[steps.argument] = Equivalent(steps.variable, read.number(steps.variable))
+    dynamo = [(setting, read.text(setting.variable)) for setting in launch.DYNAMO_SETTINGS]
+    if dynamo[0][1]:
+        arguments |= {
+            setting.argument: Equivalent(setting.variable, text.lower()) for setting, text in dynamo if text
+        }
+    return arguments
