@@ -263,7 +263,7 @@ def test_describe_names_the_variable_as_the_origin_of_an_option(monkeypatch):
 def test_the_first_process_reports_a_variable_without_effect_once(pair):
     def collect_reports():
         environ = patch.dict(os.environ, {"ACCELERATE_FOR_THIS_TEST": "1"})
-        with collect_messages("accel_runtime.environment.settings") as messages, environ:
+        with collect_messages("accel_runtime.environment") as messages, environ:
             Accelerator(), Accelerator()
         return messages
 
