@@ -12,7 +12,7 @@ from accel_cli.launchers.sagemaker.images import SMDDP_TYPES
 from accel_cli.planning.network import Endpoint
 from accel_cli.profile.validation_errors import did_you_mean, one_of
 from accel_runtime.environment.accelerate import launch, sagemaker, sharding
-from accel_runtime.environment.accelerate.setting import Values, Whole, Words
+from accel_runtime.environment.accelerate.setting import IntegerRange, Values, Words
 from accel_runtime.environment.accelerate.sharding import Strategy
 from accel_runtime.environment.settings import Parallel, SettingsError, find_nearest
 
@@ -225,8 +225,8 @@ def build_parser(values: Values) -> Parser:
     """Return the parser of the values that a key of Accelerate accepts."""
     if isinstance(values, Words):
         return choice(*values.words, aliases=values.aliases, refused=values.refused)
-    if isinstance(values, Whole):
-        return integer(values.least, values.most, auto=values.auto)
+    if isinstance(values, IntegerRange):
+        return integer(values.minimum, values.maximum, auto=values.auto)
     return _PARSERS[values]
 
 
@@ -352,7 +352,7 @@ class AccelerateConfig:
     @property
     def hpz_size(self) -> int:
         """Return the size of ZeRO++'s second partition; 1 without one."""
-        return int(parse_or(Whole(1), self._zero_optimization.get("zero_hpz_partition_size"), 1))
+        return int(parse_or(IntegerRange(1), self._zero_optimization.get("zero_hpz_partition_size"), 1))
 
     @property
     def _zero_optimization(self) -> Mapping[str, Any]:

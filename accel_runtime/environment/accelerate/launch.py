@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from accel_runtime.environment.accelerate import sharding
-from accel_runtime.environment.accelerate.setting import Section, Setting, Whole, Words
+from accel_runtime.environment.accelerate.setting import IntegerRange, Section, Setting, Words
 
 __all__ = [
     "CLUSTER",
@@ -117,21 +117,21 @@ LOG_LEVEL = Setting(
 GPU_IDS = Setting("gpu_ids", values="GPU ids", profile_key="launcher.gpu_ids")
 NUM_PROCESSES = Setting(
     "num_processes",
-    values=Whole(1, auto=-1),
+    values=IntegerRange(1, auto=-1),
     profile_key="launcher.nproc_per_node",
     advice="Use --nproc-per-node N, the number of processes on each node; num_processes is the number on all nodes",
     equivalent="launcher.nproc_per_node, the number of processes on each node",
 )
 NUM_MACHINES = Setting(
     "num_machines",
-    values=Whole(1),
+    values=IntegerRange(1),
     profile_key="launcher.nnodes",
     advice="Use --nnodes N",
     equivalent="launcher.nnodes",
 )
 MACHINE_RANK = Setting(
     "machine_rank",
-    values=Whole(0),
+    values=IntegerRange(0),
     same=(0,),
     implied="not needed: every node runs the same command",
     advice="Leave it out, since nodes are numbered automatically, or use --node-rank N",
@@ -146,7 +146,7 @@ MAIN_PROCESS_IP = Setting(
 )
 MAIN_PROCESS_PORT = Setting(
     "main_process_port",
-    values=Whole(0, 65535),
+    values=IntegerRange(0, 65535),
     profile_key="launcher.rdzv_endpoint",
     advice=_USE_ENDPOINT,
     equivalent=_ENDPOINT,

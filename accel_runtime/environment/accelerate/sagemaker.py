@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accel_runtime.environment.accelerate import launch
-from accel_runtime.environment.accelerate.setting import Setting, Whole, Words
+from accel_runtime.environment.accelerate.setting import IntegerRange, Setting, Words
 
 __all__ = [
     "ADDITIONAL_ARGUMENTS",
@@ -34,7 +34,7 @@ SETTINGS = (
     INSTANCE_TYPE,
     Setting("iam_role_name", values="text", profile_key="launcher.role"),
     Setting("image_uri", values="text", profile_key="launcher.image_uri"),
-    Setting(launch.NUM_MACHINES.key, values=Whole(1), profile_key="launcher.instance_count"),
+    Setting(launch.NUM_MACHINES.key, values=IntegerRange(1), profile_key="launcher.instance_count"),
     Setting("profile", values="text", profile_key="launcher.aws_profile"),
     PYTORCH_VERSION,
     Setting("region", values="text", profile_key="launcher.region"),

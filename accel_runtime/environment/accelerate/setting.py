@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Section", "Setting", "Values", "Whole", "Words"]
+__all__ = ["IntegerRange", "Section", "Setting", "Values", "Words"]
 
 
 @dataclass(frozen=True)
@@ -22,18 +22,18 @@ class Words:
 
 
 @dataclass(frozen=True)
-class Whole:
-    """Values that are whole numbers between two."""
+class IntegerRange:
+    """Values that are integers in a range, with both ends."""
 
-    least: int
-    most: int | None = None
+    minimum: int
+    maximum: int | None = None
     auto: int | None = None
-    """One more number, which leaves it open."""
+    """One more number: the value is then chosen."""
 
 
 Values = (
     Words
-    | Whole
+    | IntegerRange
     | Literal[
         "any",
         "boolean",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from accel_runtime.environment.accelerate.setting import Section, Setting, Whole, Words
+from accel_runtime.environment.accelerate.setting import IntegerRange, Section, Setting, Words
 
 __all__ = [
     "ACTIVATION_CHECKPOINTING",
@@ -140,7 +140,7 @@ MIN_NUM_PARAMS = Setting(
     "fsdp_min_num_params",
     variable="FSDP_MIN_NUM_PARAMS",
     argument="min_num_params",
-    values=Whole(1),
+    values=IntegerRange(1),
     profile_key="fully_shard.wrap",
     instead="say wrap: with the number",
 )
@@ -168,7 +168,7 @@ VERSION = Setting(
     "fsdp_version",
     variable="FSDP_VERSION",
     argument="fsdp_version",
-    values=Whole(1, 2),
+    values=IntegerRange(1, 2),
     words=("1", "2"),
     same=(2,),
     instead="there is only version 2, torch's fully_shard; leave it out, and the options of version 1 too",
@@ -297,7 +297,7 @@ _SHARD = "Use --set parallel.dp_shard=auto; accel config import FILE converts th
 _CPU_OFFLOAD = "Use --set fully_shard.cpu_offload=true"
 _DEVICES = Words(("none", "cpu", "nvme"))
 
-ZERO_STAGE = Setting("zero_stage", values=Whole(0, 3), advice=_SHARD)
+ZERO_STAGE = Setting("zero_stage", values=IntegerRange(0, 3), advice=_SHARD)
 OFFLOAD_OPTIMIZER_DEVICE = Setting("offload_optimizer_device", values=_DEVICES, off=("none",))
 OFFLOAD_PARAM_DEVICE = Setting("offload_param_device", values=_DEVICES, off=("none",))
 GRADIENT_ACCUMULATION_STEPS = Setting(
@@ -354,7 +354,7 @@ CP_SIZE = Setting(
     "parallelism_config_cp_size",
     variable="PARALLELISM_CONFIG_CP_SIZE",
     argument="cp_size",
-    values=Whole(1),
+    values=IntegerRange(1),
     off=("1",),
     profile_key="parallel.cp",
 )
@@ -363,7 +363,7 @@ MESH_SIZES = (
         "parallelism_config_dp_replicate_size",
         variable="PARALLELISM_CONFIG_DP_REPLICATE_SIZE",
         argument="dp_replicate_size",
-        values=Whole(1),
+        values=IntegerRange(1),
         off=("1",),
         profile_key="parallel.dp_replicate",
     ),
@@ -371,7 +371,7 @@ MESH_SIZES = (
         "parallelism_config_dp_shard_size",
         variable="PARALLELISM_CONFIG_DP_SHARD_SIZE",
         argument="dp_shard_size",
-        values=Whole(1),
+        values=IntegerRange(1),
         off=("1",),
         profile_key="parallel.dp_shard",
     ),
@@ -379,7 +379,7 @@ MESH_SIZES = (
         "parallelism_config_tp_size",
         variable="PARALLELISM_CONFIG_TP_SIZE",
         argument="tp_size",
-        values=Whole(1),
+        values=IntegerRange(1),
         off=("1",),
         profile_key="parallel.tp",
     ),
@@ -426,7 +426,7 @@ PARALLELISM = Section(
     ),
     equivalent="the section parallel",
 )
-TP_CONFIG_SIZE = Setting("tp_size", values=Whole(1), off=("1",), profile_key="parallel.tp")
+TP_CONFIG_SIZE = Setting("tp_size", values=IntegerRange(1), off=("1",), profile_key="parallel.tp")
 TP = Section("tp_config", (TP_CONFIG_SIZE,))
 
 
