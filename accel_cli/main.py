@@ -2,91 +2,59 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 import os
 import re
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
 
-import typer
-import typer.main
-from typing_extensions import override
+import click
 
 from accel_cli import console
-from accel_cli.commands.options import AccelGroup, CommandApp, get_summary
+from accel_cli.commands.command import Group
+from accel_cli.commands.completion import install_completion, show_completion
+from accel_cli.commands.options import option
 from accel_cli.errors import AccelError, explain_os_error, explain_process_limit
 from accel_cli.launchers import Registry
 from accel_cli.planning.options import normalize_option
 
-__all__ = ["COMMANDS", "app", "main"]
+__all__ = ["COMMANDS", "accel", "main"]
 
-COMMANDS: Registry[typer.Typer] = Registry(
+COMMANDS: Registry[click.Command] = Registry(
     {
-        "launch": "accel_cli.commands.launch:app",
-        "runs": "accel_cli.commands.runs:app",
-        "logs": "accel_cli.commands.runs:app",
-        "top": "accel_cli.commands.top:app",
-        "test": "accel_cli.commands.launch:app",
-        "stacks": "accel_cli.commands.runs:app",
-        "report": "accel_cli.commands.report:app",
-        "tpu-pod": "accel_cli.commands.tpu_pod:app",
-        "checkpoint": "accel_cli.commands.checkpoint:app",
-        "jobs": "accel_cli.commands.jobs:app",
-        "config": "accel_cli.commands.config:app",
-        "estimate": "accel_cli.commands.estimate:app",
-        "migrate": "accel_cli.commands.migrate:app",
-        "env": "accel_cli.commands.env:app",
+        "launch": "accel_cli.commands.launch:launch",
+        "runs": "accel_cli.commands.runs:runs",
+        "logs": "accel_cli.commands.runs:logs",
+        "top": "accel_cli.commands.top:top",
+        "test": "accel_cli.commands.launch:test",
+        "stacks": "accel_cli.commands.runs:stacks",
+        "report": "accel_cli.commands.report:report",
+        "tpu-pod": "accel_cli.commands.tpu_pod:tpu_pod",
+        "checkpoint": "accel_cli.commands.checkpoint:checkpoint",
+        "jobs": "accel_cli.commands.jobs:jobs",
+        "config": "accel_cli.commands.config:config",
+        "estimate": "accel_cli.commands.estimate:estimate",
+        "migrate": "accel_cli.commands.migrate:migrate",
+        "env": "accel_cli.commands.env:env",
     },
     group="accel.commands",
 )
-"""The typer application of each command, by name."""
+"""The commands of `accel` by name; the module of each is imported when it is looked up."""
 
 
-class LazyCommands(Mapping[str, Any]):
-    """The commands of `accel` by name; the module of each is imported when it is looked up."""
+def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    if value:
+        from accel_runtime.environment.settings import __version__
 
-    @override
-    def __getitem__(self, name: str) -> Any:
-        holder = CommandApp()
-        holder.add_typer(COMMANDS[name])
-        group: Any = typer.main.get_command(holder)
-        return group.commands[name]
-
-    @override
-    def __iter__(self) -> Iterator[str]:
-        return iter(COMMANDS.names)
-
-    @override
-    def __len__(self) -> int:
-        return len(COMMANDS.names)
+        console.plain(f"accel {__version__}")
+        ctx.exit()
 
 
-class LazyGroup(AccelGroup):
-    """The command `accel`, whose subcommands are built when they are used."""
-
-    @override
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.commands = LazyCommands()  # type: ignore[assignment]
-
-    @override
-    def list_summaries(self, ctx: Any) -> Iterator[tuple[str, str, str]]:
-        # Without building the commands, which takes longer than importing their modules.
-        for name in COMMANDS.names:
-            commands = COMMANDS[name]
-            infos: list[Any] = [commands.info, *commands.registered_commands]
-            info = next(info for info in infos if info.name == name)
-            yield str(commands.rich_help_panel), name, get_summary(info.help or inspect.getdoc(info.callback))
-
-
-app = CommandApp(
-    name="accel",
-    cls=LazyGroup,
-    add_completion=True,
+@click.group(
+    "accel",
+    cls=Group,
+    commands=COMMANDS,
     epilog="A first run: accel launch --nproc-per-node 2 train.py --epochs 3",
     no_args_is_help=True,
     context_settings={
@@ -94,30 +62,31 @@ app = CommandApp(
         # All commands inherit it: they accept `--nproc_per_node`, the spelling of torchrun and Accelerate.
         "token_normalize_func": normalize_option,
     },
-    pretty_exceptions_enable=False,
 )
-
-
-def _print_version(value: bool) -> None:
-    if value:
-        from accel_runtime.environment.settings import __version__
-
-        console.plain(f"accel {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def accel(
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
-    ] = False,
-) -> None:
+@option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Print the version and exit.",
+)
+@option(
+    "--install-completion",
+    is_flag=True,
+    expose_value=False,
+    callback=install_completion,
+    help="Install completion for the current shell.",
+)
+@option(
+    "--show-completion",
+    is_flag=True,
+    expose_value=False,
+    callback=show_completion,
+    help="Show completion for the current shell, to copy it or customize the installation.",
+)
+def accel() -> None:
     """Run a raw PyTorch training script, unchanged, anywhere."""
-
-
-_ParsingError: Any = typer.BadParameter.__base__
-"""The error of a command line that typer rejects; typer does not export its name."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -130,12 +99,12 @@ def main(arguments: list[str] | None = None) -> None:
         _open_missing_streams()
         _escape_unencodable_characters()
         _reset_sigchld()
-        code = app(arguments, standalone_mode=False)
+        code = accel.main(arguments, standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)  # another package's command may return a value
-    except (KeyboardInterrupt, typer.Abort):
+    except (KeyboardInterrupt, click.Abort):
         # No process was started, so there is nothing to report.
         sys.exit(128 + 2)
-    except _ParsingError as error:
+    except click.ClickException as error:
         if text := _format_parsing_error(error):
             console.error(text)
         sys.exit(error.exit_code)
@@ -167,19 +136,18 @@ def _explain_missing_command(message: str) -> str:
     return f"accel is not on PATH: run {format_python()} -m accel_cli in its place"
 
 
-def _format_parsing_error(error: Any) -> str:
-    """Return the message for a command line that typer rejects; empty for a group alone, which has printed its help."""
-    text: str = error.format_message()
+def _format_parsing_error(error: click.ClickException) -> str:
+    """Return the message for a command line that click rejects; empty for a group alone, which has printed its help."""
+    text = error.format_message()
+    if isinstance(error, click.NoSuchOption):
+        similar = ", ".join(sorted(error.possibilities or ()))
+        text = f"No such option: {error.option_name}" + (f" (Possible options: {similar})" if similar else "")
+    text = re.sub(r"^Got unexpected extra arguments?", "Got unexpected extra argument(s)", text)
     if not text:
         return ""
-    from pydantic import ValidationError
-
-    if isinstance(error.__cause__, ValidationError):
-        from accel_cli.profile.validation_errors import describe
-
-        text = f"{text.partition(': ')[0]}: {describe(error.__cause__)}"
     end = "" if text.endswith((".", "?")) else "."
-    command = f"{error.ctx.command_path} " if error.ctx else ""
+    context = getattr(error, "ctx", None)
+    command = f"{context.command_path} " if context else ""
     return f"{text}{end} See {command}--help."
 
 

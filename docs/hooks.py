@@ -10,19 +10,18 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import click
 import griffe
-import typer.main
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from pydantic.fields import FieldInfo
-from typer.core import TyperArgument, TyperGroup
 
 import accel_runtime
 from accel_cli import errors
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.sections import Question, Section
-from accel_cli.main import app
+from accel_cli.main import accel
 from accel_cli.planning import nodes
 from accel_cli.profile.schema import PARALLEL_SECTIONS, Profile
 from accel_runtime.environment import settings as env
@@ -82,36 +81,36 @@ def _add_copied_text(block: re.Match[str]) -> str:
 
 
 def cli_page() -> str:
-    """Return the page of all commands with their arguments and options, from the typer app."""
+    """Return the page of all commands with their arguments and options, from the commands of click."""
     intro = (
         "# Command line (CLI)\n\n"
         "Generated from the commands; `accel COMMAND --help` prints the same. Every command also accepts "
         "`--help` or `-h`. [First launch](../first-launch.md#exit-codes) lists the exit codes.\n"
     )
-    return "\n".join([intro, *_commands("accel", typer.main.get_command(app))])
+    return "\n".join([intro, *_commands("accel", accel)])
 
 
 def _commands(name: str, command: Any) -> Iterator[str]:
     """Yield the section of a command, and those of its subcommands."""
     yield _command(name, command)
-    if isinstance(command, TyperGroup):
+    if isinstance(command, click.Group):
         for below, inner in command.commands.items():
             yield from _commands(f"{name} {below}", inner)
 
 
 def _command(name: str, command: Any) -> str:
     # As for completion: launchers add their options to those of `accel launch`.
-    command.make_context(name, [], resilient_parsing=True)
+    context = command.make_context(name, [], resilient_parsing=True)
     parts = [f"## `{name}`", command.help or ""]
-    if isinstance(command, TyperGroup):
+    if isinstance(command, click.Group):
         parts.append(_table(("Command", "Description"), _summaries(name, command)))
-    arguments = [p for p in command.params if isinstance(p, TyperArgument)]
-    options = [p for p in command.params if not isinstance(p, TyperArgument)]
+    arguments = [p for p in command.params if isinstance(p, click.Argument)]
+    options = [p for p in command.params if not isinstance(p, click.Argument)]
     if arguments:
         rows = [(_argument(p), _cell(p.help or "")) for p in arguments]
         parts.append(_table(("Argument", "Meaning"), rows))
     if options:
-        rows = [(_option(p), _meaning(p)) for p in options]
+        rows = [(_option(p), _meaning(p, context)) for p in options]
         parts.append(_table(("Option", "Meaning"), rows))
     if command.epilog:
         label, _, example = command.epilog.partition(": ")
@@ -119,7 +118,7 @@ def _command(name: str, command: Any) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _summaries(name: str, group: TyperGroup) -> list[tuple[str, str]]:
+def _summaries(name: str, group: click.Group) -> list[tuple[str, str]]:
     return [
         (f"[`{name} {below}`](#{name.replace(' ', '-')}-{below})", (inner.help or "").splitlines()[0])
         for below, inner in group.commands.items()
@@ -137,9 +136,9 @@ def _option(option: Any) -> str:
     return ", ".join(f"`{spelling}{value}`" for spelling in sorted(option.opts, key=len))
 
 
-def _meaning(option: Any) -> str:
-    default = "" if option.default in (None, False) else f" Default: `{option.default}`."
-    return _cell((option.help or "") + default)
+def _meaning(option: Any, context: click.Context) -> str:
+    default = option.get_help_extra(context).get("default")
+    return _cell((option.help or "") + (f" Default: `{default}`." if default else ""))
 
 
 # The profile ---------------------------------------------------------------------------

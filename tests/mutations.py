@@ -525,7 +525,7 @@ MUTATIONS = (
     ),
     Mutation(
         "launch that is only planned",
-        "accel_cli.commands.launch:launch",
+        "accel_cli.commands.launch:_launch",
         force_condition("dry_run", False, also="explain"),
         ("tests/integration/test_launch.py::test_a_dry_run_prints_the_plan_and_runs_nothing",),
     ),

@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-import typer.main
 from support.sources.docs_reader import (
     ALL,
     COMMANDS,
@@ -44,7 +43,7 @@ from torch.distributed.run import get_args_parser
 
 import accel_runtime.utils
 from accel_cli.errors import AccelError
-from accel_cli.main import app
+from accel_cli.main import accel
 from accel_cli.migrate.conversion import migrate_script
 from accel_cli.migrate.shell import migrate_shell
 from accel_cli.profile.schema import known_keys
@@ -349,7 +348,7 @@ def walk(path: str, command: Any) -> Iterator[tuple[str, Any]]:
 @pytest.mark.slow
 def test_the_reference_has_every_command_and_option(site: Path) -> None:
     text = page(site, "reference/cli")
-    found = list(walk("accel", typer.main.get_command(app)))
+    found = list(walk("accel", accel))
     assert len(found) > 10
     for path, command in found:
         # From this command's heading to the next one's.

@@ -3,39 +3,46 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import typer
+import click
 
 from accel_cli import console
-from accel_cli.commands.options import CommandApp, complete_checkpoints
+from accel_cli.commands.command import Group
+from accel_cli.commands.completion import complete_checkpoints, complete_files
+from accel_cli.commands.options import IntRange, argument, option
 from accel_cli.errors import UsageError
 
-__all__ = ["app"]
+__all__ = ["checkpoint"]
 
-app = CommandApp(
-    name="checkpoint",
-    rich_help_panel="Run",
-    help="List, verify, show, export and prune checkpoints.",
-    no_args_is_help=True,
-    epilog="Example: accel checkpoint list",
-)
 _MAX_FILES = 2
 """The most files of an item that are shown by name; of more, the first and the last are shown."""
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_Directory = Annotated[
-    str,
-    typer.Argument(
-        metavar="DIR",
-        help="Read this project directory, directory of checkpoints, or checkpoint.",
-        autocompletion=complete_checkpoints,
-    ),
-]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_directory = argument(
+    "directory",
+    metavar="DIR",
+    default=".",
+    help="Read this project directory, directory of checkpoints, or checkpoint.",
+    shell_complete=complete_checkpoints,
+)
+_json = option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
-@app.command("list", epilog="Example: accel checkpoint list runs/7")
-def list_(directory: _Directory = ".", as_json: _Json = False) -> None:
+@click.group(
+    "checkpoint",
+    cls=Group,
+    panel="Run",
+    no_args_is_help=True,
+    epilog="Example: accel checkpoint list",
+)
+def checkpoint() -> None:
+    """List, verify, show, export and prune checkpoints."""
+
+
+@checkpoint.command("list", epilog="Example: accel checkpoint list runs/7")
+@_directory
+@_json
+def list_(directory: str, as_json: bool) -> None:
     """List the checkpoints of a directory, oldest first, and whether they are complete.
 
     Only manifests and file sizes are read; accel checkpoint verify reads every byte.
@@ -57,8 +64,11 @@ def list_(directory: _Directory = ".", as_json: _Json = False) -> None:
         )
 
 
-@app.command("verify", epilog="Example: accel checkpoint verify runs/7/checkpoints/checkpoint_3")
-def verify(directory: _Directory = ".", as_json: _Json = False) -> None:
+@checkpoint.command("verify", epilog="Example: accel checkpoint verify runs/7/checkpoints/checkpoint_3")
+@_directory
+@_json
+@click.pass_context
+def verify(context: click.Context, directory: str, as_json: bool) -> None:
     """Read every byte of a checkpoint, or of the newest in a directory, and compare all checksums.
 
     If it is damaged, print what is damaged and the newest undamaged checkpoint before it, and exit with code 1.
@@ -69,7 +79,7 @@ def verify(directory: _Directory = ".", as_json: _Json = False) -> None:
         result = verify_checkpoint(directory, progress)
     if as_json:
         console.print_json(result)
-        raise typer.Exit(0 if result["complete"] else 1)
+        context.exit(0 if result["complete"] else 1)
     for name in result["untracked"]:
         console.note(f"{name} is not part of {result['path']}")
     if result["complete"]:
@@ -84,17 +94,14 @@ def verify(directory: _Directory = ".", as_json: _Json = False) -> None:
         )
     else:
         console.note("no earlier checkpoint is undamaged")
-    raise typer.Exit(1)
+    context.exit(1)
 
 
-@app.command("show", epilog="Example: accel checkpoint show --tensors")
-def show(
-    directory: _Directory = ".",
-    tensors: Annotated[
-        bool, typer.Option("--tensors", help="List every tensor and the location of its parts.")
-    ] = False,
-    as_json: _Json = False,
-) -> None:
+@checkpoint.command("show", epilog="Example: accel checkpoint show --tensors")
+@_directory
+@option("--tensors", is_flag=True, help="List every tensor and the location of its parts.")
+@_json
+def show(directory: str, tensors: bool, as_json: bool) -> None:
     """Show the contents of a checkpoint, or of the newest complete one in a directory."""
     from accel_cli.commands.checkpoints import show_checkpoint
 
@@ -122,29 +129,44 @@ def show(
         console.table(("TENSOR", "SHAPE", "DTYPE", "SIZE", "PARTS"), rows)
 
 
-@app.command("export", epilog="Example: accel checkpoint export runs/7 -o model.safetensors")
+@checkpoint.command("export", epilog="Example: accel checkpoint export runs/7 -o model.safetensors")
+@_directory
+@option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    required=True,
+    help="Write this file.",
+    shell_complete=complete_files,
+)
+@option("--item", metavar="NAME", default="model", help="Export this item, such as model_1 or optimizer.")
+@option(
+    "--dtype",
+    metavar="<bf16|fp16|fp32>",
+    type=click.Choice(["bf16", "fp16", "fp32"]),
+    help="Convert floating-point numbers.",
+)
+@option(
+    "--max-shard-size",
+    metavar="SIZE",
+    help="Write several files of at most this size, such as 5GB, and an index.",
+)
+@option(
+    "--rank",
+    metavar="N",
+    type=IntRange(min=0),
+    default=0,
+    help="Export the tensors of this rank, if ranks have different ones.",
+)
+@_json
 def export(  # noqa: PLR0913, PLR0917 - one parameter an option
-    directory: _Directory = ".",
-    output: Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="Write this file.")] = ...,  # type: ignore[assignment]
-    item: Annotated[
-        str, typer.Option(metavar="NAME", help="Export this item, such as model_1 or optimizer.")
-    ] = "model",
-    dtype: Annotated[
-        Literal["bf16", "fp16", "fp32"] | None, typer.Option(help="Convert floating-point numbers.")
-    ] = None,
-    max_shard_size: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", help="Write several files of at most this size, such as 5GB, and an index."
-        ),
-    ] = None,
-    rank: Annotated[
-        int,
-        typer.Option(
-            metavar="N", min=0, help="Export the tensors of this rank, if ranks have different ones."
-        ),
-    ] = 0,
-    as_json: _Json = False,
+    directory: str,
+    output: str,
+    item: str,
+    dtype: str | None,
+    max_shard_size: str | None,
+    rank: int,
+    as_json: bool,
 ) -> None:
     """Merge the weights of a checkpoint, or of the newest complete one, into one safetensors file.
 
@@ -175,14 +197,18 @@ def export(  # noqa: PLR0913, PLR0917 - one parameter an option
     )
 
 
-@app.command("prune", epilog="Example: accel checkpoint prune runs/7 --keep 3")
-def prune(
-    directory: _Directory = ".",
-    keep: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Keep the N newest complete checkpoints.")
-    ] = ...,  # type: ignore[assignment]
-    yes: Annotated[bool, typer.Option("-y", "--yes", help="Remove without asking.")] = False,
-) -> None:
+@checkpoint.command("prune", epilog="Example: accel checkpoint prune runs/7 --keep 3")
+@_directory
+@option(
+    "--keep",
+    metavar="N",
+    type=IntRange(min=1),
+    required=True,
+    help="Keep the N newest complete checkpoints.",
+)
+@option("-y", "--yes", is_flag=True, help="Remove without asking.")
+@click.pass_context
+def prune(context: click.Context, directory: str, keep: int, yes: bool) -> None:
     """Remove old checkpoints and leftovers of crashes.
 
     Nothing is removed until every byte of one checkpoint to keep has been verified.
@@ -202,7 +228,7 @@ def prune(
     if not yes and not sys.stdin.isatty():
         raise UsageError("Cannot ask before removing checkpoints: no terminal. Use --yes to remove them.")
     if not yes and not console.confirm(f"Remove these, and keep {_count(planned['kept'])}?"):
-        raise typer.Exit(1)
+        context.exit(1)
     with console.read_progress() as progress:
         result = prune_checkpoints(directory, keep, progress)
     console.note(f"removed {_count(result['removed'])}, kept {len(result['kept'])}")

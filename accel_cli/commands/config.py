@@ -6,19 +6,19 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
 from accel_cli import console
-from accel_cli.commands.options import (
-    CommandApp,
-    CompatGroup,
+from accel_cli.commands.command import Group
+from accel_cli.commands.completion import (
     complete_assignments,
+    complete_files,
     complete_keys,
     complete_profile_names,
-    expand_options,
 )
+from accel_cli.commands.options import argument, declare, option, pass_options
 from accel_cli.errors import ProfileError, UsageError
 
 if TYPE_CHECKING:
@@ -26,35 +26,29 @@ if TYPE_CHECKING:
     from accel_cli.profile.layers import Resolved
     from accel_cli.profile.store import Store
 
-__all__ = ["app", "edit_interactively"]
+__all__ = ["config", "edit_interactively"]
 
-app = CommandApp(
-    name="config",
-    rich_help_panel="Set up",
-    cls=CompatGroup,
-    help="Create and manage profiles. Run without a subcommand to start the interactive wizard.",
-    epilog="Example: accel config set mixed_precision=bf16",
-)
 _SHOW = "Show and check"
 _CHANGE = "Create and change"
 
-Name = Annotated[
-    str | None,
-    typer.Option(
-        "--profile",
-        metavar="NAME",
-        help="Use the named profile.",
-        autocompletion=complete_profile_names,
-    ),
-]
+_PROFILE: dict[str, Any] = {
+    "metavar": "NAME",
+    "default": None,
+    "help": "Use the named profile.",
+    "shell_complete": complete_profile_names,
+}
+_profile_option = option("--profile", **_PROFILE)
+_force_option = option("--force", is_flag=True, help="Replace an existing file.")
 
 
 @dataclass(frozen=True)
 class Location:
     """The file of a command: the user's default profile, a named one, or the project file."""
 
-    profile: Name = None
-    project: Annotated[bool, typer.Option("--project", help="Use the project file, accel.yaml.")] = False
+    profile: str | None = declare(option, "--profile", **_PROFILE)
+    project: bool = declare(
+        option, "--project", default=False, is_flag=True, help="Use the project file, accel.yaml."
+    )
 
     def find_file(self) -> Path:
         """Return the path of the file, which need not exist."""
@@ -84,19 +78,20 @@ class Location:
         return path
 
 
-Force = Annotated[bool, typer.Option("--force", help="Replace an existing file.")]
-
-
-@app.callback(invoke_without_command=True)
-@expand_options
-def config(
-    ctx: typer.Context,
-    location: Location,
-    default: Annotated[
-        bool, typer.Option("--default", help="Write defaults for this machine without questions.")
-    ] = False,
-    force: Force = False,
-) -> None:
+@click.group(
+    "config",
+    cls=Group,
+    panel="Set up",
+    gives_advice=True,
+    invoke_without_command=True,
+    subcommand_metavar="COMMAND [ARGS]...",
+    epilog="Example: accel config set mixed_precision=bf16",
+)
+@click.pass_context
+@pass_options(Location)
+@option("--default", is_flag=True, help="Write defaults for this machine without questions.")
+@_force_option
+def config(ctx: click.Context, location: Location, default: bool, force: bool) -> None:
     """Create and manage profiles. Run without a subcommand to start the interactive wizard."""
     if ctx.invoked_subcommand:
         if location != Location() or default or force:
@@ -116,11 +111,12 @@ def config(
         )
     from accel_cli.wizard.session import run_wizard
 
-    raise typer.Exit(run_wizard(path))
+    ctx.exit(run_wizard(path))
 
 
-@app.command(rich_help_panel=_SHOW, epilog="Example: accel config show --profile gpu")
-def show(profile: Name = None) -> None:
+@config.command("show", panel=_SHOW, epilog="Example: accel config show --profile gpu")
+@_profile_option
+def show(profile: str | None) -> None:
     """Print the effective value of every key and the layer that sets it."""
     resolved, values = _resolve(profile)
     # On a terminal, a row is a line: the files are named once, below.
@@ -139,18 +135,15 @@ def show(profile: Name = None) -> None:
         console.plain(f"{name}: {console.abbreviate_home(path)}")
 
 
-@app.command(rich_help_panel=_SHOW, epilog="Example: accel config get launcher.nproc_per_node")
-def get(
-    key: Annotated[
-        str,
-        typer.Argument(
-            metavar="KEY",
-            help="Print this key, named as in accel config show.",
-            autocompletion=complete_keys,
-        ),
-    ],
-    profile: Name = None,
-) -> None:
+@config.command("get", panel=_SHOW, epilog="Example: accel config get launcher.nproc_per_node")
+@argument(
+    "key",
+    metavar="KEY",
+    help="Print this key, named as in accel config show.",
+    shell_complete=complete_keys,
+)
+@_profile_option
+def get(key: str, profile: str | None) -> None:
     """Print the effective value of a key, for scripts; nothing if it is unset."""
     from accel_cli.profile.validation_errors import unknown_key
 
@@ -160,7 +153,7 @@ def get(
     console.plain(_format_value(values.get(key)))
 
 
-@app.command("list", rich_help_panel=_SHOW, epilog="Example: accel config list")
+@config.command("list", panel=_SHOW, epilog="Example: accel config list")
 def list_() -> None:
     """List all profiles."""
     store = _get_store()
@@ -173,20 +166,24 @@ def list_() -> None:
         console.note("no profiles yet; run accel config to create one")
 
 
-@app.command(rich_help_panel=_SHOW, epilog="Example: accel config path --project")
-@expand_options
+@config.command("path", panel=_SHOW, epilog="Example: accel config path --project")
+@pass_options(Location)
 def path(location: Location) -> None:
     """Print the path of a profile, even if it does not exist."""
     console.plain(str(location.find_file()))
 
 
-@app.command(rich_help_panel=_SHOW, epilog="Example: accel config validate accel.yaml")
-@expand_options
-def validate(
-    *,
-    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Check this file.")] = None,
-    location: Location,
-) -> None:
+@config.command("validate", panel=_SHOW, epilog="Example: accel config validate accel.yaml")
+@argument(
+    "file",
+    metavar="FILE",
+    type=Path,
+    required=False,
+    help="Check this file.",
+    shell_complete=complete_files,
+)
+@pass_options(Location)
+def validate(location: Location, file: Path | None) -> None:
     """Check a profile and report every mistake at once."""
     if file and location != Location():
         raise UsageError("Pass only one of FILE, --profile and --project.")
@@ -195,7 +192,7 @@ def validate(
     console.note(f"{target} is valid")
 
 
-@app.command(rich_help_panel=_SHOW, epilog="Example: accel config schema > accel.schema.json")
+@config.command("schema", panel=_SHOW, epilog="Example: accel config schema > accel.schema.json")
 def schema() -> None:
     """Print the JSON schema of a profile, for editors."""
     from accel_cli.profile.schema import json_schema
@@ -203,22 +200,19 @@ def schema() -> None:
     console.print_json(json_schema())
 
 
-@app.command(
-    "set",
-    rich_help_panel=_CHANGE,
-    epilog="Example: accel config set mixed_precision=bf16 env.NCCL_DEBUG=INFO",
+@config.command(
+    "set", panel=_CHANGE, epilog="Example: accel config set mixed_precision=bf16 env.NCCL_DEBUG=INFO"
 )
-@expand_options
-def set_(
-    assignments: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="KEY=VALUE", help="Set these values; an empty value removes the key.",
-            autocompletion=complete_assignments,
-        ),
-    ],
-    location: Location,
-) -> None:  # fmt: skip
+@argument(
+    "assignments",
+    metavar="KEY=VALUE",
+    nargs=-1,
+    required=True,
+    help="Set these values; an empty value removes the key.",
+    shell_complete=complete_assignments,
+)
+@pass_options(Location)
+def set_(location: Location, assignments: tuple[str, ...]) -> None:
     """Set values in a profile and keep its comments. The profile is created if it does not exist."""
     from accel_cli.profile import layers
     from accel_cli.profile.edit import read_layers_below, update_profile
@@ -235,21 +229,19 @@ def set_(
     console.note(f"{target}: set {', '.join(assignments)}")
 
 
-@app.command(
-    rich_help_panel=_CHANGE, epilog="Example: accel config unset launcher.max_restarts env.NCCL_DEBUG"
+@config.command(
+    "unset", panel=_CHANGE, epilog="Example: accel config unset launcher.max_restarts env.NCCL_DEBUG"
 )
-@expand_options
-def unset(
-    keys: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="KEY",
-            help="Remove these keys, or sections such as fully_shard.",
-            autocompletion=complete_keys,
-        ),
-    ],
-    location: Location,
-) -> None:
+@argument(
+    "keys",
+    metavar="KEY",
+    nargs=-1,
+    required=True,
+    help="Remove these keys, or sections such as fully_shard.",
+    shell_complete=complete_keys,
+)
+@pass_options(Location)
+def unset(location: Location, keys: tuple[str, ...]) -> None:
     """Remove values from a profile, so that lower layers apply, and keep its comments."""
     from accel_cli.profile import layers
     from accel_cli.profile.edit import remove_keys
@@ -271,32 +263,35 @@ def unset(
         console.note(f"remaining mistake: {problem}")
 
 
-@app.command(rich_help_panel=_CHANGE, epilog="Example: accel config default --profile gpu")
-@expand_options
-def default(location: Location, force: Force = False) -> None:
+@config.command("default", panel=_CHANGE, epilog="Example: accel config default --profile gpu")
+@pass_options(Location)
+@_force_option
+def default(location: Location, force: bool) -> None:
     """Write defaults for this machine without questions."""
     _write_default(location.find_writable_file(), force=force)
 
 
-@app.command(rich_help_panel=_CHANGE, epilog="Example: EDITOR=nano accel config edit")
-@expand_options
+@config.command("edit", panel=_CHANGE, epilog="Example: EDITOR=nano accel config edit")
+@pass_options(Location)
 def edit(location: Location) -> None:
     """Edit a profile in $VISUAL or $EDITOR, and save it only if it is valid."""
     target = _require_file(location.find_writable_file(), location)
     _write(target, edit_interactively(target))
 
 
-@app.command(
-    "import", rich_help_panel=_CHANGE, epilog="Example: accel config import default_config.yaml --profile gpu"
+@config.command(
+    "import", panel=_CHANGE, epilog="Example: accel config import default_config.yaml --profile gpu"
 )
-@expand_options
-def import_(
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="Read a config file of Accelerate, or a profile of accel.")
-    ],
-    location: Location,
-    force: Force = False,
-) -> None:
+@argument(
+    "file",
+    metavar="FILE",
+    type=Path,
+    help="Read a config file of Accelerate, or a profile of accel.",
+    shell_complete=complete_files,
+)
+@pass_options(Location)
+@_force_option
+def import_(location: Location, file: Path, force: bool) -> None:
     """Create a profile from a config file of Accelerate, or from another profile.
 
     Values without an equivalent in accel are listed.
@@ -328,14 +323,10 @@ def import_(
     _write(target, text)
 
 
-@app.command(rich_help_panel=_CHANGE, epilog="Example: accel config delete gpu")
-def delete(
-    name: Annotated[
-        str,
-        typer.Argument(metavar="NAME", help="Delete this profile.", autocompletion=complete_profile_names),
-    ],
-    yes: Annotated[bool, typer.Option("-y", "--yes", help="Delete without asking.")] = False,
-) -> None:
+@config.command("delete", panel=_CHANGE, epilog="Example: accel config delete gpu")
+@argument("name", metavar="NAME", help="Delete this profile.", shell_complete=complete_profile_names)
+@option("-y", "--yes", is_flag=True, help="Delete without asking.")
+def delete(name: str, yes: bool) -> None:
     """Delete a profile after confirmation."""
     target = _require_file(_get_store().get_path(name))
     if not yes and not _has_terminal():

@@ -6,22 +6,22 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
 from accel_cli import console
-from accel_cli.commands.options import CommandApp, CompatCommand
+from accel_cli.commands.command import Command
+from accel_cli.commands.options import option
 from accel_cli.errors import UsageError
 
 if TYPE_CHECKING:
     from accel_cli.planning.machine import Machine
 
-__all__ = ["app"]
+__all__ = ["env"]
 
-app = CommandApp(rich_help_panel="Set up")
 _PACKAGES = (
-    "torch", "torch_xla", "libtpu", "numpy", "safetensors", "pydantic", "typer", "rich", "questionary", "boto3",
+    "torch", "torch_xla", "libtpu", "numpy", "safetensors", "pydantic", "click", "rich", "questionary", "boto3",
 )  # fmt: skip
 _RELEVANT = (
     "ACCEL_", "CPU_NUM_DEVICES", "CUDA_", "GLOO_", "HIP_", "KMP_", "LD_", "LIBTPU_", "LOCAL_", "MASTER_", "MEGASCALE_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "OMPI_",
@@ -29,8 +29,15 @@ _RELEVANT = (
 )  # fmt: skip
 
 
-@app.command("env", cls=CompatCommand, epilog="Example: accel env --json > report.json")
-def env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+@click.command(
+    "env",
+    cls=Command,
+    panel="Set up",
+    gives_advice=True,
+    epilog="Example: accel env --json > report.json",
+)
+@option("--json", "as_json", is_flag=True, help="Print JSON.")
+def env(as_json: bool) -> None:
     """Print versions, devices, the effective profile and the relevant variables.
 
     Variables that look like secrets are masked.

@@ -7,17 +7,18 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import typer
+import click
 
 from accel_cli import console
-from accel_cli.commands.options import CommandApp, complete_profile_names, expand_options
+from accel_cli.commands.command import Command
+from accel_cli.commands.completion import complete_files, complete_profile_names
+from accel_cli.commands.options import IntRange, argument, declare, option, pass_options
 from accel_cli.errors import AccelError, UsageError
 
-__all__ = ["app"]
+__all__ = ["estimate"]
 
-app = CommandApp(rich_help_panel="Set up")
 _SIZES = ("dp_replicate", "dp_shard", "tp")
 _BYTES = ("parameters", "gradients", "optimizer", "activations", "working", "total")
 
@@ -26,73 +27,111 @@ _BYTES = ("parameters", "gradients", "optimizer", "activations", "working", "tot
 class EstimateRequest:
     """The model, the devices, and the settings of the training, as the child process reads them."""
 
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="Estimate MODULE:FACTORY, path/to/file.py:FACTORY, or a folder with the config.json of a transformers model.",
-        ),
-    ]
-    devices: Annotated[int, typer.Option(metavar="N", min=1, help="Set the number of devices.")] = 1
-    memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Set the memory of each device, such as 80GB or 24GiB.")
-    ] = None
-    headroom: Annotated[
-        int,
-        typer.Option(
-            metavar="PERCENT", min=0, max=90,
-            help="Leave this part of the memory to torch, fragmentation and communication.",
-        ),
-    ] = 10  # fmt: skip
-    batch_size: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Set the samples per batch on each device.")
-    ] = None
-    seq_length: Annotated[int | None, typer.Option(metavar="N", min=1, help="Set the tokens per sample.")] = (
-        None
+    target: str = declare(
+        argument,
+        "target",
+        metavar="MODEL",
+        help="Estimate MODULE:FACTORY, path/to/file.py:FACTORY, or a folder with the config.json of a transformers model.",
     )
-    optimizer: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Use adamw, adam, sgd, sgd-momentum, adagrad or rmsprop; by default the factory's optimizer, or adamw.",
-        ),
-    ] = None
-    mixed_precision: Annotated[
-        Literal["no", "bf16", "fp16"], typer.Option(help="Set the number format of the forward pass.")
-    ] = "no"
-    dtype: Annotated[
-        Literal["bf16", "fp16", "fp32"] | None,
-        typer.Option(help="Set the number format of parameters; by default the model's own."),
-    ] = None
-    wrap: Annotated[
-        str, typer.Option(metavar="MODULES", help="Gather these modules as units, as fully_shard.wrap does.")
-    ] = "auto"
-    activations: Annotated[
-        bool, typer.Option("--activations/--no-activations", help="Measure activations.")
-    ] = True
+    devices: int = declare(
+        option, "--devices", default=1, metavar="N", type=IntRange(min=1), help="Set the number of devices."
+    )
+    memory: str | None = declare(
+        option,
+        "--memory",
+        default=None,
+        metavar="SIZE",
+        help="Set the memory of each device, such as 80GB or 24GiB.",
+    )
+    headroom: int = declare(
+        option,
+        "--headroom",
+        default=10,
+        metavar="PERCENT",
+        type=IntRange(min=0, max=90),
+        help="Leave this part of the memory to torch, fragmentation and communication.",
+    )
+    batch_size: int | None = declare(
+        option,
+        "--batch-size",
+        default=None,
+        metavar="N",
+        type=IntRange(min=1),
+        help="Set the samples per batch on each device.",
+    )
+    seq_length: int | None = declare(
+        option,
+        "--seq-length",
+        default=None,
+        metavar="N",
+        type=IntRange(min=1),
+        help="Set the tokens per sample.",
+    )
+    optimizer: str | None = declare(
+        option,
+        "--optimizer",
+        default=None,
+        metavar="NAME",
+        help="Use adamw, adam, sgd, sgd-momentum, adagrad or rmsprop; by default the factory's optimizer, or adamw.",
+    )
+    mixed_precision: str = declare(
+        option,
+        "--mixed-precision",
+        default="no",
+        metavar="<no|bf16|fp16>",
+        type=click.Choice(["no", "bf16", "fp16"]),
+        help="Set the number format of the forward pass.",
+    )
+    dtype: str | None = declare(
+        option,
+        "--dtype",
+        default=None,
+        metavar="<bf16|fp16|fp32>",
+        type=click.Choice(["bf16", "fp16", "fp32"]),
+        help="Set the number format of parameters; by default the model's own.",
+    )
+    wrap: str = declare(
+        option,
+        "--wrap",
+        default="auto",
+        metavar="MODULES",
+        help="Gather these modules as units, as fully_shard.wrap does.",
+    )
+    activations: bool = declare(
+        option, "--activations/--no-activations", default=True, help="Measure activations."
+    )  # fmt: skip
 
 
-@app.command(
+@click.command(
     "estimate",
+    cls=Command,
+    panel="Set up",
     epilog="Example: accel estimate model.py:make --devices 8 --memory 80GB --mixed-precision bf16",
 )
-@expand_options
+@pass_options(EstimateRequest)
+@option(
+    "--all",
+    "show_all",
+    is_flag=True,
+    help="Show every layout, with and without resharding and checkpointing.",
+)
+@option(
+    "--write-profile",
+    metavar="NAME",
+    help="Write the layout to this profile.",
+    shell_complete=complete_profile_names,
+)
+@option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    type=Path,
+    help="Write the layout to this profile file.",
+    shell_complete=complete_files,
+)
+@option("--json", "as_json", is_flag=True, help="Print JSON.")
 def estimate(
-    request: EstimateRequest,
-    show_all: Annotated[
-        bool, typer.Option("--all", help="Show every layout, with and without resharding and checkpointing.")
-    ] = False,
-    write_profile: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="Write the layout to this profile.", autocompletion=complete_profile_names
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", metavar="FILE", help="Write the layout to this profile file."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    request: EstimateRequest, show_all: bool, write_profile: str | None, output: Path | None, as_json: bool
 ) -> None:
     """Estimate the memory that training a model needs on each device, for every layout of the devices.
 

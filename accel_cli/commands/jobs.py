@@ -2,62 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
 from accel_cli import console
-from accel_cli.commands.options import CommandApp, complete_profile_names, expand_options
+from accel_cli.commands.command import Group
+from accel_cli.commands.completion import complete_files, complete_profile_names
+from accel_cli.commands.options import argument, declare, option, pass_options
 
 if TYPE_CHECKING:
     from accel_cli.launchers.jobs import Jobs
 
-__all__ = ["Service", "app", "has_service", "open_jobs"]
+__all__ = ["Service", "has_service", "jobs", "open_jobs"]
 
-app = CommandApp(
-    name="jobs",
-    rich_help_panel="Run",
-    help="List, show, follow and stop submitted jobs, and download their results.",
-    no_args_is_help=True,
-    epilog="Example: accel jobs list",
-)
-
-_Id = Annotated[str, typer.Argument(metavar="ID", help="Id of the job, as printed by accel launch.")]
+_job_id = argument("job_id", metavar="ID", help="Id of the job, as printed by accel launch.")
 
 
 @dataclass(frozen=True)
 class Service:
     """The job service of a command: by default that of the active profile."""
 
-    launcher: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KIND",
-            help="Look for jobs of this launcher; by default that of the active profile, or slurm.",
-        ),
-    ] = None
-    profile: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Look for jobs of the launcher of this profile.",
-            autocompletion=complete_profile_names,
-        ),
-    ] = None
-    assignments: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Override one value of the profile; can be repeated."
-        ),
-    ] = None
+    launcher: str | None = declare(
+        option,
+        "--launcher",
+        default=None,
+        metavar="KIND",
+        help="Look for jobs of this launcher; by default that of the active profile, or slurm.",
+    )
+    profile: str | None = declare(
+        option,
+        "--profile",
+        default=None,
+        metavar="NAME",
+        shell_complete=complete_profile_names,
+        help="Look for jobs of the launcher of this profile.",
+    )
+    assignments: Sequence[str] = declare(
+        option, "--set", "assignments", default=(), multiple=True, metavar="KEY=VALUE",
+        help="Override one value of the profile; can be repeated.",
+    )  # fmt: skip
 
 
-@app.command("list", epilog="Example: accel jobs list")
-@expand_options
+@click.group("jobs", cls=Group, panel="Run", no_args_is_help=True, epilog="Example: accel jobs list")
+def jobs() -> None:
+    """List, show, follow and stop submitted jobs, and download their results."""
+
+
+@jobs.command("list", epilog="Example: accel jobs list")
+@pass_options(Service)
 def list_(service: Service) -> None:
     """List jobs, oldest first."""
     with open_jobs(service) as jobs:
@@ -68,9 +65,10 @@ def list_(service: Service) -> None:
     console.table(("ID", "NAME", "STATE", "TIME", "NODES"), rows)
 
 
-@app.command("status", epilog="Example: accel jobs status 12")
-@expand_options
-def status(job_id: _Id, service: Service) -> None:
+@jobs.command("status", epilog="Example: accel jobs status 12")
+@_job_id
+@pass_options(Service)
+def status(service: Service, job_id: str) -> None:
     """Show the details of a job."""
     with open_jobs(service) as jobs:
         job = jobs.status(job_id)
@@ -80,19 +78,17 @@ def status(job_id: _Id, service: Service) -> None:
     console.table(("", ""), [(name.replace("_", " "), str(value)) for name, value in fields.items()])
 
 
-@app.command("logs", epilog="Example: accel jobs logs 12 -f")
-@expand_options
-def logs(
-    job_id: _Id,
-    *,
-    follow: Annotated[
-        bool,
-        typer.Option(
-            "-f", "--follow", help="Follow the log until the job ends, and exit with its exit code."
-        ),
-    ] = False,
-    service: Service,
-) -> None:
+@jobs.command("logs", epilog="Example: accel jobs logs 12 -f")
+@_job_id
+@option(
+    "-f",
+    "--follow",
+    is_flag=True,
+    help="Follow the log until the job ends, and exit with its exit code.",
+)
+@click.pass_context
+@pass_options(Service)
+def logs(context: click.Context, service: Service, job_id: str, follow: bool) -> None:
     """Print the log of a job."""
     from accel_cli.launchers.jobs import follow as follow_job
     from accel_cli.launchers.jobs import print_new_output
@@ -100,7 +96,7 @@ def logs(
     with open_jobs(service) as jobs:
         job = jobs.status(job_id)
         if follow:
-            raise typer.Exit(follow_job(jobs, job))
+            context.exit(follow_job(jobs, job))
         log, printed = jobs.open_log(job), False
         while print_new_output(log):
             printed = True
@@ -108,9 +104,10 @@ def logs(
         console.note(f"job {job.id} has no output; it is {job.state}")
 
 
-@app.command("stop", epilog="Example: accel jobs stop 12")
-@expand_options
-def stop(job_id: _Id, service: Service) -> None:
+@jobs.command("stop", epilog="Example: accel jobs stop 12")
+@_job_id
+@pass_options(Service)
+def stop(service: Service, job_id: str) -> None:
     """Stop a job. Its processes receive SIGTERM and have some time to save."""
     with open_jobs(service) as jobs:
         job = jobs.status(job_id)
@@ -121,22 +118,19 @@ def stop(job_id: _Id, service: Service) -> None:
     console.note(f"job {job.id} is stopping")
 
 
-@app.command("download", epilog="Example: accel jobs download train-20260102-030405 -o models")
-@expand_options
-def download(
-    job_id: _Id,
-    *,
-    output: Annotated[
-        Path,
-        typer.Option(
-            "-o",
-            "--output",
-            metavar="DIR",
-            help="Write the results to a new folder in DIR, named after the job.",
-        ),
-    ] = Path(),
-    service: Service,
-) -> None:
+@jobs.command("download", epilog="Example: accel jobs download train-20260102-030405 -o models")
+@_job_id
+@option(
+    "-o",
+    "--output",
+    metavar="DIR",
+    type=Path,
+    default=".",
+    help="Write the results to a new folder in DIR, named after the job.",
+    shell_complete=complete_files,
+)
+@pass_options(Service)
+def download(service: Service, job_id: str, output: Path) -> None:
     """Download the model and the other output files of a job."""
     with open_jobs(service) as jobs:
         folder = jobs.download(job_id, output)
@@ -193,7 +187,7 @@ def _check_kind(kind: Any) -> None:
 
 
 def _list_assignments(service: Service) -> list[str]:
-    texts = list(service.assignments or ())
+    texts = list(service.assignments)
     return texts if service.launcher is None else [f"launcher.kind={service.launcher}", *texts]
 
 

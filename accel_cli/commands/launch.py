@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 from typing_extensions import override
 
 from accel_cli import console
-from accel_cli.commands.options import CommandApp, RequestCommand, find_unknown_options, get_options
+from accel_cli.commands.command import Command, find_unknown_options
+from accel_cli.commands.completion import complete_files
+from accel_cli.commands.options import argument, build_option
 from accel_cli.errors import AccelError, RunEndedError, UsageError
 from accel_cli.planning.options import OPTIONS, SELECTION, Kind, Request
 
@@ -17,115 +19,127 @@ if TYPE_CHECKING:
     from accel_cli.planning.plan import Plan
     from accel_cli.profile.layers import Resolved
 
-__all__ = ["LaunchCommand", "app", "build_request", "format_headline", "format_plan"]
+__all__ = ["build_request", "format_headline", "format_plan", "launch", "select_given", "test"]
 
 _ARGUMENTS = "accel.arguments"
 
 
-class LaunchCommand(RequestCommand):
+class _LaunchCommand(Command):
     """The command `accel launch`; options of launchers are added only if the command line or the help needs them."""
 
     @override
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         # Before parsing, which removes `--`.
         ctx.meta[_ARGUMENTS] = tuple(args)
-        if ctx.resilient_parsing or self._needs_launchers(ctx, args):
-            self.add_launcher_options()
+        needs_help = not args or not set(ctx.help_option_names).isdisjoint(args)
+        if ctx.resilient_parsing or needs_help or any(find_unknown_options(self, ctx, args)):
+            self._add_launcher_options()
         return super().parse_args(ctx, args)
 
-    @override
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except RunEndedError:  # the failure is that of another node
-            raise
-        except AccelError as error:
-            from accel_cli.runs import run_dir
-            from accel_runtime.environment.settings import FAILURE_FILE
-
-            run_dir.write_reason(os.environ.get(FAILURE_FILE), str(error))
-            raise
-
-    def add_launcher_options(self) -> None:
+    def _add_launcher_options(self) -> None:
         """Add the options that launchers declare, under headings with the launchers' names."""
         from accel_cli.launchers import list_options
 
-        self.add_options(
-            {
-                option: f"Only with launcher.kind: {' or '.join(kinds)}"
-                for option, kinds in list_options().items()
-                if option.name not in self.declared_names
-            }
-        )
-
-    def _needs_launchers(self, ctx: Any, args: list[str]) -> bool:
-        if not args or not set(ctx.help_option_names).isdisjoint(args):
-            return True
-        return any(True for _ in find_unknown_options(self, ctx, args))
+        names = {parameter.name for parameter in self.params}
+        self.params += [
+            build_option(option, f"Only with launcher.kind: {' or '.join(kinds)}")
+            for option, kinds in list_options().items()
+            if option.name not in names
+        ]
 
 
-class TestCommand(RequestCommand):
-    """The command `accel test`."""
-
-    declared = tuple(OPTIONS[name] for name in SELECTION)
-
-
-app = CommandApp(rich_help_panel="Run")
-
-
-@app.command(
+@click.command(
     "launch",
-    cls=LaunchCommand,
+    cls=_LaunchCommand,
+    panel="Run",
+    gives_advice=True,
+    params=[build_option(option) for option in OPTIONS.values()],
     # Options after the script are passed to it.
     context_settings={"allow_interspersed_args": False},
     epilog="Example: accel launch --nproc-per-node 2 train.py --epochs 3",
 )
-def launch(
-    context: typer.Context,
-    script: Annotated[
-        str,
-        typer.Argument(
-            metavar="SCRIPT", help="Run this Python script; with -m a module, with --no-python a program."
-        ),
-    ],
-    args: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGS", help="Pass these arguments to the script.")
-    ] = None,
-) -> None:
+@argument(
+    "script",
+    metavar="SCRIPT",
+    help="Run this Python script; with -m a module, with --no-python a program.",
+    shell_complete=complete_files,
+)
+@argument(
+    "args",
+    metavar="ARGS",
+    nargs=-1,
+    help="Pass these arguments to the script.",
+    shell_complete=complete_files,
+)
+@click.pass_context
+def launch(context: click.Context, /, script: str, args: tuple[str, ...], **options: Any) -> None:
     """Launch a script with the settings of the active profile.
 
     Options of accel launch come before SCRIPT; everything after it is passed to the script unchanged.
     """
+    try:
+        code = _launch(context, build_request(script, args, select_given(options)))
+    except RunEndedError:  # the failure is that of another node
+        raise
+    except AccelError as error:
+        from accel_cli.runs import run_dir
+        from accel_runtime.environment.settings import FAILURE_FILE
+
+        run_dir.write_reason(os.environ.get(FAILURE_FILE), str(error))
+        raise
+    context.exit(code)
+
+
+def _launch(context: click.Context, request: Request) -> int:
+    """Run a request, or print its plan; return the exit code."""
     from accel_cli.profile import planner
 
-    request = build_request(script, args, get_options(context))
     planner.check_target(request.target, request.kind)
     resolved, plan = planner.prepare(request, os.environ)
     _note_options_after_script(context, request)
     launcher, options = resolved.profile.launcher, request.options
     if any(option.only_prints and option.name in options for option in launcher.launch_options):
         console.plain(launcher.preview(plan, options))
-        return
+        return 0
     if "dry_run" in options or "explain" in options:
         console.plain(format_plan(plan, resolved if "explain" in options else None))
         if "dry_run" in options and (preview := launcher.preview(plan, options)):
             console.plain(preview)
-        return
+        return 0
     if "quiet" not in options:
         console.note(format_headline(plan, resolved))
-    raise typer.Exit(launcher.run(_add_details(plan, request, resolved)))
+    return launcher.run(_add_details(plan, request, resolved))
 
 
-@app.command("test", cls=TestCommand, epilog="Example: accel test --nproc-per-node 2")
-def test(context: typer.Context) -> None:
+@click.command(
+    "test",
+    cls=Command,
+    panel="Run",
+    gives_advice=True,
+    params=[build_option(OPTIONS[name]) for name in SELECTION],
+    epilog="Example: accel test --nproc-per-node 2",
+)
+@click.pass_context
+def test(context: click.Context, /, **options: Any) -> None:
     """Check processes, collectives, gradients, gathering and precision on this machine."""
     from accel_cli.profile import planner
 
-    request = Request("accel_runtime.selfcheck", kind="module", options=get_options(context), is_builtin=True)
+    request = Request(
+        "accel_runtime.selfcheck", kind="module", options=select_given(options), is_builtin=True
+    )
     resolved, plan = planner.prepare(request, os.environ)
     console.note(format_headline(plan, resolved))
     plan = _add_details(plan, request, resolved, is_quiet=True)
-    raise typer.Exit(resolved.profile.launcher.run(plan))
+    context.exit(resolved.profile.launcher.run(plan))
+
+
+def select_given(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that were typed, by name."""
+    return {
+        name: value
+        for name, value in options.items()
+        if value is not None and value is not False and value != ()
+    }
 
 
 def _add_details(plan: Plan, request: Request, resolved: Resolved, *, is_quiet: bool = False) -> Plan:
@@ -149,7 +163,7 @@ def _add_details(plan: Plan, request: Request, resolved: Resolved, *, is_quiet: 
     return replace(plan, details=details)
 
 
-def build_request(script: str, args: list[str] | None, options: dict[str, Any]) -> Request:
+def build_request(script: str, args: tuple[str, ...], options: dict[str, Any]) -> Request:
     """Return the request for the arguments and options of a command line.
 
     Raises:
@@ -160,10 +174,10 @@ def build_request(script: str, args: list[str] | None, options: dict[str, Any]) 
     if "profile" in options and "no_profile" in options:
         raise UsageError("Pass either --profile or --no-profile, not both.")
     kind: Kind = "module" if "module" in options else "program" if "no_python" in options else "script"
-    return Request(script, tuple(args or ()), kind, options)
+    return Request(script, args, kind, options)
 
 
-def _note_options_after_script(context: typer.Context, request: Request) -> None:
+def _note_options_after_script(context: click.Context, request: Request) -> None:
     """Print a note about options of `accel launch` that are passed to the script because they come after it."""
     from accel_cli.profile import planner
 

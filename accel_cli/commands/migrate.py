@@ -4,43 +4,41 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
 from accel_cli import console
-from accel_cli.commands.options import CommandApp
+from accel_cli.commands.command import Command
+from accel_cli.commands.completion import complete_files
+from accel_cli.commands.options import argument, option
 from accel_cli.errors import UsageError
 
 if TYPE_CHECKING:
     from accel_cli.migrate.files import MigratedFile
 
-__all__ = ["app"]
+__all__ = ["migrate"]
 
-app = CommandApp(rich_help_panel="Set up")
 _COLORS = {"+": "\x1b[32m", "-": "\x1b[31m", "@": "\x1b[36m"}
 
 
-@app.command("migrate", epilog="Example: accel migrate train.py")
-def migrate(
-    paths: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="PATH",
-            help="Convert these scripts, or the scripts in these folders; - reads a script from the standard input.",
-        ),
-    ],
-    write: Annotated[
-        bool,
-        typer.Option(
-            "--write",
-            help="Write the changes; the files before are kept as *.orig. A script from the standard input is printed.",
-        ),
-    ] = False,
-    check: Annotated[
-        bool, typer.Option("--check", help="Exit with code 1 if something is left to do.")
-    ] = False,
-) -> None:
+@click.command("migrate", cls=Command, panel="Set up", epilog="Example: accel migrate train.py")
+@argument(
+    "paths",
+    metavar="PATH",
+    nargs=-1,
+    required=True,
+    help="Convert these scripts, or the scripts in these folders; - reads a script from the standard input.",
+    shell_complete=complete_files,
+)
+@option(
+    "--write",
+    is_flag=True,
+    help="Write the changes; the files before are kept as *.orig. A script from the standard input is printed.",
+)
+@option("--check", is_flag=True, help="Exit with code 1 if something is left to do.")
+@click.pass_context
+def migrate(context: click.Context, paths: tuple[str, ...], write: bool, check: bool) -> None:
     """Convert training scripts, and shell scripts that launch them, to accel.
 
     Prints the changes as a diff, and the places that are not converted with the code to write. Scripts are only read, and
@@ -63,9 +61,9 @@ def migrate(
     elif changed and not write:
         console.note(f"{_count(len(changed))} would change; accel migrate --write applies it")
     if unwritten:
-        raise typer.Exit(2)
+        context.exit(2)
     if check and ((changed and not write) or any(file.findings for file in files)):
-        raise typer.Exit(1)
+        context.exit(1)
 
 
 def _read_files(paths: list[Path]) -> tuple[list[MigratedFile], list[str]]:

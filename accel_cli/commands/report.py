@@ -4,52 +4,50 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
 from accel_cli import console
-from accel_cli.commands.options import CommandApp
-from accel_cli.commands.runs import LogDir, find_log_home
+from accel_cli.commands.command import Command
+from accel_cli.commands.completion import complete_files
+from accel_cli.commands.options import argument, option
+from accel_cli.commands.runs import find_log_home, log_dir_option
 from accel_cli.errors import UsageError
 
 if TYPE_CHECKING:
     from accel_cli.runs.report_data import RunData
 
-__all__ = ["app"]
+__all__ = ["report"]
 
-app = CommandApp(rich_help_panel="Run")
 _PACKAGES = ("plotly", "jinja2")
 _MARK = b'<meta name="generator" content="accel report">'
 _MARK_RANGE = 1024
 """The bytes at the start of a report that contain its mark."""
 
 
-@app.command("report", epilog="Example: accel report -o report.html")
-def report(
-    runs: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="RUN",
-            help="Show these runs: ids of accel runs, paths of run folders, or .jsonl files of the jsonl tracker; by default "
-            "the last run.",
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o",
-            "--output",
-            metavar="FILE",
-            help="Write this file; by default report-RUN.html, or report.html for several runs.",
-        ),
-    ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace a file that accel report did not write.")
-    ] = False,
-    log_dir: LogDir = None,
-) -> None:
+@click.command("report", cls=Command, panel="Run", epilog="Example: accel report -o report.html")
+@argument(
+    "runs",
+    metavar="RUN",
+    nargs=-1,
+    help="Show these runs: ids of accel runs, paths of run folders, or .jsonl files of the jsonl tracker; by default "
+    "the last run.",
+    shell_complete=complete_files,
+)
+@option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    type=Path,
+    help="Write this file; by default report-RUN.html, or report.html for several runs.",
+    shell_complete=complete_files,
+)
+@option("--force", is_flag=True, help="Replace a file that accel report did not write.")
+@log_dir_option
+def report(runs: tuple[str, ...], output: Path | None, force: bool, log_dir: str | None) -> None:
     """Write metrics, step times, memory and events of runs to an HTML file.
 
     Several runs are drawn over each other. The file needs no network.
@@ -61,7 +59,7 @@ def report(
         raise UsageError(
             f"Cannot draw a report: {' and '.join(missing)} not installed. Run: {format_install(*_PACKAGES, extra='report')}"
         )
-    selected = _read_runs(runs or [], log_dir)
+    selected = _read_runs(runs, log_dir)
     file = output or Path(f"report-{selected[0].name}.html" if len(selected) == 1 else "report.html")
     _check_output(file, force=force)
     from accel_cli.runs.report import render_report
@@ -77,7 +75,7 @@ def report(
     console.plain(str(file))
 
 
-def _read_runs(names: list[str], log_dir: str | None) -> list[RunData]:
+def _read_runs(names: Sequence[str], log_dir: str | None) -> list[RunData]:
     """Read the runs with these names or paths, each once."""
     from accel_cli.runs import report_data, run_dir
 

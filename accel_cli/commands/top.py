@@ -4,44 +4,40 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
 from accel_cli import console
+from accel_cli.commands.command import Command
 from accel_cli.commands.jobs import Service, has_service, open_jobs
-from accel_cli.commands.options import CommandApp, expand_options
-from accel_cli.commands.runs import LogDir, find_log_home
+from accel_cli.commands.options import argument, option, pass_options
+from accel_cli.commands.runs import find_log_home, log_dir_option
 from accel_cli.errors import UsageError
 
 if TYPE_CHECKING:
     from accel_cli.runs.live_view import View
     from accel_cli.runs.run_dir import RunFolder
 
-__all__ = ["app"]
+__all__ = ["top"]
 
-app = CommandApp(rich_help_panel="Run")
 _COLUMNS = 120
 """Columns of the output for other programs, unless COLUMNS is set."""
 
 
-@app.command("top", epilog="Example: accel top")
-@expand_options
-def top(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="RUN",
-            help="Watch this run of accel runs: its id, the beginning of it, or a script; or the job with this id. By "
-            "default the newest run in progress.",
-        ),
-    ] = None,
-    *,
-    shows_all: Annotated[bool, typer.Option("--all", help="Show every rank, also of more than 8.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print a snapshot as JSON, and exit.")] = False,
-    log_dir: LogDir = None,
-    service: Service,
-) -> None:
+@click.command("top", cls=Command, panel="Run", epilog="Example: accel top")
+@argument(
+    "name",
+    metavar="RUN",
+    required=False,
+    help="Watch this run of accel runs: its id, the beginning of it, or a script; or the job with this id. By "
+    "default the newest run in progress.",
+)
+@option("--all", "shows_all", is_flag=True, help="Show every rank, also of more than 8.")
+@option("--json", "as_json", is_flag=True, help="Print a snapshot as JSON, and exit.")
+@log_dir_option
+@pass_options(Service)
+def top(service: Service, name: str | None, shows_all: bool, as_json: bool, log_dir: str | None) -> None:
     """Watch the ranks of a run: steps, speed, memory, location and logged metrics.
 
     The run is not disturbed. Press q or Ctrl-C to leave. Without a terminal, one snapshot is printed.
@@ -49,12 +45,12 @@ def top(
     run = _find_run(name, log_dir, service)
     if run is None:
         assert name is not None
-        _show_job(name, service, as_json=json)
+        _show_job(name, service, as_json=as_json)
         return
     from accel_cli.runs import live_view
     from accel_cli.runs.snapshot import read_snapshot
 
-    if json:
+    if as_json:
         console.print_json(read_snapshot(run).to_json())
         return
 

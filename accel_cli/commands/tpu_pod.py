@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
-from accel_cli.commands.launch import build_request, format_headline, format_plan
-from accel_cli.commands.options import CommandApp, CompatCommand, expand_options
+from accel_cli.commands.command import Command
+from accel_cli.commands.completion import complete_files
+from accel_cli.commands.launch import build_request, format_headline, format_plan, launch, select_given
+from accel_cli.commands.options import argument, declare, option, pass_options
 
 if TYPE_CHECKING:
     from accel_cli.planning.options import Request
     from accel_cli.planning.plan import Plan
     from accel_cli.profile.layers import Resolved
 
-__all__ = ["Pod", "app", "find_folder", "prepare"]
+__all__ = ["Pod", "find_folder", "prepare", "tpu_pod"]
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.:-]*")
 
@@ -26,46 +28,49 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.:-]*")
 class Pod:
     """A TPU pod, and how its workers run the script."""
 
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the TPU.")]
-    zone: Annotated[
-        str | None, typer.Option(metavar="ZONE", help="Use the TPU in this zone instead of gcloud's default.")
-    ] = None
-    project: Annotated[
-        str | None, typer.Option(metavar="ID", help="Use this project instead of gcloud's default.")
-    ] = None
-    folder: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR",
-            help="Run in this folder of the workers, relative to the home; by default the current folder.",
-        ),
-    ] = None
-    setup: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="COMMAND", help="Run a shell command on every worker before the launch; can be repeated."
-        ),
-    ] = None
+    name: str = declare(argument, "name", metavar="NAME", help="Name of the TPU.")
+    zone: str | None = declare(
+        option,
+        "--zone",
+        default=None,
+        metavar="ZONE",
+        help="Use the TPU in this zone instead of gcloud's default.",
+    )
+    project: str | None = declare(
+        option, "--project", default=None, metavar="ID", help="Use this project instead of gcloud's default."
+    )
+    folder: str | None = declare(
+        option,
+        "--folder",
+        default=None,
+        metavar="DIR",
+        help="Run in this folder of the workers, relative to the home; by default the current folder.",
+    )
+    setup: Sequence[str] = declare(
+        option, "--setup", default=(), multiple=True, metavar="COMMAND",
+        help="Run a shell command on every worker before the launch; can be repeated.",
+    )  # fmt: skip
 
 
-app = CommandApp(rich_help_panel="Run")
-
-
-@app.command(
+@click.command(
     "tpu-pod",
-    cls=CompatCommand,
+    cls=Command,
+    panel="Run",
+    gives_advice=True,
     epilog="Example: accel tpu-pod my-pod --zone us-central2-b -- train.py --epochs 3",
 )
-@expand_options
-def tpu_pod(
-    context: typer.Context,
-    pod: Pod,
-    launch: Annotated[
-        list[str],
-        typer.Argument(metavar="LAUNCH", help="Arguments of accel launch: its options, SCRIPT and ARGS."),
-    ],
-    run: Annotated[bool, typer.Option("--run", help="Run the command instead of printing it.")] = False,
-) -> None:
+@click.pass_context
+@pass_options(Pod)
+@argument(
+    "launch_args",
+    metavar="LAUNCH",
+    nargs=-1,
+    required=True,
+    help="Arguments of accel launch: its options, SCRIPT and ARGS.",
+    shell_complete=complete_files,
+)
+@option("--run", is_flag=True, help="Run the command instead of printing it.")
+def tpu_pod(context: click.Context, pod: Pod, launch_args: tuple[str, ...], run: bool) -> None:
     """Print the gcloud command that runs accel launch on every worker of a TPU pod.
 
     Put -- before the arguments of accel launch, so that its options are not read as options of accel tpu-pod.
@@ -79,7 +84,7 @@ def tpu_pod(
     from accel_cli.planning.plan import join_for_bash
     from accel_cli.profile import planner
 
-    request = _parse_launch(context, launch)
+    request = _parse_launch(context, launch_args)
     if pod.folder is None:
         # In another folder, the workers may have a script that is missing here.
         planner.check_target(request.target, request.kind)
@@ -102,18 +107,16 @@ def tpu_pod(
         )
     if not quiet:
         console.note(format_headline(plan, resolved))
-    raise typer.Exit(Single().run(plan))
+    context.exit(Single().run(plan))
 
 
-def _parse_launch(context: typer.Context, args: list[str]) -> Request:
+def _parse_launch(context: click.Context, args: tuple[str, ...]) -> Request:
     """Return the request for arguments of `accel launch`."""
     from dataclasses import replace
 
-    group: Any = context.find_root().command
-    command = group.get_command(context, "launch")
-    parsed = command.make_context("launch", args, parent=context.find_root())
-    options = command.take_options(parsed)
-    return replace(build_request(parsed.params["script"], parsed.params["args"], options), for_pod=True)
+    parsed = launch.make_context("launch", list(args), parent=context.find_root())
+    script, passed = parsed.params.pop("script"), parsed.params.pop("args")
+    return replace(build_request(script, passed, select_given(parsed.params)), for_pod=True)
 
 
 def find_folder(folder: str | None) -> str:
@@ -149,10 +152,10 @@ def prepare(pod: Pod, request: Request, environ: Mapping[str, str]) -> tuple[Res
     from accel_cli.planning.plan import Plan
     from accel_cli.profile import planner
 
-    for option, value in (("NAME", pod.name), ("--zone", pod.zone), ("--project", pod.project)):
+    for parameter, value in (("NAME", pod.name), ("--zone", pod.zone), ("--project", pod.project)):
         if value is not None and not _NAME.fullmatch(value):
             raise UsageError(
-                f"Invalid {option} {value!r}: expected letters, digits, '-', '_', '.' and ':', as in names of Google Cloud."
+                f"Invalid {parameter} {value!r}: expected letters, digits, '-', '_', '.' and ':', as in names of Google Cloud."
             )
     if "node_rank" in request.options:
         raise UsageError(
@@ -205,7 +208,7 @@ def _build_options(pod: Pod, request: Request, resolved: Resolved) -> Iterator[s
     launch = ("python3", "-m", "accel_cli", "launch", "--no-profile", *_list_assignments(resolved))
     kind = {"script": (), "module": ("-m",), "program": ("--no-python",)}[request.kind]
     command = " ".join(map(quote_for_bash, (*launch, *kind, "--", request.target, *request.args)))
-    yield f"--command={' && '.join([f'cd {home}{quote_for_bash(folder)}', *(pod.setup or ()), f'exec {command}'])}"
+    yield f"--command={' && '.join([f'cd {home}{quote_for_bash(folder)}', *pod.setup, f'exec {command}'])}"
 
 
 def _list_assignments(resolved: Resolved) -> Iterator[str]:

@@ -107,16 +107,20 @@ def test_an_unsupported_request_is_one_message_with_exit_code_2(checkpoint, proj
 
 def test_checkpoint_commands_do_not_import_torch(project, cwd):
     code = (
-        "import sys\nfrom accel_cli.main import app\n"
+        "import sys\nfrom accel_cli.main import accel\n"
         "for command in ('list', 'verify', 'show', 'export -o m.safetensors', 'prune --keep 1 --yes'):\n"
-        "    app(['checkpoint', *command.split(), 'run'], standalone_mode=False)\n"
+        "    accel(['checkpoint', *command.split(), 'run'], standalone_mode=False)\n"
         "assert not {'torch', 'numpy', 'safetensors'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=cwd, check=True, stdout=subprocess.DEVNULL)
 
 
 def test_completion_offers_directories(cwd, project):
-    from accel_cli.commands.options import complete_checkpoints
+    from functools import partial
+
+    from accel_cli.commands import completion
+
+    complete_checkpoints = partial(completion.complete_checkpoints, None, None)
 
     assert complete_checkpoints("ru") == ["run"]
     assert complete_checkpoints("run/checkpoints/") == [

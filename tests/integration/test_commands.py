@@ -8,20 +8,18 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import typer.main
 from support import commands
 from support.commands import call_accel
 from support.waits import limit
 
-from accel_cli.main import app
+from accel_cli.main import accel
 from accel_cli.planning.machine import Machine
 from accel_cli.profile.layers import read_file, resolve
 
-GROUP = typer.main.get_command(app)
 COMMANDS = [
     (),
-    *((name,) for name in GROUP.commands),
-    *((group, name) for group in ("config", "jobs") for name in GROUP.commands[group].commands),
+    *((name,) for name in accel.commands),
+    *((group, name) for group in ("config", "jobs") for name in accel.commands[group].commands),
 ]
 
 
@@ -71,7 +69,7 @@ def test_the_shell_completes_commands_profiles_and_keys(typed):
     typed("config", "set", "--profile", "gpu-box", "device=cuda")
 
     def variables(words):
-        completing = {"_ACCEL_COMPLETE": "complete_bash", "COMP_WORDS": words}
+        completing = {"_ACCEL_COMPLETE": "bash_complete", "COMP_WORDS": words}
         return {**os.environ, **completing, "COMP_CWORD": str(len(words.split()))}
 
     def complete(words):
@@ -79,9 +77,41 @@ def test_the_shell_completes_commands_profiles_and_keys(typed):
 
     script = Path(sys.executable).with_name("accel")
     started = subprocess.run([script], env=variables("accel "), capture_output=True, text=True, check=False)
-    assert {"launch", "config", "env", "test"} <= set(started.stdout.split())
-    assert complete("accel launch --profile ") == ["gpu-box"]
-    assert "mixed_precision=" in complete("accel config set ")
+    assert {"plain,launch", "plain,config", "plain,env", "plain,test"} <= set(started.stdout.split())
+    assert complete("accel launch --profile ") == ["plain,gpu-box"]
+    assert complete("accel launch --cpu ") == ["file,"]
+    assert "plain,mixed_precision=" in complete("accel config set ")
+
+
+@pytest.mark.parametrize(
+    ("shell", "files"),
+    [
+        ("bash", (".bash_completions/accel.sh", ".bashrc")),
+        ("zsh", (".zfunc/_accel", ".zshrc")),
+        ("fish", (".config/fish/completions/accel.fish",)),
+    ],
+)
+def test_completion_is_installed_once_for_the_current_shell(typed, tmp_path, monkeypatch, shell, files):
+    monkeypatch.setattr("shellingham.detect_shell", lambda: (shell, f"/bin/{shell}"))
+    environ = {**os.environ, "HOME": str(tmp_path)}
+    script, *start_up = [tmp_path / name for name in files]
+    for file in start_up:
+        file.write_text("export A=1")
+    for _ in range(2):  # the second finds the line of the first
+        result = typed("--install-completion", env=environ)
+        assert (result.returncode, result.stderr) == (0, "")
+        assert result.stdout.splitlines()[0] == f"{shell} completion installed in {script}"
+    assert script.read_text().strip() == typed("--show-completion").stdout.strip()
+    for file in start_up:
+        lines = file.read_text().splitlines()
+        assert (lines[0], len(lines)) == ("export A=1", 2)
+
+
+def test_completion_for_another_shell_is_refused_with_what_to_do(typed, monkeypatch):
+    monkeypatch.setattr("shellingham.detect_shell", lambda: ("tcsh", "/bin/tcsh"))
+    result = typed("--install-completion")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert "not available for the shell tcsh" in result.stderr
 
 
 def test_a_profile_can_be_created_changed_shown_listed_and_deleted(typed, home):

@@ -141,7 +141,7 @@ def test_ctrl_c_prints_one_line_for_a_script_without_handlers(script, launch):
     assert launched.said[0].startswith("accel: received Ctrl-C (SIGINT)")
 
 
-@pytest.mark.parametrize("package", ["typer", "torch"])
+@pytest.mark.parametrize("package", ["click", "torch"])
 def test_ctrl_c_while_packages_are_imported_has_no_traceback(package, tmp_path):
     (tmp_path / package).mkdir()
     slow = "import time\nprint('importing', flush=True)\ntime.sleep(120)\n"

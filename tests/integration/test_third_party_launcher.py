@@ -110,12 +110,11 @@ def test_a_third_party_distribution_that_cannot_be_loaded_is_named(accel, tmp_pa
 
 
 COMMAND = """\
-import typer
-
-app = typer.Typer()
+import click
 
 
-@app.command("greet")
+@click.command("greet")
+@click.argument("name")
 def greet(name: str) -> None:
     print(f"Hello {name}")
 """
@@ -125,10 +124,14 @@ def test_a_command_of_another_distribution_runs(accel, tmp_path):
     site = tmp_path / "site"
     (site / "greet_command.py").write_text(COMMAND)
     with (site / "accel_background-1.0.dist-info/entry_points.txt").open("a") as file:
-        file.write("[accel.commands]\ngreet = greet_command:app\n")
+        file.write("[accel.commands]\ngreet = greet_command:greet\n")
     result = accel("greet", "World")
     assert (result.returncode, result.stdout) == (0, "Hello World\n"), result.stderr
     assert accel("greet").returncode == 2
+    (site / "greet_command.py").write_text("greet = print")
+    result = accel("greet", "World")
+    assert result.returncode == 2
+    assert "Cannot run accel greet: its entry point is not a command of click" in result.stderr
     result = accel("great", "World")
     assert result.returncode == 2
     assert "No such command 'great'" in result.stderr

@@ -36,7 +36,6 @@ INTERPRETER = Interpreter(
     "accel_cli.profile.planner",
     "accel_cli.runner.stalls",
     "rich.traceback",
-    "typer.rich_utils",
     "support.commands",
 )
 """The interpreter that has imported what `accel` imports, and not `accel_runtime`, which scripts import."""

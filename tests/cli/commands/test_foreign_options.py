@@ -4,10 +4,9 @@ import re
 from functools import partial
 
 import pytest
-import typer
 from support.commands import call_accel
 
-from accel_cli.main import app
+from accel_cli.main import accel
 from accel_cli.planning.options import find_foreign_option, list_foreign_options, normalize_option
 from accel_cli.profile.schema import known_keys
 
@@ -36,7 +35,7 @@ def list_commands(command, path=()):
         yield from list_commands(below, (*path, name))
 
 
-COMMANDS = dict(list_commands(typer.main.get_command(app)))
+COMMANDS = dict(list_commands(accel))
 
 
 @pytest.fixture

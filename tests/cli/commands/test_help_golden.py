@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import typer.main
 from support import golden
 from support.commands import call_accel
 
-from accel_cli.main import app
+from accel_cli.main import accel
 
 
 def command_paths(command, path=()):
@@ -19,7 +18,7 @@ def command_paths(command, path=()):
     ]
 
 
-PATHS = command_paths(typer.main.get_command(app))
+PATHS = command_paths(accel)
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: "-".join(path) or "accel")

@@ -19,11 +19,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import typer.main
+import click
 from support.commands import Accel
 
 import accel_runtime
-from accel_cli.main import app
+from accel_cli.main import accel
 from accel_cli.profile import layers
 from accel_cli.profile.schema import known_keys
 from accel_runtime.environment.settings import HOME, PROFILE, Settings
@@ -337,7 +337,7 @@ def _chunks(terminal: int) -> Iterator[bytes]:
 
 # What a command and a script say, without running them ----------------------------------
 
-_GROUP = typer.main.get_command(app)
+_GROUP = accel
 _SHELL = re.compile(r"[|&;<>()$`*?~]")
 _VARIABLES = {*Settings().to_env(), HOME, PROFILE}
 
@@ -388,7 +388,7 @@ def _check_accel(command: Any, name: str, words: list[str], *, fails: bool, pare
     """Parse as the command would, and each subcommand in turn."""
     try:
         context = command.make_context(name, list(words), parent=parent)
-    except typer.Exit:  # --version
+    except click.exceptions.Exit:  # --version
         return
     if hasattr(command, "commands"):
         rest = [*context._protected_args, *context.args]

@@ -88,7 +88,7 @@ def test_the_required_packages_are_those_that_launcher_and_runtime_import():
     names = {re.match(r"[\w.-]+", text)[0] for text in bundle.list_requirements()}
     modules = {"pyyaml": "yaml"}
     packages = {modules.get(name, name.replace("-", "_")) for name in names}
-    packages |= {"click", "prompt_toolkit", "pydantic_core"}  # of typer, questionary and pydantic
+    packages |= {"prompt_toolkit", "pydantic_core"}  # of questionary and pydantic
     root, imported = Path(accel_cli.__file__).parent.parent, set()
     for file in [*(root / "accel_cli").rglob("*.py"), *(root / "accel_runtime").rglob("*.py")]:
         if not {"tracking", "sagemaker", "ray", "migrate", "report.py"} & set(file.relative_to(root).parts):

@@ -1,0 +1,140 @@
+"""Completion in the shell: its options, and the values of options and arguments."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from accel_cli import console
+from accel_cli.errors import AccelError
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+__all__ = [
+    "complete_assignments",
+    "complete_checkpoints",
+    "complete_files",
+    "complete_keys",
+    "complete_profile_names",
+    "install_completion",
+    "show_completion",
+]
+
+
+def complete_files(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return an item for which the shell completes names of files."""
+    from click.shell_completion import CompletionItem
+
+    return [CompletionItem(incomplete, type="file")]
+
+
+def complete_profile_names(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
+    """Return the names of the profiles that start with a text."""
+    from accel_cli.profile.store import Store
+
+    names = Store.from_env(os.environ, Path.cwd()).list_names()
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def complete_keys(
+    _ctx: click.Context, _param: click.Parameter, incomplete: str, end: str = ""
+) -> list[CompletionItem]:
+    """Return the keys of a profile that start with a text, each with an end, and their descriptions."""
+    from click.shell_completion import CompletionItem
+
+    from accel_cli.profile.schema import known_keys
+
+    keys = {f"{key}{end}": text for key, text in known_keys().items()}
+    return [CompletionItem(key, help=text) for key, text in keys.items() if key.startswith(incomplete)]
+
+
+def complete_assignments(
+    _ctx: click.Context, _param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Return the keys of a profile that start with a text, each with `=`."""
+    return complete_keys(_ctx, _param, incomplete, "=")
+
+
+def complete_checkpoints(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
+    """Return the directories that start with a text: checkpoints, and their parents."""
+    # Keep the text unchanged, with `./` in front too.
+    head, _, rest = incomplete.rpartition("/")
+    parent = f"{head}/" if "/" in incomplete else ""
+    try:
+        names = sorted(path.name for path in Path(parent or ".").iterdir() if path.is_dir())
+    except OSError:
+        return []
+    return [f"{parent}{name}" for name in names if name.startswith(rest) and not name.startswith(".")]
+
+
+def install_completion(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    """Install completion for the current shell, and exit."""
+    if not value or ctx.resilient_parsing:
+        return
+    shell, script = _render_script(ctx)
+    name, home = _get_program(ctx), Path.home()
+    if shell == "bash":
+        path = home / ".bash_completions" / f"{name}.sh"
+        _add_lines(home / ".bashrc", [f"source '{path}'"])
+    elif shell == "zsh":
+        path = home / ".zfunc" / f"_{name}"
+        _add_lines(home / ".zshrc", ["fpath+=~/.zfunc; autoload -Uz compinit; compinit"])
+    elif shell == "fish":
+        path = home / ".config" / "fish" / "completions" / f"{name}.fish"
+    else:
+        raise AccelError(
+            f"Cannot install completion for {shell}: only bash, zsh and fish have a file for it. "
+            "Put the output of accel --show-completion into the profile of the shell."
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(script, encoding="utf-8")
+    console.plain(f"{shell} completion installed in {path}")
+    console.plain("Completion will take effect once you restart the terminal")
+    ctx.exit()
+
+
+def show_completion(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    """Print the completion script of the current shell, and exit."""
+    if value and not ctx.resilient_parsing:
+        console.plain(_render_script(ctx)[1].strip())
+        ctx.exit()
+
+
+def _get_program(ctx: click.Context) -> str:
+    return str(ctx.find_root().info_name)
+
+
+def _render_script(ctx: click.Context) -> tuple[str, str]:
+    """Return the shell that runs this process, and its completion script.
+
+    Raises:
+        AccelError: The shell is unknown to click.
+    """
+    import shellingham
+    from click.shell_completion import get_completion_class
+
+    try:
+        shell = shellingham.detect_shell()[0]
+    except shellingham.ShellDetectionFailure:
+        raise AccelError(
+            "Cannot find the current shell: no parent of this process is one. Run this command in a terminal."
+        ) from None
+    complete = get_completion_class("powershell" if shell == "pwsh" else shell)
+    if complete is None:
+        raise AccelError(
+            f"Completion is not available for the shell {shell}: click has no script for it. Use bash, zsh or fish."
+        )
+    program = _get_program(ctx)
+    variable = f"_{program}_COMPLETE".replace("-", "_").replace(".", "_").upper()
+    return shell, complete(ctx.find_root().command, {}, program, variable).source()
+
+
+def _add_lines(file: Path, lines: list[str]) -> None:
+    """Append those of the lines that a file does not have."""
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    if missing := [line for line in lines if line not in text]:
+        file.write_text("\n".join([*([text.rstrip("\n")] if text else []), *missing, ""]), encoding="utf-8")
