@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import ast
-import functools
-from importlib.util import find_spec
-from pathlib import Path
-
 import libcst as cst
 
+from accel_cli.migrate.accelerate_names import MEMBERS, NAMES, PARAMETERS
 from accel_cli.migrate.edits import Edits
 from accel_cli.migrate.findings import Finding
 from accel_cli.migrate.script import Script, to_code
 
 __all__ = ["convert_accelerate"]
 
-_SUBMODULES = {"utils": ("__init__", "utils/__init__", "utils/imports")}
-"""The files whose names a module provides, for those that provide names of others."""
 _TABLE = "See the table of unsupported names on the page Migrate from Accelerate"
 
 
@@ -53,13 +47,13 @@ def _convert_import_from(script: Script, edits: Edits, node: cst.ImportFrom, fin
     module = to_code(node.module)
     if not _is_accelerate(module):
         return
-    known = read_names(module)
+    known = NAMES.get(module)
     if known is None:
         findings.append(Finding(script.line(node), f"accel has no module for {module}. {_TABLE}."))
     elif not isinstance(node.names, cst.ImportStar):
         for alias in node.names:
             name = to_code(alias.name)
-            if name not in known and read_names(f"{module}.{name}") is None:
+            if name not in known and f"{module}.{name}" not in NAMES:
                 findings.append(Finding(script.line(node), f"accel has no {name}. {_TABLE}."))
     edits.change(node, lambda one: one.with_changes(module=_rename(one.module)))
 
@@ -68,7 +62,7 @@ def _convert_import(script: Script, edits: Edits, node: cst.Import, findings: li
     for alias in node.names:
         name = to_code(alias.name)
         if _is_accelerate(name):
-            if read_names(name) is None:
+            if name not in NAMES:
                 findings.append(Finding(script.line(node), f"accel has no module for {name}. {_TABLE}."))
             edits.change(alias, lambda one: one.with_changes(name=_rename(one.name)))
 
@@ -85,8 +79,7 @@ def _convert_reference(
             script.parents.get(node), (cst.Attribute, cst.Import, cst.ImportFrom, cst.ImportAlias)
         ):
             module, _, last = name.rpartition(".")
-            known = read_names(module)
-            if known is not None and last not in known and read_names(name) is None:
+            if module in NAMES and last not in NAMES[module] and name not in NAMES:
                 findings.append(Finding(script.line(node), f"accel has no {last}. {_TABLE}."))
     elif node.value == "accelerate" and script.qualified_name(node) == "accelerate":
         parent = script.parents.get(node)
@@ -110,7 +103,6 @@ def _convert_comparison(edits: Edits, node: cst.Comparison) -> None:
 
 def _find_unsupported_members(script: Script) -> list[Finding]:
     """Return the attributes of the Accelerator, and its arguments, that accel does not have."""
-    members = _read_members()
     accelerators = {
         variable
         for variable, entries in script.assigned.items()
@@ -124,7 +116,7 @@ def _find_unsupported_members(script: Script) -> list[Finding]:
         if (
             isinstance(node, cst.Attribute)
             and script.variable(node.value) in accelerators
-            and node.attr.value not in members
+            and node.attr.value not in MEMBERS
         ):
             found.append(
                 Finding(script.line(node), f"The Accelerator of accel has no {node.attr.value}. {_TABLE}.")
@@ -137,103 +129,6 @@ def _find_unsupported_members(script: Script) -> list[Finding]:
                     script.line(arg), f"Accelerator() of accel has no argument {arg.keyword.value}. {_TABLE}."
                 )
                 for arg in node.args
-                if arg.keyword is not None and arg.keyword.value not in _read_parameters()
+                if arg.keyword is not None and arg.keyword.value not in PARAMETERS
             ]
     return found
-
-
-# The names of accel, read from its sources without importing them
-
-
-@functools.cache
-def _find_package() -> Path:
-    spec = find_spec("accel_runtime")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent
-
-
-@functools.cache
-def read_names(module: str) -> frozenset[str] | None:
-    """Return the names of the module of accel for a module of Accelerate; None without such a module."""
-    path = module.replace(".", "/").removeprefix("accelerate").strip("/")
-    if path == "accelerator":
-        return frozenset({"Accelerator"})
-    files = _SUBMODULES.get(path) or (path or "__init__",)
-    names: set[str] = set()
-    for file in files:
-        source = next(
-            (
-                one
-                for one in (_find_package() / f"{file}.py", _find_package() / file / "__init__.py")
-                if one.is_file()
-            ),
-            None,
-        )
-        if source is None:
-            return None
-        names |= _list_names(source)
-    return frozenset(names)
-
-
-def _list_names(source: Path) -> set[str]:
-    names: set[str] = set()
-    module = ast.parse(source.read_text(encoding="utf-8"))
-    module.body = [
-        one
-        for one in module.body
-        if not isinstance(one, ast.Assign) or ast.unparse(one.targets[0]) != "_ABSENT"
-    ]
-    for node in ast.walk(module):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            names.add(node.name)
-        elif isinstance(node, ast.ImportFrom):
-            names |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.Assign):
-            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
-            names.add(node.value)
-    return names
-
-
-@functools.cache
-def _read_classes() -> list[ast.ClassDef]:
-    """Return the class of the Accelerator and its bases."""
-    sources = [*(_find_package() / "accelerator").glob("*.py"), _find_package() / "state.py"]
-    return [
-        node
-        for source in sources
-        for node in ast.parse(source.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ClassDef) and (source.stem != "state" or node.name == "ProcessMethods")
-    ]
-
-
-@functools.cache
-def _read_members() -> frozenset[str]:
-    """Return the methods and attributes of the Accelerator."""
-    names: set[str] = set()
-    for node in (node for cls in _read_classes() for node in ast.walk(cls)):
-        if isinstance(node, ast.FunctionDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Assign):
-            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
-            names.add(node.attr)
-    return frozenset(names)
-
-
-@functools.cache
-def _read_parameters() -> frozenset[str]:
-    """Return the parameters of the constructor of the Accelerator."""
-    constructors = [
-        node
-        for cls in _read_classes()
-        for node in cls.body
-        if cls.name == "Accelerator" and isinstance(node, ast.FunctionDef) and node.name == "__init__"
-    ]
-    return frozenset(
-        arg.arg
-        for node in constructors
-        for arg in (*node.args.args, *node.args.kwonlyargs)
-        if arg.arg != "self"
-    )
