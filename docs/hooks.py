@@ -100,7 +100,7 @@ def _commands(name: str, command: Any) -> Iterator[str]:
 
 def _command(name: str, command: Any) -> str:
     # As for completion: launchers add their options to those of `accel launch`.
-    context = command.make_context(name, [], resilient_parsing=True)
+    command.make_context(name, [], resilient_parsing=True)
     parts = [f"## `{name}`", command.help or ""]
     if isinstance(command, click.Group):
         parts.append(_table(("Command", "Description"), _summaries(name, command)))
@@ -110,7 +110,7 @@ def _command(name: str, command: Any) -> str:
         rows = [(_argument(p), _cell(p.help or "")) for p in arguments]
         parts.append(_table(("Argument", "Meaning"), rows))
     if options:
-        rows = [(_option(p), _meaning(p, context)) for p in options]
+        rows = [(_option(p), _meaning(p)) for p in options]
         parts.append(_table(("Option", "Meaning"), rows))
     if command.epilog:
         label, _, example = command.epilog.partition(": ")
@@ -136,9 +136,9 @@ def _option(option: Any) -> str:
     return ", ".join(f"`{spelling}{value}`" for spelling in sorted(option.opts, key=len))
 
 
-def _meaning(option: Any, context: click.Context) -> str:
-    default = option.get_help_extra(context).get("default")
-    return _cell((option.help or "") + (f" Default: `{default}`." if default else ""))
+def _meaning(option: Any) -> str:
+    default = option.to_info_dict()["default"]
+    return _cell((option.help or "") + ("" if default in (None, False, ()) else f" Default: `{default}`."))
 
 
 # The profile ---------------------------------------------------------------------------

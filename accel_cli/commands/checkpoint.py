@@ -142,7 +142,6 @@ def show(directory: str, tensors: bool, as_json: bool) -> None:
 @option("--item", metavar="NAME", default="model", help="Export this item, such as model_1 or optimizer.")
 @option(
     "--dtype",
-    metavar="<bf16|fp16|fp32>",
     type=click.Choice(["bf16", "fp16", "fp32"]),
     help="Convert floating-point numbers.",
 )

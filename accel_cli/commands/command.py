@@ -31,6 +31,7 @@ class Command(click.Command):
         self, *args: Any, panel: str = "Commands", gives_advice: bool = False, **settings: Any
     ) -> None:
         super().__init__(*args, **settings)
+        self.help = inspect.cleandoc(self.help or "")
         self.panel = panel
         self.gives_advice = gives_advice
 
@@ -117,7 +118,7 @@ def _print_help(command: Command, ctx: click.Context) -> None:
 
     console = Console(highlight=False)
     console.print(Padding(highlight(command.get_usage(ctx), "bold"), 1))
-    paragraphs = inspect.cleandoc(command.help or "").split("\n\n")
+    paragraphs = (command.help or "").split("\n\n")
     text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     console.print(Padding(Text(text), (0, 1, 1, 1)))
     for panels in (parameters, commands):

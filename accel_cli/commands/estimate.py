@@ -78,7 +78,6 @@ class EstimateRequest:
         option,
         "--mixed-precision",
         default="no",
-        metavar="<no|bf16|fp16>",
         type=click.Choice(["no", "bf16", "fp16"]),
         help="Set the number format of the forward pass.",
     )
@@ -86,7 +85,6 @@ class EstimateRequest:
         option,
         "--dtype",
         default=None,
-        metavar="<bf16|fp16|fp32>",
         type=click.Choice(["bf16", "fp16", "fp32"]),
         help="Set the number format of parameters; by default the model's own.",
     )

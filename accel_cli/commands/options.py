@@ -27,12 +27,18 @@ __all__ = [
 
 
 class Option(click.Option):
-    """An option under a heading of the help."""
+    """An option, under a heading of the help."""
 
     @override
     def __init__(self, *args: Any, heading: str = "Options", **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.heading = heading
+
+    @override
+    def make_metavar(self, ctx: click.Context) -> str:
+        if self.metavar is None and isinstance(self.type, click.Choice):
+            return f"<{'|'.join(self.type.choices)}>"
+        return super().make_metavar(ctx)
 
 
 class Argument(click.Argument):
@@ -50,14 +56,10 @@ class Argument(click.Argument):
 
     @override
     def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
-        extra = (
-            "required"
-            if self.required
-            else f"default: {self.default}"
-            if isinstance(self.default, str)
-            else ""
-        )
-        return self.human_readable_name, f"{self.help}  [{extra}]" if extra else self.help
+        extra = "  [required]" if self.required else ""
+        if isinstance(self.default, str):
+            extra = f"  [default: {self.default}]"
+        return self.human_readable_name, f"{self.help}{extra}"
 
     @override
     def get_error_hint(self, ctx: click.Context | None) -> str:
