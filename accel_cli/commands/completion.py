@@ -75,21 +75,16 @@ def install_completion(ctx: click.Context, _param: click.Parameter, value: bool)
     """Install completion for the current shell, and exit."""
     if not value or ctx.resilient_parsing:
         return
-    shell, script = _render_script(ctx)
-    name, home = _get_program(ctx), Path.home()
+    shell, script = _render_script(ctx.command)
+    home = Path.home()
     if shell == "bash":
-        path = home / ".bash_completions" / f"{name}.sh"
-        _add_lines(home / ".bashrc", [f"source '{path}'"])
+        path = home / ".bash_completions" / "accel.sh"
+        _add_line(home / ".bashrc", f"source '{path}'")
     elif shell == "zsh":
-        path = home / ".zfunc" / f"_{name}"
-        _add_lines(home / ".zshrc", ["fpath+=~/.zfunc; autoload -Uz compinit; compinit"])
-    elif shell == "fish":
-        path = home / ".config" / "fish" / "completions" / f"{name}.fish"
+        path = home / ".zfunc" / "_accel"
+        _add_line(home / ".zshrc", "fpath+=~/.zfunc; autoload -Uz compinit; compinit")
     else:
-        raise AccelError(
-            f"Cannot install completion for {shell}: only bash, zsh and fish have a file for it. "
-            "Put the output of accel --show-completion into the profile of the shell."
-        )
+        path = home / ".config" / "fish" / "completions" / "accel.fish"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(script, encoding="utf-8")
     console.plain(f"{shell} completion installed in {path}")
@@ -100,19 +95,15 @@ def install_completion(ctx: click.Context, _param: click.Parameter, value: bool)
 def show_completion(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
     """Print the completion script of the current shell, and exit."""
     if value and not ctx.resilient_parsing:
-        console.plain(_render_script(ctx)[1].strip())
+        console.plain(_render_script(ctx.command)[1].strip())
         ctx.exit()
 
 
-def _get_program(ctx: click.Context) -> str:
-    return str(ctx.find_root().info_name)
-
-
-def _render_script(ctx: click.Context) -> tuple[str, str]:
+def _render_script(command: click.Command) -> tuple[str, str]:
     """Return the shell that runs this process, and its completion script.
 
     Raises:
-        AccelError: The shell is unknown to click.
+        AccelError: There is no completion for the shell.
     """
     import shellingham
     from click.shell_completion import get_completion_class
@@ -123,18 +114,20 @@ def _render_script(ctx: click.Context) -> tuple[str, str]:
         raise AccelError(
             "Cannot find the current shell: no parent of this process is one. Run this command in a terminal."
         ) from None
-    complete = get_completion_class("powershell" if shell == "pwsh" else shell)
-    if complete is None:
+    complete = get_completion_class(shell)
+    if complete is None or shell not in _SHELLS:
         raise AccelError(
-            f"Completion is not available for the shell {shell}: click has no script for it. Use bash, zsh or fish."
+            f"Completion is not available in the shell {shell}: it is for {', '.join(_SHELLS)} only. Start one of them first."
         )
-    program = _get_program(ctx)
-    variable = f"_{program}_COMPLETE".replace("-", "_").replace(".", "_").upper()
-    return shell, complete(ctx.find_root().command, {}, program, variable).source()
+    return shell, complete(command, {}, "accel", "_ACCEL_COMPLETE").source()
 
 
-def _add_lines(file: Path, lines: list[str]) -> None:
-    """Append those of the lines that a file does not have."""
+_SHELLS = ("bash", "zsh", "fish")
+
+
+def _add_line(file: Path, line: str) -> None:
+    """Append a line, unless the file has it."""
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
-    if missing := [line for line in lines if line not in text]:
-        file.write_text("\n".join([*([text.rstrip("\n")] if text else []), *missing, ""]), encoding="utf-8")
+    if line not in text:
+        start = text if not text or text.endswith("\n") else f"{text}\n"
+        file.write_text(f"{start}{line}\n", encoding="utf-8")

@@ -111,7 +111,10 @@ def test_completion_for_another_shell_is_refused_with_what_to_do(typed, monkeypa
     monkeypatch.setattr("shellingham.detect_shell", lambda: ("tcsh", "/bin/tcsh"))
     result = typed("--install-completion")
     assert (result.returncode, result.stdout) == (1, "")
-    assert "not available for the shell tcsh" in result.stderr
+    assert (
+        "not available in the shell tcsh: it is for bash, zsh, fish only. Start one of them first."
+        in result.stderr
+    )
 
 
 def test_a_profile_can_be_created_changed_shown_listed_and_deleted(typed, home):
