@@ -25,7 +25,7 @@ _TEXTS = {
     "accelerate.big_modeling": "init_empty_weights init_on_device",
     "accelerate.data_loader": "DataLoaderDispatcher DataLoaderShard prepare_data_loader skip_first_batches",
     "accelerate.hooks": "",
-    "accelerate.launchers": "debug_launcher notebook_launcher patch_environment",
+    "accelerate.launchers": "debug_launcher notebook_launcher",
     "accelerate.local_sgd": "LocalSGD",
     "accelerate.logging": "MultiProcessAdapter get_logger",
     "accelerate.optimizer": "AcceleratedOptimizer",
@@ -89,7 +89,7 @@ _TEXTS = {
         is_transformer_engine_available is_transformer_engine_mxfp8_available is_transformers_available
         is_triton_available is_wandb_available is_weights_only_available is_xccl_available is_xpu_available
     """,
-    "accelerate.utils.launch": "DistributedType PrepareForLaunch write_basic_config",
+    "accelerate.utils.launch": "PrepareForLaunch write_basic_config",
     "accelerate.utils.memory": "clear_device_cache find_executable_batch_size release_memory should_reduce_batch_size",
     "accelerate.utils.operations": """
         broadcast broadcast_object_list concatenate convert_outputs_to_fp32 convert_to_fp32 find_batch_size gather

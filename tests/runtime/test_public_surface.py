@@ -108,7 +108,7 @@ def test_public_names_and_signatures_equal_the_golden_file():
             continue
         accelerate_names = {name for name in accelerate.get(path, ()) if has(module, name)}
         known_names = exported | set(accelerate.get(path, ())) | OWN.get(path, set())
-        names = sorted(set(list_public_names(module)) & known_names | accelerate_names)
+        names = sorted(set(describe_surface.list_public_names(module)) & known_names | accelerate_names)
         if not path:
             names += ["__version__", "accelerate_version"]
         lines += ["", f"[{module.__name__}]"]
@@ -129,11 +129,6 @@ def test_checkpoint_classes_have_the_members_of_the_golden_file(cwd):
     objects = {"Checkpoints": accelerator.checkpoints, "Found": checkpoint, "Manifest": checkpoint.manifest}
     lines = [line for name, value in objects.items() for line in describe(name, type(value))]
     golden.check("public_checkpoints.txt", "\n".join(lines) + "\n")
-
-
-def list_public_names(module):
-    """Return `__all__`, or the names that `import *` takes."""
-    return getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
 
 
 def import_or_none(path):

@@ -55,6 +55,11 @@ def describe(package):
     return modules
 
 
+def list_public_names(module):
+    """Return the names that `import *` takes of a module."""
+    return getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
+
+
 def list_names(package, name):
     """Return the public objects of a module by name: for packages all of this package, for others what they define."""
     path = f"{package}.{name}".rstrip(".")
