@@ -15,8 +15,6 @@ from accel_runtime.environment.settings import find_rank_process
 from accel_runtime.environment.text import encode_text
 
 __all__ = [
-    "FIRST_JOB_PORT",
-    "NUM_JOB_PORTS",
     "PORT",
     "VARIABLES",
     "NodeLayout",
@@ -28,7 +26,7 @@ __all__ = [
 
 PORT = 29400
 """The default port of the rendezvous, as in torch's c10d backend."""
-FIRST_JOB_PORT, NUM_JOB_PORTS = 20000, 10000
+_FIRST_JOB_PORT, _NUM_JOB_PORTS = 20000, 10000
 """The range of ports derived from a job id, below the kernel's ephemeral ports."""
 _MAX_DIGITS = 18
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -244,8 +242,8 @@ def get_slurm_rendezvous(environ: Mapping[str, str]) -> tuple[str, str, str]:
     """Return the host and port of the rendezvous in a Slurm step, and `job.step`."""
     job, step = _parse_number(environ, "SLURM_JOB_ID"), _parse_number(environ, "SLURM_STEP_ID", default="0")
     # Steps of one job may run at the same time.
-    port = FIRST_JOB_PORT + (job + 97 * step) % NUM_JOB_PORTS
-    return _parse_first_host(environ.get("SLURM_STEP_NODELIST", "")), str(port), f"{job}.{step}"
+    port = _derive_port(job + 97 * step)
+    return _parse_first_host(environ.get("SLURM_STEP_NODELIST", "")), port, f"{job}.{step}"
 
 
 def _find_mpi_ranks(environ: Mapping[str, str], options: NodeOptions, parent: int) -> NodeLayout | None:
@@ -419,8 +417,10 @@ def _build_ranks(*values: object) -> dict[str, str]:
     return dict(zip(VARIABLES["torchrun"], map(str, values), strict=True))
 
 
-def _derive_port(job: str) -> str:
-    return str(FIRST_JOB_PORT + zlib.crc32(encode_text(job)) % NUM_JOB_PORTS)
+def _derive_port(job: int | str) -> str:
+    """Return the port of a job's rendezvous, from the number or the name of the job."""
+    number = job if isinstance(job, int) else zlib.crc32(encode_text(job))
+    return str(_FIRST_JOB_PORT + number % _NUM_JOB_PORTS)
 
 
 def _parse_number(environ: Mapping[str, str], name: str, default: str = "") -> int:

@@ -17,8 +17,8 @@ from accel_cli.launchers.base import LaunchSpec, Plan, build_environment
 from accel_cli.launchers.job_launcher import JobLauncher, Nodes, ProcessesPerNode, count_gpus, count_processes
 from accel_cli.launchers.sections import ExpandedPath, ItemError, Question, match
 from accel_cli.launchers.slurm.jobs import SlurmJobPlan, SlurmJobs, submit_job
-from accel_cli.planning.nodes import FIRST_JOB_PORT, NUM_JOB_PORTS, get_slurm_rendezvous
-from accel_cli.planning.plan import quote_for_bash
+from accel_cli.planning.nodes import get_slurm_rendezvous
+from accel_cli.planning.plan import join_for_bash, quote_for_bash
 
 __all__ = ["Slurm"]
 
@@ -285,19 +285,37 @@ class Slurm(JobLauncher):
         ).plan(spec)
 
     def _format_batch_script(self, spec: LaunchSpec, nproc_per_node: int) -> str:
-        signal, _, seconds = (self.signal or "").removeprefix("SIG").partition("@")
-        requeue = ""
-        if self.requeue and signal:
-            requeue = _REQUEUE.format(signal=signal, delay=max(1, int(seconds) - _REQUEUE_MARGIN_S))
+        """Return the batch script; the nodes of a step derive their rendezvous themselves (`planning/nodes.py`)."""
+        run = f"""\
+# srun exits with the highest exit code of the nodes: that of a node ended by the failure of another becomes 1.
+# Slurm signals every process of a node: the warning must not end those that do not handle it.
+node_command='trap : HUP INT TERM; trap "" USR1 USR2; "$@"; code=$?; exit $((code == 143 ? 1 : code))'
+
+{self._format_srun_command(spec, nproc_per_node)}"""
+        if self.requeue and self.signal:
+            name, _, seconds = self.signal.removeprefix("SIG").partition("@")
+            run = f"""\
+requeue_pid=
+requeue_before_limit() {{
+  echo "accel: the time limit is near: sending SIG{name} to the scripts, then requeueing job $SLURM_JOB_ID" >&2
+  scancel --signal={name} "$SLURM_JOB_ID"
+  (sleep {max(1, int(seconds) - _REQUEUE_MARGIN_S)}; scontrol requeue "$SLURM_JOB_ID") &
+  requeue_pid=$!
+}}
+trap requeue_before_limit {name}
+
+{run} &
+
+step=$!
+while wait "$step"; code=$?; kill -0 "$step" 2>/dev/null; do :; done
+# Slurm may not kill the background process, which would requeue the next attempt.
+[ -z "$requeue_pid" ] || {{ kill "$requeue_pid"; scontrol requeue "$SLURM_JOB_ID"; }}
+exit "$code\""""
         parts = [
             "\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in self._list_options(spec))]),
             "\n".join(self.setup),
-            _RENDEZVOUS if self.nnodes > 1 else "",
             'echo "accel: Slurm job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, restart ${SLURM_RESTART_COUNT:-0}" >&2',
-            requeue,
-            _NODE_COMMAND,
-            " \\\n  ".join(self._list_srun_lines(spec, nproc_per_node)) + (" &" if requeue else ""),
-            _WAIT if requeue else "",
+            run,
         ]
         return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -323,25 +341,24 @@ class Slurm(JobLauncher):
         options += ["--requeue", "--open-mode=append"] if self.requeue else ["--no-requeue"]
         return [*map(quote_for_bash, options), *self.sbatch_args]
 
-    def _list_srun_lines(self, spec: LaunchSpec, nproc_per_node: int) -> list[str]:
-        """Return the lines of the command that runs `accel launch` on every node."""
+    def _format_srun_command(self, spec: LaunchSpec, nproc_per_node: int) -> str:
+        """Return the command that runs `accel launch` on every node."""
         # Without --cpu-bind=none the one task of a node, and all its processes, could be bound to one core.
         srun = f"srun --nodes={self.nnodes} --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none"
         # Since Slurm 22.05 srun does not take it from the job.
         srun += f" --cpus-per-task={self.cpus_per_task}" if self.cpus_per_task else ""
         values: dict[str, Any] = {"kind": "torchrun", "nnodes": self.nnodes, "nproc_per_node": nproc_per_node}
-        if self.nnodes > 1:
-            values |= {"rdzv_endpoint": '"$head:$port"', "rdzv_id": '"slurm-$SLURM_JOB_ID"'}
         values["max_restarts"] = self.max_restarts
         if self.ranks not in {0, "0"}:
             values["ranks"] = quote_for_bash(str(self.ranks))
-        return [
+        lines = [
             srun,
             'bash -c "$node_command" accel',
             f"{quote_for_bash(spec.python)} -m accel_cli launch --quiet --no-profile",
             *(f"--set launcher.{name}={value}" for name, value in values.items()),
-            " ".join(map(quote_for_bash, spec.build_arguments())),
+            join_for_bash(spec.build_arguments()),
         ]
+        return " \\\n  ".join(lines)
 
 
 def _find_rendezvous(environ: Mapping[str, str], nnodes: int) -> tuple[str, str]:
@@ -361,30 +378,3 @@ def _find_rendezvous(environ: Mapping[str, str], nnodes: int) -> tuple[str, str]
         )
     host, port, name = get_slurm_rendezvous(environ)
     return f"{host}:{port}", f"slurm-{name}"
-
-
-_RENDEZVOUS = f"""\
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-port=$(({FIRST_JOB_PORT} + SLURM_JOB_ID % {NUM_JOB_PORTS}))"""
-
-_NODE_COMMAND = """\
-# srun exits with the highest exit code of the nodes: that of a node ended by the failure of another becomes 1.
-# Slurm signals every process of a node: the warning must not end those that do not handle it.
-node_command='trap : HUP INT TERM; trap "" USR1 USR2; "$@"; code=$?; exit $((code == 143 ? 1 : code))'"""
-
-_REQUEUE = """\
-requeue_pid=
-requeue_before_limit() {{
-  echo "accel: the time limit is near: sending SIG{signal} to the scripts, then requeueing job $SLURM_JOB_ID" >&2
-  scancel --signal={signal} "$SLURM_JOB_ID"
-  (sleep {delay}; scontrol requeue "$SLURM_JOB_ID") &
-  requeue_pid=$!
-}}
-trap requeue_before_limit {signal}"""
-
-_WAIT = """\
-step=$!
-while wait "$step"; code=$?; kill -0 "$step" 2>/dev/null; do :; done
-# Slurm may not kill the background process, which would requeue the next attempt.
-[ -z "$requeue_pid" ] || { kill "$requeue_pid"; scontrol requeue "$SLURM_JOB_ID"; }
-exit "$code\""""

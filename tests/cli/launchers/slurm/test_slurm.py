@@ -1,6 +1,7 @@
 """The Slurm launcher: batch scripts, compared with golden files and read by bash, and plans of steps."""
 
 import os
+import shlex
 import signal
 import subprocess
 import time
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from support.commands import call_accel
 from support.launchers.launch_specs import build_spec
 from support.waits import limit
 
@@ -48,6 +50,21 @@ def test_the_batch_script_equals_its_golden_file_and_is_valid_bash(name):
         golden.write_text(script)
     assert script == golden.read_text()
     assert subprocess.run(["bash", "-n"], input=script.encode(), check=False).returncode == 0
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_the_nodes_of_a_job_derive_its_rendezvous_from_the_variables_of_their_step(
+    capfd, cwd, home, script, node
+):
+    script("")
+    text = Slurm(nnodes=2, nproc_per_node=3).plan(build_spec()).job.script.replace("\\\n", "")
+    words = shlex.split(text, comments=True)
+    launch = words[words.index("accel_cli") + 1 :]
+    variables = {**step(SLURM_JOB_ID="54711", SLURM_STEP_ID="0"), "SLURM_NODEID": str(node)}
+    done = call_accel(capfd, launch[0], "--cpu", "--explain", *launch[1:], env=os.environ | variables)
+    assert done.returncode == 0, done.stderr
+    assert "start: 6 processes (3 on each of 2 nodes)\n" in done.stdout
+    assert f"  rdzv_endpoint: n03:24711\n  node_rank: {node}\n  run_id: 54711.0\n" in done.stdout
 
 
 def test_a_job_near_its_time_limit_is_requeued_once(tmp_path):

@@ -7,9 +7,6 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-port=$((20000 + SLURM_JOB_ID % 10000))
-
 echo "accel: Slurm job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, restart ${SLURM_RESTART_COUNT:-0}" >&2
 
 requeue_pid=
@@ -31,8 +28,6 @@ srun --nodes=2 --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none \
   --set launcher.kind=torchrun \
   --set launcher.nnodes=2 \
   --set launcher.nproc_per_node=2 \
-  --set launcher.rdzv_endpoint="$head:$port" \
-  --set launcher.rdzv_id="slurm-$SLURM_JOB_ID" \
   --set launcher.max_restarts=0 \
   -- train.py --lr -1 'a b' 'it'"'"'s' '$HOME' &
 

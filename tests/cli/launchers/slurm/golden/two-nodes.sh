@@ -17,9 +17,6 @@
 module load cuda
 source ~/venv/bin/activate
 
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-port=$((20000 + SLURM_JOB_ID % 10000))
-
 echo "accel: Slurm job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, restart ${SLURM_RESTART_COUNT:-0}" >&2
 
 # srun exits with the highest exit code of the nodes: that of a node ended by the failure of another becomes 1.
@@ -32,7 +29,5 @@ srun --nodes=2 --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none --cpus-p
   --set launcher.kind=torchrun \
   --set launcher.nnodes=2 \
   --set launcher.nproc_per_node=4 \
-  --set launcher.rdzv_endpoint="$head:$port" \
-  --set launcher.rdzv_id="slurm-$SLURM_JOB_ID" \
   --set launcher.max_restarts=3 \
   -- train.py --lr -1 'a b' 'it'"'"'s' '$HOME'
