@@ -93,7 +93,7 @@ MUTATIONS = (
     ),
     Mutation(
         "host of the first failure",
-        "accel_cli.launchers.ssh.run:_Run._report.get_order",
+        "accel_cli.launchers.node_launch:get_failure_order",
         replace_name("is_cause", "not it"),
         (
             "tests/cli/launchers/ssh/test_run.py::test_the_host_with_the_reason_gives_the_last_line_and_the_exit_code",

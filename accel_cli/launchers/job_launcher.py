@@ -1,9 +1,7 @@
-"""The parts of launchers that start `accel launch` on several nodes: common fields, checks, and the options of a node."""
+"""The parts of launchers that start `accel launch` on several nodes: common fields, and checks."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar
 
@@ -24,7 +22,6 @@ __all__ = [
     "ProcessesPerNode",
     "SourceDir",
     "WorkingDir",
-    "build_node_options",
     "count_gpus",
     "count_processes",
 ]
@@ -127,14 +124,3 @@ def count_processes(
             "Request one GPU for each process, or use --cpu."
         )
     return nproc_per_node
-
-
-def build_node_options(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the options of `accel launch` on a node: the launcher torchrun with the values that are not None."""
-    # As JSON, since the values of --set are YAML, in which ` #` begins a comment.
-    keys = (
-        f"launcher.{key}={json.dumps(value, ensure_ascii=False)}"
-        for key, value in values.items()
-        if value is not None
-    )
-    return tuple(word for text in ("launcher.kind=torchrun", *keys) for word in ("--set", text))

@@ -16,6 +16,7 @@ from accel_cli.launchers.kubernetes.cluster import KubernetesCluster
 from accel_cli.launchers.kubernetes.jobs import KubernetesJobs, open_jobs, submit
 from accel_cli.launchers.kubernetes.manifests import KubernetesJobPlan
 from accel_cli.launchers.kubernetes.section import KubernetesSection
+from accel_cli.launchers.node_launch import build_node_options
 from accel_cli.launchers.source_files import locate_target
 from accel_cli.planning.options import LaunchOption
 from accel_runtime.environment.settings import FAILURE_FILE
@@ -59,9 +60,7 @@ class Kubernetes(KubernetesSection):
         self._check_env(spec)
         num_gpus, source = self.gpus
         count = job_launcher.count_processes(spec, self.nproc_per_node, num_gpus, source)
-        options = job_launcher.build_node_options(
-            {"nproc_per_node": count, **self.model_dump(include=_NODE_KEYS)}
-        )
+        options = build_node_options({"nproc_per_node": count, **self.model_dump(include=_NODE_KEYS)})
         sends_files = self.source == "folder" and not spec.is_builtin
         target: str = spec.target
         cwd: str | None = None

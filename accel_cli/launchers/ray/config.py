@@ -15,6 +15,7 @@ from accel_cli.console import is_secret, mask_secrets
 from accel_cli.errors import UsageError
 from accel_cli.launchers import job_launcher, torchrun
 from accel_cli.launchers.base import LaunchSpec, Plan
+from accel_cli.launchers.node_launch import build_node_options
 from accel_cli.launchers.ray.plan import RayJobPlan, RayRun
 from accel_cli.launchers.sections import Choice, ExpandedPath, ItemError, Question, match
 from accel_cli.launchers.source_files import locate_target
@@ -167,9 +168,7 @@ class Ray(job_launcher.JobLauncher):
         run = RayRun(
             nnodes=self.nnodes,
             bundle=self._build_bundle(count, on_cpu=spec.settings.device == "cpu"),
-            options=job_launcher.build_node_options(
-                {"nproc_per_node": count, **self.model_dump(include=_NODE_KEYS)}
-            ),
+            options=build_node_options({"nproc_per_node": count, **self.model_dump(include=_NODE_KEYS)}),
             target=spec.build_arguments(target),
             env={**threads, **spec.env, **settings.to_env()},
             sends_source=sends_source,

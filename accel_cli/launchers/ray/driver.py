@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from accel_cli import console
 from accel_cli.errors import AccelError
+from accel_cli.launchers.node_launch import NodeEnd, get_failure_order
 from accel_cli.launchers.ray.node import NodeLauncher
 from accel_cli.launchers.ray.plan import RUN_FILE, STOP_MARGIN_S, RayRun
 from accel_cli.runner.output import LinePrefixer
@@ -52,22 +53,21 @@ class _Node:
     asked_at: float = 0.0
     """The time at which that read began."""
     prefixer: LinePrefixer | None = None
-    code: int | None = None
-    """The exit code of `accel launch`; None until it has ended."""
-    reason: str = ""
-    """The reason of its failure, or why the node is lost."""
-    is_lost: bool = False
+    end: NodeEnd | None = None
+    """The end of `accel launch`; None until it has ended."""
+    lost: str = ""
+    """The reason why the node is lost."""
     ended_at: float = 0.0
 
     @property
     def is_running(self) -> bool:
         """True until `accel launch` has ended or the node is lost."""
-        return self.code is None and not self.is_lost
+        return self.end is None and not self.lost
 
     @property
     def failed(self) -> bool:
         """True if `accel launch` failed, or the node is lost."""
-        return self.is_lost or bool(self.code)
+        return bool(self.lost or (self.end and self.end.code))
 
     def ask(self) -> None:
         """Request the next output."""
@@ -76,21 +76,20 @@ class _Node:
     def receive(self) -> None:
         """Print the output of the last request, and request more until `accel launch` has ended."""
         try:
-            data, code, reason = ray.get(self.pending)
+            data, end = ray.get(self.pending)
         except ray.exceptions.RayError as error:
-            self.end(lost=_shorten(error))
+            self.finish(lost=_shorten(error))
             return
         assert self.prefixer
         _write(self.prefixer.feed(data) + self.prefixer.flush_partial())
-        if code is None:
+        if end is None:
             self.ask()
         else:
-            self.end(code=code, reason=reason)
+            self.finish(end)
 
-    def end(self, *, code: int | None = None, reason: str = "", lost: str = "") -> None:
+    def finish(self, end: NodeEnd | None = None, *, lost: str = "") -> None:
         """Record the end of the node, and print the rest of its output."""
-        self.code, self.reason, self.is_lost = code, reason or lost, bool(lost)
-        self.ended_at = time.monotonic()
+        self.end, self.lost, self.ended_at = end, lost, time.monotonic()
         assert self.prefixer
         _write(self.prefixer.flush_partial(end=True))
 
@@ -152,17 +151,16 @@ class _Driver:
                     ray.kill(node.actor)
             remove_placement_group(group)
         self._raise_if_stopped()
-        lost = [node for node in nodes if node.is_lost]
+        lost = [node for node in nodes if node.lost]
         if lost:
             names = " and ".join(node.name for node in lost)
-            raise _LostNodeError(f"Lost node {names}: {lost[0].reason}.")
+            raise _LostNodeError(f"Lost node {names}: {lost[0].lost}.")
         failed = [node for node in nodes if node.failed]
         if not failed:
             return 0, ""
-        # A node whose run ended on another one leaves no reason.
-        first = min(failed, key=lambda node: (not node.reason, node.ended_at))
-        text = first.reason.partition("\n")[0] or f"accel launch ended with exit code {first.code}"
-        return int(first.code or 1), f"node {first.name}: {text}"
+        first = min(failed, key=lambda node: get_failure_order(node.end, node.ended_at))
+        assert first.end
+        return first.end.code, f"node {first.name}: {first.end.describe()}"
 
     def _wait_for_resources(self, group: Any) -> None:
         """Wait until a placement group has its resources."""
@@ -246,7 +244,7 @@ class _Driver:
         while running := [node for node in nodes if node.is_running]:
             _read(running)
             now = time.monotonic()
-            if not is_signalled and (self._received or any(node.is_lost for node in nodes) or now > deadline):
+            if not is_signalled and (self._received or any(node.lost for node in nodes) or now > deadline):
                 is_signalled, deadline = True, now + wait_s
                 if self._received:
                     console.note(
@@ -258,9 +256,9 @@ class _Driver:
             elif now > deadline:
                 for node in running:
                     if node.is_running and now - node.asked_at > _UNANSWERED_S:
-                        node.end(lost="no answer")
+                        node.finish(lost="no answer")
                     elif node.is_running:
-                        node.end(code=1)
+                        node.finish(NodeEnd(1))
             elif deadline == float("inf") and any(node.failed for node in nodes):
                 # The other nodes notice a failed rank themselves, and report before they end.
                 deadline = now + wait_s
@@ -275,7 +273,7 @@ def _read(running: Iterable[_Node]) -> None:
         if reference in ready:
             node.receive()
         elif time.monotonic() - node.asked_at > _SILENT_S:
-            node.end(lost=f"no answer for {_SILENT_S} s")
+            node.finish(lost=f"no answer for {_SILENT_S} s")
 
 
 def _write(data: bytes) -> None:

@@ -6,7 +6,6 @@ import os
 import select
 import socket
 import sys
-import tarfile
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import ray
 
 from accel_cli.errors import AccelError
-from accel_cli.launchers.node_launch import NodeLaunch, find_problem
+from accel_cli.launchers.node_launch import NodeEnd, NodeLaunch, find_problem, unpack
 from accel_cli.launchers.ray.plan import ARCHIVE, RayRun
 from accel_cli.planning.network import Endpoint
 from accel_cli.planning.nodes import VARIABLES
@@ -56,7 +55,7 @@ class NodeLauncher:
             problem = self._prepare_folder(RayRun.from_json(self._text))
         except AccelError as error:  # another version of accel
             problem = str(error)
-        address, port = ray.util.get_node_ip_address(), self._launch.port
+        address, port = ray.util.get_node_ip_address(), self._launch.reserve_port()
         return {"host": socket.gethostname(), "address": address, "port": port, "problem": problem}
 
     def start(self, rank: int, endpoint: tuple[str, int], run_id: str, name: str, *, resume: bool) -> None:
@@ -81,8 +80,8 @@ class NodeLauncher:
             serves_rendezvous=rank == 0 and run.nnodes > 1,
         )
 
-    def read(self) -> tuple[bytes, int | None, str]:
-        """Return new output, and after the last output the exit code of `accel launch` and the reason of its failure."""
+    def read(self) -> tuple[bytes, NodeEnd | None]:
+        """Return new output, and after the last output the end of `accel launch`."""
         process = self._launch.process
         assert process
         assert process.stdout
@@ -90,10 +89,10 @@ class NodeLauncher:
         # Processes that the script has left running may keep the pipe open.
         if select.select([process.stdout], [], [], 0 if has_exited else _READ_S)[0]:
             if data := os.read(process.stdout.fileno(), _CHUNK):
-                return data, None, ""
+                return data, None
         elif not has_exited:
-            return b"", None, ""
-        return b"", *self._launch.wait()
+            return b"", None
+        return b"", self._launch.wait()
 
     def send_signal(self, number: int) -> None:
         """Send a signal to `accel launch`."""
@@ -106,7 +105,9 @@ class NodeLauncher:
             node_id = ray.get_runtime_context().get_node_id()
             source = Path.cwd() / f"source-{node_id[:12]}"
             if not source.exists():
-                _unpack(Path.cwd() / ARCHIVE, source)
+                scratch = Path(tempfile.mkdtemp(dir=Path.cwd()))
+                unpack(Path.cwd() / ARCHIVE, scratch)
+                scratch.rename(source)
             self._folder = source / (run.folder or ".")
         elif run.folder:
             self._folder = Path(run.folder)
@@ -114,12 +115,3 @@ class NodeLauncher:
         if problem and not run.sends_source:
             problem += ". Use a shared file system, or launcher.source: folder"
         return problem
-
-
-def _unpack(archive: Path, folder: Path) -> None:
-    scratch = Path(tempfile.mkdtemp(dir=folder.parent))
-    with tarfile.open(archive) as tar:
-        # Pythons before 3.10.12 and 3.11.4 have no filters.
-        safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
-        tar.extractall(scratch, **safe)  # type: ignore[arg-type]  # noqa: S202
-    scratch.rename(folder)

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from accel_cli import console
 from accel_cli.errors import AccelError
+from accel_cli.launchers.node_launch import build_command, build_rendezvous_options
 from accel_cli.launchers.source_files import (
     Selection,
     check_selected,
@@ -67,17 +68,15 @@ class RayRun:
 
     def build_command(
         self, python: str, rank: int, endpoint: Endpoint, run_id: str, *, resume: bool
-    ) -> list[str]:
+    ) -> tuple[str, ...]:
         """Return the command `accel launch` of a node."""
-        nodes: list[str] = []
-        if self.nnodes > 1:
-            nodes = ["--nnodes", str(self.nnodes), "--rdzv-endpoint", str(endpoint), "--rdzv-id", run_id]
-            nodes += ["--node-rank", str(rank)] if self.fixed_ranks else []
-            # All nodes of a cluster may be on one machine.
-            nodes += ["--set", "launcher.allow_loopback=true"] if endpoint.is_loopback else []
-        nodes += ["--resume"] if resume else []
-        launch = [python, "-m", "accel_cli", "launch", "--quiet", "--no-profile"]
-        return [*launch, *nodes, *self.options, *self.target]
+        fixed_rank = rank if self.fixed_ranks else None
+        words = [*build_rendezvous_options(self.nnodes, fixed_rank, str(endpoint), run_id)]
+        if self.nnodes > 1 and endpoint.is_loopback:  # all nodes of a cluster may be on one machine
+            words += ["--set", "launcher.allow_loopback=true"]
+        if resume:
+            words.append("--resume")
+        return build_command(python, *words, *self.options, *self.target)
 
     def to_json(self) -> str:
         """Return the run as JSON."""

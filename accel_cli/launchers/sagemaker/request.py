@@ -13,7 +13,7 @@ from typing import Any
 from accel_cli.console import is_secret, mask_secrets
 from accel_cli.errors import UsageError
 from accel_cli.launchers.base import LaunchSpec
-from accel_cli.launchers.job_launcher import build_node_options
+from accel_cli.launchers.node_launch import build_node_options
 from accel_cli.launchers.sagemaker.aws import load_service_model
 from accel_cli.launchers.sagemaker.section import CHANNEL, SageMakerSection
 from accel_cli.planning.plan import JobPlan

@@ -15,6 +15,7 @@ from accel_cli.errors import UsageError
 from accel_cli.launchers import torchrun
 from accel_cli.launchers.base import LaunchSpec, Plan, build_environment
 from accel_cli.launchers.job_launcher import JobLauncher, Nodes, ProcessesPerNode, count_gpus, count_processes
+from accel_cli.launchers.node_launch import build_command
 from accel_cli.launchers.sections import ExpandedPath, ItemError, Question, match
 from accel_cli.launchers.slurm.jobs import SlurmJobPlan, SlurmJobs, submit_job
 from accel_cli.planning.nodes import get_slurm_rendezvous
@@ -354,7 +355,7 @@ exit "$code\""""
         lines = [
             srun,
             'bash -c "$node_command" accel',
-            f"{quote_for_bash(spec.python)} -m accel_cli launch --quiet --no-profile",
+            join_for_bash(build_command(spec.python)),
             *(f"--set launcher.{name}={value}" for name, value in values.items()),
             join_for_bash(spec.build_arguments()),
         ]

@@ -12,7 +12,7 @@ from typing_extensions import Self, override
 from accel_cli.errors import UsageError
 from accel_cli.launchers import torchrun
 from accel_cli.launchers.base import GpuIds, Launcher, LaunchSpec, Plan
-from accel_cli.launchers.job_launcher import build_node_options
+from accel_cli.launchers.node_launch import build_node_options
 from accel_cli.launchers.sections import Answers, Choice, CountOrAuto, ExpandedPath, Question
 from accel_cli.launchers.ssh.hosts import Host, check_hosts, parse_host, read_hostfile
 from accel_cli.launchers.ssh.plan import SshPlan

@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from accel_cli import console
+from accel_cli.launchers.node_launch import NodeEnd
 from accel_cli.launchers.ssh.hosts import Host
 from accel_cli.launchers.ssh.supervisor import CONTROL, HEADER, MARK
 from accel_cli.runner.output import LinePrefixer, write_all
@@ -96,8 +97,8 @@ class Connection:
         """The description of the host by its supervisor; None until that has started."""
         self.problem: str | None = None
         """The reply to the last check; empty if the host passed it."""
-        self.exit: Mapping[str, Any] | None = None
-        """The exit code of `accel launch`, and the reason of its failure."""
+        self.exit: NodeEnd | None = None
+        """The end of `accel launch`; None until it has ended."""
         self.ended_at: float | None = None
         self.heard_at = time.monotonic()
         """The time of the last output or reply."""
@@ -134,7 +135,7 @@ class Connection:
     @property
     def failed(self) -> bool:
         """True if `accel launch` failed, or the connection is lost."""
-        return self.is_lost or bool(self.exit and self.exit["code"])
+        return self.is_lost or bool(self.exit and self.exit.code)
 
     def send(self, **request: Any) -> None:
         """Send a request to the supervisor; without one, show that the launcher is alive."""
@@ -181,7 +182,7 @@ class Connection:
             elif kind == "problem":
                 self.problem = value
             elif kind == "exit":
-                self.exit = value
+                self.exit = NodeEnd(*value)
 
     def _print(self, screen: int, data: bytes) -> None:
         prefixer = self._prefixers.get(screen)

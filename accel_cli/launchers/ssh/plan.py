@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
+from accel_cli.launchers.node_launch import build_command, build_rendezvous_options
 from accel_cli.launchers.ssh.hosts import Host
 from accel_cli.planning.network import Endpoint
 from accel_cli.planning.nodes import PORT
@@ -77,13 +78,10 @@ class SshPlan(JobPlan):
 
     def build_launch_command(self, rank: int, endpoint: str, run_id: str) -> tuple[str, ...]:
         """Return the command `accel launch` of a host."""
-        nodes: tuple[object, ...] = ()
-        if len(self.hosts) > 1:
-            nodes = ("--nnodes", len(self.hosts), "--rdzv-endpoint", endpoint, "--rdzv-id", run_id)
-            nodes += ("--node-rank", rank) if self.fixed_ranks else ()
-        nodes += ("--nproc-per-node", self.counts[rank])
-        launch = (self.python, "-m", "accel_cli", "launch", "--quiet", "--no-profile")
-        return (*launch, *map(str, nodes), *self.options, *self.target)
+        fixed_rank = rank if self.fixed_ranks else None
+        nodes = build_rendezvous_options(len(self.hosts), fixed_rank, endpoint, run_id)
+        count = ("--nproc-per-node", str(self.counts[rank]))
+        return build_command(self.python, *nodes, *count, *self.options, *self.target)
 
     @override
     def describe(self) -> list[str]:

@@ -21,6 +21,7 @@ from typing_extensions import Self
 
 from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
+from accel_cli.launchers.node_launch import NodeEnd, get_failure_order
 from accel_cli.launchers.source_files import Selection, check_selected, select_files
 from accel_cli.launchers.ssh.connections import Connection, Screen
 from accel_cli.launchers.ssh.plan import SshPlan
@@ -312,21 +313,10 @@ class _Run:
             return 128 + self._received
         if not failed:
             return 0
-
-        def get_order(connection: Connection) -> tuple[bool, float]:
-            # A host whose run ended on another one reports no reason.
-            is_cause = connection.is_lost or bool(connection.exit and connection.exit["reason"])
-            return not is_cause, connection.ended_at or 0.0
-
-        first = min(failed, key=get_order)
-        if first.exit is None:
-            text, code = first.describe_end(self._job.python), 1
-        else:
-            code = int(first.exit["code"])
-            reason = first.exit["reason"].partition("\n")[0]
-            text = reason or f"accel launch ended with exit code {code}"
-        console.error(f"host {first.host.destination}: {text}")
-        return code
+        first = min(failed, key=lambda each: get_failure_order(each.exit, each.ended_at or 0.0))
+        end = first.exit or NodeEnd(1, first.describe_end(self._job.python))
+        console.error(f"host {first.host.destination}: {end.describe()}")
+        return end.code
 
     # Events
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from accel_cli.launchers.node_launch import NodeLaunch, find_problem
+from accel_cli.launchers.node_launch import NodeEnd, NodeLaunch, find_problem
 from accel_cli.planning import network
 from accel_runtime.environment import settings as env
 
@@ -75,7 +75,7 @@ class HostSupervisor:
         """Answer requests; end the processes of this host when the connection is lost."""
         try:
             self._write(MARK)
-            self._reply("host", _describe_host(self._launch.port))
+            self._reply("host", _describe_host(self._launch.reserve_port()))
             for request in self._read_requests():
                 self._handle(request)
         except LostConnectionError:
@@ -105,8 +105,7 @@ class HostSupervisor:
             try:
                 self._start_launch(start)
             except OSError as error:
-                reason = f"cannot start accel launch: {error.strerror or error}"
-                self._reply("exit", {"code": 1, "reason": reason})
+                self._reply("exit", NodeEnd(1, f"cannot start accel launch: {error.strerror or error}"))
                 self._exit(1)
         if channel := request.get("close"):
             self._closed.add(channel)
@@ -146,8 +145,7 @@ class HostSupervisor:
                 # Processes that the script has left running may keep the streams open.
                 if not ready and has_exited:
                     break
-        code, reason = self._launch.wait()
-        self._reply("exit", {"code": code, "reason": reason})
+        self._reply("exit", self._launch.wait())
         if not self._is_lost:
             self._exit(0)
 

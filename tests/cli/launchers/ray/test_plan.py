@@ -72,14 +72,13 @@ def test_the_plan_names_the_variable_that_overrides_the_address():
 def test_every_node_runs_accel_launch_with_its_rank():
     job = plan(Ray(nnodes=2, nproc_per_node=2, stall_timeout=60), "--lr", "1").job
     command = job.run.build_command("py", 1, ELSEWHERE, "id-0", resume=False)
-    assert command[:13] == [
+    assert command[:14] == (
         *("py", "-m", "accel_cli", "launch", "--quiet", "--no-profile", "--nnodes", "2"),
-        *("--rdzv-endpoint", "10.0.0.7:29400", "--rdzv-id", "id-0", "--node-rank"),
-    ]
-    assert command[13] == "1"
+        *("--rdzv-endpoint", "10.0.0.7:29400", "--rdzv-id", "id-0", "--node-rank", "1"),
+    )
     assert "launcher.nproc_per_node=2" in command
     assert "launcher.stall_timeout=60" in command
-    assert command[-4:] == ["--", "train.py", "--lr", "1"]
+    assert command[-4:] == ("--", "train.py", "--lr", "1")
     assert "launcher.allow_loopback=true" not in command
 
 
