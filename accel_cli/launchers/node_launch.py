@@ -16,6 +16,7 @@ import tarfile
 import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,13 +133,17 @@ def get_failure_order(end: NodeEnd | None, ended_at: float) -> tuple[bool, float
 
 
 class NodeLaunch:
-    """One `accel launch`, for the process that starts it on a node and reports its end."""
+    """One `accel launch`, for the process that starts it on a node and reports its end.
 
-    def __init__(self) -> None:
+    Args:
+        failure_file: The file for the reason of a failure; None takes a temporary one.
+    """
+
+    def __init__(self, failure_file: Path | None = None) -> None:
         self.process: subprocess.Popen[bytes] | None = None
         """The process of `accel launch`; None until it has started."""
         self._port: socket.socket | None = None
-        self._scratch = ""
+        self._failure_file, self._scratch = failure_file, ""
 
     def reserve_port(self) -> int:
         """Return a port for the rendezvous, reserved until `accel launch` of the first node listens on it."""
@@ -151,20 +156,22 @@ class NodeLaunch:
         folder: str | Path,
         environ: Mapping[str, str],
         *,
-        serves_rendezvous: bool,
-        stderr: int = subprocess.STDOUT,
+        serves_rendezvous: bool = False,
+        streams: tuple[int | None, int | None] = (subprocess.PIPE, subprocess.STDOUT),
     ) -> subprocess.Popen[bytes]:
-        """Start the command, with its output in a pipe.
+        """Start the command, with its output in a pipe unless `streams` has others.
 
         Args:
             command: The command.
             folder: The working folder.
             environ: The environment, to which the variables of this module are added.
             serves_rendezvous: True if this is the first node of several, and its port is reserved.
-            stderr: As for `subprocess.Popen`.
+            streams: Its standard output and error, as for `subprocess.Popen`.
         """
-        self._scratch = tempfile.mkdtemp(prefix="accel-node-")
-        variables, inherited = {**environ, env.FAILURE_FILE: str(self._reason_file)}, []
+        if self._failure_file is None:
+            self._scratch = tempfile.mkdtemp(prefix="accel-node-")
+            self._failure_file = Path(self._scratch, "reason")
+        variables, inherited = {**environ, env.FAILURE_FILE: str(self._failure_file)}, []
         if self._port and serves_rendezvous:
             inherited = [self._port.fileno()]
             variables[env.RDZV_SOCKET] = str(self._port.fileno())
@@ -174,8 +181,8 @@ class NodeLaunch:
             env=variables,
             pass_fds=inherited,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
+            stdout=streams[0],
+            stderr=streams[1],
             start_new_session=True,
         )
         if self._port:
@@ -184,13 +191,21 @@ class NodeLaunch:
 
     def send_signal(self, number: int) -> None:
         """Send a signal to `accel launch`, which passes it on to its processes, if it runs."""
-        if self.process and self.process.poll() is None:
-            self.process.send_signal(number)
+        # Without Popen.poll, which would reap it while `wait` does.
+        if self.process and self.process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
 
     def wait(self) -> NodeEnd:
         """Wait for the end of `accel launch`, and return it."""
         assert self.process
-        code, file = self.process.wait(), self._reason_file
+        assert self._failure_file
+        while os.getpid() == 1 and self.process.returncode is None:
+            # The kernel makes process 1 the parent of all orphans, which it reaps too.
+            pid, status = os.wait()
+            if pid == self.process.pid:
+                self.process.returncode = os.waitstatus_to_exitcode(status)
+        code, file = self.process.wait(), self._failure_file
         reason = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
         self.remove_files()
         return NodeEnd(code if code >= 0 else 128 - code, reason)
@@ -198,7 +213,3 @@ class NodeLaunch:
     def remove_files(self) -> None:
         """Remove the temporary files."""
         shutil.rmtree(self._scratch, ignore_errors=True)
-
-    @property
-    def _reason_file(self) -> Path:
-        return Path(self._scratch, "reason")

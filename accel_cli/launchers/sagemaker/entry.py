@@ -13,14 +13,17 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
-import tarfile
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accel_cli.launchers.node_launch import NodeLaunch
 
 __all__ = ["JobError", "build_variables", "link_folder", "main", "needs_compat", "read_secrets"]
 
@@ -41,33 +44,72 @@ class JobError(Exception):
     """The job cannot start, for a reason that the user can change."""
 
 
+class _StoppedError(BaseException):
+    """A signal arrived before `accel launch` was started."""
+
+
+class _Signals:
+    """The handler of signals: they stop the preparation of this host, or are passed on to `accel launch`."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self.is_preparing = True
+        self.launch: NodeLaunch | None = None
+        # The kernel drops signals for which process 1 has no handler.
+        for number in _SIGNALS:
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        self.received.append(number)
+        if self.launch:
+            self.launch.send_signal(number)
+        elif self.is_preparing:
+            raise _StoppedError
+
+
 def main(root: Path) -> int:
     """Run the job on this host, and return its exit code: 128 + n if signal n ended it."""
-    supervisor, host, reason = Supervisor(), socket.gethostname(), ""
+    signals, host, reason = _Signals(), socket.gethostname(), ""
     try:
-        resources = _read_config(root, "resourceconfig")
-        host = resources["current_host"]
-        command, environ = _prepare(root, resources, supervisor)
-        code = supervisor.run(command, environ)
-        if code < 0:
-            name = signal.Signals(-code).name
-            reason = f"accel launch was ended by {name}; SIGKILL is often the out-of-memory killer"
+        try:
+            resources = _read_config(root, "resourceconfig")
+            host = resources["current_host"]
+            command, environ = _prepare(root, resources)
+        finally:
+            signals.is_preparing = False
+        code, reason = _run(root, command, environ, signals)
+    except _StoppedError:
+        code = 128 + signals.received[0]
     except Exception as error:  # noqa: BLE001 - the user sees nothing but the reason
-        code = -supervisor.received[0] if supervisor.received else 1
-        name = "" if isinstance(error, JobError) else f"{type(error).__name__}: "
+        code, name = 1, "" if isinstance(error, JobError) else f"{type(error).__name__}: "
         reason = f"the job cannot start: {name}{error}"
     # A signal is how the platform ends a job, which is not a failure.
-    if reason and not supervisor.received:
+    if reason and not signals.received:
         _note(f"error: {reason}")
         (root / "output").mkdir(parents=True, exist_ok=True)
         # accel launch may have left a reason already.
         with suppress(FileExistsError), (root / "output" / "failure").open("x", encoding="utf-8") as file:
             file.write(f"{host}: {reason}")
-    code = code if code >= 0 else 128 - code
     # A client that follows the job needs this line to know that the log of this host is complete.
     sys.stdout.write(f"accel: {host} ended with exit code {code}\n")
     sys.stdout.flush()
     return code
+
+
+def _run(root: Path, command: list[str], environ: Mapping[str, str], signals: _Signals) -> tuple[int, str]:
+    """Run `accel launch`, and return its exit code and the reason of a failure that it could not write itself."""
+    from accel_cli.launchers.node_launch import NodeLaunch  # noqa: PLC0415 - unpacked by _prepare
+
+    launch = NodeLaunch(root / "output" / "failure")
+    process = launch.start(command, Path.cwd(), environ, streams=(None, None))
+    signals.launch = launch
+    for number in signals.received:
+        launch.send_signal(number)
+    end = launch.wait()
+    if process.returncode >= 0:
+        return end.code, ""
+    name = signal.Signals(-process.returncode).name
+    return end.code, f"accel launch was ended by {name}; SIGKILL is often the out-of-memory killer"
 
 
 def _note(text: str) -> None:
@@ -79,48 +121,14 @@ def _read_config(root: Path, name: str) -> dict[str, Any]:
     return dict(json.loads((root / "input" / "config" / f"{name}.json").read_text(encoding="utf-8")))
 
 
-class Supervisor:
-    """Process 1 of the container: forwards signals to its child, and reaps every process that exits."""
-
-    def __init__(self) -> None:
-        self.received: list[int] = []
-        self._child = 0
-        # The kernel drops signals for which process 1 has no handler.
-        for number in _SIGNALS:
-            signal.signal(number, self._forward)
-
-    def run(self, argv: list[str], environ: Mapping[str, str], errors: Path | None = None) -> int:
-        """Run a program with its standard error in a file, and return its exit code, or -n if signal n ended it."""
-        if self.received:
-            return -self.received[0]
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        actions = [(os.POSIX_SPAWN_OPEN, 2, str(errors), flags, 0o600)] if errors else []
-        # subprocess would wait for processes that are reaped below.
-        self._child = os.posix_spawn(argv[0], argv, environ, file_actions=actions)
-        for number in self.received:
-            os.kill(self._child, number)
-        while True:
-            pid, status = os.wait()
-            if pid == self._child:
-                self._child = 0
-                return os.waitstatus_to_exitcode(status)
-
-    def _forward(self, number: int, _: FrameType | None) -> None:
-        self.received.append(number)
-        if self._child:
-            with suppress(ProcessLookupError):  # reaped a moment ago
-                os.kill(self._child, number)
-
-
-def _prepare(
-    root: Path, resources: Mapping[str, Any], supervisor: Supervisor
-) -> tuple[list[str], dict[str, str]]:
+def _prepare(root: Path, resources: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
     """Unpack and install everything, and return the command of `accel launch` and its environment."""
     _check_image()
     bundle, accel, code = root / "input" / "data" / _CHANNEL, root / "accel", root / "code"
     job = json.loads((bundle / "job.json").read_text(encoding="utf-8"))
-    _unpack(bundle / "accel.tar.gz", accel)
-    _unpack(bundle / "source.tar.gz", code)
+    _unpack(bundle, accel, code)
+    from accel_runtime.environment import settings as env  # noqa: PLC0415 - unpacked a moment ago
+
     for folder in (root / "model", root / "checkpoints", root / "output" / "data"):
         folder.mkdir(parents=True, exist_ok=True)
     options = [*job["options"], "--log-dir", str(root / "output" / "data" / "accel-runs")]
@@ -133,12 +141,7 @@ def _prepare(
         if job[key]:
             link_folder(code / job["cwd"] / job[key], root / name)
     environ = {**build_variables(root, resources), **os.environ, **job["settings"], **job["env"]}
-    sys.path.insert(0, str(accel))
-    env = importlib.import_module("accel_runtime.environment.settings")
-    environ |= {
-        env.NODE_NAME: resources["current_host"],
-        env.FAILURE_FILE: str(root / "output" / "failure"),
-    }
+    environ[env.NODE_NAME] = resources["current_host"]
     # Requirements that name accel are satisfied by the one that was sent.
     metadata = accel / f"accel_runtime-{env.__version__}.dist-info" / "METADATA"
     metadata.parent.mkdir()
@@ -151,7 +154,7 @@ def _prepare(
     os.chdir(code)
     # Before pip, whose index may need one.
     environ |= read_secrets(job["secrets"], environ.get("AWS_REGION"))
-    _install(job, bundle, accel, supervisor, environ)
+    _install(job, bundle, accel, environ)
     os.chdir(job["cwd"])
     # A file of its own: with -m or -c, modules next to the script would hide those of Python.
     launcher = accel / "accel"
@@ -159,16 +162,22 @@ def _prepare(
     return [sys.executable, str(launcher), "launch", *options, "--", job["target"], *job["args"]], environ
 
 
-def _unpack(archive: Path, folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
+def _unpack(bundle: Path, accel: Path, code: Path) -> None:
+    """Unpack accel, from which everything else is imported, and the source."""
+    for folder in (accel, code):
+        shutil.rmtree(folder, ignore_errors=True)
     try:
-        with tarfile.open(archive) as tar:
-            # Pythons before 3.10.12 and 3.11.4 have no filters. Who can change the archive can change this file too.
-            safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
-            tar.extractall(folder, **safe)  # type: ignore[arg-type]  # noqa: S202
-    except (EOFError, tarfile.TarError) as error:
-        raise JobError(f"{archive.name} is damaged: {error}. Launch again.") from error
+        shutil.unpack_archive(bundle / "accel.tar.gz", accel, "gztar")
+    except Exception as error:
+        raise JobError(f"accel.tar.gz is damaged: {error}. Launch again.") from error
+    sys.path.insert(0, str(accel))
+    from accel_cli.errors import AccelError  # noqa: PLC0415 - unpacked a moment ago
+    from accel_cli.launchers.node_launch import unpack  # noqa: PLC0415 - as above
+
+    try:
+        unpack(bundle / "source.tar.gz", code)
+    except AccelError as error:
+        raise JobError(str(error)) from error
 
 
 def _prepend(folder: Path, path: str | None) -> str:
@@ -312,9 +321,7 @@ def read_secrets(secrets: Mapping[str, str], region: str | None) -> dict[str, st
     return values
 
 
-def _install(
-    job: Mapping[str, Any], bundle: Path, accel: Path, supervisor: Supervisor, environ: Mapping[str, str]
-) -> None:
+def _install(job: Mapping[str, Any], bundle: Path, accel: Path, environ: Mapping[str, str]) -> None:
     """Install the packages of accel and of the job that the image lacks, and keep the image's torch.
 
     Raises:
@@ -327,9 +334,10 @@ def _install(
     attempts = [["-r", requirements]] if requirements else [["--quiet", "--no-index"], ["--quiet"]]
     for attempt in attempts:
         command = [sys.executable, "-m", "pip", "install", *attempt, *options]
-        code = supervisor.run(command, {**_PIP, **environ}, errors)
-        if code == 0:
-            return
+        errors.touch(mode=0o600)
+        with errors.open("wb") as file:
+            if subprocess.run(command, env={**_PIP, **environ}, stderr=file, check=False).returncode == 0:
+                return
     lines = errors.read_text(encoding="utf-8", errors="replace").splitlines()
     _note("\n".join(["pip failed:", *lines]))
     causes = [line for line in lines if line.startswith("ERROR: ")] or lines[-1:]

@@ -119,7 +119,7 @@ class HostSupervisor:
             start["folder"],
             {**os.environ, **start["env"]},
             serves_rendezvous=start["serves_rendezvous"],
-            stderr=subprocess.STDOUT if start["merge"] else subprocess.PIPE,
+            streams=(subprocess.PIPE, subprocess.STDOUT if start["merge"] else subprocess.PIPE),
         )
         threading.Thread(target=self._copy_output, args=(process,), daemon=True).start()
 

@@ -27,15 +27,28 @@ def test_a_launch_ends_with_its_exit_code_and_the_reason_that_it_has_written():
     code = (
         f"import os; open(os.environ['{env.FAILURE_FILE}'], 'w').write('boom\\nline 1'); print('hi'); exit(3)"
     )
-    output, end = run(code, serves_rendezvous=False)
+    output, end = run(code)
     assert (output, end) == (b"hi\n", NodeEnd(3, "boom\nline 1"))
     assert end.describe() == "boom"
 
 
 def test_a_launch_that_a_signal_ended_has_the_exit_code_of_a_shell():
-    _, end = run(f"import os; os.kill(os.getpid(), {signal.SIGKILL})", serves_rendezvous=False)
+    _, end = run(f"import os; os.kill(os.getpid(), {signal.SIGKILL})")
     assert end == NodeEnd(128 + signal.SIGKILL)
     assert end.describe() == "accel launch ended with exit code 137"
+
+
+def test_a_signal_is_sent_to_the_launch_until_it_has_ended(tmp_path):
+    launch = NodeLaunch(tmp_path / "failure")
+    launch.send_signal(signal.SIGTERM)  # it has not started
+    code = f"import os, time; open(os.environ['{env.FAILURE_FILE}'], 'w'); print(flush=True); time.sleep(600)"
+    process = launch.start([sys.executable, "-c", code], "/", os.environ)
+    with process.stdout:
+        process.stdout.readline()
+        launch.send_signal(signal.SIGTERM)
+        assert launch.wait() == NodeEnd(128 + signal.SIGTERM)
+    launch.send_signal(signal.SIGTERM)
+    assert (tmp_path / "failure").exists()
 
 
 def test_the_first_node_inherits_the_socket_with_the_reserved_port():
