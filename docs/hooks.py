@@ -23,7 +23,7 @@ from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.sections import Question, Section
 from accel_cli.main import accel
 from accel_cli.planning import nodes
-from accel_cli.profile.schema import PARALLEL_SECTIONS, Profile
+from accel_cli.profile.schema import SETTINGS_SECTIONS, Profile
 from accel_runtime.environment import settings as env
 from accel_runtime.environment.settings import Settings
 
@@ -150,13 +150,13 @@ def profile_page() -> str:
         "# Profile keys",
         _MADE,
         "## Keys of a profile",
-        _keys(Profile, "", leave_out=("launcher", *PARALLEL_SECTIONS)),
+        _keys(Profile, "", leave_out=("launcher", *SETTINGS_SECTIONS)),
         "## `launcher`",
         _KINDS,
     ]
     for kind, launcher in LAUNCHERS.items():
         parts += [f"### `kind: {kind}`", f"{launcher.title}.", _keys(launcher, "launcher.")]
-    for name, section in PARALLEL_SECTIONS.items():
+    for name, section in SETTINGS_SECTIONS.items():
         description = Profile.model_fields[name].description or ""
         parts += [f"## `{name}`", f"{description} {_DIVIDES}", _keys(section, f"{name}.")]
     return "\n\n".join(parts) + "\n"

@@ -272,6 +272,8 @@ class AccelerateConfig:
     deepspeed_config: Mapping[str, Any] = field(default_factory=dict)
     parallelism_config: Mapping[str, Any] = field(default_factory=dict)
     tp_config: Mapping[str, Any] = field(default_factory=dict)
+    dynamo_backend: str = ""
+    dynamo_config: Mapping[str, Any] = field(default_factory=dict)
     deepspeed_file: Mapping[str, Any] | None = None
     """The JSON file that `deepspeed_config` names, parsed; None if there is no such file."""
 
@@ -321,6 +323,16 @@ class AccelerateConfig:
     def endpoint(self) -> Endpoint:
         """Return the address and port of the rendezvous."""
         return Endpoint(self.main_process_ip, self.main_process_port or _DEFAULT_PORT)
+
+    @property
+    def compiler(self) -> str:
+        """Return the backend of `torch.compile`, as torch spells it; `no` if nothing is compiled."""
+        key = launch.DYNAMO_SETTINGS[0].key
+        section = {
+            key if str(name) == key.removeprefix(launch.DYNAMO.prefix) else str(name): value
+            for name, value in self.dynamo_config.items()
+        }
+        return str(section.get(key) or self.dynamo_backend or "no").lower()
 
     @property
     def fsdp(self) -> dict[str, Any]:

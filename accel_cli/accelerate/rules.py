@@ -300,7 +300,11 @@ _DEEPSPEED_FILE: Mapping[str, Rule] = {
     "fp16.enabled": _enables("fp16"),
     "fp16": drop("set it in the script: GradScalerKwargs", "0"),
     "communication_data_type": take("fully_shard.reduce_dtype", _parse_reduce_dtype),
-    "gradient_accumulation_steps": drop(sharding.GRADIENT_ACCUMULATION_STEPS.reason, "1"),
+    "gradient_accumulation_steps": take(
+        sharding.GRADIENT_ACCUMULATION_STEPS.profile_key,
+        build_parser(sharding.GRADIENT_ACCUMULATION_STEPS.values),
+        "1",
+    ),
     "gradient_clipping": drop(sharding.GRADIENT_CLIPPING.reason, "0"),
     "optimizer": drop("create an optimizer of torch in the script instead of DummyOptim", "0"),
     "scheduler": drop("create a scheduler of torch in the script instead of DummyScheduler", "0"),
@@ -365,6 +369,24 @@ def _variable(name: str) -> Rule:
     return Rule(lambda value, _: sets({f"env.{name}": value}), parse_text)
 
 
+# `torch.compile`.
+
+
+def _convert_backend(_: str, config: AccelerateConfig) -> Answer:
+    return sets({launch.DYNAMO_SETTINGS[0].profile_key: config.compiler})
+
+
+def _compile_with(setting: Setting) -> Rule:
+    """Return the rule of an option of the compiler."""
+
+    def convert(value: Any, config: AccelerateConfig) -> Answer:
+        if config.compiler == "no":
+            return Answer("not used: nothing is compiled without a backend")
+        return sets({setting.profile_key: value})
+
+    return Rule(convert, off=(*_EMPTY, *setting.off))
+
+
 # The rules of all keys.
 
 _SIZES = (*sharding.MESH_SIZES, sharding.TP_CONFIG_SIZE)
@@ -393,6 +415,8 @@ _CONVERTED: Mapping[Setting, Rule] = {
     sharding.OFFLOAD_PARAM_DEVICE: _OFFLOAD,
     sharding.DEEPSPEED_FILE: Rule(_convert_deepspeed_file),
     **{setting: _mesh_size(setting) for setting in _SIZES},
+    launch.DYNAMO_SETTINGS[0]: Rule(_convert_backend, off=(*_EMPTY, "no")),
+    **{setting: _compile_with(setting) for setting in launch.DYNAMO_SETTINGS[1:]},
     sagemaker.DISTRIBUTED_TYPE: Rule(_convert_sagemaker_type),
     sagemaker.PYTORCH_VERSION: Rule(
         _convert_torch_version, off=_EMPTY, target=sagemaker.PYTORCH_VERSION.profile_key

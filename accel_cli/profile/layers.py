@@ -16,11 +16,11 @@ from pydantic import ValidationError
 from accel_cli import console
 from accel_cli.errors import Problem, ProfileError, UsageError
 from accel_cli.profile import store, yaml_io
-from accel_cli.profile.schema import PARALLEL_SECTIONS, SCHEMA_VERSION, SECTIONS, Profile, known_keys
+from accel_cli.profile.schema import SCHEMA_VERSION, SECTIONS, SETTINGS_SECTIONS, Profile, known_keys
 from accel_cli.profile.store import DEFAULT, Store
 from accel_cli.profile.validation_errors import explain, unknown_key
 from accel_runtime.environment import settings as env
-from accel_runtime.environment.settings import Settings, SettingsError, variable_name
+from accel_runtime.environment.settings import Settings, SettingsError, read_user_variables, variable_name
 
 __all__ = [
     "Layer",
@@ -124,8 +124,14 @@ def read_environment(environ: Mapping[str, str]) -> Layer:
     Raises:
         UsageError: A variable is invalid.
     """
+    user, foreign = read_user_variables(environ)
+    translated = {
+        variable_name(name): text
+        for name, text in ((name, user.settings.to_env()[variable_name(name)]) for name in foreign)
+        if variable_name(name) not in environ
+    }
     try:
-        settings = Settings.from_env(environ, accelerate=False)
+        settings = Settings.from_env({**translated, **environ}, accelerate=False)
     except SettingsError as error:
         raise UsageError(str(error)) from None
     if settings.spmd:
@@ -134,19 +140,22 @@ def read_environment(environ: Mapping[str, str]) -> Layer:
             "instead (--set launcher.spmd=true)."
         )
     values, where = {}, {}
-    for section in ("", *PARALLEL_SECTIONS):
+    for section in ("", *SETTINGS_SECTIONS):
         part = getattr(settings, section) if section else settings
         for each in fields(part):
             key = f"{section}.{each.name}" if section else each.name
             variable = variable_name(key.replace(".", "_"))
             # A launch inside a launch also has the variable of spmd, switched off.
-            if variable not in environ or key == "spmd":
+            if variable not in environ and variable not in translated:
+                continue
+            if key == "spmd":
                 continue
             value = getattr(part, each.name)
             if isinstance(value, tuple):  # of a list or of a mapping's pairs
-                to_plain: Any = get_origin(PARALLEL_SECTIONS[section].model_fields[each.name].annotation)
+                to_plain: Any = get_origin(SETTINGS_SECTIONS[section].model_fields[each.name].annotation)
                 value = to_plain(value)
-            values[key], where[key] = value, variable
+            values[key] = value
+            where[key] = variable if variable in environ else foreign[key.replace(".", "_")]
     return Layer("environment", values, where)
 
 

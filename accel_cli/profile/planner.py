@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib.machinery
+import json
 import os
 import re
 import shutil
@@ -13,7 +14,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from accel_cli import launchers
+from accel_cli import console, launchers
 from accel_cli.errors import UsageError
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.base import Launcher, LaunchSpec, Plan
@@ -24,8 +25,16 @@ from accel_cli.planning.options import OPTIONS, Kind, LaunchOption, Request
 from accel_cli.profile import layers, yaml_io
 from accel_cli.profile.layers import Layer, Resolved
 from accel_cli.profile.store import Store
+from accel_runtime.environment.accelerate import build_export, encode_variables
 from accel_runtime.environment.cgroup import count_cpus
-from accel_runtime.environment.settings import SettingsError, check_layout, find_nearest
+from accel_runtime.environment.settings import (
+    ACCELERATE_LIMITS,
+    EXPORTED,
+    SettingsError,
+    check_layout,
+    find_nearest,
+    read_user_variables,
+)
 
 __all__ = ["build_plan", "check_target", "detect_machine", "find_options_after_script", "prepare", "resolve"]
 
@@ -325,11 +334,28 @@ def build_plan(launcher: Launcher, spec: LaunchSpec) -> Plan:
     if not launcher.may_share_files:
         spec = replace(spec, settings=replace(spec.settings, shared_files=False))
     plan = launcher.plan(spec)
+    world_sizes = launcher.get_world_sizes(spec, plan)
+    if launcher.location in {"local", "pod"}:
+        plan = _export_to_accelerate(spec, plan, world_sizes)
     if not launcher.supports_sharding:
         return plan
-    world_sizes = launcher.get_world_sizes(spec, plan)
     layouts = _compute_layouts(spec, world_sizes)
     return replace(plan, layout=_format_layout(spec, layouts, is_known=bool(world_sizes)))
+
+
+def _export_to_accelerate(spec: LaunchSpec, plan: Plan, world_sizes: Sequence[int]) -> Plan:
+    """Return a plan with the variables of Accelerate, for scripts that use it themselves."""
+    # The profile's own variables are those of the user, too.
+    environ = {**plan.env, **spec.environ}
+    user, _ = read_user_variables(environ)
+    world_size = world_sizes[0] if len(world_sizes) == 1 else None
+    export = build_export(spec.settings, plan.device, world_size, environ, user)
+    for sentence in export.replaced:
+        console.note(sentence)
+    variables = dict(export.variables)
+    if export.limits or export.refusal:
+        variables[ACCELERATE_LIMITS] = json.dumps({"limits": export.limits, "refusal": export.refusal})
+    return replace(plan, env={**plan.env, **variables, EXPORTED: encode_variables(export.variables)})
 
 
 def _compute_layouts(spec: LaunchSpec, world_sizes: Sequence[int]) -> list[_Sizes]:

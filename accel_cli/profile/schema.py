@@ -22,13 +22,13 @@ from accel_cli.launchers.base import Launcher
 from accel_cli.launchers.sections import Answers, Choice, Question, Section
 from accel_cli.launchers.single import Single
 from accel_cli.planning.machine import Machine
-from accel_cli.profile.sharding import FullyShardSection, ParallelSection
+from accel_cli.profile.settings_sections import CompileSection, FullyShardSection, ParallelSection
 from accel_runtime.environment.settings import Device, LogLevel, MixedPrecision, ProcessGroupBackend, Settings
 
 __all__ = [
-    "PARALLEL_SECTIONS",
     "SCHEMA_VERSION",
     "SECTIONS",
+    "SETTINGS_SECTIONS",
     "Profile",
     "describe",
     "json_schema",
@@ -38,11 +38,11 @@ __all__ = [
 SCHEMA_VERSION = 1
 _FIRST_WORDS = re.compile(r"(?<=[a-z)]{2})[.;](?=\s|$)")
 """Matches the end of the first sentence or clause of a description."""
-PARALLEL_SECTIONS: Mapping[str, type[Section]] = MappingProxyType(
-    {"parallel": ParallelSection, "fully_shard": FullyShardSection}
+SETTINGS_SECTIONS: Mapping[str, type[Section]] = MappingProxyType(
+    {"parallel": ParallelSection, "fully_shard": FullyShardSection, "compile": CompileSection}
 )
 """The sections with the same keys for every launcher."""
-SECTIONS = ("launcher", *PARALLEL_SECTIONS, "env")
+SECTIONS = ("launcher", *SETTINGS_SECTIONS, "env")
 """Keys of a profile that hold keys themselves."""
 
 
@@ -131,6 +131,14 @@ class Profile(Section):
     log_level: Annotated[
         LogLevel, Field(description="Log level that `get_logger` sets; `auto` leaves it to the script.")
     ] = "auto"
+    gradient_accumulation_steps: Annotated[
+        int,
+        Field(
+            ge=1,
+            description="Micro-batches per optimizer step, unless the script passes another number. A Trainer has an argument of "
+            "its own, `gradient_accumulation_steps`.",
+        ),
+    ] = 1
     resume: Annotated[
         bool,
         Field(
@@ -150,6 +158,13 @@ class Profile(Section):
     fully_shard: Annotated[
         FullyShardSection, Field(description="Options of sharding, used if `parallel.dp_shard` is not 1.")
     ] = FullyShardSection()
+    compile: Annotated[
+        CompileSection,
+        Field(
+            description="Options of `torch.compile`, unless the script passes its own. A Trainer has an argument of its own, "
+            "`torch_compile`."
+        ),
+    ] = CompileSection()
     env: Annotated[
         dict[str, str],
         AfterValidator(_check_names),
@@ -163,14 +178,14 @@ class Profile(Section):
     @property
     def settings(self) -> Settings:
         """The settings that the processes receive."""
-        sections = {name: getattr(self, name).settings for name in PARALLEL_SECTIONS}
+        sections = {name: getattr(self, name).settings for name in SETTINGS_SECTIONS}
         names = {field.name for field in fields(Settings)} & set(Profile.model_fields)
         return Settings(**{name: sections.get(name, getattr(self, name)) for name in names})
 
     def data(self) -> dict[str, Any]:
-        """Return the profile as plain data, without unset, empty and unused parallel values."""
+        """Return the profile as plain data, without unset and empty values, and defaults of the sections of settings."""
         data = self.model_dump(exclude_none=True)
-        data |= {name: getattr(self, name).model_dump(exclude_defaults=True) for name in PARALLEL_SECTIONS}
+        data |= {name: getattr(self, name).model_dump(exclude_defaults=True) for name in SETTINGS_SECTIONS}
         data["launcher"] = {name: value for name, value in data["launcher"].items() if value not in ({}, [])}
         return {name: value for name, value in data.items() if value != {}}
 
@@ -189,8 +204,8 @@ def known_keys(kind: str | None = None) -> dict[str, str]:
         for name, field in launcher.model_fields.items():
             keys.setdefault(f"launcher.{name}", field.description or "")
     for name, field in Profile.model_fields.items():
-        if name in PARALLEL_SECTIONS:
-            inner = PARALLEL_SECTIONS[name].model_fields.items()
+        if name in SETTINGS_SECTIONS:
+            inner = SETTINGS_SECTIONS[name].model_fields.items()
             keys |= {f"{name}.{key}": each.description or "" for key, each in inner}
         elif name not in {"launcher", "schema_version"}:
             keys[name] = field.description or ""

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from accel_cli.errors import MAX_PROBLEMS, Problem
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.sections import ItemError, Section
-from accel_cli.profile.schema import PARALLEL_SECTIONS, SECTIONS, Profile, known_keys
+from accel_cli.profile.schema import SECTIONS, SETTINGS_SECTIONS, Profile, known_keys
 from accel_runtime.environment.accelerate import launch
 from accel_runtime.environment.accelerate.sharding import explain_fsdp1_option
 from accel_runtime.environment.settings import find_nearest
@@ -42,6 +42,7 @@ _EXAMPLES = {
     "launcher": "launcher.kind",
     "parallel": "parallel.dp_shard",
     "fully_shard": "fully_shard.wrap",
+    "compile": "compile.backend",
     "env": "env.NAME, a variable",
 }
 _RENAMED = {
@@ -156,7 +157,7 @@ def _find_similar(name: str, known: list[str]) -> str | None:
 def _get_section(item: Mapping[str, Any]) -> type[Section]:
     """Return the section in which an error is."""
     first, *rest = (str(part) for part in item["loc"])
-    return LAUNCHERS[rest[0]] if first == "launcher" and rest else PARALLEL_SECTIONS.get(first, Profile)
+    return LAUNCHERS[rest[0]] if first == "launcher" and rest else SETTINGS_SECTIONS.get(first, Profile)
 
 
 def _find_key(item: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from accel_cli.launchers.sections import Answers, Choice, Question, Section
 from accel_cli.planning.machine import Machine
 from accel_cli.profile import yaml_io
 from accel_cli.profile.layers import nest
-from accel_cli.profile.schema import PARALLEL_SECTIONS, Profile
+from accel_cli.profile.schema import SETTINGS_SECTIONS, Profile
 from accel_cli.profile.validation_errors import explain
 
 __all__ = [
@@ -145,8 +145,8 @@ def _iter_steps(answers: Mapping[str, Any]) -> Iterator[Step]:
 
 def _iter_section(section: type[Section], prefix: str) -> Iterator[Step]:
     for name, field in section.model_fields.items():
-        if name in PARALLEL_SECTIONS and not prefix:
-            yield from _iter_section(PARALLEL_SECTIONS[name], f"{name}.")
+        if name in SETTINGS_SECTIONS and not prefix:
+            yield from _iter_section(SETTINGS_SECTIONS[name], f"{name}.")
         elif question := next((each for each in field.metadata if isinstance(each, Question)), None):
             yield Step(f"{prefix}{name}", question, field.annotation)
 

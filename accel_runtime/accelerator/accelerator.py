@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakSet, WeakValueDictionary
 
 from accel_runtime.accelerator.description import origins
@@ -30,7 +30,13 @@ from accel_runtime.data import metrics
 from accel_runtime.data.iteration import ActiveLoops
 from accel_runtime.data.loader import check_model_parallel_ranks
 from accel_runtime.data.prepare import check_loader_configuration
-from accel_runtime.environment.settings import NODE_NAME, MixedPrecision, Settings, accelerate_variables
+from accel_runtime.environment.settings import (
+    NODE_NAME,
+    Compile,
+    MixedPrecision,
+    Settings,
+    accelerate_variables,
+)
 from accel_runtime.environment.topology import Topology
 from accel_runtime.foundation.heartbeat import heartbeat
 from accel_runtime.foundation.options import (
@@ -58,6 +64,7 @@ if TYPE_CHECKING:
     from torch.profiler import profile
 
     from accel_runtime.environment.accelerate import Equivalent
+    from accel_runtime.environment.settings import CompileMode
     from accel_runtime.parallel.plugins import FullyShardedDataParallelPlugin, ParallelismConfig
 
 __all__ = ["Accelerator", "DetachedAccelerator"]
@@ -145,10 +152,15 @@ class Accelerator(PrepareMethods, TrainingMethods, ExportMethods):
         )
         self._precision = Precision(precision, self._backend.device, autocast_options, scaler_options)
         self._accumulation = _build_accumulation(
-            gradient_accumulation_steps, gradient_accumulation_plugin, others.arguments
+            gradient_accumulation_steps, gradient_accumulation_plugin, others.arguments, settings
         )
         dynamo = _choose_one(("dynamo_backend", dynamo_backend, None), ("dynamo_plugin", dynamo_plugin, None))
-        self._dynamo = _build_dynamo_plugin(dynamo, others.arguments)
+        self._dynamo = _build_dynamo_plugin(dynamo, settings.compile)
+        self.settings = replace(
+            self.settings,
+            gradient_accumulation_steps=self._accumulation.steps,
+            compile=_read_dynamo_plugin(self._dynamo),
+        )
         self._models, self._optimizers, self._schedulers = [], [], []
         self._loaders, self._loaders_prepared = WeakValueDictionary(), 0
         self.dataloader_config = _merge_loader_config(dataloader_config, split_batches, dispatch_batches)
@@ -187,8 +199,9 @@ class Accelerator(PrepareMethods, TrainingMethods, ExportMethods):
             "device": cpu,
             "parallel": parallelism_config is not None,
             "fully_shard": fsdp_plugin is not None,
-            "gradient": gradient_accumulation_plugin is not None,
-            "dynamo": dynamo is not None,
+            "gradient": gradient_accumulation_plugin is not None
+            or (gradient_accumulation_steps != 1 and not others.arguments),
+            "compile": dynamo is not None,
         }
         self._init_sharding(parallelism_config, fsdp_plugin)
         self._freeze_configurations()
@@ -388,33 +401,47 @@ def _unpickle(number: int, settings: Settings, state: AcceleratorState) -> Accel
 
 
 def _build_accumulation(
-    steps: int, plugin: GradientAccumulationPlugin | None, others: Mapping[str, Equivalent]
+    steps: int,
+    plugin: GradientAccumulationPlugin | None,
+    others: Mapping[str, Equivalent],
+    settings: Settings,
 ) -> Accumulation:
+    """Return the accumulation of the variable of Accelerate, else of the arguments, else of the profile."""
     options = _choose_one(
         ("gradient_accumulation_steps", steps, 1), ("gradient_accumulation_plugin", plugin, None)
     )
     if plugin is None and (other := others.get("gradient_accumulation_steps")):
         options = int(other.text)  # the environment variable overrides the argument in Accelerate, too
+    elif options == 1:
+        options = settings.gradient_accumulation_steps
     return Accumulation(options)
 
 
-def _build_dynamo_plugin(argument: Any, others: Mapping[str, Equivalent]) -> TorchDynamoPlugin:
-    """Return the compilation options of the argument, else those of Accelerate's environment variables."""
+def _build_dynamo_plugin(argument: Any, compiler: Compile) -> TorchDynamoPlugin:
+    """Return the compilation options of the argument, else those of the profile and of Accelerate's variables."""
     if isinstance(argument, TorchDynamoPlugin):
         return argument
-    options = {
-        name.removeprefix("dynamo_"): other.text
-        for name, other in others.items()
-        if name.startswith("dynamo_")
-    }
-    if argument is not None or not options:
-        return TorchDynamoPlugin(argument or "no")
+    if argument is not None:
+        return TorchDynamoPlugin(argument)
     return TorchDynamoPlugin(
-        options["backend"],
-        options.get("mode"),
-        fullgraph="use_fullgraph" in options,
-        dynamic=True if "use_dynamic" in options else None,
-        use_regional_compilation="use_regional_compilation" in options,
+        compiler.backend,
+        None if compiler.mode == "default" else compiler.mode,
+        fullgraph=compiler.fullgraph,
+        dynamic=None if compiler.dynamic == "auto" else compiler.dynamic,
+        use_regional_compilation=compiler.regional,
+    )
+
+
+def _read_dynamo_plugin(plugin: TorchDynamoPlugin) -> Compile:
+    """Return compilation options as settings, for the description of the run."""
+    if plugin.name == "no":
+        return Compile()
+    return Compile(
+        plugin.name,
+        cast("CompileMode", plugin.mode or "default"),
+        plugin.fullgraph,
+        "auto" if plugin.dynamic is None else plugin.dynamic,
+        plugin.use_regional_compilation,
     )
 
 

@@ -179,8 +179,7 @@ def origins(
 ) -> dict[str, OptionFacts]:
     """Return the value and origin of each setting, given those of the environment and its variables of Accelerate.
 
-    `is_argument` marks options and sections set by an argument; `dynamo` and `gradient` mean all arguments of the
-    plugin.
+    `is_argument` marks options and sections set by an argument; `gradient` means all arguments of the plugin.
     """
     from_env = dict(flatten_settings(launched))
 

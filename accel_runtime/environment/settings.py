@@ -12,7 +12,13 @@ import re
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
-from accel_runtime.environment.accelerate import Translation, translate
+from accel_runtime.environment.accelerate import (
+    Translation,
+    UserVariables,
+    decode_variables,
+    translate,
+    translate_supported,
+)
 from accel_runtime.environment.layouts import (
     FullyShard,
     Number,
@@ -26,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = [
+    "ACCELERATE_LIMITS",
     "BEAT",
     "BEAT_HISTORY",
     "BEAT_HISTORY_RANGE",
@@ -36,6 +43,7 @@ __all__ = [
     "BEAT_TEXT_RANGE",
     "CHECKPOINTS",
     "DESCRIPTION",
+    "EXPORTED",
     "FAILURE_FILE",
     "HOME",
     "LAUNCH",
@@ -50,6 +58,8 @@ __all__ = [
     "RDZV_SOCKET",
     "ROUNDING",
     "TRUSTED_PROJECTS",
+    "Compile",
+    "CompileMode",
     "Device",
     "FullyShard",
     "LogLevel",
@@ -69,6 +79,7 @@ __all__ = [
     "format_size",
     "is_placed_by_device",
     "read_switch",
+    "read_user_variables",
 ]
 
 __version__ = "0.1.0"
@@ -96,6 +107,10 @@ NUM_PROCESSES = "ACCEL_NUM_PROCESSES"
 """Number of processes on all nodes, for nodes that run different numbers; 0 if it is not known."""
 RDZV_SOCKET = "ACCEL_RDZV_SOCKET"
 """File descriptor of a socket that is bound to the port of the rendezvous, for the launch that serves it."""
+EXPORTED = "ACCEL_EXPORTED"
+"""The variables of Accelerate that a launch has set, with their values: those that still have them are not the user's."""
+ACCELERATE_LIMITS = "ACCEL_ACCELERATE_LIMITS"
+"""What has no effect in a script that uses Accelerate itself, as JSON: sentences, and a reason to refuse the script."""
 BEAT = "beat"
 """File in that directory with the progress of the process: numbers, text, ring and history, each in a range of bytes."""
 BEAT_NUMBERS = (
@@ -182,6 +197,34 @@ Device = Literal["auto", "cpu", "cuda", "mps", "xla", "xpu"]
 LogLevel = Literal["auto", "debug", "info", "warning", "error", "critical"]
 MixedPrecision = Literal["no", "bf16", "fp16"]
 ProcessGroupBackend = Literal["auto", "gloo", "nccl", "smddp"]
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+
+
+@dataclass(frozen=True)
+class Compile:
+    """Arguments of `torch.compile` for prepared models."""
+
+    backend: str = "no"
+    """Name of the compiler, such as `inductor`; `no` does not compile."""
+    mode: CompileMode = "default"
+    """What the compiler optimizes for."""
+    fullgraph: bool = False
+    """If true, a graph break is an error."""
+    dynamic: Literal["auto"] | bool = "auto"
+    """If true, shapes may change; `auto` lets torch detect it."""
+    regional: bool = False
+    """If true, repeated blocks are compiled separately: the first is compiled, and the others reuse it."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[\w.+-]+", self.backend):
+            raise SettingsError(
+                f"Invalid compile.backend {self.backend!r}: expected the name of a compiler, or no."
+            )
+        changed = [f.name for f in fields(self) if f.name != "backend" and getattr(self, f.name) != f.default]
+        if self.backend == "no" and changed:
+            raise SettingsError(
+                f"compile.{changed[0]} has no effect with compile.backend: no. Set compile.backend, such as inductor."
+            )
 
 
 @dataclass(frozen=True)
@@ -206,12 +249,16 @@ class Settings:
     """If true, torch_xla computes on all devices of a node as on one, in one process."""
     resume: bool = False
     """If true, `Accelerator.resume` continues from the newest checkpoint."""
+    gradient_accumulation_steps: int = 1
+    """Number of micro-batches per optimizer step, unless the script passes another one."""
     shared_files: bool = True
     """If true, all nodes share a file system; otherwise the first one writes all of a checkpoint."""
     parallel: Parallel = field(default_factory=Parallel)
     """Sizes of the layout: `ACCEL_PARALLEL_DP_SHARD` and so on."""
     fully_shard: FullyShard = field(default_factory=FullyShard)
     """Options of `fully_shard`: `ACCEL_FULLY_SHARD_WRAP` and so on."""
+    compile: Compile = field(default_factory=Compile)
+    """Arguments of `torch.compile`, unless the script passes its own: `ACCEL_COMPILE_BACKEND` and so on."""
 
     def to_env(self) -> dict[str, str]:
         """Return the environment variables of these settings."""
@@ -267,7 +314,27 @@ def accelerate_variables(environ: Mapping[str, str]) -> Translation:
     Raises SettingsError if a variable requires an unsupported feature.
     """
     names = {name: variable_name(name) for name, _ in flatten_settings(Settings())}
-    return translate(environ, {name: environ[ours] for name, ours in names.items() if ours in environ})
+    overrides = {name: environ[ours] for name, ours in names.items() if ours in environ}
+    return translate(_find_user_variables(environ), overrides)
+
+
+def read_user_variables(environ: Mapping[str, str]) -> tuple[UserVariables, dict[str, str]]:
+    """Return the user's own variables, and the names of those of Accelerate by the field of `Settings` that they set.
+
+    Variables of Accelerate that accel does not support are left to a script that uses Accelerate itself.
+    """
+    variables = _find_user_variables(environ)
+    translated = translate_supported(variables)
+    try:
+        settings = Settings.from_env({variable_name(name): other.text for name, other in translated.items()})
+    except SettingsError:
+        return UserVariables(variables, Settings()), {}
+    return UserVariables(variables, settings), {name: other.variable for name, other in translated.items()}
+
+
+def _find_user_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    exported = decode_variables(environ.get(EXPORTED, ""))
+    return {name: value for name, value in environ.items() if exported.get(name) != value}
 
 
 def find_nearest(name: str, known: list[str]) -> str | None:
@@ -327,8 +394,12 @@ def _parse_value(name: str, text: str, kind: object) -> object:
         return text
     if kind is bool:
         return read_switch(name, text)
-    if kind == bool | int:
-        return int(text) if text.isascii() and text.isdigit() and int(text) > 1 else read_switch(name, text)
+    if bool in get_args(kind):
+        # Besides true and false, a number above 1 or a word.
+        is_other = (
+            text.isascii() and text.isdigit() and int(text) > 1 if int in get_args(kind) else text == "auto"
+        )
+        return (int(text) if text.isdigit() else text) if is_other else read_switch(name, text)
     if kind == tuple[str, ...]:
         return tuple(_split_items(text))
     if kind == tuple[tuple[str, str], ...]:
@@ -375,6 +446,8 @@ def _refuse_near_misses(environ: Mapping[str, str]) -> None:
         FAILURE_FILE,
         NUM_PROCESSES,
         RDZV_SOCKET,
+        EXPORTED,
+        ACCELERATE_LIMITS,
         TRUSTED_PROJECTS,
         *(variable_name(name) for name, _ in flatten_settings(Settings())),
     ]

@@ -62,8 +62,6 @@ DISTRIBUTED_TYPES: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 """The launcher and the device that a `distributed_type` becomes."""
 _UNKNOWN_DEVICE = "accel runs on cpu, cuda, mps, xla, xpu only"
-_COMPILE = "call torch.compile in the script"
-_USE_DYNAMO = "Use Accelerator(dynamo_backend=...) in the script"
 _USE_ENDPOINT = (
     "Use --rdzv-endpoint HOST:PORT, the address of one node and a free port on it; on one node, leave it out"
 )
@@ -183,22 +181,29 @@ TPU_CLUSTER = Setting(
     reason="accel tpu-pod NAME runs the command on every worker of a pod",
     advice="Use accel tpu-pod NAME, which starts accel launch on every worker of a pod",
 )
+_COMPILERS = Words(
+    (
+        "NO", "EAGER", "AOT_EAGER", "INDUCTOR", "AOT_TS_NVFUSER", "NVPRIMS_NVFUSER", "CUDAGRAPHS", "OFI", "FX2TRT", "ONNXRT",
+        "TENSORRT", "AOT_TORCHXLA_TRACE_ONCE", "TORCHXLA_TRACE_ONCE", "IPEX", "TVM", "HPU_BACKEND", "NEURON",
+    )
+)  # fmt: skip
 DYNAMO_SETTINGS = (
     Setting(
         "dynamo_backend",
         variable="ACCELERATE_DYNAMO_BACKEND",
         argument="dynamo_backend",
-        values="text",
-        reason=_COMPILE,
-        advice=_USE_DYNAMO,
+        values=_COMPILERS,
+        profile_key="compile.backend",
+        advice="Use --set compile.backend=NAME",
     ),
     Setting(
         "dynamo_mode",
         variable="ACCELERATE_DYNAMO_MODE",
         argument="dynamo_mode",
+        values=Words(("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")),
         off=("default",),
-        reason=_COMPILE,
-        advice=_USE_DYNAMO,
+        profile_key="compile.mode",
+        advice="Use --set compile.mode=MODE",
     ),
     *(
         Setting(
@@ -206,19 +211,24 @@ DYNAMO_SETTINGS = (
             is_switch=True,
             variable=f"ACCELERATE_DYNAMO_{name.upper()}",
             argument=f"dynamo_{name}",
-            reason=_COMPILE,
-            advice=_USE_DYNAMO,
+            values="boolean",
+            profile_key=f"compile.{key}",
+            advice=f"Use --set compile.{key}=true",
         )
-        for name in ("use_fullgraph", "use_dynamic", "use_regional_compilation")
+        for name, key in (
+            ("use_fullgraph", "fullgraph"),
+            ("use_dynamic", "dynamic"),
+            ("use_regional_compilation", "regional"),
+        )
     ),
 )
 """The backend, which Accelerate compiles with if it is set, and its options."""
 DYNAMO = Section(
     "dynamo_config",
-    DYNAMO_SETTINGS[1:],
+    DYNAMO_SETTINGS,
     prefix="dynamo_",
-    reason=_COMPILE,
-    equivalent="Accelerator(dynamo_backend=...) in the script",
+    reason="accel has no other option of torch.compile",
+    equivalent="the section compile",
 )
 COMMON = (
     MIXED_PRECISION,
@@ -335,7 +345,7 @@ _ONLY_OPTIONS = (
 OTHER_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
         **sharding.SHARDING_OPTIONS,
-        "dynamo_": _USE_DYNAMO,
+        "dynamo_": "Use the section compile of the profile, or Accelerator(dynamo_plugin=...) in the script",
         "fp8_": "Use --mixed-precision bf16 or fp16; 8-bit formats are not supported",
         "aws_": "Leave credentials in the files of the AWS CLI, and choose an AWS profile with launcher.aws_profile",
     }
@@ -350,13 +360,10 @@ OTHER_VARIABLES = tuple(
 
 def list_settings() -> Iterator[Setting]:
     """Yield the settings of `compute_environment: LOCAL_MACHINE`, of its sections, and of the command line and variables."""
-    yield from (
-        *CLUSTER,
-        *(each for section in SECTIONS for each in section.settings),
-        *_ONLY_OPTIONS,
-        *OTHER_VARIABLES,
-        TORCH_DEVICE,
-        LOG_LEVEL,
+    of_sections = (each for section in SECTIONS for each in section.settings)
+    # The backend of `torch.compile` is in a section and, in files of early releases, outside.
+    yield from dict.fromkeys(
+        (*CLUSTER, *of_sections, *_ONLY_OPTIONS, *OTHER_VARIABLES, TORCH_DEVICE, LOG_LEVEL)
     )
 
 

@@ -304,9 +304,10 @@ GRADIENT_ACCUMULATION_STEPS = Setting(
     "gradient_accumulation_steps",
     variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
     argument="gradient_accumulation_steps",
+    values=IntegerRange(1),
     off=("1", "auto"),
-    reason="set it in the script: Accelerator(gradient_accumulation_steps=...)",
-    advice="Use Accelerator(gradient_accumulation_steps=N) in the script",
+    profile_key="gradient_accumulation_steps",
+    advice="Use --set gradient_accumulation_steps=N",
 )
 GRADIENT_CLIPPING = Setting(
     "gradient_clipping",

@@ -8,8 +8,10 @@ changes a training there is translated, rejected with its replacement, or report
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from accel_runtime.environment.accelerate import launch, sharding
@@ -17,7 +19,7 @@ from accel_runtime.environment.accelerate.setting import Setting
 from accel_runtime.environment.accelerate.sharding import Strategy
 from accel_runtime.environment.layouts import FALSE, TRUE, SettingsError, read_switch
 
-__all__ = ["Equivalent", "Translation", "translate"]
+__all__ = ["Equivalent", "Translation", "translate", "translate_supported"]
 
 _UNSET = FALSE | {"none"}
 """Values that mean unset: Accelerate's launcher writes all variables of a kind, even those that were not chosen."""
@@ -50,7 +52,7 @@ class Translation:
     settings: Mapping[str, Equivalent]
     """Translations by field of `Settings`, in its flat form."""
     arguments: Mapping[str, Equivalent]
-    """Translations by argument of `Accelerator`: `gradient_accumulation_steps`, and names with the prefix `dynamo_`."""
+    """Translations by argument of `Accelerator`, which they replace: `gradient_accumulation_steps`."""
     idle: tuple[str, ...]
     """Sentences on variables that are set and have no effect."""
 
@@ -65,16 +67,48 @@ def translate(environ: Mapping[str, str], overrides: Mapping[str, str]) -> Trans
     for setting in _FIELDS:
         if setting.field in overrides:
             read.overrule(setting, overrides[setting.field])
-        elif equivalent := _translate_word(read, setting):
-            settings[setting.field] = equivalent
+        else:
+            settings |= _translate_field(read, setting)
     if not any(field.startswith(("parallel_", "fully_shard_")) for field in overrides):
         for setting in _REFUSED:
             if read.is_on(name := setting.variable):
                 raise SettingsError(f"{name}={environ[name]} is not supported: {setting.refusal}.")
-        settings |= _sizes(read)
-        settings |= _sharding(read, settings)
-    arguments = _arguments(read)
-    return Translation(settings, arguments, read.idle())
+    for section, translate_section in (
+        (("parallel_", "fully_shard_"), _translate_layout),
+        (("compile_",), _translate_compile),
+    ):
+        own = {field: text for field, text in overrides.items() if field.startswith(section)}
+        if own:
+            read.overrule_section(own, translate_section)
+        else:
+            settings |= translate_section(read)
+    return Translation(settings, _translate_arguments(read), read.idle())
+
+
+def translate_supported(environ: Mapping[str, str]) -> dict[str, Equivalent]:
+    """Translate the variables of Accelerate by field of `Settings`, and leave out those that accel does not support.
+
+    The processes inherit these as they are: a script that uses Accelerate itself reads them.
+    """
+    read = _VariableReader(environ)
+    parts: list[Callable[[], Mapping[str, Equivalent]]] = [
+        *(partial(_translate_field, read, setting) for setting in _FIELDS),
+        partial(_translate_compile, read),
+        partial(_translate_arguments, read),
+    ]
+    with suppress(SettingsError):
+        if not any(read.is_on(setting.variable) for setting in _REFUSED):
+            parts.append(partial(_translate_layout, read))
+    translated: dict[str, Equivalent] = {}
+    for part in parts:
+        with suppress(SettingsError):
+            translated |= part()
+    return translated
+
+
+def _translate_field(read: _VariableReader, setting: Setting) -> dict[str, Equivalent]:
+    equivalent = _translate_word(read, setting)
+    return {setting.field: equivalent} if equivalent else {}
 
 
 class _VariableReader:
@@ -129,6 +163,18 @@ class _VariableReader:
                 equivalent.variable, f"accel's own variable for {setting.field} is {text!r}, and wins"
             )
 
+    def overrule_section(
+        self, texts: Mapping[str, str], translate_section: Callable[[_VariableReader], dict[str, Equivalent]]
+    ) -> None:
+        """Record that variables of accel take precedence over those of Accelerate for a section, if they differ."""
+        reader = _VariableReader(self.environ)
+        try:
+            equivalents = translate_section(reader)
+        except SettingsError:
+            return
+        if all(texts.get(field) == equivalent.text for field, equivalent in equivalents.items()):
+            self._used |= reader._used
+
     def idle(self) -> tuple[str, ...]:
         """Return sentences on variables without effect: those recorded, and those that were never read."""
         of_fsdp = {setting.variable for setting in _FSDP}
@@ -149,6 +195,24 @@ def _translate_word(read: _VariableReader, setting: Setting) -> Equivalent | Non
         return Equivalent(launch.USE_CPU.variable, "cpu")
     text = read.word(setting)
     return Equivalent(setting.variable, text) if text else None
+
+
+def _translate_layout(read: _VariableReader) -> dict[str, Equivalent]:
+    """Translate the variables of meshes and of FSDP."""
+    sizes = _sizes(read)
+    return sizes | _sharding(read, sizes)
+
+
+def _translate_compile(read: _VariableReader) -> dict[str, Equivalent]:
+    """Translate the variables of `torch.compile`; without a backend, the others have no effect in Accelerate."""
+    texts = [(setting, read.text(setting.variable).lower()) for setting in launch.DYNAMO_SETTINGS]
+    if not texts[0][1]:
+        return {}
+    return {
+        setting.field: Equivalent(setting.variable, "1" if setting.values == "boolean" else text)
+        for setting, text in texts
+        if text and text not in setting.off
+    }
 
 
 def _sizes(read: _VariableReader) -> dict[str, Equivalent]:
@@ -256,15 +320,9 @@ def _ignored(read: _VariableReader) -> dict[str, Equivalent]:
     return {setting.field: Equivalent(setting.variable, text)}
 
 
-def _arguments(read: _VariableReader) -> dict[str, Equivalent]:
-    """Translate variables that replace arguments of `Accelerator`."""
+def _translate_arguments(read: _VariableReader) -> dict[str, Equivalent]:
+    """Translate the variable that replaces an argument of `Accelerator`."""
     steps = sharding.GRADIENT_ACCUMULATION_STEPS
-    arguments = {}
-    if read.text(steps.variable) not in {"", "auto"}:
-        arguments[steps.argument] = Equivalent(steps.variable, read.number(steps.variable))
-    dynamo = [(setting, read.text(setting.variable)) for setting in launch.DYNAMO_SETTINGS]
-    if dynamo[0][1]:
-        arguments |= {
-            setting.argument: Equivalent(setting.variable, text.lower()) for setting, text in dynamo if text
-        }
-    return arguments
+    if read.text(steps.variable) in {"", "auto"}:
+        return {}
+    return {steps.argument: Equivalent(steps.variable, read.number(steps.variable))}

@@ -14,7 +14,7 @@ from accel_cli.launchers.torchrun import Torchrun
 from accel_cli.profile import yaml_io
 from accel_cli.profile.layers import Layer, flatten, read_environment, resolve
 from accel_cli.profile.schema import Profile, json_schema, known_keys
-from accel_cli.profile.sharding import FullyShardSection, ParallelSection
+from accel_cli.profile.settings_sections import FullyShardSection, ParallelSection
 from accel_cli.profile.validation_errors import explain
 
 NAMES = st.text(

@@ -21,7 +21,7 @@ from accel_runtime import (
     Description,
     DistributedDataParallelKwargs,
 )
-from accel_runtime.environment.settings import FullyShard, Parallel, flatten_settings
+from accel_runtime.environment.settings import Compile, FullyShard, Parallel, flatten_settings
 
 
 def describe_run(  # noqa: PLR0913
@@ -179,6 +179,7 @@ def test_the_origin_of_an_option_is_an_argument_a_variable_or_the_default(monkey
     options = Accelerator(mixed_precision="bf16").describe().options
     divided = {f"parallel_{name}": value for name, value in flatten_settings(Parallel())}
     divided |= {f"fully_shard_{name}": value for name, value in flatten_settings(FullyShard())}
+    divided |= {f"compile_{name}": value for name, value in flatten_settings(Compile())}
     assert {name: (option.value, option.origin) for name, option in options.items()} == {
         **{name: (value, "default") for name, value in divided.items()},
         "device": ("cpu", "ACCEL_DEVICE"),
@@ -186,6 +187,7 @@ def test_the_origin_of_an_option_is_an_argument_a_variable_or_the_default(monkey
         "process_group_backend": ("auto", "default"),
         "process_group_timeout": (1800, "default"),
         "log_level": ("warning", "ACCEL_LOG_LEVEL"),
+        "gradient_accumulation_steps": (1, "default"),
         "resume": (False, "default"),
         "shared_files": (True, "default"),
         "spmd": (False, "default"),

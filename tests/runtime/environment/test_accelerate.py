@@ -10,6 +10,7 @@ from support.log_messages import collect_messages
 from torch import nn
 
 from accel_runtime import Accelerator, GradientAccumulationPlugin, TorchDynamoPlugin
+from accel_runtime.accelerator.description import OptionFacts
 from accel_runtime.environment.settings import Settings, SettingsError, accelerate_variables, flatten_settings
 
 USUAL = {
@@ -230,6 +231,28 @@ def list_origins(accelerator):
     }
 
 
+def test_the_profile_accumulates_and_compiles_unless_the_script_says_otherwise(monkeypatch):
+    for name, value in {
+        "ACCEL_GRADIENT_ACCUMULATION_STEPS": "4",
+        "ACCEL_COMPILE_BACKEND": "eager",
+        "ACCEL_COMPILE_MODE": "max-autotune",
+        "ACCEL_COMPILE_REGIONAL": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    accelerator = Accelerator()
+    assert accelerator.gradient_accumulation_steps == 4
+    plugin = TorchDynamoPlugin("eager", "max-autotune", use_regional_compilation=True)
+    assert accelerator._dynamo == plugin
+    options = accelerator.describe().options
+    assert options["gradient_accumulation_steps"] == OptionFacts(4, "ACCEL_GRADIENT_ACCUMULATION_STEPS")
+    assert options["compile_regional"] == OptionFacts(True, "ACCEL_COMPILE_REGIONAL")
+    accelerator = Accelerator(gradient_accumulation_steps=2, dynamo_backend="no")
+    assert (accelerator.gradient_accumulation_steps, accelerator._dynamo.name) == (2, "no")
+    options = accelerator.describe().options
+    assert options["gradient_accumulation_steps"] == OptionFacts(2, "argument")
+    assert options["compile_backend"] == OptionFacts("no", "argument")
+
+
 def test_describe_names_the_variable_as_the_origin_of_an_option(monkeypatch):
     for name, value in {
         "ACCELERATE_MIXED_PRECISION": "bf16",
@@ -244,8 +267,8 @@ def test_describe_names_the_variable_as_the_origin_of_an_option(monkeypatch):
     assert list_origins(accelerator) == {
         "mixed_precision": ("bf16", "ACCELERATE_MIXED_PRECISION"),
         "gradient_accumulation_steps": ("4", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
-        "dynamo_backend": ("eager", "ACCELERATE_DYNAMO_BACKEND"),
-        "dynamo_use_dynamic": ("true", "ACCELERATE_DYNAMO_USE_DYNAMIC"),
+        "compile_backend": ("eager", "ACCELERATE_DYNAMO_BACKEND"),
+        "compile_dynamic": (True, "ACCELERATE_DYNAMO_USE_DYNAMIC"),
     }
     assert "gradient_accumulation_steps = 4 (ACCELERATE_GRADIENT_ACCUMULATION_STEPS)" in str(
         accelerator.describe()

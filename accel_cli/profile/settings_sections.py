@@ -1,18 +1,25 @@
-"""The sections `parallel` and `fully_shard` of a profile."""
+"""The sections `parallel`, `fully_shard` and `compile` of a profile."""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 from typing_extensions import Self, override
 
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.sections import Answers, Choice, CountOrAuto, Question, Section
-from accel_runtime.environment.settings import FullyShard, Number, Parallel, SettingsError
+from accel_runtime.environment.settings import (
+    Compile,
+    CompileMode,
+    FullyShard,
+    Number,
+    Parallel,
+    SettingsError,
+)
 
-__all__ = ["FullyShardSection", "ParallelSection"]
+__all__ = ["CompileSection", "FullyShardSection", "ParallelSection"]
 
 
 def _check_wrap(value: Any) -> Any:
@@ -203,3 +210,30 @@ class FullyShardSection(_SettingsSection):
         """The settings that the processes receive."""
         values = {"wrap": _format_wrap(self.wrap), "ignore": tuple(self.ignore)}
         return FullyShard(**{**dict(self), **values})
+
+
+class CompileSection(_SettingsSection):
+    """Options of `torch.compile` for prepared models."""
+
+    backend: Annotated[
+        str, Field(description="Name of the compiler, such as `inductor`; `no` does not compile.")
+    ] = "no"
+    mode: Annotated[CompileMode, Field(description="What the compiler optimizes for.")] = "default"
+    fullgraph: Annotated[bool, Field(description="Treat a graph break as an error.")] = False
+    dynamic: Annotated[
+        Literal["auto"] | bool,
+        Field(description="Compile for shapes that change; `auto` lets torch detect it."),
+    ] = "auto"
+    regional: Annotated[
+        bool,
+        Field(
+            description="Compile repeated blocks separately, which takes less time: the first is compiled, and the others "
+            "reuse it."
+        ),
+    ] = False
+
+    @property
+    @override
+    def settings(self) -> Compile:
+        """The settings that the processes receive."""
+        return Compile(**dict(self))

@@ -1,0 +1,287 @@
+"""Variables of Accelerate for what a profile says, for scripts that use Accelerate itself, and what it cannot do.
+
+The meaning of each variable is that of Accelerate 1.15: `state.py`, `accelerator.py` and `utils/dataclasses.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import parse_qsl, urlencode
+
+from accel_runtime.environment.accelerate import launch, sharding
+from accel_runtime.environment.accelerate.setting import Setting
+from accel_runtime.environment.layouts import FullyShard, Parallel
+
+if TYPE_CHECKING:
+    from accel_runtime.environment.settings import Settings
+
+__all__ = ["Export", "UserVariables", "build_export", "decode_variables", "encode_variables"]
+
+_ON, _OFF = "true", "false"
+_CPU = "cpu"
+_DEFAULT_TIMEOUT_S = 1800
+
+
+@dataclass(frozen=True)
+class Export:
+    """The variables of Accelerate for a launch."""
+
+    variables: Mapping[str, str]
+    """Variables that the launcher adds to the environment of the processes."""
+    replaced: tuple[str, ...] = ()
+    """Sentences on the user's own variables that options of the launch replace."""
+    limits: tuple[str, ...] = ()
+    """Sentences on values of the profile that have no effect in a script that uses Accelerate."""
+    refusal: str = ""
+    """The reason why such a script cannot run with this profile; empty if it can."""
+
+
+class UserVariables(NamedTuple):
+    """The user's own variables: those that no launch of accel has exported."""
+
+    variables: Mapping[str, str]
+    settings: Settings
+    """The settings that those of Accelerate mean."""
+
+
+class _Group(NamedTuple):
+    """Variables of Accelerate that mean some fields of the settings together."""
+
+    fields: tuple[str, ...]
+    defaults: Mapping[Setting, str]
+    """The variables that switch it off, with Accelerate's defaults."""
+    values: Mapping[Setting, str]
+    """The variables and their values for a launch; empty for the defaults."""
+
+
+def build_export(
+    settings: Settings,
+    device: str,
+    world_size: int | None,
+    environ: Mapping[str, str],
+    user: UserVariables,
+) -> Export:
+    """Return the variables of Accelerate for the settings of a launch.
+
+    Args:
+        settings: The settings that the processes receive.
+        device: The type of device of the processes.
+        world_size: The number of processes; None if it is known only when they run.
+        environ: The environment that the processes inherit.
+        user: The user's own variables in it. A group of them that means the same as `settings` stays as it is.
+    """
+    variables: dict[str, str] = {}
+    replaced: list[str] = []
+    for group in _list_groups(settings, device, world_size):
+        texts = {setting.variable: text for setting, text in group.values.items()}
+        # Also the default, if the processes would inherit another value.
+        texts |= {
+            setting.variable: text
+            for setting, text in group.defaults.items()
+            if setting not in group.values and setting.variable in environ
+        }
+        means_same = all(getattr(settings, field) == getattr(user.settings, field) for field in group.fields)
+        if means_same and texts.keys() & user.variables.keys():
+            continue
+        variables |= texts
+        replaced += [
+            f"{name}={before} of the environment is replaced by {text!r}."
+            for name, text in texts.items()
+            if (before := user.variables.get(name, text)).strip().lower() != text.lower()
+        ]
+    limits = (*_list_limits(settings), *_list_layout_limits(settings, device, world_size))
+    return Export(variables, tuple(replaced), limits, _explain_refusal(settings, device))
+
+
+def _list_groups(settings: Settings, device: str, world_size: int | None) -> Iterator[_Group]:
+    steps = sharding.GRADIENT_ACCUMULATION_STEPS
+    compiler = launch.DYNAMO_SETTINGS[0]
+    layout = {sharding.USE_FSDP: _OFF, sharding.USE_PARALLELISM_CONFIG: _OFF}
+    yield _Group(("mixed_precision",), {launch.MIXED_PRECISION: "no"}, _export_precision(settings))
+    yield _Group(("device",), {launch.USE_CPU: _OFF}, {launch.USE_CPU: _ON} if device == _CPU else {})
+    yield _Group(("log_level",), {}, _export_log_level(settings))
+    yield _Group(("gradient_accumulation_steps",), {steps: "1"}, _export_accumulation(settings))
+    yield _Group(("compile",), {compiler: "no"}, _export_compile(settings))
+    yield _Group(("parallel", "fully_shard"), layout, _export_sharding(settings, device, world_size))
+
+
+def encode_variables(variables: Mapping[str, str]) -> str:
+    """Return names and values as one text."""
+    return urlencode(variables)
+
+
+def decode_variables(text: str) -> dict[str, str]:
+    """Return the names and values of `encode_variables`."""
+    return dict(parse_qsl(text, keep_blank_values=True))
+
+
+def _export_precision(settings: Settings) -> dict[Setting, str]:
+    precision = settings.mixed_precision
+    return {} if precision == "no" else {launch.MIXED_PRECISION: precision}
+
+
+def _export_log_level(settings: Settings) -> dict[Setting, str]:
+    return {} if settings.log_level == "auto" else {launch.LOG_LEVEL: settings.log_level}
+
+
+def _export_accumulation(settings: Settings) -> dict[Setting, str]:
+    steps = settings.gradient_accumulation_steps
+    return {} if steps == 1 else {sharding.GRADIENT_ACCUMULATION_STEPS: str(steps)}
+
+
+def _export_compile(settings: Settings) -> dict[Setting, str]:
+    compiler = settings.compile
+    if compiler.backend == "no":
+        return {}
+    backend, mode, fullgraph, dynamic, regional = launch.DYNAMO_SETTINGS
+    values = {
+        backend: compiler.backend,
+        mode: compiler.mode,
+        fullgraph: _format_switch(compiler.fullgraph),
+        regional: _format_switch(compiler.regional),
+    }
+    return values if compiler.dynamic == "auto" else values | {dynamic: _format_switch(compiler.dynamic)}
+
+
+def _export_sharding(settings: Settings, device: str, world_size: int | None) -> dict[Setting, str]:
+    parallel = settings.parallel
+    values: dict[Setting, str] = {}
+    if parallel.shards and device != _CPU:
+        values |= {sharding.USE_FSDP: _ON, **_export_fully_shard(settings.fully_shard)}
+    if _needs_mesh(parallel) and (sizes := _find_sizes(parallel, world_size)):
+        values |= {
+            sharding.USE_PARALLELISM_CONFIG: _ON,
+            **dict(zip(sharding.MESH_SIZES, map(str, sizes), strict=True)),
+        }
+    return values
+
+
+def _needs_mesh(parallel: Parallel) -> bool:
+    """Return whether the layout has more than one dimension, or another one than shards."""
+    return (parallel.dp_replicate, parallel.cp, parallel.tp) != (1, 1, 1)
+
+
+def _find_sizes(parallel: Parallel, world_size: int | None) -> tuple[int, int, int, int] | None:
+    """Return the sizes in the order of `MESH_SIZES`; None if they are known only when the processes run."""
+    if world_size is None and parallel.dp_shard == "auto":
+        return None
+    replicas, shards, cp, tp = parallel.sizes(world_size)
+    by_field = {
+        "parallel_dp_replicate": replicas,
+        "parallel_dp_shard": shards,
+        "parallel_cp": cp,
+        "parallel_tp": tp,
+    }
+    first, second, third, fourth = (by_field[size.field] for size in sharding.MESH_SIZES)
+    return first, second, third, fourth
+
+
+def _export_fully_shard(options: FullyShard) -> dict[Setting, str]:
+    values = {
+        sharding.VERSION: "2",
+        sharding.RESHARD_AFTER_FORWARD: _format_switch(bool(options.reshard_after_forward)),
+        sharding.CPU_OFFLOAD: _format_switch(options.cpu_offload),
+        sharding.ACTIVATION_CHECKPOINTING: _format_switch(options.activation_checkpointing),
+        **_export_wrap(options.wrap),
+    }
+    if options.ignore:
+        # Accelerate matches a regular expression with the whole name of a module.
+        values[sharding.IGNORED_MODULES] = "|".join(_to_regex(pattern) for pattern in options.ignore)
+    return values
+
+
+def _export_wrap(wrap: str) -> dict[Setting, str]:
+    policies = {setting: policy.upper() for policy, setting in sharding.WRAP_POLICIES.items()}
+    if wrap == "none":
+        return {sharding.AUTO_WRAP_POLICY: policies[None]}
+    if wrap.isdigit():
+        return {sharding.AUTO_WRAP_POLICY: policies[sharding.MIN_NUM_PARAMS], sharding.MIN_NUM_PARAMS: wrap}
+    by_class = {sharding.AUTO_WRAP_POLICY: policies[sharding.TRANSFORMER_CLS]}
+    # Without names, Accelerate takes the model's own `_no_split_modules`, as `auto` does.
+    return by_class if wrap == "auto" else by_class | {sharding.TRANSFORMER_CLS: wrap}
+
+
+def _to_regex(pattern: str) -> str:
+    return re.escape(pattern).replace(r"\*", r"[^.]*")
+
+
+def _format_switch(value: bool) -> str:
+    return _ON if value else _OFF
+
+
+def _list_limits(settings: Settings) -> Iterator[str]:
+    """Yield sentences on values that Accelerate has no variable for."""
+    if settings.process_group_timeout != _DEFAULT_TIMEOUT_S:
+        yield _format_limit(
+            f"process_group_timeout: {settings.process_group_timeout}",
+            "Pass InitProcessGroupKwargs(timeout=...) to the Accelerator, or ddp_timeout to TrainingArguments",
+        )
+    if settings.process_group_backend != "auto":
+        yield _format_limit(
+            f"process_group_backend: {settings.process_group_backend}",
+            "Pass InitProcessGroupKwargs(backend=...) to the Accelerator, or ddp_backend to TrainingArguments",
+        )
+    if settings.resume:
+        yield _format_limit(
+            "resume: true", "Load the checkpoint in the script, or pass resume_from_checkpoint to the Trainer"
+        )
+    if settings.gradient_accumulation_steps != 1:
+        yield (
+            f"gradient_accumulation_steps: {settings.gradient_accumulation_steps} has no effect in a Trainer, which has its own "
+            "argument of this name."
+        )
+    if settings.compile.backend != "no":
+        yield (
+            f"compile.backend: {settings.compile.backend} has no effect in a Trainer. Pass torch_compile to TrainingArguments."
+        )
+
+
+def _list_layout_limits(settings: Settings, device: str, world_size: int | None) -> Iterator[str]:
+    """Yield sentences on the layout and the options of sharding."""
+    parallel, options = settings.parallel, settings.fully_shard
+    if parallel.tp_plan:
+        yield _format_limit(
+            "parallel.tp_plan", "Load the model with tp_plan='auto', which has a plan of its own"
+        )
+    if _needs_mesh(parallel) and _find_sizes(parallel, world_size) is None:
+        yield _format_limit(
+            "the section parallel",
+            "Set parallel.dp_shard to a number, or launcher.nnodes to one: the number of processes is not known in advance",
+        )
+    if parallel.cp > 1 and not parallel.shards:
+        yield _format_limit(
+            f"parallel.cp: {parallel.cp}", "Set parallel.dp_shard: auto, which Accelerate needs for it"
+        )
+    if not parallel.shards or device == _CPU:
+        return
+    if options.reshard_after_forward not in {True, False}:
+        yield (
+            f"fully_shard.reshard_after_forward: {options.reshard_after_forward} is true in Accelerate, which has no number here."
+        )
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        if (value := getattr(options, name)) != "auto":
+            yield _format_limit(
+                f"fully_shard.{name}: {value}",
+                "Pass FullyShardedDataParallelPlugin(mixed_precision_policy=...)",
+            )
+    if not options.cast_forward_inputs:
+        yield _format_limit(
+            "fully_shard.cast_forward_inputs: false",
+            "Pass FullyShardedDataParallelPlugin(mixed_precision_policy=...)",
+        )
+
+
+def _format_limit(value: str, cure: str) -> str:
+    return f"{value} has no effect in a script that uses Accelerate. {cure}."
+
+
+def _explain_refusal(settings: Settings, device: str) -> str:
+    if not settings.parallel.shards or device != _CPU:
+        return ""
+    return (
+        f"Cannot shard models on the CPU with Accelerate: parallel.dp_shard is {settings.parallel.dp_shard}, and Accelerate would "
+        "replicate them instead. Set parallel.dp_shard: 1, run on GPUs, or import accel_runtime instead of accelerate."
+    )
