@@ -66,6 +66,8 @@ THREAD_FILE = "thread"
 """The file with the id of the thread that runs a replica, as faulthandler prints it."""
 REPLICA_COUNT_FILE = "replicas"
 """The file with which a replica reports that it has started; it contains the number of replicas."""
+_ACCELERATE_LIMITS = "ACCEL_ACCELERATE_LIMITS"
+"""`ACCELERATE_LIMITS` of the settings, which most ranks need not import."""
 _DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE})
 _MAX_DESCRIPTORS, _NUM_HIGH = 4096, 16
 """The highest descriptor that is used, since the kernel's table grows with it, and the number of those that are kept for accel."""
@@ -87,6 +89,10 @@ def main(arguments: list[str]) -> None:
         _exec_program(sys.argv)
     if folder:
         register_stack_signal(folder)
+    if limits := os.environ.get(_ACCELERATE_LIMITS):
+        from accel_runtime.environment.accelerate.import_hook import install_hook  # noqa: PLC0415 - rarely needed
+
+        install_hook(limits)
     prepare_script(kind)
     run_script(lambda: execute(kind, sys.argv[0]), Path(error_file) if error_file else None)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import importlib.machinery
-import json
 import os
 import re
 import shutil
@@ -352,10 +351,10 @@ def _export_to_accelerate(spec: LaunchSpec, plan: Plan, world_sizes: Sequence[in
     export = build_export(spec.settings, plan.device, world_size, environ, user)
     for sentence in export.replaced:
         console.note(sentence)
-    variables = dict(export.variables)
-    if export.limits or export.refusal:
-        variables[ACCELERATE_LIMITS] = json.dumps({"limits": export.limits, "refusal": export.refusal})
-    return replace(plan, env={**plan.env, **variables, EXPORTED: encode_variables(export.variables)})
+    variables = {**export.variables, EXPORTED: encode_variables(export.variables)}
+    if export.report:
+        variables[ACCELERATE_LIMITS] = export.report
+    return replace(plan, env={**plan.env, **variables})
 
 
 def _compute_layouts(spec: LaunchSpec, world_sizes: Sequence[int]) -> list[_Sizes]:

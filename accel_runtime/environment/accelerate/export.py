@@ -5,6 +5,7 @@ The meaning of each variable is that of Accelerate 1.15: `state.py`, `accelerato
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -35,8 +36,16 @@ class Export:
     """Sentences on the user's own variables that options of the launch replace."""
     limits: tuple[str, ...] = ()
     """Sentences on values of the profile that have no effect in a script that uses Accelerate."""
+    trainer_limits: tuple[str, ...] = ()
+    """Sentences on values that have no effect if it uses a Trainer of Transformers."""
     refusal: str = ""
     """The reason why such a script cannot run with this profile; empty if it can."""
+
+    @property
+    def report(self) -> str:
+        """The limits and the refusal as JSON, for the processes; empty if there are none."""
+        parts = {"limits": self.limits, "trainer_limits": self.trainer_limits, "refusal": self.refusal}
+        return json.dumps(parts) if any(parts.values()) else ""
 
 
 class UserVariables(NamedTuple):
@@ -93,7 +102,13 @@ def build_export(
             if (before := user.variables.get(name, text)).strip().lower() != text.lower()
         ]
     limits = (*_list_limits(settings), *_list_layout_limits(settings, device, world_size))
-    return Export(variables, tuple(replaced), limits, _explain_refusal(settings, device))
+    return Export(
+        variables,
+        tuple(replaced),
+        limits,
+        tuple(_list_trainer_limits(settings)),
+        _explain_refusal(settings, device),
+    )
 
 
 def _list_groups(settings: Settings, device: str, world_size: int | None) -> Iterator[_Group]:
@@ -228,14 +243,19 @@ def _list_limits(settings: Settings) -> Iterator[str]:
         yield _format_limit(
             "resume: true", "Load the checkpoint in the script, or pass resume_from_checkpoint to the Trainer"
         )
+
+
+def _list_trainer_limits(settings: Settings) -> Iterator[str]:
+    """Yield sentences on values that a Trainer takes from its own arguments."""
     if settings.gradient_accumulation_steps != 1:
         yield (
-            f"gradient_accumulation_steps: {settings.gradient_accumulation_steps} has no effect in a Trainer, which has its own "
-            "argument of this name."
+            f"gradient_accumulation_steps: {settings.gradient_accumulation_steps} has no effect in a Trainer. Pass "
+            "gradient_accumulation_steps to TrainingArguments."
         )
     if settings.compile.backend != "no":
         yield (
-            f"compile.backend: {settings.compile.backend} has no effect in a Trainer. Pass torch_compile to TrainingArguments."
+            f"compile.backend: {settings.compile.backend} has no effect in a Trainer. Pass torch_compile_backend to "
+            "TrainingArguments."
         )
 
 
