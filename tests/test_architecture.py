@@ -60,6 +60,8 @@ READ_THE_ENVIRONMENT = (
     "accel_runtime/compat/environment.py",
     "accel_runtime/compat/launch.py",
     "accel_runtime/backends/__init__.py",
+    # It reports on the first rank only.
+    "accel_runtime/environment/accelerate/import_hook.py",
     # The address at which a process group is created, and the record of its process for those that it starts.
     "accel_runtime/backends/arrivals.py",
     "accel_runtime/notebook.py",

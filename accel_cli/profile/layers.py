@@ -20,7 +20,8 @@ from accel_cli.profile.schema import SCHEMA_VERSION, SECTIONS, SETTINGS_SECTIONS
 from accel_cli.profile.store import DEFAULT, Store
 from accel_cli.profile.validation_errors import explain, unknown_key
 from accel_runtime.environment import settings as env
-from accel_runtime.environment.settings import Settings, SettingsError, read_user_variables, variable_name
+from accel_runtime.environment.accelerate.export import read_user_variables
+from accel_runtime.environment.settings import Settings, SettingsError, variable_name
 
 __all__ = [
     "Layer",

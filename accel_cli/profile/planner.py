@@ -24,7 +24,8 @@ from accel_cli.planning.options import OPTIONS, Kind, LaunchOption, Request
 from accel_cli.profile import layers, yaml_io
 from accel_cli.profile.layers import Layer, Resolved
 from accel_cli.profile.store import Store
-from accel_runtime.environment.accelerate import build_export, encode_variables
+from accel_runtime.environment.accelerate import encode_variables
+from accel_runtime.environment.accelerate.export import build_export, read_user_variables
 from accel_runtime.environment.cgroup import count_cpus
 from accel_runtime.environment.settings import (
     ACCELERATE_LIMITS,
@@ -32,7 +33,6 @@ from accel_runtime.environment.settings import (
     SettingsError,
     check_layout,
     find_nearest,
-    read_user_variables,
 )
 
 __all__ = ["build_plan", "check_target", "detect_machine", "find_options_after_script", "prepare", "resolve"]
@@ -334,12 +334,10 @@ def build_plan(launcher: Launcher, spec: LaunchSpec) -> Plan:
         spec = replace(spec, settings=replace(spec.settings, shared_files=False))
     plan = launcher.plan(spec)
     world_sizes = launcher.get_world_sizes(spec, plan)
-    if launcher.location in {"local", "pod"}:
-        plan = _export_to_accelerate(spec, plan, world_sizes)
-    if not launcher.supports_sharding:
-        return plan
-    layouts = _compute_layouts(spec, world_sizes)
-    return replace(plan, layout=_format_layout(spec, layouts, is_known=bool(world_sizes)))
+    if launcher.supports_sharding:
+        layouts = _compute_layouts(spec, world_sizes)
+        plan = replace(plan, layout=_format_layout(spec, layouts, is_known=bool(world_sizes)))
+    return _export_to_accelerate(spec, plan, world_sizes) if launcher.location in {"local", "pod"} else plan
 
 
 def _export_to_accelerate(spec: LaunchSpec, plan: Plan, world_sizes: Sequence[int]) -> Plan:

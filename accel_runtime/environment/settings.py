@@ -12,13 +12,7 @@ import re
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
-from accel_runtime.environment.accelerate import (
-    Translation,
-    UserVariables,
-    decode_variables,
-    translate,
-    translate_supported,
-)
+from accel_runtime.environment.accelerate import Translation, decode_variables, translate
 from accel_runtime.environment.layouts import (
     FullyShard,
     Number,
@@ -74,12 +68,12 @@ __all__ = [
     "check_layout",
     "find_nearest",
     "find_rank_process",
+    "find_user_variables",
     "flatten_settings",
     "format_rank_process",
     "format_size",
     "is_placed_by_device",
     "read_switch",
-    "read_user_variables",
 ]
 
 __version__ = "0.1.0"
@@ -315,24 +309,11 @@ def accelerate_variables(environ: Mapping[str, str]) -> Translation:
     """
     names = {name: variable_name(name) for name, _ in flatten_settings(Settings())}
     overrides = {name: environ[ours] for name, ours in names.items() if ours in environ}
-    return translate(_find_user_variables(environ), overrides)
+    return translate(find_user_variables(environ), overrides)
 
 
-def read_user_variables(environ: Mapping[str, str]) -> tuple[UserVariables, dict[str, str]]:
-    """Return the user's own variables, and the names of those of Accelerate by the field of `Settings` that they set.
-
-    Variables of Accelerate that accel does not support are left to a script that uses Accelerate itself.
-    """
-    variables = _find_user_variables(environ)
-    translated = translate_supported(variables)
-    try:
-        settings = Settings.from_env({variable_name(name): other.text for name, other in translated.items()})
-    except SettingsError:
-        return UserVariables(variables, Settings()), {}
-    return UserVariables(variables, settings), {name: other.variable for name, other in translated.items()}
-
-
-def _find_user_variables(environ: Mapping[str, str]) -> dict[str, str]:
+def find_user_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without the variables of Accelerate that have the value of a launch of accel."""
     exported = decode_variables(environ.get(EXPORTED, ""))
     return {name: value for name, value in environ.items() if exported.get(name) != value}
 

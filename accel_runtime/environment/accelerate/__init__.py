@@ -6,28 +6,12 @@ plugins of a script take their words from there. The arguments of SageMaker's es
 file are not Accelerate's, and stand in the importer; options of torchrun stand in `accel_cli.planning.options`.
 """
 
-from accel_runtime.environment.accelerate.export import (
-    Export,
-    UserVariables,
-    build_export,
-    decode_variables,
-    encode_variables,
-)
 from accel_runtime.environment.accelerate.variables import (
     Equivalent,
     Translation,
+    decode_variables,
+    encode_variables,
     translate,
-    translate_supported,
 )
 
-__all__ = [
-    "Equivalent",
-    "Export",
-    "Translation",
-    "UserVariables",
-    "build_export",
-    "decode_variables",
-    "encode_variables",
-    "translate",
-    "translate_supported",
-]
+__all__ = ["Equivalent", "Translation", "decode_variables", "encode_variables", "translate"]

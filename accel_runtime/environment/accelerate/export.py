@@ -9,17 +9,15 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
-from urllib.parse import parse_qsl, urlencode
+from typing import NamedTuple
 
 from accel_runtime.environment.accelerate import launch, sharding
 from accel_runtime.environment.accelerate.setting import Setting
-from accel_runtime.environment.layouts import FullyShard, Parallel
+from accel_runtime.environment.accelerate.variables import translate_supported
+from accel_runtime.environment.layouts import FullyShard, Parallel, SettingsError
+from accel_runtime.environment.settings import Settings, find_user_variables, variable_name
 
-if TYPE_CHECKING:
-    from accel_runtime.environment.settings import Settings
-
-__all__ = ["Export", "UserVariables", "build_export", "decode_variables", "encode_variables"]
+__all__ = ["Export", "UserVariables", "build_export", "read_user_variables"]
 
 _ON, _OFF = "true", "false"
 _CPU = "cpu"
@@ -64,6 +62,20 @@ class _Group(NamedTuple):
     """The variables that switch it off, with Accelerate's defaults."""
     values: Mapping[Setting, str]
     """The variables and their values for a launch; empty for the defaults."""
+
+
+def read_user_variables(environ: Mapping[str, str]) -> tuple[UserVariables, dict[str, str]]:
+    """Return the user's own variables, and the names of those of Accelerate by the field of `Settings` that they set.
+
+    Variables of Accelerate that accel does not support are left to a script that uses Accelerate itself.
+    """
+    variables = find_user_variables(environ)
+    translated = translate_supported(variables)
+    try:
+        settings = Settings.from_env({variable_name(name): other.text for name, other in translated.items()})
+    except SettingsError:
+        return UserVariables(variables, Settings()), {}
+    return UserVariables(variables, settings), {name: other.variable for name, other in translated.items()}
 
 
 def build_export(
@@ -121,16 +133,6 @@ def _list_groups(settings: Settings, device: str, world_size: int | None) -> Ite
     yield _Group(("gradient_accumulation_steps",), {steps: "1"}, _export_accumulation(settings))
     yield _Group(("compile",), {compiler: "no"}, _export_compile(settings))
     yield _Group(("parallel", "fully_shard"), layout, _export_sharding(settings, device, world_size))
-
-
-def encode_variables(variables: Mapping[str, str]) -> str:
-    """Return names and values as one text."""
-    return urlencode(variables)
-
-
-def decode_variables(text: str) -> dict[str, str]:
-    """Return the names and values of `encode_variables`."""
-    return dict(parse_qsl(text, keep_blank_values=True))
 
 
 def _export_precision(settings: Settings) -> dict[Setting, str]:

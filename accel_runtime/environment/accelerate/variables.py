@@ -13,13 +13,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
+from urllib.parse import parse_qsl, urlencode
 
 from accel_runtime.environment.accelerate import launch, sharding
 from accel_runtime.environment.accelerate.setting import Setting
 from accel_runtime.environment.accelerate.sharding import Strategy
 from accel_runtime.environment.layouts import FALSE, TRUE, SettingsError, read_switch
 
-__all__ = ["Equivalent", "Translation", "translate", "translate_supported"]
+__all__ = [
+    "Equivalent",
+    "Translation",
+    "decode_variables",
+    "encode_variables",
+    "translate",
+    "translate_supported",
+]
 
 _UNSET = FALSE | {"none"}
 """Values that mean unset: Accelerate's launcher writes all variables of a kind, even those that were not chosen."""
@@ -109,6 +117,16 @@ def translate_supported(environ: Mapping[str, str]) -> dict[str, Equivalent]:
 def _translate_field(read: _VariableReader, setting: Setting) -> dict[str, Equivalent]:
     equivalent = _translate_word(read, setting)
     return {setting.field: equivalent} if equivalent else {}
+
+
+def encode_variables(variables: Mapping[str, str]) -> str:
+    """Return names and values as one text."""
+    return urlencode(variables)
+
+
+def decode_variables(text: str) -> dict[str, str]:
+    """Return the names and values of `encode_variables`."""
+    return dict(parse_qsl(text, keep_blank_values=True))
 
 
 class _VariableReader:
