@@ -349,10 +349,10 @@ def _export_to_accelerate(spec: LaunchSpec, plan: Plan, world_sizes: Sequence[in
     export = build_export(spec.settings, plan.device, world_size, environ, user)
     for sentence in export.replaced:
         console.note(sentence)
-    variables = {**export.variables, EXPORTED: encode_variables(export.variables)}
-    if export.report:
-        variables[ACCELERATE_LIMITS] = export.report
-    return replace(plan, env={**plan.env, **variables})
+    records = {EXPORTED: encode_variables(export.variables), ACCELERATE_LIMITS: export.report}
+    # Also empty, in place of the records of a launch that this one is inside of.
+    needed = {name: text for name, text in records.items() if text or name in environ}
+    return replace(plan, env={**plan.env, **export.variables, **needed})
 
 
 def _compute_layouts(spec: LaunchSpec, world_sizes: Sequence[int]) -> list[_Sizes]:
