@@ -273,6 +273,8 @@ _SET_VALUES = {
     "RANK_FOLDER": "a directory",
     "RANK_PROCESS": "a process",
     "RDZV_SOCKET": "a number",
+    "EXPORTED": "names and values",
+    "ACCELERATE_LIMITS": "JSON",
 }
 _OTHER_TOOLS = """\
 accel also reads [Accelerate's variables](../coming-from-accelerate.md#environment-variables) and these:"""
