@@ -12,12 +12,16 @@ __all__ = [
     "CLUSTER",
     "COMMON",
     "COMPUTE_ENVIRONMENT",
+    "DEBUG",
     "DISTRIBUTED_TYPE",
     "DISTRIBUTED_TYPES",
     "DOWNCAST_BF16",
     "DYNAMO",
     "DYNAMO_SETTINGS",
+    "ENABLE_CPU_AFFINITY",
     "FP16",
+    "FP8",
+    "FP8_OVERRIDES",
     "GPU_IDS",
     "LOCAL",
     "LOG_LEVEL",
@@ -191,6 +195,7 @@ DYNAMO_SETTINGS = (
     Setting(
         "dynamo_backend",
         variable="ACCELERATE_DYNAMO_BACKEND",
+        launch_default="NO",
         argument="dynamo_backend",
         values=_COMPILERS,
         profile_key="compile.backend",
@@ -199,6 +204,7 @@ DYNAMO_SETTINGS = (
     Setting(
         "dynamo_mode",
         variable="ACCELERATE_DYNAMO_MODE",
+        launch_default="default",
         argument="dynamo_mode",
         values=Words(("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")),
         off=("default",),
@@ -210,6 +216,7 @@ DYNAMO_SETTINGS = (
             f"dynamo_{name}",
             is_switch=True,
             variable=f"ACCELERATE_DYNAMO_{name.upper()}",
+            launch_default="False",
             argument=f"dynamo_{name}",
             values="boolean",
             profile_key=f"compile.{key}",
@@ -230,27 +237,61 @@ DYNAMO = Section(
     reason="accel has no other option of torch.compile",
     equivalent="the section compile",
 )
+DEBUG = Setting(
+    "debug",
+    is_switch=True,
+    variable="ACCELERATE_DEBUG_MODE",
+    values="boolean",
+    reason="accel has no option for checks of collectives",
+    advice="Leave it out: every run reports the ranks whose collectives do not match",
+    is_harmless=True,
+)
+ENABLE_CPU_AFFINITY = Setting(
+    "enable_cpu_affinity",
+    is_switch=True,
+    variable="ACCELERATE_CPU_AFFINITY",
+    values="boolean",
+    reason="accel does not bind processes to processor cores",
+    advice="Leave it out: accel does not bind processes to processor cores",
+)
+_NO_FP8 = "fp8 is not in this version of accel"
+FP8 = Section(
+    "fp8_config",
+    (
+        Setting("fp8_backend", variable="ACCELERATE_FP8_BACKEND", reason=_NO_FP8),
+        *(
+            Setting(
+                f"fp8_{name}",
+                variable=f"ACCELERATE_FP8_{name.upper()}",
+                launch_default=default,
+                reason=_NO_FP8,
+            )
+            for name, default in (
+                ("use_autocast_during_eval", "False"),
+                ("margin", "0"),
+                ("interval", "1"),
+                ("format", "HYBRID"),
+                ("amax_history_len", "1024"),
+                ("amax_compute_algo", "most_recent"),
+                ("opt_level", "O2"),
+                ("enable_fsdp_float8_all_gather", "1"),
+                ("pad_inner_dim", "1"),
+            )
+        ),
+        Setting("fp8_override_linear_precision", reason=_NO_FP8),
+    ),
+    prefix="fp8_",
+    reason=_NO_FP8,
+)
+FP8_OVERRIDES = tuple(f"ACCELERATE_FP8_OVERRIDE_{name}" for name in ("FPROP", "DGRAD", "WGRAD"))
+"""The variables of `override_linear_precision`, one for each of its values."""
 COMMON = (
     MIXED_PRECISION,
     FP16,
     USE_CPU,
     GPU_IDS,
-    Setting(
-        "debug",
-        is_switch=True,
-        variable="ACCELERATE_DEBUG_MODE",
-        values="boolean",
-        reason="accel has no option for checks of collectives",
-        advice="Leave it out: every run reports the ranks whose collectives do not match",
-        is_harmless=True,
-    ),
-    Setting(
-        "enable_cpu_affinity",
-        is_switch=True,
-        values="boolean",
-        reason="accel does not bind processes to processor cores",
-        advice="Leave it out: accel does not bind processes to processor cores",
-    ),
+    DEBUG,
+    ENABLE_CPU_AFFINITY,
     DYNAMO_SETTINGS[0],
 )
 """The keys of a file of any `compute_environment`."""
@@ -303,7 +344,7 @@ CLUSTER = (
 SECTIONS = (
     DYNAMO,
     sharding.DEEPSPEED,
-    Section("fp8_config", reason="fp8 is not in this version of accel"),
+    FP8,
     sharding.FSDP,
     Section("ipex_config", reason="accel does not use IPEX"),  # of early releases
     sharding.MEGATRON_LM,

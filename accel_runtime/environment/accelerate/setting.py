@@ -97,6 +97,8 @@ class Setting:
     """What to set instead of an invalid value of its variable; a sentence with a space before it."""
     refusal: str = ""
     """The reason why its variable is rejected, with what to set instead."""
+    launch_default: str | None = None
+    """The value of its variable that Accelerate's launcher sets if the file has no such key; None if it then sets none."""
     is_harmless: bool = False
     """True if its variable does not change a training."""
 
@@ -135,5 +137,7 @@ class Section:
     """Values of other keys with which they have no effect."""
     distributed_type: str = ""
     """The `distributed_type` that uses it; empty if all do."""
+    variable_prefix: str = ""
+    """The prefix of the variables of all other keys; empty if they have none."""
     equivalent: str = ""
     """What a profile has instead, for a hint about its key in a profile."""

@@ -16,6 +16,7 @@ __all__ = [
     "CP_COMM_STRATEGY",
     "CP_SIZE",
     "DEEPSPEED",
+    "DEEPSPEED_FIELDS",
     "DEEPSPEED_FILE",
     "DEFAULT_MIN_NUM_PARAMS",
     "FSDP",
@@ -32,6 +33,7 @@ __all__ = [
     "SAVE_16BIT_MODEL",
     "SHARDING_OPTIONS",
     "SHARDING_STRATEGY",
+    "SP_OPTIONS",
     "SP_PREFIX",
     "SP_SIZE",
     "STRATEGIES",
@@ -99,6 +101,7 @@ _META_DEVICE = "create the model with init_empty_weights(), and call accelerator
 SHARDING_STRATEGY = Setting(
     "fsdp_sharding_strategy",
     variable="FSDP_SHARDING_STRATEGY",
+    launch_default="FULL_SHARD",
     argument="sharding_strategy",
     values=_STRATEGY_WORDS,
     instead="say reshard_after_forward: true (FULL_SHARD) or false (SHARD_GRAD_OP), with dp_replicate for the hybrid ones; "
@@ -107,6 +110,7 @@ SHARDING_STRATEGY = Setting(
 RESHARD_AFTER_FORWARD = Setting(
     "fsdp_reshard_after_forward",
     variable="FSDP_RESHARD_AFTER_FORWARD",
+    launch_default="true",
     argument="reshard_after_forward",
     values=_STRATEGY_WORDS,
     profile_key="fully_shard.reshard_after_forward",
@@ -114,6 +118,7 @@ RESHARD_AFTER_FORWARD = Setting(
 CPU_OFFLOAD = Setting(
     "fsdp_offload_params",
     variable="FSDP_OFFLOAD_PARAMS",
+    launch_default="false",
     argument="cpu_offload",
     values="boolean",
     profile_key="fully_shard.cpu_offload",
@@ -139,6 +144,7 @@ TRANSFORMER_CLS = Setting(
 MIN_NUM_PARAMS = Setting(
     "fsdp_min_num_params",
     variable="FSDP_MIN_NUM_PARAMS",
+    launch_default="100000000",
     argument="min_num_params",
     values=IntegerRange(1),
     profile_key="fully_shard.wrap",
@@ -160,6 +166,7 @@ IGNORED_MODULES = Setting(
 ACTIVATION_CHECKPOINTING = Setting(
     "fsdp_activation_checkpointing",
     variable="FSDP_ACTIVATION_CHECKPOINTING",
+    launch_default="false",
     argument="activation_checkpointing",
     values="boolean",
     profile_key="fully_shard.activation_checkpointing",
@@ -167,6 +174,7 @@ ACTIVATION_CHECKPOINTING = Setting(
 VERSION = Setting(
     "fsdp_version",
     variable="FSDP_VERSION",
+    launch_default="1",
     argument="fsdp_version",
     values=IntegerRange(1, 2),
     words=("1", "2"),
@@ -198,6 +206,7 @@ FSDP = Section(
         Setting(
             "fsdp_forward_prefetch",
             variable="FSDP_FORWARD_PREFETCH",
+            launch_default="false",
             argument="forward_prefetch",
             same=(False,),
             takes_any_value=True,
@@ -226,6 +235,7 @@ FSDP = Section(
         Setting(
             "fsdp_use_orig_params",
             variable="FSDP_USE_ORIG_PARAMS",
+            launch_default="true",
             argument="use_orig_params",
             values="boolean",
             same=(True,),
@@ -235,6 +245,7 @@ FSDP = Section(
         Setting(
             "fsdp_sync_module_states",
             variable="FSDP_SYNC_MODULE_STATES",
+            launch_default="true",
             argument="sync_module_states",
             same=(True,),
             takes_any_value=True,
@@ -251,6 +262,7 @@ FSDP = Section(
         Setting(
             "fsdp_activation_checkpointing_offload",
             variable="FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
+            launch_default="false",
             argument="activation_checkpointing_offload",
             same=(False,),
             reason="accel keeps checkpointed activations on the device",
@@ -259,6 +271,7 @@ FSDP = Section(
         Setting(
             "fsdp_cpu_ram_efficient_loading",
             variable="FSDP_CPU_RAM_EFFICIENT_LOADING",
+            launch_default="true",
             argument="cpu_ram_efficient_loading",
             same=(False,),
             reason=_META_DEVICE,
@@ -297,9 +310,21 @@ _SHARD = "Use --set parallel.dp_shard=auto; accel config import FILE converts th
 _CPU_OFFLOAD = "Use --set fully_shard.cpu_offload=true"
 _DEVICES = Words(("none", "cpu", "nvme"))
 
-ZERO_STAGE = Setting("zero_stage", values=IntegerRange(0, 3), advice=_SHARD)
-OFFLOAD_OPTIMIZER_DEVICE = Setting("offload_optimizer_device", values=_DEVICES, off=("none",))
-OFFLOAD_PARAM_DEVICE = Setting("offload_param_device", values=_DEVICES, off=("none",))
+ZERO_STAGE = Setting(
+    "zero_stage", variable="ACCELERATE_DEEPSPEED_ZERO_STAGE", values=IntegerRange(0, 3), advice=_SHARD
+)
+OFFLOAD_OPTIMIZER_DEVICE = Setting(
+    "offload_optimizer_device",
+    variable="ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+    values=_DEVICES,
+    off=("none",),
+)
+OFFLOAD_PARAM_DEVICE = Setting(
+    "offload_param_device",
+    variable="ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+    values=_DEVICES,
+    off=("none",),
+)
 GRADIENT_ACCUMULATION_STEPS = Setting(
     "gradient_accumulation_steps",
     variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
@@ -311,25 +336,46 @@ GRADIENT_ACCUMULATION_STEPS = Setting(
 )
 GRADIENT_CLIPPING = Setting(
     "gradient_clipping",
+    variable="ACCELERATE_GRADIENT_CLIPPING",
     off=("0", "auto", "none"),
     reason="clip in the script: accelerator.clip_grad_norm_()",
     advice="Call accelerator.clip_grad_norm_ in the script",
 )
-SAVE_16BIT_MODEL = Setting("zero3_save_16bit_model", reason="use accelerator.save_model()")
-DEEPSPEED_FILE = Setting("deepspeed_config_file")
+SAVE_16BIT_MODEL = Setting(
+    "zero3_save_16bit_model",
+    variable="ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
+    reason="use accelerator.save_model()",
+)
+DEEPSPEED_FILE = Setting("deepspeed_config_file", variable="ACCELERATE_DEEPSPEED_CONFIG_FILE")
+DEEPSPEED_FIELDS = Setting(variable="ACCELERATE_CONFIG_DS_FIELDS")
+"""The keys of a config file that DeepSpeed's JSON file must not set too."""
 DEEPSPEED = Section(
     "deepspeed_config",
     (
         ZERO_STAGE,
         OFFLOAD_OPTIMIZER_DEVICE,
         OFFLOAD_PARAM_DEVICE,
-        Setting("offload_optimizer_nvme_path", off=("none",), reason=_NO_DISK),
-        Setting("offload_param_nvme_path", off=("none",), reason=_NO_DISK),
+        Setting(
+            "offload_optimizer_nvme_path",
+            variable="ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
+            off=("none",),
+            reason=_NO_DISK,
+        ),
+        Setting(
+            "offload_param_nvme_path",
+            variable="ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
+            off=("none",),
+            reason=_NO_DISK,
+        ),
         GRADIENT_ACCUMULATION_STEPS,
         GRADIENT_CLIPPING,
-        Setting("zero3_init_flag", reason=_META_DEVICE),
+        Setting("zero3_init_flag", variable="ACCELERATE_DEEPSPEED_ZERO3_INIT", reason=_META_DEVICE),
         SAVE_16BIT_MODEL,
-        Setting("deepspeed_moe_layer_cls_names", reason="list the classes of experts in fully_shard.wrap"),
+        Setting(
+            "deepspeed_moe_layer_cls_names",
+            variable="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
+            reason="list the classes of experts in fully_shard.wrap",
+        ),
         DEEPSPEED_FILE,
         Setting("deepspeed_multinode_launcher", reason=_MULTI_NODE),
         Setting("deepspeed_hostfile", reason=_MULTI_NODE),
@@ -339,10 +385,45 @@ DEEPSPEED = Section(
     distributed_type="DEEPSPEED",
     equivalent=_SECTIONS,
 )
+_NO_MEGATRON_LM = "Megatron-LM is not in this version of accel"
+_MEGATRON_LM_PREFIX = "MEGATRON_LM_"
+_MEGATRON_LM_DEFAULTS = {
+    "tp_degree": "1",
+    "pp_degree": "1",
+    **dict.fromkeys(
+        (
+            "use_custom_fsdp",
+            "no_load_optim",
+            "no_save_optim",
+            "eod_mask_loss",
+            "optimizer_cpu_offload",
+            "use_precision_aware_optimizer",
+            "overlap_cpu_optimizer_d2h_h2d",
+        ),
+        "False",
+    ),
+}
 MEGATRON_LM = Section(
     "megatron_lm_config",
-    (Setting("megatron_lm_gradient_clipping", reason=GRADIENT_CLIPPING.reason),),
-    reason="Megatron-LM is not in this version of accel",
+    (
+        Setting(
+            "megatron_lm_gradient_clipping",
+            variable=f"{_MEGATRON_LM_PREFIX}GRADIENT_CLIPPING",
+            launch_default="1.0",
+            reason=GRADIENT_CLIPPING.reason,
+        ),
+        *(
+            Setting(
+                f"megatron_lm_{name}",
+                variable=f"{_MEGATRON_LM_PREFIX}{name.upper()}",
+                launch_default=default,
+                reason=_NO_MEGATRON_LM,
+            )
+            for name, default in _MEGATRON_LM_DEFAULTS.items()
+        ),
+    ),
+    reason=_NO_MEGATRON_LM,
+    variable_prefix=_MEGATRON_LM_PREFIX,
 )
 
 
@@ -354,6 +435,7 @@ SP_PREFIX = "PARALLELISM_CONFIG_SP_"
 CP_SIZE = Setting(
     "parallelism_config_cp_size",
     variable="PARALLELISM_CONFIG_CP_SIZE",
+    launch_default="1",
     argument="cp_size",
     values=IntegerRange(1),
     off=("1",),
@@ -363,6 +445,7 @@ MESH_SIZES = (
     Setting(
         "parallelism_config_dp_replicate_size",
         variable="PARALLELISM_CONFIG_DP_REPLICATE_SIZE",
+        launch_default="1",
         argument="dp_replicate_size",
         values=IntegerRange(1),
         off=("1",),
@@ -371,6 +454,7 @@ MESH_SIZES = (
     Setting(
         "parallelism_config_dp_shard_size",
         variable="PARALLELISM_CONFIG_DP_SHARD_SIZE",
+        launch_default="1",
         argument="dp_shard_size",
         values=IntegerRange(1),
         off=("1",),
@@ -379,6 +463,7 @@ MESH_SIZES = (
     Setting(
         "parallelism_config_tp_size",
         variable="PARALLELISM_CONFIG_TP_SIZE",
+        launch_default="1",
         argument="tp_size",
         values=IntegerRange(1),
         off=("1",),
@@ -390,6 +475,7 @@ MESH_SIZES = (
 CP_BACKEND = Setting(
     "parallelism_config_cp_backend",
     variable="PARALLELISM_CONFIG_CP_BACKEND",
+    launch_default="torch",
     argument="cp_backend",
     words=("torch",),
     takes_any_value=True,
@@ -398,6 +484,7 @@ CP_BACKEND = Setting(
 CP_COMM_STRATEGY = Setting(
     "parallelism_config_cp_comm_strategy",
     variable="PARALLELISM_CONFIG_CP_COMM_STRATEGY",
+    launch_default="allgather",
     argument="cp_comm_strategy",
     words=("allgather", "alltoall"),
     same=("allgather",),
@@ -406,10 +493,26 @@ CP_COMM_STRATEGY = Setting(
 SP_SIZE = Setting(
     "parallelism_config_sp_size",
     variable=f"{SP_PREFIX}SIZE",
+    launch_default="1",
     argument="sp_size",
     off=("1",),
     reason=_SEQUENCE_PARALLEL,
 )
+SP_OPTIONS = tuple(
+    Setting(
+        f"parallelism_config_sp_{name}",
+        variable=f"{SP_PREFIX}{name.upper()}",
+        launch_default=default,
+        off=("1",),
+        reason=_SEQUENCE_PARALLEL,
+    )
+    for name, default in (
+        ("seq_length", "None"),
+        ("seq_length_is_variable", "True"),
+        ("attn_implementation", "sdpa"),
+    )
+)
+"""The options that Accelerate's launcher passes on only with a size above 1."""
 PARALLELISM = Section(
     "parallelism_config",
     (
@@ -418,12 +521,14 @@ PARALLELISM = Section(
         CP_COMM_STRATEGY,
         SP_SIZE,
         Setting(
-            "parallelism_config_sp_backend", argument="sp_backend", off=("1",), reason=_SEQUENCE_PARALLEL
+            "parallelism_config_sp_backend",
+            variable=f"{SP_PREFIX}BACKEND",
+            launch_default="deepspeed",
+            argument="sp_backend",
+            off=("1",),
+            reason=_SEQUENCE_PARALLEL,
         ),
-        *(
-            Setting(f"parallelism_config_sp_{name}", off=("1",), reason=_SEQUENCE_PARALLEL)
-            for name in ("seq_length", "seq_length_is_variable", "attn_implementation")
-        ),
+        *SP_OPTIONS,
     ),
     equivalent="the section parallel",
 )
