@@ -18,10 +18,9 @@ __all__ = [
     "DOWNCAST_BF16",
     "DYNAMO",
     "DYNAMO_SETTINGS",
-    "ENABLE_CPU_AFFINITY",
-    "FP16",
     "FP8",
     "FP8_OVERRIDES",
+    "FP16",
     "GPU_IDS",
     "LOCAL",
     "LOG_LEVEL",
@@ -246,10 +245,9 @@ DEBUG = Setting(
     advice="Leave it out: every run reports the ranks whose collectives do not match",
     is_harmless=True,
 )
-ENABLE_CPU_AFFINITY = Setting(
+_ENABLE_CPU_AFFINITY = Setting(
     "enable_cpu_affinity",
     is_switch=True,
-    variable="ACCELERATE_CPU_AFFINITY",
     values="boolean",
     reason="accel does not bind processes to processor cores",
     advice="Leave it out: accel does not bind processes to processor cores",
@@ -291,7 +289,7 @@ COMMON = (
     USE_CPU,
     GPU_IDS,
     DEBUG,
-    ENABLE_CPU_AFFINITY,
+    _ENABLE_CPU_AFFINITY,
     DYNAMO_SETTINGS[0],
 )
 """The keys of a file of any `compute_environment`."""

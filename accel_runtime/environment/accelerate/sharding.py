@@ -424,6 +424,7 @@ MEGATRON_LM = Section(
     ),
     reason=_NO_MEGATRON_LM,
     variable_prefix=_MEGATRON_LM_PREFIX,
+    distributed_type="MEGATRON_LM",
 )
 
 
