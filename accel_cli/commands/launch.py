@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,7 +14,7 @@ from accel_cli.commands.command import Command, find_unknown_options
 from accel_cli.commands.completion import complete_files
 from accel_cli.commands.options import argument, build_option
 from accel_cli.errors import AccelError, RunEndedError, UsageError
-from accel_cli.planning.options import OPTIONS, SELECTION, Kind, Request
+from accel_cli.planning.options import OPTIONS, SELECTION, ConfigFile, Kind, Request
 
 if TYPE_CHECKING:
     from accel_cli.planning.plan import Plan
@@ -174,7 +175,20 @@ def build_request(script: str, args: tuple[str, ...], options: dict[str, Any]) -
     if "profile" in options and "no_profile" in options:
         raise UsageError("Pass either --profile or --no-profile, not both.")
     kind: Kind = "module" if "module" in options else "program" if "no_python" in options else "script"
-    return Request(script, args, kind, options)
+    return Request(script, args, kind, options, config_file=_read_config_file(options.get("config_file")))
+
+
+def _read_config_file(name: str | None) -> ConfigFile | None:
+    """Return a config file of Accelerate for one launch."""
+    if name is None:
+        return None
+    from accel_cli.accelerate.launch_file import read_config
+
+    file = read_config(Path(name))
+    if file.unused:
+        listing = "; ".join(f"{line} ({reason})" for line, reason in file.unused)
+        console.note(f"{name}: {len(file.unused)} value(s) have no effect: {listing}")
+    return file
 
 
 def _note_options_after_script(context: click.Context, request: Request) -> None:
@@ -194,10 +208,12 @@ def _note_options_after_script(context: click.Context, request: Request) -> None
 
 def format_headline(plan: Plan, resolved: Resolved) -> str:
     """Return the line that describes a launch: launcher, processes, device, precision, profile and rendezvous."""
+    from accel_cli.profile.planner import CONFIG_FILE
+
     files = [
         f"{layer.name} ({console.abbreviate_home(layer.where[''])})"
         for layer in resolved.layers
-        if layer.name in {"user", "project"} or layer.name.startswith("profile ")
+        if layer.name in {"user", "project", CONFIG_FILE} or layer.name.startswith("profile ")
     ]
     profile = " + ".join(files) or "none"
     if not files and resolved.get_source("launcher.kind") != "--set":

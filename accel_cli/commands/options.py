@@ -136,7 +136,10 @@ def build_option(declared: LaunchOption, heading: str = "") -> click.Option:
     names = [*([declared.short] if declared.short else []), declared.flag]
     if not declared.metavar:
         return Option(names, help=declared.help, heading=heading, is_flag=True)
-    completions = {"profile": complete_profile_names, "log_dir": complete_files, "hostfile": complete_files}
+    completions = {
+        "profile": complete_profile_names,
+        **dict.fromkeys(("config_file", "log_dir", "hostfile"), complete_files),
+    }
     return Option(
         names,
         help=declared.help,

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 __all__ = [
     "OPTIONS",
     "SELECTION",
+    "ConfigFile",
     "ForeignOption",
     "Kind",
     "LaunchOption",
@@ -55,6 +56,22 @@ class LaunchOption:
 
 
 @dataclass(frozen=True)
+class ConfigFile:
+    """A config file of Accelerate, as values of the profile for one launch."""
+
+    name: str
+    """Its path, as typed."""
+    values: Mapping[str, Any]
+    """The values by dotted key; those of `env.` are variables for scripts that import `accelerate`."""
+    replaced_by: Mapping[str, str] = field(default_factory=dict)
+    """Keys of `values` that are left out if a stronger source sets another key, by that key."""
+    fixed_reason: str = ""
+    """Why no stronger source may set keys of `parallel:` and `fully_shard:`; empty if it may."""
+    unused: tuple[tuple[str, str], ...] = ()
+    """The keys of the file that have no effect, with their values, and the reasons."""
+
+
+@dataclass(frozen=True)
 class Request:
     """A launch as requested: the script, and the options as typed."""
 
@@ -65,6 +82,8 @@ class Request:
     """The options that were typed, by name, with their values as typed."""
     is_builtin: bool = False
     """True if the target is a module of accel, not a script of the user."""
+    config_file: ConfigFile | None = None
+    """The config file of Accelerate for this launch."""
     for_pod: bool = False
     """Plan for the workers of a TPU pod, to which the user's own profile does not apply."""
 
@@ -82,6 +101,9 @@ _DECLARED: Mapping[str, tuple[LaunchOption, ...]] = {
     "Override the profile": (
         LaunchOption("--profile", "Use a named profile.", "NAME"),
         LaunchOption("--no-profile", "Read no profile; use only variables and options."),
+        LaunchOption(
+            "--config-file", "Use a config file of Accelerate for this launch, above the profile.", "FILE"
+        ),
         LaunchOption("--set", "Set one key of the profile; can be repeated.", "KEY=VALUE", repeated=True),
         LaunchOption(
             "--nproc-per-node", "Set the number of processes per node: a number, or auto.",

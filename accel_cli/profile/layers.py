@@ -1,4 +1,4 @@
-"""Merge layers to one profile: user < project < named < environment < options; every value keeps its source.
+"""Merge layers to one profile: user < project < named < --config-file < environment < options; every value keeps its source.
 
 `planner` adds the launcher that suits the machine below them, if none of them names one, and above the environment
 what a scheduler says about the nodes of this launch.
@@ -72,9 +72,15 @@ class Resolved:
 
 
 def read_layers(
-    profiles: Store, environ: Mapping[str, str], name: str | None, options: Iterable[Layer] = ()
+    profiles: Store,
+    environ: Mapping[str, str],
+    name: str | None,
+    options: Iterable[Layer] = (),
+    config: Iterable[Layer] = (),
 ) -> list[Layer]:
     """Return the effective layers, the weakest first; `name` overrides `ACCEL_PROFILE`.
+
+    `config` are files for one launch, which override the profile's files.
 
     Raises:
         UsageError: A file cannot be read, a named profile does not exist, or a variable is invalid.
@@ -106,7 +112,7 @@ def read_layers(
                 f"Profile {name!r} (from {source}) not found: {path} does not exist. Existing profiles: {names}."
             )
         layers.append(read_file(path, f"profile {name}"))
-    layers += [read_environment(environ), *options]
+    layers += [*config, read_environment(environ), *options]
     return [layer for layer in layers if layer.values or layer.problems]
 
 

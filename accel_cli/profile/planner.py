@@ -35,8 +35,18 @@ from accel_runtime.environment.settings import (
     find_nearest,
 )
 
-__all__ = ["build_plan", "check_target", "detect_machine", "find_options_after_script", "prepare", "resolve"]
+__all__ = [
+    "CONFIG_FILE",
+    "build_plan",
+    "check_target",
+    "detect_machine",
+    "find_options_after_script",
+    "prepare",
+    "resolve",
+]
 
+CONFIG_FILE = "--config-file"
+"""The name of the layer of a config file of Accelerate."""
 _SEVERAL_PROCESSES = frozenset(
     f"launcher.{key}" for key in ("nproc_per_node", "nnodes", "rdzv_endpoint", "rdzv_id", "max_restarts")
 )
@@ -134,7 +144,7 @@ def _resolve(request: Request, environ: Mapping[str, str], machine: Machine) -> 
         # Another launcher has started a process for each rank.
         single = _build_layer(layout.source, {"launcher.kind": "single"})
         options = [layer for layer in options if _SEVERAL_PROCESSES.isdisjoint(layer.values)]
-        return layers.resolve([*base, assignments, *options, single]), layout
+        return layers.resolve(_settle(request, [*base, assignments, *options, single])), layout
     option_keys = {key for layer in options for key in layer.values}
     derived = {f"launcher.{key}": value for key, value in layout.values.items()} if layout.source else {}
     if not derived.keys() <= option_keys:
@@ -143,16 +153,42 @@ def _resolve(request: Request, environ: Mapping[str, str], machine: Machine) -> 
         base.append(_build_layer(layout.source, {"launcher.kind": node_launcher, **derived}))
     elif launcher.replaces_process:
         base += _choose_torchrun(options, _get_launcher_options(request))
-    return layers.resolve([*base, assignments, *options]), layout
+    return layers.resolve(_settle(request, [*base, assignments, *options])), layout
+
+
+def _settle(request: Request, found: list[Layer]) -> list[Layer]:
+    """Return layers in which those above the config file replace what depends on their keys.
+
+    Raises:
+        UsageError: A layer above the file shards models otherwise than the file, whose way is not in a profile.
+    """
+    file = request.config_file
+    place = next((number for number, layer in enumerate(found) if layer.name == CONFIG_FILE), None)
+    if file is None or place is None:
+        return found
+    above = found[place + 1 :]
+    for layer in above:
+        key = next((key for key in layer.values if key.startswith(("parallel.", "fully_shard."))), None)
+        if file.fixed_reason and key:
+            source = layer.where.get(key) or layer.name
+            raise UsageError(
+                f"Cannot use {source if key in source else f'{source} ({key})'} with {file.name}: the file has {file.fixed_reason}, which shards models without "
+                "parallel: and fully_shard:. Leave it out, or change the file."
+            )
+    stronger = {key for layer in above for key in layer.values}
+    replaced = {key for key, other in file.replaced_by.items() if other in stronger}
+    kept = {key: value for key, value in found[place].values.items() if key not in replaced}
+    return [*found[:place], replace(found[place], values=kept), *above]
 
 
 def _read_layers(request: Request, environ: Mapping[str, str]) -> list[Layer]:
     """Return the layers of files and variables, or of variables only."""
+    file = request.config_file
+    config = [Layer(CONFIG_FILE, file.values, {"": file.name})] if file else []
     if "no_profile" in request.options:
-        layer = layers.read_environment(environ)
-        return [layer] if layer.values else []
+        return [layer for layer in (*config, layers.read_environment(environ)) if layer.values]
     store = Store.from_env(environ, Path.cwd())
-    found = layers.read_layers(store, environ, request.options.get("profile"))
+    found = layers.read_layers(store, environ, request.options.get("profile"), config=config)
     return [layer for layer in found if not (request.for_pod and layer.name == "user")]
 
 

@@ -1,0 +1,183 @@
+"""A config file of Accelerate as the settings of one launch.
+
+The file is converted as `accel config import` converts it. What a profile cannot express is passed on in the variables
+that Accelerate's own launcher sets, for scripts that import `accelerate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from accel_cli.accelerate import convert, read_deepspeed_file
+from accel_cli.accelerate.config import normalize
+from accel_cli.accelerate.variables import build_variables, is_fp8
+from accel_cli.errors import UsageError
+from accel_cli.planning.options import ConfigFile
+from accel_cli.profile import store, yaml_io
+from accel_cli.profile.layers import flatten
+from accel_runtime.environment.accelerate import launch, sharding
+from accel_runtime.environment.accelerate.setting import Section, Setting
+
+__all__ = ["build_config", "get_kind", "read_config", "read_data"]
+
+_ENGINES = (sharding.DEEPSPEED, sharding.MEGATRON_LM)
+"""Sections of engines that a profile does not have, and that replace `parallel:` and `fully_shard:`."""
+_EXPRESSED = frozenset(
+    setting.variable
+    for setting in launch.list_settings()
+    if setting.profile_key
+    or setting
+    in {sharding.USE_PARALLELISM_CONFIG, sharding.SHARDING_STRATEGY, *sharding.PARALLELISM.settings}
+)
+"""Variables whose meaning a profile has."""
+_SHARDING = ("parallel.", "fully_shard.")
+_WITHOUT_MESH = {size.profile_key: 1 for size in sharding.MESH_SIZES}
+
+
+def _list_variables(settings: Iterable[Setting]) -> frozenset[str]:
+    return frozenset(setting.variable for setting in settings if setting.variable)
+
+
+_DYNAMO = _list_variables(launch.DYNAMO_SETTINGS)
+_FSDP = _list_variables(sharding.FSDP.settings)
+_PARALLELISM = _list_variables(sharding.PARALLELISM.settings)
+_FP8 = _list_variables(launch.FP8.settings) | {*launch.FP8_OVERRIDES}
+_VARIABLES = {
+    **{("", setting.key): setting.variable for setting in launch.CLUSTER if setting.variable},
+    **{
+        (section.key, key): setting.variable
+        for section in launch.SECTIONS
+        for setting in section.settings
+        for key in (setting.key, setting.key.removeprefix(section.prefix))
+        if setting.variable
+    },
+    (launch.FP8.key, "override_linear_precision"): launch.FP8_OVERRIDES[0],
+    (launch.FP8.key, "fp8_override_linear_precision"): launch.FP8_OVERRIDES[0],
+    **{
+        (launch.DYNAMO.key, key): launch.DYNAMO_SETTINGS[0].variable
+        for key in ("backend", launch.DYNAMO_SETTINGS[0].key)
+    },
+}
+"""The variable of each key, by its section and name."""
+
+
+def read_config(path: Path) -> ConfigFile:
+    """Return the settings of a config file of Accelerate.
+
+    Raises:
+        UsageError: It cannot be read, is not a config file of Accelerate, or has invalid keys or values.
+    """
+    return build_config(read_data(path), str(path), path.parent)
+
+
+def read_data(path: Path) -> dict[str, Any]:
+    """Return the content of a config file of Accelerate.
+
+    Raises:
+        UsageError: It cannot be read, or is not a config file of Accelerate.
+    """
+    data = yaml_io.parse(store.read_text(path), str(path)).data
+    if not store.is_accelerate_config(data):
+        raise UsageError(
+            f"Cannot use --config-file {path}: it is not a config file of Accelerate (it has no "
+            f"{launch.DISTRIBUTED_TYPE.key}). Use --profile NAME for a profile, after accel config import FILE --profile NAME."
+        )
+    return data
+
+
+def get_kind(data: Mapping[str, Any]) -> str:
+    """Return the `distributed_type` of a config file, in capital letters."""
+    return str(data.get(launch.DISTRIBUTED_TYPE.key, "")).strip().upper()
+
+
+def build_config(data: Mapping[str, Any], name: str, folder: Path) -> ConfigFile:
+    """Return the settings of a config file.
+
+    Args:
+        data: The file, parsed.
+        name: The name of the file in errors and sources.
+        folder: The folder of the file.
+
+    Raises:
+        ProfileError: All keys that are not known and values that are not accepted.
+    """
+    kind = get_kind(data)
+    engine = next((section for section in _ENGINES if section.distributed_type == kind), None)
+    deepspeed_file = read_deepspeed_file(data, folder)
+    imported = convert(_select_convertible(data, engine), name, deepspeed_file)
+    values = flatten(imported.data)
+    del values["schema_version"]
+    variables = {} if _is_job(data) else build_variables(_resolve_deepspeed_file(data, folder))
+    passed = _select_passed(variables, engine, is_8bit=is_fp8(data))
+    reason = ""
+    if engine:
+        reason = f"{launch.DISTRIBUTED_TYPE.key}: {kind}"
+        values = {
+            key: value for key, value in values.items() if not key.startswith(_SHARDING)
+        } | _WITHOUT_MESH
+    elif variables.get(sharding.VERSION.variable) == "1":
+        reason = f"{sharding.VERSION.key}: 1"
+    precision = launch.MIXED_PRECISION
+    of_precision = {variable for variable in passed if variable == precision.variable or variable in _FP8}
+    return ConfigFile(
+        name=name,
+        values=values | {f"env.{variable}": text for variable, text in passed.items()},
+        replaced_by={f"env.{variable}": precision.profile_key for variable in of_precision},
+        fixed_reason=reason,
+        unused=tuple(_list_unused(imported.left, passed, engine)),
+    )
+
+
+def _is_job(data: Mapping[str, Any]) -> bool:
+    return normalize(data.get(launch.COMPUTE_ENVIRONMENT.key)) == normalize(launch.SAGEMAKER)
+
+
+def _select_convertible(data: Mapping[str, Any], engine: Section | None) -> dict[str, Any]:
+    """Return the keys that are converted to a profile; the others are passed on."""
+    left_out = {sharding.PARALLELISM.key} if engine else set()
+    if is_fp8(data):
+        left_out |= {launch.MIXED_PRECISION.key}
+    return {key: value for key, value in data.items() if key not in left_out}
+
+
+def _resolve_deepspeed_file(data: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+    """Return the config with the path of DeepSpeed's file as seen from the current folder."""
+    section = data.get(sharding.DEEPSPEED.key)
+    name = section.get(sharding.DEEPSPEED_FILE.key) if isinstance(section, Mapping) else None
+    if not name or Path(name).exists() or not (folder / name).is_file():
+        return data
+    return {**data, sharding.DEEPSPEED.key: {**section, sharding.DEEPSPEED_FILE.key: str(folder / name)}}
+
+
+def _select_passed(variables: Mapping[str, str], engine: Section | None, *, is_8bit: bool) -> dict[str, str]:
+    """Return the variables to pass on: all if the engine or version of FSDP has none in a profile, else the others."""
+    backend = launch.DYNAMO_SETTINGS[0]
+    compiles = variables.get(backend.variable, backend.launch_default) != backend.launch_default
+    kept = {name: text for name, text in variables.items() if compiles or name not in _DYNAMO}
+    if engine:
+        return kept
+    whole: set[str] = set()
+    if is_8bit:
+        whole |= {launch.MIXED_PRECISION.variable}
+    if kept.get(sharding.SP_SIZE.variable, "1") != "1":
+        whole |= {sharding.USE_PARALLELISM_CONFIG.variable, *_PARALLELISM}
+    if kept.get(sharding.VERSION.variable) == "1":
+        whole |= {sharding.USE_FSDP.variable, sharding.USE_PARALLELISM_CONFIG.variable, *_FSDP, *_PARALLELISM}
+        # Replicas of FSDP1 are not dimensions of a mesh.
+        kept.setdefault(sharding.USE_PARALLELISM_CONFIG.variable, "false")
+    return {name: text for name, text in kept.items() if name in whole or name not in _EXPRESSED}
+
+
+def _list_unused(
+    left: Iterable[tuple[str, str]], passed: Mapping[str, str], engine: Section | None
+) -> Iterator[tuple[str, str]]:
+    """Yield the keys with their values that have no effect, with reasons: neither in a profile nor passed on."""
+    for line, reason in left:
+        section, _, name = line.partition(":")[0].rpartition(".")
+        if (engine and section.partition(".")[0] in {engine.key, sharding.DEEPSPEED_FILE.key}) or (
+            _VARIABLES.get((section, name)) in passed
+        ):
+            continue
+        yield line, reason

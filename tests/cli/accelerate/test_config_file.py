@@ -1,0 +1,184 @@
+"""`accel launch --config_file`: a config file of Accelerate for one launch."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.commands import call_accel
+
+from accel_cli.accelerate.launch_file import build_config
+from accel_cli.accelerate.variables import build_variables
+from accel_cli.errors import ProfileError, UsageError
+from accel_cli.planning.machine import Machine
+from accel_cli.planning.options import Request
+from accel_cli.profile import planner, yaml_io
+
+FILES = json.loads(
+    (Path(__file__).parents[2] / "data" / "accelerate-1.15.0" / "launch_files.json").read_text()
+)
+GPUS = Machine(16, "cuda", ("H100",) * 8, bf16=True)
+XPUS = Machine(16, "xpu", ("Max",) * 8, bf16=True)
+ZERO3 = "distributed_type: DEEPSPEED\nnum_processes: 2\nmixed_precision: bf16\ndeepspeed_config:\n  zero_stage: 3\n"
+FSDP1 = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_sharding_strategy: FULL_SHARD\n"
+FSDP2 = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 2\n  fsdp_state_dict_type: FULL_STATE_DICT\n"
+FP8 = "distributed_type: MULTI_CPU\nnum_processes: 2\nmixed_precision: fp8\nfp8_config:\n  backend: TE\n  margin: 2\n"
+ULYSSES = f"{ZERO3}parallelism_config:\n  parallelism_config_sp_size: 2\n"
+
+
+@pytest.fixture
+def launch(script, capfd, tmp_path):
+    script("raise SystemExit(7)")
+
+    def run(text, *args):
+        Path("config.yaml").write_text(text)
+        return call_accel(capfd, "launch", "--config_file", "config.yaml", *args, "train.py")
+
+    return run
+
+
+def prepare(file, environ=(), **options):
+    config = build_config(file, "config.yaml", Path())
+    request = Request("train.py", options={"no_profile": True, **options}, config_file=config)
+    machine = XPUS if file.get("distributed_type") == "MULTI_XPU" else GPUS
+    return planner.prepare(request, dict(environ), machine)
+
+
+def get_variables(text, environ=(), **options):
+    plan = prepare(yaml_io.parse(text, "x").data, environ, **options)[1]
+    names = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+    return {name: value for name, value in plan.env.items() if name.startswith(names)}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_public_file_can_be_launched_and_passes_on_what_a_profile_does_not_express(name):
+    file = FILES[name]["file"]
+    launched = build_variables(file)
+    resolved, plan = prepare(file)
+    assert plan.nproc_per_node == file.get("num_processes", 8) // file.get("num_machines", 1) or (
+        plan.launcher == "single"
+    )
+    passed = {name: value for name, value in resolved.profile.env.items() if name in launched}
+    assert passed == {name: launched[name] for name in passed}
+    assert ("ACCELERATE_USE_DEEPSPEED" in passed) == (file["distributed_type"] == "DEEPSPEED")
+    if file["distributed_type"] == "DEEPSPEED":
+        assert passed == launched
+        assert plan.layout == ""
+    elif launched["ACCELERATE_MIXED_PRECISION"] == "fp8":
+        assert {name for name in launched if "FP8" in name or "MIXED_PRECISION" in name} <= passed.keys()
+    else:
+        assert resolved.profile.mixed_precision == launched["ACCELERATE_MIXED_PRECISION"]
+
+
+def test_a_deepspeed_file_stays_deepspeed_and_names_its_source(launch):
+    result = launch(ZERO3, "--explain")
+    assert result.returncode == 0
+    assert "ACCELERATE_DEEPSPEED_ZERO_STAGE=3" in result.stdout
+    assert "layout" not in result.stdout
+    assert "launcher.nproc_per_node: 2  [--config-file: config.yaml]" in result.stdout
+    assert "env.ACCELERATE_USE_DEEPSPEED: true  [--config-file: config.yaml]" in result.stdout
+
+
+def test_a_file_of_fsdp_is_sharded_by_the_profile_and_its_other_options_are_passed_on():
+    resolved, plan = prepare(yaml_io.parse(FSDP2, "x").data)
+    assert plan.layout == "dp_shard 2"
+    assert resolved.profile.env["FSDP_STATE_DICT_TYPE"] == "FULL_STATE_DICT"
+    assert "FSDP_OFFLOAD_PARAMS" not in resolved.profile.env
+
+
+def test_a_file_of_fsdp1_stays_fsdp1_for_scripts_that_use_accelerate():
+    variables = get_variables(FSDP1)
+    assert variables["FSDP_VERSION"] == "1"
+    assert variables["FSDP_RESHARD_AFTER_FORWARD"] == "true"
+    assert variables["ACCELERATE_USE_PARALLELISM_CONFIG"] == "false"
+
+
+def test_an_ulysses_file_is_passed_on_as_it_is():
+    variables = get_variables(ULYSSES)
+    assert variables["PARALLELISM_CONFIG_SP_SIZE"] == "2"
+    assert variables["PARALLELISM_CONFIG_SP_BACKEND"] == "deepspeed"
+
+
+def test_a_stronger_precision_replaces_the_one_that_is_passed_on():
+    assert get_variables(FP8)["ACCELERATE_FP8_MARGIN"] == "2"
+    for stronger in ({"mixed_precision": "bf16"}, {"set": ("mixed_precision=bf16",)}):
+        variables = get_variables(FP8, **stronger)
+        assert not [name for name in variables if "FP8" in name or variables[name] == "fp8"]
+    assert get_variables(FP8, {"ACCEL_MIXED_PRECISION": "bf16"}) == {}
+
+
+def test_options_and_variables_override_the_file_and_the_file_overrides_profiles(launch):
+    Path("accel.yaml").write_text(
+        "schema_version: 1\nlauncher: {kind: torchrun, nproc_per_node: 7}\nlog_level: info\n"
+    )
+    result = launch(ZERO3, "--explain", "--set", "process_group_timeout=9")
+    assert "start: 2 processes" in result.stdout
+    assert "log_level: info  [project" in result.stdout
+    assert "start: 3 processes" in launch(ZERO3, "--explain", "--nproc-per-node", "3").stdout
+    assert "start: 4 processes" in launch(ZERO3, "--dry-run", "--set", "launcher.nproc_per_node=4").stdout
+
+
+def test_a_variable_of_the_user_is_never_overwritten():
+    assert (
+        get_variables(ZERO3, {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"})
+        .keys()
+        .isdisjoint({"ACCELERATE_DEEPSPEED_ZERO_STAGE"})
+    )
+
+
+@pytest.mark.parametrize("text", [ZERO3, FSDP1, ULYSSES])
+def test_sharding_of_the_profile_is_refused_with_a_file_that_shards_otherwise(text):
+    with pytest.raises(UsageError, match=r"Cannot use --set.*config.yaml.*(DEEPSPEED|fsdp_version: 1)"):
+        get_variables(text, set=("parallel.dp_shard=auto",))
+    with pytest.raises(UsageError, match="ACCEL_FULLY_SHARD_CPU_OFFLOAD"):
+        get_variables(text, {"ACCEL_FULLY_SHARD_CPU_OFFLOAD": "1"})
+
+
+def test_a_deepspeed_file_replaces_the_sharding_of_a_profile(launch):
+    Path("accel.yaml").write_text(
+        "schema_version: 1\nlauncher: {kind: torchrun, nproc_per_node: 2}\nparallel: {dp_shard: auto}\n"
+    )
+    assert "layout" not in launch(ZERO3, "--dry-run").stdout
+
+
+def test_the_json_file_of_deepspeed_is_found_beside_the_config(tmp_path):
+    (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 1}, "bf16": {"enabled": true}}')
+    data = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "zero.json"}}
+    values = build_config(data, "config.yaml", tmp_path).values
+    assert values["env.ACCELERATE_DEEPSPEED_CONFIG_FILE"] == str(tmp_path / "zero.json")
+    assert values["mixed_precision"] == "bf16"
+
+
+def test_keys_without_effect_are_named_in_one_line(launch):
+    result = launch("distributed_type: MULTI_CPU\nnum_processes: 2\nenable_cpu_affinity: true\n", "--dry-run")
+    assert result.returncode == 0
+    assert result.stderr == (
+        "accel: config.yaml: 1 value(s) have no effect: enable_cpu_affinity: true (accel does not bind processes to "
+        "processor cores)\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("schema_version: 1\n", "it is not a config file of Accelerate"),
+        ("distributed_type: MULTI_GPUS\n", "did you mean MULTI_GPU?"),
+        ("distributed_type: [\n", "invalid YAML"),
+        ("distributed_type: MULTI_CPU\nnum_procceses: 8\n", "num_processes"),
+    ],
+)
+def test_an_invalid_file_is_refused_with_its_problem(launch, text, words):
+    result = launch(text)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert words in result.stderr
+
+
+def test_a_missing_file_is_refused(capfd, script):
+    script("")
+    result = call_accel(capfd, "launch", "--config-file", "gone.yaml", "train.py")
+    assert result.returncode == 2
+    assert "Cannot read gone.yaml: No such file or directory." in result.stderr
+
+
+def test_a_mistake_in_a_section_that_is_passed_on_is_an_error():
+    with pytest.raises(ProfileError, match="zero_stage"):
+        build_config({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 4}}, "x", Path())
