@@ -61,6 +61,8 @@ _VARIABLES = {
     },
 }
 """The variable of each key, by its section and name."""
+_MULTINODE_LAUNCHER = "deepspeed_multinode_launcher"
+"""Every node runs the same command, as with its value `standard`."""
 
 
 def read_config(path: Path) -> ConfigFile:
@@ -176,8 +178,10 @@ def _list_unused(
     """Yield the keys with their values that have no effect, with reasons: neither in a profile nor passed on."""
     for line, reason in left:
         section, _, name = line.partition(":")[0].rpartition(".")
-        if (engine and section.partition(".")[0] in {engine.key, sharding.DEEPSPEED_FILE.key}) or (
-            _VARIABLES.get((section, name)) in passed
-        ):
-            continue
-        yield line, reason
+        is_passed = _VARIABLES.get((section, name), name) in passed
+        is_of_engine = engine is not None and (
+            section.partition(".")[0] == sharding.DEEPSPEED_FILE.key
+            or (section == engine.key and (engine.variable_prefix or name == _MULTINODE_LAUNCHER))
+        )
+        if not (is_passed or is_of_engine):
+            yield line, reason

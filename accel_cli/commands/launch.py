@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["build_request", "format_headline", "format_plan", "launch", "select_given", "test"]
 
 _ARGUMENTS = "accel.arguments"
+_TRANSLATION = "accel.translation"
+_FOREIGN_VALUES = frozenset({"gpu", "xpu", "cpu", "fp8"})
+"""Values of options of accel that only torchrun or Accelerate has."""
 
 
 class _LaunchCommand(Command):
@@ -33,9 +36,26 @@ class _LaunchCommand(Command):
         # Before parsing, which removes `--`.
         ctx.meta[_ARGUMENTS] = tuple(args)
         needs_help = not args or not set(ctx.help_option_names).isdisjoint(args)
-        if ctx.resilient_parsing or needs_help or any(find_unknown_options(self, ctx, args)):
+        is_unknown = any(find_unknown_options(self, ctx, args))
+        if ctx.resilient_parsing or needs_help or is_unknown:
             self._add_launcher_options()
+        values = {text.rpartition("=")[2] for text in args}
+        if not (ctx.resilient_parsing or needs_help) and (is_unknown or values & _FOREIGN_VALUES):
+            args = self._translate(ctx, args)
         return super().parse_args(ctx, args)
+
+    def _translate(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Return the command line with the options of accel instead of those of torchrun and Accelerate."""
+        from accel_cli.accelerate.command_line import translate
+
+        own = {
+            name: not option.is_flag
+            for option in self.get_params(ctx)
+            if isinstance(option, click.Option)
+            for name in option.opts
+        }
+        ctx.meta[_TRANSLATION] = translation = translate(args, own)
+        return list(translation.args)
 
     def _add_launcher_options(self) -> None:
         """Add the options that launchers declare, under headings with the launchers' names."""
@@ -97,6 +117,7 @@ def _launch(context: click.Context, request: Request) -> int:
 
     planner.check_target(request.target, request.kind)
     resolved, plan = planner.prepare(request, os.environ)
+    _note_translation(context, request, plan)
     _note_options_after_script(context, request)
     launcher, options = resolved.profile.launcher, request.options
     if any(option.only_prints and option.name in options for option in launcher.launch_options):
@@ -189,6 +210,20 @@ def _read_config_file(name: str | None) -> ConfigFile | None:
         listing = "; ".join(f"{line} ({reason})" for line, reason in file.unused)
         console.note(f"{name}: {len(file.unused)} value(s) have no effect: {listing}")
     return file
+
+
+def _note_translation(context: click.Context, request: Request, plan: Plan) -> None:
+    """Print the command in the options of accel if it has options of torchrun or Accelerate."""
+    from accel_cli.planning.plan import join_for_bash
+
+    translation = context.meta.get(_TRANSLATION)
+    if translation is None or not translation.is_changed:
+        return
+    translation.check(os.environ, plan.nnodes, plan.nproc_per_node, plan.layout)
+    if "quiet" not in request.options:
+        words = translation.args[: len(translation.args) - len(request.args)]
+        dots = " ..." if request.args else ""
+        console.note(f"same as: accel launch {join_for_bash(words)}{dots}")
 
 
 def _note_options_after_script(context: click.Context, request: Request) -> None:

@@ -158,7 +158,8 @@ OPTIONS: Mapping[str, LaunchOption] = MappingProxyType(
 SELECTION = ("profile", "nproc_per_node", "gpu_ids", "nnodes", "rdzv_endpoint", "cpu")
 """The options of `accel test`."""
 _ADVICE = {
-    "Use --nproc-per-node N, the number of processes on each node": "n= np=",
+    "Use --nproc-per-node N, the number of processes on each node": "n= np= num-gpus=",
+    "Use --nproc-per-node N for the number of GPUs, or --gpu-ids IDS to choose them": "gpus=",
     "Leave it out: accel does not bind processes to processor cores": "numa-binding=",
     "Leave it out: on one node, the rendezvous uses a free port": "standalone",
     "Leave it out: accel runs the script itself, unchanged": "run-path",

@@ -37,6 +37,7 @@ __all__ = [
     "OTHER_VARIABLES",
     "RDZV_BACKEND",
     "SAGEMAKER",
+    "SAME_NETWORK",
     "SECTIONS",
     "TORCH_DEVICE",
     "TPU_CLUSTER",
@@ -159,6 +160,14 @@ RDZV_BACKEND = Setting(
     implied="accel always uses c10d",
     advice="Leave it out: the rendezvous always uses c10d",
 )
+SAME_NETWORK = Setting(
+    "same_network",
+    is_switch=True,
+    values="boolean",
+    takes_any_value=True,
+    implied="nodes may be on any network",
+    advice="Leave it out: nodes connect to --rdzv-endpoint on any network",
+)
 MAIN_TRAINING_FUNCTION = Setting(
     "main_training_function",
     values="text",
@@ -260,6 +269,7 @@ FP8 = Section(
         *(
             Setting(
                 f"fp8_{name}",
+                is_switch=default == "False",
                 variable=f"ACCELERATE_FP8_{name.upper()}",
                 launch_default=default,
                 reason=_NO_FP8,
@@ -302,14 +312,7 @@ CLUSTER = (
     MACHINE_RANK,
     MAIN_PROCESS_IP,
     MAIN_PROCESS_PORT,
-    Setting(
-        "same_network",
-        is_switch=True,
-        values="boolean",
-        takes_any_value=True,
-        implied="nodes may be on any network",
-        advice="Leave it out: nodes connect to --rdzv-endpoint on any network",
-    ),
+    SAME_NETWORK,
     RDZV_BACKEND,
     MAIN_TRAINING_FUNCTION,
     TPU_ENV,
