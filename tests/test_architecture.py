@@ -84,6 +84,8 @@ TABLES = {"accel_cli/launchers/__init__.py", "accel_cli/main.py"}
 ANNEX_IMPORTS = {
     # `accel config import` is a subcommand of the core: a table for one part would hide it.
     ("accel_cli/commands/config.py", "import"),
+    # `accel launch` takes a config file, and options of Accelerate.
+    ("accel_cli/commands/launch.py", "import"),
     # Converting a SageMaker configuration takes the instance types that have SageMaker's own collectives.
     ("accel_cli/accelerate/config.py", "sagemaker"),
 }

@@ -44,9 +44,7 @@ _SILENT = frozenset(
     }
 )
 """Variables that follow from a file only, or that other options set."""
-_OF_FSDP2 = frozenset(
-    {"FSDP_STATE_DICT_TYPE", "FSDP_CPU_RAM_EFFICIENT_LOADING", "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"}
-)
+_OF_FSDP2 = frozenset(setting.variable for setting in sharding.OF_FSDP2)
 """Variables without a key of the profile that Accelerate reads with version 2 of FSDP too."""
 _RDZV_CONF = {
     "timeout": "launcher.rdzv_timeout",
@@ -55,11 +53,14 @@ _RDZV_CONF = {
 }
 _SET = {
     "monitor-interval": "launcher.monitor_interval",
-    launch.MAIN_TRAINING_FUNCTION.option: launch.MAIN_TRAINING_FUNCTION.profile_key,
     # The key of torchrun's section does not exist for one process.
     launch.NUM_CPU_THREADS_PER_PROCESS.option: "env.OMP_NUM_THREADS",
 }
 """Options whose value is that of a key."""
+_TPU = frozenset({"XLA", "TPU"})
+"""Each `distributed_type` of a TPU."""
+_WHOLE_SCRIPT = frozenset({"", "main"})
+"""The functions that Accelerate does not call, except on a TPU."""
 _DEVICE_COUNTS = ("gpu", "xpu", "cpu")
 """Values of torchrun's `nproc_per_node` that are not values here."""
 
@@ -328,7 +329,7 @@ def _translate_total(command: _Command, total: _Option) -> None:
     """Translate the number of processes on all nodes to that of each node."""
     count, nodes = _parse_count(total), _find_nodes(command) or 1
     nnodes = command.own.get("nnodes")
-    if "tpu" in command.foreign or get_kind(command.data) in {"XLA", "TPU"}:
+    if "tpu" in command.foreign or get_kind(command.data) in _TPU:
         # Accelerate starts one on every core too, whatever the number.
         command.add("launcher.replicas", 1 if count == 1 else "all", total)
     elif nnodes and ":" in nnodes.value:
@@ -421,6 +422,12 @@ def _translate_rdzv_conf(command: _Command) -> None:
 def _translate_devices(command: _Command) -> None:
     if use_cpu := command.pop(launch.USE_CPU.option):
         command.add("--cpu", "", use_cpu)
+    function = command.foreign.get(launch.MAIN_TRAINING_FUNCTION.option)
+    is_tpu = "tpu" in command.foreign or get_kind(command.data) in _TPU
+    if function and (is_tpu or function.value in _WHOLE_SCRIPT):
+        command.pop(launch.MAIN_TRAINING_FUNCTION.option)
+        if is_tpu:
+            command.add(launch.MAIN_TRAINING_FUNCTION.profile_key, function.value, function)
     if tpu := command.pop("tpu"):
         command.add("launcher.kind", "xla", tpu)
     if debug := command.pop(launch.DEBUG.option):

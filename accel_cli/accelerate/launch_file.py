@@ -12,7 +12,7 @@ from typing import Any
 
 from accel_cli.accelerate import convert, read_deepspeed_file
 from accel_cli.accelerate.config import normalize
-from accel_cli.accelerate.variables import build_variables, is_fp8
+from accel_cli.accelerate.variables import build_variables, is_fp8, read_section
 from accel_cli.errors import UsageError
 from accel_cli.planning.options import ConfigFile
 from accel_cli.profile import store, yaml_io
@@ -53,8 +53,10 @@ _VARIABLES = {
         for key in (setting.key, setting.key.removeprefix(section.prefix))
         if setting.variable
     },
-    (launch.FP8.key, "override_linear_precision"): launch.FP8_OVERRIDES[0],
-    (launch.FP8.key, "fp8_override_linear_precision"): launch.FP8_OVERRIDES[0],
+    **{
+        (launch.FP8.key, key): launch.FP8_OVERRIDES[0]
+        for key in (launch.FP8_OVERRIDE.key, launch.FP8_OVERRIDE.key.removeprefix(launch.FP8.prefix))
+    },
     **{
         (launch.DYNAMO.key, key): launch.DYNAMO_SETTINGS[0].variable
         for key in ("backend", launch.DYNAMO_SETTINGS[0].key)
@@ -146,8 +148,8 @@ def _select_convertible(data: Mapping[str, Any], engine: Section | None) -> dict
 
 def _resolve_deepspeed_file(data: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
     """Return the config with the path of DeepSpeed's file as seen from the current folder."""
-    section = data.get(sharding.DEEPSPEED.key)
-    name = section.get(sharding.DEEPSPEED_FILE.key) if isinstance(section, Mapping) else None
+    section = read_section(data, sharding.DEEPSPEED)
+    name = str(section.get(sharding.DEEPSPEED_FILE.key, ""))
     if not name or Path(name).exists() or not (folder / name).is_file():
         return data
     return {**data, sharding.DEEPSPEED.key: {**section, sharding.DEEPSPEED_FILE.key: str(folder / name)}}

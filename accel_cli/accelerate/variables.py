@@ -108,7 +108,7 @@ def _format(value: Any, setting: Setting, section: Section) -> str:
 
 
 def _build_fp8_overrides(data: Mapping[str, Any]) -> dict[str, str]:
-    value = read_section(data, launch.FP8).get("fp8_override_linear_precision", "")
+    value = read_section(data, launch.FP8).get(launch.FP8_OVERRIDE.key, "")
     values: Iterable[Any] = (
         value if isinstance(value, (list, tuple)) else str(value).strip("()[] ").split(",")
     )

@@ -19,6 +19,7 @@ __all__ = [
     "DYNAMO",
     "DYNAMO_SETTINGS",
     "FP8",
+    "FP8_OVERRIDE",
     "FP8_OVERRIDES",
     "FP16",
     "GPU_IDS",
@@ -262,6 +263,9 @@ _ENABLE_CPU_AFFINITY = Setting(
     advice="Leave it out: accel does not bind processes to processor cores",
 )
 _NO_FP8 = "fp8 is not in this version of accel"
+FP8_OVERRIDE = Setting("fp8_override_linear_precision", reason=_NO_FP8)
+FP8_OVERRIDES = tuple(f"ACCELERATE_FP8_OVERRIDE_{name}" for name in ("FPROP", "DGRAD", "WGRAD"))
+"""The variables of `override_linear_precision`, one for each of its values."""
 FP8 = Section(
     "fp8_config",
     (
@@ -286,13 +290,11 @@ FP8 = Section(
                 ("pad_inner_dim", "1"),
             )
         ),
-        Setting("fp8_override_linear_precision", reason=_NO_FP8),
+        FP8_OVERRIDE,
     ),
     prefix="fp8_",
     reason=_NO_FP8,
 )
-FP8_OVERRIDES = tuple(f"ACCELERATE_FP8_OVERRIDE_{name}" for name in ("FPROP", "DGRAD", "WGRAD"))
-"""The variables of `override_linear_precision`, one for each of its values."""
 COMMON = (
     MIXED_PRECISION,
     FP16,
@@ -368,7 +370,8 @@ _ONLY_OPTIONS = (
     MULTI_GPU,
     Setting(
         options=("config_file", "config"),
-        advice="Use --profile NAME, with a profile that accel config import FILE --profile NAME has created from the file",
+        advice="Use --config-file FILE of accel launch for one launch, or --profile NAME after accel config import FILE "
+        "--profile NAME",
     ),
     NUM_CPU_THREADS_PER_PROCESS,
     Setting(options=("tpu",), is_switch=True, advice="Use --set launcher.kind=xla"),

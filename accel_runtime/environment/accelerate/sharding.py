@@ -28,6 +28,7 @@ __all__ = [
     "MIN_NUM_PARAMS",
     "OFFLOAD_OPTIMIZER_DEVICE",
     "OFFLOAD_PARAM_DEVICE",
+    "OF_FSDP2",
     "PARALLELISM",
     "RESHARD_AFTER_FORWARD",
     "SAVE_16BIT_MODEL",
@@ -181,6 +182,35 @@ VERSION = Setting(
     same=(2,),
     instead="there is only version 2, torch's fully_shard; leave it out, and the options of version 1 too",
 )
+STATE_DICT_TYPE = Setting(
+    "fsdp_state_dict_type",
+    variable="FSDP_STATE_DICT_TYPE",
+    argument="state_dict_type",
+    values=Words(("SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT")),
+    same=("SHARDED_STATE_DICT",),
+    implied="checkpoints are always sharded; use accelerator.save_model() for full weights",
+    instead="checkpoints are always sharded, and load on any number of ranks; leave it out. Whole weights come from "
+    "get_state_dict() and save_model()",
+)
+ACTIVATION_CHECKPOINTING_OFFLOAD = Setting(
+    "fsdp_activation_checkpointing_offload",
+    variable="FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
+    launch_default="false",
+    argument="activation_checkpointing_offload",
+    same=(False,),
+    reason="accel keeps checkpointed activations on the device",
+    instead="inputs of checkpointed modules stay on the device; leave it out",
+)
+CPU_RAM_EFFICIENT_LOADING = Setting(
+    "fsdp_cpu_ram_efficient_loading",
+    variable="FSDP_CPU_RAM_EFFICIENT_LOADING",
+    launch_default="true",
+    argument="cpu_ram_efficient_loading",
+    same=(False,),
+    reason=_META_DEVICE,
+    instead="create the model on the meta device (init_empty_weights) and let accelerator.load_model() read the file after "
+    "prepare(): each rank then reads its own part only; leave it out",
+)
 FSDP = Section(
     "fsdp_config",
     (
@@ -214,16 +244,7 @@ FSDP = Section(
             instead="fully_shard gathers the next module early in the forward pass by itself; leave it out. For more, call "
             "set_modules_to_forward_prefetch() of the prepared modules",
         ),
-        Setting(
-            "fsdp_state_dict_type",
-            variable="FSDP_STATE_DICT_TYPE",
-            argument="state_dict_type",
-            values=Words(("SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT")),
-            same=("SHARDED_STATE_DICT",),
-            implied="checkpoints are always sharded; use accelerator.save_model() for full weights",
-            instead="checkpoints are always sharded, and load on any number of ranks; leave it out. Whole weights come from "
-            "get_state_dict() and save_model()",
-        ),
+        STATE_DICT_TYPE,
         Setting(argument="state_dict_config", same=(), instead=_NO_STATE_DICT_CONFIG),
         Setting(argument="optim_state_dict_config", same=(), instead=_NO_STATE_DICT_CONFIG),
         Setting(
@@ -259,25 +280,8 @@ FSDP = Section(
             "leave it out",
         ),
         ACTIVATION_CHECKPOINTING,
-        Setting(
-            "fsdp_activation_checkpointing_offload",
-            variable="FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
-            launch_default="false",
-            argument="activation_checkpointing_offload",
-            same=(False,),
-            reason="accel keeps checkpointed activations on the device",
-            instead="inputs of checkpointed modules stay on the device; leave it out",
-        ),
-        Setting(
-            "fsdp_cpu_ram_efficient_loading",
-            variable="FSDP_CPU_RAM_EFFICIENT_LOADING",
-            launch_default="true",
-            argument="cpu_ram_efficient_loading",
-            same=(False,),
-            reason=_META_DEVICE,
-            instead="create the model on the meta device (init_empty_weights) and let accelerator.load_model() read the file after "
-            "prepare(): each rank then reads its own part only; leave it out",
-        ),
+        ACTIVATION_CHECKPOINTING_OFFLOAD,
+        CPU_RAM_EFFICIENT_LOADING,
         IGNORED_MODULES,
     ),
     prefix="fsdp_",
@@ -285,6 +289,8 @@ FSDP = Section(
     equivalent=_SECTIONS,
 )
 
+OF_FSDP2 = (STATE_DICT_TYPE, ACTIVATION_CHECKPOINTING_OFFLOAD, CPU_RAM_EFFICIENT_LOADING)
+"""The settings without a key of the profile that Accelerate uses with version 2 too."""
 _FSDP1 = {
     name: setting.instead
     for setting in FSDP.settings

@@ -1,4 +1,7 @@
-"""Options in the spelling of torchrun and Accelerate are accepted, or rejected with their replacement."""
+"""Options in the spelling of torchrun and Accelerate are accepted, or rejected with their replacement.
+
+`tests/cli/accelerate/test_command_line.py` has the options that are translated.
+"""
 
 import re
 from functools import partial
@@ -66,45 +69,43 @@ def test_an_option_with_underscores_has_the_same_meaning(launch):
 
 
 @pytest.mark.parametrize("name", sorted({*TORCHRUN.split(), *ACCELERATE.split()}))
-def test_every_option_of_other_launchers_exists_or_is_rejected_with_a_replacement(launch, name):
+def test_every_option_of_other_launchers_is_accepted_or_rejected_with_a_cure(launch, name):
     option = normalize_option(name)
     if f"--{option}" in {each for param in COMMANDS["launch",].params for each in param.opts}:
         return
     foreign = find_foreign_option(option)
     value = () if foreign and not foreign.takes_value else ("1",)
-    result = launch(f"--{name}", *value, "train.py")
+    result = launch("--dry-run", f"--{name}", *value, "train.py")
+    if result.returncode == 0:
+        assert result.stderr.startswith("accel: same as: accel launch --dry-run")
+        return
     assert (result.returncode, result.stdout) == (2, "")
-    assert re.fullmatch(rf"accel: error: accel launch has no option --{name}\. [A-Z].*\.\n", result.stderr)
+    # The value 1 is none of some options that are translated.
+    refused = rf"accel: error: accel launch has no option --{name}\. [A-Z].*\.\n"
+    assert re.fullmatch(refused, result.stderr) or result.stderr.startswith("accel: error: ")
 
 
 def test_all_foreign_options_before_the_script_are_reported_at_once(launch):
     args = [
-        "--multi_gpu",
-        "--num_processes",
-        "8",
+        "--downcast_bf16",
+        "--tee",
+        "3",
         "-m",
-        "--num_machines=2",
+        "--role=x",
+        "--num_processes",
+        "2",
         "--cpu",
         "train",
-        "--machine_rank",
-        "0",
+        "--run_path",
     ]
     result = launch(*args)
-    assert re.findall(r"option (\S+)\.", result.stderr) == [
-        "--multi_gpu",
-        "--num_processes",
-        "--num_machines",
-    ]
-    assert "Use --nproc-per-node N" in result.stderr
+    assert re.findall(r"option (\S+)\.", result.stderr) == ["--downcast_bf16", "--tee", "--role"]
 
 
-@pytest.mark.parametrize(
-    "args", [("-n", "2"), ("-np", "2"), ("--num_processes=2",), ("--num-processes", "2")]
-)
-def test_other_options_for_the_number_of_processes_are_rejected_with_a_replacement(launch, args):
-    result = launch("-q", *args, "train.py")
+@pytest.mark.parametrize("name", ["-n", "-np"])
+def test_other_options_for_the_number_of_processes_are_rejected_with_a_replacement(launch, name):
+    result = launch("-q", name, "2", "train.py")
     assert result.returncode == 2
-    name = args[0].partition("=")[0]
     assert f"accel launch has no option {name}. Use --nproc-per-node N" in result.stderr
 
 
@@ -131,12 +132,9 @@ def test_an_unknown_option_is_reported_as_typed_with_a_suggestion(launch, option
 @pytest.mark.parametrize(
     ("option", "cure"),
     [
-        ("--num_nodes", "Use --nnodes N"),
         ("--world_size", "Use --nproc-per-node N and --nnodes N"),
-        ("--config", "Use --profile NAME"),
+        ("--config", "Use --config-file FILE"),
         ("--backend", "Use --set process_group_backend="),
-        ("--main_process_port", "on one node, leave it out."),
-        ("--master-port", "on one node, leave it out."),
     ],
 )
 def test_commonly_guessed_options_are_rejected_with_a_replacement(launch, option, cure):
@@ -150,14 +148,18 @@ def test_unknown_options_do_not_break_shell_completion():
 
 
 def test_foreign_options_after_the_script_belong_to_the_script(launch):
-    assert launch("--cpu", "--dry-run", "train.py", "--num_processes", "8").returncode == 0
+    result = launch("--cpu", "--dry-run", "train.py", "--num_processes", "8")
+    assert (result.returncode, "same as" in result.stderr) == (0, False)
 
 
 @pytest.mark.parametrize("args", [("config",), ("test",), ("env",)])
-def test_config_file_is_rejected_with_the_option_profile(capfd, cwd, args):
+def test_config_file_is_rejected_with_the_options_for_files(capfd, cwd, args):
     result = call_accel(capfd, *args, "--config_file", "x.yaml")
     assert result.returncode == 2
-    assert f"accel {args[0]} has no option --config_file. Use --profile NAME" in result.stderr
+    assert (
+        f"accel {args[0]} has no option --config_file. Use --config-file FILE of accel launch"
+        in result.stderr
+    )
 
 
 def test_replacements_name_existing_keys_and_options():
