@@ -370,8 +370,8 @@ _ONLY_OPTIONS = (
     MULTI_GPU,
     Setting(
         options=("config_file", "config"),
-        advice="Use --config-file FILE of accel launch for one launch, or --profile NAME after accel config import FILE "
-        "--profile NAME",
+        advice="Use --profile NAME after accel config import FILE --profile NAME, or --config-file FILE of accel launch for one "
+        "launch",
     ),
     NUM_CPU_THREADS_PER_PROCESS,
     Setting(options=("tpu",), is_switch=True, advice="Use --set launcher.kind=xla"),
