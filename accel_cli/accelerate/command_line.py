@@ -321,8 +321,10 @@ def _translate_processes(command: _Command) -> None:
                     f"Cannot use {multi_gpu.text} with {other.text}: they select different devices. Leave out one of them."
                 )
         chosen = {"nproc-per-node", "gpu-ids"} & command.own.keys() or "--nproc-per-node" in command.values
-        if not chosen and launch.NUM_PROCESSES.key not in command.data:
-            command.add("--nproc-per-node", "auto", multi_gpu)
+        in_file = command.data.get(launch.NUM_PROCESSES.key)
+        if not chosen and (in_file is None or get_kind(command.data) == "NO"):
+            # A file of one process may still have the number of several.
+            command.add("--nproc-per-node", "auto" if in_file is None else in_file, multi_gpu)
 
 
 def _translate_total(command: _Command, total: _Option) -> None:

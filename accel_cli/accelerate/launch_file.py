@@ -44,6 +44,15 @@ _DYNAMO = _list_variables(launch.DYNAMO_SETTINGS)
 _FSDP = _list_variables(sharding.FSDP.settings)
 _PARALLELISM = _list_variables(sharding.PARALLELISM.settings)
 _FP8 = _list_variables(launch.FP8.settings) | {*launch.FP8_OVERRIDES}
+_PROFILE_KEYS = {
+    **{
+        each.variable: each.profile_key
+        for each in launch.list_settings()
+        if each.variable and each.profile_key
+    },
+    **dict.fromkeys(_FP8, launch.MIXED_PRECISION.profile_key),
+}
+"""The key of the profile that replaces a variable if a stronger source sets it."""
 _VARIABLES = {
     **{("", setting.key): setting.variable for setting in launch.CLUSTER if setting.variable},
     **{
@@ -123,12 +132,10 @@ def build_config(data: Mapping[str, Any], name: str, folder: Path) -> ConfigFile
         } | _WITHOUT_MESH
     elif variables.get(sharding.VERSION.variable) == "1":
         reason = f"{sharding.VERSION.key}: 1"
-    precision = launch.MIXED_PRECISION
-    of_precision = {variable for variable in passed if variable == precision.variable or variable in _FP8}
     return ConfigFile(
         name=name,
         values=values | {f"env.{variable}": text for variable, text in passed.items()},
-        replaced_by={f"env.{variable}": precision.profile_key for variable in of_precision},
+        replaced_by={f"env.{name}": key for name, key in _PROFILE_KEYS.items() if name in passed},
         fixed_reason=reason,
         unused=tuple(_list_unused(imported.left, passed, engine)),
     )

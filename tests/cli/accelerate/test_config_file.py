@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.commands import call_accel
+from support.commands import call_accel, run_accel
 
 from accel_cli.accelerate.launch_file import build_config
 from accel_cli.accelerate.variables import build_variables
@@ -78,6 +78,23 @@ def test_a_deepspeed_file_stays_deepspeed_and_names_its_source(launch):
     assert "env.ACCELERATE_USE_DEEPSPEED: true  [--config-file: config.yaml]" in result.stdout
 
 
+@pytest.mark.slow
+def test_the_processes_of_a_launch_get_the_variables_of_the_file(script):
+    script(
+        "import os; print(os.environ['ACCELERATE_USE_DEEPSPEED'], os.environ['ACCELERATE_MIXED_PRECISION'])"
+    )
+    Path("config.yaml").write_text(ZERO3)
+    result = run_accel(
+        "launch", "--config_file", "config.yaml", "--cpu", "--zero_stage", "2", "--ranks", "all", "train.py"
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("true bf16") == 2
+    assert (
+        "same as: accel launch --config-file config.yaml --cpu --ranks all --set env.ACCELERATE_DEEPSPEED_ZERO_STAGE=2"
+        in (result.stderr)
+    )
+
+
 def test_a_file_of_fsdp_is_sharded_by_the_profile_and_its_other_options_are_passed_on():
     resolved, plan = prepare(yaml_io.parse(FSDP2, "x").data)
     assert plan.layout == "dp_shard 2"
@@ -106,7 +123,7 @@ def test_a_stronger_precision_replaces_the_one_that_is_passed_on():
     assert get_variables(FP8, {"ACCEL_MIXED_PRECISION": "bf16"}) == {}
 
 
-def test_options_and_variables_override_the_file_and_the_file_overrides_profiles(launch):
+def test_options_and_variables_override_the_file_and_the_file_overrides_profiles(launch, monkeypatch):
     Path("accel.yaml").write_text(
         "schema_version: 1\nlauncher: {kind: torchrun, nproc_per_node: 7}\nlog_level: info\n"
     )
@@ -115,6 +132,10 @@ def test_options_and_variables_override_the_file_and_the_file_overrides_profiles
     assert "log_level: info  [project" in result.stdout
     assert "start: 3 processes" in launch(ZERO3, "--explain", "--nproc-per-node", "3").stdout
     assert "start: 4 processes" in launch(ZERO3, "--dry-run", "--set", "launcher.nproc_per_node=4").stdout
+    monkeypatch.setenv("ACCEL_MIXED_PRECISION", "fp16")
+    result = launch(ZERO3, "--explain")
+    assert "mixed_precision: fp16  [environment: ACCEL_MIXED_PRECISION]" in result.stdout
+    assert "ACCELERATE_MIXED_PRECISION" not in result.stdout
 
 
 def test_a_variable_of_the_user_is_never_overwritten():
