@@ -434,9 +434,9 @@ def _translate_devices(command: _Command) -> None:
         command.add("launcher.kind", "xla", tpu)
     if debug := command.pop(launch.DEBUG.option):
         command.add(f"env.{launch.DEBUG.variable}", "true", debug)
-    backend = launch.DYNAMO_SETTINGS[0].option
-    if backend in command.foreign and command.foreign[backend].value.lower() == "no":
-        command.pop(backend)
+    for setting in launch.DYNAMO_SETTINGS:
+        if option := command.pop(setting.option):
+            command.add(setting.profile_key, "true" if setting.is_switch else option.value.lower(), option)
 
 
 # Sharding: options that are keys of a config file
@@ -446,8 +446,11 @@ def _translate_sharding(command: _Command) -> None:
     switches = [name for name in _SWITCHES if name in command.foreign]
     kind = _choose_kind(command, [name for name in switches if _SWITCHES[name].distributed_type])
     options = {name: found for name in command.foreign if (found := _find_setting(name))}
+    steps = sharding.GRADIENT_ACCUMULATION_STEPS
     if kind != sharding.DEEPSPEED.distributed_type:  # a key of DeepSpeed's section
-        options.pop(sharding.GRADIENT_ACCUMULATION_STEPS.option, None)
+        options.pop(steps.option, None)
+        if option := command.pop(steps.option):
+            command.add(steps.profile_key, _parse_count(option), option)
     formats = [name for name in (launch.MIXED_PRECISION.option,) if name in command.foreign]
     if not (options or switches or formats):
         return

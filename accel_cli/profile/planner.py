@@ -380,7 +380,9 @@ def _export_to_accelerate(spec: LaunchSpec, plan: Plan, world_sizes: Sequence[in
     """Return a plan with the variables of Accelerate, for scripts that use it themselves."""
     # The profile's own variables are those of the user, too.
     environ = {**plan.env, **spec.environ}
-    user, _ = read_user_variables(environ)
+    user = read_user_variables(environ)[0]._replace(
+        of_profile=frozenset(spec.env.keys() - spec.environ.keys())
+    )
     world_size = world_sizes[0] if len(world_sizes) == 1 else None
     export = build_export(spec.settings, plan.device, world_size, environ, user)
     for sentence in export.replaced:

@@ -52,6 +52,8 @@ class UserVariables(NamedTuple):
     variables: Mapping[str, str]
     settings: Settings
     """The settings that those of Accelerate mean."""
+    of_profile: frozenset[str] = frozenset()
+    """The names of those in the section `env` of the profile, which the launch never changes."""
 
 
 class _Group(NamedTuple):
@@ -92,7 +94,8 @@ def build_export(
         device: The type of device of the processes.
         world_size: The number of processes; None if it is known only when they run.
         environ: The environment that the processes inherit.
-        user: The user's own variables in it. A group of them that means the same as `settings` stays as it is.
+        user: The user's own variables in it. A group of them that means the same as `settings` stays as it is, and so
+            does one with a variable of the profile.
     """
     variables: dict[str, str] = {}
     replaced: list[str] = []
@@ -105,7 +108,7 @@ def build_export(
             if setting not in group.values and setting.variable in environ
         }
         means_same = all(getattr(settings, field) == getattr(user.settings, field) for field in group.fields)
-        if means_same and texts.keys() & user.variables.keys():
+        if (means_same and texts.keys() & user.variables.keys()) or texts.keys() & user.of_profile:
             continue
         variables |= texts
         replaced += [

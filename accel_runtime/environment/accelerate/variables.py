@@ -77,7 +77,8 @@ def translate(environ: Mapping[str, str], overrides: Mapping[str, str]) -> Trans
             read.overrule(setting, overrides[setting.field])
         else:
             settings |= _translate_field(read, setting)
-    if not any(field.startswith(("parallel_", "fully_shard_")) for field in overrides):
+    # A launch of accel sets all of its variables, also those that shard nothing.
+    if overrides.get(sharding.MESH_SIZES[1].field, "1") == "1":
         for setting in _REFUSED:
             if read.is_on(name := setting.variable):
                 raise SettingsError(f"{name}={environ[name]} is not supported: {setting.refusal}.")

@@ -120,7 +120,9 @@ def test_a_stronger_precision_replaces_the_one_that_is_passed_on():
     for stronger in ({"mixed_precision": "bf16"}, {"set": ("mixed_precision=bf16",)}):
         variables = get_variables(FP8, **stronger)
         assert not [name for name in variables if "FP8" in name or variables[name] == "fp8"]
-    assert get_variables(FP8, {"ACCEL_MIXED_PRECISION": "bf16"}) == {}
+    variables = get_variables(FP8, {"ACCEL_MIXED_PRECISION": "bf16"})
+    assert variables["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert not [name for name in variables if "FP8" in name]
 
 
 def test_options_and_variables_override_the_file_and_the_file_overrides_profiles(launch, monkeypatch):
@@ -135,7 +137,7 @@ def test_options_and_variables_override_the_file_and_the_file_overrides_profiles
     monkeypatch.setenv("ACCEL_MIXED_PRECISION", "fp16")
     result = launch(ZERO3, "--explain")
     assert "mixed_precision: fp16  [environment: ACCEL_MIXED_PRECISION]" in result.stdout
-    assert "ACCELERATE_MIXED_PRECISION" not in result.stdout
+    assert "ACCELERATE_MIXED_PRECISION=fp16" in result.stdout
 
 
 def test_a_variable_of_the_user_is_never_overwritten():

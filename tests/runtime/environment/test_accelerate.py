@@ -152,6 +152,12 @@ def test_an_unsupported_variable_is_rejected_with_the_variable_to_set_instead(en
         Settings.from_env(environ)
 
 
+@pytest.mark.parametrize("name", ["ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"])
+def test_an_engine_of_accelerate_is_refused_under_a_launch_that_shards_nothing(name):
+    with pytest.raises(SettingsError, match=f"{name}=true is not supported"):
+        Settings.from_env({**Settings().to_env(), name: "true"})
+
+
 @pytest.mark.parametrize(
     ("environ", "settings", "idle"),
     [
@@ -172,8 +178,8 @@ def test_an_unsupported_variable_is_rejected_with_the_variable_to_set_instead(en
         ),
         (FSDP | {"ACCEL_PARALLEL_DP_SHARD": "1"}, {}, "ACCELERATE_USE_FSDP, FSDP_"),
         (
-            {"ACCELERATE_USE_DEEPSPEED": "true", "ACCEL_PARALLEL_TP": "1"},
-            {},
+            {"ACCELERATE_USE_DEEPSPEED": "true", "ACCEL_PARALLEL_DP_SHARD": "auto"},
+            {"parallel_dp_shard": "auto"},
             "ACCELERATE_USE_DEEPSPEED: no effect",
         ),
     ],

@@ -216,3 +216,12 @@ def test_sharding_on_the_cpu_is_refused_and_not_exported():
     exported = export(SHARDED, "cpu")
     assert exported.variables == {"ACCELERATE_USE_CPU": "true"}
     assert exported.refusal.startswith("Cannot shard models on the CPU with Accelerate")
+
+
+def test_variables_of_the_profile_are_never_changed():
+    fsdp1 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1", "ACCELERATE_MIXED_PRECISION": "fp8"}
+    user = read_user_variables(fsdp1)[0]._replace(of_profile=frozenset(fsdp1))
+    exported = build_export(Settings(), "cuda", 2, fsdp1, user)
+    assert (exported.variables, exported.replaced) == ({}, ())
+    exported = build_export(Settings(), "cuda", 2, fsdp1, user._replace(of_profile=frozenset()))
+    assert exported.variables == {"ACCELERATE_USE_FSDP": "false"}
