@@ -243,6 +243,7 @@ def _note_options_after_script(context: click.Context, request: Request) -> None
 
 def format_headline(plan: Plan, resolved: Resolved) -> str:
     """Return the line that describes a launch: launcher, processes, device, precision, profile and rendezvous."""
+    from accel_cli.profile import store
     from accel_cli.profile.planner import CONFIG_FILE
 
     files = [
@@ -252,7 +253,11 @@ def format_headline(plan: Plan, resolved: Resolved) -> str:
     ]
     profile = " + ".join(files) or "none"
     if not files and resolved.get_source("launcher.kind") != "--set":
-        profile = "none, detected defaults (accel config writes one)"
+        default = store.find_accelerate_file(os.environ)
+        command = (
+            f"accel config import {console.abbreviate_home(str(default))}" if default else "accel config"
+        )
+        profile = f"none, detected defaults ({command} writes one)"
     parts = [
         plan.launcher,
         _format_processes(plan),

@@ -28,6 +28,7 @@ __all__ = [
     "PROJECT_FILE",
     "Store",
     "check_writable",
+    "find_accelerate_file",
     "find_distrust",
     "has_file",
     "is_accelerate_config",
@@ -186,6 +187,13 @@ def parse(text: str, path: Path) -> Document:
 def is_accelerate_config(data: Mapping[str, Any]) -> bool:
     """Return True if this is a config file of Accelerate rather than a profile."""
     return launch.COMPUTE_ENVIRONMENT.key in data or launch.DISTRIBUTED_TYPE.key in data
+
+
+def find_accelerate_file(environ: Mapping[str, str]) -> Path | None:
+    """Return the file that `accelerate config` writes by default, which `accel launch` does not use; None without one."""
+    cache = Path(environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
+    path = Path(environ.get("HF_HOME", cache)).expanduser() / "accelerate" / "default_config.yaml"
+    return path if path.is_file() else None
 
 
 def render(data: Mapping[str, Any], comments: Mapping[str, str] = MappingProxyType({})) -> str:

@@ -205,3 +205,18 @@ def test_a_missing_file_is_refused(capfd, script):
 def test_a_mistake_in_a_section_that_is_passed_on_is_an_error():
     with pytest.raises(ProfileError, match="zero_stage"):
         build_config({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 4}}, "x", Path())
+
+
+def test_the_default_file_of_accelerate_is_named_if_there_is_no_profile(cwd, monkeypatch):
+    from accel_cli.commands.launch import format_headline
+    from accel_cli.planning.machine import Machine
+    from accel_cli.planning.options import Request
+    from accel_cli.profile import planner
+
+    monkeypatch.setenv("HF_HOME", str(cwd / "cache"))
+    (cwd / "train.py").write_text("")
+    resolved, plan = planner.prepare(Request("train.py"), {}, Machine(2))
+    assert "detected defaults (accel config writes one)" in format_headline(plan, resolved)
+    (cwd / "cache" / "accelerate").mkdir(parents=True)
+    (cwd / "cache" / "accelerate" / "default_config.yaml").write_text("distributed_type: NO\n")
+    assert "accel config import " in format_headline(plan, resolved)
