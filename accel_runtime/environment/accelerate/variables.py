@@ -78,7 +78,8 @@ def translate(environ: Mapping[str, str], overrides: Mapping[str, str]) -> Trans
         else:
             settings |= _translate_field(read, setting)
     # A launch of accel sets all of its variables, also those that shard nothing.
-    if overrides.get(sharding.MESH_SIZES[1].field, "1") == "1":
+    is_sharded = overrides.get(sharding.MESH_SIZES[1].field, "1") != "1"
+    if not is_sharded:
         for setting in _REFUSED:
             if read.is_on(name := setting.variable):
                 raise SettingsError(f"{name}={environ[name]} is not supported: {setting.refusal}.")
