@@ -38,6 +38,7 @@ PRINTED = {
         ["--epochs", "1"],
         r"epoch 1: 0 images were trained on twice\n(  \w+: accuracy 0\.[6-9]\d+, \d+ of 450 are correct\n){2}",
     ),
+    "trainer": (["--epochs", "1"], r"\d{3} of 450 are correct; [12] process\(es\), no"),
     "cross_validation": (["--folds", "2", "--epochs", "1"], r"accuracy 0\.[5-9]\d+ \(\d+ of 1797\)"),
 }
 """For each example its arguments here, and a pattern of its output."""
@@ -73,7 +74,16 @@ def test_every_example_is_tested():
     assert sorted([*PRINTED, *LAUNCHES_OTHERS]) == sorted(path.stem for path in EXAMPLES.glob("*.py"))
 
 
-FIRST = {"checkpointing", "digits", "early_stopping", "evaluation", "gan", "streaming", "token_weights"}
+FIRST = {
+    "checkpointing",
+    "digits",
+    "early_stopping",
+    "evaluation",
+    "gan",
+    "streaming",
+    "token_weights",
+    "trainer",
+}
 """The examples of training, saving and evaluating, which `make test-slow` runs; `make test-full` runs all."""
 
 
