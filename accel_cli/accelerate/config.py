@@ -12,7 +12,7 @@ from accel_cli.launchers.sagemaker.images import SMDDP_TYPES
 from accel_cli.planning.network import Endpoint
 from accel_cli.profile.validation_errors import did_you_mean, one_of
 from accel_runtime.environment.accelerate import launch, sagemaker, sharding
-from accel_runtime.environment.accelerate.setting import IntegerRange, Values, Words
+from accel_runtime.environment.accelerate.setting import Choices, IntegerRange, Section, Values
 from accel_runtime.environment.accelerate.sharding import Strategy
 from accel_runtime.environment.settings import Parallel, SettingsError, find_nearest
 
@@ -223,7 +223,7 @@ _PARSERS: Mapping[str, Parser] = {
 
 def build_parser(values: Values) -> Parser:
     """Return the parser of the values that a key of Accelerate accepts."""
-    if isinstance(values, Words):
+    if isinstance(values, Choices):
         return choice(*values.words, aliases=values.aliases, refused=values.refused)
     if isinstance(values, IntegerRange):
         return integer(values.minimum, values.maximum, auto=values.auto)
@@ -250,6 +250,16 @@ SHARDING_TYPES = {
     sharding.DEEPSPEED_FILE.key: sharding.DEEPSPEED.distributed_type,
 }
 """The `distributed_type` that uses a section."""
+
+
+def add_prefix(values: Mapping[str, Any], section: Section) -> dict[str, Any]:
+    """Return the values of a section that are set, by full key; Accelerate adds the prefix to keys without it."""
+    prefix = section.prefix
+    return {
+        f"{prefix}{str(key).removeprefix(prefix)}": value
+        for key, value in values.items()
+        if value is not None
+    }
 
 
 @dataclass(frozen=True)
@@ -327,20 +337,13 @@ class AccelerateConfig:
     @property
     def compiler(self) -> str:
         """Return the backend of `torch.compile`, as torch spells it; `no` if nothing is compiled."""
-        key = launch.DYNAMO_SETTINGS[0].key
-        section = {
-            key if str(name) == key.removeprefix(launch.DYNAMO.prefix) else str(name): value
-            for name, value in self.dynamo_config.items()
-        }
-        return str(section.get(key) or self.dynamo_backend or "no").lower()
+        backend = add_prefix(self.dynamo_config, launch.DYNAMO).get(launch.DYNAMO_SETTINGS[0].key)
+        return str(backend or self.dynamo_backend or "no").lower()
 
     @property
     def fsdp(self) -> dict[str, Any]:
-        """Return the values of `fsdp_config`; Accelerate adds the prefix to keys without it."""
-        items, prefix = self.fsdp_config.items(), sharding.FSDP.prefix
-        return {
-            f"{prefix}{str(key).removeprefix(prefix)}": value for key, value in items if value is not None
-        }
+        """Return the values of `fsdp_config` by full key."""
+        return add_prefix(self.fsdp_config, sharding.FSDP)
 
     @property
     def fsdp_strategy(self) -> Strategy:

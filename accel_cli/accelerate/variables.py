@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from accel_cli.accelerate.config import AccelerateConfig, build_parser, normalize, parse_or
+from accel_cli.accelerate.config import AccelerateConfig, add_prefix, build_parser, normalize, parse_or
 from accel_runtime.environment.accelerate import launch, sharding
 from accel_runtime.environment.accelerate.setting import IntegerRange, Section, Setting
 
@@ -57,14 +57,9 @@ def is_fp8(data: Mapping[str, Any]) -> bool:
 
 
 def read_section(data: Mapping[str, Any], section: Section) -> dict[str, Any]:
-    """Return the values of a section by full key, without those that are not set."""
+    """Return the values of a section that are set, by full key."""
     values = data.get(section.key)
-    items = values.items() if isinstance(values, Mapping) else ()
-    return {
-        f"{section.prefix}{str(key).removeprefix(section.prefix)}": value
-        for key, value in items
-        if value is not None
-    }
+    return add_prefix(values, section) if isinstance(values, Mapping) else {}
 
 
 def _read_precision(data: Mapping[str, Any]) -> str:
@@ -140,7 +135,7 @@ def _build_deepspeed(data: Mapping[str, Any]) -> dict[str, str]:
 def _build_dynamo(data: Mapping[str, Any]) -> dict[str, str]:
     """Return the variables of torch.compile; early files have the backend outside of the section."""
     backend = launch.DYNAMO_SETTINGS[0]
-    section = Section(launch.DYNAMO.key, launch.DYNAMO_SETTINGS, prefix=launch.DYNAMO.prefix)
+    section = launch.DYNAMO
     early = {backend.key: data[backend.key]} if data.get(backend.key) is not None else {}
     values = {section.key: {**early, **read_section(data, section)}}
     variables = _build_section(section, values)

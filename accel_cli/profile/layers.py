@@ -131,12 +131,9 @@ def read_environment(environ: Mapping[str, str]) -> Layer:
     Raises:
         UsageError: A variable is invalid.
     """
-    user, foreign = read_user_variables(environ)
-    translated = {
-        variable_name(name): text
-        for name, text in ((name, user.settings.to_env()[variable_name(name)]) for name in foreign)
-        if variable_name(name) not in environ
-    }
+    user = read_user_variables(environ)
+    texts = user.settings.to_env()
+    translated = {name: texts[name] for name in map(variable_name, user.names) if name not in environ}
     try:
         settings = Settings.from_env({**translated, **environ}, accelerate=False)
     except SettingsError as error:
@@ -162,7 +159,7 @@ def read_environment(environ: Mapping[str, str]) -> Layer:
                 to_plain: Any = get_origin(SETTINGS_SECTIONS[section].model_fields[each.name].annotation)
                 value = to_plain(value)
             values[key] = value
-            where[key] = variable if variable in environ else foreign[key.replace(".", "_")]
+            where[key] = variable if variable in environ else user.names[key.replace(".", "_")]
     return Layer("environment", values, where)
 
 

@@ -144,7 +144,7 @@ def _resolve(request: Request, environ: Mapping[str, str], machine: Machine) -> 
         # Another launcher has started a process for each rank.
         single = _build_layer(layout.source, {"launcher.kind": "single"})
         options = [layer for layer in options if _SEVERAL_PROCESSES.isdisjoint(layer.values)]
-        return layers.resolve(_settle(request, [*base, assignments, *options, single])), layout
+        return layers.resolve(_replace_file_values(request, [*base, assignments, *options, single])), layout
     option_keys = {key for layer in options for key in layer.values}
     derived = {f"launcher.{key}": value for key, value in layout.values.items()} if layout.source else {}
     if not derived.keys() <= option_keys:
@@ -153,10 +153,10 @@ def _resolve(request: Request, environ: Mapping[str, str], machine: Machine) -> 
         base.append(_build_layer(layout.source, {"launcher.kind": node_launcher, **derived}))
     elif launcher.replaces_process:
         base += _choose_torchrun(options, _get_launcher_options(request))
-    return layers.resolve(_settle(request, [*base, assignments, *options])), layout
+    return layers.resolve(_replace_file_values(request, [*base, assignments, *options])), layout
 
 
-def _settle(request: Request, found: list[Layer]) -> list[Layer]:
+def _replace_file_values(request: Request, found: list[Layer]) -> list[Layer]:
     """Return layers in which those above the config file replace what depends on their keys.
 
     Raises:
@@ -380,9 +380,7 @@ def _export_to_accelerate(spec: LaunchSpec, plan: Plan, world_sizes: Sequence[in
     """Return a plan with the variables of Accelerate, for scripts that use it themselves."""
     # The profile's own variables are those of the user, too.
     environ = {**plan.env, **spec.environ}
-    user = read_user_variables(environ)[0]._replace(
-        of_profile=frozenset(spec.env.keys() - spec.environ.keys())
-    )
+    user = read_user_variables(environ, frozenset(spec.env.keys() - spec.environ.keys()))
     world_size = world_sizes[0] if len(world_sizes) == 1 else None
     export = build_export(spec.settings, plan.device, world_size, environ, user)
     for sentence in export.replaced:

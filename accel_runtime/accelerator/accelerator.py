@@ -412,7 +412,7 @@ def _build_accumulation(
     )
     if plugin is None and (other := others.get("gradient_accumulation_steps")):
         options = int(other.text)  # the environment variable overrides the argument in Accelerate, too
-    elif options is steps and type(steps) is int and steps == 1:
+    elif plugin is None and type(steps) is int and steps == 1:
         options = settings.gradient_accumulation_steps
     return Accumulation(options)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -69,7 +70,23 @@ HANDLER_TYPES: tuple[type[KwargsHandler], ...] = (
     ProfileKwargs,
 )
 """The types that `kwargs_handlers` accepts."""
-BEFORE = "Set it before you create the Accelerator"
+_BEFORE = "Set it before you create the Accelerator"
+_READ_AT_ONCE: Mapping[type[Any], tuple[str, str]] = MappingProxyType(
+    {
+        AutocastKwargs: ("the Accelerator has read it", f"{_BEFORE}, or assign accelerator.autocast_handler"),
+        DistributedDataParallelKwargs: (
+            "the Accelerator has read it",
+            f"{_BEFORE}, or assign accelerator.ddp_handler before prepare()",
+        ),
+        GradScalerKwargs: (
+            "the loss scaler exists already",
+            f"{_BEFORE}, or call the methods of accelerator.scaler",
+        ),
+        InitProcessGroupKwargs: ("the process group exists already", _BEFORE),
+        TorchDynamoPlugin: ("the Accelerator has read it", _BEFORE),
+    }
+)
+"""Why an assignment to a field of these objects comes too late, and what to do instead; others are read when they are used."""
 
 
 class AcceleratorProperties(ProcessMethods):
@@ -125,7 +142,7 @@ class AcceleratorProperties(ProcessMethods):
             return
         from accel_runtime.parallel.plugins import build_parallelism_config, build_plugin  # noqa: PLC0415 - slow to import
 
-        mesh = "the device mesh exists already", BEFORE
+        mesh = "the device mesh exists already", _BEFORE
         if config is not None:
             config.freeze(*mesh)
         if config is not None or replace(parallel, dp_shard=1) != type(parallel)():
@@ -139,7 +156,7 @@ class AcceleratorProperties(ProcessMethods):
         """Refuse later assignments to the objects that the constructor has read."""
         self.project_configuration.freeze(
             "the directories of the project are in use",
-            BEFORE,
+            _BEFORE,
             but={
                 "automatic_checkpoint_naming",
                 "total_limit",
@@ -148,19 +165,8 @@ class AcceleratorProperties(ProcessMethods):
                 "async_save",
             },
         )
-        cures: dict[type[Any], str] = {
-            AutocastKwargs: ", or assign accelerator.autocast_handler",
-            DistributedDataParallelKwargs: ", or assign accelerator.ddp_handler before prepare()",
-            GradScalerKwargs: ", or call the methods of accelerator.scaler",
-        }
-        reasons: dict[type[Any], str] = {
-            GradScalerKwargs: "the loss scaler exists already",
-            InitProcessGroupKwargs: "the process group exists already",
-        }
-        handlers: dict[type[Any], Configuration] = {**self._handlers, TorchDynamoPlugin: self._dynamo}
-        for kind, handler in handlers.items():
-            if kind is not ProfileKwargs:  # read by each `profile`
-                handler.freeze(reasons.get(kind, "the Accelerator has read it"), BEFORE + cures.get(kind, ""))
+        for kind, handler in {**self._handlers, TorchDynamoPlugin: self._dynamo}.items():
+            _freeze(kind, handler)
 
     # Loaders ---------------------------------------------------------------------------
 
@@ -180,7 +186,7 @@ class AcceleratorProperties(ProcessMethods):
         self._loader_config = config
         config.freeze(
             "schedules count by it",
-            f"{BEFORE}, or pass Accelerator(split_batches=...)",
+            f"{_BEFORE}, or pass Accelerator(split_batches=...)",
             but={item.name for item in fields(config)} - {"split_batches"},
         )
 
@@ -253,7 +259,7 @@ class AcceleratorProperties(ProcessMethods):
             return
         _check_kind(attribute, handler, kind)
         self._handlers[kind] = handler
-        self._freeze_configurations()
+        _freeze(kind, handler)
 
     # Models ----------------------------------------------------------------------------
 
@@ -484,3 +490,9 @@ class AcceleratorProperties(ProcessMethods):
 def _check_kind(attribute: str, value: object, kind: type[Any]) -> None:
     if not isinstance(value, kind):
         raise TypeError(f"Invalid Accelerator.{attribute} {value!r}: expected a {kind.__name__}.")
+
+
+def _freeze(kind: type[Any], handler: Configuration) -> None:
+    """Refuse later assignments to an object that is read at once."""
+    if kind in _READ_AT_ONCE:
+        handler.freeze(*_READ_AT_ONCE[kind])

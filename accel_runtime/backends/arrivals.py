@@ -34,7 +34,7 @@ def forget_rank_process() -> None:
 
 
 def refuse_child_of_rank(topology: Topology) -> None:
-    """Raise RuntimeError in a process that a running rank has started with the variables of its own rank."""
+    """Raise RuntimeError in a process that a running rank has started with the variables of that rank."""
     if (pid := find_rank_process(os.environ)) is not None:
         raise RuntimeError(
             f"Cannot connect to the other processes: this process has inherited the variables of rank {topology.rank} of "

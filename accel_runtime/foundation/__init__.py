@@ -1,1 +1,1 @@
-"""What all packages of the runtime share: progress, options, nested data, and private names of torch."""
+"""Progress, options, nested data, types of steps and meshes, and private names of torch, which all packages share."""

@@ -21,7 +21,6 @@ __all__ = ["Export", "UserVariables", "build_export", "read_user_variables"]
 
 _ON, _OFF = "true", "false"
 _CPU = "cpu"
-_DEFAULT_TIMEOUT_S = 1800
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Export:
 
     @property
     def report(self) -> str:
-        """The limits and the refusal as JSON, for the processes; empty if there are none."""
+        """Return the limits and the refusal as JSON, for the processes; empty if there are none."""
         parts = {"limits": self.limits, "trainer_limits": self.trainer_limits, "refusal": self.refusal}
         return json.dumps(parts) if any(parts.values()) else ""
 
@@ -52,6 +51,8 @@ class UserVariables(NamedTuple):
     variables: Mapping[str, str]
     settings: Settings
     """The settings that those of Accelerate mean."""
+    names: Mapping[str, str]
+    """The names of those of Accelerate by the field of `Settings` that they set, in its flat form."""
     of_profile: frozenset[str] = frozenset()
     """The names of those in the section `env` of the profile, which the launch never changes."""
 
@@ -66,8 +67,10 @@ class _Group(NamedTuple):
     """The variables and their values for a launch; empty for the defaults."""
 
 
-def read_user_variables(environ: Mapping[str, str]) -> tuple[UserVariables, dict[str, str]]:
-    """Return the user's own variables, and the names of those of Accelerate by the field of `Settings` that they set.
+def read_user_variables(
+    environ: Mapping[str, str], of_profile: frozenset[str] = frozenset()
+) -> UserVariables:
+    """Return the user's own variables; `of_profile` are those that are in the section `env` of the profile.
 
     Variables of Accelerate that accel does not support are left to a script that uses Accelerate itself.
     """
@@ -76,8 +79,9 @@ def read_user_variables(environ: Mapping[str, str]) -> tuple[UserVariables, dict
     try:
         settings = Settings.from_env({variable_name(name): other.text for name, other in translated.items()})
     except SettingsError:
-        return UserVariables(variables, Settings()), {}
-    return UserVariables(variables, settings), {name: other.variable for name, other in translated.items()}
+        return UserVariables(variables, Settings(), {}, of_profile)
+    names = {name: other.variable for name, other in translated.items()}
+    return UserVariables(variables, settings, names, of_profile)
 
 
 def build_export(
@@ -172,10 +176,7 @@ def _export_sharding(settings: Settings, device: str, world_size: int | None) ->
     if parallel.shards and device != _CPU:
         values |= {sharding.USE_FSDP: _ON, **_export_fully_shard(settings.fully_shard)}
     if _needs_mesh(parallel) and (sizes := _find_sizes(parallel, world_size)):
-        values |= {
-            sharding.USE_PARALLELISM_CONFIG: _ON,
-            **dict(zip(sharding.MESH_SIZES, map(str, sizes), strict=True)),
-        }
+        values |= {sharding.USE_PARALLELISM_CONFIG: _ON, **sizes}
     return values
 
 
@@ -184,19 +185,13 @@ def _needs_mesh(parallel: Parallel) -> bool:
     return (parallel.dp_replicate, parallel.cp, parallel.tp) != (1, 1, 1)
 
 
-def _find_sizes(parallel: Parallel, world_size: int | None) -> tuple[int, int, int, int] | None:
-    """Return the sizes in the order of `MESH_SIZES`; None if they are known only when the processes run."""
+def _find_sizes(parallel: Parallel, world_size: int | None) -> dict[Setting, str] | None:
+    """Return the sizes of the mesh; None if they are known only when the processes run."""
     if world_size is None and parallel.dp_shard == "auto":
         return None
-    replicas, shards, cp, tp = parallel.sizes(world_size)
-    by_field = {
-        "parallel_dp_replicate": replicas,
-        "parallel_dp_shard": shards,
-        "parallel_cp": cp,
-        "parallel_tp": tp,
-    }
-    first, second, third, fourth = (by_field[size.field] for size in sharding.MESH_SIZES)
-    return first, second, third, fourth
+    names = ("parallel.dp_replicate", "parallel.dp_shard", "parallel.cp", "parallel.tp")
+    sizes = dict(zip(names, parallel.sizes(world_size), strict=True))
+    return {setting: str(sizes[setting.profile_key]) for setting in sharding.MESH_SIZES}
 
 
 def _export_fully_shard(options: FullyShard) -> dict[Setting, str]:
@@ -234,7 +229,7 @@ def _format_switch(value: bool) -> str:
 
 def _list_limits(settings: Settings) -> Iterator[str]:
     """Yield sentences on values that Accelerate has no variable for."""
-    if settings.process_group_timeout != _DEFAULT_TIMEOUT_S:
+    if settings.process_group_timeout != Settings.process_group_timeout:
         yield _format_limit(
             f"process_group_timeout: {settings.process_group_timeout}",
             "Pass InitProcessGroupKwargs(timeout=...) to the Accelerator, or ddp_timeout to TrainingArguments",

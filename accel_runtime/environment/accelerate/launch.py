@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from accel_runtime.environment.accelerate import sharding
-from accel_runtime.environment.accelerate.setting import IntegerRange, Section, Setting, Words
+from accel_runtime.environment.accelerate.setting import Choices, IntegerRange, Section, Setting
 
 __all__ = [
     "CLUSTER",
@@ -73,11 +73,11 @@ _USE_ENDPOINT = (
 _ENDPOINT = "launcher.rdzv_endpoint, HOST:PORT"
 
 COMPUTE_ENVIRONMENT = Setting(
-    "compute_environment", values=Words((LOCAL, SAGEMAKER)), equivalent="launcher.kind"
+    "compute_environment", values=Choices((LOCAL, SAGEMAKER)), equivalent="launcher.kind"
 )
 DISTRIBUTED_TYPE = Setting(
     "distributed_type",
-    values=Words(
+    values=Choices(
         tuple(DISTRIBUTED_TYPES),
         refused={
             f"multi_{name}": _UNKNOWN_DEVICE for name in ("npu", "mlu", "sdaa", "musa", "hpu", "neuron")
@@ -88,7 +88,7 @@ DISTRIBUTED_TYPE = Setting(
 MIXED_PRECISION = Setting(
     "mixed_precision",
     variable="ACCELERATE_MIXED_PRECISION",
-    values=Words(
+    values=Choices(
         ("no", "bf16", "fp16"),
         refused={"fp8": "fp8 is not in this version of accel; expected no, bf16 or fp16"},
     ),
@@ -194,7 +194,7 @@ TPU_CLUSTER = Setting(
     reason="accel tpu-pod NAME runs the command on every worker of a pod",
     advice="Use accel tpu-pod NAME, which starts accel launch on every worker of a pod",
 )
-_COMPILERS = Words(
+_COMPILERS = Choices(
     (
         "NO", "EAGER", "AOT_EAGER", "INDUCTOR", "AOT_TS_NVFUSER", "NVPRIMS_NVFUSER", "CUDAGRAPHS", "OFI", "FX2TRT", "ONNXRT",
         "TENSORRT", "AOT_TORCHXLA_TRACE_ONCE", "TORCHXLA_TRACE_ONCE", "IPEX", "TVM", "HPU_BACKEND", "NEURON",
@@ -215,7 +215,7 @@ DYNAMO_SETTINGS = (
         variable="ACCELERATE_DYNAMO_MODE",
         launch_default="default",
         argument="dynamo_mode",
-        values=Words(("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")),
+        values=Choices(("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")),
         off=("default",),
         profile_key="compile.mode",
         advice="Use --set compile.mode=MODE",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accel_runtime.environment.accelerate import launch
-from accel_runtime.environment.accelerate.setting import IntegerRange, Setting, Words
+from accel_runtime.environment.accelerate.setting import Choices, IntegerRange, Setting
 
 __all__ = [
     "ADDITIONAL_ARGUMENTS",
@@ -16,7 +16,7 @@ __all__ = [
 ]
 
 DISTRIBUTED_TYPE = Setting(
-    launch.DISTRIBUTED_TYPE.key, values=Words(("NO", "DATA_PARALLEL", "MODEL_PARALLEL"))
+    launch.DISTRIBUTED_TYPE.key, values=Choices(("NO", "DATA_PARALLEL", "MODEL_PARALLEL"))
 )
 INSTANCE_TYPE = Setting("ec2_instance_type", values="instance type", profile_key="launcher.instance_type")
 PYTORCH_VERSION = Setting("pytorch_version", values="text", profile_key="launcher.pytorch_version")

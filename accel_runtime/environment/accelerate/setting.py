@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
-__all__ = ["IntegerRange", "Section", "Setting", "Values", "Words"]
+__all__ = ["Choices", "IntegerRange", "Section", "Setting", "Values"]
 
 
 @dataclass(frozen=True)
-class Words:
+class Choices:
     """Values that are words, in any case."""
 
     words: tuple[str, ...]
@@ -32,7 +32,7 @@ class IntegerRange:
 
 
 Values = (
-    Words
+    Choices
     | IntegerRange
     | Literal[
         "any",

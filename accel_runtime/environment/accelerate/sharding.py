@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from accel_runtime.environment.accelerate.setting import IntegerRange, Section, Setting, Words
+from accel_runtime.environment.accelerate.setting import Choices, IntegerRange, Section, Setting
 
 __all__ = [
     "ACTIVATION_CHECKPOINTING",
@@ -88,7 +88,7 @@ def find_strategy(text: str) -> Strategy | None:
 
 
 _STRATEGY_NAMES = tuple(strategy.name.upper() for strategy in STRATEGIES)
-_STRATEGY_WORDS = Words(
+_STRATEGY_WORDS = Choices(
     ("true", "false", *_STRATEGY_NAMES),
     {str(number): name for number, name in enumerate(_STRATEGY_NAMES, 1)},
 )
@@ -129,7 +129,7 @@ AUTO_WRAP_POLICY = Setting(
     "fsdp_auto_wrap_policy",
     variable="FSDP_AUTO_WRAP_POLICY",
     argument="auto_wrap_policy",
-    values=Words(("SIZE_BASED_WRAP", "TRANSFORMER_BASED_WRAP", "NO_WRAP")),
+    values=Choices(("SIZE_BASED_WRAP", "TRANSFORMER_BASED_WRAP", "NO_WRAP")),
     words=("transformer_based_wrap", "size_based_wrap", "no_wrap"),
     profile_key="fully_shard.wrap",
     instead="say wrap: auto, none, a number of parameters, or names of classes",
@@ -186,7 +186,7 @@ STATE_DICT_TYPE = Setting(
     "fsdp_state_dict_type",
     variable="FSDP_STATE_DICT_TYPE",
     argument="state_dict_type",
-    values=Words(("SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT")),
+    values=Choices(("SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT")),
     same=("SHARDED_STATE_DICT",),
     implied="checkpoints are always sharded; use accelerator.save_model() for full weights",
     instead="checkpoints are always sharded, and load on any number of ranks; leave it out. Whole weights come from "
@@ -226,7 +226,7 @@ FSDP = Section(
             "fsdp_backward_prefetch",
             variable="FSDP_BACKWARD_PREFETCH",
             argument="backward_prefetch",
-            values=Words(
+            values=Choices(
                 ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"), {"1": "BACKWARD_PRE", "2": "BACKWARD_POST"}
             ),
             same=("BACKWARD_PRE",),
@@ -314,7 +314,7 @@ _NO_DISK = "accel does not offload to disks"
 _MULTI_NODE = "not needed: every node runs the same command"
 _SHARD = "Use --set parallel.dp_shard=auto; accel config import FILE converts the other keys of a config file"
 _CPU_OFFLOAD = "Use --set fully_shard.cpu_offload=true"
-_DEVICES = Words(("none", "cpu", "nvme"))
+_DEVICES = Choices(("none", "cpu", "nvme"))
 
 ZERO_STAGE = Setting(
     "zero_stage", variable="ACCELERATE_DEEPSPEED_ZERO_STAGE", values=IntegerRange(0, 3), advice=_SHARD

@@ -147,17 +147,12 @@ class Trackers:
     """
 
     def __init__(self, log_with: Any, logging_dir: Path | None, topology: Topology) -> None:
-        self._log_with, self._rank = log_with, topology.rank
-        self.set_directory(logging_dir)
+        self.chosen = choose_trackers(log_with, logging_dir)
+        """The requested trackers, equal on all processes."""
+        self._local = [c for c in self.chosen if topology.rank == 0 or not c.main_process_only]
         self._running: list[_GuardedTracker] = []
         self._started = self._ended = False
         self._logger = MultiProcessAdapter(logging.getLogger("accel_runtime.tracking"))
-
-    def set_directory(self, logging_dir: Path | None) -> None:
-        """Set the directory of trackers started later; raise ValueError if one needs a missing directory."""
-        self.chosen = choose_trackers(self._log_with, logging_dir)
-        """The requested trackers, equal on all processes."""
-        self._local = [c for c in self.chosen if self._rank == 0 or not c.main_process_only]
 
     @property
     def active(self) -> list[GeneralTracker]:

@@ -31,7 +31,7 @@ FSDP2 = {
 
 
 def export(settings, device="cuda", world_size=4, environ=None):
-    return build_export(settings, device, world_size, environ or {}, read_user_variables(environ or {})[0])
+    return build_export(settings, device, world_size, environ or {}, read_user_variables(environ or {}))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,8 @@ def count_processes(settings):
 @given(SETTINGS)
 def test_the_exported_variables_mean_the_same_settings(settings):
     exported = export(settings, world_size=count_processes(settings))
-    user, names = read_user_variables(exported.variables)
+    user = read_user_variables(exported.variables)
+    names = user.names
     found, expected, default = (
         dict(flatten_settings(each)) for each in (user.settings, settings, Settings())
     )
@@ -220,8 +221,8 @@ def test_sharding_on_the_cpu_is_refused_and_not_exported():
 
 def test_variables_of_the_profile_are_never_changed():
     fsdp1 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1", "ACCELERATE_MIXED_PRECISION": "fp8"}
-    user = read_user_variables(fsdp1)[0]._replace(of_profile=frozenset(fsdp1))
+    user = read_user_variables(fsdp1, frozenset(fsdp1))
     exported = build_export(Settings(), "cuda", 2, fsdp1, user)
     assert (exported.variables, exported.replaced) == ({}, ())
-    exported = build_export(Settings(), "cuda", 2, fsdp1, user._replace(of_profile=frozenset()))
+    exported = build_export(Settings(), "cuda", 2, fsdp1, read_user_variables(fsdp1))
     assert exported.variables == {"ACCELERATE_USE_FSDP": "false"}
