@@ -91,6 +91,8 @@ class Translation:
     """The option that selects an engine other than `parallel:` and `fully_shard:`."""
     variables: Mapping[str, _Option] = field(default_factory=dict)
     """The options that became environment variables, by the names of these."""
+    data: Mapping[str, Any] | None = None
+    """The content of the config file, which may be a pipe that is read only once; None if it has not been read."""
 
     def check(self, environ: Mapping[str, str], num_nodes: int, num_processes: int, layout: str) -> None:
         """Raise if the environment or a profile gives the command another meaning.
@@ -215,7 +217,7 @@ def translate(args: Sequence[str], own: Mapping[str, bool]) -> Translation:
             command.add(key, option.value, option)
     left = [word for option in command.foreign.values() for word in (option.flag, option.value) if word]
     if command.foreign.keys() == typed.keys():
-        return Translation(tuple(args))
+        return Translation(tuple(args), data=command.data or None)
     return Translation(
         (*command.kept, *command.format_words(), *left, *rest),
         is_changed=True,
@@ -227,6 +229,7 @@ def translate(args: Sequence[str], own: Mapping[str, bool]) -> Translation:
             for name, source in command.sources.items()
             if name.startswith("env.")
         },
+        data=command.data or None,
     )
 
 

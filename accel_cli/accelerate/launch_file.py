@@ -66,23 +66,19 @@ _VARIABLES = {
         (launch.FP8.key, key): launch.FP8_OVERRIDES[0]
         for key in (launch.FP8_OVERRIDE.key, launch.FP8_OVERRIDE.key.removeprefix(launch.FP8.prefix))
     },
-    **{
-        (launch.DYNAMO.key, key): launch.DYNAMO_SETTINGS[0].variable
-        for key in ("backend", launch.DYNAMO_SETTINGS[0].key)
-    },
 }
 """The variable of each key, by its section and name."""
 _MULTINODE_LAUNCHER = "deepspeed_multinode_launcher"
 """Every node runs the same command, as with its value `standard`."""
 
 
-def read_config(path: Path) -> ConfigFile:
-    """Return the settings of a config file of Accelerate.
+def read_config(path: Path, data: Mapping[str, Any] | None = None) -> ConfigFile:
+    """Return the settings of a config file of Accelerate, from its content if that has been read already.
 
     Raises:
         UsageError: It cannot be read, is not a config file of Accelerate, or has invalid keys or values.
     """
-    return build_config(read_data(path), str(path), path.parent)
+    return build_config(read_data(path) if data is None else data, str(path), path.parent)
 
 
 def read_data(path: Path) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def launch(context: click.Context, /, script: str, args: tuple[str, ...], **opti
     Options of accel launch come before SCRIPT; everything after it is passed to the script unchanged.
     """
     try:
-        code = _launch(context, build_request(script, args, select_given(options)))
+        code = _launch(context, build_request(script, args, select_given(options), context))
     except RunEndedError:  # the failure is that of another node
         raise
     except AccelError as error:
@@ -185,8 +185,10 @@ def _add_details(plan: Plan, request: Request, resolved: Resolved, *, is_quiet: 
     return replace(plan, details=details)
 
 
-def build_request(script: str, args: tuple[str, ...], options: dict[str, Any]) -> Request:
-    """Return the request for the arguments and options of a command line.
+def build_request(
+    script: str, args: tuple[str, ...], options: dict[str, Any], context: click.Context
+) -> Request:
+    """Return the request for the arguments and options of a command line, parsed in a context.
 
     Raises:
         UsageError: Two options contradict each other.
@@ -196,16 +198,18 @@ def build_request(script: str, args: tuple[str, ...], options: dict[str, Any]) -
     if "profile" in options and "no_profile" in options:
         raise UsageError("Pass either --profile or --no-profile, not both.")
     kind: Kind = "module" if "module" in options else "program" if "no_python" in options else "script"
-    return Request(script, args, kind, options, config_file=_read_config_file(options.get("config_file")))
+    file = _read_config_file(options.get("config_file"), context)
+    return Request(script, args, kind, options, config_file=file)
 
 
-def _read_config_file(name: str | None) -> ConfigFile | None:
+def _read_config_file(name: str | None, context: click.Context) -> ConfigFile | None:
     """Return a config file of Accelerate for one launch."""
     if name is None:
         return None
     from accel_cli.accelerate.launch_file import read_config
 
-    file = read_config(Path(name))
+    translation = context.meta.get(_TRANSLATION)
+    file = read_config(Path(name), translation and translation.data)
     if file.unused:
         listing = "; ".join(f"{line} ({reason})" for line, reason in file.unused)
         console.note(f"{name}: {len(file.unused)} value(s) have no effect: {listing}")

@@ -116,7 +116,7 @@ def _parse_launch(context: click.Context, args: tuple[str, ...]) -> Request:
 
     parsed = launch.make_context("launch", list(args), parent=context.find_root())
     script, passed = parsed.params.pop("script"), parsed.params.pop("args")
-    return replace(build_request(script, passed, select_given(parsed.params)), for_pod=True)
+    return replace(build_request(script, passed, select_given(parsed.params), parsed), for_pod=True)
 
 
 def find_folder(folder: str | None) -> str:

@@ -195,6 +195,16 @@ def test_options_without_one_meaning_are_refused(launch, typed, problem):
     assert "same as" not in result.stderr
 
 
+def test_a_config_file_that_is_a_pipe_is_read_once(launch):
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as pipe:
+        pipe.write(Path("fsdp2.yaml").read_text())
+    result = launch("--config_file", f"/dev/fd/{reader}", "--num_processes", "3", "train.py")
+    os.close(reader)
+    assert result.returncode == 0, result.stderr
+    assert "start: 3 processes" in result.stdout
+
+
 def test_a_command_in_the_options_of_accel_prints_no_line(launch):
     assert launch("--mixed_precision", "bf16", "--nproc_per_node=2", "train.py").stderr == ""
     assert launch("-q", "--num_processes", "2", "train.py").stderr == ""
