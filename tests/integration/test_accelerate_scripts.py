@@ -76,6 +76,8 @@ facts = {
 }
 if arguments.process_index == 0:
     print("FACTS", json.dumps(facts), flush=True)
+# Threads of gloo that still run at exit may abort the process.
+trainer.accelerator.end_training()
 """
 SCRIPTS = {"plain": PLAIN, "Trainer": TRAINER}
 PAIR = ("launch", "--no-profile", "--cpu", "--nproc-per-node", "2")
