@@ -79,7 +79,6 @@ def main() -> None:
     if options.process_index == 0:
         precision = trainer.accelerator.mixed_precision
         print(f"{correct} of {len(test_set)} are correct; {options.world_size} process(es), {precision}")
-    trainer.accelerator.end_training()  # leaves the process group, whose threads may abort the process at exit
 
 
 if __name__ == "__main__":
