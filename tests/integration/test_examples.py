@@ -82,7 +82,6 @@ FIRST = {
     "gan",
     "streaming",
     "token_weights",
-    "trainer",
 }
 """The examples of training, saving and evaluating, which `make test-slow` runs; `make test-full` runs all."""
 
