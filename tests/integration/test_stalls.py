@@ -226,7 +226,7 @@ LEAVES = """
 import time, torch, torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 from accel_runtime import Accelerator
-from accel_runtime.collectives import stalls, transport
+from accel_runtime.collectives import rank_status, stalls, transport
 accelerator = Accelerator(cpu=True)
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -299,7 +299,10 @@ def test_ranks_that_wait_for_each_other_in_torch_are_reported_once_with_their_li
     script(
         LEAVES.replace("STEP", "2")
         .replace("STRAY", "dist.barrier() if accelerator.is_main_process else dist.all_reduce(torch.ones(3))")
-        .replace("accelerator =", "stalls.SAMPLE_INTERVAL_S, stalls.REPORT_WAIT_S = 0.5, 2\naccelerator =")
+        .replace(
+            "accelerator =",
+            "rank_status.SAMPLE_INTERVAL_S, rank_status.REPORT_WAIT_S = 0.5, 2\naccelerator =",
+        )
     )
     command = ("launch", "-q", "--nproc-per-node", 2, "--ranks", shown, "--shutdown-timeout", "1", "train.py")
     with Accel(*command, stderr=subprocess.PIPE, text=True) as process:

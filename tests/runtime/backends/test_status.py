@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed import TCPStore
 
 from accel_runtime import Accelerator, RankLostError
-from accel_runtime.collectives.stalls import StatusService
+from accel_runtime.collectives.rank_status import StatusService
 from accel_runtime.foundation.heartbeat import Progress, ProgressCounts
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 
 import pytest
 import torch
@@ -98,6 +99,8 @@ def save_from_a_function(folder):
             if accelerator.is_main_process:
                 save("one_rank")
         before = len(messages)
+        # The other rank arrives between the end of the last save of the main process and its next call.
+        time.sleep(1 if accelerator.is_main_process else 0.5)
         save("all_ranks")
     accelerator.wait_for_everyone()
     return before, len(messages), accelerator.load_state(f"{folder}/all_ranks").manifest.world_size
@@ -105,6 +108,25 @@ def save_from_a_function(folder):
 
 def test_a_line_that_one_rank_saved_at_waits_when_all_ranks_reach_it(pair, tmp_path):
     assert pair.run(save_from_a_function, str(tmp_path)) == [(1, 1, 2), (0, 0, 2)]
+
+
+def save_at_one_line(folder, late_rank):
+    accelerator, model, optimizer, loader = prepare_run()
+    paths = []
+    for step, batch in enumerate(loader):
+        learn(accelerator, model, optimizer, batch)
+        if step == 3 and accelerator.process_index == late_rank:
+            time.sleep(0.5)
+        if accelerator.is_main_process or step == 3:
+            paths.append(accelerator.save_state(f"{folder}/{step}"))
+    accelerator.wait_for_everyone()
+    return paths, accelerator.load_state(f"{folder}/3").manifest.world_size
+
+
+@pytest.mark.parametrize("late_rank", [0, 1])
+def test_all_ranks_get_the_checkpoint_of_the_one_that_saved_alone_at_a_line_before(pair, tmp_path, late_rank):
+    paths = [f"{tmp_path}/{step}" for step in range(4)]
+    assert pair.run(save_at_one_line, str(tmp_path), late_rank) == [(paths, 1), (paths[3:], 1)]
 
 
 def save_on_some(folder):
