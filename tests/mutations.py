@@ -135,7 +135,7 @@ MUTATIONS = (
     ),
     Mutation(
         "sharded after an evaluation",
-        "accel_runtime.parallel.fsdp:_reshard_after_evaluation",
+        "accel_runtime.parallel.sharded:_reshard_after_evaluation",
         force_condition("is_grad_enabled", True),
         (
             "tests/runtime/parallel/test_gathering.py::test_a_moving_average_of_an_evaluated_model_equals_that_of_one_process",
@@ -341,7 +341,7 @@ MUTATIONS = (
     ),
     Mutation(
         "event of a copy",
-        "accel_runtime.data.iteration:StreamCopies.take",
+        "accel_runtime.backends.batch_copies:StreamCopies.take",
         skip_call("wait_event"),
         (
             "tests/runtime/data/test_prefetch.py::test_prefetching_does_not_change_batches_offsets_or_random_numbers",
@@ -349,7 +349,7 @@ MUTATIONS = (
     ),
     Mutation(
         "position one batch ahead",
-        "accel_runtime.data.iteration:prefetch_batches",
+        "accel_runtime.backends.batch_copies:prefetch_batches",
         replace_name("state", "ahead.state_dict()"),
         (
             "tests/runtime/data/test_prefetch.py::test_prefetching_does_not_change_batches_offsets_or_random_numbers",

@@ -259,11 +259,10 @@ LAYERS = {
 }  # fmt: skip
 """The packages of both halves from the top layer to the lowest: each imports from those below it only."""
 UPWARD = {
-    ("accel_runtime.backends", "accel_runtime.parallel.fsdp"),
-    ("accel_runtime.backends.base", "accel_runtime.data.iteration"),
-    ("accel_runtime.backends.distributed", "accel_runtime.parallel.ddp"),
-    ("accel_runtime.backends.xla.backend", "accel_runtime.data.iteration"),
-    ("accel_runtime.backends.xla.backend", "accel_runtime.parallel.ddp"),
+    ("accel_runtime.backends", "accel_runtime.parallel.sharded"),
+    ("accel_runtime.backends.base", "accel_runtime.data.active_loops"),
+    ("accel_runtime.backends.distributed", "accel_runtime.parallel.replicated"),
+    ("accel_runtime.backends.xla.backend", "accel_runtime.parallel.averaging"),
     ("accel_runtime.backends.xla.backend", "accel_runtime.parallel.xla.spmd"),
 }
 """The imports that still run upwards. This list only gets shorter."""

@@ -27,7 +27,7 @@ from accel_runtime.backends.single import DetachedBackend
 from accel_runtime.checkpoint.manager import ResumePolicy, RunOrigin
 from accel_runtime.collectives.calls import collective
 from accel_runtime.data import metrics
-from accel_runtime.data.iteration import ActiveLoops
+from accel_runtime.data.active_loops import ActiveLoops
 from accel_runtime.data.loader import check_model_parallel_ranks
 from accel_runtime.data.prepare import check_loader_configuration
 from accel_runtime.environment.settings import (

@@ -22,7 +22,7 @@ from accel_runtime.accelerator.checkpointing import CheckpointMethods
 from accel_runtime.accelerator.consistency import check_consistent, collect_option_facts
 from accel_runtime.accelerator.unprepared import explain_unprepared
 from accel_runtime.collectives.calls import collective
-from accel_runtime.data.iteration import ModelInputHook
+from accel_runtime.data.active_loops import ModelInputHook
 from accel_runtime.data.loader import LoaderOptions, PreparedLoader, skip_first_batches
 from accel_runtime.data.prepare import check_loader_configuration, prepare_loader
 from accel_runtime.environment.settings import flatten_settings

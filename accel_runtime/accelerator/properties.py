@@ -21,7 +21,7 @@ from accel_runtime.accelerator.description import (
     model_facts,
 )
 from accel_runtime.accelerator.state import AcceleratorState, GradientState, ProcessMethods
-from accel_runtime.data.iteration import ActiveLoops
+from accel_runtime.data.active_loops import ActiveLoops
 from accel_runtime.data.loader import LoaderOptions, PreparedLoader
 from accel_runtime.data.prepare import loader_options
 from accel_runtime.environment.settings import (

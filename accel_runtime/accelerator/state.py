@@ -20,7 +20,7 @@ from accel_runtime.backends import (
 )
 from accel_runtime.backends.base import Backend
 from accel_runtime.backends.single import DetachedBackend
-from accel_runtime.data.iteration import ActiveLoops
+from accel_runtime.data.active_loops import ActiveLoops
 from accel_runtime.environment.settings import MixedPrecision
 from accel_runtime.foundation import nested
 from accel_runtime.foundation.options import DistributedType, InitProcessGroupKwargs

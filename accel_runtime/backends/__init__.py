@@ -67,7 +67,7 @@ def connect(settings: Settings, topology: Topology, options: dict[str, Any] | No
     backend = (options or {}).get("backend") or settings.process_group_backend
     device = _select_device(settings.device, topology, backend)
     if not settings.parallel.plain:
-        from accel_runtime.parallel.fsdp import FSDPBackend  # noqa: PLC0415 - most runs go without it, and it loads slowly
+        from accel_runtime.parallel.sharded import FSDPBackend  # noqa: PLC0415 - most runs go without it, and it loads slowly
 
         return FSDPBackend(topology, device, settings, options or {})
     if topology.launched:

@@ -32,7 +32,7 @@ from accel_runtime.foundation.steps import EpochIterator
 
 if TYPE_CHECKING:
     from accel_runtime.collectives.stalls import MissingRanks, RankMonitor
-    from accel_runtime.data.iteration import ActiveLoops
+    from accel_runtime.data.active_loops import ActiveLoops
     from accel_runtime.foundation.process_mesh import GroupFacts, ProcessMesh
 
 __all__ = ["Backend", "Reduction"]

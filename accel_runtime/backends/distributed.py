@@ -50,7 +50,7 @@ from accel_runtime.foundation.torch_internals import (
     is_graph_pending,
     restore_buckets,
 )
-from accel_runtime.parallel.ddp import sync_in_backward, wrap_in_ddp
+from accel_runtime.parallel.replicated import sync_in_backward, wrap_in_ddp
 
 __all__ = [
     "REDUCE_OPS",

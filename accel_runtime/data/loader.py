@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from accel_runtime.backends import rng
 from accel_runtime.backends.base import Backend
+from accel_runtime.backends.batch_copies import StreamCopies, copy_each, prefetch_batches
 from accel_runtime.backends.rng import (
     IsolatedRNG,
     capture_rng_state,
@@ -21,7 +22,7 @@ from accel_runtime.backends.rng import (
     fingerprint_states,
     restore_rng_state,
 )
-from accel_runtime.data.iteration import ActiveLoops, StreamCopies, copy_each, prefetch_batches
+from accel_runtime.data.active_loops import ActiveLoops
 from accel_runtime.data.presharded import are_consistent, build_world_size_error
 from accel_runtime.data.source import (
     Source,

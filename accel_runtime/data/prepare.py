@@ -15,8 +15,8 @@ from accel_runtime.backends.base import Backend
 from accel_runtime.backends.rng import are_equal, current_states, restore_states, to_serializable
 from accel_runtime.backends.single import Single
 from accel_runtime.collectives.handshake import scatter_objects
+from accel_runtime.data.active_loops import ActiveLoops
 from accel_runtime.data.iterable import IterableSource
-from accel_runtime.data.iteration import ActiveLoops
 from accel_runtime.data.loader import LoaderOptions, PreparedLoader
 from accel_runtime.data.map_style import MapStyleSource
 from accel_runtime.data.presharded import PreshardedSource

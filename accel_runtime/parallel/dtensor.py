@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from accel_runtime.foundation.module_names import state_dict, unwrap_module
-from accel_runtime.parallel.ddp import BufferAveraging
+from accel_runtime.parallel.averaging import BufferAveraging
 from accel_runtime.storage.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from accel_runtime.environment.settings import FullyShard, find_nearest
 from accel_runtime.foundation.module_names import named_parameters, script_names
 from accel_runtime.foundation.torch_internals import BatchNorm
-from accel_runtime.parallel.ddp import GradientAveraging
+from accel_runtime.parallel.averaging import GradientAveraging
 from accel_runtime.parallel.plugins import DTYPE_NAMES
 from accel_runtime.parallel.sharding_checks import ForwardChecks, name_owners, refuse_copies, unpack_outputs
 from accel_runtime.storage.errors import format_names

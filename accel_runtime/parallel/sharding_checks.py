@@ -24,8 +24,9 @@ from accel_runtime.foundation.torch_internals import (
     version_of,
     without_compilation,
 )
-from accel_runtime.parallel.ddp import check_hidden_gradients, refuse_max_norm
+from accel_runtime.parallel.averaging import refuse_max_norm
 from accel_runtime.parallel.dtensor import class_of
+from accel_runtime.parallel.replicated import check_hidden_gradients
 from accel_runtime.storage.errors import format_names
 
 __all__ = [

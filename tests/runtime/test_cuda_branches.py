@@ -28,7 +28,7 @@ from accel_runtime.foundation.tensor_bytes import hash_words
 from accel_runtime.monitoring import profiling
 from accel_runtime.parallel import grad_norm
 from accel_runtime.parallel.dtensor import gather_tensor
-from accel_runtime.parallel.fsdp import check_collective_backend
+from accel_runtime.parallel.sharded import check_collective_backend
 from accel_runtime.training import forward, memory
 from accel_runtime.training.forward import LossScaler
 from accel_runtime.training.gradients import LossWeight
@@ -432,7 +432,7 @@ for place in (torch.cuda, torch.accelerator):
             setattr(place, name, refuse)
 from accel_runtime import *
 from accel_runtime.utils import *
-import accel_runtime.notebook, accel_runtime.parallel.fsdp, accel_runtime.parallel.dtensor, torch._dynamo
+import accel_runtime.notebook, accel_runtime.parallel.sharded, accel_runtime.parallel.dtensor, torch._dynamo
 """
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend, Reduction
+from accel_runtime.backends.batch_copies import prefetch_batches
 from accel_runtime.backends.distributed import StoreBackend
 from accel_runtime.backends.single import Single
 from accel_runtime.backends.xla.host import (
@@ -33,7 +34,6 @@ from accel_runtime.backends.xla.host import (
     check_world,
     read_timeout,
 )
-from accel_runtime.data.iteration import prefetch_batches
 from accel_runtime.environment.installation import format_new_environment
 from accel_runtime.environment.settings import MixedPrecision, Settings
 from accel_runtime.environment.text import decode_text, encode_text
@@ -42,7 +42,7 @@ from accel_runtime.foundation import nested
 from accel_runtime.foundation.heartbeat import disable_heartbeat
 from accel_runtime.foundation.options import DistributedType
 from accel_runtime.foundation.steps import EpochIterator
-from accel_runtime.parallel.ddp import BufferAveraging, GradientAveraging, operate_flat, split_by_size
+from accel_runtime.parallel.averaging import BufferAveraging, GradientAveraging, operate_flat, split_by_size
 from accel_runtime.parallel.xla.spmd import SPMDFunctions, SPMDPreparation, start_spmd
 
 __all__ = [

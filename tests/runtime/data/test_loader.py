@@ -28,7 +28,7 @@ from torch.utils.data import (
 from accel_runtime import Accelerator
 from accel_runtime.backends.single import Single
 from accel_runtime.collectives.handshake import MismatchError
-from accel_runtime.data.iteration import ActiveLoops
+from accel_runtime.data.active_loops import ActiveLoops
 from accel_runtime.data.loader import LoaderOptions
 from accel_runtime.data.prepare import prepare_loader
 from accel_runtime.environment.topology import Topology

@@ -13,9 +13,9 @@ from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from accel_runtime import Accelerator, DataLoaderConfiguration
 from accel_runtime.backends.base import Backend
+from accel_runtime.backends.batch_copies import StreamCopies, prefetch_batches
 from accel_runtime.backends.rng import capture_states
 from accel_runtime.backends.single import Single
-from accel_runtime.data.iteration import StreamCopies, prefetch_batches
 from accel_runtime.environment.topology import Topology
 from accel_runtime.foundation.steps import EpochIterator
 

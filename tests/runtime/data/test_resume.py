@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 from accel_runtime import Accelerator, DataLoaderConfiguration
 from accel_runtime.backends.single import Single
-from accel_runtime.data.iteration import ActiveLoops
+from accel_runtime.data.active_loops import ActiveLoops
 from accel_runtime.data.loader import LoaderOptions, skip_first_batches
 from accel_runtime.data.map_style import EpochOrder
 from accel_runtime.data.prepare import prepare_loader

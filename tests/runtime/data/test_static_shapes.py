@@ -8,7 +8,7 @@ from support.data_sets import RangeStream
 from torch.utils.data import DataLoader
 
 from accel_runtime.backends.single import Single
-from accel_runtime.data.iteration import ActiveLoops
+from accel_runtime.data.active_loops import ActiveLoops
 from accel_runtime.data.loader import LoaderOptions, skip_first_batches
 from accel_runtime.data.metrics import gather_samples
 from accel_runtime.data.prepare import prepare_loader

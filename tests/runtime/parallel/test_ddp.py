@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_runtime import Accelerator, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
-from accel_runtime.parallel.ddp import ReplicatedModel
+from accel_runtime.parallel.replicated import ReplicatedModel
 
 HALF = {"fp16": 2**-10, "bf16": 2**-7}
 

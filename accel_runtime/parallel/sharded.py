@@ -25,7 +25,7 @@ from accel_runtime.foundation.precision import FORMATS
 from accel_runtime.foundation.process_mesh import GroupFacts, MeshSizes, ProcessMesh
 from accel_runtime.foundation.tensor_bytes import hash_tensor
 from accel_runtime.foundation.torch_internals import fsdp_policy, is_fsdp_module, list_buffers
-from accel_runtime.parallel.ddp import BufferAveraging, GradientAveraging, operate_flat
+from accel_runtime.parallel.averaging import BufferAveraging, GradientAveraging, operate_flat
 from accel_runtime.parallel.dtensor import (
     class_of,
     is_gathered,
