@@ -77,7 +77,7 @@ def gradients(accelerator: Accelerator) -> str:
 def evaluation(accelerator: Accelerator) -> str:
     """Check that every sample of a dataset with an incomplete last batch is gathered once, in order."""
     count = 4 * accelerator.data_parallel_size + 3
-    size = 2 * accelerator._backend.num_batch_shards  # noqa: SLF001 - one process may compute on several devices
+    size = 2 * accelerator._backend.runtime.num_batch_shards  # noqa: SLF001 - one process may compute on several devices
     loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(count)), batch_size=size))
     seen = torch.cat([accelerator.gather_for_metrics(batch) for (batch,) in loader])
     _require(seen.tolist() == list(range(count)), f"{seen.tolist()} instead of 0 to {count - 1}")

@@ -129,7 +129,7 @@ MUTATIONS = (
     ),
     Mutation(
         "clipping of parameters from before prepare",
-        "accel_runtime.accelerator.prepare:ParameterMap.find_current",
+        "accel_runtime.parallel.parameter_map:ParameterMap.find_current",
         return_value("parameter"),
         ("tests/runtime/parallel/test_norms.py::test_parameters_listed_before_prepare_can_be_clipped",),
     ),
@@ -357,7 +357,7 @@ MUTATIONS = (
     ),
     Mutation(
         "XLA sync",
-        "accel_runtime.backends.xla.backend:_execute_graph",
+        "accel_runtime.backends.xla.runtime:execute_graph",
         skip_call("sync"),
         (
             "tests/xla/test_training.py",

@@ -16,7 +16,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 from accel_runtime.accelerator.description import origins
 from accel_runtime.accelerator.exporting import ExportMethods
-from accel_runtime.accelerator.prepare import ParameterMap, PrepareMethods
+from accel_runtime.accelerator.prepare import PrepareMethods
 from accel_runtime.accelerator.properties import HANDLER_TYPES
 from accel_runtime.accelerator.state import AcceleratorState
 from accel_runtime.accelerator.training import Preemption, TrainingMethods
@@ -53,6 +53,7 @@ from accel_runtime.foundation.precision import FORMATS
 from accel_runtime.monitoring.profiling import ProfileKwargs, profiled
 from accel_runtime.monitoring.recording import rank_recorder
 from accel_runtime.monitoring.tracking import GeneralTracker, Trackers
+from accel_runtime.parallel import choose_strategy
 from accel_runtime.training.accumulation import Accumulation, AveragingCheck
 from accel_runtime.training.bypass_check import BypassCheck
 from accel_runtime.training.forward import DynamoBackend, Precision, TorchDynamoPlugin
@@ -141,8 +142,9 @@ class Accelerator(PrepareMethods, TrainingMethods, ExportMethods):
         self._use_backend(connect(self.settings, Topology.from_env(os.environ), group_options))
         self._progress = heartbeat()
         self._recorder = rank_recorder(self._backend.topology.rank)
+        self._strategy = choose_strategy(self._backend, self.settings)
         check_model_parallel_ranks(self._backend)
-        self._backend.check_options(self._ddp_options, precision)
+        self._strategy.check_options(self._ddp_options, precision)
         self._preemption = Preemption(self._backend.handshake)
         self.project_configuration = project_config or ProjectConfiguration()
         self.project_configuration.place(project_dir)
@@ -150,7 +152,13 @@ class Accelerator(PrepareMethods, TrainingMethods, ExportMethods):
         autocast_options, scaler_options = (
             options.get(kind, {}) for kind in (AutocastKwargs, GradScalerKwargs)
         )
-        self._precision = Precision(precision, self._backend.device, autocast_options, scaler_options)
+        self._precision = Precision(
+            precision,
+            self._backend.device,
+            autocast_options,
+            scaler_options,
+            self._strategy.unscale_gradients,
+        )
         self._accumulation = _build_accumulation(
             gradient_accumulation_steps, gradient_accumulation_plugin, others.arguments, settings
         )
@@ -170,13 +178,11 @@ class Accelerator(PrepareMethods, TrainingMethods, ExportMethods):
         self._loops = ActiveLoops(
             self._backend.data_rank.rank, has_padding=self._backend.pads_batches, peers=current_loops()
         )
-        self._backend.active_loops = self._loops
-        self._parameter_map = ParameterMap()
         self._checked: WeakSet[Any] = WeakSet()
         self._is_distributed = self._backend.topology.world_size > 1
-        self._averaging_check = AveragingCheck(self._backend, self._accumulation, self._models)
+        self._averaging_check = AveragingCheck(self._strategy, self._accumulation, self._models)
         self._replica_check = ReplicaCheck(
-            self._backend, self._averaging_check.named_parameters, self._optimizers
+            self._strategy, self._averaging_check.named_parameters, self._optimizers
         )
         self._bypass_check = BypassCheck(
             self._accumulation, self._precision, self._models, self._optimizers, self._schedulers
@@ -184,10 +190,9 @@ class Accelerator(PrepareMethods, TrainingMethods, ExportMethods):
         self._gradients = Gradients(
             self._accumulation,
             self._precision,
-            self._backend,
+            self._strategy,
             self._models,
             self._optimizers,
-            self._parameter_map.find_current,
         )
         self._init_checkpointing(
             ResumePolicy(self.settings.resume, RunOrigin.from_env(os.environ)),
@@ -210,7 +215,7 @@ class Accelerator(PrepareMethods, TrainingMethods, ExportMethods):
             "fsdp_plugin": self._fsdp_plugin,
             "parallelism_config": self._parallelism_config,
         }
-        self._state = AcceleratorState.of(self, precision, plugins)
+        self._state = AcceleratorState.of(self, self._strategy.distributed_type, precision, plugins)
         self._number = register_accelerator(self, self._state)
         for sentence in others.idle if self._backend.topology.rank == 0 else ():
             _warn_once(sentence)

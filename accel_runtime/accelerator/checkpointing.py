@@ -150,7 +150,7 @@ class CheckpointMethods(AcceleratorProperties):
         from accel_runtime.checkpoint.save import save_without_missing_ranks  # noqa: PLC0415 - slow to import
 
         return save_without_missing_ranks(
-            absence, self._backend, partial(save, alone=True), own_data=own_data
+            absence, self._strategy, partial(save, alone=True), own_data=own_data
         )
 
     def _write_checkpoint(
@@ -163,7 +163,7 @@ class CheckpointMethods(AcceleratorProperties):
     ) -> str:
         """Write a checkpoint with all other processes or without them, and return its directory."""
         began = time.monotonic()
-        self._backend.synchronize()
+        self._strategy.synchronize()
         topology = self._backend.topology
         rank, world_size = (0, 1) if alone else (topology.rank, topology.world_size)
         # Paths are compared by the operation itself; the project's option counts as the argument does.
@@ -189,7 +189,7 @@ class CheckpointMethods(AcceleratorProperties):
             if len(hooked) == len(model_states)
             else {i: item for i, item in enumerate(model_states) if any(item is other for other in hooked)}
         )
-        saving.collect(state.items(remaining), state.step, self._backend.state_to_host)
+        saving.collect(state.items(remaining), state.step, self._backend.runtime.state_to_host)
         retention.saved(place.target)
 
         def finish() -> None:
@@ -272,7 +272,7 @@ class CheckpointMethods(AcceleratorProperties):
     def _restore_checkpoint(
         self, input_dir: _Path | None, position: NextBatch, choose: Callable[[], Path], *, strict: bool
     ) -> Checkpoint:
-        self._backend.synchronize()
+        self._strategy.synchronize()
         operation = "resume" if position == "exact" else f"load_state with position={position}"
         all_gather = self._build_all_gather(operation)
         if (
@@ -310,7 +310,7 @@ class CheckpointMethods(AcceleratorProperties):
                     without=loaded_by_hooks, strict=strict, position=position
                 ),
             )
-            self._backend.synchronize()
+            self._strategy.synchronize()
         if checkpoint.number is not None and input_dir is None:
             self.project_configuration.iteration = checkpoint.number + 1
         return checkpoint
@@ -431,7 +431,7 @@ class CheckpointMethods(AcceleratorProperties):
 
     def _training_state(self, memory: MetaModels | None = None, *, alone: bool = False) -> TrainingState:
         return TrainingState(
-            self._backend,
+            self._strategy,
             self._models,
             self._optimizers,
             self._schedulers,
@@ -445,7 +445,7 @@ class CheckpointMethods(AcceleratorProperties):
         )
 
     def _original_models(self) -> list[nn.Module]:
-        return [self._backend.unwrap_model(model) for model in self._models]
+        return [self._strategy.unwrap_model(model) for model in self._models]
 
     def _build_all_gather(self, operation: str) -> AllGatherObjects:
         """Return the function that gathers an object from all processes for an operation."""

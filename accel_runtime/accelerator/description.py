@@ -17,6 +17,7 @@ from accel_runtime.environment.settings import Settings, flatten_settings, varia
 from accel_runtime.environment.topology import DataRank
 from accel_runtime.foundation.process_mesh import GroupFacts
 from accel_runtime.parallel.dtensor import class_of
+from accel_runtime.parallel.strategy import ModelLayout
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -204,10 +205,10 @@ def model_facts(
     original: nn.Module,
     computes_in: torch.dtype | None,
     reduces_in: str | None,
-    wrapping: str,
-    groups: tuple[GroupFacts, ...] = (),
+    layout: ModelLayout,
 ) -> ModelFacts:
-    """Describe a prepared model; dtypes are those of autocast and of a communication hook, `groups` of a sharded model."""
+    """Describe a prepared model; dtypes are those of autocast and of a communication hook."""
+    wrapping, groups = layout
     parameters = list(original.parameters())
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     dtypes = _join(_dtype_name(parameter.dtype) for parameter in parameters)

@@ -53,7 +53,12 @@ class ExportMethods(AcceleratorProperties):
             keep_fp32_wrapper: If False, remove autocast from the forward pass.
             keep_torch_compile: If False, remove `torch.compile`.
         """
-        return unwrap(model, self._backend, keep_autocast=keep_fp32_wrapper, keep_compiled=keep_torch_compile)
+        return unwrap(
+            model,
+            self._strategy.unwrap_model,
+            keep_autocast=keep_fp32_wrapper,
+            keep_compiled=keep_torch_compile,
+        )
 
     @collective("model")
     def get_state_dict(
@@ -143,7 +148,7 @@ class ExportMethods(AcceleratorProperties):
                 "safe_serialization, or call accelerator.save(accelerator.get_state_dict(model), 'pytorch_model.bin')."
             )
         limit = parse_size(max_shard_size, "max_shard_size")
-        self._backend.synchronize()
+        self._strategy.synchronize()
         each = self.project_configuration.save_on_each_node
         module, directory = self.unwrap_model(model), Path(save_directory)
         absence = self._backend.wait_for_ranks("save_model")
@@ -155,7 +160,7 @@ class ExportMethods(AcceleratorProperties):
 
         def write() -> None:
             plan = ExportPlan.from_state(
-                self._backend.state_to_host(module_names.state_dict(module)), limit, tied
+                self._backend.runtime.state_to_host(module_names.state_dict(module)), limit, tied
             )
             export_model(plan, directory)
 
@@ -187,7 +192,7 @@ class ExportMethods(AcceleratorProperties):
         Raises:
             CheckpointError: On every process, if no weights are found, or they are damaged or do not match the model.
         """
-        self._backend.synchronize()
+        self._strategy.synchronize()
         module = self.unwrap_model(model)
         all_gather = partial(all_gather_objects, "load_model", handshake=self._backend.handshake)
         reshard_models([module])
@@ -196,11 +201,11 @@ class ExportMethods(AcceleratorProperties):
             loader.load(module, Path(directory))
             return
         with errors_on_all_ranks(all_gather):
-            current = self._backend.state_to_host(module_names.state_dict(module))
+            current = self._backend.runtime.state_to_host(module_names.state_dict(module))
             weights = find_weights(Path(directory))
             state = weights.read(weights.match(current))
         module_names.load_state_dict(module, state)
-        self._backend.synchronize()
+        self._strategy.synchronize()
 
     def save(self, obj: Any, f: str | os.PathLike[str] | BinaryIO, safe_serialization: bool = False) -> None:
         """Write an object on the main process; a path is replaced atomically.
@@ -217,11 +222,11 @@ class ExportMethods(AcceleratorProperties):
         Raises:
             ValueError: On every process, if a tensor is sharded.
         """
-        self._backend.synchronize()
+        self._strategy.synchronize()
         refuse_sharded(obj)
         each = self.project_configuration.save_on_each_node
         if self.is_local_main_process if each else self.is_main_process:
-            write_object(self._backend.state_to_host(obj), f, safe_serialization=safe_serialization)
+            write_object(self._backend.runtime.state_to_host(obj), f, safe_serialization=safe_serialization)
 
     def load(
         self, f: str | os.PathLike[str] | BinaryIO, map_location: Any = None, *, weights_only: bool = True

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accel_runtime.accelerator.state import split_items
-from accel_runtime.backends import current_backend, rng, tensors
+from accel_runtime.backends import current_backend, find_accelerator, rng, tensors
 from accel_runtime.backends.base import Reduction
 from accel_runtime.collectives.calls import collective
 from accel_runtime.data import metrics
@@ -245,7 +245,12 @@ def extract_model_from_parallel(
         keep_torch_compile: If False, remove `torch.compile`.
         recursive: If True, also remove `DataParallel` and `DistributedDataParallel` wrappers inside the model.
     """
-    original = unwrap(
-        model, current_backend(), keep_autocast=keep_fp32_wrapper, keep_compiled=keep_torch_compile
+    newest = find_accelerator()
+    original: nn.Module = (
+        unwrap(
+            model, lambda module: module, keep_autocast=keep_fp32_wrapper, keep_compiled=keep_torch_compile
+        )
+        if newest is None
+        else newest.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
     )
     return unwrap_submodules(original) if recursive else original

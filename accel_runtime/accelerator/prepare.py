@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from weakref import WeakSet
 
 import torch
@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from accel_runtime.accelerator.checkpointing import CheckpointMethods
 from accel_runtime.accelerator.consistency import check_consistent, collect_option_facts
@@ -28,112 +27,18 @@ from accel_runtime.data.prepare import check_loader_configuration, prepare_loade
 from accel_runtime.environment.settings import flatten_settings
 from accel_runtime.foundation import nested
 from accel_runtime.foundation.heartbeat import call_site
-from accel_runtime.foundation.nested import has_dtensor
 from accel_runtime.foundation.options import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
 from accel_runtime.monitoring.logging import MultiProcessAdapter
-from accel_runtime.parallel.big_modeling import refuse_forward_on_meta, refuse_meta_model
-from accel_runtime.parallel.dtensor import shard_like
+from accel_runtime.parallel.big_modeling import refuse_meta_model
+from accel_runtime.parallel.strategy import ModelRequest
 from accel_runtime.training.accumulation import FirstInput
 from accel_runtime.training.forward import compile_in_place
 from accel_runtime.training.optimizer import PreparedOptimizer
 from accel_runtime.training.scheduler import PreparedScheduler
 
-__all__ = ["ParameterMap", "PrepareMethods", "named_parameters"]
+__all__ = ["PrepareMethods"]
 
 _LOG = MultiProcessAdapter(logging.getLogger(__name__))
-
-
-class ParameterMap:
-    """Map from the parameters that the script created to the sharded parameters that are trained."""
-
-    def __init__(self) -> None:
-        # Weak references: the map must not keep full parameters in memory that no optimizer uses.
-        self._sharded: MutableMapping[torch.Tensor, nn.Parameter] = WeakTensorKeyDictionary()
-
-    def add(self, originals: Mapping[str, nn.Parameter], model: nn.Module) -> None:
-        """Add the parameters of a sharded model, given the original parameters by name."""
-        sharded = named_parameters(model)
-        for name, original in originals.items():
-            if sharded[name] is not original:
-                self._sharded[original] = sharded[name]
-
-    def find_current(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the sharded parameter that replaced a parameter of the script, or the parameter itself."""
-        return self._sharded.get(parameter, parameter)
-
-    def check(self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> None:
-        """Raise ValueError if an optimizer has parameters of no prepared model."""
-        prepared = {parameter for model in models for parameter in model.parameters()}
-        missing = [
-            p
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.requires_grad and p not in prepared
-        ]
-        if missing:
-            raise ValueError(
-                f"{type(optimizer).__name__} cannot step: {len(missing)} of its parameters, the first of shape "
-                f"{list(missing[0].shape)}, are in no prepared model, so their gradients are not averaged over the processes. "
-                "Pass the model to prepare(); if it was prepared before, create the optimizer from model.parameters()."
-            )
-
-    def replace_parameters(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace the parameters of an optimizer by the sharded ones, and shard its state."""
-        for group in optimizer.param_groups:
-            parameters: list[torch.Tensor] = group["params"]
-            for original in parameters:
-                if original in self._sharded and original in optimizer.state:
-                    sharded = self._sharded[original]
-                    optimizer.state[sharded] = {
-                        key: shard_like(value, sharded, key)
-                        if isinstance(value, torch.Tensor) and value.shape == original.shape
-                        else value
-                        for key, value in optimizer.state.pop(original).items()
-                    }
-            # In place: some optimizers keep the list itself.
-            parameters[:] = [self.find_current(parameter) for parameter in parameters]
-            if has_dtensor(parameters):
-                _refuse_optimizer(optimizer, group)
-            if len({hasattr(parameter, "device_mesh") for parameter in parameters}) <= 1:
-                continue
-            # Step parameters one by one: torch's foreach loops refuse a mix of sharded and replicated parameters.
-            for name in ("fused", "foreach"):
-                if group.get(name):
-                    raise ValueError(
-                        f"Cannot prepare the optimizer with {name}=True: a parameter group contains both sharded and replicated "
-                        f"parameters, which torch cannot step together. Remove {name}, or use one group for each kind."
-                    )
-            if "foreach" in group:
-                group["foreach"] = False
-
-
-_UNSHARDABLE = (
-    torch.optim.Adafactor,
-    torch.optim.LBFGS,
-    torch.optim.Rprop,
-    torch.optim.SparseAdam,
-)
-"""Optimizers that torch 2.13 cannot step with sharded parameters."""
-
-
-def _refuse_optimizer(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
-    """Raise ValueError if torch cannot step a group of sharded parameters."""
-    name = type(optimizer).__name__
-    # Those of transformers and other libraries have the name too.
-    if isinstance(optimizer, _UNSHARDABLE) or name == torch.optim.Adafactor.__name__:
-        raise ValueError(
-            f"{name} cannot train a sharded model: torch has no step for sharded parameters. Use another optimizer, such as AdamW, "
-            "or train without sharding (remove dp_shard)."
-        )
-    if group.get("fused") and isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad)):
-        raise ValueError(
-            f"{name}(fused=True) cannot train a sharded model: torch has no fused step for sharded parameters. Remove fused."
-        )
-
-
-def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by name, with all names of tied parameters."""
-    return dict(model.named_parameters(remove_duplicate=False))
 
 
 class PrepareMethods(CheckpointMethods):
@@ -142,7 +47,6 @@ class PrepareMethods(CheckpointMethods):
     _checked: WeakSet[Any]
     _described_models = 0
     """Number of models in the description that the launcher has."""
-    _parameter_map: ParameterMap
 
     @collective("objects", "device_placement")
     def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
@@ -171,22 +75,32 @@ class PrepareMethods(CheckpointMethods):
         self._check_consistent(
             [leaf for item in objects for leaf in nested.leaves(item, objects=False)], self._loader_options
         )
-        prepared = list(objects)
-
-        def prepare_kind(kind: type[Any], method: Callable[..., Any], *, is_placed: bool = True) -> None:
-            for index, placement in enumerate(placements):
-                call = partial(method, device_placement=placement) if is_placed else method
-                prepared[index] = nested.map_leaves(
-                    lambda leaf: call(leaf) if isinstance(leaf, kind) else leaf,  # noqa: B023 - called at once
-                    prepared[index],
-                    objects=False,
-                )
-
-        # Models first: the state of an optimizer is moved to their devices. A scheduler needs the prepared optimizer.
-        prepare_kind(nn.Module, self.prepare_model)
-        prepare_kind(torch.optim.Optimizer, self.prepare_optimizer)
-        prepare_kind(DataLoader, self.prepare_data_loader)
-        prepare_kind(LRScheduler, self.prepare_scheduler, is_placed=False)
+        leaves = {
+            id(leaf): (leaf, placement)
+            for item, placement in zip(objects, placements, strict=True)
+            for leaf in nested.leaves(item, objects=False)
+            if isinstance(leaf, _KINDS)
+        }
+        results = self._prepare_together(
+            [
+                self._build_request(leaf, placement)
+                for leaf, placement in leaves.values()
+                if isinstance(leaf, nn.Module)
+            ],
+            [
+                (leaf, placement)
+                for leaf, placement in leaves.values()
+                if isinstance(leaf, torch.optim.Optimizer)
+            ],
+            [leaf for leaf, _ in leaves.values() if isinstance(leaf, LRScheduler)],
+        )
+        for key, (leaf, placement) in leaves.items():
+            if isinstance(leaf, DataLoader):
+                results[key] = self.prepare_data_loader(leaf, placement)
+        prepared = [
+            nested.map_leaves(lambda leaf: results.get(id(leaf), leaf), item, objects=False)
+            for item in objects
+        ]
         for leaf in nested.leaves(prepared, objects=False):
             if not isinstance(leaf, _KINDS) and (reason := explain_unprepared(leaf)):
                 _LOG.warning_once(
@@ -266,55 +180,83 @@ class PrepareMethods(CheckpointMethods):
             ValueError: If fp16 loss scaling is used with trainable float16 parameters, or a model on the meta device is
                 not sharded.
         """
-        if any(model is prepared for prepared in self._models):
-            return model
-        self._read_fsdp_plugin()
-        if not evaluation_mode:
-            self._check_consistent([model], self._loader_options)
-            self._precision.check(model.parameters())
-        if not self._backend.shards_models:
-            refuse_meta_model(model)
-        if self._backend.topology.world_size > 1:
-            _make_contiguous(model)
-        if self._should_place(device_placement):
-            model = self._backend.move_model(model)
-        self._precision.wrap(model)
-        compile_in_place(self._backend.unwrap_model(model), self._dynamo)
-        prepared = (
-            model if evaluation_mode and not self._backend.shards_models else self._replicate_or_shard(model)
+        request = self._build_request(model, device_placement, is_trained=not evaluation_mode)
+        return cast("nn.Module", self._prepare_together([request])[id(model)])
+
+    def _build_request(
+        self, model: nn.Module, device_placement: bool | None, *, is_trained: bool = True
+    ) -> ModelRequest:
+        return ModelRequest(
+            model,
+            is_placed=self._device_placement if device_placement is None else device_placement,
+            is_trained=is_trained,
+            set_forward=self._set_forward,
+            ddp_options=self._ddp_options,
         )
+
+    def _set_forward(self, model: nn.Module) -> None:
+        self._precision.wrap(model)
+        compile_in_place(self._strategy.unwrap_model(model), self._dynamo)
+
+    def _prepare_together(
+        self,
+        requests: Sequence[ModelRequest] = (),
+        optimizers: Sequence[tuple[torch.optim.Optimizer, bool | None]] = (),
+        schedulers: Sequence[LRScheduler] = (),
+    ) -> dict[int, Any]:
+        """Return the prepared objects by the id of the script's; those that are prepared already are their own."""
+        results: dict[int, Any] = {}
+        new_requests = []
+        for request in requests:
+            if any(request.model is prepared for prepared in self._models):
+                results[id(request.model)] = request.model
+            else:
+                self._check_model(request)
+                new_requests.append(request)
+        new_optimizers = [
+            (o, placement) for o, placement in optimizers if not isinstance(o, PreparedOptimizer)
+        ]
+        new_schedulers = [s for s in schedulers if not isinstance(s, PreparedScheduler)]
+        models = self._strategy.prepare(new_requests, [o for o, _ in new_optimizers], new_schedulers)
+        for request, model in zip(new_requests, models, strict=True):
+            self._add_model(model, averages=request.is_trained)
+            results[id(request.model)] = model
+        for optimizer, placement in new_optimizers:
+            results[id(optimizer)] = self._add_optimizer(optimizer, placement)
+        for scheduler in new_schedulers:
+            results[id(scheduler)] = self._add_scheduler(scheduler)
+        return results
+
+    def _check_model(self, request: ModelRequest) -> None:
+        """Raise an error if a model cannot be prepared, and copy tensors that cannot be sent."""
+        self._read_fsdp_plugin()
+        if request.is_trained:
+            self._check_consistent([request.model], self._loader_options)
+            self._precision.check(request.model.parameters())
+        if not self._strategy.shards_models:
+            refuse_meta_model(request.model)
+        elif self._fsdp_plugin is not None:
+            self._fsdp_plugin.freeze("models are sharded by it", "Set it before prepare()")
+        if self._backend.topology.world_size > 1:
+            _make_contiguous(request.model)
+
+    def _add_model(self, prepared: nn.Module, *, averages: bool) -> None:
+        """Register a prepared model; one that was unwrapped and prepared again replaces its earlier wrapper."""
         if self._backend.pads_batches:
             prepared.register_forward_pre_hook(ModelInputHook(self._loops), with_kwargs=True)
-        if self._backend.topology.world_size > 1 and not self._backend.shards_models:
+        if self._backend.topology.world_size > 1 and not self._strategy.shards_models:
             # They warn if gradients are not averaged, or all processes have the same batches.
-            self._averaging_check.add(prepared, averages=not evaluation_mode)
+            self._averaging_check.add(prepared, averages=averages)
             first = not any(isinstance(model, DistributedDataParallel) for model in self._models)
             if first and isinstance(prepared, DistributedDataParallel):
                 FirstInput(self._backend, lambda: self._loops.have_begun).watch(prepared)
-        self._add_model(prepared)
+        unwrap = self._strategy.unwrap_model
+        same = [i for i, earlier in enumerate(self._models) if unwrap(earlier) is unwrap(prepared)]
+        if same:
+            self._models[same[0]] = prepared
+        else:
+            self._models.append(prepared)
         self._gradients.find_groups()
-        return prepared
-
-    def _add_model(self, prepared: nn.Module) -> None:
-        """Add a prepared model; one that was unwrapped and prepared again replaces its earlier wrapper."""
-        unwrap = self._backend.unwrap_model
-        for index, earlier in enumerate(self._models):
-            if unwrap(earlier) is unwrap(prepared):
-                self._models[index] = prepared
-                return
-        self._models.append(prepared)
-
-    def _replicate_or_shard(self, model: nn.Module) -> nn.Module:
-        originals = named_parameters(model)
-        prepared = self._backend.wrap_model(model, self._ddp_options)
-        if self._backend.shards_models:
-            if self._fsdp_plugin is not None:
-                self._fsdp_plugin.freeze("models are sharded by it", "Set it before prepare()")
-            refuse_forward_on_meta(prepared)
-            self._parameter_map.add(originals, prepared)
-            for optimizer in self._optimizers:
-                self._parameter_map.replace_parameters(optimizer.optimizer)
-        return prepared
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
@@ -329,20 +271,22 @@ class PrepareMethods(CheckpointMethods):
         Raises:
             ValueError: If fp16 loss scaling is used with trainable float16 parameters.
         """
-        if isinstance(optimizer, PreparedOptimizer):
-            return optimizer
-        self._parameter_map.replace_parameters(optimizer)
+        results = self._prepare_together(optimizers=[(optimizer, device_placement)])
+        return cast("PreparedOptimizer", results.get(id(optimizer), optimizer))
+
+    def _add_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None
+    ) -> PreparedOptimizer:
         self._precision.check(p for group in optimizer.param_groups for p in group["params"])
         prepared = PreparedOptimizer(
             optimizer,
             self._accumulation,
             self._precision.scaler,
-            self._backend.build_step_hook(),
+            self._strategy,
             self._build_step_check(optimizer),
             self._build_gather("the loss of LBFGS"),
         )
-        self._backend.register_load_state_hook(optimizer)
-        if self._should_place(device_placement):
+        if self._device_placement if device_placement is None else device_placement:
             prepared.place()
         self._optimizers.append(prepared)
         self._gradients.find_groups()
@@ -358,21 +302,15 @@ class PrepareMethods(CheckpointMethods):
 
     def _build_step_check(self, optimizer: torch.optim.Optimizer) -> Callable[[], bool] | None:
         """Return the check of an optimizer before its first step; None on one process."""
-        if self._backend.shards_models:
+        if self._strategy.shards_models:
             return partial(self._check_sharded, optimizer)
         if self._backend.topology.world_size == 1:
             return None
         return partial(self._averaging_check.check_optimizer, optimizer)
 
     def _check_sharded(self, optimizer: torch.optim.Optimizer) -> bool:
-        # After an evaluation just before the step, modules still hold gathered parameters.
-        self._backend.synchronize()
-        self._parameter_map.check(optimizer, self._models)
-        self._backend.check_gradients(self._models)
+        self._strategy.check_step(optimizer, self._models)
         return True
-
-    def _should_place(self, device_placement: bool | None) -> bool:
-        return self._device_placement if device_placement is None else device_placement
 
     def prepare_data_loader(
         self,
@@ -401,7 +339,7 @@ class PrepareMethods(CheckpointMethods):
         check_loader_configuration(self._loader_config)
         options = replace(
             self._loader_options,
-            put_on_device=self._should_place(device_placement),
+            put_on_device=self._device_placement if device_placement is None else device_placement,
             presharded=data == "sharded",
         )
         self._check_consistent([data_loader], options)
@@ -424,8 +362,10 @@ class PrepareMethods(CheckpointMethods):
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
         """Wrap a scheduler so that it advances by the samples of all processes, at optimizer steps only."""
-        if isinstance(scheduler, PreparedScheduler):
-            return scheduler
+        results = self._prepare_together(schedulers=[scheduler])
+        return cast("PreparedScheduler", results.get(id(scheduler), scheduler))
+
+    def _add_scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
         stepped = [o for o in self._optimizers if scheduler.optimizer in (o, o.optimizer)]
         prepared = PreparedScheduler(
             scheduler,

@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from accel_runtime.accelerator.description import (
     Description,
@@ -37,6 +38,7 @@ from accel_runtime.foundation.options import (
     Configuration,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
+    DistributedType,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
@@ -48,6 +50,7 @@ from accel_runtime.monitoring.profiling import ProfileKwargs
 from accel_runtime.monitoring.recording import RankRecorder
 from accel_runtime.monitoring.tracking import Trackers
 from accel_runtime.parallel.big_modeling import MetaModels
+from accel_runtime.parallel.strategy import Strategy
 from accel_runtime.training.accumulation import Accumulation, AveragingCheck
 from accel_runtime.training.bypass_check import BypassCheck
 from accel_runtime.training.forward import Precision, TorchDynamoPlugin
@@ -129,6 +132,7 @@ class AcceleratorProperties(ProcessMethods):
     _rng_types: tuple[str, ...]
     _schedulers: list[PreparedScheduler]
     _state: AcceleratorState
+    _strategy: Strategy
     _step_with_optimizer: bool
     _trackers: Trackers
 
@@ -209,7 +213,7 @@ class AcceleratorProperties(ProcessMethods):
     @ddp_handler.setter
     def ddp_handler(self, handler: DistributedDataParallelKwargs | None) -> None:
         options = {} if handler is None else changed_fields(handler)
-        self._backend.check_options(options, self.settings.mixed_precision)
+        self._strategy.check_options(options, self.settings.mixed_precision)
         self._set_handler("ddp_handler", DistributedDataParallelKwargs, handler)
         if options and self.use_distributed and self._models:
             _LOG.warning(
@@ -283,12 +287,18 @@ class AcceleratorProperties(ProcessMethods):
             return
         settings = replace(self.settings, fully_shard=options)
         check_layout(settings.parallel, settings.fully_shard, self.num_processes)
-        self._backend.set_sharding(settings)
+        self._strategy.set_sharding(settings)
         before = dict(flatten_settings(self.settings))
         self._is_argument |= {key: True for key, value in flatten_settings(settings) if value != before[key]}
         self.settings, self._plugin_options = settings, options
 
     # Other properties -----------------------------------------------------------------
+
+    @property
+    @override
+    def distributed_type(self) -> DistributedType:
+        """Return the kind of distribution, with that of the models: `NO`, `MULTI_GPU`, `FSDP`, ..."""
+        return self._state.distributed_type
 
     @property
     def is_fsdp2(self) -> bool:
@@ -300,7 +310,7 @@ class AcceleratorProperties(ProcessMethods):
     @property
     def torch_device_mesh(self) -> Any:
         """Return the device mesh of the dimensions larger than one; None if models are replicated."""
-        return self._backend.mesh.full if self._backend.mesh is not None else None
+        return self._strategy.mesh.full if self._strategy.mesh is not None else None
 
     @property
     def tensor_parallel_rank(self) -> int:
@@ -316,7 +326,7 @@ class AcceleratorProperties(ProcessMethods):
     @property
     def data_parallel_shard_rank(self) -> int:
         """Return the rank of this process among those that shard parameters, from 0."""
-        mesh = self._backend.mesh
+        mesh = self._strategy.mesh
         return 0 if mesh is None else self._backend.data_rank.rank % mesh.sizes.dp_shard
 
     @property
@@ -465,11 +475,10 @@ class AcceleratorProperties(ProcessMethods):
             ),
             models=tuple(
                 model_facts(
-                    self._backend.unwrap_model(model),
+                    self._strategy.unwrap_model(model),
                     computes_in,
                     getattr(hook, "value", None),
-                    self._backend.describe_wrapper(model),
-                    self._backend.list_parameter_groups(model, computes_in),
+                    self._strategy.describe_model(model, computes_in),
                 )
                 for model in self._models
             ),
@@ -483,7 +492,7 @@ class AcceleratorProperties(ProcessMethods):
                 for loader in list(self._loaders.values())
             ),
             options=self._find_origins(self.settings, is_argument=self._is_argument),
-            device=self._backend.describe_device(),
+            device=self._backend.runtime.describe(),
         )
 
 

@@ -403,16 +403,32 @@ class AcceleratorState(StateView):
 
     @classmethod
     def of(
-        cls, processes: ProcessMethods, mixed_precision: MixedPrecision, plugins: Mapping[str, Any]
+        cls,
+        processes: ProcessMethods,
+        distributed_type: DistributedType,
+        mixed_precision: MixedPrecision,
+        plugins: Mapping[str, Any],
     ) -> AcceleratorState:
         """Return the state of an `Accelerator` with its number format and its plugins by name."""
         state = cls.__new__(cls)
         backend = processes._backend  # noqa: SLF001 - the other half of one object
-        vars(state).update(_backend=backend, _mixed_precision=mixed_precision, _plugins=plugins)
+        vars(state).update(
+            _backend=backend,
+            _distributed_type=distributed_type,
+            _mixed_precision=mixed_precision,
+            _plugins=plugins,
+        )
         return state
 
+    _distributed_type: DistributedType
     _mixed_precision: MixedPrecision
     _plugins: Mapping[str, Any]
+
+    @property
+    @override
+    def distributed_type(self) -> DistributedType:
+        """Return the kind of distribution, with that of the models: `NO`, `MULTI_GPU`, `FSDP`, ..."""
+        return self._distributed_type
 
     @property
     def mixed_precision(self) -> MixedPrecision:

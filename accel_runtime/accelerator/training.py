@@ -143,11 +143,11 @@ class TrainingMethods(AcceleratorProperties):
                 progress.backward(averages)
         try:
             if weight is None and not options and self._gradients.begin_plain_backward(loss_scale):
-                loss.backward()  # type: ignore[no-untyped-call]
+                self._strategy.backward(loss, options)
             else:
                 self._gradients.backward(loss, weight, loss_scale, options)
         except RuntimeError as error:
-            if (explained := self._backend.explain_error(error, "backward()")) is not error:
+            if (explained := self._strategy.explain_error(error, "backward()")) is not error:
                 raise explained from error
             raise
         if is_distributed:
@@ -175,14 +175,14 @@ class TrainingMethods(AcceleratorProperties):
                 "for each micro-batch, with all models: accumulate(first, second).",
                 call_site(),
             )
-        return MicroBatch(self._accumulation, is_last=is_last, no_sync=self._backend.no_sync, models=models)
+        return MicroBatch(self._accumulation, is_last=is_last, no_sync=self._strategy.no_sync, models=models)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Skip gradient averaging in the backward passes of `model` inside the context."""
         self._accumulation.no_sync_depth += 1
         try:
-            with self._backend.no_sync(model):
+            with self._strategy.no_sync(model):
                 yield
         finally:
             self._accumulation.no_sync_depth -= 1
@@ -190,7 +190,7 @@ class TrainingMethods(AcceleratorProperties):
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """Average gradients in the next backward pass inside the context, even if the forward pass ran in `no_sync`."""
         self._averaging_check.expect_averaging(model)
-        return self._backend.sync_in_backward(model)
+        return self._strategy.sync_in_backward(model)
 
     def maybe_context_parallel(
         self,
@@ -235,7 +235,7 @@ class TrainingMethods(AcceleratorProperties):
     @property
     def _sequence_group(self) -> dist.ProcessGroup | None:
         """Return the context-parallel process group, or None without one."""
-        mesh = self._backend.mesh
+        mesh = self._strategy.mesh
         return None if mesh is None or mesh.cp is None else mesh.cp.get_group()
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
@@ -304,7 +304,7 @@ class TrainingMethods(AcceleratorProperties):
                     stack.enter_context(loader.override_even_batches(even_batches=even_batches))
             joined = [item for item in joinables if not _is_frozen_module(item)]
             if joined and self.use_distributed and not even_batches:
-                stack.enter_context(self._backend.join(joined))
+                stack.enter_context(self._strategy.join(joined))
                 self._replica_check.disable()
             yield
         if (progress := heartbeat()) is not None:

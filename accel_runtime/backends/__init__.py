@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from accel_runtime.backends.base import Backend
-from accel_runtime.backends.distributed import DDPBackend
+from accel_runtime.backends.device_runtime import DeviceRuntime
+from accel_runtime.backends.distributed import DistributedBackend
 from accel_runtime.backends.single import Single
 from accel_runtime.environment.settings import Settings, check_layout
 from accel_runtime.environment.topology import Topology
@@ -66,13 +67,11 @@ def connect(settings: Settings, topology: Topology, options: dict[str, Any] | No
         return xla.connect(settings, topology, options or {})
     backend = (options or {}).get("backend") or settings.process_group_backend
     device = _select_device(settings.device, topology, backend)
-    if not settings.parallel.plain:
-        from accel_runtime.parallel.sharded import FSDPBackend  # noqa: PLC0415 - most runs go without it, and it loads slowly
-
-        return FSDPBackend(topology, device, settings, options or {})
-    if topology.launched:
-        return DDPBackend(topology, device, settings, options or {})
-    return Single(topology, device)
+    runtime = DeviceRuntime(device)
+    # Shards need the collectives of torch on one process too.
+    if topology.launched or not settings.parallel.plain:
+        return DistributedBackend(topology, runtime, settings, options or {})
+    return Single(topology, runtime)
 
 
 def _select_device(requested: str, topology: Topology, backend: str) -> torch.device:
@@ -220,7 +219,7 @@ def seed_device(seed: int) -> None:
 
             xla.seed_device(settings, seed)
     elif backend.device.type != "cpu":
-        backend.device_rng.manual_seed(seed)
+        backend.runtime.rng.manual_seed(seed)
 
 
 def wait_for_everyone() -> None:

@@ -1,4 +1,4 @@
-"""The interface of a backend: collectives, store, device and model wrapper of one process."""
+"""The interface of a backend: the ranks, their collectives and store, and the device of one process."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
-from torch import nn
 
+from accel_runtime.backends.device_runtime import DeviceRuntime
 from accel_runtime.collectives.handshake import (
     Handshake,
     RankLostError,
@@ -24,16 +23,12 @@ from accel_runtime.collectives.handshake import (
     call_at_site,
 )
 from accel_runtime.collectives.transport import Transport
-from accel_runtime.environment.settings import MixedPrecision, Settings
 from accel_runtime.environment.topology import DataRank, Topology
 from accel_runtime.foundation.heartbeat import call_site, heartbeat
 from accel_runtime.foundation.options import DistributedType
-from accel_runtime.foundation.steps import EpochIterator
 
 if TYPE_CHECKING:
     from accel_runtime.collectives.stalls import MissingRanks, RankMonitor
-    from accel_runtime.data.active_loops import ActiveLoops
-    from accel_runtime.foundation.process_mesh import GroupFacts, ProcessMesh
 
 __all__ = ["Backend", "Reduction"]
 
@@ -49,48 +44,42 @@ _DONE, _FAILED, _FOLLOWS = "done", "failed", "follows"
 
 
 class Backend(ABC):
-    """Connect this process to the other ranks and to its device; a single process has a backend too."""
-
-    static_shapes = False
-    """Programs are compiled for their shapes and constants, and all ranks run the same one: the last batch is padded on one
-    process too, and a number that differs between ranks or steps must be a tensor."""
-
-    num_batch_shards = 1
-    """The number of devices over which a batch of this process is sharded; its size must be a multiple."""
-
-    shards_models = False
-    """Models are sharded over ranks, models that are never trained too, and their parameters are replaced."""
+    """Connect this process to the other ranks and to its device; a single process has a backend too. It knows no model."""
 
     ranks_share_generators = False
     """Ranks share the random number generators of one process, so that the first rank draws for all."""
 
-    active_loops: ActiveLoops | None = None
-    """The active loops of the Accelerator that uses this backend, for loaders that are prepared without it."""
-
     rank_monitor: RankMonitor | None = None
     """Finds the ranks that will not join a call; None on one process."""
 
-    mesh: ProcessMesh | None = None
-    """The device mesh of the processes, if models are sharded."""
-
     def __init__(
-        self, topology: Topology, device: torch.device, transport: Transport, *, is_counted: bool = True
+        self,
+        topology: Topology,
+        runtime: DeviceRuntime,
+        transport: Transport,
+        data_rank: DataRank | None = None,
+        *,
+        is_counted: bool = True,
     ) -> None:
         self.topology = topology
         """Rank and world size of this process."""
-        self.device = device
-        """The device of this process."""
-        self.data_rank = DataRank(topology.rank, topology.world_size)
+        self.runtime = runtime
+        """How the device of this process executes."""
+        self.data_rank = data_rank or DataRank(topology.rank, topology.world_size)
         """The part of every global batch that this process has."""
         self.handshake = Handshake(transport, topology.rank, topology.world_size, is_counted=is_counted)
         """The handshake that precedes every collective call."""
-        self._warned_about_join = False
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "Cannot pickle or copy an object that is connected to the other processes, such as a prepared DataLoader. Pickle its "
             "dataset, or the Accelerator."
         )
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self.runtime.device
 
     @property
     @abstractmethod
@@ -242,124 +231,7 @@ class Backend(ABC):
     @property
     def pads_batches(self) -> bool:
         """Return whether batches may be padded, so that padding samples must be counted."""
-        return self.static_shapes or self.data_rank.world_size > 1
-
-    @property
-    def device_rng(self) -> Any:
-        """Functions `get_rng_state(device)`, `set_rng_state(state, device)`, `manual_seed`; states are CPU tensors."""
-        return torch.get_device_module(self.device)
-
-    @cached_property
-    def copy_stream(self) -> torch.Stream | None:
-        """The stream on which batches are copied in the background; None if the device has no streams.
-
-        One per process: memory that is allocated on a stream is reused on this stream only.
-        """
-        module = torch.get_device_module(self.device)
-        has_streams = self.device.type != "cpu" and hasattr(module, "Stream")
-        return module.Stream(self.device) if has_streams else None
-
-    def describe_device(self) -> dict[str, str]:
-        """Return what the runtime of the device reports about itself, by title."""
-        return {}
-
-    def synchronize(self) -> None:  # noqa: B027 - most devices need nothing
-        """Execute all pending operations and reshard gathered parameters; collective."""
-
-    def iterate_batches(
-        self,
-        batches_of: Callable[[EpochIterator], Iterator[Any]],
-        epoch: EpochIterator,
-        *,
-        to_device: bool,  # noqa: ARG002 - for devices that compute lazily
-        loaded_by_workers: bool,  # noqa: ARG002
-    ) -> Iterator[Any]:
-        """Iterate over the batches of an epoch.
-
-        Args:
-            batches_of: Yields the batches and records the offset of each in the epoch iterator it gets.
-            epoch: Receives the offset of the batch that was yielded last.
-            to_device: Batches may be copied to the device here; others are copied later.
-            loaded_by_workers: Workers load batches, so the next one can be fetched in advance.
-        """
-        return batches_of(epoch)
-
-    def state_to_host(self, state: Any) -> Any:
-        """Return nested state with tensors on the CPU if files cannot be written from device memory.
-
-        Tensors that are the same object stay the same object.
-        """
-        return state
-
-    def set_sharding(self, settings: Settings) -> None:  # noqa: B027 - models are replicated
-        """Shard models that are prepared from now on as the settings describe."""
-
-    def check_options(self, ddp_options: dict[str, Any], mixed_precision: MixedPrecision) -> None:  # noqa: B027
-        """Raise ValueError if fields of `DistributedDataParallelKwargs` or the precision are not supported."""
-
-    def move_model(self, model: nn.Module) -> nn.Module:
-        """Move parameters and buffers to the device."""
-        return model.to(self.device)
-
-    def wrap_model(self, model: nn.Module, ddp_options: dict[str, Any]) -> nn.Module:  # noqa: ARG002 - one process averages nothing
-        """Return the model, set up to average gradients over the ranks, or sharded."""
-        return model
-
-    def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """Return the module that `wrap_model` was given."""
-        return model
-
-    def describe_wrapper(self, model: nn.Module) -> str:
-        """Return the name of the model's wrapper, or `none`."""
-        return "none" if self.unwrap_model(model) is model else type(model).__name__
-
-    def list_parameter_groups(
-        self,
-        model: nn.Module,  # noqa: ARG002 - replicated
-        autocast_dtype: torch.dtype | None,  # noqa: ARG002
-    ) -> tuple[GroupFacts, ...]:
-        """Return the groups of parameters that are gathered together; empty if the model is replicated."""
-        return ()
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Return a context in which backward passes do not average gradients."""
-        return nullcontext()
-
-    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Return a context in which the next backward pass averages gradients, even after a forward pass in `no_sync`."""
-        return nullcontext()
-
-    def build_step_hook(self) -> Callable[[], None] | None:
-        """Return a function for one optimizer to call after each step, or None."""
-        return None
-
-    def check_gradients(self, models: Sequence[nn.Module]) -> None:  # noqa: B027 - DDP keeps gradients consistent
-        """Raise ValueError before the first optimizer step if replicated parameters have different gradients."""
-
-    def register_load_state_hook(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - nothing to shard
-        """Shard a state that the optimizer loads like its parameters."""
-
-    def join(self, models: list[Any]) -> AbstractContextManager[Any]:  # noqa: ARG002
-        """Return a context in which averaging gradients does not wait for ranks without batches.
-
-        Backends whose ranks take part in each other's passes cannot do this and warn once.
-        """
-        if not self._warned_about_join:
-            self._warned_about_join = True
-            _LOG.warning(
-                "join_uneven_inputs() has no effect, at %s: every rank takes part in the forward and backward passes of the "
-                "others here, so a rank without a batch would stop them. Give every rank as many batches, as prepared "
-                "DataLoaders do.",
-                call_site(),
-            )
-        return nullcontext()
-
-    def capture_replica_state(self, model: nn.Module) -> dict[str, Any]:  # noqa: ARG002 - DDP has some
-        """Return what the wrapper of a model keeps between steps; collective."""
-        return {}
-
-    def restore_replica_state(self, model: nn.Module, state: dict[str, Any]) -> None:  # noqa: B027
-        """Apply a state of `capture_replica_state`, as far as it fits this run."""
+        return self.runtime.static_shapes or self.data_rank.world_size > 1
 
     def close(self) -> None:  # noqa: B027 - one process has no process group
         """Release this backend; the process group ends with its last user."""

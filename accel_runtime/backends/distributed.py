@@ -13,7 +13,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,6 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.algorithms.join import Join
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import get_worker_info
 from typing_extensions import override
 
@@ -34,6 +31,7 @@ from accel_runtime.backends.arrivals import (
     report_missing_ranks,
 )
 from accel_runtime.backends.base import Backend, Reduction
+from accel_runtime.backends.device_runtime import DeviceRuntime
 from accel_runtime.collectives.handshake import Handshake, all_gather_objects
 from accel_runtime.collectives.stalls import rank_monitor_of
 from accel_runtime.collectives.transport import connect_group
@@ -41,20 +39,15 @@ from accel_runtime.environment.settings import Settings
 from accel_runtime.environment.text import decode_text, encode_text
 from accel_runtime.environment.topology import Topology, build_refusal
 from accel_runtime.foundation.heartbeat import heartbeat
-from accel_runtime.foundation.module_names import named_parameters, uncompiled_module
 from accel_runtime.foundation.options import DistributedType
+from accel_runtime.foundation.process_mesh import MeshSizes
 from accel_runtime.foundation.torch_internals import (
     HashStore,
-    capture_buckets,
     default_store,
-    is_graph_pending,
-    restore_buckets,
 )
-from accel_runtime.parallel.replicated import sync_in_backward, wrap_in_ddp
 
 __all__ = [
     "REDUCE_OPS",
-    "DDPBackend",
     "DistributedBackend",
     "StoreBackend",
     "check_gpus_differ",
@@ -154,8 +147,9 @@ class DistributedBackend(StoreBackend):
     """
 
     def __init__(
-        self, topology: Topology, device: torch.device, settings: Settings, options: dict[str, Any]
+        self, topology: Topology, runtime: DeviceRuntime, settings: Settings, options: dict[str, Any]
     ) -> None:
+        device = runtime.device
         timeout = timedelta(seconds=settings.process_group_timeout)
         group_options: dict[str, Any] = {
             "backend": _group_backend(settings, device),
@@ -184,8 +178,8 @@ class DistributedBackend(StoreBackend):
         self._control, transport = connect_group(
             dist.group.WORLD, "control", patience, one_machine=self._one_machine
         )
-        super().__init__(topology, device, transport)
-        self._device_ids = [device.index] if device.index is not None else None
+        sizes = MeshSizes.of(settings.parallel, topology.world_size)
+        super().__init__(topology, runtime, transport, sizes.data_rank(topology.rank))
         self._progress = heartbeat()
         self.rank_monitor = rank_monitor_of(
             dist.group.WORLD, self._store, topology.rank, topology.world_size, patience
@@ -282,56 +276,6 @@ class DistributedBackend(StoreBackend):
             _USERS.remove(self)
             if not _USERS:
                 _destroy_process_group()
-
-
-class DDPBackend(DistributedBackend):
-    """The backend of processes that replicate every model, in DDP."""
-
-    @override
-    def wrap_model(self, model: nn.Module, ddp_options: dict[str, Any]) -> nn.Module:
-        # DDP refuses a model without trainable parameters.
-        is_trainable = any(parameter.requires_grad for parameter in model.parameters())
-        if isinstance(model, DistributedDataParallel) or not is_trainable:
-            return model
-        prepared = wrap_in_ddp(model, self._device_ids, ddp_options)
-        prepared.explain_error = self.explain_error
-        return prepared
-
-    @override
-    def unwrap_model(self, model: nn.Module) -> nn.Module:
-        return model.module if isinstance(model, DistributedDataParallel) else model
-
-    @override
-    def describe_wrapper(self, model: nn.Module) -> str:
-        return "none" if self.unwrap_model(model) is model else DistributedDataParallel.__name__
-
-    @override
-    def join(self, models: list[Any]) -> AbstractContextManager[Any]:
-        return Join(models)
-
-    @override
-    def capture_replica_state(self, model: nn.Module) -> dict[str, Any]:
-        if not isinstance(model, DistributedDataParallel):
-            return {}
-        return capture_buckets(model, dict(named_parameters(model.module)))
-
-    @override
-    def restore_replica_state(self, model: nn.Module, state: dict[str, Any]) -> None:
-        if state and isinstance(model, DistributedDataParallel):
-            restore_buckets(model, dict(named_parameters(model.module)), state)
-
-    @override
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        model = uncompiled_module(model)
-        # A static graph is recorded first. Averaging a part of a cycle is exact: averages are added to local gradients.
-        if not isinstance(model, DistributedDataParallel) or is_graph_pending(model):
-            return nullcontext()
-        return model.no_sync()
-
-    @override
-    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        model = uncompiled_module(model)
-        return sync_in_backward(model) if isinstance(model, DistributedDataParallel) else nullcontext()
 
 
 def _check_is_rank(topology: Topology) -> None:

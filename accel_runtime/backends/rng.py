@@ -88,8 +88,8 @@ def broadcast_rng_types(kinds: Iterable[str], backend: Backend) -> None:
                 raise ValueError(
                     f"Invalid rng_types: xla needs an XLA device, and the device is {backend.device}. Leave xla out."
                 )
-            state = backend.broadcast(backend.device_rng.get_rng_state(backend.device))
-            backend.device_rng.set_rng_state(state, backend.device)
+            state = backend.broadcast(backend.runtime.rng.get_rng_state(backend.device))
+            backend.runtime.rng.set_rng_state(state, backend.device)
         elif kind != "generator":
             module = torch if kind == "torch" else getattr(torch, kind)
             module.set_rng_state(backend.broadcast_object(module.get_rng_state(), f"random states of {kind}"))

@@ -11,6 +11,7 @@ import torch
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend, Reduction
+from accel_runtime.backends.device_runtime import DeviceRuntime
 from accel_runtime.collectives.transport import Transport
 from accel_runtime.environment.topology import DataRank, Topology, build_refusal
 from accel_runtime.foundation.options import DistributedType
@@ -70,13 +71,22 @@ class Single(Backend):
 
     Args:
         topology: A rank of a world of size 1.
-        device: The device of this process.
+        runtime: How the device of this process executes.
+        distributed_type: The kind of distributed training.
         is_counted: If true, collectives count as progress of this process. In a process of several, they must not: ranks compare
             the number of their common collectives.
     """
 
-    def __init__(self, topology: Topology, device: torch.device, *, is_counted: bool = True) -> None:
-        super().__init__(topology, device, _LoopbackTransport(), is_counted=is_counted)
+    def __init__(
+        self,
+        topology: Topology,
+        runtime: DeviceRuntime,
+        *,
+        distributed_type: DistributedType = DistributedType.NO,
+        is_counted: bool = True,
+    ) -> None:
+        super().__init__(topology, runtime, _LoopbackTransport(), is_counted=is_counted)
+        self._distributed_type = distributed_type
         self._store: dict[str, str] = {}
         self._counters: Counter[str] = Counter()
 
@@ -103,7 +113,7 @@ class Single(Backend):
     @property
     @override
     def distributed_type(self) -> DistributedType:
-        return DistributedType.NO
+        return self._distributed_type
 
     @property
     @override

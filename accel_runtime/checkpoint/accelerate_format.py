@@ -68,7 +68,7 @@ def _plan_restore(
     trees = {name: tree for name, tree in checkpoint.items.items() if name != "counters"}
     for item in items:
         if isinstance(item, ModelItem) and item.name in trees:
-            state = run.backend.state_to_host(item.tree())
+            state = run.backend.runtime.state_to_host(item.tree())
             names = match_names(trees[item.name], state)
             renamed = {names[name]: value for name, value in trees[item.name].items()}
             trees[item.name] = add_aliases(renamed, state)

@@ -28,6 +28,7 @@ from accel_runtime.checkpoint.state_items import StateItem, is_sharded
 from accel_runtime.collectives.stalls import MissingRanks
 from accel_runtime.environment.settings import __version__, format_size, variable_name
 from accel_runtime.foundation.tensor_bytes import copy_to_host, hash_tensor
+from accel_runtime.parallel.strategy import Strategy
 from accel_runtime.storage.directory import (
     TargetExistsError,
     commit_directory,
@@ -484,10 +485,11 @@ def _build_entries(metadata: Metadata, chunks: Sequence[tuple[str, Chunk]]) -> d
 
 
 def save_without_missing_ranks(
-    absence: MissingRanks, backend: Backend, save: Callable[[], str], *, own_data: bool
+    absence: MissingRanks, strategy: Strategy, save: Callable[[], str], *, own_data: bool
 ) -> str:
     """Save the state of the ranks that call `save_state` if others do not; warn about what is missing."""
-    text = write_without_missing_ranks("save_state", absence, backend, save, sharded=backend.shards_models)
+    backend = strategy.backend
+    text = write_without_missing_ranks("save_state", absence, backend, save, sharded=strategy.shards_models)
     if absence.is_leader and absence.missing:
         offsets = (
             " Offsets of loaders with rank-specific data are missing too: these loaders start from the beginning."

@@ -25,6 +25,7 @@ from accel_runtime.data.loader import NextBatch, PreparedLoader
 from accel_runtime.foundation.module_names import state_dict
 from accel_runtime.parallel.big_modeling import MetaModels
 from accel_runtime.parallel.dtensor import shard_like
+from accel_runtime.parallel.strategy import Strategy
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.manifest import TensorEntry
 from accel_runtime.storage.schema import Count, Rule, Shape
@@ -53,7 +54,7 @@ _SLACK = 1 << 22
 class TrainingState:
     """Objects that an `Accelerator` has prepared."""
 
-    backend: Backend
+    strategy: Strategy
     models: Sequence[nn.Module]
     optimizers: Sequence[PreparedOptimizer]
     schedulers: Sequence[PreparedScheduler]
@@ -67,6 +68,11 @@ class TrainingState:
     """Memory for models on the meta device."""
     alone: bool = False
     """Save without collectives, and without states that need every rank."""
+
+    @property
+    def backend(self) -> Backend:
+        """Ranks and device."""
+        return self.strategy.backend
 
     @property
     def step(self) -> int:
@@ -91,7 +97,7 @@ class TrainingState:
 
     def states(self) -> list[dict[str, Any]]:
         """Return the state dict of every model, with the parameter names of the script's module."""
-        return [state_dict(self.backend.unwrap_model(model)) for model in self.models]
+        return [state_dict(self.strategy.unwrap_model(model)) for model in self.models]
 
     def items(
         self,
@@ -107,12 +113,12 @@ class TrainingState:
         have removed, and `position` selects the offset at which loaders resume (see
         `PreparedLoader.load_state_dict`).
         """
-        names = name_parameters(self.models, self.optimizers, self.backend.unwrap_model)
-        items: list[StateItem] = [ReplicaItem(self.backend, () if self.alone else self.models)]
+        names = name_parameters(self.models, self.optimizers, self.strategy.unwrap_model)
+        items: list[StateItem] = [ReplicaItem(self.strategy, () if self.alone else self.models)]
         items += [
             ModelItem(
                 numbered_name("model", index),
-                self.backend.unwrap_model(model),
+                self.strategy.unwrap_model(model),
                 None if states is None else states[index],
                 strict=strict,
                 memory=self.memory,
@@ -143,22 +149,22 @@ class TrainingState:
 
 
 class ReplicaItem(StateItem):
-    """State of the backend that keeps the replicas of a model equal."""
+    """State of the strategy that keeps the replicas of a model equal."""
 
     schema = list[Mapping[str, Any]]
 
-    def __init__(self, backend: Backend, models: Sequence[nn.Module]) -> None:
+    def __init__(self, strategy: Strategy, models: Sequence[nn.Module]) -> None:
         super().__init__("replicas")
-        self._backend, self._models = backend, models
+        self._strategy, self._models = strategy, models
 
     @override
     def tree(self) -> Any:
-        return [self._backend.capture_replica_state(model) for model in self._models]
+        return [self._strategy.capture_replica_state(model) for model in self._models]
 
     @override
     def restore(self, tree: Any) -> None:
         for model, state in zip(self._models, tree, strict=False):
-            self._backend.restore_replica_state(model, state)
+            self._strategy.restore_replica_state(model, state)
 
 
 @dataclass(frozen=True)
@@ -269,7 +275,7 @@ class RNGItem(StateItem):
     @property
     def _module(self) -> Any:
         """Provider of the device's generator; None for the CPU."""
-        return None if self._backend.device.type == "cpu" else self._backend.device_rng
+        return None if self._backend.device.type == "cpu" else self._backend.runtime.rng
 
     @override
     def merge_ranks(self, trees: Sequence[Any], rank: int, world_size: int) -> Any:

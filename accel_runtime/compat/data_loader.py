@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from accel_runtime.backends import current_backend
+from accel_runtime.backends import current_backend, find_accelerator
 from accel_runtime.backends.base import Backend
 from accel_runtime.backends.rng import parse_rng_types
 from accel_runtime.data.loader import PreparedLoader, skip_first_batches
@@ -64,8 +64,8 @@ def prepare_data_loader(  # noqa: PLR0913, PLR0917 - the signature scripts know
         ValueError: A device, a number of processes or an index that are not those of this process; an unknown
             generator; or the loader cannot be sharded exactly.
     """
-    backend = current_backend()
-    if backend.active_loops is None:
+    backend, accelerator = current_backend(), find_accelerator()
+    if accelerator is None:
         raise RuntimeError(
             "prepare_data_loader() needs an Accelerator, which knows the samples of each batch. Make the Accelerator first."
         )
@@ -77,7 +77,7 @@ def prepare_data_loader(  # noqa: PLR0913, PLR0917 - the signature scripts know
             "prepare_data_loader() cannot use slice_fn_for_dispatch: dispatched batches are made for each rank, and never "
             "cut. Leave it out."
         )
-    if torch_device_mesh is not None and backend.mesh is None:
+    if torch_device_mesh is not None and accelerator.torch_device_mesh is None:
         raise ValueError(
             "prepare_data_loader() cannot use torch_device_mesh: no model is sharded here. Leave it out, or give the "
             "Accelerator a ParallelismConfig."
@@ -94,7 +94,7 @@ def prepare_data_loader(  # noqa: PLR0913, PLR0917 - the signature scripts know
     return prepare_loader(
         dataloader,
         backend,
-        backend.active_loops,
+        accelerator._loops,  # noqa: SLF001 - the other half of one object
         loader_options(config, put_on_device, parse_rng_types(rng_types)),
     )
 

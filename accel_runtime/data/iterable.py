@@ -108,7 +108,7 @@ class IterableSource(Source):
         self, loader: DataLoader[Any], backend: Backend, sharding: BatchSharding, *, all_ranks: bool = False
     ) -> None:
         self.sharding = sharding
-        self._backend = Single(Topology(), backend.device, is_counted=False) if all_ranks else backend
+        self._backend = Single(Topology(), backend.runtime, is_counted=False) if all_ranks else backend
         self._loader = loader
         self._task = WorkerTask(
             loader.dataset,

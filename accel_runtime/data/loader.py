@@ -179,10 +179,10 @@ class PreparedLoader(DataLoader[Any]):
             return _isolate_first(batches, replayed, IsolatedRNG(capture_states() | start.get("random", {})))
 
         put_on_device = self._options.put_on_device
-        stream = self._backend.copy_stream if put_on_device and self._non_blocking else None
+        stream = self._backend.runtime.copy_stream if put_on_device and self._non_blocking else None
         if stream is None:
             workers = self.num_workers > 0
-            return self._backend.iterate_batches(
+            return self._backend.runtime.iterate_batches(
                 iterate, loop, to_device=put_on_device, loaded_by_workers=workers
             )
         if self._source.can_fetch_ahead:
@@ -263,14 +263,14 @@ class PreparedLoader(DataLoader[Any]):
         if self._options.presharded:
             return "each process has its own data; a process without a batch left gets padding without weight"
         is_single = self._backend.data_rank.world_size == 1
-        if is_single and (self.drop_last or not self._backend.static_shapes):
+        if is_single and (self.drop_last or not self._backend.runtime.static_shapes):
             return "no padding"
         if self.drop_last:
             return "an incomplete global batch is left out"
         if not self._options.even_batches:
             split = "the last batch is split evenly, gradients are weighted by samples"
             return "the last batch is not padded, so its shape differs" if is_single else split
-        if self.source_batch_size is None and not self._backend.static_shapes:
+        if self.source_batch_size is None and not self._backend.runtime.static_shapes:
             return "batches keep their sizes; a missing one at the end is padding without weight"
         return f"the last batch is padded from the start{self._describe_padding()}"
 
@@ -411,7 +411,7 @@ def check_model_parallel_ranks(backend: Backend) -> None:
     data_rank = backend.data_rank
     if data_rank.model_parallel_size == 1:
         return
-    module = None if backend.device.type == "cpu" else backend.device_rng
+    module = None if backend.device.type == "cpu" else backend.runtime.rng
     states = capture_rng_state(backend.device, module)
     fingerprints = backend.all_gather_numbers([fingerprint_states(states)], "random states")
     if are_consistent(fingerprints, data_rank.model_parallel_size):

@@ -79,7 +79,7 @@ class MapStyleSource(Source):
         *,
         all_ranks: bool = False,
     ) -> None:
-        self._backend = Single(Topology(), backend.device, is_counted=False) if all_ranks else backend
+        self._backend = Single(Topology(), backend.runtime, is_counted=False) if all_ranks else backend
         self._order = order = EpochOrder(loader, sharding, self._backend, seed, all_ranks=all_ranks)
         self._generator = loader.generator
         source = sampler_of_loader(loader)

@@ -75,7 +75,7 @@ def prepare_loader(
     if options.presharded:
         _check_presharded_options(options)
     if options.put_on_device:
-        _check_batch_size(loader, backend.num_batch_shards)
+        _check_batch_size(loader, backend.runtime.num_batch_shards)
     return PreparedLoader(loader, _build_source(loader, backend, options), backend, loops, options)
 
 
@@ -83,10 +83,9 @@ def _build_source(loader: DataLoader[Any], backend: Backend, options: LoaderOpti
     is_distributed = backend.topology.world_size > 1
     if is_distributed and options.presharded:
         _check_presharded(loader, backend.data_rank)
-        single = Single(Topology(), backend.device, is_counted=False)
-        single.static_shapes = backend.static_shapes
+        single = Single(Topology(), backend.runtime, is_counted=False)
         local = _build_source(loader, single, replace(options, presharded=False, dispatch=False))
-        pad_last = backend.static_shapes and options.even_batches
+        pad_last = backend.runtime.static_shapes and options.even_batches
         return PreshardedSource(local, loader, backend, pad_last=pad_last)
     _check_loader(loader, backend, options)
     sharding = sharding_of_loader(
@@ -94,7 +93,7 @@ def _build_source(loader: DataLoader[Any], backend: Backend, options: LoaderOpti
         backend.data_rank,
         split=options.split_batches,
         pad_last=options.even_batches,
-        static_shapes=backend.static_shapes,
+        static_shapes=backend.runtime.static_shapes,
     )
     if isinstance(loader.dataset, IterableDataset):
         # A stream may draw with every sample: ranks that read it in turn would draw from each other's generators.
@@ -166,7 +165,8 @@ def _check_loader(loader: DataLoader[Any], backend: Backend, options: LoaderOpti
         ),
         "even_batches=False gives ranks batches of different sizes at the end of an epoch, and on this device all ranks must "
         "run the same program. Use even_batches=True (gather_for_metrics drops the padding) or drop_last=True.": (
-            backend.static_shapes and not (options.even_batches or getattr(source, "drop_last", False))
+            backend.runtime.static_shapes
+            and not (options.even_batches or getattr(source, "drop_last", False))
         ),
     }
     for problem, applies in problems.items():

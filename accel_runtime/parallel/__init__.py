@@ -1,1 +1,27 @@
-"""Models larger than one device: meshes of processes, and how a model is divided over them."""
+"""Strategies: replicas, shards, and those of XLA devices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from accel_runtime.backends.base import Backend
+    from accel_runtime.environment.settings import Settings
+    from accel_runtime.parallel.strategy import Strategy
+
+__all__ = ["choose_strategy"]
+
+
+def choose_strategy(backend: Backend, settings: Settings) -> Strategy:
+    """Return what happens to the models of a run; modules of other strategies are not imported."""
+    if settings.device == "xla":
+        from accel_runtime.parallel import xla  # noqa: PLC0415 - needs torch_xla
+
+        return xla.choose_strategy(backend)
+    if not settings.parallel.plain:
+        from accel_runtime.parallel.sharded import Sharded  # noqa: PLC0415 - loads slowly
+
+        return Sharded(backend, settings)
+    from accel_runtime.parallel.replicated import Replicated  # noqa: PLC0415 - submodules of this package are imported alone
+
+    return Replicated(backend)

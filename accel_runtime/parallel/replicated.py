@@ -1,26 +1,35 @@
-"""DDP with the interface of the script's module."""
+"""The strategy of replicas: DDP with the interface of the script's module, or one process."""
 
 from __future__ import annotations
 
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from accel_runtime.foundation import nested
-from accel_runtime.foundation.module_names import load_state_dict, named_parameters, script_names
+from accel_runtime.foundation.module_names import (
+    load_state_dict,
+    named_parameters,
+    script_names,
+    uncompiled_module,
+)
 from accel_runtime.foundation.options import DDPCommunicationHookType
+from accel_runtime.foundation.torch_internals import capture_buckets, is_graph_pending, restore_buckets
 from accel_runtime.parallel.averaging import refuse_max_norm
+from accel_runtime.parallel.strategy import ModelLayout, Strategy
 
 __all__ = [
+    "Replicated",
     "ReplicatedModel",
     "check_hidden_gradients",
     "sync_in_backward",
@@ -57,8 +66,14 @@ class ReplicatedModel(DistributedDataParallel):
     names of the script's module; `load_state_dict` accepts them with and without DDP's prefix.
     """
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        explain_error: Callable[[RuntimeError, str], RuntimeError] | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(module, **options)
+        self._explain_error = explain_error or _keep_error
         if hasattr(module, "dim"):
             # DDP uses its own `dim` in `scatter` and `gather` only, which nothing calls; models often have a `dim`.
             del self.dim
@@ -69,13 +84,9 @@ class ReplicatedModel(DistributedDataParallel):
         ]
         self._own_names = frozenset(vars(self)) | {"_own_names"}
 
-    explain_error: Callable[[RuntimeError, str], RuntimeError] = staticmethod(lambda error, _: error)
-    """`Backend.explain_error` of the backend that prepared the model."""
-
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        state.pop("explain_error", None)  # it belongs to the process
-        return state
+        return state | {"_explain_error": _keep_error}  # the other belongs to the process
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -121,7 +132,7 @@ class ReplicatedModel(DistributedDataParallel):
             if _UNUSED_PARAMETERS in str(error):
                 raise RuntimeError(self._explain_unused(str(error))) from error
             # Buffers are broadcast here: a rank that has ended is noticed before any backward pass.
-            if (explained := self.explain_error(error, "the forward pass")) is not error:
+            if (explained := self._explain_error(error, "the forward pass")) is not error:
                 raise explained from error
             raise
 
@@ -151,6 +162,10 @@ class ReplicatedModel(DistributedDataParallel):
     ) -> Any:
         """Load a state with the names of the script's module, or with those of wrappers, such as DDP's prefix."""
         return load_state_dict(self.module, state_dict, strict=strict, assign=assign)
+
+
+def _keep_error(error: RuntimeError, _: str) -> RuntimeError:
+    return error
 
 
 class _SearchedModel(ReplicatedModel):
@@ -227,8 +242,13 @@ def check_hidden_gradients(outputs: Any, consequence: str) -> None:
         _LOG.warning("In the outputs of a model, %s", message)
 
 
-def wrap_in_ddp(model: nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> ReplicatedModel:
-    """Wrap a model with at least one trainable parameter in DDP."""
+def wrap_in_ddp(
+    model: nn.Module,
+    device: torch.device,
+    options: Mapping[str, Any],
+    explain_error: Callable[[RuntimeError, str], RuntimeError] | None = None,
+) -> ReplicatedModel:
+    """Wrap a model with at least one trainable parameter in DDP; `explain_error` is that of a strategy."""
     refuse_max_norm(model, set(model.parameters()))
     sparse = [name for name, buffer in model.named_buffers() if buffer.layout is not torch.strided]
     if sparse and options.get("broadcast_buffers", True):
@@ -241,7 +261,8 @@ def wrap_in_ddp(model: nn.Module, device_ids: list[int] | None, options: dict[st
         parameter.register_hook(_copy_gradient)  # type: ignore[no-untyped-call]
     is_searched = ddp_options.get("find_unused_parameters") or ddp_options.get("static_graph")
     kind_of_model = _SearchedModel if is_searched else ReplicatedModel
-    prepared = kind_of_model(model, device_ids=device_ids, **ddp_options)
+    device_ids = None if device.index is None else [device.index]
+    prepared = kind_of_model(model, explain_error, device_ids=device_ids, **ddp_options)
     kind = options.get("comm_hook", DDPCommunicationHookType.NO)
     if kind in _HOOKS:
         state = None
@@ -265,3 +286,53 @@ def sync_in_backward(model: DistributedDataParallel) -> Iterator[None]:
         yield
     finally:
         model.require_backward_grad_sync, model.require_forward_param_sync = before
+
+
+class Replicated(Strategy):
+    """Every rank has all parameters; DDP averages the gradients of several."""
+
+    @override
+    def wrap_model(self, model: nn.Module, ddp_options: Mapping[str, Any]) -> nn.Module:
+        # DDP refuses a model without trainable parameters.
+        is_trainable = any(parameter.requires_grad for parameter in model.parameters())
+        launched = self.backend.topology.launched
+        if not launched or isinstance(model, DistributedDataParallel) or not is_trainable:
+            return model
+        return wrap_in_ddp(model, self.backend.device, ddp_options, self.explain_error)
+
+    @override
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        return model.module if isinstance(model, DistributedDataParallel) else model
+
+    @override
+    def describe_model(self, model: nn.Module, autocast_dtype: torch.dtype | None) -> ModelLayout:
+        is_wrapped = isinstance(model, DistributedDataParallel)
+        return ModelLayout(DistributedDataParallel.__name__ if is_wrapped else "none")
+
+    @override
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        model = uncompiled_module(model)
+        # A static graph is recorded first. Averaging a part of a cycle is exact: averages are added to local gradients.
+        if not isinstance(model, DistributedDataParallel) or is_graph_pending(model):
+            return nullcontext()
+        return model.no_sync()
+
+    @override
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        model = uncompiled_module(model)
+        return sync_in_backward(model) if isinstance(model, DistributedDataParallel) else nullcontext()
+
+    @override
+    def join(self, models: Sequence[Any]) -> AbstractContextManager[Any]:
+        return Join(list(models))
+
+    @override
+    def capture_replica_state(self, model: nn.Module) -> dict[str, Any]:
+        if not isinstance(model, DistributedDataParallel):
+            return {}
+        return capture_buckets(model, dict(named_parameters(model.module)))
+
+    @override
+    def restore_replica_state(self, model: nn.Module, state: dict[str, Any]) -> None:
+        if state and isinstance(model, DistributedDataParallel):
+            restore_buckets(model, dict(named_parameters(model.module)), state)

@@ -1,12 +1,12 @@
-"""The backend of processes that shard models: tensor parallelism, activation checkpointing, `fully_shard`."""
+"""The strategy of sharded models: tensor parallelism, activation checkpointing, `fully_shard`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,7 @@ from torch.distributed.tensor import DTensor, Placement
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
-from accel_runtime.backends.distributed import DistributedBackend
 from accel_runtime.environment.settings import MixedPrecision, Settings
-from accel_runtime.environment.topology import Topology
 from accel_runtime.foundation.module_names import named_parameters, script_names, unwrap_module
 from accel_runtime.foundation.options import DistributedType
 from accel_runtime.foundation.precision import FORMATS
@@ -26,12 +24,15 @@ from accel_runtime.foundation.process_mesh import GroupFacts, MeshSizes, Process
 from accel_runtime.foundation.tensor_bytes import hash_tensor
 from accel_runtime.foundation.torch_internals import fsdp_policy, is_fsdp_module, list_buffers
 from accel_runtime.parallel.averaging import BufferAveraging, GradientAveraging, operate_flat
+from accel_runtime.parallel.big_modeling import refuse_forward_on_meta
 from accel_runtime.parallel.dtensor import (
     class_of,
     is_gathered,
     local_shard,
+    read_unsynced_gradients,
     refuse_sharded_saves,
     reshard_models,
+    restore_unsynced_gradients,
     shard_like,
 )
 from accel_runtime.parallel.fully_shard import (
@@ -46,36 +47,42 @@ from accel_runtime.parallel.fully_shard import (
     refuse_gradient_hooks,
     shard_model,
 )
+from accel_runtime.parallel.parameter_map import ParameterMap
 from accel_runtime.parallel.sharding_checks import check_modules, find_unshardable
+from accel_runtime.parallel.strategy import ModelLayout, Strategy
 from accel_runtime.parallel.tensor_parallel import (
     apply_tensor_parallel,
     check_replicated_gradients,
     plan_tensor_parallel,
 )
 
-__all__ = ["FSDPBackend", "broadcast_parameters", "build_buffer_broadcast", "describe_layout"]
+__all__ = ["Sharded", "broadcast_parameters", "build_buffer_broadcast", "describe_layout"]
 
 
-class FSDPBackend(DistributedBackend):
-    """The backend of processes that shard every model."""
+class Sharded(Strategy):
+    """Every rank has a shard of each model: `fully_shard`, tensor parallelism, or both.
+
+    Args:
+        backend: Connects the ranks.
+        settings: The sizes of the parallel dimensions and the options of sharding.
+
+    Raises:
+        RuntimeError: If the process group cannot gather shards on this device.
+    """
 
     shards_models = True
 
-    def __init__(
-        self, topology: Topology, device: torch.device, settings: Settings, options: dict[str, Any]
-    ) -> None:
+    def __init__(self, backend: Backend, settings: Settings) -> None:
+        super().__init__(backend)
+        topology, device = backend.topology, backend.device
+        check_collective_backend(backend.collective_backend, device, topology.world_size)
         sizes = MeshSizes.of(settings.parallel, topology.world_size)
-        super().__init__(topology, device, settings, options)
-        check_collective_backend(self.collective_backend, device, topology.world_size)
         self.mesh: ProcessMesh = ProcessMesh(sizes, device, topology)
         """The device mesh."""
-        self.data_rank = self.mesh.data_rank
         self._settings = settings
         self._gradient_syncs: WeakKeyDictionary[nn.Module, GradientSync] = WeakKeyDictionary()
-
-    @override
-    def set_sharding(self, settings: Settings) -> None:
-        self._settings = settings
+        self._parameter_map = ParameterMap()
+        self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
 
     @property
     @override
@@ -83,7 +90,11 @@ class FSDPBackend(DistributedBackend):
         return DistributedType.FSDP if self.mesh.sizes.shards else super().distributed_type
 
     @override
-    def check_options(self, ddp_options: dict[str, Any], mixed_precision: MixedPrecision) -> None:
+    def set_sharding(self, settings: Settings) -> None:
+        self._settings = settings
+
+    @override
+    def check_options(self, ddp_options: Mapping[str, Any], mixed_precision: MixedPrecision) -> None:
         if ddp_options:
             raise ValueError(
                 f"DistributedDataParallelKwargs({', '.join(ddp_options)}) is not supported for sharded models "
@@ -96,23 +107,42 @@ class FSDPBackend(DistributedBackend):
         return model
 
     @override
-    def wrap_model(self, model: nn.Module, ddp_options: dict[str, Any]) -> nn.Module:
-        if isinstance(model, FSDPModule):
-            return model
-        broadcast_parameters(model, self)
+    def wrap_model(self, model: nn.Module, ddp_options: Mapping[str, Any]) -> nn.Module:
+        originals = dict(model.named_parameters(remove_duplicate=False))
+        if not isinstance(model, FSDPModule):
+            self._shard_and_hook(model)
+        refuse_forward_on_meta(model)
+        self._parameter_map.add(originals, model)
+        for optimizer in self._optimizers:
+            self._parameter_map.replace_parameters(optimizer)
+        return model
+
+    @override
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self._parameter_map.replace_parameters(optimizer)
+        if optimizer not in self._optimizers:
+            optimizer.register_load_state_dict_post_hook(_shard_state)
+            self._optimizers.add(optimizer)
+
+    @override
+    def find_current(self, parameter: torch.Tensor) -> torch.Tensor:
+        return self._parameter_map.find_current(parameter)
+
+    def _shard_and_hook(self, model: nn.Module) -> None:
+        """Shard a model in place, and let its forward and backward passes synchronize what is not sharded."""
+        broadcast_parameters(model, self.backend)
         ignored = self._shard(model)
         replicated = [named for named in named_parameters(model) if named[1] in ignored]
-        averaging = GradientAveraging(replicated, self._average, self.handshake)
+        averaging = GradientAveraging(replicated, self._average, self.backend.handshake)
         refuse_sharded_saves(model)
         gathered = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._gradient_syncs[model] = sync = GradientSync(gathered, averaging)
         if any(True for _ in model.buffers()):
-            broadcast = build_buffer_broadcast(model, self.broadcast)
+            broadcast = build_buffer_broadcast(model, self.backend.broadcast)
             buffers = UntracedBufferBroadcast(lambda: sync.wanted, broadcast)
             model.register_forward_pre_hook(buffers.before)
             model.register_forward_hook(buffers.after)
         model.register_forward_hook(_disable_compiler(_reshard_after_evaluation))
-        return model
 
     def _shard(self, model: nn.Module) -> set[nn.Parameter]:
         """Shard a model in place, with equal values on every process or on the meta device; return the ignored parameters."""
@@ -143,7 +173,7 @@ class FSDPBackend(DistributedBackend):
         # Not `model.to`, which replaces sharded tensors, and hooks on gradients stay with the old ones.
         for tensor in ignored if shards else [*model.parameters(), *model.buffers()]:
             if not (tensor.is_meta or hasattr(tensor, "device_mesh")):
-                tensor.data = tensor.data.to(self.device)
+                tensor.data = tensor.data.to(self.backend.device)
         return ignored
 
     def _average(self, gradients: Sequence[torch.Tensor]) -> None:
@@ -173,15 +203,9 @@ class FSDPBackend(DistributedBackend):
         reshard_models(self._gradient_syncs)
 
     @override
-    def describe_wrapper(self, model: nn.Module) -> str:
+    def describe_model(self, model: nn.Module, autocast_dtype: torch.dtype | None) -> ModelLayout:
         names = ["fully_shard"] if isinstance(model, FSDPModule) else []
         names += ["tensor parallel"] if self.mesh.tp is not None else []
-        return f"{' and '.join(names) or 'none'} ({self.mesh.sizes.description})"
-
-    @override
-    def list_parameter_groups(
-        self, model: nn.Module, autocast_dtype: torch.dtype | None
-    ) -> tuple[GroupFacts, ...]:
         groups: dict[GroupFacts, GroupFacts] = {}
         for group in _iterate_groups(model, autocast_dtype):
             key = replace(group, modules=(), bytes_here=0)
@@ -191,16 +215,26 @@ class FSDPBackend(DistributedBackend):
                 modules=known.modules + group.modules,
                 bytes_here=known.bytes_here + group.bytes_here,
             )
-        return tuple(groups.values())
+        wrapper = f"{' and '.join(names) or 'none'} ({self.mesh.sizes.description})"
+        return ModelLayout(wrapper, tuple(groups.values()))
 
     @override
-    def register_load_state_hook(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.register_load_state_dict_post_hook(_shard_state)
-
-    @override
-    def check_gradients(self, models: Sequence[nn.Module]) -> None:
+    def check_step(self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
+        # After an evaluation just before the step, modules still hold gathered parameters.
+        self.synchronize()
+        self._parameter_map.check(optimizer, models)
         if self.mesh.tp is not None:
             check_replicated_gradients(models, self.mesh.tp)
+
+    @override
+    def read_local_gradients(self, models: Sequence[nn.Module]) -> dict[nn.Parameter, torch.Tensor]:
+        return read_unsynced_gradients(models)
+
+    @override
+    def restore_local_gradients(
+        self, models: Sequence[nn.Module], gradients: Mapping[nn.Parameter, torch.Tensor]
+    ) -> None:
+        restore_unsynced_gradients(models, gradients)
 
     @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

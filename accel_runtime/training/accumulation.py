@@ -21,6 +21,7 @@ from accel_runtime.foundation.heartbeat import TORCH, call_site
 from accel_runtime.foundation.module_names import named_parameters
 from accel_runtime.foundation.options import GradientAccumulationPlugin
 from accel_runtime.foundation.torch_internals import version_of
+from accel_runtime.parallel.strategy import Strategy
 
 __all__ = ["Accumulation", "AveragingCheck", "FirstInput", "MicroBatch"]
 
@@ -241,22 +242,22 @@ class AveragingCheck:
     docs/design/replicated-models.md has the reasons.
 
     Args:
-        backend: The backend of the run; its first rank writes the warnings.
+        strategy: The strategy of the run; the first rank writes the warnings.
         accumulation: Counts accumulation cycles.
         prepared: All prepared models; updated by the caller.
     """
 
-    def __init__(self, backend: Backend, accumulation: Accumulation, prepared: Sequence[nn.Module]) -> None:
-        self._backend = backend
+    def __init__(self, strategy: Strategy, accumulation: Accumulation, prepared: Sequence[nn.Module]) -> None:
+        self._strategy, self._backend = strategy, strategy.backend
         self._accumulation = accumulation
         self._prepared = prepared
-        self._expects_model = backend.topology.world_size > 1
+        self._expects_model = strategy.backend.topology.world_size > 1
         self._averaged: dict[nn.Module, set[nn.Parameter]] = {}
         self._models: list[_Model] = []
 
     def add(self, prepared: nn.Module, *, averages: bool) -> None:
         """Add a prepared model; `averages` if gradients of parameters that now require one are averaged."""
-        original = self._backend.unwrap_model(prepared)
+        original = self._strategy.unwrap_model(prepared)
         # A model that was unwrapped and prepared again.
         self._models = [model for model in self._models if model.original is not original]
         trainable = [p for p in original.parameters() if p.requires_grad and averages]
@@ -311,7 +312,7 @@ class AveragingCheck:
     def expect_averaging(self, prepared: nn.Module) -> None:
         """Record that the next backward pass averages the gradients of a model, whatever its forward pass was."""
         for model in self._models:
-            if model.original is self._backend.unwrap_model(prepared):
+            if model.original is self._strategy.unwrap_model(prepared):
                 model.passes.averaging = True
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from types import CodeType, MappingProxyType
+from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,14 +16,13 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from typing_extensions import override
 
-from accel_runtime.backends.base import Backend
 from accel_runtime.environment.settings import MixedPrecision
 from accel_runtime.foundation import nested
 from accel_runtime.foundation.module_names import uncompiled_module
-from accel_runtime.foundation.nested import has_dtensor
 from accel_runtime.foundation.options import Configuration, KwargsHandler
-from accel_runtime.foundation.precision import FORMATS
+from accel_runtime.foundation.precision import FORMATS, PrecisionFormat
 from accel_runtime.foundation.torch_internals import compile_call, compile_like, is_compiled, uncompile_call
+from accel_runtime.parallel.strategy import UnscaleGradients, unscale_gradients
 
 __all__ = [
     "AutocastForward",
@@ -41,9 +40,6 @@ __all__ = [
 ]
 
 
-_NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
-
-
 class LossScaler(torch.amp.GradScaler):
     """GradScaler of torch, shared by optimizers that step separately.
 
@@ -51,8 +47,11 @@ class LossScaler(torch.amp.GradScaler):
     has, or at the next backward pass.
     """
 
-    def __init__(self, device: str, **options: Any) -> None:
+    def __init__(
+        self, device: str, unscale_gradients: UnscaleGradients = unscale_gradients, **options: Any
+    ) -> None:
         super().__init__(device, **options)
+        self._unscale_gradients = unscale_gradients
         self._optimizers: set[int] = set()
         self._unscaled: set[int] = set()
         self._stepped: set[int] = set()
@@ -104,17 +103,13 @@ class LossScaler(torch.amp.GradScaler):
                 unscaled_optimizer, inv_scale, found_inf, allow_fp16
             )
 
-        if not has_dtensor(p for group in optimizer.param_groups for p in group["params"]):
-            return unscale(optimizer)
-        from accel_runtime.parallel.grad_norm import unscale_gradients  # noqa: PLC0415 - its imports are slow
-
         if any(
             p.grad is not None and p.grad.is_cpu for group in optimizer.param_groups for p in group["params"]
         ):
             # GradScaler copies both to the CPU asynchronously, so offloaded gradients could be unscaled before the copy ends.
             inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
 
-        return unscale_gradients(optimizer, unscale)
+        return self._unscale_gradients(optimizer, unscale)
 
     @override
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -124,7 +119,15 @@ class LossScaler(torch.amp.GradScaler):
 
 
 class Precision:
-    """Autocast and loss scaling on one device."""
+    """Autocast and loss scaling on one device.
+
+    Args:
+        mixed_precision: The number format.
+        device: The device of the run.
+        autocast_options: Fields of `AutocastKwargs`.
+        scaler_options: Fields of `GradScalerKwargs`.
+        unscale_gradients: That of the strategy.
+    """
 
     def __init__(
         self,
@@ -132,17 +135,18 @@ class Precision:
         device: torch.device,
         autocast_options: dict[str, Any],
         scaler_options: dict[str, Any],
+        unscale_gradients: UnscaleGradients = unscale_gradients,
     ) -> None:
         self.format = FORMATS[mixed_precision]
-        self.scaler = LossScaler(device.type, **scaler_options) if self.format.scales_loss else None
+        self._autocast = Autocast(self.format, device.type, autocast_options)
+        self.scaler = (
+            LossScaler(device.type, unscale_gradients, **scaler_options) if self.format.scales_loss else None
+        )
         """Loss scaler, or None if the format needs none."""
-        self._device_type = device.type
-        self.set_autocast(autocast_options)
 
     def set_autocast(self, options: Mapping[str, Any]) -> None:
         """Set the arguments for `torch.autocast`, also of models that are prepared already."""
-        self._options = dict(options)
-        self._fp32_outputs = bool(self._options.pop("fp32_outputs", True))
+        self._autocast.set_options(options)
 
     @property
     def description(self) -> str:
@@ -154,16 +158,7 @@ class Precision:
 
     def autocast(self, options: Mapping[str, Any] | None = None) -> AbstractContextManager[Any]:
         """Return the autocast context of the format; `options` replace the arguments for `torch.autocast` of the run."""
-        if self.format.dtype is None:
-            return nullcontext()
-        kwargs = (
-            self._options if options is None else {k: v for k, v in options.items() if k != "fp32_outputs"}
-        )
-        return torch.autocast(self._device_type, dtype=self.format.dtype, **kwargs)
-
-    def converts_outputs(self) -> bool:
-        """Return whether outputs in half precision are converted to float32."""
-        return self._fp32_outputs
+        return self._autocast.enter(options)
 
     def check(self, parameters: Iterable[nn.Parameter]) -> None:
         """Raise ValueError if a trainable parameter is float16, as the loss scaler cannot unscale its gradients."""
@@ -183,18 +178,48 @@ class Precision:
             # Prepared before, maybe in another format.
             model.forward = forward.forward
         if self.format.dtype is not None:
-            model.forward = AutocastForward(model.forward, self.autocast, self.converts_outputs)
+            model.forward = AutocastForward(model.forward, self._autocast)
 
-    def backward(self, loss: torch.Tensor, options: Mapping[str, Any] = _NO_OPTIONS) -> None:
-        """Run `loss.backward(**options)`, scaled if the format needs it."""
-        if self.scaler is not None:
-            self.scaler.begin_backward()
-            loss = self.scaler.scale(loss)
-        loss.backward(**options)  # type: ignore[no-untyped-call]
+    def begin_backward(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss for a backward pass, scaled if the format needs it."""
+        if self.scaler is None:
+            return loss
+        self.scaler.begin_backward()
+        scaled: torch.Tensor = self.scaler.scale(loss)
+        return scaled
 
     def scale(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor scaled like gradients before they are unscaled."""
         return tensor if self.scaler is None else self.scaler.scale(tensor)
+
+
+class Autocast:
+    """Autocast of a number format on one device; copies of a model have copies of it.
+
+    Args:
+        number_format: The number format.
+        device_type: The device type of the run.
+        options: Fields of `AutocastKwargs`.
+    """
+
+    def __init__(self, number_format: PrecisionFormat, device_type: str, options: Mapping[str, Any]) -> None:
+        self._dtype, self._device_type = number_format.dtype, device_type
+        self.set_options(options)
+
+    def set_options(self, options: Mapping[str, Any]) -> None:
+        """Set the arguments for `torch.autocast`."""
+        self._options = dict(options)
+        self.converts_outputs = bool(self._options.pop("fp32_outputs", True))
+        """True if outputs in half precision are converted to float32."""
+
+    def enter(self, options: Mapping[str, Any] | None = None) -> AbstractContextManager[Any]:
+        """Return the context; `options` replace the arguments for `torch.autocast` of the run."""
+        if self._dtype is None:
+            return nullcontext()
+        kwargs = (
+            self._options if options is None else {k: v for k, v in options.items() if k != "fp32_outputs"}
+        )
+        return torch.autocast(self._device_type, dtype=self._dtype, **kwargs)
 
 
 class AutocastForward:
@@ -207,19 +232,17 @@ class AutocastForward:
     def __init__(
         self,
         forward: Callable[..., Any],
-        autocast: Callable[[], AbstractContextManager[Any]],
-        converts_outputs: Callable[[], bool],
+        autocast: Autocast,
     ) -> None:
         self.forward = forward
         """Original forward pass."""
         self._autocast = autocast
-        self._converts_outputs = converts_outputs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass, and convert half-precision outputs to float32 unless that is disabled."""
-        with self._autocast():
+        with self._autocast.enter():
             outputs = self.forward(*args, **kwargs)
-        return nested.map_leaves(_to_float32, outputs) if self._converts_outputs() else outputs
+        return nested.map_leaves(_to_float32, outputs) if self._autocast.converts_outputs else outputs
 
 
 _LOG = logging.getLogger("accel_runtime.training.precision")
@@ -412,15 +435,22 @@ _WRAPPERS = (DataParallel, DistributedDataParallel)
 """Wrappers of torch that replicate a module, and have it as `module`."""
 
 
-def unwrap(model: nn.Module, backend: Backend, *, keep_autocast: bool, keep_compiled: bool) -> nn.Module:
+def unwrap(
+    model: nn.Module,
+    unwrap_model: Callable[[nn.Module], nn.Module],
+    *,
+    keep_autocast: bool,
+    keep_compiled: bool,
+) -> nn.Module:
     """Return the module that was prepared, without the wrappers of accel and of the script that replicate it.
 
     Of a wrapper that was compiled, the module in it is returned with the same compilation. Without `keep_autocast`, autocast of the forward pass
-    is removed too, without `keep_compiled` also `torch.compile`. Raises TypeError if `model` is not a module.
+    is removed too, without `keep_compiled` also `torch.compile`. `unwrap_model` is that of the strategy. Raises
+    TypeError if `model` is not a module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"unwrap_model() failed: {model!r} is not a torch.nn.Module. Pass a model.")
-    outer = backend.unwrap_model(model)
+    outer = unwrap_model(model)
     original = _strip_wrappers(outer)
     if not keep_compiled:
         original = uncompile(original)

@@ -15,7 +15,7 @@ from accel_runtime.backends.base import Backend
 from accel_runtime.foundation.module_names import named_parameters
 from accel_runtime.foundation.nested import has_dtensor
 from accel_runtime.foundation.torch_internals import foreach_multiply, local_tensor, version_of
-from accel_runtime.parallel.dtensor import read_unsynced_gradients, restore_unsynced_gradients
+from accel_runtime.parallel.strategy import Strategy
 from accel_runtime.training.accumulation import Accumulation
 from accel_runtime.training.forward import Precision
 from accel_runtime.training.optimizer import PreparedOptimizer
@@ -283,33 +283,33 @@ class Gradients:
     Args:
         accumulation: Counts accumulation cycles.
         precision: Scales losses.
-        backend: Sums weights over the ranks.
+        strategy: Runs backward passes, and clips gradients.
         models: The prepared models; updated by the caller.
         optimizers: The prepared optimizers; updated by the caller.
-        current_parameter: Returns the parameter that is trained for one that the script created.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - the objects of the run that it connects
+    def __init__(
         self,
         accumulation: Accumulation,
         precision: Precision,
-        backend: Backend,
+        strategy: Strategy,
         models: Sequence[nn.Module],
         optimizers: Sequence[PreparedOptimizer],
-        current_parameter: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         self._accumulation = accumulation
         self._precision = precision
-        self._backend = backend
-        self.device = backend.device
-        """Device of the run."""
-        self.weights = LossWeights(backend, accumulation)
+        self._strategy = strategy
+        self.weights = LossWeights(strategy.backend, accumulation)
         """Weights of losses that have one."""
         self._models = models
         self._optimizers = optimizers
-        self._current_parameter = current_parameter
         self._groups: list[ParameterGroup] = []
         self._group_key: tuple[int, ...] = ()
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the run."""
+        return self._strategy.backend.device
 
     def begin_plain_backward(self, loss_scale: float) -> bool:
         """Begin a backward pass that needs only `loss.backward()`; return False if it needs more."""
@@ -351,11 +351,11 @@ class Gradients:
         if self._accumulation.steps != 1:
             loss = loss / self._accumulation.steps
         if loss_scale == 1:
-            self._precision.backward(loss, options)
+            self._run_backward(loss, options)
             return
         scale = self._build_weight(loss_scale, loss)
         with zero_loss(self._reachable_parameters, scale):
-            self._precision.backward(loss * scale.amount, options)
+            self._run_backward(loss * scale.amount, options)
 
     def _backward_weighted(
         self, loss: torch.Tensor, weight: float | torch.Tensor, options: dict[str, Any]
@@ -365,12 +365,17 @@ class Gradients:
 
         def run(weighted_loss: torch.Tensor) -> None:
             with zero_loss(self._reachable_parameters, loss_weight):
-                self._precision.backward(weighted_loss, options)
+                self._run_backward(weighted_loss, options)
 
         self.weights.backward(loss, loss_weight, run, self.find_groups())
 
+    def _run_backward(self, loss: torch.Tensor, options: Mapping[str, Any]) -> None:
+        self._strategy.backward(self._precision.begin_backward(loss), options)
+
     def _build_weight(self, weight: float | torch.Tensor, loss: torch.Tensor) -> LossWeight:
-        return LossWeight.build(weight, self.device, loss.dtype, as_data=self._backend.static_shapes)
+        return LossWeight.build(
+            weight, self.device, loss.dtype, as_data=self._strategy.backend.runtime.static_shapes
+        )
 
     def _begin_backward(self, *, weighted: bool) -> None:
         accumulation = self._accumulation
@@ -410,41 +415,38 @@ class Gradients:
             )
 
     def read_unsynced(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Return the gradients of sharded models that are not reduced yet; see `read_unsynced_gradients`."""
-        return read_unsynced_gradients(self._models) if self._backend.shards_models else {}
+        """Return the gradients that are not combined over the ranks yet; see `Strategy.read_local_gradients`."""
+        return self._strategy.read_local_gradients(self._models)
 
     def restore_unsynced(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
         """Restore the result of `read_unsynced`."""
-        if self._backend.shards_models:
-            restore_unsynced_gradients(self._models, gradients)
+        self._strategy.restore_local_gradients(self._models, gradients)
 
     def parameter_names(self) -> dict[nn.Parameter, str]:
         """Return every prepared parameter with its name in a checkpoint."""
-        return name_parameters(self._models, self._optimizers, self._backend.unwrap_model)
+        return name_parameters(self._models, self._optimizers, self._strategy.unwrap_model)
 
     def clip_norm(self, parameters: _Parameters, max_norm: float, norm_type: float) -> torch.Tensor:
         """Run `torch.nn.utils.clip_grad_norm_` if the cycle is complete; otherwise only return the norm."""
         tensors = self._list_current(parameters)
-        utils = _clip_functions(tensors)
-        if self._accumulation.synced:
-            self.unscale(None)
-            # torch itself warns of an exhausted generator.
-            total: torch.Tensor = utils.clip_grad_norm_(tensors or parameters, max_norm, norm_type=norm_type)
-            return total
-        norm: torch.Tensor = utils.get_total_norm([p.grad for p in tensors if p.grad is not None], norm_type)
-        return norm / self._precision.scale(torch.ones_like(norm))
+        if not self._accumulation.synced:
+            norm = self._strategy.compute_norm(tensors, norm_type)
+            return norm / self._precision.scale(torch.ones_like(norm))
+        self.unscale(None)
+        if not tensors:  # torch itself warns of an exhausted generator
+            return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+        return self._strategy.clip_norm(tensors, max_norm, norm_type)
 
     def clip_value(self, parameters: _Parameters, clip_value: float) -> None:
         """Run `torch.nn.utils.clip_grad_value_` if the cycle is complete."""
         if self._accumulation.synced:
             self.unscale(None)
-            tensors = self._list_current(parameters)
-            _clip_functions(tensors).clip_grad_value_(tensors, clip_value)
+            self._strategy.clip_value(self._list_current(parameters), clip_value)
 
     def _list_current(self, parameters: _Parameters) -> list[torch.Tensor]:
         # A list from before prepare() has the full parameters, which get no gradients once their model is sharded.
         tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        return [self._current_parameter(tensor) for tensor in tensors]
+        return [self._strategy.find_current(tensor) for tensor in tensors]
 
     def unscale(self, optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None) -> None:
         """Unscale fp16 gradients of some prepared optimizers; None is all. Raise ValueError if one is not prepared."""
@@ -467,12 +469,3 @@ class Gradients:
             f"unscale_gradients() failed: the {type(optimizer).__name__} is not prepared. Pass the optimizer that prepare() "
             "returned."
         )
-
-
-def _clip_functions(parameters: Sequence[torch.Tensor]) -> Any:
-    """Return the module with the functions that clip: torch's own, unless a parameter is sharded."""
-    if not has_dtensor(parameters):
-        return nn.utils
-    from accel_runtime.parallel import grad_norm  # noqa: PLC0415 - its imports are slow and needed only by sharded models
-
-    return grad_norm

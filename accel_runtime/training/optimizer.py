@@ -14,6 +14,7 @@ from typing_extensions import override
 from accel_runtime.foundation.heartbeat import call_site, heartbeat
 from accel_runtime.foundation.torch_internals import version_of
 from accel_runtime.monitoring.logging import MultiProcessAdapter
+from accel_runtime.parallel.strategy import Strategy
 from accel_runtime.training.accumulation import Accumulation
 from accel_runtime.training.forward import LossScaler
 
@@ -29,7 +30,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         optimizer: The script's optimizer; all other attributes are read from it.
         accumulation: Counts accumulation cycles.
         scaler: The loss scaler, for formats that need one.
-        stepped: Called after each step, on devices that need it.
+        strategy: Steps the optimizer and clears its gradients; None steps it directly.
         check: Called before the first, second, fourth, eighth, ... step, until it returns True.
         gather: Returns the objects of all ranks, for the losses of LBFGS; None on one process.
     """
@@ -39,7 +40,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         optimizer: torch.optim.Optimizer,
         accumulation: Accumulation,
         scaler: LossScaler | None,
-        stepped: Callable[[], None] | None = None,
+        strategy: Strategy | None = None,
         check: Callable[[], bool] | None = None,
         gather: Callable[[Any], list[Any]] | None = None,
     ) -> None:
@@ -52,7 +53,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """Number of accumulation cycles that ended, skipped steps included."""
         self._accumulation = accumulation
         self._scaler = scaler
-        self._stepped = stepped
+        self._strategy = strategy
+        self._stepped = None if strategy is None else strategy.backend.runtime.build_step_hook()
         self._check = check
         self._gather = gather if isinstance(optimizer, torch.optim.LBFGS) else None
         self._in_closure = False
@@ -126,14 +128,22 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def _step_with(self, closure: Callable[[], Any] | None) -> float | None:
         """Step without a scaler."""
         if closure is None:
-            loss: float | None = self.optimizer.step()
+            loss = self._run_step()
         else:
             if self._gather is not None:
                 closure = self._average_loss(closure, self._gather)
             with self._enter_closure():
-                loss = self.optimizer.step(closure)
+                loss = self._run_step(closure)
         if self._stepped is not None:
             self._stepped()
+        return loss
+
+    def _run_step(self, closure: Callable[[], Any] | None = None) -> float | None:
+        if self._strategy is None:
+            loss: float | None = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+            return loss
+        loss = self._strategy.step(self.optimizer, closure)
+        self.step_was_skipped = self._strategy.overflowed(self.optimizer)
         return loss
 
     def _run_closure_in_cycle(self, closure: Callable[[], Any]) -> float | None:
@@ -227,7 +237,10 @@ class PreparedOptimizer(torch.optim.Optimizer):
             self._warn_of_clearing()
         accumulation.is_new_cycle = True
         self._used_backward = accumulation.num_backward
-        self.optimizer.zero_grad(set_to_none)
+        if self._strategy is None:
+            self.optimizer.zero_grad(set_to_none)
+        else:
+            self._strategy.zero_grad(self.optimizer, set_to_none=set_to_none)
 
     def _warn_of_clearing(self) -> None:
         """Warn once if the gradients of the earlier micro-batches of a cycle are cleared before its step."""
@@ -299,12 +312,13 @@ class PreparedOptimizer(torch.optim.Optimizer):
     @override
     def __getstate__(self) -> dict[str, Any]:
         # A scheduler sets its own `step` on the instance, which cannot be pickled; the others belong to this process.
-        transient = {"step", "_beat", "_stepped", "_check", "_gather"}
+        transient = {"step", "_beat", "_strategy", "_stepped", "_check", "_gather"}
         return {name: value for name, value in vars(self).items() if name not in transient}
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _beat=heartbeat(), _stepped=None, _check=None, _gather=None)
+        connections = dict.fromkeys(("_strategy", "_stepped", "_check", "_gather"))
+        vars(self).update(state, _beat=heartbeat(), **connections)
 
 
 AcceleratedOptimizer = PreparedOptimizer

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from accel_runtime.backends.base import Backend
 from accel_runtime.foundation.tensor_bytes import hash_tensor
+from accel_runtime.parallel.strategy import Strategy
 from accel_runtime.training.optimizer import PreparedOptimizer
 
 __all__ = ["CHECK_INTERVAL", "ReplicaCheck"]
@@ -40,23 +40,24 @@ class ReplicaCheck:
     compares them at the check after that. Only a save compares at once, when all ranks are known to take part.
 
     Args:
-        backend: Connects the ranks.
+        strategy: Connects the ranks, and combines their gradients.
         parameters: Yields the names and parameters whose gradients are averaged.
         optimizers: The prepared optimizers; ranks with another number of steps are not compared.
     """
 
     def __init__(
         self,
-        backend: Backend,
+        strategy: Strategy,
         parameters: Callable[[], Iterator[tuple[str, torch.Tensor]]],
         optimizers: Sequence[PreparedOptimizer],
     ) -> None:
+        backend = strategy.backend
         self._backend, self._parameters, self._optimizers = backend, parameters, optimizers
         self._passes, self._next = 0, 1
         self._last: _Digests | None = None
         # With static shapes, reading weights would compile another program.
         self._is_enabled = backend.topology.world_size > 1 and not (
-            backend.shards_models or backend.static_shapes
+            strategy.shards_models or backend.runtime.static_shapes
         )
 
     def disable(self) -> None:

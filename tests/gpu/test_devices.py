@@ -151,7 +151,7 @@ def test_a_pinned_batch_is_copied_while_the_previous_computation_runs(busy, cuda
     overlaps = []
     for number, (batch,) in enumerate(prepared):
         if number > 1:  # the first starts the workers
-            prepared._backend.copy_stream.synchronize()
+            prepared._backend.runtime.copy_stream.synchronize()
             overlaps.append(not cuda.current_stream().query())
         busy(0.4)
         batch.mul_(2)

@@ -219,7 +219,7 @@ def test_a_model_prepared_for_evaluation_is_not_wrapped_in_ddp(several):
 def test_device_placement_selects_the_objects_that_are_moved():
     """Use the device `meta`, so that moved objects can be recognized."""
     accelerator = Accelerator()
-    accelerator._backend.device = torch.device("meta")
+    accelerator._backend.runtime.device = torch.device("meta")
     models = [build_network() for _ in range(3)]
     prepared = accelerator.prepare(*models, device_placement=[True, False, None])
     assert [next(m.parameters()).device.type for m in prepared] == ["meta", "cpu", "meta"]

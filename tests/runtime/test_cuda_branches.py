@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accel_runtime import Accelerator, ProfileKwargs
 from accel_runtime.backends import _select_device, connect
+from accel_runtime.backends.device_runtime import DeviceRuntime
 from accel_runtime.backends.distributed import check_gpus_differ
 from accel_runtime.backends.rng import broadcast_rng_types
 from accel_runtime.checkpoint.manager import StagingBuffers
@@ -26,10 +27,10 @@ from accel_runtime.environment.topology import Topology
 from accel_runtime.foundation import nested
 from accel_runtime.foundation.tensor_bytes import hash_words
 from accel_runtime.monitoring import profiling
-from accel_runtime.parallel import grad_norm
+from accel_runtime.parallel import grad_norm, strategy
 from accel_runtime.parallel.dtensor import gather_tensor
 from accel_runtime.parallel.sharded import check_collective_backend
-from accel_runtime.training import forward, memory
+from accel_runtime.training import memory
 from accel_runtime.training.forward import LossScaler
 from accel_runtime.training.gradients import LossWeight
 from accel_runtime.utils import is_bf16_available, is_cuda_available
@@ -154,7 +155,7 @@ def connect_rank(uuids, carriers):
         patched.setattr(dist, "get_backend_config", lambda: carriers)
         topology = Topology(rank, len(uuids), rank, len(uuids), launched=True)
         try:
-            backend = DistributedBackend(topology, torch.device("cuda", 0), Settings(), {})
+            backend = DistributedBackend(topology, DeviceRuntime(torch.device("cuda", 0)), Settings(), {})
         except RuntimeError as error:
             return str(error)
         backend.close()
@@ -200,7 +201,7 @@ class UnsynchronizedCopies(TorchDispatchMode):
 
 
 def test_offloaded_gradients_are_unscaled_after_the_copy_of_the_scale_is_complete(monkeypatch):
-    monkeypatch.setattr(forward, "has_dtensor", lambda _: True)
+    monkeypatch.setattr(strategy, "has_dtensor", lambda _: True)
     monkeypatch.setattr(grad_norm, "unscale_gradients", lambda optimizer, unscale: unscale(optimizer))
     with FakeTensorMode(), UnsynchronizedCopies() as copy_mode:
         offloaded = torch.nn.Parameter(torch.ones(3))
@@ -333,7 +334,9 @@ def synchronize_in_barrier():
             "get_device_properties",
             lambda _: SimpleNamespace(uuid=str(Topology.from_env(os.environ).rank)),
         )
-        backend = DistributedBackend(Topology.from_env(os.environ), torch.device("cuda", 1), Settings(), {})
+        backend = DistributedBackend(
+            Topology.from_env(os.environ), DeviceRuntime(torch.device("cuda", 1)), Settings(), {}
+        )
         backend.barrier()
         backend.close()
     return synchronized, backend.distributed_type.value

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import threading
 
+import torch
+
 from accel_runtime import Accelerator, PartialState
 from accel_runtime.backends import connect_default_backend, current_backend, set_current_backend
+from accel_runtime.backends.device_runtime import DeviceRuntime
 from accel_runtime.backends.single import Single
 
 
@@ -48,7 +51,7 @@ def test_a_forked_process_does_not_use_the_backend_of_its_parent(monkeypatch):
 
 
 def test_a_backend_of_another_device_is_not_used_for_the_cpu(monkeypatch):
-    elsewhere = Single(current_backend().topology, type("Device", (), {"type": "cuda"})())
+    elsewhere = Single(current_backend().topology, DeviceRuntime(torch.device("cuda")))
     set_current_backend(elsewhere)
     assert connect_default_backend() is elsewhere
     assert connect_default_backend(cpu=True).device.type == "cpu"

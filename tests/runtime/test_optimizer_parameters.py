@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from accel_runtime.accelerator.prepare import ParameterMap, named_parameters
+from accel_runtime.parallel.parameter_map import ParameterMap
 
 
 def replaced(model):
     """Replace the parameters of a model by equal ones, and return the map from old to new."""
-    before, parameter_map = named_parameters(model), ParameterMap()
+    before, parameter_map = dict(model.named_parameters(remove_duplicate=False)), ParameterMap()
     for module in model.modules():
         for name, old in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(old.detach().clone()))

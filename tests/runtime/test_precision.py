@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from accel_runtime import Accelerator
 from accel_runtime.foundation.precision import FORMATS
 from accel_runtime.training.forward import AutocastForward, Precision
 
@@ -94,16 +95,16 @@ def test_only_fp16_scales_the_loss_and_by_the_configured_scale():
         True,
     ]
     weight = torch.ones(1, requires_grad=True)
-    build_precision("fp16", scaler={"init_scale": 8.0}).backward(weight * 3)
-    build_precision("bf16").backward(weight * 3)
+    build_precision("fp16", scaler={"init_scale": 8.0}).begin_backward(weight * 3).backward()
+    build_precision("bf16").begin_backward(weight * 3).backward()
     assert weight.grad.item() == 8 * 3 + 3
 
 
 def test_options_of_backward_are_passed_to_torch():
     weight = torch.ones(1, requires_grad=True)
     loss = weight * weight
-    for mixed_precision in ("no", "no"):
-        build_precision(mixed_precision).backward(loss, {"retain_graph": True})
+    for _ in range(2):
+        Accelerator().backward(loss, retain_graph=True)
     assert weight.grad.item() == 4
 
 

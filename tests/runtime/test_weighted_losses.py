@@ -344,7 +344,7 @@ def test_a_weight_on_the_device_is_selected_without_reading_its_value():
 def test_backward_does_not_synchronize_with_the_device(steps):
     """Use `meta`, where reading any value fails."""
     accelerator = Accelerator(gradient_accumulation_steps=steps)
-    accelerator._backend.device = accelerator._gradients.device = torch.device("meta")
+    accelerator._backend.runtime.device = torch.device("meta")
     model = accelerator.prepare(build_model())
     for _ in range(2):
         for weight in (7, torch.tensor(7), torch.tensor(7, device="meta")):

@@ -98,7 +98,7 @@ class Cluster:
         settings: Environment variables of the ranks that replace those of a rank on the CPU.
     """
 
-    backend, kind, carrier = "DDPBackend", "MULTI_CPU", "gloo"
+    backend, kind, carrier = "DistributedBackend", "MULTI_CPU", "gloo"
 
     def __init__(self, size, *, one_per_node=False, settings=None):
         self.size = size

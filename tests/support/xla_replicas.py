@@ -58,7 +58,7 @@ class Replicas:
     @property
     def backend(self):
         """Return the name of the backend class."""
-        return "SPMDBackend" if self.devices else "SingleXLABackend" if self.size == 1 else "XLABackend"
+        return "Single" if self.size == 1 else "XLABackend"
 
     @property
     def carrier(self):

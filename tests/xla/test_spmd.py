@@ -191,9 +191,9 @@ def test_sharded_tensors_are_gathered_on_the_host(mesh):
         prepared = accelerator.prepare(model)
         state = model.state_dict()
         state["again"] = state["0.weight"]
-        accelerator._backend.synchronize()
+        accelerator._strategy.synchronize()
         made_whole = met.counter_value("ReplicateShardedData")
-        here = accelerator._backend.state_to_host(state)
+        here = accelerator._backend.runtime.state_to_host(state)
         assert met.counter_value("ReplicateShardedData") == made_whole
         assert here["again"] is here["0.weight"]
         assert all(torch.equal(here[name], value) for name, value in before.items())

@@ -484,12 +484,12 @@ def test_join_uneven_inputs_warns_only_if_it_would_have_an_effect(replicas):
         accelerator = Accelerator()
         model = accelerator.prepare(network())
         messages = []
-        # Replicas are threads that share the logger, so the warning of each is looked for by its own backend.
-        accelerator._backend._warned_about_join = False
+        # Replicas are threads that share the logger, so the warning of each is looked for by its own strategy.
+        accelerator._strategy._has_warned_of_join = False
         with accelerator.join_uneven_inputs([model], even_batches=True):
-            messages.append(accelerator._backend._warned_about_join)
+            messages.append(accelerator._strategy._has_warned_of_join)
         with accelerator.join_uneven_inputs([model]):
-            messages.append(accelerator._backend._warned_about_join)
+            messages.append(accelerator._strategy._has_warned_of_join)
         return messages
 
     assert replicas[2].run(warned) == [[False, True]] * 2

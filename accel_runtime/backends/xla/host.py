@@ -75,7 +75,7 @@ def check_environment(environ: Mapping[str, str]) -> None:
             )
 
 
-def check_ddp_options(ddp_options: dict[str, Any]) -> None:
+def check_ddp_options(ddp_options: Mapping[str, Any]) -> None:
     """Raise ValueError for a communication hook; other fields of `DistributedDataParallelKwargs` change no result."""
     hook = ddp_options.get("comm_hook", DDPCommunicationHookType.NO)
     if hook is not DDPCommunicationHookType.NO:

@@ -1,1 +1,23 @@
-"""Models and batches sharded over the devices of torch_xla."""
+"""The strategies of XLA devices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from accel_runtime.backends.base import Backend
+    from accel_runtime.parallel.strategy import Strategy
+
+__all__ = ["choose_strategy"]
+
+
+def choose_strategy(backend: Backend) -> Strategy:
+    """Return the strategy of a backend with an XLA device."""
+    from accel_runtime.backends.xla.backend import XLABackend  # noqa: PLC0415 - needs torch_xla
+    from accel_runtime.backends.xla.runtime import SPMDRuntime  # noqa: PLC0415
+    from accel_runtime.parallel.xla.replicas import Replicas, SingleReplica  # noqa: PLC0415
+    from accel_runtime.parallel.xla.spmd import ShardedOverDevices  # noqa: PLC0415
+
+    if isinstance(backend.runtime, SPMDRuntime):
+        return ShardedOverDevices(backend, backend.runtime.sharding)
+    return Replicas(backend) if isinstance(backend, XLABackend) else SingleReplica(backend)

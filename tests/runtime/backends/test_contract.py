@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import os
 
 import pytest
 import torch
-from torch import nn
 
 from accel_runtime.backends import connect
 from accel_runtime.collectives.handshake import PAYLOAD, build_writer, call_at_site
@@ -145,78 +143,6 @@ def test_scatter_bytes_sends_each_rank_its_buffer(ranks):
 
     others = [[rank] * 3 for rank in range(ranks.size - 1)]
     assert ranks.run(dealt) == [*others, [0] * 3]
-
-
-def build_model_and_batch():
-    """Return equal models and batches on all ranks, also if they are threads that share a generator."""
-    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    return model, torch.randn(12, 4, generator=generator)
-
-
-def test_a_replicated_model_averages_its_gradients(ranks):
-    def gradients():
-        b = connect_backend()
-        model, batch = build_model_and_batch()
-        replica = b.wrap_model(b.move_model(model), {})
-        replica(batch.chunk(b.topology.world_size)[b.topology.rank].to(b.device)).square().mean().backward()
-        b.barrier()
-        return [p.grad.cpu() for p in model.parameters()]
-
-    model, batch = build_model_and_batch()
-    model(batch).square().mean().backward()
-    for actual in ranks.run(gradients):
-        torch.testing.assert_close(actual, [p.grad for p in model.parameters()], atol=1e-6, rtol=0)
-
-
-def test_replicas_start_with_the_parameters_of_the_first_rank(ranks):
-    def weights():
-        b = connect_backend()
-        model = nn.Linear(2, 2)
-        nn.init.constant_(model.weight, b.topology.rank + 1)
-        return b.unwrap_model(b.wrap_model(b.move_model(model), {})).weight.detach().cpu()
-
-    assert all(torch.equal(actual, torch.ones(2, 2)) for actual in ranks.run(weights))
-
-
-def test_no_sync_defers_averaging_until_the_next_backward_pass(ranks):
-    def gradients():
-        b = connect_backend()
-        model, batch = build_model_and_batch()
-        local_batch = batch.chunk(b.topology.world_size)[b.topology.rank].to(b.device)
-        model = b.move_model(model)
-        twin = copy.deepcopy(model)
-        replica = b.wrap_model(model, {})
-        with b.no_sync(replica):
-            replica(local_batch).square().mean().backward()
-        twin(local_batch).square().mean().backward()
-        local = torch.allclose(model[0].weight.grad, twin[0].weight.grad, atol=1e-6)
-        replica(local_batch).square().mean().backward()
-        b.barrier()
-        return local, model[0].weight.grad.cpu()
-
-    model, batch = build_model_and_batch()
-    (2 * model(batch).square().mean()).backward()
-    for local, actual in ranks.run(gradients):
-        assert local
-        torch.testing.assert_close(actual, model[0].weight.grad, atol=1e-6, rtol=0)
-
-
-def test_unwrap_model_returns_the_original_module(ranks):
-    def originals():
-        b = connect_backend()
-        model = b.move_model(nn.Linear(2, 2))
-        frozen = b.move_model(nn.Linear(2, 2).requires_grad_(requires_grad=False))
-        assert b.unwrap_model(b.wrap_model(model, {})) is model
-        assert b.unwrap_model(model) is model
-        assert b.wrap_model(frozen, {}) is frozen
-        with b.no_sync(frozen):
-            return True
-
-    assert all(ranks.run(originals))
 
 
 def test_an_unavailable_device_is_rejected_by_name():

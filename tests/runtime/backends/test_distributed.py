@@ -98,10 +98,11 @@ sys.meta_path.insert(0, Finder())
 """
 CONNECT = """
 import os, torch, torch.distributed as dist
+from accel_runtime.backends.device_runtime import DeviceRuntime
 from accel_runtime.backends.distributed import DistributedBackend
 from accel_runtime.environment.settings import Settings
 from accel_runtime.environment.topology import Topology
-backend = DistributedBackend(Topology.from_env(os.environ), torch.device("cuda", 0), Settings.from_env(os.environ), {})
+backend = DistributedBackend(Topology.from_env(os.environ), DeviceRuntime(torch.device("cuda", 0)), Settings.from_env(os.environ), {})
 print(dist.get_backend(), backend.all_reduce_async(torch.ones(2))().tolist(), backend.collective_backend)
 """
 

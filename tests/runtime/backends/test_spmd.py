@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from accel_runtime import Accelerator
+from accel_runtime.backends.xla.spmd import partition_spec, start_spmd
 from accel_runtime.environment.settings import Settings
 from accel_runtime.environment.topology import Topology
-from accel_runtime.parallel.xla.spmd import partition_spec, start_spmd
 
 SPMD = Settings(device="xla", spmd=True)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_runtime.parallel.xla.spmd import RowSharding
+from accel_runtime.backends.xla.spmd import RowSharding
 
 
 @dataclass

@@ -26,6 +26,7 @@ from torch.utils.data import (
 )
 
 from accel_runtime import Accelerator
+from accel_runtime.backends.device_runtime import DeviceRuntime
 from accel_runtime.backends.single import Single
 from accel_runtime.collectives.handshake import MismatchError
 from accel_runtime.data.active_loops import ActiveLoops
@@ -426,7 +427,7 @@ def test_the_unprepared_loader_still_reads_all_samples(ranks):
 
 @pytest.mark.parametrize("put_on_device", [True, False])
 def test_batches_are_moved_to_the_device_if_put_on_device(put_on_device):
-    backend = Single(Topology(), torch.device("meta"))
+    backend = Single(Topology(), DeviceRuntime(torch.device("meta")))
     loader = prepare_loader(
         DataLoader(range(3)),
         backend,

@@ -12,11 +12,9 @@ from support.data_sets import BufferedShuffleStream, PythonRandomSampler
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from accel_runtime import Accelerator, DataLoaderConfiguration
-from accel_runtime.backends.base import Backend
 from accel_runtime.backends.batch_copies import StreamCopies, prefetch_batches
+from accel_runtime.backends.device_runtime import DeviceRuntime
 from accel_runtime.backends.rng import capture_states
-from accel_runtime.backends.single import Single
-from accel_runtime.environment.topology import Topology
 from accel_runtime.foundation.steps import EpochIterator
 
 NOT_COPIED = -77
@@ -50,7 +48,7 @@ class Streams:
             assert stream is streams
             streams.calls.append(("record", tensor.flatten()[0].item()))
 
-        monkeypatch.setattr(Backend, "copy_stream", self)
+        monkeypatch.setattr(DeviceRuntime, "copy_stream", self)
         monkeypatch.setattr(torch.Tensor, "to", copy)
         monkeypatch.setattr(torch.Tensor, "record_stream", record)
         monkeypatch.setattr(torch.cpu, "stream", lambda stream: stream)
@@ -327,12 +325,12 @@ def test_prefetching_on_several_ranks_gathers_every_sample_once(pair, dispatch, 
 @pytest.mark.parametrize(
     ("kind", "streams_of_own"), [("cpu", False), ("mps", False), ("cuda", True), ("xpu", True)]
 )
-def test_a_backend_has_one_copy_stream_on_devices_with_streams(monkeypatch, kind, streams_of_own):
+def test_a_device_has_one_copy_stream_on_devices_with_streams(monkeypatch, kind, streams_of_own):
     streams = []
     for module in (torch.cpu, torch.cuda, torch.xpu):
         monkeypatch.setattr(module, "Stream", lambda device: streams.append(device) or object())
     device = torch.device(kind, 0) if kind != "cpu" else torch.device(kind)
-    backend = Single(Topology(), device)
-    assert (backend.copy_stream is not None) == streams_of_own
-    assert backend.copy_stream is backend.copy_stream
+    runtime = DeviceRuntime(device)
+    assert (runtime.copy_stream is not None) == streams_of_own
+    assert runtime.copy_stream is runtime.copy_stream
     assert streams == [device] * streams_of_own

@@ -46,9 +46,10 @@ def test_samples_are_sharded_and_gathered_once(ranks):
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_arguments_that_do_not_match_this_process_are_rejected(options, message):
-    Accelerator()
+    accelerator = Accelerator()  # an Accelerator that nothing holds is gone
     with pytest.raises(ValueError, match=message):
         prepare_data_loader(DataLoader(range(3)), **options)
+    assert accelerator.num_processes == 1
 
 
 def test_a_call_without_an_accelerator_is_rejected():

@@ -15,6 +15,7 @@ from support.pairs import pairwise_params
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from accel_runtime import Accelerator, DataLoaderConfiguration
+from accel_runtime.backends.device_runtime import DeviceRuntime
 from accel_runtime.backends.single import Single
 from accel_runtime.data.active_loops import ActiveLoops
 from accel_runtime.data.loader import LoaderOptions, skip_first_batches
@@ -310,7 +311,9 @@ def test_a_permutation_from_an_offset_equals_that_of_torch(count, at, size, own_
         generator = torch.Generator().manual_seed(6) if own_generator else None
         sampler = RandomSampler(range(count), generator=generator)
         loader = DataLoader(range(count), batch_size=size, sampler=sampler)
-        samples = EpochOrder(loader, BatchSharding(0, 1, size), Single(Topology(), torch.device("cpu")))
+        samples = EpochOrder(
+            loader, BatchSharding(0, 1, size), Single(Topology(), DeviceRuntime(torch.device("cpu")))
+        )
         indices_drawn = [
             index for indices, _ in samples.iterate_steps(position, 0, eager=False) for index in indices
         ]
@@ -333,7 +336,7 @@ def test_a_data_seed_determines_the_order_of_each_epoch_by_its_number():
     def epochs(start):
         options = LoaderOptions(seeded=True, seed=7)
         script = DataLoader(range(COUNT), batch_size=5, shuffle=True)
-        backend = Single(Topology(), torch.device("cpu"))
+        backend = Single(Topology(), DeviceRuntime(torch.device("cpu")))
         loader = prepare_loader(script, backend, ActiveLoops(0, has_padding=False), options)
         loader.set_epoch(start)
         return [torch.cat(list(loader)).tolist() for _ in range(2)]

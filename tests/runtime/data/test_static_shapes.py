@@ -7,6 +7,7 @@ import torch
 from support.data_sets import RangeStream
 from torch.utils.data import DataLoader
 
+from accel_runtime.backends.device_runtime import DeviceRuntime
 from accel_runtime.backends.single import Single
 from accel_runtime.data.active_loops import ActiveLoops
 from accel_runtime.data.loader import LoaderOptions, skip_first_batches
@@ -15,8 +16,8 @@ from accel_runtime.data.prepare import prepare_loader
 from accel_runtime.environment.topology import Topology
 
 
-class Kept(Single):
-    """A backend with static shapes."""
+class CompiledRuntime(DeviceRuntime):
+    """A device with static shapes."""
 
     static_shapes = True
 
@@ -24,7 +25,7 @@ class Kept(Single):
 @pytest.fixture
 def run():
     """Return a function that iterates over a loader and returns its batches and gathered results."""
-    backend = Kept(Topology(), torch.device("cpu"))
+    backend = Single(Topology(), CompiledRuntime(torch.device("cpu")))
 
     def read_steps(loader, transform=lambda batch: batch, *, skip=0, as_objects=False, **options):
         loops = ActiveLoops(0, has_padding=backend.pads_batches)

@@ -38,7 +38,8 @@ class Run:
 
     def backward(self, *gradients):
         """Add the given gradients to those of the first weights, through a loss."""
-        self.precision.backward(sum(w * g for w, g in zip(self.weights, gradients, strict=False)))
+        loss = sum(w * g for w, g in zip(self.weights, gradients, strict=False))
+        self.precision.begin_backward(loss).backward()
 
     @property
     def values(self):

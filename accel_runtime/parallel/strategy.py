@@ -1,0 +1,270 @@
+"""The interface of a strategy: what happens to models and their optimizers, from `prepare` to the step."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from accel_runtime.backends.base import Backend
+from accel_runtime.environment.settings import MixedPrecision, Settings
+from accel_runtime.foundation.heartbeat import call_site
+from accel_runtime.foundation.nested import has_dtensor
+from accel_runtime.foundation.options import DistributedType
+from accel_runtime.foundation.process_mesh import GroupFacts, ProcessMesh
+
+__all__ = ["ModelLayout", "ModelRequest", "Strategy", "UnscaleGradients", "unscale_gradients"]
+
+_LOG = logging.getLogger("accel_runtime.backends")
+
+
+Unscale = Callable[[Any], dict[torch.device, torch.Tensor]]
+"""torch's function that unscales the gradients of an optimizer, and returns by device if there was an overflow."""
+UnscaleGradients = Callable[[torch.optim.Optimizer, Unscale], dict[torch.device, torch.Tensor]]
+
+
+def _leave_forward(_: nn.Module) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """A model of the script that is to be prepared."""
+
+    model: nn.Module
+    is_placed: bool = True
+    """True if parameters and buffers are moved to the device."""
+    is_trained: bool = True
+    """True if gradients are combined over the ranks; False for a model that is never trained."""
+    set_forward: Callable[[nn.Module], None] = _leave_forward
+    """Sets autocast and compilation of the forward pass, once the model is on its device and before it is wrapped."""
+    ddp_options: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `DistributedDataParallelKwargs` that differ from their defaults."""
+
+
+class ModelLayout(NamedTuple):
+    """A prepared model in the description of a run."""
+
+    wrapper: str
+    """The name of the wrapper, or `none`."""
+    groups: tuple[GroupFacts, ...] = ()
+    """The groups of parameters that are gathered together; empty if the model is replicated."""
+
+
+class Strategy(ABC):
+    """Place models on the ranks, combine their gradients, and step their optimizers.
+
+    `training` calls it: which micro-batch completes an accumulation cycle, how losses are weighted and if a format needs loss
+    scaling is decided there. The members here are those in which DDP, `fully_shard`, XLA and engines of libraries differ; the
+    defaults are those of one process.
+
+    A new strategy is a class in a module or folder of this package, and a line in `choose_strategy`. It implements `prepare`, or
+    `move_model`, `wrap_model` and `prepare_optimizer`, which the default calls; tests/runtime/parallel/test_strategy_contract.py
+    holds what all of them do.
+
+    Args:
+        backend: Connects this process to the other ranks and to its device.
+    """
+
+    shards_models = False
+    """Models are sharded over ranks, models that are never trained too, and their parameters are replaced."""
+
+    mesh: ProcessMesh | None = None
+    """The device mesh of the processes, if models are sharded."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        """Ranks and device."""
+        self._has_warned_of_join = False
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """Return the kind of distributed training, as `Accelerator.distributed_type`."""
+        return self.backend.distributed_type
+
+    # Options ---------------------------------------------------------------------------
+
+    def set_sharding(self, settings: Settings) -> None:  # noqa: B027 - models are replicated
+        """Shard models that are prepared from now on as the settings describe."""
+
+    def check_options(self, ddp_options: Mapping[str, Any], mixed_precision: MixedPrecision) -> None:  # noqa: B027
+        """Raise ValueError if fields of `DistributedDataParallelKwargs` or the number format are not supported."""
+
+    # Preparation -----------------------------------------------------------------------
+
+    def prepare(
+        self,
+        models: Sequence[ModelRequest] = (),
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        schedulers: Sequence[LRScheduler] = (),  # noqa: ARG002 - for engines that step them
+    ) -> list[nn.Module]:
+        """Prepare objects of the script together, and return the prepared models in their order; collective.
+
+        Optimizers are changed in place. A model that is prepared already may be prepared again, and an optimizer may be
+        prepared before or after its model.
+
+        Raises:
+            ValueError: If a model or optimizer cannot be trained in this way.
+        """
+        prepared = []
+        for request in models:
+            model = self.move_model(request.model) if request.is_placed else request.model
+            request.set_forward(model)
+            is_wrapped = request.is_trained or self.shards_models
+            prepared.append(self.wrap_model(model, request.ddp_options) if is_wrapped else model)
+        for optimizer in optimizers:
+            self.prepare_optimizer(optimizer)
+        return prepared
+
+    def move_model(self, model: nn.Module) -> nn.Module:
+        """Move parameters and buffers to the device."""
+        return model.to(self.backend.device)
+
+    @abstractmethod
+    def wrap_model(self, model: nn.Module, ddp_options: Mapping[str, Any]) -> nn.Module:
+        """Return a model set up to combine gradients over the ranks, or sharded; a wrapped one is returned as it is."""
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - parameters are those of the script
+        """Set up an optimizer in place for the parameters that are trained."""
+
+    def find_current(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the parameter that is trained for one that the script created."""
+        return parameter
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        """Return the module that `wrap_model` was given."""
+        return model
+
+    def describe_model(self, model: nn.Module, autocast_dtype: torch.dtype | None) -> ModelLayout:  # noqa: ARG002 - replicated
+        """Describe how a prepared model is wrapped or sharded; `autocast_dtype` is that of its forward pass."""
+        return ModelLayout("none" if self.unwrap_model(model) is model else type(model).__name__)
+
+    # Backward passes -------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, options: Mapping[str, Any]) -> None:
+        """Run the backward pass of a scalar loss; `options` are arguments of `torch.Tensor.backward`."""
+        loss.backward(**options)  # type: ignore[no-untyped-call]
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Return a context in which backward passes of a prepared model do not combine gradients."""
+        return nullcontext()
+
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Return a context in which the next backward pass combines gradients, even after a forward pass in `no_sync`."""
+        return nullcontext()
+
+    def join(self, models: Sequence[Any]) -> AbstractContextManager[Any]:  # noqa: ARG002
+        """Return a context in which combining gradients does not wait for ranks without batches.
+
+        Strategies whose ranks take part in each other's passes cannot do this and warn once.
+        """
+        if not self._has_warned_of_join:
+            self._has_warned_of_join = True
+            _LOG.warning(
+                "join_uneven_inputs() has no effect, at %s: every rank takes part in the forward and backward passes of the "
+                "others here, so a rank without a batch would stop them. Give every rank as many batches, as prepared "
+                "DataLoaders do.",
+                call_site(),
+            )
+        return nullcontext()
+
+    def explain_error(self, error: RuntimeError, operation: str) -> RuntimeError:
+        """Return an error that says what a user can do about `error`, or which rank causes it; else `error`."""
+        return self.backend.explain_error(error, operation)
+
+    # Gradients -------------------------------------------------------------------------
+
+    def clip_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """Scale gradients so that their norm over all ranks is at most `max_norm`, and return the norm before: `[]`."""
+        parameters = list(parameters)
+        total: torch.Tensor = _gradient_functions(parameters).clip_grad_norm_(
+            parameters, max_norm, norm_type=norm_type
+        )
+        return total
+
+    def clip_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Clamp gradients to `[-clip_value, clip_value]`."""
+        parameters = list(parameters)
+        _gradient_functions(parameters).clip_grad_value_(parameters, clip_value)
+
+    def compute_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+        """Return the norm of the gradients over all ranks, as they are now: `[]`."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm: torch.Tensor = _gradient_functions(parameters).get_total_norm(gradients, norm_type)
+        return norm
+
+    def unscale_gradients(
+        self, optimizer: torch.optim.Optimizer, unscale: Unscale
+    ) -> dict[torch.device, torch.Tensor]:
+        """Unscale the gradients of an optimizer by torch's function; return by device whether any rank had an overflow."""
+        return unscale_gradients(optimizer, unscale)
+
+    def read_local_gradients(self, models: Sequence[nn.Module]) -> dict[nn.Parameter, torch.Tensor]:  # noqa: ARG002
+        """Return the gradients of earlier backward passes that are not in `parameter.grad`, as they are not combined yet."""
+        return {}
+
+    def restore_local_gradients(  # noqa: B027 - all are in `parameter.grad`
+        self, models: Sequence[nn.Module], gradients: Mapping[nn.Parameter, torch.Tensor]
+    ) -> None:
+        """Restore the result of `read_local_gradients`."""
+
+    # Steps -----------------------------------------------------------------------------
+
+    def check_step(self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:  # noqa: B027
+        """Raise ValueError before the first step of an optimizer that would make ranks train different weights."""
+
+    def step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
+    ) -> float | None:
+        """Step an optimizer of the script; return the loss of the closure."""
+        loss: float | None = optimizer.step() if closure is None else optimizer.step(closure)
+        return loss
+
+    def overflowed(self, optimizer: torch.optim.Optimizer) -> bool:  # noqa: ARG002
+        """Return whether the newest `step` changed nothing, as the strategy itself found an overflow."""
+        return False
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer, *, set_to_none: bool) -> None:
+        """Clear the gradients of an optimizer of the script."""
+        optimizer.zero_grad(set_to_none)
+
+    # State -----------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Execute all pending operations, and let each rank hold its shards only; collective."""
+        self.backend.runtime.synchronize()
+
+    def capture_replica_state(self, model: nn.Module) -> dict[str, Any]:  # noqa: ARG002 - DDP has some
+        """Return what the wrapper of a model keeps between steps; collective."""
+        return {}
+
+    def restore_replica_state(self, model: nn.Module, state: dict[str, Any]) -> None:  # noqa: B027
+        """Apply a state of `capture_replica_state`, as far as it fits this run."""
+
+
+def unscale_gradients(optimizer: torch.optim.Optimizer, unscale: Unscale) -> dict[torch.device, torch.Tensor]:
+    """Unscale the gradients of an optimizer, also if some are sharded; see `Strategy.unscale_gradients`."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not has_dtensor(parameters):
+        return unscale(optimizer)
+    from accel_runtime.parallel.grad_norm import unscale_gradients  # noqa: PLC0415 - its imports are slow
+
+    return unscale_gradients(optimizer, unscale)
+
+
+def _gradient_functions(parameters: Sequence[torch.Tensor]) -> Any:
+    """Return the module with the functions that clip: torch's own, unless a parameter is sharded."""
+    if not has_dtensor(parameters):
+        return nn.utils
+    from accel_runtime.parallel import grad_norm  # noqa: PLC0415 - its imports are slow and needed only by sharded models
+
+    return grad_norm

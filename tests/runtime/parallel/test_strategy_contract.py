@@ -1,0 +1,267 @@
+"""Every strategy satisfies the contract of `parallel/strategy.py`: a step of N ranks is that of one process."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+
+import pytest
+import torch
+from support.strategies import connect_strategy
+from torch import nn
+
+from accel_runtime.environment.settings import Settings
+from accel_runtime.foundation.torch_internals import local_tensor
+from accel_runtime.parallel.strategy import ModelRequest
+
+CASES = {
+    "one process": (1, {}),
+    "replicated on 2 processes": (2, {}),
+    "replicated on 3 machines": ("apart", {}),
+    "fully_shard on one process": (1, {"dp_shard": "auto"}),
+    "fully_shard on 2 processes": (2, {"dp_shard": "auto"}),
+    "fully_shard on 3 processes": (3, {"dp_shard": "auto"}),
+    "tensor parallel": (2, {"tp": 2}),
+    "fully_shard and tensor parallel": (4, {"dp_shard": 2, "tp": 2}),
+}
+XLA_CASES = {name: (name, {}) for name in ("xla 1", "xla 2", "xla 4", "spmd 4")}
+# torch_xla is in an environment of its own, where `make test-xla` runs the same tests on its CPU device.
+HERE = XLA_CASES if importlib.util.find_spec("torch_xla") else CASES
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(case, id=name, marks=pytest.mark.full if case[0] == 4 else ())
+        for name, case in HERE.items()
+    ]
+)
+def case(request, clusters):
+    """The ranks and the sizes of the parallel dimensions of each strategy, in turn."""
+    cluster, sizes = request.param
+    return clusters[cluster], sizes
+
+
+@pytest.fixture
+def ranks(case):
+    """The ranks of a strategy."""
+    return case[0]
+
+
+@pytest.fixture
+def sizes(case):
+    """The sizes of the parallel dimensions of a strategy."""
+    return case[1]
+
+
+def build_model_and_batch():
+    """Return equal models and batches on all ranks, also if they are threads that share a generator."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    model.tp_plan = {"0": "colwise", "2": "rowwise"}
+    return model, torch.randn(12, 4, generator=generator)
+
+
+def prepare(sizes):
+    """Return a strategy, its prepared model and optimizer, the rows of this rank, and the module of the script."""
+    strategy = connect_strategy(**sizes)
+    module, batch = build_model_and_batch()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    (model,) = strategy.prepare([ModelRequest(module)], [optimizer])
+    data = strategy.backend.data_rank
+    rows = batch.chunk(data.world_size)[data.rank].to(strategy.backend.device)
+    return strategy, model, optimizer, rows
+
+
+def full_parameters(model):
+    return [
+        (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().cpu().clone()
+        for p in model.parameters()
+    ]
+
+
+def run_backward(strategy, model, rows):
+    strategy.backward(model(rows).square().mean(), {})
+
+
+def train_alone(passes=1, max_norm=None):
+    """Return the parameters of one process after a step over `passes` backward passes, and the norm of its gradients."""
+    model, batch = build_model_and_batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(passes):
+        model(batch).square().mean().backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
+    optimizer.step()
+    return [p.detach() for p in model.parameters()], norm.item()
+
+
+def test_a_step_of_all_ranks_is_that_of_one_process(ranks, sizes):
+    def train(sizes):
+        strategy, model, optimizer, rows = prepare(sizes)
+        run_backward(strategy, model, rows)
+        strategy.step(optimizer)
+        strategy.zero_grad(optimizer, set_to_none=True)
+        strategy.synchronize()
+        cleared = all(p.grad is None for group in optimizer.param_groups for p in group["params"])
+        return full_parameters(model), cleared, strategy.overflowed(optimizer)
+
+    expected, _ = train_alone()
+    for actual, cleared, overflowed in ranks.run(train, sizes):
+        torch.testing.assert_close(actual, expected, atol=1e-6, rtol=0)
+        assert cleared
+        assert not overflowed
+
+
+def test_an_optimizer_may_be_prepared_before_its_model(ranks, sizes):
+    def train(sizes):
+        strategy = connect_strategy(**sizes)
+        module, batch = build_model_and_batch()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        strategy.prepare(optimizers=[optimizer])
+        (model,) = strategy.prepare([ModelRequest(module)])
+        data = strategy.backend.data_rank
+        run_backward(strategy, model, batch.chunk(data.world_size)[data.rank].to(strategy.backend.device))
+        strategy.step(optimizer)
+        strategy.synchronize()
+        return full_parameters(model)
+
+    expected, _ = train_alone()
+    for actual in ranks.run(train, sizes):
+        torch.testing.assert_close(actual, expected, atol=1e-6, rtol=0)
+
+
+def test_no_sync_defers_the_combination_of_gradients_until_the_next_backward_pass(ranks, sizes):
+    def train(sizes):
+        strategy, model, optimizer, rows = prepare(sizes)
+        with strategy.no_sync(model):
+            run_backward(strategy, model, rows)
+        run_backward(strategy, model, rows)
+        strategy.step(optimizer)
+        strategy.synchronize()
+        return full_parameters(model)
+
+    expected, _ = train_alone(passes=2)
+    for actual in ranks.run(train, sizes):
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
+
+
+def test_clipping_uses_the_norm_of_the_gradients_of_one_process(ranks, sizes):
+    def train(sizes):
+        strategy, model, optimizer, rows = prepare(sizes)
+        run_backward(strategy, model, rows)
+        parameters = list(model.parameters())
+        before = strategy.compute_norm(parameters, 2.0)
+        clipped = strategy.clip_norm(parameters, 0.1, 2.0)
+        after = strategy.compute_norm(parameters, 2.0)
+        strategy.step(optimizer)
+        strategy.synchronize()
+        return [float(norm) for norm in (before, clipped, after)], full_parameters(model)
+
+    expected, norm = train_alone(max_norm=0.1)
+    for (before, clipped, after), actual in ranks.run(train, sizes):
+        assert before == clipped == pytest.approx(norm, rel=1e-5)
+        assert after == pytest.approx(0.1, rel=1e-4)
+        torch.testing.assert_close(actual, expected, atol=1e-6, rtol=0)
+
+
+def test_values_are_clamped_on_every_rank(ranks, sizes):
+    def clamp(sizes):
+        strategy, model, _, rows = prepare(sizes)
+        run_backward(strategy, model, rows)
+        strategy.clip_value(list(model.parameters()), 0.01)
+        gradients = [local_tensor(p.grad).cpu() for p in model.parameters()]
+        return [gradient.abs().max().item() for gradient in gradients if gradient.numel()]
+
+    values = [value for of_rank in ranks.run(clamp, sizes) for value in of_rank]
+    assert max(values) == pytest.approx(0.01)
+
+
+def test_gradients_that_are_not_combined_yet_can_be_stored_and_restored(ranks, sizes):
+    def train(sizes):
+        strategy, model, optimizer, rows = prepare(sizes)
+        with strategy.no_sync(model):
+            run_backward(strategy, model, rows)
+        hidden = {p: g.clone() for p, g in strategy.read_local_gradients([model]).items()}
+        visible = {p: p.grad.clone() for p in model.parameters() if p.grad is not None}
+        assert {*hidden, *visible} == set(model.parameters())
+        strategy.zero_grad(optimizer, set_to_none=True)
+        strategy.restore_local_gradients([model], {p: torch.zeros_like(g) for p, g in hidden.items()})
+        strategy.restore_local_gradients([model], hidden)
+        for parameter, gradient in visible.items():
+            parameter.grad = gradient
+        run_backward(strategy, model, rows)
+        strategy.step(optimizer)
+        strategy.synchronize()
+        return full_parameters(model)
+
+    expected, _ = train_alone(passes=2)
+    for actual in ranks.run(train, sizes):
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
+
+
+def test_a_model_has_the_parameters_of_the_first_rank(ranks, sizes):
+    def weights(sizes):
+        strategy = connect_strategy(**sizes)
+        model, _ = build_model_and_batch()
+        nn.init.constant_(model[0].weight, strategy.backend.topology.rank + 1)
+        (prepared,) = strategy.prepare([ModelRequest(model)])
+        return full_parameters(prepared)[0]
+
+    assert all(torch.equal(actual, torch.ones(6, 4)) for actual in ranks.run(weights, sizes))
+
+
+def test_a_prepared_model_is_unwrapped_to_that_of_the_script_and_described(ranks, sizes):
+    def unwrap(sizes):
+        strategy, model, _, _ = prepare(sizes)
+        names = [name for name, _ in strategy.unwrap_model(model).named_parameters()]
+        frozen = build_model_and_batch()[0].requires_grad_(requires_grad=False)
+        (evaluated,) = strategy.prepare([ModelRequest(frozen, is_trained=False)])
+        with strategy.no_sync(evaluated):
+            layout = strategy.describe_model(model, None)
+        same = strategy.unwrap_model(evaluated) is frozen
+        return names, same, bool(layout.wrapper), bool(layout.groups) is strategy.shards_models
+
+    names = [name for name, _ in build_model_and_batch()[0].named_parameters()]
+    assert ranks.run(unwrap, sizes) == [(names, True, True, True)] * ranks.size
+
+
+def test_the_forward_pass_is_set_once_the_model_is_placed_and_before_it_is_wrapped(ranks, sizes):
+    def prepare_forward(sizes):
+        strategy, seen = connect_strategy(**sizes), []
+        module, _ = build_model_and_batch()
+
+        def set_forward(model):
+            seen.append((model is module, next(model.parameters()).device.type))
+
+        strategy.prepare([ModelRequest(module, set_forward=set_forward)])
+        device = strategy.backend.device.type
+        return [(is_module, device in {"cpu", kind}) for is_module, kind in seen]
+
+    assert ranks.run(prepare_forward, sizes) == [[(True, True)]] * ranks.size
+
+
+def test_the_state_of_replicas_is_restored(ranks, sizes):
+    def restore(sizes):
+        strategy, model, _, rows = prepare(sizes)
+        for _ in range(2):
+            run_backward(strategy, model, rows)
+        state = strategy.capture_replica_state(model)
+        strategy.restore_replica_state(model, copy.deepcopy(state))
+        return repr(strategy.capture_replica_state(model)) == repr(state)
+
+    assert all(ranks.run(restore, sizes))
+
+
+def test_options_of_ddp_are_honoured_or_refused(ranks, sizes):
+    def check(sizes):
+        strategy = connect_strategy(**sizes)
+        strategy.check_options({}, Settings().mixed_precision)
+        try:
+            strategy.check_options({"find_unused_parameters": True}, "no")
+        except ValueError as error:
+            return "find_unused_parameters" in str(error) and strategy.shards_models
+        return not strategy.shards_models
+
+    assert all(ranks.run(check, sizes))

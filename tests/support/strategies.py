@@ -1,0 +1,27 @@
+"""Strategies of one process, and of the settings of a test, for tests below the `Accelerator`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import torch
+
+from accel_runtime.backends import connect
+from accel_runtime.backends.device_runtime import DeviceRuntime
+from accel_runtime.backends.single import Single
+from accel_runtime.environment.settings import Parallel, Settings
+from accel_runtime.environment.topology import Topology
+from accel_runtime.parallel import choose_strategy
+from accel_runtime.parallel.replicated import Replicated
+
+
+def build_local_strategy(device="cpu"):
+    """Return the strategy of one process that is connected to nothing."""
+    return Replicated(Single(Topology(), DeviceRuntime(torch.device(device))))
+
+
+def connect_strategy(**parallel):
+    """Return the strategy of this rank, with sizes of the parallel dimensions."""
+    settings = replace(Settings.from_env(os.environ), parallel=Parallel(**parallel))
+    return choose_strategy(connect(settings, Topology.from_env(os.environ)), settings)
