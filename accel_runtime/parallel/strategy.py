@@ -19,6 +19,7 @@ from accel_runtime.foundation.heartbeat import call_site
 from accel_runtime.foundation.nested import has_dtensor
 from accel_runtime.foundation.options import DistributedType
 from accel_runtime.foundation.process_mesh import GroupFacts, ProcessMesh
+from accel_runtime.foundation.torch_internals import foreach_multiply, local_tensor
 
 __all__ = ["ModelLayout", "ModelRequest", "Strategy", "UnscaleGradients", "unscale_gradients"]
 
@@ -134,6 +135,10 @@ class Strategy(ABC):
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - parameters are those of the script
         """Set up an optimizer in place for the parameters that are trained."""
 
+    def list_parameter_groups(self, optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
+        """Return the parameters that an optimizer of the script trains, in its groups; those of the prepared models."""
+        return [group["params"] for group in optimizer.param_groups]
+
     def find_current(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the parameter that is trained for one that the script created."""
         return parameter
@@ -207,6 +212,23 @@ class Strategy(ABC):
     ) -> dict[torch.device, torch.Tensor]:
         """Unscale the gradients of an optimizer by torch's function; return by device whether any rank had an overflow."""
         return unscale_gradients(optimizer, unscale)
+
+    def finish_gradients(self) -> None:  # noqa: B027 - combined in the backward pass
+        """Combine what the backward passes of an accumulation cycle have left over; collective.
+
+        Called at the end of a cycle before gradients are read, scaled or used. Further calls in the same cycle do nothing.
+        """
+
+    def scale_gradients(self, parameters: Sequence[nn.Parameter], factor: torch.Tensor) -> None:
+        """Multiply gradients by a factor (`[]`) in place; the parameters are of one model and one optimizer."""
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        with torch.no_grad():
+            for parameter in parameters:
+                if (grad := parameter.grad) is not None:
+                    # Local tensors, as torch cannot combine sharded and replicated ones in one call.
+                    by_device.setdefault(grad.device, []).append(local_tensor(grad))
+            for device, grads in by_device.items():
+                foreach_multiply(grads, factor.to(device))
 
     def read_local_gradients(self, models: Sequence[nn.Module]) -> dict[nn.Parameter, torch.Tensor]:  # noqa: ARG002
         """Return the gradients of earlier backward passes that are not in `parameter.grad`, as they are not combined yet."""

@@ -14,7 +14,7 @@ from torch import nn
 from accel_runtime.backends.base import Backend
 from accel_runtime.foundation.module_names import named_parameters
 from accel_runtime.foundation.nested import has_dtensor
-from accel_runtime.foundation.torch_internals import foreach_multiply, local_tensor, version_of
+from accel_runtime.foundation.torch_internals import version_of
 from accel_runtime.parallel.strategy import Strategy
 from accel_runtime.training.accumulation import Accumulation
 from accel_runtime.training.forward import Precision
@@ -38,8 +38,13 @@ _Versions = list[tuple[int, int] | None]
 class ParameterGroup:
     """Parameters of the same model and optimizer, and the weights in their gradients."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        scale_gradients: Callable[[Sequence[nn.Parameter], torch.Tensor], None],
+    ) -> None:
         self.parameters = parameters
+        self._scale_gradients = scale_gradients
         self.pending: torch.Tensor | None = None
         """Weights of this rank in gradients that are not divided yet; `[]`."""
         self.total: torch.Tensor | None = None
@@ -55,7 +60,7 @@ class ParameterGroup:
         if self._versions() != self._recorded:
             self.pending = self.total = None
         if self.total is not None:
-            self._multiply(self.total / unit)
+            self._scale_gradients(self.parameters, self.total / unit)
         self._recorded = self._versions()
 
     def end_backward(self, weight: torch.Tensor, *, synchronized: bool) -> None:
@@ -73,7 +78,7 @@ class ParameterGroup:
         self.total = reduced if self.total is None else self.total + reduced
         self.pending = None
         # Without an item on any rank, the gradients are zeros and remain zeros.
-        self._multiply(torch.where(self.total > 0, unit / self.total, 0.0))
+        self._scale_gradients(self.parameters, torch.where(self.total > 0, unit / self.total, 0.0))
         self._recorded = self._versions()
 
     def set_weights(self, pending: torch.Tensor | None, total: torch.Tensor | None) -> None:
@@ -100,16 +105,6 @@ class ParameterGroup:
         grads = [parameter.grad for parameter in self.parameters]
         return [None if grad is None else (id(grad), version_of(grad)) for grad in grads]
 
-    def _multiply(self, scale: torch.Tensor) -> None:
-        by_device: dict[torch.device, list[torch.Tensor]] = {}
-        with torch.no_grad():
-            for parameter in self.parameters:
-                if (grad := parameter.grad) is not None:
-                    # Local tensors, as torch cannot combine sharded and replicated ones in one call.
-                    by_device.setdefault(grad.device, []).append(local_tensor(grad))
-            for device, grads in by_device.items():
-                foreach_multiply(grads, scale.to(device))
-
 
 class LossWeights:
     """Backward passes of losses that are means over a number of items.
@@ -130,10 +125,12 @@ class LossWeights:
         weight: LossWeight,
         run: Callable[[torch.Tensor], None],
         groups: list[ParameterGroup],
+        finish_gradients: Callable[[], None],
     ) -> None:
         """Run the backward pass of a scalar loss that is a mean over `weight` items.
 
-        `run` runs the backward pass of the loss that it is passed; `groups` are equally many, in the same order, on all ranks.
+        `run` runs the backward pass of the loss that it is passed; `groups` are equally many, in the same order, on all ranks;
+        `finish_gradients` is that of the strategy.
         """
         if self.unit is None:  # the expected sum of the weights of the first cycle: `[]`
             total = self._backend.all_reduce_async(weight.amount * self._accumulation.steps)()
@@ -155,6 +152,7 @@ class LossWeights:
             group.end_backward(weight.amount, synchronized=finish_sum is not None)
         if finish_sum is None:
             return
+        finish_gradients()
         *sums, weight_sum = finish_sum().unbind()
         for group, pending, reduced in zip(groups, pending_before, sums, strict=True):
             if group.has_weights:
@@ -232,25 +230,30 @@ def zero_loss(reachable: Callable[[], Iterable[nn.Parameter]], weight: LossWeigh
 
 
 def group_parameters(
-    models: Sequence[nn.Module], optimizers: Sequence[PreparedOptimizer]
+    models: Sequence[nn.Module],
+    optimizers: Sequence[PreparedOptimizer],
+    scale_gradients: Callable[[Sequence[nn.Parameter], torch.Tensor], None],
 ) -> list[ParameterGroup]:
-    """Return the parameters of models and optimizers, grouped by model and optimizer, each once."""
+    """Return the parameters of models and optimizers, grouped by model and optimizer, each once.
+
+    `scale_gradients` is that of the strategy.
+    """
     owners: dict[nn.Parameter, list[int | None]] = {}
     for index, model in enumerate(models):
         for parameter in model.parameters():
             owners.setdefault(parameter, [index, None])
     for index, optimizer in enumerate(optimizers):
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        for parameter in optimizer.parameters:
             owners.setdefault(parameter, [None, None])[1] = index
     members: dict[tuple[int | None, ...], list[nn.Parameter]] = {}
     for parameter, owner in owners.items():
         members.setdefault(tuple(owner), []).append(parameter)
-    return [ParameterGroup(parameters) for parameters in members.values()]
+    return [ParameterGroup(parameters, scale_gradients) for parameters in members.values()]
 
 
 def name_parameters(
     models: Sequence[nn.Module],
-    optimizers: Sequence[torch.optim.Optimizer],
+    optimizers: Sequence[PreparedOptimizer],
     original: Callable[[nn.Module], nn.Module],
 ) -> dict[nn.Parameter, str]:
     """Return every parameter of models and optimizers with one name, however often it occurs.
@@ -263,8 +266,8 @@ def name_parameters(
         for name, parameter in named_parameters(original(model)):
             names.setdefault(parameter, f"{numbered_name('model', index)}.{name}")
     for index, optimizer in enumerate(optimizers):
-        for group_index, group in enumerate(optimizer.param_groups):
-            for number, parameter in enumerate(group["params"]):
+        for group_index, group in enumerate(optimizer.parameter_groups):
+            for number, parameter in enumerate(group):
                 names.setdefault(parameter, f"{numbered_name('optimizer', index)}.{group_index}.{number}")
     return names
 
@@ -367,7 +370,8 @@ class Gradients:
             with zero_loss(self._reachable_parameters, loss_weight):
                 self._run_backward(weighted_loss, options)
 
-        self.weights.backward(loss, loss_weight, run, self.find_groups())
+        finish = self._strategy.finish_gradients
+        self.weights.backward(loss, loss_weight, run, self.find_groups(), finish)
 
     def _run_backward(self, loss: torch.Tensor, options: Mapping[str, Any]) -> None:
         self._strategy.backward(self._precision.begin_backward(loss), options)
@@ -394,7 +398,8 @@ class Gradients:
         models, optimizers = self._models, self._optimizers
         key = len(models), *(len(optimizer.param_groups) for optimizer in optimizers)
         if key != self._group_key:
-            self._groups, self._group_key = group_parameters(models, optimizers), key
+            self._groups = group_parameters(models, optimizers, self._strategy.scale_gradients)
+            self._group_key = key
         return self._groups
 
     def list_unused(self) -> set[nn.Parameter]:
@@ -403,15 +408,14 @@ class Gradients:
             parameter
             for optimizer in self._optimizers
             if not optimizer.has_used_gradients
-            for group in optimizer.param_groups
-            for parameter in group["params"]
+            for parameter in optimizer.parameters
         }
 
     def set_unused(self, parameters: Container[nn.Parameter]) -> None:
         """Set the parameters whose optimizers did not step or clear their gradients."""
         for optimizer in self._optimizers:
             optimizer.has_used_gradients = not any(
-                parameter in parameters for group in optimizer.param_groups for parameter in group["params"]
+                parameter in parameters for parameter in optimizer.parameters
             )
 
     def read_unsynced(self) -> dict[nn.Parameter, torch.Tensor]:
@@ -432,6 +436,7 @@ class Gradients:
         if not self._accumulation.synced:
             norm = self._strategy.compute_norm(tensors, norm_type)
             return norm / self._precision.scale(torch.ones_like(norm))
+        self._strategy.finish_gradients()
         self.unscale(None)
         if not tensors:  # torch itself warns of an exhausted generator
             return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
@@ -440,6 +445,7 @@ class Gradients:
     def clip_value(self, parameters: _Parameters, clip_value: float) -> None:
         """Run `torch.nn.utils.clip_grad_value_` if the cycle is complete."""
         if self._accumulation.synced:
+            self._strategy.finish_gradients()
             self.unscale(None)
             self._strategy.clip_value(self._list_current(parameters), clip_value)
 

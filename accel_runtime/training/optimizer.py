@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from typing_extensions import override
 
 from accel_runtime.foundation.heartbeat import call_site, heartbeat
@@ -74,6 +75,18 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return self.optimizer.param_groups
 
     @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of all groups, as the strategy trains them."""
+        return [parameter for group in self.parameter_groups for parameter in group]
+
+    @property
+    def parameter_groups(self) -> list[list[nn.Parameter]]:
+        """Return the parameters of each group, as the strategy trains them."""
+        if self._strategy is None:
+            return [group["params"] for group in self.optimizer.param_groups]
+        return self._strategy.list_parameter_groups(self.optimizer)
+
+    @property
     @override
     def state(self) -> Any:  # type: ignore[override]
         """Return the state of the wrapped optimizer."""
@@ -124,6 +137,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.steps += 1
         if self._beat is not None:
             self._beat.step()
+        if self._strategy is not None:
+            self._strategy.finish_gradients()
 
     def _step_with(self, closure: Callable[[], Any] | None) -> float | None:
         """Step without a scaler."""
@@ -211,8 +226,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def _read_versions(self, attribute: str | None = None) -> dict[Any, tuple[int, int]]:
         """Return the identity and version of the parameters, or of the tensors in one of their attributes."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        tensors = {p: p if attribute is None else getattr(p, attribute) for p in parameters}
+        tensors = {p: p if attribute is None else getattr(p, attribute) for p in self.parameters}
         return {p: (id(tensor), version_of(tensor)) for p, tensor in tensors.items() if tensor is not None}
 
     @staticmethod

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 from contextlib import contextmanager
 from functools import partial
 
@@ -322,21 +321,21 @@ def silent_backward(model, weight, loss):
 
 def test_a_weight_on_the_device_is_selected_without_reading_its_value():
     """Use the CPU as the device; the value must not be read."""
-    from accel_runtime.backends import connect
-    from accel_runtime.environment.settings import Settings
-    from accel_runtime.environment.topology import Topology
+    from support.strategies import connect_strategy
+
     from accel_runtime.training.accumulation import Accumulation
     from accel_runtime.training.gradients import LossWeights, group_parameters
 
     model, accumulation = build_model(), Accumulation(3)
-    weights = LossWeights(connect(Settings(device="cpu"), Topology.from_env(os.environ)), accumulation)
-    groups = group_parameters([model], [])
+    strategy = connect_strategy()
+    weights = LossWeights(strategy.backend, accumulation)
+    groups = group_parameters([model], [], strategy.scale_gradients)
     batches = [build_text(0, [3, 4]), build_text(1, [0, 0]), build_text(2, [9, 1])]
     for batch in batches:
         accumulation.advance(is_last=False)
         unknown = LossWeight(torch.tensor(float(count_tokens(batch))), is_zero=None)
         run = partial(silent_backward, model, unknown)
-        weights.backward(mean_loss(model, batch), unknown, run, groups)
+        weights.backward(mean_loss(model, batch), unknown, run, groups, strategy.finish_gradients)
     assert relative_error(flatten_gradients(model), compute_reference([batches[0], batches[2]])) <= BAR
 
 

@@ -7,7 +7,9 @@ from support.models import TiedNet
 from torch import nn
 
 from accel_runtime import Accelerator
+from accel_runtime.training.accumulation import Accumulation
 from accel_runtime.training.gradients import name_parameters
+from accel_runtime.training.optimizer import PreparedOptimizer
 
 
 def list_parameter_names(*, compiled=False):
@@ -48,7 +50,10 @@ def test_a_parameter_of_two_models_is_named_after_the_first():
 
 def test_a_parameter_without_a_model_is_named_after_its_optimizer_and_group():
     loose = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
-    optimizers = [torch.optim.SGD(loose[:1]), torch.optim.SGD([{"params": []}, {"params": loose[1:]}])]
+    optimizers = [
+        PreparedOptimizer(torch.optim.SGD(groups), Accumulation(1), None)
+        for groups in (loose[:1], [{"params": []}, {"params": loose[1:]}])
+    ]
     assert list(name_parameters([], optimizers, lambda m: m).values()) == [
         "optimizer.0.0",
         "optimizer_1.1.0",

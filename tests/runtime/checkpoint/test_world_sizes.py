@@ -24,6 +24,7 @@ from accel_runtime.checkpoint.load import LoadOperation
 from accel_runtime.checkpoint.save import SaveOperation
 from accel_runtime.checkpoint.state_items import ModelItem, OptimizerItem
 from accel_runtime.storage.file_system import FileSystem
+from accel_runtime.training.accumulation import Accumulation
 from accel_runtime.training.gradients import name_parameters
 from accel_runtime.training.optimizer import PreparedOptimizer
 
@@ -178,9 +179,8 @@ def build_trained_model(kind, seed):
 
 
 def build_state_items(model, optimizer):
-    prepared = object.__new__(PreparedOptimizer)
-    prepared.optimizer = optimizer
-    names = name_parameters([model], [optimizer], lambda module: module)
+    prepared = PreparedOptimizer(optimizer, Accumulation(1), None)
+    names = name_parameters([model], [prepared], lambda module: module)
     return [ModelItem("model", model), OptimizerItem("optimizer", prepared, names)]
 
 

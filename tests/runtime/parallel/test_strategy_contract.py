@@ -178,6 +178,27 @@ def test_values_are_clamped_on_every_rank(ranks, sizes):
     assert max(values) == pytest.approx(0.01)
 
 
+def test_scaled_gradients_change_the_step_and_finishing_them_again_does_not(ranks, sizes):
+    def train(sizes):
+        strategy, model, optimizer, rows = prepare(sizes)
+        run_backward(strategy, model, rows)
+        strategy.finish_gradients()
+        groups = strategy.list_parameter_groups(optimizer)
+        assert {*groups[0]} == {*model.parameters()}
+        factor = torch.tensor(0.5, device=strategy.backend.device)
+        strategy.scale_gradients(groups[0], factor)
+        strategy.finish_gradients()
+        strategy.step(optimizer)
+        strategy.synchronize()
+        return full_parameters(model)
+
+    model, _ = build_model_and_batch()
+    whole, _ = train_alone()
+    expected = [(old.detach() + new) / 2 for old, new in zip(model.parameters(), whole, strict=True)]
+    for actual in ranks.run(train, sizes):
+        torch.testing.assert_close(actual, expected, atol=1e-6, rtol=0)
+
+
 def test_gradients_that_are_not_combined_yet_can_be_stored_and_restored(ranks, sizes):
     def train(sizes):
         strategy, model, optimizer, rows = prepare(sizes)
