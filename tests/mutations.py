@@ -511,7 +511,7 @@ MUTATIONS = (
     ),
     Mutation(
         "signal to another rank",
-        "accel_runtime.accelerator.training:Preemption._exchange",
+        "accel_runtime.accelerator.training_steps:Preemption._exchange",
         return_value("self._received"),
         ("tests/runtime/test_preemption.py::test_all_ranks_notice_a_signal_to_one_rank_at_the_same_step",),
     ),

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from accel_runtime.accelerator.options import OptionFacts
 from accel_runtime.data.loader import PreparedLoader
 from accel_runtime.data.source import len_or_none
-from accel_runtime.environment.accelerate import Translation
-from accel_runtime.environment.settings import Settings, flatten_settings, variable_name
+from accel_runtime.environment.settings import Settings, flatten_settings
 from accel_runtime.environment.topology import DataRank
 from accel_runtime.foundation.process_mesh import GroupFacts
 from accel_runtime.parallel.dtensor import class_of
@@ -22,16 +22,17 @@ from accel_runtime.parallel.strategy import ModelLayout
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from accel_runtime.accelerator.run import Run
+
 __all__ = [
     "Description",
     "LoaderFacts",
     "ModelFacts",
-    "OptionFacts",
     "ProcessFacts",
     "SchedulerFacts",
+    "describe_run",
     "loader_facts",
     "model_facts",
-    "origins",
 ]
 
 
@@ -99,15 +100,6 @@ class SchedulerFacts:
 
 
 @dataclass(frozen=True)
-class OptionFacts:
-    """The effective value of an option."""
-
-    value: Any
-    origin: str
-    """`argument`, the name of an environment variable, or `default`."""
-
-
-@dataclass(frozen=True)
 class Description:
     """Description of a run: processes, precision, prepared objects and options."""
 
@@ -171,34 +163,45 @@ class Description:
         return Panel(table, title="this run", title_align="left", expand=False)
 
 
-def origins(
-    settings: Settings,
-    launched: Settings,
-    others: Translation,
-    is_argument: Mapping[str, bool],
-    environ: Mapping[str, str],
-) -> dict[str, OptionFacts]:
-    """Return the value and origin of each setting, given those of the environment and its variables of Accelerate.
-
-    `is_argument` marks options and sections set by an argument; `gradient` means all arguments of the plugin.
-    """
-    from_env = dict(flatten_settings(launched))
-
-    def find_origin(name: str, value: object) -> str:
-        # An argument may set only some options of a section.
-        in_section = any(name.startswith(f"{section}_") for section in is_argument)
-        if is_argument.get(name) or (in_section and value != from_env[name]):
-            return "argument"
-        if variable_name(name) in environ:
-            return variable_name(name)
-        return others.settings[name].variable if name in others.settings else "default"
-
-    facts = {name: OptionFacts(value, find_origin(name, value)) for name, value in flatten_settings(settings)}
-    return facts | {
-        name: OptionFacts(other.text, other.variable)
-        for name, other in others.arguments.items()
-        if not is_argument.get(name.partition("_")[0])
-    }
+def describe_run(run: Run) -> Description:
+    """Describe a run with the objects that are prepared so far."""
+    options, backend, strategy, accumulation = run.options, run.backend, run.strategy, run.accumulation
+    options.read_plugin(strategy)
+    topology, data_ranks = backend.topology, backend.data_rank
+    computes_in, hook = run.precision.format.dtype, options.ddp_options.get("comm_hook")
+    return Description(
+        processes=ProcessFacts(
+            world_size=topology.world_size,
+            rank=topology.rank,
+            local_world_size=topology.local_world_size,
+            device=str(backend.device),
+            process_group=backend.collective_backend or "",
+        ),
+        precision=run.precision.description,
+        accumulation_steps=accumulation.steps,
+        gradients=accumulation.describe(
+            data_ranks.world_size, split_batches=options.loaders.split_batches and not accumulation.weighted
+        ),
+        models=tuple(
+            model_facts(
+                strategy.unwrap_model(model),
+                computes_in,
+                getattr(hook, "value", None),
+                strategy.describe_model(model, computes_in),
+            )
+            for model in run.prepared.models
+        ),
+        optimizers=tuple(type(optimizer.optimizer).__name__ for optimizer in run.prepared.optimizers),
+        schedulers=tuple(
+            SchedulerFacts(type(scheduler.scheduler).__name__, scheduler.advances)
+            for scheduler in run.prepared.schedulers
+        ),
+        loaders=tuple(
+            loader_facts(loader, data_ranks, accumulation.steps) for loader in run.prepared.loaders
+        ),
+        options=options.find_origins(),
+        device=backend.runtime.describe(),
+    )
 
 
 def model_facts(

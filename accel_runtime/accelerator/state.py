@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,9 @@ from accel_runtime.foundation import nested
 from accel_runtime.foundation.options import DistributedType, InitProcessGroupKwargs
 from accel_runtime.foundation.steps import StepInfo
 from accel_runtime.training.accumulation import Accumulation
+
+if TYPE_CHECKING:
+    from accel_runtime.accelerator.run import Run
 
 __all__ = [
     "AcceleratorState",
@@ -402,21 +405,18 @@ class AcceleratorState(StateView):
         vars(self).update(vars(state))
 
     @classmethod
-    def of(
-        cls,
-        processes: ProcessMethods,
-        distributed_type: DistributedType,
-        mixed_precision: MixedPrecision,
-        plugins: Mapping[str, Any],
-    ) -> AcceleratorState:
-        """Return the state of an `Accelerator` with its number format and its plugins by name."""
-        state = cls.__new__(cls)
-        backend = processes._backend  # noqa: SLF001 - the other half of one object
+    def of(cls, run: Run) -> AcceleratorState:
+        """Return the state of an `Accelerator`."""
+        state, options = cls.__new__(cls), run.options
         vars(state).update(
-            _backend=backend,
-            _distributed_type=distributed_type,
-            _mixed_precision=mixed_precision,
-            _plugins=plugins,
+            _backend=run.backend,
+            _distributed_type=run.strategy.distributed_type,
+            _mixed_precision=options.settings.mixed_precision,
+            _plugins={
+                "dynamo_plugin": options.dynamo,
+                "fsdp_plugin": options.fsdp_plugin,
+                "parallelism_config": options.parallelism_config,
+            },
         )
         return state
 

@@ -94,7 +94,7 @@ def prepare_data_loader(  # noqa: PLR0913, PLR0917 - the signature scripts know
     return prepare_loader(
         dataloader,
         backend,
-        accelerator._loops,  # noqa: SLF001 - the other half of one object
+        accelerator._run.loops,  # noqa: SLF001 - the other half of one object
         loader_options(config, put_on_device, parse_rng_types(rng_types)),
     )
 

@@ -118,7 +118,7 @@ def test_staging_memory_is_pinned_and_no_larger_than_the_state(cuda, tmp_path):
     accelerator.save_state(tmp_path / "saved", async_save=True)
     accelerator.wait_for_checkpoint()
     state = sum(value.nbytes for value in values(model, optimizer).values())
-    staging = accelerator._staging
+    staging = accelerator._checkpoints._staging
     assert staging._memory.is_pinned()
     assert state <= staging.bytes < state * 1.05 + (1 << 20), f"{staging.bytes} bytes for a state of {state}"
 

@@ -315,7 +315,7 @@ def test_a_model_that_is_unwrapped_and_prepared_again_is_one_model(ranks, tmp_pa
                     optimizer.zero_grad()
                 model = accelerator.prepare(accelerator.unwrap_model(model))
         accelerator.save_state(folder)
-        return messages, len(accelerator._models), model.weight.tolist()
+        return messages, len(accelerator._run.prepared.models), model.weight.tolist()
 
     results = ranks.run(train, tmp_path / "saved")
     assert {(len(messages), count) for messages, count, _ in results} == {(0, 1)}

@@ -345,7 +345,7 @@ def test_sharding_plugin_changes_affect_models_prepared_later(pair):
         with pytest.raises(RuntimeError, match=r"cpu_offload: models are sharded by it. Set it before prep"):
             plugin.cpu_offload = True
         options = accelerator.describe().options["fully_shard_wrap"]
-        groups = accelerator._strategy.describe_model(model, None).groups
+        groups = accelerator._run.strategy.describe_model(model, None).groups
         return len(groups[0].modules), options.value, options.origin
 
     assert pair.run(prepare) == [(2, "Linear", "argument")] * 2

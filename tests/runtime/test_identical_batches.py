@@ -56,7 +56,7 @@ def evaluate_on_one_process(accelerator):
     """Evaluate on one rank first: the check must not wait for the other ranks."""
     if accelerator.is_main_process:
         with torch.no_grad():
-            accelerator._models[1].module(torch.ones(1, 2))
+            accelerator._run.prepared.models[1].module(torch.ones(1, 2))
     return same_batches(accelerator)
 
 

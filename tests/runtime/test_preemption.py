@@ -105,7 +105,7 @@ def test_only_the_given_signals_count():
 
 def test_a_single_process_runs_no_collective(monkeypatch):
     accelerator = Accelerator()
-    monkeypatch.setattr(accelerator._preemption._handshake, "exchange", None)
+    monkeypatch.setattr(accelerator._steps._preemption._handshake, "exchange", None)
     assert not accelerator.preempted()
     os.kill(os.getpid(), signal.SIGTERM)
     assert accelerator.preempted()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,14 +53,13 @@ def test_save_writes_on_the_first_process_or_the_first_of_every_node(pair, tmp_p
         accelerator = Accelerator(project_config=ProjectConfiguration(save_on_each_node=each))
         # Both ranks of this test are on one machine; let `save` see two nodes.
         rank = accelerator.process_index
-        type(accelerator).local_process_index, original_property = (
-            property(lambda _: 0),
-            type(accelerator).local_process_index,
-        )
+        backend = accelerator._backend
+        topology = backend.topology
+        backend.topology = replace(topology, local_rank=0)
         try:
             accelerator.save(torch.tensor(rank), folder / f"{rank}.pt")
         finally:
-            type(accelerator).local_process_index = original_property
+            backend.topology = topology
 
     pair.run(save, tmp_path, each)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{rank}.pt" for rank in writers]

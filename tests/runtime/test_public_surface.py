@@ -52,11 +52,17 @@ INTERNAL = {
         "parse",
         "of",
         "override_even_batches",
+        "parameter_groups",
         "place",
         "select_state",
     ),
     *("source_batch_size", "unscale", "without_first_batches"),
-    *("FullyShardedDataParallelPlugin.fully_shard", "ParallelismConfig.parallel", "TorchDynamoPlugin.name"),
+    *(
+        "AcceleratedOptimizer.parameters",
+        "FullyShardedDataParallelPlugin.fully_shard",
+        "ParallelismConfig.parallel",
+        "TorchDynamoPlugin.name",
+    ),
     *(
         f"Manifest.{name}"
         for name in (

@@ -173,14 +173,14 @@ def iterate_epoch(accelerator, steps, factors=None):
     loop = EpochIterator()
 
     def yield_steps():
-        track = accelerator._loops.open(loop)
+        track = accelerator._run.loops.open(loop)
         try:
             for index in range(steps):
                 factor = 1.0 if factors is None else factors[index]
                 loop.step_info = StepInfo((1,), (1,), index == steps - 1, loss_scale=factor)
                 yield index
         finally:
-            accelerator._loops.close(track, finished=False)
+            accelerator._run.loops.close(track, finished=False)
 
     walking = yield_steps()
     yield walking
@@ -366,8 +366,8 @@ def test_fully_sharded_parameters_have_the_same_gradients(several, reshard):
 
         accelerator = Accelerator(gradient_accumulation_steps=3)
         model = fully_shard(build_model(kind=Copied))
-        accelerator._models.append(model)
-        accelerator._gradients.find_groups()
+        accelerator._run.prepared.models.append(model)
+        accelerator._run.gradients.find_groups()
         for batch in build_local_text(accelerator, counts):
             with accelerator.accumulate(model):
                 model.set_requires_gradient_sync(accelerator.sync_gradients or not reshard)
@@ -705,7 +705,7 @@ def test_the_next_cycle_can_have_no_weights(end):
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for weight in (None, 3, None):
         accelerator.backward(mean_loss(model, build_text(0, [3])), weight=weight)
-        assert accelerator._accumulation.weighted is (weight is not None)
+        assert accelerator._run.accumulation.weighted is (weight is not None)
         assert relative_error(flatten_gradients(model), compute_reference([build_text(0, [3])])) <= BAR
         if end == "step":
             optimizer.step()

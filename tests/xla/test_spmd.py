@@ -191,7 +191,7 @@ def test_sharded_tensors_are_gathered_on_the_host(mesh):
         prepared = accelerator.prepare(model)
         state = model.state_dict()
         state["again"] = state["0.weight"]
-        accelerator._strategy.synchronize()
+        accelerator._run.strategy.synchronize()
         made_whole = met.counter_value("ReplicateShardedData")
         here = accelerator._backend.runtime.state_to_host(state)
         assert met.counter_value("ReplicateShardedData") == made_whole

@@ -485,11 +485,11 @@ def test_join_uneven_inputs_warns_only_if_it_would_have_an_effect(replicas):
         model = accelerator.prepare(network())
         messages = []
         # Replicas are threads that share the logger, so the warning of each is looked for by its own strategy.
-        accelerator._strategy._has_warned_of_join = False
+        accelerator._run.strategy._has_warned_of_join = False
         with accelerator.join_uneven_inputs([model], even_batches=True):
-            messages.append(accelerator._strategy._has_warned_of_join)
+            messages.append(accelerator._run.strategy._has_warned_of_join)
         with accelerator.join_uneven_inputs([model]):
-            messages.append(accelerator._strategy._has_warned_of_join)
+            messages.append(accelerator._run.strategy._has_warned_of_join)
         return messages
 
     assert replicas[2].run(warned) == [[False, True]] * 2

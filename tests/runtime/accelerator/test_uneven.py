@@ -82,7 +82,8 @@ def test_prepared_loaders_override_even_batches_only_within_the_block():
             yield
             overrides.append("over")
 
-    accelerator._loaders[0] = loader = Loader()
+    loader = Loader()
+    accelerator._run.prepared.add_loader(loader)
     with accelerator.join_uneven_inputs([], even_batches=False):
         assert overrides == [False]
     assert overrides == [False, "over"]

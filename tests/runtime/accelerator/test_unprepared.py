@@ -57,7 +57,7 @@ UNPREPARED = {
 def test_prepare_warns_of_an_object_that_is_used_like_one_of_those_that_it_prepares(name):
     make, cure = UNPREPARED[name]
     item = make()
-    with collect_messages("accel_runtime.accelerator.prepare") as messages:
+    with collect_messages("accel_runtime.accelerator.preparation") as messages:
         assert Accelerator().prepare({"x": [item]})["x"][0] is item
     (message,) = messages
     assert f"returns the {type(item).__name__} as it is" in message
@@ -67,7 +67,7 @@ def test_prepare_warns_of_an_object_that_is_used_like_one_of_those_that_it_prepa
 
 def test_prepare_returns_other_objects_without_a_warning():
     items = ["text", None, 1, torch.ones(2), {"a": (1, [])}, len, int, b"x", range(2), {1}]
-    with collect_messages("accel_runtime.accelerator.prepare") as messages:
+    with collect_messages("accel_runtime.accelerator.preparation") as messages:
         assert Accelerator().prepare(*items) == tuple(items)
     assert not messages
 

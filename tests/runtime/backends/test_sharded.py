@@ -249,7 +249,7 @@ def test_an_evaluation_between_backward_and_step_changes_nothing(pair):
             with torch.no_grad():
                 model(torch.ones(2, 4))
         optimizer.step()
-        accelerator._strategy.synchronize()
+        accelerator._run.strategy.synchronize()
         return gather_parameters(model)
 
     assert pair.run(stepped, True) == pair.run(stepped, False)
@@ -275,7 +275,7 @@ def test_several_models_and_optimizers_are_matched(pair):
             for optimizer in (first, second):
                 optimizer.step()
                 optimizer.zero_grad()
-        accelerator._strategy.synchronize()
+        accelerator._run.strategy.synchronize()
         everything = (*first_model.parameters(), *second_model.parameters())
         return [p.full_tensor() if divided else p.detach() for p in everything]
 

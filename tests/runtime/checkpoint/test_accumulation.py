@@ -60,7 +60,7 @@ class Run:
 
     @property
     def cycle_state(self):
-        return self.accelerator._accumulation, self.accelerator._gradients
+        return self.accelerator._run.accumulation, self.accelerator._run.gradients
 
     def load(self, saved, tree):
         self.accelerator.unwrap_model(self.model).load_state_dict(saved["model"])

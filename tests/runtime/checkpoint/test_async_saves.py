@@ -40,7 +40,7 @@ class FullFileSystem(FileSystem):
 
 def build_trained_run(disk=None, **project):
     accelerator = Accelerator(project_config=ProjectConfiguration(**project))
-    accelerator._file_system = disk or FileSystem()
+    accelerator._checkpoints._file_system = disk or FileSystem()
     model = nn.Linear(3, 2)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
     train_step(accelerator, model, optimizer)
@@ -63,7 +63,7 @@ def test_changes_during_an_asynchronous_save_are_not_saved(tmp_path):
     accelerator.save_state(tmp_path / "a", async_save=True)
     assert not (tmp_path / "a").exists()
     train_step(accelerator, model, optimizer)
-    accelerator._file_system.go.set()
+    accelerator._checkpoints._file_system.go.set()
     accelerator.wait_for_checkpoint()
     assert not torch.equal(before["weight"], copy_weights(accelerator, model)["weight"])
     accelerator.load_state(tmp_path / "a")
@@ -73,7 +73,7 @@ def test_changes_during_an_asynchronous_save_are_not_saved(tmp_path):
 def test_a_save_waits_for_the_previous_asynchronous_save(tmp_path):
     accelerator, *_ = build_trained_run(BlockedFileSystem())
     accelerator.save_state(tmp_path / "a", async_save=True)
-    threading.Timer(0.3, accelerator._file_system.go.set).start()
+    threading.Timer(0.3, accelerator._checkpoints._file_system.go.set).start()
     accelerator.save_state(tmp_path / "b", async_save=True)
     assert (tmp_path / "a" / "checkpoint.json").exists()
     accelerator.wait_for_checkpoint()
@@ -83,14 +83,14 @@ def test_a_save_waits_for_the_previous_asynchronous_save(tmp_path):
 def test_load_state_waits_for_an_asynchronous_save(tmp_path):
     accelerator, *_ = build_trained_run(BlockedFileSystem())
     accelerator.save_state(tmp_path / "a", async_save=True)
-    threading.Timer(0.3, accelerator._file_system.go.set).start()
+    threading.Timer(0.3, accelerator._checkpoints._file_system.go.set).start()
     assert accelerator.load_state(tmp_path / "a").manifest.step == 1
 
 
 def test_the_next_optimizer_step_raises_the_error_of_an_asynchronous_save(tmp_path):
     accelerator, model, optimizer = build_trained_run(FullFileSystem())
     accelerator.save_state(tmp_path / "a", async_save=True)
-    accelerator._background_writer._thread.join()
+    accelerator._checkpoints._background_writer._thread.join()
     accelerator.backward(model(torch.ones(4, 3)).mean())
     with pytest.raises(CheckpointError, match=r"a was not saved: .*No space left on device"):
         optimizer.step()
@@ -106,7 +106,7 @@ def test_the_next_save_and_wait_for_checkpoint_raise_the_error_of_an_asynchronou
     accelerator.save_state(tmp_path / "a", async_save=True)
     with pytest.raises(CheckpointError, match="a was not saved"):
         accelerator.wait_for_checkpoint()
-    accelerator._file_system = FileSystem()
+    accelerator._checkpoints._file_system = FileSystem()
     accelerator.save_state(tmp_path / "a")
     assert accelerator.checkpoints.verify(tmp_path / "a")
 
@@ -115,16 +115,19 @@ def test_a_project_with_async_save_allocates_staging_memory_once_before_the_firs
     accelerator, model, optimizer = build_trained_run(
         project_dir=tmp_path, async_save=True, automatic_checkpoint_naming=True
     )
-    accelerator._staging._wait()
-    allocated = accelerator._staging.bytes
+    accelerator._checkpoints._staging._wait()
+    allocated = accelerator._checkpoints._staging.bytes
     state = sum(t.nbytes for t in copy_weights(accelerator, model).values()) * 3
     assert state <= allocated <= 1.2 * state + (1 << 22)
-    address = accelerator._staging._memory.data_ptr()
+    address = accelerator._checkpoints._staging._memory.data_ptr()
     for _ in range(3):
         accelerator.save_state()
         train_step(accelerator, model, optimizer)
     accelerator.save_state(async_save=False)
-    assert (accelerator._staging.bytes, accelerator._staging._memory.data_ptr()) == (allocated, address)
+    assert (
+        accelerator._checkpoints._staging.bytes,
+        accelerator._checkpoints._staging._memory.data_ptr(),
+    ) == (allocated, address)
     assert [checkpoint.number for checkpoint in accelerator.checkpoints.list()] == [0, 1, 2, 3]
     assert [checkpoint.manifest.step for checkpoint in accelerator.checkpoints.list()] == [1, 2, 3, 4]
 
@@ -188,7 +191,7 @@ class Slow(FileSystem):
         super().write(file, data)
 
 accelerator = Accelerator(cpu=True)
-accelerator._file_system = Slow()
+accelerator._checkpoints._file_system = Slow()
 model = accelerator.prepare(nn.Linear(3, 2))
 accelerator.save_state("a", async_save=True)
 print("done", flush=True)

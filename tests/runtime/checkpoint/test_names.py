@@ -19,7 +19,9 @@ def list_parameter_names(*, compiled=False):
     first, second, optimizer = accelerator.prepare(
         torch.compile(first, backend="eager") if compiled else first, second, torch.optim.SGD(groups, lr=0.1)
     )
-    return list(name_parameters([first, second], [optimizer], accelerator._strategy.unwrap_model).values())
+    return list(
+        name_parameters([first, second], [optimizer], accelerator._run.strategy.unwrap_model).values()
+    )
 
 
 NAMES = [

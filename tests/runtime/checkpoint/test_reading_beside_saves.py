@@ -163,8 +163,8 @@ def test_resume_takes_the_next_checkpoint_if_the_chosen_one_is_removed(memory, m
         reader = Run(memory)
         reader.set_step(99)
         with act_before_reads({number: lambda: writer.save(writer.optimizer.steps + 1)}) as calls:
-            reader.acc._resume_policy = type(reader.acc._resume_policy)(
-                True, reader.acc._resume_policy.origin
+            reader.acc._checkpoints._resume_policy = type(reader.acc._checkpoints._resume_policy)(
+                True, reader.acc._checkpoints._resume_policy.origin
             )
             checkpoint = reader.acc.resume()
         assert reader.step() == checkpoint.manifest.step

@@ -51,7 +51,7 @@ class Run:
 
     def state(self):
         """Return the gathered model, optimizer moments and step count."""
-        self.accelerator._training_state()  # reshards the parameters
+        self.accelerator._checkpoints._training_state()  # reshards the parameters
         model = self.accelerator.unwrap_model(self.model)
         names = {parameter: name for name, parameter in model.named_parameters()}
         moments = {

@@ -219,7 +219,7 @@ def test_registering_an_object_without_state_dict_raises():
     accelerator = Accelerator()
     with pytest.raises(ValueError, match=r"cannot save int: it lacks state_dict\(\) or load_state_dict\(\)"):
         accelerator.register_for_checkpointing(RegisteredValue(), 3)
-    assert not accelerator._registered
+    assert not accelerator._checkpoints._registered
 
 
 def test_the_repr_of_a_checkpoint_has_its_path_and_step(saved):

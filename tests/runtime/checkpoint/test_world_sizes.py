@@ -200,7 +200,7 @@ def gather_state(model, optimizer):
 
 def get_transport():
     accelerator = Accelerator()
-    return accelerator._build_all_gather("test"), accelerator.process_index, accelerator.num_processes
+    return accelerator._run.build_all_gather("test"), accelerator.process_index, accelerator.num_processes
 
 
 def save_sharded(folder, kind, disk=FileSystem, shared=True):
@@ -229,9 +229,9 @@ def save_with_hook_on_separate_nodes(folder):
     """Save with a hook that writes on every node."""
     accelerator = Accelerator()
     accelerator.prepare(nn.Linear(1, 1))
-    accelerator.settings = replace(accelerator.settings, shared_files=False)
-    accelerator._file_system = SeparateFileSystem()
-    accelerator._file_system.has_copy = True
+    accelerator._run.options.settings = replace(accelerator.settings, shared_files=False)
+    accelerator._checkpoints._file_system = SeparateFileSystem()
+    accelerator._checkpoints._file_system.has_copy = True
     accelerator.save_state(folder)
 
 
@@ -241,8 +241,8 @@ def train_within_accumulation_cycle(folder, load):
     torch.manual_seed(0)
     model = accelerator.prepare(nn.Linear(300, 100))
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
-    accelerator.settings = replace(accelerator.settings, shared_files=False)
-    accelerator._file_system = SeparateFileSystem()
+    accelerator._run.options.settings = replace(accelerator.settings, shared_files=False)
+    accelerator._checkpoints._file_system = SeparateFileSystem()
 
     def train_step(number):
         torch.manual_seed(10 * number + accelerator.process_index)

@@ -248,12 +248,12 @@ def test_the_profile_accumulates_and_compiles_unless_the_script_says_otherwise(m
     accelerator = Accelerator()
     assert accelerator.gradient_accumulation_steps == 4
     plugin = TorchDynamoPlugin("eager", "max-autotune", use_regional_compilation=True)
-    assert accelerator._dynamo == plugin
+    assert accelerator._run.options.dynamo == plugin
     options = accelerator.describe().options
     assert options["gradient_accumulation_steps"] == OptionFacts(4, "ACCEL_GRADIENT_ACCUMULATION_STEPS")
     assert options["compile_regional"] == OptionFacts(True, "ACCEL_COMPILE_REGIONAL")
     accelerator = Accelerator(gradient_accumulation_steps=2, dynamo_backend="no")
-    assert (accelerator.gradient_accumulation_steps, accelerator._dynamo.name) == (2, "no")
+    assert (accelerator.gradient_accumulation_steps, accelerator._run.options.dynamo.name) == (2, "no")
     options = accelerator.describe().options
     assert options["gradient_accumulation_steps"] == OptionFacts(2, "argument")
     assert options["compile_backend"] == OptionFacts("no", "argument")
@@ -269,7 +269,7 @@ def test_describe_names_the_variable_as_the_origin_of_an_option(monkeypatch):
         monkeypatch.setenv(name, value)
     accelerator = Accelerator(gradient_accumulation_steps=2)
     assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("bf16", 4)
-    assert accelerator._dynamo == TorchDynamoPlugin("eager", dynamic=True)
+    assert accelerator._run.options.dynamo == TorchDynamoPlugin("eager", dynamic=True)
     assert list_origins(accelerator) == {
         "mixed_precision": ("bf16", "ACCELERATE_MIXED_PRECISION"),
         "gradient_accumulation_steps": ("4", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
@@ -285,7 +285,7 @@ def test_describe_names_the_variable_as_the_origin_of_an_option(monkeypatch):
         dynamo_backend="no",
     )
     assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("no", 3)
-    assert accelerator._dynamo.name == "no"
+    assert accelerator._run.options.dynamo.name == "no"
     assert list_origins(accelerator) == {}
 
 

@@ -130,7 +130,7 @@ def clock(monkeypatch):
 def own_times(folder, accelerator, clock, *, backward, batches=4):
     """The own time in ns after each step of a training whose rest of a step takes 1000 ns, and loading a batch 1."""
     # One process has no own time, as it waits for no other.
-    accelerator._is_distributed = True
+    accelerator._steps._is_distributed = True
     model = Timed(clock)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     for batch in torch.ones(batches, 3, 2):

@@ -171,6 +171,7 @@ def test_values_are_clamped_on_every_rank(ranks, sizes):
         strategy, model, _, rows = prepare(sizes)
         run_backward(strategy, model, rows)
         strategy.clip_value(list(model.parameters()), 0.01)
+        strategy.synchronize()
         gradients = [local_tensor(p.grad).cpu() for p in model.parameters()]
         return [gradient.abs().max().item() for gradient in gradients if gradient.numel()]
 

@@ -46,7 +46,7 @@ class Run:
         )
         self.acc = Accelerator(cpu=True, project_config=project)
         if disk is not None:
-            self.acc._file_system = disk
+            self.acc._checkpoints._file_system = disk
         model = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width))
         optimizer = torch.optim.AdamW(model.parameters())
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -103,7 +103,7 @@ class Run:
         """Save this step, with another file system from now on if one is given; return the error or None."""
         self.set_step(step)
         if disk is not None:
-            self.acc._file_system = disk
+            self.acc._checkpoints._file_system = disk
         try:
             self.acc.save_state(path, async_save=in_background)
             if in_background:

@@ -1,0 +1,165 @@
+"""Unwrapping, export and loading of models and single objects of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from accel_runtime.accelerator.run import Run
+from accel_runtime.collectives.handshake import all_gather_objects, call_at_site
+from accel_runtime.export.load_model import WeightLoader, find_weights, is_streamed
+from accel_runtime.export.objects import refuse_sharded, write_object
+from accel_runtime.export.save_model import (
+    ExportPlan,
+    export_model,
+    export_sharded_model,
+    is_writer,
+    write_on_main_process,
+)
+from accel_runtime.foundation import module_names
+from accel_runtime.parallel.dtensor import (
+    gather_parameters,
+    gather_state_dict,
+    is_sharded_model,
+    reshard_models,
+)
+from accel_runtime.storage.errors import errors_on_all_ranks
+from accel_runtime.storage.file_system import parse_size
+from accel_runtime.training.forward import unwrap
+
+__all__ = ["Exports"]
+
+
+class Exports:
+    """Export and load the models of a run; see the methods of `Accelerator` with these names.
+
+    Args:
+        run: The run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """Return the module of the script."""
+        return unwrap(
+            model,
+            self._run.strategy.unwrap_model,
+            keep_autocast=keep_fp32_wrapper,
+            keep_compiled=keep_torch_compile,
+        )
+
+    def get_state_dict(
+        self, model: nn.Module, unwrap: bool = True, *, everywhere: bool = False
+    ) -> dict[str, Any]:
+        """Return the full state of a model; collective for a sharded one."""
+        module = self.unwrap_model(model) if unwrap else model
+        reshard_models([module])
+        if is_sharded_model(module):
+            # The gathering itself is torch's, which compares nothing.
+            self._run.backend.handshake.exchange(call_at_site("get_state_dict", anywhere=True))
+            return gather_state_dict(module, keep=everywhere or self._run.backend.topology.rank == 0)
+        if unwrap:
+            return module_names.state_dict(module)
+        if isinstance(module, DistributedDataParallel):
+            return DistributedDataParallel.state_dict(module)
+        state: dict[str, Any] = module.state_dict()
+        return state
+
+    def gathered(self, model: nn.Module) -> AbstractContextManager[nn.Module]:
+        """Gather the parameters of a sharded model on every process inside the context; collective."""
+        optimizers = [prepared.optimizer for prepared in self._run.prepared.optimizers]
+        module = self.unwrap_model(model)
+        if is_sharded_model(module):
+            self._run.backend.handshake.exchange(call_at_site("gathered", anywhere=True))
+        return gather_parameters(module, optimizers)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Export the weights of a model as safetensors; collective."""
+        if not safe_serialization:
+            raise ValueError(
+                "save_model cannot write pickles (safe_serialization=False): reading them runs code. Leave out "
+                "safe_serialization, or call accelerator.save(accelerator.get_state_dict(model), 'pytorch_model.bin')."
+            )
+        limit = parse_size(max_shard_size, "max_shard_size")
+        self._run.strategy.synchronize()
+        each = self._run.options.project.save_on_each_node
+        module, directory = self.unwrap_model(model), Path(save_directory)
+        absence = self._run.backend.wait_for_ranks("save_model")
+        reshard_models([module])
+        tied = _tied_names(module)
+        if is_sharded_model(module) and absence is None:
+            export_sharded_model(module, directory, limit, self._run.backend, tied=tied, each_machine=each)
+            return
+
+        def write() -> None:
+            plan = ExportPlan.from_state(
+                self._run.backend.runtime.state_to_host(module_names.state_dict(module)), limit, tied
+            )
+            export_model(plan, directory)
+
+        if absence is not None:
+            from accel_runtime.checkpoint.save import write_without_missing_ranks  # noqa: PLC0415 - slow to import
+
+            def write_alone() -> str:
+                write()
+                return ""
+
+            write_without_missing_ranks(
+                "save_model", absence, self._run.backend, write_alone, sharded=is_sharded_model(module)
+            )
+            return
+        write_on_main_process("save_model", write, self._run.backend, each_machine=each)
+
+    def load_model(self, model: nn.Module, directory: str | os.PathLike[str]) -> None:
+        """Load weights of `save_model` into a model; collective for a sharded one."""
+        self._run.strategy.synchronize()
+        module = self.unwrap_model(model)
+        all_gather = partial(all_gather_objects, "load_model", handshake=self._run.backend.handshake)
+        reshard_models([module])
+        if is_streamed(module):
+            loader = WeightLoader(
+                all_gather,
+                self._run.backend.topology.rank,
+                self._run.backend.topology.world_size,
+                self._run.meta_models,
+            )
+            loader.load(module, Path(directory))
+            return
+        with errors_on_all_ranks(all_gather):
+            current = self._run.backend.runtime.state_to_host(module_names.state_dict(module))
+            weights = find_weights(Path(directory))
+            state = weights.read(weights.match(current))
+        module_names.load_state_dict(module, state)
+        self._run.strategy.synchronize()
+
+    def save(self, obj: Any, f: str | os.PathLike[str] | BinaryIO, safe_serialization: bool = False) -> None:
+        """Write an object on the main process."""
+        self._run.strategy.synchronize()
+        refuse_sharded(obj)
+        each = self._run.options.project.save_on_each_node
+        if is_writer(self._run.backend.topology, each_machine=each):
+            write_object(
+                self._run.backend.runtime.state_to_host(obj), f, safe_serialization=safe_serialization
+            )
+
+
+def _tied_names(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of tied weights that a model of the transformers library omits from files."""
+    keys: Any = getattr(model, "_tied_weights_keys", None) or ()
+    return tuple(keys) if isinstance(keys, (list, tuple, set, Mapping)) else ()

@@ -1,0 +1,361 @@
+"""Preparation of models, optimizers, loaders and schedulers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, cast
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from accel_runtime.accelerator.consistency import check_consistent, collect_option_facts
+from accel_runtime.accelerator.description import describe_run
+from accel_runtime.accelerator.run import Run
+from accel_runtime.accelerator.unprepared import explain_unprepared
+from accel_runtime.data.active_loops import ModelInputHook
+from accel_runtime.data.loader import LoaderOptions, PreparedLoader
+from accel_runtime.data.prepare import check_loader_configuration, prepare_loader
+from accel_runtime.environment.settings import flatten_settings
+from accel_runtime.foundation import nested
+from accel_runtime.foundation.heartbeat import call_site, heartbeat
+from accel_runtime.foundation.options import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
+from accel_runtime.monitoring.logging import MultiProcessAdapter
+from accel_runtime.parallel.big_modeling import refuse_meta_model
+from accel_runtime.parallel.strategy import ModelRequest
+from accel_runtime.training.accumulation import FirstInput
+from accel_runtime.training.forward import compile_in_place
+from accel_runtime.training.optimizer import PreparedOptimizer
+from accel_runtime.training.scheduler import PreparedScheduler
+
+__all__ = ["Preparation"]
+
+_LOG = MultiProcessAdapter(logging.getLogger(__name__))
+
+
+class Preparation:
+    """Prepare the objects of a script for the devices, precision and processes of a run.
+
+    Args:
+        run: The run.
+        on_optimizer: Called with each prepared optimizer.
+        on_prepared: Called after `prepare` if there is an optimizer; may raise before the first step.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        on_optimizer: Callable[[PreparedOptimizer], None],
+        on_prepared: Callable[[], None],
+    ) -> None:
+        self._run = run
+        self._on_optimizer, self._on_prepared = on_optimizer, on_prepared
+        self._compared: WeakSet[Any] = WeakSet()
+        """Objects that have been compared over the ranks."""
+        self._num_described = 0
+        """Number of models in the description that the launcher has."""
+
+    def prepare(self, objects: Sequence[Any], device_placement: Sequence[bool | None] | None) -> Any:
+        """Return the prepared objects; see `Accelerator.prepare`."""
+        placements = [None] * len(objects) if device_placement is None else list(device_placement)
+        if len(placements) != len(objects):
+            raise ValueError(
+                f"Invalid device_placement: it has {len(placements)} entries for {len(objects)} objects. Pass one for each."
+            )
+        self._run.options.read_plugin(self._run.strategy)
+        self._check_consistent(
+            [leaf for item in objects for leaf in nested.leaves(item, objects=False)],
+            self._run.options.loader_options,
+        )
+        leaves = {
+            id(leaf): (leaf, placement)
+            for item, placement in zip(objects, placements, strict=True)
+            for leaf in nested.leaves(item, objects=False)
+            if isinstance(leaf, _KINDS)
+        }
+        results = self._prepare_together(
+            [
+                self._build_request(leaf, placement)
+                for leaf, placement in leaves.values()
+                if isinstance(leaf, nn.Module)
+            ],
+            [
+                (leaf, placement)
+                for leaf, placement in leaves.values()
+                if isinstance(leaf, torch.optim.Optimizer)
+            ],
+            [leaf for leaf, _ in leaves.values() if isinstance(leaf, LRScheduler)],
+        )
+        for key, (leaf, placement) in leaves.items():
+            if isinstance(leaf, DataLoader):
+                results[key] = self.prepare_data_loader(leaf, placement)
+        prepared = [
+            nested.map_leaves(lambda leaf: results.get(id(leaf), leaf), item, objects=False)
+            for item in objects
+        ]
+        for leaf in nested.leaves(prepared, objects=False):
+            if not isinstance(leaf, _KINDS) and (reason := explain_unprepared(leaf)):
+                _LOG.warning_once(
+                    "prepare() at %s returns the %s as it is: %s", call_site(), type(leaf).__name__, reason
+                )
+        if self._run.prepared.optimizers:
+            self._on_prepared()
+        if self._run.backend.topology.rank == 0:
+            self._run.checks.bypasses.watch()
+        self._record_description()
+        return prepared[0] if len(objects) == 1 else tuple(prepared)
+
+    def _record_description(self) -> None:
+        """Write the description for the launcher, on the main process.
+
+        It takes as long as a few iterations over all parameters, so a loader that is prepared for each evaluation does not
+        cause it.
+        """
+        progress = heartbeat()
+        if self._run.recorder is None or progress is None:
+            return
+        if not progress.steps or len(self._run.prepared.models) != self._num_described:
+            self._num_described = len(self._run.prepared.models)
+            # A dataset whose length raises an error must not end the script here.
+            with suppress(Exception):
+                description = describe_run(self._run)
+                self._run.recorder.write_description(str(description), description.as_dict())
+
+    def _check_consistent(self, objects: Sequence[Any], options: LoaderOptions) -> None:
+        """Compare objects over the ranks, except for those that are prepared or compared already."""
+        if self._run.backend.topology.world_size == 1:
+            return
+        prepared = (PreparedLoader, PreparedOptimizer, PreparedScheduler)
+        new = [
+            item
+            for item in objects
+            if isinstance(item, _KINDS)
+            and not isinstance(item, prepared)
+            and item not in self._compared
+            and not any(item is model for model in self._run.prepared.models)
+        ]
+        if not new:
+            return
+        self._compared.update(new)
+        plugin = self._run.accumulation.plugin
+        settings = {
+            "mixed_precision": self._run.options.settings.mixed_precision,
+            "gradient_accumulation_steps": self._run.accumulation.steps,
+            "sync_each_batch": plugin.sync_each_batch,
+            "sync_with_dataloader": plugin.sync_with_dataloader,
+            "adjust_scheduler": plugin.adjust_scheduler,
+            "step_scheduler_with_optimizer": self._run.options.step_with_optimizer,
+            "rng_types": self._run.options.rng_types,
+        }
+        settings |= {
+            name: value
+            for name, value in flatten_settings(self._run.options.settings)
+            if name.startswith(("parallel", "fully_"))
+        }
+        kinds = (DistributedDataParallelKwargs, AutocastKwargs, GradScalerKwargs)
+        handlers = [self._run.options.handlers.get(kind) or kind() for kind in kinds]
+        check_consistent(new, self._run.backend, options, settings | collect_option_facts(handlers))
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None, *, is_trained: bool
+    ) -> nn.Module:
+        """Return a prepared model; see `Accelerator.prepare_model`."""
+        request = self._build_request(model, device_placement, is_trained=is_trained)
+        return cast("nn.Module", self._prepare_together([request])[id(model)])
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None
+    ) -> PreparedOptimizer:
+        """Return a prepared optimizer; see `Accelerator.prepare_optimizer`."""
+        results = self._prepare_together(optimizers=[(optimizer, device_placement)])
+        return cast("PreparedOptimizer", results.get(id(optimizer), optimizer))
+
+    def prepare_scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
+        """Return a prepared scheduler; see `Accelerator.prepare_scheduler`."""
+        results = self._prepare_together(schedulers=[scheduler])
+        return cast("PreparedScheduler", results.get(id(scheduler), scheduler))
+
+    def prepare_data_loader(
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None,
+        data: Literal["global", "sharded"] = "global",
+    ) -> PreparedLoader:
+        """Return a prepared loader; see `Accelerator.prepare_data_loader`."""
+        if data not in {"global", "sharded"}:
+            raise ValueError(f"Invalid data={data!r}: expected global or sharded.")
+        if isinstance(data_loader, PreparedLoader):
+            return data_loader
+        _check_type(data_loader)
+        check_loader_configuration(self._run.options.loaders)
+        options = replace(
+            self._run.options.loader_options,
+            put_on_device=self._run.options.device_placement
+            if device_placement is None
+            else device_placement,
+            presharded=data == "sharded",
+        )
+        self._check_consistent([data_loader], options)
+        prepared = prepare_loader(data_loader, self._run.backend, self._run.loops, options)
+        self._run.prepared.add_loader(prepared)
+        return prepared
+
+    def _build_request(
+        self, model: nn.Module, device_placement: bool | None, *, is_trained: bool = True
+    ) -> ModelRequest:
+        return ModelRequest(
+            model,
+            is_placed=self._run.options.device_placement if device_placement is None else device_placement,
+            is_trained=is_trained,
+            set_forward=self._set_forward,
+            ddp_options=self._run.options.ddp_options,
+        )
+
+    def _set_forward(self, model: nn.Module) -> None:
+        self._run.precision.wrap(model)
+        compile_in_place(self._run.strategy.unwrap_model(model), self._run.options.dynamo)
+
+    def _prepare_together(
+        self,
+        requests: Sequence[ModelRequest] = (),
+        optimizers: Sequence[tuple[torch.optim.Optimizer, bool | None]] = (),
+        schedulers: Sequence[LRScheduler] = (),
+    ) -> dict[int, Any]:
+        """Return the prepared objects by the id of the script's; those that are prepared already are their own."""
+        results: dict[int, Any] = {}
+        new_requests = []
+        for request in requests:
+            if any(request.model is prepared for prepared in self._run.prepared.models):
+                results[id(request.model)] = request.model
+            else:
+                self._check_model(request)
+                new_requests.append(request)
+        new_optimizers = [
+            (o, placement) for o, placement in optimizers if not isinstance(o, PreparedOptimizer)
+        ]
+        new_schedulers = [s for s in schedulers if not isinstance(s, PreparedScheduler)]
+        models = self._run.strategy.prepare(new_requests, [o for o, _ in new_optimizers], new_schedulers)
+        for request, model in zip(new_requests, models, strict=True):
+            self._add_model(model, averages=request.is_trained)
+            results[id(request.model)] = model
+        for optimizer, placement in new_optimizers:
+            results[id(optimizer)] = self._add_optimizer(optimizer, placement)
+        for scheduler in new_schedulers:
+            results[id(scheduler)] = self._add_scheduler(scheduler)
+        return results
+
+    def _check_model(self, request: ModelRequest) -> None:
+        """Raise an error if a model cannot be prepared, and copy tensors that cannot be sent."""
+        self._run.options.read_plugin(self._run.strategy)
+        if request.is_trained:
+            self._check_consistent([request.model], self._run.options.loader_options)
+            self._run.precision.check(request.model.parameters())
+        if not self._run.strategy.shards_models:
+            refuse_meta_model(request.model)
+        elif self._run.options.fsdp_plugin is not None:
+            self._run.options.fsdp_plugin.freeze("models are sharded by it", "Set it before prepare()")
+        if self._run.backend.topology.world_size > 1:
+            _make_contiguous(request.model)
+
+    def _add_model(self, prepared: nn.Module, *, averages: bool) -> None:
+        """Register a prepared model; one that was unwrapped and prepared again replaces its earlier wrapper."""
+        if self._run.backend.pads_batches:
+            prepared.register_forward_pre_hook(ModelInputHook(self._run.loops), with_kwargs=True)
+        if self._run.backend.topology.world_size > 1 and not self._run.strategy.shards_models:
+            # They warn if gradients are not averaged, or all processes have the same batches.
+            self._run.checks.averaging.add(prepared, averages=averages)
+            first = not any(isinstance(model, DistributedDataParallel) for model in self._run.prepared.models)
+            if first and isinstance(prepared, DistributedDataParallel):
+                FirstInput(self._run.backend, lambda: self._run.loops.have_begun).watch(prepared)
+        unwrap = self._run.strategy.unwrap_model
+        same = [
+            i for i, earlier in enumerate(self._run.prepared.models) if unwrap(earlier) is unwrap(prepared)
+        ]
+        if same:
+            self._run.prepared.models[same[0]] = prepared
+        else:
+            self._run.prepared.models.append(prepared)
+        self._run.gradients.find_groups()
+
+    def _add_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None
+    ) -> PreparedOptimizer:
+        self._run.precision.check(p for group in optimizer.param_groups for p in group["params"])
+        prepared = PreparedOptimizer(
+            optimizer,
+            self._run.accumulation,
+            self._run.precision.scaler,
+            self._run.strategy,
+            self._build_step_check(optimizer),
+            self._run.build_gather("the loss of LBFGS"),
+        )
+        if self._run.options.device_placement if device_placement is None else device_placement:
+            prepared.place()
+        self._run.prepared.optimizers.append(prepared)
+        self._run.gradients.find_groups()
+        self._on_optimizer(prepared)
+        return prepared
+
+    def _build_step_check(self, optimizer: torch.optim.Optimizer) -> Callable[[], bool] | None:
+        """Return the check of an optimizer before its first step; None on one process."""
+        if self._run.strategy.shards_models:
+            return partial(self._check_sharded, optimizer)
+        if self._run.backend.topology.world_size == 1:
+            return None
+        return partial(self._run.checks.averaging.check_optimizer, optimizer)
+
+    def _check_sharded(self, optimizer: torch.optim.Optimizer) -> bool:
+        self._run.strategy.check_step(optimizer, self._run.prepared.models)
+        return True
+
+    def _count_strides(self) -> int:
+        """Return the number of scheduler steps per training step: schedules count batches of one process."""
+        return 1 if self._run.options.loaders.split_batches else self._run.backend.data_rank.world_size
+
+    def _add_scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
+        stepped = [o for o in self._run.prepared.optimizers if scheduler.optimizer in (o, o.optimizer)]
+        prepared = PreparedScheduler(
+            scheduler,
+            stepped or self._run.prepared.optimizers,
+            self._run.accumulation,
+            strides=self._count_strides(),
+            with_optimizer=self._run.options.step_with_optimizer,
+            gather=self._run.build_gather("the metric of ReduceLROnPlateau"),
+        )
+        self._run.prepared.schedulers.append(prepared)
+        return prepared
+
+
+_KINDS = (nn.Module, torch.optim.Optimizer, DataLoader, LRScheduler)
+"""The types of the objects that `prepare` prepares."""
+
+
+def _check_type(data_loader: object) -> None:
+    if not isinstance(data_loader, DataLoader):
+        reason = explain_unprepared(data_loader) or "it is not a torch.utils.data.DataLoader. Pass one."
+        raise TypeError(f"Cannot prepare the {type(data_loader).__name__}: {reason}")
+
+
+def _make_contiguous(model: nn.Module) -> None:
+    """Copy tensors whose strides torch cannot broadcast.
+
+    These are buffers with repeated elements (`expand`), and tensors with a dimension of size 1 and the stride of another
+    layout, such as the positional encodings of PyTorch's examples, `unsqueeze(0).transpose(0, 1)`.
+    """
+    buffers = {id(buffer) for buffer in model.buffers()}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if is_lazy(tensor) or tensor.layout is not torch.strided:
+            continue
+        strides = list(zip(tensor.shape, tensor.stride(), strict=True))
+        repeats = id(tensor) in buffers and any(size > 1 and not stride for size, stride in strides)
+        usual = torch.empty(tensor.shape, device="meta").stride()
+        if repeats or (tensor.is_contiguous() and tensor.stride() != usual):
+            tensor.data = tensor.detach().clone(memory_format=torch.contiguous_format)

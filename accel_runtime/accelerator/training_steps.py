@@ -1,0 +1,249 @@
+"""Backward passes, accumulation, uneven inputs, the trigger and preemption signals of a run."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Joinable
+
+from accel_runtime.accelerator.run import Run
+from accel_runtime.collectives.handshake import Handshake, build_writer, call_at_site
+from accel_runtime.foundation.heartbeat import call_site, heartbeat
+from accel_runtime.foundation.options import AutocastKwargs
+from accel_runtime.training.accumulation import MicroBatch
+
+__all__ = ["PREEMPTION", "Preemption", "TrainingSteps"]
+
+PREEMPTION = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals that schedulers send before they end a job."""
+_MASK = struct.Struct("=Q")
+_LOG = logging.getLogger("accel_runtime.training.gradients")
+
+
+class Preemption:
+    """Preemption signals received by any rank.
+
+    No handler is installed before the first call of `check`. From then on a handler records the requested signals, and calls
+    the handler that the script had or installs later.
+
+    Args:
+        handshake: Combines the signals of all ranks.
+    """
+
+    def __init__(self, handshake: Handshake) -> None:
+        self._handshake = handshake
+        self._received = 0
+        self._agreed = 0
+        self._handlers: dict[int, Callable[[int, FrameType | None], None]] = {}
+
+    def check(self, signals: Iterable[int]) -> bool:
+        """Return whether any rank has received one of these signals; True stays True.
+
+        Raises:
+            ValueError: If a signal cannot be handled, or the first call is not made in the main thread.
+            MismatchError: If the ranks call it at different lines, or for different signals.
+        """
+        requested = sorted({signal.Signals(number) for number in signals})
+        for number in requested:
+            self._install_handler(number)
+        mask = sum(_bit(number) for number in requested)
+        if not self._agreed & mask:
+            self._agreed |= self._exchange(", ".join(number.name for number in requested))
+        return bool(self._agreed & mask)
+
+    def _exchange(self, names: str) -> int:
+        """Return the mask of the signals received by any rank."""
+        if self._handshake.size == 1:
+            return self._received
+        result = self._handshake.exchange(
+            call_at_site(f"preempted for {names}"),
+            _MASK.size,
+            lambda buffer: _MASK.pack_into(buffer, 0, self._received),
+        )
+        received = 0
+        for rank in range(self._handshake.size):
+            received |= _MASK.unpack(result.view(rank))[0]
+        return received
+
+    def _install_handler(self, number: signal.Signals) -> None:
+        """Install a handler that records the signal, unless it is the current one."""
+        current = signal.getsignal(number)
+        if number in self._handlers and current is self._handlers[number]:
+            return
+        # Python's own handler would raise KeyboardInterrupt before the state is saved.
+        chained = current if callable(current) and current is not signal.default_int_handler else None
+
+        def record(received: int, frame: FrameType | None) -> None:
+            self._received |= _bit(received)
+            if chained:
+                chained(received, frame)
+
+        try:
+            signal.signal(number, record)
+        except ValueError:
+            # Replicas of torch_xla also run outside the main thread; their launcher permits handlers there.
+            raise ValueError(
+                "preempted() cannot install signal handlers: this is not the main thread. Make the first call in the main "
+                "thread."
+            ) from None
+        except OSError:
+            raise ValueError(
+                f"preempted() cannot handle {number.name}: the operating system reserves it. Choose another signal."
+            ) from None
+        self._handlers[number] = record
+
+
+def _bit(number: int) -> int:
+    # Signals are numbered from 1 to 64.
+    return 1 << (number - 1)
+
+
+class TrainingSteps:
+    """The steps of a training loop; see the methods of `Accelerator` with these names.
+
+    Args:
+        run: The run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._is_distributed = run.backend.topology.world_size > 1
+        self._progress = heartbeat()
+        self._preemption = Preemption(run.backend.handshake)
+        self._triggered = False
+
+    def backward(
+        self, loss: torch.Tensor, weight: float | torch.Tensor | None, options: dict[str, Any]
+    ) -> None:
+        """Run the backward pass of a loss."""
+        run = self._run
+        is_distributed, progress, averages, loss_scale = self._is_distributed, self._progress, False, 1.0
+        if is_distributed:
+            if (step := run.loops.model_step) is not None:
+                loss_scale = step.loss_scale
+            run.checks.averaging.begin_backward()
+            if progress is not None:
+                averages = run.accumulation.averages_gradients
+                progress.backward(averages)
+        try:
+            if weight is None and not options and run.gradients.begin_plain_backward(loss_scale):
+                run.strategy.backward(loss, options)
+            else:
+                run.gradients.backward(loss, weight, loss_scale, options)
+        except RuntimeError as error:
+            if (explained := run.strategy.explain_error(error, "backward()")) is not error:
+                raise explained from error
+            raise
+        if is_distributed:
+            if progress is not None and averages:
+                progress.restart_own_time()
+            run.checks.averaging.end_backward()
+            run.checks.replicas.count_backward()
+
+    def accumulate(self, models: tuple[nn.Module, ...]) -> MicroBatch:
+        """Return the context of one micro-batch."""
+        step = self._run.loops.current_step
+        is_last = step is not None and step.is_last
+        models = models or tuple(self._run.prepared.models)
+        if self._run.accumulation.record_models(models) and self._run.backend.topology.rank == 0:
+            _LOG.warning(
+                "accumulate() at %s has other models than the micro-batch before it in the same accumulation cycle: the calls "
+                "for all models are counted together, so some models are never trained, or are trained on partial gradients. Call it once "
+                "for each micro-batch, with all models: accumulate(first, second).",
+                call_site(),
+            )
+        return MicroBatch(
+            self._run.accumulation, is_last=is_last, no_sync=self._run.strategy.no_sync, models=models
+        )
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Skip gradient averaging inside the context."""
+        self._run.accumulation.no_sync_depth += 1
+        try:
+            with self._run.strategy.no_sync(model):
+                yield
+        finally:
+            self._run.accumulation.no_sync_depth -= 1
+
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Average gradients in the next backward pass inside the context."""
+        self._run.checks.averaging.expect_averaging(model)
+        return self._run.strategy.sync_in_backward(model)
+
+    def shard_sequences(
+        self,
+        buffers: list[torch.Tensor] | None,
+        buffer_seq_dims: list[int] | None,
+        no_restore_buffers: set[torch.Tensor] | None,
+    ) -> AbstractContextManager[None]:
+        """Shard sequences over the context-parallel ranks inside the context."""
+        from accel_runtime.parallel.context_parallel import shard_sequences  # noqa: PLC0415 - its imports are slow
+
+        return shard_sequences(self._sequence_group, buffers, buffer_seq_dims, no_restore_buffers)
+
+    def gather_sequence(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return full sequences from shards."""
+        from accel_runtime.parallel.context_parallel import gather_sequence  # noqa: PLC0415 - as above
+
+        return gather_sequence(tensor, dim, self._sequence_group)
+
+    @property
+    def _sequence_group(self) -> dist.ProcessGroup | None:
+        """Return the context-parallel process group, or None without one."""
+        mesh = self._run.strategy.mesh
+        return None if mesh is None or mesh.cp is None else mesh.cp.get_group()
+
+    def autocast(self, autocast_handler: AutocastKwargs | None) -> AbstractContextManager[Any]:
+        """Return the autocast context of the run."""
+        self._run.checks.bypasses.record_autocast()
+        return self._run.precision.autocast(
+            None if autocast_handler is None else autocast_handler.to_kwargs()
+        )
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Iterable[Any], even_batches: bool | None) -> Iterator[None]:
+        """Allow processes to have different numbers of batches inside the context."""
+        with ExitStack() as stack:
+            if even_batches is not None:
+                for loader in self._run.prepared.loaders:
+                    stack.enter_context(loader.override_even_batches(even_batches=even_batches))
+            joined = [item for item in joinables if not _is_frozen_module(item)]
+            if joined and self._is_distributed and not even_batches:
+                stack.enter_context(self._run.strategy.join(joined))
+                self._run.checks.replicas.disable()
+            yield
+        if (progress := heartbeat()) is not None:
+            progress.restart_counts()
+
+    def set_trigger(self) -> None:
+        """Set the trigger on this process."""
+        self._triggered = True
+
+    def check_trigger(self) -> bool:
+        """Return whether any process has set the trigger, and reset it on all processes; collective."""
+        triggered, self._triggered = self._triggered, False
+        handshake = self._run.backend.handshake
+        call = call_at_site("check_trigger", anywhere=True)
+        result = handshake.exchange(call, 1, build_writer(bytes([triggered])))
+        return any(result.view(rank)[0] for rank in range(handshake.size))
+
+    def preempted(self, signals: Iterable[signal.Signals | int]) -> bool:
+        """Return whether any process has received one of these signals; collective."""
+        return self._preemption.check(signals)
+
+
+def _is_frozen_module(item: Any) -> bool:
+    """Return whether an object is a module without trainable parameters, which no DDP wraps."""
+    if isinstance(item, Joinable) or not isinstance(item, nn.Module):
+        return False
+    return not any(parameter.requires_grad for parameter in item.parameters())
