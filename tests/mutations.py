@@ -481,13 +481,13 @@ MUTATIONS = (
     ),
     Mutation(
         "newest checkpoint",
-        "accel_runtime.storage.directory:_list_numbered_paths",
+        "accel_runtime.storage.store:_list_numbers",
         drop_argument("sorted", "key"),
         ("tests/runtime/storage/test_directory.py::test_checkpoint_numbers_are_compared_numerically",),
     ),
     Mutation(
         "checkpoint that a crash left beside its name",
-        "accel_runtime.storage.directory:_open_complete",
+        "accel_runtime.storage.file_store:_open_complete",
         set_value("complete", "[]"),
         (
             "tests/runtime/storage/test_directory.py::test_a_complete_checkpoint_that_a_crash_left_unrenamed_is_found_and_renamed_later",

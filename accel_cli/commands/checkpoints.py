@@ -5,21 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from accel_cli.errors import AccelError, UsageError
-from accel_runtime.storage.directory import (
-    list_untracked_files,
-    remove_checkpoint,
-    remove_leftovers,
-    use_checkpoint,
-    verify_files,
-)
 from accel_runtime.storage.errors import CheckpointError, DamageError, RequestError
-from accel_runtime.storage.file_system import FileSystem
+from accel_runtime.storage.file_store import FileStore
 from accel_runtime.storage.manifest import Checkpoint, Manifest
 from accel_runtime.storage.scan import (
     DirectoryEntry,
@@ -27,7 +20,9 @@ from accel_runtime.storage.scan import (
     find_newest_checkpoint,
     scan_directory,
 )
+from accel_runtime.storage.store import Snapshot, use_checkpoint
 from accel_runtime.storage.tensor_file import MergeRequest, MergeResult, merge_tensors
+from accel_runtime.storage.verification import verify_files
 
 __all__ = [
     "export_checkpoint",
@@ -69,16 +64,16 @@ def verify_checkpoint(directory: str, progress: Progress) -> dict[str, Any]:
     """Read every byte of a checkpoint; if it is damaged, also of earlier ones until one is undamaged."""
     entry = find_newest_checkpoint(Path(directory))
 
-    def find() -> Path:
+    def find() -> str:
         nonlocal entry
         entry = find_newest_checkpoint(Path(directory))
         if entry.checkpoint is None:
             raise DamageError([entry.problem])
-        return entry.path
+        return str(entry.path)
 
     problems: list[str] = []
     try:
-        entry = replace(entry, checkpoint=verify_files(find, _count_bytes(progress)))
+        entry = replace(entry, checkpoint=verify_files(FileStore(), find, _count_bytes(progress)))
     except DamageError as error:
         problems = error.problems
     return {
@@ -94,8 +89,9 @@ def verify_checkpoint(directory: str, progress: Progress) -> dict[str, Any]:
 def show_checkpoint(directory: str, *, tensors: bool) -> dict[str, Any]:
     """Describe the contents of a checkpoint from its manifest."""
     checkpoint, untracked = use_checkpoint(
-        lambda: find_complete_checkpoint(Path(directory)).path,
-        lambda opened: (opened, _list_untracked(opened)),
+        FileStore(),
+        lambda: find_complete_checkpoint(Path(directory)).key,
+        lambda snapshot: (snapshot.checkpoint, snapshot.list_untracked()),
     )
     manifest = checkpoint.manifest
     description: dict[str, Any] = {
@@ -123,10 +119,14 @@ def export_checkpoint(
 ) -> dict[str, Any]:
     """Merge the tensors of an item into safetensors files."""
 
-    def export(opened: Checkpoint) -> tuple[Checkpoint, MergeResult]:
-        return opened, merge_tensors(opened, Path(output), request, _ByteProgress(progress, opened.path, 0))
+    def export(snapshot: Snapshot) -> tuple[Checkpoint, MergeResult]:
+        checkpoint = snapshot.checkpoint
+        counter = _ByteProgress(progress, checkpoint.path, 0)
+        return checkpoint, merge_tensors(snapshot, Path(output), request, counter)
 
-    checkpoint, result = use_checkpoint(lambda: find_complete_checkpoint(Path(directory)).path, export)
+    checkpoint, result = use_checkpoint(
+        FileStore(), lambda: find_complete_checkpoint(Path(directory)).key, export
+    )
     head = {"path": str(checkpoint.path), "step": checkpoint.manifest.step}
     return {**head, "skipped": _list_newer_problems(directory, checkpoint), **asdict(result)}
 
@@ -151,12 +151,13 @@ def prune_checkpoints(directory: str, keep: int, progress: Progress | None = Non
         return result
     if removed:
         _require_one_undamaged(kept, progress)
+    store = FileStore()
     for entry in removed:
         assert entry.checkpoint is not None
-        if not remove_checkpoint(entry.checkpoint.path, FileSystem()):
+        if not store.delete(entry.checkpoint.key):
             raise CheckpointError(f"Cannot remove {entry.checkpoint.path}: another process is reading it.")
     next_number = 1 + max((entry.number for entry in complete if entry.number is not None), default=-1)
-    remove_leftovers(scan.directory, next_number, FileSystem())
+    store.remove_leftovers(str(scan.directory), next_number)
     return result
 
 
@@ -174,7 +175,7 @@ def _require_one_undamaged(entries: list[DirectoryEntry], progress: Progress) ->
 
 def _find_problems(entry: DirectoryEntry, progress: Progress) -> list[str]:
     try:
-        verify_files(lambda: entry.path, _count_bytes(progress))
+        verify_files(FileStore(), lambda: str(entry.path), _count_bytes(progress))
     except DamageError as error:
         return error.problems
     except CheckpointError as error:
@@ -241,7 +242,9 @@ def _describe_item(manifest: Manifest, item: str) -> dict[str, Any]:
 
 
 def _list_untracked(checkpoint: Checkpoint) -> list[str]:
-    return [str(path.relative_to(checkpoint.path)) for path in list_untracked_files(checkpoint)]
+    with suppress(CheckpointError), FileStore().open(checkpoint.key) as snapshot:
+        return snapshot.list_untracked()
+    return []  # another process removes the checkpoint
 
 
 class _ByteProgress:

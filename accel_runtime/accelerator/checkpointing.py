@@ -30,12 +30,11 @@ from accel_runtime.checkpoint.training_state import TrainingState
 from accel_runtime.data.loader import NextBatch
 from accel_runtime.foundation.options import ProjectConfiguration
 from accel_runtime.parallel.big_modeling import MetaModels, compute_buffers
-from accel_runtime.storage.directory import exists
 from accel_runtime.storage.errors import CheckpointError, errors_on_all_ranks
-from accel_runtime.storage.file_system import FileSystem
+from accel_runtime.storage.file_store import FileStore
 from accel_runtime.storage.manifest import Checkpoint
 from accel_runtime.storage.scan import is_accelerate_checkpoint
-from accel_runtime.storage.shared_directory import explain_separate_nodes
+from accel_runtime.storage.store import Store
 from accel_runtime.training.optimizer import PreparedOptimizer
 
 __all__ = ["Checkpointing", "LoadHook", "SaveHook"]
@@ -60,7 +59,7 @@ class Checkpointing:
         self._resume_policy = ResumePolicy(run.options.settings.resume, origin)
         self._checked_directory = False
         self._load_attempted = False
-        self._file_system = FileSystem()
+        self._store: Store = FileStore()
         self._registered: list[Any] = []
         self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
         self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
@@ -70,7 +69,7 @@ class Checkpointing:
     @property
     def checkpoints(self) -> Checkpoints:
         """Return the checkpoints with automatic names, to list, find and verify them."""
-        return Checkpoints(self._run.options.project.checkpoints)
+        return Checkpoints(self._run.options.project.checkpoints, self._store)
 
     def check_shared_directory(self) -> None:
         """Check before the first step that all nodes see the directory of checkpoints; free on one node.
@@ -92,11 +91,10 @@ class Checkpointing:
         is_needed = (
             is_first and directory is not None and (self._run.options.settings.shared_files or sharded)
         )
-        problem = explain_separate_nodes(
-            Path(directory) if is_needed and directory is not None else None,
+        problem = self._store.explain_separate_nodes(
+            os.fspath(directory) if is_needed and directory is not None else None,
             self._run.build_all_gather("prepare"),
             self._node_name if topology.local_rank == 0 else None,
-            self._file_system,
             sharded=sharded,
         )
         if problem and project.automatic_checkpoint_naming:
@@ -157,16 +155,14 @@ class Checkpointing:
         origin, shared = self._resume_policy.origin, self._run.options.settings.shared_files
         from accel_runtime.checkpoint.save import SaveOperation  # noqa: PLC0415 - slow to import
 
-        saving = SaveOperation(
-            all_gather, rank, world_size, self._file_system, run=origin.identity, shared=shared
-        )
+        saving = SaveOperation(all_gather, rank, world_size, self._store, run=origin.identity, shared=shared)
         numbered = retention.automatic is not None
-        place = saving.begin(retention.target, _absolute(output_dir), numbered=numbered)
+        draft = saving.begin(partial(retention.target, self._store), _absolute(output_dir), numbered=numbered)
         state = self._training_state(alone=alone)
         model_states = state.states()
         hooked = list(model_states)
         saving.run_hooks(
-            lambda: _run_hooks(self._save_hooks, self._run.original_models, hooked, os.fspath(place.scratch))
+            lambda folder: _run_hooks(self._save_hooks, self._run.original_models, hooked, os.fspath(folder))
         )
         # Hooks may remove or replace states in the list; a list of the same length keeps the numbers of the models.
         remaining = (
@@ -175,25 +171,25 @@ class Checkpointing:
             else {i: item for i, item in enumerate(model_states) if any(item is other for other in hooked)}
         )
         saving.collect(state.items(remaining), state.step, self._run.backend.runtime.state_to_host)
-        retention.saved(place.target)
+        retention.saved(draft.key)
 
         def finish() -> None:
             if saving.finish(all_gather) is not None:
-                retention.prune(self._file_system)
-            self._record_checkpoint("save", place.target, began)
+                retention.prune(self._store)
+            self._record_checkpoint("save", draft.key, began)
 
         if not in_background:
             finish()
-            return os.fspath(place.target)
+            return draft.key
         all_gather = all_gather if alone else self._run.backend.open_object_channel()
         saving.stage(self._staging)
         self._background_writer.start(
             finish,
-            place.target,
+            draft.key,
             lambda: saving.progress,
             [prepared.optimizer for prepared in self._run.prepared.optimizers],
         )
-        return os.fspath(place.target)
+        return draft.key
 
     def load_state(
         self,
@@ -216,7 +212,7 @@ class Checkpointing:
         position: NextBatch,
         *,
         strict: bool = True,
-        choose: Callable[[], Path] | None = None,
+        choose: Callable[[], str] | None = None,
     ) -> Checkpoint:
         self._load_attempted = True
         self._background_writer.wait()
@@ -224,18 +220,18 @@ class Checkpointing:
         checkpoint = self._restore_checkpoint(
             input_dir,
             position,
-            choose or partial(_find_checkpoint, self._run.options.project, input_dir),
+            choose or partial(_find_checkpoint, self._run.options.project, self._store, input_dir),
             strict=strict,
         )
-        self._record_checkpoint("load", checkpoint.path, began)
+        self._record_checkpoint("load", checkpoint.key, began)
         return checkpoint
 
-    def _record_checkpoint(self, kind: Literal["save", "load"], path: Path, began: float) -> None:
+    def _record_checkpoint(self, kind: Literal["save", "load"], key: str, began: float) -> None:
         if self._run.recorder is not None:
-            self._run.recorder.record_checkpoint(kind, os.fspath(path), time.monotonic() - began)
+            self._run.recorder.record_checkpoint(kind, key, time.monotonic() - began)
 
     def _restore_checkpoint(
-        self, input_dir: _Path | None, position: NextBatch, choose: Callable[[], Path], *, strict: bool
+        self, input_dir: _Path | None, position: NextBatch, choose: Callable[[], str], *, strict: bool
     ) -> Checkpoint:
         self._run.strategy.synchronize()
         operation = "resume" if position == "exact" else f"load_state with position={position}"
@@ -255,6 +251,7 @@ class Checkpointing:
             all_gather,
             self._run.backend.topology.rank,
             self._run.backend.topology.world_size,
+            self._store,
             strict=strict,
             copies=self._run.backend.data_rank.model_parallel_size,
         )
@@ -264,7 +261,7 @@ class Checkpointing:
             loaded_by_hooks: list[int] = []
             if self._load_hooks:
                 with errors_on_all_ranks(all_gather):
-                    loaded_by_hooks = self._run_load_hooks(checkpoint.path)
+                    loaded_by_hooks = self._run_load_hooks(loading.directory())
             # Buffers of models on the meta device that no checkpoint contains are computed before any state changes.
             with errors_on_all_ranks(all_gather):
                 for model in self._run.original_models:
@@ -298,20 +295,20 @@ class Checkpointing:
         with errors_on_all_ranks(self._run.build_all_gather("resume without input_dir")) as step:
             is_first = self._run.backend.topology.rank == 0
             chosen = self._resume_policy.choose(self.checkpoints) if is_first else None
-            step.value = chosen.path if chosen else None
-        path: Path | None = step.values[0]
-        if path is None:
+            step.value = chosen.key if chosen else None
+        key: str | None = step.values[0]
+        if key is None:
             return None
-        newest = path
+        newest = key
 
-        def choose() -> Path:
+        def choose() -> str:
             nonlocal newest
-            if not exists(newest):  # another process has removed it
+            if not self._store.exists(newest):  # another process has removed it
                 chosen = self._resume_policy.choose(self.checkpoints)
-                newest = chosen.path if chosen else newest
+                newest = chosen.key if chosen else newest
             return newest
 
-        checkpoint = self._load_checkpoint(path, "exact", choose=choose)
+        checkpoint = self._load_checkpoint(key, "exact", choose=choose)
         project.iteration = (checkpoint.number or 0) + 1
         return checkpoint
 
@@ -371,15 +368,15 @@ class Checkpointing:
         )
 
 
-def _find_checkpoint(project: ProjectConfiguration, input_dir: _Path | None) -> Path:
+def _find_checkpoint(project: ProjectConfiguration, store: Store, input_dir: _Path | None) -> str:
     if input_dir is not None:
-        return Path(input_dir).absolute()
+        return os.fspath(Path(input_dir).absolute())
     if not project.automatic_checkpoint_naming:
         raise CheckpointError(
             "load_state() cannot search for a checkpoint: checkpoints have no automatic names. Pass a directory, or set "
             "ProjectConfiguration(automatic_checkpoint_naming=True)."
         )
-    return Checkpoints(project.checkpoints).newest().path
+    return Checkpoints(project.checkpoints, store).newest().key
 
 
 def _absolute(path: _Path | None) -> str | None:

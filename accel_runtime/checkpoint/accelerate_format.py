@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,7 +58,9 @@ def restore_accelerate_checkpoint(
         _LOG.warning("%s was written by Accelerate, and loaded without: %s", path, "; ".join(left_out))
     saved_at = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     saved_items = dict.fromkeys(checkpoint.items)
-    return Checkpoint(path, Manifest("", saved_at, checkpoint.world_size, run.step, {}, saved_items))
+    return Checkpoint(
+        os.fspath(path), Manifest("", saved_at, checkpoint.world_size, run.step, {}, saved_items)
+    )
 
 
 def _plan_restore(

@@ -7,9 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import cached_property
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -28,26 +26,22 @@ from accel_runtime.checkpoint.serialization import deserialize
 from accel_runtime.checkpoint.state_items import StateItem
 from accel_runtime.checkpoint.training_state import read_model_parallel_size
 from accel_runtime.foundation.tensor_bytes import tensor_bytes
-from accel_runtime.storage.directory import (
-    find_previous_checkpoint,
-    is_current,
-    list_untracked_files,
-    open_checkpoint,
-)
 from accel_runtime.storage.errors import (
     AllGatherObjects,
     CheckpointError,
     check_same_directory,
     errors_on_all_ranks,
 )
-from accel_runtime.storage.file_system import parallel_map, read_exactly
+from accel_runtime.storage.file_system import parallel_map
 from accel_runtime.storage.manifest import (
     Checkpoint,
     Chunk,
     TensorEntry,
+    parse_number,
     rank_tensor_name,
 )
 from accel_runtime.storage.schema import FieldError, read_value
+from accel_runtime.storage.store import Snapshot, Store, find_previous_checkpoint, split_key
 from accel_runtime.storage.verification import find_damage, select_rank_files
 
 __all__ = ["LoadOperation"]
@@ -65,17 +59,24 @@ class LoadOperation:
     `copies` is the number of model-parallel ranks; without `strict`, what does not fit is left out.
     """
 
-    def __init__(
-        self, all_gather: AllGatherObjects, rank: int, world_size: int, *, strict: bool, copies: int = 1
+    def __init__(  # noqa: PLR0913 - the last two are named
+        self,
+        all_gather: AllGatherObjects,
+        rank: int,
+        world_size: int,
+        store: Store,
+        *,
+        strict: bool,
+        copies: int = 1,
     ) -> None:
-        self._copies = copies
+        self._store, self._copies = store, copies
         self._all_gather, self._rank, self._world_size, self._strict = all_gather, rank, world_size, strict
         self._stack = ExitStack()
-        self._checkpoint: Checkpoint
+        self._snapshot: Snapshot
         self._verified = False
 
     def open(
-        self, choose: Callable[[], Path], directory: str | None = None, *, verify: bool = False
+        self, choose: Callable[[], str], directory: str | None = None, *, verify: bool = False
     ) -> Checkpoint:
         """Return the checkpoint that rank 0 chooses, open on every rank and protected from removal until `close`.
 
@@ -87,47 +88,57 @@ class LoadOperation:
         while True:
             with errors_on_all_ranks(self._all_gather) as step:
                 step.value = directory, self._open_first() if self._rank == 0 else None
-            path, save = step.values[0][1]
+            key, save = step.values[0][1]
             directories = [each for each, _ in step.values]
             # A node may see for a moment what was there before, and only a change makes a difference later.
-            stale = stale + 1 if (path, save) == previous else 0
-            previous = path, save
+            stale = stale + 1 if (key, save) == previous else 0
+            previous = key, save
             with errors_on_all_ranks(self._all_gather) as step:
                 check_same_directory("load_state", directories)
-                step.value = self._open_same(path, save, fails=stale == _STALE)
+                step.value = self._open_same(key, save, fails=stale == _STALE)
             if all(step.values):
-                if not verify or self._verify(self._checkpoint, self._checkpoint.manifest.items):
+                checkpoint = self._snapshot.checkpoint
+                if not verify or self._verify(self._snapshot, checkpoint.manifest.items):
                     self._verified = verify
-                    return self._checkpoint
+                    return checkpoint
             elif stale:
                 time.sleep(_STALE_S)
             self.close()
 
-    def _open_first(self) -> tuple[Path, str]:
-        """Open the chosen checkpoint; return its path and save."""
-        while True:
-            path = self._choose()
-            try:
-                self._checkpoint = self._stack.enter_context(open_checkpoint(path))
-            except CheckpointError as error:
-                if self._choose() == path:  # else it was removed meanwhile
-                    raise CheckpointError(f"{error}\n{_suggest_previous(path)}") from error
-            else:
-                return self._checkpoint.path, self._checkpoint.manifest.save
+    def directory(self) -> Path:
+        """Return the directory for load hooks of the script."""
+        return self._snapshot.directory()
 
-    def _open_same(self, path: Path, save: str, *, fails: bool) -> bool:
+    def _open_first(self) -> tuple[str, str]:
+        """Open the chosen checkpoint; return its key and save."""
+        while True:
+            key = self._choose()
+            try:
+                checkpoint = self._open_snapshot(key)
+            except CheckpointError as error:
+                if self._choose() == key:  # else it was removed meanwhile
+                    previous = self._suggest_previous(key, parse_number(split_key(key)[1]))
+                    raise CheckpointError(f"{error}\n{previous}") from error
+            else:
+                return checkpoint.key, checkpoint.manifest.save
+
+    def _open_snapshot(self, key: str) -> Checkpoint:
+        self._snapshot = self._stack.enter_context(self._store.open(key))
+        return self._snapshot.checkpoint
+
+    def _open_same(self, key: str, save: str, *, fails: bool) -> bool:
         """Open the checkpoint that rank 0 has opened; return False if another one is in its place, or raise if `fails`."""
         if self._rank == 0:
             return True
         try:
-            self._checkpoint = self._stack.enter_context(open_checkpoint(path))
+            opened = self._open_snapshot(key).manifest.save
         except CheckpointError:
             if fails:
                 raise
             return False
-        if self._checkpoint.manifest.save != save and fails:
-            raise CheckpointError(f"{path} was replaced while it was opened. Load it again.")
-        return self._checkpoint.manifest.save == save
+        if opened != save and fails:
+            raise CheckpointError(f"{key} was replaced while it was opened. Load it again.")
+        return opened == save
 
     def close(self) -> None:
         """Release the checkpoint."""
@@ -136,12 +147,12 @@ class LoadOperation:
     def load(self, items: Sequence[StateItem]) -> Checkpoint:
         """Restore items from the open checkpoint and return it; without `strict`, warn about what was left out."""
         while True:
-            checkpoint = self._checkpoint
+            snapshot, checkpoint = self._snapshot, self._snapshot.checkpoint
             with errors_on_all_ranks(self._all_gather):
-                reader = StateReader(checkpoint, self._rank, self._world_size, self._copies)
+                reader = StateReader(snapshot, self._rank, self._world_size, self._copies)
                 left_out = self._check_fit(checkpoint, reader, items)
             saved_items = [item for item in items if item.name in checkpoint.manifest.items]
-            if self._verified or self._verify(checkpoint, [item.name for item in saved_items]):
+            if self._verified or self._verify(snapshot, [item.name for item in saved_items]):
                 break
             self.close()
             self.open(self._choose, self._directory)
@@ -154,15 +165,15 @@ class LoadOperation:
                     item.restore(trees[item.name])
         except CheckpointError as error:
             raise CheckpointError(
-                f"{error}\nThe training state is now inconsistent ({checkpoint.path} was loaded partially). Load another "
+                f"{error}\nThe training state is now inconsistent ({checkpoint.key} was loaded partially). Load another "
                 "checkpoint or restart."
             ) from error
         if self._rank == 0 and left_out:
-            _LOG.warning("%s was loaded without what does not fit: %s", checkpoint.path, "; ".join(left_out))
-        if self._rank == 0 and (untracked := list_untracked_files(checkpoint)):
-            names = ", ".join(str(path.relative_to(checkpoint.path)) for path in untracked[:_SHOWN])
-            _LOG.warning("%s: not part of the checkpoint, and not read: %s", checkpoint.path, names)
-        return replace(checkpoint, folder=None)
+            _LOG.warning("%s was loaded without what does not fit: %s", checkpoint.key, "; ".join(left_out))
+        if self._rank == 0 and (untracked := snapshot.list_untracked()):
+            names = ", ".join(untracked[:_SHOWN])
+            _LOG.warning("%s: not part of the checkpoint, and not read: %s", checkpoint.key, names)
+        return checkpoint
 
     def _check_fit(
         self, checkpoint: Checkpoint, reader: StateReader, items: Sequence[StateItem]
@@ -186,42 +197,43 @@ class LoadOperation:
             more = [f"... and {len(mismatches) - _SHOWN} more"] if len(mismatches) > _SHOWN else []
             listed = "\n".join(f"  {sentence}" for sentence in [*mismatches[:_SHOWN], *more])
             raise CheckpointError(
-                f"{checkpoint.path} does not fit this run, and nothing was loaded. Pass strict=False to leave out:\n{listed}"
+                f"{checkpoint.key} does not fit this run, and nothing was loaded. Pass strict=False to leave out:\n{listed}"
             )
         return mismatches
 
-    def _verify(self, checkpoint: Checkpoint, names: Sequence[str]) -> bool:
+    def _verify(self, snapshot: Snapshot, names: Sequence[str]) -> bool:
         """Compare items with their checksums; raise damage, or return False if the checkpoint was replaced meanwhile."""
-        chunks = select_rank_files(checkpoint, names, self._rank, self._world_size)
+        checkpoint = snapshot.checkpoint
+        chunks = select_rank_files(checkpoint.manifest, names, self._rank, self._world_size)
         with errors_on_all_ranks(self._all_gather) as step:
-            damage = find_damage(checkpoint, chunks)
-            step.value = damage, bool(damage) and not is_current(checkpoint)
+            damage = find_damage(snapshot, chunks)
+            step.value = damage, bool(damage) and not snapshot.is_current()
         damage = [sentence for sentences, _ in step.values for sentence in sentences]
         if any(replaced for _, replaced in step.values):
             return False
         if damage:
-            raise CheckpointError("\n".join([*damage[:_SHOWN], _suggest_previous(checkpoint.path)]))
+            previous = self._suggest_previous(checkpoint.key, checkpoint.number)
+            raise CheckpointError("\n".join([*damage[:_SHOWN], previous]))
         return True
+
+    def _suggest_previous(self, key: str, number: int | None) -> str:
+        previous = find_previous_checkpoint(self._store, split_key(key)[0], number)
+        if previous is None:
+            return "Nothing was loaded."
+        step = previous.manifest.step
+        return f"Nothing was loaded. The checkpoint before it is {previous.key}, of step {step}."
 
 
 def _add_class(name: str, class_name: str | None) -> str:
     return f"{name} ({class_name})" if class_name else name
 
 
-def _suggest_previous(path: Path) -> str:
-    previous = find_previous_checkpoint(path)
-    if previous is None:
-        return "Nothing was loaded."
-    return (
-        f"Nothing was loaded. The checkpoint before it is {previous.path}, of step {previous.manifest.step}."
-    )
-
-
 class StateReader:
     """Reads item states from a checkpoint for one rank; `copies` is the number of model-parallel ranks."""
 
-    def __init__(self, checkpoint: Checkpoint, rank: int, world_size: int, copies: int = 1) -> None:
-        self._checkpoint, self._manifest = checkpoint, checkpoint.manifest
+    def __init__(self, snapshot: Snapshot, rank: int, world_size: int, copies: int = 1) -> None:
+        self._snapshot = snapshot
+        self._key, self._manifest = snapshot.checkpoint.key, snapshot.checkpoint.manifest
         self._rank, self._world_size = rank, world_size
         saved_copies = (
             read_model_parallel_size(self._encoded("window", 0))
@@ -238,9 +250,7 @@ class StateReader:
                 self._encoded(item.name, self._rank), self._entries(item.name, self._rank)
             )
         except (TypeError, KeyError, AttributeError, ValueError, IndexError) as error:
-            raise CheckpointError(
-                f"{self._checkpoint.path}: the state of {item.name} is invalid: {error}"
-            ) from error
+            raise CheckpointError(f"{self._key}: the state of {item.name} is invalid: {error}") from error
 
     def check(self, items: Sequence[StateItem]) -> None:
         """Raise `CheckpointError` if a state cannot be deserialized; empty tensors replace the real ones."""
@@ -254,7 +264,7 @@ class StateReader:
                     deserialize(self._encoded(item.name, rank), empty)
                 except (FieldError, CheckpointError) as error:
                     raise CheckpointError(
-                        f"{self._checkpoint.path}: the state of {item.name} is damaged: {error}"
+                        f"{self._key}: the state of {item.name} is damaged: {error}"
                     ) from error
 
     def read(self, items: Sequence[StateItem]) -> dict[str, Any]:
@@ -304,11 +314,11 @@ class StateReader:
             dtype = getattr(torch, entry.dtype, None)
             if not isinstance(dtype, torch.dtype):
                 raise CheckpointError(
-                    f"{self._checkpoint.path}: {name} is of dtype {entry.dtype!r}, which torch {torch.__version__} does not have"
+                    f"{self._key}: {name} is of dtype {entry.dtype!r}, which torch {torch.__version__} does not have"
                 )
             if entry.bytes != math.prod(entry.shape) * dtype.itemsize:
                 raise CheckpointError(
-                    f"{self._checkpoint.path}: {name} is {entry.dtype} of shape {list(entry.shape)}, and its parts have "
+                    f"{self._key}: {name} is {entry.dtype} of shape {list(entry.shape)}, and its parts have "
                     f"{entry.bytes} bytes"
                 )
             chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
@@ -326,12 +336,11 @@ class StateReader:
             files.setdefault(chunk.file, []).append((chunk, item))
 
         def read(name: str) -> None:
-            with self._checkpoint.open(name) as file:
-                for chunk, item in files[name]:
-                    dtype = getattr(torch, self._manifest.tensors[item.storage_index.fqn].dtype)
-                    target = planner.resolve_tensor(item).detach()
-                    _read_box(file, chunk, dtype, item, target)
-                    planner.commit_tensor(item, target)
+            for chunk, item in files[name]:
+                dtype = getattr(torch, self._manifest.tensors[item.storage_index.fqn].dtype)
+                target = planner.resolve_tensor(item).detach()
+                _read_box(self._snapshot, chunk, dtype, item, target)
+                planner.commit_tensor(item, target)
 
         parallel_map(read, files)
 
@@ -368,7 +377,9 @@ def _empty_like(entry: TensorEntry) -> torch.Tensor:
     return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
 
 
-def _read_box(file: FileIO, chunk: Chunk, dtype: torch.dtype, item: ReadItem, target: torch.Tensor) -> None:
+def _read_box(
+    snapshot: Snapshot, chunk: Chunk, dtype: torch.dtype, item: ReadItem, target: torch.Tensor
+) -> None:
     """Read a box of a chunk: contiguous rows from the file, then the requested columns of them."""
     sizes, offsets, lengths = chunk.sizes, tuple(item.storage_offsets), tuple(item.lengths)
     row = math.prod(sizes[1:]) * dtype.itemsize
@@ -376,10 +387,15 @@ def _read_box(file: FileIO, chunk: Chunk, dtype: torch.dtype, item: ReadItem, ta
     whole_rows = lengths[1:] == sizes[1:]
     direct = target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
     if whole_rows and direct:
-        read_exactly(file, tensor_bytes(target), start)
+        _read_exactly(snapshot, chunk.file, start, tensor_bytes(target))
         return
     buffer = torch.empty((rows, *sizes[1:]) if sizes else (), dtype=dtype)
-    read_exactly(file, tensor_bytes(buffer), start)
+    _read_exactly(snapshot, chunk.file, start, tensor_bytes(buffer))
     for dimension in range(1, len(sizes)):
         buffer = buffer.narrow(dimension, offsets[dimension], lengths[dimension])
     target.copy_(buffer)
+
+
+def _read_exactly(snapshot: Snapshot, name: str, start: int, buffer: memoryview) -> None:
+    if snapshot.get_range(name, start, buffer) < len(buffer):
+        raise CheckpointError(f"{snapshot.checkpoint.locate(name)} was truncated while it was read")

@@ -20,17 +20,12 @@ import torch
 
 from accel_runtime.environment.settings import LAUNCH
 from accel_runtime.foundation.options import ProjectConfiguration
-from accel_runtime.storage.directory import (
-    list_numbered,
-    next_number,
-    numbered_directory,
-    remove_checkpoint,
-    remove_leftovers,
-    verify_files,
-)
-from accel_runtime.storage.errors import CheckpointError
-from accel_runtime.storage.file_system import FileSystem, parallel_map
+from accel_runtime.storage.errors import AbsentError, CheckpointError
+from accel_runtime.storage.file_store import FileStore
+from accel_runtime.storage.file_system import parallel_map
 from accel_runtime.storage.manifest import Checkpoint, Manifest, parse_number
+from accel_runtime.storage.store import Store, list_numbered, next_number, numbered_key, split_key
+from accel_runtime.storage.verification import verify_files
 
 __all__ = [
     "BackgroundWriter",
@@ -49,9 +44,11 @@ class Checkpoints:
 
     Args:
         directory: Parent directory of `checkpoint_0`, `checkpoint_1`, ...; None if the project has no directory.
+        store: The store that has them.
     """
 
-    def __init__(self, directory: Path | None) -> None:
+    def __init__(self, directory: Path | None, store: Store | None = None) -> None:
+        self._store = store or FileStore()
         self.directory = directory
         """Parent directory of the checkpoints."""
 
@@ -60,14 +57,14 @@ class Checkpoints:
 
         File contents are not read: see `verify`.
         """
-        return list_numbered(self._require_directory())[0]
+        return list_numbered(self._store, self._require_parent())[0]
 
     def any(self) -> bool:
         """Return whether a numbered checkpoint exists, complete or damaged; an unfinished first save does not count."""
-        if self.directory is None or not self.directory.is_dir():
+        if self.directory is None:
             return False
-        numbered = any(parse_number(path.name) is not None for path in self.directory.iterdir())
-        return numbered or bool(self.list())
+        complete, errors = list_numbered(self._store, self._require_parent())
+        return bool(complete) or any(not isinstance(error, AbsentError) for error in errors.values())
 
     def newest(self) -> Checkpoint:
         """Return the newest complete checkpoint, and warn about a newer one that is damaged.
@@ -75,21 +72,19 @@ class Checkpoints:
         Raises:
             CheckpointError: There is none; the message lists the damaged ones.
         """
-        directory = self._require_directory()
-        complete, errors = list_numbered(directory)
+        parent = self._require_parent()
+        complete, errors = list_numbered(self._store, parent)
         if complete:
             newer = [
                 number
-                for number in errors
-                if number > (complete[-1].number or 0) and (directory / numbered_directory(number)).exists()
+                for number, error in errors.items()
+                if number > (complete[-1].number or 0) and not isinstance(error, AbsentError)
             ]
             if newer:
-                _LOG.warning(
-                    "%s; the newest complete checkpoint is %s", errors[max(newer)], complete[-1].path
-                )
+                _LOG.warning("%s; the newest complete checkpoint is %s", errors[max(newer)], complete[-1].key)
             return complete[-1]
         listed = "".join(f"\n  {error}" for error in errors.values())
-        raise CheckpointError(f"No complete checkpoint in {directory}{':' if listed else ''}{listed}")
+        raise CheckpointError(f"No complete checkpoint in {parent}{':' if listed else ''}{listed}")
 
     def verify(self, checkpoint: str | os.PathLike[str] | None = None) -> Checkpoint:
         """Read every byte of a checkpoint and compare checksums.
@@ -100,14 +95,15 @@ class Checkpoints:
         Raises:
             CheckpointError: The checkpoint is damaged; the message names files and tensors.
         """
-        return verify_files(lambda: self.newest().path if checkpoint is None else Path(checkpoint))
+        key = None if checkpoint is None else os.fspath(checkpoint)
+        return verify_files(self._store, lambda: self.newest().key if key is None else key)
 
-    def _require_directory(self) -> Path:
+    def _require_parent(self) -> str:
         if self.directory is None:
             raise CheckpointError(
                 "The project has no directory for checkpoints. Set Accelerator(project_dir=...)."
             )
-        return self.directory
+        return os.fspath(self.directory)
 
 
 @dataclass(frozen=True)
@@ -175,7 +171,7 @@ class ResumePolicy:
             own = [chosen for chosen in checkpoints.list() if self.origin.wrote(chosen.manifest)]
             chosen = own[-1] if own else None
         if chosen is not None:
-            _print(f"resuming from {chosen.path} (step {chosen.manifest.step})")
+            _print(f"resuming from {chosen.key} (step {chosen.manifest.step})")
         elif self.asked:
             _print(f"no checkpoint in {checkpoints.directory} yet: starting from the beginning")
         elif self.origin.restarted or self.origin.requeued:
@@ -219,21 +215,21 @@ class RetentionPolicy:
         # As in Accelerate, automatic names take precedence over a directory argument.
         return self._project.checkpoints if self._project.automatic_checkpoint_naming else None
 
-    def target(self) -> Path:
-        """Return the path of the next checkpoint; called on the first rank."""
+    def target(self, store: Store) -> str:
+        """Return the key of the next checkpoint; called on the first rank."""
         if self.automatic is None:
             assert self._output_dir is not None
-            return Path(self._output_dir)
-        number = max(self._project.iteration, next_number(self.automatic))
-        return self.automatic / numbered_directory(number)
+            return os.fspath(self._output_dir)
+        parent = os.fspath(self.automatic)
+        return numbered_key(parent, max(self._project.iteration, next_number(store, parent)))
 
-    def saved(self, target: Path) -> None:
+    def saved(self, key: str) -> None:
         """Count a saved checkpoint; called on every rank."""
-        number = parse_number(target.name)
+        number = parse_number(split_key(key)[1])
         if self.automatic is not None and number is not None:
             self._project.iteration = number + 1
 
-    def prune(self, disk: FileSystem) -> None:
+    def prune(self, store: Store) -> None:
         """Remove checkpoints beyond the limit and leftovers of crashes.
 
         The newest complete checkpoint is kept, as is one that another process is reading.
@@ -241,11 +237,11 @@ class RetentionPolicy:
         if self.automatic is None:
             return
         try:
-            remove_leftovers(self.automatic, self._project.iteration, disk)
-            complete, _ = list_numbered(self.automatic)
-            limit = self._project.total_limit
+            parent, limit = os.fspath(self.automatic), self._project.total_limit
+            store.remove_leftovers(parent, self._project.iteration)
+            complete, _ = list_numbered(store, parent)
             for old in complete[:-limit] if limit is not None else ():
-                remove_checkpoint(old.path, disk)
+                store.delete(old.key)
         except OSError as error:
             _LOG.warning("old checkpoints in %s could not be removed: %s", self.automatic, error)
 
@@ -265,12 +261,12 @@ class BackgroundWriter:
         self._error: BaseException | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._progress: Callable[[], str] = str
-        self._target = Path()
+        self._target = ""
 
     def start(
         self,
         work: Callable[[], object],
-        target: Path,
+        target: str,
         progress: Callable[[], str],
         optimizers: Iterable[torch.optim.Optimizer],
     ) -> None:

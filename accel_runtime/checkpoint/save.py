@@ -1,4 +1,4 @@
-"""Save a checkpoint: all ranks agree on every step, DCP plans the writes, and one rename publishes the directory."""
+"""Save a checkpoint: all ranks agree on every step, DCP plans the writes, and rank 0 commits the draft."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,6 @@ from accel_runtime.collectives.stalls import MissingRanks
 from accel_runtime.environment.settings import __version__, format_size, variable_name
 from accel_runtime.foundation.tensor_bytes import copy_to_host, hash_tensor
 from accel_runtime.parallel.strategy import Strategy
-from accel_runtime.storage.directory import (
-    TargetExistsError,
-    commit_directory,
-    create_scratch,
-    discard_scratch,
-)
 from accel_runtime.storage.errors import (
     AllGatherObjects,
     CheckpointError,
@@ -42,24 +37,17 @@ from accel_runtime.storage.errors import (
     check_same_directory,
     errors_on_all_ranks,
 )
-from accel_runtime.storage.file_system import (
-    FileSystem,
-    add_path_to_error,
-    parallel_map,
-    write_text,
-)
+from accel_runtime.storage.file_system import parallel_map
 from accel_runtime.storage.manifest import (
-    NAME,
-    UNFINISHED,
     Chunk,
     FileEntry,
     Manifest,
     TensorEntry,
     hash_bytes,
-    hash_file,
     item_of_tensor,
     rank_tensor_name,
 )
+from accel_runtime.storage.store import Draft, DraftAddress, KeyExistsError, Store, split_key
 from accel_runtime.storage.tensor_file import TensorPart, shard_file_name, write_safetensors
 
 __all__ = [
@@ -79,18 +67,6 @@ _FILES = 16
 """Approximate largest number of files for each rank."""
 
 
-@dataclass(frozen=True)
-class SaveTarget:
-    """Paths of a checkpoint that is being saved, equal on all ranks."""
-
-    target: Path
-    """Final directory."""
-    scratch: Path
-    """Directory that is written and then renamed."""
-    save: str
-    """Unique name of the save."""
-
-
 @dataclass
 class RankState:
     """State of a run, as far as one rank writes it."""
@@ -106,7 +82,7 @@ class RankState:
 class SaveOperation:
     """One collective save; every rank calls the methods in the order of their definition.
 
-    Without `shared`, ranks of nodes that do not see the directory write nothing: replicated values are written by
+    Without `shared`, ranks of nodes that do not see the draft write nothing: replicated values are written by
     the other ranks, rank-specific values are sent to rank 0.
     """
 
@@ -115,58 +91,58 @@ class SaveOperation:
         all_gather: AllGatherObjects,
         rank: int,
         world_size: int,
-        disk: FileSystem,
+        store: Store,
         *,
         run: Mapping[str, str] | None = None,
         shared: bool = True,
     ) -> None:
         self._run, self._shared = dict(run or {}), shared
-        self._all_gather, self._rank, self._world_size, self._disk = all_gather, rank, world_size, disk
+        self._all_gather, self._rank, self._world_size, self._store = all_gather, rank, world_size, store
         self._planner = ShardSavePlanner()
         self._files: dict[str, FileEntry] = {}
         self._planned = 0
-        self._lock: int | None = None
-        self._directory_seen_by_all, self._sees_directory = True, True
+        self._draft: Draft | None = None
+        self._is_shared_by_all = True
 
     def begin(
-        self, choose: Callable[[], Path], directory: str | None = None, *, numbered: bool = False
-    ) -> SaveTarget:
-        """Create the scratch directory of the name that rank 0 chooses; if `numbered`, try further names."""
+        self, choose: Callable[[], str], directory: str | None = None, *, numbered: bool = False
+    ) -> DraftAddress:
+        """Begin a draft under the key that rank 0 chooses; if `numbered`, try further keys."""
         with self._step() as step:
             if self._rank == 0:
-                self._paths, self._lock = _create_free_scratch(choose, self._disk, numbered=numbered)
-            step.value = directory, self._paths if self._rank == 0 else None
-        paths: SaveTarget = step.values[0][1]
-        self._paths = paths
+                self._draft = _begin_free_draft(choose, self._store, numbered=numbered)
+            step.value = directory, self._draft.address if self._draft is not None else None
+        address: DraftAddress = step.values[0][1]
         directories = [each for each, _ in step.values]
         with self._step() as step:
             check_same_directory("save_state", directories)
-            step.value = self._sees_directory = self._disk.sees(paths.scratch)
-            if self._shared and not self._sees_directory:
+            if self._rank != 0:
+                self._draft = self._store.join(address)
+            step.value = self._opened.is_shared
+            if self._shared and not self._opened.is_shared:
                 raise CheckpointError(
-                    f"This node does not see {paths.scratch}, which rank 0 created: a checkpoint needs a directory that "
+                    f"This node does not see {address.location}, which rank 0 created: a checkpoint needs a directory that "
                     "all nodes share. Use such a directory, or set shared_files: false in the profile or "
                     f"{variable_name('shared_files')}=0, and the first node writes everything."
                 )
-        self._directory_seen_by_all = all(step.values)
-        return paths
+        self._is_shared_by_all = all(step.values)
+        return address
 
-    def run_hooks(self, call: Callable[[], None]) -> None:
-        """Call the save hooks of the script; files that they write become part of the checkpoint."""
-        scratch = self._paths.scratch
+    @property
+    def _opened(self) -> Draft:
+        """Return the draft of this rank, after `begin`."""
+        assert self._draft is not None
+        return self._draft
+
+    def run_hooks(self, call: Callable[[Path], None]) -> None:
+        """Call the save hooks of the script with a directory; files that they write become part of the checkpoint."""
         with self._step():
-            if not self._sees_directory:
-                self._disk.make(scratch)  # for hooks that look into it
-            call()
-        if self._directory_seen_by_all:
+            call(self._opened.directory())
+        if self._is_shared_by_all:
             return
         with self._step():
-            made = not self._sees_directory and self._disk.sees(scratch)
-            if made and (lost := next(scratch.iterdir(), None)):
-                raise CheckpointError(
-                    f"A save hook wrote {lost.name} on a node that does not see the checkpoint: only files of the first "
-                    "node are kept. Write them there (if accelerator.is_main_process)."
-                )
+            if not self._opened.is_shared:
+                self._opened.put_hook_files(())  # raises if there are any
 
     @property
     def progress(self) -> str:
@@ -188,18 +164,20 @@ class SaveOperation:
         with self._step() as plan_step:
             tensors = self._state.tensors
             sharded = next((name for name, tensor in tensors.items() if is_sharded(tensor)), None)
-            if sharded and not self._sees_directory:
+            if sharded and not self._opened.is_shared:
                 raise CheckpointError(
                     f"Cannot save {sharded}: it is sharded, and this node does not see the checkpoint's directory. With "
                     "shared_files off only replicated models can be saved; use a directory that all nodes share."
                 )
             self._planner.set_up_planner(
-                tensors if self._sees_directory else {}, is_coordinator=self._rank == 0
+                tensors if self._opened.is_shared else {}, is_coordinator=self._rank == 0
             )
             plan_step.value = self._planner.create_local_plan()
         with self._step():
             plans, self._metadata = self._planner.create_global_plan(list(plan_step.values))
-            self._local_plan = self._planner.finish_plan(_name_files(plans)[self._rank])
+            named_plans = _name_files(plans)
+            self._file_names = {name for plan in named_plans for name in plan.storage_data}
+            self._local_plan = self._planner.finish_plan(named_plans[self._rank])
             self._planned = sum(item.tensor_storage_size() or 0 for item in self._local_plan.items)
             if self._rank == 0:
                 self._check_free_space()
@@ -243,7 +221,7 @@ class SaveOperation:
         for name, tensor in state.tensors.items():
             if name not in tensors:
                 result.tensors[name] = tensor
-            elif tensor.nbytes > _SMALL and self._sees_directory:
+            elif tensor.nbytes > _SMALL and self._opened.is_shared:
                 result.tensors[rank_tensor_name(name, self._rank)] = tensor
             else:
                 sent[name] = tensor.cpu()
@@ -263,7 +241,7 @@ class SaveOperation:
             self._planner.staged = staging.copy_tensors(live)
 
     def finish(self, all_gather: AllGatherObjects) -> Manifest | None:
-        """Write all files and publish the checkpoint; return the manifest on rank 0.
+        """Put all files and commit the checkpoint; return the manifest on rank 0.
 
         `all_gather` is used from here on: a save in the background has a process group of its own. If the save fails, an
         earlier checkpoint of the same name is unchanged and nothing of this one remains.
@@ -271,24 +249,24 @@ class SaveOperation:
         self._all_gather = all_gather
         with self._step() as step:
             files: Mapping[str, list[int]] = self._local_plan.storage_data
-            chunks = parallel_map(lambda file: self._write_file(*file), files.items())
+            chunks = parallel_map(lambda file: self._put_file(*file), files.items())
             self._planner.staged = {}
+            if self._opened.is_shared:
+                self._files |= self._opened.put_hook_files(self._file_names)
             step.value = [chunk for written in chunks for chunk in written], self._files
         written, manifest = step.values, None
         with self._step():
             if self._rank == 0:
                 manifest = self._commit(written)
-        if not self._sees_directory:
-            discard_scratch(self._paths.scratch, self._disk)
-        self._unlock()
+        self._opened.close()
         return manifest
 
-    def _write_file(self, name: str, indices: Sequence[int]) -> list[tuple[str, Chunk]]:
-        """Write one file of this rank; return its chunks by the names of their tensors."""
+    def _put_file(self, name: str, indices: Sequence[int]) -> list[tuple[str, Chunk]]:
+        """Put one file of this rank; return its chunks by the names of their tensors."""
         items = [self._local_plan.items[index] for index in indices]
         parts = [_build_part(item, self._planner) for item in items]
-        metadata = {"format": "pt", "save": self._paths.save}
-        written = write_safetensors(self._paths.scratch / name, parts, metadata, self._disk)
+        metadata = {"format": "pt", "save": self._opened.address.save}
+        written = write_safetensors(partial(self._opened.put, name), parts, metadata)
         self._files[name] = written.file
         return [
             (
@@ -305,20 +283,19 @@ class SaveOperation:
             if isinstance(entry, TensorStorageMetadata)
         ]
         needed = sum(tensor.size.numel() * tensor.properties.dtype.itemsize for tensor in tensors)
-        free = self._disk.free_space(self._paths.scratch)
+        free = self._opened.free_space()
         if needed > free:
             raise CheckpointError(
-                f"Not enough space in {self._paths.target.parent}: the checkpoint needs {format_size(needed)}, and "
+                f"Not enough space in {split_key(self._opened.address.key)[0]}: the checkpoint needs {format_size(needed)}, and "
                 f"{format_size(free)} are free. Free space, or choose another directory."
             )
 
     def _commit(
         self, written: Sequence[tuple[Sequence[tuple[str, Chunk]], Mapping[str, FileEntry]]]
     ) -> Manifest:
-        paths = self._paths
-        files = {name: file for _, rank_files in written for name, file in rank_files.items()}
+        draft = self._opened
         manifest = Manifest(
-            save=paths.save,
+            save=draft.address.save,
             saved_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             world_size=self._world_size,
             step=self._num_steps,
@@ -326,12 +303,11 @@ class SaveOperation:
             values=self._state.values,
             values_by_rank=self._state.values_by_rank,
             tensors=_build_entries(self._metadata, [chunk for chunks, _ in written for chunk in chunks]),
-            files=files | _sync_hook_files(paths.scratch, files, self._disk),
+            files={name: file for _, rank_files in written for name, file in rank_files.items()},
             class_names=self._class_names,
             run=self._run,
         )
-        write_text(paths.scratch / NAME, manifest.text(), self._disk)
-        commit_directory(paths.scratch, paths.target, self._disk)
+        draft.commit(manifest)
         return manifest
 
     @contextmanager
@@ -345,55 +321,22 @@ class SaveOperation:
             raise
 
     def _abort(self) -> None:
-        if hasattr(self, "_paths") and (self._rank == 0 or not self._sees_directory):
-            discard_scratch(self._paths.scratch, self._disk)
-        self._unlock()
-
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            # The operating system drops the lock in any case: a complete save must not fail by it.
-            with suppress(OSError):
-                self._disk.unlock(self._lock)
-            self._lock = None
+        if self._draft is not None:
+            self._draft.discard()
+            self._draft.close()
 
 
-def _create_free_scratch(
-    choose: Callable[[], Path], disk: FileSystem, *, numbered: bool
-) -> tuple[SaveTarget, int | None]:
-    """Return the paths and the lock of a save, under the first chosen name that no other process takes."""
+def _begin_free_draft(choose: Callable[[], str], store: Store, *, numbered: bool) -> Draft:
+    """Return the draft of a save, under the first chosen key that no other process takes."""
     for attempt in range(_ATTEMPTS):
-        target, save = choose().absolute(), uuid.uuid4().hex[:12]
-        if target.is_symlink() or ".." in target.parts:
-            # Replace the directory that a link leads to, not the link.
-            target = target.resolve()
         try:
-            scratch, lock = create_scratch(target, save, disk, new=numbered)
-        except TargetExistsError:
+            return store.begin(choose(), uuid.uuid4().hex[:12], new=numbered)
+        except KeyExistsError:
             if attempt == _ATTEMPTS - 1:
                 raise
             # Two processes that have both given way should not collide again.
             time.sleep(random.uniform(0, 0.01))  # noqa: S311 - no secret
-        else:
-            return SaveTarget(target, scratch, save), lock
     raise AssertionError
-
-
-def _sync_hook_files(scratch: Path, known: dict[str, FileEntry], disk: FileSystem) -> dict[str, FileEntry]:
-    """Sync and hash the files that hooks of the script have written."""
-    entries = {}
-    for path in sorted(scratch.rglob("*")):
-        name = path.relative_to(scratch).as_posix()
-        if path.is_symlink():
-            raise CheckpointError(
-                f"Cannot save {path}: it is a link that a hook has made, and a checkpoint contains its files. Copy the "
-                "file instead."
-            )
-        if path.is_file() and name not in known and name not in {NAME, UNFINISHED}:
-            with path.open("rb") as file, add_path_to_error(path):
-                checksum = hash_file(file)
-                disk.sync(file.fileno())
-                entries[name] = FileEntry(file.tell(), checksum)
-    return entries
 
 
 def _find_differing(hashes: Sequence[Mapping[str, Any]]) -> set[str]:

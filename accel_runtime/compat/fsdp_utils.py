@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 from accel_runtime.accelerator.state import PartialState
 from accel_runtime.export.load_model import list_shards, list_weight_files
-from accel_runtime.storage.directory import find_checkpoint
 from accel_runtime.storage.errors import CheckpointError
+from accel_runtime.storage.file_store import FileStore
 from accel_runtime.storage.manifest import NAME
 from accel_runtime.storage.tensor_file import MergeRequest, merge_tensors
 from accel_runtime.training.optimizer import PreparedOptimizer
@@ -205,9 +205,9 @@ def _merge(source: Path, output: Path) -> Path:
     index = source.name.removeprefix(_MODEL)
     number, checkpoint = (int(index), source.parent) if index.isdigit() else (0, source)
     item = f"model_{number}" if number else "model"
-    opened = find_checkpoint(checkpoint)
-    output.mkdir(parents=True, exist_ok=True)
-    merge_tensors(opened, output / "model.safetensors", MergeRequest(item=item))
+    with FileStore().open(os.fspath(checkpoint)) as snapshot:
+        output.mkdir(parents=True, exist_ok=True)
+        merge_tensors(snapshot, output / "model.safetensors", MergeRequest(item=item))
     return checkpoint
 
 

@@ -16,6 +16,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from math import prod
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO
@@ -59,7 +60,7 @@ def write_object(obj: Any, f: str | os.PathLike[str] | BinaryIO, *, safe_seriali
             return
         tensors = select_tensors(obj, "Leave out safe_serialization, or remove them.")
         parts = [TensorPart.from_tensor(name, tensor) for name, tensor in tensors.items()]
-        write_safetensors(scratch, parts, {"format": "pt"}, FileSystem())
+        write_safetensors(partial(FileSystem().put, scratch), parts, {"format": "pt"})
 
 
 def load(

@@ -108,13 +108,15 @@ def open_export(plan: ExportPlan, folder: Path, disk: FileSystem | None = None) 
 
             def write(name: str, tensors: Mapping[str, torch.Tensor]) -> None:
                 with _convert_errors(folder):
-                    written = write_safetensors(scratch[name], _build_parts(tensors), plan.metadata, disk)
+                    written = write_safetensors(
+                        partial(disk.put, scratch[name]), _build_parts(tensors), plan.metadata
+                    )
                 checksums[name] = written.file.checksum
 
             yield write
             if INDEX in scratch:
                 shards = {name: _build_parts(tensors) for name, tensors in plan.shards.items()}
-                write_index(scratch[INDEX], shards, disk, {CHECKSUMS: checksums})
+                write_index(partial(disk.put, scratch[INDEX]), shards, {CHECKSUMS: checksums})
         _remove_old_exports(folder, set(names), disk)
 
 

@@ -1,4 +1,4 @@
-"""Find, publish and remove checkpoint directories so that a complete one exists at every moment. Imports no torch.
+"""Read, publish and remove checkpoint directories so that a complete one exists at every moment. Imports no torch.
 
 As in an atomic file replacement, everything is written and synced under another name in the same directory, the
 manifest last, and one rename publishes it. A crash may leave complete checkpoints beside their final names.
@@ -9,246 +9,111 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
-from accel_runtime.storage.errors import CheckpointError, DamageError
+from accel_runtime.storage.errors import AbsentError, CheckpointError
 from accel_runtime.storage.file_system import FileSystem, add_path_to_error
 from accel_runtime.storage.manifest import (
     NAME,
     SIBLING,
     UNFINISHED,
     Checkpoint,
+    Manifest,
     checkpoint_name,
-    open_folder,
     parse_number,
-    read_checkpoint,
-    read_manifest,
-    read_open_checkpoint,
 )
-from accel_runtime.storage.verification import Progress, find_damage
+from accel_runtime.storage.schema import read_regular_file
+from accel_runtime.storage.store import KeyExistsError
 
 __all__ = [
-    "TargetExistsError",
     "commit_directory",
     "create_scratch",
     "discard_scratch",
     "exists",
-    "find_checkpoint",
-    "find_previous_checkpoint",
-    "identify_candidates",
-    "is_current",
-    "list_numbered",
-    "list_untracked_files",
-    "next_number",
-    "numbered_directory",
-    "open_checkpoint",
+    "list_complete_siblings",
+    "list_siblings",
+    "open_folder",
+    "read_checkpoint",
+    "read_manifest",
+    "read_open_checkpoint",
     "remove_checkpoint",
     "remove_leftovers",
-    "retry_while_changing",
-    "use_checkpoint",
-    "verify_files",
 ]
 
-_T = TypeVar("_T")
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Return the checkpoint in a directory; raise `CheckpointError` if its manifest or the size of a file is wrong."""
+    with _open_folder(path) as folder:
+        return read_open_checkpoint(path, folder)
 
 
-def numbered_directory(number: int) -> str:
-    """Return `checkpoint_N`."""
-    return f"checkpoint_{number}"
+def read_open_checkpoint(path: Path, folder: int) -> Checkpoint:
+    """Return the checkpoint in an open directory; `path` is its name in errors, which are those of `read_checkpoint`."""
+    manifest, disk = _read_open_manifest(path, folder), FileSystem()
+    for name, file in manifest.files.items():
+        try:
+            status = disk.read_status(path / name, folder, name)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path / name} is missing from the checkpoint: {error.strerror}"
+            ) from error
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{path / name} is damaged: it is not a regular file")
+        if status.st_size != file.bytes:
+            raise CheckpointError(
+                f"{path / name} is damaged: it has {status.st_size} bytes and should have {file.bytes}"
+            )
+    return Checkpoint(os.fspath(path), manifest)
 
 
-def find_checkpoint(target: Path) -> Checkpoint:
-    """Return the checkpoint of this name, or a complete one that a crash left beside it."""
-    with open_checkpoint(target) as checkpoint:
-        return replace(checkpoint, folder=None)
+def read_manifest(path: Path) -> Manifest:
+    """Return the manifest in a directory; other files are not checked."""
+    with _open_folder(path) as folder:
+        return _read_open_manifest(path, folder)
 
 
 @contextmanager
-def open_checkpoint(target: Path) -> Iterator[Checkpoint]:
-    """Find a checkpoint like `find_checkpoint`, and keep its directory open and locked against removal meanwhile.
-
-    A checkpoint that another process renames, replaces or removes is searched again, as long as that makes a difference.
-    """
+def _open_folder(path: Path) -> Iterator[int]:
     disk = FileSystem()
-    checkpoint = retry_while_changing(
-        lambda: _open_complete(target, disk), lambda: identify_candidates(target, disk)
-    )
-    assert checkpoint.folder is not None
+    folder = open_folder(path, disk)
     try:
-        yield checkpoint
+        yield folder
     finally:
-        disk.unlock(checkpoint.folder)
+        disk.close(folder)
 
 
-_LOCK_ATTEMPTS, _LOCK_RETRY_S = 50, 0.02
-_CHANGES = 100
-"""Number of changes by other processes after which a reader gives up: each is a save or a removal."""
-
-
-def retry_while_changing(read: Callable[[], _T], identify: Callable[[], object]) -> _T:
-    """Call `read`, and call it again after a `CheckpointError` if the result of `identify` has changed meanwhile."""
-    for _ in range(_CHANGES):
-        before = identify()
-        try:
-            return read()
-        except CheckpointError:
-            if identify() == before:
-                raise
-    return read()
-
-
-def is_current(checkpoint: Checkpoint) -> bool:
-    """Return whether the path of an open checkpoint still leads to it; if not, another process has renamed or removed it."""
-    if checkpoint.folder is None:
-        return True
-    status = os.fstat(checkpoint.folder)
-    return FileSystem().identify(checkpoint.path) == (status.st_dev, status.st_ino)
-
-
-def use_checkpoint(find: Callable[[], Path], use: Callable[[Checkpoint], _T]) -> _T:
-    """Return the result of `use` for the open checkpoint of the path that `find` returns.
-
-    Both are called again if `use` fails and the checkpoint was renamed, replaced or removed meanwhile.
-    """
-    for _ in range(_CHANGES):
-        path, changed = find(), False
-        try:
-            with open_checkpoint(path) as checkpoint:
-                try:
-                    return use(checkpoint)
-                except CheckpointError:
-                    changed = not is_current(checkpoint)
-                    raise
-        except CheckpointError:
-            if not changed and find() == path:
-                raise
-    with open_checkpoint(find()) as checkpoint:
-        return use(checkpoint)
-
-
-def verify_files(
-    find: Callable[[], Path], report: Callable[[Checkpoint], Progress] = lambda _: lambda _: None
-) -> Checkpoint:
-    """Read every byte of a checkpoint and return it; raise `DamageError` if it is damaged, and was not replaced meanwhile.
-
-    `report` returns the function that receives the numbers of bytes that were read of a checkpoint.
-    """
-
-    def verify(checkpoint: Checkpoint) -> Checkpoint:
-        parts = checkpoint.manifest.parts(checkpoint.manifest.items)
-        if problems := find_damage(checkpoint, parts, report(checkpoint)):
-            raise DamageError(problems)
-        return replace(checkpoint, folder=None)
-
-    return use_checkpoint(find, verify)
-
-
-def _open_complete(target: Path, disk: FileSystem) -> Checkpoint:
-    """Open the checkpoint of this name, or the newest complete one beside it."""
-    if disk.identify(target / NAME) is None:
-        complete = list_complete_siblings(list_siblings(target))
-        if complete:
-            target = complete[-1].path
-    folder = open_folder(target, disk)
+def open_folder(path: Path, disk: FileSystem) -> int:
+    """Open the directory of a checkpoint; raise `CheckpointError` if it does not exist or cannot be read."""
     try:
-        # A process that publishes or removes a directory has locked it, for a moment.
-        for _ in range(_LOCK_ATTEMPTS):
-            if disk.try_lock_shared(folder):
-                break
-            time.sleep(_LOCK_RETRY_S)
-        checkpoint = read_open_checkpoint(target, folder)
-        _require_current(checkpoint)
-    except BaseException:
-        disk.unlock(folder)
-        raise
-    return checkpoint
+        return disk.open_folder(path)
+    except (FileNotFoundError, NotADirectoryError):
+        if path.exists():
+            reason = "it is a file, and a checkpoint is a directory"
+            raise CheckpointError(f"{path} is not a checkpoint: {reason}") from None
+        raise AbsentError(f"{path} is not a checkpoint: it does not exist") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _require_current(checkpoint: Checkpoint) -> None:
-    if not is_current(checkpoint):
-        raise CheckpointError(f"{checkpoint.path} was replaced while it was opened. Load it again.")
-
-
-def identify_candidates(target: Path, disk: FileSystem) -> object:
-    """Return the identities of all directories that may be the checkpoint of this name."""
-    manifest = disk.identify(target / NAME)
-    paths = [target] if manifest else [target, *list_siblings(target)]
-    return manifest, [(path, disk.identify(path)) for path in paths]
-
-
-def find_previous_checkpoint(path: Path) -> Checkpoint | None:
-    """Return the newest numbered checkpoint before this one."""
-    number = parse_number(checkpoint_name(path))
-    if number is None:
-        return None
-    earlier = [
-        each for each in list_numbered(path.parent)[0] if each.number is not None and each.number < number
-    ]
-    return earlier[-1] if earlier else None
-
-
-def list_numbered(folder: Path) -> tuple[list[Checkpoint], dict[int, CheckpointError]]:
-    """Return the complete checkpoints `checkpoint_N` of a directory, the newest last, and the errors of the others by number.
-
-    Those that another process removes meanwhile are left out.
-    """
-
-    def read() -> tuple[list[Checkpoint], dict[int, CheckpointError]]:
-        checkpoints, errors, removed, names = [], {}, -1, disk.list_names(folder)
-        for number, path in _list_numbered_paths(folder):
-            try:
-                checkpoints.append(find_checkpoint(path))
-                removed = -1
-            except CheckpointError as error:
-                if exists(path):
-                    errors[number] = error
-                else:
-                    removed = number
-        # If the newest was removed, there is a newer one now.
-        if removed >= 0 or (not checkpoints and disk.list_names(folder) != names):
-            raise CheckpointError(f"{folder} was changed while it was read. Try again.")
-        return checkpoints, errors
-
-    disk = FileSystem()
-    return retry_while_changing(read, lambda: disk.list_names(folder))
+def _read_open_manifest(path: Path, folder: int) -> Manifest:
+    name = path / NAME
+    try:
+        text = read_regular_file(FileSystem().open_file(name, folder, NAME), name)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is not a checkpoint: it has no {NAME}") from None
+    except OSError as error:
+        raise CheckpointError(f"{name} cannot be read: {error.strerror}") from error
+    return Manifest.parse(text, name)
 
 
 def exists(path: Path) -> bool:
     """Return whether a checkpoint, complete or not, or a directory beside it exists."""
     beside = [sibling for sibling in list_siblings(path) if sibling != _removal_path(path)]
     return FileSystem().identify(path) is not None or bool(beside)
-
-
-def next_number(folder: Path) -> int:
-    """Return a number greater than that of any `checkpoint_N`, complete or not."""
-    return 1 + max((number for number, _ in _list_numbered_paths(folder)), default=-1)
-
-
-def list_untracked_files(checkpoint: Checkpoint) -> list[Path]:
-    """Return the files in the directory of a checkpoint that are not part of it."""
-    tracked, untracked = {NAME, *checkpoint.manifest.files}, []
-    top = checkpoint.path if checkpoint.folder is None else Path()
-    with suppress(OSError):  # another process removes the checkpoint
-        for directory, folders, files, _ in os.fwalk(top, dir_fd=checkpoint.folder):
-            inside = Path(directory).relative_to(top)
-            links = [name for name in folders if (Path(directory) / name).is_symlink()]
-            untracked += [inside / name for name in (*files, *links)]
-    return sorted(checkpoint.path / path for path in untracked if path.as_posix() not in tracked)
-
-
-def _list_numbered_paths(folder: Path) -> list[tuple[int, Path]]:
-    """Return the numbers and paths `checkpoint_N` in their order, also of checkpoints that exist only beside the name."""
-    names = {name for name in FileSystem().list_names(folder) if (folder / name).is_dir()}
-    others = (match for name in names if (match := SIBLING.fullmatch(name)) and match[2] != "removing")
-    names |= {match[1] for match in others}
-    numbers = {name: parse_number(name) for name in names}
-    numbered = [(number, folder / name) for name, number in numbers.items() if number is not None]
-    return sorted(numbered, key=lambda entry: entry[0])
 
 
 def list_siblings(target: Path) -> list[Path]:
@@ -291,16 +156,12 @@ _CANNOT_MOVE = {errno.EBUSY, errno.EXDEV}
 _ATTEMPTS, _RETRY_S = 20, 0.002
 
 
-class TargetExistsError(CheckpointError):
-    """Another process has taken a name that was free."""
-
-
 def create_scratch(
     target: Path, save: str, disk: FileSystem, *, new: bool = False
 ) -> tuple[Path, int | None]:
     """Return the directory to write into, and its lock; leftovers of crashes under this name are recovered first.
 
-    With `new`, raise `TargetExistsError` if the name is or was in use.
+    With `new`, raise `KeyExistsError` if the name is or was in use.
     """
     _check_target(target)
     # Created so that it survives a loss of power.
@@ -315,7 +176,7 @@ def create_scratch(
                 if not new and is_only_read(path, disk):
                     siblings.remove(path)  # a replaced checkpoint; a later save removes it
                     continue
-                error_type = TargetExistsError if new else CheckpointError
+                error_type = KeyExistsError if new else CheckpointError
                 raise error_type(
                     f"{target} is being written by another process (into {path}). Wait for it or choose another name."
                 )
@@ -326,7 +187,7 @@ def create_scratch(
     if new:
         try:
             _check_alone(scratch, target)
-        except TargetExistsError:
+        except KeyExistsError:
             discard_scratch(scratch, disk)
             _release_lock(lock, disk)
             raise
@@ -356,18 +217,18 @@ def _create_locked(scratch: Path, disk: FileSystem) -> int | None:
                 raise
         _release_lock(lock, disk)
         time.sleep(_RETRY_S)
-    raise TargetExistsError(f"{scratch} cannot be locked: another process has locked it. Save again.")
+    raise KeyExistsError(f"{scratch} cannot be locked: another process has locked it. Save again.")
 
 
 def _check_alone(scratch: Path, target: Path) -> None:
-    """Raise `TargetExistsError` if another process uses the name, after `scratch` has announced this one.
+    """Raise `KeyExistsError` if another process uses the name, after `scratch` has announced this one.
 
     Of two processes that both check after announcing, at least one sees the other. Siblings are checked before
     the name: a save that ends in between moves from the one to the other.
     """
     others = [path for path in list_siblings(target) if path not in {scratch, _removal_path(path)}]
     if others or os.path.lexists(target):
-        raise TargetExistsError(f"{target} was just created by another process. Save again.")
+        raise KeyExistsError(f"{target} was just created by another process. Save again.")
 
 
 def commit_directory(scratch: Path, target: Path, disk: FileSystem) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from accel_runtime.environment.text import escape_controls
 
 __all__ = [
+    "AbsentError",
     "AllGatherObjects",
     "CheckpointError",
     "CollectiveStep",
@@ -44,6 +45,10 @@ class CheckpointError(RuntimeError):
 
 class RequestError(CheckpointError):
     """A request names something that does not exist or would do harm; nothing is damaged or changed."""
+
+
+class AbsentError(CheckpointError):
+    """No checkpoint was ever completed under a key, or it was removed; a save may be under way."""
 
 
 class DamageError(CheckpointError):

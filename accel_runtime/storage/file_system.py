@@ -29,11 +29,12 @@ __all__ = [
     "parallel_map",
     "parse_size",
     "read_exactly",
-    "write_text",
 ]
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _SYNC_FILE_RANGE_WRITE = 2
+_WRITEBACK = 1 << 23
+"""Bytes after which the system is asked to write them to the disk, while the next ones are prepared."""
 _NOT_FOR_DIRECTORIES = {errno.EINVAL, errno.ENOTSUP}
 
 
@@ -71,6 +72,22 @@ class FileSystem:
     def close(self, file: int) -> None:
         """Close a file; a network file system may report a full disk only here."""
         os.close(file)
+
+    def put(self, path: Path, data: Iterable[memoryview]) -> None:
+        """Write the pieces of a new file, start their writeback meanwhile, and flush the file to the disk."""
+        written = flushed = 0
+        file = self.create(path)
+        with add_path_to_error(path):
+            try:
+                for piece in data:
+                    self.write(file, piece)
+                    written += len(piece)
+                    if written - flushed >= _WRITEBACK:
+                        self.start_writeback(file, flushed, written - flushed)
+                        flushed = written
+                self.sync(file)
+            finally:
+                self.close(file)
 
     def sync_directory(self, folder: Path) -> None:
         """Flush the names in a directory to the disk, if the file system supports it."""
@@ -241,17 +258,6 @@ def read_exactly(file: FileIO, buffer: memoryview, offset: int) -> None:
         if not count:
             raise CheckpointError(f"{file.name!s} was truncated while it was read")
         buffer, offset = buffer[count:], offset + count
-
-
-def write_text(path: Path, text: str, disk: FileSystem) -> None:
-    """Write a new text file and flush it to the disk."""
-    opened = disk.create(path)
-    with add_path_to_error(path):
-        try:
-            disk.write(opened, memoryview(text.encode()))
-            disk.sync(opened)
-        finally:
-            disk.close(opened)
 
 
 def _ignore_missing(_call: object, _path: str, error: tuple[type, BaseException, object]) -> None:

@@ -1,17 +1,14 @@
-"""Checkpoints on disk: manifests of items, tensors, files and checksums, and their verification. Imports no torch."""
+"""Manifests of checkpoints: items, tensors, files and checksums, and their verification. Imports no torch."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
-from io import FileIO
 from itertools import pairwise, product
 from pathlib import Path
 from typing import IO, Annotated, Any
@@ -19,7 +16,6 @@ from typing import IO, Annotated, Any
 import xxhash
 
 from accel_runtime.storage.errors import CheckpointError
-from accel_runtime.storage.file_system import FileSystem
 from accel_runtime.storage.schema import (
     ITEM_BYTES,
     MAX_BYTES,
@@ -32,7 +28,6 @@ from accel_runtime.storage.schema import (
     describe,
     is_inside,
     parse_strict_json,
-    read_regular_file,
     read_value,
     shorten,
 )
@@ -51,12 +46,8 @@ __all__ = [
     "hash_bytes",
     "hash_file",
     "item_of_tensor",
-    "open_folder",
     "parse_number",
     "rank_tensor_name",
-    "read_checkpoint",
-    "read_manifest",
-    "read_open_checkpoint",
 ]
 
 NAME = "checkpoint.json"
@@ -354,8 +345,8 @@ class Manifest:
         return f'{{"checksum":"{hash_bytes(body.encode())}",\n"checkpoint":{body}}}\n'
 
     @classmethod
-    def parse(cls, text: str, path: Path) -> Manifest:
-        """Parse the text of the manifest file `path`; raise `CheckpointError` if it is damaged or too new."""
+    def parse(cls, text: str, path: Path | str) -> Manifest:
+        """Parse the text of the manifest at `path`; raise `CheckpointError` if it is damaged or too new."""
         match = _TEXT.fullmatch(text)
         if match is None:
             raise CheckpointError(f"{path} is damaged: it is not a checkpoint manifest")
@@ -408,7 +399,7 @@ def describe_shape(sizes: Sequence[int]) -> str:
     return shorten(str(list(sizes)))
 
 
-def _check_sections(sections: Any, body: dict[str, Any], path: Path) -> None:
+def _check_sections(sections: Any, body: dict[str, Any], path: Path | str) -> None:
     """Raise `CheckpointError` if only a newer accel can read a section."""
     if not isinstance(sections, dict):
         raise CheckpointError(
@@ -459,88 +450,28 @@ def _is_covered(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Seque
 
 @dataclass(frozen=True, repr=False)
 class Checkpoint:
-    """A checkpoint on disk."""
+    """A complete checkpoint."""
 
-    path: Path
+    key: str
+    """Where the store has it: in a file system the path of its directory, which a crash may have left beside its name."""
     manifest: Manifest
-    folder: int | None = field(default=None, compare=False)
-    """Descriptor of the directory while it is open, see `open_checkpoint`: files are read relative to it, so that a
-    checkpoint that is renamed or replaced meanwhile is not mixed with another one."""
 
-    def open(self, name: str) -> FileIO:
-        """Open a file of the checkpoint for reading."""
-        return FileIO(FileSystem().open_file(self.path / name, self.folder, name), "rb")
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({str(self.path)!r}, step={self.manifest.step})"
+    @property
+    def path(self) -> Path:
+        """Directory of the checkpoint, in a file system."""
+        return Path(self.key)
 
     @property
     def number(self) -> int | None:
         """N of `checkpoint_N`; None for other names."""
         return parse_number(checkpoint_name(self.path))
 
+    def locate(self, name: str) -> str:
+        """Return the location of a file of the checkpoint, for messages."""
+        return f"{self.key}/{name}"
 
-def read_checkpoint(path: Path) -> Checkpoint:
-    """Return the checkpoint in a directory; raise `CheckpointError` if its manifest or the size of a file is wrong."""
-    with _open_folder(path) as folder:
-        return replace(read_open_checkpoint(path, folder), folder=None)
-
-
-def read_open_checkpoint(path: Path, folder: int) -> Checkpoint:
-    """Return the checkpoint in an open directory; `path` is its name in errors, which are those of `read_checkpoint`."""
-    manifest, disk = _read_open_manifest(path, folder), FileSystem()
-    for name, file in manifest.files.items():
-        try:
-            status = disk.read_status(path / name, folder, name)
-        except OSError as error:
-            raise CheckpointError(
-                f"{path / name} is missing from the checkpoint: {error.strerror}"
-            ) from error
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{path / name} is damaged: it is not a regular file")
-        if status.st_size != file.bytes:
-            raise CheckpointError(
-                f"{path / name} is damaged: it has {status.st_size} bytes and should have {file.bytes}"
-            )
-    return Checkpoint(path, manifest, folder)
-
-
-def read_manifest(path: Path) -> Manifest:
-    """Return the manifest in a directory; other files are not checked."""
-    with _open_folder(path) as folder:
-        return _read_open_manifest(path, folder)
-
-
-@contextmanager
-def _open_folder(path: Path) -> Iterator[int]:
-    disk = FileSystem()
-    folder = open_folder(path, disk)
-    try:
-        yield folder
-    finally:
-        disk.close(folder)
-
-
-def open_folder(path: Path, disk: FileSystem) -> int:
-    """Open the directory of a checkpoint; raise `CheckpointError` if it does not exist or cannot be read."""
-    try:
-        return disk.open_folder(path)
-    except (FileNotFoundError, NotADirectoryError):
-        reason = "it is a file, and a checkpoint is a directory" if path.exists() else "it does not exist"
-        raise CheckpointError(f"{path} is not a checkpoint: {reason}") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _read_open_manifest(path: Path, folder: int) -> Manifest:
-    name = path / NAME
-    try:
-        text = read_regular_file(FileSystem().open_file(name, folder, NAME), name)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is not a checkpoint: it has no {NAME}") from None
-    except OSError as error:
-        raise CheckpointError(f"{name} cannot be read: {error.strerror}") from error
-    return Manifest.parse(text, name)
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.key!r}, step={self.manifest.step})"
 
 
 def checkpoint_name(path: Path) -> str:

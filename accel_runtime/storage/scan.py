@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from accel_runtime.storage.directory import (
-    exists,
-    find_checkpoint,
-    identify_candidates,
-    retry_while_changing,
-)
+from accel_runtime.storage.directory import exists
 from accel_runtime.storage.errors import CheckpointError, RequestError
+from accel_runtime.storage.file_store import FileStore, identify_candidates, retry_while_changing
 from accel_runtime.storage.file_system import FileSystem
 from accel_runtime.storage.manifest import NAME, UNFINISHED, Checkpoint, parse_number
 
@@ -71,7 +68,7 @@ def scan_directory(directory: Path) -> DirectoryScan:
     return retry_while_changing(
         lambda: _scan(directory, disk),
         lambda: [
-            identify_candidates(directory, disk),
+            identify_candidates(directory),
             *map(disk.list_names, (directory, directory / "checkpoints")),
         ],
     )
@@ -150,7 +147,7 @@ def _read_entry(path: Path) -> DirectoryEntry:
         problem = f"{path} was written by Accelerate, without checksums: accelerator.load_state() loads it"
         return DirectoryEntry(path, None, problem, foreign=True)
     try:
-        return DirectoryEntry(path, find_checkpoint(path))
+        return DirectoryEntry(path, FileStore().find(os.fspath(path)))
     except CheckpointError as error:
         return DirectoryEntry(path, None, str(error))
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 import heapq
 import json
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
-from io import FileIO
+from functools import partial
 from itertools import product, repeat
 from operator import itemgetter
 from pathlib import Path
@@ -22,12 +21,7 @@ import xxhash
 
 from accel_runtime.environment.settings import format_size
 from accel_runtime.storage.errors import CheckpointError, RequestError
-from accel_runtime.storage.file_system import (
-    FileSystem,
-    add_path_to_error,
-    open_atomically,
-    write_text,
-)
+from accel_runtime.storage.file_system import FileSystem, open_atomically
 from accel_runtime.storage.manifest import (
     NAME,
     Checkpoint,
@@ -38,6 +32,7 @@ from accel_runtime.storage.manifest import (
     rank_tensor_name,
 )
 from accel_runtime.storage.state_tree import KEY, get_children
+from accel_runtime.storage.store import Snapshot
 from accel_runtime.storage.verification import BLOCK, Progress, read_blocks
 
 if TYPE_CHECKING:
@@ -108,8 +103,6 @@ def shard_file_name(stem: str, number: int, count: int, suffix: str = ".safetens
 
 _SLICE = 1 << 22
 """Bytes that are hashed and written at a time, while they are in the cache."""
-_WRITEBACK = 1 << 23
-"""Bytes after which the system is asked to write them to the disk, while the next ones are hashed."""
 
 
 @dataclass(frozen=True)
@@ -152,36 +145,33 @@ class FileResult:
     """Offset in the file and checksum of each part, in the given order."""
 
 
-def write_safetensors(
-    path: Path, parts: Sequence[TensorPart], metadata: Mapping[str, str], disk: FileSystem
-) -> FileResult:
-    """Write a new file (https://github.com/huggingface/safetensors#format) and flush it to the disk."""
+Put = Callable[[Iterable[memoryview]], None]
+"""Writes the pieces of one file: `Draft.put` or `FileSystem.put` for a name. A piece is valid until the next one."""
+
+
+def write_safetensors(put: Put, parts: Sequence[TensorPart], metadata: Mapping[str, str]) -> FileResult:
+    """Write a new file (https://github.com/huggingface/safetensors#format), hashed while it is written."""
     # By decreasing alignment, like the writer of the safetensors library.
     order = sorted(range(len(parts)), key=lambda index: (-parts[index].itemsize, parts[index].name))
     header = _build_header([parts[index] for index in order], metadata)
     file_checksum, start = xxhash.xxh3_64(header), len(header)
     locations: dict[int, tuple[int, str]] = {}
-    flushed = 0
-    file = disk.create(path)
-    with add_path_to_error(path):
-        try:
-            disk.write(file, memoryview(header))
-            for index in order:
-                checksum, end = xxhash.xxh3_64(), start
-                for piece in _iterate_slices(parts[index]):
-                    checksum.update(piece)
-                    file_checksum.update(piece)
-                    disk.write(file, piece)
-                    end += len(piece)
-                    if end - flushed >= _WRITEBACK:
-                        disk.start_writeback(file, flushed, end - flushed)
-                        flushed = end
-                assert end - start == parts[index].bytes, parts[index].name
-                locations[index] = (start, checksum.hexdigest())
-                start = end
-            disk.sync(file)
-        finally:
-            disk.close(file)
+
+    def encode() -> Iterator[memoryview]:
+        nonlocal start
+        yield memoryview(header)
+        for index in order:
+            checksum, end = xxhash.xxh3_64(), start
+            for piece in _iterate_slices(parts[index]):
+                checksum.update(piece)
+                file_checksum.update(piece)
+                yield piece
+                end += len(piece)
+            assert end - start == parts[index].bytes, parts[index].name
+            locations[index] = (start, checksum.hexdigest())
+            start = end
+
+    put(encode())
     entry = FileEntry(start, file_checksum.hexdigest(), len(header), hash_bytes(header))
     return FileResult(entry, tuple(locations[index] for index in range(len(parts))))
 
@@ -213,9 +203,8 @@ def _build_header(parts: Sequence[TensorPart], metadata: Mapping[str, str]) -> b
 
 
 def write_index(
-    path: Path,
+    put: Put,
     shards: Mapping[str, Sequence[TensorPart]],
-    disk: FileSystem,
     metadata: Mapping[str, object] | None = None,
 ) -> None:
     """Write the index of several files, as Hugging Face's libraries read it."""
@@ -225,7 +214,7 @@ def write_index(
         "metadata": {"total_size": total, **(metadata or {})},
         "weight_map": dict(sorted(weight_map.items())),
     }
-    write_text(path, json.dumps(index, indent=2) + "\n", disk)
+    put([memoryview((json.dumps(index, indent=2) + "\n").encode())])
 
 
 _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
@@ -257,18 +246,18 @@ class MergeResult:
 
 
 def merge_tensors(
-    checkpoint: Checkpoint, target: Path, request: MergeRequest, progress: Progress = lambda _: None
+    snapshot: Snapshot, target: Path, request: MergeRequest, progress: Progress = lambda _: None
 ) -> MergeResult:
     """Write the tensors of an item into a file, or several with an index in the layout of Hugging Face.
 
     Every byte is verified, and files get their names only when all are complete. `progress` receives byte counts.
     """
+    checkpoint = snapshot.checkpoint
     contents = list_item_contents(checkpoint, request.item, request.rank)
     if not contents.tensors:
-        raise RequestError(f"{request.item} of {checkpoint.path} has no tensors")
-    files = _OpenFiles(checkpoint)
+        raise RequestError(f"{request.item} of {checkpoint.key} has no tensors")
     parts = [
-        _build_part(files, name, checkpoint.manifest.tensors[stored], request.dtype, progress)
+        _build_part(snapshot, name, checkpoint.manifest.tensors[stored], request.dtype, progress)
         for name, stored in contents.tensors.items()
     ]
     groups = _split_into_shards(parts, request.max_shard_bytes)
@@ -281,7 +270,7 @@ def merge_tensors(
     disk, names = FileSystem(), list(shards)
     if len(shards) > 1:
         names.append(f"{target.name}.index.json")
-    with closing(files), ExitStack() as renames:
+    with ExitStack() as renames:
         # Renamed in the opposite order, so the index is entered first.
         scratch = {
             name: renames.enter_context(open_atomically(target.with_name(name).resolve()))
@@ -291,9 +280,9 @@ def merge_tensors(
             # Ties are metadata as in `safetensors.torch.save_model`.
             kept = {part.name for part in group}
             ties = {alias: name for alias, name in contents.ties.items() if name in kept}
-            write_safetensors(scratch[file], group, {"format": "pt"} | ties, disk)
+            write_safetensors(partial(disk.put, scratch[file]), group, {"format": "pt"} | ties)
         if len(shards) > 1:
-            write_index(scratch[names[-1]], shards, disk)
+            write_index(partial(disk.put, scratch[names[-1]]), shards)
     # Only for models: an optimizer has values that are not tensors anyway.
     others = contents.others if request.item.startswith("model") else []
     return MergeResult(
@@ -322,7 +311,7 @@ def _check_target(target: Path, size: int, *, several: bool) -> None:
 
 
 def _build_part(
-    files: _OpenFiles, name: str, stored: TensorEntry, dtype: str | None, progress: Progress
+    snapshot: Snapshot, name: str, stored: TensorEntry, dtype: str | None, progress: Progress
 ) -> TensorPart:
     output_dtype = dtype if dtype and stored.dtype in _FLOATS else stored.dtype
     if output_dtype not in NUMBER_FORMATS:
@@ -330,7 +319,7 @@ def _build_part(
     size = math.prod(stored.shape) * NUMBER_FORMATS[output_dtype].size
 
     def read() -> Iterator[memoryview]:
-        return _read_tensor(files, name, stored, output_dtype, progress)
+        return _read_tensor(snapshot, name, stored, output_dtype, progress)
 
     return TensorPart(name, output_dtype, stored.shape, size, read)
 
@@ -350,42 +339,10 @@ def _split_into_shards(parts: Sequence[TensorPart], limit: int | None) -> list[l
 
 _MIN_BLOCK = 1 << 12
 """Fewest bytes of a chunk that are read at a time."""
-_MAX_OPEN = 64
-"""Number of files that are kept open."""
-
-
-class _OpenFiles:
-    """Files of a checkpoint that were read last, kept open: the chunks of a tensor are read in turn."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
-        self._files: OrderedDict[str, FileIO] = OrderedDict()
-
-    def read(self, chunk: Chunk, start: int, buffer: memoryview) -> memoryview:
-        """Return bytes of a chunk from an offset in it; fewer if the file ends before."""
-        try:
-            file = self._open(chunk.file)
-            return next(read_blocks(file.fileno(), chunk.start + start, len(buffer), buffer), buffer[:0])
-        except OSError as error:
-            path = self.checkpoint.path / chunk.file
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-
-    def _open(self, name: str) -> FileIO:
-        if name not in self._files:
-            if len(self._files) == _MAX_OPEN:
-                self._files.popitem(last=False)[1].close()
-            self._files[name] = self.checkpoint.open(name)
-        self._files.move_to_end(name)
-        return self._files[name]
-
-    def close(self) -> None:
-        """Close all files."""
-        while self._files:
-            self._files.popitem()[1].close()
 
 
 def _read_tensor(
-    files: _OpenFiles, name: str, stored: TensorEntry, dtype: str, progress: Progress
+    snapshot: Snapshot, name: str, stored: TensorEntry, dtype: str, progress: Progress
 ) -> Iterator[memoryview]:
     """Yield the bytes of a tensor in row-major order; rows are taken from several chunks in turn.
 
@@ -396,7 +353,7 @@ def _read_tensor(
     itemsize = NUMBER_FORMATS[dtype].size
     rows = []
     for chunk in stored.chunks:
-        blocks = _read_chunk(files, name, chunk, min(block_bytes, chunk.bytes), progress)
+        blocks = _read_chunk(snapshot, name, chunk, min(block_bytes, chunk.bytes), progress)
         reader = _RowReader(map(convert, blocks), math.prod(chunk.sizes) * itemsize)
         rows.append(zip(iterate_runs(stored.shape, chunk.offsets, chunk.sizes, itemsize), repeat(reader)))
     for (_, length), reader in heapq.merge(*rows, key=itemgetter(0)):
@@ -404,18 +361,20 @@ def _read_tensor(
 
 
 def _read_chunk(
-    files: _OpenFiles, name: str, chunk: Chunk, block_bytes: int, progress: Progress
+    snapshot: Snapshot, name: str, chunk: Chunk, block_bytes: int, progress: Progress
 ) -> Iterator[memoryview]:
     """Yield the blocks of a chunk, which are valid until the next one, and verify its checksum at the end."""
-    checksum, buffer, start = xxhash.xxh3_64(), memoryview(bytearray(block_bytes)), 0
-    while start < chunk.bytes and (block := files.read(chunk, start, buffer[: chunk.bytes - start])):
-        start += len(block)
-        checksum.update(block)
-        progress(len(block))
-        yield block
+    checksum, buffer = xxhash.xxh3_64(), memoryview(bytearray(block_bytes))
+    location = snapshot.checkpoint.locate(chunk.file)
+    try:
+        for block in read_blocks(snapshot, chunk, buffer):
+            checksum.update(block)
+            progress(len(block))
+            yield block
+    except OSError as error:
+        raise CheckpointError(f"{location} cannot be read: {error.strerror}") from error
     if checksum.hexdigest() != chunk.checksum:
-        path = files.checkpoint.path / chunk.file
-        raise CheckpointError(f"{path} is damaged: {name} does not have its checksum")
+        raise CheckpointError(f"{location} is damaged: {name} does not have its checksum")
 
 
 class _RowReader:
@@ -468,10 +427,10 @@ def list_item_contents(checkpoint: Checkpoint, item: str, rank: int = 0) -> Item
     """List the tensors of an item, such as `model` or `optimizer_1`, as a rank had them."""
     manifest = checkpoint.manifest
     if item not in manifest.items:
-        raise RequestError(f"{checkpoint.path} has no {item}; it has {', '.join(manifest.items)}")
+        raise RequestError(f"{checkpoint.key} has no {item}; it has {', '.join(manifest.items)}")
     if not 0 <= rank < manifest.world_size:
         raise RequestError(
-            f"{checkpoint.path} has no rank {rank}: {manifest.world_size} process(es) wrote it. Ranks count from 0."
+            f"{checkpoint.key} has no rank {rank}: {manifest.world_size} process(es) wrote it. Ranks count from 0."
         )
     tree = manifest.values_by_rank[item][rank] if item in manifest.values_by_rank else manifest.values[item]
     contents = ItemContents({}, {}, [])
@@ -481,7 +440,7 @@ def list_item_contents(checkpoint: Checkpoint, item: str, rank: int = 0) -> Item
         length += len(name)
         if length > _MAX_NAMES:  # a long name of a dict is part of the name of each value in it
             raise CheckpointError(
-                f"Cannot export {item} of {checkpoint.path}: the names of its values are too long."
+                f"Cannot export {item} of {checkpoint.key}: the names of its values are too long."
             )
         if tensor is None:
             contents.others.append(name)

@@ -17,6 +17,7 @@ from torch import nn
 from accel_runtime import Accelerator, ProjectConfiguration
 from accel_runtime.checkpoint.manager import StagingBuffers
 from accel_runtime.storage.errors import CheckpointError
+from accel_runtime.storage.file_store import FileStore
 from accel_runtime.storage.file_system import FileSystem
 
 
@@ -40,7 +41,7 @@ class FullFileSystem(FileSystem):
 
 def build_trained_run(disk=None, **project):
     accelerator = Accelerator(project_config=ProjectConfiguration(**project))
-    accelerator._checkpoints._file_system = disk or FileSystem()
+    accelerator._checkpoints._store = FileStore(disk)
     model = nn.Linear(3, 2)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
     train_step(accelerator, model, optimizer)
@@ -58,12 +59,13 @@ def copy_weights(accelerator, model):
 
 
 def test_changes_during_an_asynchronous_save_are_not_saved(tmp_path):
-    accelerator, model, optimizer = build_trained_run(BlockedFileSystem())
+    disk = BlockedFileSystem()
+    accelerator, model, optimizer = build_trained_run(disk)
     before = copy_weights(accelerator, model)
     accelerator.save_state(tmp_path / "a", async_save=True)
     assert not (tmp_path / "a").exists()
     train_step(accelerator, model, optimizer)
-    accelerator._checkpoints._file_system.go.set()
+    disk.go.set()
     accelerator.wait_for_checkpoint()
     assert not torch.equal(before["weight"], copy_weights(accelerator, model)["weight"])
     accelerator.load_state(tmp_path / "a")
@@ -71,9 +73,10 @@ def test_changes_during_an_asynchronous_save_are_not_saved(tmp_path):
 
 
 def test_a_save_waits_for_the_previous_asynchronous_save(tmp_path):
-    accelerator, *_ = build_trained_run(BlockedFileSystem())
+    disk = BlockedFileSystem()
+    accelerator, *_ = build_trained_run(disk)
     accelerator.save_state(tmp_path / "a", async_save=True)
-    threading.Timer(0.3, accelerator._checkpoints._file_system.go.set).start()
+    threading.Timer(0.3, disk.go.set).start()
     accelerator.save_state(tmp_path / "b", async_save=True)
     assert (tmp_path / "a" / "checkpoint.json").exists()
     accelerator.wait_for_checkpoint()
@@ -81,9 +84,10 @@ def test_a_save_waits_for_the_previous_asynchronous_save(tmp_path):
 
 
 def test_load_state_waits_for_an_asynchronous_save(tmp_path):
-    accelerator, *_ = build_trained_run(BlockedFileSystem())
+    disk = BlockedFileSystem()
+    accelerator, *_ = build_trained_run(disk)
     accelerator.save_state(tmp_path / "a", async_save=True)
-    threading.Timer(0.3, accelerator._checkpoints._file_system.go.set).start()
+    threading.Timer(0.3, disk.go.set).start()
     assert accelerator.load_state(tmp_path / "a").manifest.step == 1
 
 
@@ -106,7 +110,7 @@ def test_the_next_save_and_wait_for_checkpoint_raise_the_error_of_an_asynchronou
     accelerator.save_state(tmp_path / "a", async_save=True)
     with pytest.raises(CheckpointError, match="a was not saved"):
         accelerator.wait_for_checkpoint()
-    accelerator._checkpoints._file_system = FileSystem()
+    accelerator._checkpoints._store = FileStore()
     accelerator.save_state(tmp_path / "a")
     assert accelerator.checkpoints.verify(tmp_path / "a")
 
@@ -181,6 +185,7 @@ import errno, os, sys, time
 import torch
 from torch import nn
 from accel_runtime import Accelerator
+from accel_runtime.storage.file_store import FileStore
 from accel_runtime.storage.file_system import FileSystem
 
 class Slow(FileSystem):
@@ -191,7 +196,7 @@ class Slow(FileSystem):
         super().write(file, data)
 
 accelerator = Accelerator(cpu=True)
-accelerator._checkpoints._file_system = Slow()
+accelerator._checkpoints._store = FileStore(Slow())
 model = accelerator.prepare(nn.Linear(3, 2))
 accelerator.save_state("a", async_save=True)
 print("done", flush=True)

@@ -15,8 +15,9 @@ import torch
 from accel_runtime.checkpoint.accelerate_format import read_accelerate_checkpoint
 from accel_runtime.export.load_model import find_weights, read_headers
 from accel_runtime.export.objects import read_pickle
+from accel_runtime.storage.directory import read_manifest
 from accel_runtime.storage.errors import CheckpointError
-from accel_runtime.storage.manifest import NAME, read_manifest
+from accel_runtime.storage.manifest import NAME
 from accel_runtime.storage.schema import MAX_BYTES
 
 DATA = Path(__file__).parents[2] / "data" / "accelerate-1.15.0" / "checkpoints" / "checkpoint_0"

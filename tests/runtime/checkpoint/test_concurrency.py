@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import threading
@@ -17,6 +18,7 @@ from accel_runtime.storage import directory
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.file_system import FileSystem
 from accel_runtime.storage.manifest import UNFINISHED
+from accel_runtime.storage.store import KeyExistsError
 
 
 def test_two_concurrent_saves_to_one_directory_leave_a_complete_checkpoint(memory, tmp_path):
@@ -68,7 +70,7 @@ def test_a_save_skips_a_number_that_another_run_takes_concurrently(memory):
     run.set_step(1)
     assert Path(run.acc.save_state()).name == "checkpoint_1"
     assert sorted(path.name for path in project.iterdir()) == [disk.other.name, "checkpoint_1"]
-    with pytest.raises(directory.TargetExistsError):
+    with pytest.raises(KeyExistsError):
         directory.create_scratch(project / "checkpoint_1", "def", FileSystem(), new=True)
 
 
@@ -148,9 +150,9 @@ def test_removal_of_the_only_checkpoint_during_a_load_raises_a_clear_error(memor
     path = Path(run.acc.save_state())
     run.set_step(5)
 
-    def remove_then_verify(checkpoint, chunks, was=load.find_damage):
+    def remove_then_verify(snapshot, chunks, was=load.find_damage):
         shutil.rmtree(path)
-        return was(checkpoint, chunks)
+        return was(snapshot, chunks)
 
     monkeypatch.setattr(load, "find_damage", remove_then_verify)
     with pytest.raises(CheckpointError, match="No complete checkpoint in"):
@@ -164,12 +166,12 @@ def test_a_read_error_after_verification_reports_an_inconsistent_state(memory, m
     path = Path(run.acc.save_state())
     run.set_step(5)
 
-    def verify_then_remove(checkpoint, chunks, was=load.find_damage):
-        damage = was(checkpoint, chunks)
-        (path / "optimizer.safetensors").unlink()
+    def verify_then_truncate(snapshot, chunks, was=load.find_damage):
+        damage = was(snapshot, chunks)
+        os.truncate(path / "optimizer.safetensors", 100)
         return damage
 
-    monkeypatch.setattr(load, "find_damage", verify_then_remove)
+    monkeypatch.setattr(load, "find_damage", verify_then_truncate)
     with pytest.raises(CheckpointError, match="training state is now inconsistent") as raised:
         run.acc.load_state()
     assert "optimizer.safetensors" in str(raised.value)

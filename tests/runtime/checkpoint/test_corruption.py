@@ -14,8 +14,9 @@ import pytest
 from support.runs.file_system import Run, flip_bit, rewrite_manifest
 
 from accel_runtime.export.objects import read_pickle
+from accel_runtime.storage.directory import read_checkpoint
 from accel_runtime.storage.errors import CheckpointError
-from accel_runtime.storage.manifest import NAME, Manifest, read_checkpoint
+from accel_runtime.storage.manifest import NAME, Manifest
 
 
 @pytest.fixture(scope="module")

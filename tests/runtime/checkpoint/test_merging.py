@@ -13,7 +13,13 @@ from safetensors.torch import load_file, load_model
 from support.models import TokenNet
 
 from accel_runtime.storage.errors import CheckpointError, RequestError
+from accel_runtime.storage.file_store import FileStore
 from accel_runtime.storage.tensor_file import MergeRequest, list_item_contents, merge_tensors
+
+
+def merge(source, target, request):
+    with FileStore().open(source.key) as snapshot:
+        return merge_tensors(snapshot, target, request)
 
 
 @pytest.fixture
@@ -54,7 +60,7 @@ def test_chunks_of_any_shape_merge_into_bitwise_equal_tensors(checkpoint, tmp_pa
     cuts = {f"model/{name}": cut for name, cut in CUTS.items()}
     source = checkpoint(tmp_path / "c", {"model": model}, cuts=cuts)
     assert sum(len(stored.chunks) for stored in source.manifest.tensors.values()) == 30
-    merged = merge_tensors(source, tmp_path / "m.safetensors", MergeRequest())
+    merged = merge(source, tmp_path / "m.safetensors", MergeRequest())
     loaded = load_file(tmp_path / "m.safetensors")
     assert set(loaded) == set(model)
     for name, tensor in model.items():
@@ -70,7 +76,7 @@ def test_chunks_larger_than_the_read_block_are_merged(checkpoint, tmp_path, gene
     model = {"wide": torch.randn(9, 31, generator=generator), "long": torch.randn(200, generator=generator)}
     source = checkpoint(tmp_path / "c", {"model": model}, cuts={"model/wide": (2, 3)})
     for dtype in (None, "float16"):
-        merge_tensors(source, tmp_path / "m.safetensors", MergeRequest(dtype=dtype))
+        merge(source, tmp_path / "m.safetensors", MergeRequest(dtype=dtype))
         loaded = load_file(tmp_path / "m.safetensors")
         for name, tensor in model.items():
             assert torch.equal(loaded[name], tensor if dtype is None else tensor.half())
@@ -84,7 +90,7 @@ def test_floating_point_tensors_are_converted_and_others_keep_their_dtype(
     source = checkpoint(
         tmp_path / "c", {"model": model}, cuts={f"model/{name}": cut for name, cut in CUTS.items()}
     )
-    merge_tensors(source, tmp_path / "m.safetensors", MergeRequest(dtype=dtype))
+    merge(source, tmp_path / "m.safetensors", MergeRequest(dtype=dtype))
     loaded = load_file(tmp_path / "m.safetensors")
     for name, tensor in model.items():
         expected = tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
@@ -95,7 +101,7 @@ def test_floating_point_tensors_are_converted_and_others_keep_their_dtype(
 def test_tied_weights_are_written_once_and_the_file_loads_into_the_model(checkpoint, tmp_path):
     model, other = TokenNet(6, 4, tied=True), TokenNet(6, 4, tied=True)
     source = checkpoint(tmp_path / "c", {"model": model.state_dict()})
-    merged = merge_tensors(source, tmp_path / "m.safetensors", MergeRequest())
+    merged = merge(source, tmp_path / "m.safetensors", MergeRequest())
     assert merged.ties == {"head.weight": "embed.weight"}
     with safe_open(tmp_path / "m.safetensors", "pt") as file:
         assert sorted(file.keys()) == ["embed.weight", "inner.bias", "inner.weight"]
@@ -110,7 +116,7 @@ def test_tied_weights_are_written_once_and_the_file_loads_into_the_model(checkpo
 def test_several_files_have_an_index_in_the_format_of_hugging_face(checkpoint, tmp_path, generator):
     model = {f"layer{number}": torch.randn(10, generator=generator) for number in range(5)}
     source = checkpoint(tmp_path / "c", {"model": model})
-    merge_tensors(source, tmp_path / "model.safetensors", MergeRequest(max_shard_bytes=80))
+    merge(source, tmp_path / "model.safetensors", MergeRequest(max_shard_bytes=80))
     names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
     written = sorted(path.name for path in tmp_path.iterdir())
     assert written == ["c", *names, "model.safetensors.index.json"]
@@ -127,7 +133,7 @@ def test_shards_are_rejected_next_to_a_file_that_would_be_read_instead(checkpoin
     source = checkpoint(tmp_path / "c", {"model": {"a": torch.zeros(10), "b": torch.zeros(10)}})
     (tmp_path / "model.safetensors").write_text("mine")
     with pytest.raises(RequestError, match="would be read in place of the shards"):
-        merge_tensors(source, tmp_path / "model.safetensors", MergeRequest(max_shard_bytes=40))
+        merge(source, tmp_path / "model.safetensors", MergeRequest(max_shard_bytes=40))
     assert (tmp_path / "model.safetensors").read_text() == "mine"
 
 
@@ -140,7 +146,7 @@ def test_merging_selects_the_rank_specific_tensors_of_a_rank(checkpoint, tmp_pat
         world_size=2,
     )
     for rank in range(2):
-        merge_tensors(source, tmp_path / "m.safetensors", MergeRequest(rank=rank))
+        merge(source, tmp_path / "m.safetensors", MergeRequest(rank=rank))
         loaded = load_file(tmp_path / "m.safetensors")
         assert set(loaded) == {"w", "mean"}
         assert torch.equal(loaded["mean"], tensors[rank])
@@ -154,14 +160,14 @@ def test_the_tensors_of_an_optimizer_are_named_by_their_paths(checkpoint, tmp_pa
         "groups": [{"lr": 0.1}],
     }
     source = checkpoint(tmp_path / "c", {"model": {"w": torch.ones(2)}, "optimizer": state})
-    merged = merge_tensors(source, tmp_path / "o.safetensors", MergeRequest(item="optimizer"))
+    merged = merge(source, tmp_path / "o.safetensors", MergeRequest(item="optimizer"))
     assert set(load_file(tmp_path / "o.safetensors")) == {"state.model.w.exp_avg", "state.model.w.step"}
     assert merged.others == []
 
 
 def test_values_of_a_model_that_are_not_tensors_are_listed(checkpoint, tmp_path):
     source = checkpoint(tmp_path / "c", {"model": {"w": torch.ones(2), "_extra_state": {"scale": 2.0}}})
-    assert merge_tensors(source, tmp_path / "m.safetensors", MergeRequest()).others == ["_extra_state.scale"]
+    assert merge(source, tmp_path / "m.safetensors", MergeRequest()).others == ["_extra_state.scale"]
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
@@ -171,7 +177,7 @@ def test_a_damaged_tensor_is_named_and_no_file_is_written(checkpoint, tmp_path, 
     handmade.flip(tmp_path / "c" / source.manifest.tensors["model/hurt"].chunks[1].file, -5)
     (tmp_path / "m.safetensors").write_text("of before")
     with pytest.raises(CheckpointError, match=r"model-\d\.safetensors is damaged: hurt does not have"):
-        merge_tensors(source, tmp_path / "m.safetensors", MergeRequest(dtype=dtype))
+        merge(source, tmp_path / "m.safetensors", MergeRequest(dtype=dtype))
     assert (tmp_path / "m.safetensors").read_text() == "of before"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "m.safetensors"]
 
@@ -191,7 +197,7 @@ def test_an_impossible_request_is_rejected_without_changes(
     source = checkpoint(tmp_path / "c", {"model": {"w": torch.ones(2)}})
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(RequestError, match=message):
-        merge_tensors(source, tmp_path / target, merge_request)
+        merge(source, tmp_path / target, merge_request)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -203,14 +209,15 @@ def test_memory_does_not_grow_with_the_size_of_the_tensors(checkpoint, tmp_path)
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from accel_runtime.storage.manifest import read_checkpoint\n"
+        "from accel_runtime.storage.file_store import FileStore\n"
         "from accel_runtime.storage.tensor_file import MergeRequest, merge_tensors\n"
         "def peak():\n"
         "    lines = open('/proc/self/status').read().splitlines()\n"
         "    return int(next(line for line in lines if line.startswith('VmHWM')).split()[1]) * 1024\n"
         "before = peak()\n"
         f"folder = Path({str(tmp_path)!r})\n"
-        "merge_tensors(read_checkpoint(folder / 'c'), folder / 'm.safetensors', MergeRequest())\n"
+        "with FileStore().open(f'{folder}/c') as snapshot:\n"
+        "    merge_tensors(snapshot, folder / 'm.safetensors', MergeRequest())\n"
         "assert 'torch' not in sys.modules\n"
         "print(peak() - before)\n"
     )

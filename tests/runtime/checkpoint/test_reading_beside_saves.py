@@ -9,7 +9,7 @@ import pytest
 from support.runs.file_system import Run, act_before_reads
 
 from accel_cli.commands import checkpoints
-from accel_runtime.storage.directory import find_checkpoint, open_checkpoint, remove_checkpoint
+from accel_runtime.storage.file_store import FileStore
 from accel_runtime.storage.file_system import FileSystem
 from accel_runtime.storage.manifest import NAME
 from accel_runtime.storage.tensor_file import MergeRequest
@@ -115,7 +115,7 @@ def test_a_read_between_the_two_renames_of_a_replacement_finds_the_checkpoint(ga
     project, target = FixedName(memory), memory / "best"
     project.save()
     copies = [shutil.copytree(target, memory / f"copy_{number}") for number in range(2)]
-    save = find_checkpoint(target).manifest.save
+    save = FileStore().find(str(target)).manifest.save
     for number in range(1, MAX_CALLS):
         shutil.rmtree(target)
         shutil.copytree(copies[0], target)
@@ -127,8 +127,8 @@ def test_a_read_between_the_two_renames_of_a_replacement_finds_the_checkpoint(ga
             shutil.rmtree(replaced.rename(memory / ".best.removing"))
 
         actions = {number: lambda replaced=replaced: target.rename(replaced), number + gap: replace}
-        with act_before_reads(actions) as calls, open_checkpoint(target) as checkpoint:
-            assert checkpoint.manifest.step == project.step
+        with act_before_reads(actions) as calls, FileStore().open(str(target)) as snapshot:
+            assert snapshot.checkpoint.manifest.step == project.step
         if len(calls) < number + gap:
             break
     assert number > 2
@@ -136,23 +136,22 @@ def test_a_read_between_the_two_renames_of_a_replacement_finds_the_checkpoint(ga
 
 def test_a_replaced_checkpoint_is_kept_while_it_is_read_and_removed_by_a_later_save(memory):
     project = FixedName(memory)
-    with open_checkpoint(project.path) as checkpoint:
+    with FileStore().open(str(project.path)) as snapshot:
         project.save()
         project.save()
-        assert checkpoint.manifest.step == 1
-        for name in checkpoint.manifest.files:
-            with checkpoint.open(name) as file:
-                assert file.read()
+        assert snapshot.checkpoint.manifest.step == 1
+        for name, file in snapshot.checkpoint.manifest.files.items():
+            assert snapshot.get_range(name, 0, memoryview(bytearray(file.bytes))) == file.bytes
     project.save()
     assert [path.name for path in memory.iterdir()] == ["best"]
-    assert find_checkpoint(project.path).manifest.step == project.step
+    assert FileStore().find(str(project.path)).manifest.step == project.step
 
 
 def test_a_checkpoint_is_not_removed_while_it_is_read(memory):
     project = FixedName(memory)
-    with open_checkpoint(project.path):
-        assert not remove_checkpoint(project.path, FileSystem())
-    assert remove_checkpoint(project.path, FileSystem())
+    with FileStore().open(str(project.path)):
+        assert not FileStore().delete(str(project.path))
+    assert FileStore().delete(str(project.path))
 
 
 def test_resume_takes_the_next_checkpoint_if_the_chosen_one_is_removed(memory, monkeypatch):

@@ -13,8 +13,8 @@ from support.runs.sharded_runs import build_accelerator, build_model, import_sha
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_runtime import DataLoaderConfiguration, ProjectConfiguration, init_empty_weights
-from accel_runtime.storage.directory import find_checkpoint
 from accel_runtime.storage.errors import CheckpointError
+from accel_runtime.storage.file_store import FileStore
 from accel_runtime.storage.tensor_file import MergeRequest, merge_tensors
 
 PLAN = "blocks.*.up=colwise,blocks.*.down=rowwise"
@@ -224,7 +224,8 @@ def test_resume_loads_shards_on_one_process(pair_ready, tmp_path, monkeypatch):
 def test_merge_tensors_merges_shards_into_one_file(pair_ready, tmp_path):
     folder = tmp_path / "saved"
     (expected, _), _ = pair_ready.run(train_and_save, str(folder), {"dp_shard": 2})
-    merge_tensors(find_checkpoint(folder), tmp_path / "m.safetensors", MergeRequest())
+    with FileStore().open(str(folder)) as snapshot:
+        merge_tensors(snapshot, tmp_path / "m.safetensors", MergeRequest())
     merged = {name: value.tolist() for name, value in load_file(tmp_path / "m.safetensors").items()}
     assert merged.items() <= expected["model"].items()
     assert expected["model"].keys() - merged.keys() in ({"head.weight"}, {"embedding.weight"})

@@ -23,6 +23,7 @@ from accel_runtime import Accelerator, DataLoaderConfiguration, GradientAccumula
 from accel_runtime.checkpoint.load import LoadOperation
 from accel_runtime.checkpoint.save import SaveOperation
 from accel_runtime.checkpoint.state_items import ModelItem, OptimizerItem
+from accel_runtime.storage.file_store import FileStore
 from accel_runtime.storage.file_system import FileSystem
 from accel_runtime.training.accumulation import Accumulation
 from accel_runtime.training.gradients import name_parameters
@@ -205,8 +206,8 @@ def get_transport():
 
 def save_sharded(folder, kind, disk=FileSystem, shared=True):
     model, optimizer = build_trained_model(kind, 1)
-    saving = SaveOperation(*get_transport(), disk(), shared=shared)
-    saving.begin(lambda: Path(folder))
+    saving = SaveOperation(*get_transport(), FileStore(disk()), shared=shared)
+    saving.begin(lambda: str(folder))
     saving.collect(build_state_items(model, optimizer), 1)
     stored_bytes = sum(item.tensor_storage_size() for item in saving._local_plan.items)
     saving.finish(get_transport()[0])
@@ -229,9 +230,10 @@ def save_with_hook_on_separate_nodes(folder):
     """Save with a hook that writes on every node."""
     accelerator = Accelerator()
     accelerator.prepare(nn.Linear(1, 1))
-    accelerator._run.options.settings = replace(accelerator.settings, shared_files=False)
-    accelerator._checkpoints._file_system = SeparateFileSystem()
-    accelerator._checkpoints._file_system.has_copy = True
+    accelerator.settings = replace(accelerator.settings, shared_files=False)
+    disk = SeparateFileSystem()
+    disk.has_copy = True
+    accelerator._checkpoints._store = FileStore(disk)
     accelerator.save_state(folder)
 
 
@@ -241,8 +243,8 @@ def train_within_accumulation_cycle(folder, load):
     torch.manual_seed(0)
     model = accelerator.prepare(nn.Linear(300, 100))
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
-    accelerator._run.options.settings = replace(accelerator.settings, shared_files=False)
-    accelerator._checkpoints._file_system = SeparateFileSystem()
+    accelerator.settings = replace(accelerator.settings, shared_files=False)
+    accelerator._checkpoints._store = FileStore(SeparateFileSystem())
 
     def train_step(number):
         torch.manual_seed(10 * number + accelerator.process_index)
@@ -262,8 +264,8 @@ def train_within_accumulation_cycle(folder, load):
 
 def load_sharded(folder, kind):
     model, optimizer = build_trained_model(kind, 2)
-    loading = LoadOperation(*get_transport(), strict=True)
-    loading.open(lambda: Path(folder), folder)
+    loading = LoadOperation(*get_transport(), FileStore(), strict=True)
+    loading.open(lambda: folder, folder)
     loading.load(build_state_items(model, optimizer))
     assert any(isinstance(p, DTensor) for p in model.parameters()) == (kind != "replicated")
     return gather_state(model, optimizer)
@@ -315,8 +317,8 @@ def load_in_one_process(folder):
     torch.manual_seed(2)
     model = UnevenNet()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    loading = LoadOperation(lambda item: [item], 0, 1, strict=True)
-    loading.open(lambda: Path(folder), folder)
+    loading = LoadOperation(lambda item: [item], 0, 1, FileStore(), strict=True)
+    loading.open(lambda: folder, folder)
     loading.load(build_state_items(model, optimizer))
     return gather_state(model, optimizer)
 

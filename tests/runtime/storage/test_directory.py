@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import errno
-from pathlib import Path
 
 import pytest
 from support.runs.file_system import Fault, FaultyFileSystem, RecordingFileSystem
 
 from accel_runtime.storage import directory
 from accel_runtime.storage.errors import CheckpointError
+from accel_runtime.storage.file_store import FileStore
 from accel_runtime.storage.file_system import FileSystem
-from accel_runtime.storage.manifest import NAME, FileEntry, Manifest, hash_bytes, read_checkpoint
+from accel_runtime.storage.manifest import NAME, FileEntry, Manifest, hash_bytes
+from accel_runtime.storage.store import find_previous_checkpoint, list_numbered, next_number
 
 
 def write_checkpoint(path, save, *, text="bytes", saved_at="2026-11-21T15:00:00Z", step=1):
@@ -33,13 +34,17 @@ def save_checkpoint(target, save, disk=None, **about):
     disk.unlock(lock)
 
 
+def find(path):
+    return FileStore().find(str(path))
+
+
 def list_names(path):
     return sorted(entry.name for entry in path.iterdir())
 
 
 def test_a_saved_checkpoint_is_found(tmp_path):
     save_checkpoint(tmp_path / "deep" / "mine", "a1")
-    assert directory.find_checkpoint(tmp_path / "deep" / "mine").manifest.save == "a1"
+    assert find(tmp_path / "deep" / "mine").manifest.save == "a1"
     assert list_names(tmp_path / "deep") == ["mine"]
 
 
@@ -50,7 +55,7 @@ def test_saving_replaces_a_checkpoint_and_keeps_files_of_the_user(tmp_path, exch
     (target / "notes").write_text("of the user")
     for save in ("a1", "b2", "c3"):
         save_checkpoint(target, save, RecordingFileSystem(exchanges=exchanges))
-        assert directory.find_checkpoint(target).manifest.save == save
+        assert find(target).manifest.save == save
         assert list_names(target) == [NAME, "data", "logs", "notes"]
         assert (target / "logs" / "empty").is_dir()
     assert list_names(tmp_path) == ["mine"]
@@ -65,14 +70,14 @@ def test_directories_are_synced_before_and_after_the_rename(tmp_path):
 
 def test_a_directory_without_a_manifest_is_not_a_checkpoint(tmp_path):
     with pytest.raises(CheckpointError, match="is not a checkpoint: it has no"):
-        directory.find_checkpoint(tmp_path)
+        find(tmp_path)
 
 
 def test_a_complete_checkpoint_that_a_crash_left_unrenamed_is_found_and_renamed_later(tmp_path):
     write_checkpoint(tmp_path / ".checkpoint_4.saving-a1", "a1")
-    assert directory.find_checkpoint(tmp_path / "checkpoint_4").manifest.save == "a1"
-    assert [checkpoint.number for checkpoint in directory.list_numbered(tmp_path)[0]] == [4]
-    assert directory.next_number(tmp_path) == 5
+    assert find(tmp_path / "checkpoint_4").manifest.save == "a1"
+    assert [checkpoint.number for checkpoint in list_numbered(FileStore(), str(tmp_path))[0]] == [4]
+    assert next_number(FileStore(), str(tmp_path)) == 5
     directory.remove_leftovers(tmp_path, 6, FileSystem())
     assert list_names(tmp_path) == ["checkpoint_4"]
 
@@ -80,7 +85,7 @@ def test_a_complete_checkpoint_that_a_crash_left_unrenamed_is_found_and_renamed_
 def test_a_scratch_directory_marked_unfinished_is_removed(tmp_path):
     leftover = write_checkpoint(tmp_path / ".checkpoint_4.saving-a1", "a1")
     (leftover / ".unfinished").touch()
-    assert directory.list_numbered(tmp_path)[0] == []
+    assert list_numbered(FileStore(), str(tmp_path))[0] == []
     directory.remove_leftovers(tmp_path, 6, FileSystem())
     assert list_names(tmp_path) == []
 
@@ -91,9 +96,9 @@ def test_after_a_crash_during_a_replacement_the_new_checkpoint_is_used(tmp_path)
         tmp_path / ".mine.saving-b2", "b2", saved_at="2026-11-20T15:00:00Z"
     )  # the clock was set back
     (tmp_path / ".mine.replaced-b2" / "notes").write_text("of the user")
-    assert directory.find_checkpoint(tmp_path / "mine").manifest.save == "b2"
+    assert find(tmp_path / "mine").manifest.save == "b2"
     save_checkpoint(tmp_path / "mine", "c3")
-    assert directory.find_checkpoint(tmp_path / "mine").manifest.save == "c3"
+    assert find(tmp_path / "mine").manifest.save == "c3"
     assert list_names(tmp_path / "mine") == [NAME, "data", "notes"]
     assert list_names(tmp_path) == ["mine"]
 
@@ -103,7 +108,7 @@ def test_leftovers_of_an_interrupted_removal_are_removed(tmp_path):
     leftover = write_checkpoint(tmp_path / ".checkpoint_7.removing", "b2")
     (leftover / NAME).unlink()
     (leftover / "model-00002-of-00002").write_text("old")
-    assert [checkpoint.manifest.save for checkpoint in directory.list_numbered(tmp_path)[0]] == ["a1"]
+    assert [checkpoint.manifest.save for checkpoint in list_numbered(FileStore(), str(tmp_path))[0]] == ["a1"]
     directory.remove_leftovers(tmp_path, 9, FileSystem())
     assert list_names(tmp_path) == ["checkpoint_7"]
     assert list_names(tmp_path / "checkpoint_7") == [NAME, "data"]
@@ -145,8 +150,8 @@ def test_the_old_checkpoint_is_kept_if_a_replacement_cannot_be_undone(tmp_path):
         directory.commit_directory(scratch, target, disk)
     directory.discard_scratch(scratch, FileSystem())
     FileSystem().unlock(lock)
-    assert read_checkpoint(target).manifest.save == "b2"
-    assert read_checkpoint(scratch).manifest.save == "a1"
+    assert directory.read_checkpoint(target).manifest.save == "b2"
+    assert directory.read_checkpoint(scratch).manifest.save == "a1"
 
 
 def test_checkpoints_are_saved_if_directories_cannot_be_synced(tmp_path, monkeypatch):
@@ -160,16 +165,16 @@ def test_checkpoints_are_saved_if_directories_cannot_be_synced(tmp_path, monkeyp
 
     monkeypatch.setattr(os, "fsync", sync)
     save_checkpoint(tmp_path / "mine", "a1")
-    assert directory.find_checkpoint(tmp_path / "mine").manifest.save == "a1"
+    assert find(tmp_path / "mine").manifest.save == "a1"
 
 
 def test_checkpoint_numbers_are_compared_numerically(tmp_path):
     for number in (2, 10, 9):
         save_checkpoint(tmp_path / f"checkpoint_{number}", "a1")
     (tmp_path / "checkpoint_x").mkdir()
-    assert [checkpoint.number for checkpoint in directory.list_numbered(tmp_path)[0]] == [2, 9, 10]
-    previous = directory.find_previous_checkpoint(tmp_path / "checkpoint_10")
+    assert [checkpoint.number for checkpoint in list_numbered(FileStore(), str(tmp_path))[0]] == [2, 9, 10]
+    previous = find_previous_checkpoint(FileStore(), str(tmp_path), 10)
     assert previous is not None
     assert previous.number == 9
-    assert directory.find_previous_checkpoint(tmp_path / "checkpoint_2") is None
-    assert directory.find_previous_checkpoint(Path("elsewhere")) is None
+    assert find_previous_checkpoint(FileStore(), str(tmp_path), 2) is None
+    assert find_previous_checkpoint(FileStore(), str(tmp_path), None) is None

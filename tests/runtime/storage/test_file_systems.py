@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -216,7 +217,9 @@ def test_writeback_of_a_large_file_starts_while_it_is_written(tmp_path):
             self.ranges.append((offset, offset + length, self.written))
 
     disk, tensor = WritebackRecorder(), torch.arange(5_000_000, dtype=torch.int32)
-    write_safetensors(tmp_path / "large", [TensorPart.from_tensor(n, tensor) for n in "ab"], {}, disk)
+    write_safetensors(
+        partial(disk.put, tmp_path / "large"), [TensorPart.from_tensor(n, tensor) for n in "ab"], {}
+    )
     assert [start for start, _, _ in disk.ranges] == [0, *(end for _, end, _ in disk.ranges[:-1])]
     assert all(end == written for _, end, written in disk.ranges)
     assert disk.written - disk.ranges[-1][1] < 1 << 23

@@ -17,6 +17,7 @@ from support.runs.file_system import Run, write_manifest
 from accel_cli.commands import checkpoints
 from accel_cli.errors import AccelError
 from accel_runtime.checkpoint.serialization import serialize
+from accel_runtime.storage.directory import read_checkpoint
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.manifest import (
     NAME,
@@ -26,7 +27,6 @@ from accel_runtime.storage.manifest import (
     TensorEntry,
     _is_covered,
     hash_bytes,
-    read_checkpoint,
 )
 from accel_runtime.storage.tensor_file import MergeRequest
 

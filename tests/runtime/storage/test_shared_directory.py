@@ -12,6 +12,7 @@ from torch import nn
 
 from accel_runtime import Accelerator, ProjectConfiguration
 from accel_runtime.storage import shared_directory
+from accel_runtime.storage.file_store import FileStore
 from accel_runtime.storage.file_system import FileSystem
 from accel_runtime.storage.shared_directory import explain_separate_nodes
 
@@ -27,29 +28,27 @@ class SeparateFiles(FileSystem):
 
 def prepare(folder, options, separate=True, shared_files=True, optimizer=True):
     """Prepare a training on nodes with separate or shared files; return the warnings, and whether nodes have looked."""
-    from accel_runtime.accelerator import checkpointing
+    from accel_runtime.storage import file_store
 
     calls, warnings = [], []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())
     logger = logging.getLogger("accel_runtime.checkpoint")
-    explain = checkpointing.explain_separate_nodes
+    explain = file_store.explain_separate_nodes
     wait, shared_directory._WAIT_S = shared_directory._WAIT_S, 0
-    checkpointing.explain_separate_nodes = lambda *args, **keys: (
-        calls.append(args[0]) or explain(*args, **keys)
-    )
+    file_store.explain_separate_nodes = lambda *args, **keys: calls.append(args[0]) or explain(*args, **keys)
     logger.addHandler(handler)
     try:
         accelerator = Accelerator(project_config=ProjectConfiguration(project_dir=folder, **options))
-        accelerator._checkpoints._file_system = SeparateFiles() if separate else FileSystem()
-        accelerator._run.options.settings = replace(accelerator.settings, shared_files=shared_files)
+        accelerator._checkpoints._store = FileStore(SeparateFiles() if separate else FileSystem())
+        accelerator.settings = replace(accelerator.settings, shared_files=shared_files)
         model = nn.Linear(2, 1)
         accelerator.prepare(model)
         for _ in range(2 if optimizer else 0):
             accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     finally:
         logger.removeHandler(handler)
-        checkpointing.explain_separate_nodes = explain
+        file_store.explain_separate_nodes = explain
         shared_directory._WAIT_S = wait
     return warnings, calls
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 from accel_runtime.checkpoint.serialization import serialize
 from accel_runtime.storage import tensor_file as safetensors_file
@@ -62,7 +63,7 @@ def write(  # noqa: PLR0913
         files=files,
     )
     (path / NAME).write_text(manifest.text())
-    return Checkpoint(path, manifest)
+    return Checkpoint(str(path), manifest)
 
 
 def write_part(path, file, name, tensor, offsets, sizes):  # noqa: PLR0913, PLR0917
@@ -70,7 +71,9 @@ def write_part(path, file, name, tensor, offsets, sizes):  # noqa: PLR0913, PLR0
     for dimension, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         piece = piece.narrow(dimension, offset, size)
     part = safetensors_file.TensorPart.from_tensor(name.split("/", 1)[1], piece, offsets)
-    written = safetensors_file.write_safetensors(path, [part], {"save": "handmade"}, FileSystem())
+    written = safetensors_file.write_safetensors(
+        partial(FileSystem().put, path), [part], {"save": "handmade"}
+    )
     start, checksum = written.locations[0]
     return written.file, Chunk(file, start, part.bytes, checksum, tuple(offsets), tuple(sizes))
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from accel_runtime import Accelerator, ProjectConfiguration
 from accel_runtime.storage.errors import CheckpointError
+from accel_runtime.storage.file_store import FileStore
 from accel_runtime.storage.file_system import FileSystem
 from accel_runtime.storage.manifest import NAME, hash_bytes
 
@@ -46,7 +47,7 @@ class Run:
         )
         self.acc = Accelerator(cpu=True, project_config=project)
         if disk is not None:
-            self.acc._checkpoints._file_system = disk
+            self.acc._checkpoints._store = FileStore(disk)
         model = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width))
         optimizer = torch.optim.AdamW(model.parameters())
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -103,7 +104,7 @@ class Run:
         """Save this step, with another file system from now on if one is given; return the error or None."""
         self.set_step(step)
         if disk is not None:
-            self.acc._checkpoints._file_system = disk
+            self.acc._checkpoints._store = FileStore(disk)
         try:
             self.acc.save_state(path, async_save=in_background)
             if in_background:

@@ -1,0 +1,316 @@
+"""The store of checkpoints in a file system: a checkpoint is a directory, and the commit is a rename. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from accel_runtime.storage.directory import (
+    commit_directory,
+    create_scratch,
+    discard_scratch,
+    exists,
+    list_complete_siblings,
+    list_siblings,
+    open_folder,
+    read_open_checkpoint,
+    remove_checkpoint,
+    remove_leftovers,
+)
+from accel_runtime.storage.errors import AllGatherObjects, CheckpointError
+from accel_runtime.storage.file_system import FileSystem, add_path_to_error
+from accel_runtime.storage.manifest import (
+    NAME,
+    SIBLING,
+    UNFINISHED,
+    Checkpoint,
+    FileEntry,
+    Manifest,
+    hash_file,
+    parse_number,
+)
+from accel_runtime.storage.shared_directory import explain_separate_nodes
+from accel_runtime.storage.store import Draft, DraftAddress, Snapshot, Store, join_key
+
+__all__ = ["FileStore", "identify_candidates", "retry_while_changing"]
+
+_T = TypeVar("_T")
+_LOCK_ATTEMPTS, _LOCK_RETRY_S = 50, 0.02
+_CHANGES = 100
+"""Number of changes by other processes after which a reader gives up: each is a save or a removal."""
+_MAX_OPEN = 64
+"""Number of files of a snapshot that are kept open."""
+
+
+class FileStore(Store):
+    """Checkpoints in directories; a key is a path.
+
+    Args:
+        disk: The system calls of saves and removals.
+    """
+
+    def __init__(self, disk: FileSystem | None = None) -> None:
+        self._disk = disk or FileSystem()
+
+    def begin(self, key: str, save: str, *, new: bool = False) -> FileDraft:
+        """Create and lock the scratch directory; `Store.begin` has the arguments and errors."""
+        target = Path(key).absolute()
+        if target.is_symlink() or ".." in target.parts:
+            # Replace the directory that a link leads to, not the link.
+            target = target.resolve()
+        scratch, lock = create_scratch(target, save, self._disk, new=new)
+        return FileDraft(DraftAddress(os.fspath(target), save, os.fspath(scratch)), self._disk, lock)
+
+    def join(self, address: DraftAddress) -> FileDraft:
+        """Return the draft on another process, which may be on a node that does not see the scratch directory."""
+        is_shared = self._disk.sees(Path(address.location))
+        return FileDraft(address, self._disk, None, is_first=False, is_shared=is_shared)
+
+    def open(self, key: str) -> FileSnapshot:
+        """Open the checkpoint of this name, or a complete one that a crash left beside it, locked against removal.
+
+        A checkpoint that another process renames, replaces or removes is searched again, as long as that makes a difference.
+        """
+        target = Path(key)
+        return retry_while_changing(lambda: _open_complete(target), lambda: identify_candidates(target))
+
+    def list(self, parent: str) -> list[str]:
+        """Return the keys in a directory, also of checkpoints that exist only beside their name."""
+        folder, names = Path(parent), set()
+        for name in FileSystem().list_names(folder):
+            sibling = SIBLING.fullmatch(name)
+            if sibling is None:
+                is_checkpoint = parse_number(name) is not None or (folder / name / NAME).is_file()
+            else:
+                is_checkpoint = sibling[2] != "removing"
+            if is_checkpoint and (folder / name).is_dir():
+                names.add(sibling[1] if sibling else name)
+        return [join_key(parent, name) for name in sorted(names)]
+
+    def exists(self, key: str) -> bool:
+        """Return whether a file or directory of this name, or a scratch directory beside it, exists."""
+        return exists(Path(key))
+
+    def delete(self, key: str) -> bool:
+        """Rename a directory and remove it; return False if another process has locked it."""
+        return remove_checkpoint(Path(key), self._disk)
+
+    def remove_leftovers(self, parent: str, below: int) -> None:
+        """Recover or remove scratch directories that no process has locked."""
+        remove_leftovers(Path(parent), below, self._disk)
+
+    def explain_separate_nodes(
+        self, parent: str | None, all_gather: AllGatherObjects, node: str | None, *, sharded: bool
+    ) -> str:
+        """Create a directory on rank 0 and look for it on all nodes; `Store.explain_separate_nodes` has the arguments."""
+        directory = None if parent is None else Path(parent)
+        return explain_separate_nodes(directory, all_gather, node, self._disk, sharded=sharded)
+
+
+class FileDraft(Draft):
+    """A scratch directory beside the target, which the process that has created it has locked."""
+
+    def __init__(
+        self,
+        address: DraftAddress,
+        disk: FileSystem,
+        lock: int | None,
+        *,
+        is_first: bool = True,
+        is_shared: bool = True,
+    ) -> None:
+        self.address, self.is_shared = address, is_shared
+        self._scratch = Path(address.location)
+        self._disk, self._lock, self._is_first = disk, lock, is_first
+
+    def directory(self) -> Path:
+        """Return the scratch directory; a node that does not see it gets a local one of the same name."""
+        if not self.is_shared:
+            self._disk.make(self._scratch)
+        return self._scratch
+
+    def put(self, name: str, data: Iterable[memoryview]) -> None:
+        """Write a file and sync it."""
+        path = self._scratch / name
+        if path.parent != self._scratch:
+            self._disk.make(path.parent)
+        self._disk.put(path, data)
+
+    def put_hook_files(self, names: Collection[str]) -> dict[str, FileEntry]:
+        """Sync and hash the files that hooks have written; raise if they did so in a directory that is not shared."""
+        if not self.is_shared:
+            self._require_no_files()
+        return self._sync_hook_files(names) if self._is_first else {}
+
+    def _require_no_files(self) -> None:
+        if self._disk.sees(self._scratch) and (lost := next(self._scratch.iterdir(), None)):
+            raise CheckpointError(
+                f"A save hook wrote {lost.name} on a node that does not see the checkpoint: only files of the first "
+                "node are kept. Write them there (if accelerator.is_main_process)."
+            )
+
+    def _sync_hook_files(self, names: Collection[str]) -> dict[str, FileEntry]:
+        entries = {}
+        for path in sorted(self._scratch.rglob("*")):
+            name = path.relative_to(self._scratch).as_posix()
+            if path.is_symlink():
+                raise CheckpointError(
+                    f"Cannot save {path}: it is a link that a hook has made, and a checkpoint contains its files. Copy the "
+                    "file instead."
+                )
+            if path.is_file() and name not in names and name not in {NAME, UNFINISHED}:
+                with path.open("rb") as file, add_path_to_error(path):
+                    checksum = hash_file(file)
+                    self._disk.sync(file.fileno())
+                    entries[name] = FileEntry(file.tell(), checksum)
+        return entries
+
+    def free_space(self) -> int:
+        """Return the free space of the file system for an ordinary user."""
+        return self._disk.free_space(self._scratch)
+
+    def commit(self, manifest: Manifest) -> None:
+        """Write the manifest, sync all directories, and rename the scratch directory to the target, or exchange them."""
+        self._disk.put(self._scratch / NAME, [memoryview(manifest.text().encode())])
+        commit_directory(self._scratch, Path(self.address.key), self._disk)
+
+    def discard(self) -> None:
+        """Remove the scratch directory, and that of a node that has one of its own."""
+        if self._is_first or not self.is_shared:
+            discard_scratch(self._scratch, self._disk)
+        self._unlock()
+
+    def close(self) -> None:
+        """Release the lock, and remove the directory of a node that does not share the target."""
+        if not self.is_shared:
+            discard_scratch(self._scratch, self._disk)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            # The operating system drops the lock in any case: a complete save must not fail by it.
+            with suppress(OSError):
+                self._disk.unlock(self._lock)
+            self._lock = None
+
+
+class FileSnapshot(Snapshot):
+    """A directory that is open and locked against removal; its files are opened relative to it, wherever it is renamed to.
+
+    Args:
+        checkpoint: The checkpoint in the directory.
+        folder: Descriptor of the directory, which `close` closes.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, folder: int) -> None:
+        self.checkpoint = checkpoint
+        self._folder, self._disk = folder, FileSystem()
+        self._files: OrderedDict[str, _OpenFile] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get_range(self, name: str, start: int, buffer: memoryview) -> int:
+        """Read from a file, which stays open for further reads: the chunks of a tensor are read in turn."""
+        with add_path_to_error(self.checkpoint.path / name):
+            file, filled = self._open(name), 0
+            # A network file system may return less than requested.
+            while filled < len(buffer) and (
+                count := os.preadv(file.descriptor, [buffer[filled:]], start + filled)
+            ):
+                filled += count
+            return filled
+
+    def _open(self, name: str) -> _OpenFile:
+        with self._lock:
+            if name not in self._files:
+                path = self.checkpoint.path / name
+                self._files[name] = _OpenFile(self._disk.open_file(path, self._folder, name))
+                if len(self._files) > _MAX_OPEN:
+                    self._files.popitem(last=False)  # closed when no other thread reads it
+            self._files.move_to_end(name)
+            return self._files[name]
+
+    def is_current(self) -> bool:
+        """Return whether the path still leads to the open directory."""
+        status = os.fstat(self._folder)
+        return self._disk.identify(self.checkpoint.path) == (status.st_dev, status.st_ino)
+
+    def directory(self) -> Path:
+        """Return the directory of the checkpoint."""
+        return self.checkpoint.path
+
+    def list_untracked(self) -> list[str]:
+        """Return the files in the directory that are not part of the checkpoint."""
+        tracked, untracked = {NAME, *self.checkpoint.manifest.files}, []
+        with suppress(OSError):  # another process removes the checkpoint
+            for directory, folders, files, _ in os.fwalk(Path(), dir_fd=self._folder):
+                links = [name for name in folders if (self.checkpoint.path / directory / name).is_symlink()]
+                untracked += [(Path(directory) / name).as_posix() for name in (*files, *links)]
+        return sorted(name for name in untracked if name not in tracked)
+
+    def close(self) -> None:
+        """Close all files, and release the lock."""
+        self._files.clear()
+        self._disk.unlock(self._folder)
+
+
+class _OpenFile:
+    """A descriptor that is closed with the last reference to it, so that no thread reads from a closed one."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
+def retry_while_changing(read: Callable[[], _T], identify: Callable[[], object]) -> _T:
+    """Call `read`, and call it again after a `CheckpointError` if the result of `identify` has changed meanwhile."""
+    for _ in range(_CHANGES):
+        before = identify()
+        try:
+            return read()
+        except CheckpointError:
+            if identify() == before:
+                raise
+    return read()
+
+
+def identify_candidates(target: Path) -> object:
+    """Return the identities of all directories that may be the checkpoint of this name."""
+    disk = FileSystem()
+    manifest = disk.identify(target / NAME)
+    paths = [target] if manifest else [target, *list_siblings(target)]
+    return manifest, [(path, disk.identify(path)) for path in paths]
+
+
+def _open_complete(target: Path) -> FileSnapshot:
+    """Open the checkpoint of this name, or the newest complete one beside it."""
+    disk = FileSystem()
+    if disk.identify(target / NAME) is None:
+        complete = list_complete_siblings(list_siblings(target))
+        if complete:
+            target = complete[-1].path
+    folder = open_folder(target, disk)
+    try:
+        # A process that publishes or removes a directory has locked it, for a moment.
+        for _ in range(_LOCK_ATTEMPTS):
+            if disk.try_lock_shared(folder):
+                break
+            time.sleep(_LOCK_RETRY_S)
+        snapshot = FileSnapshot(read_open_checkpoint(target, folder), folder)
+        _require_current(snapshot)
+    except BaseException:
+        disk.unlock(folder)
+        raise
+    return snapshot
+
+
+def _require_current(snapshot: FileSnapshot) -> None:
+    if not snapshot.is_current():
+        raise CheckpointError(f"{snapshot.checkpoint.key} was replaced while it was opened. Load it again.")
