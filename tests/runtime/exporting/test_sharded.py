@@ -155,11 +155,11 @@ def export_to_full_disk(folder, sizes):
     model = run.prepare(build_model())
     write, calls = save_model.write_safetensors, []
 
-    def full(path, parts, about, disk):
-        calls.append(path)
+    def full(put, parts, about):
+        calls.append(put)
         if len(calls) == 2:
             raise OSError(28, "No space left on device")
-        return write(path, parts, about, disk)
+        return write(put, parts, about)
 
     save_model.write_safetensors = full
     try:
