@@ -334,7 +334,7 @@ _BUILT_IN = """\
 _EXITS = """\
 `accel` prints these errors as one message to stderr, without a traceback, and exits with the code. A failure of the script
 has the exit code of the script: see [exit codes](../first-launch.md#exit-codes)."""
-_INTERNAL = {"ConnectionLostError", "EstimateError", "TargetExistsError"}
+_INTERNAL = {"ConnectionLostError", "EstimateError", "KeyExistsError"}
 """Exceptions that accel handles or converts before a script or a user sees them."""
 
 

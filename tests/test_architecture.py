@@ -189,6 +189,18 @@ def test_variables_and_keys_of_accelerate_stand_in_the_vocabulary_only():
     assert spelled == {"fsdp_version", "ACCELERATE_DEBUG_RDV_FILE"}
 
 
+def test_checkpoints_are_saved_and_loaded_without_modules_of_file_systems():
+    """Accelerate's checkpoints are directories, and read as such."""
+    paths = sorted(
+        {*(ROOT / "accel_runtime" / "checkpoint").glob("*.py")}
+        - {ROOT / "accel_runtime" / "checkpoint" / "accelerate_format.py"}
+    )
+    storage = {module for path in paths for module in imports(path) if ".storage." in module}
+    assert any(module.startswith("accel_runtime.storage.store.") for module in storage)
+    of_file_systems = ("directory", "file_store", "file_system", "scan", "shared_directory")
+    assert not [module for module in storage if module.split(".")[2] in of_file_systems]
+
+
 def test_torch_xla_and_aws_are_imported_by_their_own_packages_only():
     xla = {
         ROOT / "accel_runtime" / "backends" / "xla" / "library.py",

@@ -32,7 +32,6 @@ from accel_runtime.storage.errors import (
     check_same_directory,
     errors_on_all_ranks,
 )
-from accel_runtime.storage.file_system import parallel_map
 from accel_runtime.storage.manifest import (
     Checkpoint,
     Chunk,
@@ -41,7 +40,7 @@ from accel_runtime.storage.manifest import (
     rank_tensor_name,
 )
 from accel_runtime.storage.schema import FieldError, read_value
-from accel_runtime.storage.store import Snapshot, Store, find_previous_checkpoint, split_key
+from accel_runtime.storage.store import Snapshot, Store, find_previous_checkpoint, parallel_map, split_key
 from accel_runtime.storage.verification import find_damage, select_rank_files
 
 __all__ = ["LoadOperation"]

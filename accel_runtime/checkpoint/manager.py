@@ -21,10 +21,15 @@ import torch
 from accel_runtime.environment.settings import LAUNCH
 from accel_runtime.foundation.options import ProjectConfiguration
 from accel_runtime.storage.errors import AbsentError, CheckpointError
-from accel_runtime.storage.file_store import FileStore
-from accel_runtime.storage.file_system import parallel_map
 from accel_runtime.storage.manifest import Checkpoint, Manifest, parse_number
-from accel_runtime.storage.store import Store, list_numbered, next_number, numbered_key, split_key
+from accel_runtime.storage.store import (
+    Store,
+    list_numbered,
+    next_number,
+    numbered_key,
+    parallel_map,
+    split_key,
+)
 from accel_runtime.storage.verification import verify_files
 
 __all__ = [
@@ -47,8 +52,8 @@ class Checkpoints:
         store: The store that has them.
     """
 
-    def __init__(self, directory: Path | None, store: Store | None = None) -> None:
-        self._store = store or FileStore()
+    def __init__(self, directory: Path | None, store: Store) -> None:
+        self._store = store
         self.directory = directory
         """Parent directory of the checkpoints."""
 

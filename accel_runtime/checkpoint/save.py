@@ -37,7 +37,6 @@ from accel_runtime.storage.errors import (
     check_same_directory,
     errors_on_all_ranks,
 )
-from accel_runtime.storage.file_system import parallel_map
 from accel_runtime.storage.manifest import (
     Chunk,
     FileEntry,
@@ -47,7 +46,7 @@ from accel_runtime.storage.manifest import (
     item_of_tensor,
     rank_tensor_name,
 )
-from accel_runtime.storage.store import Draft, DraftAddress, KeyExistsError, Store, split_key
+from accel_runtime.storage.store import Draft, DraftAddress, KeyExistsError, Store, parallel_map, split_key
 from accel_runtime.storage.tensor_file import TensorPart, shard_file_name, write_safetensors
 
 __all__ = [

@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -48,15 +49,12 @@ _MAX_OPEN = 64
 """Number of files of a snapshot that are kept open."""
 
 
+@dataclass(frozen=True)
 class FileStore(Store):
-    """Checkpoints in directories; a key is a path.
+    """Checkpoints in directories; a key is a path."""
 
-    Args:
-        disk: The system calls of saves and removals.
-    """
-
-    def __init__(self, disk: FileSystem | None = None) -> None:
-        self._disk = disk or FileSystem()
+    disk: FileSystem = field(default_factory=FileSystem)
+    """The system calls of saves and removals."""
 
     def begin(self, key: str, save: str, *, new: bool = False) -> FileDraft:
         """Create and lock the scratch directory; `Store.begin` has the arguments and errors."""
@@ -64,13 +62,13 @@ class FileStore(Store):
         if target.is_symlink() or ".." in target.parts:
             # Replace the directory that a link leads to, not the link.
             target = target.resolve()
-        scratch, lock = create_scratch(target, save, self._disk, new=new)
-        return FileDraft(DraftAddress(os.fspath(target), save, os.fspath(scratch)), self._disk, lock)
+        scratch, lock = create_scratch(target, save, self.disk, new=new)
+        return FileDraft(DraftAddress(os.fspath(target), save, os.fspath(scratch)), self.disk, lock)
 
     def join(self, address: DraftAddress) -> FileDraft:
         """Return the draft on another process, which may be on a node that does not see the scratch directory."""
-        is_shared = self._disk.sees(Path(address.location))
-        return FileDraft(address, self._disk, None, is_first=False, is_shared=is_shared)
+        is_shared = self.disk.sees(Path(address.location))
+        return FileDraft(address, self.disk, None, is_first=False, is_shared=is_shared)
 
     def open(self, key: str) -> FileSnapshot:
         """Open the checkpoint of this name, or a complete one that a crash left beside it, locked against removal.
@@ -99,18 +97,18 @@ class FileStore(Store):
 
     def delete(self, key: str) -> bool:
         """Rename a directory and remove it; return False if another process has locked it."""
-        return remove_checkpoint(Path(key), self._disk)
+        return remove_checkpoint(Path(key), self.disk)
 
     def remove_leftovers(self, parent: str, below: int) -> None:
         """Recover or remove scratch directories that no process has locked."""
-        remove_leftovers(Path(parent), below, self._disk)
+        remove_leftovers(Path(parent), below, self.disk)
 
     def explain_separate_nodes(
         self, parent: str | None, all_gather: AllGatherObjects, node: str | None, *, sharded: bool
     ) -> str:
         """Create a directory on rank 0 and look for it on all nodes; `Store.explain_separate_nodes` has the arguments."""
         directory = None if parent is None else Path(parent)
-        return explain_separate_nodes(directory, all_gather, node, self._disk, sharded=sharded)
+        return explain_separate_nodes(directory, all_gather, node, self.disk, sharded=sharded)
 
 
 class FileDraft(Draft):

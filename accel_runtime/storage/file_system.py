@@ -10,14 +10,11 @@ import re
 import shutil
 import socket
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import TypeVar
 
-from accel_runtime.environment.cgroup import count_cpus
 from accel_runtime.storage.errors import CheckpointError
 
 __all__ = [
@@ -26,7 +23,6 @@ __all__ = [
     "is_process_running",
     "list_leftovers",
     "open_atomically",
-    "parallel_map",
     "parse_size",
     "read_exactly",
 ]
@@ -288,42 +284,3 @@ def parse_size(value: int | str, what: str) -> int:
             f"'10GB' or '2GiB' ({', '.join(_UNITS)}){'; a small b may mean bits: write B' if is_bits else ''}"
         )
     return size
-
-
-_T = TypeVar("_T")
-_R = TypeVar("_R")
-_MAX_THREADS = 4
-
-
-def parallel_map(function: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
-    """Call a function for every item in a few threads, and return the results in order.
-
-    File operations release the interpreter lock. The first error is raised when the calls under way have ended.
-    The pools of `concurrent.futures` refuse work when the main thread ends, and a save in the background may
-    still be running then.
-    """
-    pending = list(enumerate(items))[::-1]
-    results: dict[int, _R] = {}
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        while pending and not errors:
-            try:
-                number, item = pending.pop()
-            except IndexError:  # another thread took the last
-                return
-            try:
-                results[number] = function(item)
-            except BaseException as error:  # noqa: BLE001 - raised by the caller's thread
-                errors.append(error)
-
-    count = min(_MAX_THREADS, count_cpus(), len(pending))
-    threads = [threading.Thread(target=work, name="accel-checkpoint") for _ in range(count - 1)]
-    for thread in threads:
-        thread.start()
-    work()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return [results[number] for number in sorted(results)]

@@ -8,14 +8,15 @@ did. A reader opens a `Snapshot`, whose bytes are those of one save.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from accel_runtime.environment.cgroup import count_cpus
 from accel_runtime.storage.errors import AllGatherObjects, CheckpointError
 from accel_runtime.storage.manifest import Checkpoint, FileEntry, Manifest, parse_number
 
@@ -33,11 +34,14 @@ __all__ = [
     "list_numbered",
     "next_number",
     "numbered_key",
+    "parallel_map",
     "split_key",
     "use_checkpoint",
 ]
 
 _T = TypeVar("_T")
+_R = TypeVar("_R")
+_MAX_THREADS = 4
 _CHANGES = 100
 """Number of changes by other processes after which a reader gives up: each is a save or a removal."""
 
@@ -102,7 +106,8 @@ class Draft(ABC):
             names: Names that are not files of hooks: those of the parts that any process puts.
 
         Raises:
-            CheckpointError: If a hook has made a link.
+            CheckpointError: If a hook has made a link, or hooks of two processes different files of one name in a store where
+                the processes do not share the directory.
             OSError: If the store fails.
         """
 
@@ -115,7 +120,8 @@ class Draft(ABC):
         """Make the checkpoint visible under its key; called once all processes have put their parts.
 
         It replaces a checkpoint of this key, and removes that one's parts, except those that are read. After an error the
-        key has the checkpoint that it had before.
+        key has the checkpoint that it had before; or the new one, if the store fails again where the commit is undone, or
+        where it reads the manifest after a lost answer. Both are complete, and `discard` keeps the one that the key has.
 
         Raises:
             CheckpointError: If another process has committed a checkpoint under this key since `Store.begin`, in a store in
@@ -354,7 +360,7 @@ def use_checkpoint(store: Store, find: Callable[[], str], use: Callable[[Snapsho
     for _ in range(_CHANGES):
         key, changed = find(), False
         try:
-            with closing(store.open(key)) as snapshot:
+            with store.open(key) as snapshot:
                 try:
                     return use(snapshot)
                 except CheckpointError:
@@ -365,3 +371,37 @@ def use_checkpoint(store: Store, find: Callable[[], str], use: Callable[[Snapsho
                 raise
     with store.open(find()) as snapshot:
         return use(snapshot)
+
+
+def parallel_map(function: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
+    """Call a function for every item in a few threads, and return the results in order.
+
+    Reads and writes release the interpreter lock. The first error is raised when the calls under way have ended.
+    The pools of `concurrent.futures` refuse work when the main thread ends, and a save in the background may
+    still be running then.
+    """
+    pending = list(enumerate(items))[::-1]
+    results: dict[int, _R] = {}
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        while pending and not errors:
+            try:
+                number, item = pending.pop()
+            except IndexError:  # another thread took the last
+                return
+            try:
+                results[number] = function(item)
+            except BaseException as error:  # noqa: BLE001 - raised by the caller's thread
+                errors.append(error)
+
+    count = min(_MAX_THREADS, count_cpus(), len(pending))
+    threads = [threading.Thread(target=work, name="accel-checkpoint") for _ in range(count - 1)]
+    for thread in threads:
+        thread.start()
+    work()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[number] for number in sorted(results)]

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import xxhash
 
 from accel_runtime.storage.errors import DamageError
-from accel_runtime.storage.file_system import parallel_map
 from accel_runtime.storage.manifest import Checkpoint, Chunk, Manifest
 from accel_runtime.storage.schema import parse_strict_json
-from accel_runtime.storage.store import Snapshot, Store, use_checkpoint
+from accel_runtime.storage.store import Snapshot, Store, parallel_map, use_checkpoint
 
 __all__ = ["BLOCK", "Progress", "find_damage", "read_blocks", "select_rank_files", "verify_files"]
 

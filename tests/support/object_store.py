@@ -47,17 +47,17 @@ class Head:
 
 @dataclass(frozen=True)
 class Outage:
-    """A call that fails.
+    """Calls that fail.
 
     Attributes:
-        call: Number of the call, counted from 1; 0 is none.
+        call: Number of the first one, counted from 1; 0 is none.
         how: "fails" before it has an effect; "answer lost": it has its effect and fails; "ends": the process is killed before it.
-        forever: Whether all later calls fail too.
+        count: Number of calls that fail.
     """
 
     call: int = 0
     how: str = "fails"
-    forever: bool = False
+    count: int = 1
 
 
 class Bucket:
@@ -172,7 +172,7 @@ class Bucket:
             self.calls.append(name)
             number, outage = len(self.calls), self._outage
         self.before_call()
-        is_hit = number == outage.call or (outage.forever and number > outage.call > 0)
+        is_hit = 0 < outage.call <= number < outage.call + outage.count
         if is_hit and outage.how == "ends":
             os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(60)  # another thread may be faster than the signal

@@ -41,7 +41,7 @@ class FullFileSystem(FileSystem):
 
 def build_trained_run(disk=None, **project):
     accelerator = Accelerator(project_config=ProjectConfiguration(**project))
-    accelerator._checkpoints._store = FileStore(disk)
+    accelerator._checkpoints._store = FileStore(disk or FileSystem())
     model = nn.Linear(3, 2)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
     train_step(accelerator, model, optimizer)

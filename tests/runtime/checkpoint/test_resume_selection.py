@@ -10,6 +10,7 @@ import torch
 from accel_runtime.checkpoint.manager import Checkpoints, ResumePolicy, RunOrigin
 from accel_runtime.storage import directory
 from accel_runtime.storage.errors import CheckpointError
+from accel_runtime.storage.file_store import FileStore
 from accel_runtime.storage.file_system import FileSystem
 from accel_runtime.storage.manifest import NAME
 
@@ -25,7 +26,7 @@ def project(handmade, tmp_path):
             path = tmp_path / "checkpoints" / f"checkpoint_{number}"
             checkpoint = handmade.write(path, {"model": {"w": torch.ones(1)}}, step=number)
             (path / NAME).write_text(dataclasses.replace(checkpoint.manifest, run=identity).text())
-        return Checkpoints(tmp_path / "checkpoints")
+        return Checkpoints(tmp_path / "checkpoints", FileStore())
 
     return write
 

@@ -65,13 +65,15 @@ class FileCase:
 class ObjectCase:
     """Stores in a bucket."""
 
-    hows = ("fails", "fails forever", "answer lost")
+    hows = ("fails", "fails forever", "answer lost", "answer lost twice")
 
     def __init__(self, folder):
         self.parent, self._folder, self._seconds = "runs/1/checkpoints", folder, 0
 
     def build(self, call=0, how="fails", before_call=None):
-        bucket = Bucket(self._folder, Outage(call, how.removesuffix(" forever"), how.endswith("forever")))
+        count = {"fails forever": 1000, "answer lost twice": 2}.get(how, 1)
+        outage = Outage(call, how.removesuffix(" forever").removesuffix(" twice"), count)
+        bucket = Bucket(self._folder, outage)
         bucket.seconds = self._seconds
         if before_call is not None:
             bucket.before_call = before_call
@@ -268,8 +270,9 @@ def test_a_save_with_a_failure_at_any_step_is_complete_or_absent(case, before):
                 write(case.build()[0], f"{case.parent}/checkpoint_3", "a1", OLD, new=True)
             error, reached = save_with_failure(case, before, call, how)
             old = "a1" if before else None
-            # If the store fails from now on, the error may come after the commit.
-            saves = {old, "b2"} if how == "fails forever" and error else {old} if error else {"b2"}
+            # If the store fails again, the error may come after the commit.
+            fails_again = how in {"fails forever", "answer lost twice"}
+            saves = {"b2"} if error is None else {old, "b2"} if fails_again else {old}
             check_complete_or_absent(case, before, saves)
             if not reached:
                 break
