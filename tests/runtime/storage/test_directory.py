@@ -48,6 +48,16 @@ def test_a_saved_checkpoint_is_found(tmp_path):
     assert list_names(tmp_path / "deep") == ["mine"]
 
 
+def test_files_and_links_that_others_have_added_are_listed(tmp_path):
+    target = tmp_path / "mine"
+    save_checkpoint(target, "a1")
+    (target / "logs").mkdir()
+    (target / "logs" / "1").touch()
+    (target / "link").symlink_to(tmp_path)
+    with FileStore().open(str(target)) as snapshot:
+        assert snapshot.list_untracked() == ["link", "logs/1"]
+
+
 @pytest.mark.parametrize("exchanges", [True, False])
 def test_saving_replaces_a_checkpoint_and_keeps_files_of_the_user(tmp_path, exchanges):
     target = tmp_path / "mine"

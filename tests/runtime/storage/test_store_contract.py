@@ -218,6 +218,37 @@ def test_files_of_hooks_become_parts_and_load_hooks_find_them(store, case):
     assert folder.is_dir() == (str(folder) == key)
 
 
+def test_an_equal_file_that_hooks_of_two_processes_have_written_is_one_part(store, case):
+    first = store.begin(f"{case.parent}/mine", "a1")
+    drafts, files = [first, store.join(first.address)], {}
+    for draft in drafts:
+        (draft.directory() / "note.txt").write_text("kept")
+    for draft in drafts:
+        files |= draft.put_hook_files(())
+    assert files == {"note.txt": FileEntry(4, hash_bytes(b"kept"))}
+    first.commit(build_manifest("a1", {"note.txt": b"kept"}))
+    for draft in drafts:
+        draft.close()
+    assert read(store, first.address.key)[1] == {"note.txt": b"kept"}
+
+
+def test_different_files_of_one_name_are_an_error_if_hooks_do_not_share_a_directory(memory):
+    store = ObjectCase(memory).build()[0]
+    first = store.begin("mine", "a1")
+    second = store.join(first.address)
+    for number, draft in enumerate((first, second)):
+        (draft.directory() / "note.txt").write_text(f"{number}")
+    first.put_hook_files(())
+    with pytest.raises(
+        CheckpointError, match=r"different files of this name on two processes\. Write it on one\."
+    ):
+        second.put_hook_files(())
+    for draft in (first, second):
+        draft.discard()
+        draft.close()
+    assert store.bucket.list("") == []
+
+
 def test_a_link_that_a_hook_has_made_is_refused(store, case):
     draft = store.begin(f"{case.parent}/mine", "a1")
     (draft.directory() / "link").symlink_to("/dev/null")
