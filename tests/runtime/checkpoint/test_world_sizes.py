@@ -230,7 +230,7 @@ def save_with_hook_on_separate_nodes(folder):
     """Save with a hook that writes on every node."""
     accelerator = Accelerator()
     accelerator.prepare(nn.Linear(1, 1))
-    accelerator.settings = replace(accelerator.settings, shared_files=False)
+    accelerator._run.options.settings = replace(accelerator.settings, shared_files=False)
     disk = SeparateFileSystem()
     disk.has_copy = True
     accelerator._checkpoints._store = FileStore(disk)
@@ -243,7 +243,7 @@ def train_within_accumulation_cycle(folder, load):
     torch.manual_seed(0)
     model = accelerator.prepare(nn.Linear(300, 100))
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
-    accelerator.settings = replace(accelerator.settings, shared_files=False)
+    accelerator._run.options.settings = replace(accelerator.settings, shared_files=False)
     accelerator._checkpoints._store = FileStore(SeparateFileSystem())
 
     def train_step(number):

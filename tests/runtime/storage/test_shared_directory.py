@@ -41,7 +41,7 @@ def prepare(folder, options, separate=True, shared_files=True, optimizer=True):
     try:
         accelerator = Accelerator(project_config=ProjectConfiguration(project_dir=folder, **options))
         accelerator._checkpoints._store = FileStore(SeparateFiles() if separate else FileSystem())
-        accelerator.settings = replace(accelerator.settings, shared_files=shared_files)
+        accelerator._run.options.settings = replace(accelerator.settings, shared_files=shared_files)
         model = nn.Linear(2, 1)
         accelerator.prepare(model)
         for _ in range(2 if optimizer else 0):

@@ -475,7 +475,7 @@ def save_and_load_objects(folder):
     run = Run(Path("/runs/1"), total_limit=2)
 
     def use_bucket(outage=None):
-        run.acc._store = ObjectStore(Bucket(folder, outage))
+        run.acc._checkpoints._store = ObjectStore(Bucket(folder, outage))
 
     use_bucket()
     notes = []
