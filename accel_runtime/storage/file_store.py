@@ -133,12 +133,12 @@ class FileDraft(Draft):
             self._disk.make(self._scratch)
         return self._scratch
 
-    def put(self, name: str, data: Iterable[memoryview]) -> None:
+    def put(self, name: str, data: Iterable[memoryview], size: int) -> None:
         """Write a file and sync it."""
         path = self._scratch / name
         if path.parent != self._scratch:
             self._disk.make(path.parent)
-        self._disk.put(path, data)
+        self._disk.put(path, data, size)
 
     def put_hook_files(self, names: Collection[str]) -> dict[str, FileEntry]:
         """Sync and hash the files that hooks have written; raise if they did so in a directory that is not shared."""
@@ -175,7 +175,8 @@ class FileDraft(Draft):
 
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest, sync all directories, and rename the scratch directory to the target, or exchange them."""
-        self._disk.put(self._scratch / NAME, [memoryview(manifest.text().encode())])
+        text = manifest.text().encode()
+        self._disk.put(self._scratch / NAME, [memoryview(text)], len(text))
         commit_directory(self._scratch, Path(self.address.key), self._disk)
 
     def discard(self) -> None:

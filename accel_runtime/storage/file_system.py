@@ -69,8 +69,11 @@ class FileSystem:
         """Close a file; a network file system may report a full disk only here."""
         os.close(file)
 
-    def put(self, path: Path, data: Iterable[memoryview]) -> None:
-        """Write the pieces of a new file, start their writeback meanwhile, and flush the file to the disk."""
+    def put(self, path: Path, data: Iterable[memoryview], size: int) -> None:
+        """Write the pieces of a new file, start their writeback meanwhile, and flush the file to the disk.
+
+        `size` is the number of bytes of all pieces.
+        """
         written = flushed = 0
         file = self.create(path)
         with add_path_to_error(path):
@@ -81,6 +84,7 @@ class FileSystem:
                     if written - flushed >= _WRITEBACK:
                         self.start_writeback(file, flushed, written - flushed)
                         flushed = written
+                assert written == size, path
                 self.sync(file)
             finally:
                 self.close(file)

@@ -82,7 +82,7 @@ class Draft(ABC):
         """
 
     @abstractmethod
-    def put(self, name: str, data: Iterable[memoryview]) -> None:
+    def put(self, name: str, data: Iterable[memoryview], size: int) -> None:
         """Write a part, and return when it cannot be lost any more.
 
         Several threads may put parts at the same time. An error leaves no part that a reader could see.
@@ -91,6 +91,7 @@ class Draft(ABC):
             name: Name of the part, with `/` between directories; put once in a draft.
             data: The bytes, in pieces of any size. A piece is valid until the next one is requested, and the part may be
                 larger than the memory: a store buffers what it must and no more.
+            size: Number of bytes of all pieces, by which a store of objects chooses how it sends them.
 
         Raises:
             OSError: If the store fails; `filename` is the location of the part.

@@ -145,8 +145,8 @@ class FileResult:
     """Offset in the file and checksum of each part, in the given order."""
 
 
-Put = Callable[[Iterable[memoryview]], None]
-"""Writes the pieces of one file: `Draft.put` or `FileSystem.put` for a name. A piece is valid until the next one."""
+Put = Callable[[Iterable[memoryview], int], None]
+"""Writes the pieces of one file of so many bytes: `Draft.put` or `FileSystem.put` for a name. A piece is valid until the next one."""
 
 
 def write_safetensors(put: Put, parts: Sequence[TensorPart], metadata: Mapping[str, str]) -> FileResult:
@@ -171,7 +171,7 @@ def write_safetensors(put: Put, parts: Sequence[TensorPart], metadata: Mapping[s
             locations[index] = (start, checksum.hexdigest())
             start = end
 
-    put(encode())
+    put(encode(), len(header) + sum(part.bytes for part in parts))
     entry = FileEntry(start, file_checksum.hexdigest(), len(header), hash_bytes(header))
     return FileResult(entry, tuple(locations[index] for index in range(len(parts))))
 
@@ -214,7 +214,8 @@ def write_index(
         "metadata": {"total_size": total, **(metadata or {})},
         "weight_map": dict(sorted(weight_map.items())),
     }
-    put([memoryview((json.dumps(index, indent=2) + "\n").encode())])
+    text = (json.dumps(index, indent=2) + "\n").encode()
+    put([memoryview(text)], len(text))
 
 
 _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})

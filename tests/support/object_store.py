@@ -306,16 +306,18 @@ class ObjectDraft(Draft):
             self._folder = Path(tempfile.mkdtemp(prefix="accel-hooks-"))
         return self._folder
 
-    def put(self, name, data):
+    def put(self, name, data, size):
         key, buffer = f"{self.address.location}/{name}", bytearray()
-        upload, number = self._bucket.start_upload(key), 0
+        upload, number, sent = self._bucket.start_upload(key), 0, 0
         for piece in data:
+            sent += len(piece)
             for start in range(0, len(piece), PART_BYTES):
                 buffer += piece[start : start + PART_BYTES]
                 if len(buffer) >= PART_BYTES:
                     self._bucket.upload_part(key, upload, number, bytes(buffer))
                     buffer.clear()
                     number += 1
+        assert sent == size, name
         self._bucket.upload_part(key, upload, number, bytes(buffer))
         self._bucket.complete_upload(key, upload)
 

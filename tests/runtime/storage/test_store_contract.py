@@ -114,7 +114,7 @@ def write(store, key, save, parts, *, new=False):
     draft = store.begin(key, save, new=new)
     try:
         for name, data in parts.items():
-            draft.put(name, [memoryview(data)])
+            draft.put(name, [memoryview(data)], len(data))
         draft.commit(build_manifest(save, parts))
     except BaseException:
         draft.discard()
@@ -168,7 +168,7 @@ def test_a_part_of_any_size_takes_bounded_memory_and_pieces_that_are_reused(stor
 
     tracemalloc.start()
     try:
-        draft.put("large", generate())
+        draft.put("large", generate(), count * len(piece))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -182,7 +182,7 @@ def test_a_part_of_any_size_takes_bounded_memory_and_pieces_that_are_reused(stor
 def test_a_draft_is_not_visible_before_the_commit_and_nothing_stays_of_a_discarded_one(store, case):
     key = f"{case.parent}/checkpoint_0"
     draft = store.begin(key, "a1", new=True)
-    draft.put("data", [memoryview(b"1")])
+    draft.put("data", [memoryview(b"1")], len(b"1"))
     with pytest.raises(AbsentError):
         store.open(key)
     assert (store.list(case.parent), next_number(store, case.parent)) == ([key], 1)
@@ -195,8 +195,8 @@ def test_other_processes_put_parts_into_a_draft_that_one_has_begun(store, case):
     first = store.begin(f"{case.parent}/mine", "a1")
     second = case.build()[0].join(first.address)
     assert second.is_shared
-    second.put("of-1", [memoryview(b"1")])
-    first.put("of-0", [memoryview(b"0")])
+    second.put("of-1", [memoryview(b"1")], len(b"1"))
+    first.put("of-0", [memoryview(b"0")], len(b"0"))
     first.commit(build_manifest("a1", {"of-0": b"0", "of-1": b"1"}))
     for draft in (first, second):
         draft.close()
@@ -205,7 +205,7 @@ def test_other_processes_put_parts_into_a_draft_that_one_has_begun(store, case):
 
 def test_files_of_hooks_become_parts_and_load_hooks_find_them(store, case):
     key, draft = f"{case.parent}/mine", store.begin(f"{case.parent}/mine", "a1")
-    draft.put("model.safetensors", [memoryview(b"1")])
+    draft.put("model.safetensors", [memoryview(b"1")], len(b"1"))
     (draft.directory() / "extra").mkdir()
     (draft.directory() / "extra" / "note.txt").write_text("kept")
     files = draft.put_hook_files({"model.safetensors"})
@@ -376,7 +376,7 @@ def test_of_two_saves_to_one_key_that_overlap_one_is_complete_and_the_other_an_e
         try:
             drafts.append((store.begin(key, save), parts))
             for name, data in parts.items():
-                drafts[-1][0].put(name, [memoryview(data)])
+                drafts[-1][0].put(name, [memoryview(data)], len(data))
         except CheckpointError as error:
             errors.append(error)
     for draft, parts in drafts:
@@ -438,7 +438,7 @@ def test_a_removed_checkpoint_is_absent_at_once_and_its_name_is_free(store, case
 def test_leftovers_of_crashed_saves_are_removed_and_running_saves_are_kept(store, case):
     def crash():
         draft = case.build()[0].begin(f"{case.parent}/checkpoint_0", "a1", new=True)
-        draft.put("data", [memoryview(b"1")])
+        draft.put("data", [memoryview(b"1")], len(b"1"))
         os.kill(os.getpid(), signal.SIGKILL)
 
     assert wait_for_exit(fork(crash)) == -signal.SIGKILL
@@ -447,7 +447,7 @@ def test_leftovers_of_crashed_saves_are_removed_and_running_saves_are_kept(store
     case.let_time_pass()
     store = case.build()[0]
     running = store.begin(f"{case.parent}/checkpoint_1", "b2", new=True)
-    running.put("data", [memoryview(b"1")])
+    running.put("data", [memoryview(b"1")], len(b"1"))
     store.remove_leftovers(case.parent, 9)
     assert store.list(case.parent) == [f"{case.parent}/checkpoint_1"]
     running.commit(build_manifest("b2", {"data": b"1"}))
@@ -459,7 +459,7 @@ def test_a_missing_or_damaged_part_is_an_error_that_names_it(store, case):
     key = f"{case.parent}/mine"
     write(store, key, "a1", {"data": b"12"})
     draft = store.begin(key, "b2")
-    draft.put("data", [memoryview(b"123")])
+    draft.put("data", [memoryview(b"123")], len(b"123"))
     draft.commit(build_manifest("b2", {"data": b"12"}))
     draft.close()
     with pytest.raises(CheckpointError, match=f"{key}/data "):
