@@ -12,6 +12,7 @@ import sys
 PYTHON_MODULES = frozenset(sys.modules)
 """The modules that Python itself has imported before a script begins."""
 # isort: split
+import atexit
 import builtins
 import contextlib
 import errno
@@ -93,8 +94,19 @@ def main(arguments: list[str]) -> None:
         from accel_runtime.environment.accelerate.import_hook import install_hook  # noqa: PLC0415 - rarely needed
 
         install_hook(limits)
+    # Registered before the script's own functions, so that it runs after them.
+    atexit.register(wait_for_collectives)
     prepare_script(kind)
     run_script(lambda: execute(kind, sys.argv[0]), Path(error_file) if error_file else None)
+
+
+def wait_for_collectives() -> None:
+    """Wait at exit for the threads of torch's collectives, which could abort the process after its work is done."""
+    if "torch.distributed" in sys.modules:
+        with contextlib.suppress(ImportError):
+            from accel_runtime.environment import threads  # noqa: PLC0415 - ranks without torch need not import it
+
+            threads.wait_for_collectives()
 
 
 def set_stream(name: str, stream: TextIOWrapper) -> None:

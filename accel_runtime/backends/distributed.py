@@ -9,13 +9,10 @@ import multiprocessing
 import os
 import socket
 import sys
-import threading
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -37,6 +34,7 @@ from accel_runtime.collectives.stalls import rank_monitor_of
 from accel_runtime.collectives.transport import connect_group
 from accel_runtime.environment.settings import Settings
 from accel_runtime.environment.text import decode_text, encode_text
+from accel_runtime.environment.threads import PAUSE_S, wait_for_collectives, wait_for_threads
 from accel_runtime.environment.topology import Topology, build_refusal
 from accel_runtime.foundation.heartbeat import heartbeat
 from accel_runtime.foundation.options import DistributedType
@@ -51,7 +49,6 @@ __all__ = [
     "DistributedBackend",
     "StoreBackend",
     "check_gpus_differ",
-    "wait_for_threads",
 ]
 
 REDUCE_OPS = {
@@ -86,10 +83,8 @@ class StoreBackend(Backend):
         return int(self._store.add(f"{key}/turns/{self.topology.rank}", 1))
 
 
-PAUSE_S = 0.002
 _FORK_PATIENCE_S = 0.2
 """Seconds for which a fork waits for threads that never rest."""
-_TASKS = Path("/proc/self/task")
 
 
 @functools.cache
@@ -105,33 +100,6 @@ def wait_for_threads_before_fork() -> None:
         os.register_at_fork(before=lambda: wait_for_threads(PAUSE_S, _FORK_PATIENCE_S))
 
 
-def wait_for_threads(pause_s: float, patience_s: float) -> None:
-    """Sleep for `pause_s`, then until no other thread of this process runs, for `patience_s` at most."""
-    end = time.monotonic() + patience_s
-    time.sleep(pause_s)
-    while _other_threads_run() and time.monotonic() < end:
-        time.sleep(PAUSE_S)
-
-
-def _other_threads_run() -> bool:
-    """Return whether another thread of this process is runnable; False if that cannot be read."""
-    own = str(threading.get_native_id())
-    try:
-        return any(_is_running(task) for task in _TASKS.iterdir() if task.name != own)
-    except OSError:
-        return False
-
-
-def _is_running(task: Path) -> bool:
-    try:
-        stat = (task / "stat").read_text(encoding="ascii", errors="replace")
-    except OSError:  # the thread has ended
-        return False
-    # "12 (a name) R 1 ...", see proc_pid_stat(5); a name may have brackets of its own.
-    return stat.rpartition(")")[2].lstrip().startswith("R")
-
-
-_CLOSE_PAUSE_S, _CLOSE_PATIENCE_S = 0.05, 0.5
 _SMDDP = "smddp"
 _SMDDP_MODULE = "smdistributed.dataparallel.torch.torch_smddp"
 
@@ -349,10 +317,7 @@ def _register_smddp(device: torch.device) -> None:
 
 
 def _destroy_process_group() -> None:
-    # gloo's threads release the tensors of the last collective a moment after it returned, and need the GIL
-    # for it. If they request it while the interpreter shuts down, the process aborts
-    # ("terminate called without an active exception"): docs/design/leaving-gloo.md has the numbers.
-    wait_for_threads(_CLOSE_PAUSE_S, _CLOSE_PATIENCE_S)
+    wait_for_collectives()
     rank_monitor_of.cache_clear()
     connect_group.cache_clear()
     forget_rank_process()

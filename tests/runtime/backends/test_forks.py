@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from accel_runtime import Accelerator
-from accel_runtime.backends.distributed import PAUSE_S, _other_threads_run, wait_for_threads
+from accel_runtime.environment.threads import PAUSE_S, other_threads_run, wait_for_threads
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
 ROUNDS = 4_000_000
@@ -42,7 +42,7 @@ def test_a_fork_in_a_process_group_waits_for_other_threads(pair):
 @on_linux
 def test_only_a_running_thread_is_detected():
     def detect():
-        detections = [_other_threads_run() for _ in range(50) if not time.sleep(PAUSE_S)]
+        detections = [other_threads_run() for _ in range(50) if not time.sleep(PAUSE_S)]
         return sum(detections) / len(detections)
 
     assert detect() < 0.5
@@ -51,7 +51,7 @@ def test_only_a_running_thread_is_detected():
 
 
 @on_linux
-def test_the_wait_lasts_as_long_as_other_threads_run():
+def test_the_wait_lasts_as_long_asother_threads_run():
     with compute_in_thread() as ended:
         wait_for_threads(PAUSE_S, 600)
         returned = time.monotonic()
@@ -77,7 +77,7 @@ def compute_in_thread():
 
     worker = threading.Thread(target=work)
     worker.start()
-    while not (_other_threads_run() or ended):
+    while not (other_threads_run() or ended):
         time.sleep(PAUSE_S)
     try:
         yield ended

@@ -1,0 +1,54 @@
+"""Wait for threads of libraries that end their work a moment after the call that caused it. Standard library only."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["PAUSE_S", "wait_for_collectives", "wait_for_threads"]
+
+PAUSE_S = 0.002
+_EXIT_PAUSE_S, _EXIT_PATIENCE_S = 0.05, 0.5
+_TASKS = Path("/proc/self/task")
+
+
+def wait_for_collectives() -> None:
+    """Wait at exit until the threads of torch's collectives do not use Python, if a script leaves its process group open.
+
+    gloo's threads release the tensors of the last collective a moment after it returned, and need the GIL for it. If they
+    request it while the interpreter shuts down, the process aborts ("terminate called without an active exception"):
+    docs/design/leaving-gloo.md has the numbers.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    with suppress(Exception):  # of a torch without distributed, or one that is only partly imported
+        if distributed is not None and distributed.is_initialized():
+            wait_for_threads(_EXIT_PAUSE_S, _EXIT_PATIENCE_S)
+
+
+def wait_for_threads(pause_s: float, patience_s: float) -> None:
+    """Sleep for `pause_s`, then until no other thread of this process runs, for `patience_s` at most."""
+    end = time.monotonic() + patience_s
+    time.sleep(pause_s)
+    while other_threads_run() and time.monotonic() < end:
+        time.sleep(PAUSE_S)
+
+
+def other_threads_run() -> bool:
+    """Return whether another thread of this process is runnable; False if that cannot be read."""
+    own = str(threading.get_native_id())
+    try:
+        return any(_is_running(task) for task in _TASKS.iterdir() if task.name != own)
+    except OSError:
+        return False
+
+
+def _is_running(task: Path) -> bool:
+    try:
+        stat = (task / "stat").read_text(encoding="ascii", errors="replace")
+    except OSError:  # the thread has ended
+        return False
+    # "12 (a name) R 1 ...", see proc_pid_stat(5); a name may have brackets of its own.
+    return stat.rpartition(")")[2].lstrip().startswith("R")
