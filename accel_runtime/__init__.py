@@ -59,8 +59,8 @@ if TYPE_CHECKING:
     from accel_runtime.parallel.plugins import TorchContextParallelConfig as TorchContextParallelConfig
     from accel_runtime.parallel.plugins import TorchTensorParallelConfig as TorchTensorParallelConfig
     from accel_runtime.storage.errors import CheckpointError as CheckpointError
-    from accel_runtime.training.forward import DynamoBackend as DynamoBackend
-    from accel_runtime.training.forward import TorchDynamoPlugin as TorchDynamoPlugin
+    from accel_runtime.training.compile import DynamoBackend as DynamoBackend
+    from accel_runtime.training.compile import TorchDynamoPlugin as TorchDynamoPlugin
     from accel_runtime.training.memory import find_executable_batch_size as find_executable_batch_size
     from accel_runtime.training.memory import release_memory as release_memory
 
@@ -114,7 +114,7 @@ _EXPORTS = {
         "TorchTensorParallelConfig",
     ),
     "storage.errors": ("CheckpointError",),
-    "training.forward": ("DynamoBackend", "TorchDynamoPlugin"),
+    "training.compile": ("DynamoBackend", "TorchDynamoPlugin"),
     "training.memory": ("find_executable_batch_size", "release_memory"),
 }
 """The names of each module, which are those that type checkers import above."""

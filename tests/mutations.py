@@ -135,7 +135,7 @@ MUTATIONS = (
     ),
     Mutation(
         "sharded after an evaluation",
-        "accel_runtime.parallel.sharded:_reshard_after_evaluation",
+        "accel_runtime.parallel.fully_shard:_reshard_after_evaluation",
         force_condition("is_grad_enabled", True),
         (
             "tests/runtime/parallel/test_gathering.py::test_a_moving_average_of_an_evaluated_model_equals_that_of_one_process",
@@ -319,7 +319,7 @@ MUTATIONS = (
     ),
     Mutation(
         "fully_shard wrap",
-        "accel_runtime.parallel.fully_shard:shard_model",
+        "accel_runtime.parallel.fsdp_units:shard_model",
         skip_loop("units"),
         ("tests/runtime/parallel/test_description.py::test_parameters_are_described_by_gathered_group",),
     ),
@@ -429,8 +429,8 @@ MUTATIONS = (
     ),
     Mutation(
         "precision of an argument",
-        "accel_runtime.accelerator.accelerator:Accelerator.__init__",
-        set_value("precision", "launched.mixed_precision"),
+        "accel_runtime.accelerator.options:RunOptions.__init__",
+        set_value("precision", "None"),
         (
             "tests/runtime/test_accelerator.py::test_mixed_precision_comes_from_the_argument_or_else_from_the_environment",
         ),

@@ -56,7 +56,7 @@ from accel_runtime.monitoring.profiling import ProfileKwargs, profiled
 from accel_runtime.monitoring.tracking import GeneralTracker, Trackers
 from accel_runtime.storage.manifest import Checkpoint
 from accel_runtime.training.accumulation import MicroBatch
-from accel_runtime.training.forward import DynamoBackend, TorchDynamoPlugin
+from accel_runtime.training.compile import DynamoBackend, TorchDynamoPlugin
 from accel_runtime.training.memory import release_memory
 from accel_runtime.training.optimizer import PreparedOptimizer
 from accel_runtime.training.scheduler import PreparedScheduler
@@ -88,7 +88,8 @@ class Accelerator(ProcessMethods):
         rng_types: Generators whose state each rank copies from rank 0 at every epoch: `torch`, `cuda`, `xpu`, `xla`.
             `generator` is accepted without an effect, because the order of loaders is always the same on all ranks.
         step_scheduler_with_optimizer: Step prepared schedulers with their optimizers; with False the script steps them.
-        kwargs_handlers: At most one of each type in `accel_runtime.foundation.options`.
+        kwargs_handlers: At most one each of `AutocastKwargs`, `DistributedDataParallelKwargs`, `GradScalerKwargs`,
+            `InitProcessGroupKwargs` and `ProfileKwargs`.
         gradient_accumulation_plugin: Options of accumulation; replaces `gradient_accumulation_steps`.
         dynamo_backend: The backend of `torch.compile` to compile models with.
         dynamo_plugin: Options of compilation; replaces `dynamo_backend`.
@@ -164,7 +165,7 @@ class Accelerator(ProcessMethods):
             run, self._checkpoints.reserve_staging, self._checkpoints.check_shared_directory
         )
         self._exports = Exports(run)
-        options.freeze(self.num_processes)
+        options.complete(self.num_processes)
         self._state = AcceleratorState.of(run)
         self._number = register_accelerator(self, self._state)
         for sentence in options.accelerate.idle if self.is_main_process else ():

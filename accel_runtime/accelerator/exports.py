@@ -32,7 +32,7 @@ from accel_runtime.parallel.dtensor import (
 )
 from accel_runtime.storage.errors import errors_on_all_ranks
 from accel_runtime.storage.file_system import parse_size
-from accel_runtime.training.forward import unwrap
+from accel_runtime.training.compile import unwrap
 
 __all__ = ["Exports"]
 

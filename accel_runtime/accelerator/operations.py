@@ -16,7 +16,7 @@ from accel_runtime.backends.base import Reduction
 from accel_runtime.collectives.calls import collective
 from accel_runtime.data import metrics
 from accel_runtime.foundation import nested
-from accel_runtime.training.forward import unwrap, unwrap_submodules
+from accel_runtime.training.compile import unwrap, unwrap_submodules
 
 __all__ = [
     "broadcast",

@@ -40,7 +40,7 @@ from accel_runtime.foundation.options import (
 from accel_runtime.foundation.precision import FORMATS
 from accel_runtime.monitoring.profiling import ProfileKwargs
 from accel_runtime.training.accumulation import Accumulation
-from accel_runtime.training.forward import DynamoBackend, TorchDynamoPlugin
+from accel_runtime.training.compile import DynamoBackend, TorchDynamoPlugin
 
 if TYPE_CHECKING:
     from accel_runtime.environment.accelerate import Equivalent, Translation
@@ -177,8 +177,8 @@ class RunOptions:
             "compile": dynamo is not None,
         }
 
-    def freeze(self, num_processes: int) -> None:
-        """Refuse later assignments to the objects that have been read, once the processes are connected."""
+    def complete(self, num_processes: int) -> None:
+        """Create the configuration objects that only the profile defines, and refuse later assignments to those that are read."""
         self._build_sharding(num_processes)
         self.project.freeze(
             "the directories of the project are in use",

@@ -32,7 +32,7 @@ from accel_runtime.monitoring.logging import MultiProcessAdapter
 from accel_runtime.parallel.big_modeling import refuse_meta_model
 from accel_runtime.parallel.strategy import ModelRequest
 from accel_runtime.training.accumulation import FirstInput
-from accel_runtime.training.forward import compile_in_place
+from accel_runtime.training.compile import compile_in_place
 from accel_runtime.training.optimizer import PreparedOptimizer
 from accel_runtime.training.scheduler import PreparedScheduler
 
@@ -267,7 +267,7 @@ class Preparation:
 
     def _add_model(self, prepared: nn.Module, *, averages: bool) -> None:
         """Register a prepared model; one that was unwrapped and prepared again replaces its earlier wrapper."""
-        if self._run.backend.pads_batches:
+        if self._run.backend.may_have_padding:
             prepared.register_forward_pre_hook(ModelInputHook(self._run.loops), with_kwargs=True)
         if self._run.backend.topology.world_size > 1 and not self._run.strategy.shards_models:
             # They warn if gradients are not averaged, or all processes have the same batches.
@@ -306,15 +306,14 @@ class Preparation:
 
     def _build_step_check(self, optimizer: torch.optim.Optimizer) -> Callable[[], bool] | None:
         """Return the check of an optimizer before its first step; None on one process."""
-        if self._run.strategy.shards_models:
-            return partial(self._check_sharded, optimizer)
-        if self._run.backend.topology.world_size == 1:
+        if self._run.backend.topology.world_size == 1 and not self._run.strategy.shards_models:
             return None
-        return partial(self._run.checks.averaging.check_optimizer, optimizer)
+        return partial(self._check_step, optimizer)
 
-    def _check_sharded(self, optimizer: torch.optim.Optimizer) -> bool:
+    def _check_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Check an optimizer before a step; return whether no further step has to be checked."""
         self._run.strategy.check_step(optimizer, self._run.prepared.models)
-        return True
+        return self._run.strategy.shards_models or self._run.checks.averaging.check_optimizer(optimizer)
 
     def _count_strides(self) -> int:
         """Return the number of scheduler steps per training step: schedules count batches of one process."""

@@ -18,6 +18,7 @@ from accel_runtime.collectives.handshake import all_gather_objects
 from accel_runtime.data.active_loops import ActiveLoops
 from accel_runtime.data.loader import PreparedLoader, check_model_parallel_ranks
 from accel_runtime.foundation.options import AutocastKwargs, GradScalerKwargs
+from accel_runtime.foundation.precision import FORMATS
 from accel_runtime.monitoring.recording import RankRecorder, rank_recorder
 from accel_runtime.parallel import choose_strategy
 from accel_runtime.parallel.big_modeling import MetaModels
@@ -25,9 +26,10 @@ from accel_runtime.parallel.strategy import Strategy
 from accel_runtime.storage.errors import AllGatherObjects
 from accel_runtime.training.accumulation import Accumulation, AveragingCheck
 from accel_runtime.training.bypass_check import BypassCheck
-from accel_runtime.training.forward import Precision
 from accel_runtime.training.gradients import Gradients
+from accel_runtime.training.loss_scaler import LossScaler
 from accel_runtime.training.optimizer import PreparedOptimizer
+from accel_runtime.training.precision import Precision
 from accel_runtime.training.replica_check import ReplicaCheck
 from accel_runtime.training.scheduler import PreparedScheduler
 
@@ -111,13 +113,11 @@ class Run:
         check_model_parallel_ranks(backend)
         strategy.check_options(options.ddp_options, options.settings.mixed_precision)
         accumulation, prepared = options.accumulation, PreparedObjects()
-        precision = Precision(
-            options.settings.mixed_precision,
-            backend.device,
-            options.get_kwargs(AutocastKwargs),
-            options.get_kwargs(GradScalerKwargs),
-            strategy.unscale_gradients,
-        )
+        mixed_precision, scaler = options.settings.mixed_precision, None
+        if FORMATS[mixed_precision].scales_loss and not strategy.scales_losses:
+            kwargs = options.get_kwargs(GradScalerKwargs)
+            scaler = LossScaler(backend.device.type, strategy.unscale_gradients, **kwargs)
+        precision = Precision(mixed_precision, backend.device, options.get_kwargs(AutocastKwargs), scaler)
         gradients = Gradients(accumulation, precision, strategy, prepared.models, prepared.optimizers)
         averaging = AveragingCheck(strategy, accumulation, prepared.models)
         checks = Checks(
@@ -132,7 +132,7 @@ class Run:
             precision,
             accumulation,
             gradients,
-            ActiveLoops(backend.data_rank.rank, has_padding=backend.pads_batches, peers=current_loops()),
+            ActiveLoops(backend.data_rank.rank, has_padding=backend.may_have_padding, peers=current_loops()),
             prepared,
             checks,
             rank_recorder(backend.topology.rank),

@@ -229,7 +229,7 @@ class Backend(ABC):
         return value
 
     @property
-    def pads_batches(self) -> bool:
+    def may_have_padding(self) -> bool:
         """Return whether batches may be padded, so that padding samples must be counted."""
         return self.runtime.static_shapes or self.data_rank.world_size > 1
 

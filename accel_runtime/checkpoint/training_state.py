@@ -31,9 +31,9 @@ from accel_runtime.storage.manifest import TensorEntry
 from accel_runtime.storage.schema import Count, Rule, Shape
 from accel_runtime.storage.state_tree import TensorNode
 from accel_runtime.training.accumulation import Accumulation
-from accel_runtime.training.forward import Precision
 from accel_runtime.training.gradients import Gradients, name_parameters, numbered_name
 from accel_runtime.training.optimizer import PreparedOptimizer
+from accel_runtime.training.precision import Precision
 from accel_runtime.training.scheduler import PreparedScheduler
 
 __all__ = [

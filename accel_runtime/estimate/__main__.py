@@ -46,7 +46,7 @@ from accel_runtime.estimate.memory import (
     read_plan,
 )
 from accel_runtime.foundation.torch_internals import tree_leaves_with_path, tree_map
-from accel_runtime.parallel.fully_shard import Units, find_units, innermost_units
+from accel_runtime.parallel.fsdp_units import Units, find_units, innermost_units
 from accel_runtime.parallel.tensor_parallel import check_divisibility
 from accel_runtime.storage.file_system import parse_size
 

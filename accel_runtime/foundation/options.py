@@ -36,7 +36,7 @@ __all__ = [
 
 
 class DistributedType(str, enum.Enum):
-    """Kinds of distribution. accel uses `NO`, `MULTI_*` and `XLA`; the others exist for comparisons."""
+    """Kinds of distribution. accel uses `NO`, `MULTI_*`, `FSDP` and `XLA`; the others exist for comparisons."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"

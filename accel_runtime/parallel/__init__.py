@@ -19,7 +19,7 @@ def choose_strategy(backend: Backend, settings: Settings) -> Strategy:
 
         return xla.choose_strategy(backend)
     if not settings.parallel.plain:
-        from accel_runtime.parallel.sharded import Sharded  # noqa: PLC0415 - loads slowly
+        from accel_runtime.parallel.fully_shard import Sharded  # noqa: PLC0415 - loads slowly
 
         return Sharded(backend, settings)
     from accel_runtime.parallel.replicated import Replicated  # noqa: PLC0415 - submodules of this package are imported alone

@@ -1,381 +1,428 @@
-"""Apply torch's `fully_shard` as the settings describe."""
+"""The strategy of sharded models: tensor parallelism, activation checkpointing, `fully_shard`."""
 
 from __future__ import annotations
 
-import logging
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Placement
+from typing_extensions import override
+
+from accel_runtime.backends.base import Backend
+from accel_runtime.environment.settings import MixedPrecision, Settings
+from accel_runtime.foundation.module_names import named_parameters, script_names, unwrap_module
+from accel_runtime.foundation.options import DistributedType
+from accel_runtime.foundation.precision import FORMATS
+from accel_runtime.foundation.process_mesh import GroupFacts, MeshSizes, ProcessMesh
+from accel_runtime.foundation.tensor_bytes import hash_tensor
+from accel_runtime.foundation.torch_internals import fsdp_policy, is_fsdp_module, list_buffers
+from accel_runtime.parallel.averaging import BufferAveraging, GradientAveraging, operate_flat
+from accel_runtime.parallel.big_modeling import refuse_forward_on_meta
+from accel_runtime.parallel.dtensor import (
+    class_of,
+    is_gathered,
+    local_shard,
+    read_unsynced_gradients,
+    refuse_sharded_saves,
+    reshard_models,
+    restore_unsynced_gradients,
+    shard_like,
 )
-from torch.utils.checkpoint import checkpoint
+from accel_runtime.parallel.fsdp_units import (
+    GradientSync,
+    Units,
+    build_policy,
+    checkpoint_activations,
+    find_ignored,
+    find_units,
+    is_checkpointed,
+    parameters_of_unit,
+    refuse_gradient_hooks,
+    shard_model,
+)
+from accel_runtime.parallel.parameter_map import ParameterMap
+from accel_runtime.parallel.sharding_checks import check_modules, find_unshardable
+from accel_runtime.parallel.strategy import ModelLayout, Strategy
+from accel_runtime.parallel.tensor_parallel import (
+    apply_tensor_parallel,
+    check_replicated_gradients,
+    plan_tensor_parallel,
+)
 
-from accel_runtime.environment.settings import FullyShard, find_nearest
-from accel_runtime.foundation.module_names import named_parameters, script_names
-from accel_runtime.foundation.torch_internals import BatchNorm
-from accel_runtime.parallel.averaging import GradientAveraging
-from accel_runtime.parallel.plugins import DTYPE_NAMES
-from accel_runtime.parallel.sharding_checks import ForwardChecks, name_owners, refuse_copies, unpack_outputs
-from accel_runtime.storage.errors import format_names
-
-__all__ = [
-    "CheckpointedForward",
-    "GradientSync",
-    "Units",
-    "build_policy",
-    "checkpoint_activations",
-    "find_batch_norms",
-    "find_ignored",
-    "find_units",
-    "innermost_units",
-    "is_checkpointed",
-    "matches_pattern",
-    "parameters_of_unit",
-    "refuse_gradient_hooks",
-    "refuse_mixed_dtypes",
-    "shard_model",
-]
+__all__ = ["Sharded", "broadcast_parameters", "build_buffer_broadcast", "describe_layout"]
 
 
-Units = list[tuple[str, nn.Module]]
-"""Modules with their names, inner ones first."""
-
-
-def shard_model(  # noqa: PLR0913, PLR0917 - what `fully_shard` takes
-    model: nn.Module,
-    units: Units,
-    mesh: DeviceMesh,
-    options: FullyShard,
-    policy: MixedPrecisionPolicy,
-    ignored: Collection[nn.Parameter],
-) -> None:
-    """Shard a model in place by its units, inner ones first.
+class Sharded(Strategy):
+    """Every rank has a shard of each model: `fully_shard`, tensor parallelism, or both.
 
     Args:
-        model: The model.
-        units: The modules whose parameters are gathered together.
-        mesh: `[shards]`, or `[replicas, shards]`.
-        options: The settings.
-        policy: The precision of parameters, gradients and outputs.
-        ignored: Parameters that are not sharded.
+        backend: Connects the ranks.
+        settings: The sizes of the parallel dimensions and the options of sharding.
+
+    Raises:
+        RuntimeError: If the process group cannot gather shards on this device.
     """
-    batch_norms, batch_norm_policy = find_batch_norms(model, policy, units, ignored)
-    refuse_mixed_dtypes(model, [*batch_norms, *units], ignored)
-    names = name_owners(model)
-    inner_policy = replace(policy, output_dtype=None)
-    offload = (
-        CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if options.cpu_offload else OffloadPolicy()
-    )
-    for module, module_policy in (
-        *((module, batch_norm_policy) for _, module in batch_norms),
-        *((module, inner_policy) for _, module in units),
-        (model, policy),
-    ):
-        # The backward pass begins with the rest of the model, so keep it gathered.
-        keep_gathered = module is model and bool(units)
-        # Around the hooks of torch. The last one searches the outputs for tensors, to gather the parameters in the backward pass.
-        checks = ForwardChecks(names)
-        module.register_forward_pre_hook(checks.before, prepend=True)
-        module.register_forward_hook(checks.pack)
-        fully_shard(
-            module,
-            mesh=mesh,
-            reshard_after_forward=False if keep_gathered else options.reshard_after_forward,
-            mp_policy=module_policy,
-            offload_policy=offload,
-            ignored_params=set(ignored),
-        )
-        module.register_forward_pre_hook(checks.check_parameters, prepend=True)
-        module.register_forward_hook(unpack_outputs)
-        refuse_copies(module)
 
+    shards_models = True
 
-def find_ignored(model: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]:
-    """Return the parameters that match the patterns of `ignore`; raise ValueError for a pattern without a match."""
-    ignored: set[nn.Parameter] = set()
-    for pattern in patterns:
-        matches = {
-            parameter
-            for name, parameter in named_parameters(model, remove_duplicate=False)
-            # A pattern matches the name itself or that of a module around it: `a`, `a.b`, `a.b.c`.
-            if any(matches_pattern(pattern, prefix) for prefix in accumulate(name.split("."), "{}.{}".format))
-        }
-        if not matches:
+    def __init__(self, backend: Backend, settings: Settings) -> None:
+        super().__init__(backend)
+        topology, device = backend.topology, backend.device
+        check_collective_backend(backend.collective_backend, device, topology.world_size)
+        sizes = MeshSizes.of(settings.parallel, topology.world_size)
+        self.mesh: ProcessMesh = ProcessMesh(sizes, device, topology)
+        """The device mesh."""
+        self._settings = settings
+        self._gradient_syncs: WeakKeyDictionary[nn.Module, GradientSync] = WeakKeyDictionary()
+        self._parameter_map = ParameterMap()
+        self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+    @property
+    @override
+    def distributed_type(self) -> DistributedType:
+        return DistributedType.FSDP if self.mesh.sizes.shards else super().distributed_type
+
+    @override
+    def set_sharding(self, settings: Settings) -> None:
+        self._settings = settings
+
+    @override
+    def check_options(self, ddp_options: Mapping[str, Any], mixed_precision: MixedPrecision) -> None:
+        if ddp_options:
             raise ValueError(
-                f"fully_shard.ignore: {pattern!r} matches no parameter and no module of {type(model).__name__}."
+                f"DistributedDataParallelKwargs({', '.join(ddp_options)}) is not supported for sharded models "
+                f"({self.mesh.sizes.description}). Remove it."
             )
-        ignored |= matches
-    return ignored
+
+    @override
+    def move_model(self, model: nn.Module) -> nn.Module:
+        # `wrap_model` moves it shard by shard, since the full model may not fit on the device.
+        return model
+
+    @override
+    def wrap_model(self, model: nn.Module, ddp_options: Mapping[str, Any]) -> nn.Module:
+        originals = dict(model.named_parameters(remove_duplicate=False))
+        if not isinstance(model, FSDPModule):
+            self._shard_and_hook(model)
+        refuse_forward_on_meta(model)
+        self._parameter_map.add(originals, model)
+        for optimizer in self._optimizers:
+            self._parameter_map.replace_parameters(optimizer)
+        return model
+
+    @override
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self._parameter_map.replace_parameters(optimizer)
+        if optimizer not in self._optimizers:
+            optimizer.register_load_state_dict_post_hook(_shard_state)
+            self._optimizers.add(optimizer)
+
+    @override
+    def find_current(self, parameter: torch.Tensor) -> torch.Tensor:
+        return self._parameter_map.find_current(parameter)
+
+    def _shard_and_hook(self, model: nn.Module) -> None:
+        """Shard a model in place, and let its forward and backward passes synchronize what is not sharded."""
+        broadcast_parameters(model, self.backend)
+        ignored = self._shard(model)
+        replicated = [named for named in named_parameters(model) if named[1] in ignored]
+        averaging = GradientAveraging(replicated, self._average, self.backend.handshake)
+        refuse_sharded_saves(model)
+        gathered = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._gradient_syncs[model] = sync = GradientSync(gathered, averaging)
+        if any(True for _ in model.buffers()):
+            broadcast = build_buffer_broadcast(model, self.backend.broadcast)
+            buffers = UntracedBufferBroadcast(lambda: sync.wanted, broadcast)
+            model.register_forward_pre_hook(buffers.before)
+            model.register_forward_hook(buffers.after)
+        model.register_forward_hook(_disable_compiler(_reshard_after_evaluation))
+
+    def _shard(self, model: nn.Module) -> set[nn.Parameter]:
+        """Shard a model in place, with equal values on every process or on the meta device; return the ignored parameters."""
+        options, shards, tp = self._settings.fully_shard, self.mesh.sizes.averages, self.mesh.tp
+        units = find_units(model, options.wrap)
+        ignored = find_ignored(model, options.ignore) | find_unshardable(model) if shards else set()
+        plan = plan_tensor_parallel(model, self._settings.parallel.tp_plan) if tp is not None else {}
+        before = dict(model.named_parameters())
+        replaced = (
+            set(before.values()) - ignored
+            if shards
+            else {parameter for name in plan for parameter in model.get_submodule(name).parameters()}
+        )
+        refuse_gradient_hooks(model, replaced)
+        if options.activation_checkpointing:
+            checkpoint_activations(model, units)
+        if tp is not None:
+            apply_tensor_parallel(model, tp, plan)
+        if shards:
+            check_modules(model, ignored)
+            autocast_dtype = FORMATS[self._settings.mixed_precision].dtype
+            policy = build_policy(options, autocast_dtype, model.parameters())
+            shard_model(model, units, self.mesh.shard, options, policy, ignored)
+        for name, parameter in model.named_parameters():
+            # Marks of the script, such as `_no_weight_decay`, by which it creates parameter groups.
+            for key, value in vars(before[name]).items():
+                vars(parameter).setdefault(key, value)
+        # Not `model.to`, which replaces sharded tensors, and hooks on gradients stay with the old ones.
+        for tensor in ignored if shards else [*model.parameters(), *model.buffers()]:
+            if not (tensor.is_meta or hasattr(tensor, "device_mesh")):
+                tensor.data = tensor.data.to(self.backend.device)
+        return ignored
+
+    def _average(self, gradients: Sequence[torch.Tensor]) -> None:
+        mesh = self.mesh.shard
+
+        def average(flat: torch.Tensor) -> torch.Tensor:
+            flat /= mesh.size()
+            for dimension in range(mesh.ndim):
+                dist.all_reduce(flat, group=mesh.get_group(dimension))
+            return flat
+
+        operate_flat([local_shard(gradient) for gradient in gradients], average)
+
+    @override
+    def explain_error(self, error: RuntimeError, operation: str) -> RuntimeError:
+        if _MIXED_TENSORS in str(error):
+            return RuntimeError(
+                f"{operation} failed: the loss has parameters of a sharded model, such as a penalty on weights outside of its forward "
+                "pass, and torch cannot combine their gradients with gathered ones. Use weight_decay of the optimizer, or compute the "
+                "penalty in the forward pass of the prepared model with fully_shard.wrap: none."
+            )
+        return super().explain_error(error, operation)
+
+    @override
+    def synchronize(self) -> None:
+        # After a forward pass without a backward pass, parameters of the root module are still gathered.
+        reshard_models(self._gradient_syncs)
+
+    @override
+    def describe_model(self, model: nn.Module, autocast_dtype: torch.dtype | None) -> ModelLayout:
+        names = ["fully_shard"] if isinstance(model, FSDPModule) else []
+        names += ["tensor parallel"] if self.mesh.tp is not None else []
+        groups: dict[GroupFacts, GroupFacts] = {}
+        for group in _iterate_groups(model, autocast_dtype):
+            key = replace(group, modules=(), bytes_here=0)
+            known = groups.setdefault(key, key)
+            groups[key] = replace(
+                known,
+                modules=known.modules + group.modules,
+                bytes_here=known.bytes_here + group.bytes_here,
+            )
+        wrapper = f"{' and '.join(names) or 'none'} ({self.mesh.sizes.description})"
+        return ModelLayout(wrapper, tuple(groups.values()))
+
+    @override
+    def check_step(self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
+        # After an evaluation just before the step, modules still hold gathered parameters.
+        self.synchronize()
+        self._parameter_map.check(optimizer, models)
+        if self.mesh.tp is not None:
+            check_replicated_gradients(models, self.mesh.tp)
+
+    @override
+    def read_local_gradients(self, models: Sequence[nn.Module]) -> dict[nn.Parameter, torch.Tensor]:
+        return read_unsynced_gradients(models)
+
+    @override
+    def restore_local_gradients(
+        self, models: Sequence[nn.Module], gradients: Mapping[nn.Parameter, torch.Tensor]
+    ) -> None:
+        restore_unsynced_gradients(models, gradients)
+
+    @override
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        return self._set_sync(model, wanted=False)
+
+    @override
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        return self._set_sync(model, wanted=True)
+
+    def _set_sync(self, model: nn.Module, *, wanted: bool) -> AbstractContextManager[None]:
+        # The script may have compiled the model since.
+        original = unwrap_module(model)
+        syncs = (sync for key, sync in self._gradient_syncs.items() if unwrap_module(key) is original)
+        sync = next(syncs, None)
+        return nullcontext() if sync is None else sync.set(wanted=wanted)
 
 
-def matches_pattern(pattern: str, name: str) -> bool:
-    """Return whether a name matches a pattern, in which `*` matches any text without a dot."""
-    return re.fullmatch("[^.]*".join(map(re.escape, pattern.split("*"))), name) is not None
+_MIXED_TENSORS = "got mixed torch.Tensor and DTensor"
+"""A part of torch's message on an operation of sharded and plain tensors (torch 2.13)."""
 
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-def find_units(model: nn.Module, wrap: str) -> Units:
-    """Return the modules whose parameters are gathered together, without the model itself.
+def describe_layout(parameter: torch.Tensor) -> str:
+    """Describe how a parameter is sharded."""
+    if not isinstance(parameter, DTensor):
+        return "whole on every rank"
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or tuple(f"dimension {index} of the mesh" for index in range(mesh.ndim))
+    texts = [
+        _describe_placement(name, mesh.size(index), parameter.placements[index])
+        for index, name in sorted(enumerate(names), key=lambda named: named[1] == "dp_replicate")
+    ]
+    return ", ".join(filter(None, texts)) or "whole on every rank"
 
-    A module that shares a parameter with one outside of it is left out, since `fully_shard` needs one owner per parameter; its
-    parameters are gathered with the rest of the model.
-    """
-    if wrap == "none":
-        return []
-    if wrap.isdigit():
-        chosen = list(_find_large(model, int(wrap)))
-    elif wrap == "auto":
-        chosen = _find_layers(model)
-    else:
-        chosen = _find_by_class(model, [name.strip() for name in wrap.split(",") if name.strip()])
-    chosen = [module for module in chosen if module is not model and _owns_parameters(model, module)]
-    ids = {id(module) for module in chosen}
-    units = [(name, module) for name, module in _inner_first(model) if id(module) in ids]
+
+def _iterate_groups(model: nn.Module, autocast_dtype: torch.dtype | None) -> Iterator[GroupFacts]:
+    """Yield the groups of parameters that are gathered together."""
+    units: Units = [(name, module) for name, module in model.named_modules() if is_fsdp_module(module)]
     names = script_names(model, [name for name, _ in units])
-    return [(names[name], module) for name, module in units]
-
-
-def _find_by_class(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    classes = {type(module).__name__ for module in model.modules()}
-    for name in names:
-        if name not in classes:
-            suggestion = find_nearest(name, sorted(classes))
-            raise ValueError(
-                f"fully_shard.wrap: {type(model).__name__} has no module of class {name}"
-                f"{f'; did you mean {suggestion}?' if suggestion else ': ' + ', '.join(sorted(classes))}"
+    for name, module in units or [("", model)]:
+        policy = fsdp_policy(module) if units else None
+        by_layout: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+        for _, parameter in parameters_of_unit(module, units):
+            key = (
+                parameter.dtype,
+                parameter.requires_grad,
+                describe_layout(parameter),
+                isinstance(parameter, DTensor),
             )
-    modules = [module for module in model.modules() if type(module).__name__ in names]
-    containers = [type(module).__name__ for module in modules if isinstance(module, _CONTAINERS)]
-    if containers:
-        raise ValueError(
-            f"fully_shard.wrap: {containers[0]} has no forward pass to gather parameters for. Name the class of the modules in it."
+            by_layout.setdefault(key, []).append(parameter)
+        for (dtype, learns, layout, sharded), members in by_layout.items():
+            gathered = policy if sharded else None
+            param = getattr(gathered, "param_dtype", None)
+            yield GroupFacts(
+                modules=(names.get(name, name),),
+                kind=class_of(module),
+                parameters=len(members),
+                elements=sum(member.numel() for member in members),
+                dtype=_dtype_name(dtype),
+                gradients=_dtype_name(dtype) if learns else "",
+                computes_in=_dtype_name(param or autocast_dtype or dtype),
+                reduces_in=_dtype_name(getattr(gathered, "reduce_dtype", None) or param or dtype)
+                if learns and units
+                else "",
+                layout=layout,
+                bytes_here=sum(local_shard(member).nbytes for member in members),
+                computed_again=is_checkpointed(module),
+            )
+
+
+def _describe_placement(name: str, size: int, placement: Placement) -> str:
+    ranks = f"over {size} rank{'s' if size > 1 else ''} of {name}"
+    if placement.is_replicate() and name == "dp_replicate":
+        return f"{size} copies" if size > 1 else ""
+    if placement.is_replicate():
+        return f"the same {ranks}"
+    if placement.is_partial():
+        return f"to be added up {ranks}"
+    dimension = getattr(placement, "dim", 0)
+    axis = "" if name == "dp_shard" and dimension == 0 else f" along dimension {dimension}"
+    return f"divided {ranks}{axis}"
+
+
+def check_collective_backend(backend: str | None, device: torch.device, world_size: int) -> None:
+    """Raise RuntimeError for gloo on GPUs: gathering a sharded tensor ends the process there (pytorch/pytorch#152645)."""
+    if backend == "gloo" and device.type != "cpu" and world_size > 1:
+        raise RuntimeError(
+            f"Cannot shard models over gloo on {device.type}: torch {torch.__version__} crashes when it gathers a sharded "
+            f"tensor there. Set process_group_backend to auto, with one process a GPU, or set device: cpu."
         )
-    return modules
 
 
-def _find_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules in `_no_split_modules`, else the items of module lists."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    modules = [module for module in model.modules() if type(module).__name__ in names]
-    if modules:
-        return modules
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    items = [module for items_of in lists for module in items_of if not isinstance(module, _CONTAINERS)]
-    return [module for module in items if any(True for _ in module.parameters())]
+def broadcast_parameters(model: nn.Module, backend: Backend) -> None:
+    """Broadcast the parameters and buffers of the first rank, as DDP does; only tensors that differ are sent.
 
-
-def _find_large(model: nn.Module, minimum: int) -> Iterator[nn.Module]:
-    """Yield modules with at least `minimum` parameters outside of inner units, inner ones first."""
-    taken: set[nn.Parameter] = set()
-    for _, module in _inner_first(model):
-        parameters = set(module.parameters()) - taken
-        if (
-            not isinstance(module, _CONTAINERS)
-            and sum(parameter.numel() for parameter in parameters) >= minimum
-        ):
-            taken |= parameters
-            yield module
-
-
-def _inner_first(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return sorted(model.named_modules(), key=lambda named: -named[0].count(".") - bool(named[0]))
-
-
-def _owns_parameters(model: nn.Module, module: nn.Module) -> bool:
-    """Return whether no other part of the model has a parameter of the module."""
-    inside = {id(descendant) for descendant in module.modules()}
-    parameters = {id(parameter) for parameter in module.parameters()}
-    return not any(
-        id(parameter) in parameters
-        for other in model.modules()
-        if id(other) not in inside
-        for parameter in other.parameters(recurse=False)
-    )
-
-
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_LOG = logging.getLogger("accel_runtime.parallel")
-_HALF_DTYPES = (torch.bfloat16, torch.float16)
-
-
-def build_policy(
-    options: FullyShard, autocast_dtype: torch.dtype | None, parameters: Iterable[nn.Parameter] = ()
-) -> MixedPrecisionPolicy:
-    """Return the mixed precision policy of parameters, gradients and outputs."""
-    param_dtype = _DTYPES.get(options.param_dtype, autocast_dtype)
-    is_half = param_dtype in _HALF_DTYPES or any(
-        p.requires_grad and p.dtype in _HALF_DTYPES for p in parameters
-    )
-    # Sums over many ranks are too inaccurate in bfloat16.
-    reduce_dtype = _DTYPES.get(
-        options.reduce_dtype, torch.float32 if is_half or param_dtype is not None else None
-    )
-    return MixedPrecisionPolicy(
-        param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype,
-        output_dtype=_DTYPES.get(options.output_dtype),
-        cast_forward_inputs=options.cast_forward_inputs,
-    )
-
-
-def find_batch_norms(
-    model: nn.Module, policy: MixedPrecisionPolicy, units: Units, ignored: Collection[nn.Parameter] = ()
-) -> tuple[Units, MixedPrecisionPolicy]:
-    """Return batch norms that must stay in float32, and their policy.
-
-    With half-precision inputs, torch needs parameters in the dtype of the running statistics.
+    Raises:
+        RuntimeError: Names, shapes or dtypes differ between ranks, or a tensor is on the meta device on some only.
     """
-    unit_ids = {id(module) for _, module in units} | {id(model)}
-    batch_norms: Units = []
-    if policy.param_dtype in _HALF_DTYPES:
-        batch_norms = [
-            (name, module)
-            for name, module in model.named_modules()
-            if isinstance(module, BatchNorm)
-            and id(module) not in unit_ids
-            and any(p not in ignored and p.dtype not in _HALF_DTYPES for p in module.parameters())
-        ]
-    batch_norm_policy = MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False)
-    return batch_norms, batch_norm_policy
-
-
-def refuse_mixed_dtypes(model: nn.Module, units: Units, ignored: Collection[nn.Parameter] = ()) -> None:
-    """Raise ValueError if trainable parameters of one unit have different dtypes."""
-    for unit, module in [*units, ("", model)]:
-        names_by_dtype: dict[torch.dtype, list[str]] = {}
-        for name, parameter in parameters_of_unit(module, units):
-            if parameter.requires_grad and parameter not in ignored:
-                names_by_dtype.setdefault(parameter.dtype, []).append(f"{unit}.{name}" if unit else name)
-        if len(names_by_dtype) > 1:
-            dtypes = "; ".join(
-                f"{str(dtype).removeprefix('torch.')}: {format_names(names)}"
-                for dtype, names in names_by_dtype.items()
-            )
-            name = type(model).__name__
-            location = f"{unit} of {name}" if unit else f"{name} outside of the modules in fully_shard.wrap"
-            raise ValueError(
-                f"fully_shard: the parameters of {location} are gathered together, but have different dtypes ({dtypes}). Convert "
-                "them to one dtype, for example by model.float(), or name the class of the module that differs in fully_shard.wrap."
-            )
-
-
-def refuse_gradient_hooks(model: nn.Module, replaced: Collection[nn.Parameter]) -> None:
-    """Raise ValueError if the script's gradient hooks are on parameters that sharding replaces."""
-    names = [
-        name
-        for name, parameter in named_parameters(model)
-        if parameter in replaced and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks)  # noqa: SLF001
-    ]
-    if names:
-        raise ValueError(
-            f"Cannot shard {type(model).__name__}: gradient hooks of {format_names(names)} would never run, since sharding replaces "
-            "the parameters. Change the gradients between backward() and step() instead."
-        )
-
-
-def parameters_of_unit(module: nn.Module, units: Units) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters that are gathered with a module, without those of inner units."""
-    others = {
-        id(parameter)
-        for _, inner in units
-        if inner is not module and any(inner is descendant for descendant in module.modules())
-        for parameter in inner.parameters()
-    }
-    return [(name, p) for name, p in named_parameters(module) if id(p) not in others]
-
-
-class CheckpointedForward:
-    """A forward pass with activation checkpointing.
-
-    As an attribute of the module it keeps names, hooks and classes, runs while `fully_shard` has gathered the parameters, and
-    is supported by torch.compile. Dropout is repeated exactly.
-    """
-
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self.forward = forward
-        """The forward pass as it was."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward pass; without gradients there is nothing to recompute."""
-        if not torch.is_grad_enabled():
-            return self.forward(*args, **kwargs)
-        return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
-
-
-def checkpoint_activations(model: nn.Module, units: Units) -> None:
-    """Enable activation checkpointing for the innermost units of a model."""
-    if not units:
-        _LOG.warning(
-            "fully_shard.activation_checkpointing has no effect on %s: fully_shard.wrap selects no module to recompute. Name a "
-            "class, such as wrap: Block.",
-            type(model).__name__,
-        )
+    if backend.topology.world_size == 1:
         return
-    if getattr(model, "is_gradient_checkpointing", False):
-        raise ValueError(
-            f"fully_shard.activation_checkpointing: {type(model).__name__} already recomputes its activations after "
-            "gradient_checkpointing_enable(). Use one of them."
-        )
-    for _, module in innermost_units(units):
-        if not is_checkpointed(module):
-            module.forward = CheckpointedForward(module.forward)
+    # Tied tensors are listed under their first name.
+    buffers = dict(model.named_buffers())
+    buffer_names = script_names(model, buffers)
+    tensors: dict[str, torch.Tensor] = dict(named_parameters(model))
+    tensors |= {buffer_names[name]: buffer for name, buffer in buffers.items()}
+    hashes_by_rank = backend.all_gather_objects(
+        {
+            name: (
+                f"{list(tensor.shape)} {_dtype_name(tensor.dtype)}",
+                None if tensor.is_meta else hash_tensor(tensor),
+            )
+            for name, tensor in tensors.items()
+        },
+        f"the tensors of {type(model).__name__}",
+    )
+    first = hashes_by_rank[0]
+    for rank, hashes in enumerate(hashes_by_rank):
+        if mismatch := _describe_mismatch(first, hashes):
+            raise RuntimeError(f"{type(model).__name__} differs between rank {rank} and rank 0: {mismatch}")
+    for name, tensor in tensors.items():
+        if any(hashes[name] != first[name] for hashes in hashes_by_rank):
+            with torch.no_grad():
+                tensor.copy_(backend.broadcast(tensor.detach().contiguous()))
 
 
-def innermost_units(units: Units) -> Units:
-    """Return the units without inner units, since nested checkpoints would recompute twice."""
-    unit_ids = {id(module) for _, module in units}
-    return [
-        (name, module)
-        for name, module in units
-        if not any(id(inner) in unit_ids for inner in module.modules() if inner is not module)
-    ]
+def _describe_mismatch(
+    first: dict[str, tuple[str, int | None]], other: dict[str, tuple[str, int | None]]
+) -> str:
+    for name in [*first, *other]:
+        if name not in first or name not in other:
+            return f"{name} is on one of them only"
+        if first[name][0] != other[name][0]:
+            return f"{name} is {other[name][0]}, and on rank 0 {first[name][0]}"
+        if (first[name][1] is None) != (other[name][1] is None):
+            return (
+                f"{name} is on the meta device on one of them only. Make the model on the meta device on all ranks, and call "
+                "accelerator.load_model(model, path) after prepare(): each rank reads its own part"
+            )
+    return ""
 
 
-def is_checkpointed(module: nn.Module) -> bool:
-    """Return whether a module has activation checkpointing."""
-    return isinstance(module.forward, CheckpointedForward)
+def _shard_state(optimizer: torch.optim.Optimizer) -> None:
+    """Shard the state that an optimizer loaded from full tensors, such as one of an unsharded run."""
+    for parameter, state in optimizer.state.items():
+        if hasattr(parameter, "device_mesh"):
+            for key, value in state.items():
+                is_full = isinstance(value, torch.Tensor) and not hasattr(value, "device_mesh")
+                if is_full and value.dim() and value.shape == parameter.shape:
+                    state[key] = shard_like(value, parameter, key)
 
 
-class GradientSync:
-    """Switch gradient reduction of one model on and off."""
+_disable_compiler: Any = torch.compiler.disable
 
-    def __init__(self, gathered: Sequence[FSDPModule], replicated: GradientAveraging) -> None:
-        # Weak references, to not keep the model alive.
-        self._gathered = [ref(module) for module in gathered]
-        self._replicated = replicated
-        self.wanted = True
-        """The current state, since torch has no getter."""
 
-    @contextmanager
-    def set(self, *, wanted: bool) -> Iterator[None]:
-        """Return a context in which gradients are reduced, or not."""
-        before = self.wanted
-        self._set_sync(wanted=wanted)
-        try:
-            with self._replicated.set_sync(wanted=wanted):
-                yield
-        finally:
-            self._set_sync(wanted=before)
+def build_buffer_broadcast(
+    model: nn.Module, broadcast: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[Sequence[torch.Tensor]], None]:
+    """Return a function that broadcasts the buffers of the first rank, such as running means, which forward passes change.
 
-    def _set_sync(self, *, wanted: bool) -> None:
-        if wanted is self.wanted:
-            return
-        self.wanted = wanted
-        for reference in self._gathered:
-            if (module := reference()) is not None:
-                module.set_requires_gradient_sync(wanted, recurse=False)
+    Buffers that are not in the state dict are constant tables, such as rotary embeddings, and may be large; they were
+    broadcast when the model was prepared.
+    """
+    # By name, since a forward pass may replace a buffer.
+    owners = [(module, name) for module in model.modules() for name in list_buffers(module, persistent=True)]
+
+    def broadcast_buffers(_: Sequence[torch.Tensor]) -> None:
+        buffers = (getattr(module, name) for module, name in owners)
+        shards = [local_shard(buffer) for buffer in buffers if buffer is not None and not buffer.is_meta]
+        operate_flat(shards, broadcast)
+
+    return broadcast_buffers
+
+
+def _reshard_after_evaluation(model: nn.Module, _: Any, output: Any) -> Any:
+    """Reshard a model after a forward pass without gradients, and return its output."""
+    # Without a backward pass, parameters would stay gathered, and in-place changes of them, as of an average, would be lost.
+    # Outputs have copies of them.
+    if torch.is_grad_enabled() or is_gathered(model):
+        return output
+    reshard_models([model])
+    return output
+
+
+class UntracedBufferBroadcast(BufferAveraging):
+    """The hooks outside of compiled graphs, since the compiler cannot trace collectives."""
+
+    before = _disable_compiler(BufferAveraging.before)
+    after = _disable_compiler(BufferAveraging.after)

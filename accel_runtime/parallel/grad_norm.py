@@ -19,7 +19,7 @@ __all__ = [
     "clip_grad_norm_",
     "clip_grad_value_",
     "get_total_norm",
-    "unscale_gradients",
+    "unscale_shards",
 ]
 
 
@@ -186,7 +186,7 @@ _FoundInf = dict[torch.device, torch.Tensor]
 
 
 @torch.no_grad()
-def unscale_gradients(optimizer: torch.optim.Optimizer, unscale: Callable[[Any], _FoundInf]) -> _FoundInf:
+def unscale_shards(optimizer: torch.optim.Optimizer, unscale: Callable[[Any], _FoundInf]) -> _FoundInf:
     """Unscale this rank's shards, and return by device whether any rank had an overflow.
 
     Args:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -21,9 +20,9 @@ from accel_runtime.foundation.options import DistributedType
 from accel_runtime.foundation.process_mesh import GroupFacts, ProcessMesh
 from accel_runtime.foundation.torch_internals import foreach_multiply, local_tensor
 
-__all__ = ["ModelLayout", "ModelRequest", "Strategy", "UnscaleGradients", "unscale_gradients"]
+__all__ = ["ModelLayout", "ModelRequest", "Strategy", "UnscaleGradients", "unscale_any"]
 
-_LOG = logging.getLogger("accel_runtime.backends")
+_LOG = logging.getLogger("accel_runtime.parallel")
 
 
 Unscale = Callable[[Any], dict[torch.device, torch.Tensor]]
@@ -59,16 +58,18 @@ class ModelLayout(NamedTuple):
     """The groups of parameters that are gathered together; empty if the model is replicated."""
 
 
-class Strategy(ABC):
+class Strategy:
     """Place models on the ranks, combine their gradients, and step their optimizers.
 
     `training` calls it: which micro-batch completes an accumulation cycle, how losses are weighted and if a format needs loss
-    scaling is decided there. The members here are those in which DDP, `fully_shard`, XLA and engines of libraries differ; the
-    defaults are those of one process.
+    scaling is decided there. The members here are those in which DDP, `fully_shard`, XLA and engines of libraries differ. The
+    defaults are right for one process and for DDP, and those about gradients also for parameters that are DTensors, whose
+    norms and overflows are combined over the ranks.
 
     A new strategy is a class in a module or folder of this package, and a line in `choose_strategy`. It implements `prepare`, or
     `move_model`, `wrap_model` and `prepare_optimizer`, which the default calls; tests/runtime/parallel/test_strategy_contract.py
-    holds what all of them do.
+    holds what all of them do. An engine that keeps gradients to itself implements all members under "Gradients" too, since the
+    defaults read `parameter.grad`.
 
     Args:
         backend: Connects this process to the other ranks and to its device.
@@ -76,6 +77,9 @@ class Strategy(ABC):
 
     shards_models = False
     """Models are sharded over ranks, models that are never trained too, and their parameters are replaced."""
+
+    scales_losses = False
+    """Losses are scaled here in fp16, so that `training` has no loss scaler."""
 
     mesh: ProcessMesh | None = None
     """The device mesh of the processes, if models are sharded."""
@@ -92,10 +96,10 @@ class Strategy(ABC):
 
     # Options ---------------------------------------------------------------------------
 
-    def set_sharding(self, settings: Settings) -> None:  # noqa: B027 - models are replicated
+    def set_sharding(self, settings: Settings) -> None:
         """Shard models that are prepared from now on as the settings describe."""
 
-    def check_options(self, ddp_options: Mapping[str, Any], mixed_precision: MixedPrecision) -> None:  # noqa: B027
+    def check_options(self, ddp_options: Mapping[str, Any], mixed_precision: MixedPrecision) -> None:
         """Raise ValueError if fields of `DistributedDataParallelKwargs` or the number format are not supported."""
 
     # Preparation -----------------------------------------------------------------------
@@ -128,11 +132,11 @@ class Strategy(ABC):
         """Move parameters and buffers to the device."""
         return model.to(self.backend.device)
 
-    @abstractmethod
-    def wrap_model(self, model: nn.Module, ddp_options: Mapping[str, Any]) -> nn.Module:
+    def wrap_model(self, model: nn.Module, ddp_options: Mapping[str, Any]) -> nn.Module:  # noqa: ARG002
         """Return a model set up to combine gradients over the ranks, or sharded; a wrapped one is returned as it is."""
+        return model
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - parameters are those of the script
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Set up an optimizer in place for the parameters that are trained."""
 
     def list_parameter_groups(self, optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
@@ -154,7 +158,10 @@ class Strategy(ABC):
     # Backward passes -------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, options: Mapping[str, Any]) -> None:
-        """Run the backward pass of a scalar loss; `options` are arguments of `torch.Tensor.backward`."""
+        """Run the backward pass of a scalar loss, which may pass through any number of prepared models.
+
+        `options` are arguments of `torch.Tensor.backward`.
+        """
         loss.backward(**options)  # type: ignore[no-untyped-call]
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002
@@ -211,9 +218,9 @@ class Strategy(ABC):
         self, optimizer: torch.optim.Optimizer, unscale: Unscale
     ) -> dict[torch.device, torch.Tensor]:
         """Unscale the gradients of an optimizer by torch's function; return by device whether any rank had an overflow."""
-        return unscale_gradients(optimizer, unscale)
+        return unscale_any(optimizer, unscale)
 
-    def finish_gradients(self) -> None:  # noqa: B027 - combined in the backward pass
+    def finish_gradients(self) -> None:
         """Combine what the backward passes of an accumulation cycle have left over; collective.
 
         Called at the end of a cycle before gradients are read, scaled or used. Further calls in the same cycle do nothing.
@@ -234,25 +241,28 @@ class Strategy(ABC):
         """Return the gradients of earlier backward passes that are not in `parameter.grad`, as they are not combined yet."""
         return {}
 
-    def restore_local_gradients(  # noqa: B027 - all are in `parameter.grad`
+    def restore_local_gradients(
         self, models: Sequence[nn.Module], gradients: Mapping[nn.Parameter, torch.Tensor]
     ) -> None:
         """Restore the result of `read_local_gradients`."""
 
     # Steps -----------------------------------------------------------------------------
 
-    def check_step(self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:  # noqa: B027
-        """Raise ValueError before the first step of an optimizer that would make ranks train different weights."""
+    def check_step(self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
+        """Raise ValueError before the first step of an optimizer that would make ranks train different weights; collective."""
 
     def step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
     ) -> float | None:
-        """Step an optimizer of the script; return the loss of the closure."""
+        """Step an optimizer of the script; return the loss of the closure.
+
+        With a loss scaler of `training`, torch's scaler steps the optimizer instead, unless there is an overflow.
+        """
         loss: float | None = optimizer.step() if closure is None else optimizer.step(closure)
         return loss
 
     def overflowed(self, optimizer: torch.optim.Optimizer) -> bool:  # noqa: ARG002
-        """Return whether the newest `step` changed nothing, as the strategy itself found an overflow."""
+        """Return whether the newest `step` changed nothing, as gradients were not finite."""
         return False
 
     def zero_grad(self, optimizer: torch.optim.Optimizer, *, set_to_none: bool) -> None:
@@ -269,18 +279,18 @@ class Strategy(ABC):
         """Return what the wrapper of a model keeps between steps; collective."""
         return {}
 
-    def restore_replica_state(self, model: nn.Module, state: dict[str, Any]) -> None:  # noqa: B027
+    def restore_replica_state(self, model: nn.Module, state: dict[str, Any]) -> None:
         """Apply a state of `capture_replica_state`, as far as it fits this run."""
 
 
-def unscale_gradients(optimizer: torch.optim.Optimizer, unscale: Unscale) -> dict[torch.device, torch.Tensor]:
+def unscale_any(optimizer: torch.optim.Optimizer, unscale: Unscale) -> dict[torch.device, torch.Tensor]:
     """Unscale the gradients of an optimizer, also if some are sharded; see `Strategy.unscale_gradients`."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not has_dtensor(parameters):
         return unscale(optimizer)
-    from accel_runtime.parallel.grad_norm import unscale_gradients  # noqa: PLC0415 - its imports are slow
+    from accel_runtime.parallel.grad_norm import unscale_shards  # noqa: PLC0415 - its imports are slow
 
-    return unscale_gradients(optimizer, unscale)
+    return unscale_shards(optimizer, unscale)
 
 
 def _gradient_functions(parameters: Sequence[torch.Tensor]) -> Any:

@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from accel_runtime.environment.settings import find_nearest
 from accel_runtime.parallel.dtensor import is_sharded_by_tp, local_shard
-from accel_runtime.parallel.fully_shard import matches_pattern
+from accel_runtime.parallel.fsdp_units import matches_pattern
 from accel_runtime.storage.errors import format_names
 
 __all__ = [

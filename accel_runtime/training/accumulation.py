@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
@@ -262,7 +263,7 @@ class AveragingCheck:
         self._models = [model for model in self._models if model.original is not original]
         trainable = [p for p in original.parameters() if p.requires_grad and averages]
         self._averaged[original] = set(trainable)
-        if original is not prepared and trainable:
+        if isinstance(prepared, DistributedDataParallel) and trainable:
             passes = ForwardPasses()
             prepared.register_forward_pre_hook(passes)
             self._models.append(_Model(prepared, original, trainable, passes))

@@ -16,8 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from accel_runtime.foundation.heartbeat import TORCH, call_site
 from accel_runtime.training.accumulation import Accumulation
-from accel_runtime.training.forward import Precision
 from accel_runtime.training.optimizer import PreparedOptimizer
+from accel_runtime.training.precision import Precision
 from accel_runtime.training.scheduler import PreparedScheduler
 
 __all__ = ["BypassCheck"]

@@ -17,8 +17,8 @@ from accel_runtime.foundation.nested import has_dtensor
 from accel_runtime.foundation.torch_internals import version_of
 from accel_runtime.parallel.strategy import Strategy
 from accel_runtime.training.accumulation import Accumulation
-from accel_runtime.training.forward import Precision
 from accel_runtime.training.optimizer import PreparedOptimizer
+from accel_runtime.training.precision import Precision
 
 __all__ = [
     "Gradients",

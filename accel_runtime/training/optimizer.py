@@ -17,7 +17,7 @@ from accel_runtime.foundation.torch_internals import version_of
 from accel_runtime.monitoring.logging import MultiProcessAdapter
 from accel_runtime.parallel.strategy import Strategy
 from accel_runtime.training.accumulation import Accumulation
-from accel_runtime.training.forward import LossScaler
+from accel_runtime.training.loss_scaler import LossScaler
 
 __all__ = ["AcceleratedOptimizer", "PreparedOptimizer"]
 

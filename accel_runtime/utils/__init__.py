@@ -10,7 +10,7 @@ import accel_runtime
 _MODULES = {
     "accel_runtime.training.memory": ("clear_device_cache",),
     "accel_runtime.foundation.options": ("KwargsHandler",),
-    "accel_runtime.training.forward": ("compile_regions", "has_compiled_regions", "is_compiled_module"),
+    "accel_runtime.training.compile": ("compile_regions", "has_compiled_regions", "is_compiled_module"),
     "accel_runtime.compat.environment": ("patch_environment",),
     "accel_runtime.compat.fsdp_utils": (
         "load_fsdp_model",

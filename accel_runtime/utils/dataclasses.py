@@ -20,7 +20,7 @@ from accel_runtime.parallel.plugins import (
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
-from accel_runtime.training.forward import DynamoBackend, TorchDynamoPlugin
+from accel_runtime.training.compile import DynamoBackend, TorchDynamoPlugin
 
 __all__ = [
     "AutocastKwargs",

@@ -29,10 +29,10 @@ from accel_runtime.foundation.tensor_bytes import hash_words
 from accel_runtime.monitoring import profiling
 from accel_runtime.parallel import grad_norm, strategy
 from accel_runtime.parallel.dtensor import gather_tensor
-from accel_runtime.parallel.sharded import check_collective_backend
+from accel_runtime.parallel.fully_shard import check_collective_backend
 from accel_runtime.training import memory
-from accel_runtime.training.forward import LossScaler
 from accel_runtime.training.gradients import LossWeight
+from accel_runtime.training.loss_scaler import LossScaler
 from accel_runtime.utils import is_bf16_available, is_cuda_available
 
 
@@ -202,7 +202,7 @@ class UnsynchronizedCopies(TorchDispatchMode):
 
 def test_offloaded_gradients_are_unscaled_after_the_copy_of_the_scale_is_complete(monkeypatch):
     monkeypatch.setattr(strategy, "has_dtensor", lambda _: True)
-    monkeypatch.setattr(grad_norm, "unscale_gradients", lambda optimizer, unscale: unscale(optimizer))
+    monkeypatch.setattr(grad_norm, "unscale_shards", lambda optimizer, unscale: unscale(optimizer))
     with FakeTensorMode(), UnsynchronizedCopies() as copy_mode:
         offloaded = torch.nn.Parameter(torch.ones(3))
         offloaded.grad = torch.ones(3)
@@ -435,7 +435,7 @@ for place in (torch.cuda, torch.accelerator):
             setattr(place, name, refuse)
 from accel_runtime import *
 from accel_runtime.utils import *
-import accel_runtime.notebook, accel_runtime.parallel.sharded, accel_runtime.parallel.dtensor, torch._dynamo
+import accel_runtime.notebook, accel_runtime.parallel.fully_shard, accel_runtime.parallel.dtensor, torch._dynamo
 """
 
 

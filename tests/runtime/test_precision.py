@@ -10,14 +10,16 @@ from torch import nn
 
 from accel_runtime import Accelerator
 from accel_runtime.foundation.precision import FORMATS
-from accel_runtime.training.forward import AutocastForward, Precision
+from accel_runtime.training.loss_scaler import LossScaler
+from accel_runtime.training.precision import AutocastForward, Precision
 
 CPU = torch.device("cpu")
 COMPUTES_IN = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def build_precision(mixed_precision="no", autocast=None, scaler=None):
-    return Precision(mixed_precision, CPU, autocast or {}, scaler or {})
+    scaler = LossScaler("cpu", **scaler or {}) if mixed_precision == "fp16" else None
+    return Precision(mixed_precision, CPU, autocast or {}, scaler)
 
 
 class Nested(nn.Module):

@@ -108,7 +108,7 @@ def test_join_uneven_inputs_warns_once_that_it_has_no_effect(pair):
     def joined():
         accelerator = create_sharding_accelerator()
         model = accelerator.prepare(ResidualNet())
-        with collect_messages("accel_runtime.backends") as messages:
+        with collect_messages("accel_runtime.parallel") as messages:
             for _ in range(2):
                 with accelerator.join_uneven_inputs([model]):
                     model(torch.ones(1, 4)).sum().backward()

@@ -157,7 +157,7 @@ def test_bytes_pass_between_ranks_only_through_the_handshake():
 
 BACKENDS = (
     *(f"backends/{name}" for name in ("base.py", "single.py", "distributed.py", "rng.py", "xla/")),
-    "collectives/transport.py", "parallel/averaging.py", "parallel/sharded.py", "parallel/xla/",
+    "collectives/transport.py", "parallel/averaging.py", "parallel/fully_shard.py", "parallel/xla/",
 )  # fmt: skip
 
 
@@ -172,7 +172,7 @@ def test_tensors_pass_between_ranks_only_after_a_handshake_or_in_a_training_step
     }
     training_steps = {
         "parallel/grad_norm.py:_combine_over_ranks",
-        "parallel/grad_norm.py:unscale_gradients",
+        "parallel/grad_norm.py:unscale_shards",
         "parallel/tensor_parallel.py:check_replicated_gradients",
         "training/gradients.py:backward",
     }

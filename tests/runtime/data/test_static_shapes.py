@@ -28,7 +28,7 @@ def run():
     backend = Single(Topology(), CompiledRuntime(torch.device("cpu")))
 
     def read_steps(loader, transform=lambda batch: batch, *, skip=0, as_objects=False, **options):
-        loops = ActiveLoops(0, has_padding=backend.pads_batches)
+        loops = ActiveLoops(0, has_padding=backend.may_have_padding)
         prepared = prepare_loader(loader, backend, loops, LoaderOptions(**options))
         batches, gathered = [], []
         for batch in skip_first_batches(prepared, skip):

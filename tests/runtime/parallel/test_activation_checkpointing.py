@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from accel_runtime import Accelerator
-from accel_runtime.parallel import fully_shard as activations
-from accel_runtime.parallel.fully_shard import find_units
+from accel_runtime.parallel import fsdp_units as activations
+from accel_runtime.parallel.fsdp_units import find_units
 
 
 class Block(nn.Module):

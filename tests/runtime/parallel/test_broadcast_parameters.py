@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from accel_runtime import Accelerator
-from accel_runtime.parallel.sharded import broadcast_parameters
+from accel_runtime.parallel.fully_shard import broadcast_parameters
 
 
 def build_model():

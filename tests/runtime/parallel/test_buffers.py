@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from accel_runtime.parallel.sharded import build_buffer_broadcast
+from accel_runtime.parallel.fully_shard import build_buffer_broadcast
 
 
 def test_persistent_buffers_are_broadcast_together_and_others_are_not():

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from accel_runtime import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-from accel_runtime.parallel.sharded import describe_layout
+from accel_runtime.parallel.fully_shard import describe_layout
 
 
 def prepare_sharded(tp=1, replicate=1, precision="bf16", **options):

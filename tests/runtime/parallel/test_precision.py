@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from accel_runtime import Accelerator, FullyShardedDataParallelPlugin
 from accel_runtime.environment.settings import FullyShard
-from accel_runtime.parallel.fully_shard import (
+from accel_runtime.parallel.fsdp_units import (
     build_policy,
     find_batch_norms,
     find_units,

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from accel_runtime import Accelerator
 from accel_runtime.foundation.torch_internals import local_tensor
-from accel_runtime.training.forward import LossScaler
+from accel_runtime.training.loss_scaler import LossScaler
 
 
 def build_parameters(size):

@@ -6,7 +6,7 @@ import pytest
 from support.models import ResidualNet
 from torch import nn
 
-from accel_runtime.parallel.fully_shard import find_units
+from accel_runtime.parallel.fsdp_units import find_units
 
 
 def build_model():

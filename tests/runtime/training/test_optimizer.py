@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader
 
 from accel_runtime import Accelerator, PartialState
 from accel_runtime.training.accumulation import Accumulation
-from accel_runtime.training.forward import Precision
+from accel_runtime.training.loss_scaler import LossScaler
 from accel_runtime.training.optimizer import PreparedOptimizer
+from accel_runtime.training.precision import Precision
 
 HUGE = 1e30  # overflows float32 when scaled
 
@@ -25,7 +26,9 @@ class Run:
     """One weight of value 10 for each optimizer, with SGD of rate 1: a step subtracts the gradient."""
 
     def __init__(self, mixed_precision="no", optimizers=1, cycle=1, fused=False, **scaler):
-        self.precision = Precision(mixed_precision, torch.device("cpu"), {}, {"init_scale": 1024.0} | scaler)
+        options = {"init_scale": 1024.0} | scaler
+        scaler = LossScaler("cpu", **options) if mixed_precision == "fp16" else None
+        self.precision = Precision(mixed_precision, torch.device("cpu"), {}, scaler)
         self.accumulation = Accumulation(cycle)
         self.weights = [nn.Parameter(torch.tensor([10.0])) for _ in range(optimizers)]
         self.optimizers = [
