@@ -979,7 +979,7 @@ class Accelerator(ProcessMethods):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
-        self._run.accumulation.steps = steps
+        self._run.accumulation.set_steps(steps)
 
     @property
     def sync_gradients(self) -> bool:
@@ -988,7 +988,7 @@ class Accelerator(ProcessMethods):
 
     @sync_gradients.setter
     def sync_gradients(self, synced: bool) -> None:
-        self._run.accumulation.synced = synced
+        self._run.accumulation.set_synced(synced)
 
     @property
     def step(self) -> int:
@@ -997,7 +997,7 @@ class Accelerator(ProcessMethods):
 
     @step.setter
     def step(self, step: int) -> None:
-        self._run.accumulation.step = step
+        self._run.accumulation.set_step(step)
 
     @property
     def should_save_model(self) -> bool:

@@ -547,6 +547,6 @@ def _unpickle_gradient_state(number: int | None, steps: int, synced: bool) -> Gr
     state: GradientState = GradientState() if accelerator is None else accelerator.gradient_state
     if number is not None and accelerator is None:
         accumulation = Accumulation(steps)
-        accumulation.synced = synced
+        accumulation.set_synced(synced)
         state._number, state._parts = number, (accumulation, None)  # noqa: SLF001 - of this module
     return state

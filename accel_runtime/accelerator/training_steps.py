@@ -117,6 +117,7 @@ class TrainingSteps:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._is_distributed = run.backend.topology.world_size > 1
+        self._scales_losses = run.precision.scaler is not None
         self._progress = heartbeat()
         self._preemption = Preemption(run.backend.handshake)
         self._triggered = False
@@ -135,7 +136,8 @@ class TrainingSteps:
                 averages = run.accumulation.averages_gradients
                 progress.backward(averages)
         try:
-            if weight is None and not options and run.gradients.begin_plain_backward(loss_scale):
+            needs_more = weight is not None or options or loss_scale != 1 or self._scales_losses
+            if not needs_more and run.accumulation.begin_plain_backward():
                 run.strategy.backward(loss, options)
             else:
                 run.gradients.backward(loss, weight, loss_scale, options)
@@ -168,12 +170,12 @@ class TrainingSteps:
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Skip gradient averaging inside the context."""
-        self._run.accumulation.no_sync_depth += 1
+        self._run.accumulation.suspend_sync()
         try:
             with self._run.strategy.no_sync(model):
                 yield
         finally:
-            self._run.accumulation.no_sync_depth -= 1
+            self._run.accumulation.resume_sync()
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """Average gradients in the next backward pass inside the context."""

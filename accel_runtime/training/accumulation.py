@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -32,6 +32,8 @@ _Counts = tuple[int, int, int, int, bool, bool, bool]
 class Accumulation:
     """Count of the micro-batches in an accumulation cycle, and whether their losses have weights.
 
+    Others read its attributes, which are plain since each step reads them; only its methods assign them.
+
     Args:
         plugin: Length and end of a cycle; a number is the micro-batches of a cycle.
 
@@ -46,8 +48,6 @@ class Accumulation:
         """Options of the script; an assigned field takes effect from the next micro-batch on."""
         self.synced = True
         """True if the current backward pass completes a cycle, so that the optimizer steps after it."""
-        self.no_sync_depth = 0
-        """Number of open `no_sync` contexts of the script, in which no cycle is complete."""
         self.is_new_cycle = True
         """True until the first backward pass of the current cycle."""
         self.weighted = False
@@ -60,8 +60,10 @@ class Accumulation:
         """Number of micro-batches so far that completed a cycle."""
         self.num_open = 0
         """Number of `accumulate` contexts that are open."""
-        self.check_gradients: Callable[[], None] | None = None
-        """Called before a backward pass within the closure of an optimizer."""
+        self._no_sync_depth = 0
+        """Number of calls of `suspend_sync` that have not ended."""
+        self._check: Callable[[], None] | None = None
+        """Called before the next backward pass."""
         self._backward_before = 0
         self._step = self._count = 0
         self._models: frozenset[int] = frozenset()
@@ -72,8 +74,8 @@ class Accumulation:
         """Return the number of micro-batches since the end of an epoch."""
         return self._step
 
-    @step.setter
-    def step(self, step: int) -> None:
+    def set_step(self, step: int) -> None:
+        """Continue as after `step` micro-batches; raise ValueError if there is no such number."""
         if type(step) is not int or step < 0:
             raise ValueError(f"Invalid step {step!r}: expected a whole number of at least 0.")
         self._step, self._count = step, step % self.steps
@@ -83,19 +85,23 @@ class Accumulation:
         """Return the number of micro-batches in a cycle."""
         return self.plugin.num_steps
 
-    @steps.setter
-    def steps(self, steps: int) -> None:
+    def set_steps(self, steps: int) -> None:
+        """Set the number of micro-batches in a cycle, also in the script's plugin; raise ValueError if it is below 1."""
         self.plugin.num_steps = steps
+
+    def set_synced(self, synced: bool) -> None:
+        """Override whether the current backward pass completes a cycle, until the next micro-batch."""
+        self.synced = synced
 
     @property
     def syncs_gradients(self) -> bool:
         """Return whether the current backward pass completes the gradients of a cycle."""
-        return self.synced and not self.no_sync_depth
+        return self.synced and not self._no_sync_depth
 
     @property
     def averages_gradients(self) -> bool:
         """Return whether the current backward pass averages gradients over the ranks, whether or not a cycle is complete."""
-        return (self.synced or self.plugin.sync_each_batch) and not self.no_sync_depth
+        return (self.synced or self.plugin.sync_each_batch) and not self._no_sync_depth
 
     @property
     def has_backward(self) -> bool:
@@ -146,10 +152,22 @@ class Accumulation:
         """Start a new cycle."""
         self._step = self._count = 0
 
+    def begin_plain_backward(self) -> bool:
+        """Record a backward pass whose loss is used as it is; return False, and record none, if a cycle has several.
+
+        Each step of every training loop without accumulation calls it.
+        """
+        if self.plugin.num_steps == 1 and (self.is_new_cycle or not self.weighted):
+            self.is_new_cycle = self.weighted = False
+            self.num_backward += 1
+            return True
+        return False
+
     def begin_backward(self, *, weighted: bool) -> None:
         """Record a backward pass; raise ValueError if only some losses of its cycle have weights."""
-        if self.check_gradients is not None:
-            self.check_gradients()
+        if self._check is not None:
+            check, self._check = self._check, None
+            check()
         if not self.is_new_cycle and self.weighted is not weighted:
             raise ValueError(
                 "backward() was called with a weight and without one for the same optimizer step: the mean of such losses is "
@@ -158,6 +176,27 @@ class Accumulation:
         self.weighted = weighted
         self.is_new_cycle = False
         self.num_backward += 1
+
+    def end_cycle(self) -> None:
+        """Record that the gradients of the cycle were applied or cleared: the next backward pass begins another one."""
+        self.is_new_cycle = True
+
+    def suspend_sync(self) -> None:
+        """Complete no cycle, and average no gradients, until `resume_sync`; calls may be nested."""
+        self._no_sync_depth += 1
+
+    def resume_sync(self) -> None:
+        """End the innermost `suspend_sync`."""
+        self._no_sync_depth -= 1
+
+    @contextmanager
+    def check_before_backward(self, check: Callable[[], None]) -> Iterator[None]:
+        """Call a function before the first backward pass inside the context."""
+        self._check = check
+        try:
+            yield
+        finally:
+            self._check = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the current cycle: numbers only, the same on all ranks."""
@@ -178,14 +217,19 @@ class Accumulation:
         self.weighted = bool(state_dict["weighted"])
         self._models = frozenset()
 
-    def save_counts(self) -> _Counts:
-        """Return the counts, for `restore_counts`."""
+    def open(self) -> _Counts:
+        """Record an `accumulate` context that begins; return the counts before it, for `close`."""
+        self.num_open += 1
         flags = self.synced, self.is_new_cycle, self.is_first
         return self.num_backward, self._step, self._count, self.num_cycles, *flags
 
-    def restore_counts(self, counts: _Counts) -> None:
-        """Restore counts, unless there was a backward pass since: its gradients cannot be removed."""
-        if self.num_backward == counts[0]:
+    def close(self, counts: _Counts | None = None) -> None:
+        """Record an `accumulate` context that ends; if it failed, restore the counts before it.
+
+        They stay after a backward pass, whose gradients cannot be removed.
+        """
+        self.num_open -= 1
+        if counts is not None and self.num_backward == counts[0]:
             _, self._step, self._count, self.num_cycles, *flags = counts
             self.synced, self.is_new_cycle, self.is_first = flags
 
@@ -212,8 +256,7 @@ class MicroBatch(AbstractContextManager[None]):
 
     @override
     def __enter__(self) -> None:
-        self._counts = self._accumulation.save_counts()
-        self._accumulation.num_open += 1
+        self._counts = self._accumulation.open()
         if self._accumulation.advance(is_last=self._is_last) or self._accumulation.plugin.sync_each_batch:
             return
         for model in self._models:
@@ -223,10 +266,8 @@ class MicroBatch(AbstractContextManager[None]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._accumulation.num_open -= 1
+        self._accumulation.close(None if kind is None else self._counts)
         self._contexts.close()
-        if kind is not None:
-            self._accumulation.restore_counts(self._counts)
 
 
 _GRADIENTS_LOG = logging.getLogger("accel_runtime.training.gradients")
@@ -290,14 +331,14 @@ class AveragingCheck:
                     self._backend.topology.world_size,
                     call_site(),
                 )
-        if self._models and accumulation.synced and not accumulation.no_sync_depth:
+        if self._models and accumulation.syncs_gradients:
             for model in self._models:
                 model.begin_backward()
 
     def end_backward(self) -> None:
         """Warn if a model received gradients without a forward pass after which DDP averages them."""
         accumulation = self._accumulation
-        if self._models and accumulation.synced and not accumulation.no_sync_depth:
+        if self._models and accumulation.syncs_gradients:
             for model in self._models:
                 if model.end_backward() and self._backend.topology.rank == 0:
                     _GRADIENTS_LOG.warning(

@@ -314,20 +314,6 @@ class Gradients:
         """Return the device of the run."""
         return self._strategy.backend.device
 
-    def begin_plain_backward(self, loss_scale: float) -> bool:
-        """Begin a backward pass that needs only `loss.backward()`; return False if it needs more."""
-        accumulation = self._accumulation
-        if (
-            self._precision.scaler is None
-            and loss_scale == 1
-            and accumulation.plugin.num_steps == 1
-            and (accumulation.is_new_cycle or not accumulation.weighted)
-        ):
-            accumulation.is_new_cycle = accumulation.weighted = False
-            accumulation.num_backward += 1
-            return True
-        return False
-
     def backward(
         self,
         loss: torch.Tensor,
@@ -383,9 +369,10 @@ class Gradients:
 
     def _begin_backward(self, *, weighted: bool) -> None:
         accumulation = self._accumulation
-        if not accumulation.is_new_cycle and accumulation.weighted is not weighted:
-            # If the script has cleared the gradients itself, this is the first backward pass of a cycle.
-            accumulation.is_new_cycle = all(group.has_no_gradients for group in self.find_groups())
+        is_mixed = not accumulation.is_new_cycle and accumulation.weighted is not weighted
+        # If the script has cleared the gradients itself, this is the first backward pass of a cycle.
+        if is_mixed and all(group.has_no_gradients for group in self.find_groups()):
+            accumulation.end_cycle()
         accumulation.begin_backward(weighted=weighted)
 
     def _reachable_parameters(self) -> set[nn.Parameter]:
@@ -414,9 +401,8 @@ class Gradients:
     def set_unused(self, parameters: Container[nn.Parameter]) -> None:
         """Set the parameters whose optimizers did not step or clear their gradients."""
         for optimizer in self._optimizers:
-            optimizer.has_used_gradients = not any(
-                parameter in parameters for parameter in optimizer.parameters
-            )
+            is_unused = any(parameter in parameters for parameter in optimizer.parameters)
+            optimizer.restore_use(used=not is_unused)
 
     def read_unsynced(self) -> dict[nn.Parameter, torch.Tensor]:
         """Return the gradients that are not combined over the ranks yet; see `Strategy.read_local_gradients`."""

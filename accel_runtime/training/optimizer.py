@@ -125,13 +125,14 @@ class PreparedOptimizer(torch.optim.Optimizer):
             return None
         return self._step_with(closure)
 
-    def _begin_step(self) -> None:
+    def _begin_step(self, *, ends_cycle: bool = True) -> None:
         accumulation = self._accumulation
         if self._check is not None:
             self._calls += 1
             if not self._calls & (self._calls - 1) and self._check():
                 self._check = None
-        accumulation.is_new_cycle = True
+        if ends_cycle:
+            accumulation.end_cycle()
         self._used_backward = accumulation.num_backward
         self._last_step = accumulation.num_cycles
         self.steps += 1
@@ -172,7 +173,6 @@ class PreparedOptimizer(torch.optim.Optimizer):
         gradients = {} if self._accumulation.is_first else self._read_versions("grad")
 
         def check_gradients() -> None:
-            self._accumulation.check_gradients = None
             if gradients and self._read_versions("grad") != gradients:
                 raise ValueError(
                     "optimizer.step(closure) failed: the closure changed the gradients of the earlier micro-batches of the "
@@ -180,19 +180,14 @@ class PreparedOptimizer(torch.optim.Optimizer):
                 )
 
         def run() -> float | None:
-            self._accumulation.check_gradients = check_gradients
-            try:
-                with torch.enable_grad(), self._enter_closure():
-                    loss: float | None = closure()
-                    return loss
-            finally:
-                self._accumulation.check_gradients = None
+            check = self._accumulation.check_before_backward(check_gradients)
+            with check, torch.enable_grad(), self._enter_closure():
+                loss: float | None = closure()
+            return loss
 
         if not self._accumulation.synced:
             return run()
-        is_new_cycle = self._accumulation.is_new_cycle
-        self._begin_step()
-        self._accumulation.is_new_cycle = is_new_cycle
+        self._begin_step(ends_cycle=False)  # the closure adds to the gradients
         weights = self._read_versions()
         runs = 0
 
@@ -249,7 +244,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
             return
         if not (accumulation.is_first or accumulation.has_backward or self._has_warned_of_clearing):
             self._warn_of_clearing()
-        accumulation.is_new_cycle = True
+        accumulation.end_cycle()
         self._used_backward = accumulation.num_backward
         if self._strategy is None:
             self.optimizer.zero_grad(set_to_none)
@@ -272,8 +267,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """Return whether there was a step, or gradients were cleared, since the newest backward pass of any model."""
         return self._used_backward == self._accumulation.num_backward
 
-    @has_used_gradients.setter
-    def has_used_gradients(self, used: bool) -> None:
+    def restore_use(self, *, used: bool) -> None:
+        """Restore `has_used_gradients` from a checkpoint."""
         self._used_backward = self._accumulation.num_backward if used else -1
 
     def train(self) -> None:

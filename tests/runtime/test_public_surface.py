@@ -54,6 +54,7 @@ INTERNAL = {
         "override_even_batches",
         "parameter_groups",
         "place",
+        "restore_use",
         "select_state",
     ),
     *("source_batch_size", "unscale", "without_first_batches"),
