@@ -295,7 +295,7 @@ class Checkpointing:
         with errors_on_all_ranks(self._run.build_all_gather("resume without input_dir")) as step:
             is_first = self._run.backend.topology.rank == 0
             chosen = self._resume_policy.choose(self.checkpoints) if is_first else None
-            step.value = chosen.key if chosen else None
+            step.share(chosen.key if chosen else None)
         key: str | None = step.values[0]
         if key is None:
             return None

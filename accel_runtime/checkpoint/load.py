@@ -86,7 +86,7 @@ class LoadOperation:
         stale, previous = 0, None
         while True:
             with errors_on_all_ranks(self._all_gather) as step:
-                step.value = directory, self._open_first() if self._rank == 0 else None
+                step.share((directory, self._open_first() if self._rank == 0 else None))
             key, save = step.values[0][1]
             directories = [each for each, _ in step.values]
             # A node may see for a moment what was there before, and only a change makes a difference later.
@@ -94,7 +94,7 @@ class LoadOperation:
             previous = key, save
             with errors_on_all_ranks(self._all_gather) as step:
                 check_same_directory("load_state", directories)
-                step.value = self._open_same(key, save, fails=stale == _STALE)
+                step.share(self._open_same(key, save, fails=stale == _STALE))
             if all(step.values):
                 checkpoint = self._snapshot.checkpoint
                 if not verify or self._verify(self._snapshot, checkpoint.manifest.items):
@@ -206,7 +206,7 @@ class LoadOperation:
         chunks = select_rank_files(checkpoint.manifest, names, self._rank, self._world_size)
         with errors_on_all_ranks(self._all_gather) as step:
             damage = find_damage(snapshot, chunks)
-            step.value = damage, bool(damage) and not snapshot.is_current()
+            step.share((damage, bool(damage) and not snapshot.is_current()))
         damage = [sentence for sentences, _ in step.values for sentence in sentences]
         if any(replaced for _, replaced in step.values):
             return False

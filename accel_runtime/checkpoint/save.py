@@ -110,14 +110,14 @@ class SaveOperation:
         with self._step() as step:
             if self._rank == 0:
                 self._draft = _begin_free_draft(choose, self._store, numbered=numbered)
-            step.value = directory, self._draft.address if self._draft is not None else None
+            step.share((directory, self._draft.address if self._draft is not None else None))
         address: DraftAddress = step.values[0][1]
         directories = [each for each, _ in step.values]
         with self._step() as step:
             check_same_directory("save_state", directories)
             if self._rank != 0:
                 self._draft = self._store.join(address)
-            step.value = self._opened.is_shared
+            step.share(self._opened.is_shared)
             if self._shared and not self._opened.is_shared:
                 raise CheckpointError(
                     f"This node does not see {address.location}, which rank 0 created: a checkpoint needs a directory that "
@@ -171,7 +171,7 @@ class SaveOperation:
             self._planner.set_up_planner(
                 tensors if self._opened.is_shared else {}, is_coordinator=self._rank == 0
             )
-            plan_step.value = self._planner.create_local_plan()
+            plan_step.share(self._planner.create_local_plan())
         with self._step():
             plans, self._metadata = self._planner.create_global_plan(list(plan_step.values))
             named_plans = _name_files(plans)
@@ -189,11 +189,10 @@ class SaveOperation:
                 state.values[item.name], tensors = serialize(to_host(item.tree()), item.name)
                 state.tensors |= tensors
             if self._world_size > 1:
+                of_items = {n: hash_bytes(json.dumps(value).encode()) for n, value in state.values.items()}
                 # A sharded tensor has no hash: every rank writes its shard.
-                step.value = (
-                    {name: hash_bytes(json.dumps(value).encode()) for name, value in state.values.items()},
-                    {name: None if is_sharded(t) else hash_tensor(t) for name, t in state.tensors.items()},
-                )
+                of_tensors = {n: None if is_sharded(t) else hash_tensor(t) for n, t in state.tensors.items()}
+                step.share((of_items, of_tensors))
         if self._world_size == 1:
             return state
         item_hashes, tensor_hashes = zip(*step.values, strict=True)
@@ -252,7 +251,7 @@ class SaveOperation:
             self._planner.staged = {}
             if self._opened.is_shared:
                 self._files |= self._opened.put_hook_files(self._file_names)
-            step.value = [chunk for written in chunks for chunk in written], self._files
+            step.share(([chunk for written in chunks for chunk in written], self._files))
         written, manifest = step.values, None
         with self._step():
             if self._rank == 0:

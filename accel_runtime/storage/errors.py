@@ -62,25 +62,34 @@ class DamageError(CheckpointError):
 class CollectiveStep:
     """Value of a step on this rank and, after the step, on all ranks."""
 
-    value: Any = None
-    values: Sequence[Any] = ()
-    """Values in rank order; set when the step has succeeded on every rank."""
+    def __init__(self) -> None:
+        self._value: Any = None
+        self.values: Sequence[Any] = ()
+        """Values in rank order, None of a rank that shared none; set after the step."""
+
+    def share(self, value: Any) -> None:
+        """Set the value of this rank, which all ranks receive after the step."""
+        self._value = value
+
+    def exchange(self, all_gather: AllGatherObjects, problem: str | None) -> Sequence[str | None]:
+        """End the step with the problem of this rank, if any, and return those of all ranks; collective."""
+        problems, self.values = zip(*all_gather((problem, self._value)), strict=True)
+        return problems
 
 
 @contextmanager
 def errors_on_all_ranks(all_gather: AllGatherObjects) -> Iterator[CollectiveStep]:
-    """Raise `CheckpointError` on every rank if the block fails on any rank; else exchange `step.value`."""
+    """Raise `CheckpointError` on every rank if the block fails on any rank; else exchange the values that it shares."""
     step, error = CollectiveStep(), None
     try:
         yield step
     except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome, whatever it is
         error = raised
-    outcomes = all_gather((None if error is None else describe_error(error), step.value))
-    failed = {rank: text for rank, (text, _) in enumerate(outcomes) if text is not None}
+    problems = step.exchange(all_gather, None if error is None else describe_error(error))
+    failed = {rank: text for rank, text in enumerate(problems) if text is not None}
     if not failed:
-        step.values = [value for _, value in outcomes]
         return
-    equal = len(failed) == len(outcomes) and len(set(failed.values())) == 1
+    equal = len(failed) == len(problems) and len(set(failed.values())) == 1
     if equal and isinstance(error, CheckpointError):
         raise error
     text = "\n".join(f"rank {rank}: {text}" for rank, text in failed.items())
