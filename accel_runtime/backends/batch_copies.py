@@ -129,13 +129,14 @@ def prefetch_batches(
     try:
         following = fetch()
         if not isinstance(following, _PrefetchedBatch):
-            epoch.state_at = _return_offset(ahead.state_dict())  # the start of the epoch
+            epoch.read_states_from(_return_offset(ahead.state_dict()))  # the start of the epoch
         while following is not None:
             if isinstance(following, Exception):
                 raise following
             current, following = following, fetch()
             batch = carrier.take(current.batch)
-            epoch.step_info, epoch.state_at = current.step_info, _return_offset(current.state)
+            epoch.advance(current.step_info)
+            epoch.read_states_from(_return_offset(current.state))
             yield batch
     finally:
         following = None  # an exception references this frame, and a cycle would keep loader workers alive until garbage collection

@@ -135,12 +135,12 @@ class IterableSource(Source):
         local_states = capture_states(self._generators)
         epoch_states = self._epoch_states(start, local_states)
         progress = _StreamProgress(start, epoch_states, self._loader.num_workers)
-        loop.state_at = lambda _: progress.state_dict()
+        loop.read_states_from(lambda _: progress.state_dict())
         steps = self._read_steps(start, epoch_states, local_states, progress)
         marked = _mark_last(steps, self._loader.num_workers)
         for info, batches, is_last in _check_ranks(marked, self._backend):
             progress.advance(info)
-            loop.step_info = self.sharding.step_info(info.num_samples, is_last=is_last)
+            loop.advance(self.sharding.step_info(info.num_samples, is_last=is_last))
             yield from batches
 
     def _epoch_states(self, start: dict[str, Any], local_states: dict[str, Any]) -> dict[str, Any]:

@@ -135,7 +135,7 @@ class MapStyleSource(Source):
             next_offset = len(self._order.source) if epoch_ended else offset + steps * self._order.stride
             return {"position": next_offset, "random": epoch_states} | epoch_keys
 
-        loop.state_at = state_at
+        loop.read_states_from(state_at)
         epoch_rng = IsolatedRNG(epoch_states, epoch_states if self._uses_spare_generator else local_states)
         self._order.start = (offset, loop.epoch, epoch_rng, "random" in start)
         if self.inner.num_workers:
@@ -145,7 +145,7 @@ class MapStyleSource(Source):
         for batch in iterator:
             # Not before the first batch: a subclass may begin its iteration as late as that.
             pending = self._order.pending if pending is None else pending
-            loop.step_info = pending.popleft()
+            loop.advance(pending.popleft())
             num_batches += 1
             yield batch
 

@@ -220,7 +220,7 @@ class _Dispatch(Source):
     def iterate(self, loop: EpochIterator, start: dict[str, Any]) -> Iterator[Any]:
         data_rank, is_first = self._ranks.data_rank, self._ranks.topology.rank == 0
         state = start
-        loop.state_at = lambda _: state
+        loop.read_states_from(lambda _: state)
         steps = self._group_by_rank(EpochIterator(loop.epoch), start) if is_first else iter(())
         is_last = False
         while not is_last:
@@ -237,7 +237,7 @@ class _Dispatch(Source):
             state = {"random": state.get("random")} | item.state
             info = item.step_info
             scale = loss_scale(info.num_valid, data_rank.rank) if info.by_samples else 1.0
-            loop.step_info = info._replace(loss_scale=scale)
+            loop.advance(info._replace(loss_scale=scale))
             is_last = info.is_last
             yield item.batch
 

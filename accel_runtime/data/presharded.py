@@ -73,7 +73,9 @@ class PreshardedSource(Source):
             reader = _LocalReader(self._local, EpochIterator(loop.epoch), local, draws=self._draws)
         data_rank, fingerprints = self._backend.data_rank, ReadFingerprints(self._backend)
         world_size = data_rank.world_size
-        loop.state_at = lambda _: {"position": step, "world_size": world_size} | began | reader.state_dict()
+        loop.read_states_from(
+            lambda _: {"position": step, "world_size": world_size} | began | reader.state_dict()
+        )
         counts = count_samples(step, reader)
         padding = padding or self._build_padding_batch(reader, counts)
         while any(counts):
@@ -86,8 +88,9 @@ class PreshardedSource(Source):
             pairs = zip(previous, padding.batch_sizes, strict=True)
             sizes = tuple(size if self._pad_last else count or size for count, size in pairs)
             scale = loss_scale(previous, data_rank.rank)
-            loop.step_info = StepInfo(previous, sizes, not any(counts), True, scale)
-            fingerprints.add(batch, is_last=loop.step_info.is_last)
+            is_last = not any(counts)
+            loop.advance(StepInfo(previous, sizes, is_last, True, scale))
+            fingerprints.add(batch, is_last=is_last)
             yield batch if num_valid else copy.deepcopy(padding.batch)
 
     @override

@@ -72,7 +72,7 @@ class Source(ABC):
     def iterate(self, loop: EpochIterator, start: dict[str, Any]) -> Iterator[Any]:
         """Yield the batches of one epoch after the state `start` (empty: all), as the script's loader returns them.
 
-        Sets `loop.step_info` before each batch, and `loop.state_at` before the first.
+        Calls `loop.advance` before each batch, and `loop.read_states_from` before the first.
         """
 
     def override_padding(self, *, pad_last: bool) -> AbstractContextManager[None]:

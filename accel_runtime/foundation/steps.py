@@ -36,15 +36,24 @@ class EpochIterator:
         epoch: The number of the epoch.
     """
 
-    step_info: StepInfo | None = None
-    """Step of the last batch returned; None before the first."""
-
     def __init__(self, epoch: int = 0) -> None:
         self.epoch = epoch
-        self.state_at: Callable[[StepInfo | None], dict[str, Any]] = lambda _: {}
-        """Returns the state after a step; set by the source. It must not hold this object: in a reference cycle the
-        loader's workers would end only at a garbage collection, and torch waits for each of them."""
+        self.step_info: StepInfo | None = None
+        """Step of the last batch returned; None before the first. Only `advance` assigns it."""
+        self._state_at: Callable[[StepInfo | None], dict[str, Any]] = lambda _: {}
+
+    def read_states_from(self, state_at: Callable[[StepInfo | None], dict[str, Any]]) -> None:
+        """Set the function that returns the state after a step; a source calls it before its first batch.
+
+        The function must not hold this object: in a reference cycle the loader's workers would end only at a garbage
+        collection, and torch waits for each of them.
+        """
+        self._state_at = state_at
+
+    def advance(self, step_info: StepInfo | None) -> None:
+        """Record the step of the batch that is returned next."""
+        self.step_info = step_info
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last batch returned."""
-        return self.state_at(self.step_info)
+        return self._state_at(self.step_info)

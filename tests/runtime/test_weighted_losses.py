@@ -177,7 +177,7 @@ def iterate_epoch(accelerator, steps, factors=None):
         try:
             for index in range(steps):
                 factor = 1.0 if factors is None else factors[index]
-                loop.step_info = StepInfo((1,), (1,), index == steps - 1, loss_scale=factor)
+                loop.advance(StepInfo((1,), (1,), index == steps - 1, loss_scale=factor))
                 yield index
         finally:
             accelerator._run.loops.close(track, finished=False)

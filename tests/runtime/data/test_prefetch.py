@@ -182,7 +182,7 @@ def build_broken_epoch(at):
 
     def iterate(loop):
         num_read = 0
-        loop.state_at = lambda _: {"position": num_read}
+        loop.read_states_from(lambda _: {"position": num_read})
         for number in range(4):
             if number == at:
                 raise LookupError(f"batch {number} is broken")
