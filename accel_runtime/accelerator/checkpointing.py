@@ -276,7 +276,7 @@ class Checkpointing:
             )
             self._run.strategy.synchronize()
         if checkpoint.number is not None and input_dir is None:
-            self._run.options.project.iteration = checkpoint.number + 1
+            self._run.options.project.continue_after(checkpoint.number)
         return checkpoint
 
     def resume(self, input_dir: _Path | None = None) -> Checkpoint | None:
@@ -309,7 +309,7 @@ class Checkpointing:
             return newest
 
         checkpoint = self._load_checkpoint(key, "exact", choose=choose)
-        project.iteration = (checkpoint.number or 0) + 1
+        project.continue_after(checkpoint.number or 0)
         return checkpoint
 
     def wait_for_checkpoint(self) -> None:

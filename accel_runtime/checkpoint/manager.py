@@ -232,7 +232,7 @@ class RetentionPolicy:
         """Count a saved checkpoint; called on every rank."""
         number = parse_number(split_key(key)[1])
         if self.automatic is not None and number is not None:
-            self._project.iteration = number + 1
+            self._project.continue_after(number)
 
     def prune(self, store: Store) -> None:
         """Remove checkpoints beyond the limit and leftovers of crashes.

@@ -190,6 +190,10 @@ class ProjectConfiguration(Configuration):
         directory = self.project_dir if self.logging_dir is None else self.logging_dir
         return None if directory is None else Path(directory)
 
+    def continue_after(self, number: int) -> None:
+        """Give the next checkpoint the number after that of the newest one."""
+        self.iteration = number + 1
+
     def place(self, project_dir: str | os.PathLike[str] | None) -> None:
         """Set the project directory to that of the `Accelerator`; raise ValueError if both exist and differ."""
         if project_dir is None:

@@ -42,6 +42,7 @@ MADE_BY_ACCEL = {
 """Classes that scripts do not create: the parameters of their constructors are not public."""
 INTERNAL = {
     *(
+        "continue_after",
         "freeze",
         "has_used_gradients",
         "here",
