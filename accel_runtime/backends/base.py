@@ -8,7 +8,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
@@ -191,20 +191,16 @@ class Backend(ABC):
     def _wait_for_leader(self, leader: int, key: str, operation: str) -> str:
         """Return what `leader` sets for `key`; ranks that wait for this one meanwhile find it by its status."""
         site, progress = call_site(), heartbeat()
-        if progress is not None:
-            progress.in_store = (operation, site)
+        # Only one of the waiting ranks reports it.
+        reported = operation if self.topology.rank == leader + 1 else None
         try:
-            # Only one of the waiting ranks reports it.
-            reported = operation if self.topology.rank == leader + 1 else None
-            return self.wait_for_store_key(leader, key, reported)
+            with nullcontext() if progress is None else progress.wait_in_store(operation, site):
+                return self.wait_for_store_key(leader, key, reported)
         except RuntimeError as error:  # the process that serves the store has ended
             raise RankLostError(
                 f"{operation} at {site} cannot complete: rank {leader} did not call it, or its block did not end, before the store of the "
                 f"process group was lost ({error})."
             ) from None
-        finally:
-            if progress is not None:
-                progress.in_store = None
 
     def wait_for_store_key(
         self, rank: int, key: str, operation: str | None, *, detect_deadlock: bool = False

@@ -153,7 +153,7 @@ class DistributedBackend(StoreBackend):
             dist.group.WORLD, self._store, topology.rank, topology.world_size, patience
         )
         if self.rank_monitor is not None:
-            transport.on_wait = self.rank_monitor.check_for_deadlock
+            transport.call_during_waits(self.rank_monitor.check_for_deadlock)
         if device.type == "cuda" and topology.world_size > 1 and self.collective_backend != "gloo":
             check_gpus_differ(
                 self.all_gather_objects(_gpu_of(device), "the GPU of every rank"), self.collective_backend

@@ -282,7 +282,7 @@ class Handshake:
     def _fail(self, error: BaseException, call: CollectiveCall) -> BaseException:
         """Return the error to raise for one that interrupted an exchange."""
         stall, error = error, self._transport.fail(error, str(call))
-        if isinstance(stall, StallError):  # `on_wait` of the transport has found the ranks that cannot join
+        if isinstance(stall, StallError):  # found during a wait: these ranks cannot join
             return stall
         if not isinstance(error, ConnectionLostError):
             return error

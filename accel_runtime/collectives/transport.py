@@ -49,7 +49,7 @@ SUMMARY_VALUES = 8
 SLOT = 4096
 """Bytes that every rank sends in a handshake; docs/design/handshake.md has the measurements."""
 WATCH_INTERVAL_S = 2.0
-"""Longest time in seconds for which a rank waits for another before it calls `Transport.on_wait`."""
+"""Longest time in seconds for which a rank waits for another before it calls the function of `call_during_waits`."""
 _PATIENCE_S = 2.0
 """Seconds to wait for the reports of other ranks after the connection is lost."""
 
@@ -60,9 +60,14 @@ class Transport(ABC):
     After an exchange has raised an error, this rank is out of step with the others, and `fail` must be called.
     """
 
-    on_wait: Callable[[], None] | None = None
-    """Called repeatedly during a long wait for other ranks; an error that it raises ends the exchange. Only sockets call it:
-    a wait in gloo that times out closes the connection."""
+    _on_wait: Callable[[], None] | None = None
+
+    def call_during_waits(self, function: Callable[[], None]) -> None:
+        """Call a function repeatedly during a long wait for other ranks; an error that it raises ends the exchange.
+
+        Only sockets call it: a wait in gloo that times out closes the connection.
+        """
+        self._on_wait = function
 
     @abstractmethod
     def all_gather_slots(self, slot: memoryview) -> bytearray:
@@ -260,12 +265,12 @@ class SocketTransport(_PeerTransport):
         self._waits = 0
 
     def _wait_longer(self) -> None:
-        """Raise TimeoutError after the timeout of an exchange; call `on_wait` before it."""
+        """Raise TimeoutError after the timeout of an exchange; call the function of `call_during_waits` before it."""
         self._waits += 1
         if self._waits >= self._max_waits:
             raise TimeoutError("timed out")
-        if self.on_wait is not None:
-            self.on_wait()
+        if self._on_wait is not None:
+            self._on_wait()
 
     @override
     def all_reduce_min(self, values: Sequence[int]) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -228,6 +229,15 @@ class Progress:
     def exit(self) -> None:
         """Record the end of the collective."""
         self.inside = None
+
+    @contextlib.contextmanager
+    def wait_in_store(self, operation: str, site: CallSite) -> Iterator[None]:
+        """Record a wait for a key that another rank sets, inside the context."""
+        self.in_store = (operation, site)
+        try:
+            yield
+        finally:
+            self.in_store = None
 
 
 class Heartbeat(Progress):

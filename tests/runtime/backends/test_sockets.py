@@ -135,7 +135,7 @@ def test_a_long_wait_calls_a_function_whose_error_ends_it(monkeypatch):
             time.sleep(1)
             wire.all_gather_slots(build_slot(rank))
             return None
-        wire.on_wait = lambda: calls.append(rank)
+        wire.call_during_waits(lambda: calls.append(rank))
         return wire.all_gather_slots(build_slot(rank))
 
     def fail(rank, wire):
@@ -144,7 +144,7 @@ def test_a_long_wait_calls_a_function_whose_error_ends_it(monkeypatch):
 
         if rank == 1:
             return
-        wire.on_wait = on_wait
+        wire.call_during_waits(on_wait)
         with pytest.raises(RuntimeError, match="elsewhere"):
             wire.all_gather_slots(build_slot(rank))
 
