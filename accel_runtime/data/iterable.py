@@ -32,9 +32,10 @@ from accel_runtime.data.iterable_worker import (
     combine_fingerprints,
 )
 from accel_runtime.data.sharding import BatchSharding
-from accel_runtime.data.source import Source, copy_loader, is_inside_epoch, mark_skipped
+from accel_runtime.data.source import Source, is_inside_epoch, mark_skipped
 from accel_runtime.environment.topology import Topology
 from accel_runtime.foundation.steps import EpochIterator
+from accel_runtime.foundation.torch_internals import copy_loader, iterator_function, replace_iterator
 
 __all__ = ["IterableSource", "StreamsDifferError"]
 
@@ -288,15 +289,13 @@ class _StreamLoader:
             "worker_init_fn": None,
         }
         self._inner = copy_loader(loader, **overrides, drop_last=False, _IterableDataset_len_called=None)
-        # Called by `DataLoader.__iter__`, so a subclass's own iteration sees only batches. Not a method: in a reference
-        # cycle, workers end only at a garbage collection.
-        self.loader = copy_loader(
-            loader, _get_iterator=partial(_StreamIterator, self._inner, self.infos, self._seeds)
-        )
+        self.loader = copy_loader(loader)
+        # Not a method: in a reference cycle, workers end only at a garbage collection.
+        replace_iterator(self.loader, partial(_StreamIterator, self._inner, self.infos, self._seeds))
 
     def choose_generator(self, *, spare: bool) -> None:
         """Let torch draw the workers' seed from the script's generator, or from a spare one."""
-        vars(self._inner)["generator"] = torch.Generator() if spare else self._script_loader.generator
+        self._inner.generator = torch.Generator() if spare else self._script_loader.generator
 
     def worker_keys(self, iterations: int) -> dict[str, Any]:
         """Return the state of persistent workers' random numbers: their first seed and number of iterations before."""
@@ -319,7 +318,7 @@ class _StreamIterator:
 
     def __init__(self, loader: DataLoader[Any], infos: deque[WorkerBatch], seeds: list[int]) -> None:
         self._loader = loader
-        self._inner: Any = type(loader)._get_iterator(loader)  # noqa: SLF001 - a subclass may have its own
+        self._inner: Any = iterator_function(loader)(loader)
         self._infos = infos
         self._ready: deque[tuple[WorkerBatch, Any]] = deque()
         seeds.append(int(self._inner._base_seed))  # noqa: SLF001

@@ -27,7 +27,6 @@ from accel_runtime.data.presharded import are_consistent, build_world_size_error
 from accel_runtime.data.source import (
     Source,
     batch_size_of,
-    copy_loader,
     len_or_none,
     sampler_attribute,
     sampler_of_loader,
@@ -35,6 +34,7 @@ from accel_runtime.data.source import (
 from accel_runtime.foundation import nested
 from accel_runtime.foundation.heartbeat import LoaderEpoch, heartbeat
 from accel_runtime.foundation.steps import EpochIterator
+from accel_runtime.foundation.torch_internals import copy_loader
 
 __all__ = ["LoaderOptions", "NextBatch", "PreparedLoader", "check_model_parallel_ranks", "skip_first_batches"]
 

@@ -43,7 +43,6 @@ from accel_runtime.backends.single import Single
 from accel_runtime.data.sharding import BatchSharding, Index, Step, batch_slices
 from accel_runtime.data.source import (
     Source,
-    copy_loader,
     is_inside_epoch,
     len_or_none,
     mark_skipped,
@@ -53,6 +52,12 @@ from accel_runtime.data.source import (
 )
 from accel_runtime.environment.topology import Topology
 from accel_runtime.foundation.steps import EpochIterator, StepInfo
+from accel_runtime.foundation.torch_internals import (
+    copy_loader,
+    iterator_function,
+    replace_iterator,
+    set_worker_dataset,
+)
 
 __all__ = ["EpochOrder", "MapStyleSource", "hash_seed", "seed_worker"]
 
@@ -97,9 +102,7 @@ class MapStyleSource(Source):
                 worker_init_fn=_UnwrappingInit(loader.worker_init_fn),
                 **{attribute: _SeededSampler(order)},
             )
-            # Called by `DataLoader.__iter__`, so a subclass's own iteration sees only batches.
-            get_iterator = type(loader)._get_iterator  # noqa: SLF001 - a subclass may have its own
-            vars(self.inner)["_get_iterator"] = partial(get_iterator, self._iterated)
+            replace_iterator(self.inner, partial(iterator_function(loader), self._iterated))
 
     @override
     @contextmanager
@@ -193,7 +196,7 @@ class MapStyleSource(Source):
             or self._uses_spare_generator
             or (is_inside_epoch(start) and generator is None and "torch" not in start["random"])
         )
-        vars(self._iterated)["generator"] = torch.Generator() if spare else generator
+        self._iterated.generator = torch.Generator() if spare else generator
         with epoch_rng():
             if self._workers_persist and not spare and "random" in start:
                 torch.empty((), dtype=torch.int64).random_(generator=generator)
@@ -473,7 +476,7 @@ class _UnwrappingInit:
 
     def __call__(self, worker: int) -> None:
         info: Any = get_worker_info()
-        object.__setattr__(info, "dataset", info.dataset.dataset)  # torch guards it against assignment
+        set_worker_dataset(info, info.dataset.dataset)
         if self._init is not None:
             self._init(worker)
 

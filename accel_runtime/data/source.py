@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -15,7 +14,6 @@ from accel_runtime.foundation.steps import EpochIterator
 __all__ = [
     "Source",
     "batch_size_of",
-    "copy_loader",
     "is_inside_epoch",
     "len_or_none",
     "mark_skipped",
@@ -138,11 +136,3 @@ def len_or_none(sized: Any) -> int | None:
         return len(sized)
     except (TypeError, NotImplementedError):  # a BatchSampler has a length only if its sampler has
         return None
-
-
-def copy_loader(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
-    """Return a copy with other attributes; a copy, not a new loader, keeps subclasses and all options."""
-    copied = copy.copy(loader)
-    # DataLoader guards some attributes against assignment.
-    vars(copied).update(attributes, _iterator=None)
-    return copied

@@ -16,6 +16,8 @@ from accel_runtime.foundation.torch_internals import (
     COMPILED_ATTRIBUTE,
     WRAPPER_ATTRIBUTES,
     find_wrapped_module,
+    set_state_versions,
+    state_versions,
 )
 
 __all__ = [
@@ -132,7 +134,7 @@ def _rename(
 ) -> dict[str, Any]:
     """Return a state dict with other names, and the versions of its modules under theirs."""
     renamed = OrderedDict((names[name], value) for name, value in state.items())
-    versions = getattr(state, "_metadata", None)
+    versions = state_versions(state)
     if versions is not None:
         # The last of several modules with one name is the innermost, which is not a wrapper.
         modules = script_names(model, [name for name, _ in model.named_modules(remove_duplicate=False)])
@@ -146,5 +148,5 @@ def _rename(
                 for path, name in modules.items()
                 if name in versions or _remove_attributes(name) in saved
             }
-        renamed._metadata = found  # type: ignore[attr-defined]  # noqa: SLF001 - where torch has them
+        set_state_versions(renamed, found)
     return renamed

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_leaves_with_path, tree_map
+from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -32,6 +35,7 @@ __all__ = [
     "compile_call",
     "compile_like",
     "compute_shard_box",
+    "copy_loader",
     "default_store",
     "fake_tensors",
     "find_wrapped_module",
@@ -42,21 +46,29 @@ __all__ = [
     "function_modes",
     "gathered_parameters",
     "generate_numpy_state",
+    "gradient_hooks",
     "graph_task_id",
     "group_timeout",
     "is_compiled",
     "is_fsdp_module",
     "is_functorch_active",
     "is_graph_pending",
+    "iterator_function",
     "keep_gathered",
     "list_buffers",
     "list_owners",
     "local_tensor",
     "on_backward_end",
+    "override_method",
     "qualified_name",
+    "replace_iterator",
     "restore_buckets",
+    "set_gradient_hooks",
+    "set_state_versions",
     "set_unsharded_gradient",
+    "set_worker_dataset",
     "set_worker_info",
+    "state_versions",
     "storage_id",
     "tree_leaves",
     "tree_leaves_with_path",
@@ -96,6 +108,38 @@ def list_buffers(module: nn.Module, *, persistent: bool) -> list[str]:
     return [
         name for name in module._buffers if (name not in module._non_persistent_buffers_set) is persistent
     ]
+
+
+def state_versions(state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the versions of modules by their names in a state dict of `nn.Module.state_dict`; None in other mappings."""
+    return getattr(state, "_metadata", None)
+
+
+def set_state_versions(state: OrderedDict[str, Any], versions: dict[str, Any]) -> None:
+    """Set the versions of modules in a state dict, which `nn.Module.load_state_dict` reads."""
+    state._metadata = versions  # type: ignore[attr-defined]
+
+
+def override_method(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+    """Override a method of one module by a function that takes the module; a deep copy of the module gets one of its own.
+
+    An assignment to the result of `torch.compile` would change the module in it (seen in torch 2.13).
+    """
+    vars(module)[name] = MethodType(function, module)
+
+
+_GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def gradient_hooks(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the hooks of the script on the gradient of a tensor, for `set_gradient_hooks`; empty if there are none."""
+    return {name: hooks for name in _GRADIENT_HOOKS if (hooks := getattr(tensor, name))}
+
+
+def set_gradient_hooks(tensor: torch.Tensor, hooks: Mapping[str, Any]) -> None:
+    """Set hooks on the gradient of a tensor, also those that it has: `swap_tensors` does not move what calls them."""
+    for name, hooks_by_id in hooks.items():
+        setattr(tensor, name, hooks_by_id)
 
 
 def foreach_norm(tensors: list[torch.Tensor], order: float, dtype: torch.dtype) -> Sequence[torch.Tensor]:
@@ -146,6 +190,32 @@ def default_store() -> Any:
 def set_worker_info(info: Any) -> None:
     """Set the result of `torch.utils.data.get_worker_info` in this process."""
     worker._worker_info = info
+
+
+def set_worker_dataset(info: Any, dataset: Any) -> None:
+    """Set the dataset in a result of `get_worker_info`, which refuses assignments (seen in torch 2.13)."""
+    object.__setattr__(info, "dataset", dataset)
+
+
+def copy_loader(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
+    """Return a copy with other attributes; a copy, not a new loader, keeps subclasses and all options.
+
+    A `DataLoader` refuses the assignment of some attributes, and holds its persistent workers (seen in torch 2.13).
+    """
+    copied = copy.copy(loader)
+    vars(copied).update(attributes, _iterator=None)
+    return copied
+
+
+def iterator_function(loader: DataLoader[Any]) -> Callable[[DataLoader[Any]], Any]:
+    """Return the function by which loaders of this class build an iterator; a subclass may have its own."""
+    function: Callable[[DataLoader[Any]], Any] = type(loader)._get_iterator
+    return function
+
+
+def replace_iterator(loader: DataLoader[Any], build: Callable[[], Any]) -> None:
+    """Make `DataLoader.__iter__` return what a function builds, so that a subclass's own iteration sees only batches."""
+    vars(loader)["_get_iterator"] = build
 
 
 def generate_numpy_state(base_seed: int, worker_id: int) -> Any:

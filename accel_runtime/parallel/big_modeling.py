@@ -12,7 +12,13 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from accel_runtime.foundation.module_names import script_names
-from accel_runtime.foundation.torch_internals import is_compiled, list_buffers, version_of
+from accel_runtime.foundation.torch_internals import (
+    gradient_hooks,
+    is_compiled,
+    list_buffers,
+    set_gradient_hooks,
+    version_of,
+)
 from accel_runtime.storage.errors import format_names
 
 __all__ = [
@@ -99,15 +105,7 @@ class MetaModels:
         finally:
             torch.__future__.set_swap_module_params_on_conversion(previous)
         for parameter in model.parameters():
-            _restore_hooks(parameter)
-
-
-def _restore_hooks(parameter: nn.Parameter) -> None:
-    """Restore hooks of a parameter: `swap_tensors` moves the dict of hooks, but not the node that calls them."""
-    own: Any = parameter
-    for name in ("_post_accumulate_grad_hooks", "_backward_hooks"):
-        if hooks := getattr(own, name):
-            setattr(own, name, hooks)
+            set_gradient_hooks(parameter, gradient_hooks(parameter))
 
 
 @contextmanager

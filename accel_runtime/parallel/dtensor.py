@@ -7,7 +7,6 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from accel_runtime.foundation.torch_internals import (
     is_fsdp_module,
     keep_gathered,
     local_tensor,
+    override_method,
     qualified_name,
     set_unsharded_gradient,
     unsharded_gradient,
@@ -208,8 +208,7 @@ def refuse_sharded_saves(model: nn.Module) -> None:
     for module in model.modules():
         # Of its class: a wrapper has the attributes of the module in it.
         if callable(getattr(type(module), "save_pretrained", None)):
-            # A bound method, so that a deep copy of the model saves the copy.
-            vars(module)["save_pretrained"] = MethodType(_save_pretrained, module)
+            override_method(module, "save_pretrained", _save_pretrained)
 
 
 def _save_pretrained(module: Any, *args: Any, **kwargs: Any) -> Any:

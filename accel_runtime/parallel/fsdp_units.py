@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from accel_runtime.environment.settings import FullyShard, find_nearest
 from accel_runtime.foundation.module_names import named_parameters, script_names
-from accel_runtime.foundation.torch_internals import BatchNorm
+from accel_runtime.foundation.torch_internals import BatchNorm, gradient_hooks
 from accel_runtime.parallel.averaging import GradientAveraging
 from accel_runtime.parallel.plugins import DTYPE_NAMES
 from accel_runtime.parallel.sharding_checks import ForwardChecks, name_owners, refuse_copies, unpack_outputs
@@ -279,7 +279,7 @@ def refuse_gradient_hooks(model: nn.Module, replaced: Collection[nn.Parameter]) 
     names = [
         name
         for name, parameter in named_parameters(model)
-        if parameter in replaced and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks)  # noqa: SLF001
+        if parameter in replaced and gradient_hooks(parameter)
     ]
     if names:
         raise ValueError(

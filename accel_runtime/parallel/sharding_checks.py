@@ -7,7 +7,6 @@ through them cannot be used again.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from types import MethodType
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from accel_runtime.foundation.torch_internals import (
     is_functorch_active,
     list_owners,
     local_tensor,
+    override_method,
     storage_id,
     version_of,
     without_compilation,
@@ -205,7 +205,7 @@ def name_owners(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
 
 def refuse_copies(module: nn.Module) -> None:
     """Make `copy.deepcopy` of a sharded module raise an error that names the way out."""
-    vars(module)["__deepcopy__"] = MethodType(_refuse_copy, module)
+    override_method(module, "__deepcopy__", _refuse_copy)
 
 
 def _refuse_copy(module: nn.Module, _: Any) -> Any:

@@ -18,13 +18,11 @@ from accel_runtime.backends.xla.host import check_ddp_options, check_format
 from accel_runtime.backends.xla.library import xm
 from accel_runtime.backends.xla.runtime import execute_graph
 from accel_runtime.environment.settings import MixedPrecision
+from accel_runtime.foundation.torch_internals import gradient_hooks, set_gradient_hooks
 from accel_runtime.parallel.averaging import BufferAveraging, GradientAveraging, operate_flat, split_by_size
 from accel_runtime.parallel.strategy import ModelLayout, Strategy
 
 __all__ = ["Replicas", "SingleReplica"]
-
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-"""Tensor attributes with hooks of the script, which `swap_tensors` moves with the memory."""
 
 
 @torch.no_grad()
@@ -41,7 +39,7 @@ def move_model(model: nn.Module, device: torch.device) -> nn.Module:
         if tensor.device == device:
             continue
         grad, tensor.grad = tensor.grad, None
-        hooks = {name: getattr(tensor, name) for name in _HOOKS}
+        hooks = gradient_hooks(tensor)
         moved = tensor.detach().to(device)
         if isinstance(tensor, nn.Parameter):
             moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
@@ -53,9 +51,7 @@ def move_model(model: nn.Module, device: torch.device) -> nn.Module:
                 "forward pass."
             ) from error
         tensor.grad = None if grad is None else grad.to(device)
-        for kind, values in hooks.items():
-            if values:
-                setattr(tensor, kind, values)
+        set_gradient_hooks(tensor, hooks)
     return model
 
 
