@@ -136,8 +136,13 @@ class TrainingSteps:
                 averages = run.accumulation.averages_gradients
                 progress.backward(averages)
         try:
-            needs_more = weight is not None or options or loss_scale != 1 or self._scales_losses
-            if not needs_more and run.accumulation.begin_plain_backward():
+            if (
+                weight is None
+                and not options
+                and loss_scale == 1
+                and not self._scales_losses
+                and run.accumulation.begin_plain_backward()
+            ):
                 run.strategy.backward(loss, options)
             else:
                 run.gradients.backward(loss, weight, loss_scale, options)

@@ -119,20 +119,19 @@ class PreparedOptimizer(torch.optim.Optimizer):
                 return self._run_closure_in_cycle(closure)
         if not accumulation.synced:
             return None
+        accumulation.end_cycle()
         self._begin_step()
         if self._scaler is not None:
             self.step_was_skipped = not self._scaler.step_unless_overflowed(self.optimizer)
             return None
         return self._step_with(closure)
 
-    def _begin_step(self, *, ends_cycle: bool = True) -> None:
+    def _begin_step(self) -> None:
         accumulation = self._accumulation
         if self._check is not None:
             self._calls += 1
             if not self._calls & (self._calls - 1) and self._check():
                 self._check = None
-        if ends_cycle:
-            accumulation.end_cycle()
         self._used_backward = accumulation.num_backward
         self._last_step = accumulation.num_cycles
         self.steps += 1
@@ -187,7 +186,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
         if not self._accumulation.synced:
             return run()
-        self._begin_step(ends_cycle=False)  # the closure adds to the gradients
+        # The closure adds to the gradients of the cycle, so its backward pass is not the first of another one.
+        self._begin_step()
         weights = self._read_versions()
         runs = 0
 
