@@ -118,7 +118,7 @@ _MEMBERS = """
     preempted prepare prepare_data_loader prepare_model prepare_optimizer prepare_scheduler print process_index
     profile profile_handler project_configuration project_dir reduce register_for_checkpointing
     register_load_state_pre_hook register_save_state_pre_hook resume rng_types save save_iteration save_model
-    save_state scaler scaler_handler set_trigger should_save_model skip_first_batches split_batches
+    save_state scaler scaler_handler set_trigger settings should_save_model skip_first_batches split_batches
     split_between_processes state step step_scheduler_with_optimizer sync_gradients tensor_parallel_rank
     torch_device_mesh trackers trigger_sync_in_backward unscale_gradients unwrap_model use_distributed use_fp16
     use_seedable_sampler use_stateful_dataloader wait_for_checkpoint wait_for_everyone

@@ -1065,6 +1065,20 @@ class Accelerator(ProcessMethods):
         """Return whether `load_state` resumes loaders after their last batch; every prepared loader has a state."""
         return self._run.options.loaders.use_stateful_dataloader
 
+    # Private names of Accelerate's class that published scripts read -----------------------
+
+    @property
+    def _models(self) -> list[nn.Module]:
+        return self._run.prepared.models
+
+    @property
+    def _optimizers(self) -> list[PreparedOptimizer]:
+        return self._run.prepared.optimizers
+
+    @property
+    def _schedulers(self) -> list[PreparedScheduler]:
+        return self._run.prepared.schedulers
+
     # Cleanup -----------------------------------------------------------------------------
 
     def free_memory(self, *objects: Any) -> list[Any]:

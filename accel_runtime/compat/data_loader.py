@@ -65,7 +65,7 @@ def prepare_data_loader(  # noqa: PLR0913, PLR0917 - the signature scripts know
             generator; or the loader cannot be sharded exactly.
     """
     backend, accelerator = current_backend(), find_accelerator()
-    if accelerator is None:
+    if accelerator is None or accelerator._run.backend is not backend:  # noqa: SLF001 - of an earlier connection
         raise RuntimeError(
             "prepare_data_loader() needs an Accelerator, which knows the samples of each batch. Make the Accelerator first."
         )

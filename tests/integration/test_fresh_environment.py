@@ -30,6 +30,7 @@ FIRST_PAGES = (
 )
 NEEDS_A_PACKAGE = {
     "accel_runtime.backends.xla.": "torch_xla",
+    "accel_runtime.parallel.xla.": "torch_xla",
     "accel_cli.runner.xla_replicas": "torch_xla",
     "accel_runtime.monitoring.tracking.": "a tracker",
     "accel_cli.runs.report": "plotly",

@@ -633,3 +633,16 @@ def test_kwargs_handlers_take_effect(several):
         return ddp, accelerator.scaler.get_scale(), dtype
 
     assert several.run(read_effects) == [((True, True), 8.0, torch.float32)] * several.size
+
+
+def test_the_private_lists_that_published_scripts_read_are_those_of_the_run():
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    assert accelerator._models == [model]
+    assert accelerator._optimizers == [optimizer]
+    assert accelerator._schedulers == [scheduler]
+    accelerator._models.pop()  # scripts keep a model out of checkpoints
+    assert accelerator._models == []
