@@ -79,3 +79,27 @@ def test_a_failure_that_cannot_be_recorded_is_printed(tmp_path, monkeypatch):
     worker.record_failure(error, tmp_path / "full.json")
     assert not (tmp_path / "full.json").exists()
     assert screen.read_text() == "ValueError: no data\n"
+
+
+LEAVES_A_GROUP = """
+import atexit, torch.distributed as dist
+from accel_runtime.environment import threads
+threads.wait_for_threads = lambda *seconds: print("waits", *seconds)
+atexit.register(print, "function of the script")
+{group}
+"""
+GROUP = "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)"
+
+
+@pytest.mark.parametrize(
+    ("group", "waits"),
+    [(GROUP, ["waits 0.05 0.5"]), (f"{GROUP}; dist.destroy_process_group()", []), ("", [])],
+    ids=["an open group", "a destroyed group", "no group"],
+)
+def test_a_process_with_an_open_process_group_waits_for_its_threads_at_last(tmp_path, group, waits):
+    script = tmp_path / "train.py"
+    script.write_text(LEAVES_A_GROUP.format(group=group))
+    result = subprocess.run(
+        [sys.executable, WORKER, "script", script], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.splitlines() == ["function of the script", *waits]
