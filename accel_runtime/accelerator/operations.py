@@ -16,6 +16,7 @@ from accel_runtime.backends.base import Reduction
 from accel_runtime.collectives.calls import collective
 from accel_runtime.data import metrics
 from accel_runtime.foundation import nested
+from accel_runtime.foundation.options import RNG_TYPES
 from accel_runtime.training.compile import unwrap, unwrap_submodules
 
 __all__ = [
@@ -215,8 +216,8 @@ def synchronize_rng_state(rng_type: str | None = None, generator: torch.Generato
     Raises:
         ValueError: If the type is unknown, or only one of `rng_type="generator"` and `generator` is passed.
     """
-    if rng_type not in rng.RNG_TYPES:
-        raise ValueError(f"Invalid rng_type {rng_type!r}: expected one of {', '.join(rng.RNG_TYPES)}.")
+    if rng_type not in RNG_TYPES:
+        raise ValueError(f"Invalid rng_type {rng_type!r}: expected one of {', '.join(RNG_TYPES)}.")
     if (rng_type == "generator") != (generator is not None):
         raise ValueError(
             "rng_type='generator' needs the argument generator, and the other way round. Pass both or none."

@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
-from accel_runtime.backends.rng import parse_rng_types
 from accel_runtime.data.loader import LoaderOptions
 from accel_runtime.data.prepare import check_loader_configuration, loader_options
 from accel_runtime.environment.settings import (
@@ -36,6 +35,7 @@ from accel_runtime.foundation.options import (
     ProjectConfiguration,
     changed_fields,
     find_handlers,
+    parse_rng_types,
 )
 from accel_runtime.foundation.precision import FORMATS
 from accel_runtime.monitoring.profiling import ProfileKwargs

@@ -20,7 +20,6 @@ from accel_runtime.environment.text import encode_text
 
 __all__ = [
     "KINDS",
-    "RNG_TYPES",
     "IsolatedRNG",
     "are_equal",
     "broadcast_from_first",
@@ -31,16 +30,12 @@ __all__ = [
     "derive_rng_state",
     "fingerprint_states",
     "hash_text",
-    "parse_rng_types",
     "restore_rng_state",
     "restore_states",
     "set_seed",
     "to_bytes",
     "to_serializable",
 ]
-
-RNG_TYPES = ("generator", "torch", "cuda", "xpu", "xla")
-"""Values of `Accelerator(rng_types=...)`. Loaders always share their order, so `generator` has no effect."""
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
@@ -71,28 +66,21 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         torch.use_deterministic_algorithms(mode=True)
 
 
-def parse_rng_types(kinds: Iterable[str] | None) -> tuple[str, ...]:
-    """Return the kinds of generators in `rng_types`; raise ValueError if one is unknown."""
-    kinds = tuple(kinds or ())
-    for kind in kinds:
-        if kind not in RNG_TYPES:
-            raise ValueError(f"Invalid rng_types entry {kind!r}: expected one of {', '.join(RNG_TYPES)}.")
-    return kinds
-
-
 def broadcast_rng_types(kinds: Iterable[str], backend: Backend) -> None:
     """Set the states of the generators named in `kinds` (out of `RNG_TYPES`) to those of the first rank, on every rank."""
     for kind in kinds:
-        if kind == "xla":
-            if backend.device.type != "xla":
-                raise ValueError(
-                    f"Invalid rng_types: xla needs an XLA device, and the device is {backend.device}. Leave xla out."
-                )
+        if kind == "generator":
+            continue
+        module = torch if kind == "torch" else getattr(torch, kind, None)
+        if module is not None:
+            module.set_rng_state(backend.broadcast_object(module.get_rng_state(), f"random states of {kind}"))
+        elif kind == backend.device.type:
             state = backend.broadcast(backend.runtime.rng.get_rng_state(backend.device))
             backend.runtime.rng.set_rng_state(state, backend.device)
-        elif kind != "generator":
-            module = torch if kind == "torch" else getattr(torch, kind)
-            module.set_rng_state(backend.broadcast_object(module.get_rng_state(), f"random states of {kind}"))
+        else:
+            raise ValueError(
+                f"Invalid rng_types: {kind} needs a device of this type, and the device is {backend.device}. Leave {kind} out."
+            )
 
 
 KINDS = ("torch", "python", "numpy")

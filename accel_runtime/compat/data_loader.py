@@ -10,10 +10,9 @@ from torch.utils.data import DataLoader
 
 from accel_runtime.backends import current_backend, find_accelerator
 from accel_runtime.backends.base import Backend
-from accel_runtime.backends.rng import parse_rng_types
 from accel_runtime.data.loader import PreparedLoader, skip_first_batches
 from accel_runtime.data.prepare import loader_options, prepare_loader
-from accel_runtime.foundation.options import DataLoaderConfiguration
+from accel_runtime.foundation.options import DataLoaderConfiguration, parse_rng_types
 
 __all__ = ["DataLoaderDispatcher", "DataLoaderShard", "prepare_data_loader", "skip_first_batches"]
 

@@ -18,6 +18,7 @@ from typing_extensions import override
 from accel_runtime.environment.settings import find_nearest
 
 __all__ = [
+    "RNG_TYPES",
     "AutocastKwargs",
     "Configuration",
     "DDPCommunicationHookType",
@@ -32,6 +33,7 @@ __all__ = [
     "ProjectConfiguration",
     "changed_fields",
     "find_handlers",
+    "parse_rng_types",
 ]
 
 
@@ -409,3 +411,16 @@ def find_handlers(
             raise ValueError(f"kwargs_handlers contains several {kind.__name__}: at most one is allowed.")
         by_type[kind] = handler
     return by_type
+
+
+RNG_TYPES = ("generator", "torch", "cuda", "xpu", "xla")
+"""Values of `Accelerator(rng_types=...)`. Loaders always share their order, so `generator` has no effect."""
+
+
+def parse_rng_types(kinds: Iterable[str] | None) -> tuple[str, ...]:
+    """Return the kinds of generators in `rng_types`; raise ValueError if one is unknown."""
+    kinds = tuple(kinds or ())
+    for kind in kinds:
+        if kind not in RNG_TYPES:
+            raise ValueError(f"Invalid rng_types entry {kind!r}: expected one of {', '.join(RNG_TYPES)}.")
+    return kinds

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accel_runtime import Accelerator, utils
-from accel_runtime.backends.rng import RNG_TYPES
+from accel_runtime.foundation.options import RNG_TYPES
 
 
 def test_tensors_and_objects_of_all_ranks_are_gathered_and_reduced(ranks):
