@@ -18,9 +18,9 @@ from accel_runtime.foundation.heartbeat import call_site
 from accel_runtime.foundation.nested import has_dtensor
 from accel_runtime.foundation.options import DistributedType
 from accel_runtime.foundation.process_mesh import GroupFacts, ProcessMesh
-from accel_runtime.foundation.torch_internals import foreach_multiply, local_tensor
+from accel_runtime.foundation.torch_internals import foreach_multiply, local_tensor, version_of
 
-__all__ = ["ModelLayout", "ModelRequest", "Strategy", "UnscaleGradients", "unscale_any"]
+__all__ = ["GradientVersions", "ModelLayout", "ModelRequest", "Strategy", "UnscaleGradients", "unscale_any"]
 
 _LOG = logging.getLogger("accel_runtime.parallel")
 
@@ -28,6 +28,10 @@ _LOG = logging.getLogger("accel_runtime.parallel")
 Unscale = Callable[[Any], dict[torch.device, torch.Tensor]]
 """torch's function that unscales the gradients of an optimizer, and returns by device if there was an overflow."""
 UnscaleGradients = Callable[[torch.optim.Optimizer, Unscale], dict[torch.device, torch.Tensor]]
+
+
+GradientVersions = list[tuple[int, int] | None]
+"""Identity and version of each gradient."""
 
 
 def _leave_forward(_: nn.Module) -> None:
@@ -225,6 +229,11 @@ class Strategy:
 
         Called at the end of a cycle before gradients are read, scaled or used. Further calls in the same cycle do nothing.
         """
+
+    def read_gradient_versions(self, parameters: Sequence[nn.Parameter]) -> GradientVersions:
+        """Return a value for each gradient that changes whenever it is written or replaced; None without a gradient."""
+        gradients = [parameter.grad for parameter in parameters]
+        return [None if gradient is None else (id(gradient), version_of(gradient)) for gradient in gradients]
 
     def scale_gradients(self, parameters: Sequence[nn.Parameter], factor: torch.Tensor) -> None:
         """Multiply gradients by a factor (`[]`) in place; the parameters are of one model and one optimizer."""

@@ -14,8 +14,7 @@ from torch import nn
 from accel_runtime.backends.base import Backend
 from accel_runtime.foundation.module_names import named_parameters
 from accel_runtime.foundation.nested import has_dtensor
-from accel_runtime.foundation.torch_internals import version_of
-from accel_runtime.parallel.strategy import Strategy
+from accel_runtime.parallel.strategy import GradientVersions, Strategy
 from accel_runtime.training.accumulation import Accumulation
 from accel_runtime.training.optimizer import PreparedOptimizer
 from accel_runtime.training.precision import Precision
@@ -31,25 +30,17 @@ __all__ = [
 ]
 
 
-_Versions = list[tuple[int, int] | None]
-"""Identity and version of each gradient; they change whenever a gradient is written or replaced."""
-
-
 class ParameterGroup:
     """Parameters of the same model and optimizer, and the weights in their gradients."""
 
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        scale_gradients: Callable[[Sequence[nn.Parameter], torch.Tensor], None],
-    ) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], strategy: Strategy) -> None:
         self.parameters = parameters
-        self._scale_gradients = scale_gradients
+        self._strategy = strategy
         self.pending: torch.Tensor | None = None
         """Weights of this rank in gradients that are not divided yet; `[]`."""
         self.total: torch.Tensor | None = None
         """Weights of all ranks that the gradients have been divided by; `[]`."""
-        self._recorded: _Versions = []
+        self._recorded: GradientVersions = []
         self._is_sharded = any(hasattr(parameter, "device_mesh") for parameter in parameters)
 
     def begin_backward(self, unit: torch.Tensor) -> None:
@@ -60,7 +51,7 @@ class ParameterGroup:
         if self._versions() != self._recorded:
             self.pending = self.total = None
         if self.total is not None:
-            self._scale_gradients(self.parameters, self.total / unit)
+            self._strategy.scale_gradients(self.parameters, self.total / unit)
         self._recorded = self._versions()
 
     def end_backward(self, weight: torch.Tensor, *, synchronized: bool) -> None:
@@ -78,7 +69,7 @@ class ParameterGroup:
         self.total = reduced if self.total is None else self.total + reduced
         self.pending = None
         # Without an item on any rank, the gradients are zeros and remain zeros.
-        self._scale_gradients(self.parameters, torch.where(self.total > 0, unit / self.total, 0.0))
+        self._strategy.scale_gradients(self.parameters, torch.where(self.total > 0, unit / self.total, 0.0))
         self._recorded = self._versions()
 
     def set_weights(self, pending: torch.Tensor | None, total: torch.Tensor | None) -> None:
@@ -99,11 +90,10 @@ class ParameterGroup:
     @property
     def has_no_gradients(self) -> bool:
         """Return whether no parameter has a gradient."""
-        return all(parameter.grad is None for parameter in self.parameters)
+        return all(version is None for version in self._versions())
 
-    def _versions(self) -> _Versions:
-        grads = [parameter.grad for parameter in self.parameters]
-        return [None if grad is None else (id(grad), version_of(grad)) for grad in grads]
+    def _versions(self) -> GradientVersions:
+        return self._strategy.read_gradient_versions(self.parameters)
 
 
 class LossWeights:
@@ -232,12 +222,9 @@ def zero_loss(reachable: Callable[[], Iterable[nn.Parameter]], weight: LossWeigh
 def group_parameters(
     models: Sequence[nn.Module],
     optimizers: Sequence[PreparedOptimizer],
-    scale_gradients: Callable[[Sequence[nn.Parameter], torch.Tensor], None],
+    strategy: Strategy,
 ) -> list[ParameterGroup]:
-    """Return the parameters of models and optimizers, grouped by model and optimizer, each once.
-
-    `scale_gradients` is that of the strategy.
-    """
+    """Return the parameters of models and optimizers, grouped by model and optimizer, each once."""
     owners: dict[nn.Parameter, list[int | None]] = {}
     for index, model in enumerate(models):
         for parameter in model.parameters():
@@ -248,7 +235,7 @@ def group_parameters(
     members: dict[tuple[int | None, ...], list[nn.Parameter]] = {}
     for parameter, owner in owners.items():
         members.setdefault(tuple(owner), []).append(parameter)
-    return [ParameterGroup(parameters, scale_gradients) for parameters in members.values()]
+    return [ParameterGroup(parameters, strategy) for parameters in members.values()]
 
 
 def name_parameters(
@@ -385,7 +372,7 @@ class Gradients:
         models, optimizers = self._models, self._optimizers
         key = len(models), *(len(optimizer.param_groups) for optimizer in optimizers)
         if key != self._group_key:
-            self._groups = group_parameters(models, optimizers, self._strategy.scale_gradients)
+            self._groups = group_parameters(models, optimizers, self._strategy)
             self._group_key = key
         return self._groups
 

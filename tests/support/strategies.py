@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 
 import torch
+from support.engine_strategy import EngineStrategy
 
 from accel_runtime.backends import connect
 from accel_runtime.backends.device_runtime import DeviceRuntime
@@ -21,7 +22,10 @@ def build_local_strategy(device="cpu"):
     return Replicated(Single(Topology(), DeviceRuntime(torch.device(device))))
 
 
-def connect_strategy(**parallel):
-    """Return the strategy of this rank, with sizes of the parallel dimensions."""
-    settings = replace(Settings.from_env(os.environ), parallel=Parallel(**parallel))
+def connect_strategy(sizes=None):
+    """Return the strategy of this rank for sizes of the parallel dimensions; of `engine`, one with gradients of its own."""
+    settings = Settings.from_env(os.environ)
+    if sizes == "engine":
+        return EngineStrategy(connect(settings, Topology.from_env(os.environ)))
+    settings = replace(settings, parallel=Parallel(**(sizes or {})))
     return choose_strategy(connect(settings, Topology.from_env(os.environ)), settings)

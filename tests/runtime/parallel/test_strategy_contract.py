@@ -11,7 +11,6 @@ from support.strategies import connect_strategy
 from torch import nn
 
 from accel_runtime.environment.settings import Settings
-from accel_runtime.foundation.torch_internals import local_tensor
 from accel_runtime.parallel.strategy import ModelRequest
 
 CASES = {
@@ -22,6 +21,8 @@ CASES = {
     "fully_shard on 2 processes": (2, {"dp_shard": "auto"}),
     "fully_shard on 3 processes": (3, {"dp_shard": "auto"}),
     "tensor parallel": (2, {"tp": 2}),
+    "an engine on one process": (1, "engine"),
+    "an engine on 2 processes": (2, "engine"),
     "fully_shard and tensor parallel": (4, {"dp_shard": 2, "tp": 2}),
 }
 XLA_CASES = {name: (name, {}) for name in ("xla 1", "xla 2", "xla 4", "spmd 4")}
@@ -66,7 +67,7 @@ def build_model_and_batch():
 
 def prepare(sizes):
     """Return a strategy, its prepared model and optimizer, the rows of this rank, and the module of the script."""
-    strategy = connect_strategy(**sizes)
+    strategy = connect_strategy(sizes)
     module, batch = build_model_and_batch()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     (model,) = strategy.prepare([ModelRequest(module)], [optimizer])
@@ -116,7 +117,7 @@ def test_a_step_of_all_ranks_is_that_of_one_process(ranks, sizes):
 
 def test_an_optimizer_may_be_prepared_before_its_model(ranks, sizes):
     def train(sizes):
-        strategy = connect_strategy(**sizes)
+        strategy = connect_strategy(sizes)
         module, batch = build_model_and_batch()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
         strategy.prepare(optimizers=[optimizer])
@@ -152,6 +153,7 @@ def test_clipping_uses_the_norm_of_the_gradients_of_one_process(ranks, sizes):
         strategy, model, optimizer, rows = prepare(sizes)
         run_backward(strategy, model, rows)
         parameters = list(model.parameters())
+        strategy.finish_gradients()
         before = strategy.compute_norm(parameters, 2.0)
         clipped = strategy.clip_norm(parameters, 0.1, 2.0)
         after = strategy.compute_norm(parameters, 2.0)
@@ -172,11 +174,9 @@ def test_values_are_clamped_on_every_rank(ranks, sizes):
         run_backward(strategy, model, rows)
         strategy.clip_value(list(model.parameters()), 0.01)
         strategy.synchronize()
-        gradients = [local_tensor(p.grad).cpu() for p in model.parameters()]
-        return [gradient.abs().max().item() for gradient in gradients if gradient.numel()]
+        return float(strategy.compute_norm(list(model.parameters()), float("inf")))
 
-    values = [value for of_rank in ranks.run(clamp, sizes) for value in of_rank]
-    assert max(values) == pytest.approx(0.01)
+    assert ranks.run(clamp, sizes) == [pytest.approx(0.01)] * ranks.size
 
 
 def test_scaled_gradients_change_the_step_and_finishing_them_again_does_not(ranks, sizes):
@@ -225,7 +225,7 @@ def test_gradients_that_are_not_combined_yet_can_be_stored_and_restored(ranks, s
 
 def test_a_model_has_the_parameters_of_the_first_rank(ranks, sizes):
     def weights(sizes):
-        strategy = connect_strategy(**sizes)
+        strategy = connect_strategy(sizes)
         model, _ = build_model_and_batch()
         nn.init.constant_(model[0].weight, strategy.backend.topology.rank + 1)
         (prepared,) = strategy.prepare([ModelRequest(model)])
@@ -243,7 +243,7 @@ def test_a_prepared_model_is_unwrapped_to_that_of_the_script_and_described(ranks
         with strategy.no_sync(evaluated):
             layout = strategy.describe_model(model, None)
         same = strategy.unwrap_model(evaluated) is frozen
-        return names, same, bool(layout.wrapper), bool(layout.groups) is strategy.shards_models
+        return names, same, bool(layout.wrapper), bool(layout.groups) or not strategy.shards_models
 
     names = [name for name, _ in build_model_and_batch()[0].named_parameters()]
     assert ranks.run(unwrap, sizes) == [(names, True, True, True)] * ranks.size
@@ -251,7 +251,7 @@ def test_a_prepared_model_is_unwrapped_to_that_of_the_script_and_described(ranks
 
 def test_the_forward_pass_is_set_once_the_model_is_placed_and_before_it_is_wrapped(ranks, sizes):
     def prepare_forward(sizes):
-        strategy, seen = connect_strategy(**sizes), []
+        strategy, seen = connect_strategy(sizes), []
         module, _ = build_model_and_batch()
 
         def set_forward(model):
@@ -278,12 +278,53 @@ def test_the_state_of_replicas_is_restored(ranks, sizes):
 
 def test_options_of_ddp_are_honoured_or_refused(ranks, sizes):
     def check(sizes):
-        strategy = connect_strategy(**sizes)
+        strategy = connect_strategy(sizes)
         strategy.check_options({}, Settings().mixed_precision)
         try:
             strategy.check_options({"find_unused_parameters": True}, "no")
         except ValueError as error:
-            return "find_unused_parameters" in str(error) and strategy.shards_models
+            return "find_unused_parameters" in str(error)
         return not strategy.shards_models
 
     assert all(ranks.run(check, sizes))
+
+
+def train_in_cycles(accelerator, model, batch, *, weighted):
+    """Train two steps of two micro-batches each, with clipping; return the norms and the parameters."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    data, norms = accelerator._backend.data_rank, []
+    for step in range(2):
+        for micro_batch in batch.roll(step, 0).chunk(2):
+            with accelerator.accumulate(model):
+                rows = micro_batch.chunk(data.world_size)[data.rank]
+                weight = float(3 + len(norms) + rows[0, 0].abs()) if weighted else None
+                accelerator.backward(model(rows).square().mean(), weight)
+                if accelerator.sync_gradients:
+                    norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+                optimizer.step()
+                optimizer.zero_grad()
+    return norms, full_parameters(accelerator.unwrap_model(model))
+
+
+@pytest.mark.skipif(HERE is XLA_CASES, reason="replicas of torch_xla have a strategy of their own")
+@pytest.mark.parametrize("weighted", [False, True])
+def test_an_accelerator_trains_as_with_ddp_if_only_the_strategy_has_the_gradients(clusters, weighted):
+    def train(weighted):
+        from unittest import mock
+
+        from support.engine_strategy import EngineStrategy
+
+        from accel_runtime import Accelerator
+        from accel_runtime.accelerator import run
+
+        results = []
+        for choose in (run.choose_strategy, lambda backend, _: EngineStrategy(backend)):
+            with mock.patch.object(run, "choose_strategy", choose):
+                accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+            results.append(train_in_cycles(accelerator, *build_model_and_batch(), weighted=weighted))
+        return results
+
+    for (expected_norms, expected), (norms, actual) in clusters[2].run(train, weighted):
+        assert norms == pytest.approx(expected_norms, rel=1e-5)
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
