@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from accel_runtime import Accelerator
+from accel_runtime.foundation.options import GradScalerKwargs
 from accel_runtime.foundation.precision import FORMATS
 from accel_runtime.training.loss_scaler import LossScaler
 from accel_runtime.training.precision import AutocastForward, Precision
@@ -140,3 +141,16 @@ def test_float16_parameters_are_rejected_with_a_loss_scaler(mixed_precision, dty
             check(model.parameters())
     else:
         check(model.parameters())
+
+
+def test_a_model_can_be_copied_between_clipping_and_the_step():
+    handlers = [GradScalerKwargs(init_scale=8.0)]
+    accelerator = Accelerator(mixed_precision="fp16", cpu=True, kwargs_handlers=handlers)
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    average = copy.deepcopy(model)
+    optimizer.step()
+    assert not torch.equal(average.weight, model.weight)
+    assert average(torch.ones(1, 2)).dtype == torch.float32
