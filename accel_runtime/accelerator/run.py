@@ -1,4 +1,4 @@
-"""What the parts of an `Accelerator` share."""
+"""The record that the parts of an `Accelerator` share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a device executes: its random numbers, streams, copies of batches, and when recorded operations run."""
+"""Execution on a device: random numbers, streams, copies of batches, and recorded operations."""
 
 from __future__ import annotations
 

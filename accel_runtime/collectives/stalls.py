@@ -234,12 +234,15 @@ class RankMonitor:
 
     def _name_call(self, scope: str, counts: ProgressCounts) -> str:
         """Return the store key of the next call of an operation or group, equal on all ranks that make it."""
-        last, calls = self._calls.get(scope, (counts, 0))
-        return f"{scope}/{'-'.join(map(str, counts))}/{calls if last == counts else 0}"
+        return f"{scope}/{'-'.join(map(str, counts))}/{self._read_calls(scope, counts)}"
 
     def _count_call(self, scope: str, counts: ProgressCounts) -> None:
+        self._calls[scope] = counts, self._read_calls(scope, counts) + 1
+
+    def _read_calls(self, scope: str, counts: ProgressCounts) -> int:
+        """Return the number of calls of an operation or group at these counts."""
         last, calls = self._calls.get(scope, (counts, 0))
-        self._calls[scope] = counts, (calls if last == counts else 0) + 1
+        return calls if last == counts else 0
 
     def _announce(self, call: str) -> None:
         """Let the others see that this rank makes a call, and no earlier one."""

@@ -237,13 +237,6 @@ class Sharded(Strategy):
         restore_unsynced_gradients(models, gradients)
 
     @override
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        return self._set_sync(model, wanted=False)
-
-    @override
-    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        return self._set_sync(model, wanted=True)
-
     def _set_sync(self, model: nn.Module, *, wanted: bool) -> AbstractContextManager[None]:
         # The script may have compiled the model since.
         original = unwrap_module(model)

@@ -168,12 +168,15 @@ class Strategy:
         """
         loss.backward(**options)  # type: ignore[no-untyped-call]
 
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which backward passes of a prepared model do not combine gradients."""
-        return nullcontext()
+        return self._set_sync(model, wanted=False)
 
-    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which the next backward pass combines gradients, even after a forward pass in `no_sync`."""
+        return self._set_sync(model, wanted=True)
+
+    def _set_sync(self, model: nn.Module, *, wanted: bool) -> AbstractContextManager[None]:  # noqa: ARG002
         return nullcontext()
 
     def join(self, models: Sequence[Any]) -> AbstractContextManager[Any]:  # noqa: ARG002

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_runtime.backends.base import Backend
 from accel_runtime.foundation.module_names import named_parameters
 from accel_runtime.foundation.nested import has_dtensor
 from accel_runtime.parallel.strategy import GradientVersions, Strategy
@@ -103,8 +102,8 @@ class LossWeights:
     magnitude (fp16 would overflow). At its end, the gradients are divided by the weights of all ranks.
     """
 
-    def __init__(self, backend: Backend, accumulation: Accumulation) -> None:
-        self._backend = backend
+    def __init__(self, strategy: Strategy, accumulation: Accumulation) -> None:
+        self._strategy, self._backend = strategy, strategy.backend
         self._accumulation = accumulation
         self.unit: torch.Tensor | None = None
         """Common divisor of all weights inside backward passes, set by the first; `[]`."""
@@ -115,12 +114,10 @@ class LossWeights:
         weight: LossWeight,
         run: Callable[[torch.Tensor], None],
         groups: list[ParameterGroup],
-        finish_gradients: Callable[[], None],
     ) -> None:
         """Run the backward pass of a scalar loss that is a mean over `weight` items.
 
-        `run` runs the backward pass of the loss that it is passed; `groups` are equally many, in the same order, on all ranks;
-        `finish_gradients` is that of the strategy.
+        `run` runs the backward pass of the loss that it is passed; `groups` are equally many, in the same order, on all ranks.
         """
         if self.unit is None:  # the expected sum of the weights of the first cycle: `[]`
             total = self._backend.all_reduce_async(weight.amount * self._accumulation.steps)()
@@ -142,7 +139,7 @@ class LossWeights:
             group.end_backward(weight.amount, synchronized=finish_sum is not None)
         if finish_sum is None:
             return
-        finish_gradients()
+        self._strategy.finish_gradients()
         *sums, weight_sum = finish_sum().unbind()
         for group, pending, reduced in zip(groups, pending_before, sums, strict=True):
             if group.has_weights:
@@ -289,7 +286,7 @@ class Gradients:
         self._accumulation = accumulation
         self._precision = precision
         self._strategy = strategy
-        self.weights = LossWeights(strategy.backend, accumulation)
+        self.weights = LossWeights(strategy, accumulation)
         """Weights of losses that have one."""
         self._models = models
         self._optimizers = optimizers
@@ -343,8 +340,7 @@ class Gradients:
             with zero_loss(self._reachable_parameters, loss_weight):
                 self._run_backward(weighted_loss, options)
 
-        finish = self._strategy.finish_gradients
-        self.weights.backward(loss, loss_weight, run, self.find_groups(), finish)
+        self.weights.backward(loss, loss_weight, run, self.find_groups())
 
     def _run_backward(self, loss: torch.Tensor, options: Mapping[str, Any]) -> None:
         self._strategy.backward(self._precision.begin_backward(loss), options)

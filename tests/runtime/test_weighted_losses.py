@@ -328,14 +328,14 @@ def test_a_weight_on_the_device_is_selected_without_reading_its_value():
 
     model, accumulation = build_model(), Accumulation(3)
     strategy = connect_strategy()
-    weights = LossWeights(strategy.backend, accumulation)
+    weights = LossWeights(strategy, accumulation)
     groups = group_parameters([model], [], strategy)
     batches = [build_text(0, [3, 4]), build_text(1, [0, 0]), build_text(2, [9, 1])]
     for batch in batches:
         accumulation.advance(is_last=False)
         unknown = LossWeight(torch.tensor(float(count_tokens(batch))), is_zero=None)
         run = partial(silent_backward, model, unknown)
-        weights.backward(mean_loss(model, batch), unknown, run, groups, strategy.finish_gradients)
+        weights.backward(mean_loss(model, batch), unknown, run, groups)
     assert relative_error(flatten_gradients(model), compute_reference([batches[0], batches[2]])) <= BAR
 
 

@@ -67,14 +67,6 @@ class SingleReplica(Strategy):
     def move_model(self, model: nn.Module) -> nn.Module:
         return move_model(model, self.backend.device)
 
-    @override
-    def wrap_model(self, model: nn.Module, ddp_options: Mapping[str, Any]) -> nn.Module:
-        return model
-
-    @override
-    def describe_model(self, model: nn.Module, autocast_dtype: torch.dtype | None) -> ModelLayout:
-        return ModelLayout("none")
-
 
 class _ReplicaModels(threading.local):
     """The models of a replica, which may be one of several threads of a process."""
@@ -132,13 +124,6 @@ class Replicas(SingleReplica):
         )
 
     @override
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        return self._set_sync(model, wanted=False)
-
-    @override
-    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        return self._set_sync(model, wanted=True)
-
     def _set_sync(self, model: nn.Module, *, wanted: bool) -> AbstractContextManager[None]:
         averaging = self._averaging.get(model)
         return nullcontext() if averaging is None else averaging.set_sync(wanted=wanted)

@@ -13,7 +13,6 @@ from typing_extensions import override
 from accel_runtime.backends.base import Backend
 from accel_runtime.backends.xla.library import SpmdFullyShardedDataParallel
 from accel_runtime.backends.xla.spmd import DeviceSharding
-from accel_runtime.parallel.strategy import ModelLayout
 from accel_runtime.parallel.xla.replicas import SingleReplica
 
 __all__ = ["ShardedOverDevices"]
@@ -53,11 +52,6 @@ class ShardedOverDevices(SingleReplica):
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         is_wrapped = isinstance(model, SpmdFullyShardedDataParallel)
         return model.get_submodule("_orig_module") if is_wrapped else model
-
-    @override
-    def describe_model(self, model: nn.Module, autocast_dtype: torch.dtype | None) -> ModelLayout:
-        is_wrapped = isinstance(model, SpmdFullyShardedDataParallel)
-        return ModelLayout(type(model).__name__ if is_wrapped else "none")
 
     @override
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
