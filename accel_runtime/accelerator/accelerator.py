@@ -843,6 +843,13 @@ class Accelerator(ProcessMethods):
         """Return the directories of the project."""
         return self._run.options.project
 
+    @project_configuration.setter
+    def project_configuration(self, _: ProjectConfiguration) -> None:
+        raise RuntimeError(
+            "Cannot set Accelerator.project_configuration: the directories of the project are in use. Pass "
+            "Accelerator(project_config=...), or assign to its fields."
+        )
+
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
         """Return the configuration of loaders; assigned fields take effect for loaders prepared later."""

@@ -63,3 +63,12 @@ def test_save_writes_on_the_first_process_or_the_first_of_every_node(pair, tmp_p
 
     pair.run(save, tmp_path, each)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{rank}.pt" for rank in writers]
+
+
+def test_another_project_configuration_is_refused_with_the_cure():
+    accelerator = Accelerator()
+    with pytest.raises(
+        RuntimeError, match=r"in use. Pass Accelerator\(project_config=...\), or assign to its fields"
+    ):
+        accelerator.project_configuration = ProjectConfiguration()
+    accelerator.project_configuration.total_limit = 2
