@@ -11,7 +11,7 @@ import torch
 
 from accel_runtime.foundation import nested
 from accel_runtime.foundation.nested import is_strided_tensor
-from accel_runtime.foundation.steps import EpochIterator, StepInfo
+from accel_runtime.foundation.steps import EpochProgress, StepInfo
 
 __all__ = ["StreamCopies", "copy_each", "prefetch_batches"]
 
@@ -100,12 +100,12 @@ class _PrefetchedBatch(NamedTuple):
 
     batch: Any
     step_info: StepInfo | None
-    state: dict[str, Any]
+    state: Any
 
 
 def prefetch_batches(
-    batches_of: Callable[[EpochIterator], Iterator[Any]],
-    epoch: EpochIterator,
+    batches_of: Callable[[EpochProgress], Iterator[Any]],
+    epoch: EpochProgress,
     build_carrier: Callable[[], Carrier],
 ) -> Iterator[Any]:
     """Yield the batches of an epoch on the device, fetching and copying one ahead.
@@ -113,7 +113,7 @@ def prefetch_batches(
     Batches are fetched in the script's thread, so random numbers are drawn in order. An error in fetching a batch is raised
     after the batch before it.
     """
-    ahead = EpochIterator(epoch.epoch)
+    ahead = EpochProgress(epoch.epoch)
     batches, carrier = batches_of(ahead), build_carrier()
 
     def fetch() -> _PrefetchedBatch | Exception | None:
@@ -124,24 +124,24 @@ def prefetch_batches(
             carrier.put(batch)
         except Exception as error:  # noqa: BLE001 - raised after the current batch
             return error
-        return _PrefetchedBatch(batch, ahead.step_info, ahead.state_dict())
+        return _PrefetchedBatch(batch, ahead.step_info, ahead.state())
 
     try:
         following = fetch()
         if not isinstance(following, _PrefetchedBatch):
-            epoch.read_states_from(_return_offset(ahead.state_dict()))  # the start of the epoch
+            epoch.read_states_from(_return_state(ahead.state()))  # the start of the epoch
         while following is not None:
             if isinstance(following, Exception):
                 raise following
             current, following = following, fetch()
             batch = carrier.take(current.batch)
             epoch.advance(current.step_info)
-            epoch.read_states_from(_return_offset(current.state))
+            epoch.read_states_from(_return_state(current.state))
             yield batch
     finally:
         following = None  # an exception references this frame, and a cycle would keep loader workers alive until garbage collection
         carrier.close()
 
 
-def _return_offset(position: dict[str, Any]) -> Callable[[StepInfo | None], dict[str, Any]]:
-    return lambda _: position
+def _return_state(state: Any) -> Callable[[StepInfo | None], Any]:
+    return lambda _: state

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accel_runtime.foundation.steps import EpochIterator
+from accel_runtime.foundation.steps import EpochProgress
 
 __all__ = ["DeviceRuntime"]
 
@@ -55,8 +55,8 @@ class DeviceRuntime:
 
     def iterate_batches(
         self,
-        batches_of: Callable[[EpochIterator], Iterator[Any]],
-        epoch: EpochIterator,
+        batches_of: Callable[[EpochProgress], Iterator[Any]],
+        epoch: EpochProgress,
         *,
         to_device: bool,  # noqa: ARG002 - for devices that compute lazily
         loaded_by_workers: bool,  # noqa: ARG002

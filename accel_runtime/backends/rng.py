@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
-import ctypes
+import copy
 import hashlib
 import importlib
 import importlib.util
 import random
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
 
 import torch
+from torch import Generator
 
 from accel_runtime.backends import current_data_rank, seed_device
 from accel_runtime.backends.base import Backend
 from accel_runtime.environment.text import encode_text
+from accel_runtime.storage.schema import Count, Rule
 
 __all__ = [
     "KINDS",
     "IsolatedRNG",
-    "are_equal",
+    "NumPyState",
+    "ProcessRandomStates",
+    "PythonState",
+    "RandomStates",
     "broadcast_from_first",
     "broadcast_rng_types",
-    "capture_rng_state",
-    "capture_states",
-    "current_states",
-    "derive_rng_state",
-    "fingerprint_states",
+    "derive_random_states",
     "hash_text",
-    "restore_rng_state",
-    "restore_states",
     "set_seed",
-    "to_bytes",
-    "to_serializable",
 ]
 
 
@@ -86,138 +85,110 @@ def broadcast_rng_types(kinds: Iterable[str], backend: Backend) -> None:
 KINDS = ("torch", "python", "numpy")
 """Global generators that samplers, datasets and transforms draw from."""
 
-States = dict[str, Any]
-"""States of generators by kind; those of a loader's own generators are a list under `generators`."""
+
+@dataclass(frozen=True)
+class PythonState:
+    """State of Python's `random`."""
+
+    version: int
+    words: bytes
+    """Numbers of the Mersenne Twister, 4 bytes each in native order."""
+    gauss: float | None = None
+    """The second number of a pair with normal distribution, if it was not drawn yet."""
 
 
-def capture_states(generators: Sequence[torch.Generator] = (), kinds: Sequence[str] = KINDS) -> States:
-    """Return the states of the global generators in `kinds`, and of `generators`, in a form that can be saved."""
-    return {"generators": [generator.get_state() for generator in generators]} | to_serializable(
-        current_states(kinds)
-    )
+@dataclass(frozen=True)
+class NumPyState:
+    """State of NumPy's global generator; see `numpy.random.get_state`."""
+
+    name: str
+    words: bytes
+    """Numbers of the Mersenne Twister, 4 bytes each in native order."""
+    offset: int
+    has_gauss: int
+    gauss: float
 
 
-def to_bytes(states: States) -> States:
-    """Return the result of `current_states` without tensors, which another process would receive in shared memory."""
-    return states | ({"torch": states["torch"].numpy().tobytes()} if "torch" in states else {})
+@dataclass(frozen=True)
+class RandomStates:
+    """States of random generators, as plain values that can be compared, sent and saved.
 
-
-def to_serializable(states: States) -> States:
-    """Return the result of `current_states` or `to_bytes` in a form that can be saved."""
-    states = dict(states)
-    if isinstance(states.get("torch"), bytes):
-        states["torch"] = torch.frombuffer(bytearray(states["torch"]), dtype=torch.uint8)
-    if "python" in states:
-        version, numbers, spare = states["python"]
-        states["python"] = [version, list(numbers), spare]
-    if "numpy" in states:
-        name, keys, *rest = states["numpy"]
-        states["numpy"] = [name, torch.from_numpy(keys.astype("int64")), *rest]
-    return states
-
-
-def restore_states(states: States, generators: Sequence[torch.Generator] = ()) -> None:
-    """Restore the result of `capture_states`; generators without a state in it do not change."""
-    for generator, state in zip(generators, states.get("generators", ()), strict=False):
-        generator.set_state(state)
-    global_states = {kind: states[kind] for kind in KINDS if kind in states}
-    if "python" in global_states:
-        version, numbers, spare = global_states["python"]
-        global_states["python"] = (version, tuple(numbers), spare)
-    if "numpy" in global_states:
-        name, keys, *rest = global_states["numpy"]
-        global_states["numpy"] = (name, keys.numpy().astype("uint32"), *rest)
-    _set_states(global_states)
-
-
-def are_equal(states: States, others: States) -> bool:
-    """Return whether two results of `current_states` are equal."""
-    if states.keys() != others.keys() or states.get("python") != others.get("python"):
-        return False
-    pairs = zip(states.get("numpy", ()), others.get("numpy", ()), strict=True)
-    numpys = all(
-        bool((first == second).all()) if hasattr(first, "all") else first == second for first, second in pairs
-    )
-    return numpys and ("torch" not in states or torch.equal(states["torch"], others["torch"]))
-
-
-def broadcast_from_first(states: States, backend: Backend) -> States:
-    """Return the first rank's states; they are sent only if fingerprints differ.
-
-    If all ranks have the same, the very dict that was passed is returned on every rank, otherwise another one.
-    """
-    if backend.topology.world_size == 1:
-        return states
-    fingerprints = backend.all_gather_numbers([fingerprint_states(states)], "random states")
-    if len(set(fingerprints)) == 1:
-        return states
-    return dict(backend.broadcast_object(states, "random states"))
-
-
-class IsolatedRNG:
-    """Random states that are set inside `with`, and continue where the last `with` ended.
-
-    Args:
-        states: The result of `capture_states`; by default the current ones. A loader's own generators are ignored.
-        current: The result of `capture_states` for the current states. A generator that is in its state already is then
-            not isolated, so that it is drawn from as without accel.
+    A generator without a state keeps the one that it has when states are restored.
     """
 
-    def __init__(self, states: States | None = None, current: States | None = None) -> None:
-        kinds = [kind for kind in KINDS if states is None or kind in states]
-        if states is not None and current is not None:
-            same = states is current
-            kinds = [
-                kind for kind in kinds if not same and _describe(states[kind]) != _describe(current.get(kind))
-            ]
-        previous = current_states(kinds)
-        if states is not None:
-            restore_states({kind: states[kind] for kind in kinds})
-        self._kinds = kinds
-        self._states = current_states(kinds)
-        self._inside = False
-        _set_states(previous)
+    torch: bytes | None = None
+    """State of torch's global generator on the CPU."""
+    python: PythonState | None = None
+    numpy: NumPyState | None = None
+    """None if NumPy is not loaded."""
+    generators: tuple[bytes, ...] = ()
+    """States of a loader's own generators."""
 
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Set these states, and restore the others at the end; nested contexts change nothing."""
-        if self._inside or not self._kinds:
-            yield
-            return
-        previous = current_states(self._kinds)
-        self.take_over()
-        self._inside = True
-        try:
-            yield
-        finally:
-            self._inside = False
-            self._states = current_states(self._kinds)
-            _set_states(previous)
+    @classmethod
+    def capture(cls, generators: Sequence[Generator] = (), kinds: Sequence[str] = KINDS) -> RandomStates:
+        """Return the current states of the global generators in `kinds`, and of `generators`."""
+        numpy = _numpy_random() if "numpy" in kinds else None
+        return cls(
+            torch.get_rng_state().numpy().tobytes() if "torch" in kinds else None,
+            _capture_python() if "python" in kinds else None,
+            None if numpy is None else _capture_numpy(numpy),
+            tuple(generator.get_state().numpy().tobytes() for generator in generators),
+        )
 
-    def take_over(self) -> None:
-        """Set these states permanently."""
-        _set_states(self._states)
+    def restore_generators(self, generators: Sequence[Generator]) -> None:
+        """Set the states of a loader's own generators, in the order of the capture."""
+        for generator, state in zip(generators, self.generators, strict=False):
+            generator.set_state(_to_tensor(state))
+
+    def restore(self) -> None:
+        """Set the states of the global generators."""
+        if self.torch is not None:
+            torch.set_rng_state(_to_tensor(self.torch))
+        if self.python is not None:
+            words = array("I", self.python.words)
+            random.setstate((self.python.version, tuple(words), self.python.gauss))
+        if self.numpy is not None and (numpy := _numpy_random()):
+            state = self.numpy
+            words = sys.modules["numpy"].frombuffer(state.words, "uint32")
+            numpy.set_state((state.name, words, state.offset, state.has_gauss, state.gauss))
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Return the global generators that have a state, a subset of `KINDS`."""
+        return tuple(kind for kind in KINDS if getattr(self, kind) is not None)
+
+    def select(self, kinds: Sequence[str]) -> RandomStates:
+        """Return the states of these global generators only."""
+        return RandomStates(**{kind: getattr(self, kind) for kind in kinds})
+
+    def select_generators(self) -> RandomStates:
+        """Return the states of the loader's own generators only."""
+        return RandomStates(generators=self.generators)
+
+    def update(self, others: RandomStates) -> RandomStates:
+        """Return these states, with those that `others` has in their place."""
+        present = {kind: getattr(others, kind) for kind in others.kinds}
+        return replace(self, **present, generators=others.generators or self.generators)
+
+    @property
+    def fingerprint(self) -> int:
+        """Return a 64-bit hash of the states."""
+        return _hash(self)
 
 
-def current_states(kinds: Sequence[str] = KINDS) -> States:
-    """Return the current states, quickly, in a form that cannot be saved."""
-    states: States = {}
-    if "torch" in kinds:
-        states["torch"] = torch.get_rng_state()
-    if "python" in kinds:
-        states["python"] = random.getstate()
-    if "numpy" in kinds and (numpy := _numpy_random()):
-        states["numpy"] = numpy.get_state()
-    return states
+def _hash(states: object) -> int:
+    digest = hashlib.blake2b(encode_text(repr(states)), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
-def _set_states(states: States) -> None:
-    if "torch" in states:
-        torch.set_rng_state(states["torch"])
-    if "python" in states:
-        random.setstate(states["python"])
-    if "numpy" in states and (numpy := _numpy_random()):
-        numpy.set_state(states["numpy"])
+def _capture_python() -> PythonState:
+    version, words, gauss = random.getstate()
+    return PythonState(version, array("I", words).tobytes(), gauss)
+
+
+def _capture_numpy(module: Any) -> NumPyState:
+    name, words, offset, has_gauss, gauss = module.get_state()
+    return NumPyState(str(name), words.tobytes(), int(offset), int(has_gauss), float(gauss))
 
 
 def _numpy_random() -> Any:
@@ -226,11 +197,62 @@ def _numpy_random() -> Any:
     return None if numpy is None else numpy.random
 
 
-def fingerprint_states(states: States) -> int:
-    """Return a 64-bit hash of states."""
-    text = "".join(f"{kind}{_describe(states[kind])}" for kind in sorted(states))
-    digest = hashlib.blake2b(encode_text(text), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
+def _to_tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+def broadcast_from_first(states: RandomStates, backend: Backend) -> RandomStates:
+    """Return the first rank's states; they are sent only if fingerprints differ.
+
+    If all ranks have the same, the very object that was passed is returned on every rank, otherwise another one.
+    """
+    if backend.topology.world_size == 1:
+        return states
+    fingerprints = backend.all_gather_numbers([states.fingerprint], "random states")
+    if len(set(fingerprints)) == 1:
+        return states
+    first: RandomStates = backend.broadcast_object(states, "random states")
+    return copy.copy(first)
+
+
+class IsolatedRNG:
+    """Random states that are set inside `with`, and continue where the last `with` ended.
+
+    Args:
+        states: The states; by default the current ones. A loader's own generators are ignored.
+        current: The current states. A generator that is in its state already is then not isolated, so that it is drawn from
+            as without accel.
+    """
+
+    def __init__(self, states: RandomStates | None = None, current: RandomStates | None = None) -> None:
+        if states is None:
+            states = RandomStates.capture()
+        kinds = states.kinds
+        if current is not None:
+            kinds = tuple(kind for kind in kinds if getattr(states, kind) != getattr(current, kind))
+        self._kinds = kinds
+        self._states = states.select(kinds)
+        self._inside = False
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Set these states, and restore the others at the end; nested contexts change nothing."""
+        if self._inside or not self._kinds:
+            yield
+            return
+        previous = RandomStates.capture(kinds=self._kinds)
+        self.take_over()
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
+            self._states = RandomStates.capture(kinds=self._kinds)
+            previous.restore()
+
+    def take_over(self) -> None:
+        """Set these states permanently."""
+        self._states.restore()
 
 
 def hash_text(text: str) -> int:
@@ -238,73 +260,75 @@ def hash_text(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(encode_text(text), digest_size=8).digest(), "little") >> 1
 
 
-def _describe(part: Any) -> str:
-    """Return text that differs if states differ."""
-    if isinstance(part, torch.Tensor):
-        return hashlib.blake2b(ctypes.string_at(part.data_ptr(), part.nbytes)).hexdigest()
-    return " ".join(map(_describe, part)) if isinstance(part, (list, tuple)) else repr(part)
+_Kind = Annotated[str, Rule("the name of a generator", lambda kind: kind.isidentifier())]
 
 
-Tree = dict[str, Any]
-"""States by kind (`torch`, `python`, `numpy`, device type), or `{"seed": number}` to start a stream."""
+@dataclass(frozen=True)
+class ProcessRandomStates:
+    """States of all generators of a process, or seeds to start them with after a change of the number of processes."""
 
+    states: RandomStates
+    device: Mapping[_Kind, bytes] = field(default_factory=dict)
+    """State of the generator of the device, by the type of the device; empty on the CPU."""
+    seeds: Mapping[_Kind, Count] = field(default_factory=dict)
+    """Seeds of generators that start anew, by kind: `torch`, `python`, `numpy`, or a type of device."""
 
-def capture_rng_state(device: torch.device, module: Any = None) -> Tree:
-    """Return the generator states of this process, including that of its device.
+    @property
+    def fingerprint(self) -> int:
+        """Return a 64-bit hash of the states."""
+        return _hash(self)
 
-    `module` provides the device's generator like the device modules of torch.
-    """
-    states = capture_states()
-    del states["generators"]
-    version, words, spare = states["python"]
-    states["python"] = [version, torch.tensor(words), spare]
-    if device.type != "cpu":
+    @classmethod
+    def capture(cls, device: torch.device, module: Any = None) -> ProcessRandomStates:
+        """Return the states of this process; `module` has the device's generator, as the device modules of torch do."""
+        states = RandomStates.capture()
+        if device.type == "cpu":
+            return cls(states)
         module = module or torch.get_device_module(device)
-        states[device.type] = module.get_rng_state(*_device_argument(device))
-    return states
+        state = module.get_rng_state(*_device_argument(device))
+        return cls(states, {device.type: state.cpu().numpy().tobytes()})
 
+    def restore(self, device: torch.device, module: Any = None) -> None:
+        """Set the states; generators without one keep theirs.
 
-def restore_rng_state(tree: Tree, device: torch.device, module: Any = None) -> None:
-    """Restore states from `capture_rng_state` or `derive_rng_state`; missing kinds keep theirs.
-
-    If the generator of this kind of device was not saved, it is seeded from the state of torch's CPU generator.
-    """
-    seeds = {kind: state["seed"] for kind, state in tree.items() if isinstance(state, dict)}
-    states = {kind: state for kind, state in tree.items() if kind not in seeds}
-    if "numpy" in tree and importlib.util.find_spec("numpy") is not None:
-        importlib.import_module("numpy.random")  # a later import would start a new stream
-    if "python" in states:
-        version, words, spare = states["python"]
-        states["python"] = [version, words.tolist(), spare]
-    restore_states({kind: states[kind] for kind in KINDS if kind in states})
-    if device.type != "cpu":
+        If the generator of this type of device was not saved, it is seeded from the state of torch's CPU generator.
+        """
+        has_numpy = self.states.numpy is not None or "numpy" in self.seeds
+        if has_numpy and importlib.util.find_spec("numpy") is not None:
+            importlib.import_module("numpy.random")  # a later import would start a new stream
+        self.states.restore()
+        for kind in KINDS:
+            if kind in self.seeds:
+                _seed_global(kind, self.seeds[kind])
+        if device.type == "cpu":
+            return
         module = module or torch.get_device_module(device)
-        if device.type in states:
-            module.set_rng_state(states[device.type], *_device_argument(device))
-        elif device.type not in seeds:
-            fingerprint = fingerprint_states({"torch": tree.get("torch")})
-            seeds[device.type] = hash_text(repr((device.type, fingerprint)))
-    for kind, seed in seeds.items():
-        if kind == device.type != "cpu":
-            module.manual_seed(seed)
-        elif kind in KINDS:
-            _seed_global(kind, seed)
+        if device.type in self.device:
+            module.set_rng_state(_to_tensor(self.device[device.type]), *_device_argument(device))
+            return
+        fingerprint = self.states.select(("torch",)).fingerprint
+        module.manual_seed(self.seeds.get(device.type, hash_text(repr((device.type, fingerprint)))))
 
 
-def derive_rng_state(trees: Sequence[Tree], rank: int, world_size: int) -> Tree:
+def derive_random_states(
+    saved: Sequence[ProcessRandomStates], rank: int, world_size: int
+) -> ProcessRandomStates:
     """Return the states of a rank of another world size, from those of the old ranks in order.
 
     A stream that was equal on several ranks is kept on all. Any other is seeded anew on each rank, from all the
     old states, the rank and the world size.
     """
-    derived: Tree = {}
-    for kind in dict.fromkeys(kind for tree in trees for kind in tree):
-        states = [tree.get(kind) for tree in trees]
-        fingerprints = [None if state is None else fingerprint_states({kind: state}) for state in states]
-        is_equal = len(fingerprints) > 1 and len(set(fingerprints)) == 1
-        seed = hash_text(repr((kind, fingerprints, rank, world_size)))
-        derived[kind] = states[0] if is_equal else {"seed": seed}
-    return derived
+    kept: dict[str, Any] = {}
+    device: dict[str, bytes] = {}
+    seeds: dict[str, int] = {}
+    kinds = dict.fromkeys(kind for each in saved for kind in (*each.states.kinds, *each.device))
+    for kind in kinds:
+        states: list[Any] = [each.device.get(kind, getattr(each.states, kind, None)) for each in saved]
+        if len(states) > 1 and len(set(states)) == 1:
+            (device if kind in saved[0].device else kept)[kind] = states[0]
+        else:
+            seeds[kind] = hash_text(repr((kind, _hash(states), rank, world_size)))
+    return ProcessRandomStates(RandomStates(**kept), device, seeds)
 
 
 def _seed_global(kind: str, seed: int) -> None:
@@ -312,7 +336,7 @@ def _seed_global(kind: str, seed: int) -> None:
         random.seed(seed)
     elif kind == "torch":
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the devices too
-    else:
+    elif importlib.util.find_spec("numpy") is not None:
         importlib.import_module("numpy").random.seed([seed & 0xFFFFFFFF, seed >> 32])
 
 

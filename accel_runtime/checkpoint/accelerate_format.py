@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -13,10 +14,21 @@ from typing import Any
 
 import torch
 
-from accel_runtime.backends.rng import derive_rng_state
+from accel_runtime.backends.rng import (
+    NumPyState,
+    ProcessRandomStates,
+    PythonState,
+    RandomStates,
+    derive_random_states,
+)
 from accel_runtime.checkpoint.serialization import serialize
 from accel_runtime.checkpoint.state_items import ModelItem, StateItem
-from accel_runtime.checkpoint.training_state import TrainingState
+from accel_runtime.checkpoint.training_state import (
+    AccumulationState,
+    RNGItemState,
+    StepCountState,
+    TrainingState,
+)
 from accel_runtime.export.load_model import find_weights, list_shards
 from accel_runtime.export.objects import read_pickle
 from accel_runtime.export.save_model import add_aliases
@@ -29,17 +41,18 @@ from accel_runtime.storage.errors import (
     format_names,
 )
 from accel_runtime.storage.manifest import Checkpoint, Manifest, TensorEntry
+from accel_runtime.storage.schema import write_record
 from accel_runtime.training.accumulation import Accumulation
 from accel_runtime.training.gradients import numbered_name
 
 __all__ = [
     "read_accelerate_checkpoint",
-    "read_rng_states",
+    "read_random_states",
     "restore_accelerate_checkpoint",
 ]
 
 _LOG = logging.getLogger("accel_runtime.checkpoint")
-_UNCHECKED = {"loader", "window", "counters", "random", "replicas"}
+_UNCHECKED = {"loader", "accumulation", "step_counts", "random", "replicas"}
 """Items that Accelerate does not write, or in another form."""
 
 
@@ -68,7 +81,7 @@ def _plan_restore(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the states to restore by item, and reasons for what is not restored."""
     path, topology = checkpoint.path, run.backend.topology
-    trees = {name: tree for name, tree in checkpoint.items.items() if name != "counters"}
+    trees = dict(checkpoint.items)
     for item in items:
         if isinstance(item, ModelItem) and item.name in trees:
             state = run.backend.runtime.state_to_host(item.tree())
@@ -78,15 +91,17 @@ def _plan_restore(
     errors = []
     if checkpoint.world_size not in {0, topology.world_size}:
         try:
-            streams = read_rng_states(path, run.backend.device)
-            trees["random"] = derive_rng_state(streams, topology.rank, topology.world_size)
+            saved = read_random_states(path, run.backend.device)
+            derived = derive_random_states(saved, topology.rank, topology.world_size)
+            trees["random"] = write_record(RNGItemState(derived))
         except CheckpointError as error:
             errors = [f"random: {error}"]
             trees.pop("random", None)
-    trees["counters"] = {"steps": [_count_steps(trees, index) for index in range(len(run.optimizers))]}
+    steps = tuple(_count_steps(trees, index) for index in range(len(run.optimizers)))
+    trees["step_counts"] = write_record(StepCountState(steps))
     # The state between two accumulation cycles.
-    fresh = Accumulation(run.accumulation.plugin).state_dict()
-    trees["window"] = {"accumulation": fresh, "unit": None, "used": [], "gradients": {}, "weights": {}}
+    fresh = Accumulation(run.accumulation.plugin).capture_cycle()
+    trees["accumulation"] = write_record(AccumulationState(fresh))
     mismatches = list(dict.fromkeys([*_find_mismatches(checkpoint, trees, items), *errors]))
     if mismatches and strict:
         listed = "\n".join(f"  {sentence}" for sentence in mismatches)
@@ -94,10 +109,10 @@ def _plan_restore(
             f"{path} does not fit this run, and nothing was loaded. Pass strict=False to leave out:\n{listed}"
         )
     lost = [f"{skipped.item}: {skipped.reason}" for skipped in checkpoint.refused if skipped.item == "loader"]
-    micro_batches = checkpoint.items.get("counters", {}).get("step", 0) % run.accumulation.steps
+    micro_batches = checkpoint.step % run.accumulation.steps
     if micro_batches:
         lost.append(
-            f"window: the checkpoint was saved {micro_batches} micro-batches into an accumulation cycle, and Accelerate does not "
+            f"accumulation: the checkpoint was saved {micro_batches} micro-batches into an accumulation cycle, and Accelerate does not "
             "save their gradients; a new cycle begins"
         )
     return trees, [*mismatches, *lost]
@@ -106,11 +121,11 @@ def _plan_restore(
 def _find_mismatches(
     checkpoint: AccelerateCheckpoint, trees: Mapping[str, Any], items: Sequence[StateItem]
 ) -> list[str]:
-    # Every checkpoint of Accelerate lacks loader and counters, and another world size needs no random states.
+    # Every checkpoint of Accelerate lacks loaders and step counts, and another world size needs no random states.
     refused = [
         skipped
         for skipped in checkpoint.refused
-        if skipped.item not in {"loader", "counters"} and (skipped.item != "random" or skipped.file)
+        if skipped.item not in {"loader", "step_counts"} and (skipped.item != "random" or skipped.file)
     ]
     reasons = [f"{skipped.item}: {skipped.reason}" for skipped in refused]
     names, refused_items = {item.name for item in items}, {skipped.item for skipped in refused}
@@ -165,7 +180,7 @@ class AccelerateCheckpoint:
 
     path: Path
     items: Mapping[str, Any]
-    """State trees by item: `model`, `model_1`, `optimizer`, `scheduler`, `scaler`, `registered`, `random`, `counters`.
+    """State trees by item: `model`, `model_1`, `optimizer`, `scheduler`, `scaler`, `registered`, `random`.
 
     Aliases of tied weights may be missing from a model.
     """
@@ -173,6 +188,8 @@ class AccelerateCheckpoint:
     """Items that are not restored, always with `loader`."""
     world_size: int
     """Number of processes that wrote the checkpoint."""
+    step: int
+    """Number of micro-batches before the save; 0 if it is unknown."""
 
 
 def read_accelerate_checkpoint(
@@ -197,14 +214,14 @@ def read_accelerate_checkpoint(
     world_size = max(ranks, default=-1) + 1
     reader.take_streams(rank, world_size, device)
     reader.skip_the_rest()
-    return AccelerateCheckpoint(folder, reader.items, tuple(reader.refused), world_size)
+    return AccelerateCheckpoint(folder, reader.items, tuple(reader.refused), world_size, reader.step)
 
 
-def read_rng_states(folder: Path, device: torch.device | None = None) -> list[dict[str, Any]]:
+def read_random_states(folder: Path, device: torch.device | None = None) -> list[ProcessRandomStates]:
     """Return the random states of every saved rank, in order."""
     ranks = sorted(_indices(folder, _RNG_FILE))
     return [
-        _convert_streams(_read_states(folder, rank), device) for rank in range(ranks[-1] + 1 if ranks else 0)
+        _convert_states(_read_states(folder, rank), device) for rank in range(ranks[-1] + 1 if ranks else 0)
     ]
 
 
@@ -215,6 +232,7 @@ class _AccelerateReader:
         self._folder = folder
         self.items: dict[str, Any] = {}
         self.refused: list[SkippedItem] = []
+        self.step = 0
 
     def indices(self, pattern: re.Pattern[str], kind: str, pattern_name: str) -> list[int]:
         """Return the numbers of the files of a kind; record missing ones in between."""
@@ -240,13 +258,22 @@ class _AccelerateReader:
         first = self._folder / "random_states_0.pkl"
         file = self._folder / f"random_states_{rank}.pkl" if world_size else first
         if rank < world_size and file.exists():
-            self.take("random", file, lambda _: _convert_streams(_read_states(self._folder, rank), device))
+            self.take(
+                "random",
+                file,
+                lambda _: write_record(
+                    RNGItemState(_convert_states(_read_states(self._folder, rank), device))
+                ),
+            )
         elif not world_size:
             self.refused.append(SkippedItem("random", file, f"{file} is missing"))
         elif rank >= world_size:
             reason = f"the checkpoint was written by {world_size} processes and has no random states of rank {rank}"
             self.refused.append(SkippedItem("random", None, reason))
-        self.take("counters", first, lambda _: _read_counters(self._folder))
+        try:
+            self.step = _read_step(self._folder)
+        except CheckpointError as error:
+            self.refused.append(SkippedItem("step_counts", first, str(error)))
 
     def skip_the_rest(self) -> None:
         """Record loader positions, which have another form, and files of other engines."""
@@ -329,31 +356,46 @@ def _read_states(folder: Path, rank: int) -> dict[str, Any]:
     return _read_mapping(folder / f"random_states_{rank}.pkl")
 
 
-def _read_counters(folder: Path) -> dict[str, int]:
+def _read_step(folder: Path) -> int:
     step = _read_states(folder, 0).get("step")
     if type(step) is not int:
         raise CheckpointError(f"{folder / 'random_states_0.pkl'} does not contain the number of steps")
-    return {"step": step}
+    return step
 
 
-def _convert_streams(states: Mapping[str, Any], device: torch.device | None) -> dict[str, Any]:
+def _convert_states(states: Mapping[str, Any], device: torch.device | None) -> ProcessRandomStates:
     """Convert random states to the form of accel's checkpoints."""
     try:
-        version, words, spare = states["random_state"]
-        name, keys, *rest = states["numpy_random_seed"]
-        streams = {
-            "torch": states["torch_manual_seed"],
-            "python": [version, torch.tensor(words), spare],
-            "numpy": [name, keys.to(torch.int64), *rest],
-        }
-        if device is not None and (device_states := states.get(f"torch_{device.type}_manual_seed")):
-            # Every process saves the states of all devices that it sees.
-            streams[device.type] = device_states[device.index or 0]
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        version, words, gauss = states["random_state"]
+        name, keys, offset, has_gauss, numpy_gauss = states["numpy_random_seed"]
+        random = RandomStates(
+            states["torch_manual_seed"].numpy().tobytes(),
+            PythonState(version, array("I", words).tobytes(), gauss),
+            NumPyState(
+                str(name),
+                keys.numpy().astype("uint32").tobytes(),
+                int(offset),
+                int(has_gauss),
+                float(numpy_gauss),
+            ),
+        )
+        if device is None or not (device_states := states.get(f"torch_{device.type}_manual_seed")):
+            return ProcessRandomStates(random)
+        # Every process saves the states of all devices that it sees.
+        state = device_states[device.index or 0].numpy().tobytes()
+        return ProcessRandomStates(random, {device.type: state})
+    except (
+        KeyError,
+        IndexError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RuntimeError,
+        OverflowError,
+    ) as error:
         raise CheckpointError(
             f"the random states are not those of Accelerate: {type(error).__name__}: {error}"
         ) from error
-    return streams
 
 
 def _indices(folder: Path, pattern: re.Pattern[str]) -> set[int]:

@@ -235,8 +235,8 @@ class StateReader:
         self._key, self._manifest = snapshot.checkpoint.key, snapshot.checkpoint.manifest
         self._rank, self._world_size = rank, world_size
         saved_copies = (
-            read_model_parallel_size(self._encoded("window", 0))
-            if "window" in self._manifest.items
+            read_model_parallel_size(self._encoded("accumulation", 0))
+            if "accumulation" in self._manifest.items
             else copies
         )
         self.moved = self._manifest.world_size != world_size or saved_copies != copies
@@ -257,10 +257,12 @@ class StateReader:
         for item in items:
             all_ranks = range(self._manifest.world_size if item.merge_needs_all_ranks else 1)
             for rank in all_ranks if self._differs(item) else [self._rank]:
-                empty = dict.fromkeys(self._tensor_names(item.name, rank), torch.empty(0))
+                entries = self._entries(item.name, rank)
+                empty = {
+                    name: torch.empty(0, dtype=getattr(torch, entry.dtype)) for name, entry in entries.items()
+                }
                 try:
-                    read_value(item.schema, self._encoded(item.name, rank))
-                    deserialize(self._encoded(item.name, rank), empty)
+                    read_value(item.schema, deserialize(self._encoded(item.name, rank), empty))
                 except (FieldError, CheckpointError) as error:
                     raise CheckpointError(
                         f"{self._key}: the state of {item.name} is damaged: {error}"

@@ -5,31 +5,36 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import nn
 from typing_extensions import override
 
 from accel_runtime.data.loader import NextBatch, PreparedLoader
+from accel_runtime.data.state import LoaderState
 from accel_runtime.foundation import module_names
 from accel_runtime.foundation.module_names import unwrap_module
 from accel_runtime.foundation.torch_internals import storage_id
 from accel_runtime.parallel.big_modeling import MetaModels, list_meta_tensors
 from accel_runtime.parallel.dtensor import shard_like
-from accel_runtime.storage.errors import format_names
+from accel_runtime.storage.errors import CheckpointError, format_names
 from accel_runtime.storage.manifest import TensorEntry
+from accel_runtime.storage.schema import FieldError, read_value, write_record
 from accel_runtime.training.optimizer import PreparedOptimizer
 
 __all__ = [
     "LoaderItem",
     "ModelItem",
     "OptimizerItem",
+    "RecordItem",
     "StateItem",
     "StatefulItem",
     "is_sharded",
     "tensor_name_of",
 ]
+
+_Record = TypeVar("_Record")
 
 
 class StateItem(ABC):
@@ -40,7 +45,7 @@ class StateItem(ABC):
     merge_needs_all_ranks = False
     """Whether `merge_ranks` needs the states of all ranks; else the first is used if they differ."""
     schema: ClassVar[Any] = Any
-    """Type of the serialized state, for `read_value`; `Any` if an object of the script defines it."""
+    """Type of the state, for `read_value`; `Any` if an object of the script defines it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -103,8 +108,52 @@ class StatefulItem(StateItem):
             self._object.load_state_dict(tree)
 
 
-class LoaderItem(StateItem):
+class RecordItem(StateItem, Generic[_Record]):
+    """An item whose state is a record of ours: its class, `schema`, declares and checks every field."""
+
+    @abstractmethod
+    def capture(self) -> _Record:
+        """Return the state; its tensors may be the live ones."""
+
+    @abstractmethod
+    def apply(self, record: _Record) -> None:
+        """Restore a state."""
+
+    def merge_records(self, records: Sequence[_Record], rank: int, world_size: int) -> _Record:  # noqa: ARG002
+        """Return the state of this rank after a change of ranks, from those of all saved ranks."""
+        return records[0]
+
+    @override
+    def tree(self) -> Any:
+        return write_record(self.capture())
+
+    @override
+    def restore(self, tree: Any) -> None:
+        self.apply(self._read(tree))
+
+    @override
+    def merge_ranks(self, trees: Sequence[Any], rank: int, world_size: int) -> Any:
+        return write_record(self.merge_records([self._read(tree) for tree in trees], rank, world_size))
+
+    def _read(self, tree: Any) -> _Record:
+        try:
+            record: _Record = read_value(self.schema, tree)
+        except FieldError as error:
+            raise CheckpointError(f"The state of {self.name} is damaged: {error}") from error
+        return record
+
+
+@dataclass(frozen=True)
+class LoaderItemState:
+    """State of a loader, if the script has not deleted it."""
+
+    loader: LoaderState | None = None
+
+
+class LoaderItem(RecordItem[LoaderItemState]):
     """A prepared loader; one that the script has deleted has no state."""
+
+    schema = LoaderItemState
 
     def __init__(self, name: str, loader: PreparedLoader | None, position: NextBatch = "next_batch") -> None:
         super().__init__(name)
@@ -112,17 +161,24 @@ class LoaderItem(StateItem):
         self.merge_needs_all_ranks = loader is not None and loader.is_presharded
 
     @override
-    def tree(self) -> Any:
-        return None if self._loader is None else self._loader.state_dict()
+    def capture(self) -> LoaderItemState:
+        return LoaderItemState(None if self._loader is None else self._loader.capture_state())
 
     @override
-    def merge_ranks(self, trees: Sequence[Any], rank: int, world_size: int) -> Any:
-        return trees[0] if self._loader is None else self._loader.select_state(trees)
+    def merge_records(
+        self, records: Sequence[LoaderItemState], rank: int, world_size: int
+    ) -> LoaderItemState:
+        states = [record.loader for record in records if record.loader is not None]
+        if self._loader is None or len(states) < len(records):
+            return records[0]
+        return LoaderItemState(self._loader.select_state(states))
 
     @override
-    def restore(self, tree: Any) -> None:
-        if self._loader is not None and tree is not None:
-            self._loader.load_state_dict(tree, random_restored=not self.moved, position=self._resume_at)
+    def apply(self, record: LoaderItemState) -> None:
+        if self._loader is not None and record.loader is not None:
+            self._loader.restore_state(
+                record.loader, random_restored=not self.moved, position=self._resume_at
+            )
 
 
 class ModelItem(StateItem):

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
-from accel_runtime.backends.rng import capture_rng_state, derive_rng_state, restore_rng_state
+from accel_runtime.backends.rng import ProcessRandomStates, derive_random_states
 from accel_runtime.checkpoint.state_items import (
     LoaderItem,
     ModelItem,
     OptimizerItem,
+    RecordItem,
     StatefulItem,
     StateItem,
     is_sharded,
@@ -28,9 +29,8 @@ from accel_runtime.parallel.dtensor import shard_like
 from accel_runtime.parallel.strategy import Strategy
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.manifest import TensorEntry
-from accel_runtime.storage.schema import Count, Rule, Shape
-from accel_runtime.storage.state_tree import TensorNode
-from accel_runtime.training.accumulation import Accumulation
+from accel_runtime.storage.schema import Count, Shape
+from accel_runtime.training.accumulation import Accumulation, CycleState
 from accel_runtime.training.gradients import Gradients, name_parameters, numbered_name
 from accel_runtime.training.optimizer import PreparedOptimizer
 from accel_runtime.training.precision import Precision
@@ -44,8 +44,6 @@ __all__ = [
     "restore_accumulation",
 ]
 
-_SAVED_BY = "saved_by"
-"""Key in the random states: the rank that saved without the others."""
 _SLACK = 1 << 22
 """Bytes for small values and uneven shards."""
 
@@ -168,53 +166,63 @@ class ReplicaItem(StateItem):
 
 
 @dataclass(frozen=True)
-class _CycleState:
-    count: Count
-    synced: bool
-    fresh: bool
-    weighted: bool
-    step: Count = 0
+class SparseGradient:
+    """Parts of a sparse gradient, not summed, since sums depend on their order."""
 
-
-@dataclass(frozen=True)
-class _SparseGradient:
-    indices: TensorNode
-    values: TensorNode
+    indices: torch.Tensor
+    values: torch.Tensor
     shape: Shape
     coalesced: bool
 
 
-@dataclass(frozen=True)
-class _Weights:
-    pending: TensorNode | None
-    total: TensorNode | None
+Gradient = SparseGradient | torch.Tensor
 
 
 @dataclass(frozen=True)
-class _AccumulationState:
-    accumulation: _CycleState
-    unit: TensorNode | None
-    used: list[str]
-    gradients: Mapping[str, _SparseGradient | TensorNode]
-    weights: Mapping[str, _Weights]
-    copies: Count = 1
-    averaged: list[str] = field(default_factory=list)
-    unreduced: Mapping[str, _SparseGradient | TensorNode] = field(default_factory=dict)
+class WeightState:
+    """Weights of the losses in an accumulation cycle."""
+
+    pending: torch.Tensor | None = None
+    """Sum of the weights on this rank that are not added to `total` yet."""
+    total: torch.Tensor | None = None
+    """Sum over all ranks that the gradients are divided by."""
 
 
-class AccumulationItem(StateItem):
+@dataclass(frozen=True)
+class AccumulationState:
+    """The part of an accumulation cycle that the next backward passes need."""
+
+    cycle: CycleState
+    unit: torch.Tensor | None = None
+    """Common factor of all weights, a scalar."""
+    used: tuple[str, ...] = ()
+    """Parameters whose gradients an optimizer has used: it skips a parameter without a gradient, but not a zero one."""
+    gradients: Mapping[str, Gradient] = field(default_factory=dict)
+    """Gradients that no optimizer has used yet, by parameter."""
+    weights: Mapping[str, WeightState] = field(default_factory=dict)
+    """Weights by the first parameter of their group."""
+    model_parallel_size: Count = 1
+    """Number of model-parallel ranks that saved the state."""
+    averaged: tuple[str, ...] = ()
+    """Parameters of sharded models whose gradients are averaged over the ranks."""
+    unreduced: Mapping[str, Gradient] = field(default_factory=dict)
+    """Gradients that sharded models have not reduced yet, by parameter."""
+
+
+class AccumulationItem(RecordItem[AccumulationState]):
     """Gradients of an unfinished accumulation cycle, and its step count."""
 
-    schema = _AccumulationState
+    schema = AccumulationState
     merge_needs_all_ranks = True
 
-    def __init__(self, accumulation: Accumulation, gradients: Gradients, copies: int) -> None:
-        super().__init__("window")
-        self._accumulation, self._gradients, self._copies = accumulation, gradients, copies
+    def __init__(self, accumulation: Accumulation, gradients: Gradients, model_parallel_size: int) -> None:
+        super().__init__("accumulation")
+        self._accumulation, self._gradients = accumulation, gradients
+        self._model_parallel_size = model_parallel_size
 
     @override
-    def tree(self) -> Any:
-        return capture_accumulation(self._accumulation, self._gradients, self._copies)
+    def capture(self) -> AccumulationState:
+        return capture_accumulation(self._accumulation, self._gradients, self._model_parallel_size)
 
     @override
     def targets(self, encoded: Any, tensors: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
@@ -228,35 +236,29 @@ class AccumulationItem(StateItem):
         return targets
 
     @override
-    def restore(self, tree: Any) -> None:
-        restore_accumulation(tree, self._accumulation, self._gradients)
+    def apply(self, record: AccumulationState) -> None:
+        restore_accumulation(record, self._accumulation, self._gradients)
 
     @override
-    def merge_ranks(self, trees: Sequence[Any], rank: int, world_size: int) -> Any:
-        return merge_accumulation(trees, world_size, self._copies)
-
-
-_PythonState = Annotated[list[Any], Rule("a list of 3", lambda state: len(state) == 3)]  # noqa: PLR2004
-_NumpyState = Annotated[list[Any], Rule("a list of 5", lambda state: len(state) == 5)]  # noqa: PLR2004
-
-
-@dataclass(frozen=True)
-class _Seed:
-    seed: int
+    def merge_records(
+        self, records: Sequence[AccumulationState], rank: int, world_size: int
+    ) -> AccumulationState:
+        return merge_accumulation(records, world_size, self._model_parallel_size)
 
 
 @dataclass(frozen=True)
-class _RandomState:
-    torch: _Seed | TensorNode | None = None
-    python: _Seed | _PythonState | None = None
-    numpy: _Seed | _NumpyState | None = None
-    saved_by: Count | None = None
-
-
-class RNGItem(StateItem):
+class RNGItemState:
     """Random generators of a process."""
 
-    schema = _RandomState
+    process: ProcessRandomStates
+    saved_by: Count | None = None
+    """Rank that saved without the others; None if all ranks saved."""
+
+
+class RNGItem(RecordItem[RNGItemState]):
+    """Random generators of a process."""
+
+    schema = RNGItemState
     merge_needs_all_ranks = True
 
     def __init__(self, backend: Backend, *, alone: bool = False) -> None:
@@ -264,13 +266,13 @@ class RNGItem(StateItem):
         self._backend, self._alone = backend, alone
 
     @override
-    def tree(self) -> Any:
-        streams = capture_rng_state(self._backend.device, self._module)
-        return streams | ({_SAVED_BY: self._backend.topology.rank} if self._alone else {})
+    def capture(self) -> RNGItemState:
+        states = ProcessRandomStates.capture(self._backend.device, self._module)
+        return RNGItemState(states, self._backend.topology.rank if self._alone else None)
 
     @override
-    def restore(self, tree: Any) -> None:
-        restore_rng_state(tree, self._backend.device, self._module)
+    def apply(self, record: RNGItemState) -> None:
+        record.process.restore(self._backend.device, self._module)
 
     @property
     def _module(self) -> Any:
@@ -278,80 +280,77 @@ class RNGItem(StateItem):
         return None if self._backend.device.type == "cpu" else self._backend.runtime.rng
 
     @override
-    def merge_ranks(self, trees: Sequence[Any], rank: int, world_size: int) -> Any:
+    def merge_records(self, records: Sequence[RNGItemState], rank: int, world_size: int) -> RNGItemState:
         # A rank that saved alone keeps its streams: those of rank 0 define the order of the next epochs.
-        if trees[0].get(_SAVED_BY) == self._backend.topology.rank:
-            return trees[0]
+        if records[0].saved_by == self._backend.topology.rank:
+            return records[0]
         # Model-parallel ranks draw the same numbers.
         data_ranks = self._backend.data_rank
-        streams = [{kind: state for kind, state in tree.items() if kind != _SAVED_BY} for tree in trees]
-        return derive_rng_state(streams, data_ranks.rank, data_ranks.world_size)
+        processes = [record.process for record in records]
+        return RNGItemState(derive_random_states(processes, data_ranks.rank, data_ranks.world_size))
 
 
 @dataclass(frozen=True)
-class _StepCounts:
-    steps: list[Count]
+class StepCountState:
+    """Step counts of the optimizers, in the order of preparation."""
+
+    steps: tuple[Count, ...]
 
 
-class StepCountItem(StateItem):
+class StepCountItem(RecordItem[StepCountState]):
     """Step counts of the optimizers."""
 
-    schema = _StepCounts
+    schema = StepCountState
 
     def __init__(self, optimizers: Sequence[PreparedOptimizer]) -> None:
-        super().__init__("counters")
+        super().__init__("step_counts")
         self._optimizers = optimizers
 
     @override
-    def tree(self) -> Any:
-        return {"steps": [optimizer.steps for optimizer in self._optimizers]}
+    def capture(self) -> StepCountState:
+        return StepCountState(tuple(optimizer.steps for optimizer in self._optimizers))
 
     @override
-    def restore(self, tree: Any) -> None:
-        for optimizer, steps in zip(self._optimizers, tree["steps"], strict=False):
+    def apply(self, record: StepCountState) -> None:
+        for optimizer, steps in zip(self._optimizers, record.steps, strict=False):
             optimizer.steps = steps
 
 
-Tree = dict[str, Any]
-
-
-def capture_accumulation(accumulation: Accumulation, gradients: Gradients, copies: int = 1) -> Tree:
+def capture_accumulation(
+    accumulation: Accumulation, gradients: Gradients, model_parallel_size: int = 1
+) -> AccumulationState:
     """Return the part of an accumulation cycle that the next backward passes need; its tensors are the live ones.
 
-    Gradients are kept until an optimizer has used them. Of used ones only the names are kept: an optimizer
-    skips a parameter without a gradient, but not one whose gradient is zero. Gradients that sharded models have
-    not reduced yet are kept apart.
+    Gradients are kept until an optimizer has used them. Gradients that sharded models have not reduced yet are kept apart.
     """
     names = gradients.parameter_names()
     # A cycle is common to all optimizers, and the first that steps ends it.
     unused = gradients.list_unused() if accumulation.is_new_cycle else names.keys()
     present = {name: p.grad for p, name in names.items() if p in unused and p.grad is not None}
-    sharded = {
-        "copies": copies if copies > 1 else None,
-        "averaged": [name for name, gradient in present.items() if is_sharded(gradient)],
-        "unreduced": {names[p]: gradient for p, gradient in gradients.read_unsynced().items() if p in unused},
-    }
-    return {key: value for key, value in sharded.items() if value} | {
-        "accumulation": accumulation.state_dict(),
-        "unit": gradients.weights.unit,
-        "used": [name for p, name in names.items() if p not in unused and p.grad is not None],
-        "gradients": {name: _serialize_gradient(gradient) for name, gradient in present.items()},
-        "weights": {
-            names[group.parameters[0]]: {"pending": group.pending, "total": group.total}
+    return AccumulationState(
+        cycle=accumulation.capture_cycle(),
+        unit=gradients.weights.unit,
+        used=tuple(name for p, name in names.items() if p not in unused and p.grad is not None),
+        gradients={name: _split_sparse(gradient) for name, gradient in present.items()},
+        weights={
+            names[group.parameters[0]]: WeightState(group.pending, group.total)
             for group in gradients.find_groups()
             if group.is_current and group.parameters[0] in unused
         },
-    }
+        model_parallel_size=model_parallel_size,
+        averaged=tuple(name for name, gradient in present.items() if is_sharded(gradient)),
+        unreduced={names[p]: grad for p, grad in gradients.read_unsynced().items() if p in unused},
+    )
 
 
-def restore_accumulation(tree: Tree, accumulation: Accumulation, gradients: Gradients) -> None:
+def restore_accumulation(state: AccumulationState, accumulation: Accumulation, gradients: Gradients) -> None:
     """Restore the result of `capture_accumulation` or `merge_accumulation`; current gradients are dropped."""
     names = gradients.parameter_names()
-    _check_gradients(tree, names)
-    used = set(tree["used"])
+    _check_gradients(state, names)
+    used = set(state.used)
     unsynced = {}
     for parameter, name in names.items():
-        reduced, local = _split_gradient(tree, name, sharded=is_sharded(parameter))
+        reduced, local = _separate_unreduced(state, name, sharded=is_sharded(parameter))
         if local is not None:
             unsynced[parameter] = local
         if reduced is None:
@@ -359,23 +358,25 @@ def restore_accumulation(tree: Tree, accumulation: Accumulation, gradients: Grad
         else:
             parameter.grad = _place_like(reduced, parameter)
     gradients.restore_unsynced(unsynced)
-    held = tree["gradients"].keys() | tree.get("unreduced", {}).keys()
+    held = state.gradients.keys() | state.unreduced.keys()
     gradients.set_unused({parameter for parameter, name in names.items() if name in held})
-    unit = tree["unit"]
-    gradients.weights.unit = _copy_scalar(unit, gradients.device)
+    gradients.weights.unit = _copy_scalar(state.unit, gradients.device)
     for group in gradients.find_groups():
-        weights = tree["weights"].get(names[group.parameters[0]], {})
-        group.set_weights(*(_copy_scalar(weights.get(key), gradients.device) for key in ("pending", "total")))
-    accumulation.load_state_dict(tree["accumulation"])
+        weights = state.weights.get(names[group.parameters[0]], WeightState())
+        group.set_weights(
+            _copy_scalar(weights.pending, gradients.device), _copy_scalar(weights.total, gradients.device)
+        )
+    accumulation.restore_cycle(state.cycle)
 
 
-def _split_gradient(tree: Tree, name: str, *, sharded: bool) -> tuple[Any, Any]:
+def _separate_unreduced(state: AccumulationState, name: str, *, sharded: bool) -> tuple[Any, Any]:
     """Return the reduced gradient of a parameter, and its part on this rank that is still to be reduced.
 
     A replicated parameter has both in one tensor, as has a rank that averages full gradients.
     """
-    reduced, unsynced = tree["gradients"].get(name), tree.get("unreduced", {}).get(name)
-    if sharded and reduced is not None and name not in tree.get("averaged", ()):
+    reduced: Any = state.gradients.get(name)
+    unsynced: Any = state.unreduced.get(name)
+    if sharded and reduced is not None and name not in state.averaged:
         return None, reduced if unsynced is None else reduced + unsynced
     if not sharded and unsynced is not None:
         return unsynced if reduced is None else reduced + unsynced, None
@@ -383,11 +384,13 @@ def _split_gradient(tree: Tree, name: str, *, sharded: bool) -> tuple[Any, Any]:
 
 
 def read_model_parallel_size(encoded: Any) -> int:
-    """Return the number of model-parallel ranks that saved an accumulation cycle, from its JSON or tree."""
-    return int(encoded.get("copies", 1)) if isinstance(encoded, dict) else 1
+    """Return the number of model-parallel ranks that saved an accumulation cycle, from its JSON."""
+    return int(encoded.get("model_parallel_size", 1)) if isinstance(encoded, dict) else 1
 
 
-def merge_accumulation(trees: Sequence[Tree], world_size: int, copies: int = 1) -> Tree:
+def merge_accumulation(
+    states: Sequence[AccumulationState], world_size: int, model_parallel_size: int = 1
+) -> AccumulationState:
     """Return the accumulation cycle of every rank of another world size, for the same result of its step.
 
     The gradients of a step are the mean over the ranks, so the mean of the old ranks on every new rank adds the
@@ -395,63 +398,59 @@ def merge_accumulation(trees: Sequence[Tree], world_size: int, copies: int = 1) 
     ranks keeps every weight once; weights that are not divided by yet are distributed, so that their sum over
     the ranks stays the same.
     """
-    reduced = [tree["gradients"] for tree in trees]
-    unsynced = [tree.get("unreduced", {}) for tree in trees]
-    weights = [tree["weights"] for tree in trees]
-    if any(weights) and read_model_parallel_size(trees[0]) != copies:
+    saved_size = states[0].model_parallel_size
+    if any(state.weights for state in states) and saved_size != model_parallel_size:
         raise CheckpointError(
-            f"window: the checkpoint was saved within an accumulation cycle of backward(weight=...) with "
-            f"{read_model_parallel_size(trees[0])} model-parallel ranks, and this run has {copies}. Use the same mesh, or save at "
-            "the end of a cycle."
+            f"accumulation: the checkpoint was saved within an accumulation cycle of backward(weight=...) with {saved_size} "
+            f"model-parallel ranks, and this run has {model_parallel_size}. Use the same mesh, or save at the end of a cycle."
         )
-    return trees[0] | {
-        "unreduced": {
-            name: _mean([gradients.get(name) for gradients in unsynced]) for name in _union(unsynced)
+    return replace(
+        states[0],
+        unreduced=_average([state.unreduced for state in states]),
+        used=_union([state.used for state in states]),
+        gradients=_average([state.gradients for state in states]),
+        weights={
+            name: _distribute_weights(
+                [state.weights.get(name, WeightState()) for state in states], world_size
+            )
+            for name in _union([state.weights for state in states])
         },
-        "used": _union([tree["used"] for tree in trees]),
-        "gradients": {
-            name: _mean([gradients.get(name) for gradients in reduced]) for name in _union(reduced)
-        },
-        "weights": {
-            name: _distribute_weights([group.get(name, {}) for group in weights], world_size)
-            for name in _union(weights)
-        },
-    }
+    )
 
 
-def _union(parts: Sequence[Any]) -> list[str]:
-    return list(dict.fromkeys(name for part in parts for name in part))
+def _union(parts: Sequence[Iterable[str]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for part in parts for name in part))
 
 
-def _check_gradients(tree: Tree, names: dict[nn.Parameter, str]) -> None:
+def _check_gradients(state: AccumulationState, names: Mapping[nn.Parameter, str]) -> None:
     shapes = {name: list(parameter.shape) for parameter, name in names.items()}
-    for name, gradient in (*tree["gradients"].items(), *tree.get("unreduced", {}).items()):
-        shape = list(gradient["shape"] if isinstance(gradient, dict) else gradient.shape)
+    for name, gradient in (*state.gradients.items(), *state.unreduced.items()):
+        shape = list(gradient.shape)
         if name not in shapes:
             raise CheckpointError(
-                f"window: the checkpoint was saved within an accumulation cycle and contains a gradient of {name}, which is "
-                "not among the prepared models and optimizers. Prepare the same objects as before the save."
+                f"accumulation: the checkpoint was saved within an accumulation cycle and contains a gradient of {name}, which "
+                "is not among the prepared models and optimizers. Prepare the same objects as before the save."
             )
         if shape != shapes[name]:
             raise CheckpointError(
-                f"window: the gradient of {name} has shape {shape}, the parameter {shapes[name]}"
+                f"accumulation: the gradient of {name} has shape {shape}, the parameter {shapes[name]}"
             )
 
 
-def _serialize_gradient(gradient: torch.Tensor) -> Any:
-    """Return a gradient for serialization: the parts of a sparse one, not summed, since sums depend on their order."""
+def _split_sparse(gradient: torch.Tensor) -> Gradient:
+    """Return a gradient for serialization: the parts of a sparse one."""
     if gradient.layout is not torch.sparse_coo:
         return gradient
-    return {
-        "indices": gradient._indices(),  # noqa: SLF001 - the public one is for what is added up
-        "values": gradient._values(),  # noqa: SLF001
-        "shape": list(gradient.shape),
-        "coalesced": gradient.is_coalesced(),
-    }
+    return SparseGradient(
+        gradient._indices(),  # noqa: SLF001 - the public one is for what is added up
+        gradient._values(),  # noqa: SLF001
+        tuple(gradient.shape),
+        gradient.is_coalesced(),
+    )
 
 
-def _place_like(gradient: Any, parameter: nn.Parameter) -> torch.Tensor:
-    if isinstance(gradient, dict):
+def _place_like(gradient: Gradient, parameter: nn.Parameter) -> torch.Tensor:
+    if isinstance(gradient, SparseGradient):
         return _build_sparse(gradient).to(parameter.device)
     if is_sharded(parameter) and not is_sharded(gradient):
         return shard_like(gradient, parameter, "the gradient")
@@ -459,23 +458,28 @@ def _place_like(gradient: Any, parameter: nn.Parameter) -> torch.Tensor:
     return torch.empty_like(parameter, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
 
 
-def _build_sparse(parts: dict[str, Any]) -> torch.Tensor:
+def _build_sparse(parts: SparseGradient) -> torch.Tensor:
     return torch.sparse_coo_tensor(
-        parts["indices"].clone(),
-        parts["values"].clone(),
-        tuple(parts["shape"]),
+        parts.indices.clone(),
+        parts.values.clone(),
+        parts.shape,
         check_invariants=True,
-        is_coalesced=parts["coalesced"],
+        is_coalesced=parts.coalesced,
     )
 
 
-def _mean(gradients: list[Any]) -> Any:
+def _average(by_rank: Sequence[Mapping[str, Gradient]]) -> dict[str, Gradient]:
+    return {name: _mean([gradients.get(name) for gradients in by_rank]) for name in _union(by_rank)}
+
+
+def _mean(gradients: Sequence[Gradient | None]) -> Gradient:
     """Return the mean over the ranks; a missing gradient counts as zero."""
-    if all(gradient is gradients[0] for gradient in gradients):
+    first = gradients[0]
+    if first is not None and all(gradient is first for gradient in gradients):
         # Equal on all ranks.
-        return gradients[0]
+        return first
     present = [
-        _build_sparse(gradient) if isinstance(gradient, dict) else gradient
+        _build_sparse(gradient) if isinstance(gradient, SparseGradient) else gradient
         for gradient in gradients
         if gradient is not None
     ]
@@ -485,20 +489,14 @@ def _mean(gradients: list[Any]) -> Any:
         (gradient.to(dtype) / len(gradients) for gradient in present[1:]),
         start=present[0].to(dtype) / len(gradients),
     )
-    return _serialize_gradient(total.to(present[0].dtype))
+    return _split_sparse(total.to(present[0].dtype))
 
 
-def _distribute_weights(
-    groups: list[dict[str, torch.Tensor | None]], world_size: int
-) -> dict[str, torch.Tensor | None]:
-    pending = _present_values(groups, "pending")
+def _distribute_weights(groups: Sequence[WeightState], world_size: int) -> WeightState:
+    pending = [group.pending for group in groups if group.pending is not None]
+    totals = [group.total for group in groups if group.total is not None]
     local_weight = torch.stack(pending).sum() / world_size if pending else None
-    return {"pending": local_weight, "total": next(iter(_present_values(groups, "total")), None)}
-
-
-def _present_values(groups: list[dict[str, torch.Tensor | None]], key: str) -> list[torch.Tensor]:
-    values = (group.get(key) for group in groups)
-    return [value for value in values if value is not None]
+    return WeightState(local_weight, next(iter(totals), None))
 
 
 def _copy_scalar(value: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from weakref import WeakSet
 import torch
 
 from accel_runtime.foundation import nested
-from accel_runtime.foundation.steps import EpochIterator, StepInfo
+from accel_runtime.foundation.steps import EpochProgress, StepInfo
 
 __all__ = [
     "ActiveLoops",
@@ -29,8 +30,8 @@ _MAX_RECENT = 4
 class _LoopRecord:
     """Batches and steps of one loop."""
 
-    def __init__(self, loop: EpochIterator) -> None:
-        self.loop: EpochIterator | None = loop
+    def __init__(self, loop: EpochProgress) -> None:
+        self.loop: EpochProgress | None = loop
         """None after the loop: it would keep the dataset and the loader's workers."""
         self.recent: deque[tuple[list[weakref.ref[torch.Tensor]], StepInfo]] = deque(maxlen=_MAX_RECENT)
         self.steps: list[tuple[StepInfo, int]] = []
@@ -86,6 +87,24 @@ class ActiveLoops:
         self.latest = 0
         """Time of the newest batch, or of the start of the newest loop."""
         self._model_input: weakref.ref[torch.Tensor] | None = None
+        self._continued_depth: float = math.inf
+
+    @property
+    def running(self) -> list[EpochProgress]:
+        """Return the running iterations, the innermost last."""
+        return [record.loop for record in self._open if record.loop is not None]
+
+    def continue_loop(self, depth: int) -> None:
+        """Record that the script continues, or gives up, a loop that had this depth when a state was saved."""
+        self._continued_depth = min(self._continued_depth, depth)
+
+    def forget_continued(self) -> None:
+        """Record that a state is loaded, none of whose loops is continued yet."""
+        self._continued_depth = math.inf
+
+    def is_left(self, depth: int) -> bool:
+        """Return whether a loop of this depth has ended since the state was saved: one that it was inside of went on."""
+        return depth > self._continued_depth
 
     @property
     def is_open(self) -> bool:
@@ -116,7 +135,7 @@ class ActiveLoops:
             return info
         return self.current_step
 
-    def open(self, loop: EpochIterator) -> _LoopRecord:
+    def open(self, loop: EpochProgress) -> _LoopRecord:
         """Add a loop, and return its record for `record_batch` and `close`."""
         record = _LoopRecord(loop)
         self._open.append(record)

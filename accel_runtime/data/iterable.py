@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
-from accel_runtime.backends.rng import (
-    IsolatedRNG,
-    broadcast_from_first,
-    capture_states,
-    fingerprint_states,
-    restore_states,
-    to_serializable,
-)
+from accel_runtime.backends.rng import IsolatedRNG, RandomStates, broadcast_from_first
 from accel_runtime.backends.single import Single
 from accel_runtime.data.iterable_worker import (
     ReadingRNG,
@@ -32,9 +26,10 @@ from accel_runtime.data.iterable_worker import (
     combine_fingerprints,
 )
 from accel_runtime.data.sharding import BatchSharding
-from accel_runtime.data.source import Source, is_inside_epoch, mark_skipped
+from accel_runtime.data.source import Source
+from accel_runtime.data.state import ReaderState, StreamState
 from accel_runtime.environment.topology import Topology
-from accel_runtime.foundation.steps import EpochIterator
+from accel_runtime.foundation.steps import EpochProgress
 from accel_runtime.foundation.torch_internals import copy_loader, iterator_function, replace_iterator
 
 __all__ = ["IterableSource", "StreamsDifferError"]
@@ -90,7 +85,7 @@ def _compare_ranks(fingerprint: int, num_samples: int, backend: Backend, *, fail
     )
 
 
-class IterableSource(Source):
+class IterableSource(Source[StreamState]):
     """Global batches of a stream that every rank reads completely.
 
     The script's loader is copied, not rebuilt, so workers, pinning, collating and the iterator of a subclass stay as they
@@ -103,7 +98,7 @@ class IterableSource(Source):
         all_ranks: Read the batches of all ranks, in rank order in every step, without communication.
     """
 
-    kind = "Stream"
+    state_type = StreamState
 
     def __init__(
         self, loader: DataLoader[Any], backend: Backend, sharding: BatchSharding, *, all_ranks: bool = False
@@ -128,30 +123,35 @@ class IterableSource(Source):
     def can_fetch_ahead(self) -> bool:
         return self._loader.num_workers > 0 and self._backend.topology.world_size == 1
 
+    @property
     @override
-    def iterate(self, loop: EpochIterator, start: dict[str, Any]) -> Iterator[Any]:
+    def stride(self) -> int:
+        return self.sharding.padded_size
+
+    @override
+    def iterate(self, progress: EpochProgress, start: StreamState) -> Iterator[Any]:
         self.check(start)
-        if "random" in start:
-            restore_states({"generators": start["random"]["generators"]}, self._generators)
-        local_states = capture_states(self._generators)
-        epoch_states = self._epoch_states(start, local_states)
-        progress = _StreamProgress(start, epoch_states, self._loader.num_workers)
-        loop.read_states_from(lambda _: progress.state_dict())
-        steps = self._read_steps(start, epoch_states, local_states, progress)
+        if start.random is not None:
+            start.random.restore_generators(self._generators)
+        current = RandomStates.capture(self._generators)
+        random = self._find_states(start, current)
+        reading = self._begin_reading(start, random, current)
+        position = _StreamPosition(start, reading, self._loader.num_workers)
+        progress.read_states_from(lambda _: position.state())
+        steps = self._read_steps(reading, start.skipped_steps, position)
         marked = _mark_last(steps, self._loader.num_workers)
         for info, batches, is_last in _check_ranks(marked, self._backend):
-            progress.advance(info)
-            loop.advance(self.sharding.step_info(info.num_samples, is_last=is_last))
+            position.advance(info)
+            progress.advance(self.sharding.step_info(info.num_samples, is_last=is_last))
             yield from batches
 
-    def _epoch_states(self, start: dict[str, Any], local_states: dict[str, Any]) -> dict[str, Any]:
-        """Return the random states at the start of the epoch; `local_states` itself if all ranks have the same."""
-        if is_inside_epoch(start):
-            return dict(start["random"])
+    def _find_states(self, start: StreamState, current: RandomStates) -> RandomStates:
+        """Return the random states at the start of the epoch; `current` itself if all ranks have the same."""
+        if start.begun:
+            return start.random or current
         # Nothing has been drawn between two epochs, and every rank has saved its own states.
-        saved = local_states | start.get("random", {})
-        unchanged = fingerprint_states(saved) == fingerprint_states(local_states)
-        return broadcast_from_first(local_states if unchanged else saved, self._backend)
+        saved = current if start.random is None else current.update(start.random)
+        return broadcast_from_first(current if saved == current else saved, self._backend)
 
     @override
     def num_steps(self) -> int:
@@ -163,104 +163,92 @@ class IterableSource(Source):
         return self.sharding.num_steps(len(self._loader.dataset), self.sharding.padded_size)
 
     @override
-    def skip_steps(self, steps: int, start: dict[str, Any]) -> dict[str, Any]:
-        if not steps:
-            return start
-        offset = start.get("position", 0) + steps * self.sharding.padded_size
-        skip = start.get("skip", 0) + steps
-        return start | {"position": offset, "skip": skip} | mark_skipped(steps, start)
+    def next_epoch(self) -> StreamState:
+        stream, random = self._persistent, RandomStates.capture(self._generators)
+        if stream is None:
+            return StreamState(random=random)
+        return StreamState(random=random, worker_seed=stream.worker_seed, worker_iterations=stream.iterations)
 
     @override
-    def next_epoch(self) -> dict[str, Any]:
-        worker_keys = self._persistent.worker_keys(self._persistent.iterations) if self._persistent else {}
-        return {"random": capture_states(self._generators)} | worker_keys
+    def check(self, start: StreamState) -> None:
+        if start.workers is not None and len(start.workers) != self._loader.num_workers:
+            raise build_worker_count_error(len(start.workers))
 
-    @override
-    def check(self, start: dict[str, Any]) -> None:
-        worker_states = start.get("workers")
-        if worker_states is not None and len(worker_states) != self._loader.num_workers:
-            raise build_worker_count_error(len(worker_states))
-
-    def _read_steps(
-        self,
-        start: dict[str, Any],
-        epoch_states: dict[str, Any],
-        local_states: dict[str, Any],
-        progress: _StreamProgress,
-    ) -> _Steps:
-        """Yield all steps; the first is read under random states that are the same on all ranks."""
-        is_local = epoch_states is local_states
-        if not is_local:
-            restore_states({"generators": epoch_states["generators"]}, self._generators)
-        resumed, no_workers = is_inside_epoch(start), self._loader.num_workers == 0
-        is_first = (
-            self._backend.data_rank.rank == 0
-            and not resumed
-            and fingerprint_states(epoch_states) == fingerprint_states(local_states)
-        )
-        rng, live_key = ReadingRNG(), {}
+    def _begin_reading(self, start: StreamState, random: RandomStates, current: RandomStates) -> _Reading:
+        """Return what the iteration reads from, and under which random states, the same on all ranks."""
+        is_current = random is current
+        if not is_current:
+            random.restore_generators(self._generators)
+        no_workers = self._loader.num_workers == 0
+        takes_over = self._backend.data_rank.rank == 0 and not start.begun and random == current
+        reading_rng, draws_in_turn = ReadingRNG(), False
         context: AbstractContextManager[None] = nullcontext()
         if no_workers:
-            # A live epoch is read from the global generators, in turn with the script's own draws.
-            live = bool(start.get("live") and start.get("restored")) if resumed else is_local
-            live_key = {"live": True} if live else {}
-            rng = self._build_reading_rng(start, epoch_states, live=live)
-        elif not (is_local or is_first):
-            context = IsolatedRNG(epoch_states)()  # only the workers' seed is drawn in this process
-        stream = None if start else self._persistent  # until a state is loaded
+            # Such an epoch is read from the global generators, in turn with the script's own draws.
+            draws_in_turn = start.draws_in_turn if start.begun else is_current
+            reading_rng = self._build_reading_rng(start, random, draws_in_turn=draws_in_turn)
+        elif not (is_current or takes_over):
+            context = IsolatedRNG(random)()  # only the workers' seed is drawn in this process
+        stream = self._persistent if start == StreamState() else None  # until a state is loaded
         if stream is None:
-            stream = _StreamLoader(self._loader, WorkerReader(self._task, start, rng), start)
+            stream = _StreamLoader(self._loader, WorkerReader(self._task, start, reading_rng), start)
             self._persistent = stream if self._loader.persistent_workers else None
-        iterations = stream.iterations
-        progress.epoch_keys = lambda: live_key | stream.worker_keys(iterations)
+        begun = StreamState(
+            begun=True,
+            random=random,
+            draws_in_turn=draws_in_turn,
+            worker_iterations=stream.iterations if self._persistent else 0,
+        )
         # Inside an epoch the seed for workers has been drawn before, and the generator restored is past that draw.
         stream.choose_generator(
-            spare=bool(start.get("walks")) or (no_workers and resumed and not self._generators)
+            spare=start.worker_iterations > 0 or (no_workers and start.begun and not self._generators)
         )
-        steps = self._group_by_step(stream, start.get("skip", 0), progress)
-        with context:
-            first = next(steps, None)
-        if rng.isolated is not None and is_first:
-            rng.isolated.take_over()  # on the first data rank, global states advance as on one process
-        if first is not None:
-            yield first
-            yield from steps
+        return _Reading(stream, begun, context, reading_rng.isolated if takes_over else None)
 
     def _build_reading_rng(
-        self, start: dict[str, Any], epoch_states: dict[str, Any], *, live: bool
+        self, start: StreamState, random: RandomStates, *, draws_in_turn: bool
     ) -> ReadingRNG:
         """Return the random states that a loader without workers reads an epoch under."""
 
         def build() -> IsolatedRNG:
-            reading = IsolatedRNG(epoch_states)
+            reading = IsolatedRNG(random)
             if not self._generators:
                 with reading():  # torch draws a seed for workers even without workers
                     torch.empty((), dtype=torch.int64).random_()
             return reading
 
-        resumed = is_inside_epoch(start)
-        # A live epoch is replayed under its own states up to the saved offset, and continues live from there.
+        # An epoch that is read in turn is replayed under its own states up to the saved offset, and then continues so.
         return ReadingRNG(
-            None if live else build(),
-            build() if resumed and live and start.get("position") else None,
-            build() if resumed else None,
+            None if draws_in_turn else build(),
+            build() if start.begun and draws_in_turn and start.offset else None,
+            build() if start.begun else None,
         )
 
-    def _group_by_step(self, stream: _StreamLoader, skip: int, progress: _StreamProgress) -> _Steps:
+    def _read_steps(self, reading: _Reading, skip: int, position: _StreamPosition) -> _Steps:
+        """Yield all steps; the first is read under random states that are the same on all ranks."""
+        steps = self._group_by_step(reading.stream, skip, position)
+        with reading.context:
+            first = next(steps, None)
+        if reading.takes_over is not None:
+            reading.takes_over.take_over()  # on the first data rank, global states advance as on one process
+        if first is not None:
+            yield first
+            yield from steps
+
+    def _group_by_step(self, stream: _StreamLoader, skip: int, position: _StreamPosition) -> _Steps:
         """Yield all steps after the first `skip`; workers that read the whole stream skip them themselves.
 
         Raises StreamsDifferError if such workers have read different samples.
         """
         num_others = len(self._task.ranks) - 1
-        stream.infos.clear()
-        stream.iterations += 1
+        stream.begin()
         fingerprint: int | None = None
         batches = iter(stream.loader)
         for number, batch in enumerate(batches):
             step = [batch, *islice(batches, num_others)]
             info, *_ = [stream.infos.popleft() for _ in step]
             if info.worker is not None and number < skip:
-                progress.advance(info)
+                position.advance(info)
                 continue
             if info.worker is None:
                 if fingerprint not in {None, info.fingerprint_before}:
@@ -273,14 +261,27 @@ class IterableSource(Source):
             yield info, step
 
 
+class _Reading(NamedTuple):
+    """Iteration over a stream that is about to begin."""
+
+    stream: _StreamLoader
+    begun: StreamState
+    """State at the start of the epoch."""
+    context: AbstractContextManager[None]
+    """Context that the first batch is read in."""
+    takes_over: IsolatedRNG | None
+    """Random states that become those of the process after the first batch."""
+
+
 class _StreamLoader:
     """Copy of the script's loader that yields plain batches and queues the workers' descriptions of them."""
 
-    def __init__(self, loader: DataLoader[Any], reader: WorkerReader, start: dict[str, Any]) -> None:
+    def __init__(self, loader: DataLoader[Any], reader: WorkerReader, start: StreamState) -> None:
         self.infos: deque[WorkerBatch] = deque()
-        self.iterations: int = start.get("walks", 0)
+        """Descriptions of the batches that were yielded."""
+        self.iterations = start.worker_iterations
         """Number of iterations begun by its workers, or by the workers that they replace."""
-        self._seeds: list[int] = [start["base"]] if "base" in start else []
+        self._seeds: list[int] = [] if start.worker_seed is None else [start.worker_seed]
         self._script_loader = loader
         overrides: dict[str, Any] = {
             "dataset": reader,
@@ -290,18 +291,23 @@ class _StreamLoader:
         }
         self._inner = copy_loader(loader, **overrides, drop_last=False, _IterableDataset_len_called=None)
         self.loader = copy_loader(loader)
+        """Loader to iterate over."""
         # Not a method: in a reference cycle, workers end only at a garbage collection.
         replace_iterator(self.loader, partial(_StreamIterator, self._inner, self.infos, self._seeds))
+
+    def begin(self) -> None:
+        """Record that an iteration begins."""
+        self.infos.clear()
+        self.iterations += 1
 
     def choose_generator(self, *, spare: bool) -> None:
         """Let torch draw the workers' seed from the script's generator, or from a spare one."""
         self._inner.generator = torch.Generator() if spare else self._script_loader.generator
 
-    def worker_keys(self, iterations: int) -> dict[str, Any]:
-        """Return the state of persistent workers' random numbers: their first seed and number of iterations before."""
-        if not self._script_loader.persistent_workers:
-            return {}
-        return {"walks": iterations} | ({"base": self._seeds[0]} if self._seeds else {})
+    @property
+    def worker_seed(self) -> int | None:
+        """Return the seed that persistent workers share; None before it is drawn, and for other workers."""
+        return self._seeds[0] if self._seeds and self._script_loader.persistent_workers else None
 
 
 class _StreamIterator:
@@ -327,9 +333,10 @@ class _StreamIterator:
         return self
 
     def __next__(self) -> Any:
-        if not self._ready:
-            info, batches = next(self._inner)
-            self._ready.extend((info, batch) for batch in batches)
+        while not self._ready:
+            if (item := next(self._inner)) is not None:
+                info, batches = item
+                self._ready.extend((info, batch) for batch in batches)
         info, batch = self._ready.popleft()
         self._infos.append(info)
         return batch
@@ -340,54 +347,47 @@ class _StreamIterator:
         self._inner._reset(self._loader)  # noqa: SLF001 - called by `DataLoader.__iter__`
 
 
-class _StreamProgress:
-    """Offset of an iteration in its stream.
+class _StreamPosition:
+    """Position of an iteration in its stream.
 
     Args:
-        start: The state it began at.
-        epoch_states: The random states of the epoch.
+        start: The state that the iteration began at.
+        reading: The iteration.
         num_workers: The number of workers of the loader.
     """
 
-    def __init__(self, start: dict[str, Any], epoch_states: dict[str, Any], num_workers: int) -> None:
-        self._start = start
-        self._epoch_states = epoch_states
-        self._last: WorkerBatch | None = None
-        self._offset: int = start.get("position", 0)
-        self._worker_states: list[dict[str, Any] | WorkerBatch] = start.get("workers") or [
-            {"position": 0}
-        ] * max(1, num_workers)
-        self.epoch_keys: Callable[[], dict[str, Any]] = dict
-        """Returns the keys of the state that hold for the epoch, except for its random states."""
+    def __init__(self, start: StreamState, reading: _Reading, num_workers: int) -> None:
+        self._start, self._reading = start, reading
+        self._newest: WorkerBatch | None = None
+        self._num_samples = 0
+        self._readers = list(start.workers or [ReaderState()] * max(1, num_workers))
 
     def advance(self, info: WorkerBatch) -> None:
         """Advance by a batch that is returned or dropped."""
-        self._last = info
-        self._offset += info.num_samples
+        self._newest = info
+        self._num_samples += info.num_samples
         if info.worker is not None:
-            self._worker_states = [
-                info if worker == info.worker else state for worker, state in enumerate(self._worker_states)
-            ]
+            self._readers[info.worker] = info.reader
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last batch."""
-        info = self._last
+    def state(self) -> StreamState:
+        """Return the state after the newest batch."""
+        info = self._newest
         if info is None:
             return self._start
-        epoch = {"random": self._epoch_states} | self.epoch_keys()
+        begun = replace(self._reading.begun, worker_seed=self._reading.stream.worker_seed)
         if info.worker is None:
-            return epoch | {"whole": True} | _reader_state(info)
-        turn = (info.worker + 1) % len(self._worker_states)
-        states = [_reader_state(s) if isinstance(s, WorkerBatch) else s for s in self._worker_states]
-        return epoch | {"position": self._offset, "workers": states, "turn": turn}
+            return replace(begun, offset=info.reader.offset, reader=info.reader)
+        return replace(
+            begun,
+            offset=self._start_of_workers + self._num_samples,
+            workers=tuple(self._readers),
+            next_worker=(info.worker + 1) % len(self._readers),
+        )
 
-
-def _reader_state(info: WorkerBatch) -> dict[str, Any]:
-    if info.is_last:  # a dataset may have reset its state already
-        return {"position": info.offset, "ended": True}
-    state = {} if info.dataset_state is None else {"state": info.dataset_state, "state_at": info.offset}
-    reading = {} if info.rng_states is None else {"reading": to_serializable(info.rng_states)}
-    return {"position": info.offset} | state | reading
+    @property
+    def _start_of_workers(self) -> int:
+        """Return the samples of all workers before the iteration; those of skipped steps are read and counted again."""
+        return sum(reader.offset for reader in self._start.workers or ())
 
 
 def _mark_last(steps: _Steps, num_workers: int) -> Iterator[tuple[WorkerBatch, list[Any], bool]]:
@@ -396,8 +396,8 @@ def _mark_last(steps: _Steps, num_workers: int) -> Iterator[tuple[WorkerBatch, l
     ahead = next(steps, None)
     while ahead is not None:
         info, batches = ahead
-        if info.worker is None or not info.is_last:
-            yield info, batches, info.is_last
+        if info.worker is None or not info.reader.ended:
+            yield info, batches, info.reader.ended
             ahead = next(steps, None)
             continue
         num_open -= 1

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import logging
 import random
 import sys
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -17,9 +18,10 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from typing_extensions import override
 
-from accel_runtime.backends.rng import IsolatedRNG, are_equal, current_states, restore_states, to_bytes
+from accel_runtime.backends.rng import IsolatedRNG, RandomStates
 from accel_runtime.data.map_style import hash_seed, seed_worker
 from accel_runtime.data.sharding import BatchSharding, batch_slices
+from accel_runtime.data.state import DatasetState, ReaderState, StreamState
 from accel_runtime.environment.text import encode_text
 from accel_runtime.foundation import nested
 from accel_runtime.foundation.torch_internals import generate_numpy_state, set_worker_info
@@ -34,26 +36,22 @@ __all__ = [
     "fingerprint_samples",
 ]
 
+_LOG = logging.getLogger("accel_runtime.data")
+
 
 class WorkerBatch(NamedTuple):
     """Description of a global batch by its reader, sent with the batch."""
 
     num_samples: int
     """Number of samples, without padding."""
-    offset: int
-    """Offset of its end in the samples of this reader."""
-    is_last: bool
-    """True for the last batch of this reader."""
+    reader: ReaderState
+    """State of the reader at its end."""
     worker: int | None
     """Worker whose part of the stream it comes from; None if every worker reads the whole stream."""
     fingerprint_before: int
     """Fingerprint of the samples read before it."""
     fingerprint_after: int
     """Fingerprint of the samples read up to its end."""
-    dataset_state: Any
-    """State of the dataset at its end, or None."""
-    rng_states: dict[str, Any] | None
-    """Random states of the dataset state; None if there is none, or if they are those the reader began with."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ class ReadingRNG(NamedTuple):
     """States at the start of the epoch, if that was in another process; None uses `isolated`."""
 
 
-class WorkerReader(IterableDataset[tuple[WorkerBatch, list[Any]]]):
+class WorkerReader(IterableDataset["tuple[WorkerBatch, list[Any]] | None"]):
     """Dataset that replaces a stream and yields, for every global batch, the batches of some ranks.
 
     A dataset that splits itself among the workers (it calls `torch.utils.data.get_worker_info()`, or its
@@ -101,42 +99,39 @@ class WorkerReader(IterableDataset[tuple[WorkerBatch, list[Any]]]):
         rng: The random states of the first iteration without workers; the next ones read under `isolated`.
     """
 
-    def __init__(self, task: WorkerTask, start: dict[str, Any], rng: ReadingRNG) -> None:
+    def __init__(self, task: WorkerTask, start: StreamState, rng: ReadingRNG) -> None:
         self._task = task
         self._start = start
         self._rng = rng
         self._view: _WorkerView | None = None
 
     @override
-    def __iter__(self) -> Iterator[tuple[WorkerBatch, list[Any]]]:
-        start, self._start = self._start, {}
+    def __iter__(self) -> Iterator[tuple[WorkerBatch, list[Any]] | None]:
+        start, self._start = self._start, StreamState()
         rng, self._rng = self._rng, ReadingRNG(self._rng.isolated)
         view = self._begin_view(start)
-        worker_states = start.get("workers")
-        if worker_states is not None and (view is None or len(worker_states) != view.count):
-            raise build_worker_count_error(len(worker_states))
-        state = start if worker_states is None or view is None else worker_states[view.index]
-        if state.get("ended"):
+        if start.workers is not None and (view is None or len(start.workers) != view.count):
+            raise build_worker_count_error(len(start.workers))
+        is_split = start.workers is not None
+        if start.workers is not None and view is not None:
+            position = start.workers[view.index]
+        else:
+            position = replace(start.reader or ReaderState(), offset=start.offset)
+        if position.ended:
             return
-        if view is not None:
-            own = view.own_rng
-            # Another one for the start, as reading goes on with the first.
-            epoch_start = IsolatedRNG() if worker_states is None or own is None else copy.copy(own)
-            rng = ReadingRNG(IsolatedRNG(), None, epoch_start)
-            if "reading" in state:
-                view.own_rng = None  # the state has the random states to read under
-        source = StreamReader(self._task.dataset, self._task.head_size, rng)
+        if is_split and view is not None and view.index < start.next_worker:
+            yield None  # torch begins with worker 0, and the next batch is that of `next_worker`
+        source = self._open_source(position, view, rng, is_split=is_split)
         try:
-            source.open(state.get("state"), state.get("reading"))
             reads_all = view is None or not view.is_split()
-            if reads_all and worker_states is not None:
-                raise build_worker_count_error(len(worker_states))
-            if not reads_all and start.get("whole"):
+            if reads_all and start.workers is not None:
+                raise build_worker_count_error(len(start.workers))
+            if not reads_all and start.reader is not None:
                 raise build_worker_count_error(0)
-            offset = state.get("position", 0) if reads_all or worker_states is not None else 0
-            source.skip(offset - state.get("state_at", 0))
+            offset = position.offset if reads_all or is_split else 0
+            source.skip(offset)
             source.finish_replay(self._lookahead)
-            yield from self._read_batches(source, offset, start.get("skip", 0), reads_all=reads_all)
+            yield from self._read_batches(source, start, offset, reads_all=reads_all)
         finally:
             source.close()
 
@@ -146,7 +141,7 @@ class WorkerReader(IterableDataset[tuple[WorkerBatch, list[Any]]]):
         sharding = self._task.sharding
         return sharding.padded_size if sharding.drop_last else 1
 
-    def _begin_view(self, start: dict[str, Any]) -> _WorkerView | None:
+    def _begin_view(self, start: StreamState) -> _WorkerView | None:
         """Return this worker's view after seeding it for a new iteration; None without workers."""
         init = None
         if self._view is None:
@@ -167,12 +162,58 @@ class WorkerReader(IterableDataset[tuple[WorkerBatch, list[Any]]]):
         view.iteration += 1
         return view
 
+    def _open_source(
+        self, position: ReaderState, view: _WorkerView | None, rng: ReadingRNG, *, is_split: bool
+    ) -> StreamReader:
+        """Return the reader of the dataset, at a state of the dataset that is verified, or at its start."""
+        own = None if view is None else view.own_rng
+        # The states at the start are needed again if the state of the dataset turns out to be of no use.
+        initial = RandomStates.capture()
+
+        def build_rng() -> ReadingRNG:
+            if view is None:
+                return ReadingRNG(*map(copy.copy, rng))
+            view.own_rng = copy.copy(own)
+            # Another one for the start, as reading goes on with the first.
+            epoch_start = copy.copy(own) if is_split and own is not None else IsolatedRNG(initial)
+            return ReadingRNG(IsolatedRNG(initial), None, epoch_start)
+
+        dataset, head_size = self._task.dataset, self._task.head_size
+        if position.dataset is not None:
+            source = StreamReader(dataset, head_size, build_rng())
+            if view is not None and position.dataset.random is not None:
+                view.own_rng = None  # the state has the random states to read under
+            if source.open_at(position.dataset, position.offset):
+                return source
+            _LOG.warning(_UNUSABLE_STATE, _describe_stream(dataset, view), position.offset)
+            with suppress(
+                Exception
+            ):  # of the script's dataset; the comparison below shows if it is at its start
+                source.close()
+            initial.restore()
+        # A state that was of no use is not saved again.
+        keeps_state = position.dataset is None
+        source = StreamReader(
+            dataset, head_size, rng if view is None else build_rng(), keeps_state=keeps_state
+        )
+        source.open()
+        # In turn with the script, a stream drew other numbers than it does at once.
+        if (
+            position.dataset is not None
+            and rng.replay is None
+            and not source.verify(position.dataset, position.offset)
+        ):
+            _LOG.warning(_OTHER_SAMPLES, _describe_stream(dataset, view))
+        return source
+
     def _read_batches(
-        self, source: StreamReader, offset: int, skip: int, *, reads_all: bool
+        self, source: StreamReader, start: StreamState, offset: int, *, reads_all: bool
     ) -> Iterator[tuple[WorkerBatch, list[Any]]]:
-        """Yield this reader's batches from `offset`; `skip` counts steps of all workers that are left empty."""
+        """Yield this reader's batches from `offset`."""
         view, sharding = self._view, self._task.sharding
-        count, turn = (view.count, view.turn) if view is not None else (1, 0)
+        count, turn = (
+            (view.count, (view.index - start.next_worker) % view.count) if view is not None else (1, 0)
+        )
         size, lookahead = sharding.padded_size, self._lookahead
         pending: list[Any] = []
         fingerprint, step = 0, 0
@@ -180,7 +221,7 @@ class WorkerReader(IterableDataset[tuple[WorkerBatch, list[Any]]]):
         is_compared = self._task.compare_ranks or view is not None
         while True:
             is_own = not reads_all or step % count == turn
-            samples, dataset_state, rng_states = source.read(size - len(pending), lookahead if is_own else 0)
+            samples, dataset_state = source.read(size - len(pending), lookahead if is_own else 0)
             pending += samples
             batch, pending = pending[:size], pending[size:]
             if not batch or (sharding.drop_last and len(batch) < size):
@@ -190,17 +231,12 @@ class WorkerReader(IterableDataset[tuple[WorkerBatch, list[Any]]]):
             if is_compared:
                 fingerprint = fingerprint_samples(batch, fingerprint)
             if is_own:
-                info = WorkerBatch(
-                    len(batch),
-                    offset,
-                    len(pending) < lookahead,
-                    None if reads_all or view is None else view.index,
-                    before,
-                    fingerprint,
-                    dataset_state,
-                    rng_states,
-                )
-                is_needed = reads_all or step * count + turn >= skip
+                ended = len(pending) < lookahead
+                # A dataset may have reset its state at its end already.
+                reader = ReaderState(offset, ended, None if ended else dataset_state)
+                worker = None if reads_all or view is None else view.index
+                info = WorkerBatch(len(batch), reader, worker, before, fingerprint)
+                is_needed = reads_all or step * count + turn >= start.skipped_steps
                 if is_needed and view is not None:
                     view.seed_batch(offset, self._task.ranks[0])  # for the script's collate_fn
                 yield info, self._collate(batch, source) if is_needed else [None] * len(self._task.ranks)
@@ -222,22 +258,18 @@ class _WorkerView:
     Args:
         info: The worker info of torch.
         dataset: The script's dataset.
-        start: The state. Its `turn` is the worker whose batch comes next: the indices of all workers are rotated by it, so
-            that torch's round robin, which begins with the first process, continues there. Its `base` and `walks` are those
-            of persistent workers.
+        start: The state, which has the seed and the iterations of persistent workers.
     """
 
-    def __init__(self, info: Any, dataset: Any, start: dict[str, Any]) -> None:
-        turn: int = start.get("turn", 0)
-        self.turn: int = info.id
+    def __init__(self, info: Any, dataset: Any, start: StreamState) -> None:
+        self.index: int = info.id
         self.count: int = info.num_workers
-        self.index: int = (info.id + turn) % info.num_workers
         self.is_aware = False
         """True if the dataset or its init function depends on the worker."""
-        self.iteration: int = start.get("walks", 0)
+        self.iteration: int = start.worker_iterations
         self.own_rng: IsolatedRNG | None = None
         """Random states of this worker, for a dataset that asks which worker it is in."""
-        self._base: int = start.get("base", info.seed - info.id)
+        self._base: int = info.seed - info.id if start.worker_seed is None else start.worker_seed
         self._info: Any = info
         self._dataset: Any = dataset
         self._shown_index: int = self.index
@@ -312,18 +344,45 @@ _Context = Callable[[], AbstractContextManager[None]]
 """Creates a context with other random states."""
 
 
+_NUM_VERIFIED = 16
+"""Samples, at least, that are compared with those before a save when the own state of a dataset is loaded."""
+
+
+class _DatasetMark:
+    """A state of the dataset, and the samples that were read since."""
+
+    def __init__(self, state: Any, offset: int, random: RandomStates | None) -> None:
+        self._state, self._random = state, random
+        self._offset = offset
+        self.num_samples = self._fingerprint = 0
+
+    def add(self, sample_hash: int) -> None:
+        """Add a sample that was read after the state."""
+        self.num_samples += 1
+        self._fingerprint = combine_fingerprints(self._fingerprint, sample_hash)
+
+    def build_state(self) -> DatasetState:
+        """Return the state, with the fingerprint of the samples up to now."""
+        return DatasetState(self._state, self._offset, self.num_samples, self._fingerprint, self._random)
+
+
 class StreamReader:
     """Samples of one iteration over a dataset, from any offset.
+
+    The own state of a dataset is used only if the samples that follow it are those that followed it before: a dataset may
+    leave out a buffer, such as that of `shuffle(buffer_size=...)`. Therefore the state of some samples ago is saved, or the
+    newest one if samples contain random numbers that the dataset and the script draw in turn.
 
     Args:
         dataset: The dataset to read.
         head_size: How many samples of the start may be requested at the end.
         rng: The random states to read under.
+        keeps_state: If false, the own state of the dataset is ignored.
     """
 
-    def __init__(self, dataset: Any, head_size: int, rng: ReadingRNG) -> None:
+    def __init__(self, dataset: Any, head_size: int, rng: ReadingRNG, *, keeps_state: bool = True) -> None:
         self._dataset = dataset
-        self._has_state = all(
+        self._has_state = keeps_state and all(
             callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict")
         )
         self._head_size = head_size
@@ -331,22 +390,53 @@ class StreamReader:
         self._context: _Context = rng.replay or self._final_context
         self._head_context: _Context = rng.epoch_start or self._final_context
         self._head: list[Any] = []
+        self._has_head = True
         self._initial_state: Any = None
         self._iterator: Iterator[Any] = iter(())
-        self._rng_states: dict[str, Any] = {}
+        self._initial_random: RandomStates | None = None
+        self._marks: deque[_DatasetMark] = deque()
+        self._offset = 0
+        self._draws_in_turn = rng.isolated is None
+        self._has_drawn = False
 
-    def open(self, state: Any, rng_states: dict[str, Any] | None = None) -> None:
-        """Open the dataset at a state of it or at the start, under `rng_states` if given, and fetch the first sample."""
-        if state is not None:
-            self._initial_state = copy.deepcopy(self._dataset.state_dict())
-            self._dataset.load_state_dict(copy.deepcopy(state))
+    def open(self, random: RandomStates | None = None) -> None:
+        """Open the dataset, under random states if given, and fetch the first sample."""
         with self._context():
-            self._rng_states = current_states() if self._has_state else {}
-            if rng_states is not None:
-                restore_states(rng_states)
+            self._initial_random = RandomStates.capture() if self._has_state else None
+            if random is not None:
+                random.restore()
             iterator = iter(self._dataset)
             first = list(islice(iterator, 1))
         self._iterator = chain(first, iterator) if first else iter(())
+
+    def open_at(self, saved: DatasetState, offset: int) -> bool:
+        """Open the dataset at a state of its own and read up to `offset`; return False if the samples are not the same."""
+        if not self._has_state:
+            return False
+        self._has_head = False
+        try:
+            self._initial_state = copy.deepcopy(self._dataset.state_dict())
+            self._dataset.load_state_dict(copy.deepcopy(saved.state))
+            self.open(saved.random)
+            self._offset = saved.offset
+            return self.verify(saved, offset)
+        except Exception as error:  # noqa: BLE001 - the script's dataset; the stream is read from its start instead
+            _LOG.debug("load_state_dict() of %s failed: %s", type(self._dataset).__name__, error)
+            return False
+
+    def verify(self, saved: DatasetState, offset: int) -> bool:
+        """Read up to `offset`; return False if the samples after a saved state are not those of that time."""
+        self.skip(saved.offset)
+        mark = _DatasetMark(saved.state, saved.offset, saved.random)
+        self._marks.append(mark)
+        self.skip(offset)
+        with self._context():
+            ahead = list(islice(self._iterator, saved.offset + saved.num_samples - self._offset))
+        self._iterator = chain(ahead, self._iterator)
+        mark = copy.copy(mark)
+        for sample in ahead:
+            mark.add(_hash_sample(sample))
+        return self._offset == offset and mark.build_state().fingerprint == saved.fingerprint
 
     def finish_replay(self, lookahead: int) -> None:
         """Replay the samples that were read ahead of the saved offset, then switch to the final random states."""
@@ -356,35 +446,58 @@ class StreamReader:
             self._iterator = chain(samples, self._iterator) if len(samples) == lookahead else iter(samples)
             self._context = self._final_context
 
-    def read(self, count: int, lookahead: int) -> tuple[list[Any], Any, dict[str, Any] | None]:
-        """Return up to `count + lookahead` samples, and the states between the two parts.
+    def read(self, count: int, lookahead: int) -> tuple[list[Any], DatasetState | None]:
+        """Return up to `count + lookahead` samples, and the state of the dataset between the two parts.
 
-        These are the dataset's own state, if it has one and `lookahead` is not 0, and the random states it was taken under,
-        unless they are those of the start.
+        None if it has no state, if `lookahead` is 0, or if too few samples were read to verify one.
         """
-        state, rng_states = None, None
         with self._context():
+            before = RandomStates.capture() if self._has_state and self._draws_in_turn else None
             samples = list(islice(self._iterator, count))
+            self._add(samples)
             if self._has_state and lookahead:
+                random = RandomStates.capture()
+                self._has_drawn = self._has_drawn or before not in {None, random}
+                unchanged = random == self._initial_random
                 state = copy.deepcopy(self._dataset.state_dict())
-                rng_states = current_states()
-            samples += islice(self._iterator, lookahead)
-        if len(samples) < count + lookahead:
+                self._marks.append(_DatasetMark(state, self._offset, None if unchanged else random))
+            ahead = list(islice(self._iterator, lookahead))
+            self._add(ahead)
+        if len(samples) + len(ahead) < count + lookahead:
             self._iterator = iter(())
-        if len(self._head) < self._head_size:
-            self._head += samples[: self._head_size - len(self._head)]
-        unchanged = rng_states is None or are_equal(rng_states, self._rng_states)
-        return samples, state, None if rng_states is None or unchanged else to_bytes(rng_states)
+        return samples + ahead, self._select_state() if lookahead else None
 
-    def skip(self, count: int) -> None:
-        """Read samples and drop them, except for the head."""
-        self.read(min(count, self._head_size), 0)
-        with self._context():
-            deque(islice(self._iterator, max(0, count - self._head_size)), maxlen=0)
+    def _add(self, samples: list[Any]) -> None:
+        """Record samples that were read."""
+        self._offset += len(samples)
+        if self._has_head and len(self._head) < self._head_size:
+            self._head += samples[: self._head_size - len(self._head)]
+        if self._marks:
+            for sample in samples:
+                sample_hash = _hash_sample(sample)
+                for mark in self._marks:
+                    mark.add(sample_hash)
+
+    def _select_state(self) -> DatasetState | None:
+        """Return the newest state that enough samples follow, and drop the older ones."""
+        if self._has_drawn:
+            # Between two batches the script draws too, so that a sample is not the same when it is read again.
+            self._marks = deque(islice(reversed(self._marks), 1))
+        while len(self._marks) > 1 and self._marks[1].num_samples >= _NUM_VERIFIED:
+            self._marks.popleft()
+        is_verifiable = self._marks and (self._has_drawn or self._marks[0].num_samples >= _NUM_VERIFIED)
+        return self._marks[0].build_state() if is_verifiable else None
+
+    def skip(self, offset: int) -> None:
+        """Read samples up to an offset and drop them, except for the head."""
+        while self._offset < offset:
+            samples, _ = self.read(min(offset - self._offset, _MAX_SKIPPED), 0)
+            if not samples:
+                return
 
     def read_head(self) -> list[Any]:
         """Return the first samples of the epoch, once all have been read."""
-        if self._initial_state is not None:
+        if not self._has_head:
             self._dataset.load_state_dict(copy.deepcopy(self._initial_state))
             with self._head_context():
                 self._head = list(islice(iter(self._dataset), self._head_size))
@@ -392,12 +505,33 @@ class StreamReader:
 
     def close(self) -> None:
         """Reset the dataset, so that the next iteration begins at the start."""
-        if self._initial_state is not None:
+        if not self._has_head:
             self._dataset.load_state_dict(self._initial_state)
 
 
+_UNUSABLE_STATE = (
+    "The stream %s is read from its start, and %d samples are skipped: after its own state come other samples than before the "
+    "save. state_dict() leaves something out, such as the buffer of shuffle(buffer_size=...). If this takes too long, save at "
+    "the end of an epoch, or shuffle the data beforehand."
+)
+_OTHER_SAMPLES = (
+    "The stream %s cannot be continued exactly: from its start, it yields other samples than before the save. Samples may be "
+    "repeated or left out. Make its order depend on the seed and the epoch only."
+)
+
+
+def _describe_stream(dataset: Any, view: _WorkerView | None) -> str:
+    return type(dataset).__name__ + ("" if view is None else f" (worker {view.index})")
+
+
+_MAX_SKIPPED = 1024
+"""Samples that are read at a time to skip them."""
 _MAX_CHARS = 48
 _NUM_ELEMENTS = 5
+
+
+def _hash_sample(sample: Any) -> int:
+    return zlib.crc32(encode_text(_describe_sample(sample, 2)))
 
 
 def fingerprint_samples(samples: list[Any], fingerprint: int) -> int:
@@ -416,6 +550,12 @@ def combine_fingerprints(first: int, second: int) -> int:
 
 
 def _describe_sample(sample: Any, depth: int) -> str:
+    if isinstance(sample, (list, tuple)) and len(sample) > _NUM_ELEMENTS:
+        # Of long lists, such as tokens, a few elements.
+        chosen = sample[:: max(1, len(sample) // _NUM_ELEMENTS)]
+        return f"{len(sample)}[{'|'.join(_describe_sample(each, depth) for each in chosen)}]"
+    if isinstance(sample, dict):
+        return "|".join(_describe_sample(each, depth) for each in sample.values())
     return "|".join(_describe_leaf(leaf, depth) for leaf in nested.leaves(sample, objects=False))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -15,13 +17,7 @@ from typing_extensions import override
 from accel_runtime.backends import rng
 from accel_runtime.backends.base import Backend
 from accel_runtime.backends.batch_copies import StreamCopies, copy_each, prefetch_batches
-from accel_runtime.backends.rng import (
-    IsolatedRNG,
-    capture_rng_state,
-    capture_states,
-    fingerprint_states,
-    restore_rng_state,
-)
+from accel_runtime.backends.rng import IsolatedRNG, ProcessRandomStates, RandomStates
 from accel_runtime.data.active_loops import ActiveLoops
 from accel_runtime.data.presharded import are_consistent, build_world_size_error
 from accel_runtime.data.source import (
@@ -31,16 +27,16 @@ from accel_runtime.data.source import (
     sampler_attribute,
     sampler_of_loader,
 )
+from accel_runtime.data.state import LoaderState, PreshardedState, SourceState
 from accel_runtime.foundation import nested
 from accel_runtime.foundation.heartbeat import LoaderEpoch, heartbeat
-from accel_runtime.foundation.steps import EpochIterator
-from accel_runtime.foundation.torch_internals import copy_loader
+from accel_runtime.foundation.steps import EpochProgress
+from accel_runtime.foundation.torch_internals import copy_attributes, copy_loader
+from accel_runtime.storage.schema import FieldError, read_value, write_record
 
 __all__ = ["LoaderOptions", "NextBatch", "PreparedLoader", "check_model_parallel_ranks", "skip_first_batches"]
 
 
-_LOADER_KEYS = {"epoch", "kind", "restored", "batches", "upcoming"}
-"""Keys of a loader's state that are not those of its source."""
 _END = object()
 
 NextBatch = Literal["next_batch", "epoch_start", "exact"]
@@ -72,23 +68,53 @@ class LoaderOptions:
 
 
 @dataclass
-class _LoaderProgress:
+class _Progress:
     """Progress of a loader, shared with its copies that leave out the first steps."""
 
     epoch: int = 0
-    """Number of the current epoch (running, or left early); between two epochs, of the next."""
-    loop: EpochIterator | None = None
-    """Current epoch iterator, running or left early."""
-    num_batches: int = 0
-    """Number of batches of the current epoch that were returned or skipped."""
-    resume: dict[str, Any] | None = None
-    """State that the next iteration starts from; None is the start of the epoch."""
-    upcoming: dict[str, Any] | None = None
-    """State at the start of the epoch after that of `resume`, if `resume` is the end of its epoch."""
-    saved_batches: int = 0
-    """Number of batches that had been returned when the state of `resume` was saved."""
+    """Number of the epoch that begins next."""
+    running: EpochProgress | None = None
+    """The newest iteration; None before the first, after its end, and after the script has left it."""
+    loaded: LoaderState | None = None
+    """State that was loaded and that the next iteration continues from."""
+    left: LeftIteration | None = None
+    """The newest iteration that the script has left."""
     num_padding: int = 0
     """Number of padding samples in the last complete epoch, over all ranks."""
+
+
+class LeftIteration:
+    """An iteration that the script has left, by `break` or by an exception.
+
+    After a `break`, the next epoch follows. A script that saves while it handles the exception, such as a
+    `KeyboardInterrupt`, expects to continue after the last batch when it is started again.
+
+    Args:
+        state: The state of the loader within the iteration.
+    """
+
+    def __init__(self, state: LoaderState) -> None:
+        self.state = state
+        """State of the loader within the iteration."""
+        frame = inspect.currentframe()
+        while frame is not None and (
+            frame.f_code.co_flags & inspect.CO_GENERATOR or frame.f_globals is globals()
+        ):
+            frame = frame.f_back  # of this module, or a generator between, such as that of tqdm
+        # Not the frame itself, which would keep the variables of the script.
+        self._exit = None if frame is None else (id(frame), frame.f_code, frame.f_lineno)
+
+    def is_exception_handled(self) -> bool:
+        """Return whether the exception that ended the iteration is being handled now."""
+        error = sys.exc_info()[1]
+        while error is not None:
+            trace = error.__traceback__
+            while trace is not None:
+                if (id(trace.tb_frame), trace.tb_frame.f_code, trace.tb_lineno) == self._exit:
+                    return True
+                trace = trace.tb_next
+            error = error.__context__
+        return False
 
 
 class PreparedLoader(DataLoader[Any]):
@@ -107,87 +133,113 @@ class PreparedLoader(DataLoader[Any]):
     def __init__(
         self,
         loader: DataLoader[Any],
-        source: Source,
+        source: Source[Any],
         backend: Backend,
         loops: ActiveLoops,
         options: LoaderOptions,
     ) -> None:
-        # DataLoader guards names against assignment, and its own __init__ would build another loader.
-        vars(self).update({k: v for k, v in vars(loader).items() if k != "_iterator"})
+        copy_attributes(loader, self)
         self._source = source
         self._backend = backend
         self._loops = loops
         self._options = options
-        self._progress = _LoaderProgress()
+        self._progress = _Progress()
         self._skip = 0
 
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        # Not a generator: `zip` calls it for all loops before it requests the first batch of one.
+        return self._iterate_epoch(self._loops.running)
+
+    def _iterate_epoch(self, outer: Sequence[EpochProgress]) -> Iterator[Any]:
         rng.broadcast_rng_types(list(self._options.rng_types), self._backend)
         check_model_parallel_ranks(self._backend)
         progress = self._progress
-        start, replayed = self._begin_epoch()
-        loop = progress.loop = EpochIterator(progress.epoch)
-        record = self._loops.open(loop)
+        start, num_replayed, num_batches = self._begin_epoch()
+        running = progress.running = EpochProgress(progress.epoch, outer, num_batches)
+        progress.epoch += 1
+        record = self._loops.open(running)
         device, non_blocking = self._backend.device, self._non_blocking
         put_on_device = self._options.put_on_device
         is_on_device = nested.build_device_check(device)
         record_batch = self._loops.record_batch if self._loops.has_padding else None
         beat = heartbeat()
-        counts = LoaderEpoch(loop.epoch, progress.num_batches, self._epoch_length) if beat else None
+        counts = LoaderEpoch(running.epoch, num_batches, self._epoch_length) if beat else None
         finished = False
         try:
-            for batch in self._iterate_batches(loop, start, replayed):
+            for batch in self._iterate_batches(running, start, num_replayed):
                 if put_on_device and not is_on_device(batch):
                     batch = nested.send_to(batch, device, non_blocking=non_blocking)  # noqa: PLW2901
                 if record_batch:
                     record_batch(record, batch)
                 if beat is not None:
                     beat.batch(counts)
-                progress.num_batches += 1
+                running.count_batch()
                 yield batch
             finished = True
         finally:
+            if progress.running is running:
+                progress.left = None if finished else LeftIteration(self.capture_state())
+                progress.running = None
             self._loops.close(record, finished=finished)
+            running.end()
             if finished:
-                progress.epoch += 1
-                progress.loop = None
                 progress.num_padding = record.num_padding
 
-    def _begin_epoch(self) -> tuple[dict[str, Any], int]:
-        """Return the state to start from, and how many of its batches were returned before it was saved."""
-        progress = self._progress
-        if progress.loop is not None:  # an iteration that was left early counts as an epoch
-            progress.epoch += 1
-        start, progress.resume, progress.upcoming = progress.resume or {}, None, None
-        saved, progress.saved_batches = progress.saved_batches, 0
-        self._notify_samplers(progress.epoch)
-        if start.get("position"):
-            progress.num_batches = saved
-            return start, 0
-        progress.num_batches = self._skip
-        return self._source.skip_steps(self._skip, start), max(0, saved - self._skip)
+    def _begin_epoch(self) -> tuple[SourceState, int, int]:
+        """Return the state to start from, the batches to replay from before it was saved, and those before the start."""
+        loaded = self._resolve_loaded()
+        self._progress.loaded = None
+        self._notify_samplers(self._progress.epoch)
+        if loaded is None:
+            return self._skip_first(self._source.state_type()), 0, self._skip
+        if loaded.running is None:
+            return self._skip_first(loaded.next_epoch), 0, self._skip
+        self._loops.continue_loop(loaded.depth)
+        if loaded.running.offset:
+            return loaded.running, 0, loaded.num_batches
+        return self._skip_first(loaded.running), max(0, loaded.num_batches - self._skip), self._skip
 
-    def _iterate_batches(self, loop: EpochIterator, start: dict[str, Any], replayed: int) -> Iterator[Any]:
+    def _skip_first(self, start: SourceState) -> SourceState:
+        return start.skip(self._skip, self._source.stride) if self._skip else start
+
+    def _resolve_loaded(self) -> LoaderState | None:
+        """Return the state that the next iteration continues from, once it is known which loops the script continues.
+
+        An iteration that was inside of another one has ended once the outer one continues.
+        """
+        progress = self._progress
+        loaded = progress.loaded
+        if loaded is not None and loaded.running is not None and self._loops.is_left(loaded.depth):
+            progress.loaded = loaded = loaded.leave()
+            progress.epoch = loaded.epoch
+        return loaded
+
+    def _iterate_batches(
+        self, progress: EpochProgress, start: SourceState, num_replayed: int
+    ) -> Iterator[Any]:
         """Yield the batches of an epoch, copied asynchronously if the script allows non-blocking copies."""
 
-        def iterate(loop: EpochIterator) -> Iterator[Any]:
-            batches = self._source.iterate(loop, start)
-            if not replayed:
+        def iterate(progress: EpochProgress) -> Iterator[Any]:
+            batches = self._source.iterate(progress, start)
+            if not num_replayed:
                 return batches
             # They were loaded before the state was saved, so the restored generators are past those draws.
-            return _isolate_first(batches, replayed, IsolatedRNG(capture_states() | start.get("random", {})))
+            states = RandomStates.capture()
+            if not isinstance(start, PreshardedState) and start.random is not None:
+                states = states.update(start.random)
+            return _isolate_first(batches, num_replayed, IsolatedRNG(states))
 
         put_on_device = self._options.put_on_device
         stream = self._backend.runtime.copy_stream if put_on_device and self._non_blocking else None
         if stream is None:
             workers = self.num_workers > 0
             return self._backend.runtime.iterate_batches(
-                iterate, loop, to_device=put_on_device, loaded_by_workers=workers
+                iterate, progress, to_device=put_on_device, loaded_by_workers=workers
             )
         if self._source.can_fetch_ahead:
-            return prefetch_batches(iterate, loop, lambda: StreamCopies(stream))
-        return copy_each(iterate(loop), StreamCopies(stream))
+            return prefetch_batches(iterate, progress, lambda: StreamCopies(stream))
+        return copy_each(iterate(progress), StreamCopies(stream))
 
     @property
     def _non_blocking(self) -> bool:
@@ -207,20 +259,24 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def epoch(self) -> int:
-        """Return the number of the current epoch or, between two, of the next, from 0."""
-        return self._progress.epoch
+        """Return the number of the running epoch or, between two, of the next, from 0."""
+        self._resolve_loaded()
+        running = self._progress.running
+        return self._progress.epoch if running is None else running.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch, for this loader, its dataset and its samplers.
 
-        After a state was loaded, the number of another epoch starts that epoch from its first batch.
+        After a state was loaded, the number of its epoch continues that epoch, the next number begins the next one, and any
+        other starts an epoch of that number from its first batch.
         """
-        progress = self._progress
-        if epoch != progress.epoch and progress.resume is not None:
-            progress.resume = progress.upcoming if epoch == progress.epoch + 1 else None
-            progress.upcoming, progress.saved_batches = None, 0
+        progress, loaded = self._progress, self._resolve_loaded()
+        if loaded is not None and epoch != loaded.epoch:
+            if loaded.running is not None:
+                self._loops.continue_loop(loaded.depth)
+            is_next = loaded.running is not None and epoch == loaded.epoch + 1
+            progress.loaded = loaded.leave() if is_next else None
         progress.epoch = epoch
-        progress.loop = None
         self._notify_samplers(epoch)
 
     def _notify_samplers(self, epoch: int) -> None:
@@ -301,19 +357,25 @@ class PreparedLoader(DataLoader[Any]):
         """Return the state of the loader: equal on all ranks, and valid for another number of them.
 
         Returns:
-            The epoch, the offset in it after the batches that were returned, and the random states of the epoch:
-                numbers, text and
-            tensors only. After the last batch of an epoch, also the state at the start of the next one.
+            The fields of `LoaderState` by name: the epoch, the offset in it after the batches that were returned, and random
+            states, as numbers, text and tensors only. After an iteration that the script has left, it is the state at the
+            start of the next epoch.
         """
-        progress, loop = self._progress, self._progress.loop
-        state = {"epoch": progress.epoch, "kind": self._source.kind}
-        if loop is None:
-            pending = {"batches": progress.saved_batches} if progress.resume else {}
-            upcoming = {"upcoming": progress.upcoming} if progress.upcoming else {}
-            return state | (progress.resume or self._source.next_epoch()) | pending | upcoming
-        ended = loop.step_info is not None and loop.step_info.is_last
-        upcoming = {"upcoming": self._source.next_epoch()} if ended else {}
-        return state | loop.state_dict() | {"batches": progress.num_batches} | upcoming
+        return write_record(self.capture_state())
+
+    def capture_state(self) -> LoaderState:
+        """Return the state that `state_dict` writes."""
+        loaded = self._resolve_loaded()
+        progress, running = self._progress, self._progress.running
+        if running is None:
+            if progress.left is not None and progress.left.is_exception_handled():
+                return progress.left.state
+            return loaded or LoaderState(progress.epoch, self._source.next_epoch())
+        ended = running.step_info is not None and running.step_info.is_last
+        state = running.state() or self._source.state_type()
+        return LoaderState(
+            running.epoch, self._source.next_epoch(), state, running.num_batches, ended, running.depth
+        )
 
     def load_state_dict(
         self,
@@ -339,49 +401,62 @@ class PreparedLoader(DataLoader[Any]):
             ValueError: The state is not that of a loader, is that of a loader of another kind, or is valid for another
                 number of processes or workers only.
         """
-        kind = self._source.kind
-        start = {k: v for k, v in state_dict.items() if k not in _LOADER_KEYS}
-        world = self._backend.data_rank.world_size
-        if start.get("world_size", world) != world:
-            # Checked first: on one process such a loader has another kind, which would be a confusing message.
-            raise build_world_size_error(start["world_size"], world)
-        if not isinstance(state_dict.get("epoch"), int) or state_dict.get("kind") != kind:
+        try:
+            state: LoaderState = read_value(LoaderState, state_dict)
+        except FieldError as error:
             raise ValueError(
-                f"Cannot load this state into the loader: it must have an epoch and kind={kind!r}, and it has "
-                f"{ {key: state_dict[key] for key in ('epoch', 'kind') if key in state_dict} or 'neither' }. Load the state "
-                "of a loader over the same kind of dataset."
+                f"Cannot load this state into the loader: {error}. Load the return value of state_dict() of a prepared loader."
+            ) from None
+        self.restore_state(state, random_restored=random_restored, position=position)
+
+    def restore_state(
+        self, state: LoaderState, *, random_restored: bool = False, position: NextBatch = "next_batch"
+    ) -> None:
+        """Continue from a state; see `load_state_dict`."""
+        for each in (state.running, state.next_epoch):
+            self._check_state(each)
+        if state.ended and position != "exact":
+            state = state.leave()
+        elif position == "epoch_start":
+            state = state.restart()
+        state = state.draw_from_restored() if random_restored else state.draw_from_own()
+        progress = self._progress
+        progress.epoch, progress.loaded, progress.running = state.epoch, state, None
+        self._loops.forget_continued()
+
+    def _check_state(self, state: SourceState | None) -> None:
+        """Raise ValueError if the state of a source is not valid here."""
+        if state is None:
+            return
+        world = self._backend.data_rank.world_size
+        if isinstance(state, PreshardedState) and state.world_size not in {None, world}:
+            # Checked first: on one process such a loader has another kind, which would be a confusing message.
+            raise build_world_size_error(state.world_size or 0, world)
+        expected = self._source.state_type
+        if not isinstance(state, expected):
+            raise ValueError(  # noqa: TRY004 - the type of the argument is right
+                f"Cannot load this state into the loader: it is that of a loader of the kind {state.kind!r}, and this one is of "
+                f"the kind {expected.kind!r}. Load the state of a loader over the same kind of dataset."
             )
-        self._source.check(start)
-        progress, epoch = self._progress, state_dict["epoch"]
-        upcoming, saved_batches = state_dict.get("upcoming"), state_dict.get("batches", 0)
-        if random_restored and upcoming is not None:
-            upcoming = self._source.with_restored_rng(upcoming)
-        if upcoming is not None and position != "exact":
-            progress.epoch, progress.resume = epoch + 1, upcoming
-            progress.upcoming, progress.saved_batches = None, 0
-        else:
-            start = self._source.restart(start) if position == "epoch_start" else start
-            progress.epoch = epoch
-            progress.resume = self._source.with_restored_rng(start) if random_restored else start
-            progress.upcoming, progress.saved_batches = upcoming, saved_batches
-        progress.loop = None
+        self._source.check(state)
 
     @property
     def is_presharded(self) -> bool:
         """Return whether every rank has its own data, and therefore its own state."""
         return self._options.presharded and self._backend.topology.world_size > 1
 
-    def select_state(self, states: Sequence[Any]) -> Any:
+    def select_state(self, states: Sequence[LoaderState]) -> LoaderState:
         """Return the state for this rank from those of all ranks of a run that may have had another number of ranks."""
-        saved_world_size = (states[0] or {}).get("world_size", 0)
-        if saved_world_size != self._backend.data_rank.world_size or len(states) % saved_world_size:
+        first = states[0].running or states[0].next_epoch
+        saved = first.world_size if isinstance(first, PreshardedState) else None
+        if saved != self._backend.data_rank.world_size or len(states) % saved:
             return states[0]
-        return states[self._backend.data_rank.rank * (len(states) // saved_world_size)]
+        return states[self._backend.data_rank.rank * (len(states) // saved)]
 
     def without_first_batches(self, steps: int) -> PreparedLoader:
         """Return a copy that leaves out the first steps of every epoch; both share their progress."""
         other = copy.copy(self)
-        vars(other)["_skip"] = self._skip + steps
+        other._skip = self._skip + steps  # noqa: SLF001 - of this class
         return other
 
     def override_even_batches(self, *, even_batches: bool) -> AbstractContextManager[None]:
@@ -412,15 +487,15 @@ def check_model_parallel_ranks(backend: Backend) -> None:
     if data_rank.model_parallel_size == 1:
         return
     module = None if backend.device.type == "cpu" else backend.runtime.rng
-    states = capture_rng_state(backend.device, module)
-    fingerprints = backend.all_gather_numbers([fingerprint_states(states)], "random states")
+    states = ProcessRandomStates.capture(backend.device, module)
+    fingerprints = backend.all_gather_numbers([states.fingerprint], "random states")
     if are_consistent(fingerprints, data_rank.model_parallel_size):
         return
     first = data_rank.rank * data_rank.model_parallel_size
     is_first = backend.topology.rank == first
     gathered = backend.all_gather_objects(states if is_first else None, "random states")
     if not is_first:
-        restore_rng_state(gathered[first], backend.device, module)
+        gathered[first].restore(backend.device, module)
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:

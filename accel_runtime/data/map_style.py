@@ -9,10 +9,10 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, count, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -30,28 +30,19 @@ from torch.utils.data import (
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
-from accel_runtime.backends.rng import (
-    KINDS,
-    IsolatedRNG,
-    broadcast_from_first,
-    capture_states,
-    fingerprint_states,
-    hash_text,
-    restore_states,
-)
+from accel_runtime.backends.rng import KINDS, IsolatedRNG, RandomStates, broadcast_from_first, hash_text
 from accel_runtime.backends.single import Single
 from accel_runtime.data.sharding import BatchSharding, Index, Step, batch_slices
 from accel_runtime.data.source import (
     Source,
-    is_inside_epoch,
     len_or_none,
-    mark_skipped,
     sampler_attribute,
     sampler_of_loader,
     yields_single_samples,
 )
+from accel_runtime.data.state import MapStyleState
 from accel_runtime.environment.topology import Topology
-from accel_runtime.foundation.steps import EpochIterator, StepInfo
+from accel_runtime.foundation.steps import EpochProgress, StepInfo
 from accel_runtime.foundation.torch_internals import (
     copy_loader,
     iterator_function,
@@ -59,10 +50,10 @@ from accel_runtime.foundation.torch_internals import (
     set_worker_dataset,
 )
 
-__all__ = ["EpochOrder", "MapStyleSource", "hash_seed", "seed_worker"]
+__all__ = ["EpochOrder", "EpochStart", "MapStyleSource", "hash_seed", "seed_worker"]
 
 
-class MapStyleSource(Source):
+class MapStyleSource(Source[MapStyleState]):
     """Source for a map-style dataset: the script's sampler defines the order, and `BatchSharding` the ranks' slices.
 
     Args:
@@ -73,7 +64,7 @@ class MapStyleSource(Source):
         all_ranks: Read the batches of all ranks, in rank order in every step, without communication.
     """
 
-    kind = "Ordered"
+    state_type = MapStyleState
 
     def __init__(
         self,
@@ -105,57 +96,49 @@ class MapStyleSource(Source):
             replace_iterator(self.inner, partial(iterator_function(loader), self._iterated))
 
     @override
-    @contextmanager
-    def override_padding(self, *, pad_last: bool) -> Iterator[None]:
-        before = self._order.sharding
-        self._order.sharding = replace(before, pad_last=pad_last)
-        try:
-            yield
-        finally:
-            self._order.sharding = before
+    def override_padding(self, *, pad_last: bool) -> AbstractContextManager[None]:
+        return self._order.override_padding(pad_last=pad_last)
 
     @property
     @override
     def can_fetch_ahead(self) -> bool:
         return self.inner.num_workers > 0 and self._order.is_drawn_at_once
 
+    @property
     @override
-    def iterate(self, loop: EpochIterator, start: dict[str, Any]) -> Iterator[Any]:
-        local_states = capture_states(self._generators, self._rng_kinds)
-        epoch_states = self._epoch_states(start, local_states)
-        if epoch_states is not local_states:
-            restore_states({"generators": epoch_states["generators"]}, self._generators)
-        self._order.seed = start.get("seed", self._order.seed)
-        offset, num_batches = start.get("position", 0), 0
-        # Workers that persisted from an earlier epoch: no seed was drawn for them.
-        persisted = bool(start.get("persisted")) if "random" in start else self._workers_persist
-        epoch_keys = ({"persisted": True} if persisted else {}) | self._seed_mark
+    def stride(self) -> int:
+        return self._order.stride
 
-        def state_at(info: StepInfo | None) -> dict[str, Any]:
-            epoch_ended = info is not None and info.is_last
+    @override
+    def iterate(self, progress: EpochProgress, start: MapStyleState) -> Iterator[Any]:
+        current = RandomStates.capture(self._generators, self._rng_kinds)
+        random = self._find_states(start, current)
+        if random is not current:
+            random.restore_generators(self._generators)
+        order, num_batches = self._order, 0
+        is_saved = start.random is not None
+        persist = start.workers_persist if is_saved else self._workers_persist
+        seed = order.seed if start.seed is None else start.seed
+        begun = MapStyleState(True, start.offset, random, seed, persist)
+
+        def state_at(info: StepInfo | None) -> MapStyleState:
+            if info is not None and info.is_last:
+                return replace(begun, offset=len(order.source))
             # With `all_ranks`, every step has one batch per rank.
-            steps = num_batches // len(self._order.ranks)
-            next_offset = len(self._order.source) if epoch_ended else offset + steps * self._order.stride
-            return {"position": next_offset, "random": epoch_states} | epoch_keys
+            return begun.skip(num_batches // len(order.ranks), order.stride)
 
-        loop.read_states_from(state_at)
-        epoch_rng = IsolatedRNG(epoch_states, epoch_states if self._uses_spare_generator else local_states)
-        self._order.start = (offset, loop.epoch, epoch_rng, "random" in start)
-        if self.inner.num_workers:
-            self._order.epoch_seed = draw_epoch_seed(epoch_states, loop.epoch)
-        iterator = self._start_iteration(start, epoch_rng, drawn=persisted)
+        progress.read_states_from(state_at)
+        epoch_rng = IsolatedRNG(random, random if self._uses_spare_generator else current)
+        epoch_seed = draw_epoch_seed(random, progress.epoch) if self.inner.num_workers else 0
+        order.begin(EpochStart(start.offset, progress.epoch, epoch_rng, is_saved, seed, epoch_seed))
+        iterator = self._start_iteration(start, epoch_rng, drawn=persist)
         pending: deque[StepInfo] | None = None
         for batch in iterator:
             # Not before the first batch: a subclass may begin its iteration as late as that.
-            pending = self._order.pending if pending is None else pending
-            loop.advance(pending.popleft())
+            pending = order.pending if pending is None else pending
+            progress.advance(pending.popleft())
             num_batches += 1
             yield batch
-
-    @property
-    def _seed_mark(self) -> dict[str, int]:
-        """Return the key of a state with the seed of shuffled orders, if there is one."""
-        return {} if self._order.seed is None else {"seed": self._order.seed}
 
     @property
     def _rng_kinds(self) -> tuple[str, ...]:
@@ -164,14 +147,15 @@ class MapStyleSource(Source):
         # Workers' random numbers are derived from torch's state.
         return ("torch",) if self.inner.num_workers and not kinds else kinds
 
-    def _epoch_states(self, start: dict[str, Any], local_states: dict[str, Any]) -> dict[str, Any]:
-        """Return the random states at the start of the epoch."""
-        if "random" not in start:
+    def _find_states(self, start: MapStyleState, current: RandomStates) -> RandomStates:
+        """Return the random states at the start of the epoch; `current` itself if all ranks have these."""
+        if start.random is None:
             # Nothing is drawn, so nothing is exchanged.
-            return broadcast_from_first(local_states, self._backend) if self._rng_kinds else local_states
-        saved: dict[str, Any] = start["random"]
+            return broadcast_from_first(current, self._backend) if self._rng_kinds else current
         # Nothing has been drawn between two epochs, and every rank has saved its own states.
-        return saved if is_inside_epoch(start) else broadcast_from_first(local_states | saved, self._backend)
+        return (
+            start.random if start.begun else broadcast_from_first(current.update(start.random), self._backend)
+        )
 
     @property
     def _uses_spare_generator(self) -> bool:
@@ -182,23 +166,21 @@ class MapStyleSource(Source):
     def _workers_persist(self) -> bool:
         return getattr(self.inner, "_iterator", None) is not None
 
-    def _start_iteration(
-        self, start: dict[str, Any], epoch_rng: IsolatedRNG, *, drawn: bool
-    ) -> Iterator[Any]:
+    def _start_iteration(self, start: MapStyleState, epoch_rng: IsolatedRNG, *, drawn: bool) -> Iterator[Any]:
         """Return torch's iterator, and draw the seed for workers only if the uninterrupted run draws it here.
 
         `drawn` is true if it was drawn in an earlier epoch, as workers persist.
         """
-        generator = self._generator
+        generator, random = self._generator, start.random
         # Inside an epoch the seed has been drawn before, and the generator restored is past that draw.
         spare = (
             drawn
             or self._uses_spare_generator
-            or (is_inside_epoch(start) and generator is None and "torch" not in start["random"])
+            or (start.begun and generator is None and (random is None or random.torch is None))
         )
         self._iterated.generator = torch.Generator() if spare else generator
         with epoch_rng():
-            if self._workers_persist and not spare and "random" in start:
+            if self._workers_persist and not spare and random is not None:
                 torch.empty((), dtype=torch.int64).random_(generator=generator)
             return iter(self.inner)
 
@@ -207,24 +189,31 @@ class MapStyleSource(Source):
         return len(self._order) // len(self._order.ranks)
 
     @override
-    def next_epoch(self) -> dict[str, Any]:
-        persisted = {"persisted": True} if self._workers_persist else {}
-        return (
-            {"position": 0, "random": capture_states(self._generators, self._rng_kinds)}
-            | persisted
-            | self._seed_mark
-        )
-
-    @override
-    def skip_steps(self, steps: int, start: dict[str, Any]) -> dict[str, Any]:
-        next_offset = start.get("position", 0) + steps * self._order.stride
-        return start | {"position": next_offset} | mark_skipped(steps, start)
+    def next_epoch(self) -> MapStyleState:
+        random = RandomStates.capture(self._generators, self._rng_kinds)
+        return MapStyleState(random=random, seed=self._order.seed, workers_persist=self._workers_persist)
 
 
 _TORCH_SAMPLERS = {RandomSampler, SubsetRandomSampler, WeightedRandomSampler}
 """Samplers that draw from a generator of torch only."""
 _LOOKAHEAD_STEPS = 64
 """Number of steps that are drawn and compared at once if a sampler has no length."""
+
+
+class EpochStart(NamedTuple):
+    """Start of the next iteration over an order."""
+
+    offset: int = 0
+    """Samples, or batches of the script's batch sampler, that are left out."""
+    epoch: int = 0
+    rng: IsolatedRNG = IsolatedRNG(RandomStates())
+    """Random states that the order is drawn under."""
+    draws_at_once: bool = False
+    """If true, the whole order is drawn with the first step."""
+    seed: int | None = None
+    """Seed of shuffled orders, which are then drawn from `seed + epoch`; None draws from the generators."""
+    batch_seed: int = 0
+    """Seed that all batches of the epoch share, if workers draw random numbers."""
 
 
 class EpochOrder(Sampler[Any]):
@@ -252,19 +241,31 @@ class EpochOrder(Sampler[Any]):
         self.source = source.sampler if is_batch_sampler else source
         """Sampler, or batch sampler, of the script."""
         self.sharding = sharding
+        """Sharding of the batches over the ranks."""
         self.seed = seed
-        """Seed of shuffled orders, which are then drawn from `seed + epoch`; None draws from the generators."""
+        """Seed of shuffled orders, until an epoch begins with another one."""
         self.ranks = range(sharding.world_size) if all_ranks else range(sharding.rank, sharding.rank + 1)
         """Ranks whose batches it yields, in rank order in every step."""
-        self.start: tuple[int, int, IsolatedRNG, bool] = (0, 0, IsolatedRNG({}), False)
-        """Offset, epoch and random states of the next iterator, and if it draws the whole order with the first step."""
+        self._start = EpochStart()
         self.pending: deque[StepInfo] = deque()
         """Steps of the batches whose indices the newest iterator has yielded and that have not arrived yet."""
-        self.epoch_seed = 0
-        """Seed that all batches of the epoch share, if workers draw random numbers."""
         self._backend = backend
         self._single = yields_single_samples(loader)
         self._has_samples = is_batch_sampler or self._single
+
+    def begin(self, start: EpochStart) -> None:
+        """Set the start of the next iterator."""
+        self._start, self.seed = start, start.seed
+
+    @contextmanager
+    def override_padding(self, *, pad_last: bool) -> Iterator[None]:
+        """Pad the last batch of epochs that begin inside the context, or do not."""
+        before = self.sharding
+        self.sharding = replace(before, pad_last=pad_last)
+        try:
+            yield
+        finally:
+            self.sharding = before
 
     @property
     def draws_from(self) -> tuple[str, ...]:
@@ -284,12 +285,15 @@ class EpochOrder(Sampler[Any]):
         """Return how far a full step advances the offset."""
         return self.sharding.padded_size if self._has_samples else self.sharding.batches_per_step
 
-    def batch_seed(self, batch: int) -> BatchSeed:
-        """Return the seed of the n-th batch of the newest iterator."""
+    def iterate_seeds(self) -> Iterator[BatchSeed]:
+        """Yield the seeds of the batches of the newest iterator."""
+        return map(partial(self._build_seed, self._start), count())
+
+    def _build_seed(self, start: EpochStart, batch: int) -> BatchSeed:
         step, index = divmod(batch, len(self.ranks))
         local_stride, rest = divmod(self.stride, self.sharding.world_size)
-        offset = self.start[0] + step * self.stride + self.ranks[index] * local_stride
-        return self.epoch_seed, offset, self.ranks[index] if rest else 0
+        offset = start.offset + step * self.stride + self.ranks[index] * local_stride
+        return start.batch_seed, offset, self.ranks[index] if rest else 0
 
     def __len__(self) -> int:
         return self.sharding.num_steps(len(self.source), self.stride) * len(self.ranks)
@@ -298,13 +302,13 @@ class EpochOrder(Sampler[Any]):
     def __iter__(self) -> Iterator[list[Index] | Index]:
         # Not a generator: each iterator has its own queue, which the loader takes at its first batch.
         self.pending = deque()
-        return self._iterate_batches(self.pending.append, *self.start)
+        return self._iterate_batches(self.pending.append, self._start)
 
     def _iterate_batches(
-        self, record: Callable[[StepInfo], None], offset: int, epoch: int, rng: IsolatedRNG, eager: bool
+        self, record: Callable[[StepInfo], None], start: EpochStart
     ) -> Iterator[list[Index] | Index]:
-        with rng():
-            steps = self.iterate_steps(offset, epoch, eager=eager)
+        with start.rng():
+            steps = self.iterate_steps(start)
             first_step = list(islice(steps, 1))  # the order is drawn with it
         last_info: StepInfo | None = None
         slices: list[Any] = []
@@ -322,16 +326,16 @@ class EpochOrder(Sampler[Any]):
             return [part.start for part in slices]
         return [None] if len(info.batch_sizes) == 1 else slices
 
-    def iterate_steps(self, offset: int, epoch: int, *, eager: bool) -> Iterator[Step]:
-        """Yield the steps of all ranks from `offset` on; `eager` draws the whole order with the first."""
-        source, kind = self.source, type(self.source)
+    def iterate_steps(self, start: EpochStart) -> Iterator[Step]:
+        """Yield the steps of all ranks from the offset of an iteration on."""
+        source, kind, offset, eager = self.source, type(self.source), start.offset, start.draws_at_once
         draws_alone = not self._backend.ranks_share_generators
         if not self._has_samples:
             order, head = _split_at(self._draw(map(list, source), eager=eager), offset, self.stride)
             return self.sharding.group_batches(order, head)
-        if self.seed is not None and kind is RandomSampler:
+        if start.seed is not None and kind is RandomSampler:
             source = copy.copy(source)
-            source.generator = torch.Generator().manual_seed(self.seed + epoch)
+            source.generator = torch.Generator().manual_seed(start.seed + start.epoch)
         samples: Iterable[Index]
         first_samples: Sequence[Index] | None
         if kind is SequentialSampler:
@@ -355,16 +359,16 @@ class EpochOrder(Sampler[Any]):
         if not eager and backend.topology.world_size == 1:
             yield from items
             return
-        count = (self.stride * _LOOKAHEAD_STEPS if length is None else length) + 1
-        subject = f"the order of a {type(self.source).__name__} that is read {count} at a time"
+        size = (self.stride * _LOOKAHEAD_STEPS if length is None else length) + 1
+        subject = f"the order of a {type(self.source).__name__} that is read {size} at a time"
         source = iter(() if backend.ranks_share_generators and backend.topology.rank else items)
         is_complete = False
         while not is_complete:
-            drawn = list(islice(source, count))
+            drawn = list(islice(source, size))
             if backend.ranks_share_generators or not self._is_equal_on_ranks(drawn):
                 drawn = backend.broadcast_object(drawn, subject)
             yield from drawn
-            is_complete = len(drawn) < count
+            is_complete = len(drawn) < size
 
     def _is_equal_on_ranks(self, items: list[Any]) -> bool:
         digest = hashlib.blake2b(digest_size=8)
@@ -396,12 +400,12 @@ def _draw_permutation(sampler: RandomSampler, offset: int, stride: int) -> tuple
     if generator is None:
         generator = torch.Generator()
         generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    count = sampler.num_samples
-    order = torch.randperm(count, generator=generator)
+    num_samples = sampler.num_samples
+    order = torch.randperm(num_samples, generator=generator)
 
     def draw_rest() -> Iterator[int]:
         yield from order[offset:].tolist()
-        torch.randperm(count, generator=generator)
+        torch.randperm(num_samples, generator=generator)
 
     return draw_rest(), order[:stride].tolist()
 
@@ -419,13 +423,12 @@ class _SeededIndices(NamedTuple):
     seed: BatchSeed
 
 
-def draw_epoch_seed(states: dict[str, Any], epoch: int) -> int:
+def draw_epoch_seed(states: RandomStates, epoch: int) -> int:
     """Return the seed that all batches of an epoch share, from torch's random states at its start and its number.
 
     The number matters for persistent workers: they draw nothing at the start of an epoch, so states may not change.
     """
-    kinds = ("generators", "torch")
-    return hash_seed(epoch, fingerprint_states({kind: states[kind] for kind in kinds if kind in states}))
+    return hash_seed(epoch, replace(states, python=None, numpy=None).fingerprint)
 
 
 def seed_worker(seed: int) -> None:
@@ -444,8 +447,8 @@ class _SeededSampler(Sampler[_SeededIndices]):
 
     @override
     def __iter__(self) -> Iterator[_SeededIndices]:
-        # The order is notified of a new iteration at once: the iterable of a generator expression is evaluated first.
-        return (_SeededIndices(item, self._order.batch_seed(n)) for n, item in enumerate(self._order))
+        # Both are of the newest iterator, also if another one begins before the first item is requested.
+        return map(_SeededIndices, iter(self._order), self._order.iterate_seeds())
 
     def __len__(self) -> int:
         return len(self._order)

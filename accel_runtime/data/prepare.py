@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
-from accel_runtime.backends.rng import are_equal, current_states, restore_states, to_serializable
+from accel_runtime.backends.rng import RandomStates
 from accel_runtime.backends.single import Single
 from accel_runtime.collectives.handshake import scatter_objects
 from accel_runtime.data.active_loops import ActiveLoops
@@ -22,9 +22,10 @@ from accel_runtime.data.map_style import MapStyleSource
 from accel_runtime.data.presharded import PreshardedSource
 from accel_runtime.data.sharding import loss_scale, sharding_of_loader
 from accel_runtime.data.source import Source, batch_size_of, sampler_of_loader, yields_single_samples
+from accel_runtime.data.state import MapStyleState, StreamState
 from accel_runtime.environment.topology import DataRank, Topology
 from accel_runtime.foundation.options import DataLoaderConfiguration
-from accel_runtime.foundation.steps import EpochIterator, StepInfo
+from accel_runtime.foundation.steps import EpochProgress, StepInfo
 
 __all__ = [
     "DispatchError",
@@ -79,7 +80,7 @@ def prepare_loader(
     return PreparedLoader(loader, _build_source(loader, backend, options), backend, loops, options)
 
 
-def _build_source(loader: DataLoader[Any], backend: Backend, options: LoaderOptions) -> Source:
+def _build_source(loader: DataLoader[Any], backend: Backend, options: LoaderOptions) -> Source[Any]:
     is_distributed = backend.topology.world_size > 1
     if is_distributed and options.presharded:
         _check_presharded(loader, backend.data_rank)
@@ -189,6 +190,9 @@ def _check_presharded(loader: DataLoader[Any], data_rank: DataRank) -> None:
             )
 
 
+_State = TypeVar("_State", MapStyleState, StreamState)
+
+
 class DispatchError(RuntimeError):
     """Failure of the first rank, which reads for all; raised on the other ranks."""
 
@@ -198,11 +202,11 @@ class _RankBatch(NamedTuple):
 
     batch: Any
     step_info: StepInfo
-    state: dict[str, Any]
+    state: MapStyleState | StreamState
     """State after the step; its random states come with the first step only."""
 
 
-class _Dispatch(Source):
+class _Dispatch(Source[_State]):
     """Mixin of a source that reads the batches of all ranks: only the first rank reads, and sends every rank its own."""
 
     def __init__(self, loader: DataLoader[Any], backend: Backend, *args: Any) -> None:
@@ -217,27 +221,27 @@ class _Dispatch(Source):
         return False
 
     @override
-    def iterate(self, loop: EpochIterator, start: dict[str, Any]) -> Iterator[Any]:
+    def iterate(self, progress: EpochProgress, start: _State) -> Iterator[Any]:
         data_rank, is_first = self._ranks.data_rank, self._ranks.topology.rank == 0
-        state = start
-        loop.read_states_from(lambda _: state)
-        steps = self._group_by_rank(EpochIterator(loop.epoch), start) if is_first else iter(())
+        state: MapStyleState | StreamState = start
+        progress.read_states_from(lambda _: state)
+        steps = self._group_by_rank(EpochProgress(progress.epoch), start) if is_first else iter(())
         is_last = False
         while not is_last:
             messages, error = self._fetch(steps) if is_first else (None, None)
             item, rng_states = scatter_objects(self._subject, messages, self._ranks.handshake)
             if rng_states is not None:
-                restore_states(rng_states)
+                rng_states.restore()
             if error is not None:
                 raise error
             if isinstance(item, DispatchError):
                 raise item
             if item is None:
                 return
-            state = {"random": state.get("random")} | item.state
+            state = item.state if item.state.random is not None else replace(item.state, random=state.random)
             info = item.step_info
             scale = loss_scale(info.num_valid, data_rank.rank) if info.by_samples else 1.0
-            loop.advance(info._replace(loss_scale=scale))
+            progress.advance(info._replace(loss_scale=scale))
             is_last = info.is_last
             yield item.batch
 
@@ -249,7 +253,7 @@ class _Dispatch(Source):
         """
         data_rank, world_size = self._ranks.data_rank, self._ranks.topology.world_size
         has_followers = data_rank.model_parallel_size > 1
-        before = current_states() if has_followers else {}
+        before = RandomStates.capture() if has_followers else None
         error: Exception | None = None
         items: list[Any] = [None] * world_size
         try:
@@ -259,28 +263,28 @@ class _Dispatch(Source):
             error = failure
             text = f"rank 0, which reads for all ranks, failed: {type(failure).__name__}: {failure}"
             items = [DispatchError(text)] * world_size
-        after = current_states() if has_followers else {}
-        states = None if are_equal(before, after) else to_serializable(after)
+        after = RandomStates.capture() if has_followers else None
+        states = None if before == after else after
         followers = range(1, data_rank.model_parallel_size)
         return [(item, states if rank in followers else None) for rank, item in enumerate(items)], error
 
-    def _group_by_rank(self, loop: EpochIterator, start: dict[str, Any]) -> Iterator[list[_RankBatch]]:
+    def _group_by_rank(self, progress: EpochProgress, start: _State) -> Iterator[list[_RankBatch]]:
         """Yield the batches of all data ranks, step by step."""
-        batches = super().iterate(loop, start)  # type: ignore[safe-super]
+        batches: Iterator[Any] = super().iterate(progress, start)  # type: ignore[safe-super, arg-type]
         is_first_step = True
         for first in batches:
             step = [first, *islice(batches, self._ranks.data_rank.world_size - 1)]
-            state, info = loop.state_dict(), loop.step_info
+            state, info = progress.state(), progress.step_info
             assert info is not None
             if not is_first_step:
-                del state["random"]
+                state = replace(state, random=None)
             is_first_step = False
             yield [_RankBatch(batch, info, state) for batch in step]
 
 
-class DispatchedMapStyle(_Dispatch, MapStyleSource):
+class DispatchedMapStyle(_Dispatch[MapStyleState], MapStyleSource):
     """Source for a map-style dataset that only the first rank reads."""
 
 
-class DispatchedIterable(_Dispatch, IterableSource):
+class DispatchedIterable(_Dispatch[StreamState], IterableSource):
     """Source for a stream that only the first rank reads."""

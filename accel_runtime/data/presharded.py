@@ -11,12 +11,13 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
-from accel_runtime.backends.rng import IsolatedRNG, capture_states, current_states, to_serializable
+from accel_runtime.backends.rng import IsolatedRNG, RandomStates
 from accel_runtime.data.iterable_worker import fingerprint_samples
 from accel_runtime.data.sharding import loss_scale
 from accel_runtime.data.source import Source, batch_size_of
+from accel_runtime.data.state import MapStyleState, PreshardedState, StreamState
 from accel_runtime.environment.topology import DataRank
-from accel_runtime.foundation.steps import EpochIterator, StepInfo
+from accel_runtime.foundation.steps import EpochProgress, StepInfo
 
 __all__ = [
     "ModelParallelRanksDifferError",
@@ -30,7 +31,7 @@ _END: Any = object()
 """Stands for a batch after the last; a batch may be None."""
 
 
-class PreshardedSource(Source):
+class PreshardedSource(Source[PreshardedState]):
     """Every rank's own batches, unchanged.
 
     Ranks may have different numbers of batches. All take as many steps as the longest; a rank without a batch left is
@@ -45,10 +46,10 @@ class PreshardedSource(Source):
         pad_last: If true, every rank pads its own last batch.
     """
 
-    kind = "Separate"
+    state_type = PreshardedState
 
     def __init__(
-        self, local: Source, loader: DataLoader[Any], backend: Backend, *, pad_last: bool = False
+        self, local: Source[Any], loader: DataLoader[Any], backend: Backend, *, pad_last: bool = False
     ) -> None:
         self._local = local
         self._backend = backend
@@ -56,25 +57,31 @@ class PreshardedSource(Source):
         self._pad_last = pad_last and batch_size_of(loader) is not None
         self._draws = loader.num_workers == 0
 
+    @property
     @override
-    def iterate(self, loop: EpochIterator, start: dict[str, Any]) -> Iterator[Any]:
+    def stride(self) -> int:
+        return self._local.stride
+
+    @override
+    def iterate(self, progress: EpochProgress, start: PreshardedState) -> Iterator[Any]:
         self.check(start)
-        step = start.get("position", 0)
-        local = start.get("local", {}) if "local" in start or not step else self._local.skip_steps(step, {})
-        began = {"began": start["began"] if "began" in start else capture_states()} if self._draws else {}
+        step, local = start.offset, start.local
+        if local is None:
+            local = self._local.state_type().skip(step, self._local.stride)
+        at_start = (start.random_at_start or RandomStates.capture()) if self._draws else None
         count_samples = self._choose_count_function()
         # Before the main iteration: both may use the same workers.
         padding = (
-            self._reread_padding_batch(loop.epoch, local, began, count_samples)
-            if step and "random" in local
+            self._reread_padding_batch(progress.epoch, local, at_start, count_samples)
+            if step and local.random is not None
             else None
         )
-        with IsolatedRNG(start["reading"])() if "reading" in start else nullcontext():
-            reader = _LocalReader(self._local, EpochIterator(loop.epoch), local, draws=self._draws)
+        with IsolatedRNG(start.random_of_next)() if start.random_of_next is not None else nullcontext():
+            reader = _LocalReader(self._local, EpochProgress(progress.epoch), local, draws=self._draws)
         data_rank, fingerprints = self._backend.data_rank, ReadFingerprints(self._backend)
         world_size = data_rank.world_size
-        loop.read_states_from(
-            lambda _: {"position": step, "world_size": world_size} | began | reader.state_dict()
+        progress.read_states_from(
+            lambda _: PreshardedState(step, world_size, reader.state, at_start, reader.random)
         )
         counts = count_samples(step, reader)
         padding = padding or self._build_padding_batch(reader, counts)
@@ -89,7 +96,7 @@ class PreshardedSource(Source):
             sizes = tuple(size if self._pad_last else count or size for count, size in pairs)
             scale = loss_scale(previous, data_rank.rank)
             is_last = not any(counts)
-            loop.advance(StepInfo(previous, sizes, is_last, True, scale))
+            progress.advance(StepInfo(previous, sizes, is_last, True, scale))
             fingerprints.add(batch, is_last=is_last)
             yield batch if num_valid else copy.deepcopy(padding.batch)
 
@@ -99,36 +106,16 @@ class PreshardedSource(Source):
         return self._local.num_steps()
 
     @override
-    def skip_steps(self, steps: int, start: dict[str, Any]) -> dict[str, Any]:
-        if not steps:
-            return start
-        return {
-            "position": start.get("position", 0) + steps,
-            "world_size": self._backend.data_rank.world_size,
-            "local": self._local.skip_steps(steps, start.get("local", {})),
-        }
+    def next_epoch(self) -> PreshardedState:
+        return PreshardedState(local=self._local.next_epoch())
 
     @override
-    def next_epoch(self) -> dict[str, Any]:
-        return {"local": self._local.next_epoch()}
-
-    @override
-    def check(self, start: dict[str, Any]) -> None:
+    def check(self, start: PreshardedState) -> None:
         world_size = self._backend.data_rank.world_size
-        if start.get("world_size", world_size) != world_size:
-            raise build_world_size_error(start["world_size"], world_size)
-        self._local.check(start.get("local", {}))
-
-    @override
-    def with_restored_rng(self, start: dict[str, Any]) -> dict[str, Any]:
-        return start | {"local": self._local.with_restored_rng(start["local"])} if "local" in start else start
-
-    @override
-    def restart(self, start: dict[str, Any]) -> dict[str, Any]:
-        if "local" not in start:
-            return start
-        epoch_keys = {key: start[key] for key in ("world_size", "began") if key in start}
-        return epoch_keys | {"local": self._local.restart(start["local"])}
+        if start.world_size not in {None, world_size}:
+            raise build_world_size_error(start.world_size or 0, world_size)
+        if start.local is not None:
+            self._local.check(start.local)
 
     def _choose_count_function(self) -> _CountFunction:
         """Return how to count each rank's samples of a step: from all lengths, or by an exchange in every step."""
@@ -152,12 +139,15 @@ class PreshardedSource(Source):
         return reduce_to_data_ranks(counts, self._backend.data_rank)
 
     def _reread_padding_batch(
-        self, epoch: int, local: dict[str, Any], began: dict[str, Any], count_samples: _CountFunction
+        self,
+        epoch: int,
+        local: MapStyleState | StreamState,
+        at_start: RandomStates | None,
+        count_samples: _CountFunction,
     ) -> _PaddingBatch:
         """Read the first batch of a resumed epoch again, as it was read then, and return the padding batch."""
-        start: dict[str, Any] = {key: local[key] for key in ("random", "persisted") if key in local}
-        with IsolatedRNG(began.get("began"))():
-            reader = _LocalReader(self._local, EpochIterator(epoch), start)
+        with IsolatedRNG(at_start)():
+            reader = _LocalReader(self._local, EpochProgress(epoch), local.rewind())
         counts = count_samples(0, reader)
         reader.check()
         return self._build_padding_batch(reader, counts)
@@ -204,19 +194,26 @@ class _LocalReader:
 
     Args:
         local: The source of the batches.
-        loop: The epoch iterator.
-        start: Its state.
+        progress: The progress of their iteration.
+        start: The state that it begins at.
         draws: If true, reading may draw from the generators of this process.
     """
 
     def __init__(
-        self, local: Source, loop: EpochIterator, start: dict[str, Any], *, draws: bool = False
+        self,
+        local: Source[Any],
+        progress: EpochProgress,
+        start: MapStyleState | StreamState,
+        *,
+        draws: bool = False,
     ) -> None:
-        self._loop = loop
-        self._state = start
+        self._progress = progress
         self._draws = draws
-        self._rng_states: dict[str, Any] = {}
-        self._batches = local.iterate(loop, start)
+        self._batches = local.iterate(progress, start)
+        self.state = start
+        """State after the last batch taken."""
+        self.random: RandomStates | None = None
+        """Random states that the batch after it was read under, if reading may draw from them."""
         self.error: Exception | None = None
         """Error of reading the next batch."""
         self.next_batch: Any = _END
@@ -229,18 +226,13 @@ class _LocalReader:
         if self.error is not None:
             raise self.error
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last batch taken, and the random states that the next one was read under."""
-        reading = {"reading": to_serializable(self._rng_states)} if self._rng_states else {}
-        return {"local": self._state} | reading
-
     def take(self) -> Any:
         """Return the next batch, and read the one after it."""
         self.check()
         batch = self.next_batch
         if batch is not _END:
-            self._state = self._loop.state_dict()
-            self._rng_states = current_states() if self._draws else {}
+            self.state = self._progress.state()
+            self.random = RandomStates.capture() if self._draws else None
         self._read()
         return batch
 
@@ -249,7 +241,7 @@ class _LocalReader:
             self.next_batch = next(self._batches, _END)
         except Exception as error:  # noqa: BLE001 - raised after the exchange, as the other ranks wait in it
             self.error, self.next_batch = error, _END
-        info = self._loop.step_info
+        info = self._progress.step_info
         self.num_valid = info.num_valid[0] if self.next_batch is not _END and info is not None else 0
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-__all__ = ["EpochIterator", "StepInfo"]
+__all__ = ["EpochProgress", "StepInfo"]
 
 
 class StepInfo(NamedTuple):
@@ -29,20 +30,27 @@ class StepInfo(NamedTuple):
         return sum(self.batch_sizes) - sum(self.num_valid)
 
 
-class EpochIterator:
-    """State of one iteration over a loader.
+class EpochProgress:
+    """Progress of one iteration over a loader.
 
     Args:
         epoch: The number of the epoch.
+        outer: The iterations that were running when the script began this one.
+        num_batches: The number of batches that were skipped, or returned before the state that it continues from.
     """
 
-    def __init__(self, epoch: int = 0) -> None:
+    def __init__(self, epoch: int = 0, outer: Iterable[EpochProgress] = (), num_batches: int = 0) -> None:
         self.epoch = epoch
         self.step_info: StepInfo | None = None
         """Step of the last batch returned; None before the first. Only `advance` assigns it."""
-        self._state_at: Callable[[StepInfo | None], dict[str, Any]] = lambda _: {}
+        self.num_batches = num_batches
+        """Number of batches that were returned or skipped. Only `count_batch` changes it."""
+        self._is_running = True
+        # Weak: their states hold datasets and the workers of loaders.
+        self._outer = [(weakref.ref(other), other.num_batches) for other in outer]
+        self._state_at: Callable[[StepInfo | None], Any] = lambda _: None
 
-    def read_states_from(self, state_at: Callable[[StepInfo | None], dict[str, Any]]) -> None:
+    def read_states_from(self, state_at: Callable[[StepInfo | None], Any]) -> None:
         """Set the function that returns the state after a step; a source calls it before its first batch.
 
         The function must not hold this object: in a reference cycle the loader's workers would end only at a garbage
@@ -54,6 +62,27 @@ class EpochIterator:
         """Record the step of the batch that is returned next."""
         self.step_info = step_info
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last batch returned."""
+    def count_batch(self) -> None:
+        """Count a batch that is returned to the script next."""
+        self.num_batches += 1
+
+    def end(self) -> None:
+        """Record that the iteration has reached its end, or that the script has left it."""
+        self._is_running = False
+
+    @property
+    def depth(self) -> int:
+        """Return the number of running iterations that this one is inside of: it began after their newest batch.
+
+        Loops that advance together, as those of `zip`, have the same depth.
+        """
+        others = [other for ref, count in self._outer if (other := ref()) and other.has_returned(count)]
+        return max((other.depth + 1 for other in others), default=0)
+
+    def has_returned(self, num_batches: int) -> bool:
+        """Return whether the iteration is running and has returned this number of batches, at least one, and no more."""
+        return self._is_running and self.num_batches == num_batches > 0
+
+    def state(self) -> Any:
+        """Return the state of the source after the last batch returned."""
         return self._state_at(self.step_info)

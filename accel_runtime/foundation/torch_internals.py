@@ -35,6 +35,7 @@ __all__ = [
     "compile_call",
     "compile_like",
     "compute_shard_box",
+    "copy_attributes",
     "copy_loader",
     "default_store",
     "fake_tensors",
@@ -205,6 +206,14 @@ def copy_loader(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
     copied = copy.copy(loader)
     vars(copied).update(attributes, _iterator=None)
     return copied
+
+
+def copy_attributes(loader: DataLoader[Any], target: DataLoader[Any]) -> None:
+    """Give a loader the attributes of another one, except for its persistent workers.
+
+    A `DataLoader` refuses the assignment of some, and its `__init__` would build another loader (seen in torch 2.13).
+    """
+    vars(target).update({name: value for name, value in vars(loader).items() if name != "_iterator"})
 
 
 def iterator_function(loader: DataLoader[Any]) -> Callable[[DataLoader[Any]], Any]:

@@ -7,7 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import pairwise, product
 from pathlib import Path
@@ -54,26 +54,10 @@ NAME = "checkpoint.json"
 """File name of the manifest."""
 UNFINISHED = ".unfinished"
 """File that marks a directory as incomplete."""
-FORMAT = 1
-"""Version of the frame around the sections: a JSON object after its checksum."""
-SECTIONS = {
-    "layout": 1,  # `tensors` and `files`
-    "values": 1,  # how the states of items are packed into JSON
-    "model": 1,  # the state of an item of this kind, and so on
-    "optimizer": 1,
-    "scheduler": 1,
-    "loader": 1,
-    "registered": 1,
-    "scaler": 1,
-    "window": 1,
-    "replicas": 1,
-    "counters": 1,
-    "random": 1,
-}
-"""Version of each section.
+VERSION = 1
+"""Version of the format: of this file, of the states of items, and of the names of files.
 
-A version is increased if an older reader would misread the section; fields that it may ignore need no new version. This
-version of accel reads all versions up to these.
+It is increased if an older reader would misread a checkpoint; fields that it may ignore need no new version.
 """
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 SIBLING = re.compile(r"\.(.+)\.(saving|replaced|removing)(?:-([0-9a-f]+))?")
@@ -204,14 +188,12 @@ class Manifest:
     """Versions of accel and torch."""
     values: Mapping[str, Any]
     """Serialized state of each item that is equal on all ranks."""
-    values_by_rank: Mapping[str, list[Any]] = field(
-        default_factory=dict, metadata={"key": "own", "required": True}
-    )
+    values_by_rank: Mapping[str, list[Any]] = field(default_factory=dict, metadata={"required": True})
     """Serialized states of each other item, one for each rank."""
     tensors: Mapping[_TensorName, TensorEntry] = field(default_factory=dict, metadata={"required": True})
     files: Mapping[_FileName, FileEntry] = field(default_factory=dict, metadata={"required": True})
     """All files except the manifest, including those of hooks."""
-    class_names: Mapping[str, Word] = field(default_factory=dict, metadata={"key": "about"})
+    class_names: Mapping[str, Word] = field(default_factory=dict)
     """Class name of each item that restores an object of the script."""
     run: Mapping[str, Word] = field(default_factory=dict)
     """Identity of the run: `launch`, `slurm_job`."""
@@ -242,11 +224,11 @@ class Manifest:
         self._check_chunks()
         for item, states in self.values_by_rank.items():
             if item in self.values:
-                raise FieldError("is in 'values' too", ("own", item))
+                raise FieldError("is in 'values' too", ("values_by_rank", item))
             if len(states) != self.world_size:
                 raise FieldError(
                     f"has {len(states)} states, and {self.world_size} processes wrote the checkpoint",
-                    ("own", item),
+                    ("values_by_rank", item),
                 )
         ranks = self._list_tensor_ranks()
         for item, state in self.values.items():
@@ -259,7 +241,7 @@ class Manifest:
                 def has_rank(shared: str, number: int = number) -> bool:
                     return number in ranks.get(shared, ())
 
-                self._check_state(state, item, ("own", item, number), has_rank)
+                self._check_state(state, item, ("values_by_rank", item, number), has_rank)
 
     def _list_tensor_ranks(self) -> Mapping[str, set[int]]:
         """Return the ranks of each rank-specific tensor; raise `FieldError` for a rank that there was not."""
@@ -280,16 +262,16 @@ class Manifest:
         ranges: dict[str, list[tuple[int, int, str]]] = {}
         for name, entry in self.tensors.items():
             for index, chunk in enumerate(entry.chunks):
-                place = ("tensors", name, "chunks", index)
+                keys = ("tensors", name, "chunks", index)
                 if chunk.file not in self.files:
                     raise FieldError(
-                        f"is {describe(chunk.file)}, and should be a file of the checkpoint", (*place, "file")
+                        f"is {describe(chunk.file)}, and should be a file of the checkpoint", (*keys, "file")
                     )
                 file, end = self.files[chunk.file], chunk.start + chunk.bytes
                 if not file.header <= chunk.start <= end <= file.bytes:
                     raise FieldError(
                         f"is from {chunk.start} to {end}, and the data of its file from {file.header} to {file.bytes}",
-                        place,
+                        keys,
                     )
                 if chunk.bytes:
                     ranges.setdefault(chunk.file, []).append((chunk.start, end, name))
@@ -302,16 +284,16 @@ class Manifest:
                     )
 
     def _check_state(
-        self, state: Any, item: str, place: tuple[str | int, ...], has_ranks: Callable[[str], bool]
+        self, state: Any, item: str, keys: tuple[str | int, ...], has_ranks: Callable[[str], bool]
     ) -> None:
         """Raise `FieldError` if a state is not valid, or a rank does not have a tensor of it."""
         try:
             names = list_tensor_names(state)
         except FieldError as error:
-            raise error.inside(*place) from None
+            raise error.inside(*keys) from None
         for name in names:
             if item_of_tensor(name) != item or not (name in self.tensors or has_ranks(name)):
-                raise FieldError(f"refers to {describe(name)}, which is not a tensor of it", place)
+                raise FieldError(f"refers to {describe(name)}, which is not a tensor of it", keys)
 
     def parts(self, items: Iterable[str]) -> Iterator[tuple[str, Chunk]]:
         """Yield the chunks to verify for these items and for the files of hooks, by the names of their tensors.
@@ -334,9 +316,7 @@ class Manifest:
 
     def text(self) -> str:
         """Return the text of the manifest file, which begins with its own checksum."""
-        keys = {each.name: each.metadata.get("key", each.name) for each in fields(self)}
-        stored = {keys[name]: value for name, value in asdict(self).items()}
-        body = json.dumps({"format": FORMAT, "sections": SECTIONS} | stored, separators=(",", ":"))
+        body = json.dumps({"version": VERSION} | asdict(self), separators=(",", ":"))
         if len(body) > MAX_BYTES:
             raise CheckpointError(
                 f"Cannot save: the values that are not tensors have {len(body)} bytes, and a checkpoint can have {MAX_BYTES}. "
@@ -355,15 +335,14 @@ class Manifest:
             raise CheckpointError(f"{path} is damaged: its checksum is {checksum} and should be {expected}")
         try:
             body = parse_strict_json(match[2])
-            number, sections = body.get("format"), body.get("sections", {})
-        except ValueError as error:
+            version = body.get("version")
+        except (ValueError, AttributeError) as error:
             raise CheckpointError(f"{path} is damaged: {error}") from error
-        if type(number) is not int or number != FORMAT:
+        if type(version) is not int or version != VERSION:
             raise CheckpointError(
-                f"{path} has format {describe(number)}, and this version of accel reads format {FORMAT}: "
-                f"it was written by accel {_read_version(body)}"
+                f"{path} cannot be used: its format has version {describe(version)}, and this accel reads version {VERSION}. It was "
+                f"written by accel {_read_version(body)}. Install that version to load it."
             )
-        _check_sections(sections, body, path)
         try:
             manifest: Manifest = read_value(cls, body)
         except FieldError as error:
@@ -397,20 +376,6 @@ def rank_tensor_name(tensor: str, rank: int) -> str:
 def describe_shape(sizes: Sequence[int]) -> str:
     """Return a shape for a message."""
     return shorten(str(list(sizes)))
-
-
-def _check_sections(sections: Any, body: dict[str, Any], path: Path | str) -> None:
-    """Raise `CheckpointError` if only a newer accel can read a section."""
-    if not isinstance(sections, dict):
-        raise CheckpointError(
-            f"{path} cannot be used: sections is {describe(sections)}, and should be an object"
-        )
-    for name, version in sections.items():
-        if name in SECTIONS and (type(version) is not int or not 1 <= version <= SECTIONS[name]):
-            raise CheckpointError(
-                f"{path} has version {describe(version)} of {name}, and this version of accel reads versions up to "
-                f"{SECTIONS[name]}: it was written by accel {_read_version(body)}. Install that version to load it."
-            )
 
 
 def _read_version(body: dict[str, Any]) -> str:

@@ -1,8 +1,8 @@
-"""Check JSON of files against declared dataclasses, one checker for all of them. Imports no torch.
+"""Read and write frozen dataclasses as JSON or state dicts, one checker for all of them. Imports no torch at the top.
 
 A record is a frozen dataclass. The annotation of a field is its type, or a name of the module for a type with `Rule`s as
 metadata of `Annotated`; relations between fields are in the method `check`. Unknown fields are ignored, since a newer
-version may have added them.
+version may have added them. Records of a union have a class variable `kind`, which is written with their fields.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ __all__ = [
     "read_value",
     "select_reader",
     "shorten",
+    "write_record",
 ]
 
 _MAX_SHOWN = 60
@@ -59,16 +60,16 @@ class Rule:
 class FieldError(ValueError):
     """A field is missing or wrong."""
 
-    def __init__(self, problem: str, place: tuple[str | int, ...] = ()) -> None:
+    def __init__(self, problem: str, keys: tuple[str | int, ...] = ()) -> None:
         super().__init__(problem)
-        self._problem, self._place = problem, place
+        self._problem, self._keys = problem, keys
 
     def inside(self, *keys: str | int) -> FieldError:
-        """Return the error with the keys that lead to its place."""
-        return FieldError(self._problem, (*keys, *self._place))
+        """Return the error with the keys that lead to it."""
+        return FieldError(self._problem, (*keys, *self._keys))
 
     def __str__(self) -> str:
-        first, *others = self._place or ("",)
+        first, *others = self._keys or ("",)
         return (
             f"{shorten(str(first))}{''.join(f'[{describe(key)}]' for key in others)} {self._problem}".strip()
         )
@@ -92,7 +93,7 @@ def read_value(kind: Any, value: Any) -> Any:
 
 
 @cache
-def select_reader(kind: Any) -> Callable[[Any], Any]:
+def select_reader(kind: Any) -> Callable[[Any], Any]:  # noqa: PLR0911 - one for each kind of type
     """Return the function that reads JSON as this type."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
@@ -102,18 +103,55 @@ def select_reader(kind: Any) -> Callable[[Any], Any]:
     if origin is Mapping:
         return _build_mapping_reader(*map(select_reader, arguments))
     if origin in {Union, UnionType}:
-        present = [select_reader(each) for each in arguments if each is not type(None)]
-        return _build_union_reader(present, optional=type(None) in arguments)
+        present = [each for each in arguments if each is not type(None)]
+        if len(present) > 1 and all(hasattr(each, "kind") for each in present):
+            return _build_kind_reader(present, optional=type(None) in arguments)
+        return _build_union_reader(list(map(select_reader, present)), optional=type(None) in arguments)
+    if kind is bytes:
+        return _read_bytes
     return _build_record_reader(kind) if is_dataclass(kind) else _build_type_reader(kind)
 
 
+_EXPECTED: Mapping[Any, str] = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
+
+
 def _build_type_reader(kind: Any) -> Callable[[Any], Any]:
-    expected = {int: "an integer", str: "text", bool: "true or false", Any: ""}[kind]
+    if kind is Any:
+        return lambda value: value
+    expected = _EXPECTED.get(kind, f"a {kind.__name__}")
 
     def read(value: Any) -> Any:
-        if expected and type(value) is not kind:  # True is no number
+        # True is no number; tensors have subclasses.
+        if not (type(value) is kind if kind in _EXPECTED else isinstance(value, kind)):
             raise _build_error(value, expected)
         return value
+
+    return read
+
+
+def _read_bytes(value: Any) -> bytes:
+    """Return bytes, which `write_record` writes as a tensor."""
+    if isinstance(value, bytes):
+        return value
+    if str(getattr(value, "dtype", "")) != "torch.uint8":
+        raise _build_error(value, "a tensor of bytes")
+    return bytes(value.numpy().tobytes())
+
+
+def _build_kind_reader(kinds: Sequence[Any], *, optional: bool) -> Callable[[Any], Any]:
+    """Return the reader of one of several records, which their `kind` selects."""
+    readers = {kind.kind: select_reader(kind) for kind in kinds}
+    expected = f"one of {', '.join(sorted(readers))}"
+
+    def read(value: Any) -> Any:
+        if value is None and optional:
+            return None
+        if type(value) is not dict:
+            raise _build_error(value, "an object")
+        kind = value.get("kind")
+        if not isinstance(kind, str) or kind not in readers:
+            raise _build_error(kind, expected).inside("kind")
+        return readers[kind](value)
 
     return read
 
@@ -160,7 +198,7 @@ def _build_mapping_reader(
     read_key: Callable[[Any], Any], read_item: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
     def read(value: Any) -> Any:
-        if type(value) is not dict:
+        if not isinstance(value, dict):
             raise _build_error(value, "an object")
         items = {}
         for key, item in value.items():
@@ -198,6 +236,44 @@ def _build_record_reader(kind: Any) -> Callable[[Any], Any]:
         return record
 
     return read
+
+
+def write_record(record: Any) -> dict[str, Any]:
+    """Return the fields of a record by name, for `read_value`: numbers, text, tensors, lists and dicts of them.
+
+    Fields that are None, or have the default of their class, are left out. Bytes become a tensor, and fields of type `Any`
+    stay as they are.
+    """
+    written = {"kind": record.kind} if hasattr(type(record), "kind") else {}
+    for name, key, default, is_any in _list_fields(record.__class__):
+        value = getattr(record, name)
+        if value is not None and (default is None or default is MISSING or value != default):
+            written[key] = value if is_any else _write_value(value)
+    return written
+
+
+@cache
+def _list_fields(kind: Any) -> list[tuple[str, str, Any, bool]]:
+    """Return name, key, default and whether it has any type, of each field of a record."""
+    hints = get_type_hints(kind)
+    return [
+        (each.name, each.metadata.get("key", each.name), each.default, hints[each.name] is Any)
+        for each in fields(kind)
+    ]
+
+
+def _write_value(value: Any) -> Any:
+    if isinstance(value, bytes):
+        import torch  # noqa: PLC0415 - slow to import, and only states of a run have bytes
+
+        return torch.frombuffer(bytearray(value), dtype=torch.uint8)
+    if is_dataclass(value) and not isinstance(value, type):
+        return write_record(value)
+    if isinstance(value, tuple):
+        return [_write_value(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _write_value(item) for key, item in value.items()}
+    return value
 
 
 def _is_required(each: Any) -> bool:

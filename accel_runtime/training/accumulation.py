@@ -6,6 +6,7 @@ import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -23,10 +24,27 @@ from accel_runtime.foundation.module_names import named_parameters
 from accel_runtime.foundation.options import GradientAccumulationPlugin
 from accel_runtime.foundation.torch_internals import version_of
 from accel_runtime.parallel.strategy import Strategy
+from accel_runtime.storage.schema import Count
 
-__all__ = ["Accumulation", "AveragingCheck", "FirstInput", "MicroBatch"]
+__all__ = ["Accumulation", "AveragingCheck", "CycleState", "FirstInput", "MicroBatch"]
 
 _Counts = tuple[int, int, int, int, bool, bool, bool]
+
+
+@dataclass(frozen=True)
+class CycleState:
+    """State of an accumulation cycle, as checkpoints hold it."""
+
+    micro_batches: Count
+    """Number of micro-batches of the cycle so far."""
+    step: Count
+    """Number of micro-batches since the end of an epoch."""
+    synced: bool
+    """True if the newest micro-batch completes the cycle."""
+    is_new: bool
+    """True until the first backward pass of the cycle."""
+    weighted: bool
+    """True if the newest loss had a weight."""
 
 
 class Accumulation:
@@ -198,23 +216,14 @@ class Accumulation:
         finally:
             self._check = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the current cycle: numbers only, the same on all ranks."""
-        return {
-            "count": self._count,
-            "step": self._step,
-            "synced": self.synced,
-            "fresh": self.is_new_cycle,
-            "weighted": self.weighted,
-        }
+    def capture_cycle(self) -> CycleState:
+        """Return the state of the current cycle, the same on all ranks."""
+        return CycleState(self._count, self._step, self.synced, self.is_new_cycle, self.weighted)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue in the cycle that `state_dict` was saved in; the length of cycles does not change."""
-        self._count = int(state_dict["count"])
-        self._step = int(state_dict.get("step", self._count))
-        self.synced = bool(state_dict["synced"])
-        self.is_new_cycle = bool(state_dict["fresh"])
-        self.weighted = bool(state_dict["weighted"])
+    def restore_cycle(self, state: CycleState) -> None:
+        """Continue in the cycle of a saved state; the length of cycles does not change."""
+        self._count, self._step = state.micro_batches, state.step
+        self.synced, self.is_new_cycle, self.weighted = state.synced, state.is_new, state.weighted
         self._models = frozenset()
 
     def open(self) -> _Counts:

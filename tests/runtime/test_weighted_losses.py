@@ -22,7 +22,7 @@ from accel_runtime import (
     DistributedDataParallelKwargs,
     GradScalerKwargs,
 )
-from accel_runtime.foundation.steps import EpochIterator, StepInfo
+from accel_runtime.foundation.steps import EpochProgress, StepInfo
 from accel_runtime.training.gradients import LossWeight, zero_loss
 
 BAR = 1e-6  # relative error of the gradient
@@ -170,7 +170,7 @@ def collect_cycle_gradients(steps, micro_batches, n):
 @contextmanager
 def iterate_epoch(accelerator, steps, factors=None):
     """Iterate over the steps of an epoch; `factors` are the loss scales of this rank."""
-    loop = EpochIterator()
+    loop = EpochProgress()
 
     def yield_steps():
         track = accelerator._run.loops.open(loop)

@@ -163,7 +163,7 @@ def state_of(folder, options):
             for parameter_state in optimizer.state.values()
             for value in parameter_state.values()
         ],
-        loader.state_dict()["position"],
+        loader.capture_state().running.offset,
         [p.grad.cpu().tolist() for p in model.parameters() if p.grad is not None],
     )
 

@@ -22,7 +22,7 @@ from accel_runtime.backends.xla.host import (
 from accel_runtime.backends.xla.library import ParallelLoader, met, torch_xla, xm, xr
 from accel_runtime.backends.xla.spmd import DeviceSharding
 from accel_runtime.foundation import nested
-from accel_runtime.foundation.steps import EpochIterator
+from accel_runtime.foundation.steps import EpochProgress
 
 __all__ = ["LazyRuntime", "SPMDRuntime", "execute_graph", "seed_generator"]
 
@@ -99,8 +99,8 @@ class LazyRuntime(DeviceRuntime):
     @override
     def iterate_batches(
         self,
-        batches_of: Callable[[EpochIterator], Iterator[Any]],
-        epoch: EpochIterator,
+        batches_of: Callable[[EpochProgress], Iterator[Any]],
+        epoch: EpochProgress,
         *,
         to_device: bool,
         loaded_by_workers: bool,
@@ -180,13 +180,13 @@ class SPMDRuntime(LazyRuntime):
     @override
     def iterate_batches(
         self,
-        batches_of: Callable[[EpochIterator], Iterator[Any]],
-        epoch: EpochIterator,
+        batches_of: Callable[[EpochProgress], Iterator[Any]],
+        epoch: EpochProgress,
         *,
         to_device: bool,
         loaded_by_workers: bool,
     ) -> Iterator[Any]:
-        def send_batches(epoch: EpochIterator) -> Iterator[Any]:
+        def send_batches(epoch: EpochProgress) -> Iterator[Any]:
             return (nested.map_tensors(self.sharding.send_tensor, batch) for batch in batches_of(epoch))
 
         sends = to_device and not loaded_by_workers

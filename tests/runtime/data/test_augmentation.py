@@ -240,7 +240,8 @@ def test_an_epoch_saved_before_its_start_draws_from_the_restored_generator(ranks
 def test_load_state_dict_rejects_a_state_of_another_world_size_or_number_of_workers(clusters):
     def state(kind):
         _, loader = prepare_noisy_loader(kind)
-        next(iter(loader))
+        iterator = iter(loader)
+        next(iterator)
         return loader.state_dict()
 
     def refusal(kind, saved, workers):

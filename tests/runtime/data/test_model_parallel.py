@@ -264,12 +264,12 @@ def test_an_offset_is_valid_for_any_number_of_data_ranks(  # noqa: PLR0913, PLR0
         read = read_epochs.build_iterable_source if stream else ordered
         return read_steps(read(loader, backend, even=even), start, stop)
 
-    batches_before = check_complete_or_stopped(four.run(read_part, 1, size, {}, stop), stop)
-    steps_before = four.run(read_part, 1, size, {}, stop)[0]
-    offset = steps_before[-1].offset if steps_before else {}
+    batches_before = check_complete_or_stopped(four.run(read_part, 1, size, None, stop), stop)
+    steps_before = four.run(read_part, 1, size, None, stop)[0]
+    offset = steps_before[-1].offset if steps_before else None
     remaining = check_steps(select_data_ranks(four.run(read_part, 2, 2 * size, offset, None)))
     plain_rest = check_steps(pair.run(read_part, 1, 2 * size, offset, None))
-    all_batches = check_steps(four.run(read_part, 1, size, {}, None))
+    all_batches = check_steps(four.run(read_part, 1, size, None, None))
     assert remaining == plain_rest
     if not steps_before or not steps_before[-1].step_info.is_last:
         assert batches_before + remaining == all_batches

@@ -14,8 +14,8 @@ from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 from accel_runtime import Accelerator, DataLoaderConfiguration
 from accel_runtime.backends.batch_copies import StreamCopies, prefetch_batches
 from accel_runtime.backends.device_runtime import DeviceRuntime
-from accel_runtime.backends.rng import capture_states
-from accel_runtime.foundation.steps import EpochIterator
+from accel_runtime.backends.rng import RandomStates
+from accel_runtime.foundation.steps import EpochProgress
 
 NOT_COPIED = -77
 
@@ -115,7 +115,7 @@ def record_epoch(loader, count=100):
         steps.append((numbers(batch), to_lists(loader.state_dict()), random.random(), torch.rand(1).item()))
         if len(steps) == count:
             break
-    return steps, to_lists(loader.state_dict()), to_lists(capture_states())
+    return steps, to_lists(loader.state_dict()), RandomStates.capture()
 
 
 def seeded():
@@ -194,19 +194,19 @@ def build_broken_epoch(at):
 
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_a_read_error_is_raised_after_the_earlier_batches_with_their_offset(streams, at):
-    loop, offsets = EpochIterator(), []
+    loop, offsets = EpochProgress(), []
     batches = prefetch_batches(build_broken_epoch(at), loop, lambda: StreamCopies(streams))
     for _ in range(at):
         offsets.append(next(batches).item())
-        assert loop.state_dict() == {"position": len(offsets)}
+        assert loop.state() == {"position": len(offsets)}
     with pytest.raises(LookupError, match=f"batch {at} is broken"):
         next(batches)
     assert offsets == list(range(at))
-    assert loop.state_dict() == {"position": at}
+    assert loop.state() == {"position": at}
 
 
 def test_a_read_error_of_an_unused_batch_is_not_raised(streams):
-    batches = prefetch_batches(build_broken_epoch(1), EpochIterator(), lambda: StreamCopies(streams))
+    batches = prefetch_batches(build_broken_epoch(1), EpochProgress(), lambda: StreamCopies(streams))
     assert next(batches).item() == 0
     batches.close()
 

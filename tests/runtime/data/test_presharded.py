@@ -16,7 +16,7 @@ from accel_runtime.backends.single import Single
 from accel_runtime.data.presharded import PreshardedSource
 from accel_runtime.environment.topology import Topology
 from accel_runtime.foundation.heartbeat import heartbeat
-from accel_runtime.foundation.steps import EpochIterator
+from accel_runtime.foundation.steps import EpochProgress
 
 COUNTS = [(8, 8, 8), (9, 4, 1), (1, 7, 7), (5, 0, 3), (0, 0, 0), (0, 2, 0)]
 
@@ -120,7 +120,7 @@ def test_a_repeated_batch_is_not_affected_by_changes_of_the_script(pair):
         rank = backend.topology.rank
         loader = DataLoader([{"x": n, "label": n} for n in range(6 if rank == 0 else 1)], batch_size=2)
         source = PreshardedSource(read_epochs.build_dispatched_source(loader, alone()), loader, backend)
-        return [batch.pop("label").tolist() for batch in source.iterate(EpochIterator(), {})]
+        return [batch.pop("label").tolist() for batch in source.iterate(EpochProgress(), source.state_type())]
 
     assert pair.run(read_source) == [[[0, 1], [2, 3], [4, 5]], [[0]] * 3]
 

@@ -19,7 +19,7 @@ from accel_runtime.backends.device_runtime import DeviceRuntime
 from accel_runtime.backends.single import Single
 from accel_runtime.data.active_loops import ActiveLoops
 from accel_runtime.data.loader import LoaderOptions, skip_first_batches
-from accel_runtime.data.map_style import EpochOrder
+from accel_runtime.data.map_style import EpochOrder, EpochStart
 from accel_runtime.data.prepare import prepare_loader
 from accel_runtime.data.sharding import BatchSharding
 from accel_runtime.environment.topology import Topology
@@ -149,7 +149,7 @@ def test_a_state_between_two_epochs_contains_the_next_epoch(ranks):
         expected = gather_steps(accelerator, loader)
         other = prepare_ordered_loader(accelerator, "shuffled by a generator")
         other.load_state_dict(state)
-        return state["epoch"], state["position"], gather_steps(accelerator, other) == expected
+        return state["epoch"], "running" in state, gather_steps(accelerator, other) == expected
 
     assert ranks.run(between) == [(1, 0, True)] * ranks.size
 
@@ -208,10 +208,15 @@ def test_a_resumed_epoch_does_not_change_the_global_generators(ranks):
 
 def test_a_state_that_is_not_of_this_kind_of_loader_is_rejected():
     loader = Accelerator().prepare(DataLoader(range(3)))
-    with pytest.raises(ValueError, match="an epoch and kind='Ordered', and it has neither"):
+    state = loader.state_dict()
+    with pytest.raises(ValueError, match=r"epoch is missing\. Load the return value of state_dict\(\)"):
         loader.load_state_dict({"position": 3})
-    with pytest.raises(ValueError, match=r"and it has .*'kind': 'Stream'"):
-        loader.load_state_dict(loader.state_dict() | {"kind": "Stream"})
+    with pytest.raises(
+        ValueError, match=r"next_epoch\['kind'\] is 'ordered', and should be one of iterable, map_style"
+    ):
+        loader.load_state_dict(state | {"next_epoch": state["next_epoch"] | {"kind": "ordered"}})
+    with pytest.raises(ValueError, match="kind 'iterable', and this one is of the kind 'map_style'"):
+        loader.load_state_dict(state | {"next_epoch": {"kind": "iterable"}})
 
 
 # Skipping ---------------------------------------------------------------------------------
@@ -315,7 +320,7 @@ def test_a_permutation_from_an_offset_equals_that_of_torch(count, at, size, own_
             loader, BatchSharding(0, 1, size), Single(Topology(), DeviceRuntime(torch.device("cpu")))
         )
         indices_drawn = [
-            index for indices, _ in samples.iterate_steps(position, 0, eager=False) for index in indices
+            index for indices, _ in samples.iterate_steps(EpochStart(offset=position)) for index in indices
         ]
         return (
             indices_drawn,
@@ -356,7 +361,8 @@ def test_a_resumed_epoch_keeps_its_order_in_a_process_with_another_seed(ranks, s
         loader = prepare_ordered_loader(accelerator, "shuffled")
         if state is not None:
             loader.load_state_dict(state)
-        steps_read = gather_steps(accelerator, loader, steps)
+        iterator = iter(loader)
+        steps_read = gather_steps(accelerator, iterator, steps)
         state = loader.state_dict()
         return steps_read, state, gather_steps(accelerator, loader) if steps is None else []
 

@@ -30,11 +30,13 @@ from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import worker as torchs
 
 from accel_runtime import Accelerator, set_seed
-from accel_runtime.backends import rng
+from accel_runtime.backends.rng import RandomStates
 from accel_runtime.backends.single import Single
 from accel_runtime.data.iterable import StreamsDifferError
+from accel_runtime.data.iterable_worker import ReadingRNG, StreamReader
+from accel_runtime.data.state import DatasetState, ReaderState, StreamState
 from accel_runtime.environment.topology import Topology
-from accel_runtime.foundation.steps import EpochIterator
+from accel_runtime.foundation.steps import EpochProgress
 
 # This machine has two cores, and torch warns of a third worker.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -68,10 +70,10 @@ def _impatient(monkeypatch):
 
 def read_on_all_ranks(world, loader, start=None, stop=None, **options):
     """Return the epochs of all ranks, which this process reads one after another."""
-    generator_states = rng.capture_states()
+    generator_states = RandomStates.capture()
     steps_by_rank = []
     for rank in range(world):
-        rng.restore_states(generator_states)
+        generator_states.restore()
         steps_by_rank.append(
             read_steps(
                 read_epochs.build_iterable_source(
@@ -372,13 +374,13 @@ def test_a_stream_sharded_by_rank_is_rejected_before_the_first_batch(several, wo
 
 def test_streams_that_diverge_later_raise_an_error(pair):
     def read_source():
-        backend, loop = read_epochs.get_backend(), EpochIterator()
+        backend, loop = read_epochs.get_backend(), EpochProgress()
         rank = backend.topology.rank
         stream = RangeStream(64, lambda n: n if n < 20 else n * (rank + 1))
         taken = []
         source = read_epochs.build_iterable_source(DataLoader(stream, batch_size=2), backend)
         with pytest.raises(StreamsDifferError):
-            taken.extend(source.iterate(loop, {}))
+            taken.extend(source.iterate(loop, StreamState()))
         return len(taken)
 
     assert pair.run(read_source) == [7, 7]
@@ -530,7 +532,7 @@ def test_a_stream_continues_from_an_offset_on_any_world_size(kind, epoch, at, wo
     torch.manual_seed(99)
     random.seed(99)
     remaining = check_steps(read_on_all_ranks(world, loader, offset))
-    assert remaining == split_batches(flat[offset["position"] :], 2 * world)
+    assert remaining == split_batches(flat[offset.offset :], 2 * world)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -632,10 +634,10 @@ def test_skip_steps_skips_exactly_the_first_batches(kind, workers, skipped):
     all_steps = read_on_all_ranks(2, loader)
     source = read_epochs.build_iterable_source(loader(), read_epochs.SimulatedRank(0, 2))
     set_seed(0)
-    assert check_steps(read_on_all_ranks(2, loader, source.skip_steps(skipped, {}))) == check_steps(
-        [s[skipped:] for s in all_steps]
-    )
-    next_offset = source.skip_steps(skipped, all_steps[0][0].offset)
+    assert check_steps(
+        read_on_all_ranks(2, loader, StreamState().skip(skipped, source.stride))
+    ) == check_steps([s[skipped:] for s in all_steps])
+    next_offset = all_steps[0][0].offset.skip(skipped, source.stride)
     assert check_steps(read_on_all_ranks(2, loader, next_offset)) == check_steps(
         [s[skipped + 1 :] for s in all_steps]
     )
@@ -646,12 +648,17 @@ def test_a_stateful_dataset_is_not_read_again():
     source = read_epochs.build_iterable_source(
         DataLoader(stream, batch_size=2), Single(Topology(), torch.device("cpu"))
     )
-    offset = {"whole": True, "position": 300_000, "state": {"at": 300_000}, "state_at": 300_000}
+    at = 300_000 - 16
+    samples = StreamReader(RangeStream(400_000), 0, ReadingRNG())
+    samples.open()
+    samples.verify(DatasetState({"at": at}, at, 16, 0), 300_000)
+    saved = samples._marks[0].build_state()
+    offset = StreamState(begun=True, offset=300_000, reader=ReaderState(300_000, dataset=saved))
     assert [step.samples for step in read_steps(source, offset, stop=2)] == [
         [300_000, 300_001],
         [300_002, 300_003],
     ]
-    assert stream.num_read < 10
+    assert stream.num_read < 30
     assert read_steps(source, stop=1)[0].samples == [0, 1], "the next walk begins at the start"
 
 
@@ -665,5 +672,5 @@ def test_skipped_samples_are_not_collated():
     source = read_epochs.build_iterable_source(
         DataLoader(RangeStream(23), batch_size=2, collate_fn=collate), read_epochs.SimulatedRank(0, 2)
     )
-    read_steps(source, source.skip_steps(3, {}))
+    read_steps(source, StreamState().skip(3, source.stride))
     assert min(collated[:2]) == 12

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import is_dataclass, replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -13,8 +14,10 @@ from accel_runtime.backends.single import Single
 from accel_runtime.data.iterable import IterableSource
 from accel_runtime.data.prepare import DispatchedIterable, DispatchedMapStyle
 from accel_runtime.data.sharding import sharding_of_loader
+from accel_runtime.data.state import PreshardedState
 from accel_runtime.environment.topology import Topology
-from accel_runtime.foundation.steps import EpochIterator
+from accel_runtime.foundation.steps import EpochProgress
+from accel_runtime.storage.schema import write_record
 
 
 class Step(NamedTuple):
@@ -22,7 +25,7 @@ class Step(NamedTuple):
 
     samples: list
     step_info: tuple
-    offset: dict
+    offset: object
 
 
 class SimulatedRank(Single):
@@ -64,9 +67,9 @@ def to_ids(batch):
 
 def read_steps(source, start=None, stop=None, to_samples=to_ids):
     """Return the steps of this rank after an offset, at most `stop`."""
-    iterator, steps = EpochIterator(), []
-    for batch in source.iterate(iterator, start or {}):
-        steps.append(Step(to_samples(batch), iterator.step_info, iterator.state_dict()))
+    iterator, steps = EpochProgress(), []
+    for batch in source.iterate(iterator, (start or source.state_type()).draw_from_own()):
+        steps.append(Step(to_samples(batch), iterator.step_info, iterator.state()))
         if len(steps) == stop:
             break
     return steps
@@ -104,12 +107,16 @@ def check_steps(steps_by_rank):
 
 
 def drop_local_state(offset):
-    """Remove the entries of an offset that differ between ranks if data are split by rank."""
-    return {key: value for key, value in offset.items() if key not in {"local", "reading", "began"}}
+    """Remove the fields of an offset that differ between ranks if data are split by rank."""
+    if isinstance(offset, PreshardedState):
+        return replace(offset, local=None, random_at_start=None, random_of_next=None)
+    return offset
 
 
 def to_plain(offset):
     """Convert an offset to values that == compares."""
+    if is_dataclass(offset):
+        return to_plain(write_record(offset))
     if isinstance(offset, dict):
         return {key: to_plain(value) for key, value in offset.items()}
     if isinstance(offset, list):

@@ -1,0 +1,223 @@
+"""States of prepared loaders and of their sources: what a checkpoint holds, and how states follow from each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar
+
+from typing_extensions import Self, override
+
+from accel_runtime.backends.rng import RandomStates
+from accel_runtime.storage.schema import Count, FieldError, Rule
+
+__all__ = [
+    "DatasetState",
+    "LoaderState",
+    "MapStyleState",
+    "PreshardedState",
+    "ReaderState",
+    "SourceState",
+    "StreamState",
+]
+
+
+@dataclass(frozen=True)
+class _EpochState:
+    """Offset in an epoch of data that all ranks share; equal on all ranks, and valid for any number of them."""
+
+    begun: bool = False
+    """If true, the random draws of the start of the epoch are done; otherwise the next iteration makes them."""
+    offset: Count = 0
+    """Number of samples before the next batch; of batches, if the script's batch sampler makes them."""
+    random: RandomStates | None = None
+    """Random states at the start of the epoch; None draws from the generators as they are then."""
+
+    def skip(self, steps: int, stride: int) -> Self:
+        """Return the state `steps` steps later, each of `stride` samples."""
+        return replace(self, offset=self.offset + steps * stride)
+
+    def restart(self) -> Self:
+        """Return the start of the same epoch, in the same order."""
+        return replace(self, offset=0) if self.begun else self
+
+    def rewind(self) -> Self:
+        """Return the state before the draws of the start of the epoch, which are then made again with the same result."""
+        return replace(self, begun=False, offset=0)
+
+    def draw_from_restored(self) -> Self:
+        """Return the state for a run that has restored the global generators, from which an epoch that begins draws."""
+        if self.begun or self.random is None:
+            return self
+        return replace(self, random=self.random.select_generators())
+
+    def draw_from_own(self) -> Self:
+        """Return the state for a run that has not restored the global generators."""
+        return self
+
+
+@dataclass(frozen=True)
+class MapStyleState(_EpochState):
+    """Offset in an epoch of a map-style dataset."""
+
+    kind: ClassVar[str] = "map_style"
+    seed: Annotated[int, Rule("an integer of 64 bits", lambda seed: -(2**63) <= seed < 2**64)] | None = None
+    """Seed of shuffled orders, which are drawn from it and the number of the epoch."""
+    workers_persist: bool = False
+    """If true, the workers are those of an earlier epoch, and no seed is drawn for them."""
+
+
+@dataclass(frozen=True)
+class DatasetState:
+    """The own state of a dataset, and the samples that followed it, to verify it when it is loaded."""
+
+    state: Any
+    """Return value of its `state_dict()`."""
+    offset: Count
+    """Number of samples that its reader had read."""
+    num_samples: Count
+    """Number of samples that were read after it."""
+    fingerprint: Count
+    """Fingerprint of these samples."""
+    random: RandomStates | None = None
+    """Random states at `offset`; None if they are those at the start of the iteration."""
+
+
+@dataclass(frozen=True)
+class ReaderState:
+    """Offset of one reader of a stream: of a worker, or of the process itself."""
+
+    offset: Count = 0
+    """Number of samples in the batches that were returned."""
+    ended: bool = False
+    """If true, the reader has returned all of its samples."""
+    dataset: DatasetState | None = None
+    """State of the dataset, if it has one."""
+
+
+@dataclass(frozen=True)
+class StreamState(_EpochState):
+    """Offset in an epoch of a stream."""
+
+    kind: ClassVar[str] = "iterable"
+    skipped_steps: Count = 0
+    """Number of steps that are still to be read and dropped; `offset` includes them."""
+    draws_in_turn: bool = False
+    """If true, the stream draws from the global generators, in turn with the script."""
+    reader: ReaderState | None = None
+    """State of the dataset, if every reader reads the whole stream."""
+    workers: tuple[ReaderState, ...] | None = None
+    """Offset of each worker, if the dataset splits itself among the workers."""
+    next_worker: Count = 0
+    """Worker that returns the next batch."""
+    worker_seed: Count | None = None
+    """Seed that persistent workers share since their first iteration."""
+    worker_iterations: Count = 0
+    """Number of iterations that persistent workers began before this one."""
+
+    def check(self) -> None:
+        """Raise `FieldError` if the next worker is not one of them."""
+        if self.workers is not None and self.next_worker >= len(self.workers):
+            raise FieldError(
+                f"is {self.next_worker}, and there are {len(self.workers)} workers", ("next_worker",)
+            )
+
+    @override
+    def skip(self, steps: int, stride: int) -> Self:
+        skipped = replace(self, skipped_steps=self.skipped_steps + steps)
+        return super(StreamState, skipped).skip(steps, stride)
+
+    @override
+    def restart(self) -> Self:
+        start = replace(self, skipped_steps=0, reader=None, workers=None, next_worker=0)
+        return super(StreamState, start).restart() if self.begun else self
+
+    @override
+    def rewind(self) -> Self:
+        return type(self)(random=self.random)
+
+    @override
+    def draw_from_own(self) -> Self:
+        return replace(self, draws_in_turn=False)
+
+
+@dataclass(frozen=True)
+class PreshardedState:
+    """Offset in an epoch of data that the script shards: specific to a rank, and valid for their number."""
+
+    kind: ClassVar[str] = "presharded"
+    offset: Count = 0
+    """Number of steps before the next batch."""
+    world_size: Annotated[int, Rule("at least 1", lambda size: size > 0)] | None = None
+    """Number of data ranks that saved the state; None if it is valid for any number."""
+    local: MapStyleState | StreamState | None = None
+    """State of the rank's own data; None at the start of the first epoch."""
+    random_at_start: RandomStates | None = None
+    """Random states of the process at the start of the epoch, if the process itself reads the data."""
+    random_of_next: RandomStates | None = None
+    """Random states that the batch after the newest one was read under, since each is read one step ahead."""
+
+    @property
+    def begun(self) -> bool:
+        """Return whether the epoch has begun, so that the draws of its start are done."""
+        return self.local is not None and self.local.begun
+
+    def skip(self, steps: int, stride: int) -> PreshardedState:
+        """Return the state `steps` steps later, in which the rank reads `stride` samples each."""
+        local = None if self.local is None else self.local.skip(steps, stride)
+        return replace(self, offset=self.offset + steps, local=local)
+
+    def restart(self) -> PreshardedState:
+        """Return the start of the same epoch, in the same order."""
+        if self.local is None:
+            return self
+        return replace(self, offset=0, local=self.local.restart(), random_of_next=None)
+
+    def draw_from_restored(self) -> PreshardedState:
+        """Return the state for a run that has restored the global generators, from which an epoch that begins draws."""
+        return self if self.local is None else replace(self, local=self.local.draw_from_restored())
+
+    def draw_from_own(self) -> PreshardedState:
+        """Return the state for a run that has not restored the global generators."""
+        return self if self.local is None else replace(self, local=self.local.draw_from_own())
+
+
+SourceState = MapStyleState | StreamState | PreshardedState
+"""State of a source: of an epoch that has begun or, before its first batch, of one that begins with the next iteration."""
+
+
+@dataclass(frozen=True)
+class LoaderState:
+    """State of a prepared loader, between two iterations or within one."""
+
+    epoch: Count
+    """Number of the running epoch or, between two, of the next one."""
+    next_epoch: SourceState
+    """State in which the next epoch begins: epoch `epoch + 1` if one is running, otherwise epoch `epoch`."""
+    running: SourceState | None = None
+    """State of the iteration that is running; None after its end, and after an iteration that the script has left."""
+    num_batches: Count = 0
+    """Number of batches that the running iteration has returned or skipped."""
+    ended: bool = False
+    """If true, the newest batch is the last one of the running epoch."""
+    depth: Count = 0
+    """Number of running iterations over other loaders that this one is inside of; see `EpochProgress.depth`."""
+
+    def leave(self) -> LoaderState:
+        """Return the state after the script has left the running iteration: the next epoch begins at its start."""
+        return self if self.running is None else LoaderState(self.epoch + 1, self.next_epoch)
+
+    def restart(self) -> LoaderState:
+        """Return the state at the start of the running epoch; `num_batches` stays the number of those returned before."""
+        if self.running is None:
+            return self
+        return replace(self, running=self.running.restart(), ended=False)
+
+    def draw_from_restored(self) -> LoaderState:
+        """Return the state for a run that has restored the global generators, from which an epoch that begins draws."""
+        running = None if self.running is None else self.running.draw_from_restored()
+        return replace(self, next_epoch=self.next_epoch.draw_from_restored(), running=running)
+
+    def draw_from_own(self) -> LoaderState:
+        """Return the state for a run that has not restored the global generators."""
+        running = None if self.running is None else self.running.draw_from_own()
+        return replace(self, next_epoch=self.next_epoch.draw_from_own(), running=running)
