@@ -27,7 +27,7 @@ from accel_runtime.checkpoint.manager import (
 )
 from accel_runtime.checkpoint.state_items import is_sharded
 from accel_runtime.checkpoint.training_state import TrainingState
-from accel_runtime.data.loader import NextBatch
+from accel_runtime.data.state import NextBatch
 from accel_runtime.foundation.options import ProjectConfiguration
 from accel_runtime.parallel.big_modeling import MetaModels, compute_buffers
 from accel_runtime.storage.errors import CheckpointError, errors_on_all_ranks

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from accel_runtime.data.loader import NextBatch, PreparedLoader
-from accel_runtime.data.state import LoaderState
+from accel_runtime.data.loader import PreparedLoader
+from accel_runtime.data.state import LoaderState, NextBatch
 from accel_runtime.foundation import module_names
 from accel_runtime.foundation.module_names import unwrap_module
 from accel_runtime.foundation.torch_internals import storage_id

@@ -22,7 +22,8 @@ from accel_runtime.checkpoint.state_items import (
     is_sharded,
     tensor_name_of,
 )
-from accel_runtime.data.loader import NextBatch, PreparedLoader
+from accel_runtime.data.loader import PreparedLoader
+from accel_runtime.data.state import NextBatch
 from accel_runtime.foundation.module_names import state_dict
 from accel_runtime.parallel.big_modeling import MetaModels
 from accel_runtime.parallel.dtensor import shard_like

@@ -7,9 +7,9 @@ import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from typing_extensions import override
@@ -27,20 +27,17 @@ from accel_runtime.data.source import (
     sampler_attribute,
     sampler_of_loader,
 )
-from accel_runtime.data.state import LoaderState, PreshardedState, SourceState
+from accel_runtime.data.state import IterationState, LoaderState, NextBatch, PreshardedState, SourceState
 from accel_runtime.foundation import nested
 from accel_runtime.foundation.heartbeat import LoaderEpoch, heartbeat
 from accel_runtime.foundation.steps import EpochProgress
 from accel_runtime.foundation.torch_internals import copy_attributes, copy_loader
 from accel_runtime.storage.schema import FieldError, read_value, write_record
 
-__all__ = ["LoaderOptions", "NextBatch", "PreparedLoader", "check_model_parallel_ranks", "skip_first_batches"]
+__all__ = ["LoaderOptions", "PreparedLoader", "check_model_parallel_ranks", "skip_first_batches"]
 
 
 _END = object()
-
-NextBatch = Literal["next_batch", "epoch_start", "exact"]
-"""Point at which a loader continues after a state was loaded; see `PreparedLoader.load_state_dict`."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +70,10 @@ class _Progress:
 
     epoch: int = 0
     """Number of the epoch that begins next."""
-    running: EpochProgress | None = None
-    """The newest iteration; None before the first, after its end, and after the script has left it."""
+    running: list[EpochProgress] = field(default_factory=list)
+    """Iterations that have not ended and that the script has not left, in the order in which they began."""
     loaded: LoaderState | None = None
-    """State that was loaded and that the next iteration continues from."""
+    """State that was loaded and that the next iterations continue from."""
     left: LeftIteration | None = None
     """The newest iteration that the script has left."""
     num_padding: int = 0
@@ -90,12 +87,12 @@ class LeftIteration:
     `KeyboardInterrupt`, expects to continue after the last batch when it is started again.
 
     Args:
-        state: The state of the loader within the iteration.
+        state: The state of the iteration.
     """
 
-    def __init__(self, state: LoaderState) -> None:
+    def __init__(self, state: IterationState) -> None:
         self.state = state
-        """State of the loader within the iteration."""
+        """State of the iteration."""
         frame = inspect.currentframe()
         while frame is not None and (
             frame.f_code.co_flags & inspect.CO_GENERATOR or frame.f_globals is globals()
@@ -155,19 +152,19 @@ class PreparedLoader(DataLoader[Any]):
         rng.broadcast_rng_types(list(self._options.rng_types), self._backend)
         check_model_parallel_ranks(self._backend)
         progress = self._progress
-        start, num_replayed, num_batches = self._begin_epoch()
-        running = progress.running = EpochProgress(progress.epoch, outer, num_batches)
-        progress.epoch += 1
+        state, num_replayed = self._begin_epoch()
+        running = EpochProgress(state.epoch, outer, state.num_batches)
+        progress.running.append(running)
         record = self._loops.open(running)
         device, non_blocking = self._backend.device, self._non_blocking
         put_on_device = self._options.put_on_device
         is_on_device = nested.build_device_check(device)
         record_batch = self._loops.record_batch if self._loops.has_padding else None
         beat = heartbeat()
-        counts = LoaderEpoch(running.epoch, num_batches, self._epoch_length) if beat else None
+        counts = LoaderEpoch(running.epoch, state.num_batches, self._epoch_length) if beat else None
         finished = False
         try:
-            for batch in self._iterate_batches(running, start, num_replayed):
+            for batch in self._iterate_batches(running, state.source, num_replayed):
                 if put_on_device and not is_on_device(batch):
                     batch = nested.send_to(batch, device, non_blocking=non_blocking)  # noqa: PLW2901
                 if record_batch:
@@ -178,41 +175,45 @@ class PreparedLoader(DataLoader[Any]):
                 yield batch
             finished = True
         finally:
-            if progress.running is running:
-                progress.left = None if finished else LeftIteration(self.capture_state())
-                progress.running = None
+            progress.left = None if finished else LeftIteration(self._capture_iteration(running))
+            if running in progress.running:  # else a state was loaded meanwhile
+                progress.running.remove(running)
             self._loops.close(record, finished=finished)
             running.end()
             if finished:
                 progress.num_padding = record.num_padding
 
-    def _begin_epoch(self) -> tuple[SourceState, int, int]:
-        """Return the state to start from, the batches to replay from before it was saved, and those before the start."""
-        loaded = self._resolve_loaded()
-        self._progress.loaded = None
-        self._notify_samplers(self._progress.epoch)
-        if loaded is None:
-            return self._skip_first(self._source.state_type()), 0, self._skip
-        if loaded.running is None:
-            return self._skip_first(loaded.next_epoch), 0, self._skip
-        self._loops.continue_loop(loaded.depth)
-        if loaded.running.offset:
-            return loaded.running, 0, loaded.num_batches
-        return self._skip_first(loaded.running), max(0, loaded.num_batches - self._skip), self._skip
-
-    def _skip_first(self, start: SourceState) -> SourceState:
-        return start.skip(self._skip, self._source.stride) if self._skip else start
+    def _begin_epoch(self) -> tuple[IterationState, int]:
+        """Return the state that the next iteration begins in, and the number of its batches that were returned before."""
+        progress, loaded = self._progress, self._resolve_loaded()
+        progress.loaded = None
+        if loaded is None or not loaded.running:
+            start = self._source.state_type() if loaded is None else loaded.next_epoch
+            state, num_returned = IterationState(progress.epoch, start), 0
+            progress.epoch += 1
+        else:
+            state, *others = loaded.running
+            num_returned = state.num_batches
+            self._loops.continue_loop(state.depth)
+            if others:
+                next_epoch = self._source.state_type()
+                progress.loaded = replace(loaded, running=tuple(others), next_epoch=next_epoch)
+        self._notify_samplers(state.epoch)
+        if state.source.offset:
+            return state, 0
+        skipped = state.source.skip(self._skip, self._source.stride) if self._skip else state.source
+        state = replace(state, source=skipped, num_batches=self._skip)
+        return state, max(0, num_returned - self._skip)
 
     def _resolve_loaded(self) -> LoaderState | None:
-        """Return the state that the next iteration continues from, once it is known which loops the script continues.
+        """Return the state that the next iterations continue from, without loops that the script does not continue.
 
         An iteration that was inside of another one has ended once the outer one continues.
         """
-        progress = self._progress
-        loaded = progress.loaded
-        if loaded is not None and loaded.running is not None and self._loops.is_left(loaded.depth):
-            progress.loaded = loaded = loaded.leave()
-            progress.epoch = loaded.epoch
+        loaded = self._progress.loaded
+        if loaded is not None and any(self._loops.is_left(each.depth) for each in loaded.running):
+            running = tuple(each for each in loaded.running if not self._loops.is_left(each.depth))
+            self._progress.loaded = loaded = replace(loaded, running=running)
         return loaded
 
     def _iterate_batches(
@@ -260,9 +261,9 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def epoch(self) -> int:
         """Return the number of the running epoch or, between two, of the next, from 0."""
-        self._resolve_loaded()
-        running = self._progress.running
-        return self._progress.epoch if running is None else running.epoch
+        progress, loaded = self._progress, self._resolve_loaded()
+        running = progress.running or (loaded.running if loaded else ())
+        return running[-1].epoch if running else progress.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch, for this loader, its dataset and its samplers.
@@ -271,12 +272,13 @@ class PreparedLoader(DataLoader[Any]):
         other starts an epoch of that number from its first batch.
         """
         progress, loaded = self._progress, self._resolve_loaded()
-        if loaded is not None and epoch != loaded.epoch:
-            if loaded.running is not None:
-                self._loops.continue_loop(loaded.depth)
-            is_next = loaded.running is not None and epoch == loaded.epoch + 1
-            progress.loaded = loaded.leave() if is_next else None
-        progress.epoch = epoch
+        if loaded is not None and loaded.running and epoch != loaded.running[0].epoch:
+            self._loops.continue_loop(loaded.running[0].depth)
+            loaded = progress.loaded = loaded.leave()
+        if loaded is not None and not loaded.running and epoch != loaded.epoch:
+            progress.loaded = None
+        if progress.loaded is None or not progress.loaded.running:
+            progress.epoch = epoch
         self._notify_samplers(epoch)
 
     def _notify_samplers(self, epoch: int) -> None:
@@ -365,17 +367,18 @@ class PreparedLoader(DataLoader[Any]):
 
     def capture_state(self) -> LoaderState:
         """Return the state that `state_dict` writes."""
-        loaded = self._resolve_loaded()
-        progress, running = self._progress, self._progress.running
-        if running is None:
-            if progress.left is not None and progress.left.is_exception_handled():
-                return progress.left.state
-            return loaded or LoaderState(progress.epoch, self._source.next_epoch())
+        progress, loaded = self._progress, self._resolve_loaded()
+        running = [self._capture_iteration(each) for each in progress.running]
+        if progress.left is not None and progress.left.is_exception_handled():
+            running.append(progress.left.state)
+        if loaded is None:
+            return LoaderState(progress.epoch, self._source.next_epoch(), tuple(running))
+        return replace(loaded, running=(*running, *loaded.running))
+
+    def _capture_iteration(self, running: EpochProgress) -> IterationState:
         ended = running.step_info is not None and running.step_info.is_last
-        state = running.state() or self._source.state_type()
-        return LoaderState(
-            running.epoch, self._source.next_epoch(), state, running.num_batches, ended, running.depth
-        )
+        source = running.state() or self._source.state_type()
+        return IterationState(running.epoch, source, running.num_batches, ended, running.depth)
 
     def load_state_dict(
         self,
@@ -413,21 +416,17 @@ class PreparedLoader(DataLoader[Any]):
         self, state: LoaderState, *, random_restored: bool = False, position: NextBatch = "next_batch"
     ) -> None:
         """Continue from a state; see `load_state_dict`."""
-        for each in (state.running, state.next_epoch):
-            self._check_state(each)
-        if state.ended and position != "exact":
-            state = state.leave()
-        elif position == "epoch_start":
-            state = state.restart()
+        for source in (*(each.source for each in state.running), state.next_epoch):
+            self._check_state(source)
+        state = state.move_to(position)
         state = state.draw_from_restored() if random_restored else state.draw_from_own()
         progress = self._progress
-        progress.epoch, progress.loaded, progress.running = state.epoch, state, None
+        progress.epoch, progress.loaded, progress.left = state.epoch, state, None
+        progress.running = []
         self._loops.forget_continued()
 
-    def _check_state(self, state: SourceState | None) -> None:
+    def _check_state(self, state: SourceState) -> None:
         """Raise ValueError if the state of a source is not valid here."""
-        if state is None:
-            return
         world = self._backend.data_rank.world_size
         if isinstance(state, PreshardedState) and state.world_size not in {None, world}:
             # Checked first: on one process such a loader has another kind, which would be a confusing message.
@@ -447,7 +446,7 @@ class PreparedLoader(DataLoader[Any]):
 
     def select_state(self, states: Sequence[LoaderState]) -> LoaderState:
         """Return the state for this rank from those of all ranks of a run that may have had another number of ranks."""
-        first = states[0].running or states[0].next_epoch
+        first = states[0].running[0].source if states[0].running else states[0].next_epoch
         saved = first.world_size if isinstance(first, PreshardedState) else None
         if saved != self._backend.data_rank.world_size or len(states) % saved:
             return states[0]

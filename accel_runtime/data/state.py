@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from typing_extensions import Self, override
 
@@ -12,8 +13,10 @@ from accel_runtime.storage.schema import Count, FieldError, Rule
 
 __all__ = [
     "DatasetState",
+    "IterationState",
     "LoaderState",
     "MapStyleState",
+    "NextBatch",
     "PreshardedState",
     "ReaderState",
     "SourceState",
@@ -181,43 +184,64 @@ class PreshardedState:
         return self if self.local is None else replace(self, local=self.local.draw_from_own())
 
 
+NextBatch = Literal["next_batch", "epoch_start", "exact"]
+"""Point at which a loader continues after a state was loaded; see `PreparedLoader.load_state_dict`."""
 SourceState = MapStyleState | StreamState | PreshardedState
 """State of a source: of an epoch that has begun or, before its first batch, of one that begins with the next iteration."""
 
 
 @dataclass(frozen=True)
-class LoaderState:
-    """State of a prepared loader, between two iterations or within one."""
+class IterationState:
+    """State of an iteration over a loader that is running."""
 
     epoch: Count
-    """Number of the running epoch or, between two, of the next one."""
-    next_epoch: SourceState
-    """State in which the next epoch begins: epoch `epoch + 1` if one is running, otherwise epoch `epoch`."""
-    running: SourceState | None = None
-    """State of the iteration that is running; None after its end, and after an iteration that the script has left."""
+    """Number of its epoch."""
+    source: SourceState
+    """Offset after the newest batch."""
     num_batches: Count = 0
-    """Number of batches that the running iteration has returned or skipped."""
+    """Number of batches that it has returned or skipped."""
     ended: bool = False
-    """If true, the newest batch is the last one of the running epoch."""
+    """If true, the newest batch is the last one of the epoch."""
     depth: Count = 0
-    """Number of running iterations over other loaders that this one is inside of; see `EpochProgress.depth`."""
+    """Number of running iterations that this one is inside of; see `EpochProgress.depth`."""
+
+    def restart(self) -> IterationState:
+        """Return the state at the start of the epoch; `num_batches` stays the number of those returned before."""
+        return replace(self, source=self.source.restart(), ended=False)
+
+
+@dataclass(frozen=True)
+class LoaderState:
+    """State of a prepared loader: where its next iterations begin."""
+
+    epoch: Count
+    """Number of the next epoch that begins."""
+    next_epoch: SourceState
+    """State in which it begins."""
+    running: tuple[IterationState, ...] = ()
+    """Iterations that are running, in the order in which they began; not those that the script has left."""
 
     def leave(self) -> LoaderState:
-        """Return the state after the script has left the running iteration: the next epoch begins at its start."""
-        return self if self.running is None else LoaderState(self.epoch + 1, self.next_epoch)
+        """Return the state after the script has left the running iterations: the next epoch begins at its start."""
+        return replace(self, running=())
 
-    def restart(self) -> LoaderState:
-        """Return the state at the start of the running epoch; `num_batches` stays the number of those returned before."""
-        if self.running is None:
+    def move_to(self, position: NextBatch) -> LoaderState:
+        """Return the state for a run that continues at this position."""
+        if position == "exact":
             return self
-        return replace(self, running=self.running.restart(), ended=False)
+        running = tuple(each for each in self.running if not each.ended)
+        if position == "epoch_start":
+            running = tuple(each.restart() for each in running)
+        return replace(self, running=running)
 
     def draw_from_restored(self) -> LoaderState:
         """Return the state for a run that has restored the global generators, from which an epoch that begins draws."""
-        running = None if self.running is None else self.running.draw_from_restored()
-        return replace(self, next_epoch=self.next_epoch.draw_from_restored(), running=running)
+        return self._map_sources(lambda source: source.draw_from_restored())
 
     def draw_from_own(self) -> LoaderState:
         """Return the state for a run that has not restored the global generators."""
-        running = None if self.running is None else self.running.draw_from_own()
-        return replace(self, next_epoch=self.next_epoch.draw_from_own(), running=running)
+        return self._map_sources(lambda source: source.draw_from_own())
+
+    def _map_sources(self, convert: Callable[[SourceState], SourceState]) -> LoaderState:
+        running = tuple(replace(each, source=convert(each.source)) for each in self.running)
+        return replace(self, next_epoch=convert(self.next_epoch), running=running)

@@ -163,7 +163,7 @@ def state_of(folder, options):
             for parameter_state in optimizer.state.values()
             for value in parameter_state.values()
         ],
-        loader.capture_state().running.offset,
+        loader.capture_state().running[0].source.offset,
         [p.grad.cpu().tolist() for p in model.parameters() if p.grad is not None],
     )
 

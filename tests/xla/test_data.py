@@ -264,7 +264,7 @@ def test_an_error_is_raised_after_the_batches_before_it(ranks, workers):
                 errors.extend(batch.tolist() for batch in loader)
             except (LookupError, RuntimeError) as error:
                 error_texts = type(error).__name__, str(error), traceback.format_exc()
-                errors_by_case[case] = errors, error_texts, loader.capture_state().running.offset
+                errors_by_case[case] = errors, error_texts, loader.capture_state().running[0].source.offset
         accelerator.wait_for_everyone()
         rank, names = accelerator.process_index, [thread.name for thread in threading.enumerate()]
         return accelerator.num_processes, rank, errors_by_case, [name for name in names if "worker" in name]
