@@ -452,17 +452,18 @@ class StreamReader:
         None if it has no state, if `lookahead` is 0, or if too few samples were read to verify one.
         """
         with self._context():
-            before = RandomStates.capture() if self._has_state and self._draws_in_turn else None
+            is_tracked = self._has_state and self._draws_in_turn and not self._has_drawn
+            before = RandomStates.capture() if is_tracked else None
             samples = list(islice(self._iterator, count))
             self._add(samples)
             if self._has_state and lookahead:
                 random = RandomStates.capture()
-                self._has_drawn = self._has_drawn or before not in {None, random}
                 unchanged = random == self._initial_random
                 state = copy.deepcopy(self._dataset.state_dict())
                 self._marks.append(_DatasetMark(state, self._offset, None if unchanged else random))
             ahead = list(islice(self._iterator, lookahead))
             self._add(ahead)
+            self._has_drawn = self._has_drawn or (before is not None and before != RandomStates.capture())
         if len(samples) + len(ahead) < count + lookahead:
             self._iterator = iter(())
         return samples + ahead, self._select_state() if lookahead else None

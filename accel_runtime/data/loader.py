@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
@@ -74,6 +75,8 @@ class _Progress:
     """Iterations that have not ended and that the script has not left, in the order in which they began."""
     loaded: LoaderState | None = None
     """State that was loaded and that the next iterations continue from."""
+    claimed: list[tuple[weakref.ref[Iterator[Any]], IterationState]] = field(default_factory=list)
+    """Iterators that continue a loaded iteration and that no batch was requested from yet, with its state."""
     left: LeftIteration | None = None
     """The newest iteration that the script has left."""
     num_padding: int = 0
@@ -146,13 +149,17 @@ class PreparedLoader(DataLoader[Any]):
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # Not a generator: `zip` calls it for all loops before it requests the first batch of one.
-        return self._iterate_epoch(self._loops.running)
+        claimed = self._claim_running()
+        iterator = self._iterate_epoch(self._loops.running, claimed)
+        if claimed is not None:
+            self._progress.claimed.append((weakref.ref(iterator), claimed))
+        return iterator
 
-    def _iterate_epoch(self, outer: Sequence[EpochProgress]) -> Iterator[Any]:
+    def _iterate_epoch(self, outer: Sequence[EpochProgress], claimed: IterationState | None) -> Iterator[Any]:
         rng.broadcast_rng_types(list(self._options.rng_types), self._backend)
         check_model_parallel_ranks(self._backend)
         progress = self._progress
-        state, num_replayed = self._begin_epoch()
+        state, num_replayed = self._begin_epoch(claimed)
         running = EpochProgress(state.epoch, outer, state.num_batches)
         progress.running.append(running)
         record = self._loops.open(running)
@@ -183,21 +190,30 @@ class PreparedLoader(DataLoader[Any]):
             if finished:
                 progress.num_padding = record.num_padding
 
-    def _begin_epoch(self) -> tuple[IterationState, int]:
-        """Return the state that the next iteration begins in, and the number of its batches that were returned before."""
-        progress, loaded = self._progress, self._resolve_loaded()
-        progress.loaded = None
+    def _claim_running(self) -> IterationState | None:
+        """Return the state of the loaded iteration that the next iterator continues; None if it begins an epoch."""
+        loaded = self._resolve_loaded()
         if loaded is None or not loaded.running:
+            return None
+        claimed, *others = loaded.running
+        self._progress.loaded = replace(loaded, running=tuple(others))
+        return claimed
+
+    def _begin_epoch(self, claimed: IterationState | None) -> tuple[IterationState, int]:
+        """Return the state that an iteration begins in, and the number of its batches that were returned before."""
+        progress = self._progress
+        if claimed is not None and any(state is claimed for _, state in progress.claimed):
+            progress.claimed = [each for each in progress.claimed if each[1] is not claimed]
+            state, num_returned = claimed, claimed.num_batches
+            self._loops.continue_loop(state.depth)
+            if progress.loaded is not None:
+                # The next epoch draws from the generators as this iteration leaves them.
+                progress.loaded = replace(progress.loaded, next_epoch=self._source.state_type())
+        else:
+            loaded, progress.loaded = self._resolve_loaded(), None
             start = self._source.state_type() if loaded is None else loaded.next_epoch
             state, num_returned = IterationState(progress.epoch, start), 0
             progress.epoch += 1
-        else:
-            state, *others = loaded.running
-            num_returned = state.num_batches
-            self._loops.continue_loop(state.depth)
-            if others:
-                next_epoch = self._source.state_type()
-                progress.loaded = replace(loaded, running=tuple(others), next_epoch=next_epoch)
         self._notify_samplers(state.epoch)
         if state.source.offset:
             return state, 0
@@ -210,6 +226,11 @@ class PreparedLoader(DataLoader[Any]):
 
         An iteration that was inside of another one has ended once the outer one continues.
         """
+        self._progress.claimed = [
+            (iterator, state)
+            for iterator, state in self._progress.claimed
+            if iterator() is not None and not self._loops.is_left(state.depth)
+        ]
         loaded = self._progress.loaded
         if loaded is not None and any(self._loops.is_left(each.depth) for each in loaded.running):
             running = tuple(each for each in loaded.running if not self._loops.is_left(each.depth))
@@ -274,10 +295,9 @@ class PreparedLoader(DataLoader[Any]):
         progress, loaded = self._progress, self._resolve_loaded()
         if loaded is not None and loaded.running and epoch != loaded.running[0].epoch:
             self._loops.continue_loop(loaded.running[0].depth)
-            loaded = progress.loaded = loaded.leave()
-        if loaded is not None and not loaded.running and epoch != loaded.epoch:
-            progress.loaded = None
-        if progress.loaded is None or not progress.loaded.running:
+            loaded = loaded.leave()
+        if loaded is None or not loaded.running:
+            progress.loaded = None if loaded is None else replace(loaded, epoch=epoch)
             progress.epoch = epoch
         self._notify_samplers(epoch)
 
@@ -368,7 +388,10 @@ class PreparedLoader(DataLoader[Any]):
     def capture_state(self) -> LoaderState:
         """Return the state that `state_dict` writes."""
         progress, loaded = self._progress, self._resolve_loaded()
-        running = [self._capture_iteration(each) for each in progress.running]
+        running = [
+            *(self._capture_iteration(each) for each in progress.running),
+            *(state for _, state in progress.claimed),
+        ]
         if progress.left is not None and progress.left.is_exception_handled():
             running.append(progress.left.state)
         if loaded is None:
@@ -422,7 +445,7 @@ class PreparedLoader(DataLoader[Any]):
         state = state.draw_from_restored() if random_restored else state.draw_from_own()
         progress = self._progress
         progress.epoch, progress.loaded, progress.left = state.epoch, state, None
-        progress.running = []
+        progress.running, progress.claimed = [], []
         self._loops.forget_continued()
 
     def _check_state(self, state: SourceState) -> None:

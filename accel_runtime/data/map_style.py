@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import logging
 import pickle
 import random
 import sys
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -41,6 +43,7 @@ from accel_runtime.data.source import (
     yields_single_samples,
 )
 from accel_runtime.data.state import MapStyleState
+from accel_runtime.environment.text import encode_text
 from accel_runtime.environment.topology import Topology
 from accel_runtime.foundation.steps import EpochProgress, StepInfo
 from accel_runtime.foundation.torch_internals import (
@@ -51,6 +54,8 @@ from accel_runtime.foundation.torch_internals import (
 )
 
 __all__ = ["EpochOrder", "EpochStart", "MapStyleSource", "hash_seed", "seed_worker"]
+
+_LOG = logging.getLogger("accel_runtime.data")
 
 
 class MapStyleSource(Source[MapStyleState]):
@@ -115,7 +120,7 @@ class MapStyleSource(Source[MapStyleState]):
         random = self._find_states(start, current)
         if random is not current:
             random.restore_generators(self._generators)
-        order, num_batches = self._order, 0
+        order, num_batches, fingerprint = self._order, 0, start.fingerprint
         is_saved = start.random is not None
         persist = start.workers_persist if is_saved else self._workers_persist
         seed = order.seed if start.seed is None else start.seed
@@ -125,18 +130,22 @@ class MapStyleSource(Source[MapStyleState]):
             if info is not None and info.is_last:
                 return replace(begun, offset=len(order.source))
             # With `all_ranks`, every step has one batch per rank.
-            return begun.skip(num_batches // len(order.ranks), order.stride)
+            state = begun.skip(num_batches // len(order.ranks), order.stride)
+            return replace(state, fingerprint=fingerprint)
 
         progress.read_states_from(state_at)
         epoch_rng = IsolatedRNG(random, random if self._uses_spare_generator else current)
         epoch_seed = draw_epoch_seed(random, progress.epoch) if self.inner.num_workers else 0
-        order.begin(EpochStart(start.offset, progress.epoch, epoch_rng, is_saved, seed, epoch_seed))
+        order.begin(
+            EpochStart(start.offset, progress.epoch, epoch_rng, is_saved, seed, epoch_seed, start.fingerprint)
+        )
         iterator = self._start_iteration(start, epoch_rng, drawn=persist)
-        pending: deque[StepInfo] | None = None
+        pending: deque[_PendingStep] | None = None
         for batch in iterator:
             # Not before the first batch: a subclass may begin its iteration as late as that.
             pending = order.pending if pending is None else pending
-            progress.advance(pending.popleft())
+            step_info, fingerprint = pending.popleft()
+            progress.advance(step_info)
             num_batches += 1
             yield batch
 
@@ -214,6 +223,12 @@ class EpochStart(NamedTuple):
     """Seed of shuffled orders, which are then drawn from `seed + epoch`; None draws from the generators."""
     batch_seed: int = 0
     """Seed that all batches of the epoch share, if workers draw random numbers."""
+    fingerprint: int | None = None
+    """Fingerprint of the samples that are left out, to verify that they are those of an earlier run."""
+
+
+_PendingStep = tuple[StepInfo, int | None]
+"""A step, and the fingerprint of the samples up to its end if a sampler of the script draws the order."""
 
 
 class EpochOrder(Sampler[Any]):
@@ -247,7 +262,7 @@ class EpochOrder(Sampler[Any]):
         self.ranks = range(sharding.world_size) if all_ranks else range(sharding.rank, sharding.rank + 1)
         """Ranks whose batches it yields, in rank order in every step."""
         self._start = EpochStart()
-        self.pending: deque[StepInfo] = deque()
+        self.pending: deque[_PendingStep] = deque()
         """Steps of the batches whose indices the newest iterator has yielded and that have not arrived yet."""
         self._backend = backend
         self._single = yields_single_samples(loader)
@@ -305,18 +320,21 @@ class EpochOrder(Sampler[Any]):
         return self._iterate_batches(self.pending.append, self._start)
 
     def _iterate_batches(
-        self, record: Callable[[StepInfo], None], start: EpochStart
+        self, record: Callable[[_PendingStep], None], start: EpochStart
     ) -> Iterator[list[Index] | Index]:
         with start.rng():
             steps = self.iterate_steps(start)
             first_step = list(islice(steps, 1))  # the order is drawn with it
         last_info: StepInfo | None = None
         slices: list[Any] = []
+        fingerprint = (start.fingerprint or 0) if self.draws_from == KINDS else None
         for samples, info in chain(first_step, steps):
+            if fingerprint is not None:
+                fingerprint = _fingerprint_order(samples, fingerprint)
             if info is not last_info:
                 last_info, slices = info, self._slices(info)
             for local_slice in slices:
-                record(info)
+                record((info, fingerprint))
                 yield samples if local_slice is None else samples[local_slice]
 
     def _slices(self, info: StepInfo) -> list[Any]:
@@ -331,7 +349,7 @@ class EpochOrder(Sampler[Any]):
         source, kind, offset, eager = self.source, type(self.source), start.offset, start.draws_at_once
         draws_alone = not self._backend.ranks_share_generators
         if not self._has_samples:
-            order, head = _split_at(self._draw(map(list, source), eager=eager), offset, self.stride)
+            order, head = self._split(self._draw(map(list, source), eager=eager), start)
             return self.sharding.group_batches(order, head)
         if start.seed is not None and kind is RandomSampler:
             source = copy.copy(source)
@@ -346,7 +364,7 @@ class EpochOrder(Sampler[Any]):
         else:
             is_shared = kind in _TORCH_SAMPLERS and draws_alone
             drawn = iter(source) if is_shared else self._draw(source, eager=eager)
-            samples, first_samples = _split_at(drawn, offset, self.stride)
+            samples, first_samples = self._split(drawn, start)
         return self.sharding.split_samples(samples, first_samples)
 
     def _draw(self, items: Iterable[Any], *, eager: bool) -> Iterator[Any]:
@@ -370,6 +388,22 @@ class EpochOrder(Sampler[Any]):
             yield from drawn
             is_complete = len(drawn) < size
 
+    def _split(self, drawn: Iterator[Any], start: EpochStart) -> tuple[Iterator[Any], list[Any] | None]:
+        """Return the items from the offset of an iteration on and, unless that is 0, those of the first step."""
+        if not start.offset:
+            return drawn, None
+        items = list(islice(drawn, max(start.offset, self.stride)))
+        before = items[: start.offset] if self._has_samples else chain.from_iterable(items[: start.offset])
+        is_first_rank = self._backend.topology.rank == 0
+        if start.fingerprint not in {None, _fingerprint_order(before, 0)} and is_first_rank:
+            _LOG.warning(
+                "The order of %s cannot be continued exactly: from the start of the epoch, it yields other samples than before the "
+                "save. Samples may be repeated or left out in this epoch. Draw the whole order at the start of __iter__, from a "
+                "generator that nothing else draws from.",
+                type(self.source).__name__,
+            )
+        return chain(items[start.offset :], drawn), items[: self.stride]
+
     def _is_equal_on_ranks(self, items: list[Any]) -> bool:
         digest = hashlib.blake2b(digest_size=8)
         for start in range(0, len(items), 4096):
@@ -378,12 +412,11 @@ class EpochOrder(Sampler[Any]):
         return len(set(self._backend.all_gather_numbers([fingerprint], "fingerprints of an order"))) == 1
 
 
-def _split_at(drawn: Iterator[Any], offset: int, stride: int) -> tuple[Iterator[Any], list[Any] | None]:
-    """Return the items from `offset` on and, unless that is 0, the first `stride` items."""
-    if not offset:
-        return drawn, None
-    head_items = list(islice(drawn, max(offset, stride)))
-    return chain(head_items[offset:], drawn), head_items[:stride]
+def _fingerprint_order(samples: Iterable[Index], fingerprint: int) -> int:
+    """Return the fingerprint of an order after more of its samples."""
+    for sample in samples:
+        fingerprint = zlib.crc32(encode_text(repr(sample)), fingerprint)
+    return fingerprint
 
 
 def _is_permutation(sampler: RandomSampler) -> bool:

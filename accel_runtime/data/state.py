@@ -67,6 +67,16 @@ class MapStyleState(_EpochState):
     """Seed of shuffled orders, which are drawn from it and the number of the epoch."""
     workers_persist: bool = False
     """If true, the workers are those of an earlier epoch, and no seed is drawn for them."""
+    fingerprint: Count | None = None
+    """Fingerprint of the samples before `offset`, if a sampler of the script draws the order."""
+
+    @override
+    def skip(self, steps: int, stride: int) -> Self:
+        return replace(super().skip(steps, stride), fingerprint=None)
+
+    @override
+    def restart(self) -> Self:
+        return replace(super().restart(), fingerprint=None)
 
 
 @dataclass(frozen=True)

@@ -198,6 +198,21 @@ class RandomOrderSampler(Sampler):
         return self.num_samples
 
 
+class PythonShuffledSampler(Sampler):
+    """A sampler that shuffles all indices with Python's generator when it is iterated over."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __iter__(self):
+        order = list(range(self.count))
+        random.shuffle(order)
+        return iter(order)
+
+    def __len__(self):
+        return self.count
+
+
 class PythonRandomSampler(Sampler):
     """A sampler that draws each index with Python's generator when it is read."""
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from support.data_sets import EpochSampler, MappedDataset, PythonRandomSampler, VariableBatchSampler
+from support.data_sets import EpochSampler, MappedDataset, PythonShuffledSampler, VariableBatchSampler
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accel_runtime import Accelerator, DataLoaderConfiguration
@@ -87,7 +87,7 @@ class Data:
                 "generator": torch.Generator().manual_seed(torch.initial_seed()),
             },
             "epoch sampler": lambda: {"sampler": EpochSampler(self.count)},
-            "python sampler": lambda: {"sampler": PythonRandomSampler(self.count)},
+            "python sampler": lambda: {"sampler": PythonShuffledSampler(self.count)},
         }[self.kind]()
         return DataLoader(data, **options)
 
