@@ -11,23 +11,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_runtime.backends import rng
+from accel_runtime.backends.rng import ProcessRandomStates, derive_random_states
+from accel_runtime.storage.schema import read_value, write_record
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def _restore_global_streams():
-    before = rng.capture_rng_state(CPU)
+    before = ProcessRandomStates.capture(CPU)
     yield
-    rng.restore_rng_state(before, CPU)
+    before.restore(CPU)
 
 
 def seed_and_capture(torch_seed, python_seed, numpy_seed):
     torch.manual_seed(torch_seed)
     random.seed(python_seed)
     np.random.seed(numpy_seed)  # noqa: NPY002 - scripts use the global generator
-    return rng.capture_rng_state(CPU)
+    return ProcessRandomStates.capture(CPU)
 
 
 def draw_numbers():
@@ -38,8 +39,8 @@ def draw_numbers():
     }
 
 
-def restore_and_draw(tree):
-    rng.restore_rng_state(tree, CPU)
+def restore_and_draw(states):
+    states.restore(CPU)
     return draw_numbers()
 
 
@@ -52,28 +53,27 @@ def test_a_restored_state_draws_the_same_numbers(first, second, third, before):
     seed_and_capture(first, second, third)
     for _ in range(before):
         draw_numbers()
-    tree = rng.capture_rng_state(CPU)
+    written = write_record(ProcessRandomStates.capture(CPU))
     expected = draw_numbers(), draw_numbers()
     seed_and_capture(0, 0, 0)
-    assert (restore_and_draw(tree), draw_numbers()) == expected
+    assert (restore_and_draw(read_value(ProcessRandomStates, written)), draw_numbers()) == expected
 
 
 def test_a_state_consists_of_numbers_texts_and_tensors():
-    tree = rng.capture_rng_state(CPU)
-    assert set(tree) == {"torch", "python", "numpy"}
-    words = tree["python"][1], tree["numpy"][1]
-    assert all(isinstance(part, torch.Tensor) and part.dtype == torch.int64 for part in words)
-    remaining = [*tree["python"][::2], tree["numpy"][0], *tree["numpy"][2:]]
-    assert all(part is None or isinstance(part, (int, float, str)) for part in remaining)
+    written = write_record(ProcessRandomStates.capture(CPU))["states"]
+    assert set(written) == {"torch", "python", "numpy"}
+    large = written["torch"], written["python"].pop("words"), written["numpy"].pop("words")
+    assert all(isinstance(part, torch.Tensor) and part.dtype == torch.uint8 for part in large)
+    remaining = [*written["python"].values(), *written["numpy"].values()]
+    assert all(isinstance(part, (int, float, str)) for part in remaining)
 
 
 def test_a_stream_without_a_saved_state_is_not_changed():
-    tree = seed_and_capture(1, 2, 3)
-    del tree["python"]
+    states = seed_and_capture(1, 2, 3)
     random.seed(9)
     expected = random.random()
     random.seed(9)
-    rng.restore_rng_state(tree, CPU)
+    ProcessRandomStates(states.states.select(("torch", "numpy"))).restore(CPU)
     assert random.random() == expected
 
 
@@ -85,7 +85,7 @@ worlds = st.integers(1, 4)
 def test_derived_streams_are_equal_on_all_ranks_only_if_the_saved_ones_were(old, new, numpy_seed):
     """torch's stream is equal on all old ranks, Python's differs, and NumPy's depends on the example."""
     trees = [seed_and_capture(7, rank, numpy_seed[rank]) for rank in range(old)]
-    restored = [restore_and_draw(rng.derive_rng_state(trees, rank, new)) for rank in range(new)]
+    restored = [restore_and_draw(derive_random_states(trees, rank, new)) for rank in range(new)]
     expected = restore_and_draw(trees[0])
     equal = {"torch": old > 1, "python": False, "numpy": old > 1 and len(set(numpy_seed[:old])) == 1}
     for kind, is_same in equal.items():
@@ -101,18 +101,19 @@ def test_derived_streams_are_equal_on_all_ranks_only_if_the_saved_ones_were(old,
 def test_a_derived_state_depends_only_on_the_states_of_all_ranks(ranks, changed):
     trees = [seed_and_capture(seed, 1, 1) for seed in ranks]
     seed_and_capture(5, 5, 5)
-    once = rng.derive_rng_state(trees, 1, 2)
+    once = derive_random_states(trees, 1, 2)
     seed_and_capture(6, 6, 6)
-    assert rng.derive_rng_state(trees, 1, 2) == once
+    assert derive_random_states(trees, 1, 2) == once
     trees[changed] = seed_and_capture(ranks[changed] + 1, 1, 1)
-    assert rng.derive_rng_state(trees, 1, 2)["torch"] != once["torch"]
-    assert rng.derive_rng_state(trees, 1, 3)["torch"] != rng.derive_rng_state(trees, 1, 2)["torch"]
+    assert derive_random_states(trees, 1, 2).seeds["torch"] != once.seeds["torch"]
+    seeds = [derive_random_states(trees, 1, world_size).seeds["torch"] for world_size in (2, 3)]
+    assert seeds[0] != seeds[1]
 
 
 def test_a_stream_that_only_some_ranks_saved_is_derived():
-    trees = [seed_and_capture(1, 1, 1), seed_and_capture(1, 1, 1)]
-    del trees[1]["numpy"]
-    first, second = (rng.derive_rng_state(trees, rank, 2)["numpy"]["seed"] for rank in range(2))
+    states = seed_and_capture(1, 1, 1)
+    trees = [states, ProcessRandomStates(states.states.select(("torch", "python")))]
+    first, second = (derive_random_states(trees, rank, 2).seeds["numpy"] for rank in range(2))
     assert first != second
 
 
@@ -144,16 +145,16 @@ def device(monkeypatch):
 
 def test_the_generator_of_the_device_is_restored(device):
     device.module.manual_seed(4)
-    tree = rng.capture_rng_state(device.name)
+    states = ProcessRandomStates.capture(device.name)
     expected = device.module.draw()
     device.module.manual_seed(0)
-    rng.restore_rng_state(tree, device.name)
+    states.restore(device.name)
     assert device.module.draw() == expected
 
 
 def test_a_device_without_a_saved_generator_is_seeded_from_the_stream_of_torch(device):
     def first(seed):
-        rng.restore_rng_state(seed_and_capture(seed, 0, 0), device.name)
+        seed_and_capture(seed, 0, 0).restore(device.name)
         return device.module.draw()
 
     assert first(1) == first(1) != first(2)
@@ -162,12 +163,13 @@ def test_a_device_without_a_saved_generator_is_seeded_from_the_stream_of_torch(d
 def test_the_generator_of_the_device_is_derived_if_ranks_differed(device):
     def tree(seed):
         device.module.manual_seed(seed)
-        return seed_and_capture(0, 0, 0) | rng.capture_rng_state(device.name)
+        seed_and_capture(0, 0, 0)
+        return ProcessRandomStates.capture(device.name)
 
     trees = [tree(1), tree(2)]
 
     def first(rank):
-        rng.restore_rng_state(rng.derive_rng_state(trees, rank, 3), device.name)
+        derive_random_states(trees, rank, 3).restore(device.name)
         return device.module.draw()
 
     assert len({tuple(first(rank)) for rank in range(3)}) == 3
@@ -178,8 +180,8 @@ def test_the_generator_of_the_device_is_derived_if_ranks_differed(device):
 def test_the_generator_of_a_gpu_is_restored():
     device = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.manual_seed(3)
-    tree = rng.capture_rng_state(device)
+    states = ProcessRandomStates.capture(device)
     expected = torch.rand(2, device=device).tolist()
     torch.rand(5, device=device)
-    rng.restore_rng_state(tree, device)
+    states.restore(device)
     assert torch.rand(2, device=device).tolist() == expected

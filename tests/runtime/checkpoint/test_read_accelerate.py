@@ -19,15 +19,17 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from accel_runtime import Accelerator
-from accel_runtime.backends import rng
+from accel_runtime.backends.rng import RandomStates
 from accel_runtime.checkpoint.accelerate_format import (
     read_accelerate_checkpoint,
-    read_rng_states,
+    read_random_states,
 )
+from accel_runtime.checkpoint.training_state import RNGItemState
 from accel_runtime.export.objects import NeedsCodeError, read_pickle, rewrite_file
 from accel_runtime.export.save_model import add_aliases
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.scan import is_accelerate_checkpoint
+from accel_runtime.storage.schema import read_value
 
 DATA = Path(__file__).parents[2] / "data" / "accelerate-1.15.0"
 WRITTEN = DATA / "checkpoints" / "checkpoint_0"
@@ -86,7 +88,7 @@ def test_a_run_continues_from_a_checkpoint_of_accelerate():
     registered = loaded_state.items["registered"]
     assert registered.pop("weights").tolist() == [0, 1, 2]
     assert registered == {"score": 0.75, "epochs": [0, 1]}
-    assert loaded_state.items["counters"] == {"step": EXPECTED["step"]}
+    assert loaded_state.step == EXPECTED["step"]
     assert loaded_state.world_size == 2
 
 
@@ -94,19 +96,18 @@ def test_a_run_continues_from_a_checkpoint_of_accelerate():
 def test_every_rank_draws_the_same_numbers_as_under_accelerate(rank):
     import numpy as np
 
-    states_before = rng.capture_states()
-    tree = read_accelerate_checkpoint(WRITTEN, rank).items["random"]
-    assert tree.keys() == {"torch", "python", "numpy"}
-    tree["python"][1] = tree["python"][1].tolist()
+    states_before = RandomStates.capture()
+    states = read_random_states(WRITTEN)[rank].states
+    assert states.kinds == ("torch", "python", "numpy")
     try:
-        rng.restore_states(tree)
+        states.restore()
         random_numbers = {
             "torch": torch.rand(2).tolist(),
             "python": random.random(),
             "numpy": float(np.random.rand()),  # noqa: NPY002
         }
     finally:
-        rng.restore_states(states_before)
+        states_before.restore()
     assert random_numbers == EXPECTED["drawn"][rank]
 
 
@@ -118,7 +119,6 @@ def test_only_the_offset_of_loaders_is_missing():
         "scheduler",
         "registered",
         "random",
-        "counters",
     }
     assert list_rejected(loaded_state).keys() == {"loader"}
     assert LOADER in list_rejected(loaded_state)["loader"]
@@ -129,10 +129,11 @@ def test_random_states_of_a_rank_that_did_not_save_are_rejected():
     assert list_rejected(loaded_state)["random"] == (
         "the checkpoint was written by 2 processes and has no random states of rank 2"
     )
-    assert loaded_state.items["counters"] == {"step": EXPECTED["step"]}
-    every = read_rng_states(WRITTEN)
+    assert loaded_state.step == EXPECTED["step"]
+    every = read_random_states(WRITTEN)
     for rank in (0, 1):
-        assert every[rank]["torch"].equal(read_accelerate_checkpoint(WRITTEN, rank).items["random"]["torch"])
+        item = read_accelerate_checkpoint(WRITTEN, rank).items["random"]
+        assert read_value(RNGItemState, item).process == every[rank]
 
 
 def test_the_state_of_a_device_is_read_by_its_index(folder):
@@ -142,10 +143,12 @@ def test_the_state_of_a_device_is_read_by_its_index(folder):
         states | {"torch_cuda_manual_seed": every, "numpy_random_seed": states["numpy_random_seed"]},
         folder / "random_states_1.pkl",
     )
-    assert read_accelerate_checkpoint(folder, 1, torch.device("cuda", 1)).items["random"][
-        "cuda"
-    ].tolist() == [6]
-    assert "cuda" not in read_accelerate_checkpoint(folder, 1, torch.device("cpu")).items["random"]
+    read = [
+        read_accelerate_checkpoint(folder, 1, torch.device(*name)).items["random"]["process"]
+        for name in (("cuda", 1), ("cpu",))
+    ]
+    assert read[0]["device"]["cuda"].tolist() == [6]
+    assert "device" not in read[1]
     assert (
         "the random states are not those of Accelerate"
         in list_rejected(read_accelerate_checkpoint(folder, 1, torch.device("cuda", 2)))["random"]
@@ -201,7 +204,7 @@ def test_several_objects_of_a_kind_are_numbered_and_a_gap_is_reported(folder):
         "registered_2",
     } <= loaded_state.items.keys()
     reasons = list_rejected(loaded_state)
-    assert reasons.keys() == {"scheduler_1", "model_1", "registered_1", "random", "counters", "loader"}
+    assert reasons.keys() == {"scheduler_1", "model_1", "registered_1", "random", "step_counts", "loader"}
     assert (
         reasons["scheduler_1"] == f"{folder}/scheduler_1.bin is missing, but there is one with the number 2"
     )
@@ -239,7 +242,7 @@ ITEMS = {
     "scheduler.bin": "scheduler",
     "custom_checkpoint_0.pkl": "registered",
     "random_states_1.pkl": "random",
-    "random_states_0.pkl": "counters",
+    "random_states_0.pkl": "step_counts",
 }
 
 
@@ -251,7 +254,7 @@ def test_a_truncated_file_is_named_and_the_others_are_read(folder, name, fractio
     loaded_state = read_accelerate_checkpoint(folder, 1)
     assert list_rejected(loaded_state).keys() == {ITEMS[name], "loader"}
     assert re.match(rf"{folder}/{name} cannot be read", list_rejected(loaded_state)[ITEMS[name]])
-    assert loaded_state.items.keys() == set(ITEMS.values()) - {ITEMS[name]}
+    assert loaded_state.items.keys() == set(ITEMS.values()) - {ITEMS[name], "step_counts"}
 
 
 @pytest.mark.parametrize("content", [[1, 2], {"a": "b"}, 3, None], ids=str)
