@@ -365,6 +365,55 @@ def test_a_loader_that_was_not_iterated_over_begins_its_first_epoch_after_a_resu
     assert (read(shuffled), shuffled.epoch) == expected
 
 
+def check_every_save(program, method, folder):
+    expected = run_program(program, str(folder), method=method, saves=None)
+    for position in expected.positions:
+        if position.allows(method, "inner first", None):
+            resumed = continue_program(program, position, f"{folder}/resumed", method=method)
+            assert resumed.events == expected.after(position), f"saved after {position.num_events} events"
+
+
+@pytest.mark.xfail(
+    strict=True, reason="the iterator of a zipped loader that was not advanced is not continued"
+)
+def test_zipped_loaders_that_were_saved_at_their_last_batch_begin_their_next_epoch(tmp_path):
+    """`zip` ends with the first loader: the second has an iterator, but is not advanced again."""
+    loaders = (Data("in order", 2, 1), Data("generator", 2, 1))
+    check_every_save(Program(loaders, (Epochs(2, (Loop((0, 1), (Save(),)),)),)), "resume", tmp_path)
+
+
+@pytest.mark.xfail(strict=True, reason="a sampler that draws in turn with the script does not after a resume")
+@pytest.mark.parametrize("method", METHODS)
+def test_a_sampler_that_draws_in_turn_with_the_script_continues_to_do_so(method, tmp_path):
+    """The indices are the same after a resume, and the draws of the script must be, too."""
+    program = Program((Data("python sampler", 4, 1),), (Loop((0,), (Save(),)), Loop((0,))))
+    check_every_save(program, method, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "resume",
+        "stateful",
+        *(
+            pytest.param(
+                method,
+                marks=pytest.mark.xfail(
+                    strict=True,
+                    reason="the sample that was read ahead is read again with other random numbers",
+                ),
+            )
+            for method in ("skip_first_batches", "continue")
+        ),
+    ],
+)
+def test_random_numbers_of_a_stateful_stream_continue_with_every_method(method, tmp_path):
+    program = Program(
+        (Data("stateful stream", 4, 1, augmented=True),), (Loop((0,), (Save(),)), Draw(), Loop((0,)))
+    )
+    check_every_save(program, method, tmp_path)
+
+
 # Generated programs -------------------------------------------------------------------------
 
 
@@ -372,7 +421,8 @@ def test_a_loader_that_was_not_iterated_over_begins_its_first_epoch_after_a_resu
 class Features:
     """What generated programs may contain."""
 
-    kinds: tuple[str, ...] = (*ORDERED, *STREAMS)
+    kinds: tuple[str, ...] = tuple(kind for kind in (*ORDERED, *STREAMS) if kind != "python sampler")
+    """Samplers that draw from the generator of the script, in turn with it, have a test of their own."""
     workers: tuple[int, ...] = (0,)
     zips: bool = True
     manual: bool = True
@@ -382,6 +432,8 @@ class Features:
     skips: bool = True
     augmented_streams: bool = True
     endless: bool = True
+    augmented_streams: bool = True
+    """Streams with a state whose samples have random numbers."""
     even: bool = False
     """Batches that two ranks can split."""
 
