@@ -382,6 +382,14 @@ def test_zipped_loaders_that_were_saved_at_their_last_batch_begin_their_next_epo
     check_every_save(Program(loaders, (Epochs(2, (Loop((0, 1), (Save(),)),)),)), "resume", tmp_path)
 
 
+@pytest.mark.xfail(strict=True, reason="set_epoch of another epoch drops the state of the loader's generator")
+@pytest.mark.parametrize("method", METHODS)
+def test_set_epoch_after_a_resume_keeps_the_generator_of_the_loader(method, tmp_path):
+    """The next order is drawn from the generator as it was saved, not as the new process has seeded it."""
+    program = Program((Data("generator", 6, 1),), (Loop((0,)), Save(), SetEpoch(0, 3), Loop((0,))))
+    check_every_save(program, method, tmp_path)
+
+
 @pytest.mark.xfail(strict=True, reason="a sampler that draws in turn with the script does not after a resume")
 @pytest.mark.parametrize("method", METHODS)
 def test_a_sampler_that_draws_in_turn_with_the_script_continues_to_do_so(method, tmp_path):

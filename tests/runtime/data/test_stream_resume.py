@@ -161,7 +161,7 @@ HF = {
     ),
     "interleave": interleave,
     "concatenate": concatenate,
-    "batch": lambda shards: from_generator(shards).batch(2),
+    "batch": lambda shards: from_generator(shards).batch(2, drop_last_batch=True),
     "take": lambda shards: from_generator(shards).take(9),
     "skip": lambda shards: from_generator(shards).skip(3),
     "shuffle and take": lambda shards: from_generator(shards).shuffle(seed=3, buffer_size=4).take(9),
