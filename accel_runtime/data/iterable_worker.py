@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -186,10 +187,6 @@ class WorkerReader(IterableDataset["tuple[WorkerBatch, list[Any]] | None"]):
             if source.open_at(position.dataset, position.offset):
                 return source
             _LOG.warning(_UNUSABLE_STATE, _describe_stream(dataset, view), position.offset)
-            with suppress(
-                Exception
-            ):  # of the script's dataset; the comparison below shows if it is at its start
-                source.close()
             initial.restore()
         # A state that was of no use is not saved again.
         keeps_state = position.dataset is None
@@ -414,15 +411,21 @@ class StreamReader:
         if not self._has_state:
             return False
         self._has_head = False
+        attributes = dict(vars(self._dataset))
         try:
             self._initial_state = copy.deepcopy(self._dataset.state_dict())
             self._dataset.load_state_dict(copy.deepcopy(saved.state))
             self.open(saved.random)
             self._offset = saved.offset
-            return self.verify(saved, offset)
+            if self.verify(saved, offset):
+                return True
         except Exception as error:  # noqa: BLE001 - the script's dataset; the stream is read from its start instead
             _LOG.debug("load_state_dict() of %s failed: %s", type(self._dataset).__name__, error)
-            return False
+        with suppress(Exception):  # the next comparison shows if the dataset is at its start
+            self.close()
+        # Such as the number of the epoch, if its state does not have it.
+        vars(self._dataset).update(attributes)
+        return False
 
     def verify(self, saved: DatasetState, offset: int) -> bool:
         """Read up to `offset`; return False if the samples after a saved state are not those of that time."""
@@ -459,14 +462,27 @@ class StreamReader:
             if self._has_state and lookahead:
                 random = RandomStates.capture()
                 unchanged = random == self._initial_random
-                state = copy.deepcopy(self._dataset.state_dict())
-                self._marks.append(_DatasetMark(state, self._offset, None if unchanged else random))
+                self._mark(None if unchanged else random)
             ahead = list(islice(self._iterator, lookahead))
             self._add(ahead)
             self._has_drawn = self._has_drawn or (before is not None and before != RandomStates.capture())
         if len(samples) + len(ahead) < count + lookahead:
             self._iterator = iter(())
         return samples + ahead, self._select_state() if lookahead else None
+
+    def _mark(self, random: RandomStates | None) -> None:
+        """Record the state of the dataset, or that it has none of use."""
+        try:
+            state = copy.deepcopy(self._dataset.state_dict())
+        except Exception as error:  # noqa: BLE001 - the script's dataset; a resume reads the stream from its start
+            self._has_state = False
+            self._marks.clear()
+            if self._dataset not in _WARNED:
+                _WARNED.add(self._dataset)
+                name = type(self._dataset).__name__
+                _LOG.warning(_NO_STATE, name, f"{type(error).__name__}: {error}")
+        else:
+            self._marks.append(_DatasetMark(state, self._offset, random))
 
     def _add(self, samples: list[Any]) -> None:
         """Record samples that were read."""
@@ -515,6 +531,12 @@ _UNUSABLE_STATE = (
     "save. state_dict() leaves something out, such as the buffer of shuffle(buffer_size=...). If this takes too long, save at "
     "the end of an epoch, or shuffle the data beforehand."
 )
+_NO_STATE = (
+    "state_dict() of the stream %s failed, so a resume reads it from its start and skips samples: %s. Return a state, or leave "
+    "the method out."
+)
+_WARNED: WeakSet[Any] = WeakSet()
+"""Datasets of this process whose state could not be read."""
 _OTHER_SAMPLES = (
     "The stream %s cannot be continued exactly: from its start, it yields other samples than before the save. Samples may be "
     "repeated or left out. Make its order depend on the seed and the epoch only."

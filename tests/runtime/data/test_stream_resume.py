@@ -62,7 +62,7 @@ def resume_and_read(build, options, save, folder):
     return [read_epoch(accelerator, loader) for _ in range(save[0], EPOCHS)]
 
 
-def check_resumes(ranks, build, options, folder, saves=((0, 1), (1, 2), (1, 3))):
+def check_resumes(ranks, build, options, folder, saves=((0, 1), (1, 3), (1, 12))):
     """Interrupt a run at each save, and compare what follows with the uninterrupted run."""
     uninterrupted = ranks.run(read_and_save, build, options, saves, str(folder))
     expected = uninterrupted[0]
@@ -83,14 +83,9 @@ SPLIT = {
     "by shards": (lambda: ShardedStream(23, shards=5), None),
     "by worker_init_fn": (lambda: RangeStream(23), split_range),
 }
-PERSISTENT = pytest.mark.xfail(
-    strict=True, reason="persistent workers stay rotated in all epochs after a resume"
-)
 
 
-@pytest.mark.parametrize(
-    "persistent", [pytest.param(True, id="persistent", marks=PERSISTENT), pytest.param(False, id="new")]
-)
+@pytest.mark.parametrize("persistent", [True, False], ids=["persistent", "new"])
 @pytest.mark.parametrize(
     ("kind", "workers"),
     [
@@ -167,17 +162,6 @@ HF = {
     "shuffle and take": lambda shards: from_generator(shards).shuffle(seed=3, buffer_size=4).take(9),
     "repeat": lambda shards: from_generator(shards).repeat(2),
 }
-INEXACT_HF = pytest.mark.xfail(
-    strict=False, reason="the state of `datasets` leaves out the buffer, or is not valid with workers"
-)
-
-
-def is_inexact(kind, workers, shards):
-    """Return whether the state of a stream is not exact today."""
-    if kind == "concatenate":
-        return workers > 1
-    return "shuffle" in kind and (kind != "shuffle of a dataset" or workers > 1)
-
 
 HF_CASES = [
     (kind, size, workers, shards)
@@ -193,7 +177,7 @@ HF_FAST = {("generator", 1, 0, 3), ("shuffle", 1, 0, 3), ("shuffle", 1, 2, 3), (
     [
         pytest.param(
             *case,
-            marks=[INEXACT_HF] * is_inexact(case[0], *case[2:]) + [pytest.mark.slow] * (case not in HF_FAST),
+            marks=[pytest.mark.slow] * (case not in HF_FAST),
             id=f"{case[0]}, {case[1]} processes, {case[2]} workers, {case[3]} shards",
         )
         for case in HF_CASES
@@ -226,7 +210,7 @@ class NumberStream(IterableDataset):
     Each iteration begins at the first sample, except for the first one after `load_state_dict`.
     """
 
-    count, size_of_shard = 23, 5
+    count, size_of_shard = 61, 5
 
     def __init__(self):
         self.epoch = self.start = self.offset = 0
@@ -408,7 +392,6 @@ INEXACT = [
     HasAnEmptyState,
     RepeatsAndLoses,
 ]
-STATE = pytest.mark.xfail(strict=True, reason="the state of a dataset is used although it is not exact")
 
 
 @pytest.mark.parametrize(
@@ -418,7 +401,7 @@ STATE = pytest.mark.xfail(strict=True, reason="the state of a dataset is used al
             make,
             size,
             workers,
-            marks=[STATE] * (make in INEXACT) + [pytest.mark.slow] * ((size, workers) != (1, 0)),
+            marks=[pytest.mark.slow] * ((size, workers) != (1, 0)),
         )
         for make in EXACT + INEXACT
         for size in (1, 2)
@@ -431,11 +414,11 @@ def test_a_stream_has_the_samples_of_the_uninterrupted_run_if_its_state_is_exact
     check_resumes(clusters[size], make, {"num_workers": workers}, tmp_path)
 
 
-@pytest.mark.parametrize("make", [*EXACT, *(pytest.param(make, marks=STATE) for make in INEXACT)])
+@pytest.mark.parametrize("make", EXACT + INEXACT)
 def test_a_resume_warns_once_of_a_state_that_is_not_used(make, tmp_path, caplog, recwarn):
-    read_and_save(make, {}, {(1, 3)}, tmp_path)
+    read_and_save(make, {}, {(1, 12)}, tmp_path)
     caplog.clear()
     recwarn.clear()
-    resume_and_read(make, {}, (1, 3), tmp_path)
+    resume_and_read(make, {}, (1, 12), tmp_path)
     texts = [record.getMessage() for record in caplog.records] + [str(w.message) for w in recwarn]
     assert len([text for text in texts if make.__name__ in text]) == (make in INEXACT)
