@@ -257,7 +257,12 @@ def _list_fields(kind: Any) -> list[tuple[str, str, Any, bool]]:
     """Return name, key, default and whether it has any type, of each field of a record."""
     hints = get_type_hints(kind)
     return [
-        (each.name, each.metadata.get("key", each.name), each.default, hints[each.name] is Any)
+        (
+            each.name,
+            each.metadata.get("key", each.name),
+            each.default if each.default_factory is MISSING else each.default_factory(),
+            hints[each.name] is Any,
+        )
         for each in fields(kind)
     ]
 

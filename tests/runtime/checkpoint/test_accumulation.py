@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from accel_runtime import (
     GradScalerKwargs,
 )
 from accel_runtime.checkpoint import training_state
+from accel_runtime.checkpoint.training_state import AccumulationState
 from accel_runtime.storage.errors import CheckpointError
+from accel_runtime.training.accumulation import CycleState
 
 STEPS = 3  # micro-batches per accumulation cycle
 ROWS = 6  # samples of a global micro-batch; divisible by 1, 2 and 3 ranks
@@ -75,7 +78,7 @@ class Run:
             {
                 "model": model.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
-                "window": training_state.capture_accumulation(*self.cycle_state),
+                "accumulation": training_state.capture_accumulation(*self.cycle_state),
                 "flat": torch.cat([p.detach().flatten() for p in model.parameters()]),
             }
         )
@@ -120,7 +123,7 @@ def compare_runs(before, after, kind, stop):
     """Return the parameters of the uninterrupted run, and those of each rank of the resumed run."""
     results = before.run(train_until, stop, KINDS[kind])
     saved = results[0][0]
-    trees = [rank_tree["window"] for rank_tree, _ in results]
+    trees = [rank_tree["accumulation"] for rank_tree, _ in results]
     return results[0][1], after.run(restore_and_train, stop, KINDS[kind], saved, trees, before.size)
 
 
@@ -148,50 +151,48 @@ def test_steps_after_a_resume_on_another_world_size_agree_within_rounding(cluste
 
 
 def test_ranks_hold_different_gradients_within_a_cycle_and_none_at_its_end(pair):
-    inside = [saved["window"] for saved, _ in pair.run(train_until, 1, {})]
-    assert not torch.equal(*[tree["gradients"]["model.head.weight"] for tree in inside])
-    assert all(tree["accumulation"]["count"] == 1 for tree in inside)
-    between = [saved["window"] for saved, _ in pair.run(train_until, STEPS, {})]
-    assert all(tree["gradients"] == tree["weights"] == {} and tree["used"] == [] for tree in between)
+    inside = [saved["accumulation"] for saved, _ in pair.run(train_until, 1, {})]
+    assert not torch.equal(*[state.gradients["model.head.weight"] for state in inside])
+    assert all(state.cycle.micro_batches == 1 for state in inside)
+    between = [saved["accumulation"] for saved, _ in pair.run(train_until, STEPS, {})]
+    assert all(state.gradients == state.weights == {} and state.used == () for state in between)
 
 
 def test_merging_preserves_the_sum_of_pending_loss_weights_on_any_world_size(clusters):
-    trees = [saved["window"] for saved, _ in clusters[3].run(train_until, 2, {"weighted": True})]
-    expected = sum(float(book["pending"]) for tree in trees for book in tree["weights"].values())
+    states = [saved["accumulation"] for saved, _ in clusters[3].run(train_until, 2, {"weighted": True})]
+    expected = sum(float(group.pending) for state in states for group in state.weights.values())
     for world in (1, 2, 4):
-        shared = training_state.merge_accumulation(trees, world)["weights"]
-        assert world * sum(float(book["pending"]) for book in shared.values()) == pytest.approx(expected)
+        shared = training_state.merge_accumulation(states, world).weights
+        assert world * sum(float(group.pending) for group in shared.values()) == pytest.approx(expected)
 
 
 def test_gradients_of_unprepared_parameters_are_rejected_without_changes(alone):
     saved, _ = alone.run(train_until, 1, {})[0]
     run = Run({})
     run.train(0, 2)
-    before = run.train(2, 2)["window"]
-    other = saved["window"]
+    before = run.train(2, 2)["accumulation"]
+    other = saved["accumulation"]
     with pytest.raises(CheckpointError, match=r"a gradient of model_1\.weight, which is not among"):
         training_state.restore_accumulation(
-            other | {"gradients": {"model_1.weight": torch.zeros(1)}}, *run.cycle_state
+            replace(other, gradients={"model_1.weight": torch.zeros(1)}), *run.cycle_state
         )
     with pytest.raises(CheckpointError, match=r"model\.head\.bias has shape \[4\], the parameter \[3\]"):
         training_state.restore_accumulation(
-            other | {"gradients": {"model.head.bias": torch.zeros(4)}}, *run.cycle_state
+            replace(other, gradients={"model.head.bias": torch.zeros(4)}), *run.cycle_state
         )
     after = training_state.capture_accumulation(*run.cycle_state)
-    assert after["accumulation"] == before["accumulation"]
-    assert all(
-        torch.equal(after["gradients"][name], gradient) for name, gradient in before["gradients"].items()
-    )
+    assert after.cycle == before.cycle
+    assert all(torch.equal(after.gradients[name], gradient) for name, gradient in before.gradients.items())
 
 
 def test_merging_counts_a_missing_gradient_of_a_rank_as_zeros():
-    def tree(gradients):
-        return {"accumulation": {}, "unit": None, "used": [], "gradients": gradients, "weights": {}}
+    def state(gradients):
+        return AccumulationState(CycleState(1, 1, False, False, False), gradients=gradients)
 
     actual = training_state.merge_accumulation(
-        [tree({"a": torch.tensor([3.0])}), tree({}), tree({"b": torch.tensor([6.0])})], 2
+        [state({"a": torch.tensor([3.0])}), state({}), state({"b": torch.tensor([6.0])})], 2
     )
-    assert actual["gradients"] == {"a": torch.tensor([1.0]), "b": torch.tensor([2.0])}
+    assert actual.gradients == {"a": torch.tensor([1.0]), "b": torch.tensor([2.0])}
 
 
 class TwoModels:

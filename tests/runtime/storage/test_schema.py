@@ -118,7 +118,11 @@ def test_a_changed_field_of_a_manifest_ends_in_an_error_of_accel(kept, data):
     place = data.draw(st.sampled_from(list_places(body)))
     change(body, place, data.draw(st.sampled_from(VALUES)))
     write_manifest(path, json.dumps(body))
-    item = place[1].split("/")[0] if len(place) > 1 and place[0] in {"values", "own", "tensors"} else "model"
+    item = (
+        place[1].split("/")[0]
+        if len(place) > 1 and place[0] in {"values", "values_by_rank", "tensors"}
+        else "model"
+    )
     call_commands(path, item)
 
 
@@ -149,16 +153,17 @@ WRONG_FIELDS = {
     "save": [],
     "versions": {"accel": 1},
     "run": {"launch": None},
-    "about": {"model": {}},
+    "class_names": {"model": {}},
     "files/model.safetensors/header": "8",
     "files/model.safetensors/header ": 10**9,
     "files/model.safetensors/checksum": "x",
     "tensors/model.0.bias/dtype": 1,
     "tensors/model.0.bias/shape": [-8],
     "tensors/model.0.bias/chunks/0/start": 1.5,
-    "values/counters": {"steps": "text"},
-    "values/window": {"accumulation": {}},
-    "values/random": {"python": [1]},
+    "values/step_counts": {"steps": "text"},
+    "values/accumulation": {"cycle": {}},
+    "values/random": {"process": {"states": {"python": [1]}}},
+    "values/loader": {"loader": {"epoch": 1, "next_epoch": {"kind": "map_style", "offset": -1}}},
     "values/optimizer": {"groups": [{}], "state": {}, "other": {}, "extra": {}},
     "values/replicas": 3,
     "values/model": [],
