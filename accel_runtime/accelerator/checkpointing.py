@@ -25,7 +25,8 @@ from accel_runtime.checkpoint.manager import (
     RunOrigin,
     StagingBuffers,
 )
-from accel_runtime.checkpoint.state_items import is_sharded
+from accel_runtime.checkpoint.partial_save import save_without_missing_ranks
+from accel_runtime.checkpoint.state_items import StateItem, is_sharded
 from accel_runtime.checkpoint.training_state import TrainingState
 from accel_runtime.data.state import NextBatch
 from accel_runtime.foundation.options import ProjectConfiguration
@@ -127,11 +128,8 @@ class Checkpointing:
         absence = self._run.backend.wait_for_ranks("save_state")
         save = partial(self._write_checkpoint, retention, output_dir, in_background=in_background)
         if absence is None:
-            self._run.checks.replicas.compare_at_save()
             return save()
         own_data = any(loader.is_presharded for loader in self._run.prepared.loaders)
-        from accel_runtime.checkpoint.save import save_without_missing_ranks  # noqa: PLC0415 - slow to import
-
         return save_without_missing_ranks(
             absence, self._run.strategy, partial(save, alone=True), own_data=own_data
         )
@@ -146,42 +144,53 @@ class Checkpointing:
     ) -> str:
         """Write a checkpoint with all other processes or without them, and return its directory."""
         began = time.monotonic()
-        self._run.strategy.synchronize()
-        topology = self._run.backend.topology
-        rank, world_size = (0, 1) if alone else (topology.rank, topology.world_size)
+        strategy, backend = self._run.strategy, self._run.backend
+        strategy.synchronize()
         # Paths are compared by the operation itself; the project's option counts as the argument does.
-        operation = f"save_state with async_save={in_background}"
-        all_gather = (lambda item: [item]) if alone else self._run.build_all_gather(operation)
-        origin, shared = self._resume_policy.origin, self._run.options.settings.shared_files
-        from accel_runtime.checkpoint.save import SaveOperation  # noqa: PLC0415 - slow to import
+        group = self._run.build_group(f"save_state with async_save={in_background}", alone=alone)
+        from accel_runtime.checkpoint.save import SaveOperation, SaveTarget  # noqa: PLC0415 - slow to import
 
-        saving = SaveOperation(all_gather, rank, world_size, self._store, run=origin.identity, shared=shared)
+        saving = SaveOperation(
+            group,
+            self._store,
+            run=self._resume_policy.origin.identity,
+            shared=self._run.options.settings.shared_files,
+            replicas=None if alone else self._run.checks.replicas,
+            to_host=backend.runtime.state_to_host,
+        )
         numbered = retention.automatic is not None
-        draft = saving.begin(partial(retention.target, self._store), _absolute(output_dir), numbered=numbered)
+        target = SaveTarget(partial(retention.target, self._store), _absolute(output_dir), numbered)
         state = self._training_state(alone=alone)
         model_states = state.states()
         hooked = list(model_states)
-        saving.run_hooks(
-            lambda folder: _run_hooks(self._save_hooks, self._run.original_models, hooked, os.fspath(folder))
-        )
-        # Hooks may remove or replace states in the list; a list of the same length keeps the numbers of the models.
-        remaining = (
-            dict(enumerate(hooked))
-            if len(hooked) == len(model_states)
-            else {i: item for i, item in enumerate(model_states) if any(item is other for other in hooked)}
-        )
-        saving.collect(state.items(remaining), state.step, self._run.backend.runtime.state_to_host)
+        call_hooks = None
+        if self._save_hooks:
+            call_hooks = partial(_call_save_hooks, self._save_hooks, self._run.original_models, hooked)
+            for model in () if alone else self._run.prepared.models:
+                # Here, as on ranks without hooks, since DDP may rebuild its buckets with all ranks.
+                strategy.capture_replica_state(model)
+
+        def list_items() -> list[StateItem]:
+            # Hooks may remove or replace states in the list; a list of the same length keeps the numbers of the models.
+            if len(hooked) == len(model_states):
+                return state.items(dict(enumerate(hooked)))
+            remaining = {
+                i: item for i, item in enumerate(model_states) if any(item is other for other in hooked)
+            }
+            return state.items(remaining)
+
+        draft = saving.open(target, list_items, state.step, call_hooks)
         retention.saved(draft.key)
 
         def finish() -> None:
-            if saving.finish(all_gather) is not None:
+            if saving.finish(group) is not None:
                 retention.prune(self._store)
             self._record_checkpoint("save", draft.key, began)
 
         if not in_background:
             finish()
             return draft.key
-        all_gather = all_gather if alone else self._run.backend.open_object_channel()
+        group = group if alone else backend.open_object_channel()
         saving.stage(self._staging)
         self._background_writer.start(
             finish,
@@ -381,6 +390,15 @@ def _find_checkpoint(project: ProjectConfiguration, store: Store, input_dir: _Pa
 
 def _absolute(path: _Path | None) -> str | None:
     return None if path is None else os.path.abspath(path)  # noqa: PTH100 - Path.absolute() keeps `..`
+
+
+def _call_save_hooks(
+    hooks: Mapping[int, SaveHook],
+    models: list[nn.Module],
+    states: list[dict[str, Any]],
+    folder: Path,
+) -> None:
+    _run_hooks(hooks, models, states, os.fspath(folder))
 
 
 def _run_hooks(hooks: Mapping[int, Callable[..., None]], *args: Any) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_runtime.accelerator.run import Run
+from accel_runtime.checkpoint.partial_save import write_without_missing_ranks
 from accel_runtime.collectives.handshake import all_gather_objects, call_at_site
 from accel_runtime.export.load_model import WeightLoader, find_weights, is_streamed
 from accel_runtime.export.objects import refuse_sharded, write_object
@@ -114,7 +115,6 @@ class Exports:
             export_model(plan, directory)
 
         if absence is not None:
-            from accel_runtime.checkpoint.save import write_without_missing_ranks  # noqa: PLC0415 - slow to import
 
             def write_alone() -> str:
                 write()

@@ -14,7 +14,7 @@ from torch import nn
 from accel_runtime.accelerator.options import RunOptions
 from accel_runtime.backends import current_loops
 from accel_runtime.backends.base import Backend
-from accel_runtime.collectives.handshake import all_gather_objects
+from accel_runtime.collectives.handshake import ObjectGroup
 from accel_runtime.data.active_loops import ActiveLoops
 from accel_runtime.data.loader import PreparedLoader, check_model_parallel_ranks
 from accel_runtime.foundation.options import AutocastKwargs, GradScalerKwargs
@@ -150,11 +150,14 @@ class Run:
         is_offloaded = self.options.settings.fully_shard.cpu_offload
         return MetaModels(device, torch.device("cpu") if is_offloaded else device)
 
+    def build_group(self, operation: str, *, alone: bool = False) -> ObjectGroup:
+        """Return the group in which all processes exchange objects for an operation, or this process alone."""
+        is_single = alone or self.backend.topology.world_size == 1
+        return ObjectGroup(operation, None if is_single else self.backend.handshake)
+
     def build_all_gather(self, operation: str) -> AllGatherObjects:
         """Return the function that gathers an object from all processes for an operation."""
-        if self.backend.topology.world_size == 1:
-            return lambda item: [item]
-        return lambda item: all_gather_objects(operation, item, self.backend.handshake)
+        return self.build_group(operation).all_gather
 
     def build_gather(self, subject: str) -> Callable[[Any], list[Any]] | None:
         """Return a function that gathers an object of each rank in a step; None on one process."""

@@ -16,6 +16,7 @@ import torch
 from accel_runtime.backends.device_runtime import DeviceRuntime
 from accel_runtime.collectives.handshake import (
     Handshake,
+    ObjectGroup,
     RankLostError,
     StallError,
     all_gather_objects,
@@ -128,11 +129,8 @@ class Backend(ABC):
         return all_gather_objects(operation, sent, self.handshake)[source]
 
     @abstractmethod
-    def open_object_channel(self) -> Callable[[Any], list[Any]]:
-        """Return a function that gathers one picklable object per rank and may be called in another thread.
-
-        The call is collective.
-        """
+    def open_object_channel(self) -> ObjectGroup:
+        """Return a group of all ranks for exchanges of objects in another thread; collective."""
 
     def barrier(self) -> None:
         """Wait for all ranks, whatever line they call from."""

@@ -29,7 +29,7 @@ from accel_runtime.backends.arrivals import (
 )
 from accel_runtime.backends.base import Backend, Reduction
 from accel_runtime.backends.device_runtime import DeviceRuntime
-from accel_runtime.collectives.handshake import Handshake, all_gather_objects
+from accel_runtime.collectives.handshake import Handshake, ObjectGroup
 from accel_runtime.collectives.stalls import rank_monitor_of
 from accel_runtime.collectives.transport import connect_group
 from accel_runtime.environment.settings import Settings
@@ -194,13 +194,13 @@ class DistributedBackend(StoreBackend):
         return tensor
 
     @override
-    def open_object_channel(self) -> Callable[[Any], list[Any]]:
+    def open_object_channel(self) -> ObjectGroup:
         # Another thread may wait long for its turn.
         _, transport = connect_group(
             dist.group.WORLD, "side", timedelta(days=1), one_machine=self._one_machine
         )
         handshake = Handshake(transport, self.topology.rank, self.topology.world_size, is_counted=False)
-        return lambda item: all_gather_objects("background exchange", item, handshake)
+        return ObjectGroup("background exchange", handshake)
 
     @override
     def barrier(self) -> None:

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from accel_runtime.backends.base import Backend, Reduction
 from accel_runtime.backends.device_runtime import DeviceRuntime
+from accel_runtime.collectives.handshake import ObjectGroup
 from accel_runtime.collectives.transport import Transport
 from accel_runtime.environment.topology import DataRank, Topology, build_refusal
 from accel_runtime.foundation.options import DistributedType
@@ -91,8 +92,8 @@ class Single(Backend):
         self._counters: Counter[str] = Counter()
 
     @override
-    def open_object_channel(self) -> Callable[[Any], list[Any]]:
-        return lambda item: [item]
+    def open_object_channel(self) -> ObjectGroup:
+        return ObjectGroup("background exchange")
 
     @override
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,15 +1,21 @@
-"""Save a checkpoint: all ranks agree on every step, DCP plans the writes, and rank 0 commits the draft."""
+"""Save a checkpoint in three exchanges between the ranks.
+
+1. `Opening`: rank 0 has begun the draft, and every rank sends digests of its state, from which all compute one plan.
+2. `Written`: every rank has written its files, and sends their entries to rank 0.
+3. The outcome: rank 0 has committed the draft, or removed it, and sends why.
+
+There is one more exchange if the script has save hooks (`StateDigest` after them), if the state differs between ranks or nodes
+need not see the draft (`Details`), and if the state is copied for a save in the background. A step that fails on one rank
+raises the same error on all ranks at the end of its exchange. docs/design/saving.md has the reasons and the sizes.
+"""
 
 from __future__ import annotations
 
 import json
-import logging
-import math
 import random
 import time
 import uuid
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,25 +23,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-from typing_extensions import override
 
-from accel_runtime.backends.base import Backend
 from accel_runtime.checkpoint.manager import StagingBuffers
+from accel_runtime.checkpoint.save_plan import (
+    FileSet,
+    Part,
+    PlannedFile,
+    ShardSet,
+    describe_layout,
+    group_shards,
+    merge_tensors,
+    plan_files,
+    split_parts,
+    split_replicated_parts,
+)
 from accel_runtime.checkpoint.serialization import serialize
 from accel_runtime.checkpoint.state_items import StateItem, is_sharded
-from accel_runtime.collectives.stalls import MissingRanks
+from accel_runtime.collectives.handshake import ObjectGroup
 from accel_runtime.environment.settings import __version__, format_size, variable_name
-from accel_runtime.foundation.tensor_bytes import copy_to_host, hash_tensor
-from accel_runtime.parallel.strategy import Strategy
+from accel_runtime.foundation.tensor_bytes import copy_to_host, remember_hashes
+from accel_runtime.foundation.torch_internals import local_tensor
 from accel_runtime.storage.errors import (
-    AllGatherObjects,
     CheckpointError,
     CollectiveStep,
+    catch_error,
     check_same_directory,
     errors_on_all_ranks,
+    format_problems,
+    raise_problem,
 )
 from accel_runtime.storage.manifest import (
     Chunk,
@@ -47,288 +62,472 @@ from accel_runtime.storage.manifest import (
     rank_tensor_name,
 )
 from accel_runtime.storage.store import Draft, DraftAddress, KeyExistsError, Store, parallel_map, split_key
-from accel_runtime.storage.tensor_file import TensorPart, shard_file_name, write_safetensors
+from accel_runtime.storage.tensor_file import TensorPart, write_safetensors
+from accel_runtime.training.replica_check import ReplicaCheck, WeightDigests
 
 __all__ = [
     "SaveOperation",
-    "save_without_missing_ranks",
-    "write_without_missing_ranks",
+    "SaveTarget",
 ]
 
-_LOG = logging.getLogger("accel_runtime.checkpoint")
 _ATTEMPTS = 100
 """Number of names that a save tries."""
 _SMALL = 1 << 16
 """Largest rank-specific tensor, in bytes, that rank 0 writes for its rank: fewer files for little data."""
-_FILE_BYTES = 1 << 28
-"""Smallest file that is worth splitting, so that threads share the work and files stay few."""
-_FILES = 16
-"""Approximate largest number of files for each rank."""
+
+
+@dataclass(frozen=True)
+class SaveTarget:
+    """Name of the checkpoint."""
+
+    choose: Callable[[], str]
+    """Return the key; called on rank 0, and again if another process has taken the key."""
+    directory: str | None = None
+    """Directory that the script passed on this rank; must be equal on all ranks."""
+    numbered: bool = False
+    """Whether further keys are tried if one is taken."""
+
+
+@dataclass(frozen=True)
+class ItemDigest:
+    """Digests of an item of the state, equal on two ranks if the item is."""
+
+    values: str
+    """Of its JSON."""
+    layout: str
+    """Of the names, dtypes, shapes and placements of its tensors."""
+    tensors: str
+    """Of the layout and the bytes of its tensors, except those of shards."""
+
+
+@dataclass(frozen=True)
+class StateDigest:
+    """The state of a rank, as far as the others need it for the plan."""
+
+    items: Mapping[str, ItemDigest]
+    """Items by name; empty on one process, which compares nothing."""
+    shards: tuple[ShardSet, ...]
+    """Shards by kind."""
+    weights: str | None
+    """Digest of the weights that `ReplicaCheck` compares; None if it does not."""
+
+
+@dataclass(frozen=True)
+class Opening:
+    """Sent in the first exchange."""
+
+    directory: str | None
+    """`SaveTarget.directory`."""
+    draft: DraftAddress | None
+    """The draft that rank 0 has begun; None from the others."""
+    free_bytes: int
+    """Free space for the draft; 0 from the others."""
+    state: StateDigest | None
+    """None if this rank has save hooks: then all ranks send it in an exchange after the hooks."""
+
+
+@dataclass(frozen=True)
+class Details:
+    """Sent in an exchange of its own if the state differs between ranks: tensors of the items that differ."""
+
+    sees_draft: bool
+    """Whether this node sees the draft, so that this rank can write into it."""
+    hashes: tuple[int | None, ...]
+    """Hash of each tensor, in the order of the names; None for shards."""
+    parts: tuple[Part, ...]
+    """The tensors, if not all ranks have the same ones; else empty."""
+    weights: str
+    """Hashes of all weights, if their digests differ; else empty."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """Sent to rank 0 in the second exchange."""
+
+    tensors: Mapping[str, TensorEntry]
+    """Tensors by name, with their chunks in the files of this rank."""
+    files: Mapping[str, FileEntry]
+    """Files of this rank."""
+    values: Mapping[str, Any]
+    """JSON of the items that differ between ranks."""
+    small: Mapping[str, torch.Tensor]
+    """Rank-specific tensors that rank 0 writes, by name."""
 
 
 @dataclass
 class RankState:
-    """State of a run, as far as one rank writes it."""
+    """The state of a run on this rank."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    """JSON of the items that are equal on all ranks."""
-    values_by_rank: dict[str, list[Any]] = field(default_factory=dict)
-    """JSON of the other items, one for each rank."""
+    """JSON of each item."""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Tensors that this rank may write; DCP chooses the rank if several may."""
+    """Tensors by name."""
+    hashes: dict[str, int | None] = field(default_factory=dict)
+    """Hash of each tensor, None for shards; empty on one process."""
+    shards: dict[ShardSet, tuple[PlannedFile, ...]] = field(default_factory=dict)
+    """Files with the shards of each kind."""
+    class_names: dict[str, str] = field(default_factory=dict)
+    """Class name of each item that has one."""
+    weights: WeightDigests | None = None
+    """Hashes of the weights that `ReplicaCheck` compares."""
+
+    def list_tensors(self, items: Collection[str]) -> list[str]:
+        """Return the names of the tensors of items, in order."""
+        return sorted(name for name in self.tensors if item_of_tensor(name) in items)
+
+    def list_parts(self, names: Sequence[str]) -> tuple[Part, ...]:
+        """Return the parts of tensors that this rank has."""
+        return tuple(Part.from_tensor(name, self.tensors[name]) for name in names)
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """What this rank writes, and what differs between ranks."""
+
+    files: tuple[PlannedFile, ...]
+    """Files of this rank."""
+    small_files: tuple[PlannedFile, ...]
+    """Files with small rank-specific tensors, which rank 0 writes after the second exchange; empty on the others."""
+    file_names: frozenset[str]
+    """Names of the files of all ranks."""
+    tensors: tuple[str, ...]
+    """Names of the tensors of the checkpoint."""
+    bytes: int
+    """Size of the tensors of the checkpoint."""
+    differing_values: frozenset[str]
+    """Items whose JSON differs between ranks."""
 
 
 class SaveOperation:
-    """One collective save; every rank calls the methods in the order of their definition.
+    """One collective save: every rank calls `open`, then `stage` before a write in the background, and `finish`.
 
-    Without `shared`, ranks of nodes that do not see the draft write nothing: replicated values are written by
-    the other ranks, rank-specific values are sent to rank 0.
+    Args:
+        group: Exchanges objects between the ranks.
+        store: The store of the checkpoint.
+        run: Identity of the run, for the manifest.
+        shared: Whether all nodes must see the draft. If not, ranks of nodes that do not see it write nothing: replicated
+            values are written by the other ranks, rank-specific values are sent to rank 0.
+        replicas: Compares the weights of replicas; None compares nothing.
+        to_host: Makes the state of an item ready for files.
     """
 
-    def __init__(  # noqa: PLR0913 - the last two have defaults
+    def __init__(  # noqa: PLR0913 - the last four have defaults
         self,
-        all_gather: AllGatherObjects,
-        rank: int,
-        world_size: int,
+        group: ObjectGroup,
         store: Store,
         *,
         run: Mapping[str, str] | None = None,
         shared: bool = True,
+        replicas: ReplicaCheck | None = None,
+        to_host: Callable[[Any], Any] = lambda state: state,
     ) -> None:
-        self._run, self._shared = dict(run or {}), shared
-        self._all_gather, self._rank, self._world_size, self._store = all_gather, rank, world_size, store
-        self._planner = ShardSavePlanner()
-        self._files: dict[str, FileEntry] = {}
-        self._planned = 0
+        self._group, self._store, self._run, self._shared = group, store, dict(run or {}), shared
+        self._replicas, self._to_host = replicas, to_host
         self._draft: Draft | None = None
-        self._is_shared_by_all = True
-
-    def begin(
-        self, choose: Callable[[], str], directory: str | None = None, *, numbered: bool = False
-    ) -> DraftAddress:
-        """Begin a draft under the key that rank 0 chooses; if `numbered`, try further keys."""
-        with self._step() as step:
-            if self._rank == 0:
-                self._draft = _begin_free_draft(choose, self._store, numbered=numbered)
-            step.share((directory, self._draft.address if self._draft is not None else None))
-        address: DraftAddress = step.values[0][1]
-        directories = [each for each, _ in step.values]
-        with self._step() as step:
-            check_same_directory("save_state", directories)
-            if self._rank != 0:
-                self._draft = self._store.join(address)
-            step.share(self._opened.is_shared)
-            if self._shared and not self._opened.is_shared:
-                raise CheckpointError(
-                    f"This node does not see {address.location}, which rank 0 created: a checkpoint needs a directory that "
-                    "all nodes share. Use such a directory, or set shared_files: false in the profile or "
-                    f"{variable_name('shared_files')}=0, and the first node writes everything."
-                )
-        self._is_shared_by_all = all(step.values)
-        return address
-
-    @property
-    def _opened(self) -> Draft:
-        """Return the draft of this rank, after `begin`."""
-        assert self._draft is not None
-        return self._draft
-
-    def run_hooks(self, call: Callable[[Path], None]) -> None:
-        """Call the save hooks of the script with a directory; files that they write become part of the checkpoint."""
-        with self._step():
-            call(self._opened.directory())
-        if self._is_shared_by_all:
-            return
-        with self._step():
-            if not self._opened.is_shared:
-                self._opened.put_hook_files(())  # raises if there are any
+        self._state = RankState()
+        self._sources: dict[str, torch.Tensor] = {}
+        """Data of the parts in the files of this rank, by name."""
+        self._small: dict[str, torch.Tensor] = {}
+        """Tensors of this rank that rank 0 writes, by name."""
+        self._files: dict[str, FileEntry] = {}
+        """Files that this rank has written."""
 
     @property
     def progress(self) -> str:
         """Bytes that this rank has written, and those it has to write."""
         written = sum(file.bytes for file in list(self._files.values()))
-        return f"{format_size(written)} of {format_size(self._planned)}"
+        return f"{format_size(written)} of {format_size(sum(file.bytes for file in self.plan.files))}"
 
-    def collect(
-        self, items: Sequence[StateItem], step: int, to_host: Callable[[Any], Any] = lambda state: state
-    ) -> None:
-        """Collect the state of all items, made ready for files by `to_host`, and plan which rank writes what."""
-        try:
-            self._state = self._collect_state(items, to_host)
-        except BaseException:
-            self._abort()
-            raise
-        self._class_names = {item.name: item.class_name for item in items if item.class_name}
-        self._num_steps = step
-        with self._step() as plan_step:
-            tensors = self._state.tensors
-            sharded = next((name for name, tensor in tensors.items() if is_sharded(tensor)), None)
-            if sharded and not self._opened.is_shared:
+    def open(
+        self,
+        target: SaveTarget,
+        list_items: Callable[[], Sequence[StateItem]],
+        num_steps: int = 0,
+        call_hooks: Callable[[Path], None] | None = None,
+    ) -> DraftAddress:
+        """Begin the draft, and plan which rank writes what; return the address of the draft.
+
+        Args:
+            target: The name of the checkpoint.
+            list_items: Return the state; called after the hooks.
+            num_steps: The number of optimizer steps.
+            call_hooks: Call the save hooks of the script with a directory: files that they write become part of the checkpoint.
+        """
+        self._num_steps = num_steps
+        with self._step() as step:
+            # First the state: parts of it may be collective, and rank 0 may fail to begin.
+            state = self._collect(list_items()) if call_hooks is None else None
+            free_bytes = 0
+            if self._group.rank == 0:
+                self._draft = _begin_free_draft(target, self._store)
+                free_bytes = self._draft.free_space()
+            address = None if self._draft is None else self._draft.address
+            step.share(Opening(target.directory, address, free_bytes, state))
+        openings: Sequence[Opening] = step.values
+        self._address = openings[0].draft
+        with self._abort_on_error():
+            check_same_directory("save_state", [opening.directory for opening in openings])
+        digests = [opening.state for opening in openings]
+        self._has_hooks = None in digests
+        if self._has_hooks:
+            with self._step() as step:
+                draft = self._join()
+                if call_hooks is not None:
+                    call_hooks(draft.directory())
+                if not draft.is_shared:
+                    draft.put_hook_files(())  # raises if there are any
+                step.share(self._collect(list_items()))
+            digests = list(step.values)
+        self.plan = self._compare([digest for digest in digests if digest is not None])
+        assert self._address is not None
+        if self.plan.bytes > openings[0].free_bytes:
+            with self._abort_on_error():
+                raise CheckpointError(
+                    f"Not enough space in {split_key(self._address.key)[0]}: the checkpoint needs "
+                    f"{format_size(self.plan.bytes)}, and {format_size(openings[0].free_bytes)} are free. Free space, or "
+                    "choose another directory."
+                )
+        return self._address
+
+    def _collect(self, items: Sequence[StateItem]) -> StateDigest:
+        """Serialize all items; return the digests that the other ranks need."""
+        state = self._state = RankState()
+        for item in items:
+            state.values[item.name], tensors = serialize(self._to_host(item.tree()), item.name)
+            state.tensors |= tensors
+        state.class_names = {item.name: item.class_name for item in items if item.class_name}
+        state.shards = group_shards(state.tensors)
+        if self._group.size == 1:
+            return StateDigest({}, tuple(state.shards), None)
+        hash_once = remember_hashes()
+        # A sharded tensor has no hash: every rank writes its shard.
+        state.hashes = {n: None if is_sharded(t) else hash_once(t) for n, t in state.tensors.items()}
+        state.weights = None if self._replicas is None else self._replicas.compute_digests(hash_once)
+        digests = {}
+        for name, values in state.values.items():
+            names = state.list_tensors({name})
+            layout = [describe_layout(each, state.tensors[each]) for each in names]
+            hashes = [state.hashes[each] for each in names]
+            digests[name] = ItemDigest(_digest(values), _digest(layout), _digest([layout, hashes]))
+        weights = None if state.weights is None else _digest(state.weights.text)
+        return StateDigest(digests, tuple(state.shards), weights)
+
+    def _compare(self, digests: Sequence[StateDigest]) -> SavePlan:
+        """Find what differs between ranks, in an exchange of details if something does, and return the plan."""
+        with self._abort_on_error():
+            _check_same_items(digests)
+        own = digests[self._group.rank].items
+
+        def find_differing(read: Callable[[ItemDigest], str]) -> frozenset[str]:
+            return frozenset(n for n in own if len({read(digest.items[n]) for digest in digests}) > 1)
+
+        items = find_differing(lambda item: item.tensors)
+        weights = {digest.weights for digest in digests}
+        is_drifted = len(weights) > 1 and None not in weights
+        holders = tuple(range(self._group.size))
+        differing: dict[int, list[Part]] = {}
+        if self._group.size > 1 and (items or is_drifted or not self._shared):
+            names = self._state.list_tensors(items)
+            has_layouts = bool(find_differing(lambda item: item.layout))
+            details = self._exchange_details(names, send_parts=has_layouts, send_weights=is_drifted)
+            holders = tuple(rank for rank, each in enumerate(details) if each.sees_draft)
+            with self._abort_on_error():
+                differing = _find_rank_specific(self._state.list_parts(names), details)
+        return self._build_plan(digests, find_differing(lambda item: item.values), holders, differing)
+
+    def _exchange_details(
+        self, names: Sequence[str], *, send_parts: bool, send_weights: bool
+    ) -> Sequence[Details]:
+        """Exchange the hashes of tensors of items that differ, and compare the weights if they do."""
+        state = self._state
+        with self._step() as step:
+            draft = self._join()
+            sharded = next((name for name, tensor in state.tensors.items() if is_sharded(tensor)), None)
+            if sharded and not draft.is_shared:
                 raise CheckpointError(
                     f"Cannot save {sharded}: it is sharded, and this node does not see the checkpoint's directory. With "
                     "shared_files off only replicated models can be saved; use a directory that all nodes share."
                 )
-            self._planner.set_up_planner(
-                tensors if self._opened.is_shared else {}, is_coordinator=self._rank == 0
-            )
-            plan_step.share(self._planner.create_local_plan())
-        with self._step():
-            plans, self._metadata = self._planner.create_global_plan(list(plan_step.values))
-            named_plans = _name_files(plans)
-            self._file_names = {name for plan in named_plans for name in plan.storage_data}
-            self._local_plan = self._planner.finish_plan(named_plans[self._rank])
-            self._planned = sum(item.tensor_storage_size() or 0 for item in self._local_plan.items)
-            if self._rank == 0:
-                self._check_free_space()
+            hashes = tuple(state.hashes[name] for name in names)
+            parts = state.list_parts(names) if send_parts else ()
+            weights = state.weights.text if send_weights and state.weights else ""
+            step.share(Details(draft.is_shared, hashes, parts, weights))
+        if send_weights and self._replicas is not None and state.weights is not None:
+            self._replicas.compare(state.weights, [details.weights for details in step.values])
+        return step.values
 
-    def _collect_state(self, items: Sequence[StateItem], to_host: Callable[[Any], Any]) -> RankState:
-        """Serialize all items, and separate what differs between ranks."""
-        state = RankState()
-        with errors_on_all_ranks(self._all_gather) as step:
-            for item in items:
-                state.values[item.name], tensors = serialize(to_host(item.tree()), item.name)
-                state.tensors |= tensors
-            if self._world_size > 1:
-                of_items = {n: hash_bytes(json.dumps(value).encode()) for n, value in state.values.items()}
-                # A sharded tensor has no hash: every rank writes its shard.
-                of_tensors = {n: None if is_sharded(t) else hash_tensor(t) for n, t in state.tensors.items()}
-                step.share((of_items, of_tensors))
-        if self._world_size == 1:
-            return state
-        item_hashes, tensor_hashes = zip(*step.values, strict=True)
-        common = set.intersection(*map(set, item_hashes))
-        if partial := [
-            f"{name} on rank {rank}"
-            for rank, names in enumerate(item_hashes)
-            for name in names
-            if name not in common
-        ]:
-            raise CheckpointError(
-                f"Not all ranks have the same state to save: {', '.join(partial)}. Prepare and register the same objects on "
-                "every rank."
-            )
-        return self._separate_ranks(state, _find_differing(item_hashes), _find_differing(tensor_hashes))
-
-    def _separate_ranks(self, state: RankState, items: set[str], tensors: set[str]) -> RankState:
-        """Return the state with the items and tensors that differ between ranks once for each rank.
-
-        Rank 0 writes tensors of other ranks that are small, or that a rank cannot write itself.
-        """
-        result = RankState({name: value for name, value in state.values.items() if name not in items})
-        sent = {}
-        for name, tensor in state.tensors.items():
-            if name not in tensors:
-                result.tensors[name] = tensor
-            elif tensor.nbytes > _SMALL and self._opened.is_shared:
-                result.tensors[rank_tensor_name(name, self._rank)] = tensor
-            else:
-                sent[name] = tensor.cpu()
-        if items or tensors:
-            gathered = self._all_gather(({name: state.values[name] for name in items}, sent))
-            result.values_by_rank = {name: [values[name] for values, _ in gathered] for name in sorted(items)}
-            for number, (_, received) in enumerate(gathered if self._rank == 0 else ()):
-                result.tensors |= {
-                    rank_tensor_name(name, number): tensor for name, tensor in received.items()
-                }
-        return result
+    def _build_plan(
+        self,
+        digests: Sequence[StateDigest],
+        differing_values: frozenset[str],
+        holders: Sequence[int],
+        rank_specific: Mapping[int, Sequence[Part]],
+    ) -> SavePlan:
+        """Plan the files of this rank, and count those of all."""
+        rank, tensors = self._group.rank, self._state.tensors
+        differing = {part.name for parts in rank_specific.values() for part in parts}
+        common = [name for name in tensors if name not in differing]
+        replicated = self._state.list_parts(sorted(n for n in common if not is_sharded(tensors[n])))
+        sets = [FileSet.from_files(holders, split_replicated_parts(replicated, len(holders)))]
+        replicas: dict[ShardSet, list[int]] = {}
+        for number, digest in enumerate(digests):
+            for shards in digest.shards:
+                replicas.setdefault(shards, []).append(number)
+        for shards, ranks in replicas.items():
+            sets.append(FileSet(tuple(ranks), dict(shards.num_files), self._state.shards.get(shards, ())))
+        of_ranks, small = [], list[Part]()
+        for number, parts in rank_specific.items():
+            named = [replace(part, name=rank_tensor_name(part.name, number)) for part in parts]
+            large = [part for part in named if part.bytes > _SMALL and number in holders]
+            sets.append(FileSet.from_files((number,), split_parts(large)))
+            small += [part for part in named if part not in large]
+            of_ranks += named
+        sets.append(FileSet.from_files((0,), split_parts(small)))
+        (*own, small_files), file_names = plan_files(sets, rank)
+        files = tuple(file for files in own for file in files)
+        self._sources = {
+            part.name: local_tensor(tensors[_shared_name(part.name)]).detach()
+            for file in files
+            for part in file.parts
+        }
+        is_own = {rank_tensor_name(part.name, rank) for part in rank_specific.get(rank, ())}
+        self._small = {
+            part.name: tensors[_shared_name(part.name)].detach().cpu()
+            for part in small
+            if part.name in is_own
+        }
+        return SavePlan(
+            files,
+            tuple(small_files),
+            file_names,
+            (*common, *(part.name for part in of_ranks)),
+            sum(tensors[name].nbytes for name in common) + sum(part.bytes for part in of_ranks),
+            differing_values,
+        )
 
     def stage(self, staging: StagingBuffers) -> None:
         """Copy what this rank writes, so that training can continue during the write."""
         with self._step():
-            live = {item.index: self._planner.resolve_data(item) for item in self._local_plan.items}
-            self._planner.staged = staging.copy_tensors(live)
+            self._join()
+            self._small = {name: tensor.clone() for name, tensor in self._small.items()}
+            self._sources = staging.copy_tensors(self._sources)
+            self._state.tensors = {}
 
-    def finish(self, all_gather: AllGatherObjects) -> Manifest | None:
-        """Put all files and commit the checkpoint; return the manifest on rank 0.
+    def finish(self, group: ObjectGroup) -> Manifest | None:
+        """Write all files and commit the checkpoint; return the manifest on rank 0.
 
-        `all_gather` is used from here on: a save in the background has a process group of its own. If the save fails, an
-        earlier checkpoint of the same name is unchanged and nothing of this one remains.
+        `group` is used from here on: a save in the background has a group of its own. If the save fails, an earlier checkpoint
+        of the same name is unchanged and nothing of this one remains.
         """
-        self._all_gather = all_gather
-        with self._step() as step:
-            files: Mapping[str, list[int]] = self._local_plan.storage_data
-            chunks = parallel_map(lambda file: self._put_file(*file), files.items())
-            self._planner.staged = {}
-            if self._opened.is_shared:
-                self._files |= self._opened.put_hook_files(self._file_names)
-            step.share(([chunk for written in chunks for chunk in written], self._files))
-        written, manifest = step.values, None
-        with self._step():
-            if self._rank == 0:
-                manifest = self._commit(written)
-        self._opened.close()
+        self._group, manifest = group, None
+        with self._abort_on_error():
+            with catch_error() as writing:
+                writing.share(self._write())
+            reports = group.gather((writing.problem, writing.value))
+            problem = format_problems([each for each, _ in reports])
+            with catch_error() as committing:
+                if group.rank == 0 and problem is None:
+                    manifest = self._commit([written for _, written in reports])
+            if committing.error is not None:
+                problem = format_problems([committing.problem, *[None] * (group.size - 1)])
+            raise_problem(group.broadcast(problem), committing.error or writing.error)
+        self._join().close()
         return manifest
 
-    def _put_file(self, name: str, indices: Sequence[int]) -> list[tuple[str, Chunk]]:
-        """Put one file of this rank; return its chunks by the names of their tensors."""
-        items = [self._local_plan.items[index] for index in indices]
-        parts = [_build_part(item, self._planner) for item in items]
-        metadata = {"format": "pt", "save": self._opened.address.save}
-        written = write_safetensors(partial(self._opened.put, name), parts, metadata)
-        self._files[name] = written.file
-        return [
-            (
-                item.index.fqn,
-                Chunk(name, start, part.bytes, checksum, part.offsets or (0,) * len(part.shape), part.shape),
-            )
-            for item, part, (start, checksum) in zip(items, parts, written.locations, strict=True)
-        ]
+    def _write(self) -> Written:
+        """Write the files of this rank, and those of its hooks."""
+        draft = self._join()
+        tensors = self._put_files(self.plan.files)
+        self._sources = {}
+        if self._has_hooks and draft.is_shared:
+            self._files |= draft.put_hook_files(self.plan.file_names)
+        values = {name: self._state.values[name] for name in self.plan.differing_values}
+        return Written(tensors, self._files, values, self._small)
 
-    def _check_free_space(self) -> None:
-        tensors = [
-            entry
-            for entry in self._metadata.state_dict_metadata.values()
-            if isinstance(entry, TensorStorageMetadata)
-        ]
-        needed = sum(tensor.size.numel() * tensor.properties.dtype.itemsize for tensor in tensors)
-        free = self._opened.free_space()
-        if needed > free:
-            raise CheckpointError(
-                f"Not enough space in {split_key(self._opened.address.key)[0]}: the checkpoint needs {format_size(needed)}, and "
-                f"{format_size(free)} are free. Free space, or choose another directory."
-            )
+    def _put_files(self, files: Sequence[PlannedFile]) -> dict[str, TensorEntry]:
+        """Write files; return their tensors."""
+        return {name: entry for tensors in parallel_map(self._put_file, files) for name, entry in tensors}
 
-    def _commit(
-        self, written: Sequence[tuple[Sequence[tuple[str, Chunk]], Mapping[str, FileEntry]]]
-    ) -> Manifest:
-        draft = self._opened
+    def _put_file(self, file: PlannedFile) -> list[tuple[str, TensorEntry]]:
+        parts = [
+            TensorPart(
+                part.name.split("/", 1)[1],
+                part.dtype,
+                part.sizes,
+                part.bytes,
+                partial(_read_source, self._sources, part.name),
+                None if part.is_full else part.offsets,
+            )
+            for part in file.parts
+        ]
+        draft = self._join()
+        metadata = {"format": "pt", "save": draft.address.save}
+        written = write_safetensors(partial(draft.put, file.name), parts, metadata)
+        self._files[file.name] = written.file
+        entries = []
+        for part, (start, checksum) in zip(file.parts, written.locations, strict=True):
+            chunk = Chunk(file.name, start, part.bytes, checksum, part.offsets, part.sizes)
+            entries.append((part.name, TensorEntry(part.dtype, part.shape, (chunk,))))
+        return entries
+
+    def _commit(self, written: Sequence[Written]) -> Manifest:
+        """Write the small tensors of all ranks, and commit the draft; on rank 0."""
+        self._sources = {name: tensor for each in written for name, tensor in each.small.items()}
+        small = self._put_files(self.plan.small_files)
+        tensors = merge_tensors(self.plan.tensors, [*(each.tensors for each in written), small])
+        differing = self.plan.differing_values
         manifest = Manifest(
-            save=draft.address.save,
+            save=self._join().address.save,
             saved_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            world_size=self._world_size,
+            world_size=self._group.size,
             step=self._num_steps,
             versions={"accel": __version__, "torch": str(torch.__version__)},
-            values=self._state.values,
-            values_by_rank=self._state.values_by_rank,
-            tensors=_build_entries(self._metadata, [chunk for chunks, _ in written for chunk in chunks]),
-            files={name: file for _, rank_files in written for name, file in rank_files.items()},
-            class_names=self._class_names,
+            values={name: value for name, value in self._state.values.items() if name not in differing},
+            values_by_rank={name: [each.values[name] for each in written] for name in sorted(differing)},
+            tensors=tensors,
+            files={name: file for each in written for name, file in each.files.items()} | self._files,
+            class_names=self._state.class_names,
             run=self._run,
         )
-        draft.commit(manifest)
+        self._join().commit(manifest)
         return manifest
+
+    def _join(self) -> Draft:
+        """Return the draft of this rank; open that of rank 0 at the first call."""
+        if self._draft is None:
+            assert self._address is not None
+            self._draft = self._store.join(self._address)
+            if self._shared and not self._draft.is_shared:
+                raise CheckpointError(
+                    f"This node does not see {self._address.location}, which rank 0 created: a checkpoint needs a directory "
+                    "that all nodes share. Use such a directory, or set shared_files: false in the profile or "
+                    f"{variable_name('shared_files')}=0, and the first node writes everything."
+                )
+        return self._draft
 
     @contextmanager
     def _step(self) -> Iterator[CollectiveStep]:
         """Run a step on all ranks; if it fails on any, raise on all and remove what was written."""
+        with self._abort_on_error(), errors_on_all_ranks(self._group.all_gather) as step:
+            yield step
+
+    @contextmanager
+    def _abort_on_error(self) -> Iterator[None]:
+        """Remove what was written if the block fails."""
         try:
-            with errors_on_all_ranks(self._all_gather) as step:
-                yield step
+            yield
         except BaseException:
-            self._abort()
+            if self._draft is not None:
+                self._draft.discard()
+                self._draft.close()
             raise
 
-    def _abort(self) -> None:
-        if self._draft is not None:
-            self._draft.discard()
-            self._draft.close()
 
-
-def _begin_free_draft(choose: Callable[[], str], store: Store, *, numbered: bool) -> Draft:
+def _begin_free_draft(target: SaveTarget, store: Store) -> Draft:
     """Return the draft of a save, under the first chosen key that no other process takes."""
     for attempt in range(_ATTEMPTS):
         try:
-            return store.begin(choose(), uuid.uuid4().hex[:12], new=numbered)
+            return store.begin(target.choose(), uuid.uuid4().hex[:12], new=target.numbered)
         except KeyExistsError:
             if attempt == _ATTEMPTS - 1:
                 raise
@@ -337,148 +536,53 @@ def _begin_free_draft(choose: Callable[[], str], store: Store, *, numbered: bool
     raise AssertionError
 
 
-def _find_differing(hashes: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Return the names whose hash is missing on a rank or differs between ranks."""
-    names = set().union(*hashes)
+def _digest(values: Any) -> str:
+    return hash_bytes(json.dumps(values).encode())
+
+
+def _check_same_items(digests: Sequence[StateDigest]) -> None:
+    """Raise `CheckpointError` if not all ranks have the same items."""
+    common = set.intersection(*(set(digest.items) for digest in digests))
+    if missing := [
+        f"{name} on rank {rank}"
+        for rank, digest in enumerate(digests)
+        for name in digest.items
+        if name not in common
+    ]:
+        raise CheckpointError(
+            f"Not all ranks have the same state to save: {', '.join(missing)}. Prepare and register the same objects on every "
+            "rank."
+        )
+
+
+def _find_rank_specific(own: Sequence[Part], details: Sequence[Details]) -> dict[int, list[Part]]:
+    """Return the tensors of each rank that differ between ranks, or that some ranks do not have."""
+    ranks = [
+        {part.name: (part, value) for part, value in zip(each.parts or own, each.hashes, strict=True)}
+        for each in details
+    ]
+    first = ranks[0]
+    differing = {
+        name
+        for name in set().union(*ranks)
+        if any(name not in tensors or tensors[name][1] != first[name][1] for tensors in ranks)
+    }
+    for rank, tensors in enumerate(ranks):
+        if sharded := [name for name in sorted(differing & tensors.keys()) if tensors[name][1] is None]:
+            raise CheckpointError(
+                f"Cannot save {sharded[0]}: it is sharded on rank {rank}, and not on all ranks. Use the same objects on every "
+                "rank."
+            )
     return {
-        name for name in names if any(name not in own or own[name] != hashes[0].get(name) for own in hashes)
+        rank: [part for name, (part, _) in tensors.items() if name in differing]
+        for rank, tensors in enumerate(ranks)
     }
 
 
-class ShardSavePlanner(DefaultSavePlanner):
-    """Save planner of DCP for a flat dict of tensors, which may be replaced by copies after planning."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False)
-        self.staged: dict[MetadataIndex, torch.Tensor] = {}
-        """Copies that replace the tensors of the plan."""
-
-    @override
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        staged = self.staged.get(write_item.index)
-        if staged is not None:
-            return staged
-        tensor: torch.Tensor = self.lookup_object(write_item.index)
-        return tensor.detach()
+def _shared_name(name: str) -> str:
+    """Return the name of a tensor without its rank."""
+    return name.partition("#")[0]
 
 
-def _name_files(plans: Sequence[SavePlan]) -> list[SavePlan]:
-    """Add the files of each rank to its plan: `model.safetensors`, or `model-00001-of-00003.safetensors` and so on."""
-    rank_files = [_split_into_files(plan.items) for plan in plans]
-    counts = Counter(item for files in rank_files for item, _ in files)
-    numbers: Counter[str] = Counter()
-    named_plans = []
-    for plan, files in zip(plans, rank_files, strict=True):
-        names = {}
-        for item, indices in files:
-            numbers[item] += 1
-            names[shard_file_name(item, numbers[item], counts[item])] = indices
-        named_plans.append(replace(plan, storage_data=names))
-    return named_plans
-
-
-def _split_into_files(items: Sequence[WriteItem]) -> list[tuple[str, list[int]]]:
-    """Distribute the parts of a rank over files; return item name and part indices of each file."""
-    sizes = [item.tensor_storage_size() or 0 for item in items]
-    limit = max(_FILE_BYTES, sum(sizes) // _FILES)
-    files: list[tuple[str, list[int]]] = []
-    open_files: dict[str, tuple[list[int], set[str]]] = {}
-    filled: Counter[str] = Counter()
-    for index, (item, size) in enumerate(zip(items, sizes, strict=True)):
-        kind, name = item_of_tensor(item.index.fqn), item.index.fqn
-        indices, names = open_files.get(kind, ([], set()))
-        # The name in the file is that of the tensor, so a file has at most one part of a tensor.
-        if not indices or filled[kind] + size > limit or name in names:
-            indices, names = open_files[kind] = [], set()
-            filled[kind] = 0
-            files.append((kind, indices))
-        indices.append(index)
-        names.add(name)
-        filled[kind] += size
-    return files
-
-
-def _build_part(item: WriteItem, planner: ShardSavePlanner) -> TensorPart:
-    data = item.tensor_data
-    assert data is not None
-    sizes, dtype = tuple(data.chunk.sizes), data.properties.dtype
-    return TensorPart(
-        item.index.fqn.split("/", 1)[1],
-        str(dtype).removeprefix("torch."),
-        sizes,
-        math.prod(sizes) * dtype.itemsize,
-        lambda: [copy_to_host(planner.resolve_data(item))],
-        None if sizes == tuple(data.size) else tuple(data.chunk.offsets),
-    )
-
-
-def _build_entries(metadata: Metadata, chunks: Sequence[tuple[str, Chunk]]) -> dict[str, TensorEntry]:
-    """Return the tensors of the manifest."""
-    by_name: dict[str, list[Chunk]] = {}
-    for name, chunk in sorted(chunks, key=lambda named: named[1].offsets):
-        by_name.setdefault(name, []).append(chunk)
-    entries = {}
-    for name, tensor in metadata.state_dict_metadata.items():
-        assert isinstance(tensor, TensorStorageMetadata)
-        dtype = str(tensor.properties.dtype).removeprefix("torch.")
-        entries[name] = TensorEntry(dtype, tuple(tensor.size), tuple(by_name[name]))
-    return entries
-
-
-def save_without_missing_ranks(
-    absence: MissingRanks, strategy: Strategy, save: Callable[[], str], *, own_data: bool
-) -> str:
-    """Save the state of the ranks that call `save_state` if others do not; warn about what is missing."""
-    backend = strategy.backend
-    text = write_without_missing_ranks("save_state", absence, backend, save, sharded=strategy.shards_models)
-    if absence.is_leader and absence.missing:
-        offsets = (
-            " Offsets of loaders with rank-specific data are missing too: these loaders start from the beginning."
-            if own_data
-            else ""
-        )
-        _LOG.warning(
-            "save_state() at %s was called by rank %s and not by all %s processes (%s). The checkpoint holds what rank %s has. "
-            "Missing are the random states of other processes, which are derived again when it is loaded, and their gradients "
-            "if an accumulation cycle is open.%s Call save_state() on every process, outside of "
-            "`if accelerator.is_main_process`, to save all.",
-            absence.site,
-            absence.rank,
-            backend.topology.world_size,
-            _list_missing(absence),
-            absence.rank,
-            offsets,
-        )
-    return text
-
-
-def write_without_missing_ranks(
-    operation: str, absence: MissingRanks, backend: Backend, write: Callable[[], str], *, sharded: bool
-) -> str:
-    """Let the first of the ranks that make a call write; return or raise its outcome on each of them."""
-    if sharded:
-        raise CheckpointError(
-            f"{operation}() at {absence.site} cannot save sharded models: it was not called by all "
-            f"{backend.topology.world_size} processes, and each has a shard of every model "
-            f"({_list_missing(absence) or 'some are missing'}). Call {operation}() on every process, outside of "
-            "`if accelerator.is_main_process`."
-        )
-    if not absence.is_leader:
-        saved, text = json.loads(absence.monitor.read_outcome(absence))
-        if not saved:
-            raise CheckpointError(text)
-        return str(text)
-    saved, text = False, f"{operation}() was interrupted"
-    try:
-        text = write()
-        saved = True
-    except Exception as error:
-        text = str(error)
-        raise
-    finally:
-        absence.monitor.publish_outcome(absence, json.dumps([saved, text]))
-    return text
-
-
-def _list_missing(absence: MissingRanks) -> str:
-    return "; ".join(f"rank {rank} {text}" for rank, text in absence.missing.items())
+def _read_source(sources: Mapping[str, torch.Tensor], name: str) -> list[memoryview]:
+    return [copy_to_host(sources[name])]

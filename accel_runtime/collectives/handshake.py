@@ -11,6 +11,7 @@ import logging
 import pickle
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ __all__ = [
     "CollectiveCall",
     "Handshake",
     "MismatchError",
+    "ObjectGroup",
     "RankLostError",
     "StallError",
     "Write",
@@ -140,7 +142,7 @@ class Handshake:
         """Lines of all ranks that were called as one collective, and of which a warning was given."""
         self._heartbeat = heartbeat() if is_counted else None
 
-    def exchange(
+    def exchange(  # noqa: PLR0913 - the last five have defaults
         self,
         call: CollectiveCall,
         size: int = 0,
@@ -148,6 +150,7 @@ class Handshake:
         *,
         failure: str | None = None,
         only_if_different: bool = False,
+        to_first: bool = False,
     ) -> HandshakeResult:
         """Compare a call with all ranks and send them some bytes.
 
@@ -158,6 +161,7 @@ class Handshake:
             failure: Why this rank cannot take part; all ranks raise then.
             only_if_different: Send the bytes only if the calls differ in what may differ. In a small world they are sent
                 anyway.
+            to_first: Send bytes that do not fit into the handshake to the first rank only; the others have none of them.
 
         Raises:
             MismatchError: The calls differ. Raised on every rank, which all stay in step.
@@ -190,7 +194,8 @@ class Handshake:
             own = torch.empty(0 if inline else size, dtype=torch.uint8, device="cpu")
             if write and not inline:
                 write(tensor_bytes(own))
-            large = self.all_gather_bytes(own, [each if each > PAYLOAD else 0 for each in sizes], call)
+            transfer = self._gather_bytes if to_first else self.all_gather_bytes
+            large = transfer(own, [each if each > PAYLOAD else 0 for each in sizes], call)
         return HandshakeResult(_all_equal(heads, 0), sizes, slots, large)
 
     def _is_identical(self, call: CollectiveCall, size: int) -> bool:
@@ -253,6 +258,17 @@ class Handshake:
         buffers[self.rank].copy_(own)
         others = [rank for rank in range(self.size) if rank != self.rank]
         self._transfer(dict.fromkeys(others, own), {rank: buffers[rank] for rank in others}, call)
+        return buffers
+
+    def _gather_bytes(
+        self, own: torch.Tensor, sizes: Sequence[int], call: CollectiveCall
+    ) -> Sequence[torch.Tensor]:
+        """Return the bytes of all ranks on the first one; nothing on the others."""
+        if self.rank:
+            self._transfer({0: own}, {}, call)
+            return ()
+        buffers = [own, *(torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes[1:])]
+        self._transfer({}, dict(enumerate(buffers[1:], 1)), call)
         return buffers
 
     def scatter_bytes(
@@ -417,7 +433,9 @@ def serialize_object(item: Any) -> SerializedObject:
 
 
 def deserialize_object(data: memoryview) -> Any:
-    """Return the object written into these bytes; its tensors share their memory."""
+    """Return the object written into these bytes; its tensors share their memory. No bytes are None."""
+    if not data:
+        return None
     count, length = struct.unpack_from("<2q", data)
     sizes = struct.unpack_from(f"<{count}q", data, 16)
     start = 16 + 8 * count
@@ -458,6 +476,45 @@ def all_gather_objects(
     serialized, failure = _try_serialize(item)
     result = handshake.exchange(call, serialized.size, serialized.write, failure=failure)
     return [deserialize_object(result.view(rank)) for rank in range(handshake.size)]
+
+
+@dataclass(frozen=True)
+class ObjectGroup:
+    """All ranks, as far as they exchange objects in one operation: each makes the same calls."""
+
+    operation: str
+    """Name of the operation, equal on all ranks."""
+    handshake: Handshake | None = None
+    """Connects the ranks; None for one process without others."""
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank."""
+        return 0 if self.handshake is None else self.handshake.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return 1 if self.handshake is None else self.handshake.size
+
+    def all_gather(self, item: Any) -> list[Any]:
+        """Return the objects of all ranks, by rank."""
+        return [item] if self.handshake is None else all_gather_objects(self.operation, item, self.handshake)
+
+    def gather(self, item: Any) -> list[Any]:
+        """Return the objects of all ranks on the first one, and an empty list on the others."""
+        if self.handshake is None:
+            return [item]
+        call = call_at_site(self.operation, anywhere=True)
+        serialized, failure = _try_serialize(item)
+        result = self.handshake.exchange(
+            call, serialized.size, serialized.write, failure=failure, to_first=True
+        )
+        return [] if self.rank else [deserialize_object(result.view(rank)) for rank in range(self.size)]
+
+    def broadcast(self, item: Any) -> Any:
+        """Return the object of the first rank."""
+        return self.all_gather(None if self.rank else item)[0]
 
 
 def scatter_objects(operation: str, items: Sequence[Any] | None, handshake: Handshake) -> Any:
@@ -514,7 +571,9 @@ _EMPTY = SerializedObject(0, b"", [])
 
 
 def _try_serialize(item: Any) -> tuple[SerializedObject, str | None]:
-    """Return a serialized object, or an empty one and why serialization failed."""
+    """Return a serialized object, or an empty one and why serialization failed. None has no bytes."""
+    if item is None:
+        return _EMPTY, None
     try:
         return serialize_object(item), None
     except Exception as error:  # noqa: BLE001 - any error must reach the other ranks

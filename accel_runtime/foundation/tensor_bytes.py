@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import xxhash
 
-__all__ = ["copy_to_host", "hash_tensor", "hash_words", "tensor_bytes"]
+__all__ = ["copy_to_host", "hash_tensor", "hash_words", "remember_hashes", "tensor_bytes"]
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -35,6 +37,21 @@ def hash_tensor(tensor: torch.Tensor) -> int:
     else:
         checksum.update(hash_words(tensor.detach()).to_bytes(8, "little"))
     return checksum.intdigest()
+
+
+def remember_hashes() -> Callable[[torch.Tensor], int]:
+    """Return `hash_tensor` for a time in which no tensor changes or is released: tensors in the same memory are hashed once."""
+    known: dict[Any, int] = {}
+
+    def hash_once(tensor: torch.Tensor) -> int:
+        if not tensor.data_ptr() or tensor.is_conj() or tensor.is_neg():
+            return hash_tensor(tensor)
+        key = tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+        if key not in known:
+            known[key] = hash_tensor(tensor)
+        return known[key]
+
+    return hash_once
 
 
 def hash_words(tensor: torch.Tensor) -> int:

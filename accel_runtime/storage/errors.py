@@ -16,10 +16,13 @@ __all__ = [
     "CollectiveStep",
     "DamageError",
     "RequestError",
+    "catch_error",
     "check_same_directory",
     "describe_error",
     "errors_on_all_ranks",
     "format_names",
+    "format_problems",
+    "raise_problem",
 ]
 
 _CURES: dict[int | None, str] = {
@@ -63,37 +66,62 @@ class CollectiveStep:
     """Value of a step on this rank and, after the step, on all ranks."""
 
     def __init__(self) -> None:
-        self._value: Any = None
+        self.value: Any = None
+        """Value of this rank."""
+        self.error: Exception | None = None
+        """Why the step failed on this rank."""
         self.values: Sequence[Any] = ()
         """Values in rank order, None of a rank that shared none; set after the step."""
 
     def share(self, value: Any) -> None:
         """Set the value of this rank, which all ranks receive after the step."""
-        self._value = value
+        self.value = value
 
-    def exchange(self, all_gather: AllGatherObjects, problem: str | None) -> Sequence[str | None]:
-        """End the step with the problem of this rank, if any, and return those of all ranks; collective."""
-        problems, self.values = zip(*all_gather((problem, self._value)), strict=True)
-        return problems
+    @property
+    def problem(self) -> str | None:
+        """Description of the error of this rank."""
+        return None if self.error is None else describe_error(self.error)
+
+
+@contextmanager
+def catch_error() -> Iterator[CollectiveStep]:
+    """Run a step whose error the other ranks wait for, whatever it is."""
+    step = CollectiveStep()
+    try:
+        yield step
+    except Exception as error:  # noqa: BLE001 - raised after the exchange
+        step.error = error
 
 
 @contextmanager
 def errors_on_all_ranks(all_gather: AllGatherObjects) -> Iterator[CollectiveStep]:
     """Raise `CheckpointError` on every rank if the block fails on any rank; else exchange the values that it shares."""
-    step, error = CollectiveStep(), None
-    try:
+    with catch_error() as step:
         yield step
-    except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome, whatever it is
-        error = raised
-    problems = step.exchange(all_gather, None if error is None else describe_error(error))
+    # A step without a problem and a value sends no data.
+    is_empty = step.problem is None and step.value is None
+    gathered = all_gather(None if is_empty else (step.problem, step.value))
+    problems, step.values = zip(*((None, None) if each is None else each for each in gathered), strict=True)
+    raise_problem(format_problems(problems), step.error)
+
+
+def format_problems(problems: Sequence[str | None]) -> str | None:
+    """Return the problems of all ranks as one text; None if there are none."""
     failed = {rank: text for rank, text in enumerate(problems) if text is not None}
     if not failed:
+        return None
+    if len(failed) == len(problems) and len(set(failed.values())) == 1:
+        return next(iter(failed.values()))
+    return "\n".join(f"rank {rank}: {text}" for rank, text in failed.items())
+
+
+def raise_problem(text: str | None, error: Exception | None) -> None:
+    """Raise `CheckpointError` with a text that all ranks have, if there is one; `error` is that of this rank."""
+    if text is None:
         return
-    equal = len(failed) == len(problems) and len(set(failed.values())) == 1
-    if equal and isinstance(error, CheckpointError):
+    if isinstance(error, CheckpointError) and str(error) == text:
         raise error
-    text = "\n".join(f"rank {rank}: {text}" for rank, text in failed.items())
-    raise CheckpointError(next(iter(failed.values())) if equal else text) from error
+    raise CheckpointError(text) from error
 
 
 def check_same_directory(operation: str, directories: Sequence[str | None]) -> None:

@@ -13,7 +13,7 @@ from accel_runtime.foundation.tensor_bytes import hash_tensor
 from accel_runtime.parallel.strategy import Strategy
 from accel_runtime.training.optimizer import PreparedOptimizer
 
-__all__ = ["CHECK_INTERVAL", "ReplicaCheck"]
+__all__ = ["CHECK_INTERVAL", "ReplicaCheck", "WeightDigests"]
 
 _LOG = logging.getLogger("accel_runtime.training.replicas")
 CHECK_INTERVAL = 500
@@ -22,12 +22,15 @@ _GROWTH = 8
 _MAX_NAMES = 3
 
 
-class _Digests(NamedTuple):
+class WeightDigests(NamedTuple):
     """Hashes of the trained parameters of this rank, after a number of backward passes."""
 
     number: int
+    """The number of backward passes."""
     names: tuple[str, ...]
+    """The names of the parameters."""
     text: str
+    """The number of optimizer steps and all hashes."""
 
 
 class ReplicaCheck:
@@ -37,7 +40,7 @@ class ReplicaCheck:
     steps in a hook of the backward pass, before gradients are averaged, or weights set on one rank.
 
     During training it waits for no rank: each one stores its hashes after the same number of backward passes, and the first
-    compares them at the check after that. Only a save compares at once, when all ranks are known to take part.
+    compares them at the check after that. A save, in which all ranks take part, sends the hashes with its own.
 
     Args:
         strategy: Connects the ranks, and combines their gradients.
@@ -54,7 +57,7 @@ class ReplicaCheck:
         backend = strategy.backend
         self._backend, self._parameters, self._optimizers = backend, parameters, optimizers
         self._passes, self._next = 0, 1
-        self._last: _Digests | None = None
+        self._last: WeightDigests | None = None
         # With static shapes, reading weights would compile another program.
         self._is_enabled = backend.topology.world_size > 1 and not (
             strategy.shards_models or backend.runtime.static_shapes
@@ -72,13 +75,9 @@ class ReplicaCheck:
             if self._is_enabled:
                 self._compare_stored()
 
-    def compare_at_save(self) -> None:
-        """Compare the weights of all ranks now; collective."""
-        if not self._is_enabled:
-            return
-        digests = self._compute()
-        gathered = self._backend.all_gather_objects(digests.text, "the weights of replicas")
-        self._compare(digests, gathered)
+    def compute_digests(self, hash_of: Callable[[torch.Tensor], int] = hash_tensor) -> WeightDigests | None:
+        """Return the hashes of this rank for a comparison with those of the others; None if weights may differ."""
+        return self._compute(hash_of) if self._is_enabled else None
 
     def _compare_stored(self) -> None:
         """Store the hashes of now, and compare those of the check before, which all ranks have stored meanwhile."""
@@ -91,21 +90,21 @@ class ReplicaCheck:
         stored = [self._backend.get_store_key(self._get_key(before.number, other)) for other in range(size)]
         gathered = [text for text in stored if text is not None]
         if len(gathered) == size:
-            self._compare(before, gathered)
+            self.compare(before, gathered)
 
     @staticmethod
     def _get_key(number: int, rank: int) -> str:
         return f"accel/weights/{number}/{rank}"
 
-    def _compute(self) -> _Digests:
+    def _compute(self, hash_of: Callable[[torch.Tensor], int] = hash_tensor) -> WeightDigests:
         named = list(self._parameters())
-        hashes = [hash_tensor(parameter) for _, parameter in named]
+        hashes = [hash_of(parameter) for _, parameter in named]
         steps = sum(optimizer.steps for optimizer in self._optimizers)
         text = f"{steps}:{struct.pack(f'={len(hashes)}Q', *hashes).hex()}"
-        return _Digests(self._passes, tuple(name for name, _ in named), text)
+        return WeightDigests(self._passes, tuple(name for name, _ in named), text)
 
-    def _compare(self, digests: _Digests, gathered: list[str]) -> None:
-        """Warn on the first rank if the hashes of the ranks differ."""
+    def compare(self, digests: WeightDigests, gathered: Sequence[str]) -> None:
+        """Warn on the first rank if the hashes of the ranks differ; `gathered` has the text of each rank."""
         if len(set(gathered)) == 1:
             return
         self.disable()

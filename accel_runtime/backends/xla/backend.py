@@ -24,6 +24,7 @@ from accel_runtime.backends.xla.host import (
 from accel_runtime.backends.xla.library import torch_xla, xm, xr, xs
 from accel_runtime.backends.xla.runtime import LazyRuntime, SPMDRuntime, execute_graph, seed_generator
 from accel_runtime.backends.xla.spmd import DeviceSharding, SPMDFunctions, start_spmd
+from accel_runtime.collectives.handshake import ObjectGroup
 from accel_runtime.environment.settings import Settings
 from accel_runtime.environment.text import decode_text, encode_text
 from accel_runtime.environment.topology import Topology
@@ -138,7 +139,7 @@ class XLABackend(StoreBackend):
         self.ranks_share_generators = xr.process_count() < topology.world_size
 
     @override
-    def open_object_channel(self) -> Callable[[Any], list[Any]]:
+    def open_object_channel(self) -> ObjectGroup:
         return self._host_group.open_object_channel()
 
     @property

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from accel_runtime.backends.distributed import REDUCE_OPS
-from accel_runtime.collectives.handshake import Handshake, all_gather_objects
+from accel_runtime.collectives.handshake import Handshake, ObjectGroup
 from accel_runtime.collectives.transport import Transport, connect_transport
 from accel_runtime.environment.settings import ROUNDING, MixedPrecision, Settings
 from accel_runtime.environment.topology import Topology
@@ -169,13 +169,13 @@ class HostGroup:
         self._group.broadcast(tensor, source).wait()
         return tensor
 
-    def open_object_channel(self) -> Callable[[Any], list[Any]]:
+    def open_object_channel(self) -> ObjectGroup:
         """Connect the replicas for another thread; see `Backend.open_object_channel`."""
         self._num_channels += 1
         name = f"channel {self._num_channels}"
         transport = self._connect(self._new_group(name, _DAY), f"transport of {name}", _DAY)
         handshake = Handshake(transport, self._topology.rank, self._topology.world_size, is_counted=False)
-        return lambda item: all_gather_objects(name, item, handshake)
+        return ObjectGroup(name, handshake)
 
     def _connect(self, group: Any, name: str, timeout: timedelta) -> Transport:
         return connect_transport(group, self._prefix_store(name), timeout, one_machine=self._one_machine)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from accel_runtime import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin
 from accel_runtime.checkpoint.load import LoadOperation
-from accel_runtime.checkpoint.save import SaveOperation
+from accel_runtime.checkpoint.save import SaveOperation, SaveTarget
 from accel_runtime.checkpoint.state_items import ModelItem, OptimizerItem
 from accel_runtime.storage.file_store import FileStore
 from accel_runtime.storage.file_system import FileSystem
@@ -206,11 +206,11 @@ def get_transport():
 
 def save_sharded(folder, kind, disk=FileSystem, shared=True):
     model, optimizer = build_trained_model(kind, 1)
-    saving = SaveOperation(*get_transport(), FileStore(disk()), shared=shared)
-    saving.begin(lambda: str(folder))
-    saving.collect(build_state_items(model, optimizer), 1)
-    stored_bytes = sum(item.tensor_storage_size() for item in saving._local_plan.items)
-    saving.finish(get_transport()[0])
+    group = Accelerator()._run.build_group("test")
+    saving = SaveOperation(group, FileStore(disk()), shared=shared)
+    saving.open(SaveTarget(lambda: str(folder)), lambda: build_state_items(model, optimizer), 1)
+    stored_bytes = sum(file.bytes for file in saving.plan.files)
+    saving.finish(group)
     return gather_state(model, optimizer), stored_bytes
 
 
@@ -234,6 +234,9 @@ def save_with_hook_on_separate_nodes(folder):
     disk = SeparateFileSystem()
     disk.has_copy = True
     accelerator._checkpoints._store = FileStore(disk)
+    accelerator.register_save_state_pre_hook(
+        lambda _models, _weights, output_dir: Path(output_dir, "note").touch()
+    )
     accelerator.save_state(folder)
 
 
