@@ -26,6 +26,7 @@ from accel_runtime.checkpoint.manager import (
     StagingBuffers,
 )
 from accel_runtime.checkpoint.partial_save import save_without_missing_ranks
+from accel_runtime.checkpoint.save import SaveOperation, SaveTarget
 from accel_runtime.checkpoint.state_items import StateItem, is_sharded
 from accel_runtime.checkpoint.training_state import TrainingState
 from accel_runtime.data.state import NextBatch
@@ -148,7 +149,6 @@ class Checkpointing:
         strategy.synchronize()
         # Paths are compared by the operation itself; the project's option counts as the argument does.
         group = self._run.build_group(f"save_state with async_save={in_background}", alone=alone)
-        from accel_runtime.checkpoint.save import SaveOperation, SaveTarget  # noqa: PLC0415 - slow to import
 
         saving = SaveOperation(
             group,

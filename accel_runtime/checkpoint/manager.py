@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import mmap
 import os
@@ -330,7 +331,9 @@ class BackgroundWriter:
 
 _ALIGNED = 64
 _PIECE_BYTES = 1 << 25
-"""Bytes that a thread copies at a time."""
+"""Bytes that a thread copies or allocates at a time."""
+_WIPE_ON_FORK, _POPULATE_WRITE = 18, 23
+"""Advice of Linux 4.14 and 5.14 for mapped memory, without names in Python."""
 _K = TypeVar("_K")
 
 
@@ -344,6 +347,7 @@ class StagingBuffers:
         self._pinned = pinned
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._reservation: threading.Thread | None = None
+        self._is_needed = threading.Event()
         self._unpin: Callable[[], object] = int
 
     @property
@@ -354,14 +358,19 @@ class StagingBuffers:
     def reserve(self, size: int) -> None:
         """Allocate memory in the background for the first save.
 
-        New memory costs several times as much as the copy: the system clears every page on first use.
+        New memory costs several times as much as the copy: the system clears every page on first use. A save that comes earlier
+        allocates the rest while it copies.
         """
 
         def allocate_pages() -> None:
             self._reserve(size)
-            self._memory[:: mmap.PAGESIZE].zero_()
+            for piece in torch.split(self._memory, _PIECE_BYTES):
+                if is_needed.is_set():
+                    break
+                _allocate_pages(piece)
 
         self._wait()
+        is_needed = self._is_needed = threading.Event()
         self._reservation = threading.Thread(target=allocate_pages, name="accel-reserve", daemon=True)
         self._reservation.start()
 
@@ -394,7 +403,9 @@ class StagingBuffers:
         return copies
 
     def _wait(self) -> None:
+        """End a reservation, with the piece that is being allocated."""
         if self._reservation is not None:
+            self._is_needed.set()
             self._reservation.join()
             self._reservation = None
 
@@ -404,13 +415,33 @@ class StagingBuffers:
         # Free the old memory first: both together would exceed the state.
         self._unpin()
         self._unpin, self._memory = int, torch.empty(0, dtype=torch.uint8)
-        # A mapping of its own is returned to the system completely. It is shared (the default), so that pages are not
-        # copied for workers forked in the meantime.
-        self._memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+        # A mapping of its own is returned to the system completely.
+        self._memory = torch.frombuffer(_map_memory(size), dtype=torch.uint8)
         if self._pinned and _pin(self._memory):
             finalizer = weakref.finalize(self, _unpin, self._memory)
             finalizer.atexit = False  # the process ends, and CUDA may have ended before
             self._unpin = finalizer
+
+
+def _map_memory(size: int) -> mmap.mmap:
+    """Return new memory whose pages are not copied for processes forked in the meantime.
+
+    Private pages that a fork leaves empty are allocated in half the time of shared ones.
+    """
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory.madvise(_WIPE_ON_FORK)
+    except (AttributeError, OSError):  # another system
+        return mmap.mmap(-1, size)
+    return memory
+
+
+def _allocate_pages(memory: torch.Tensor) -> None:
+    """Allocate the pages of mapped memory."""
+    advise = getattr(ctypes.CDLL(None), "madvise", None)  # unlike Python's, it releases the interpreter lock
+    arguments = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), _POPULATE_WRITE
+    if advise is None or advise(*arguments):
+        memory[:: mmap.PAGESIZE].zero_()
 
 
 def _pin(memory: torch.Tensor) -> bool:

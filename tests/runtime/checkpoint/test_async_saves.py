@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.processes import fork, wait_for_exit
 from support.waits import limit
 from torch import nn
 
 from accel_runtime import Accelerator, ProjectConfiguration
+from accel_runtime.checkpoint import manager
 from accel_runtime.checkpoint.manager import StagingBuffers
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.file_store import FileStore
@@ -150,6 +152,50 @@ def test_staging_buffers_reuse_their_memory():
     )
     assert staging.copy_tensors(tensors)["a"].data_ptr() == first["a"].data_ptr()
     assert staging.copy_tensors({"e": torch.ones(1000)})["e"].sum() == 1000
+
+
+def test_a_copy_that_is_needed_early_ends_the_reservation(monkeypatch):
+    started, go, allocated = threading.Event(), threading.Event(), []
+
+    def allocate(piece):
+        started.set()
+        assert go.wait(limit(60))
+        allocated.append(piece.nbytes)
+
+    monkeypatch.setattr(manager, "_allocate_pages", allocate)
+    staging = StagingBuffers(pinned=False)
+    staging.reserve(8 * manager._PIECE_BYTES)
+    assert started.wait(limit(60))
+    threading.Timer(0.1, go.set).start()
+    assert staging.copy_tensors({"a": torch.ones(3)})["a"].sum() == 3
+    assert len(allocated) < 8
+    assert staging.bytes == 8 * manager._PIECE_BYTES
+
+
+def test_pages_of_a_reservation_are_allocated_before_the_copy():
+    staging, before = StagingBuffers(pinned=False), read_resident_bytes()
+    staging.reserve(1 << 26)
+    staging._reservation.join()
+    assert read_resident_bytes() - before > 0.9 * (1 << 26)
+
+
+def read_resident_bytes():
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_forked_process_neither_shares_nor_copies_staging_memory():
+    staging = StagingBuffers(pinned=False)
+    copies = staging.copy_tensors({"a": torch.ones(1 << 12)})
+
+    def write_in_child():
+        copies["a"].fill_(2)
+
+    assert wait_for_exit(fork(write_in_child)) == 0
+    assert copies["a"].sum() == 1 << 12
+    child_sum = torch.zeros(1).share_memory_()
+    assert wait_for_exit(fork(lambda: child_sum.fill_(copies["a"].sum()))) == 0
+    assert child_sum.item() == 0
 
 
 def save_asynchronously(folder):
