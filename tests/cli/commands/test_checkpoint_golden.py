@@ -31,7 +31,7 @@ COMMANDS = {
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_prints_the_golden_file_for_stored_checkpoints(cwd, capfd, name):
     shutil.copytree(KEPT, cwd / "kept")
-    for number, layout in enumerate(("one", "two", "window", "stream")):
+    for number, layout in enumerate(("one", "two", "open-cycle", "stream")):
         shutil.copytree(KEPT / layout, cwd / "runs" / "checkpoints" / f"checkpoint_{number}")
     result = call_accel(capfd, "checkpoint", *shlex.split(COMMANDS[name]))
     assert result.returncode == 0, result.stderr

@@ -293,7 +293,7 @@ def test_chunks_that_cover_a_tensor_in_any_order_are_loaded(project, newest):
 
 def test_states_of_a_wrong_type_are_rejected(project, newest):
     original = (newest / NAME).read_bytes()
-    for item in ("model", "optimizer", "random", "scheduler", "window", "counters"):
+    for item in ("model", "optimizer", "random", "scheduler", "accumulation", "step_counts"):
         for value in (None, 1, "text", [], {"$": "tuple", "items": []}):
             rewrite_manifest(
                 newest, lambda body, item=item, value=value: body["values"].update({item: value})

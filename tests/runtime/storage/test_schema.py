@@ -50,7 +50,7 @@ VALUES = [
     "\ud800",
     DELETED,
 ]
-LAYOUTS = ["one", "rich", "own-data", "sharded", "sparse", "several"]
+LAYOUTS = ["one", "rich", "presharded", "sharded", "sparse", "several"]
 
 
 def list_places(node, place=()):

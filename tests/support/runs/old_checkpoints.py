@@ -179,14 +179,14 @@ class OfStream(Run):
         return DataLoader(Stream(), batch_size=2)
 
 
-class Window(Run):
+class OpenCycle(Run):
     """Saved within an accumulation cycle."""
 
     others = (1,)
     last = 2
 
 
-class Alone(Run):
+class SavedByOneRank(Run):
     """Saved by the first rank only."""
 
     def save(self):
@@ -263,7 +263,7 @@ class Workers(Run):
         return DataLoader(Stream(), batch_size=1, num_workers=2)
 
 
-class OwnData(Run):
+class Presharded(Run):
     """Each rank has other data."""
 
     def make_loader(self):
@@ -418,7 +418,7 @@ class Sparse(Run):
         return DataLoader(TensorDataset(torch.arange(16)), batch_size=2, shuffle=True)
 
 
-class Weighted(Window):
+class Weighted(OpenCycle):
     """Half-way through an accumulation cycle with weights that differ from rank to rank."""
 
     others = ()
@@ -447,7 +447,7 @@ class Averaged(Run):
         self.local.step()
 
 
-class ShardedWindow(Sharded):
+class ShardedOpenCycle(Sharded):
     """Half-way through an accumulation cycle: gradients of the whole model on each rank; a frozen and an ignored layer."""
 
     last = 2
@@ -575,15 +575,15 @@ LAYOUTS = {
     "one": One,
     "two": Two,
     "stream": OfStream,
-    "window": Window,
-    "alone": Alone,
+    "open-cycle": OpenCycle,
+    "saved-by-one-rank": SavedByOneRank,
     "sharded": Sharded,
     "three": Three,
     "float16": Float16,
     "dispatched": Dispatched,
     "dispatched-stream": DispatchedStream,
     "workers": Workers,
-    "own-data": OwnData,
+    "presharded": Presharded,
     "batches": Batches,
     "seeded": Seeded,
     "rich": Rich,
@@ -591,7 +591,7 @@ LAYOUTS = {
     "sparse": Sparse,
     "weighted": Weighted,
     "averaged": Averaged,
-    "sharded-window": ShardedWindow,
+    "sharded-open-cycle": ShardedOpenCycle,
     "tensor-parallel": TensorParallel,
     "mesh": Mesh,
     "background": Background,
