@@ -17,6 +17,7 @@ from torch.distributed.algorithms.join import Joinable
 
 from accel_runtime.accelerator.run import Run
 from accel_runtime.collectives.handshake import Handshake, build_writer, call_at_site
+from accel_runtime.data.epoch_ends import EpochEnds
 from accel_runtime.foundation.heartbeat import call_site, heartbeat
 from accel_runtime.foundation.options import AutocastKwargs
 from accel_runtime.training.accumulation import MicroBatch
@@ -121,6 +122,8 @@ class TrainingSteps:
         self._progress = heartbeat()
         self._preemption = Preemption(run.backend.handshake)
         self._triggered = False
+        self._epoch_ends = EpochEnds(run.loops)
+        self._reported_tail = False
 
     def backward(
         self, loss: torch.Tensor, weight: float | torch.Tensor | None, options: dict[str, Any]
@@ -158,8 +161,6 @@ class TrainingSteps:
 
     def accumulate(self, models: tuple[nn.Module, ...]) -> MicroBatch:
         """Return the context of one micro-batch."""
-        step = self._run.loops.current_step
-        is_last = step is not None and step.is_last
         models = models or tuple(self._run.prepared.models)
         if self._run.accumulation.record_models(models) and self._run.backend.topology.rank == 0:
             _LOG.warning(
@@ -168,9 +169,33 @@ class TrainingSteps:
                 "for each micro-batch, with all models: accumulate(first, second).",
                 call_site(),
             )
+        plugin = self._run.accumulation.plugin
+        if plugin.num_steps == 1:
+            step = self._run.loops.current_step
+            is_last = step is not None and step.is_last
+        else:
+            is_last = plugin.sync_with_dataloader and self._find_end()
         return MicroBatch(
             self._run.accumulation, is_last=is_last, no_sync=self._run.strategy.no_sync, models=models
         )
+
+    def _find_end(self) -> bool:
+        """Return whether the micro-batch that begins is the last of its loop."""
+        counts = self._run.accumulation
+        end = self._epoch_ends.find_end(counts.count, counts.steps, counts.num_cycles, counts.models)
+        if end.follows_tail and not self._reported_tail:
+            self._reported_tail = True
+            if self._run.backend.topology.rank == 0:
+                _LOG.warning(
+                    "accumulate() at %s continues an accumulation cycle of %d micro-batches of which the loop before it trained on %d "
+                    "only: it was left early, or its last batch was not used. Their gradients are part of the next optimizer "
+                    "step. Leave a loop after a multiple of %d micro-batches.",
+                    call_site(),
+                    counts.steps,
+                    counts.count,
+                    counts.steps,
+                )
+        return end.is_last
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

@@ -7,16 +7,19 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
+from threading import get_ident
 from typing import Any
 from weakref import WeakSet
 
 import torch
 
 from accel_runtime.foundation import nested
+from accel_runtime.foundation.call_stacks import CallStack, read_call_stack
 from accel_runtime.foundation.steps import EpochProgress, StepInfo
 
 __all__ = [
     "ActiveLoops",
+    "LoopRecord",
     "ModelInputHook",
 ]
 
@@ -27,7 +30,7 @@ _MAX_RECENT = 4
 """Number of recent batches per loop, and of finished loops, whose tensors are recognized; scripts may look ahead."""
 
 
-class _LoopRecord:
+class LoopRecord:
     """Batches and steps of one loop."""
 
     def __init__(self, loop: EpochProgress) -> None:
@@ -38,6 +41,24 @@ class _LoopRecord:
         """Run-length encoded steps so far: step info and number of repetitions."""
         self.times = (0, 0)
         """Times of the last two batches (newest first), counted over all loops."""
+        self.num_batches = 0
+        """Number of batches that were returned to the script."""
+        self.has_last = False
+        """True if the last batch of the epoch was returned."""
+        self.reader: CallStack = ()
+        """Call that read the newest batch or, of the only loop at its time, the first."""
+        self.thread = get_ident()
+        """Identifier of the thread that reads the loader."""
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether the loop is running."""
+        return self.loop is not None
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Return the number of samples in the newest batch of each rank; empty after the loop."""
+        return self.step_info.batch_sizes if self.step_info is not None else ()
 
     @property
     def step_info(self) -> StepInfo | None:
@@ -81,9 +102,11 @@ class ActiveLoops:
         if peers is not None:
             peers.add(self)
         self.has_padding = has_padding
-        """If false, batches need not be recorded."""
-        self._open: list[_LoopRecord] = []
-        self._finished: deque[_LoopRecord] = deque(maxlen=_MAX_RECENT)
+        """If false, batches need not be recognized."""
+        self.newest: LoopRecord | None = None
+        """The loop that began last."""
+        self._open: list[LoopRecord] = []
+        self._finished: deque[LoopRecord] = deque(maxlen=_MAX_RECENT)
         self.latest = 0
         """Time of the newest batch, or of the start of the newest loop."""
         self._model_input: weakref.ref[torch.Tensor] | None = None
@@ -117,9 +140,16 @@ class ActiveLoops:
         return self.latest > 0 or self.current_step is not None
 
     @property
-    def records(self) -> list[_LoopRecord]:
+    def records(self) -> list[LoopRecord]:
         """Return the running loops, innermost first, then the finished ones, newest first."""
         return [*reversed(self._open), *reversed(self._finished)]
+
+    @property
+    def open_records(self) -> list[LoopRecord]:
+        """Return the running loops, the innermost last; those of another Accelerator if only these are running."""
+        if self._open:
+            return self._open
+        return self._find_latest()._open  # noqa: SLF001 - of this class
 
     @property
     def current_step(self) -> StepInfo | None:
@@ -135,17 +165,25 @@ class ActiveLoops:
             return info
         return self.current_step
 
-    def open(self, loop: EpochProgress) -> _LoopRecord:
+    def open(self, loop: EpochProgress) -> LoopRecord:
         """Add a loop, and return its record for `record_batch` and `close`."""
-        record = _LoopRecord(loop)
+        record = LoopRecord(loop)
         self._open.append(record)
+        self.newest = record
         self.latest = next(_CLOCK)
         return record
 
-    def record_batch(self, record: _LoopRecord, batch: Any) -> None:
+    def record_batch(self, record: LoopRecord, batch: Any) -> None:
         """Record a batch that is about to be returned to the script."""
-        info = record.step_info
+        assert record.loop is not None
+        info = record.loop.step_info
         assert info is not None
+        record.has_last = info.is_last
+        record.num_batches += 1
+        if record.num_batches == 1 or len(self._open) > 1:
+            record.reader = read_call_stack(2)  # the caller of the loader's generator
+        if not self.has_padding:
+            return
         self.latest = next(_CLOCK)
         record.times = (self.latest, record.times[0])
         record.recent.append(([weakref.ref(tensor) for tensor in _tensors(batch)], info))
@@ -154,7 +192,7 @@ class ActiveLoops:
         else:
             record.steps.append((info, 1))
 
-    def close(self, record: _LoopRecord, *, finished: bool) -> None:
+    def close(self, record: LoopRecord, *, finished: bool) -> None:
         """Remove a loop that has reached its end, or was left by `break` or an exception."""
         self._open.remove(record)
         record.loop = None

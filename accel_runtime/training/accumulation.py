@@ -92,6 +92,16 @@ class Accumulation:
         """Return the number of micro-batches since the end of an epoch."""
         return self._step
 
+    @property
+    def count(self) -> int:
+        """Return the number of micro-batches so far in the current cycle."""
+        return self._count
+
+    @property
+    def models(self) -> frozenset[int]:
+        """Return the identities of the models of the newest micro-batch."""
+        return self._models
+
     def set_step(self, step: int) -> None:
         """Continue as after `step` micro-batches; raise ValueError if there is no such number."""
         if type(step) is not int or step < 0:
