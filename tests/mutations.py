@@ -112,6 +112,14 @@ MUTATIONS = (
         ("tests/runtime/test_accumulation.py::test_accumulating_for_alternating_models_is_reported_once",),
     ),
     Mutation(
+        "several micro-batches of the last batch",
+        "accel_runtime.data.epoch_ends:EpochEnds._find_end_of_batch",
+        set_value("is_divided", "False"),
+        (
+            "tests/runtime/test_accumulation_loops.py::test_a_cycle_ends_with_the_loop_that_accumulate_stands_in[divide_batches]",
+        ),
+    ),
+    Mutation(
         "iterations of torchdata's loader",
         "accel_runtime.data.iterable:_StreamIterator",
         set_value("_finished", "True"),

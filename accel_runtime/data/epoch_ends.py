@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence
 from threading import get_ident
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from accel_runtime.data.active_loops import ActiveLoops, LoopRecord
 from accel_runtime.foundation.call_stacks import (
@@ -109,9 +109,12 @@ class EpochEnds:
         thread, read = get_ident(), self._read
         if loops and any(each.thread != thread for each in loops):
             loops = [each for each in loops if each.thread == thread]
+        is_outside = not loops
+        if is_outside:  # the script may have read beyond the last batch before it trains on it
+            loops = [each for each in self._group if each.has_last and each.thread == thread and each in read]
         advanced = [each for each in loops if each not in read or read[each][0] != each.num_batches]
         if not advanced:
-            if not loops:
+            if is_outside:
                 self._check_threads(thread, count, num_steps)
             is_end, is_tail = self._find_end_without_batch(is_cut), False
         else:
@@ -173,7 +176,7 @@ class EpochEnds:
             return is_open
         goes_on = is_open or is_same_place(read_call_stack(2), self._place)
         if is_cut and goes_on:
-            raise _build_error()
+            _reject()
         if is_open:
             return self._calls_of_batch >= self._calls_of_previous_batch
         return goes_on and self._calls_of_loop == min(each.num_batches for each in self._ended)
@@ -206,7 +209,7 @@ class EpochEnds:
             if not others:
                 return True
             if any(_restarts(other, each) for other in others):
-                raise _build_error()
+                _reject()
         return False
 
     def _check_going_on(self, advanced: Sequence[LoopRecord]) -> None:
@@ -215,7 +218,7 @@ class EpochEnds:
         new = [each for each in advanced if each not in self._read]
         is_new = any(_is_new_epoch(each, self._ended) for each in new)
         if others and not is_new and is_same_place(read_call_stack(3), self._place):
-            raise _build_error()
+            _reject()
 
     def _has_left(self, advanced: Sequence[LoopRecord]) -> bool:
         """Return whether the loop of the newest micro-batch has ended or was left, and another one began."""
@@ -232,11 +235,11 @@ class EpochEnds:
         if loop.has_last:
             rest = loop.num_batches - (self._num_calls - 1 - self._calls_before_other)
             if (count + rest) % num_steps:
-                raise _build_error()
+                _reject()
 
 
-def _build_error() -> ValueError:
-    return ValueError(
+def _reject() -> NoReturn:
+    raise ValueError(
         f"accumulate() failed at {call_site()}: the end of this loop is unknown, since a loader ends before it does. Its last "
         "batch would complete an accumulation cycle too early, for example if a loader is repeated beside another one, read "
         "ahead of the training, or divided into several micro-batches. Count micro-batches only: "

@@ -57,13 +57,11 @@ def _find_for_loop(code: CodeType, instruction: int) -> _ForLoop | None:
     instructions = list(dis.get_instructions(code))
     # The last instruction may be one of its inline caches.
     index = max(index for index, each in enumerate(instructions) if each.offset <= max(instruction, 0))
-    if sys.version_info < (3, 11) and instructions[index + 1].opname == "YIELD_FROM":
-        index += 1
     found = instructions[index]
     if found.opname not in {"FOR_ITER", "SEND", "YIELD_FROM"}:
         return None
-    leaves_by_jump = found.opname != "YIELD_FROM"
-    end = found.argval if leaves_by_jump else instructions[index + 1].offset
+    # The `yield from` of Python 3.10 continues with the next instruction at its end.
+    end = instructions[index + 1].offset if found.opname == "YIELD_FROM" else found.argval
     enclosing = [
         each.argval for each in instructions if _is_jump(each) and each.argval < found.offset < each.offset
     ]

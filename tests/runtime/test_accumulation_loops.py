@@ -334,6 +334,46 @@ def divide_batches(cycles, loader, _):
         cycles.ends += " "
 
 
+def combine_batches(cycles, loader, _):
+    """Two batches in each micro-batch, and the last alone, after the loader has ended."""
+    for _ in range(2):
+        iterator = iter(loader)
+        for batch in iterator:
+            other = next(iterator, None)
+            cycles.train(*([batch] if other is None else [batch, other]))
+        cycles.ends += " "
+
+
+def repeat_divided(cycles, loader, _):
+    """A loader that is repeated, and several micro-batches of each batch, as in reinforcement learning."""
+    batches = endless(loader)
+    for _ in range(2):
+        for _ in range(5):
+            batch = next(batches)
+            for _ in range(4):
+                cycles.train(batch)
+        cycles.ends += " "
+
+
+def read_within_iterator(cycles, loader, _):
+    """An object that reads one batch ahead."""
+
+    class Prefetcher:
+        def __init__(self):
+            self.iterator = iter(loader)
+            self.following = next(self.iterator)
+
+        def next(self):
+            current, self.following = self.following, next(self.iterator, None)
+            return current
+
+    for _ in range(2):
+        prefetcher = Prefetcher()
+        while (batch := prefetcher.next()) is not None:
+            cycles.train(batch)
+        cycles.ends += " "
+
+
 def alternate(cycles, first, second):
     """Two loaders that are read in turn."""
     for _ in range(2):
@@ -355,6 +395,9 @@ SCRIPTS = {
     train_two_models: "0101010111 0101010111",
     filter_batches: "0101 0101",
     divide_batches: "010101010101011 010101010101011",
+    repeat_divided: "01010101010101010101 01010101010101010101",
+    combine_batches: "011 011",
+    read_within_iterator: "01011 01011",
 }
 
 
