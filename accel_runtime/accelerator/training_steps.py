@@ -161,23 +161,23 @@ class TrainingSteps:
 
     def accumulate(self, models: tuple[nn.Module, ...]) -> MicroBatch:
         """Return the context of one micro-batch."""
-        models = models or tuple(self._run.prepared.models)
-        if self._run.accumulation.record_models(models) and self._run.backend.topology.rank == 0:
+        run = self._run
+        accumulation = run.accumulation
+        models = models or tuple(run.prepared.models)
+        if accumulation.record_models(models) and run.backend.topology.rank == 0:
             _LOG.warning(
                 "accumulate() at %s has other models than the micro-batch before it in the same accumulation cycle: the calls "
                 "for all models are counted together, so some models are never trained, or are trained on partial gradients. Call it once "
                 "for each micro-batch, with all models: accumulate(first, second).",
                 call_site(),
             )
-        plugin = self._run.accumulation.plugin
+        plugin = accumulation.plugin
         if plugin.num_steps == 1:
-            step = self._run.loops.current_step
+            step = run.loops.current_step
             is_last = step is not None and step.is_last
         else:
             is_last = plugin.sync_with_dataloader and self._find_end()
-        return MicroBatch(
-            self._run.accumulation, is_last=is_last, no_sync=self._run.strategy.no_sync, models=models
-        )
+        return MicroBatch(accumulation, is_last=is_last, no_sync=run.strategy.no_sync, models=models)
 
     def _find_end(self) -> bool:
         """Return whether the micro-batch that begins is the last of its loop."""
