@@ -116,7 +116,7 @@ MUTATIONS = (
         "accel_runtime.data.epoch_ends:EpochEnds._find_end_of_batch",
         set_value("is_divided", "False"),
         (
-            "tests/runtime/test_accumulation_loops.py::test_a_cycle_ends_with_the_loop_that_accumulate_stands_in[divide_batches]",
+            "tests/runtime/test_accumulation_loops.py::test_a_cycle_ends_with_the_loop_that_accumulate_stands_in",
         ),
     ),
     Mutation(
