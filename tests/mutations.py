@@ -113,8 +113,8 @@ MUTATIONS = (
     ),
     Mutation(
         "several micro-batches of the last batch",
-        "accel_runtime.data.epoch_ends:EpochEnds._find_end_of_batch",
-        set_value("is_divided", "False"),
+        "accel_runtime.data.epoch_ends:EpochEnds._count_calls_of_batch",
+        set_value("is_same", "False"),
         (
             "tests/runtime/test_accumulation_loops.py::test_a_cycle_ends_with_the_loop_that_accumulate_stands_in",
         ),

@@ -122,7 +122,7 @@ class TrainingSteps:
         self._progress = heartbeat()
         self._preemption = Preemption(run.backend.handshake)
         self._triggered = False
-        self._epoch_ends = EpochEnds(run.loops)
+        self._epoch_ends = EpochEnds(run.loops, run.accumulation, self._report_tail)
         self._reported_tail = False
 
     def backward(
@@ -176,26 +176,24 @@ class TrainingSteps:
             step = run.loops.current_step
             is_last = step is not None and step.is_last
         else:
-            is_last = plugin.sync_with_dataloader and self._find_end()
+            is_last = plugin.sync_with_dataloader and self._epoch_ends.is_end()
         return MicroBatch(accumulation, is_last=is_last, no_sync=run.strategy.no_sync, models=models)
 
-    def _find_end(self) -> bool:
-        """Return whether the micro-batch that begins is the last of its loop."""
+    def _report_tail(self) -> None:
+        """Warn once about a cycle that continues in another loop."""
+        if self._reported_tail or self._run.backend.topology.rank:
+            return
+        self._reported_tail = True
         counts = self._run.accumulation
-        end = self._epoch_ends.find_end(counts.count, counts.steps, counts.num_cycles, counts.models)
-        if end.follows_tail and not self._reported_tail:
-            self._reported_tail = True
-            if self._run.backend.topology.rank == 0:
-                _LOG.warning(
-                    "accumulate() at %s continues an accumulation cycle of %d micro-batches of which the loop before it trained on %d "
-                    "only: it was left early, or its last batch was not used. Their gradients are part of the next optimizer "
-                    "step. Leave a loop after a multiple of %d micro-batches.",
-                    call_site(),
-                    counts.steps,
-                    counts.count,
-                    counts.steps,
-                )
-        return end.is_last
+        _LOG.warning(
+            "accumulate() at %s continues an accumulation cycle of %d micro-batches of which the loop before it trained on %d "
+            "only: it was left early, or its last batch was not used. Their gradients are part of the next optimizer "
+            "step. Leave a loop after a multiple of %d micro-batches.",
+            call_site(),
+            counts.steps,
+            counts.count,
+            counts.steps,
+        )
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

@@ -7,14 +7,12 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from threading import get_ident
 from typing import Any
 from weakref import WeakSet
 
 import torch
 
 from accel_runtime.foundation import nested
-from accel_runtime.foundation.call_stacks import CallStack, read_call_stack
 from accel_runtime.foundation.steps import EpochProgress, StepInfo
 
 __all__ = [
@@ -41,14 +39,8 @@ class LoopRecord:
         """Run-length encoded steps so far: step info and number of repetitions."""
         self.times = (0, 0)
         """Times of the last two batches (newest first), counted over all loops."""
-        self.num_batches = 0
-        """Number of batches that were returned to the script."""
-        self.has_last = False
-        """True if the last batch of the epoch was returned."""
-        self.reader: CallStack = ()
-        """Call that read the newest batch or, of the only loop at its time, the first."""
-        self.thread = get_ident()
-        """Identifier of the thread that reads the loader."""
+        self.num_skipped = loop.num_batches
+        """Number of batches that were not returned in this loop, but before it."""
 
     @property
     def is_open(self) -> bool:
@@ -56,9 +48,18 @@ class LoopRecord:
         return self.loop is not None
 
     @property
+    def is_at_last(self) -> bool:
+        """Return whether the loop is running and has returned the last batch of the epoch."""
+        return (info := self.step_info) is not None and info.is_last
+
+    @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """Return the number of samples in the newest batch of each rank; empty after the loop."""
-        return self.step_info.batch_sizes if self.step_info is not None else ()
+        """Return the number of samples in the newest batch of each rank; empty before the first and after the loop."""
+        return () if (info := self.step_info) is None else info.batch_sizes
+
+    def is_inside(self, other: LoopRecord) -> bool:
+        """Return whether the loop began after the newest batch of another one, and both are running."""
+        return self.loop is not None and other.loop is not None and self.loop.is_inside(other.loop)
 
     @property
     def step_info(self) -> StepInfo | None:
@@ -102,10 +103,9 @@ class ActiveLoops:
         if peers is not None:
             peers.add(self)
         self.has_padding = has_padding
-        """If false, batches need not be recognized."""
-        self.newest: LoopRecord | None = None
-        """The loop that began last."""
-        self._open: list[LoopRecord] = []
+        """If false, batches need not be recorded."""
+        self.open_records: list[LoopRecord] = []
+        """Running loops, the innermost last. Only `open` and `close` change the list, in place."""
         self._finished: deque[LoopRecord] = deque(maxlen=_MAX_RECENT)
         self.latest = 0
         """Time of the newest batch, or of the start of the newest loop."""
@@ -115,7 +115,7 @@ class ActiveLoops:
     @property
     def running(self) -> list[EpochProgress]:
         """Return the running iterations, the innermost last."""
-        return [record.loop for record in self._open if record.loop is not None]
+        return [record.loop for record in self.open_records if record.loop is not None]
 
     def continue_loop(self, depth: int) -> None:
         """Record that the script continues, or gives up, a loop that had this depth when a state was saved."""
@@ -132,7 +132,7 @@ class ActiveLoops:
     @property
     def is_open(self) -> bool:
         """Return whether a loop is running."""
-        return bool(self._open)
+        return bool(self.open_records)
 
     @property
     def have_begun(self) -> bool:
@@ -142,20 +142,17 @@ class ActiveLoops:
     @property
     def records(self) -> list[LoopRecord]:
         """Return the running loops, innermost first, then the finished ones, newest first."""
-        return [*reversed(self._open), *reversed(self._finished)]
+        return [*reversed(self.open_records), *reversed(self._finished)]
 
-    @property
-    def open_records(self) -> list[LoopRecord]:
+    def find_open(self) -> list[LoopRecord]:
         """Return the running loops, the innermost last; those of another Accelerator if only these are running."""
-        if self._open:
-            return self._open
-        return self._find_latest()._open  # noqa: SLF001 - of this class
+        return self.open_records or self._find_latest().open_records
 
     @property
     def current_step(self) -> StepInfo | None:
         """Return the newest step of the innermost loop; None outside of all loops."""
-        if self._open:
-            return self._open[-1].step_info
+        if self.open_records:
+            return self.open_records[-1].step_info
         return None if (loops := self._find_latest()) is self else loops.current_step
 
     @property
@@ -168,22 +165,14 @@ class ActiveLoops:
     def open(self, loop: EpochProgress) -> LoopRecord:
         """Add a loop, and return its record for `record_batch` and `close`."""
         record = LoopRecord(loop)
-        self._open.append(record)
-        self.newest = record
+        self.open_records.append(record)
         self.latest = next(_CLOCK)
         return record
 
     def record_batch(self, record: LoopRecord, batch: Any) -> None:
         """Record a batch that is about to be returned to the script."""
-        assert record.loop is not None
-        info = record.loop.step_info
+        info = record.step_info
         assert info is not None
-        record.has_last = info.is_last
-        record.num_batches += 1
-        if record.num_batches == 1 or len(self._open) > 1:
-            record.reader = read_call_stack(2)  # the caller of the loader's generator
-        if not self.has_padding:
-            return
         self.latest = next(_CLOCK)
         record.times = (self.latest, record.times[0])
         record.recent.append(([weakref.ref(tensor) for tensor in _tensors(batch)], info))
@@ -194,7 +183,7 @@ class ActiveLoops:
 
     def close(self, record: LoopRecord, *, finished: bool) -> None:
         """Remove a loop that has reached its end, or was left by `break` or an exception."""
-        self._open.remove(record)
+        self.open_records.remove(record)
         record.loop = None
         self._model_input = None
         if finished and self.has_padding:
@@ -229,7 +218,7 @@ class ActiveLoops:
 
     def _find_latest(self) -> ActiveLoops:
         """Return these loops, or those of another Accelerator that have advanced later if none of these is open."""
-        if self._open or not self._peers or len(self._peers) == 1:
+        if self.open_records or not self._peers or len(self._peers) == 1:
             return self
         newer = [
             loops
@@ -252,7 +241,7 @@ class ActiveLoops:
 
     def _find_steps_by_rows(self, num_rows: int | None) -> Sequence[StepInfo]:
         """Return the steps of data of which only the number of rows is known."""
-        newest = self._open[-1] if self._open else None
+        newest = self.open_records[-1] if self.open_records else None
         since = newest.times[0] if newest else 0
         for record in reversed(self._finished):
             if num_rows and record.times[0] > since and num_rows == record.num_rows(self._rank):
@@ -268,7 +257,7 @@ class ActiveLoops:
             return []
         # Loops that have advanced since this loop's last batch but one, so it is not nested in them.
         before = newest.times[1]
-        others = [other.step_info for other in self._open[:-1] if before and other.times[0] > before]
+        others = [other.step_info for other in self.open_records[:-1] if before and other.times[0] > before]
         if any(other and other[:2] != info[:2] for other in others):
             raise ValueError(
                 "gather_for_metrics() cannot tell which batch the data come from: several loops advance together (zip), and "

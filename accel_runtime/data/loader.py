@@ -166,7 +166,7 @@ class PreparedLoader(DataLoader[Any]):
         device, non_blocking = self._backend.device, self._non_blocking
         put_on_device = self._options.put_on_device
         is_on_device = nested.build_device_check(device)
-        record_batch = self._loops.record_batch
+        record_batch = self._loops.record_batch if self._loops.has_padding else None
         beat = heartbeat()
         counts = LoaderEpoch(running.epoch, state.num_batches, self._epoch_length) if beat else None
         finished = False
@@ -174,7 +174,8 @@ class PreparedLoader(DataLoader[Any]):
             for batch in self._iterate_batches(running, state.source, num_replayed):
                 if put_on_device and not is_on_device(batch):
                     batch = nested.send_to(batch, device, non_blocking=non_blocking)  # noqa: PLW2901
-                record_batch(record, batch)
+                if record_batch:
+                    record_batch(record, batch)
                 if beat is not None:
                     beat.batch(counts)
                 running.count_batch()

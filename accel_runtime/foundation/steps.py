@@ -79,6 +79,10 @@ class EpochProgress:
         others = [other for ref, count in self._outer if (other := ref()) and other.has_returned(count)]
         return max((other.depth + 1 for other in others), default=0)
 
+    def is_inside(self, other: EpochProgress) -> bool:
+        """Return whether this iteration began after the newest batch of another one, which is running."""
+        return any(ref() is other and other.has_returned(count) for ref, count in self._outer)
+
     def has_returned(self, num_batches: int) -> bool:
         """Return whether the iteration is running and has returned this number of batches, at least one, and no more."""
         return self._is_running and self.num_batches == num_batches > 0

@@ -102,6 +102,11 @@ class Accumulation:
         """Return the identities of the models of the newest micro-batch."""
         return self._models
 
+    @property
+    def has_mixed_models(self) -> bool:
+        """Return whether a cycle had micro-batches with different models."""
+        return self._mixed_models
+
     def set_step(self, step: int) -> None:
         """Continue as after `step` micro-batches; raise ValueError if there is no such number."""
         if type(step) is not int or step < 0:

@@ -239,7 +239,7 @@ def test_loops_that_end_early_are_removed(ranks):
         for _ in range(5):
             for _ in prepared(accelerator, 40):
                 break
-        return len(accelerator._run.loops._open), len(accelerator._run.loops._finished)
+        return len(accelerator._run.loops.open_records), len(accelerator._run.loops._finished)
 
     assert ranks.run(count_loops) == [(0, 0)] * ranks.size
 
