@@ -17,17 +17,11 @@ from typing_extensions import override
 from accel_runtime.backends.base import Backend
 from accel_runtime.backends.rng import IsolatedRNG, RandomStates, broadcast_from_first
 from accel_runtime.backends.single import Single
-from accel_runtime.data.iterable_worker import (
-    ReadingRNG,
-    WorkerBatch,
-    WorkerReader,
-    WorkerTask,
-    build_worker_count_error,
-    combine_fingerprints,
-)
+from accel_runtime.data.iterable_worker import WorkerBatch, WorkerReader, WorkerTask, build_worker_count_error
 from accel_runtime.data.sharding import BatchSharding
 from accel_runtime.data.source import Source
 from accel_runtime.data.state import ReaderState, StreamState
+from accel_runtime.data.stream_reader import ReadingRNG, combine_fingerprints
 from accel_runtime.environment.topology import Topology
 from accel_runtime.foundation.steps import EpochProgress
 from accel_runtime.foundation.torch_internals import copy_loader, iterator_function, replace_iterator

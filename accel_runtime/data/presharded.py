@@ -12,10 +12,10 @@ from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
 from accel_runtime.backends.rng import IsolatedRNG, RandomStates
-from accel_runtime.data.iterable_worker import fingerprint_samples
 from accel_runtime.data.sharding import loss_scale
 from accel_runtime.data.source import Source, batch_size_of
 from accel_runtime.data.state import MapStyleState, PreshardedState, StreamState
+from accel_runtime.data.stream_reader import fingerprint_samples
 from accel_runtime.environment.topology import DataRank
 from accel_runtime.foundation.steps import EpochProgress, StepInfo
 

@@ -22,9 +22,9 @@ COMMANDS = {
     "prune": "prune runs --keep 2 --yes",
     "show": "show kept/sharded",
     "show-json": "show kept/one --json",
-    "show-tensors": "show kept/window --tensors",
+    "show-tensors": "show kept/open-cycle --tensors",
     "verify": "verify kept/stream",
-    "verify-json": "verify kept/alone --json",
+    "verify-json": "verify kept/saved-by-one-rank --json",
 }
 
 

@@ -33,8 +33,8 @@ from accel_runtime import Accelerator, set_seed
 from accel_runtime.backends.rng import RandomStates
 from accel_runtime.backends.single import Single
 from accel_runtime.data.iterable import StreamsDifferError
-from accel_runtime.data.iterable_worker import ReadingRNG, StreamReader
 from accel_runtime.data.state import DatasetState, ReaderState, StreamState
+from accel_runtime.data.stream_reader import ReadingRNG, StreamReader
 from accel_runtime.environment.topology import Topology
 from accel_runtime.foundation.steps import EpochProgress
 

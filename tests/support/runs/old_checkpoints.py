@@ -193,6 +193,9 @@ class SavedByOneRank(Run):
         if self.accelerator.is_main_process:
             super().save()
 
+    def draw(self):
+        return super().draw()[:1]  # the states of the other ranks were not saved
+
 
 class Sharded(Run):
     def options(self):
