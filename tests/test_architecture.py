@@ -376,6 +376,56 @@ def test_text_is_encoded_and_decoded_in_one_module():
                 assert not is_strict, f"{name(path)}:{node.lineno}: {ast.unparse(node)}"
 
 
+UNTYPED = {
+    # State dicts of torch and of the script.
+    "checkpoint/state_items.py": {
+        "ModelItem",
+        "_list_parameters",
+        "match_tensors",
+        "_find_moved_parameters",
+        "_build_groups",
+        "_keep_dtypes",
+    },
+    "checkpoint/training_state.py": {"states", "items"},
+    "data/loader.py": {"state_dict", "load_state_dict"},
+    # States of all items by name, of any form.
+    "checkpoint/load.py": {"read"},
+    # Nodes of JSON.
+    "checkpoint/serialization.py": {"_serialize_scalar", "_build_special", "_parse_numpy"},
+    # Files of Accelerate.
+    "checkpoint/accelerate_format.py": {
+        "_plan_restore",
+        "_find_mismatches",
+        "_read_optimizer",
+        "_read_mapping",
+    },
+}
+"""Functions of loaders and checkpoints that take or return an untyped dict."""
+
+
+def test_state_of_loaders_and_checkpoints_is_typed():
+    def has_untyped_dict(node):
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        annotations = [argument.annotation for argument in arguments] + [node.returns]
+        texts = [ast.unparse(each) for each in annotations if each is not None]
+        return any(re.search(r"\b(dict|Mapping)\[str, Any\]", text) for text in texts)
+
+    found = {}
+    for path in RUNTIME:
+        module = path.relative_to(ROOT / "accel_runtime").as_posix()
+        if not module.startswith(("data/", "checkpoint/")):
+            continue
+        functions = [node for node in ast.walk(tree(path)) if isinstance(node, ast.FunctionDef)]
+        if names := {node.name for node in functions if has_untyped_dict(node)}:
+            found[module] = names
+    constructors = {"ModelItem": "__init__"}
+    allowed = {
+        module: {constructors.get(function, function) for function in functions}
+        for module, functions in UNTYPED.items()
+    }
+    assert found == allowed
+
+
 def test_modules_of_the_runtime_have_no_mutable_state():
     """XLA runs replicas as threads of one process, and a second Accelerator must not share state."""
     for path in RUNTIME:

@@ -132,7 +132,7 @@ class Checkpointing:
             return save()
         own_data = any(loader.is_presharded for loader in self._run.prepared.loaders)
         return save_without_missing_ranks(
-            absence, self._run.strategy, partial(save, alone=True), own_data=own_data
+            absence, self._run.strategy, partial(save, one_rank=True), own_data=own_data
         )
 
     def _write_checkpoint(
@@ -141,32 +141,32 @@ class Checkpointing:
         output_dir: _Path | None,
         *,
         in_background: bool,
-        alone: bool = False,
+        one_rank: bool = False,
     ) -> str:
         """Write a checkpoint with all other processes or without them, and return its directory."""
         began = time.monotonic()
         strategy, backend = self._run.strategy, self._run.backend
         strategy.synchronize()
         # Paths are compared by the operation itself; the project's option counts as the argument does.
-        group = self._run.build_group(f"save_state with async_save={in_background}", alone=alone)
+        group = self._run.build_group(f"save_state with async_save={in_background}", one_rank=one_rank)
 
         saving = SaveOperation(
             group,
             self._store,
             run=self._resume_policy.origin.identity,
             shared=self._run.options.settings.shared_files,
-            replicas=None if alone else self._run.checks.replicas,
+            replicas=None if one_rank else self._run.checks.replicas,
             to_host=backend.runtime.state_to_host,
         )
         numbered = retention.automatic is not None
         target = SaveTarget(partial(retention.target, self._store), _absolute(output_dir), numbered)
-        state = self._training_state(alone=alone)
+        state = self._training_state(one_rank=one_rank)
         model_states = state.states()
         hooked = list(model_states)
         call_hooks = None
         if self._save_hooks:
             call_hooks = partial(_call_save_hooks, self._save_hooks, self._run.original_models, hooked)
-            for model in () if alone else self._run.prepared.models:
+            for model in () if one_rank else self._run.prepared.models:
                 # Here, as on ranks without hooks, since DDP may rebuild its buckets with all ranks.
                 strategy.capture_replica_state(model)
 
@@ -190,7 +190,7 @@ class Checkpointing:
         if not in_background:
             finish()
             return draft.key
-        group = group if alone else backend.open_object_channel()
+        group = group if one_rank else backend.open_object_channel()
         saving.stage(self._staging)
         self._background_writer.start(
             finish,
@@ -361,7 +361,7 @@ class Checkpointing:
         _run_hooks(self._load_hooks, remaining, os.fspath(path))
         return [index for index, model in enumerate(models) if not any(model is other for other in remaining)]
 
-    def _training_state(self, memory: MetaModels | None = None, *, alone: bool = False) -> TrainingState:
+    def _training_state(self, memory: MetaModels | None = None, *, one_rank: bool = False) -> TrainingState:
         return TrainingState(
             self._run.strategy,
             self._run.prepared.models,
@@ -373,7 +373,7 @@ class Checkpointing:
             self._run.gradients,
             self._registered,
             memory,
-            alone=alone,
+            one_rank=one_rank,
         )
 
 

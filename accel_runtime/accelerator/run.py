@@ -150,9 +150,9 @@ class Run:
         is_offloaded = self.options.settings.fully_shard.cpu_offload
         return MetaModels(device, torch.device("cpu") if is_offloaded else device)
 
-    def build_group(self, operation: str, *, alone: bool = False) -> ObjectGroup:
+    def build_group(self, operation: str, *, one_rank: bool = False) -> ObjectGroup:
         """Return the group in which all processes exchange objects for an operation, or this process alone."""
-        is_single = alone or self.backend.topology.world_size == 1
+        is_single = one_rank or self.backend.topology.world_size == 1
         return ObjectGroup(operation, None if is_single else self.backend.handshake)
 
     def build_all_gather(self, operation: str) -> AllGatherObjects:

@@ -97,7 +97,8 @@ def _plan_restore(
         except CheckpointError as error:
             errors = [f"random: {error}"]
             trees.pop("random", None)
-    steps = tuple(_count_steps(trees, index) for index in range(len(run.optimizers)))
+    optimizers = [numbered_name("optimizer", index) for index in range(len(run.optimizers))]
+    steps = tuple(_count_steps(trees.get(name)) for name in optimizers)
     trees["step_counts"] = write_record(StepCountState(steps))
     # The state between two accumulation cycles.
     fresh = Accumulation(run.accumulation.plugin).capture_cycle()
@@ -143,9 +144,8 @@ def _find_mismatches(
     return reasons
 
 
-def _count_steps(trees: Mapping[str, Any], index: int) -> int:
-    """Return the number of steps of an optimizer according to its state."""
-    tree = trees.get(f"optimizer_{index}" if index else "optimizer")
+def _count_steps(tree: Any) -> int:
+    """Return the number of steps of an optimizer according to its state; 0 without one."""
     states = tree["state_dict"]["state"].values() if tree else ()
     return max(
         (int(state["step"]) for state in states if isinstance(state, dict) and "step" in state), default=0
@@ -220,9 +220,7 @@ def read_accelerate_checkpoint(
 def read_random_states(folder: Path, device: torch.device | None = None) -> list[ProcessRandomStates]:
     """Return the random states of every saved rank, in order."""
     ranks = sorted(_indices(folder, _RNG_FILE))
-    return [
-        _convert_states(_read_states(folder, rank), device) for rank in range(ranks[-1] + 1 if ranks else 0)
-    ]
+    return [_read_states(folder, rank, device) for rank in range(ranks[-1] + 1 if ranks else 0)]
 
 
 class _AccelerateReader:
@@ -261,9 +259,7 @@ class _AccelerateReader:
             self.take(
                 "random",
                 file,
-                lambda _: write_record(
-                    RNGItemState(_convert_states(_read_states(self._folder, rank), device))
-                ),
+                lambda _: write_record(RNGItemState(_read_states(self._folder, rank, device))),
             )
         elif not world_size:
             self.refused.append(SkippedItem("random", file, f"{file} is missing"))
@@ -352,19 +348,17 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     return state
 
 
-def _read_states(folder: Path, rank: int) -> dict[str, Any]:
-    return _read_mapping(folder / f"random_states_{rank}.pkl")
-
-
 def _read_step(folder: Path) -> int:
-    step = _read_states(folder, 0).get("step")
+    path = folder / "random_states_0.pkl"
+    step = _read_mapping(path).get("step")
     if type(step) is not int:
-        raise CheckpointError(f"{folder / 'random_states_0.pkl'} does not contain the number of steps")
+        raise CheckpointError(f"{path} does not contain the number of steps")
     return step
 
 
-def _convert_states(states: Mapping[str, Any], device: torch.device | None) -> ProcessRandomStates:
-    """Convert random states to the form of accel's checkpoints."""
+def _read_states(folder: Path, rank: int, device: torch.device | None) -> ProcessRandomStates:
+    """Return the random states of a rank."""
+    states = _read_mapping(folder / f"random_states_{rank}.pkl")
     try:
         version, words, gauss = states["random_state"]
         name, keys, offset, has_gauss, numpy_gauss = states["numpy_random_seed"]

@@ -65,7 +65,7 @@ class TrainingState:
     registered: Sequence[Any]
     memory: MetaModels | None = None
     """Memory for models on the meta device."""
-    alone: bool = False
+    one_rank: bool = False
     """Save without collectives, and without states that need every rank."""
 
     @property
@@ -113,7 +113,7 @@ class TrainingState:
         `PreparedLoader.load_state_dict`).
         """
         names = name_parameters(self.models, self.optimizers, self.strategy.unwrap_model)
-        items: list[StateItem] = [ReplicaItem(self.strategy, () if self.alone else self.models)]
+        items: list[StateItem] = [ReplicaItem(self.strategy, () if self.one_rank else self.models)]
         items += [
             ModelItem(
                 numbered_name("model", index),
@@ -135,7 +135,7 @@ class TrainingState:
             for index, stateful_object in enumerate(objects)
         ]
         for index, loader in enumerate(self.loaders):
-            left_out = self.alone and loader is not None and loader.is_presharded
+            left_out = self.one_rank and loader is not None and loader.is_presharded
             items.append(LoaderItem(numbered_name("loader", index), None if left_out else loader, position))
         if self.precision.scaler is not None:
             items.append(StatefulItem("scaler", self.precision.scaler))
@@ -143,7 +143,7 @@ class TrainingState:
             AccumulationItem(self.accumulation, self.gradients, self.backend.data_rank.model_parallel_size),
             StepCountItem(self.optimizers),
         ]
-        items.append(RNGItem(self.backend, alone=self.alone))
+        items.append(RNGItem(self.backend, one_rank=self.one_rank))
         return items
 
 
@@ -262,14 +262,14 @@ class RNGItem(RecordItem[RNGItemState]):
     schema = RNGItemState
     merge_needs_all_ranks = True
 
-    def __init__(self, backend: Backend, *, alone: bool = False) -> None:
+    def __init__(self, backend: Backend, *, one_rank: bool = False) -> None:
         super().__init__("random")
-        self._backend, self._alone = backend, alone
+        self._backend, self._one_rank = backend, one_rank
 
     @override
     def capture(self) -> RNGItemState:
         states = ProcessRandomStates.capture(self._backend.device, self._module)
-        return RNGItemState(states, self._backend.topology.rank if self._alone else None)
+        return RNGItemState(states, self._backend.topology.rank if self._one_rank else None)
 
     @override
     def apply(self, record: RNGItemState) -> None:
