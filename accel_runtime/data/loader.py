@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-import inspect
-import sys
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -20,6 +17,7 @@ from accel_runtime.backends.base import Backend
 from accel_runtime.backends.batch_copies import StreamCopies, copy_each, prefetch_batches
 from accel_runtime.backends.rng import IsolatedRNG, ProcessRandomStates, RandomStates
 from accel_runtime.data.active_loops import ActiveLoops
+from accel_runtime.data.loader_progress import LoaderProgress
 from accel_runtime.data.presharded import are_consistent, build_world_size_error
 from accel_runtime.data.source import (
     Source,
@@ -65,58 +63,6 @@ class LoaderOptions:
     """Generators whose states are broadcast from the first rank at the start of an epoch."""
 
 
-@dataclass
-class _Progress:
-    """Progress of a loader, shared with its copies that leave out the first steps."""
-
-    epoch: int = 0
-    """Number of the epoch that begins next."""
-    running: list[EpochProgress] = field(default_factory=list)
-    """Iterations that have not ended and that the script has not left, in the order in which they began."""
-    loaded: LoaderState | None = None
-    """State that was loaded and that the next iterations continue from."""
-    claimed: list[tuple[weakref.ref[Iterator[Any]], IterationState]] = field(default_factory=list)
-    """Iterators that continue a loaded iteration and that no batch was requested from yet, with its state."""
-    left: LeftIteration | None = None
-    """The newest iteration that the script has left."""
-    num_padding: int = 0
-    """Number of padding samples in the last complete epoch, over all ranks."""
-
-
-class LeftIteration:
-    """An iteration that the script has left, by `break` or by an exception.
-
-    After a `break`, the next epoch follows. A script that saves while it handles the exception, such as a
-    `KeyboardInterrupt`, expects to continue after the last batch when it is started again.
-
-    Args:
-        state: The state of the iteration.
-    """
-
-    def __init__(self, state: IterationState) -> None:
-        self.state = state
-        """State of the iteration."""
-        frame = inspect.currentframe()
-        while frame is not None and (
-            frame.f_code.co_flags & inspect.CO_GENERATOR or frame.f_globals is globals()
-        ):
-            frame = frame.f_back  # of this module, or a generator between, such as that of tqdm
-        # Not the frame itself, which would keep the variables of the script.
-        self._exit = None if frame is None else (id(frame), frame.f_code, frame.f_lineno)
-
-    def is_exception_handled(self) -> bool:
-        """Return whether the exception that ended the iteration is being handled now."""
-        error = sys.exc_info()[1]
-        while error is not None:
-            trace = error.__traceback__
-            while trace is not None:
-                if (id(trace.tb_frame), trace.tb_frame.f_code, trace.tb_lineno) == self._exit:
-                    return True
-                trace = trace.tb_next
-            error = error.__context__
-        return False
-
-
 class PreparedLoader(DataLoader[Any]):
     """DataLoader that yields this rank's slice of every global batch, on the device.
 
@@ -143,25 +89,24 @@ class PreparedLoader(DataLoader[Any]):
         self._backend = backend
         self._loops = loops
         self._options = options
-        self._progress = _Progress()
+        self._progress = LoaderProgress(loops)
         self._skip = 0
 
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # Not a generator: `zip` calls it for all loops before it requests the first batch of one.
-        claimed = self._claim_running()
+        claimed = self._progress.claim_loaded()
         iterator = self._iterate_epoch(self._loops.running, claimed)
         if claimed is not None:
-            self._progress.claimed.append((weakref.ref(iterator), claimed))
+            self._progress.register(iterator, claimed)
         return iterator
 
     def _iterate_epoch(self, outer: Sequence[EpochProgress], claimed: IterationState | None) -> Iterator[Any]:
         rng.broadcast_rng_types(list(self._options.rng_types), self._backend)
         check_model_parallel_ranks(self._backend)
-        progress = self._progress
         state, num_replayed = self._begin_epoch(claimed)
         running = EpochProgress(state.epoch, outer, state.num_batches)
-        progress.running.append(running)
+        self._progress.add(running)
         record = self._loops.open(running)
         device, non_blocking = self._backend.device, self._non_blocking
         put_on_device = self._options.put_on_device
@@ -182,60 +127,25 @@ class PreparedLoader(DataLoader[Any]):
                 yield batch
             finished = True
         finally:
-            progress.left = None if finished else LeftIteration(self._capture_iteration(running))
-            if running in progress.running:  # else a state was loaded meanwhile
-                progress.running.remove(running)
+            self._progress.remove(running, None if finished else self._capture_iteration(running))
             self._loops.close(record, finished=finished)
-            running.end()
             if finished:
-                progress.num_padding = record.num_padding
-
-    def _claim_running(self) -> IterationState | None:
-        """Return the state of the loaded iteration that the next iterator continues; None if it begins an epoch."""
-        loaded = self._resolve_loaded()
-        if loaded is None or not loaded.running:
-            return None
-        claimed, *others = loaded.running
-        self._progress.loaded = replace(loaded, running=tuple(others))
-        return claimed
+                self._progress.num_padding = record.num_padding
 
     def _begin_epoch(self, claimed: IterationState | None) -> tuple[IterationState, int]:
         """Return the state that an iteration begins in, and the number of its batches that were returned before."""
-        progress = self._progress
-        if claimed is not None and any(state is claimed for _, state in progress.claimed):
-            progress.claimed = [each for each in progress.claimed if each[1] is not claimed]
-            state, num_returned = claimed, claimed.num_batches
-            self._loops.continue_loop(state.depth)
-            if progress.loaded is not None:
-                # The next epoch draws from the generators as this iteration leaves them.
-                progress.loaded = replace(progress.loaded, next_epoch=self._source.state_type())
+        state, num_returned = self._progress.begin(claimed), 0
+        if state is None:
+            epoch, start = self._progress.begin_epoch()
+            state = IterationState(epoch, start or self._source.state_type())
         else:
-            loaded, progress.loaded = self._resolve_loaded(), None
-            start = self._source.state_type() if loaded is None else loaded.next_epoch
-            state, num_returned = IterationState(progress.epoch, start), 0
-            progress.epoch += 1
+            num_returned = state.num_batches
         self._notify_samplers(state.epoch)
         if state.source.offset:
             return state, 0
         skipped = state.source.skip(self._skip, self._source.stride) if self._skip else state.source
         state = replace(state, source=skipped, num_batches=self._skip)
         return state, max(0, num_returned - self._skip)
-
-    def _resolve_loaded(self) -> LoaderState | None:
-        """Return the state that the next iterations continue from, without loops that the script does not continue.
-
-        An iteration that was inside of another one has ended once the outer one continues.
-        """
-        self._progress.claimed = [
-            (iterator, state)
-            for iterator, state in self._progress.claimed
-            if iterator() is not None and not self._loops.is_left(state.depth)
-        ]
-        loaded = self._progress.loaded
-        if loaded is not None and any(self._loops.is_left(each.depth) for each in loaded.running):
-            running = tuple(each for each in loaded.running if not self._loops.is_left(each.depth))
-            self._progress.loaded = loaded = replace(loaded, running=running)
-        return loaded
 
     def _iterate_batches(
         self, progress: EpochProgress, start: SourceState, num_replayed: int
@@ -282,9 +192,7 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def epoch(self) -> int:
         """Return the number of the running epoch or, between two, of the next, from 0."""
-        progress, loaded = self._progress, self._resolve_loaded()
-        running = progress.running or (loaded.running if loaded else ())
-        return running[-1].epoch if running else progress.epoch
+        return self._progress.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch, for this loader, its dataset and its samplers.
@@ -292,13 +200,7 @@ class PreparedLoader(DataLoader[Any]):
         After a state was loaded, the number of its epoch continues that epoch, the next number begins the next one, and any
         other starts an epoch of that number from its first batch.
         """
-        progress, loaded = self._progress, self._resolve_loaded()
-        if loaded is not None and loaded.running and epoch != loaded.running[0].epoch:
-            self._loops.continue_loop(loaded.running[0].depth)
-            loaded = loaded.leave()
-        if loaded is None or not loaded.running:
-            progress.loaded = None if loaded is None else replace(loaded, epoch=epoch)
-            progress.epoch = epoch
+        self._progress.set_epoch(epoch)
         self._notify_samplers(epoch)
 
     def _notify_samplers(self, epoch: int) -> None:
@@ -387,16 +289,7 @@ class PreparedLoader(DataLoader[Any]):
 
     def capture_state(self) -> LoaderState:
         """Return the state that `state_dict` writes."""
-        progress, loaded = self._progress, self._resolve_loaded()
-        running = [
-            *(self._capture_iteration(each) for each in progress.running),
-            *(state for _, state in progress.claimed),
-        ]
-        if progress.left is not None and progress.left.is_exception_handled():
-            running.append(progress.left.state)
-        if loaded is None:
-            return LoaderState(progress.epoch, self._source.next_epoch(), tuple(running))
-        return replace(loaded, running=(*running, *loaded.running))
+        return self._progress.capture(self._source.next_epoch, self._capture_iteration)
 
     def _capture_iteration(self, running: EpochProgress) -> IterationState:
         ended = running.step_info is not None and running.step_info.is_last
@@ -443,10 +336,7 @@ class PreparedLoader(DataLoader[Any]):
             self._check_state(source)
         state = state.move_to(position)
         state = state.draw_from_restored() if random_restored else state.draw_from_own()
-        progress = self._progress
-        progress.epoch, progress.loaded, progress.left = state.epoch, state, None
-        progress.running, progress.claimed = [], []
-        self._loops.forget_continued()
+        self._progress.restore(state)
 
     def _check_state(self, state: SourceState) -> None:
         """Raise ValueError if the state of a source is not valid here."""
