@@ -62,7 +62,7 @@ def resume_and_read(build, options, save, folder):
     return [read_epoch(accelerator, loader) for _ in range(save[0], EPOCHS)]
 
 
-def check_resumes(ranks, build, options, folder, saves=((0, 1), (1, 3), (1, 12))):
+def check_resumes(ranks, build, options, folder, saves=((0, 1), (1, 3), (1, 12), (1, 24))):
     """Interrupt a run at each save, and compare what follows with the uninterrupted run."""
     uninterrupted = ranks.run(read_and_save, build, options, saves, str(folder))
     expected = uninterrupted[0]
@@ -78,10 +78,10 @@ def check_resumes(ranks, build, options, folder, saves=((0, 1), (1, 3), (1, 12))
 # Workers --------------------------------------------------------------------------------------
 
 SPLIT = {
-    "in __iter__": (lambda: WorkerSplitStream(23), None),
-    "with a state": (lambda: WorkerSplitStatefulStream(23), None),
-    "by shards": (lambda: ShardedStream(23, shards=5), None),
-    "by worker_init_fn": (lambda: RangeStream(23), split_range),
+    "in __iter__": (lambda: WorkerSplitStream(90), None),
+    "with a state": (lambda: WorkerSplitStatefulStream(90), None),
+    "by shards": (lambda: ShardedStream(90, shards=5), None),
+    "by worker_init_fn": (lambda: RangeStream(90), split_range),
 }
 
 
@@ -99,7 +99,7 @@ def test_all_epochs_after_a_resume_within_an_epoch_are_in_the_order_of_the_unint
 ):
     build, init = SPLIT[kind]
     options = {"num_workers": workers, "persistent_workers": persistent, "worker_init_fn": init}
-    check_resumes(alone, build, options, tmp_path, saves=((0, 1), (1, 3)))
+    check_resumes(alone, build, options, tmp_path, saves=((0, 1), (1, 3), (1, 31)))
 
 
 # Hugging Face `datasets` ------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def test_all_epochs_after_a_resume_within_an_epoch_are_in_the_order_of_the_unint
 
 def generate(shards):
     for shard in shards:
-        for number in range(5 + shard % 2):
+        for number in range(30 + shard % 2):
             yield {"id": 100 * shard + number}
 
 
@@ -120,13 +120,13 @@ def from_generator(shards):
 def from_dataset(shards):
     import datasets
 
-    return datasets.Dataset.from_dict({"id": list(range(23))}).to_iterable_dataset(num_shards=shards)
+    return datasets.Dataset.from_dict({"id": list(range(110))}).to_iterable_dataset(num_shards=shards)
 
 
 def interleave(shards):
     import datasets
 
-    others = datasets.Dataset.from_dict({"id": list(range(1000, 1017))}).to_iterable_dataset(
+    others = datasets.Dataset.from_dict({"id": list(range(1000, 1080))}).to_iterable_dataset(
         num_shards=shards
     )
     return datasets.interleave_datasets([from_generator(shards), others])
@@ -142,7 +142,7 @@ HF = {
     "generator": from_generator,
     "dataset": from_dataset,
     "shuffle": lambda shards: from_generator(shards).shuffle(seed=3, buffer_size=4),
-    "shuffle of a dataset": lambda shards: from_dataset(shards).shuffle(seed=3, buffer_size=10),
+    "shuffle of a dataset": lambda shards: from_dataset(shards).shuffle(seed=3, buffer_size=20),
     "map": lambda shards: from_generator(shards).map(lambda row: {"id": row["id"] * 2}),
     "map of batches": lambda shards: from_generator(shards).map(
         lambda rows: {"id": [number * 2 for number in rows["id"]]}, batched=True, batch_size=3
@@ -157,9 +157,9 @@ HF = {
     "interleave": interleave,
     "concatenate": concatenate,
     "batch": lambda shards: from_generator(shards).batch(2, drop_last_batch=True),
-    "take": lambda shards: from_generator(shards).take(9),
+    "take": lambda shards: from_generator(shards).take(50),
     "skip": lambda shards: from_generator(shards).skip(3),
-    "shuffle and take": lambda shards: from_generator(shards).shuffle(seed=3, buffer_size=4).take(9),
+    "shuffle and take": lambda shards: from_generator(shards).shuffle(seed=3, buffer_size=4).take(50),
     "repeat": lambda shards: from_generator(shards).repeat(2),
 }
 
@@ -210,7 +210,7 @@ class NumberStream(IterableDataset):
     Each iteration begins at the first sample, except for the first one after `load_state_dict`.
     """
 
-    count, size_of_shard = 61, 5
+    count, size_of_shard = 90, 50
 
     def __init__(self):
         self.epoch = self.start = self.offset = 0
@@ -219,7 +219,7 @@ class NumberStream(IterableDataset):
         self.epoch = epoch
 
     def list_numbers(self):
-        numbers = [(7 * self.epoch + number) % self.count for number in range(self.count)]
+        numbers = [(17 * self.epoch + number) % self.count for number in range(self.count)]
         info = get_worker_info()
         return numbers if info is None else numbers[info.id :: info.num_workers]
 
@@ -378,6 +378,19 @@ class RepeatsAndLoses(NumberStream):
             yield number
 
 
+class ForgetsARareSource(NumberStream):
+    """A stream of two sources, of which the state has the position of one; every 25th sample is of the other."""
+
+    def __iter__(self):
+        rare = 1000
+        for number in super().__iter__():
+            if self.offset % 25 == 0:
+                rare += 1
+                yield rare
+            else:
+                yield number
+
+
 EXACT = [ExactStream, SharesItsState, KeepsItsState]
 INEXACT = [
     LeavesOutItsBuffer,
@@ -392,6 +405,8 @@ INEXACT = [
     HasAnEmptyState,
     RepeatsAndLoses,
 ]
+NEAR = pytest.mark.xfail(strict=True, reason="only the samples next to a state are compared")
+RARE = pytest.param(ForgetsARareSource, 1, 0, marks=NEAR)
 
 
 @pytest.mark.parametrize(
@@ -406,7 +421,8 @@ INEXACT = [
         for make in EXACT + INEXACT
         for size in (1, 2)
         for workers in (0, 1, 2)
-    ],
+    ]
+    + [RARE],
 )
 def test_a_stream_has_the_samples_of_the_uninterrupted_run_if_its_state_is_exact_or_not(
     clusters, make, size, workers, tmp_path
@@ -416,9 +432,9 @@ def test_a_stream_has_the_samples_of_the_uninterrupted_run_if_its_state_is_exact
 
 @pytest.mark.parametrize("make", EXACT + INEXACT)
 def test_a_resume_warns_once_of_a_state_that_is_not_used(make, tmp_path, caplog, recwarn):
-    read_and_save(make, {}, {(1, 12)}, tmp_path)
+    read_and_save(make, {}, {(1, 24)}, tmp_path)
     caplog.clear()
     recwarn.clear()
-    resume_and_read(make, {}, (1, 12), tmp_path)
+    resume_and_read(make, {}, (1, 24), tmp_path)
     texts = [record.getMessage() for record in caplog.records] + [str(w.message) for w in recwarn]
     assert len([text for text in texts if make.__name__ in text]) == (make in INEXACT)

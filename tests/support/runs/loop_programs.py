@@ -305,6 +305,8 @@ class ReaderPosition:
     num_batches: int
     spans_steps: bool
     """Whether this epoch of the loader began before the last step of its loop."""
+    has_ended: bool = False
+    """Whether the script has seen the end of the epoch."""
 
     @property
     def is_at_end(self) -> bool:
@@ -373,6 +375,7 @@ class _Reader:
         self._run, self._loader, self._skip, self._endless = run, loader, skip, endless
         self._num_batches = run.program.loaders[loader].num_batches
         self._to_drop = 0
+        self._has_ended = False
         self._iterator: Any = None
         self.done = 0
         self.step, self.first_step = 0, 1
@@ -382,7 +385,10 @@ class _Reader:
             self.done = start.done
             self.first_step = 0 if start.spans_steps else 1
             self.step = 1
-            if run.method in {"skip_first_batches", "continue"} or start.is_at_end:
+            self._has_ended = start.has_ended
+            if start.has_ended:
+                view = None
+            elif run.method in {"skip_first_batches", "continue"} or start.is_at_end:
                 if start.is_at_end and run.method != "resume":
                     view = None
                 elif run.method == "skip_first_batches":
@@ -401,7 +407,9 @@ class _Reader:
 
     @property
     def position(self) -> ReaderPosition:
-        return ReaderPosition(self.done, self._skip, self._num_batches, self.first_step < self.step)
+        return ReaderPosition(
+            self.done, self._skip, self._num_batches, self.first_step < self.step, self._has_ended
+        )
 
     def __iter__(self):
         return self
@@ -418,7 +426,7 @@ class _Reader:
         except StopIteration:
             self._iterator = None
             if not self._endless:
-                self._iterator = iter(())
+                self._iterator, self._has_ended = iter(()), True
                 raise
             self.done, self.first_step = 0, self.step
             self._iterator = iter(self._run.loaders[self._loader])
