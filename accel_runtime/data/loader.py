@@ -104,8 +104,10 @@ class PreparedLoader(DataLoader[Any]):
     def _iterate_epoch(self, outer: Sequence[EpochProgress], claimed: IterationState | None) -> Iterator[Any]:
         rng.broadcast_rng_types(list(self._options.rng_types), self._backend)
         check_model_parallel_ranks(self._backend)
-        state, num_replayed = self._begin_epoch(claimed)
-        running = EpochProgress(state.epoch, outer, state.num_batches)
+        continued = self._progress.begin(claimed)
+        state, num_replayed = self._begin_epoch(continued)
+        # The loops that a continued one was inside of are not those that are running now.
+        running = EpochProgress(state.epoch, () if continued else outer, state.num_batches, state.depth)
         self._progress.add(running)
         record = self._loops.open(running)
         device, non_blocking = self._backend.device, self._non_blocking
@@ -132,14 +134,13 @@ class PreparedLoader(DataLoader[Any]):
             if finished:
                 self._progress.num_padding = record.num_padding
 
-    def _begin_epoch(self, claimed: IterationState | None) -> tuple[IterationState, int]:
-        """Return the state that an iteration begins in, and the number of its batches that were returned before."""
-        state, num_returned = self._progress.begin(claimed), 0
-        if state is None:
+    def _begin_epoch(self, continued: IterationState | None) -> tuple[IterationState, int]:
+        """Return the state that an iteration begins in, and the number of batches to replay from before a save."""
+        if continued is None:
             epoch, start = self._progress.begin_epoch()
-            state = IterationState(epoch, start or self._source.state_type())
+            state, num_returned = IterationState(epoch, start or self._source.state_type()), 0
         else:
-            num_returned = state.num_batches
+            state, num_returned = continued, continued.num_batches
         self._notify_samplers(state.epoch)
         if state.source.offset:
             return state, 0

@@ -37,15 +37,19 @@ class EpochProgress:
         epoch: The number of the epoch.
         outer: The iterations that were running when the script began this one.
         num_batches: The number of batches that were skipped, or returned before the state that it continues from.
+        depth: The depth that it had at that state, if it continues from one.
     """
 
-    def __init__(self, epoch: int = 0, outer: Iterable[EpochProgress] = (), num_batches: int = 0) -> None:
+    def __init__(
+        self, epoch: int = 0, outer: Iterable[EpochProgress] = (), num_batches: int = 0, depth: int = 0
+    ) -> None:
         self.epoch = epoch
         self.step_info: StepInfo | None = None
         """Step of the last batch returned; None before the first. Only `advance` assigns it."""
         self.num_batches = num_batches
         """Number of batches that were returned or skipped. Only `count_batch` changes it."""
         self._is_running = True
+        self._saved_depth = depth
         # Weak: their states hold datasets and the workers of loaders.
         self._outer = [(weakref.ref(other), other.num_batches) for other in outer]
         self._state_at: Callable[[StepInfo | None], Any] = lambda _: None
@@ -77,7 +81,7 @@ class EpochProgress:
         Loops that advance together, as those of `zip`, have the same depth.
         """
         others = [other for ref, count in self._outer if (other := ref()) and other.has_returned(count)]
-        return max((other.depth + 1 for other in others), default=0)
+        return max((other.depth + 1 for other in others), default=self._saved_depth)
 
     def is_inside(self, other: EpochProgress) -> bool:
         """Return whether this iteration began after the newest batch of another one, which is running."""

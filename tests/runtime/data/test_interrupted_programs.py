@@ -388,9 +388,6 @@ def test_an_iterator_that_is_created_again_and_dropped_after_a_resume_has_left_t
     check_every_save(program, method, tmp_path)
 
 
-TWICE = pytest.mark.xfail(
-    strict=True, reason="after a resume, the state of the next epoch has the generator of this process"
-)
 LEFT_EPOCHS = {
     "saved at the last batch": (Loop((0,), (Save(),)),),
     "left": (Loop((0,), (Save(),), stop=2), Save()),
@@ -406,8 +403,6 @@ LEFT_EPOCHS = {
             kind,
             seedable,
             end,
-            # The epoch ends at once with `resume`, so that the next one begins in the same process.
-            marks=[TWICE] * ((method, end) != ("resume", "saved at the last batch")),
             id=f"{method}, {'seedable' if seedable else kind}, {end}",
         )
         for method in METHODS
@@ -661,7 +656,7 @@ def check_generated_program(data, features, method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@settle(15)
+@settle(6)
 @given(st.data())
 def test_a_generated_program_continues_as_if_it_had_not_been_interrupted(method, data):
     check_generated_program(data, ALL, method)

@@ -411,6 +411,10 @@ class _Reader:
             self.done, self._skip, self._num_batches, self.first_step < self.step, self._has_ended
         )
 
+    def drop(self):
+        """Drop the iterator."""
+        self._iterator = iter(())
+
     def __iter__(self):
         return self
 
@@ -603,16 +607,21 @@ class _Run:
             iterable = {"enumerate": enumerate, "generator": _pass_on}[loop.through](iterable)
         if loop.stop is not None and loop.leave == "islice":
             iterable = itertools.islice(iterable, loop.stop - done)
-        for _ in iterable:
-            if loop.stop is not None and loop.leave in {"top", "raise"} and state["done"] == loop.stop:
-                if loop.leave == "raise":
-                    raise _LeftError
-                break
-            state["done"] += 1
-            self._draw()
-            self._run_body(loop, ())
-            if loop.stop is not None and loop.leave == "bottom" and state["done"] == loop.stop:
-                break
+        try:
+            for _ in iterable:
+                if loop.stop is not None and loop.leave in {"top", "raise"} and state["done"] == loop.stop:
+                    if loop.leave == "raise":
+                        raise _LeftError
+                    break
+                state["done"] += 1
+                self._draw()
+                self._run_body(loop, ())
+                if loop.stop is not None and loop.leave == "bottom" and state["done"] == loop.stop:
+                    break
+        finally:
+            # As in a script, whose loop drops its iterators at once; a cycle with a frame of this class may keep them.
+            for reader in readers:
+                reader.drop()
         del self._frames[num_frames:]
 
     def _run_body(self, loop, path):
