@@ -246,7 +246,7 @@ MUTATIONS = (
     Mutation(
         "resume offset",
         "accel_runtime.data.loader:PreparedLoader._begin_epoch",
-        force_condition("position", False),
+        force_condition("offset", False),
         ("tests/runtime/data/test_resume.py::test_skip_first_batches_after_loading_a_state_skips_once",),
     ),
     Mutation(
@@ -259,8 +259,8 @@ MUTATIONS = (
     ),
     Mutation(
         "order of an epoch that is begun again",
-        "accel_runtime.data.source:Source.restart",
-        return_value("{}", instead_of="_EPOCH_KEYS"),
+        "accel_runtime.data.state:_EpochState.restart",
+        return_value("type(self)()"),
         (
             "tests/runtime/checkpoint/test_exact_resume.py::test_scripts_that_skip_batches_after_load_state_continue_from_every_step",
         ),
@@ -268,7 +268,7 @@ MUTATIONS = (
     Mutation(
         "random states of batches that are skipped",
         "accel_runtime.data.loader:PreparedLoader._iterate_batches.iterate",
-        force_condition("replayed", True),
+        force_condition("num_replayed", True),
         (
             "tests/runtime/checkpoint/test_exact_resume.py::test_scripts_that_skip_batches_after_load_state_continue_from_every_step",
         ),
@@ -358,7 +358,7 @@ MUTATIONS = (
     Mutation(
         "position one batch ahead",
         "accel_runtime.backends.batch_copies:prefetch_batches",
-        replace_name("state", "ahead.state_dict()"),
+        replace_name("source_state", "ahead.state()"),
         (
             "tests/runtime/data/test_prefetch.py::test_prefetching_does_not_change_batches_offsets_or_random_numbers",
         ),
@@ -405,8 +405,8 @@ MUTATIONS = (
     ),
     Mutation(
         "seed of a batch",
-        "accel_runtime.data.map_style:EpochOrder.batch_seed",
-        return_value("(self.epoch_seed, batch, 0)"),
+        "accel_runtime.data.map_style:EpochOrder._build_seed",
+        return_value("(start.batch_seed, batch, 0)"),
         ("tests/runtime/data/test_augmentation.py::test_two_ranks_draw_the_same_numbers_for_a_batch_as_one",),
     ),
     Mutation(

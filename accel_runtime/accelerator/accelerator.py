@@ -357,7 +357,7 @@ class Accelerator(ProcessMethods):
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """Scale gradients so that their norm is at most `max_norm`; fp16 gradients are unscaled first.
+        """Scale gradients so that their norm is at most `max_norm`; fp16 gradients of all optimizers are unscaled first.
 
         Gradients are clipped only at the end of an accumulation cycle; before, they are incomplete.
 

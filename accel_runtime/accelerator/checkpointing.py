@@ -180,7 +180,7 @@ class Checkpointing:
             return state.items(remaining)
 
         draft = saving.open(target, list_items, state.step, call_hooks)
-        retention.saved(draft.key)
+        retention.reserve_number(draft.key)
 
         def finish() -> None:
             if saving.finish(group) is not None:

@@ -100,7 +100,7 @@ class _PrefetchedBatch(NamedTuple):
 
     batch: Any
     step_info: StepInfo | None
-    state: Any
+    source_state: Any
 
 
 def prefetch_batches(
@@ -136,7 +136,7 @@ def prefetch_batches(
             current, following = following, fetch()
             batch = carrier.take(current.batch)
             epoch.advance(current.step_info)
-            epoch.read_states_from(_return_state(current.state))
+            epoch.read_states_from(_return_state(current.source_state))
             yield batch
     finally:
         following = None  # an exception references this frame, and a cycle would keep loader workers alive until garbage collection

@@ -229,8 +229,8 @@ class RetentionPolicy:
         parent = os.fspath(self.automatic)
         return numbered_key(parent, max(self._project.iteration, next_number(store, parent)))
 
-    def saved(self, key: str) -> None:
-        """Count a saved checkpoint; called on every rank."""
+    def reserve_number(self, key: str) -> None:
+        """Use the number of a checkpoint once its draft is open, also if the save fails; called on every rank."""
         number = parse_number(split_key(key)[1])
         if self.automatic is not None and number is not None:
             self._project.continue_after(number)

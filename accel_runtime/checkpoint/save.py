@@ -6,7 +6,8 @@
 
 There is one more exchange if the script has save hooks (`StateDigest` after them), if the state differs between ranks or nodes
 need not see the draft (`Details`), and if the state is copied for a save in the background. A step that fails on one rank
-raises the same error on all ranks at the end of its exchange. docs/design/saving.md has the reasons and the sizes.
+raises the same error on all ranks at the end of its exchange. Before the first exchange, `Backend.wait_for_ranks` finds ranks that
+do not call `save_state` (collectives/stalls.py). docs/design/saving.md has the reasons and the sizes.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class MapStyleSource(Source[MapStyleState]):
     @property
     @override
     def can_fetch_ahead(self) -> bool:
-        return self.inner.num_workers > 0 and self._order.is_drawn_at_once
+        return self.inner.num_workers > 0 and self._order.is_independent_after_first_step
 
     @property
     @override
@@ -290,7 +290,7 @@ class EpochOrder(Sampler[Any]):
         return ("torch",) if type(self.source) in _TORCH_SAMPLERS else KINDS
 
     @property
-    def is_drawn_at_once(self) -> bool:
+    def is_independent_after_first_step(self) -> bool:
         """Return True if no step after the first draws from the global generators or needs the other ranks."""
         compared = self._backend.topology.world_size > 1
         return self.draws_from != KINDS or (compared and len_or_none(self.source) is not None)
@@ -346,10 +346,10 @@ class EpochOrder(Sampler[Any]):
 
     def iterate_steps(self, start: EpochStart) -> Iterator[Step]:
         """Yield the steps of all ranks from the offset of an iteration on."""
-        source, kind, offset, eager = self.source, type(self.source), start.offset, start.draws_at_once
+        source, kind, offset = self.source, type(self.source), start.offset
         draws_alone = not self._backend.ranks_share_generators
         if not self._has_samples:
-            order, head = self._split(self._draw(map(list, source), eager=eager), start)
+            order, head = self._split(self._draw(map(list, source), draws_at_once=start.draws_at_once), start)
             return self.sharding.group_batches(order, head)
         if start.seed is not None and kind is RandomSampler:
             source = copy.copy(source)
@@ -363,18 +363,18 @@ class EpochOrder(Sampler[Any]):
             samples, first_samples = _draw_permutation(source, offset, self.stride)
         else:
             is_shared = kind in _TORCH_SAMPLERS and draws_alone
-            drawn = iter(source) if is_shared else self._draw(source, eager=eager)
+            drawn = iter(source) if is_shared else self._draw(source, draws_at_once=start.draws_at_once)
             samples, first_samples = self._split(drawn, start)
         return self.sharding.split_samples(samples, first_samples)
 
-    def _draw(self, items: Iterable[Any], *, eager: bool) -> Iterator[Any]:
+    def _draw(self, items: Iterable[Any], *, draws_at_once: bool) -> Iterator[Any]:
         """Yield the first rank's items: a sampler of the script may draw from anything.
 
         All ranks draw many at a time, and they are sent only if the ranks differ. If they share the
         random number generators, the first draws for all.
         """
         backend, length = self._backend, len_or_none(self.source)
-        if not eager and backend.topology.world_size == 1:
+        if not draws_at_once and backend.topology.world_size == 1:
             yield from items
             return
         size = (self.stride * _LOOKAHEAD_STEPS if length is None else length) + 1

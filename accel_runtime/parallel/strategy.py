@@ -216,7 +216,7 @@ class Strategy:
         _gradient_functions(parameters).clip_grad_value_(parameters, clip_value)
 
     def compute_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-        """Return the norm of the gradients over all ranks, as they are now: `[]`."""
+        """Return the norm of the gradients as they are now: `[]`; over all ranks if they are sharded, else those of this rank."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm: torch.Tensor = _gradient_functions(parameters).get_total_norm(gradients, norm_type)
         return norm
@@ -224,13 +224,17 @@ class Strategy:
     def unscale_gradients(
         self, optimizer: torch.optim.Optimizer, unscale: Unscale
     ) -> dict[torch.device, torch.Tensor]:
-        """Unscale the gradients of an optimizer by torch's function; return by device whether any rank had an overflow."""
+        """Unscale the gradients of an optimizer by torch's function; return by device whether there was an overflow.
+
+        That is the result of all ranks: sharded gradients are combined, and replicated ones were averaged before.
+        """
         return unscale_any(optimizer, unscale)
 
     def finish_gradients(self) -> None:
         """Combine what the backward passes of an accumulation cycle have left over; collective.
 
-        Called at the end of a cycle before gradients are read, scaled or used. Further calls in the same cycle do nothing.
+        Called at the end of a cycle before gradients are read, scaled or used. Further calls in the same cycle do nothing, as
+        do all calls of the strategies here: it is for engines that keep gradients to themselves.
         """
 
     def read_gradient_versions(self, parameters: Sequence[nn.Parameter]) -> GradientVersions:

@@ -400,7 +400,7 @@ class Gradients:
         return name_parameters(self._models, self._optimizers, self._strategy.unwrap_model)
 
     def clip_norm(self, parameters: _Parameters, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Run `torch.nn.utils.clip_grad_norm_` if the cycle is complete; otherwise only return the norm."""
+        """Unscale all gradients and clip some, if the cycle is complete; otherwise only return the norm."""
         tensors = self._list_current(parameters)
         if not self._accumulation.synced:
             norm = self._strategy.compute_norm(tensors, norm_type)
@@ -412,7 +412,7 @@ class Gradients:
         return self._strategy.clip_norm(tensors, max_norm, norm_type)
 
     def clip_value(self, parameters: _Parameters, clip_value: float) -> None:
-        """Run `torch.nn.utils.clip_grad_value_` if the cycle is complete."""
+        """Unscale all gradients and clamp some, if the cycle is complete."""
         if self._accumulation.synced:
             self._strategy.finish_gradients()
             self.unscale(None)
