@@ -122,8 +122,12 @@ class LoaderProgress:
         running += [state for _, state in self._claimed]
         if self._left is not None and self._left.is_exception_handled():
             running.append(self._left.state)
+        running += self._loaded
         state = next_epoch() if self._next_epoch is None else self._next_epoch
-        return LoaderState(self._next_epoch_number, state, (*running, *self._loaded))
+        if running:
+            # The global generators will have advanced until then, and they differ between ranks.
+            state = state.draw_from_restored()
+        return LoaderState(self._next_epoch_number, state, tuple(running))
 
     def _drop_ended(self) -> None:
         """Drop loaded iterations that the script does not continue.
