@@ -42,6 +42,7 @@ MADE_BY_ACCEL = {
 """Classes that scripts do not create: the parameters of their constructors are not public."""
 INTERNAL = {
     *(
+        "capture_state",
         "continue_after",
         "freeze",
         "has_used_gradients",
@@ -52,6 +53,7 @@ INTERNAL = {
         "make_run",
         "parse",
         "of",
+        "restore_state",
         "override_even_batches",
         "parameter_groups",
         "place",

@@ -96,7 +96,7 @@ def test_state_that_accelerate_does_not_save_is_logged(caplog):
         in message
     )
     assert "accelerator.skip_first_batches(loader, n)" in message
-    assert "window: the checkpoint was saved 1 micro-batches into an accumulation cycle" in message
+    assert "accumulation: the checkpoint was saved 1 micro-batches into an accumulation cycle" in message
 
 
 def test_load_state_clears_gradients_and_the_accumulation_cycle():
