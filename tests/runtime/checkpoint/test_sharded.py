@@ -132,7 +132,7 @@ def test_a_sharded_checkpoint_of_two_ranks_loads_on_two_and_on_one(pair_ready, t
     ] or not [name for name in manifest["tensors"] if name == "model/embedding.weight"], (
         "tied weights are written once"
     )
-    assert manifest["about"]["model"] == "UnevenTiedNet"
+    assert manifest["class_names"]["model"] == "UnevenTiedNet"
     for other in PAIRS:
         assert pair_ready.run(resume_and_train, folder, other) == [expected] * 2
     assert resume_and_train(folder, {}) == expected

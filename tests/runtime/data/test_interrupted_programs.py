@@ -499,6 +499,8 @@ class Features:
     nested: bool = True
     skips: bool = True
     endless: bool = True
+    augmented: bool = True
+    """Samples with random numbers, which are others on another number of processes."""
     augmented_streams: bool = True
     """Streams with a state whose samples have random numbers."""
     even: bool = False
@@ -519,7 +521,8 @@ def build_data(draw, features):
         draw(st.booleans()) if workers else False,
         # A stream without a state draws other numbers when it is read again, if the script draws from the same generators.
         draw(st.booleans())
-        if kind in ORDERED or workers or ("stateful" in kind and features.augmented_streams)
+        if features.augmented
+        and (kind in ORDERED or workers or ("stateful" in kind and features.augmented_streams))
         else False,
     )
 
@@ -631,6 +634,7 @@ ALL = Features()
 ON_ANY_WORLD_SIZE = Features(
     kinds=tuple(kind for kind in (*ORDERED, *STREAMS) if kind not in DRAWS_GLOBALLY and "split" not in kind),
     even=True,
+    augmented=False,
 )
 """Features of programs with the same batches on one process and on two."""
 
