@@ -193,8 +193,7 @@ class SavedByOneRank(Run):
         if self.accelerator.is_main_process:
             super().save()
 
-    def draw(self):
-        return None  # the random states of the other ranks were not saved
+    continues = False  # the random states of the other ranks were not saved
 
 
 class Sharded(Run):
