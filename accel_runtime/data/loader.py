@@ -129,10 +129,11 @@ class PreparedLoader(DataLoader[Any]):
                 yield batch
             finished = True
         finally:
-            self._progress.remove(running, None if finished else self._capture_iteration(running))
-            self._loops.close(record, finished=finished)
             if finished:
-                self._progress.num_padding = record.num_padding
+                self._progress.mark_finished(running, record.num_padding)
+            else:
+                self._progress.mark_left(running, self._capture_iteration(running))
+            self._loops.close(record, finished=finished)
 
     def _begin_epoch(self, continued: IterationState | None) -> tuple[IterationState, int]:
         """Return the state that an iteration begins in, and the number of batches to replay from before a save."""
@@ -335,9 +336,7 @@ class PreparedLoader(DataLoader[Any]):
         """Continue from a state; see `load_state_dict`."""
         for source in (*(each.source for each in state.running), state.next_epoch):
             self._check_state(source)
-        state = state.move_to(position)
-        state = state.draw_from_restored() if random_restored else state.draw_from_own()
-        self._progress.restore(state)
+        self._progress.restore(state.move_to(position).adapt_random(restored=random_restored))
 
     def _check_state(self, state: SourceState) -> None:
         """Raise ValueError if the state of a source is not valid here."""

@@ -38,7 +38,7 @@ class LoaderProgress:
         self._left: _LeftIteration | None = None
         """The newest iteration that the script has left."""
         self.num_padding = 0
-        """Number of padding samples in the last complete epoch, over all ranks; only the loader assigns it."""
+        """Number of padding samples in the last complete epoch, over all ranks. Only `mark_finished` assigns it."""
 
     @property
     def epoch(self) -> int:
@@ -99,9 +99,17 @@ class LoaderProgress:
         """Record an iteration that is running."""
         self._running.append(running)
 
-    def remove(self, running: EpochProgress, left: IterationState | None) -> None:
-        """Record the end of an iteration; `left` is its state if the script has left it."""
-        self._left = None if left is None else _LeftIteration(left)
+    def mark_finished(self, running: EpochProgress, num_padding: int) -> None:
+        """Record that an iteration has returned all batches, with this number of padding samples over all ranks."""
+        self._left, self.num_padding = None, num_padding
+        self._remove(running)
+
+    def mark_left(self, running: EpochProgress, state: IterationState) -> None:
+        """Record that the script has left an iteration in this state."""
+        self._left = _LeftIteration(state)
+        self._remove(running)
+
+    def _remove(self, running: EpochProgress) -> None:
         if running in self._running:  # else a state was loaded meanwhile
             self._running.remove(running)
         running.end()
@@ -126,7 +134,7 @@ class LoaderProgress:
         state = next_epoch() if self._next_epoch is None else self._next_epoch
         if running:
             # The global generators will have advanced until then, and they differ between ranks.
-            state = state.draw_from_restored()
+            state = state.adapt_random(restored=True)
         return LoaderState(self._next_epoch_number, state, tuple(running))
 
     def _drop_ended(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -47,15 +46,14 @@ class _EpochState:
         """Return the state before the draws of the start of the epoch, which are then made again with the same result."""
         return replace(self, begun=False, offset=0)
 
-    def draw_from_restored(self) -> Self:
-        """Return the state for a run that has restored the global generators, from which an epoch that begins draws."""
-        if self.begun or self.random is None:
+    def adapt_random(self, *, restored: bool) -> Self:
+        """Return the state for a run that has restored the global generators, or has not.
+
+        If it has, an epoch that has not begun draws from them; otherwise from the states here.
+        """
+        if not restored or self.begun or self.random is None:
             return self
         return replace(self, random=self.random.select_generators())
-
-    def draw_from_own(self) -> Self:
-        """Return the state for a run that has not restored the global generators."""
-        return self
 
 
 @dataclass(frozen=True)
@@ -149,8 +147,9 @@ class StreamState(_EpochState):
         return type(self)(random=self.random)
 
     @override
-    def draw_from_own(self) -> Self:
-        return replace(self, draws_in_turn=False)
+    def adapt_random(self, *, restored: bool) -> Self:
+        adapted = super().adapt_random(restored=restored)
+        return adapted if restored else replace(adapted, draws_in_turn=False)
 
 
 @dataclass(frozen=True)
@@ -169,11 +168,6 @@ class PreshardedState:
     random_of_next: RandomStates | None = None
     """Random states that the batch after the newest one was read under, since each is read one step ahead."""
 
-    @property
-    def begun(self) -> bool:
-        """Return whether the epoch has begun, so that the draws of its start are done."""
-        return self.local is not None and self.local.begun
-
     def skip(self, steps: int, stride: int) -> PreshardedState:
         """Return the state `steps` steps later, in which the rank reads `stride` samples each."""
         local = None if self.local is None else self.local.skip(steps, stride)
@@ -185,13 +179,9 @@ class PreshardedState:
             return self
         return replace(self, offset=0, local=self.local.restart(), random_of_next=None)
 
-    def draw_from_restored(self) -> PreshardedState:
-        """Return the state for a run that has restored the global generators, from which an epoch that begins draws."""
-        return self if self.local is None else replace(self, local=self.local.draw_from_restored())
-
-    def draw_from_own(self) -> PreshardedState:
-        """Return the state for a run that has not restored the global generators."""
-        return self if self.local is None else replace(self, local=self.local.draw_from_own())
+    def adapt_random(self, *, restored: bool) -> PreshardedState:
+        """Return the state for a run that has restored the global generators, or has not."""
+        return self if self.local is None else replace(self, local=self.local.adapt_random(restored=restored))
 
 
 NextBatch = Literal["next_batch", "epoch_start", "exact"]
@@ -231,10 +221,6 @@ class LoaderState:
     running: tuple[IterationState, ...] = ()
     """Iterations that are running, in the order in which they began; not those that the script has left."""
 
-    def leave(self) -> LoaderState:
-        """Return the state after the script has left the running iterations: the next epoch begins at its start."""
-        return replace(self, running=())
-
     def move_to(self, position: NextBatch) -> LoaderState:
         """Return the state for a run that continues at this position."""
         if position == "exact":
@@ -244,14 +230,8 @@ class LoaderState:
             running = tuple(each.restart() for each in running)
         return replace(self, running=running)
 
-    def draw_from_restored(self) -> LoaderState:
-        """Return the state for a run that has restored the global generators, from which an epoch that begins draws."""
-        return self._map_sources(lambda source: source.draw_from_restored())
-
-    def draw_from_own(self) -> LoaderState:
-        """Return the state for a run that has not restored the global generators."""
-        return self._map_sources(lambda source: source.draw_from_own())
-
-    def _map_sources(self, convert: Callable[[SourceState], SourceState]) -> LoaderState:
-        running = tuple(replace(each, source=convert(each.source)) for each in self.running)
-        return replace(self, next_epoch=convert(self.next_epoch), running=running)
+    def adapt_random(self, *, restored: bool) -> LoaderState:
+        """Return the state for a run that has restored the global generators, or has not."""
+        running = [replace(each, source=each.source.adapt_random(restored=restored)) for each in self.running]
+        next_epoch = self.next_epoch.adapt_random(restored=restored)
+        return replace(self, next_epoch=next_epoch, running=tuple(running))

@@ -68,7 +68,7 @@ def to_ids(batch):
 def read_steps(source, start=None, stop=None, to_samples=to_ids):
     """Return the steps of this rank after an offset, at most `stop`."""
     iterator, steps = EpochProgress(), []
-    for batch in source.iterate(iterator, (start or source.state_type()).draw_from_own()):
+    for batch in source.iterate(iterator, (start or source.state_type()).adapt_random(restored=False)):
         steps.append(Step(to_samples(batch), iterator.step_info, iterator.state()))
         if len(steps) == stop:
             break
