@@ -129,7 +129,7 @@ class Opening:
 
 @dataclass(frozen=True)
 class Details:
-    """Sent in an exchange of its own if the state differs between ranks: tensors of the items that differ."""
+    """Tensors of the items that differ between ranks, sent in a further exchange if there are any."""
 
     sees_draft: bool
     """Whether this node sees the draft, so that this rank can write into it."""
@@ -183,7 +183,7 @@ class RankState:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What this rank writes, and what differs between ranks."""
+    """Files that this rank writes, and the items that differ between ranks."""
 
     files: tuple[PlannedFile, ...]
     """Files of this rank."""

@@ -100,7 +100,7 @@ class EpochEnds:
         return True
 
     def _select(self, records: Sequence[LoopRecord], advanced: Sequence[LoopRecord]) -> list[LoopRecord]:
-        """Return the loops whose end is that of the loop that `accumulate` stands in."""
+        """Return the loops whose end is that of the loop around `accumulate`."""
         group = self._group
         is_new = not any(each in group or any(each.is_inside(other) for other in group) for each in advanced)
         if is_new and any(each.is_open for each in group):

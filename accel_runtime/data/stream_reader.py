@@ -103,7 +103,7 @@ class StreamReader:
         self._iterator = chain(first, iterator) if first else iter(())
 
     def open_at(self, saved: DatasetState, offset: int) -> bool:
-        """Open the dataset at a state of its own and read up to `offset`; return False if the samples are not the same."""
+        """Load the saved state into the dataset and read up to `offset`; return False if the samples differ."""
         if not self._has_state:
             return False
         self._has_head = False
