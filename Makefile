@@ -15,6 +15,10 @@ XLA_TESTS := tests/xla tests/runtime/backends/test_contract.py tests/runtime/par
 # Ray brings many packages, which only its tests need.
 RAY := .venv-ray
 RAY_READY := $(RAY)/.ready
+# DeepSpeed changes torch.distributed when it is imported, and compiles its operators.
+DEEPSPEED := .venv-deepspeed
+DEEPSPEED_READY := $(DEEPSPEED)/.ready
+DEEPSPEED_TESTS := tests/deepspeed tests/runtime/parallel/test_strategy_contract.py
 # Three tests at a time, also on two cores: many tests mostly wait.
 AT_ONCE := -n 3 --dist worksteal --durations=40 --durations-min=5
 # A test that hangs ends its process after 15 minutes with the stacks of all threads, and the other tests still run. Not in
@@ -27,7 +31,7 @@ MARKS ?= not slow and not full
 GPU_READY := $(if $(filter-out undefined file default,$(origin PYTHON)),,$(READY))
 GPU_PYTHON = $(if $(GPU_READY),$(BIN)/python,$(PYTHON))
 
-.PHONY: help demo test test-slow test-full test-xla test-ray test-gpu bench-gpu check fmt docs bench clean
+.PHONY: help demo test test-slow test-full test-xla test-ray test-deepspeed test-gpu bench-gpu check fmt docs bench clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,13 +58,17 @@ test-xla: $(XLA_READY)  ## Set up torch_xla in a separate environment, and test 
 test-ray: $(RAY_READY)  ## Set up Ray in a separate environment, and test on a cluster on this machine
 	$(RAY)/bin/python -m pytest $(TIME_LIMIT) -m "not full" tests/ray_jobs
 
+test-deepspeed: $(DEEPSPEED_READY)  ## Set up DeepSpeed in a separate environment, and test ZeRO on the CPU
+	$(DEEPSPEED)/bin/python -m pytest $(TIME_LIMIT) -n 2 --dist worksteal -m "not full" $(DEEPSPEED_TESTS)
+
 test-gpu: $(GPU_READY)  ## Run the tests that need a GPU; `PYTHON=python3` uses that interpreter
 	$(GPU_PYTHON) tests/gpu/__main__.py
 
-test-full: $(READY) $(XLA_READY) $(RAY_READY)  ## Run all tests in random order, then the mutations
+test-full: $(READY) $(XLA_READY) $(RAY_READY) $(DEEPSPEED_READY)  ## Run all tests in random order, then the mutations
 	$(BIN)/python -m pytest $(TIME_LIMIT) $(AT_ONCE) -p randomly
 	$(XLA)/bin/python -m pytest $(TIME_LIMIT) -n 2 --dist worksteal $(XLA_TESTS)
 	$(RAY)/bin/python -m pytest $(TIME_LIMIT) tests/ray_jobs
+	$(DEEPSPEED)/bin/python -m pytest $(TIME_LIMIT) -n 2 --dist worksteal $(DEEPSPEED_TESTS)
 	$(BIN)/python tests/mutations.py
 
 check: $(READY)  ## Lint, check types and formatting, and build the docs strictly
@@ -83,7 +91,7 @@ bench-gpu: $(GPU_READY)  ## Compare accel with bare torch and Accelerate on a GP
 	PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON) -m benchmarks.gpu
 
 clean:  ## Remove everything that the other targets create
-	rm -rf $(VENV) $(XLA) $(RAY) .venv-bench site dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(XLA) $(RAY) $(DEEPSPEED) .venv-bench site dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An environment is made once. When its requirements change, pip installs what changed. Python compiles a module when it is
@@ -115,4 +123,13 @@ $(RAY_READY): pyproject.toml constraints.txt
 	@echo 'Setting up $(RAY) with Ray: a minute, or the time of the download of torch'
 	@test -x $(RAY)/bin/python || $(PYTHON) -m venv $(RAY)
 	@$(RAY)/bin/python $(INSTALL) --quiet -c constraints.txt -e '.[test-ray]'
+	@touch $@
+
+$(DEEPSPEED_READY): pyproject.toml constraints.txt
+	@echo 'Setting up $(DEEPSPEED) with DeepSpeed: a minute, or the time of the download of torch'
+	@test -x $(DEEPSPEED)/bin/python || $(PYTHON) -m venv $(DEEPSPEED)
+	@# Its installation imports torch, so torch is installed first, and the build is not isolated.
+	@$(DEEPSPEED)/bin/python $(INSTALL) --quiet -c constraints.txt torch setuptools wheel
+	@$(DEEPSPEED)/bin/python $(INSTALL) --quiet -c constraints.txt --no-build-isolation deepspeed
+	@$(DEEPSPEED)/bin/python $(INSTALL) --quiet -c constraints.txt -e '.[test-deepspeed]'
 	@touch $@

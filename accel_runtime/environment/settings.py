@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 from accel_runtime.environment.accelerate import Translation, decode_variables, translate
+from accel_runtime.environment.deepspeed import DeepSpeed
 from accel_runtime.environment.layouts import (
     FullyShard,
     Number,
@@ -54,6 +55,7 @@ __all__ = [
     "TRUSTED_PROJECTS",
     "Compile",
     "CompileMode",
+    "DeepSpeed",
     "Device",
     "FullyShard",
     "LogLevel",
@@ -251,6 +253,8 @@ class Settings:
     """Sizes of the layout: `ACCEL_PARALLEL_DP_SHARD` and so on."""
     fully_shard: FullyShard = field(default_factory=FullyShard)
     """Options of `fully_shard`: `ACCEL_FULLY_SHARD_WRAP` and so on."""
+    deepspeed: DeepSpeed = field(default_factory=DeepSpeed)
+    """Options of DeepSpeed: `ACCEL_DEEPSPEED_STAGE` and so on."""
     compile: Compile = field(default_factory=Compile)
     """Arguments of `torch.compile`, unless the script passes its own: `ACCEL_COMPILE_BACKEND` and so on."""
 
@@ -373,8 +377,8 @@ def _format_value(value: object) -> str:
 def _parse_value(name: str, text: str, kind: object) -> object:
     if kind is str:
         return text
-    if kind is bool:
-        return read_switch(name, text)
+    if kind is bool or kind is float:
+        return read_switch(name, text) if kind is bool else _parse_float(name, text)
     if bool in get_args(kind):
         # Besides true and false, a number above 1 or a word.
         is_other = (
@@ -399,6 +403,13 @@ def _parse_word_or_number(name: str, text: str, kinds: tuple[object, ...]) -> st
     raise SettingsError(
         f"Invalid {name} {text!r}: expected a whole number above 0{''.join(f', or {word}' for word in words)}."
     )
+
+
+def _parse_float(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise SettingsError(f"Invalid {name} {text!r}: expected a number.") from None
 
 
 def _split_items(text: str) -> list[str]:

@@ -140,7 +140,7 @@ def save_or_be_killed(*args):
 def save_and_check(kind, folder, fault, rank, files):
     """Save with a failing call, and check what the invariant says; return the error and the calls of all ranks."""
     run, error, calls = save_with_fault(kind, folder, fault, rank)
-    context = f"{fault}: {error}"
+    context = f"{fault}: {error} after {calls}"
     assert set(run.gather(error)) == {error}
     if error and run.rank == 0:
         assert_has_form(error)

@@ -1,0 +1,383 @@
+"""Options of DeepSpeed's ZeRO, and its JSON files; standard library only.
+
+The launcher uses it to refuse what cannot work before it starts processes, and the runtime to build DeepSpeed's configuration.
+The keys of the JSON files are DeepSpeed's (https://www.deepspeed.ai/docs/config-json, 0.19.8).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from accel_runtime.environment.layouts import SettingsError
+
+__all__ = [
+    "AUTO",
+    "DeepSpeed",
+    "DeepSpeedConfig",
+    "OffloadDevice",
+    "ZeroStage",
+    "read_deepspeed_file",
+    "resolve_deepspeed",
+]
+
+ZeroStage = Literal["no", "auto", "0", "1", "2", "3"]
+OffloadDevice = Literal["no", "cpu", "nvme"]
+AUTO = "auto"
+"""Value in a JSON file that is filled in when the model is prepared."""
+
+
+@dataclass(frozen=True)
+class DeepSpeed:
+    """Options of DeepSpeed's ZeRO; each replaces a key of `config_file` that is missing or `auto`."""
+
+    stage: ZeroStage = "no"
+    """What is sharded: 1 the optimizer state, 2 gradients too, 3 parameters too; `auto` is the stage of `config_file`, `no` does
+    not use DeepSpeed."""
+    config_file: str = ""
+    """Path of a JSON file of DeepSpeed."""
+    offload_optimizer: OffloadDevice = "no"
+    """Device that keeps the optimizer state and steps, if it is not that of the model."""
+    offload_param: OffloadDevice = "no"
+    """Device that keeps the sharded parameters of stage 3, if it is not that of the model."""
+    nvme_path: str = ""
+    """Directory on a local disk for what is offloaded to `nvme`."""
+    zero3_init: bool = False
+    """If true, `from_pretrained` of transformers shards a model while it loads; for stage 3."""
+    gradient_clipping: float = 0.0
+    """Norm to which the gradients of every step are clipped; 0 leaves clipping to the script."""
+    reduce_bucket_size: int | Literal["auto"] = "auto"
+    """Number of gradients that are reduced together."""
+    prefetch_bucket_size: int | Literal["auto"] = "auto"
+    """Number of parameters that stage 3 gathers ahead."""
+    param_persistence_threshold: int | Literal["auto"] = "auto"
+    """Number of elements below which stage 3 does not shard a parameter."""
+
+    def __post_init__(self) -> None:
+        for name in ("stage", "offload_optimizer", "offload_param"):
+            words = {"stage": ZeroStage, "offload_optimizer": OffloadDevice, "offload_param": OffloadDevice}
+            if getattr(self, name) not in words[name].__args__:  # type: ignore[attr-defined]
+                expected = ", ".join(words[name].__args__)  # type: ignore[attr-defined]
+                raise SettingsError(
+                    f"Invalid deepspeed.{name} {getattr(self, name)!r}: expected one of {expected}."
+                )
+        if not 0 <= self.gradient_clipping < float("inf"):
+            raise SettingsError(
+                f"Invalid deepspeed.gradient_clipping {self.gradient_clipping}: expected a number above 0, or 0."
+            )
+        if self.stage == "no":
+            changed = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+            if changed:
+                raise SettingsError(
+                    f"deepspeed.{changed[0]} has no effect with deepspeed.stage: no. Set deepspeed.stage to 1, 2 or 3, or to auto "
+                    "with a config_file."
+                )
+        if self.stage == AUTO and not self.config_file:
+            raise SettingsError(
+                "Invalid deepspeed.stage auto: there is no deepspeed.config_file to read it from. Set the stage to 1, 2 or 3."
+            )
+        if "nvme" in {self.offload_optimizer, self.offload_param} and not (
+            self.nvme_path or self.config_file
+        ):
+            raise SettingsError(
+                "deepspeed: offloading to nvme needs a directory. Set deepspeed.nvme_path to one on a local disk."
+            )
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether DeepSpeed is used."""
+        return self.stage != "no"
+
+
+@dataclass(frozen=True)
+class DeepSpeedConfig:
+    """A configuration of DeepSpeed, with the source of each value."""
+
+    values: Mapping[str, Any]
+    """The nested keys of a JSON file; `auto` is filled in when the model is prepared."""
+    sources: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Where each value comes from, by its path, such as `zero_optimization.stage`."""
+
+    def get(self, path: str, default: Any = None) -> Any:
+        """Return the value at a path; the default also for `auto`."""
+        value = find_value(self.values, path)
+        return default if value is None or value == AUTO else value
+
+    @property
+    def stage(self) -> int:
+        """Return the ZeRO stage: what DeepSpeed's default, 0, is without one."""
+        return int(self.get("zero_optimization.stage", 0))
+
+    @property
+    def mixed_precision(self) -> Literal["bf16", "fp16"] | None:
+        """Return the number format that is enabled; None if that is left to the profile."""
+        names: tuple[Literal["bf16", "fp16"], ...] = ("bf16", "fp16")
+        return next((name for name in names if self.get(f"{name}.enabled") is True), None)
+
+
+def find_value(values: Mapping[str, Any], path: str) -> Any:
+    """Return the value at a path of nested keys; None without one."""
+    value: Any = values
+    for key in path.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            return None
+        value = value[key]
+    return value
+
+
+def read_deepspeed_file(path: str | Path) -> dict[str, Any]:
+    """Return the content of a JSON file of DeepSpeed.
+
+    Raises:
+        SettingsError: The file cannot be read, is not JSON, has a key twice, or has keys that accel does not support.
+    """
+
+    def refuse_repeated(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        if repeated := next((name for name in names if names.count(name) > 1), None):
+            raise SettingsError(f"Invalid {path}: the key {repeated!r} occurs twice. Remove one of them.")
+        return dict(pairs)
+
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise SettingsError(
+            f"Cannot read {path}, the file of deepspeed.config_file: {reason}. Correct the path."
+        ) from None
+    try:
+        values = json.loads(text, object_pairs_hook=refuse_repeated)
+    except json.JSONDecodeError as error:
+        raise SettingsError(
+            f"Invalid {path}: {error.msg} in line {error.lineno}, column {error.colno}. Correct the JSON."
+        ) from None
+    if not isinstance(values, dict):
+        raise SettingsError(f"Invalid {path}: expected a JSON object with the keys of DeepSpeed.")
+    check_deepspeed_keys(values, str(path))
+    return values
+
+
+def check_deepspeed_keys(values: Mapping[str, Any], source: str) -> None:
+    """Raise SettingsError for keys of a configuration that DeepSpeed does not have, or that accel does not support."""
+    for top, value in values.items():
+        _refuse(top, value, source)
+        if top not in SECTIONS and top not in KEYS and top not in REFUSED:
+            raise SettingsError(
+                f"{source}: {top} is not a key of DeepSpeed.{_suggest(top, [*SECTIONS, *KEYS])}"
+            )
+        if top not in SECTIONS:
+            continue
+        if not isinstance(value, Mapping):
+            raise SettingsError(f"Invalid {source}: {top} is {_show(value)}, expected an object.")
+        for key, each in value.items():
+            _refuse(f"{top}.{key}", each, source)
+            if key not in SECTIONS[top] and f"{top}.{key}" not in REFUSED:
+                raise SettingsError(
+                    f"{source}: {top}.{key} is not a key of DeepSpeed.{_suggest(key, SECTIONS[top])}"
+                )
+
+
+def _refuse(path: str, value: Any, source: str) -> None:
+    if path in REFUSED and not _is_off(value):
+        raise SettingsError(f"{source}: {path} is not supported: {REFUSED[path]}")
+
+
+def _suggest(name: str, known: Sequence[str]) -> str:
+    nearest = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean {nearest[0]}?" if nearest else " Remove it."
+
+
+def _is_off(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return not value.get("enabled", bool(value))
+    return value is not True and value in (None, False, 0, 1, "none", "None", "", AUTO)
+
+
+def _iterate_leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _iterate_leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+_OFFLOAD = "zero_optimization.offload_optimizer"
+_OFFLOAD_PARAM = "zero_optimization.offload_param"
+PATHS = {
+    "stage": "zero_optimization.stage",
+    "offload_optimizer": f"{_OFFLOAD}.device",
+    "offload_param": f"{_OFFLOAD_PARAM}.device",
+    "gradient_clipping": "gradient_clipping",
+    "reduce_bucket_size": "zero_optimization.reduce_bucket_size",
+    "prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
+    "param_persistence_threshold": "zero_optimization.stage3_param_persistence_threshold",
+}
+"""Fields of the profile's section, and their paths in a JSON file."""
+
+
+def resolve_deepspeed(
+    section: DeepSpeed,
+    file: Mapping[str, Any] | None = None,
+    stated: Mapping[str, tuple[Any, str]] = MappingProxyType({}),
+) -> DeepSpeedConfig:
+    """Return the configuration of a section of the profile, its JSON file, and other statements.
+
+    Args:
+        section: The section.
+        file: The content of `section.config_file`; None without one.
+        stated: Values by path that the script or another part of the profile states, with the name of that place.
+
+    Raises:
+        SettingsError: Two of them contradict each other; the message names both.
+    """
+    values: dict[str, Any] = json.loads(json.dumps(file or {}))
+    sources = {path: section.config_file for path, _ in _iterate_leaves(values)}
+    statements = {
+        PATHS[f.name]: (getattr(section, f.name), f"deepspeed.{f.name}")
+        for f in fields(section)
+        if f.name in PATHS and getattr(section, f.name) not in (f.default, AUTO)
+    }
+    if "zero_optimization.stage" in statements:
+        stage, name = statements["zero_optimization.stage"]
+        statements["zero_optimization.stage"] = (int(stage), name)
+    if section.nvme_path:
+        for path in (_OFFLOAD, _OFFLOAD_PARAM):
+            device = statements.get(f"{path}.device", (find_value(values, f"{path}.device"), ""))[0]
+            if device == "nvme":
+                statements[f"{path}.nvme_path"] = (section.nvme_path, "deepspeed.nvme_path")
+    for path, (value, source) in (*statements.items(), *stated.items()):
+        known = find_value(values, path)
+        if known is not None and known != AUTO and not _is_same(known, value):
+            raise SettingsError(
+                f"{path} is {_show(known)} in {sources.get(path, 'the defaults')} and {_show(value)} by {source}. Remove one of "
+                "them, or set it to auto in the JSON file."
+            )
+        if known is None or known == AUTO:
+            _set_value(values, path, value)
+            sources[path] = source
+    config = DeepSpeedConfig(values, sources)
+    _check_combination(config)
+    return config
+
+
+def _check_combination(config: DeepSpeedConfig) -> None:
+    """Raise SettingsError if values have no effect together."""
+    source = config.sources.get("zero_optimization.stage", "DeepSpeed's default")
+    stage = config.get("zero_optimization.stage", 0)
+    if isinstance(stage, bool) or stage not in {0, 1, 2, 3}:
+        raise SettingsError(
+            f"Invalid zero_optimization.stage {_show(stage)} by {source}: expected 0, 1, 2 or 3."
+        )
+    for path, least in ((_OFFLOAD, 1), (_OFFLOAD_PARAM, 3)):
+        device = config.get(f"{path}.device", "none")
+        if device not in {"none", "cpu", "nvme"}:
+            raise SettingsError(f"Invalid {path}.device {_show(device)}: expected none, cpu or nvme.")
+        if device != "none" and config.stage < least:
+            raise SettingsError(
+                f"{path}.device: {device} by {config.sources[f'{path}.device']} has no effect in ZeRO stage {config.stage} by "
+                f"{source}. Use stage {least}{'' if least == 3 else ' or higher'}."  # noqa: PLR2004 - the highest stage
+            )
+        if device == "nvme" and not config.get(f"{path}.nvme_path"):
+            raise SettingsError(
+                f"{path}.device: nvme needs a directory. Set deepspeed.nvme_path to one on a local disk."
+            )
+    if config.get("bf16.enabled") is True and config.get("fp16.enabled") is True:
+        raise SettingsError("bf16.enabled and fp16.enabled are both true. Enable one of them.")
+
+
+def _set_value(values: dict[str, Any], path: str, value: Any) -> None:
+    *parents, name = path.split(".")
+    for parent in parents:
+        values = values.setdefault(parent, {})
+    values[name] = value
+
+
+def _is_same(known: Any, value: Any) -> bool:
+    if isinstance(known, (int, float)) and isinstance(value, (int, float)):
+        return isinstance(known, bool) == isinstance(value, bool) and float(known) == float(value)
+    return str(known).lower() == str(value).lower()
+
+
+def _show(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+_ZERO = (
+    "stage", "allgather_partitions", "allgather_bucket_size", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size",
+    "use_multi_rank_bucket_allreduce", "overlap_comm", "load_from_fp32_weights", "elastic_checkpoint", "offload_param",
+    "offload_optimizer", "sub_group_size", "cpu_offload_param", "cpu_offload_use_pin_memory", "cpu_offload", "prefetch_bucket_size",
+    "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters", "max_reuse_distance",
+    "gather_16bit_weights_on_model_save", "module_granularity_threshold", "use_all_reduce_for_fetch_params",
+    "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_model_persistence_threshold",
+    "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_gather_16bit_weights_on_model_save",
+    "stage3_gather_fp16_weights_on_model_save", "stage3_module_granularity_threshold",
+    "stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "ignore_unused_parameters", "legacy_stage1",
+    "round_robin_gradients", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients", "zeropp_loco_param", "memory_efficient_linear", "override_module_apply", "log_trace_cache_warnings",
+    "enable_sanity_checks", "save_muon_momentum_buffer_in_memory",
+)  # fmt: skip
+SECTIONS: Mapping[str, Sequence[str]] = MappingProxyType({
+    "zero_optimization": _ZERO,
+    "fp16": (
+        "enabled", "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale",
+        "consecutive_hysteresis", "fp16_master_weights_and_grads",
+    ),
+    "bf16": ("enabled", "immediate_grad_update", "check_grad_overflow", "bf16_master_weights_and_grads", "bf16_optimizer_states"),
+    "optimizer": ("type", "params", "legacy_fusion"),
+    "scheduler": ("type", "params"),
+    "data_types": ("grad_accum_dtype",),
+    "activation_checkpointing": (
+        "partition_activations", "cpu_checkpointing", "contiguous_memory_optimization", "number_checkpoints",
+        "synchronize_checkpoint_boundary", "profile",
+    ),
+    "aio": ("block_size", "queue_depth", "thread_count", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds"),
+})  # fmt: skip
+"""Sections of a JSON file, with their keys."""
+KEYS = (
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
+    "prescale_gradients", "gradient_predivide_factor", "sparse_gradients", "communication_data_type", "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer", "steps_per_print", "wall_clock_breakdown", "dump_state", "memory_breakdown", "seq_parallel_communication_data_type",
+    "disable_allgather", "graph_harvesting",
+)  # fmt: skip
+"""Keys of a JSON file outside of sections."""
+_TRACKERS = "use accelerator.log and the trackers of log_with."
+REFUSED: Mapping[str, str] = MappingProxyType({
+    "pipeline": "accel has no pipeline parallelism. Use ZeRO stage 3, or parallel.tp.",
+    "tensor_parallel": "AutoTP is not supported. Use parallel.tp with fully_shard.",
+    "autotp_size": "AutoTP is not supported. Use parallel.tp with fully_shard.",
+    "sequence_parallel_size": "Ulysses is not supported. Use parallel.cp with fully_shard.",
+    "moe": "expert parallelism is not supported. Use ZeRO stage 3, or fully_shard.",
+    "compression_training": "compression is not supported. Quantize the trained model with another library.",
+    "elasticity": "accel restarts with other numbers of processes by itself. Set max_restarts in the profile.",
+    "data_efficiency": "accel does not change the data. Use a sampler.",
+    "curriculum_learning": "accel does not change the data. Use a sampler.",
+    "progressive_layer_drop": "it needs DeepSpeed's own training loop. Drop layers in the model.",
+    "eigenvalue": "it needs DeepSpeed's own training loop. Remove it.",
+    "quantize_training": "it needs DeepSpeed's own training loop. Remove it.",
+    "amp": "apex is not supported. Use bf16 or fp16.",
+    "torch_autocast": "autocast is set by mixed_precision. Set mixed_precision: bf16.",
+    "sparse_attention": "DeepSpeed's sparse attention is not supported. Use torch's scaled_dot_product_attention.",
+    "autotuning": "DeepSpeed's autotuning starts its own launches. Use accel estimate.",
+    "hybrid_engine": "DeepSpeed's hybrid engine is not supported. Generate in a separate engine.",
+    "checkpoint": "checkpoints are saved by accelerator.save_state, and load on any number of processes. Remove it.",
+    "use_data_before_expert_parallelism": "expert parallelism is not supported. Remove it.",
+    "flops_profiler": "use accelerator.profile().",
+    "comms_logger": "use accelerator.profile().",
+    "tensorboard": _TRACKERS,
+    "wandb": _TRACKERS,
+    "csv_monitor": _TRACKERS,
+    "comet": _TRACKERS,
+    "compile": "set compile.backend in the profile.",
+    "nebula": "checkpoints are saved by accelerator.save_state. Remove it.",
+    "weight_quantization": "quantization of weights is not supported. Use bf16.",
+    "zero_optimization.mics_shard_size": "MiCS is not supported. Use parallel.dp_replicate with fully_shard.",
+    "zero_optimization.mics_hierarchical_params_gather": "MiCS is not supported. Use parallel.dp_replicate with fully_shard.",
+    "zero_optimization.zenflow": "ZenFlow is not supported. Use offload_optimizer.",
+    "zero_optimization.leaf_module": "leaf modules are set by the plugin. Use DeepSpeedPlugin.set_moe_leaf_modules.",
+})  # fmt: skip
+"""Keys of a JSON file that are refused unless they are off, and what to use."""
