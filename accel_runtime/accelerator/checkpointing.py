@@ -253,7 +253,9 @@ class Checkpointing:
         ):
             path, state = Path(input_dir).absolute(), self._training_state(self._run.meta_models)
             items = state.items(without=self._run_load_hooks(path), strict=strict)
-            return restore_accelerate_checkpoint(path, state, items, all_gather, strict=strict)
+            checkpoint = restore_accelerate_checkpoint(path, state, items, all_gather, strict=strict)
+            state.view.write_back()
+            return checkpoint
         from accel_runtime.checkpoint.load import LoadOperation  # noqa: PLC0415 - slow to import
 
         loading = LoadOperation(
@@ -278,11 +280,9 @@ class Checkpointing:
                         stack.enter_context(compute_buffers(model, self._run.backend.device))
                     except ValueError as error:
                         raise CheckpointError(str(error)) from error
-            checkpoint = loading.load(
-                self._training_state(self._run.meta_models).items(
-                    without=loaded_by_hooks, strict=strict, position=position
-                ),
-            )
+            state = self._training_state(self._run.meta_models)
+            checkpoint = loading.load(state.items(without=loaded_by_hooks, strict=strict, position=position))
+            state.view.write_back()
             self._run.strategy.synchronize()
         if checkpoint.number is not None and input_dir is None:
             self._run.options.project.continue_after(checkpoint.number)
@@ -362,12 +362,14 @@ class Checkpointing:
         return [index for index, model in enumerate(models) if not any(model is other for other in remaining)]
 
     def _training_state(self, memory: MetaModels | None = None, *, one_rank: bool = False) -> TrainingState:
+        prepared = self._run.prepared
         return TrainingState(
             self._run.strategy,
-            self._run.prepared.models,
-            self._run.prepared.optimizers,
-            self._run.prepared.schedulers,
-            self._run.prepared.all_loaders,
+            self._run.strategy.open_state(prepared.models, [each.optimizer for each in prepared.optimizers]),
+            prepared.models,
+            prepared.optimizers,
+            prepared.schedulers,
+            prepared.all_loaders,
             self._run.precision,
             self._run.accumulation,
             self._run.gradients,

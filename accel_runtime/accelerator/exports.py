@@ -25,12 +25,7 @@ from accel_runtime.export.save_model import (
     write_on_main_process,
 )
 from accel_runtime.foundation import module_names
-from accel_runtime.parallel.dtensor import (
-    gather_parameters,
-    gather_state_dict,
-    is_sharded_model,
-    reshard_models,
-)
+from accel_runtime.parallel.dtensor import gather_state_dict, reshard_models
 from accel_runtime.storage.errors import errors_on_all_ranks
 from accel_runtime.storage.file_system import parse_size
 from accel_runtime.training.compile import unwrap
@@ -65,10 +60,11 @@ class Exports:
         """Return the full state of a model; collective for a sharded one."""
         module = self.unwrap_model(model) if unwrap else model
         reshard_models([module])
-        if is_sharded_model(module):
+        if self._run.strategy.is_sharded(module):
             # The gathering itself is torch's, which compares nothing.
             self._run.backend.handshake.exchange(call_at_site("get_state_dict", anywhere=True))
-            return gather_state_dict(module, keep=everywhere or self._run.backend.topology.rank == 0)
+            (view,) = self._run.strategy.open_state([module], []).models
+            return gather_state_dict(view, keep=everywhere or self._run.backend.topology.rank == 0)
         if unwrap:
             return module_names.state_dict(module)
         if isinstance(module, DistributedDataParallel):
@@ -80,9 +76,9 @@ class Exports:
         """Gather the parameters of a sharded model on every process inside the context; collective."""
         optimizers = [prepared.optimizer for prepared in self._run.prepared.optimizers]
         module = self.unwrap_model(model)
-        if is_sharded_model(module):
+        if self._run.strategy.is_sharded(module):
             self._run.backend.handshake.exchange(call_at_site("gathered", anywhere=True))
-        return gather_parameters(module, optimizers)
+        return self._run.strategy.gathered(module, optimizers)
 
     def save_model(
         self,
@@ -104,8 +100,10 @@ class Exports:
         absence = self._run.backend.wait_for_ranks("save_model")
         reshard_models([module])
         tied = _tied_names(module)
-        if is_sharded_model(module) and absence is None:
-            export_sharded_model(module, directory, limit, self._run.backend, tied=tied, each_machine=each)
+        is_sharded = self._run.strategy.is_sharded(module)
+        if is_sharded and absence is None:
+            (state,) = self._run.strategy.open_state([module], []).models
+            export_sharded_model(state, directory, limit, self._run.backend, tied=tied, each_machine=each)
             return
 
         def write() -> None:
@@ -121,7 +119,7 @@ class Exports:
                 return ""
 
             write_without_missing_ranks(
-                "save_model", absence, self._run.backend, write_alone, sharded=is_sharded_model(module)
+                "save_model", absence, self._run.backend, write_alone, sharded=is_sharded
             )
             return
         write_on_main_process("save_model", write, self._run.backend, each_machine=each)
@@ -132,14 +130,16 @@ class Exports:
         module = self.unwrap_model(model)
         all_gather = partial(all_gather_objects, "load_model", handshake=self._run.backend.handshake)
         reshard_models([module])
-        if is_streamed(module):
+        if is_streamed(module) or self._run.strategy.is_sharded(module):
             loader = WeightLoader(
                 all_gather,
                 self._run.backend.topology.rank,
                 self._run.backend.topology.world_size,
                 self._run.meta_models,
             )
-            loader.load(module, Path(directory))
+            view = self._run.strategy.open_state([module], [])
+            loader.load(view.models[0], Path(directory))
+            view.write_back()
             return
         with errors_on_all_ranks(all_gather):
             current = self._run.backend.runtime.state_to_host(module_names.state_dict(module))

@@ -298,7 +298,7 @@ class Preparation:
             self._run.build_gather("the loss of LBFGS"),
         )
         if self._run.options.device_placement if device_placement is None else device_placement:
-            prepared.place()
+            self._run.strategy.place_state(optimizer)
         self._run.prepared.optimizers.append(prepared)
         self._run.gradients.find_groups()
         self._on_optimizer(prepared)

@@ -57,6 +57,11 @@ def connect(settings: Settings, topology: Topology, options: dict[str, Any] | No
             "launcher.kind: xla with spmd: true does, or unset ACCEL_SPMD."
         )
     if settings.device == "xla":
+        if settings.deepspeed.is_used:
+            raise ValueError(
+                "deepspeed: is not supported on XLA devices. Remove it, or set launcher.spmd: true to shard a model over the XLA "
+                "devices of a machine."
+            )
         if not settings.parallel.plain:
             raise ValueError(
                 "parallel: and fully_shard: are not supported on XLA devices: they shard models over torch.distributed. Remove them, "
@@ -69,7 +74,7 @@ def connect(settings: Settings, topology: Topology, options: dict[str, Any] | No
     device = _select_device(settings.device, topology, backend)
     runtime = DeviceRuntime(device)
     # Shards need the collectives of torch on one process too.
-    if topology.launched or not settings.parallel.plain:
+    if topology.launched or not settings.parallel.plain or settings.deepspeed.is_used:
         return DistributedBackend(topology, runtime, settings, options or {})
     return Single(topology, runtime)
 

@@ -21,7 +21,6 @@ from accel_runtime.parallel.dtensor import shard_like
 from accel_runtime.storage.errors import CheckpointError, format_names
 from accel_runtime.storage.manifest import TensorEntry
 from accel_runtime.storage.schema import FieldError, read_value, write_record
-from accel_runtime.training.optimizer import PreparedOptimizer
 
 __all__ = [
     "LoaderItem",
@@ -275,9 +274,11 @@ class OptimizerItem(StateItem):
 
     schema = _OptimizerState
 
-    def __init__(self, name: str, prepared: PreparedOptimizer, names: Mapping[nn.Parameter, str]) -> None:
+    def __init__(
+        self, name: str, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
+    ) -> None:
         super().__init__(name)
-        self._optimizer = prepared.optimizer
+        self._optimizer = optimizer
         self._names = names
 
     @property

@@ -27,7 +27,7 @@ from accel_runtime.data.state import NextBatch
 from accel_runtime.foundation.module_names import state_dict
 from accel_runtime.parallel.big_modeling import MetaModels
 from accel_runtime.parallel.dtensor import shard_like
-from accel_runtime.parallel.strategy import Strategy
+from accel_runtime.parallel.strategy import StateView, Strategy
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.manifest import TensorEntry
 from accel_runtime.storage.schema import Count, Shape
@@ -54,6 +54,8 @@ class TrainingState:
     """Objects that an `Accelerator` has prepared."""
 
     strategy: Strategy
+    view: StateView
+    """Modules and optimizers whose tensors are saved and restored."""
     models: Sequence[nn.Module]
     optimizers: Sequence[PreparedOptimizer]
     schedulers: Sequence[PreparedScheduler]
@@ -96,7 +98,7 @@ class TrainingState:
 
     def states(self) -> list[dict[str, Any]]:
         """Return the state dict of every model, with the parameter names of the script's module."""
-        return [state_dict(self.strategy.unwrap_model(model)) for model in self.models]
+        return [state_dict(model) for model in self.view.models]
 
     def items(
         self,
@@ -112,22 +114,23 @@ class TrainingState:
         have removed, and `position` selects the offset at which loaders resume (see
         `PreparedLoader.load_state_dict`).
         """
-        names = name_parameters(self.models, self.optimizers, self.strategy.unwrap_model)
+        groups = [[group["params"] for group in optimizer.param_groups] for optimizer in self.view.optimizers]
+        names = name_parameters(self.view.models, groups)
         items: list[StateItem] = [ReplicaItem(self.strategy, () if self.one_rank else self.models)]
         items += [
             ModelItem(
                 numbered_name("model", index),
-                self.strategy.unwrap_model(model),
+                model,
                 None if states is None else states[index],
                 strict=strict,
                 memory=self.memory,
             )
-            for index, model in enumerate(self.models)
+            for index, model in enumerate(self.view.models)
             if index not in without and (states is None or index in states)
         ]
         items += [
             OptimizerItem(numbered_name("optimizer", index), optimizer, names)
-            for index, optimizer in enumerate(self.optimizers)
+            for index, optimizer in enumerate(self.view.optimizers)
         ]
         items += [
             StatefulItem(numbered_name(kind, index), stateful_object)

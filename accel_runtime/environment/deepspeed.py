@@ -22,6 +22,7 @@ __all__ = [
     "DeepSpeedConfig",
     "OffloadDevice",
     "ZeroStage",
+    "read_deepspeed_config",
     "read_deepspeed_file",
     "resolve_deepspeed",
 ]
@@ -263,6 +264,16 @@ def resolve_deepspeed(
     config = DeepSpeedConfig(values, sources)
     _check_combination(config)
     return config
+
+
+def read_deepspeed_config(section: DeepSpeed) -> DeepSpeedConfig:
+    """Return the configuration of a section and its JSON file.
+
+    Raises:
+        SettingsError: As `read_deepspeed_file` and `resolve_deepspeed`.
+    """
+    file = read_deepspeed_file(section.config_file) if section.config_file else None
+    return resolve_deepspeed(section, file)
 
 
 def _check_combination(config: DeepSpeedConfig) -> None:

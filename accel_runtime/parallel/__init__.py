@@ -1,4 +1,4 @@
-"""Strategies: replicas, shards, and those of XLA devices."""
+"""Strategies: replicas, shards, DeepSpeed's ZeRO, and those of XLA devices."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ def choose_strategy(backend: Backend, settings: Settings) -> Strategy:
         from accel_runtime.parallel import xla  # noqa: PLC0415 - needs torch_xla
 
         return xla.choose_strategy(backend)
+    if settings.deepspeed.is_used:
+        from accel_runtime.parallel import deepspeed  # noqa: PLC0415 - needs deepspeed
+
+        return deepspeed.choose_strategy(backend, settings)
     if not settings.parallel.plain:
         from accel_runtime.parallel.fully_shard import Sharded  # noqa: PLC0415 - loads slowly
 

@@ -20,7 +20,15 @@ from accel_runtime.foundation.options import DistributedType
 from accel_runtime.foundation.process_mesh import GroupFacts, ProcessMesh
 from accel_runtime.foundation.torch_internals import foreach_multiply, local_tensor, version_of
 
-__all__ = ["GradientVersions", "ModelLayout", "ModelRequest", "Strategy", "UnscaleGradients", "unscale_any"]
+__all__ = [
+    "GradientVersions",
+    "ModelLayout",
+    "ModelRequest",
+    "StateView",
+    "Strategy",
+    "UnscaleGradients",
+    "unscale_any",
+]
 
 _LOG = logging.getLogger("accel_runtime.parallel")
 
@@ -60,6 +68,23 @@ class ModelLayout(NamedTuple):
     """The name of the wrapper, or `none`."""
     groups: tuple[GroupFacts, ...] = ()
     """The groups of parameters that are gathered together; empty if the model is replicated."""
+
+
+class StateView:
+    """Modules and optimizers whose tensors are the state of a run, for checkpoints and exports.
+
+    These are the objects of the script, unless an engine keeps weights and states in a layout of its own.
+
+    Args:
+        models: Modules with the structure and the names of the script's.
+        optimizers: Optimizers over the parameters of `models`.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.models, self.optimizers = models, optimizers
+
+    def write_back(self) -> None:
+        """Apply changes of the tensors and of the options of optimizers to the run; collective."""
 
 
 class Strategy:
@@ -142,6 +167,12 @@ class Strategy:
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Set up an optimizer in place for the parameters that are trained."""
+
+    def place_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Move the state of an optimizer to the devices of its parameters."""
+        if optimizer.state:
+            # torch keeps the tensors on the CPU that belong there.
+            optimizer.load_state_dict(optimizer.state_dict())
 
     def list_parameter_groups(self, optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
         """Return the parameters that an optimizer of the script trains, in its groups; those of the prepared models."""
@@ -290,6 +321,26 @@ class Strategy:
     def synchronize(self) -> None:
         """Execute all pending operations, and let each rank hold its shards only; collective."""
         self.backend.runtime.synchronize()
+
+    def is_sharded(self, model: nn.Module) -> bool:
+        """Return whether this rank has only shards of a module of the script, so that reading it is collective."""
+        from accel_runtime.parallel.dtensor import is_sharded_model  # noqa: PLC0415 - imports this package's other modules
+
+        return is_sharded_model(model)
+
+    def open_state(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> StateView:
+        """Return the state of prepared models and optimizers of the script; collective."""
+        return StateView([self.unwrap_model(model) for model in models], optimizers)
+
+    def gathered(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> AbstractContextManager[nn.Module]:
+        """Return a context in which the parameters of a prepared model are full; collective. Optimizers must not step inside."""
+        from accel_runtime.parallel.dtensor import gather_parameters  # noqa: PLC0415 - imports this package's other modules
+
+        return gather_parameters(self.unwrap_model(model), optimizers)
 
     def capture_replica_state(self, model: nn.Module) -> dict[str, Any]:  # noqa: ARG002 - DDP has some
         """Return what the wrapper of a model keeps between steps; collective."""

@@ -236,21 +236,23 @@ def group_parameters(
 
 
 def name_parameters(
-    models: Sequence[nn.Module],
-    optimizers: Sequence[PreparedOptimizer],
-    original: Callable[[nn.Module], nn.Module],
+    models: Sequence[nn.Module], optimizers: Sequence[Sequence[Sequence[nn.Parameter]]]
 ) -> dict[nn.Parameter, str]:
     """Return every parameter of models and optimizers with one name, however often it occurs.
 
     Parameters of the first model are `model.layer.weight`, of the second `model_1.layer.weight`. A parameter that is in no
-    model is `optimizer.0.3`: the first optimizer's first group, fourth parameter. `original` unwraps a model.
+    model is `optimizer.0.3`: the first optimizer's first group, fourth parameter.
+
+    Args:
+        models: Modules of the script.
+        optimizers: The parameters in the groups of each optimizer.
     """
     names: dict[nn.Parameter, str] = {}
     for index, model in enumerate(models):
-        for name, parameter in named_parameters(original(model)):
+        for name, parameter in named_parameters(model):
             names.setdefault(parameter, f"{numbered_name('model', index)}.{name}")
-    for index, optimizer in enumerate(optimizers):
-        for group_index, group in enumerate(optimizer.parameter_groups):
+    for index, groups in enumerate(optimizers):
+        for group_index, group in enumerate(groups):
             for number, parameter in enumerate(group):
                 names.setdefault(parameter, f"{numbered_name('optimizer', index)}.{group_index}.{number}")
     return names
@@ -397,7 +399,8 @@ class Gradients:
 
     def parameter_names(self) -> dict[nn.Parameter, str]:
         """Return every prepared parameter with its name in a checkpoint."""
-        return name_parameters(self._models, self._optimizers, self._strategy.unwrap_model)
+        models = [self._strategy.unwrap_model(model) for model in self._models]
+        return name_parameters(models, [optimizer.parameter_groups for optimizer in self._optimizers])
 
     def clip_norm(self, parameters: _Parameters, max_norm: float, norm_type: float) -> torch.Tensor:
         """Unscale all gradients and clip some, if the cycle is complete; otherwise only return the norm."""

@@ -283,12 +283,6 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if callable(method := getattr(self.optimizer, mode, None)):
             method()
 
-    def place(self) -> None:
-        """Move the state to the devices of the parameters."""
-        if self.optimizer.state:
-            # torch keeps the tensors on the CPU that belong there.
-            self.optimizer.load_state_dict(self.optimizer.state_dict())
-
     def unscale(self) -> None:
         """Unscale the gradients, once per step, so that they can be clipped or read."""
         if self._scaler is not None and self._accumulation.synced:
@@ -296,13 +290,20 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state, loadable without accel."""
-        return self.optimizer.state_dict()
+        """Return the wrapped optimizer's state, loadable without accel; collective if it is sharded."""
+        if self._strategy is None:
+            return self.optimizer.state_dict()
+        return self._strategy.open_state((), [self.optimizer]).optimizers[0].state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state into the wrapped optimizer."""
-        self.optimizer.load_state_dict(state_dict)
+        """Load a state into the wrapped optimizer; collective if it is sharded."""
+        if self._strategy is None:
+            self.optimizer.load_state_dict(state_dict)
+            return
+        view = self._strategy.open_state((), [self.optimizer])
+        view.optimizers[0].load_state_dict(state_dict)
+        view.write_back()
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:

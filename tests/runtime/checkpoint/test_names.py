@@ -20,7 +20,10 @@ def list_parameter_names(*, compiled=False):
         torch.compile(first, backend="eager") if compiled else first, second, torch.optim.SGD(groups, lr=0.1)
     )
     return list(
-        name_parameters([first, second], [optimizer], accelerator._run.strategy.unwrap_model).values()
+        name_parameters(
+            [accelerator._run.strategy.unwrap_model(model) for model in (first, second)],
+            [optimizer.parameter_groups],
+        ).values()
     )
 
 
@@ -44,7 +47,7 @@ def test_a_compiled_model_keeps_its_parameter_names(alone):
 
 def test_a_parameter_of_two_models_is_named_after_the_first():
     model = nn.Linear(1, 1)
-    assert set(name_parameters([model, nn.Sequential(model)], [], lambda m: m).values()) == {
+    assert set(name_parameters([model, nn.Sequential(model)], []).values()) == {
         "model.weight",
         "model.bias",
     }
@@ -56,7 +59,7 @@ def test_a_parameter_without_a_model_is_named_after_its_optimizer_and_group():
         PreparedOptimizer(torch.optim.SGD(groups), Accumulation(1), None)
         for groups in (loose[:1], [{"params": []}, {"params": loose[1:]}])
     ]
-    assert list(name_parameters([], optimizers, lambda m: m).values()) == [
+    assert list(name_parameters([], [optimizer.parameter_groups for optimizer in optimizers]).values()) == [
         "optimizer.0.0",
         "optimizer_1.1.0",
         "optimizer_1.1.1",

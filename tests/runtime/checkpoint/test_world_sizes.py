@@ -181,8 +181,8 @@ def build_trained_model(kind, seed):
 
 def build_state_items(model, optimizer):
     prepared = PreparedOptimizer(optimizer, Accumulation(1), None)
-    names = name_parameters([model], [prepared], lambda module: module)
-    return [ModelItem("model", model), OptimizerItem("optimizer", prepared, names)]
+    names = name_parameters([model], [prepared.parameter_groups])
+    return [ModelItem("model", model), OptimizerItem("optimizer", prepared.optimizer, names)]
 
 
 def gather_state(model, optimizer):

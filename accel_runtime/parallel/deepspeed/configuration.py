@@ -1,0 +1,82 @@
+"""deepspeed's configuration of an engine: what the user chose, `auto` values by the model, and what accel sets itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from accel_runtime.environment.deepspeed import AUTO, DeepSpeedConfig, find_value
+from accel_runtime.environment.settings import MixedPrecision
+
+__all__ = ["build_configuration"]
+
+_PASSED = (
+    "zero_optimization", "communication_data_type", "data_types", "aio", "prescale_gradients", "gradient_predivide_factor",
+    "wall_clock_breakdown", "dump_state", "memory_breakdown", "activation_checkpointing",
+)  # fmt: skip
+"""Keys that deepspeed's engine uses; the others are accel's to honour."""
+
+
+def build_configuration(
+    config: DeepSpeedConfig, model: nn.Module, mixed_precision: MixedPrecision
+) -> dict[str, Any]:
+    """Return the configuration of the engine of a model.
+
+    Accumulation, clipping, schedules and the loss scale are accel's: deepspeed gets micro-batches of one sample, cycles of one
+    pass, and no clipping, whose default is a norm of 1.
+
+    Args:
+        config: The configuration of the profile and its JSON file.
+        model: The model.
+        mixed_precision: The number format of the run.
+    """
+    values: dict[str, Any] = json.loads(
+        json.dumps({k: config.values[k] for k in _PASSED if k in config.values})
+    )
+    zero = values.setdefault("zero_optimization", {})
+    zero["stage"] = config.stage
+    _fill_sizes(zero, model)
+    if config.stage == 1:
+        # Gradients are reduced once, at the end of a cycle: there is no backward pass left to overlap.
+        zero["overlap_comm"] = False
+    has_half = mixed_precision != "no"
+    values |= {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "steps_per_print": None,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": mixed_precision == "bf16"},
+        "fp16": {"enabled": mixed_precision == "fp16", "loss_scale": 1.0},
+    }
+    if has_half and config.stage > 1 and find_value(values, "data_types.grad_accum_dtype") is None:
+        values.setdefault("data_types", {})["grad_accum_dtype"] = "fp32"
+    return _remove_auto(values)
+
+
+def _fill_sizes(zero: dict[str, Any], model: nn.Module) -> None:
+    """Fill in bucket sizes that are `auto` by the width of the model, with the factors of Accelerate and transformers."""
+    widths = [getattr(getattr(module, "config", None), "hidden_size", None) for module in model.modules()]
+    sizes = [width for width in widths if isinstance(width, int)]
+    if not sizes:
+        return
+    width = max(sizes)
+    fills = {
+        "reduce_bucket_size": width * width,
+        "stage3_prefetch_bucket_size": int(0.9 * width * width),
+        "stage3_param_persistence_threshold": 10 * width,
+    }
+    zero |= {key: value for key, value in fills.items() if zero.get(key) == AUTO}
+
+
+def _remove_auto(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration without `auto`: deepspeed uses its defaults."""
+    return {
+        key: _remove_auto(value) if isinstance(value, Mapping) else value
+        for key, value in values.items()
+        if value != AUTO
+    }

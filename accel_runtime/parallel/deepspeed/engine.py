@@ -1,0 +1,142 @@
+"""An optimizer of the script with the models that it trains, under ZeRO."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from accel_runtime.parallel.deepspeed.library import ShardedOptimizer
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """The gradients of one optimizer, from backward passes to the step.
+
+    Gradients are not in `parameter.grad`. They become final when something reads them: the norm, or the step.
+
+    Args:
+        optimizer: The optimizer of the script.
+        groups: The parameters of its groups, which deepspeed has replaced in it.
+        sharded: The ZeRO optimizer.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        groups: Sequence[Sequence[nn.Parameter]],
+        sharded: ShardedOptimizer,
+    ) -> None:
+        self.optimizer, self.sharded = optimizer, sharded
+        self.groups = [list(group) for group in groups]
+        """The parameters in the groups of the optimizer."""
+        self.parameters = {parameter: None for group in self.groups for parameter in group}
+        """All parameters, as the keys, in order."""
+        self.was_skipped = False
+        """True if the newest step changed nothing, as gradients were not finite."""
+        self.versions: dict[nn.Parameter, int] = {}
+        """The number of the newest change of each gradient of the cycle."""
+        self._changes = 0
+        self._has_gradients = self._is_reached = self._is_final = False
+        self._is_clean = False
+        """True if no buffer has gradients of an earlier cycle."""
+        self._divisors: dict[nn.Parameter, torch.Tensor] = {}
+        """Divisor of the gradients by the first parameter that it was set for; the groups of one engine have equal ones."""
+        self._clip_factor: torch.Tensor | None = None
+        for parameter in self.parameters:
+            if parameter.requires_grad:
+                parameter.register_hook(partial(self._record, parameter))  # type: ignore[no-untyped-call]
+
+    def _record(self, parameter: nn.Parameter, _: torch.Tensor) -> None:
+        if self._is_final:
+            raise RuntimeError(
+                f"backward() reached parameters of {type(self.optimizer).__name__} after their gradients were read, by a norm or by "
+                "clipping, and ZeRO cannot add to them any more. Run all backward passes of a step first."
+            )
+        if not self._is_reached:
+            self._is_reached = True
+        self._touch(parameter)
+
+    def _touch(self, parameter: nn.Parameter) -> None:
+        self._changes += 1
+        self.versions[parameter] = self._changes
+
+    def begin_backward(self) -> None:
+        """Prepare for a backward pass, which may not reach the parameters."""
+        self._is_reached = False
+        if self._is_final:
+            return
+        # Divisions were undone, or divided zeros.
+        self._divisors.clear()
+        if not self._has_gradients and not self._is_clean:
+            self.sharded.begin_cycle()
+            self._is_clean = True
+        self.sharded.begin_backward()
+
+    def end_backward(self) -> None:
+        """Combine the gradients of a backward pass; collective."""
+        if self._is_final:
+            return
+        if self._is_reached:
+            self._has_gradients, self._is_clean = True, False
+        self.sharded.end_backward(has_gradients=self._is_reached)
+
+    def scale_gradients(self, parameters: Sequence[nn.Parameter], factor: torch.Tensor) -> None:
+        """Multiply the gradients of some parameters by a factor: `[]`; all of them must have the same one at the step."""
+        first = parameters[0]
+        self._divisors[first] = self._divisors.get(first, torch.ones_like(factor)) / factor
+        for parameter in parameters:
+            if parameter in self.versions:
+                self._touch(parameter)
+
+    def _read_divisor(self) -> float:
+        divisors = {float(divisor) for divisor in self._divisors.values()}
+        if len(divisors) > 1:
+            raise ValueError(
+                f"{type(self.optimizer).__name__} trains models whose losses have different weights, which ZeRO cannot divide apart. "
+                "Use the same weight for both, or one optimizer a model."
+            )
+        divisor = next(iter(divisors), 1.0)
+        return divisor if self._clip_factor is None else divisor / float(self._clip_factor)
+
+    def clip(self, factor: torch.Tensor) -> None:
+        """Multiply the final gradients of all parameters by a factor, `[]`."""
+        self._clip_factor = factor if self._clip_factor is None else self._clip_factor * factor
+        for parameter in list(self.versions):
+            self._touch(parameter)
+
+    def _finish(self) -> None:
+        if not self._is_final:
+            self.sharded.finish_cycle()
+            self._is_final = True
+
+    def compute_norm(self) -> torch.Tensor:
+        """Return the norm of the gradients over all ranks: `[]`; collective."""
+        if not self._has_gradients:
+            return torch.zeros(())
+        self._finish()
+        return self.sharded.compute_norm() / self._read_divisor()
+
+    def step(self, loss_scale: float = 1.0) -> None:
+        """Step with the gradients of the cycle, if there are any, divided by the scale of the loss; collective."""
+        self.was_skipped = False
+        if not self._has_gradients:
+            return
+        self._finish()
+        self.was_skipped = not self.sharded.step(self._read_divisor() * loss_scale)
+        self._forget()
+
+    def clear_gradients(self) -> None:
+        """Discard the gradients of the cycle."""
+        if self._has_gradients:
+            self.sharded.clear_gradients()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._has_gradients = self._is_final = False
+        self._divisors.clear()
+        self._clip_factor = None
+        self.versions.clear()

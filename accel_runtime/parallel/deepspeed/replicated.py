@@ -1,0 +1,39 @@
+"""ZeRO stage 0: replicas that are averaged by DDP, and clipped if the configuration says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from accel_runtime.backends.base import Backend
+from accel_runtime.parallel.replicated import Replicated
+
+__all__ = ["ReplicatedWithClipping"]
+
+
+class ReplicatedWithClipping(Replicated):
+    """DDP whose optimizers clip their gradients before each step.
+
+    ZeRO stage 0 shards nothing. DeepSpeed's own engine is not used for it: it scales fp16 gradients of torch's optimizers by a loss
+    scale that no loss was multiplied by (0.19.8), and cannot run `loss.backward()`.
+
+    Args:
+        backend: Ranks and device.
+        max_norm: The norm to which gradients are clipped; 0 does not clip.
+    """
+
+    def __init__(self, backend: Backend, max_norm: float) -> None:
+        super().__init__(backend)
+        self._max_norm = max_norm
+
+    @override
+    def step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
+    ) -> float | None:
+        if self._max_norm and closure is None:
+            parameters = [p for group in self.list_parameter_groups(optimizer) for p in group]
+            self.clip_norm(parameters, self._max_norm, 2.0)
+        return super().step(optimizer, closure)

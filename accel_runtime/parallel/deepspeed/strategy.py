@@ -1,0 +1,373 @@
+"""The strategy of ZeRO stages 1 to 3: models are trained by deepspeed's optimizers, which shard what the stage shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from typing_extensions import override
+
+from accel_runtime.backends.base import Backend
+from accel_runtime.environment.deepspeed import DeepSpeedConfig
+from accel_runtime.environment.settings import MixedPrecision
+from accel_runtime.foundation.options import DistributedType
+from accel_runtime.parallel.averaging import refuse_max_norm
+from accel_runtime.parallel.big_modeling import refuse_meta_model
+from accel_runtime.parallel.deepspeed.configuration import build_configuration
+from accel_runtime.parallel.deepspeed.engine import Engine
+from accel_runtime.parallel.deepspeed.library import (
+    VERSION,
+    ShardedOptimizer,
+    build_engine,
+    gather,
+    is_partitioned,
+)
+from accel_runtime.parallel.deepspeed.loss_scale import LossScale
+from accel_runtime.parallel.deepspeed.state_view import build_view
+from accel_runtime.parallel.dtensor import shard_like
+from accel_runtime.parallel.strategy import (
+    GradientVersions,
+    ModelLayout,
+    ModelRequest,
+    StateView,
+    Strategy,
+    Unscale,
+)
+
+__all__ = ["Zero"]
+
+_STAGE_OF_PARAMETERS = 3
+
+
+class Zero(Strategy):
+    """Optimizer states are sharded over the ranks, in stage 2 gradients too, in stage 3 parameters too.
+
+    An optimizer and the models that it trains have one engine. It is built when both are prepared. Prepared models are the
+    script's own modules, and `loss.backward()` is torch's: deepspeed's hooks on parameters reduce the gradients.
+
+    Args:
+        backend: Ranks and device.
+        config: The configuration of the profile and its JSON file.
+        mixed_precision: The number format of the run.
+    """
+
+    shards_models = True
+    scales_losses = True
+
+    def __init__(self, backend: Backend, config: DeepSpeedConfig, mixed_precision: MixedPrecision) -> None:
+        super().__init__(backend)
+        self.config = config
+        """The configuration; `auto` values are filled in by the models."""
+        self._mixed_precision = mixed_precision
+        self._stage = config.stage
+        self._models: list[nn.Module] = []
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._engines: dict[torch.optim.Optimizer, Engine] = {}
+        self._partitioned: list[Any] = []
+        """Engines of deepspeed that only partition models without an optimizer."""
+        self._scale = LossScale(config) if mixed_precision == "fp16" else None
+        self._max_norm = float(config.get("gradient_clipping", 0.0))
+
+    @property
+    @override
+    def distributed_type(self) -> DistributedType:
+        return DistributedType.DEEPSPEED
+
+    # Preparation -----------------------------------------------------------------------
+
+    @override
+    def prepare(
+        self,
+        models: Sequence[ModelRequest] = (),
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        schedulers: Sequence[LRScheduler] = (),
+    ) -> list[nn.Module]:
+        for request in models:
+            refuse_meta_model(request.model)
+            refuse_max_norm(request.model, ())
+            if request.is_placed and not any(map(is_partitioned, request.model.parameters())):
+                self.move_model(request.model)
+            request.set_forward(request.model)
+            self._models.append(request.model)
+        for optimizer in optimizers:
+            _refuse_optimizer(optimizer, self.config)
+            self._optimizers.append(optimizer)
+        self._build_engines()
+        for request in models:
+            is_evaluated = not request.is_trained or not any(
+                p.requires_grad for p in request.model.parameters()
+            )
+            if is_evaluated and self._stage == _STAGE_OF_PARAMETERS and not self._is_in_engine(request.model):
+                self._partitioned.append(build_engine(request.model, None, self._build_config(request.model)))
+        return [request.model for request in models]
+
+    def _is_in_engine(self, model: nn.Module) -> bool:
+        return any(
+            parameter in engine.parameters
+            for engine in self._engines.values()
+            for parameter in model.parameters()
+        )
+
+    def _build_config(self, model: nn.Module) -> dict[str, Any]:
+        return build_configuration(self.config, model, self._mixed_precision)
+
+    def _build_engines(self) -> None:
+        """Build the engines of optimizers whose models are prepared."""
+        for optimizer in self._optimizers:
+            if optimizer in self._engines:
+                continue
+            groups = [list(group["params"]) for group in optimizer.param_groups]
+            own = {parameter for group in groups for parameter in group}
+            models = [model for model in self._models if not own.isdisjoint(model.parameters())]
+            if missing := own.difference(*(model.parameters() for model in models)):
+                if models:
+                    raise _missing_error(optimizer, missing)
+                continue  # its models may be prepared later
+            self._check_apart(optimizer, models)
+            module = models[0] if len(models) == 1 else nn.ModuleList(models)
+            state: dict[Any, Any] = dict(optimizer.state)
+            engine = build_engine(module, optimizer, self._build_config(module))
+            self._engines[optimizer] = Engine(optimizer, groups, ShardedOptimizer(engine, self._stage))
+            if state:
+                optimizer.state.clear()
+                self._restore_early_state(optimizer, state)
+
+    def _check_apart(self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
+        """Raise ValueError if stage 3 would partition a model for two optimizers."""
+        if self._stage == _STAGE_OF_PARAMETERS and any(map(self._is_in_engine, models)):
+            raise ValueError(
+                f"{type(optimizer).__name__} trains a model that another optimizer trains too: ZeRO stage 3 shards a model for one "
+                "optimizer. Use one optimizer with several parameter groups, or stage 2."
+            )
+
+    def _restore_early_state(
+        self, optimizer: torch.optim.Optimizer, state: Mapping[nn.Parameter, Any]
+    ) -> None:
+        """Put back the state that an optimizer had before it was prepared, by the parameters of the script."""
+        view = self.open_state((), [optimizer])
+        originals = self._engines[optimizer].parameters
+        copies = [p for group in view.optimizers[0].param_groups for p in group["params"]]
+        for original, copy in zip(originals, copies, strict=True):
+            if original in state:
+                view.optimizers[0].state[copy] = {
+                    key: shard_like(value, copy, key)
+                    if isinstance(value, torch.Tensor) and value.shape == copy.shape
+                    else value
+                    for key, value in state[original].items()
+                }
+        view.write_back()
+
+    @override
+    def place_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Leave the state where deepspeed has it."""
+
+    @override
+    def list_parameter_groups(self, optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
+        engine = self._engines.get(optimizer)
+        return super().list_parameter_groups(optimizer) if engine is None else engine.groups
+
+    @override
+    def describe_model(self, model: nn.Module, autocast_dtype: torch.dtype | None) -> ModelLayout:
+        return ModelLayout(f"ZeRO stage {self._stage} (deepspeed {VERSION})")
+
+    # Backward passes -------------------------------------------------------------------
+
+    @override
+    def backward(self, loss: torch.Tensor, options: Mapping[str, Any]) -> None:
+        if self._scale is not None:
+            loss = loss * self._scale.begin_backward()
+        engines = list(self._engines.values())
+        for engine in engines:
+            engine.begin_backward()
+        super().backward(loss, options)
+        for engine in engines:
+            engine.end_backward()
+
+    # Gradients -------------------------------------------------------------------------
+
+    @override
+    def clip_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        parameters = list(parameters)
+        norm = self.compute_norm(parameters, norm_type)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for engine in self._find_engines(parameters, "clip_grad_norm_()"):
+            engine.clip(factor)
+        return norm
+
+    @override
+    def clip_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        raise ValueError(
+            "clip_grad_value_() is not supported with ZeRO, which has no gradients that can be clamped. Use clip_grad_norm_()."
+        )
+
+    @override
+    def compute_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+        if norm_type != 2:  # noqa: PLR2004 - the norm of deepspeed
+            raise ValueError(
+                f"Invalid norm_type {norm_type}: ZeRO computes the norm of type 2 only. Leave it out."
+            )
+        engines = self._find_engines(parameters, "The norm of gradients")
+        norms = [engine.compute_norm().to(self.backend.device) for engine in engines]
+        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        return norm if self._scale is None else norm / self._scale.value
+
+    def _find_engines(self, parameters: Iterable[torch.Tensor], operation: str) -> list[Engine]:
+        """Return the engines of some parameters; raise ValueError if they are only a part of an engine's."""
+        wanted = {parameter for parameter in parameters if parameter.requires_grad}
+        engines = [engine for engine in self._engines.values() if not wanted.isdisjoint(engine.parameters)]
+        for engine in engines:
+            trained = {parameter for parameter in engine.parameters if parameter.requires_grad}
+            if missing := len(trained - wanted):
+                raise ValueError(
+                    f"{operation} needs all parameters of {type(engine.optimizer).__name__} with ZeRO, and {missing} of "
+                    f"{len(trained)} are missing. Pass model.parameters()."
+                )
+        return engines
+
+    @override
+    def unscale_gradients(
+        self, optimizer: torch.optim.Optimizer, unscale: Unscale
+    ) -> dict[torch.device, torch.Tensor]:
+        raise AssertionError  # `scales_losses`: there is no scaler of torch
+
+    @override
+    def read_gradient_versions(self, parameters: Sequence[nn.Parameter]) -> GradientVersions:
+        versions: dict[nn.Parameter, int] = {}
+        for engine in self._engines.values():
+            versions |= engine.versions
+        return [(1, versions[parameter]) if parameter in versions else None for parameter in parameters]
+
+    @override
+    def scale_gradients(self, parameters: Sequence[nn.Parameter], factor: torch.Tensor) -> None:
+        for engine in self._engines.values():
+            if own := [parameter for parameter in parameters if parameter in engine.parameters]:
+                engine.scale_gradients(own, factor)
+
+    # Steps -----------------------------------------------------------------------------
+
+    @override
+    def check_step(self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
+        if optimizer not in self._engines:
+            raise _missing_error(optimizer, self.list_parameter_groups(optimizer)[0])
+
+    @override
+    def step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
+    ) -> float | None:
+        if closure is not None:
+            raise ValueError(
+                "optimizer.step(closure) is not supported with ZeRO. Run the backward pass before, and call step() without it."
+            )
+        engine = self._engines[optimizer]
+        if self._max_norm:
+            norm = engine.compute_norm().to(self.backend.device)
+            scale = 1.0 if self._scale is None else self._scale.value
+            engine.clip((self._max_norm / (norm / scale + 1e-6)).clamp(max=1.0))
+        engine.step(1.0 if self._scale is None else self._scale.value)
+        if self._scale is not None:
+            self._scale.record_step(optimizer, self._engines, skipped=engine.was_skipped)
+        return None
+
+    @override
+    def overflowed(self, optimizer: torch.optim.Optimizer) -> bool:
+        return self._engines[optimizer].was_skipped
+
+    @override
+    def zero_grad(self, optimizer: torch.optim.Optimizer, *, set_to_none: bool) -> None:
+        engine = self._engines.get(optimizer)
+        if engine is None:
+            super().zero_grad(optimizer, set_to_none=set_to_none)
+        else:
+            engine.clear_gradients()
+
+    # State -----------------------------------------------------------------------------
+
+    @override
+    def is_sharded(self, model: nn.Module) -> bool:
+        return self._is_in_engine(model) or any(map(is_partitioned, model.parameters()))
+
+    @override
+    def open_state(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> StateView:
+        return build_view(models, optimizers, self._engines, self.backend)
+
+    @override
+    def gathered(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> AbstractContextManager[nn.Module]:
+        return self._gather(model)
+
+    @contextmanager
+    def _gather(self, model: nn.Module) -> Iterator[nn.Module]:
+        """Gather the parameters of a model; changes of them, equal on all ranks, become those of the master weights."""
+        engines = [
+            engine
+            for engine in self._engines.values()
+            if not engine.parameters.keys().isdisjoint(model.parameters())
+        ]
+        partitioned = [parameter for parameter in model.parameters() if is_partitioned(parameter)]
+        with ExitStack() as stack:
+            for engine in engines:
+                stack.callback(engine.optimizer.register_step_pre_hook(_refuse_step).remove)
+            stack.enter_context(gather(partitioned, writer=0))
+            yield model
+        for engine in engines:
+            engine.sharded.refresh_master_weights()
+
+
+def _refuse_step(*_: Any) -> None:
+    raise RuntimeError(
+        "optimizer.step() inside gathered(model) would change the shards but not the gathered parameters. Exit the context first."
+    )
+
+
+def _missing_error(optimizer: torch.optim.Optimizer, missing: Iterable[torch.Tensor]) -> ValueError:
+    parameters = list(missing)
+    return ValueError(
+        f"{type(optimizer).__name__} cannot be trained by ZeRO: {len(parameters)} of its parameters, the first of shape "
+        f"{list(getattr(parameters[0], 'ds_shape', parameters[0].shape))}, are in no prepared model. Pass the model to prepare() "
+        "together with the optimizer."
+    )
+
+
+_ELEMENTWISE = frozenset({
+    "Adadelta", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+    "DeepSpeedCPUAdam", "FusedAdam", "DeepSpeedCPULion", "FusedLion", "Adam8bit", "AdamW8bit", "Lion",
+})  # fmt: skip
+"""Optimizers whose step treats each element apart, so that flat shards of parameters train as the parameters do."""
+_REFUSED = (
+    "Adafactor",
+    "Adagrad",
+    "LBFGS",
+    "SparseAdam",
+    "Muon",
+    "Shampoo",
+    "SOAP",
+    "LAMB",
+    "LARS",
+    "FusedLamb",
+)
+
+
+def _refuse_optimizer(optimizer: torch.optim.Optimizer, config: DeepSpeedConfig) -> None:
+    """Raise ValueError if an optimizer does not train flat shards as it trains parameters."""
+    name = type(optimizer).__name__
+    if name in _ELEMENTWISE:
+        return
+    if name in _REFUSED or not config.get("zero_allow_untested_optimizer", default=False):
+        raise ValueError(
+            f"{name} cannot be trained by ZeRO: it may treat parameters as matrices, and ZeRO steps flat shards of them. Use another "
+            "optimizer such as AdamW, or fully_shard"
+            + (
+                "."
+                if name in _REFUSED
+                else "; if it treats each element apart, set zero_allow_untested_optimizer: true in the JSON file."
+            )
+        )
