@@ -5,6 +5,7 @@ This file is both sides. Tests use `Cluster`, `Alone` and `run_script`; a forked
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import queue
 import subprocess
@@ -45,6 +46,8 @@ INTERPRETER = Interpreter(
     "accel_runtime.accelerator.accelerator",
     "accel_runtime.utils",
     "support.ranks",
+    # In the environment of their own.
+    *(["accel_runtime.parallel.deepspeed.strategy"] if importlib.util.find_spec("deepspeed") else []),
 )
 """The interpreter that has imported what a rank imports."""
 

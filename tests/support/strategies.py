@@ -11,7 +11,7 @@ from support.engine_strategy import EngineStrategy
 from accel_runtime.backends import connect
 from accel_runtime.backends.device_runtime import DeviceRuntime
 from accel_runtime.backends.single import Single
-from accel_runtime.environment.settings import Parallel, Settings
+from accel_runtime.environment.settings import DeepSpeed, Parallel, Settings
 from accel_runtime.environment.topology import Topology
 from accel_runtime.parallel import choose_strategy
 from accel_runtime.parallel.replicated import Replicated
@@ -23,9 +23,12 @@ def build_local_strategy(device="cpu"):
 
 
 def connect_strategy(sizes=None):
-    """Return the strategy of this rank for sizes of the parallel dimensions; of `engine`, one with gradients of its own."""
+    """Return the strategy of this rank for sizes of the parallel dimensions, or options of DeepSpeed; of `engine`, one with gradients of its own."""
     settings = Settings.from_env(os.environ)
     if sizes == "engine":
         return EngineStrategy(connect(settings, Topology.from_env(os.environ)))
+    if "stage" in (sizes or {}):
+        settings = replace(settings, deepspeed=DeepSpeed(**sizes))
+        return choose_strategy(connect(settings, Topology.from_env(os.environ)), settings)
     settings = replace(settings, parallel=Parallel(**(sizes or {})))
     return choose_strategy(connect(settings, Topology.from_env(os.environ)), settings)

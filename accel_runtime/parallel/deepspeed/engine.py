@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -35,6 +35,8 @@ class Engine:
         """The parameters in the groups of the optimizer."""
         self.parameters = {parameter: None for group in self.groups for parameter in group}
         """All parameters, as the keys, in order."""
+        self.trained = [parameter for parameter in self.parameters if parameter.requires_grad]
+        """The parameters that deepspeed shards: those that required gradients when the engine was built."""
         self.was_skipped = False
         """True if the newest step changed nothing, as gradients were not finite."""
         self.versions: dict[nn.Parameter, int] = {}
@@ -46,9 +48,8 @@ class Engine:
         self._divisors: dict[nn.Parameter, torch.Tensor] = {}
         """Divisor of the gradients by the first parameter that it was set for; the groups of one engine have equal ones."""
         self._clip_factor: torch.Tensor | None = None
-        for parameter in self.parameters:
-            if parameter.requires_grad:
-                parameter.register_hook(partial(self._record, parameter))  # type: ignore[no-untyped-call]
+        for parameter in self.trained:
+            parameter.register_hook(partial(self._record, parameter))  # type: ignore[no-untyped-call]
 
     def _record(self, parameter: nn.Parameter, _: torch.Tensor) -> None:
         if self._is_final:
@@ -128,6 +129,20 @@ class Engine:
         self._finish()
         self.was_skipped = not self.sharded.step(self._read_divisor() * loss_scale)
         self._forget()
+
+    @property
+    def has_gradients(self) -> bool:
+        """Return whether a backward pass of the cycle has reached the parameters."""
+        return self._has_gradients
+
+    def restore_cycle(self, reached: Iterable[nn.Parameter]) -> None:
+        """Continue a cycle with gradients that are written to `sharded.list_gradients`, or to `parameter.grad` in stage 1."""
+        self.clear_gradients()
+        self.sharded.begin_cycle()
+        self.sharded.begin_restored_cycle()
+        self._has_gradients = True
+        for parameter in reached:
+            self._touch(parameter)
 
     def clear_gradients(self) -> None:
         """Discard the gradients of the cycle."""

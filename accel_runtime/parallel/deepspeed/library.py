@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,10 +17,12 @@ import torch
 from torch import nn
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-
-import deepspeed
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
-from deepspeed.runtime.utils import combine_grad_norm_groups
+with warnings.catch_warnings():
+    # Of torch, at each import of modules that deepspeed uses.
+    warnings.simplefilter("ignore")
+    import deepspeed
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+    from deepspeed.runtime.utils import combine_grad_norm_groups
 
 __all__ = [
     "VERSION",
@@ -33,14 +36,22 @@ __all__ = [
 
 VERSION: str = deepspeed.__version__
 _STAGE_OF_PARAMETERS = 3
+_PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
+"""Attribute of the ZeRO optimizer with the shards of gradients by the id of the parameter."""
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+# Collectives in the shared memory of CPUs, which every start would wait half a minute for to be compiled.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def build_engine(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Mapping[str, Any]) -> Any:
     """Return deepspeed's engine for a model and its optimizer, which it changes in place; collective."""
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=dict(config), dist_init_required=False
-    )
+    # deepspeed uses names of collectives that torch 2.13 warns of at each call.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as above: it imports more modules here
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=dict(config), dist_init_required=False
+        )
     return engine
 
 
@@ -101,7 +112,7 @@ class ShardedOptimizer:
         zero = self._zero
         if self._shards_parameters:
             zero.grad_partitions_flat_buffer.zero_()
-        flats = self._list_flats() if self._is_offloaded else ()
+        flats = self.list_flats() if self._is_offloaded else ()
         for tensor in (
             *(flat.grad for flat in flats),
             *getattr(zero, "accumulated_grads_in_cpu", {}).values(),
@@ -167,13 +178,62 @@ class ShardedOptimizer:
             gradients.update(dict.fromkeys(gradients))
         zero._offload_accumulated_param_ids = set()  # noqa: SLF001
 
+    def list_gradients(self) -> list[tuple[Fragment, torch.Tensor]]:
+        """Return the parts of the gradients of an unfinished cycle that this rank has, `[length]`, to read or write."""
+        fragments = self.list_fragments()
+        if self._shards_parameters:
+            partitions: dict[int, torch.Tensor] = getattr(self._zero, _PARTITIONS)
+            return [(f, partitions[f.parameter.ds_id].narrow(0, 0, f.length)) for f in fragments]  # type: ignore[attr-defined]
+        return [(f, gradient) for f in fragments if (gradient := self._find_gradient(f)) is not None]
+
+    def _find_gradient(self, fragment: Fragment) -> torch.Tensor | None:
+        zero, parameter = self._zero, fragment.parameter
+        if not self._shards_gradients:
+            return None  # in `parameter.grad`
+        number = next(i for i, flat in enumerate(self.list_flats()) if flat is fragment.flat)
+        if zero._use_compact_grad_partition_buffer(number):  # noqa: SLF001
+            buffer = zero._get_compact_grad_partition_buffer(number).flat_partition  # noqa: SLF001
+            return fragment.select(buffer.view(-1))
+        if zero.cpu_offload:
+            gradient = zero.accumulated_grads_in_cpu.get(zero.get_param_id(parameter))
+        else:
+            parameters = zero.params_in_partition[number]
+            position = next(i for i, other in enumerate(parameters) if other is parameter)
+            gradients = zero.all_grad_tensors.get(number)
+            gradient = None if gradients is None else gradients[position]
+        return None if gradient is None else gradient.view(-1).narrow(0, fragment.offset, fragment.length)
+
+    def begin_restored_cycle(self) -> None:
+        """Allocate the gradients of a cycle, to be written by `list_gradients`; further backward passes add to them."""
+        zero = self._zero
+        if not self._shards_gradients:
+            return
+        zero.micro_step_id = 1
+        if self._shards_parameters:
+            zero._offload_boundary_param_ids |= {p.ds_id for group in zero.fp16_groups for p in group}  # noqa: SLF001
+            return
+        for number, parameters in enumerate(zero.params_in_partition):
+            ids = [zero.get_param_id(parameter) for parameter in parameters]
+            if zero.cpu_offload:
+                zero._offload_accumulated_param_ids |= set(ids)  # noqa: SLF001
+                for key, parameter in zip(ids, parameters, strict=True):
+                    zero.accumulated_grads_in_cpu[key] = torch.zeros(
+                        parameter.numel(), dtype=parameter.dtype, device=zero.device
+                    )
+            else:
+                zero.all_grad_tensors[number] = [
+                    torch.zeros_like(parameter, dtype=zero.gradient_accumulation_dtype)
+                    for parameter in parameters
+                ]
+
     # State -----------------------------------------------------------------------------
 
     @property
     def _is_offloaded(self) -> bool:
         return bool(self._zero.offload_optimizer if self._shards_parameters else self._zero.cpu_offload)
 
-    def _list_flats(self) -> list[torch.Tensor]:
+    def list_flats(self) -> list[torch.Tensor]:
+        """Return the master weights of each group of parameters on this rank: `[n]`."""
         zero = self._zero
         flats: list[torch.Tensor] = (
             zero.fp32_partitioned_groups_flat
@@ -183,31 +243,34 @@ class ShardedOptimizer:
         return flats
 
     def list_fragments(self) -> list[Fragment]:
-        """Return the fragments of this rank."""
-        zero, rank = self._zero, torch.distributed.get_rank()
-        fragments = []
-        for number, flat in enumerate(self._list_flats()):
-            if self._shards_parameters:
-                for parameter in zero.fp16_groups[number]:
-                    _, start, size = zero.grad_position[zero.get_param_id(parameter)]
-                    offset = rank * parameter.partition_numel()
-                    fragments.append(
-                        Fragment(
-                            parameter, flat, start, offset, max(min(size, parameter.ds_numel - offset), 0)
-                        )
-                    )
-                continue
-            size = int(zero.partition_size[number])
-            parameters = zip(
-                zero.round_robin_bit16_groups[number], zero.round_robin_bit16_offsets[number], strict=True
+        """Return the fragments of this rank, which has none of some parameters."""
+        fragments = [
+            fragment
+            for number in range(len(self.list_flats()))
+            for fragment in (
+                self._list_partitions(number) if self._shards_parameters else self._list_overlaps(number)
             )
-            for parameter, position in parameters:
-                begin, end = max(position, rank * size), min(position + parameter.numel(), (rank + 1) * size)
-                if begin < end:
-                    fragments.append(
-                        Fragment(parameter, flat, begin - rank * size, begin - position, end - begin)
-                    )
-        return fragments
+        ]
+        return [fragment for fragment in fragments if fragment.length > 0]
+
+    def _list_partitions(self, number: int) -> Iterator[Fragment]:
+        """Yield the fragments of a group in stage 3, which divides each parameter apart."""
+        zero, flat, rank = self._zero, self.list_flats()[number], torch.distributed.get_rank()
+        for parameter in zero.fp16_groups[number]:
+            _, start, size = zero.grad_position[zero.get_param_id(parameter)]
+            offset = rank * parameter.partition_numel()
+            yield Fragment(parameter, flat, start, offset, min(size, parameter.ds_numel - offset))
+
+    def _list_overlaps(self, number: int) -> Iterator[Fragment]:
+        """Yield the fragments of a group in stages 1 and 2, which divide all of its parameters together."""
+        zero, flat = self._zero, self.list_flats()[number]
+        size = int(zero.partition_size[number])
+        first = torch.distributed.get_rank() * size
+        for parameter, position in zip(
+            zero.round_robin_bit16_groups[number], zero.round_robin_bit16_offsets[number], strict=True
+        ):
+            begin, end = max(position, first), min(position + parameter.numel(), first + size)
+            yield Fragment(parameter, flat, begin - first, begin - position, end - begin)
 
     def get_state(self, flat: torch.Tensor) -> dict[str, Any]:
         """Return the state of the wrapped optimizer for a flat tensor."""

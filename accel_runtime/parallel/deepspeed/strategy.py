@@ -15,6 +15,7 @@ from accel_runtime.backends.base import Backend
 from accel_runtime.environment.deepspeed import DeepSpeedConfig
 from accel_runtime.environment.settings import MixedPrecision
 from accel_runtime.foundation.options import DistributedType
+from accel_runtime.foundation.process_mesh import GroupFacts
 from accel_runtime.parallel.averaging import refuse_max_norm
 from accel_runtime.parallel.big_modeling import refuse_meta_model
 from accel_runtime.parallel.deepspeed.configuration import build_configuration
@@ -27,8 +28,9 @@ from accel_runtime.parallel.deepspeed.library import (
     is_partitioned,
 )
 from accel_runtime.parallel.deepspeed.loss_scale import LossScale
-from accel_runtime.parallel.deepspeed.state_view import build_view
+from accel_runtime.parallel.deepspeed.state_view import ZeroStateView, gather_full
 from accel_runtime.parallel.dtensor import shard_like
+from accel_runtime.parallel.fully_shard import broadcast_parameters
 from accel_runtime.parallel.strategy import (
     GradientVersions,
     ModelLayout,
@@ -77,6 +79,15 @@ class Zero(Strategy):
     def distributed_type(self) -> DistributedType:
         return DistributedType.DEEPSPEED
 
+    @override
+    def check_options(self, ddp_options: Mapping[str, Any], mixed_precision: MixedPrecision) -> None:
+        if ddp_options:
+            raise ValueError(
+                f"DistributedDataParallelKwargs({', '.join(ddp_options)}) is not supported with ZeRO stage {self._stage}. Remove it."
+            )
+        if mixed_precision == "fp16" and self.backend.device.type == "cpu":
+            raise ValueError("mixed_precision fp16 is not supported with ZeRO on CPUs. Use bf16.")
+
     # Preparation -----------------------------------------------------------------------
 
     @override
@@ -91,6 +102,7 @@ class Zero(Strategy):
             refuse_max_norm(request.model, ())
             if request.is_placed and not any(map(is_partitioned, request.model.parameters())):
                 self.move_model(request.model)
+                broadcast_parameters(request.model, self.backend)
             request.set_forward(request.model)
             self._models.append(request.model)
         for optimizer in optimizers:
@@ -172,7 +184,27 @@ class Zero(Strategy):
 
     @override
     def describe_model(self, model: nn.Module, autocast_dtype: torch.dtype | None) -> ModelLayout:
-        return ModelLayout(f"ZeRO stage {self._stage} (deepspeed {VERSION})")
+        parameters = list(model.parameters())
+        dtype = next((parameter.dtype for parameter in parameters), torch.float32)
+        is_trained = self._is_in_engine(model)
+        group = GroupFacts(
+            modules=("",),
+            kind=type(model).__name__,
+            parameters=len(parameters),
+            elements=sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters),
+            dtype="float32" if is_trained else _name_dtype(dtype),
+            gradients="float32" if is_trained else "",
+            computes_in=_name_dtype(autocast_dtype or dtype),
+            reduces_in=_name_dtype(dtype) if is_trained else "",
+            layout=self._describe_shards(),
+            bytes_here=sum(getattr(p, "ds_tensor", p).nbytes for p in parameters),
+            computed_again=False,
+        )
+        return ModelLayout(f"ZeRO stage {self._stage} (deepspeed {VERSION})", (group,))
+
+    def _describe_shards(self) -> str:
+        subjects = ("optimizer state", "gradients", "parameters")[: self._stage]
+        return f"{' and '.join(subjects)} divided over {self.backend.topology.world_size} ranks"
 
     # Backward passes -------------------------------------------------------------------
 
@@ -222,11 +254,10 @@ class Zero(Strategy):
         wanted = {parameter for parameter in parameters if parameter.requires_grad}
         engines = [engine for engine in self._engines.values() if not wanted.isdisjoint(engine.parameters)]
         for engine in engines:
-            trained = {parameter for parameter in engine.parameters if parameter.requires_grad}
-            if missing := len(trained - wanted):
+            if missing := len(set(engine.trained) - wanted):
                 raise ValueError(
                     f"{operation} needs all parameters of {type(engine.optimizer).__name__} with ZeRO, and {missing} of "
-                    f"{len(trained)} are missing. Pass model.parameters()."
+                    f"{len(engine.trained)} are missing. Pass model.parameters()."
                 )
         return engines
 
@@ -248,6 +279,35 @@ class Zero(Strategy):
         for engine in self._engines.values():
             if own := [parameter for parameter in parameters if parameter in engine.parameters]:
                 engine.scale_gradients(own, factor)
+
+    @override
+    def read_local_gradients(self, models: Sequence[nn.Module]) -> dict[nn.Parameter, torch.Tensor]:
+        gradients = {}
+        for engine in self._engines.values():
+            if engine.has_gradients:
+                parts = engine.sharded.list_gradients()
+                for parameter, full in gather_full(engine.trained, parts, self.backend.device):
+                    if parameter.grad is None and parameter in engine.versions:
+                        gradients[parameter] = full.clone()
+        return gradients
+
+    @override
+    def restore_local_gradients(
+        self, models: Sequence[nn.Module], gradients: Mapping[nn.Parameter, torch.Tensor]
+    ) -> None:
+        for engine in self._engines.values():
+            local = {p: p.grad for p in engine.trained if p.grad is not None}
+            engine.clear_gradients()
+            own = [parameter for parameter in engine.trained if parameter in gradients or parameter in local]
+            if not own:
+                continue
+            engine.restore_cycle(own)
+            for fragment, part in engine.sharded.list_gradients():
+                if fragment.parameter in gradients:
+                    full = gradients[fragment.parameter].reshape(-1)
+                    part.copy_(full.narrow(0, fragment.offset, fragment.length))
+            for parameter, gradient in local.items():
+                parameter.grad = gradient
 
     # Steps -----------------------------------------------------------------------------
 
@@ -296,7 +356,7 @@ class Zero(Strategy):
     def open_state(
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
     ) -> StateView:
-        return build_view(models, optimizers, self._engines, self.backend)
+        return ZeroStateView(models, optimizers, self._engines, self.backend)
 
     @override
     def gathered(
@@ -320,6 +380,10 @@ class Zero(Strategy):
             yield model
         for engine in engines:
             engine.sharded.refresh_master_weights()
+
+
+def _name_dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _refuse_step(*_: Any) -> None:

@@ -26,8 +26,18 @@ CASES = {
     "fully_shard and tensor parallel": (4, {"dp_shard": 2, "tp": 2}),
 }
 XLA_CASES = {name: (name, {}) for name in ("xla 1", "xla 2", "xla 4", "spmd 4")}
-# torch_xla is in an environment of its own, where `make test-xla` runs the same tests on its CPU device.
-HERE = XLA_CASES if importlib.util.find_spec("torch_xla") else CASES
+ZERO_CASES = {
+    f"ZeRO stage {stage} on {size} processes": (size, {"stage": stage}) for stage in "0123" for size in (2, 3)
+}
+# torch_xla and deepspeed are in environments of their own, where `make test-xla` runs the same tests on the CPU device of
+# torch_xla, and `make test-deepspeed` those of ZeRO.
+HERE = (
+    XLA_CASES
+    if importlib.util.find_spec("torch_xla")
+    else ZERO_CASES
+    if importlib.util.find_spec("deepspeed")
+    else CASES
+)
 
 
 @pytest.fixture(
@@ -76,10 +86,12 @@ def prepare(sizes):
     return strategy, model, optimizer, rows
 
 
-def full_parameters(model):
+def full_parameters(strategy, model):
+    """Return the parameters of a prepared model as full tensors."""
+    (state,) = strategy.open_state([model], []).models
     return [
         (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().cpu().clone()
-        for p in model.parameters()
+        for p in state.parameters()
     ]
 
 
@@ -105,8 +117,8 @@ def test_a_step_of_all_ranks_is_that_of_one_process(ranks, sizes):
         strategy.step(optimizer)
         strategy.zero_grad(optimizer, set_to_none=True)
         strategy.synchronize()
-        cleared = all(p.grad is None for group in optimizer.param_groups for p in group["params"])
-        return full_parameters(model), cleared, strategy.overflowed(optimizer)
+        cleared = all(p.grad is None for group in strategy.list_parameter_groups(optimizer) for p in group)
+        return full_parameters(strategy, model), cleared, strategy.overflowed(optimizer)
 
     expected, _ = train_alone()
     for actual, cleared, overflowed in ranks.run(train, sizes):
@@ -126,7 +138,7 @@ def test_an_optimizer_may_be_prepared_before_its_model(ranks, sizes):
         run_backward(strategy, model, batch.chunk(data.world_size)[data.rank].to(strategy.backend.device))
         strategy.step(optimizer)
         strategy.synchronize()
-        return full_parameters(model)
+        return full_parameters(strategy, model)
 
     expected, _ = train_alone()
     for actual in ranks.run(train, sizes):
@@ -141,7 +153,7 @@ def test_no_sync_defers_the_combination_of_gradients_until_the_next_backward_pas
         run_backward(strategy, model, rows)
         strategy.step(optimizer)
         strategy.synchronize()
-        return full_parameters(model)
+        return full_parameters(strategy, model)
 
     expected, _ = train_alone(passes=2)
     for actual in ranks.run(train, sizes):
@@ -159,7 +171,7 @@ def test_clipping_uses_the_norm_of_the_gradients_of_one_process(ranks, sizes):
         after = strategy.compute_norm(parameters, 2.0)
         strategy.step(optimizer)
         strategy.synchronize()
-        return [float(norm) for norm in (before, clipped, after)], full_parameters(model)
+        return [float(norm) for norm in (before, clipped, after)], full_parameters(strategy, model)
 
     expected, norm = train_alone(max_norm=0.1)
     for (before, clipped, after), actual in ranks.run(train, sizes):
@@ -168,11 +180,15 @@ def test_clipping_uses_the_norm_of_the_gradients_of_one_process(ranks, sizes):
         torch.testing.assert_close(actual, expected, atol=1e-6, rtol=0)
 
 
-def test_values_are_clamped_on_every_rank(ranks, sizes):
+def test_values_are_clamped_on_every_rank_or_refused(ranks, sizes):
     def clamp(sizes):
         strategy, model, _, rows = prepare(sizes)
         run_backward(strategy, model, rows)
-        strategy.clip_value(list(model.parameters()), 0.01)
+        try:
+            strategy.clip_value(list(model.parameters()), 0.01)
+        except ValueError as error:
+            assert "clip_grad_norm_" in str(error)
+            return 0.01
         strategy.synchronize()
         return float(strategy.compute_norm(list(model.parameters()), float("inf")))
 
@@ -191,7 +207,7 @@ def test_scaled_gradients_change_the_step_and_finishing_them_again_does_not(rank
         strategy.finish_gradients()
         strategy.step(optimizer)
         strategy.synchronize()
-        return full_parameters(model)
+        return full_parameters(strategy, model)
 
     model, _ = build_model_and_batch()
     whole, _ = train_alone()
@@ -216,7 +232,7 @@ def test_gradients_that_are_not_combined_yet_can_be_stored_and_restored(ranks, s
         run_backward(strategy, model, rows)
         strategy.step(optimizer)
         strategy.synchronize()
-        return full_parameters(model)
+        return full_parameters(strategy, model)
 
     expected, _ = train_alone(passes=2)
     for actual in ranks.run(train, sizes):
@@ -229,7 +245,7 @@ def test_a_model_has_the_parameters_of_the_first_rank(ranks, sizes):
         model, _ = build_model_and_batch()
         nn.init.constant_(model[0].weight, strategy.backend.topology.rank + 1)
         (prepared,) = strategy.prepare([ModelRequest(model)])
-        return full_parameters(prepared)[0]
+        return full_parameters(strategy, prepared)[0]
 
     assert all(torch.equal(actual, torch.ones(6, 4)) for actual in ranks.run(weights, sizes))
 
@@ -304,7 +320,7 @@ def train_in_cycles(accelerator, model, batch, *, weighted):
                     norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
                 optimizer.step()
                 optimizer.zero_grad()
-    return norms, full_parameters(accelerator.unwrap_model(model))
+    return norms, full_parameters(accelerator._run.strategy, model)
 
 
 @pytest.mark.skipif(HERE is XLA_CASES, reason="replicas of torch_xla have a strategy of their own")
