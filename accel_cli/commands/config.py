@@ -125,8 +125,8 @@ def show(profile: str | None) -> None:
     }
     files = files if sys.stdout.isatty() else {}
     rows = []
-    for key, value in values.items():
-        source = resolved.get_source(key)
+    for key, (value, origin) in values.items():
+        source = origin
         for name, path in files.items():
             source = source.replace(f"{name}: {path}:", f"{name}:")
         rows.append((key, console.mask_secrets(key, _format_value(value)), console.abbreviate_home(source)))
@@ -149,8 +149,8 @@ def get(key: str, profile: str | None) -> None:
 
     _, values = _resolve(profile)
     if key not in values and not key.startswith("env."):
-        raise ProfileError([unknown_key(key, "get", values["launcher.kind"])])
-    console.plain(_format_value(values.get(key)))
+        raise ProfileError([unknown_key(key, "get", values["launcher.kind"][0])])
+    console.plain(_format_value(values.get(key, (None, ""))[0]))
 
 
 @config.command("list", panel=_SHOW, epilog="Example: accel config list")
@@ -187,8 +187,10 @@ def validate(location: Location, file: Path | None) -> None:
     """Check a profile and report every mistake at once."""
     if file and location != Location():
         raise UsageError("Pass only one of FILE, --profile and --project.")
+    from accel_cli.profile.deepspeed_file import apply_deepspeed_file
+
     target = file or location.find_file()
-    _check(target, _require_file(target, None if file else location))
+    apply_deepspeed_file(_check(target, _require_file(target, None if file else location)))
     console.note(f"{target} is valid")
 
 
@@ -222,7 +224,9 @@ def set_(location: Location, assignments: tuple[str, ...]) -> None:
     if target.is_file():
         stack.append(layers.read_file(target, "file"))
     kind = layers.find_value(stack, "launcher.kind")
-    updates = layers.parse_assignments(assignments, "set", kind=kind).values
+    updates = dict(layers.parse_assignments(assignments, "set", kind=kind).values)
+    if isinstance(path := updates.get(layers.DEEPSPEED_FILE), str):
+        updates[layers.DEEPSPEED_FILE] = layers.relate_path(path, target)
     _, removed = update_profile(store, target, updates, "set")
     for key in removed:
         console.note(f"removed {key}: launcher.kind {updates['launcher.kind']} does not have it")
@@ -298,7 +302,7 @@ def import_(location: Location, file: Path, force: bool) -> None:
     """
     from accel_cli.accelerate import convert, read_deepspeed_file
     from accel_cli.profile import layers, store, yaml_io
-    from accel_cli.profile.edit import build_layer
+    from accel_cli.profile.edit import build_layer, edit_text
     from accel_cli.profile.schema import describe
 
     target = location.find_writable_file()
@@ -307,7 +311,11 @@ def import_(location: Location, file: Path, force: bool) -> None:
     if not data:
         raise UsageError(f"Cannot import {file}: it is empty.")
     if not store.is_accelerate_config(data):
-        layers.resolve([layers.read_file(file, "file")])
+        layer = layers.read_file(file, "file")
+        layers.resolve([layer])
+        if path := layer.values.get(layers.DEEPSPEED_FILE):
+            values = {**layer.values, layers.DEEPSPEED_FILE: layers.relate_path(path, target)}
+            text = edit_text(text, layers.to_data(values))
         _write(target, text if _may_replace(target, text, force=force) else None)
         return
     imported = convert(data, str(file), read_deepspeed_file(data, file.parent))
@@ -359,15 +367,16 @@ def _require_file(target: Path, location: Location | None = None) -> Path:
     return target
 
 
-def _resolve(profile: str | None) -> tuple[Resolved, dict[str, Any]]:
-    """Return the effective profile, and its values by dotted key."""
+def _resolve(profile: str | None) -> tuple[Resolved, dict[str, tuple[Any, str]]]:
+    """Return the effective profile, and its values with their sources by dotted key."""
     from accel_cli.planning.options import Request
     from accel_cli.profile import planner
+    from accel_cli.profile.deepspeed_file import apply_deepspeed_file, list_effective_values
 
     machine = planner.detect_machine(os.environ, cpu=False)
     request = Request("", options={"profile": profile} if profile else {})
-    resolved = planner.resolve(request, os.environ, machine)
-    values = resolved.values
+    resolved = apply_deepspeed_file(planner.resolve(request, os.environ, machine))
+    values = list_effective_values(resolved)
     del values["schema_version"]  # of a file, not of a run
     return resolved, values
 
@@ -406,12 +415,12 @@ def _render_default(machine: Machine) -> str:
     return store.render(layers.to_data(values), describe(values["launcher.kind"]))
 
 
-def _check(target: Path, file: Path) -> None:
-    """Raise ProfileError if the content of `file` would be invalid as the profile `target`."""
+def _check(target: Path, file: Path) -> Resolved:
+    """Return the profile `target` with the content of `file`; raise ProfileError if it would be invalid."""
     from accel_cli.profile import layers
     from accel_cli.profile.edit import resolve_file
 
-    resolve_file(_get_store(), target, layers.read_file(file, "file"))
+    return resolve_file(_get_store(), target, layers.read_file(file, "file"))
 
 
 def _write_default(target: Path, *, force: bool) -> None:

@@ -128,9 +128,24 @@ def _launch(context: click.Context, request: Request) -> int:
         if "dry_run" in options and (preview := launcher.preview(plan, options)):
             console.plain(preview)
         return 0
+    _check_deepspeed_is_installed(resolved)
     if "quiet" not in options:
         console.note(format_headline(plan, resolved))
     return launcher.run(_add_details(plan, request, resolved))
+
+
+def _check_deepspeed_is_installed(resolved: Resolved) -> None:
+    """Raise if the processes run here and need DeepSpeed, which is missing."""
+    from importlib.util import find_spec
+
+    section, launcher = resolved.profile.deepspeed, resolved.profile.launcher
+    if section.settings.is_used and launcher.location in {"local", "pod"} and not find_spec("deepspeed"):
+        from accel_runtime.environment.installation import format_install
+
+        raise UsageError(
+            f"Cannot use deepspeed.stage: {section.stage}: DeepSpeed is not installed. Install it: "
+            f"{format_install('deepspeed', extra='deepspeed')}"
+        )
 
 
 @click.command(
@@ -151,6 +166,7 @@ def test(context: click.Context, /, **options: Any) -> None:
     )
     resolved, plan = planner.prepare(request, os.environ)
     console.note(format_headline(plan, resolved))
+    _check_deepspeed_is_installed(resolved)
     plan = _add_details(plan, request, resolved, is_quiet=True)
     context.exit(resolved.profile.launcher.run(plan))
 
@@ -291,6 +307,7 @@ def format_plan(plan: Plan, resolved: Resolved | None) -> str:
     from dataclasses import asdict
 
     from accel_cli.planning.plan import join_for_bash
+    from accel_cli.profile.deepspeed_file import list_deepspeed_values, list_effective_values
 
     lines = [f"launcher: {plan.launcher}", f"start: {_format_processes(plan)}", f"device: {plan.device}"]
     if plan.layout:
@@ -312,7 +329,11 @@ def format_plan(plan: Plan, resolved: Resolved | None) -> str:
         lines += plan.job.describe()
     if resolved:
         lines.append("profile:")
-        for key, value in resolved.values.items():
+        for key, (value, source) in list_effective_values(resolved).items():
             shown = console.mask_secrets(key, str(value)) if key.startswith("env.") else value
-            lines.append(f"  {key}: {shown}  [{resolved.get_source(key)}]")
+            lines.append(f"  {key}: {shown}  [{source}]")
+    if resolved and resolved.deepspeed:
+        lines.append("configuration of DeepSpeed:")
+        for path, (value, source) in list_deepspeed_values(resolved.deepspeed).items():
+            lines.append(f"  {path}: {value}  [{source}]")
     return "\n".join(lines)

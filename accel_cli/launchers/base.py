@@ -128,6 +128,16 @@ class Launcher(Section):
         """
         return True
 
+    @property
+    def sent_folder(self) -> str | None:
+        """The folder whose files its nodes get; None if they get none."""
+        return None
+
+    @property
+    def has_own_folder(self) -> bool:
+        """True if its nodes may have the files of the current folder at another path."""
+        return False
+
     @classmethod
     def get_missing_requirement(cls) -> str:
         """Return the packages that are not installed, with commas between; empty if nothing is missing."""
@@ -183,6 +193,11 @@ class Launcher(Section):
         Raises:
             UsageError: The settings shard models.
         """
+        if settings.deepspeed.is_used and not self.supports_sharding:
+            raise UsageError(
+                f"Cannot use deepspeed.stage: {settings.deepspeed.stage} with launcher.kind: {self.kind}: DeepSpeed does not support "
+                "its device. Remove the section deepspeed, or choose another launcher."
+            )
         if not (self.supports_sharding or (settings.parallel.plain and settings.fully_shard == FullyShard())):
             raise UsageError(
                 f"Cannot use parallel: and fully_shard: with {self.title}: it shards models by launcher.spmd: true and the "

@@ -7,7 +7,7 @@ import os
 import re
 import stat
 import tarfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.launchers import git
 from accel_cli.launchers.secret_files import FoundToken, find_tokens, is_secret_name
+from accel_runtime.environment.settings import variable_name
 
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SelectedFile",
     "Selection",
+    "check_deepspeed_file",
     "check_selected",
     "describe_selection",
     "format_name",
@@ -176,6 +178,13 @@ def check_selected(selection: Selection, path: str | Path) -> None:
     raise UsageError(
         f"{format_name(name)} is needed, but is not sent: {reason}. Add it to launcher.include, or change launcher.exclude."
     )
+
+
+def check_deepspeed_file(selection: Selection, folder: str | Path, env: Mapping[str, str]) -> None:
+    """Raise UsageError if the JSON file of DeepSpeed, relative to the working folder in the source, is not sent."""
+    name = env.get(variable_name("deepspeed_config_file"), "")
+    if name and not Path(name).is_absolute():
+        check_selected(selection, Path(folder, name))
 
 
 def describe_selection(selection: Selection) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import Any
 from accel_cli.errors import Problem, ProfileError
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.profile import layers, store, yaml_io
-from accel_cli.profile.layers import Layer, flatten, nest
+from accel_cli.profile.layers import Layer, Resolved, flatten, nest
 from accel_cli.profile.schema import SCHEMA_VERSION, SECTIONS, Profile, describe
 from accel_cli.profile.store import DEFAULT, Store
 from accel_cli.profile.yaml_io import Document
@@ -136,7 +136,7 @@ def update_profile(
         if document.problems:
             raise ProfileError(list(document.problems))
         data, dropped = change_values(document.data, updates)
-        profile = resolve_file(profiles, target, build_layer(data, target, updates, source))
+        profile = resolve_file(profiles, target, build_layer(data, target, updates, source)).profile
         store.write(target, edit_text(text, data))
     return profile, dropped
 
@@ -168,13 +168,13 @@ def remove_keys(profiles: Store, target: Path, keys: Collection[str], source: st
         return find_problems(layers.read_file(target, "file"))
 
 
-def resolve_file(profiles: Store, target: Path, layer: Layer) -> Profile:
-    """Return the profile of the layer of a file, over the layers below it.
+def resolve_file(profiles: Store, target: Path, layer: Layer) -> Resolved:
+    """Return the resolved profile of the layer of a file, over the layers below it.
 
     Raises:
         ProfileError: All problems of the layers and of the result.
     """
-    return layers.resolve([*read_layers_below(profiles, target), layer]).profile
+    return layers.resolve([*read_layers_below(profiles, target), layer])
 
 
 def read_layers_below(profiles: Store, target: Path) -> list[Layer]:

@@ -6,6 +6,7 @@ what a scheduler says about the nodes of this launch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -21,11 +22,19 @@ from accel_cli.profile.store import DEFAULT, Store
 from accel_cli.profile.validation_errors import explain, unknown_key
 from accel_runtime.environment import settings as env
 from accel_runtime.environment.accelerate.export import read_user_variables
-from accel_runtime.environment.settings import Settings, SettingsError, variable_name
+from accel_runtime.environment.deepspeed import DeepSpeedConfig
+from accel_runtime.environment.settings import (
+    Settings,
+    SettingsError,
+    find_deepspeed_conflict,
+    variable_name,
+)
 
 __all__ = [
+    "DEEPSPEED_FILE",
     "Layer",
     "Resolved",
+    "complete_path",
     "find_value",
     "flatten",
     "nest",
@@ -33,9 +42,14 @@ __all__ = [
     "read_environment",
     "read_file",
     "read_layers",
+    "relate_path",
     "resolve",
     "to_data",
 ]
+
+
+DEEPSPEED_FILE = "deepspeed.config_file"
+"""The key that is a path relative to the file with it."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +74,8 @@ class Resolved:
     """The layers that set values, the weakest first."""
     sources: Mapping[str, str]
     """The layer and location of each dotted key that a layer sets."""
+    deepspeed: DeepSpeedConfig | None = None
+    """The configuration of DeepSpeed, with the JSON file; None if DeepSpeed is not used, or the file has not been read."""
 
     @property
     def values(self) -> dict[str, Any]:
@@ -121,8 +137,23 @@ def read_file(path: Path, name: str) -> Layer:
     document = store.read(path)
     values = flatten(document.data)
     values.pop("schema_version", None)
+    if isinstance(file := values.get(DEEPSPEED_FILE), str):
+        values[DEEPSPEED_FILE] = complete_path(file, path.parent)
     where = {key: f"{path}:{line}" for key, line in document.lines.items()}
     return Layer(name, values, where | {"": str(path)}, document.problems)
+
+
+def complete_path(name: str, folder: Path) -> str:
+    """Return a path in a file as seen from everywhere; one that begins with `~` or a variable is expanded later."""
+    return str(folder.resolve() / name) if name and name[0] not in "~$" else name
+
+
+def relate_path(path: str, target: Path) -> str:
+    """Return a path that is written into a file: relative to its folder if it is in it, else absolute."""
+    if not path or path[0] in "~$":
+        return path
+    full, folder = Path(os.path.abspath(path)), target.parent.resolve()  # noqa: PTH100 - links stay
+    return str(full.relative_to(folder)) if full.is_relative_to(folder) else str(full)
 
 
 def read_environment(environ: Mapping[str, str]) -> Layer:
@@ -226,9 +257,21 @@ def resolve(layers: Iterable[Layer]) -> Resolved:
         profile = Profile.model_validate(nest(values))
     except ValidationError as error:
         raise ProfileError(problems + explain(error, where)) from None
-    if problems:
+    if problems or (problems := _find_deepspeed_problems(profile, where)):
         raise ProfileError(problems)
     return Resolved(profile, layers, {key: sources[key] for key in values})
+
+
+def _find_deepspeed_problems(profile: Profile, where: Mapping[str, str]) -> list[Problem]:
+    """Return the problem of a key that DeepSpeed excludes."""
+    conflict = find_deepspeed_conflict(profile.settings)
+    if conflict is None:
+        return []
+    key, stage = conflict.key, profile.deepspeed.stage
+    shown = yaml_io.inline(list(conflict.value) if isinstance(conflict.value, tuple) else conflict.value)
+    by = where.get("deepspeed.stage", "the profile")
+    reason = f"cannot be {shown} with deepspeed.stage: {stage} ({by}): {conflict.reason}. Remove one of them"
+    return [Problem(where.get(key, where[""]), key, reason)]
 
 
 def flatten(data: Mapping[str, Any]) -> dict[str, Any]:

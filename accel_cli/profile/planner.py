@@ -22,16 +22,20 @@ from accel_cli.planning.machine import Machine
 from accel_cli.planning.nodes import NodeLayout, NodeOptions
 from accel_cli.planning.options import OPTIONS, Kind, LaunchOption, Request
 from accel_cli.profile import layers, yaml_io
+from accel_cli.profile.deepspeed_file import apply_deepspeed_file
 from accel_cli.profile.layers import Layer, Resolved
 from accel_cli.profile.store import Store
 from accel_runtime.environment.accelerate import encode_variables
 from accel_runtime.environment.accelerate.export import build_export, read_user_variables
 from accel_runtime.environment.cgroup import count_cpus
+from accel_runtime.environment.deepspeed import DeepSpeedConfig, read_deepspeed
 from accel_runtime.environment.settings import (
     ACCELERATE_LIMITS,
     EXPORTED,
+    Settings,
     SettingsError,
     check_layout,
+    find_deepspeed_conflict,
     find_nearest,
 )
 
@@ -63,6 +67,7 @@ def prepare(
     """Return the resolved profile and the plan of a request, for this machine unless another one is given."""
     machine = machine or detect_machine(environ, cpu="cpu" in request.options)
     resolved, node_layout = _resolve(request, environ, machine)
+    resolved = apply_deepspeed_file(resolved)
     profile, launcher = resolved.profile, resolved.profile.launcher
     option_values = _get_launcher_options(request)
     if option_values:
@@ -366,14 +371,58 @@ _Sizes = tuple[int, int, int, int]
 def build_plan(launcher: Launcher, spec: LaunchSpec) -> Plan:
     """Return the plan of a launch, with the layout of models."""
     launcher.check_layout(spec.settings)
+    deepspeed = _read_deepspeed(spec.settings)
     if not launcher.may_share_files:
         spec = replace(spec, settings=replace(spec.settings, shared_files=False))
-    plan = launcher.plan(spec)
+    plan = launcher.plan(_locate_deepspeed_file(launcher, spec))
     world_sizes = launcher.get_world_sizes(spec, plan)
-    if launcher.supports_sharding:
+    if deepspeed:
+        _check_deepspeed_device(spec, plan)
+        plan = replace(plan, layout=deepspeed.summary)
+    elif launcher.supports_sharding:
         layouts = _compute_layouts(spec, world_sizes)
         plan = replace(plan, layout=_format_layout(spec, layouts, is_known=bool(world_sizes)))
     return _export_to_accelerate(spec, plan, world_sizes) if launcher.location in {"local", "pod"} else plan
+
+
+def _read_deepspeed(settings: Settings) -> DeepSpeedConfig | None:
+    """Return the configuration of DeepSpeed; None if it is not used."""
+    if not settings.deepspeed.is_used:
+        return None
+    try:
+        return read_deepspeed(settings.deepspeed)
+    except SettingsError as error:
+        raise UsageError(str(error)) from None
+
+
+def _check_deepspeed_device(spec: LaunchSpec, plan: Plan) -> None:
+    """Raise if the device that was detected is not one of DeepSpeed's."""
+    if conflict := find_deepspeed_conflict(replace(spec.settings, device=plan.device)):  # type: ignore[arg-type]
+        raise UsageError(
+            f"Cannot use deepspeed.stage: {spec.settings.deepspeed.stage} with {conflict.key}: {spec.settings.device}, which is "
+            f"{plan.device} here: {conflict.reason}. Use --cpu, or remove the section deepspeed."
+        )
+
+
+def _locate_deepspeed_file(launcher: Launcher, spec: LaunchSpec) -> LaunchSpec:
+    """Return a launch with the path of DeepSpeed's JSON file as seen from the working folder of its nodes.
+
+    Raises:
+        UsageError: The launcher sends a folder that the file is not in.
+    """
+    deepspeed, here = spec.settings.deepspeed, Path.cwd().resolve()
+    if not deepspeed.config_file or spec.is_builtin:
+        return spec
+    path, folder = Path(deepspeed.config_file).resolve(), launcher.sent_folder
+    if folder is not None and not path.is_relative_to(source := Path(folder).resolve()):
+        raise UsageError(
+            f"Cannot send {path} (deepspeed.config_file): it is not in {source}, the folder that is sent. Copy it there, or set "
+            "the keys of deepspeed instead of a file."
+        )
+    if folder is None and not (launcher.has_own_folder and path.is_relative_to(here)):
+        return spec
+    located = replace(deepspeed, config_file=os.path.relpath(path, here))
+    return replace(spec, settings=replace(spec.settings, deepspeed=located))
 
 
 def _export_to_accelerate(spec: LaunchSpec, plan: Plan, world_sizes: Sequence[int]) -> Plan:

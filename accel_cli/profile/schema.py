@@ -22,7 +22,12 @@ from accel_cli.launchers.base import Launcher
 from accel_cli.launchers.sections import Answers, Choice, Question, Section
 from accel_cli.launchers.single import Single
 from accel_cli.planning.machine import Machine
-from accel_cli.profile.settings_sections import CompileSection, FullyShardSection, ParallelSection
+from accel_cli.profile.settings_sections import (
+    CompileSection,
+    DeepSpeedSection,
+    FullyShardSection,
+    ParallelSection,
+)
 from accel_runtime.environment.settings import Device, LogLevel, MixedPrecision, ProcessGroupBackend, Settings
 
 __all__ = [
@@ -39,7 +44,12 @@ SCHEMA_VERSION = 1
 _FIRST_WORDS = re.compile(r"(?<=[a-z)]{2})[.;](?=\s|$)")
 """Matches the end of the first sentence or clause of a description."""
 SETTINGS_SECTIONS: Mapping[str, type[Section]] = MappingProxyType(
-    {"parallel": ParallelSection, "fully_shard": FullyShardSection, "compile": CompileSection}
+    {
+        "parallel": ParallelSection,
+        "fully_shard": FullyShardSection,
+        "deepspeed": DeepSpeedSection,
+        "compile": CompileSection,
+    }
 )
 """The sections with the same keys for every launcher."""
 SECTIONS = ("launcher", *SETTINGS_SECTIONS, "env")
@@ -158,6 +168,12 @@ class Profile(Section):
     fully_shard: Annotated[
         FullyShardSection, Field(description="Options of sharding, used if `parallel.dp_shard` is not 1.")
     ] = FullyShardSection()
+    deepspeed: Annotated[
+        DeepSpeedSection,
+        Field(
+            description="Options of DeepSpeed's ZeRO, used if `deepspeed.stage` is not `no`; it replaces `parallel` and `fully_shard`."
+        ),
+    ] = DeepSpeedSection()
     compile: Annotated[
         CompileSection,
         Field(

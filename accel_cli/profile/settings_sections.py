@@ -1,25 +1,28 @@
-"""The sections `parallel`, `fully_shard` and `compile` of a profile."""
+"""The sections `parallel`, `fully_shard`, `deepspeed` and `compile` of a profile."""
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from typing_extensions import Self, override
 
 from accel_cli.launchers import LAUNCHERS
-from accel_cli.launchers.sections import Answers, Choice, CountOrAuto, Question, Section
+from accel_cli.launchers.sections import Answers, Choice, CountOrAuto, ExpandedPath, Question, Section
+from accel_runtime.environment.deepspeed import OffloadDevice, read_deepspeed_file
 from accel_runtime.environment.settings import (
     Compile,
     CompileMode,
+    DeepSpeed,
     FullyShard,
     Number,
     Parallel,
     SettingsError,
 )
 
-__all__ = ["CompileSection", "FullyShardSection", "ParallelSection"]
+__all__ = ["CompileSection", "DeepSpeedSection", "FullyShardSection", "ParallelSection"]
 
 
 def _check_wrap(value: Any) -> Any:
@@ -56,6 +59,15 @@ def _is_sharded(answers: Answers) -> bool:
     return _has_several_processes(answers) and answers.get("dp_shard", 1) != 1
 
 
+def _is_fully_sharded(answers: Answers) -> bool:
+    """Return True if models are sharded, and the question for DeepSpeed is answered with no."""
+    return _is_sharded(answers) and answers.get("stage") == "no"
+
+
+def _uses_deepspeed(answers: Answers) -> bool:
+    return _is_sharded(answers) and answers.get("stage", "no") != "no"
+
+
 class _SettingsSection(Section):
     """A section with the fields of a class of `accel_runtime.environment.settings`, which checks their values."""
 
@@ -69,7 +81,7 @@ class _SettingsSection(Section):
         try:
             _ = self.settings
         except SettingsError as error:
-            raise ValueError(re.sub(r"^Invalid \w+\.", "", str(error))) from None
+            raise ValueError(re.sub(r"^(Invalid )?\w+\.(?=\w+:? )", "", str(error))) from None
         return self
 
 
@@ -85,7 +97,7 @@ class ParallelSection(_SettingsSection):
         Question(
             "How many replicas of the model?",
             suggest=lambda *_: 1,
-            when=lambda answers: _is_sharded(answers) and _count_nodes(answers) != 1,
+            when=lambda answers: _is_fully_sharded(answers) and _count_nodes(answers) != 1,
             hint="1 shards it over all processes; the number of nodes keeps a replica on each node",
         ),
     ] = 1
@@ -99,7 +111,7 @@ class ParallelSection(_SettingsSection):
             suggest=lambda *_: 1,
             choices=(
                 Choice(1, "yes: a replica on every device, the fastest"),
-                Choice("auto", "no: shard them over the devices (fully_shard)"),
+                Choice("auto", "no: shard them over the devices"),
             ),
             when=_has_several_processes,
         ),
@@ -130,6 +142,7 @@ def _count_nodes(answers: Answers) -> Any:
     return answers.get("nnodes", answers.get("instance_count", 1))
 
 
+_ZERO_3 = 3
 _NUMBERS = ", ".join(f"`{word}`" for word in get_args(Number) if word != "auto")
 
 
@@ -177,7 +190,7 @@ class FullyShardSection(_SettingsSection):
                 Choice(False, "no: on the devices"),
                 Choice(True, "yes: larger models fit, but every step waits for transfers"),
             ),
-            when=_is_sharded,
+            when=_is_fully_sharded,
         ),
     ] = False
     activation_checkpointing: Annotated[
@@ -193,7 +206,7 @@ class FullyShardSection(_SettingsSection):
                     "yes: much less memory for long sequences or large batches, about a third more compute",
                 ),
             ),
-            when=_is_sharded,
+            when=_is_fully_sharded,
         ),
     ] = False
     ignore: Annotated[
@@ -210,6 +223,164 @@ class FullyShardSection(_SettingsSection):
         """The settings that the processes receive."""
         values = {"wrap": _format_wrap(self.wrap), "ignore": tuple(self.ignore)}
         return FullyShard(**{**dict(self), **values})
+
+
+def _to_stage(value: Any) -> Any:
+    """Convert the text of a number to the number."""
+    if isinstance(value, bool):  # a number for Python
+        raise ValueError("expected no, auto, 0, 1, 2 or 3")  # noqa: TRY004 - pydantic reports no TypeError
+    return int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
+
+
+def _to_absolute(path: str) -> str:
+    """Return a path as seen from the current folder; one in a file is relative to it, and has been completed."""
+    return os.path.abspath(path) if path else ""  # noqa: PTH100 - links stay
+
+
+def _check_config_file(path: Any) -> str | None:
+    """Return the problem of a JSON file of DeepSpeed that was typed; None without one."""
+    try:
+        if path:
+            read_deepspeed_file(os.path.expanduser(path))  # noqa: PTH111 - a `~` that stays is no exception
+    except SettingsError as error:
+        return str(error)
+    return None
+
+
+def _offloads_to_disk(answers: Answers) -> bool:
+    return _uses_deepspeed(answers) and "nvme" in {
+        answers.get("offload_optimizer"),
+        answers.get("offload_param"),
+    }
+
+
+_BucketSize = Annotated[int, Field(ge=1)] | Literal["auto"]
+
+
+class DeepSpeedSection(_SettingsSection):
+    """Options of DeepSpeed's ZeRO, which replaces `parallel` and `fully_shard`."""
+
+    stage: Annotated[
+        Literal["no", "auto", 0, 1, 2, 3],
+        BeforeValidator(_to_stage),
+        Field(
+            json_schema_extra={"enum": ["no", "auto", 0, 1, 2, 3]},
+            description="What ZeRO shards: 1 the optimizer state, 2 gradients too, 3 parameters too; `auto` is the stage of "
+            "`config_file`, and `no` does not use DeepSpeed.",
+        ),
+        Question(
+            "Which library shards them?",
+            suggest=lambda *_: "no",
+            choices=(
+                Choice("no", "fully_shard of torch (recommended): nothing to install, and the most options"),
+                Choice(3, "DeepSpeed ZeRO-3: as fully_shard, with offloading to NVMe disks"),
+                Choice(2, "DeepSpeed ZeRO-2: optimizer state and gradients, if the parameters fit"),
+                Choice(1, "DeepSpeed ZeRO-1: the optimizer state only"),
+                Choice("auto", "DeepSpeed, with everything from a JSON file that you have"),
+            ),
+            when=_is_sharded,
+        ),
+    ] = "no"
+    config_file: Annotated[
+        str,
+        ExpandedPath,
+        AfterValidator(_to_absolute),
+        Field(
+            description="JSON file of DeepSpeed, relative to the file with this key; the other keys of this section replace what it "
+            "leaves out or sets to `auto`, and must not contradict it."
+        ),
+        Question(
+            "JSON file of DeepSpeed?",
+            suggest=lambda *_: "",
+            check=_check_config_file,
+            when=_uses_deepspeed,
+            hint="a path; Enter without one uses the options of the profile alone",
+        ),
+    ] = ""
+    offload_optimizer: Annotated[
+        OffloadDevice,
+        Field(
+            description="Device of the optimizer state and its steps: `cpu`, or `nvme` with stage 3; `no` leaves it on the device of the "
+            "model."
+        ),
+        Question(
+            "Where is the optimizer state?",
+            suggest=lambda *_: "no",
+            choices=(
+                Choice("no", "on the devices: the fastest"),
+                Choice("cpu", "in host memory: larger models fit, steps are slower"),
+                Choice(
+                    "nvme",
+                    "on a local NVMe disk: the largest models",
+                    lambda _, answers: answers["stage"] == _ZERO_3,
+                ),
+            ),
+            when=lambda answers: _uses_deepspeed(answers) and answers["stage"] != "auto",
+        ),
+    ] = "no"
+    offload_param: Annotated[
+        OffloadDevice,
+        Field(
+            description="Device of the sharded parameters of stage 3: `cpu` or `nvme`; `no` leaves them on the device of the model."
+        ),
+        Question(
+            "Where are parameters that are not in use?",
+            suggest=lambda *_: "no",
+            choices=(
+                Choice("no", "on the devices: the fastest"),
+                Choice("cpu", "in host memory"),
+                Choice("nvme", "on a local NVMe disk"),
+            ),
+            when=lambda answers: _uses_deepspeed(answers) and answers["stage"] == _ZERO_3,
+        ),
+    ] = "no"
+    nvme_path: Annotated[
+        str,
+        Field(description="Directory on a local disk of every node for what is offloaded to `nvme`."),
+        Question(
+            "Which directory on the NVMe disk?",
+            suggest=lambda *_: "/local_nvme",
+            when=_offloads_to_disk,
+            hint="the same path on every node",
+        ),
+    ] = ""
+    zero3_init: Annotated[
+        bool,
+        Field(
+            description="With stage 3, shard a model while `from_pretrained` loads it, so that it need not fit into memory."
+        ),
+    ] = False
+    gradient_clipping: Annotated[
+        float,
+        Field(
+            ge=0,
+            description="Norm to which gradients are clipped at every step; 0 leaves clipping to the script.",
+        ),
+    ] = 0.0
+    reduce_bucket_size: Annotated[
+        _BucketSize,
+        Field(
+            description="Number of gradients that are reduced together; `auto` depends on the model's hidden size."
+        ),
+    ] = "auto"
+    prefetch_bucket_size: Annotated[
+        _BucketSize,
+        Field(
+            description="Number of parameters that stage 3 gathers ahead; `auto` depends on the model's hidden size."
+        ),
+    ] = "auto"
+    param_persistence_threshold: Annotated[
+        _BucketSize,
+        Field(
+            description="Number of elements below which stage 3 does not shard a parameter; `auto` depends on the model's hidden size."
+        ),
+    ] = "auto"
+
+    @property
+    @override
+    def settings(self) -> DeepSpeed:
+        """The settings that the processes receive."""
+        return DeepSpeed(**{**dict(self), "stage": str(self.stage)})
 
 
 class CompileSection(_SettingsSection):

@@ -42,6 +42,7 @@ _EXAMPLES = {
     "launcher": "launcher.kind",
     "parallel": "parallel.dp_shard",
     "fully_shard": "fully_shard.wrap",
+    "deepspeed": "deepspeed.stage",
     "compile": "compile.backend",
     "env": "env.NAME, a variable",
 }

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from accel_runtime.environment.layouts import SettingsError
 
@@ -22,15 +22,26 @@ __all__ = [
     "DeepSpeedConfig",
     "OffloadDevice",
     "ZeroStage",
+    "read_deepspeed",
     "read_deepspeed_config",
     "read_deepspeed_file",
     "resolve_deepspeed",
+    "state_accumulation",
+    "state_precision",
 ]
 
 ZeroStage = Literal["no", "auto", "0", "1", "2", "3"]
 OffloadDevice = Literal["no", "cpu", "nvme"]
 AUTO = "auto"
 """Value in a JSON file that is filled in when the model is prepared."""
+_WORDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "stage": get_args(ZeroStage),
+        "offload_optimizer": get_args(OffloadDevice),
+        "offload_param": get_args(OffloadDevice),
+    }
+)
+"""The values of the fields of a section that are words."""
 
 
 @dataclass(frozen=True)
@@ -60,33 +71,43 @@ class DeepSpeed:
     """Number of elements below which stage 3 does not shard a parameter."""
 
     def __post_init__(self) -> None:
-        for name in ("stage", "offload_optimizer", "offload_param"):
-            words = {"stage": ZeroStage, "offload_optimizer": OffloadDevice, "offload_param": OffloadDevice}
-            if getattr(self, name) not in words[name].__args__:  # type: ignore[attr-defined]
-                expected = ", ".join(words[name].__args__)  # type: ignore[attr-defined]
+        for name, words in _WORDS.items():
+            if (value := getattr(self, name)) not in words:
                 raise SettingsError(
-                    f"Invalid deepspeed.{name} {getattr(self, name)!r}: expected one of {expected}."
+                    f"Invalid deepspeed.{name} {value!r}: expected one of {', '.join(words)}."
                 )
-        if not 0 <= self.gradient_clipping < float("inf"):
+        for name in ("config_file", "nvme_path"):
+            if not (path := getattr(self, name)).isprintable():
+                raise SettingsError(f"Invalid deepspeed.{name} {path!r}: expected a path.")
+        if isinstance(self.gradient_clipping, bool) or not 0 <= self.gradient_clipping < float("inf"):
             raise SettingsError(
                 f"Invalid deepspeed.gradient_clipping {self.gradient_clipping}: expected a number above 0, or 0."
             )
+        self._check_effect()
+
+    def _check_effect(self) -> None:
+        """Raise SettingsError if a field is missing, or has no effect."""
         if self.stage == "no":
             changed = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
             if changed:
                 raise SettingsError(
                     f"deepspeed.{changed[0]} has no effect with deepspeed.stage: no. Set deepspeed.stage to 1, 2 or 3, or to auto "
-                    "with a config_file."
+                    "with a deepspeed.config_file."
                 )
         if self.stage == AUTO and not self.config_file:
             raise SettingsError(
-                "Invalid deepspeed.stage auto: there is no deepspeed.config_file to read it from. Set the stage to 1, 2 or 3."
+                "deepspeed.config_file: expected the path of a JSON file, from which deepspeed.stage: auto is read. Set it, or set "
+                "deepspeed.stage to 1, 2 or 3."
             )
-        if "nvme" in {self.offload_optimizer, self.offload_param} and not (
-            self.nvme_path or self.config_file
-        ):
+        is_on_disk = "nvme" in {self.offload_optimizer, self.offload_param}
+        if is_on_disk and not (self.nvme_path or self.config_file):
             raise SettingsError(
-                "deepspeed: offloading to nvme needs a directory. Set deepspeed.nvme_path to one on a local disk."
+                "deepspeed.nvme_path: expected a directory on a local disk, for what is offloaded to nvme. Set it."
+            )
+        if self.nvme_path and not (is_on_disk or self.config_file):
+            raise SettingsError(
+                "deepspeed.nvme_path has no effect: nothing is offloaded to nvme. Set deepspeed.offload_optimizer or "
+                "deepspeed.offload_param to nvme, or leave it out."
             )
 
     @property
@@ -115,6 +136,17 @@ class DeepSpeedConfig:
         return int(self.get("zero_optimization.stage", 0))
 
     @property
+    def summary(self) -> str:
+        """Return the stage and the devices that it offloads to, in words."""
+        devices = {"optimizer": _OFFLOAD, "parameters": _OFFLOAD_PARAM}
+        parts = [
+            f"{what} on {device}"
+            for what, path in devices.items()
+            if (device := self.get(f"{path}.device", "none")) != "none"
+        ]
+        return f"DeepSpeed ZeRO {self.stage}{f' ({chr(44).join(parts)})' if parts else ''}".replace(",", ", ")
+
+    @property
     def mixed_precision(self) -> Literal["bf16", "fp16"] | None:
         """Return the number format that is enabled; None if that is left to the profile."""
         names: tuple[Literal["bf16", "fp16"], ...] = ("bf16", "fp16")
@@ -134,6 +166,8 @@ def find_value(values: Mapping[str, Any], path: str) -> Any:
 def read_deepspeed_file(path: str | Path) -> dict[str, Any]:
     """Return the content of a JSON file of DeepSpeed.
 
+    Keys that are off and that accel does not support are left out: DeepSpeed rejects some of them even if they are off.
+
     Raises:
         SettingsError: The file cannot be read, is not JSON, has a key twice, or has keys that accel does not support.
     """
@@ -146,8 +180,9 @@ def read_deepspeed_file(path: str | Path) -> dict[str, Any]:
 
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+    except (OSError, ValueError) as error:
+        reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else "it is not a path"
+        reason = (error.strerror or reason) if isinstance(error, OSError) else reason
         raise SettingsError(
             f"Cannot read {path}, the file of deepspeed.config_file: {reason}. Correct the path."
         ) from None
@@ -157,46 +192,73 @@ def read_deepspeed_file(path: str | Path) -> dict[str, Any]:
         raise SettingsError(
             f"Invalid {path}: {error.msg} in line {error.lineno}, column {error.colno}. Correct the JSON."
         ) from None
+    except RecursionError:
+        raise SettingsError(f"Invalid {path}: it is nested too deeply. Correct the JSON.") from None
     if not isinstance(values, dict):
         raise SettingsError(f"Invalid {path}: expected a JSON object with the keys of DeepSpeed.")
     check_deepspeed_keys(values, str(path))
-    return values
+    return _normalize_keys(values, str(path))
 
 
 def check_deepspeed_keys(values: Mapping[str, Any], source: str) -> None:
     """Raise SettingsError for keys of a configuration that DeepSpeed does not have, or that accel does not support."""
-    for top, value in values.items():
-        _refuse(top, value, source)
-        if top not in SECTIONS and top not in KEYS and top not in REFUSED:
-            raise SettingsError(
-                f"{source}: {top} is not a key of DeepSpeed.{_suggest(top, [*SECTIONS, *KEYS])}"
-            )
-        if top not in SECTIONS:
-            continue
-        if not isinstance(value, Mapping):
-            raise SettingsError(f"Invalid {source}: {top} is {_show(value)}, expected an object.")
-        for key, each in value.items():
-            _refuse(f"{top}.{key}", each, source)
-            if key not in SECTIONS[top] and f"{top}.{key}" not in REFUSED:
-                raise SettingsError(
-                    f"{source}: {top}.{key} is not a key of DeepSpeed.{_suggest(key, SECTIONS[top])}"
-                )
+    _check_keys(values, "", (*SECTIONS, *KEYS), source)
 
 
-def _refuse(path: str, value: Any, source: str) -> None:
-    if path in REFUSED and not _is_off(value):
-        raise SettingsError(f"{source}: {path} is not supported: {REFUSED[path]}")
+def _check_keys(values: Mapping[str, Any], prefix: str, known: Sequence[str], source: str) -> None:
+    for key, value in values.items():
+        path = f"{prefix}{key}"
+        if path in REFUSED:
+            if not _is_off(path, value):
+                raise SettingsError(f"{source}: {path} is not supported: {REFUSED[path]}")
+        elif key not in known:
+            raise SettingsError(f"{source}: {path} is not a key of DeepSpeed.{_suggest(key, known)}")
+        elif path in SECTIONS:
+            if not isinstance(value, Mapping):
+                # DeepSpeed reads null as no section for those of offloading.
+                if value is None and path in {_OFFLOAD, _OFFLOAD_PARAM}:
+                    continue
+                raise SettingsError(f"Invalid {source}: {path} is {_show(value)}, expected an object.")
+            if SECTIONS[path]:
+                _check_keys(value, f"{path}.", SECTIONS[path], source)
 
 
 def _suggest(name: str, known: Sequence[str]) -> str:
-    nearest = difflib.get_close_matches(name, known, n=1)
+    names = [key.rpartition(".")[2] for key in known]
+    nearest = difflib.get_close_matches(name, names, n=1)
     return f" Did you mean {nearest[0]}?" if nearest else " Remove it."
 
 
-def _is_off(value: Any) -> bool:
+def _is_off(path: str, value: Any) -> bool:
+    """Return whether a key that is not supported has no effect."""
+    if value in _HARMLESS.get(path, ()) and isinstance(value, bool) == isinstance(_HARMLESS[path][0], bool):
+        return True
+    if path in _HARMLESS:
+        return False
     if isinstance(value, Mapping):
         return not value.get("enabled", bool(value))
-    return value is not True and value in (None, False, 0, 1, "none", "None", "", AUTO)
+    return value in (None, False, "none", "None", "", AUTO, []) or (value == 1 and value is not True)
+
+
+def _normalize_keys(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return a configuration without unsupported keys that are off, and with one name for each key."""
+    kept = {key: value for key, value in values.items() if key not in REFUSED}
+    if isinstance(zero := kept.get("zero_optimization"), Mapping):
+        section: dict[str, Any] = {}
+        for key, value in zero.items():
+            name = f"stage3_{key}" if f"stage3_{key}" in _ZERO else key
+            if name in section:
+                raise SettingsError(
+                    f"Invalid {source}: zero_optimization.{name} occurs twice, once without stage3_. Remove one of them."
+                )
+            if f"zero_optimization.{key}" not in REFUSED and value is not None:
+                section[name] = value
+        kept["zero_optimization"] = section
+    if "bfloat16" in kept:
+        if "bf16" in kept:
+            raise SettingsError(f"Invalid {source}: bf16 occurs twice, once as bfloat16. Remove one of them.")
+        kept["bf16"] = kept.pop("bfloat16")
+    return kept
 
 
 def _iterate_leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -207,6 +269,9 @@ def _iterate_leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tup
             yield f"{prefix}{key}", value
 
 
+_ZERO_3 = 3
+_OF_STAGE_3 = ("zero3_init", "prefetch_bucket_size", "param_persistence_threshold")
+"""Fields of a section that only stage 3 has."""
 _OFFLOAD = "zero_optimization.offload_optimizer"
 _OFFLOAD_PARAM = "zero_optimization.offload_param"
 PATHS = {
@@ -219,6 +284,30 @@ PATHS = {
     "param_persistence_threshold": "zero_optimization.stage3_param_persistence_threshold",
 }
 """Fields of the profile's section, and their paths in a JSON file."""
+
+
+def read_deepspeed(
+    section: DeepSpeed, stated: Mapping[str, tuple[Any, str]] = MappingProxyType({})
+) -> DeepSpeedConfig:
+    """Return the configuration of a section of the profile, whose JSON file is read; see `resolve_deepspeed`."""
+    file = read_deepspeed_file(section.config_file) if section.config_file else None
+    return resolve_deepspeed(section, file, stated)
+
+
+def state_precision(
+    file: Mapping[str, Any] | None, mixed_precision: str, source: str
+) -> dict[str, tuple[Any, str]]:
+    """Return what a number format states for `resolve_deepspeed`; `no` states that the file enables none."""
+    return {
+        f"{name}.enabled": (name == mixed_precision, source)
+        for name in ("bf16", "fp16")
+        if name == mixed_precision or find_value(file or {}, f"{name}.enabled") is not None
+    }
+
+
+def state_accumulation(steps: int, source: str) -> dict[str, tuple[Any, str]]:
+    """Return what a number of accumulated micro-batches states for `resolve_deepspeed`."""
+    return {"gradient_accumulation_steps": (steps, source)}
 
 
 def resolve_deepspeed(
@@ -238,7 +327,25 @@ def resolve_deepspeed(
     """
     values: dict[str, Any] = json.loads(json.dumps(file or {}))
     sources = {path: section.config_file for path, _ in _iterate_leaves(values)}
-    statements = {
+    for path, (value, source) in (*_list_statements(section, values).items(), *stated.items()):
+        known = find_value(values, path)
+        if known is not None and known != AUTO and not _is_same(known, value):
+            raise SettingsError(
+                f"{path} is {_show(known)} in {sources.get(path, 'the defaults')} and {_show(value)} by {source}. Remove one of "
+                "them, or set it to auto in the JSON file."
+            )
+        if known is None or known == AUTO:
+            _set_value(values, path, value)
+            sources[path] = source
+    config = DeepSpeedConfig(values, sources)
+    _check_combination(config)
+    _check_effect(section, config)
+    return config
+
+
+def _list_statements(section: DeepSpeed, values: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    """Return the values that a section sets, by path, with their keys; `values` are those of the file."""
+    statements: dict[str, tuple[Any, str]] = {
         PATHS[f.name]: (getattr(section, f.name), f"deepspeed.{f.name}")
         for f in fields(section)
         if f.name in PATHS and getattr(section, f.name) not in (f.default, AUTO)
@@ -251,19 +358,7 @@ def resolve_deepspeed(
             device = statements.get(f"{path}.device", (find_value(values, f"{path}.device"), ""))[0]
             if device == "nvme":
                 statements[f"{path}.nvme_path"] = (section.nvme_path, "deepspeed.nvme_path")
-    for path, (value, source) in (*statements.items(), *stated.items()):
-        known = find_value(values, path)
-        if known is not None and known != AUTO and not _is_same(known, value):
-            raise SettingsError(
-                f"{path} is {_show(known)} in {sources.get(path, 'the defaults')} and {_show(value)} by {source}. Remove one of "
-                "them, or set it to auto in the JSON file."
-            )
-        if known is None or known == AUTO:
-            _set_value(values, path, value)
-            sources[path] = source
-    config = DeepSpeedConfig(values, sources)
-    _check_combination(config)
-    return config
+    return statements
 
 
 def read_deepspeed_config(section: DeepSpeed) -> DeepSpeedConfig:
@@ -279,26 +374,54 @@ def read_deepspeed_config(section: DeepSpeed) -> DeepSpeedConfig:
 def _check_combination(config: DeepSpeedConfig) -> None:
     """Raise SettingsError if values have no effect together."""
     source = config.sources.get("zero_optimization.stage", "DeepSpeed's default")
-    stage = config.get("zero_optimization.stage", 0)
-    if isinstance(stage, bool) or stage not in {0, 1, 2, 3}:
+    stage = find_value(config.values, "zero_optimization.stage")
+    if stage == AUTO:
+        raise SettingsError(
+            f"zero_optimization.stage is auto in {source}, and deepspeed.stage is auto too. Set one of them to 1, 2 or 3."
+        )
+    if stage is not None and (isinstance(stage, bool) or stage not in {0, 1, 2, 3}):
         raise SettingsError(
             f"Invalid zero_optimization.stage {_show(stage)} by {source}: expected 0, 1, 2 or 3."
         )
-    for path, least in ((_OFFLOAD, 1), (_OFFLOAD_PARAM, 3)):
+    for path, least in ((_OFFLOAD, 1), (_OFFLOAD_PARAM, _ZERO_3)):
         device = config.get(f"{path}.device", "none")
         if device not in {"none", "cpu", "nvme"}:
             raise SettingsError(f"Invalid {path}.device {_show(device)}: expected none, cpu or nvme.")
-        if device != "none" and config.stage < least:
+        # DeepSpeed keeps the optimizer state of stages 1 and 2 in memory with nvme, too.
+        needed = _ZERO_3 if device == "nvme" else least
+        if device != "none" and config.stage < needed:
             raise SettingsError(
                 f"{path}.device: {device} by {config.sources[f'{path}.device']} has no effect in ZeRO stage {config.stage} by "
-                f"{source}. Use stage {least}{'' if least == 3 else ' or higher'}."  # noqa: PLR2004 - the highest stage
+                f"{source}. Use stage {needed}{'' if needed == _ZERO_3 else ' or higher'}."
             )
         if device == "nvme" and not config.get(f"{path}.nvme_path"):
             raise SettingsError(
                 f"{path}.device: nvme needs a directory. Set deepspeed.nvme_path to one on a local disk."
             )
     if config.get("bf16.enabled") is True and config.get("fp16.enabled") is True:
-        raise SettingsError("bf16.enabled and fp16.enabled are both true. Enable one of them.")
+        names = [config.sources.get(f"{name}.enabled", "the defaults") for name in ("bf16", "fp16")]
+        raise SettingsError(
+            f"bf16.enabled is true by {names[0]} and fp16.enabled by {names[1]}. Enable one of them."
+        )
+
+
+def _check_effect(section: DeepSpeed, config: DeepSpeedConfig) -> None:
+    """Raise SettingsError if a field of the section has no effect."""
+    needed = {"reduce_bucket_size": 1, **dict.fromkeys(_OF_STAGE_3, _ZERO_3)}
+    for f in fields(section):
+        least = needed.get(f.name, 0)
+        if getattr(section, f.name) != f.default and config.stage < least:
+            source = config.sources.get("zero_optimization.stage", "DeepSpeed's default")
+            raise SettingsError(
+                f"deepspeed.{f.name} has no effect in ZeRO stage {config.stage} by {source}. Use stage "
+                f"{least}{'' if least == _ZERO_3 else ' or higher'}, or leave it out."
+            )
+    on_disk = {config.get(f"{path}.device") for path in (_OFFLOAD, _OFFLOAD_PARAM)}
+    if section.nvme_path and "nvme" not in on_disk:
+        raise SettingsError(
+            "deepspeed.nvme_path has no effect: nothing is offloaded to nvme. Set deepspeed.offload_optimizer or "
+            "deepspeed.offload_param to nvme, or leave it out."
+        )
 
 
 def _set_value(values: dict[str, Any], path: str, value: Any) -> None:
@@ -321,39 +444,53 @@ def _show(value: Any) -> str:
 _ZERO = (
     "stage", "allgather_partitions", "allgather_bucket_size", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size",
     "use_multi_rank_bucket_allreduce", "overlap_comm", "load_from_fp32_weights", "elastic_checkpoint", "offload_param",
-    "offload_optimizer", "sub_group_size", "cpu_offload_param", "cpu_offload_use_pin_memory", "cpu_offload", "prefetch_bucket_size",
+    "offload_optimizer", "sub_group_size", "prefetch_bucket_size",
     "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters", "max_reuse_distance",
     "gather_16bit_weights_on_model_save", "module_granularity_threshold", "use_all_reduce_for_fetch_params",
+    "allgather_sequential",
     "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_model_persistence_threshold",
     "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_gather_16bit_weights_on_model_save",
     "stage3_gather_fp16_weights_on_model_save", "stage3_module_granularity_threshold",
     "stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "ignore_unused_parameters", "legacy_stage1",
     "round_robin_gradients", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights",
-    "zero_quantized_gradients", "zeropp_loco_param", "memory_efficient_linear", "override_module_apply", "log_trace_cache_warnings",
+    "zero_quantized_gradients", "memory_efficient_linear", "parameter_alignment", "pipeline_loading_checkpoint", "override_module_apply", "log_trace_cache_warnings",
     "enable_sanity_checks", "save_muon_momentum_buffer_in_memory",
+)  # fmt: skip
+_BF16 = (
+    "enabled", "immediate_grad_update", "check_grad_overflow", "bf16_master_weights_and_grads",
+    "bf16_optimizer_states",
 )  # fmt: skip
 SECTIONS: Mapping[str, Sequence[str]] = MappingProxyType({
     "zero_optimization": _ZERO,
+    "zero_optimization.offload_optimizer": (
+        "device", "nvme_path", "buffer_count", "pin_memory", "pipeline_read", "pipeline_write", "fast_init", "ratio",
+        "super_offload", "cpuadam_cores_perc",
+    ),
+    "zero_optimization.offload_param": (
+        "device", "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory",
+    ),
     "fp16": (
         "enabled", "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale",
         "consecutive_hysteresis", "fp16_master_weights_and_grads",
     ),
-    "bf16": ("enabled", "immediate_grad_update", "check_grad_overflow", "bf16_master_weights_and_grads", "bf16_optimizer_states"),
+    "bf16": _BF16,
+    "bfloat16": _BF16,
     "optimizer": ("type", "params", "legacy_fusion"),
     "scheduler": ("type", "params"),
-    "data_types": ("grad_accum_dtype",),
+    "data_types": ("grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules"),
     "activation_checkpointing": (
         "partition_activations", "cpu_checkpointing", "contiguous_memory_optimization", "number_checkpoints",
         "synchronize_checkpoint_boundary", "profile",
     ),
+    "timers": ("throughput",),
     "aio": ("block_size", "queue_depth", "thread_count", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds"),
 })  # fmt: skip
-"""Sections of a JSON file, with their keys."""
+"""Sections of a JSON file by their paths, with their keys."""
 KEYS = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
-    "prescale_gradients", "gradient_predivide_factor", "sparse_gradients", "communication_data_type", "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer", "steps_per_print", "wall_clock_breakdown", "dump_state", "memory_breakdown", "seq_parallel_communication_data_type",
-    "disable_allgather", "graph_harvesting",
+    "prescale_gradients", "gradient_predivide_factor", "communication_data_type", "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer", "steps_per_print", "wall_clock_breakdown", "dump_state", "memory_breakdown",
+    "seq_parallel_communication_data_type", "disable_allgather", "disable_python_gc", "log_level", "vocabulary_size",
 )  # fmt: skip
 """Keys of a JSON file outside of sections."""
 _TRACKERS = "use accelerator.log and the trackers of log_with."
@@ -362,6 +499,7 @@ REFUSED: Mapping[str, str] = MappingProxyType({
     "tensor_parallel": "AutoTP is not supported. Use parallel.tp with fully_shard.",
     "autotp_size": "AutoTP is not supported. Use parallel.tp with fully_shard.",
     "sequence_parallel_size": "Ulysses is not supported. Use parallel.cp with fully_shard.",
+    "expert_parallel": "expert parallelism is not supported. Use ZeRO stage 3, or fully_shard.",
     "moe": "expert parallelism is not supported. Use ZeRO stage 3, or fully_shard.",
     "compression_training": "compression is not supported. Quantize the trained model with another library.",
     "elasticity": "accel restarts with other numbers of processes by itself. Set max_restarts in the profile.",
@@ -383,12 +521,30 @@ REFUSED: Mapping[str, str] = MappingProxyType({
     "wandb": _TRACKERS,
     "csv_monitor": _TRACKERS,
     "comet": _TRACKERS,
+    "sparse_gradients": "DeepSpeed 0.19 has removed it. Use Embedding(sparse=True) in the model.",
+    "graph_harvesting": "DeepSpeed 0.19 has removed it. Remove it.",
+    "dataloader_drop_last": "batches are those of the script's loaders. Set drop_last in the DataLoader.",
+    "managed_gradient_accumulation": "accel decides where an accumulation ends. Remove it.",
+    "gradient_allreduce_op": "gradients are averaged. Remove it.",
+    "datastates_ckpt": "checkpoints are saved by accelerator.save_state. Remove it.",
     "compile": "set compile.backend in the profile.",
     "nebula": "checkpoints are saved by accelerator.save_state. Remove it.",
     "weight_quantization": "quantization of weights is not supported. Use bf16.",
     "zero_optimization.mics_shard_size": "MiCS is not supported. Use parallel.dp_replicate with fully_shard.",
     "zero_optimization.mics_hierarchical_params_gather": "MiCS is not supported. Use parallel.dp_replicate with fully_shard.",
+    "zero_optimization.zeropp_loco_param": "DeepSpeed 0.19 has removed it. Remove it.",
+    "zero_optimization.cpu_offload": "it is an early form. Use offload_optimizer with device: cpu.",
+    "zero_optimization.cpu_offload_param": "it is an early form. Use offload_param with device: cpu.",
+    "zero_optimization.cpu_offload_use_pin_memory": "it is an early form. Use pin_memory of offload_optimizer.",
+    "zero_optimization.compute_grad_norm": "the norm of the gradients is needed for clipping. Remove it.",
     "zero_optimization.zenflow": "ZenFlow is not supported. Use offload_optimizer.",
     "zero_optimization.leaf_module": "leaf modules are set by the plugin. Use DeepSpeedPlugin.set_moe_leaf_modules.",
 })  # fmt: skip
 """Keys of a JSON file that are refused unless they are off, and what to use."""
+_HARMLESS: Mapping[str, tuple[Any, ...]] = MappingProxyType({
+    "managed_gradient_accumulation": (True,),
+    "gradient_allreduce_op": ("mean",),
+    "zero_optimization.compute_grad_norm": (True,),
+    "zero_optimization.mics_shard_size": (-1, 0, 1),
+})  # fmt: skip
+"""Values with which a refused key has no effect, if they are not those of other keys."""

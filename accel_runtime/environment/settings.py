@@ -10,10 +10,10 @@ import difflib
 import os
 import re
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_type_hints
 
 from accel_runtime.environment.accelerate import Translation, decode_variables, translate
-from accel_runtime.environment.deepspeed import DeepSpeed
+from accel_runtime.environment.deepspeed import DeepSpeed, ZeroStage
 from accel_runtime.environment.layouts import (
     FullyShard,
     Number,
@@ -65,9 +65,11 @@ __all__ = [
     "ProcessGroupBackend",
     "Settings",
     "SettingsError",
+    "ZeroStage",
     "__version__",
     "accelerate_variables",
     "check_layout",
+    "find_deepspeed_conflict",
     "find_nearest",
     "find_rank_process",
     "find_user_variables",
@@ -292,7 +294,42 @@ class Settings:
             values["mixed_precision"] = "fp16"
         if values.get("device", "auto") == "auto" and environ.get(PJRT):
             values["device"] = "xla"
-        return cls(**values)
+        settings = cls(**values)
+        if conflict := find_deepspeed_conflict(settings):
+            stage, other = (variable_name(key.replace(".", "_")) for key in ("deepspeed.stage", conflict.key))
+            raise SettingsError(
+                f"Cannot use {stage} {settings.deepspeed.stage} with {other} {_format_value(conflict.value)}: {conflict.reason}. "
+                "Unset one of them."
+            )
+        return settings
+
+
+class DeepSpeedConflict(NamedTuple):
+    """A setting that DeepSpeed excludes."""
+
+    key: str
+    """Its dotted key."""
+    value: Any
+    reason: str
+
+
+def find_deepspeed_conflict(settings: Settings) -> DeepSpeedConflict | None:
+    """Return the first setting that DeepSpeed excludes; None if there is none, or DeepSpeed is not used."""
+    if not settings.deepspeed.is_used:
+        return None
+    for section in ("parallel", "fully_shard"):
+        part = getattr(settings, section)
+        for f in fields(part):
+            if (value := getattr(part, f.name)) != f.default:
+                reason = "DeepSpeed shards models itself"
+                if f.name in {"tp", "cp", "tp_plan"}:
+                    reason = "DeepSpeed has no tensor or context parallelism in accel"
+                return DeepSpeedConflict(f"{section}.{f.name}", value, reason)
+    if settings.spmd:
+        return DeepSpeedConflict("spmd", settings.spmd, "torch_xla shards models itself")
+    if settings.device in {"xla", "mps"}:
+        return DeepSpeedConflict("device", settings.device, "DeepSpeed does not support this device")
+    return None
 
 
 def is_placed_by_device(environ: Mapping[str, str]) -> bool:

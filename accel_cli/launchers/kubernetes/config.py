@@ -50,6 +50,16 @@ class Kubernetes(KubernetesSection):
             volume.startswith("pvc/") and not volume.endswith(":ro") for volume in self.volumes.values()
         )
 
+    @property
+    @override
+    def sent_folder(self) -> str | None:
+        return self.source_dir if self.source == "folder" else None
+
+    @property
+    @override
+    def has_own_folder(self) -> bool:
+        return True
+
     @override
     def plan(self, spec: LaunchSpec) -> Plan:
         if self.image is None:

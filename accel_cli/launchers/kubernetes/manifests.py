@@ -19,7 +19,7 @@ from accel_cli import console
 from accel_cli.errors import UsageError
 from accel_cli.launchers.jobs import get_user
 from accel_cli.launchers.kubernetes.section import INSTANCE, MANAGED_BY, OWNER, KubernetesSection
-from accel_cli.launchers.source_files import check_selected, select_files, write_archive
+from accel_cli.launchers.source_files import check_deepspeed_file, check_selected, select_files, write_archive
 from accel_cli.planning.nodes import PORT
 from accel_cli.planning.plan import JobPlan
 from accel_runtime.environment.settings import FAILURE_FILE
@@ -131,6 +131,7 @@ def read_source(job: KubernetesJobPlan) -> bytes | None:
     for note in selection.notes:
         console.note(note)
     check_selected(selection, job.needed)
+    check_deepspeed_file(selection, job.cwd, job.env)
     with tempfile.TemporaryDirectory(prefix="accel-") as scratch:
         archive = Path(scratch, _ARCHIVE)
         write_archive(selection, archive)

@@ -147,6 +147,16 @@ class Ray(job_launcher.JobLauncher):
         # Nodes that unpack the source themselves have no common folder.
         return self.nnodes == 1 or self.source == "shared"
 
+    @property
+    @override
+    def sent_folder(self) -> str | None:
+        return self.source_dir if self.source == "folder" else None
+
+    @property
+    @override
+    def has_own_folder(self) -> bool:
+        return self.working_dir is not None
+
     @override
     def plan(self, spec: LaunchSpec) -> Plan:
         _check_env(spec.env)

@@ -49,6 +49,11 @@ class SageMaker(SageMakerSection):
         # Every host has a checkpoint folder of its own, and S3 merges them.
         return self.instance_count == 1
 
+    @property
+    @override
+    def sent_folder(self) -> str | None:
+        return self.source_dir
+
     @override
     def plan(self, spec: LaunchSpec) -> Plan:
         if spec.settings.device not in {"auto", "cpu", "cuda"}:

@@ -186,6 +186,16 @@ class Ssh(Launcher):
         # rsync copies the folder to a disk of each host; without it, the folder is usually on a network file system.
         return not self.sync or 1 in {self.nnodes, len(self.hosts or ())}
 
+    @property
+    @override
+    def sent_folder(self) -> str | None:
+        return "." if self.sync else None
+
+    @property
+    @override
+    def has_own_folder(self) -> bool:
+        return self.folder is not None
+
     @override
     def plan(self, spec: LaunchSpec) -> Plan:
         hosts = self._list_hosts()

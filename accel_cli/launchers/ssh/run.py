@@ -22,7 +22,7 @@ from typing_extensions import Self
 from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.launchers.node_launch import NodeEnd, get_failure_order
-from accel_cli.launchers.source_files import Selection, check_selected, select_files
+from accel_cli.launchers.source_files import Selection, check_deepspeed_file, check_selected, select_files
 from accel_cli.launchers.ssh.connections import Connection, Screen
 from accel_cli.launchers.ssh.plan import SshPlan
 from accel_cli.planning import network
@@ -55,7 +55,7 @@ def run(plan: Plan) -> int:
     for program in ("ssh", "rsync") if job.sync else ("ssh",):
         if not shutil.which(program):
             raise UsageError(f"{program} not found: this launch needs it. Install the {program} client.")
-    selection = _select_files(job) if job.sync else None
+    selection = _select_files(job, plan.env) if job.sync else None
     with _Run(plan, job) as current:
         try:
             return current.run(selection)
@@ -63,12 +63,13 @@ def run(plan: Plan) -> int:
             return 128 + error.number
 
 
-def _select_files(job: SshPlan) -> Selection:
+def _select_files(job: SshPlan, variables: Mapping[str, str]) -> Selection:
     selection = select_files(Path.cwd(), job.include, job.exclude, keep_links=True)
     for note in selection.notes:
         console.note(note)
     if job.script and not Path(job.script).is_absolute():
         check_selected(selection, job.script)
+    check_deepspeed_file(selection, ".", variables)
     return selection
 
 

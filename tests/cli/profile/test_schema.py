@@ -14,7 +14,7 @@ from accel_cli.launchers.torchrun import Torchrun
 from accel_cli.profile import yaml_io
 from accel_cli.profile.layers import Layer, flatten, read_environment, resolve
 from accel_cli.profile.schema import Profile, json_schema, known_keys
-from accel_cli.profile.settings_sections import FullyShardSection, ParallelSection
+from accel_cli.profile.settings_sections import DeepSpeedSection, FullyShardSection, ParallelSection
 from accel_cli.profile.validation_errors import explain
 
 NAMES = st.text(
@@ -57,6 +57,24 @@ FULLY_SHARD = st.builds(
     activation_checkpointing=st.booleans(),
     ignore=st.lists(MODULES, max_size=2),
 )
+STAGES = st.sampled_from([0, 1, 2, 3])
+SIZES = st.just("auto") | st.integers(1, 10**9)
+DEEPSPEED = st.builds(
+    DeepSpeedSection,
+    stage=STAGES,
+    offload_optimizer=st.sampled_from(["no", "cpu"]),
+    offload_param=st.sampled_from(["no", "cpu"]),
+    zero3_init=st.booleans(),
+    gradient_clipping=st.floats(0, 99),
+    reduce_bucket_size=SIZES,
+    prefetch_bucket_size=SIZES,
+    param_persistence_threshold=SIZES,
+) | st.builds(
+    DeepSpeedSection,
+    stage=STAGES | st.just("auto"),
+    config_file=st.just("/a/ds.json"),
+    nvme_path=st.sampled_from(["", "/nvme"]),
+)
 PROFILES = st.builds(
     Profile,
     launcher=st.builds(Single) | TORCHRUN,
@@ -67,6 +85,12 @@ PROFILES = st.builds(
     parallel=PARALLEL,
     fully_shard=FULLY_SHARD,
     env=st.dictionaries(NAMES, VALUES, max_size=3),
+) | st.builds(
+    Profile,
+    launcher=st.builds(Single) | TORCHRUN,
+    device=st.sampled_from(["auto", "cpu", "cuda", "xpu"]),
+    mixed_precision=st.sampled_from(["no", "bf16", "fp16"]),
+    deepspeed=DEEPSPEED,
 )
 
 
@@ -182,6 +206,14 @@ def validate_and_fail(data):
         ({"fully_shard": {"ignore": ["a,b"]}}, "ignore 'a,b': expected names without commas or spaces"),
         ({"fully_shard": {"fsdp_version": 2}}, "fully_shard.fsdp_version: this is an option of FSDP1; under fully_shard, there is only"),
         ({"sharding_strategy": "FULL_SHARD"}, "this is an option of FSDP1; under fully_shard, say reshard_after_forward"),
+        ({"deepspeed": {"stage": 4}}, "deepspeed.stage: expected no, auto, 0, 1, 2 or 3, got 4"),
+        ({"deepspeed": {"stage": True}}, "deepspeed.stage: expected no, auto, 0, 1, 2 or 3, got True"),
+        ({"deepspeed": {"stage": "auto"}}, "f.yaml: deepspeed.config_file: expected the path of a JSON file"),
+        ({"deepspeed": {"offload_param": "cpu"}}, "offload_param has no effect with deepspeed.stage: no."),
+        ({"deepspeed": {"stage": 3, "offload_param": "nvme"}}, "f.yaml: deepspeed.nvme_path: expected a directory"),
+        ({"deepspeed": {"stage": 3, "nvme_path": "/x"}}, "f.yaml: deepspeed: nvme_path has no effect"),
+        ({"deepspeed": {"stage": 3, "gradient_clipping": -1}}, "deepspeed.gradient_clipping: expected at least 0.0, got -1"),
+        ({"deepspeed": {"stage": 3, "zero_stage": 3}}, "deepspeed.zero_stage: unknown key"),
         ({"env": {"A": [1]}}, "env.A: expected text, got [1]"),
         ({"env": {"A=B": "x"}}, "'A=B' cannot name an environment variable"),
         ({"env": {"A B": "x"}}, "'A B' cannot name an environment variable"),
