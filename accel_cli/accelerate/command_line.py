@@ -19,22 +19,22 @@ from accel_cli.errors import UsageError
 from accel_cli.planning.network import Endpoint
 from accel_cli.planning.options import ConfigFile, find_foreign_option, normalize_option
 from accel_cli.profile import yaml_io
-from accel_runtime.environment.accelerate import launch, sharding
+from accel_runtime.environment.accelerate import launch, megatron, sharding
 from accel_runtime.environment.accelerate.setting import Section, Setting
 
 __all__ = ["Translation", "translate"]
 
 _DEFAULT_PORT = 29500
 """The port of the first node in Accelerate and in torchrun."""
-_SECTIONS = (sharding.FSDP, sharding.DEEPSPEED, sharding.MEGATRON_LM, sharding.PARALLELISM, launch.FP8)
+_SECTIONS = (sharding.FSDP, sharding.DEEPSPEED, megatron.MEGATRON_LM, sharding.PARALLELISM, launch.FP8)
 _SWITCHES: Mapping[str, Section] = {
     sharding.USE_FSDP.option: sharding.FSDP,
     sharding.USE_DEEPSPEED.option: sharding.DEEPSPEED,
-    sharding.USE_MEGATRON_LM.option: sharding.MEGATRON_LM,
+    megatron.USE_MEGATRON_LM.option: megatron.MEGATRON_LM,
     sharding.USE_PARALLELISM_CONFIG.option: sharding.PARALLELISM,
 }
 """The options that use the keys of a section."""
-_ENGINES = (sharding.DEEPSPEED.distributed_type, sharding.MEGATRON_LM.distributed_type)
+_ENGINES = (sharding.DEEPSPEED.distributed_type, megatron.MEGATRON_LM.distributed_type)
 _FP8_VARIABLES = (*(setting.variable for setting in launch.FP8.settings), *launch.FP8_OVERRIDES)
 _SILENT = frozenset(
     {

@@ -17,12 +17,12 @@ from accel_cli.errors import UsageError
 from accel_cli.planning.options import ConfigFile
 from accel_cli.profile import store, yaml_io
 from accel_cli.profile.layers import flatten
-from accel_runtime.environment.accelerate import launch, sharding
+from accel_runtime.environment.accelerate import launch, megatron, sharding
 from accel_runtime.environment.accelerate.setting import Section, Setting
 
 __all__ = ["build_config", "get_kind", "read_config", "read_data"]
 
-_ENGINES = (sharding.DEEPSPEED, sharding.MEGATRON_LM)
+_ENGINES = (sharding.DEEPSPEED, megatron.MEGATRON_LM)
 """Sections of engines that a profile does not have, and that replace `parallel:` and `fully_shard:`."""
 _EXPRESSED = frozenset(
     setting.variable

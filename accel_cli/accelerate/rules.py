@@ -34,7 +34,7 @@ from accel_cli.accelerate.config import (
 from accel_cli.console import is_secret
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.profile.validation_errors import did_you_mean
-from accel_runtime.environment.accelerate import launch, sagemaker, sharding
+from accel_runtime.environment.accelerate import launch, megatron, sagemaker, sharding
 from accel_runtime.environment.accelerate.setting import Section, Setting
 from accel_runtime.environment.settings import find_nearest
 
@@ -128,7 +128,7 @@ def _convert_distributed_type(kind: str, config: AccelerateConfig) -> Answer:
     values = {"launcher.kind": config.launcher, "device": config.device, **parallel}
     text = sets({key: value for key, value in values.items() if (key, value) != ("device", "auto")}).text
     if kind == "MEGATRON_LM":
-        text = f"{text} ({sharding.MEGATRON_LM.reason})"
+        text = f"{text} ({megatron.MEGATRON_LM.reason})"
     elif kind in {"FSDP", "DEEPSPEED"} and not parallel:
         text += ", and models are replicated on every process (DDP)"
     return Answer(text, kind != "MEGATRON_LM", {**values, "mixed_precision": config.precision})

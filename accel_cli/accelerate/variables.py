@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from accel_cli.accelerate.config import AccelerateConfig, add_prefix, build_parser, normalize, parse_or
-from accel_runtime.environment.accelerate import launch, sharding
+from accel_runtime.environment.accelerate import launch, megatron, sharding
 from accel_runtime.environment.accelerate.setting import IntegerRange, Section, Setting
 
 __all__ = ["FP8", "build_variables", "is_fp8", "read_section"]
@@ -46,8 +46,8 @@ def build_variables(data: Mapping[str, Any]) -> dict[str, str]:
     variables |= _build_dynamo(data)
     if kind == sharding.FSDP.distributed_type:
         variables |= {sharding.USE_FSDP.variable: "true", **_build_section(sharding.FSDP, data)}
-    if kind == sharding.MEGATRON_LM.distributed_type:
-        variables |= {sharding.USE_MEGATRON_LM.variable: "true"} | _build_section(sharding.MEGATRON_LM, data)
+    if kind == megatron.MEGATRON_LM.distributed_type:
+        variables |= {megatron.USE_MEGATRON_LM.variable: "true"} | _build_section(megatron.MEGATRON_LM, data)
     return variables
 
 

@@ -285,6 +285,7 @@ class Settings:
         } | dict(environ)
         try:
             values = _read(cls, environ)
+            _refuse_conflict(cls(**values))
         except SettingsError as error:
             text = str(error)
             for field, translation in translations.items():
@@ -294,14 +295,16 @@ class Settings:
             values["mixed_precision"] = "fp16"
         if values.get("device", "auto") == "auto" and environ.get(PJRT):
             values["device"] = "xla"
-        settings = cls(**values)
-        if conflict := find_deepspeed_conflict(settings):
-            stage, other = (variable_name(key.replace(".", "_")) for key in ("deepspeed.stage", conflict.key))
-            raise SettingsError(
-                f"Cannot use {stage} {settings.deepspeed.stage} with {other} {_format_value(conflict.value)}: {conflict.reason}. "
-                "Unset one of them."
-            )
-        return settings
+        return cls(**values)
+
+
+def _refuse_conflict(settings: Settings) -> None:
+    if conflict := find_deepspeed_conflict(settings):
+        stage, other = (variable_name(key.replace(".", "_")) for key in ("deepspeed.stage", conflict.key))
+        raise SettingsError(
+            f"Cannot use {stage} {settings.deepspeed.stage} with {other} {_format_value(conflict.value)}: {conflict.reason}. "
+            "Unset one of them."
+        )
 
 
 class DeepSpeedConflict(NamedTuple):

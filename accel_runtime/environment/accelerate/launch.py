@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from accel_runtime.environment.accelerate import sharding
+from accel_runtime.environment.accelerate import megatron, sharding
 from accel_runtime.environment.accelerate.setting import Choices, IntegerRange, Section, Setting
 
 __all__ = [
@@ -350,7 +350,7 @@ SECTIONS = (
     FP8,
     sharding.FSDP,
     Section("ipex_config", reason="accel does not use IPEX"),  # of early releases
-    sharding.MEGATRON_LM,
+    megatron.MEGATRON_LM,
     Section("mpirun_config", reason="accel starts the processes itself, without mpirun", off=("0",)),
     sharding.PARALLELISM,
     sharding.TP,
@@ -383,13 +383,14 @@ _ONLY_OPTIONS = (
     Setting(options=("mpirun_hostfile",), advice="Run accel launch with mpirun, whose variables it reads"),
     sharding.USE_FSDP,
     sharding.USE_DEEPSPEED,
-    sharding.USE_MEGATRON_LM,
+    megatron.USE_MEGATRON_LM,
     sharding.USE_PARALLELISM_CONFIG,
 )
 """Settings with an option and without a key."""
 OTHER_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
         **sharding.SHARDING_OPTIONS,
+        "megatron_lm_": megatron.USE_MEGATRON_LM.advice,
         "dynamo_": "Use the section compile of the profile, or Accelerator(dynamo_plugin=...) in the script",
         "fp8_": "Use --mixed-precision bf16 or fp16; 8-bit formats are not supported",
         "aws_": "Leave credentials in the files of the AWS CLI, and choose an AWS profile with launcher.aws_profile",

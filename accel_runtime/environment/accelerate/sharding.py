@@ -1,4 +1,4 @@
-"""Accelerate's settings of sharding and of device meshes: FSDP, DeepSpeed, Megatron-LM and `ParallelismConfig`."""
+"""Accelerate's settings of sharding and of device meshes: FSDP, DeepSpeed and `ParallelismConfig`."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ __all__ = [
     "DEEPSPEED_FIELDS",
     "DEEPSPEED_FILE",
     "DEFAULT_MIN_NUM_PARAMS",
+    "DEFAULT_ZERO_STAGE",
     "FSDP",
     "GRADIENT_ACCUMULATION_STEPS",
     "GRADIENT_CLIPPING",
     "IGNORED_MODULES",
-    "MEGATRON_LM",
     "MESH_SIZES",
     "MIN_NUM_PARAMS",
+    "MOE_CLASSES",
     "OFFLOAD_OPTIMIZER_DEVICE",
+    "OFFLOAD_OPTIMIZER_NVME_PATH",
     "OFFLOAD_PARAM_DEVICE",
+    "OFFLOAD_PARAM_NVME_PATH",
     "OF_FSDP2",
     "PARALLELISM",
     "RESHARD_AFTER_FORWARD",
@@ -43,10 +46,10 @@ __all__ = [
     "TRANSFORMER_CLS",
     "USE_DEEPSPEED",
     "USE_FSDP",
-    "USE_MEGATRON_LM",
     "USE_PARALLELISM_CONFIG",
     "VERSION",
     "WRAP_POLICIES",
+    "ZERO3_INIT",
     "ZERO_STAGE",
     "Strategy",
     "explain_fsdp1_option",
@@ -313,23 +316,50 @@ def explain_fsdp1_option(word: str) -> str | None:
 _NO_DISK = "accel does not offload to disks"
 _MULTI_NODE = "not needed: every node runs the same command"
 _SHARD = "Use --set parallel.dp_shard=auto; accel config import FILE converts the other keys of a config file"
-_CPU_OFFLOAD = "Use --set fully_shard.cpu_offload=true"
+_USE_DEEPSPEED = "Use --set deepspeed.stage=N for DeepSpeed, or --set parallel.dp_shard=auto for fully_shard"
+_DEEPSPEED_KEYS = (
+    "Use the keys of deepspeed: in the profile; accel config import FILE converts those of a config file"
+)
 _DEVICES = Choices(("none", "cpu", "nvme"))
 
 ZERO_STAGE = Setting(
-    "zero_stage", variable="ACCELERATE_DEEPSPEED_ZERO_STAGE", values=IntegerRange(0, 3), advice=_SHARD
+    "zero_stage",
+    variable="ACCELERATE_DEEPSPEED_ZERO_STAGE",
+    values=IntegerRange(0, 3),
+    profile_key="deepspeed.stage",
+    advice=_USE_DEEPSPEED,
 )
+DEFAULT_ZERO_STAGE = 2
+"""The stage of Accelerate without one."""
 OFFLOAD_OPTIMIZER_DEVICE = Setting(
     "offload_optimizer_device",
     variable="ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
     values=_DEVICES,
+    words=("none", "cpu", "nvme"),
     off=("none",),
+    profile_key="deepspeed.offload_optimizer",
 )
 OFFLOAD_PARAM_DEVICE = Setting(
     "offload_param_device",
     variable="ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
     values=_DEVICES,
+    words=("none", "cpu", "nvme"),
     off=("none",),
+    profile_key="deepspeed.offload_param",
+)
+OFFLOAD_OPTIMIZER_NVME_PATH = Setting(
+    "offload_optimizer_nvme_path",
+    variable="ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
+    off=("none",),
+    profile_key="deepspeed.nvme_path",
+    reason=_NO_DISK,
+)
+OFFLOAD_PARAM_NVME_PATH = Setting(
+    "offload_param_nvme_path",
+    variable="ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
+    off=("none",),
+    profile_key="deepspeed.nvme_path",
+    reason=_NO_DISK,
 )
 GRADIENT_ACCUMULATION_STEPS = Setting(
     "gradient_accumulation_steps",
@@ -344,6 +374,7 @@ GRADIENT_CLIPPING = Setting(
     "gradient_clipping",
     variable="ACCELERATE_GRADIENT_CLIPPING",
     off=("0", "auto", "none"),
+    profile_key="deepspeed.gradient_clipping",
     reason="clip in the script: accelerator.clip_grad_norm_()",
     advice="Call accelerator.clip_grad_norm_ in the script",
 )
@@ -352,7 +383,23 @@ SAVE_16BIT_MODEL = Setting(
     variable="ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
     reason="use accelerator.save_model()",
 )
-DEEPSPEED_FILE = Setting("deepspeed_config_file", variable="ACCELERATE_DEEPSPEED_CONFIG_FILE")
+ZERO3_INIT = Setting(
+    "zero3_init_flag",
+    variable="ACCELERATE_DEEPSPEED_ZERO3_INIT",
+    profile_key="deepspeed.zero3_init",
+    reason=_META_DEVICE,
+)
+MOE_CLASSES = Setting(
+    "deepspeed_moe_layer_cls_names",
+    variable="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
+    reason="list the classes of experts in fully_shard.wrap",
+    refusal="a profile has no classes of experts; unset it, and call DeepSpeedPlugin.set_moe_leaf_modules in the script",
+)
+DEEPSPEED_FILE = Setting(
+    "deepspeed_config_file",
+    variable="ACCELERATE_DEEPSPEED_CONFIG_FILE",
+    profile_key="deepspeed.config_file",
+)
 DEEPSPEED_FIELDS = Setting(variable="ACCELERATE_CONFIG_DS_FIELDS")
 """The keys of a config file that DeepSpeed's JSON file must not set too."""
 DEEPSPEED = Section(
@@ -361,27 +408,13 @@ DEEPSPEED = Section(
         ZERO_STAGE,
         OFFLOAD_OPTIMIZER_DEVICE,
         OFFLOAD_PARAM_DEVICE,
-        Setting(
-            "offload_optimizer_nvme_path",
-            variable="ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
-            off=("none",),
-            reason=_NO_DISK,
-        ),
-        Setting(
-            "offload_param_nvme_path",
-            variable="ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
-            off=("none",),
-            reason=_NO_DISK,
-        ),
+        OFFLOAD_OPTIMIZER_NVME_PATH,
+        OFFLOAD_PARAM_NVME_PATH,
         GRADIENT_ACCUMULATION_STEPS,
         GRADIENT_CLIPPING,
-        Setting("zero3_init_flag", variable="ACCELERATE_DEEPSPEED_ZERO3_INIT", reason=_META_DEVICE),
+        ZERO3_INIT,
         SAVE_16BIT_MODEL,
-        Setting(
-            "deepspeed_moe_layer_cls_names",
-            variable="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
-            reason="list the classes of experts in fully_shard.wrap",
-        ),
+        MOE_CLASSES,
         DEEPSPEED_FILE,
         Setting("deepspeed_multinode_launcher", reason=_MULTI_NODE),
         Setting("deepspeed_hostfile", reason=_MULTI_NODE),
@@ -390,47 +423,6 @@ DEEPSPEED = Section(
     ),
     distributed_type="DEEPSPEED",
     equivalent=_SECTIONS,
-)
-_NO_MEGATRON_LM = "Megatron-LM is not in this version of accel"
-_MEGATRON_LM_PREFIX = "MEGATRON_LM_"
-_MEGATRON_LM_DEFAULTS = {
-    "tp_degree": "1",
-    "pp_degree": "1",
-    **dict.fromkeys(
-        (
-            "use_custom_fsdp",
-            "no_load_optim",
-            "no_save_optim",
-            "eod_mask_loss",
-            "optimizer_cpu_offload",
-            "use_precision_aware_optimizer",
-            "overlap_cpu_optimizer_d2h_h2d",
-        ),
-        "False",
-    ),
-}
-MEGATRON_LM = Section(
-    "megatron_lm_config",
-    (
-        Setting(
-            "megatron_lm_gradient_clipping",
-            variable=f"{_MEGATRON_LM_PREFIX}GRADIENT_CLIPPING",
-            launch_default="1.0",
-            reason=GRADIENT_CLIPPING.reason,
-        ),
-        *(
-            Setting(
-                f"megatron_lm_{name}",
-                variable=f"{_MEGATRON_LM_PREFIX}{name.upper()}",
-                launch_default=default,
-                reason=_NO_MEGATRON_LM,
-            )
-            for name, default in _MEGATRON_LM_DEFAULTS.items()
-        ),
-    ),
-    reason=_NO_MEGATRON_LM,
-    variable_prefix=_MEGATRON_LM_PREFIX,
-    distributed_type="MEGATRON_LM",
 )
 
 
@@ -553,17 +545,10 @@ USE_DEEPSPEED = Setting(
     options=("use_deepspeed",),
     is_switch=True,
     variable="ACCELERATE_USE_DEEPSPEED",
-    advice=_SHARD,
-    refusal="accel shards models by torch's fully_shard instead of DeepSpeed; unset it, and set "
-    "ACCEL_PARALLEL_DP_SHARD=auto, or convert the configuration file with `accel config import`",
-)
-USE_MEGATRON_LM = Setting(
-    options=("use_megatron_lm",),
-    is_switch=True,
-    variable="ACCELERATE_USE_MEGATRON_LM",
-    advice="Leave it out: Megatron-LM is not supported",
-    refusal="accel shards models by torch instead of Megatron-LM; unset it, and set "
-    "ACCEL_PARALLEL_TP or ACCEL_PARALLEL_DP_SHARD",
+    profile_key="deepspeed.stage",
+    advice=_USE_DEEPSPEED,
+    refusal="this launch has settings of its own, without DeepSpeed; unset it, and set ACCEL_DEEPSPEED_STAGE, or deepspeed.stage in "
+    "the profile",
 )
 USE_PARALLELISM_CONFIG = Setting(
     options=("use_parallelism_config",),
@@ -574,10 +559,9 @@ USE_PARALLELISM_CONFIG = Setting(
 SHARDING_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
         "fsdp_": "Use the keys of fully_shard: in the profile; accel config import FILE converts those of a config file",
-        "deepspeed_": _SHARD,
-        "zero3_": _SHARD,
-        "offload_": _CPU_OFFLOAD,
-        "megatron_lm_": USE_MEGATRON_LM.advice,
+        "deepspeed_": _DEEPSPEED_KEYS,
+        "zero3_": _DEEPSPEED_KEYS,
+        "offload_": _DEEPSPEED_KEYS,
         "parallelism_config_": USE_PARALLELISM_CONFIG.advice,
     }
 )

@@ -7,6 +7,7 @@ changes a training there is translated, rejected with its replacement, or report
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -15,9 +16,10 @@ from functools import partial
 from typing import NamedTuple
 from urllib.parse import parse_qsl, urlencode
 
-from accel_runtime.environment.accelerate import launch, sharding
+from accel_runtime.environment.accelerate import launch, megatron, sharding
 from accel_runtime.environment.accelerate.setting import Setting
 from accel_runtime.environment.accelerate.sharding import Strategy
+from accel_runtime.environment.deepspeed import AUTO, DeepSpeed, read_deepspeed
 from accel_runtime.environment.layouts import FALSE, TRUE, SettingsError, read_switch
 
 __all__ = [
@@ -34,8 +36,9 @@ _UNSET = FALSE | {"none"}
 _PREFIXES = ("ACCELERATE_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
 _FIELDS = (launch.MIXED_PRECISION, launch.TORCH_DEVICE, launch.LOG_LEVEL)
 """Settings whose values are words of accel too."""
+_ZERO_3 = 3
 _NAMES = re.compile(r"[\w.*-]+(,[\w.*-]+)*")
-_REFUSED = (sharding.USE_DEEPSPEED, sharding.USE_MEGATRON_LM, launch.DOWNCAST_BF16)
+_REFUSED = (megatron.USE_MEGATRON_LM, launch.DOWNCAST_BF16)
 """Switches that accel rejects."""
 _HARMLESS = frozenset(
     setting.variable for setting in (*launch.CLUSTER, *launch.OTHER_VARIABLES) if setting.is_harmless
@@ -79,12 +82,13 @@ def translate(environ: Mapping[str, str], overrides: Mapping[str, str]) -> Trans
             settings |= _translate_field(read, setting)
     # A launch of accel sets all of its variables, also those that shard nothing.
     is_sharded = overrides.get(sharding.MESH_SIZES[1].field, "1") != "1"
+    without_deepspeed = overrides.get(sharding.USE_DEEPSPEED.field) == "no"
     if not is_sharded:
-        for setting in _REFUSED:
+        for setting in (*_REFUSED, *([sharding.USE_DEEPSPEED] if without_deepspeed else [])):
             if read.is_on(name := setting.variable):
                 raise SettingsError(f"{name}={environ[name]} is not supported: {setting.refusal}.")
     for section, translate_section in (
-        (("parallel_", "fully_shard_"), _translate_layout),
+        (("parallel_", "fully_shard_", "deepspeed_"), _translate_layout),
         (("compile_",), _translate_compile),
     ):
         own = {field: text for field, text in overrides.items() if field.startswith(section)}
@@ -218,9 +222,9 @@ def _translate_word(read: _VariableReader, setting: Setting) -> Equivalent | Non
 
 
 def _translate_layout(read: _VariableReader) -> dict[str, Equivalent]:
-    """Translate the variables of meshes and of FSDP."""
+    """Translate the variables of meshes, of FSDP and of DeepSpeed."""
     sizes = _sizes(read)
-    return sizes | _sharding(read, sizes)
+    return sizes | _sharding(read, sizes) | _deepspeed(read)
 
 
 def _translate_compile(read: _VariableReader) -> dict[str, Equivalent]:
@@ -280,6 +284,90 @@ def _sharding(read: _VariableReader, sizes: Mapping[str, Equivalent]) -> dict[st
     for setting in (sharding.CPU_OFFLOAD, sharding.ACTIVATION_CHECKPOINTING):
         settings |= {setting.field: Equivalent(setting.variable, "1")} if read.is_on(setting.variable) else {}
     return settings | _wrap(read) | _ignored(read)
+
+
+def _deepspeed(read: _VariableReader) -> dict[str, Equivalent]:
+    """Translate the variables of DeepSpeed."""
+    if not read.is_on(sharding.USE_DEEPSPEED.variable):
+        return {}
+    for setting in (sharding.DEEPSPEED_FIELDS, sharding.SAVE_16BIT_MODEL):
+        read.text(setting.variable)  # accel gathers the weights to save them anyway
+    moe = sharding.MOE_CLASSES
+    if read.text(moe.variable):
+        raise SettingsError(f"{moe.variable}={read.environ[moe.variable]} is not supported: {moe.refusal}.")
+    stage, settings = _zero_stage(read)
+    settings |= _offloads(read) | _zero3_init(read, stage)
+    clipping = sharding.GRADIENT_CLIPPING
+    if (text := read.text(clipping.variable).lower()) not in {"", "auto"}:
+        try:
+            norm = float(text)
+        except ValueError:
+            raise SettingsError(
+                f"Invalid {clipping.variable} {read.environ[clipping.variable]!r}: expected a number, or auto."
+            ) from None
+        settings |= {clipping.field: Equivalent(clipping.variable, str(norm))} if norm else {}
+    return settings
+
+
+def _zero_stage(read: _VariableReader) -> tuple[int, dict[str, Equivalent]]:
+    """Return the stage, and the settings of it and of the JSON file."""
+    setting, file = sharding.ZERO_STAGE, sharding.DEEPSPEED_FILE
+    # 0 is a stage, and not unset.
+    text = read.environ.get(setting.variable, "").strip() if not read.text(setting.variable) else ""
+    text = read.text(setting.variable) or (text if text == "0" else "")
+    if text and text not in {"0", "1", "2", "3"}:
+        raise SettingsError(f"Invalid {setting.variable} {text!r}: expected 0, 1, 2 or 3.")
+    if not (path := read.text(file.variable)):
+        stage = text or str(sharding.DEFAULT_ZERO_STAGE)
+        source = setting.variable if text else sharding.USE_DEEPSPEED.variable
+        return int(stage), {setting.field: Equivalent(source, stage)}
+    path = os.path.abspath(path)  # noqa: PTH100 - links stay
+    stage = text or AUTO
+    section = DeepSpeed(stage=stage, config_file=path)  # type: ignore[arg-type]
+    settings = {
+        setting.field: Equivalent(setting.variable if text else file.variable, stage),
+        file.field: Equivalent(file.variable, path),
+    }
+    return read_deepspeed(section).stage, settings
+
+
+def _offloads(read: _VariableReader) -> dict[str, Equivalent]:
+    """Return the settings of the devices that are offloaded to, and of the directory."""
+    settings: dict[str, Equivalent] = {}
+    paths: dict[str, str] = {}
+    for device, path in (
+        (sharding.OFFLOAD_OPTIMIZER_DEVICE, sharding.OFFLOAD_OPTIMIZER_NVME_PATH),
+        (sharding.OFFLOAD_PARAM_DEVICE, sharding.OFFLOAD_PARAM_NVME_PATH),
+    ):
+        word, text = read.word(device), read.text(path.variable)
+        if word:
+            settings[device.field] = Equivalent(device.variable, word)
+        if text and word in {"", "none", "cpu"} and not read.text(sharding.DEEPSPEED_FILE.variable):
+            read.ignore(path.variable, f"{device.variable} is not nvme")
+        elif text:
+            paths[path.variable] = text
+    if len(set(paths.values())) > 1:
+        (first, one), (second, other) = paths.items()
+        raise SettingsError(
+            f"Cannot use {first}={one} with {second}={other}: accel has one directory for both. Set them to the same, or write a "
+            "JSON file."
+        )
+    field = sharding.OFFLOAD_PARAM_NVME_PATH.field
+    for name, text in paths.items():
+        settings[field] = Equivalent(name, text)
+    return settings
+
+
+def _zero3_init(read: _VariableReader, stage: int) -> dict[str, Equivalent]:
+    """Return the setting of models that are sharded while they load; Accelerate does so with stage 3 by default."""
+    setting = sharding.ZERO3_INIT
+    is_unset = not read.environ.get(setting.variable, "").strip()
+    is_on = read.is_on(setting.variable) or is_unset
+    if stage == _ZERO_3 and is_on:
+        return {setting.field: Equivalent(setting.variable, "1")}
+    if is_on and not is_unset:
+        read.ignore(setting.variable, f"it applies to ZeRO stage 3 only, and the stage is {stage}")
+    return {}
 
 
 def _strategy(read: _VariableReader) -> tuple[str, Strategy]:

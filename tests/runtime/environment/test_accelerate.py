@@ -131,7 +131,6 @@ def test_a_supported_variable_of_accelerate_changes_its_setting(environ, setting
         ({"ACCELERATE_TORCH_DEVICE": "cuda:1"}, "Choose one of several devices with CUDA_VISIBLE_DEVICES"),
         ({"ACCELERATE_LOG_LEVEL": "loud"}, "Invalid ACCELERATE_LOG_LEVEL 'loud': expected one of debug"),
         ({"ACCELERATE_USE_FSDP": "maybe"}, "Invalid ACCELERATE_USE_FSDP 'maybe': expected one of 1, true"),
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "set ACCEL_PARALLEL_DP_SHARD=auto"),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "set ACCEL_PARALLEL_TP"),
         ({"ACCELERATE_DOWNCAST_BF16": "true"}, "set ACCEL_MIXED_PRECISION=bf16"),
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "four"}, "'four': expected a whole number"),

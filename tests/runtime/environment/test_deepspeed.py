@@ -219,7 +219,10 @@ def test_a_contradiction_or_a_value_without_effect_names_both_places(section, fi
 
 
 def test_equal_statements_agree_in_any_number_type():
-    file = {"zero_optimization": {"stage": 2.0, "offload_optimizer": {"device": "cpu"}}, "gradient_clipping": 1}
+    file = {
+        "zero_optimization": {"stage": 2.0, "offload_optimizer": {"device": "cpu"}},
+        "gradient_clipping": 1,
+    }
     section = DeepSpeed("2", "ds.json", offload_optimizer="cpu", gradient_clipping=1.0)
     assert resolve_deepspeed(section, file).sources["gradient_clipping"] == "ds.json"
 
