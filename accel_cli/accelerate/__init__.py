@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -27,17 +27,32 @@ from accel_cli.accelerate.rules import (
     dropped,
     find_rule,
 )
-from accel_cli.errors import Problem, ProfileError
-from accel_cli.profile.layers import nest
+from accel_cli.errors import Problem, ProfileError, UsageError
+from accel_cli.profile import layers
+from accel_cli.profile.deepspeed_file import apply_deepspeed_file
+from accel_cli.profile.layers import Layer, nest
 from accel_cli.profile.schema import Profile
 from accel_cli.profile.validation_errors import did_you_mean, explain
 from accel_runtime.environment.accelerate import launch, sagemaker, sharding
+from accel_runtime.environment.deepspeed import KEYS as DEEPSPEED_KEYS
+from accel_runtime.environment.deepspeed import SECTIONS as DEEPSPEED_SECTIONS
 from accel_runtime.environment.settings import find_nearest
 
-__all__ = ["Imported", "convert", "read_deepspeed_file"]
+__all__ = [
+    "Imported",
+    "ShardingSection",
+    "convert",
+    "find_deepspeed_file",
+    "name_keys_of_deepspeed_file",
+    "read_deepspeed_file",
+    "uses_deepspeed",
+    "wrap_deepspeed_file",
+]
 
 _DEFAULTS = (launch.NUM_PROCESSES.key, launch.NUM_MACHINES.key)
 """Keys that set values of the profile even if the file leaves them out."""
+ShardingSection = Literal["fully_shard", "deepspeed"]
+"""The section of the profile that DeepSpeed's settings become."""
 KeyPath = tuple[str, ...]
 """The keys that lead to a value: `fsdp_config`, `fsdp_version`."""
 
@@ -54,21 +69,27 @@ class Imported:
     """The other keys, and why they are left out."""
 
 
-def read_deepspeed_file(data: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | None:
-    """Return the JSON file that an Accelerate config names for DeepSpeed; None without one.
+def find_deepspeed_file(data: Mapping[str, Any], folder: Path) -> Path | None:
+    """Return the path of the JSON file that an Accelerate config names for DeepSpeed; None if there is no such file.
 
     Args:
         data: The config, parsed.
         folder: The folder of the config, searched after the current one, where Accelerate itself looks.
-
-    Raises:
-        ProfileError: The file exists and is not a JSON object.
     """
     section = data.get(sharding.DEEPSPEED.key)
     name = section.get(sharding.DEEPSPEED_FILE.key) if isinstance(section, Mapping) else None
     if not isinstance(name, str) or not name:
         return None
-    path = next((file for file in (Path(name), folder / name) if file.is_file()), None)
+    return next((file.absolute() for file in (Path(name), folder / name) if file.is_file()), None)
+
+
+def read_deepspeed_file(data: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | None:
+    """Return the content of the file of `find_deepspeed_file`; None without one.
+
+    Raises:
+        ProfileError: The file exists and is not a JSON object.
+    """
+    path = find_deepspeed_file(data, folder)
     if path is None:
         return None
     try:
@@ -80,20 +101,60 @@ def read_deepspeed_file(data: Mapping[str, Any], folder: Path) -> Mapping[str, A
     return content
 
 
-def convert(data: Mapping[str, Any], where: str, deepspeed_file: Mapping[str, Any] | None = None) -> Imported:
+def wrap_deepspeed_file(path: Path) -> dict[str, Any] | None:
+    """Return the Accelerate config that names a JSON file of DeepSpeed; None if it is another file."""
+    if path.suffix != ".json":
+        return None
+    data: dict[str, Any] = {
+        launch.COMPUTE_ENVIRONMENT.key: launch.LOCAL,
+        launch.DISTRIBUTED_TYPE.key: sharding.DEEPSPEED.distributed_type,
+        sharding.DEEPSPEED.key: {sharding.DEEPSPEED_FILE.key: str(path)},
+    }
+    content = read_deepspeed_file(data, Path()) or {}
+    return data if content.keys() & {*DEEPSPEED_SECTIONS, *DEEPSPEED_KEYS} else None
+
+
+def name_keys_of_deepspeed_file(lines: Iterable[tuple[str, str]], file: Path) -> tuple[tuple[str, str], ...]:
+    """Return the results of `wrap_deepspeed_file`, with the keys of the JSON file itself."""
+    prefix, kind = f"{sharding.DEEPSPEED_FILE.key}.", launch.DISTRIBUTED_TYPE.key
+    return tuple(
+        (line.removeprefix(prefix) if line.startswith(prefix) else str(file), text)
+        for line, text in lines
+        if line.startswith((prefix, f"{kind}:"))
+    )
+
+
+def uses_deepspeed(data: Mapping[str, Any]) -> bool:
+    """Return True if an Accelerate config uses DeepSpeed."""
+    kind = str(data.get(launch.DISTRIBUTED_TYPE.key, "")).strip().upper()
+    return kind == sharding.DEEPSPEED.distributed_type
+
+
+def convert(
+    data: Mapping[str, Any],
+    where: str,
+    deepspeed_file: Mapping[str, Any] | None = None,
+    *,
+    deepspeed_path: Path | None = None,
+    section: ShardingSection = "fully_shard",
+) -> Imported:
     """Return the profile of an Accelerate config file.
 
     Args:
         data: The file, parsed.
         where: The name of the file in errors.
         deepspeed_file: The JSON file that it names for DeepSpeed, parsed.
+        deepspeed_path: The path of that file.
+        section: The section of the profile that DeepSpeed's settings become.
 
     Raises:
         ProfileError: All keys that are not known and values that are not accepted.
     """
     is_sagemaker = normalize(data.get(launch.COMPUTE_ENVIRONMENT.key)) == normalize(launch.SAGEMAKER)
     keys = SAGEMAKER_KEYS if is_sagemaker else CLUSTER_KEYS
-    config = _parse_config(data, keys, deepspeed_file)
+    config = replace(
+        _parse_config(data, keys, deepspeed_file), deepspeed_path=str(deepspeed_path or ""), sharding=section
+    )
     entries = dict(_list_entries(data, keys, deepspeed_file))
     entries.setdefault((launch.DISTRIBUTED_TYPE.key,), None)
     answers: dict[KeyPath, Answer] = {}
@@ -119,11 +180,25 @@ def convert(data: Mapping[str, Any], where: str, deepspeed_file: Mapping[str, An
         (f"{(key := '.'.join(path))}: {format_value(key, entries[path])}", answer)
         for path, answer in answers.items()
     ]
+    profile = _build_profile(defaults, answers, where)
+    if config.keeps_deepspeed:
+        _check_deepspeed(profile, where)
     return Imported(
-        data=_build_profile(defaults, answers, where),
+        data=profile,
         mapped=tuple((line, answer.text) for line, answer in lines if answer.is_applied),
         left=tuple((line, answer.text) for line, answer in lines if not answer.is_applied),
     )
+
+
+def _check_deepspeed(profile: Mapping[str, Any], where: str) -> None:
+    """Raise ProfileError if DeepSpeed's JSON file is invalid, or contradicts the other keys."""
+    try:
+        resolved = layers.resolve([Layer(where, {**layers.flatten(profile)}, {"": where})])
+        apply_deepspeed_file(resolved)
+    except ProfileError:
+        raise
+    except UsageError as error:
+        raise ProfileError([Problem(where, sharding.DEEPSPEED.key, str(error))]) from None
 
 
 def _parse_config(
@@ -176,6 +251,8 @@ def _answer(path: KeyPath, value: Any, keys: Mapping[str, Rule], config: Acceler
         if answer.values and keys[section].target in _list_argument_values(config):
             return dropped("additional_args take precedence, as in Accelerate")
         return answer
+    if section == sharding.DEEPSPEED_FILE.key and config.keeps_deepspeed:
+        return Answer(f"in {sharding.DEEPSPEED_FILE.profile_key}")
     if section == sharding.DEEPSPEED_FILE.key and normalize(value) == "auto":
         return Answer("filled in from the script, as in Accelerate")
     unused = config.explain_unused(section)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from accel_cli.console import mask_secrets
 from accel_cli.launchers.sagemaker.images import SMDDP_TYPES
@@ -41,6 +41,7 @@ __all__ = [
 ]
 
 _DEFAULT_PORT = 29500
+_ZERO_3 = 3
 # Accelerate reads YAML 1.1, where these words are booleans.
 _YAML_1_1 = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 _HOST = re.compile(r"[A-Za-z0-9_.-]+|[0-9a-fA-F]*:[0-9a-fA-F]*:[0-9a-fA-F:]*")
@@ -286,6 +287,10 @@ class AccelerateConfig:
     dynamo_config: Mapping[str, Any] = field(default_factory=dict)
     deepspeed_file: Mapping[str, Any] | None = None
     """The JSON file that `deepspeed_config` names, parsed; None if there is no such file."""
+    deepspeed_path: str = ""
+    """The path of that file; empty if there is no such file."""
+    sharding: Literal["fully_shard", "deepspeed"] = "fully_shard"
+    """The section of the profile that DeepSpeed's settings become."""
 
     @property
     def _launch(self) -> tuple[str, str]:
@@ -317,6 +322,8 @@ class AccelerateConfig:
         """Return the number format: of the file itself, of its early key, or of DeepSpeed's JSON file."""
         if self.mixed_precision or self.fp16:
             return self.mixed_precision or "fp16"
+        if self.keeps_deepspeed:
+            return "no"  # the file decides at the launch
         if self.distributed_type == sharding.DEEPSPEED.distributed_type:
             for name, precision in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16")):
                 section = (self.deepspeed_file or {}).get(name)
@@ -365,6 +372,24 @@ class AccelerateConfig:
         return int(parse_or(sharding.ZERO_STAGE.values, stage, 3))
 
     @property
+    def keeps_deepspeed(self) -> bool:
+        """Return True if the profile uses DeepSpeed."""
+        return self.sharding == "deepspeed" and self.distributed_type == sharding.DEEPSPEED.distributed_type
+
+    @property
+    def deepspeed(self) -> dict[str, Any]:
+        """Return the values of the section `deepspeed` that follow from the use of DeepSpeed alone, by dotted key."""
+        if not self.keeps_deepspeed:
+            return {}
+        names_file = bool(self.deepspeed_config.get(sharding.DEEPSPEED_FILE.key))
+        values = {sharding.ZERO_STAGE.profile_key: "auto" if names_file else self.zero_stage}
+        if self.zero_stage == _ZERO_3 and parse_or(
+            "boolean", self.deepspeed_config.get(sharding.ZERO3_INIT.key), True
+        ):
+            values[sharding.ZERO3_INIT.profile_key] = True  # the default of Accelerate, too
+        return values
+
+    @property
     def hpz_size(self) -> int:
         """Return the size of ZeRO++'s second partition; 1 without one."""
         return int(parse_or(IntegerRange(1), self._zero_optimization.get("zero_hpz_partition_size"), 1))
@@ -377,7 +402,7 @@ class AccelerateConfig:
     @property
     def parallel(self) -> dict[str, Any]:
         """Return the section `parallel` of the profile, without sizes of 1."""
-        if self.explain_single_process():
+        if self.explain_single_process() or self.keeps_deepspeed:
             return {}
         sizes = {
             size.profile_key: parse_or(size.values, self.parallelism_config.get(size.key), 1)
@@ -426,6 +451,8 @@ class AccelerateConfig:
             return self.explain_single_process()
         if section not in SHARDING_TYPES:
             return ""
+        if self.keeps_deepspeed and SHARDING_TYPES[section] == self.distributed_type:
+            return ""
         if SHARDING_TYPES[section] != self.distributed_type:
             return f"used only with distributed_type: {SHARDING_TYPES[section]}"
         is_sharded = {"dp_shard", "cp"} & self.parallel.keys()
@@ -449,6 +476,14 @@ class AccelerateConfig:
                 sharding.FSDP.key,
                 f"a key stands here with and without {sharding.FSDP.prefix}; remove one of them",
                 "",
+            )
+        paths = (sharding.OFFLOAD_OPTIMIZER_NVME_PATH.key, sharding.OFFLOAD_PARAM_NVME_PATH.key)
+        first, second = (self.deepspeed_config.get(key) for key in paths)
+        if self.keeps_deepspeed and first and second and first != second:
+            yield (
+                f"{sharding.DEEPSPEED.key}.{paths[1]}",
+                f"expected {paths[0]}, {first!r}: a profile has one directory for both",
+                repr(second),
             )
         if self.needs_rendezvous:
             yield from self._find_rendezvous_conflicts()

@@ -2,23 +2,21 @@
 
 The rule of a key follows from its setting in `accel_runtime.environment.accelerate`: the profile has it under another
 name, accel does it anyway, or it is left out for a reason. The functions here convert the keys whose result depends on
-other keys too. The keys of DeepSpeed's JSON file and the arguments of SageMaker's estimator have tables here.
+other keys too. The arguments of SageMaker's estimator have a table here.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
+from accel_cli.accelerate import deepspeed_rules
 from accel_cli.accelerate.config import (
     AccelerateConfig,
     InvalidValueError,
-    Parser,
     build_parser,
-    choice,
-    format_value,
     integer,
     keep,
     normalize,
@@ -31,6 +29,7 @@ from accel_cli.accelerate.config import (
     parse_text,
     parse_texts,
 )
+from accel_cli.accelerate.rule import EMPTY, OFF, Answer, Rule, drop, dropped, same, sets, take
 from accel_cli.console import is_secret
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.profile.validation_errors import did_you_mean
@@ -39,78 +38,6 @@ from accel_runtime.environment.accelerate.setting import Section, Setting
 from accel_runtime.environment.settings import find_nearest
 
 __all__ = ["CLUSTER_KEYS", "SAGEMAKER_KEYS", "SECTIONS", "Answer", "Rule", "dropped", "find_rule"]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The result of converting a key."""
-
-    text: str
-    """The keys of the profile that it becomes, or the reason why it becomes none."""
-    is_applied: bool = True
-    """False if accel does not do what the key asks for."""
-    values: Mapping[str, Any] = field(default_factory=dict)
-    """The values that it sets, by dotted key of the profile."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A row of a table: how a key is converted."""
-
-    convert: Callable[[Any, AccelerateConfig], Answer]
-    """Returns the answer for a parsed value."""
-    parse: Parser = keep
-    off: tuple[str, ...] = ()
-    """The normalized values that ask for nothing."""
-    target: str = ""
-    """The dotted key of the profile, if the key is only renamed."""
-
-    def apply(self, value: Any, config: AccelerateConfig) -> Answer:
-        """Return the answer for a value of the file.
-
-        Raises:
-            InvalidValueError: The key does not accept the value.
-        """
-        if value is None:
-            return Answer("not set")
-        if normalize(value) in self.off:
-            return OFF
-        parsed = self.parse(value)
-        return OFF if normalize(parsed) in self.off else self.convert(parsed, config)
-
-
-OFF = Answer("off in accel as well")
-_EMPTY = ("", "false", "[]", "{}")
-
-
-def take(target: str, parse: Parser, *off: str) -> Rule:
-    """Return the rule of a key that the profile has under another name."""
-    return Rule(lambda value, _: sets({target: value}), parse, (*_EMPTY, *off), target)
-
-
-def same(text: str, *values: Any, parse: Parser = keep) -> Rule:
-    """Return the rule of a key that asks for what accel does anyway; with values, only if it has one of them."""
-    return Rule(
-        lambda value, _: Answer(text, is_applied=not values or value in values),
-        parse,
-        () if values else _EMPTY,
-    )
-
-
-def drop(reason: str, *off: str, parse: Parser = keep) -> Rule:
-    """Return the rule of a key that no profile has."""
-    return Rule(lambda *_: dropped(reason), parse, (*_EMPTY, *off))
-
-
-def dropped(reason: str) -> Answer:
-    """Return the answer for a key that is left out."""
-    return Answer(reason, is_applied=False)
-
-
-def sets(values: Mapping[str, Any], note: str = "") -> Answer:
-    """Return the answer for a key that sets values of the profile."""
-    text = ", ".join(f"{key}: {format_value(key, value)}" for key, value in values.items())
-    return Answer(f"{text} ({note})" if note else text, values=values)
 
 
 # Launch settings, with `compute_environment: LOCAL_MACHINE`.
@@ -125,11 +52,11 @@ def _convert_environment(word: str, _: AccelerateConfig) -> Answer:
 
 def _convert_distributed_type(kind: str, config: AccelerateConfig) -> Answer:
     parallel = {f"parallel.{name}": size for name, size in config.parallel.items()}
-    values = {"launcher.kind": config.launcher, "device": config.device, **parallel}
+    values = {"launcher.kind": config.launcher, "device": config.device, **parallel, **config.deepspeed}
     text = sets({key: value for key, value in values.items() if (key, value) != ("device", "auto")}).text
     if kind == "MEGATRON_LM":
         text = f"{text} ({megatron.MEGATRON_LM.reason})"
-    elif kind in {"FSDP", "DEEPSPEED"} and not parallel:
+    elif kind in {"FSDP", "DEEPSPEED"} and not parallel and not config.keeps_deepspeed:
         text += ", and models are replicated on every process (DDP)"
     return Answer(text, kind != "MEGATRON_LM", {**values, "mixed_precision": config.precision})
 
@@ -223,7 +150,7 @@ def _wrap_with(setting: Setting) -> Rule:
             return sets({setting.profile_key: value})
         return dropped(f"Accelerate uses it with {policy.upper()} only")
 
-    return Rule(convert, off=_EMPTY)
+    return Rule(convert, off=EMPTY)
 
 
 def _convert_ignored_modules(value: Any, _: AccelerateConfig) -> Answer:
@@ -236,92 +163,14 @@ def _convert_ignored_modules(value: Any, _: AccelerateConfig) -> Answer:
     return sets({key: names})
 
 
-# DeepSpeed: the section, and the JSON file that it may name.
-
-_ZERO_3 = 3
-
-
-def _convert_zero_stage(stage: int, config: AccelerateConfig) -> Answer:
-    if stage == 0:
-        return Answer("models are replicated")
-    if stage < _ZERO_3:
-        note = "parameters are sharded between steps too"
-        return sets({"fully_shard.reshard_after_forward": False}, note)
-    return sets({"fully_shard.reshard_after_forward": config.hpz_size if config.hpz_size > 1 else True})
-
-
-def _convert_offload(device: str, _: AccelerateConfig) -> Answer:
-    to_disk, to_host = "accel does not offload to disks", "parameters, gradients and optimizer state"
-    note = to_disk if device == "nvme" else to_host
-    return replace(sets({"fully_shard.cpu_offload": True}, note), is_applied=device == "cpu")
-
-
-def _convert_deepspeed_file(_: str, config: AccelerateConfig) -> Answer:
-    if config.deepspeed_file is not None:
-        return Answer("its keys are listed below")
-    return dropped("file not found; ZeRO-3 is assumed, which needs the least memory")
-
-
-def _enables(precision: str) -> Rule:
-    """Return the rule of `enabled` in a section of the JSON file that is named after a number format."""
-
-    def convert(_: bool, config: AccelerateConfig) -> Answer:
-        if config.precision == precision:
-            return Answer(f"mixed_precision: {precision}")
-        return dropped("mixed_precision of the config takes precedence")
-
-    return Rule(convert, parse_bool, _EMPTY)
-
-
-def _convert_hpz(number: int, config: AccelerateConfig) -> Answer:
-    if config.zero_stage != _ZERO_3:
-        return dropped("used only with ZeRO-3")
-    return sets({"fully_shard.reshard_after_forward": number})
-
-
-_MICS = "set parallel.dp_shard to this size, and parallel.dp_replicate to the number of such groups"
-_PINNED = same("shards in host memory are pinned")
-_BATCH_SIZE = drop("set it in the DataLoader of the script")
-_ZERO_STAGE = Rule(_convert_zero_stage, build_parser(sharding.ZERO_STAGE.values))
-_parse_reduce_dtype = choice("fp32", "fp16", "bf16", aliases={"bfp16": "bf16"})
-_DEVICE = sharding.OFFLOAD_PARAM_DEVICE
-_OFFLOAD = Rule(_convert_offload, build_parser(_DEVICE.values), (*_EMPTY, *_DEVICE.off))
-_DEEPSPEED_FILE: Mapping[str, Rule] = {
-    "zero_optimization.stage": _ZERO_STAGE,
-    "zero_optimization.offload_optimizer.device": _OFFLOAD,
-    "zero_optimization.offload_param.device": _OFFLOAD,
-    "zero_optimization.offload_optimizer.pin_memory": _PINNED,
-    "zero_optimization.offload_param.pin_memory": _PINNED,
-    "zero_optimization.zero_hpz_partition_size": Rule(_convert_hpz, integer(1), ("1",)),
-    "zero_optimization.mics_shard_size": drop(_MICS, "-1", "1", parse=integer(1, auto=-1)),
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": drop(sharding.SAVE_16BIT_MODEL.reason),
-    "bf16.enabled": _enables("bf16"),
-    "bfloat16.enabled": _enables("bf16"),
-    "fp16.enabled": _enables("fp16"),
-    "fp16": drop("set it in the script: GradScalerKwargs", "0"),
-    "communication_data_type": take("fully_shard.reduce_dtype", _parse_reduce_dtype),
-    "gradient_accumulation_steps": take(
-        sharding.GRADIENT_ACCUMULATION_STEPS.profile_key,
-        build_parser(sharding.GRADIENT_ACCUMULATION_STEPS.values),
-        "1",
-    ),
-    "gradient_clipping": drop(sharding.GRADIENT_CLIPPING.reason, "0"),
-    "optimizer": drop("create an optimizer of torch in the script instead of DummyOptim", "0"),
-    "scheduler": drop("create a scheduler of torch in the script instead of DummyScheduler", "0"),
-    "train_batch_size": _BATCH_SIZE,
-    "train_micro_batch_size_per_gpu": _BATCH_SIZE,
-    "activation_checkpointing": drop("set fully_shard.activation_checkpointing: true instead", "0"),
-    "*": drop("specific to DeepSpeed; accel does not have this option", "0"),
-}
-"""Keys of DeepSpeed's JSON file; a key with no row has that of its section."""
-
-
 # Other sections.
 
 
 def _mesh_size(setting: Setting) -> Rule:
     def convert(size: int, config: AccelerateConfig) -> Answer:
         reason = config.explain_single_process()
+        if config.keeps_deepspeed:
+            reason = "DeepSpeed shards models itself; use fully_shard for other dimensions"
         return dropped(reason) if reason else Answer(f"{setting.profile_key}: {size}")
 
     return Rule(convert, off=setting.off)
@@ -384,7 +233,7 @@ def _compile_with(setting: Setting) -> Rule:
             return Answer("not used: nothing is compiled without a backend")
         return sets({setting.profile_key: value})
 
-    return Rule(convert, off=(*_EMPTY, *setting.off))
+    return Rule(convert, off=(*EMPTY, *setting.off))
 
 
 # The rules of all keys.
@@ -393,7 +242,7 @@ _SIZES = (*sharding.MESH_SIZES, sharding.TP_CONFIG_SIZE)
 _CONVERTED: Mapping[Setting, Rule] = {
     # `no` is a value of the profile too.
     launch.MIXED_PRECISION: replace(take(launch.MIXED_PRECISION.profile_key, keep), off=()),
-    launch.FP16: Rule(_convert_fp16, off=_EMPTY),
+    launch.FP16: Rule(_convert_fp16, off=EMPTY),
     launch.USE_CPU: Rule(lambda _, config: Answer(f"device: {config.device}")),
     launch.GPU_IDS: Rule(_convert_gpu_ids),
     launch.COMPUTE_ENVIRONMENT: Rule(_convert_environment),
@@ -403,23 +252,20 @@ _CONVERTED: Mapping[Setting, Rule] = {
     launch.MAIN_PROCESS_IP: Rule(_convert_rendezvous),
     launch.MAIN_PROCESS_PORT: Rule(_convert_rendezvous),
     launch.MAIN_TRAINING_FUNCTION: Rule(_convert_function),
-    launch.TPU_ENV: Rule(_convert_tpu_env, off=_EMPTY),
+    launch.TPU_ENV: Rule(_convert_tpu_env, off=EMPTY),
     sharding.VERSION: Rule(lambda *_: Answer("accel uses FSDP2 (fully_shard)")),
     sharding.SHARDING_STRATEGY: Rule(_convert_strategy),
     sharding.RESHARD_AFTER_FORWARD: Rule(_convert_strategy),
     sharding.AUTO_WRAP_POLICY: Rule(_convert_wrap_policy),
     **{setting: _wrap_with(setting) for setting in (sharding.TRANSFORMER_CLS, sharding.MIN_NUM_PARAMS)},
-    sharding.IGNORED_MODULES: Rule(_convert_ignored_modules, off=_EMPTY),
-    sharding.ZERO_STAGE: _ZERO_STAGE,
-    sharding.OFFLOAD_OPTIMIZER_DEVICE: _OFFLOAD,
-    sharding.OFFLOAD_PARAM_DEVICE: _OFFLOAD,
-    sharding.DEEPSPEED_FILE: Rule(_convert_deepspeed_file),
+    sharding.IGNORED_MODULES: Rule(_convert_ignored_modules, off=EMPTY),
+    **deepspeed_rules.CONVERTED,
     **{setting: _mesh_size(setting) for setting in _SIZES},
-    launch.DYNAMO_SETTINGS[0]: Rule(_convert_backend, off=(*_EMPTY, "no")),
+    launch.DYNAMO_SETTINGS[0]: Rule(_convert_backend, off=(*EMPTY, "no")),
     **{setting: _compile_with(setting) for setting in launch.DYNAMO_SETTINGS[1:]},
     sagemaker.DISTRIBUTED_TYPE: Rule(_convert_sagemaker_type),
     sagemaker.PYTORCH_VERSION: Rule(
-        _convert_torch_version, off=_EMPTY, target=sagemaker.PYTORCH_VERSION.profile_key
+        _convert_torch_version, off=EMPTY, target=sagemaker.PYTORCH_VERSION.profile_key
     ),
 }
 """The rules of keys whose result depends on other keys, or on more than their value; the setting has the parser."""
@@ -495,7 +341,7 @@ _ARGUMENTS: Mapping[str, Rule] = {
     "code_location": _BUCKET,
     "output_path": _BUCKET,
     "dependencies": drop("accel sends launcher.source_dir only; copy the dependencies into it"),
-    "distribution": Rule(_convert_distribution, off=_EMPTY),
+    "distribution": Rule(_convert_distribution, off=EMPTY),
     "entry_point": drop("use accel launch SCRIPT"),
     "git_config": drop("accel sends the files of this machine; check the repository out here"),
     "hyperparameters": drop("pass them to the script: accel launch SCRIPT --name value"),
@@ -509,7 +355,7 @@ _ARGUMENTS: Mapping[str, Rule] = {
 """The arguments in `additional_args`."""
 SECTIONS: Mapping[str, Mapping[str, Rule]] = {
     **{section.key: _build_section(section) for section in launch.SECTIONS},
-    sharding.DEEPSPEED_FILE.key: _DEEPSPEED_FILE,
+    sharding.DEEPSPEED_FILE.key: deepspeed_rules.DEEPSPEED_FILE,
     sagemaker.ADDITIONAL_ARGUMENTS: _ARGUMENTS,
 }
 """The rules of each section; `*` is any other key."""

@@ -22,6 +22,7 @@ from accel_cli.commands.options import argument, declare, option, pass_options
 from accel_cli.errors import ProfileError, UsageError
 
 if TYPE_CHECKING:
+    from accel_cli.accelerate import Imported, ShardingSection
     from accel_cli.planning.machine import Machine
     from accel_cli.profile.layers import Resolved
     from accel_cli.profile.store import Store
@@ -290,26 +291,41 @@ def edit(location: Location) -> None:
     "file",
     metavar="FILE",
     type=Path,
-    help="Read a config file of Accelerate, or a profile of accel.",
+    help="Read a config file of Accelerate, a JSON file of DeepSpeed, or a profile of accel.",
     shell_complete=complete_files,
 )
 @pass_options(Location)
 @_force_option
-def import_(location: Location, file: Path, force: bool) -> None:
-    """Create a profile from a config file of Accelerate, or from another profile.
+@option(
+    "--sharding",
+    type=click.Choice(["fully_shard", "deepspeed"]),
+    help="Convert settings of DeepSpeed to this section of the profile.",
+)
+def import_(location: Location, file: Path, force: bool, sharding: str | None) -> None:
+    """Create a profile from a config file of Accelerate or DeepSpeed, or from another profile.
 
     Values without an equivalent in accel are listed.
     """
-    from accel_cli.accelerate import convert, read_deepspeed_file
+    from accel_cli.accelerate import (
+        convert,
+        find_deepspeed_file,
+        read_deepspeed_file,
+        uses_deepspeed,
+        wrap_deepspeed_file,
+    )
     from accel_cli.profile import layers, store, yaml_io
-    from accel_cli.profile.edit import build_layer, edit_text
-    from accel_cli.profile.schema import describe
+    from accel_cli.profile.edit import edit_text
 
     target = location.find_writable_file()
     text = store.read_text(file)
-    data = yaml_io.parse(text, str(file)).data
+    wrapped = wrap_deepspeed_file(file)
+    data = wrapped or yaml_io.parse(text, str(file)).data
     if not data:
         raise UsageError(f"Cannot import {file}: it is empty.")
+    if sharding and not uses_deepspeed(data):
+        raise UsageError(
+            f"Cannot use --sharding {sharding}: {file} does not use DeepSpeed. Leave out the option."
+        )
     if not store.is_accelerate_config(data):
         layer = layers.read_file(file, "file")
         layers.resolve([layer])
@@ -318,17 +334,58 @@ def import_(location: Location, file: Path, force: bool) -> None:
             text = edit_text(text, layers.to_data(values))
         _write(target, text if _may_replace(target, text, force=force) else None)
         return
-    imported = convert(data, str(file), read_deepspeed_file(data, file.parent))
+    imported = convert(
+        data,
+        str(file),
+        read_deepspeed_file(data, file.parent),
+        deepspeed_path=find_deepspeed_file(data, file.parent),
+        section=_choose_sharding(data, file, sharding),
+    )
+    _write_imported(imported, file, target, force=force, is_deepspeed_file=bool(wrapped))
+
+
+def _write_imported(
+    imported: Imported, file: Path, target: Path, *, force: bool, is_deepspeed_file: bool
+) -> None:
+    """Write the profile of a config file of Accelerate, and print what its values became."""
+    from accel_cli.accelerate import name_keys_of_deepspeed_file
+    from accel_cli.profile import layers, store
+    from accel_cli.profile.edit import build_layer
+    from accel_cli.profile.schema import describe
+
+    if path := imported.data.get("deepspeed", {}).get("config_file"):
+        imported.data["deepspeed"]["config_file"] = layers.relate_path(path, target)
     layers.resolve([build_layer(imported.data, target)])
     text = store.render(imported.data, describe(imported.data["launcher"]["kind"]))
     if not _may_replace(target, text, force=force):
         _write(target, None)
         return
-    console.table(("ACCELERATE", "ACCEL"), imported.mapped)
-    if imported.left:
-        console.note(f"{len(imported.left)} value(s) of {file} have no equivalent in this profile:")
-        console.table(("VALUE", "REASON"), imported.left)
+    mapped, left = imported.mapped, imported.left
+    if is_deepspeed_file:
+        mapped, left = name_keys_of_deepspeed_file(mapped, file), name_keys_of_deepspeed_file(left, file)
+    console.table(("DEEPSPEED" if is_deepspeed_file else "ACCELERATE", "ACCEL"), mapped)
+    if left:
+        console.note(f"{len(left)} value(s) of {file} have no equivalent in this profile:")
+        console.table(("VALUE", "REASON"), left)
     _write(target, text)
+
+
+def _choose_sharding(data: dict[str, Any], file: Path, sharding: str | None) -> ShardingSection:
+    """Return the section that DeepSpeed's settings become: that of the option, of the answer, or `fully_shard`."""
+    from accel_cli.accelerate import uses_deepspeed
+
+    if not uses_deepspeed(data) or sharding == "fully_shard":
+        return "fully_shard"
+    if sharding == "deepspeed":
+        return "deepspeed"
+    if not _has_terminal():
+        console.note(
+            f"the settings of DeepSpeed in {file} become fully_shard; use --sharding deepspeed to keep DeepSpeed"
+        )
+        return "fully_shard"
+    from accel_cli.wizard.session import ask_sharding
+
+    return ask_sharding(file)
 
 
 @config.command("delete", panel=_CHANGE, epilog="Example: accel config delete gpu")

@@ -264,7 +264,7 @@ def _note_options_after_script(context: click.Context, request: Request) -> None
 def format_headline(plan: Plan, resolved: Resolved) -> str:
     """Return the line that describes a launch: launcher, processes, device, precision, profile and rendezvous."""
     from accel_cli.profile import store
-    from accel_cli.profile.planner import CONFIG_FILE
+    from accel_cli.profile.layers import CONFIG_FILE
 
     files = [
         f"{layer.name} ({console.abbreviate_home(layer.where[''])})"

@@ -11,7 +11,7 @@ from typing import Any
 from accel_cli import console
 from accel_cli.errors import UsageError
 from accel_cli.profile import layers
-from accel_cli.profile.layers import Layer, Resolved
+from accel_cli.profile.layers import CONFIG_FILE, Layer, Resolved
 from accel_runtime.environment.deepspeed import (
     PATHS,
     DeepSpeedConfig,
@@ -65,7 +65,9 @@ def _states(resolved: Resolved, key: str) -> bool:
     if getattr(resolved.profile, key) != getattr(Settings(), key):
         return True
     owner = next((layer for layer in reversed(resolved.layers) if key in layer.values), None)
-    return owner is not None and not owner.where.get("", "").endswith((".yaml", ".yml"))
+    if owner is None or owner.name == CONFIG_FILE:
+        return False
+    return owner.name == "environment" or owner.name.startswith("--")
 
 
 def _name(resolved: Resolved, key: str) -> str:

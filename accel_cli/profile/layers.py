@@ -31,6 +31,7 @@ from accel_runtime.environment.settings import (
 )
 
 __all__ = [
+    "CONFIG_FILE",
     "DEEPSPEED_FILE",
     "Layer",
     "Resolved",
@@ -48,6 +49,8 @@ __all__ = [
 ]
 
 
+CONFIG_FILE = "--config-file"
+"""The name of the layer of a config file of Accelerate."""
 DEEPSPEED_FILE = "deepspeed.config_file"
 """The key that is a path relative to the file with it."""
 

@@ -23,7 +23,7 @@ from accel_cli.planning.nodes import NodeLayout, NodeOptions
 from accel_cli.planning.options import OPTIONS, Kind, LaunchOption, Request
 from accel_cli.profile import layers, yaml_io
 from accel_cli.profile.deepspeed_file import apply_deepspeed_file
-from accel_cli.profile.layers import Layer, Resolved
+from accel_cli.profile.layers import CONFIG_FILE, Layer, Resolved
 from accel_cli.profile.store import Store
 from accel_runtime.environment.accelerate import encode_variables
 from accel_runtime.environment.accelerate.export import build_export, read_user_variables
@@ -40,7 +40,6 @@ from accel_runtime.environment.settings import (
 )
 
 __all__ = [
-    "CONFIG_FILE",
     "build_plan",
     "check_target",
     "detect_machine",
@@ -49,8 +48,6 @@ __all__ = [
     "resolve",
 ]
 
-CONFIG_FILE = "--config-file"
-"""The name of the layer of a config file of Accelerate."""
 _SEVERAL_PROCESSES = frozenset(
     f"launcher.{key}" for key in ("nproc_per_node", "nnodes", "rdzv_endpoint", "rdzv_id", "max_restarts")
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import questionary
 from prompt_toolkit.completion import WordCompleter
@@ -26,7 +26,7 @@ from accel_cli.profile import edit, layers, planner, schema, store
 from accel_cli.wizard import steps
 from accel_cli.wizard.steps import Step
 
-__all__ = ["run_wizard"]
+__all__ = ["ask_sharding", "run_wizard"]
 
 _INTERRUPTED = 130
 _BACK = object()
@@ -70,6 +70,17 @@ def run_wizard(target: Path) -> int:
     )
     console.note(f"wrote {target}; next: accel launch {option}train.py")
     return 0
+
+
+def ask_sharding(file: Path) -> Literal["fully_shard", "deepspeed"]:
+    """Ask for the section of the profile that the settings of DeepSpeed in a file become."""
+    titles = (
+        "fully_shard of torch (recommended): nothing to install; what it lacks is listed",
+        "DeepSpeed: every setting stays, and scripts need the package deepspeed",
+    )
+    return ("fully_shard", "deepspeed")[
+        _select(f"{file} uses DeepSpeed. Which library shards models?", titles)
+    ]
 
 
 def _load_existing(target: Path, detected: Machine) -> tuple[dict[str, Any], dict[str, Any]]:

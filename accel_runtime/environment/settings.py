@@ -295,7 +295,9 @@ class Settings:
             values["mixed_precision"] = "fp16"
         if values.get("device", "auto") == "auto" and environ.get(PJRT):
             values["device"] = "xla"
-        return cls(**values)
+        settings = cls(**values)
+        _refuse_conflict(settings)
+        return settings
 
 
 def _refuse_conflict(settings: Settings) -> None:

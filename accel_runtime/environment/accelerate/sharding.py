@@ -314,7 +314,10 @@ def explain_fsdp1_option(word: str) -> str | None:
 # DeepSpeed: the section. The keys of the file that it may name are DeepSpeed's, and stand in the importer.
 
 _NO_DISK = "accel does not offload to disks"
-_MULTI_NODE = "not needed: every node runs the same command"
+_MULTI_NODE = (
+    "accel launch starts nodes itself: the same command on every node, or launcher.kind: ssh or slurm on one"
+)
+_FILTER = "use launcher.kind: ssh with the hosts in launcher.hosts"
 _SHARD = "Use --set parallel.dp_shard=auto; accel config import FILE converts the other keys of a config file"
 _USE_DEEPSPEED = "Use --set deepspeed.stage=N for DeepSpeed, or --set parallel.dp_shard=auto for fully_shard"
 _DEEPSPEED_KEYS = (
@@ -416,10 +419,10 @@ DEEPSPEED = Section(
         SAVE_16BIT_MODEL,
         MOE_CLASSES,
         DEEPSPEED_FILE,
-        Setting("deepspeed_multinode_launcher", reason=_MULTI_NODE),
-        Setting("deepspeed_hostfile", reason=_MULTI_NODE),
-        Setting("deepspeed_exclusion_filter", reason=_MULTI_NODE),
-        Setting("deepspeed_inclusion_filter", reason=_MULTI_NODE),
+        Setting("deepspeed_multinode_launcher", same=("standard",), implied=_MULTI_NODE),
+        Setting("deepspeed_hostfile", reason="use launcher.kind: ssh with launcher.hostfile"),
+        Setting("deepspeed_exclusion_filter", reason=_FILTER),
+        Setting("deepspeed_inclusion_filter", reason=_FILTER),
     ),
     distributed_type="DEEPSPEED",
     equivalent=_SECTIONS,

@@ -296,7 +296,7 @@ def _deepspeed(read: _VariableReader) -> dict[str, Equivalent]:
     if read.text(moe.variable):
         raise SettingsError(f"{moe.variable}={read.environ[moe.variable]} is not supported: {moe.refusal}.")
     stage, settings = _zero_stage(read)
-    settings |= _offloads(read) | _zero3_init(read, stage)
+    settings |= _offloads(read, stage) | _zero3_init(read, stage)
     clipping = sharding.GRADIENT_CLIPPING
     if (text := read.text(clipping.variable).lower()) not in {"", "auto"}:
         try:
@@ -331,19 +331,22 @@ def _zero_stage(read: _VariableReader) -> tuple[int, dict[str, Equivalent]]:
     return read_deepspeed(section).stage, settings
 
 
-def _offloads(read: _VariableReader) -> dict[str, Equivalent]:
+def _offloads(read: _VariableReader, stage: int) -> dict[str, Equivalent]:
     """Return the settings of the devices that are offloaded to, and of the directory."""
     settings: dict[str, Equivalent] = {}
     paths: dict[str, str] = {}
-    for device, path in (
-        (sharding.OFFLOAD_OPTIMIZER_DEVICE, sharding.OFFLOAD_OPTIMIZER_NVME_PATH),
-        (sharding.OFFLOAD_PARAM_DEVICE, sharding.OFFLOAD_PARAM_NVME_PATH),
+    for device, path, least in (
+        (sharding.OFFLOAD_OPTIMIZER_DEVICE, sharding.OFFLOAD_OPTIMIZER_NVME_PATH, 1),
+        (sharding.OFFLOAD_PARAM_DEVICE, sharding.OFFLOAD_PARAM_NVME_PATH, _ZERO_3),
     ):
         word, text = read.word(device), read.text(path.variable)
-        if word:
+        if word and stage < least:
+            read.ignore(device.variable, f"DeepSpeed does not use it in ZeRO stage {stage}")
+        elif word:
+            word = "cpu" if word == "nvme" and stage < _ZERO_3 else word  # as in DeepSpeed
             settings[device.field] = Equivalent(device.variable, word)
-        if text and word in {"", "none", "cpu"} and not read.text(sharding.DEEPSPEED_FILE.variable):
-            read.ignore(path.variable, f"{device.variable} is not nvme")
+        if text and word != "nvme" and not read.text(sharding.DEEPSPEED_FILE.variable):
+            read.ignore(path.variable, f"{device.variable} is not nvme, or the ZeRO stage is not 3")
         elif text:
             paths[path.variable] = text
     if len(set(paths.values())) > 1:

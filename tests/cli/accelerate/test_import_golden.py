@@ -75,6 +75,13 @@ SAMPLES = {
     "empty": "",
     "broken": "distributed_type: [\n",
 }
+ZERO_2 = {
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "overlap_comm": True},
+    "bf16": {"enabled": True},
+    "gradient_clipping": "auto",
+    "gradient_accumulation_steps": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+}
 PAIRS = {
     "start": {
         "distributed_type": ["NO", "MULTI_GPU", "MULTI_CPU", "MPS", "MULTI_XPU", "MEGATRON_LM", "XLA", "FSDP", "DEEPSPEED"],
@@ -138,11 +145,27 @@ PAIRS = {
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_the_output_and_profile_of_a_file_equal_the_golden_file(name, tmp_path, monkeypatch, capfd):
+    check_import(name, SAMPLES[name], [], tmp_path, monkeypatch, capfd)
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "deepspeed-file", "json"])
+@pytest.mark.parametrize("section", ["fully_shard", "deepspeed"])
+def test_deepspeed_becomes_the_section_of_the_option(name, section, tmp_path, monkeypatch, capfd):
+    options = ["--sharding", section]
+    if name == "json":
+        options.insert(0, "ds.json")
+    check_import(
+        f"sharding/{name}-{section}", SAMPLES.get(name, ""), options, tmp_path, monkeypatch, capfd, ZERO_2
+    )
+
+
+def check_import(name, text, options, tmp_path, monkeypatch, capfd, file=dividing.FILE):  # noqa: PLR0913, PLR0917 - fixtures
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    (tmp_path / "config.yaml").write_text(SAMPLES[name].lstrip("\n"))
-    (tmp_path / "ds.json").write_text(json.dumps(dividing.FILE))
-    result = call_accel(capfd, "config", "import", "config.yaml", "--project")
+    (tmp_path / "config.yaml").write_text(text.lstrip("\n"))
+    (tmp_path / "ds.json").write_text(json.dumps(file))
+    files = [] if "ds.json" in options else ["config.yaml"]
+    result = call_accel(capfd, "config", "import", *files, "--project", *options)
     written = tmp_path / "accel.yaml"
     lines = written.read_text().splitlines(keepends=True) if written.exists() else ["(no profile)\n"]
     profile = "".join(line for line in lines if not line.lstrip().startswith("#"))
@@ -157,18 +180,28 @@ def test_pairs_of_options_are_converted_as_in_the_golden_file(name):
     golden.check(f"import/pairs-{name}.txt", "\n".join(_describe(PAIRS[name], case) for case in chosen))
 
 
-def _describe(factors, case):
+def _describe(factors, case, sharding="fully_shard"):
     data = {}
     for (key, values), index in zip(factors.items(), case, strict=True):
         section, dot, name = key.rpartition(".")
         if values[index] is not None:
             (data.setdefault(section, {}) if dot else data)[name] = values[index]
-    return f"{yaml_io.inline(data)}\n{_convert(data)}"
+    return f"{yaml_io.inline(data)}\n{_convert(data, sharding)}"
 
 
-def _convert(data):
+@pytest.mark.parametrize("name", ["deepspeed"])
+def test_pairs_of_options_that_keep_deepspeed_are_converted_as_in_the_golden_file(name):
+    factors = {**PAIRS[name], "deepspeed_config.offload_optimizer_nvme_path": ["none", "/nvme"]}
+    del factors["deepspeed_config.deepspeed_config_file"]
+    cases = [tuple(case) for case in itertools.product(*(range(len(each)) for each in factors.values()))]
+    chosen = sorted(select_pairs(cases))
+    text = "\n".join(_describe(factors, case, sharding="deepspeed") for case in chosen)
+    golden.check(f"import/sharding/pairs-{name}.txt", text)
+
+
+def _convert(data, section="fully_shard"):
     try:
-        result = convert(data, "config.yaml")
+        result = convert(data, "config.yaml", section=section)
     except ProfileError as error:
         return "".join(f"  ! {problem}\n" for problem in error.problems)
     lines = [f"  + {line} -> {text}" for line, text in result.mapped]

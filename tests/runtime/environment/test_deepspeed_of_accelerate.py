@@ -60,6 +60,11 @@ def file(tmp_path):
             },
             DeepSpeed("3", offload_param="nvme", nvme_path="/x", zero3_init=True),
         ),
+        (ON | {f"{P}OFFLOAD_PARAM_DEVICE": "cpu"}, DeepSpeed("2")),
+        (
+            ON | {f"{P}OFFLOAD_OPTIMIZER_DEVICE": "nvme", f"{P}OFFLOAD_OPTIMIZER_NVME_PATH": "/x"},
+            DeepSpeed("2", offload_optimizer="cpu"),
+        ),
         (ON | {"ACCELERATE_GRADIENT_CLIPPING": "0.5"}, DeepSpeed("2", gradient_clipping=0.5)),
         (ON | {"ACCELERATE_GRADIENT_CLIPPING": "auto"}, DeepSpeed("2")),
         ({"ACCELERATE_USE_DEEPSPEED": "false", f"{P}ZERO_STAGE": "3"}, DeepSpeed()),
