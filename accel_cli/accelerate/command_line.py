@@ -19,6 +19,7 @@ from accel_cli.errors import UsageError
 from accel_cli.planning.network import Endpoint
 from accel_cli.planning.options import ConfigFile, find_foreign_option, normalize_option
 from accel_cli.profile import yaml_io
+from accel_cli.profile.settings_sections import DeepSpeedSection
 from accel_runtime.environment.accelerate import launch, megatron, sharding
 from accel_runtime.environment.accelerate.setting import Section, Setting
 
@@ -34,7 +35,7 @@ _SWITCHES: Mapping[str, Section] = {
     sharding.USE_PARALLELISM_CONFIG.option: sharding.PARALLELISM,
 }
 """The options that use the keys of a section."""
-_ENGINES = (sharding.DEEPSPEED.distributed_type, megatron.MEGATRON_LM.distributed_type)
+_ENGINES = (sharding.DEEPSPEED, megatron.MEGATRON_LM)
 _FP8_VARIABLES = (*(setting.variable for setting in launch.FP8.settings), *launch.FP8_OVERRIDES)
 _SILENT = frozenset(
     {
@@ -477,18 +478,44 @@ def _translate_sharding(command: _Command) -> None:
     kept |= {*_FP8_VARIABLES} if formats else set()
     _check_effect(after.unused if is_passed else convert(merged, "the options").left, options, typed)
     sources = {setting.variable: typed[name] for name, (_, setting) in options.items()}
+    has_deepspeed = _add_deepspeed(command, before, after, options, typed)
+    is_engine = kind in {section.distributed_type for section in _ENGINES} and not has_deepspeed
+    of_profile = {"parallel", "fully_shard"} if not (is_engine or has_deepspeed) else set()
     for key, value in after.values.items():
         section, _, variable = key.partition(".")
         if before.values.get(key) == value:
             continue
-        if section in {"parallel", "fully_shard"} and kind not in _ENGINES:
+        if section in of_profile:
             command.add(key, yaml_io.inline(value), source)
         elif section == "env" and (
             variable in kept or value == FP8 or (is_passed and variable not in _SILENT)
         ):
             command.add(key, value, sources.get(variable, source))
-    if kind in _ENGINES:
+    if is_engine:
         command.engine = source
+
+
+def _add_deepspeed(
+    command: _Command,
+    before: ConfigFile,
+    after: ConfigFile,
+    options: Mapping[str, tuple[Section, Setting]],
+    typed: Mapping[str, _Option],
+) -> bool:
+    """Add the keys of the section `deepspeed` that options change, compared to the file; return whether it is used."""
+    if sharding.ZERO_STAGE.profile_key not in after.values:
+        return False
+    defaults = {f"deepspeed.{key}": field.default for key, field in DeepSpeedSection.model_fields.items()}
+    sources = {setting.profile_key: typed[name] for name, (_, setting) in options.items()}
+    steps = sharding.GRADIENT_ACCUMULATION_STEPS.profile_key
+    for key in (*defaults, steps):
+        value = after.values.get(key, defaults.get(key, 1))
+        if before.values.get(key, defaults.get(key, 1)) != value:
+            # A path stays as typed: relative to the current folder.
+            is_path = key == sharding.DEEPSPEED_FILE.profile_key
+            text = sources[key].value if is_path else yaml_io.inline(value)
+            command.add(key, text, sources.get(key, next(iter(typed.values()))))
+    return True
 
 
 def _choose_kind(command: _Command, kinds: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from accel_cli.accelerate import convert, read_deepspeed_file
+from accel_cli.accelerate import convert, find_deepspeed_file, read_deepspeed_file, uses_deepspeed
 from accel_cli.accelerate.config import normalize
 from accel_cli.accelerate.variables import build_variables, is_fp8, read_section
 from accel_cli.errors import UsageError
@@ -22,15 +22,17 @@ from accel_runtime.environment.accelerate.setting import Section, Setting
 
 __all__ = ["build_config", "get_kind", "read_config", "read_data"]
 
-_ENGINES = (sharding.DEEPSPEED, megatron.MEGATRON_LM)
-"""Sections of engines that a profile does not have, and that replace `parallel:` and `fully_shard:`."""
 _EXPRESSED = frozenset(
     setting.variable
     for setting in launch.list_settings()
     if setting.profile_key
     or setting
-    in {sharding.USE_PARALLELISM_CONFIG, sharding.SHARDING_STRATEGY, *sharding.PARALLELISM.settings}
-)
+    in {
+        sharding.USE_PARALLELISM_CONFIG,
+        sharding.SHARDING_STRATEGY,
+        *sharding.PARALLELISM.settings,
+    }
+) | {sharding.DEEPSPEED_FIELDS.variable}
 """Variables whose meaning a profile has."""
 _SHARDING = ("parallel.", "fully_shard.")
 _WITHOUT_MESH = {size.profile_key: 1 for size in sharding.MESH_SIZES}
@@ -113,9 +115,15 @@ def build_config(data: Mapping[str, Any], name: str, folder: Path) -> ConfigFile
         ProfileError: All keys that are not known and values that are not accepted.
     """
     kind = get_kind(data)
-    engine = next((section for section in _ENGINES if section.distributed_type == kind), None)
-    deepspeed_file = read_deepspeed_file(data, folder)
-    imported = convert(_select_convertible(data, engine), name, deepspeed_file)
+    engine = _find_engine(data)
+    imported = convert(
+        _select_convertible(data, engine),
+        name,
+        read_deepspeed_file(data, folder),
+        deepspeed_path=find_deepspeed_file(data, folder),
+        # An engine is passed on as it is, and the keys of the other section are left out.
+        section="fully_shard" if engine else "deepspeed",
+    )
     values = flatten(imported.data)
     del values["schema_version"]
     variables = {} if _is_job(data) else build_variables(_resolve_deepspeed_file(data, folder))
@@ -126,6 +134,9 @@ def build_config(data: Mapping[str, Any], name: str, folder: Path) -> ConfigFile
         values = {
             key: value for key, value in values.items() if not key.startswith(_SHARDING)
         } | _WITHOUT_MESH
+    elif uses_deepspeed(data):
+        reason = f"{launch.DISTRIBUTED_TYPE.key}: {kind}"
+        values |= _WITHOUT_MESH
     elif variables.get(sharding.VERSION.variable) == "1":
         reason = f"{sharding.VERSION.key}: 1"
     return ConfigFile(
@@ -135,6 +146,17 @@ def build_config(data: Mapping[str, Any], name: str, folder: Path) -> ConfigFile
         fixed_reason=reason,
         unused=tuple(_list_unused(imported.left, passed, engine)),
     )
+
+
+def _find_engine(data: Mapping[str, Any]) -> Section | None:
+    """Return the section of an engine that a profile does not have, and that replaces `parallel:` and `fully_shard:`."""
+    if get_kind(data) == megatron.MEGATRON_LM.distributed_type:
+        return megatron.MEGATRON_LM
+    # With another dimension, as for sequence parallelism of DeepSpeed, no section of a profile has the file's meaning.
+    mesh = read_section(data, sharding.PARALLELISM)
+    sizes = (sharding.SP_SIZE, *sharding.MESH_SIZES)
+    has_mesh = any(str(mesh.get(size.key, 1)) != "1" for size in sizes)
+    return sharding.DEEPSPEED if uses_deepspeed(data) and has_mesh else None
 
 
 def _is_job(data: Mapping[str, Any]) -> bool:

@@ -152,7 +152,7 @@ def _list_groups(settings: Settings, device: str, world_size: int | None) -> Ite
     yield _Group(("parallel", "fully_shard", "deepspeed"), layout, values)
     # Of its own, since a profile has no key for it: without it, Accelerate cannot save a model of stage 3.
     saved = {sharding.USE_DEEPSPEED: _ON, sharding.SAVE_16BIT_MODEL: _ON}
-    yield _Group(("deepspeed",), {}, saved if values.get(sharding.ZERO_STAGE) == "3" else {})
+    yield _Group((), {}, saved if values.get(sharding.ZERO_STAGE) == "3" else {})
 
 
 def _export_precision(settings: Settings) -> dict[Setting, str]:

@@ -51,6 +51,7 @@ def launch(cwd, capfd, monkeypatch):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(yaml.safe_dump(FILES[name]["file"]))
     (cwd / "train.py").write_text("raise SystemExit(7)")
+    (cwd / "zero.json").write_text('{"zero_optimization": {"stage": 2}}')
     return partial(call_accel, capfd, "launch", "--dry-run")
 
 
@@ -70,6 +71,9 @@ def test_a_command_of_public_documentation_becomes_a_plan(launch, source, comman
     Path(script).parent.mkdir(parents=True, exist_ok=True)
     Path(script).write_text("")
     result = launch(*args)
+    if "nvme" in command and "nvme_path" not in command:  # Accelerate would write to a folder `none`
+        assert "deepspeed.nvme_path: expected a directory" in result.stderr
+        return
     assert result.returncode == 0, (source, result.stderr)
     assert result.stdout.startswith("launcher: ")
 
@@ -132,11 +136,18 @@ def test_a_command_of_public_documentation_becomes_a_plan(launch, source, comman
         ),
         (
             "--use_deepspeed --deepspeed_config_file zero.json --deepspeed_multinode_launcher standard",
-            "--set env.ACCELERATE_USE_DEEPSPEED=true --set env.ACCELERATE_DEEPSPEED_CONFIG_FILE=zero.json",
+            "--set deepspeed.stage=auto --set deepspeed.config_file=zero.json",
+        ),
+        ("--use_deepspeed", "--set deepspeed.stage=2"),
+        (
+            ("--use_deepspeed --zero_stage 3 --offload_param_device cpu --offload_optimizer_device none --zero3_init_flag false "
+            "--gradient_clipping 1.0 --gradient_accumulation_steps 4 --zero3_save_16bit_model true --num_processes 2"),
+            ("--nproc-per-node 2 --set deepspeed.stage=3 --set deepspeed.offload_param=cpu --set deepspeed.gradient_clipping=1.0 "
+            "--set gradient_accumulation_steps=4 --set env.ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL=true"),
         ),
         (
             "--config_file zero3.yaml --num_processes 2 --zero_stage 2",
-            "--config-file zero3.yaml --nproc-per-node 2 --set env.ACCELERATE_DEEPSPEED_ZERO_STAGE=2",
+            "--config-file zero3.yaml --nproc-per-node 2 --set deepspeed.stage=2 --set deepspeed.zero3_init=false",
         ),
         (
             "--config_file fsdp2.yaml --use_fsdp --fsdp_offload_params true",
@@ -174,6 +185,10 @@ def test_options_of_other_launchers_are_printed_in_those_of_accel(launch, typed,
         ("--fsdp_offload_params true --config_file fsdp1.yaml", "the file has fsdp_version: 1."),
         ("--fsdp_offload_params true", "Cannot use --fsdp_offload_params true without --use-fsdp"),
         ("--zero_stage 2", "without --use-deepspeed"),
+        ("--use_deepspeed --zero_stage 2 --offload_param_device cpu", "--offload_param_device cpu: DeepSpeed does not use it in stage 2"),
+        ("--use_deepspeed --deepspeed_multinode_launcher pdsh", "launcher.kind: ssh or slurm"),
+        ("--use_deepspeed --deepspeed_hostfile hosts", "use launcher.kind: ssh with launcher.hostfile"),
+        ("--use_deepspeed --deepspeed_config_file gone.json", "expected the path of a JSON file, which was not found, got 'gone.json'"),
         ("--parallelism_config_tp_size 2", "without --use-parallelism-config"),
         ("--fp8_backend te", "without --mixed-precision fp8"),
         ("--use_fsdp --fsdp_use_orig_params false", "Cannot use --fsdp_use_orig_params false: parameters always keep"),
@@ -226,7 +241,7 @@ def test_deepspeed_is_refused_if_the_profile_shards_models(launch):
     )
     result = launch("--use_deepspeed", "train.py")
     assert result.returncode == 2
-    assert "the profile shards models too (dp_shard 8)" in result.stderr
+    assert "parallel.dp_shard: cannot be auto with deepspeed.stage: 2 (--set)" in result.stderr
 
 
 def test_an_option_never_loses_to_a_variable_in_silence(launch, monkeypatch):

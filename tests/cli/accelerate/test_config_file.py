@@ -53,16 +53,26 @@ def get_variables(text, environ=(), **options):
 def test_every_public_file_can_be_launched_and_passes_on_what_a_profile_does_not_express(name):
     file = FILES[name]["file"]
     launched = build_variables(file)
+    if "deepspeed_config_file" in (file.get("deepspeed_config") or {}):
+        with pytest.raises(ProfileError, match="expected the path of a JSON file"):
+            prepare(file)
+        return
     resolved, plan = prepare(file)
     assert plan.nproc_per_node == file.get("num_processes", 8) // file.get("num_machines", 1) or (
         plan.launcher == "single"
     )
     passed = {name: value for name, value in resolved.profile.env.items() if name in launched}
     assert passed == {name: launched[name] for name in passed}
-    assert ("ACCELERATE_USE_DEEPSPEED" in passed) == (file["distributed_type"] == "DEEPSPEED")
-    if file["distributed_type"] == "DEEPSPEED":
+    if file["distributed_type"] == "DEEPSPEED" and "parallelism_config" not in file:
+        assert plan.layout.startswith(f"DeepSpeed ZeRO {launched['ACCELERATE_DEEPSPEED_ZERO_STAGE']}")
+        defaults = {"none", "auto", "true", "false"}
+        missing = {name: text for name, text in launched.items() if plan.env.get(name) != text}
+        missing.pop("ACCELERATE_CONFIG_DS_FIELDS")
+        if launched["ACCELERATE_DEEPSPEED_ZERO_STAGE"] != "3":  # DeepSpeed does not read it
+            missing.pop("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", None)
+        assert {*missing.values()} <= {*defaults, "1", "no", "1.0", "0.0"}, missing
+    elif file["distributed_type"] == "DEEPSPEED":
         assert passed == launched
-        assert plan.layout == ""
     elif launched["ACCELERATE_MIXED_PRECISION"] == "fp8":
         assert {name for name in launched if "FP8" in name or "MIXED_PRECISION" in name} <= passed.keys()
     else:
@@ -73,26 +83,36 @@ def test_a_deepspeed_file_stays_deepspeed_and_names_its_source(launch):
     result = launch(ZERO3, "--explain")
     assert result.returncode == 0
     assert "ACCELERATE_DEEPSPEED_ZERO_STAGE=3" in result.stdout
-    assert "layout" not in result.stdout
+    assert "layout: DeepSpeed ZeRO 3" in result.stdout
     assert "launcher.nproc_per_node: 2  [--config-file: config.yaml]" in result.stdout
-    assert "env.ACCELERATE_USE_DEEPSPEED: true  [--config-file: config.yaml]" in result.stdout
+    assert "deepspeed.stage: 3  [--config-file: config.yaml]" in result.stdout
 
 
 @pytest.mark.slow
 def test_the_processes_of_a_launch_get_the_variables_of_the_file(script):
-    script(
-        "import os; print(os.environ['ACCELERATE_USE_DEEPSPEED'], os.environ['ACCELERATE_MIXED_PRECISION'])"
-    )
-    Path("config.yaml").write_text(ZERO3)
+    script("import os; print(os.environ['ACCELERATE_USE_FSDP'], os.environ['FSDP_VERSION'])")
+    Path("config.yaml").write_text(FSDP1)
     result = run_accel(
-        "launch", "--config_file", "config.yaml", "--cpu", "--zero_stage", "2", "--ranks", "all", "train.py"
+        "launch",
+        "--config_file",
+        "config.yaml",
+        "--cpu",
+        "--num_processes",
+        "2",
+        "--ranks",
+        "all",
+        "train.py",
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("true bf16") == 2
-    assert (
-        "same as: accel launch --config-file config.yaml --cpu --ranks all --set env.ACCELERATE_DEEPSPEED_ZERO_STAGE=2"
-        in (result.stderr)
-    )
+    assert result.stdout.count("true 1") == 2
+    words = "--config-file config.yaml --cpu --ranks all --nproc-per-node 2"
+    assert f"same as: accel launch {words}" in result.stderr
+
+
+def test_options_beside_a_deepspeed_file_change_the_section(launch):
+    result = launch(ZERO3, "--dry-run", "--zero_stage", "2")
+    assert "ACCELERATE_DEEPSPEED_ZERO_STAGE=2" in result.stdout
+    assert "--set deepspeed.stage=2 --set deepspeed.zero3_init=false" in result.stderr
 
 
 def test_a_file_of_fsdp_is_sharded_by_the_profile_and_its_other_options_are_passed_on():
@@ -140,12 +160,11 @@ def test_options_and_variables_override_the_file_and_the_file_overrides_profiles
     assert "ACCELERATE_MIXED_PRECISION=fp16" in result.stdout
 
 
-def test_a_variable_of_the_user_is_never_overwritten():
-    assert (
-        get_variables(ZERO3, {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"})
-        .keys()
-        .isdisjoint({"ACCELERATE_DEEPSPEED_ZERO_STAGE"})
-    )
+def test_a_variable_of_the_user_that_is_passed_on_is_never_overwritten():
+    name = "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL"
+    text = f"{ZERO3}  zero3_save_16bit_model: true\n"
+    assert get_variables(text)[name] == "true"
+    assert name not in get_variables(text, {name: "false"})
 
 
 @pytest.mark.parametrize("text", [ZERO3, FSDP1, ULYSSES])
@@ -160,15 +179,15 @@ def test_a_deepspeed_file_replaces_the_sharding_of_a_profile(launch):
     Path("accel.yaml").write_text(
         "schema_version: 1\nlauncher: {kind: torchrun, nproc_per_node: 2}\nparallel: {dp_shard: auto}\n"
     )
-    assert "layout" not in launch(ZERO3, "--dry-run").stdout
+    assert "layout: DeepSpeed ZeRO 3" in launch(ZERO3, "--dry-run").stdout
 
 
 def test_the_json_file_of_deepspeed_is_found_beside_the_config(tmp_path):
     (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 1}, "bf16": {"enabled": true}}')
     data = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "zero.json"}}
     values = build_config(data, "config.yaml", tmp_path).values
-    assert values["env.ACCELERATE_DEEPSPEED_CONFIG_FILE"] == str(tmp_path / "zero.json")
-    assert values["mixed_precision"] == "bf16"
+    assert values["deepspeed.config_file"] == str(tmp_path / "zero.json")
+    assert values["deepspeed.stage"] == "auto"
 
 
 def test_keys_without_effect_are_named_in_one_line(launch):
