@@ -225,9 +225,8 @@ def set_(location: Location, assignments: tuple[str, ...]) -> None:
     if target.is_file():
         stack.append(layers.read_file(target, "file"))
     kind = layers.find_value(stack, "launcher.kind")
-    updates = dict(layers.parse_assignments(assignments, "set", kind=kind).values)
-    if isinstance(path := updates.get(layers.DEEPSPEED_FILE), str):
-        updates[layers.DEEPSPEED_FILE] = layers.relate_path(path, target)
+    assigned = layers.parse_assignments(assignments, "set", kind=kind).values
+    updates = layers.relate_deepspeed_file(assigned, target)
     _, removed = update_profile(store, target, updates, "set")
     for key in removed:
         console.note(f"removed {key}: launcher.kind {updates['launcher.kind']} does not have it")
@@ -329,9 +328,8 @@ def import_(location: Location, file: Path, force: bool, sharding: str | None) -
     if not store.is_accelerate_config(data):
         layer = layers.read_file(file, "file")
         layers.resolve([layer])
-        if path := layer.values.get(layers.DEEPSPEED_FILE):
-            values = {**layer.values, layers.DEEPSPEED_FILE: layers.relate_path(path, target)}
-            text = edit_text(text, layers.to_data(values))
+        if layers.DEEPSPEED_FILE in layer.values:
+            text = edit_text(text, layers.to_data(layers.relate_deepspeed_file(layer.values, target)))
         _write(target, text if _may_replace(target, text, force=force) else None)
         return
     imported = convert(

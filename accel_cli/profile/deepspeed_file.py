@@ -94,7 +94,7 @@ def list_effective_values(resolved: Resolved) -> dict[str, tuple[Any, str]]:
     values = {key: (value, resolved.get_source(key)) for key, value in resolved.values.items()}
     if resolved.deepspeed is None:
         return values
-    file = resolved.profile.deepspeed.config_file
+    file = resolved.profile.deepspeed.settings.config_file
     for name, path in PATHS.items():
         value, key = find_value(resolved.deepspeed.values, path), f"deepspeed.{name}"
         if value is not None and resolved.deepspeed.sources.get(path) == file:

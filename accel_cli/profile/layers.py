@@ -43,6 +43,7 @@ __all__ = [
     "read_environment",
     "read_file",
     "read_layers",
+    "relate_deepspeed_file",
     "relate_path",
     "resolve",
     "to_data",
@@ -157,6 +158,12 @@ def relate_path(path: str, target: Path) -> str:
         return path
     full, folder = Path(os.path.abspath(path)), target.parent.resolve()  # noqa: PTH100 - links stay
     return str(full.relative_to(folder)) if full.is_relative_to(folder) else str(full)
+
+
+def relate_deepspeed_file(values: Mapping[str, Any], target: Path) -> dict[str, Any]:
+    """Return values that are written into a file, with the path of DeepSpeed's JSON file as seen from it."""
+    path = values.get(DEEPSPEED_FILE)
+    return {**values, DEEPSPEED_FILE: relate_path(path, target)} if isinstance(path, str) else {**values}
 
 
 def read_environment(environ: Mapping[str, str]) -> Layer:

@@ -232,6 +232,11 @@ def _to_stage(value: Any) -> Any:
     return int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
 
 
+def _to_text(value: Any) -> Any:
+    """Convert nothing to an empty text."""
+    return "" if value is None else value
+
+
 def _to_absolute(path: str) -> str:
     """Return a path as seen from the current folder; one in a file is relative to it, and has been completed."""
     return os.path.abspath(path) if path else ""  # noqa: PTH100 - links stay
@@ -282,7 +287,8 @@ class DeepSpeedSection(_SettingsSection):
         ),
     ] = "no"
     config_file: Annotated[
-        str,
+        str | None,
+        BeforeValidator(_to_text),
         ExpandedPath,
         AfterValidator(_to_absolute),
         Field(

@@ -23,6 +23,8 @@ from accel_cli.launchers.sections import Choice
 from accel_cli.planning import machine
 from accel_cli.planning.machine import Machine
 from accel_cli.profile import edit, layers, planner, schema, store
+from accel_cli.profile.deepspeed_file import apply_deepspeed_file
+from accel_cli.profile.layers import Layer
 from accel_cli.wizard import steps
 from accel_cli.wizard.steps import Step
 
@@ -99,7 +101,7 @@ def _load_existing(target: Path, detected: Machine) -> tuple[dict[str, Any], dic
     except UsageError as error:
         console.note(f"cannot use {target} on this machine, so the wizard suggests defaults: {error}")
         return {}, {}
-    return layers.flatten(profile.data()), dict(layer.values)
+    return steps.complete_suggestions(layers.flatten(profile.data())), dict(layer.values)
 
 
 def _ask_all(
@@ -120,8 +122,11 @@ def _ask_all(
             answer, values = _BACK, {}
             try:
                 values = steps.build_values(answers, existing)
+                apply_deepspeed_file(layers.resolve([Layer("these answers", values, {"": "these answers"})]))
+                values = layers.relate_deepspeed_file(values, target)
             except AccelError as error:
-                console.note(f"{error}. Change the last answer, or go back.")
+                values = {}
+                console.note(f"{str(error).rstrip('.')}. Change the last answer, or go back.")
             if values and (is_confirmed := _confirm(target, values, update=bool(suggestions))) is not None:
                 return values if is_confirmed else None
         if answer is _BACK:

@@ -25,6 +25,7 @@ __all__ = [
     "NONE",
     "Step",
     "build_values",
+    "complete_suggestions",
     "format_answer",
     "is_optional",
     "next_step",
@@ -35,6 +36,8 @@ __all__ = [
 
 
 _KIND = "launcher.kind"
+_OPTIONAL_TEXTS = ("deepspeed.config_file", "deepspeed.nvme_path")
+"""Keys whose empty value is left out."""
 _MORE = "more"
 """The key of the answer to the question for advanced options, which is not stored in the profile."""
 
@@ -106,7 +109,10 @@ def build_values(answers: Mapping[str, Any], existing: Mapping[str, Any]) -> dic
         dropped |= {key for key in existing if key.startswith("launcher.")}
     if not launcher.may_start_several(local):
         dropped |= {key for key in existing if key.startswith("parallel.")}
+        # Of use with one process too, and not asked for.
+        dropped -= {key for key in existing if key.startswith("deepspeed.")}
     values = {**{key: value for key, value in existing.items() if key not in dropped}, **answers}
+    values = _drop_other_library(values, answers)
     try:
         profile = Profile.model_validate(_nest(values))
         for key in profile.fully_shard.settings.idle(profile.parallel.settings):
@@ -115,6 +121,25 @@ def build_values(answers: Mapping[str, Any], existing: Mapping[str, Any]) -> dic
     except ValidationError as error:
         raise ProfileError(explain(error, {"": "these answers"})) from None
     return {key: value for key, value in values.items() if key != _MORE and value not in (None, {}, [])}
+
+
+def _drop_other_library(values: Mapping[str, Any], answers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values without the sections of the library that does not shard models, and without empty paths."""
+    if answers.get("deepspeed.stage", "no") != "no":
+        other: tuple[str, ...] = ("parallel.", "fully_shard.")
+    else:
+        other = ("deepspeed.",) if "parallel.dp_shard" in answers else ()
+    return {
+        key: value
+        for key, value in values.items()
+        if not key.startswith(other) and (value or key not in _OPTIONAL_TEXTS)
+    }
+
+
+def complete_suggestions(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a profile with an answer that only the wizard has: DeepSpeed shards models, too."""
+    is_sharded = values.get("deepspeed.stage", "no") != "no"
+    return {**values, **({"parallel.dp_shard": "auto"} if is_sharded else {})}
 
 
 def strip_sections(answers: Mapping[str, Any]) -> Answers:

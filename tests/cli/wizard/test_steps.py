@@ -10,7 +10,7 @@ from accel_cli.profile.layers import flatten, nest, to_data
 from accel_cli.profile.schema import Profile, describe
 from accel_cli.profile.store import render
 from accel_cli.profile.yaml_io import parse
-from accel_cli.wizard.steps import build_values, next_step, suggest_values
+from accel_cli.wizard.steps import build_values, complete_suggestions, next_step, suggest_values
 
 MACHINES = [
     Machine(1),
@@ -138,6 +138,94 @@ def test_sharding_values_are_kept_or_dropped_with_sharding():
     assert "fully_shard" not in fits.data()
     alone = profile_from({"launcher.kind": "single", "mixed_precision": "no"}, before)
     assert {"parallel", "fully_shard"}.isdisjoint(alone.data())
+
+
+START = {
+    "launcher.kind": "torchrun",
+    "launcher.nnodes": 1,
+    "launcher.nproc_per_node": 4,
+    "mixed_precision": "no",
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "keys"),
+    [
+        ("no", ["fully_shard.cpu_offload", "fully_shard.activation_checkpointing"]),
+        ("auto", ["deepspeed.config_file"]),
+        (1, ["deepspeed.config_file", "deepspeed.offload_optimizer"]),
+        (3, ["deepspeed.config_file", "deepspeed.offload_optimizer", "deepspeed.offload_param"]),
+    ],
+)
+def test_the_questions_of_the_library_that_shards_are_asked(stage, keys):
+    asked = list_questions({**START, FITS: "auto", "deepspeed.stage": stage})
+    assert [key for key in asked if key.startswith(("deepspeed.", "fully_shard."))] == sorted(
+        ["deepspeed.stage", *keys], key=asked.index
+    )
+
+
+def test_nvme_is_offered_for_stage_3_and_needs_a_directory():
+    answers = {**START, FITS: "auto", "deepspeed.stage": 2, "deepspeed.config_file": ""}
+    assert "nvme" not in [choice.value for choice in next_step(answers).choices(MACHINES[-1], answers)]
+    answers |= {"deepspeed.stage": 3, "deepspeed.offload_optimizer": "no"}
+    step = next_step(answers)
+    assert (step.key, [choice.value for choice in step.choices(MACHINES[-1], answers)]) == (
+        "deepspeed.offload_param",
+        ["no", "cpu", "nvme"],
+    )
+    answers["deepspeed.offload_param"] = "nvme"
+    step = next_step(answers)
+    assert step.key == "deepspeed.nvme_path"
+    assert "expected a directory" in step.find_problem("", answers)
+
+
+def test_the_json_file_is_checked_when_it_is_typed(tmp_path):
+    answers = {**START, FITS: "auto", "deepspeed.stage": "auto"}
+    step = next_step(answers)
+    assert step.key == "deepspeed.config_file"
+    assert "expected the path of a JSON file" in step.find_problem("", answers)
+    assert "Cannot read" in step.find_problem(str(tmp_path / "gone.json"), answers)
+    (tmp_path / "ds.json").write_text("{}")
+    assert step.find_problem(str(tmp_path / "ds.json"), answers) is None
+
+
+def test_deepspeed_replaces_the_other_library_in_the_profile_and_back():
+    before = {**START, FITS: "auto", "fully_shard.wrap": "Block", "parallel.tp": 2}
+    answers = {
+        **START,
+        FITS: "auto",
+        "deepspeed.stage": 2,
+        "deepspeed.config_file": "",
+        "deepspeed.offload_optimizer": "cpu",
+    }
+    profile = profile_from(answers, before)
+    assert profile.data()["deepspeed"] == {"stage": 2, "offload_optimizer": "cpu"}
+    assert {"parallel", "fully_shard"}.isdisjoint(profile.data())
+    before = {
+        **START,
+        "deepspeed.stage": 3,
+        "deepspeed.gradient_clipping": 1.0,
+        "deepspeed.offload_param": "cpu",
+    }
+    fully_sharded = {**START, FITS: "auto", "deepspeed.stage": "no", "fully_shard.cpu_offload": False}
+    profile = profile_from({**fully_sharded, "fully_shard.activation_checkpointing": False}, before)
+    assert "deepspeed" not in profile.data()
+    assert "deepspeed" not in profile_from({**START, FITS: 1}, before).data()
+
+
+def test_a_profile_with_deepspeed_is_suggested_again_with_keys_that_have_no_question():
+    before = {
+        **START,
+        "deepspeed.stage": 3,
+        "deepspeed.gradient_clipping": 1.0,
+        "deepspeed.offload_param": "cpu",
+    }
+    profile = Profile.model_validate(nest(suggest_values(MACHINES[-1], complete_suggestions(before))))
+    assert profile.data()["deepspeed"] == {"stage": 3, "offload_param": "cpu", "gradient_clipping": 1.0}
+    single = {key: value for key, value in before.items() if not key.startswith("launcher.n")}
+    alone = {"launcher.kind": "single", "mixed_precision": "no"}
+    alone = profile_from(alone, {**single, "launcher.kind": "single"})
+    assert alone.deepspeed.gradient_clipping == 1.0
 
 
 def test_suggestions_match_the_detected_hardware():

@@ -17,6 +17,12 @@ CONVERSATIONS = {
     "single": {},
     "torchrun": {},
     "torchrun-sharded": {"launcher.nnodes": 2, "parallel.dp_shard": "auto"},
+    "torchrun-deepspeed": {
+        "launcher.nproc_per_node": 2,
+        "parallel.dp_shard": "auto",
+        "deepspeed.stage": 3,
+        "deepspeed.offload_optimizer": "nvme",
+    },
     "slurm": {"more": True, "parallel.dp_shard": "auto"},
     "kubernetes": {},
     "ray": {},
