@@ -1,4 +1,4 @@
-"""Commands of shell scripts that launch training: `torchrun`, `torch.distributed.launch` and `accelerate launch`."""
+"""Commands of shell scripts that launch training: `torchrun`, `torch.distributed.launch`, `accelerate launch`, `deepspeed`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 from accel_cli.migrate.findings import Finding
 from accel_cli.planning.options import OPTIONS, find_foreign_option, normalize_option
-from accel_runtime.environment.accelerate import launch
+from accel_runtime.environment.accelerate import launch, sharding
 
 __all__ = ["migrate_shell"]
 
 _LAUNCH = re.compile(
-    r"(?<![\w./$~-])(?:(?P<command>torchrun|accelerate[ \t]+launch|accelerate-launch)|"
+    r"(?<![\w./$~-])(?:(?P<command>torchrun|accelerate[ \t]+launch|accelerate-launch|deepspeed)|"
     r"(?P<python>[\w./~-]*\bpython[\d.]*|\$\{?\w*(?:python|py)\w*\}?|\"\$\{?\w*(?:python|py)\w*\}?\")(?P<flags>(?:[ \t]+-u)?)[ \t]+-m[ \t]+"
     r"(?P<module>torch\.distributed\.(?:launch|run)|accelerate\.commands\.launch))(?=[ \t\\])",
     re.IGNORECASE,
@@ -38,18 +38,32 @@ _SHORT = {
     "-q": "quiet",
     "-t": "tee",
     "-r": "redirects",
+    "-H": "hostfile",
+    "-i": "include",
+    "-e": "exclude",
     f"--{launch.USE_CPU.key}": "cpu",
     f"--{launch.USE_CPU.option}": "cpu",
 }
 _NUM_MACHINES, _MACHINE_RANK = launch.NUM_MACHINES.option, launch.MACHINE_RANK.option
 _MAIN_PORT = launch.MAIN_PROCESS_PORT.option
 _DROPPED = {
-    "use-env", "tee", "redirects", "quiet", launch.RDZV_BACKEND.option, launch.MULTI_GPU.option, _NUM_MACHINES,
+    "use-env", "no-local-rank", "bind-cores-to-rank", "tee", "redirects", "quiet", launch.RDZV_BACKEND.option, launch.MULTI_GPU.option, _NUM_MACHINES,
 }  # fmt: skip
 _SET = {
     "monitor-interval": "launcher.monitor_interval",
     "start-method": "launcher.start_method",
     launch.NUM_CPU_THREADS_PER_PROCESS.option: launch.NUM_CPU_THREADS_PER_PROCESS.profile_key,
+}
+
+
+_FLAGS = {"use-env", "no-local-rank", "bind-cores-to-rank", "force-multi", "no-ssh"}
+"""Options without a value."""
+_USE_DEEPSPEED, _ZERO_STAGE = sharding.USE_DEEPSPEED.option, sharding.ZERO_STAGE.option
+_DEEPSPEED_FILE, _ZERO3_INIT = sharding.DEEPSPEED_FILE.option, sharding.ZERO3_INIT.option
+_DEEPSPEED_SET = {
+    setting.option: setting.profile_key
+    for setting in sharding.DEEPSPEED.settings
+    if setting.profile_key and setting is not sharding.ZERO_STAGE
 }
 
 
@@ -87,12 +101,18 @@ def migrate_shell(text: str) -> tuple[str, tuple[Finding, ...]]:
             )
             continue
         parts, problem = _read_command(text[:end], match.end())
+        command = (match["command"] or match["module"]).partition(" ")[0].lower()
         is_accelerate = "accelerate" in match[0]
         words = dict(word for part in parts for word in part.words)
+        if command == "deepspeed" and not _is_runner(text[:end], parts[0].end, words):
+            continue
         new, problems = {}, [problem] if problem else []
         for number, part in enumerate(parts):
-            options = _translate(part.words, words, is_accelerate=is_accelerate)
-            if not number and not is_accelerate and "nproc-per-node" not in words:
+            options = _translate(part.words, words, command)
+            if command == "deepspeed":
+                if not (number or {"num-gpus", "hostfile", "include"} & words.keys()):
+                    options.kept.insert(0, "--nproc-per-node auto")
+            elif not number and not is_accelerate and "nproc-per-node" not in words:
                 options.kept.insert(0, "--nproc-per-node 1")
             start = [] if number else [_format_command(match)]
             new[part.start if number else match.start(), part.end] = part.gap.join([*start, *options.kept])
@@ -201,7 +221,7 @@ def _takes_value(name: str) -> bool:
     if name in OPTIONS_BY_NAME:
         return bool(OPTIONS_BY_NAME[name])
     foreign = find_foreign_option(name)
-    return foreign.takes_value if foreign else name != "use-env"
+    return foreign.takes_value if foreign else name not in _FLAGS
 
 
 OPTIONS_BY_NAME = {
@@ -213,9 +233,15 @@ OPTIONS_BY_NAME = {
 """The placeholder of each option's value of `accel launch`; empty for an option without a value."""
 
 
-def _translate(
-    words: list[tuple[str, str | None]], others: dict[str, str | None], *, is_accelerate: bool
-) -> _Options:
+def _is_runner(text: str, position: int, words: dict[str, str | None]) -> bool:
+    """Return whether DeepSpeed's launcher is called: its name is also a word, and that of other things."""
+    target = _WORD.match(text, _skip_gap(text, position))
+    return target is not None and (
+        bool({"module", "no-python"} & words.keys()) or bool(re.search(r"\.py\b|\$", target[0]))
+    )
+
+
+def _translate(words: list[tuple[str, str | None]], others: dict[str, str | None], command: str) -> _Options:
     """Convert options; `others` are all of the command, of which some may be in variables."""
     options = _Options()
     for name, value in words:
@@ -227,16 +253,13 @@ def _translate(
             options.kept += [f"--set {_SET[name]}={value}"]
         else:
             options.values[name] = value or ""
+    if command == "deepspeed":
+        _translate_runner(options)
     _translate_processes(options, others)
     _translate_rendezvous(options, others)
-    precision = options.values.pop(launch.MIXED_PRECISION.option, "")
-    if precision:
-        options.kept.append(_format(launch.MIXED_PRECISION.option, precision))
-        if precision.strip("\"'") not in {"no", *launch.MIXED_PRECISION.words} and "$" not in precision:
-            options.problems.append("--mixed-precision is no, bf16 or fp16. Use one of them.")
-    dynamo = launch.DYNAMO_SETTINGS[0].option
-    if is_accelerate and options.values.get(dynamo, "").strip("\"'").lower() == "no":
-        del options.values[dynamo]
+    if _USE_DEEPSPEED in others:
+        _translate_deepspeed(options, others)
+    _translate_formats(options, command)
     for name in list(options.values):
         foreign = find_foreign_option(name)
         advice = foreign.advice if foreign else ""
@@ -250,6 +273,54 @@ def _translate(
 def _format(name: str, value: str | None) -> str:
     flag = "-m" if name == "module" else f"--{name}"
     return flag if value is None else f"{flag} {value}"
+
+
+def _translate_formats(options: _Options, command: str) -> None:
+    """Convert the number format, and a compiler that is off."""
+    precision = options.values.pop(launch.MIXED_PRECISION.option, "")
+    if precision:
+        options.kept.append(_format(launch.MIXED_PRECISION.option, precision))
+        if precision.strip("\"'") not in {"no", *launch.MIXED_PRECISION.words} and "$" not in precision:
+            options.problems.append("--mixed-precision is no, bf16 or fp16. Use one of them.")
+    dynamo = launch.DYNAMO_SETTINGS[0].option
+    if "accelerate" in command and options.values.get(dynamo, "").strip("\"'").lower() == "no":
+        del options.values[dynamo]
+
+
+def _translate_runner(options: _Options) -> None:
+    """Convert the options of DeepSpeed's launcher, whose processes are those of one node."""
+    if number := options.values.pop("num-gpus", ""):
+        options.values["nproc-per-node"] = number
+    if file := options.values.pop("hostfile", ""):
+        options.kept.append(f"--hostfile {file}")
+    host, _, ids = options.values.get("include", "").strip("\"'").partition(":")
+    if host == "localhost" and ids:
+        options.kept.append(f"--gpu-ids {ids}")
+        del options.values["include"]
+    # The rendezvous uses a free port, over ssh of the first host.
+    for name in ("master-port", "master-addr"):
+        options.values.pop(name, "")
+    nodes = options.values.pop("num-nodes", "")
+    if nodes.strip("\"'") not in {"", "1"}:
+        options.kept.append(f"--nnodes {nodes}")
+
+
+def _translate_deepspeed(options: _Options, others: dict[str, str | None]) -> None:
+    """Convert the options of Accelerate for DeepSpeed to keys of the section `deepspeed`."""
+    stage, is_first = options.values.pop(_ZERO_STAGE, ""), _USE_DEEPSPEED in options.values
+    default = "auto" if _DEEPSPEED_FILE in others else str(sharding.DEFAULT_ZERO_STAGE)
+    options.values.pop(_USE_DEEPSPEED, "")
+    if stage or (is_first and _ZERO_STAGE not in others):
+        options.kept.append(f"--set {sharding.ZERO_STAGE.profile_key}={stage or default}")
+    if is_first and (others.get(_ZERO_STAGE) or "").strip("\"'") == "3" and _ZERO3_INIT not in others:
+        options.kept.append(f"--set {sharding.ZERO3_INIT.profile_key}=true")  # the default of Accelerate
+    for name, key in _DEEPSPEED_SET.items():
+        value = options.values.pop(name, "")
+        if value.strip("\"'").lower() not in {"", "none", "auto"}:
+            options.kept.append(f"--set {key}={value}")
+    options.values.pop(sharding.SAVE_16BIT_MODEL.option, "")  # weights are gathered to save them anyway
+    if options.values.get("deepspeed-multinode-launcher", "").strip("\"'") == "standard":
+        del options.values["deepspeed-multinode-launcher"]
 
 
 def _translate_processes(options: _Options, others: dict[str, str | None]) -> None:

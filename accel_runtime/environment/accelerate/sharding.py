@@ -317,6 +317,7 @@ _NO_DISK = "accel does not offload to disks"
 _MULTI_NODE = (
     "accel launch starts nodes itself: the same command on every node, or launcher.kind: ssh or slurm on one"
 )
+_USE_HOSTS = "Use --hosts HOSTS, which starts the nodes over ssh"
 _FILTER = "use launcher.kind: ssh with the hosts in launcher.hosts"
 _SHARD = "Use --set parallel.dp_shard=auto; accel config import FILE converts the other keys of a config file"
 _USE_DEEPSPEED = "Use --set deepspeed.stage=N for DeepSpeed, or --set parallel.dp_shard=auto for fully_shard"
@@ -396,6 +397,7 @@ MOE_CLASSES = Setting(
     "deepspeed_moe_layer_cls_names",
     variable="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
     reason="list the classes of experts in fully_shard.wrap",
+    advice="Call DeepSpeedPlugin.set_moe_leaf_modules in the script",
     refusal="a profile has no classes of experts; unset it, and call DeepSpeedPlugin.set_moe_leaf_modules in the script",
 )
 DEEPSPEED_FILE = Setting(
@@ -419,10 +421,19 @@ DEEPSPEED = Section(
         SAVE_16BIT_MODEL,
         MOE_CLASSES,
         DEEPSPEED_FILE,
-        Setting("deepspeed_multinode_launcher", same=("standard",), implied=_MULTI_NODE),
-        Setting("deepspeed_hostfile", reason="use launcher.kind: ssh with launcher.hostfile"),
-        Setting("deepspeed_exclusion_filter", reason=_FILTER),
-        Setting("deepspeed_inclusion_filter", reason=_FILTER),
+        Setting(
+            "deepspeed_multinode_launcher",
+            same=("standard",),
+            implied=_MULTI_NODE,
+            advice="Use --hosts HOSTS or --hostfile FILE to start the nodes over ssh, or launcher.kind: slurm",
+        ),
+        Setting(
+            "deepspeed_hostfile",
+            reason="use launcher.kind: ssh with launcher.hostfile",
+            advice="Use --hostfile FILE, which starts the nodes over ssh",
+        ),
+        Setting("deepspeed_exclusion_filter", reason=_FILTER, advice=_USE_HOSTS),
+        Setting("deepspeed_inclusion_filter", reason=_FILTER, advice=_USE_HOSTS),
     ),
     distributed_type="DEEPSPEED",
     equivalent=_SECTIONS,
