@@ -28,7 +28,7 @@ from accel_cli.profile.store import Store
 from accel_runtime.environment.accelerate import encode_variables
 from accel_runtime.environment.accelerate.export import build_export, read_user_variables
 from accel_runtime.environment.cgroup import count_cpus
-from accel_runtime.environment.deepspeed import DeepSpeedConfig, read_deepspeed
+from accel_runtime.environment.deepspeed import DeepSpeedConfig, read_deepspeed_config
 from accel_runtime.environment.settings import (
     ACCELERATE_LIMITS,
     EXPORTED,
@@ -387,7 +387,7 @@ def _read_deepspeed(settings: Settings) -> DeepSpeedConfig | None:
     if not settings.deepspeed.is_used:
         return None
     try:
-        return read_deepspeed(settings.deepspeed)
+        return read_deepspeed_config(settings.deepspeed)
     except SettingsError as error:
         raise UsageError(str(error)) from None
 

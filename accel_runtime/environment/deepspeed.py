@@ -22,7 +22,6 @@ __all__ = [
     "DeepSpeedConfig",
     "OffloadDevice",
     "ZeroStage",
-    "read_deepspeed",
     "read_deepspeed_config",
     "read_deepspeed_file",
     "resolve_deepspeed",
@@ -286,14 +285,6 @@ PATHS = {
 """Fields of the profile's section, and their paths in a JSON file."""
 
 
-def read_deepspeed(
-    section: DeepSpeed, stated: Mapping[str, tuple[Any, str]] = MappingProxyType({})
-) -> DeepSpeedConfig:
-    """Return the configuration of a section of the profile, whose JSON file is read; see `resolve_deepspeed`."""
-    file = read_deepspeed_file(section.config_file) if section.config_file else None
-    return resolve_deepspeed(section, file, stated)
-
-
 def state_precision(
     file: Mapping[str, Any] | None, mixed_precision: str, source: str
 ) -> dict[str, tuple[Any, str]]:
@@ -343,6 +334,16 @@ def resolve_deepspeed(
     return config
 
 
+def read_deepspeed_config(section: DeepSpeed) -> DeepSpeedConfig:
+    """Return the configuration of a section and its JSON file.
+
+    Raises:
+        SettingsError: As `read_deepspeed_file` and `resolve_deepspeed`.
+    """
+    file = read_deepspeed_file(section.config_file) if section.config_file else None
+    return resolve_deepspeed(section, file)
+
+
 def _list_statements(section: DeepSpeed, values: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     """Return the values that a section sets, by path, with their keys; `values` are those of the file."""
     statements: dict[str, tuple[Any, str]] = {
@@ -359,16 +360,6 @@ def _list_statements(section: DeepSpeed, values: Mapping[str, Any]) -> dict[str,
             if device == "nvme":
                 statements[f"{path}.nvme_path"] = (section.nvme_path, "deepspeed.nvme_path")
     return statements
-
-
-def read_deepspeed_config(section: DeepSpeed) -> DeepSpeedConfig:
-    """Return the configuration of a section and its JSON file.
-
-    Raises:
-        SettingsError: As `read_deepspeed_file` and `resolve_deepspeed`.
-    """
-    file = read_deepspeed_file(section.config_file) if section.config_file else None
-    return resolve_deepspeed(section, file)
 
 
 def _check_combination(config: DeepSpeedConfig) -> None:

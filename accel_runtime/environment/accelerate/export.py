@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from accel_runtime.environment.accelerate import launch, sharding
 from accel_runtime.environment.accelerate.setting import Setting
 from accel_runtime.environment.accelerate.variables import translate_supported
-from accel_runtime.environment.deepspeed import AUTO, DeepSpeedConfig, read_deepspeed
+from accel_runtime.environment.deepspeed import AUTO, DeepSpeedConfig, read_deepspeed_config
 from accel_runtime.environment.layouts import FullyShard, Parallel, SettingsError
 from accel_runtime.environment.settings import Settings, find_user_variables, variable_name
 
@@ -202,7 +202,7 @@ def _export_deepspeed(settings: Settings) -> dict[Setting, str]:
     section = settings.deepspeed
     if not section.is_used:
         return {}
-    config = read_deepspeed(section)
+    config = read_deepspeed_config(section)
     values: dict[Setting, str] = {sharding.USE_DEEPSPEED: _ON}
     if config.stage == _ZERO_3 or section.zero3_init:
         values[sharding.ZERO3_INIT] = _format_switch(section.zero3_init)
@@ -353,7 +353,10 @@ def _list_layout_limits(settings: Settings, device: str, world_size: int | None)
 
 def _list_deepspeed_limits(settings: Settings) -> Iterator[str]:
     """Yield sentences on the options of DeepSpeed."""
-    if settings.deepspeed.is_used and read_deepspeed(settings.deepspeed).get("gradient_clipping") is None:
+    if (
+        settings.deepspeed.is_used
+        and read_deepspeed_config(settings.deepspeed).get("gradient_clipping") is None
+    ):
         yield (
             "deepspeed.gradient_clipping: 0 is 1.0 in a script that uses Accelerate, whose clip_grad_norm_ does nothing with "
             "DeepSpeed, unless a Trainer sets max_grad_norm. Set deepspeed.gradient_clipping."

@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl, urlencode
 from accel_runtime.environment.accelerate import launch, megatron, sharding
 from accel_runtime.environment.accelerate.setting import Setting
 from accel_runtime.environment.accelerate.sharding import Strategy
-from accel_runtime.environment.deepspeed import AUTO, DeepSpeed, read_deepspeed
+from accel_runtime.environment.deepspeed import AUTO, DeepSpeed, read_deepspeed_config
 from accel_runtime.environment.layouts import FALSE, TRUE, SettingsError, read_switch
 
 __all__ = [
@@ -328,7 +328,7 @@ def _zero_stage(read: _VariableReader) -> tuple[int, dict[str, Equivalent]]:
         setting.field: Equivalent(setting.variable if text else file.variable, stage),
         file.field: Equivalent(file.variable, path),
     }
-    return read_deepspeed(section).stage, settings
+    return read_deepspeed_config(section).stage, settings
 
 
 def _offloads(read: _VariableReader, stage: int) -> dict[str, Equivalent]:

@@ -16,7 +16,7 @@ from accel_runtime.environment.deepspeed import (
     SECTIONS,
     DeepSpeed,
     find_value,
-    read_deepspeed,
+    read_deepspeed_config,
     read_deepspeed_file,
     resolve_deepspeed,
     state_accumulation,
@@ -257,7 +257,7 @@ def test_another_number_of_accumulated_batches_is_refused():
 
 def test_the_file_of_a_section_is_read_and_stays_as_it_is(tmp_path):
     path = write(tmp_path, {"zero_optimization": {"stage": 3}, "elasticity": {"enabled": False}})
-    config = read_deepspeed(replace(FROM_FILE, config_file=path))
+    config = read_deepspeed_config(replace(FROM_FILE, config_file=path))
     assert (config.stage, config.values) == (3, {"zero_optimization": {"stage": 3}})
     assert config.summary == "DeepSpeed ZeRO 3"
 
