@@ -216,7 +216,7 @@ def _default(name: str, field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True, validated_data={})
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
-    return "unset" if value is None else f"`{value}`" if value else "empty"
+    return "unset" if value is None else f"`{value}`" if value or value == 0 else "empty"
 
 
 # The environment variables -------------------------------------------------------------

@@ -7,8 +7,12 @@ import json
 import pytest
 from support.commands import call_accel
 
+from accel_cli.errors import UsageError
 from accel_cli.launchers import LAUNCHERS
-from accel_cli.profile import yaml_io
+from accel_cli.launchers.sagemaker import submit
+from accel_cli.planning.machine import Machine
+from accel_cli.planning.options import Request
+from accel_cli.profile import planner, yaml_io
 
 FILE = {
     "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "overlap_comm": True},
@@ -185,6 +189,20 @@ def test_a_launcher_that_sends_files_passes_the_path_in_them_or_refuses(accel, k
     assert result.returncode == 2
     assert "Cannot send" in result.stderr
     assert "deepspeed.config_file" in result.stderr
+
+
+def test_a_job_of_sagemaker_gets_the_path_in_its_source(accel, tmp_path):
+    profile = {
+        "schema_version": 1,
+        "launcher": {"kind": "sagemaker", **SENDING["sagemaker"]},
+        "deepspeed": {"stage": "auto", "config_file": "conf/ds.json"},
+    }
+    (tmp_path / "accel.yaml").write_text(yaml_io.dump(profile))
+    plan = planner.prepare(Request("train.py"), {}, Machine(1))[1]
+    assert plan.job.run["settings"]["ACCEL_DEEPSPEED_CONFIG_FILE"] == "conf/ds.json"
+    (tmp_path / "conf/.gitignore").write_text("*\n")
+    with pytest.raises(UsageError, match=r"conf/ds\.json is needed, but is not sent"):
+        submit._select_source(plan.job)
 
 
 @pytest.mark.parametrize("kind", ["kubernetes", "ray"])
