@@ -52,7 +52,7 @@ _OPTIONS = {
     "loggers": 'Write Accelerator(log_with="tensorboard", project_dir=path) and accelerator.init_trackers(name).',
     "plugins": "Remove it.",
     "precision": "Write Accelerator(mixed_precision=...) with no, bf16 or fp16; for parameters in another dtype, model.to(dtype).",
-    "strategy": "Models are replicated by default; to shard them, set parallel.dp_shard=auto in the profile.",
+    "strategy": "Models are replicated by default; to shard them, set parallel.dp_shard=auto in the profile, or deepspeed.stage.",
 }
 """What to write for arguments of Fabric that are not converted."""
 _LAUNCH = {
