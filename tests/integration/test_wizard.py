@@ -9,7 +9,7 @@ from accel_cli.profile.layers import read_file, resolve
 ENTER, DOWN, CTRL_C = "\r", "\x1b[B", "\x03"
 KIND, NNODES, NPROC = "How should scripts run?", "How many nodes?", "How many processes on each node?"
 PRECISION, WRITE = "Mixed precision?", "default.yaml?"
-FITS = "fit on one device?"
+FITS, LIBRARY = "fit on one device?", "Which library shards them?"
 
 
 @pytest.mark.full
@@ -60,6 +60,34 @@ def test_torchrun_asks_five_questions_and_shows_the_yaml_before_writing(terminal
     assert (read_profile().launcher.nproc_per_node, read_profile().mixed_precision) == (3, "bf16")
 
 
+@pytest.mark.slow
+def test_deepspeed_asks_for_its_file_and_writes_a_path_that_the_profile_finds(terminal, read_profile, cwd):
+    (cwd / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
+    screen = terminal(columns=120)
+    screen.answer(KIND, DOWN + ENTER)
+    screen.answer(NNODES, ENTER)
+    screen.answer(NPROC, "2" + ENTER)
+    screen.answer(PRECISION, ENTER)
+    screen.answer(FITS, DOWN + ENTER)
+    screen.answer(LIBRARY, 4 * DOWN + ENTER)
+    screen.answer("JSON file of DeepSpeed?", ENTER)
+    screen.see("expected the path of a JSON file")
+    screen.answer("JSON file of DeepSpeed?", "ds.json" + ENTER)
+    screen.answer(WRITE, ENTER)
+    assert screen.end() == 0
+    assert read_profile().data()["deepspeed"] == {"stage": "auto", "config_file": str(cwd / "ds.json")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("keys", "section"), [(ENTER, "parallel"), (DOWN + ENTER, "deepspeed")])
+def test_import_asks_which_library_shards_a_model_of_deepspeed(terminal, read_profile, cwd, keys, section):
+    (cwd / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
+    screen = terminal("import", "ds.json", columns=120)
+    screen.answer("Which library shards models?", keys)
+    assert screen.end() == 0
+    assert section in read_profile().data()
+
+
 @pytest.mark.full
 def test_sharding_asks_further_questions(terminal, read_profile):
     screen = terminal()
@@ -68,6 +96,7 @@ def test_sharding_asks_further_questions(terminal, read_profile):
     screen.answer(NPROC, "2" + ENTER)
     screen.answer(PRECISION, ENTER)
     screen.answer(FITS, DOWN + ENTER)
+    screen.answer(LIBRARY, ENTER)
     screen.answer("in host memory?", ENTER)
     screen.answer("Recompute activations in the backward pass?", DOWN + ENTER)
     screen.see(WRITE)
