@@ -64,6 +64,7 @@ from accel_runtime.training.scheduler import PreparedScheduler
 if TYPE_CHECKING:
     from torch.profiler import profile
 
+    from accel_runtime.parallel.deepspeed.plugin import DeepSpeedPlugin
     from accel_runtime.parallel.plugins import FullyShardedDataParallelPlugin, ParallelismConfig
 
 __all__ = ["Accelerator", "DetachedAccelerator"]
@@ -96,6 +97,9 @@ class Accelerator(ProcessMethods):
         dispatch_batches: The same as this field of `dataloader_config`.
         parallelism_config: The sizes of the parallel dimensions; the profile sets those that are not given.
         fsdp_plugin: How models are sharded; the profile sets the options that are not given.
+        deepspeed_plugin: Options of DeepSpeed, one object or several by name, of which the first is selected; the profile
+            sets the options that are not given.
+        deepspeed_plugins: The same as `deepspeed_plugin`.
         fp16: The same as `mixed_precision="fp16"` (True) or `"no"` (False).
 
     Raises:
@@ -103,9 +107,6 @@ class Accelerator(ProcessMethods):
             invalid.
         RuntimeError: If the requested device is not available.
     """
-
-    deepspeed_plugin = None
-    """None: DeepSpeed is not supported."""
 
     def __init__(  # noqa: PLR0913, PLR0917 - the signature scripts know
         self,
@@ -128,6 +129,8 @@ class Accelerator(ProcessMethods):
         dispatch_batches: bool | None = None,
         parallelism_config: ParallelismConfig | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
+        deepspeed_plugins: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
         fp16: bool | None = None,
     ) -> None:
         options = RunOptions(
@@ -148,6 +151,7 @@ class Accelerator(ProcessMethods):
                 kwargs_handlers=kwargs_handlers,
                 parallelism_config=parallelism_config,
                 fsdp_plugin=fsdp_plugin,
+                deepspeed_plugin=_choose_plugin(deepspeed_plugin, deepspeed_plugins),
                 project_config=project_config,
             ),
             os.environ,
@@ -1028,6 +1032,11 @@ class Accelerator(ProcessMethods):
         return self.mixed_precision != "no"
 
     @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """Return the selected options of DeepSpeed; None without DeepSpeed."""
+        return self._state.deepspeed_plugin
+
+    @property
     def state(self) -> AcceleratorState:
         """Return the process topology, number format and plugins as one object."""
         return self._state
@@ -1148,3 +1157,9 @@ def _unpickle(number: int, settings: Settings, state: AcceleratorState) -> Accel
 def _warn_once(sentence: str) -> None:
     """Log a warning once per process."""
     _LOG.warning("%s", sentence)
+
+
+def _choose_plugin(plugin: Any, plugins: Any) -> Any:
+    if plugin is not None and plugins is not None:
+        raise ValueError("Pass either deepspeed_plugin or deepspeed_plugins, not both.")
+    return plugin if plugin is not None else plugins

@@ -30,7 +30,7 @@ from accel_runtime.foundation.heartbeat import call_site, heartbeat
 from accel_runtime.foundation.options import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
 from accel_runtime.monitoring.logging import MultiProcessAdapter
 from accel_runtime.parallel.big_modeling import refuse_meta_model
-from accel_runtime.parallel.strategy import ModelRequest
+from accel_runtime.parallel.strategy import ModelRequest, Placeholder
 from accel_runtime.training.accumulation import FirstInput
 from accel_runtime.training.compile import compile_in_place
 from accel_runtime.training.optimizer import PreparedOptimizer
@@ -71,6 +71,7 @@ class Preparation:
                 f"Invalid device_placement: it has {len(placements)} entries for {len(objects)} objects. Pass one for each."
             )
         self._run.options.read_plugin(self._run.strategy)
+        objects = self._replace_placeholders(objects)
         self._check_consistent(
             [leaf for item in objects for leaf in nested.leaves(item, objects=False)],
             self._run.options.loader_options,
@@ -112,6 +113,18 @@ class Preparation:
             self._run.checks.bypasses.watch()
         self._record_description()
         return prepared[0] if len(objects) == 1 else tuple(prepared)
+
+    def _replace_placeholders(self, objects: Sequence[Any]) -> list[Any]:
+        """Return the objects with those that the configuration of the strategy describes in place of placeholders."""
+        leaves = [leaf for item in objects for leaf in nested.leaves(item, objects=False)]
+        placeholders = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Placeholder)}.values())
+        if not placeholders:
+            return list(objects)
+        built = self._run.strategy.build_configured(placeholders)
+        by_id = {id(placeholder): each for placeholder, each in zip(placeholders, built, strict=True)}
+        return [
+            nested.map_leaves(lambda leaf: by_id.get(id(leaf), leaf), item, objects=False) for item in objects
+        ]
 
     def _record_description(self) -> None:
         """Write the description for the launcher, on the main process.
@@ -325,7 +338,7 @@ class Preparation:
             scheduler,
             stepped or self._run.prepared.optimizers,
             self._run.accumulation,
-            strides=self._count_strides(),
+            strides=1 if getattr(scheduler, "counts_optimizer_steps", False) else self._count_strides(),
             with_optimizer=self._run.options.step_with_optimizer,
             gather=self._run.build_gather("the metric of ReduceLROnPlateau"),
         )

@@ -109,7 +109,8 @@ class Run:
         Raises:
             ValueError: If an option is not supported by the strategy of the run.
         """
-        strategy = choose_strategy(backend, options.settings)
+        config = None if options.deepspeed is None else options.deepspeed.config
+        strategy = choose_strategy(backend, options.settings, config)
         check_model_parallel_ranks(backend)
         strategy.check_options(options.ddp_options, options.settings.mixed_precision)
         accumulation, prepared = options.accumulation, PreparedObjects()

@@ -29,6 +29,7 @@ from accel_runtime.training.accumulation import Accumulation
 
 if TYPE_CHECKING:
     from accel_runtime.accelerator.run import Run
+    from accel_runtime.parallel.deepspeed.plugin import DeepSpeedOptions, DeepSpeedPlugin
 
 __all__ = [
     "AcceleratorState",
@@ -387,9 +388,6 @@ class AcceleratorState(StateView):
         ValueError: If there is no `Accelerator`, or it has another number format or device.
     """
 
-    deepspeed_plugin = None
-    """None: DeepSpeed is not supported."""
-
     def __init__(self, mixed_precision: str | None = None, cpu: bool = False) -> None:
         state = current_state()
         if state is None:
@@ -417,12 +415,14 @@ class AcceleratorState(StateView):
                 "fsdp_plugin": options.fsdp_plugin,
                 "parallelism_config": options.parallelism_config,
             },
+            _deepspeed=options.deepspeed,
         )
         return state
 
     _distributed_type: DistributedType
     _mixed_precision: MixedPrecision
     _plugins: Mapping[str, Any]
+    _deepspeed: DeepSpeedOptions | None
 
     @property
     @override
@@ -444,6 +444,45 @@ class AcceleratorState(StateView):
     def fsdp_plugin(self) -> Any:
         """Return the `FullyShardedDataParallelPlugin` by which models are sharded; None if they are not."""
         return self._plugins["fsdp_plugin"]
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """Return the selected options of DeepSpeed; None without DeepSpeed."""
+        return None if self._deepspeed is None else self._deepspeed.plugin
+
+    @property
+    def deepspeed_plugins(self) -> dict[str, DeepSpeedPlugin] | None:
+        """Return all options of DeepSpeed by name; None without DeepSpeed."""
+        return None if self._deepspeed is None else self._deepspeed.plugins
+
+    def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
+        """Return the options of DeepSpeed with a name.
+
+        Raises:
+            ValueError: DeepSpeed is not in use, or has no options of this name.
+        """
+        plugins = self._require_deepspeed().plugins
+        if name not in plugins:
+            raise ValueError(
+                f"Invalid name of a DeepSpeedPlugin {name!r}: expected one of {', '.join(plugins)}."
+            )
+        return plugins[name]
+
+    def select_deepspeed_plugin(self, name: str) -> None:
+        """Use the options of DeepSpeed with a name for models that are prepared from now on.
+
+        Raises:
+            ValueError: DeepSpeed is not in use, or has no options of this name.
+        """
+        self._require_deepspeed().select(name)
+
+    def _require_deepspeed(self) -> DeepSpeedOptions:
+        if self._deepspeed is None:
+            raise ValueError(
+                "DeepSpeed is not in use: there is no plugin to get or select. Set deepspeed.stage in the profile, or pass "
+                "Accelerator(deepspeed_plugin=...)."
+            )
+        return self._deepspeed
 
     @property
     def parallelism_config(self) -> Any:

@@ -22,6 +22,8 @@ __all__ = [
     "DeepSpeedConfig",
     "OffloadDevice",
     "ZeroStage",
+    "find_value",
+    "parse_deepspeed_config",
     "read_deepspeed_config",
     "read_deepspeed_file",
     "resolve_deepspeed",
@@ -195,8 +197,13 @@ def read_deepspeed_file(path: str | Path) -> dict[str, Any]:
         raise SettingsError(f"Invalid {path}: it is nested too deeply. Correct the JSON.") from None
     if not isinstance(values, dict):
         raise SettingsError(f"Invalid {path}: expected a JSON object with the keys of DeepSpeed.")
-    check_deepspeed_keys(values, str(path))
-    return _normalize_keys(values, str(path))
+    return parse_deepspeed_config(values, str(path))
+
+
+def parse_deepspeed_config(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return a configuration as `read_deepspeed_file`; `source` names it in errors."""
+    check_deepspeed_keys(values, source)
+    return _normalize_keys(values, source)
 
 
 def check_deepspeed_keys(values: Mapping[str, Any], source: str) -> None:
@@ -305,6 +312,9 @@ def resolve_deepspeed(
     section: DeepSpeed,
     file: Mapping[str, Any] | None = None,
     stated: Mapping[str, tuple[Any, str]] = MappingProxyType({}),
+    *,
+    name: str = "",
+    sources: Mapping[str, str] = MappingProxyType({}),
 ) -> DeepSpeedConfig:
     """Return the configuration of a section of the profile, its JSON file, and other statements.
 
@@ -312,23 +322,25 @@ def resolve_deepspeed(
         section: The section.
         file: The content of `section.config_file`; None without one.
         stated: Values by path that the script or another part of the profile states, with the name of that place.
+        name: The name of `file`, if it is not that of the section.
+        sources: Sources of values of `file` that come from elsewhere.
 
     Raises:
         SettingsError: Two of them contradict each other; the message names both.
     """
     values: dict[str, Any] = json.loads(json.dumps(file or {}))
-    sources = {path: section.config_file for path, _ in _iterate_leaves(values)}
+    found = {path: sources.get(path, name or section.config_file) for path, _ in _iterate_leaves(values)}
     for path, (value, source) in (*_list_statements(section, values).items(), *stated.items()):
         known = find_value(values, path)
         if known is not None and known != AUTO and not _is_same(known, value):
             raise SettingsError(
-                f"{path} is {_show(known)} in {sources.get(path, 'the defaults')} and {_show(value)} by {source}. Remove one of "
+                f"{path} is {_show(known)} in {found.get(path, 'the defaults')} and {_show(value)} by {source}. Remove one of "
                 "them, or set it to auto in the JSON file."
             )
         if known is None or known == AUTO:
             _set_value(values, path, value)
-            sources[path] = source
-    config = DeepSpeedConfig(values, sources)
+            found[path] = source
+    config = DeepSpeedConfig(values, found)
     _check_combination(config)
     _check_effect(section, config)
     return config

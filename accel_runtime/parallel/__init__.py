@@ -6,14 +6,20 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from accel_runtime.backends.base import Backend
+    from accel_runtime.environment.deepspeed import DeepSpeedConfig
     from accel_runtime.environment.settings import Settings
     from accel_runtime.parallel.strategy import Strategy
 
 __all__ = ["choose_strategy"]
 
 
-def choose_strategy(backend: Backend, settings: Settings) -> Strategy:
-    """Return what happens to the models of a run; modules of other strategies are not imported."""
+def choose_strategy(
+    backend: Backend, settings: Settings, deepspeed_config: DeepSpeedConfig | None = None
+) -> Strategy:
+    """Return what happens to the models of a run; modules of other strategies are not imported.
+
+    `deepspeed_config` is the configuration of DeepSpeed, if it is used; by default that of the settings.
+    """
     if settings.device == "xla":
         from accel_runtime.parallel import xla  # noqa: PLC0415 - needs torch_xla
 
@@ -21,7 +27,7 @@ def choose_strategy(backend: Backend, settings: Settings) -> Strategy:
     if settings.deepspeed.is_used:
         from accel_runtime.parallel import deepspeed  # noqa: PLC0415 - needs deepspeed
 
-        return deepspeed.choose_strategy(backend, settings)
+        return deepspeed.choose_strategy(backend, settings, deepspeed_config)
     if not settings.parallel.plain:
         from accel_runtime.parallel.fully_shard import Sharded  # noqa: PLC0415 - loads slowly
 

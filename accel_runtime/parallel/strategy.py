@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from accel_runtime.backends.base import Backend
+from accel_runtime.environment.deepspeed import DeepSpeedConfig
 from accel_runtime.environment.settings import MixedPrecision, Settings
 from accel_runtime.foundation.heartbeat import call_site
 from accel_runtime.foundation.nested import has_dtensor
@@ -24,6 +25,7 @@ __all__ = [
     "GradientVersions",
     "ModelLayout",
     "ModelRequest",
+    "Placeholder",
     "StateView",
     "Strategy",
     "UnscaleGradients",
@@ -68,6 +70,10 @@ class ModelLayout(NamedTuple):
     """The name of the wrapper, or `none`."""
     groups: tuple[GroupFacts, ...] = ()
     """The groups of parameters that are gathered together; empty if the model is replicated."""
+
+
+class Placeholder:
+    """An object of a script that stands for one which the configuration of the strategy describes."""
 
 
 class StateView:
@@ -128,6 +134,9 @@ class Strategy:
     def set_sharding(self, settings: Settings) -> None:
         """Shard models that are prepared from now on as the settings describe."""
 
+    def set_deepspeed(self, config: DeepSpeedConfig) -> None:
+        """Prepare models from now on by another configuration of DeepSpeed."""
+
     def check_options(self, ddp_options: Mapping[str, Any], mixed_precision: MixedPrecision) -> None:
         """Raise ValueError if fields of `DistributedDataParallelKwargs` or the number format are not supported."""
 
@@ -167,6 +176,17 @@ class Strategy:
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Set up an optimizer in place for the parameters that are trained."""
+
+    def build_configured(self, placeholders: Sequence[Placeholder]) -> list[Any]:
+        """Return the optimizers and schedulers that placeholders stand for.
+
+        Raises:
+            ValueError: The strategy has no configuration that describes them.
+        """
+        raise ValueError(
+            f"{type(placeholders[0]).__name__} cannot be prepared: DeepSpeed is not in use. Set deepspeed.stage in the profile, or "
+            "create the object with torch."
+        )
 
     def place_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Move the state of an optimizer to the devices of its parameters."""

@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from accel_runtime.backends.base import Backend
+    from accel_runtime.environment.deepspeed import DeepSpeedConfig
     from accel_runtime.environment.settings import Settings
     from accel_runtime.parallel.strategy import Strategy
 
 __all__ = ["choose_strategy"]
 
 
-def choose_strategy(backend: Backend, settings: Settings) -> Strategy:
-    """Return the strategy of the ZeRO stage that the settings choose.
+def choose_strategy(backend: Backend, settings: Settings, config: DeepSpeedConfig | None = None) -> Strategy:
+    """Return the strategy of the ZeRO stage that a configuration chooses: by default that of the settings and their file.
 
     Raises:
         SettingsError: The options contradict each other, or the JSON file has keys that are not supported.
@@ -22,9 +23,9 @@ def choose_strategy(backend: Backend, settings: Settings) -> Strategy:
     from accel_runtime.environment.deepspeed import read_deepspeed_config  # noqa: PLC0415 - as in the other strategies
     from accel_runtime.parallel.deepspeed.replicated import ReplicatedWithClipping  # noqa: PLC0415
 
-    config = read_deepspeed_config(settings.deepspeed)
+    config = config or read_deepspeed_config(settings.deepspeed)
     if not config.stage:
-        return ReplicatedWithClipping(backend, config.get("gradient_clipping", 0.0))
+        return ReplicatedWithClipping(backend, config)
     from accel_runtime.parallel.deepspeed.strategy import Zero  # noqa: PLC0415 - needs deepspeed
 
-    return Zero(backend, config, settings.mixed_precision)
+    return Zero(backend, config, settings.mixed_precision, zero3_init=settings.deepspeed.zero3_init)

@@ -21,10 +21,12 @@ with warnings.catch_warnings():
     # Of torch, at each import of modules that deepspeed uses.
     warnings.simplefilter("ignore")
     import deepspeed
+    from deepspeed.runtime import lr_schedules
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
     from deepspeed.runtime.utils import combine_grad_norm_groups
 
 __all__ = [
+    "SCHEDULERS",
     "VERSION",
     "DynamicLossScaler",
     "Fragment",
@@ -32,9 +34,15 @@ __all__ = [
     "build_engine",
     "gather",
     "is_partitioned",
+    "set_leaf_modules",
 ]
 
 VERSION: str = deepspeed.__version__
+SCHEDULERS: Mapping[str, Any] = {
+    name: getattr(lr_schedules, name)
+    for name in ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+}
+"""deepspeed's schedulers by name."""
 _STAGE_OF_PARAMETERS = 3
 _PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 """Attribute of the ZeRO optimizer with the shards of gradients by the id of the parameter."""
@@ -53,6 +61,11 @@ def build_engine(model: nn.Module, optimizer: torch.optim.Optimizer | None, conf
             model=model, optimizer=optimizer, config=dict(config), dist_init_required=False
         )
     return engine
+
+
+def set_leaf_modules(model: nn.Module, classes: Sequence[type[nn.Module]]) -> None:
+    """Let stage 3 gather the parameters of modules of these classes together."""
+    deepspeed.utils.set_z3_leaf_modules(model, list(classes))
 
 
 def is_partitioned(parameter: torch.Tensor) -> bool:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
+from accel_runtime.environment.deepspeed import DeepSpeedConfig
 from accel_runtime.parallel.replicated import Replicated
+from accel_runtime.parallel.strategy import Placeholder
 
 __all__ = ["ReplicatedWithClipping"]
 
@@ -22,12 +24,19 @@ class ReplicatedWithClipping(Replicated):
 
     Args:
         backend: Ranks and device.
-        max_norm: The norm to which gradients are clipped; 0 does not clip.
+        config: The configuration of DeepSpeed.
     """
 
-    def __init__(self, backend: Backend, max_norm: float) -> None:
+    def __init__(self, backend: Backend, config: DeepSpeedConfig) -> None:
         super().__init__(backend)
-        self._max_norm = max_norm
+        self._config = config
+        self._max_norm = float(config.get("gradient_clipping", 0.0))
+
+    @override
+    def build_configured(self, placeholders: Sequence[Placeholder]) -> list[Any]:
+        from accel_runtime.parallel.deepspeed.configured import build_configured  # noqa: PLC0415 - needs deepspeed
+
+        return build_configured(placeholders, self._config, self.backend.data_rank.world_size)
 
     @override
     def step(

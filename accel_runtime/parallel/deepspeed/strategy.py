@@ -19,7 +19,9 @@ from accel_runtime.foundation.process_mesh import GroupFacts
 from accel_runtime.parallel.averaging import refuse_max_norm
 from accel_runtime.parallel.big_modeling import refuse_meta_model
 from accel_runtime.parallel.deepspeed.configuration import build_configuration
+from accel_runtime.parallel.deepspeed.configured import build_configured
 from accel_runtime.parallel.deepspeed.engine import Engine
+from accel_runtime.parallel.deepspeed.initialization import ShardedLoading
 from accel_runtime.parallel.deepspeed.library import (
     VERSION,
     ShardedOptimizer,
@@ -35,6 +37,7 @@ from accel_runtime.parallel.strategy import (
     GradientVersions,
     ModelLayout,
     ModelRequest,
+    Placeholder,
     StateView,
     Strategy,
     Unscale,
@@ -55,12 +58,20 @@ class Zero(Strategy):
         backend: Ranks and device.
         config: The configuration of the profile and its JSON file.
         mixed_precision: The number format of the run.
+        zero3_init: If true, `from_pretrained` of transformers shards models while it loads, in stage 3.
     """
 
     shards_models = True
     scales_losses = True
 
-    def __init__(self, backend: Backend, config: DeepSpeedConfig, mixed_precision: MixedPrecision) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        config: DeepSpeedConfig,
+        mixed_precision: MixedPrecision,
+        *,
+        zero3_init: bool = False,
+    ) -> None:
         super().__init__(backend)
         self.config = config
         """The configuration; `auto` values are filled in by the models."""
@@ -73,11 +84,25 @@ class Zero(Strategy):
         """Engines of deepspeed that only partition models without an optimizer."""
         self._scale = LossScale(config) if mixed_precision == "fp16" else None
         self._max_norm = float(config.get("gradient_clipping", 0.0))
+        self._loading: ShardedLoading | None = None
+        if zero3_init and self._stage == _STAGE_OF_PARAMETERS:
+            self._loading = ShardedLoading(self._build_config(nn.Module()))
+            self._loading.start()
 
     @property
     @override
     def distributed_type(self) -> DistributedType:
         return DistributedType.DEEPSPEED
+
+    @override
+    def set_deepspeed(self, config: DeepSpeedConfig) -> None:
+        if not config.stage:
+            raise ValueError(
+                f"ZeRO stage 0 by {config.sources.get('zero_optimization.stage', 'the configuration')} cannot be selected beside stage "
+                f"{self._stage}, with which the Accelerator was made. Make another Accelerator in another process, or use stages 1 to 3."
+            )
+        self.config, self._stage = config, config.stage
+        self._max_norm = float(config.get("gradient_clipping", 0.0))
 
     @override
     def check_options(self, ddp_options: Mapping[str, Any], mixed_precision: MixedPrecision) -> None:
@@ -172,6 +197,10 @@ class Zero(Strategy):
                     for key, value in state[original].items()
                 }
         view.write_back()
+
+    @override
+    def build_configured(self, placeholders: Sequence[Placeholder]) -> list[Any]:
+        return build_configured(placeholders, self.config, self.backend.data_rank.world_size)
 
     @override
     def place_state(self, optimizer: torch.optim.Optimizer) -> None:
