@@ -139,7 +139,11 @@ def _check_deepspeed_is_installed(resolved: Resolved) -> None:
     from importlib.util import find_spec
 
     section, launcher = resolved.profile.deepspeed, resolved.profile.launcher
-    if section.settings.is_used and launcher.location in {"local", "pod"} and not find_spec("deepspeed"):
+    if not section.settings.is_used or launcher.location not in {"local", "pod"}:
+        return
+    spec = find_spec("deepspeed")
+    # A folder of this name, as for JSON files, has no origin.
+    if spec is None or spec.origin is None:
         from accel_runtime.environment.installation import format_install
 
         raise UsageError(

@@ -10,7 +10,7 @@ from accel_runtime.environment.accelerate.export import build_export, read_user_
 from accel_runtime.environment.deepspeed import KEYS, REFUSED, SECTIONS, read_deepspeed_file
 from accel_runtime.environment.settings import DeepSpeed, Settings
 
-pytest.importorskip("deepspeed")
+pytest.importorskip("deepspeed.runtime")
 
 
 def list_models():

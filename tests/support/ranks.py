@@ -46,8 +46,12 @@ INTERPRETER = Interpreter(
     "accel_runtime.accelerator.accelerator",
     "accel_runtime.utils",
     "support.ranks",
-    # In the environment of their own.
-    *(["accel_runtime.parallel.deepspeed.strategy"] if importlib.util.find_spec("deepspeed") else []),
+    # In the environment of their own; elsewhere a folder of tests has the name, but no origin.
+    *(
+        ["accel_runtime.parallel.deepspeed.strategy"]
+        if getattr(importlib.util.find_spec("deepspeed"), "origin", None)
+        else []
+    ),
 )
 """The interpreter that has imported what a rank imports."""
 

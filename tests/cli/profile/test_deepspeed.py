@@ -160,6 +160,13 @@ def test_deepspeed_that_is_missing_is_an_error_before_anything_starts(accel, mon
     assert "DeepSpeed is not installed. Install it: " in result.stderr
 
 
+def test_a_folder_named_deepspeed_is_not_the_package(accel, tmp_path, monkeypatch):
+    (tmp_path / "deepspeed").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    assert "is not installed" in accel("launch", "train.py").stderr
+
+
 SENDING = {
     "kubernetes": {"image": "x"},
     "ray": {},

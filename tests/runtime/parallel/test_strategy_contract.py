@@ -35,7 +35,7 @@ HERE = (
     XLA_CASES
     if importlib.util.find_spec("torch_xla")
     else ZERO_CASES
-    if importlib.util.find_spec("deepspeed")
+    if getattr(importlib.util.find_spec("deepspeed"), "origin", None)  # not a folder of tests
     else CASES
 )
 
