@@ -18,7 +18,7 @@ RAY_READY := $(RAY)/.ready
 # DeepSpeed changes torch.distributed when it is imported, and compiles its operators.
 DEEPSPEED := .venv-deepspeed
 DEEPSPEED_READY := $(DEEPSPEED)/.ready
-DEEPSPEED_TESTS := tests/deepspeed tests/runtime/parallel/test_strategy_contract.py
+DEEPSPEED_TESTS := tests/zero tests/runtime/parallel/test_strategy_contract.py
 # Three tests at a time, also on two cores: many tests mostly wait.
 AT_ONCE := -n 3 --dist worksteal --durations=40 --durations-min=5
 # A test that hangs ends its process after 15 minutes with the stacks of all threads, and the other tests still run. Not in
