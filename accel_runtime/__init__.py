@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from accel_runtime.notebook import notebook_launcher as notebook_launcher
     from accel_runtime.parallel.big_modeling import init_empty_weights as init_empty_weights
     from accel_runtime.parallel.big_modeling import init_on_device as init_on_device
+    from accel_runtime.parallel.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
     from accel_runtime.parallel.plugins import (
         FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
     )
@@ -107,6 +108,7 @@ _EXPORTS = {
     "monitoring.tracking": ("GeneralTracker", "LoggerType"),
     "notebook": ("debug_launcher", "notebook_launcher"),
     "parallel.big_modeling": ("init_empty_weights", "init_on_device"),
+    "parallel.deepspeed.plugin": ("DeepSpeedPlugin",),
     "parallel.plugins": (
         "FullyShardedDataParallelPlugin",
         "ParallelismConfig",

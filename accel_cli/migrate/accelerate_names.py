@@ -11,9 +11,9 @@ __all__ = ["MEMBERS", "NAMES", "PARAMETERS"]
 
 _TEXTS = {
     "accelerate": """
-        Accelerator AutocastKwargs CheckpointError DDPCommunicationHookType DataLoaderConfiguration Description
-        DistributedDataParallelKwargs DistributedType DynamoBackend FullyShardedDataParallelPlugin GeneralTracker
-        GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs LocalSGD LoggerType MismatchError
+        Accelerator AutocastKwargs CheckpointError DDPCommunicationHookType DataLoaderConfiguration DeepSpeedPlugin
+        Description DistributedDataParallelKwargs DistributedType DynamoBackend FullyShardedDataParallelPlugin
+        GeneralTracker GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs LocalSGD LoggerType MismatchError
         ParallelismConfig PartialState PrecisionType ProfileKwargs ProjectConfiguration RankLostError Settings
         StallError Topology TorchContextParallelConfig TorchDynamoPlugin TorchTensorParallelConfig __version__
         broadcast broadcast_object_list debug_launcher find_executable_batch_size gather gather_object get_logger
@@ -38,8 +38,8 @@ _TEXTS = {
         register_tracker_class
     """,
     "accelerate.utils": """
-        Accelerator AutocastKwargs CheckpointError DDPCommunicationHookType DataLoaderConfiguration Description
-        DistributedDataParallelKwargs DistributedType DummyOptim DummyScheduler DynamoBackend
+        Accelerator AutocastKwargs CheckpointError DDPCommunicationHookType DataLoaderConfiguration DeepSpeedPlugin
+        Description HfDeepSpeedConfig DistributedDataParallelKwargs DistributedType DummyOptim DummyScheduler DynamoBackend
         FullyShardedDataParallelPlugin GeneralTracker GradScalerKwargs GradientAccumulationPlugin
         InitProcessGroupKwargs KwargsHandler LocalSGD LoggerType MegatronLMDummyScheduler MismatchError
         ParallelismConfig PartialState PrecisionType PrepareForLaunch ProfileKwargs ProjectConfiguration
@@ -67,11 +67,12 @@ _TEXTS = {
         synchronize_rng_states tqdm wait_for_everyone write_basic_config
     """,
     "accelerate.utils.dataclasses": """
-        AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DistributedDataParallelKwargs
+        AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DeepSpeedPlugin DistributedDataParallelKwargs
         DistributedType DynamoBackend FullyShardedDataParallelPlugin GradScalerKwargs GradientAccumulationPlugin
         InitProcessGroupKwargs KwargsHandler LoggerType PrecisionType ProfileKwargs ProjectConfiguration
         TorchContextParallelConfig TorchDynamoPlugin TorchTensorParallelConfig
     """,
+    "accelerate.utils.deepspeed": "DummyOptim DummyScheduler HfDeepSpeedConfig",
     "accelerate.utils.environment": "patch_environment",
     "accelerate.utils.fsdp_utils": "load_fsdp_model load_fsdp_optimizer merge_fsdp_weights save_fsdp_model save_fsdp_optimizer",
     "accelerate.utils.imports": """

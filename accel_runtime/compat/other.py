@@ -1,4 +1,4 @@
-"""Functions under the name of Accelerate's `utils.other`, and placeholders for DeepSpeed and Megatron-LM."""
+"""Functions under the name of Accelerate's `utils.other`, and a placeholder for Megatron-LM."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from accel_runtime.accelerator.operations import extract_model_from_parallel, wa
 from accel_runtime.backends import current_backend
 from accel_runtime.compat.launch import write_basic_config
 from accel_runtime.export.objects import load, write_object
+from accel_runtime.parallel.deepspeed.plugin import DummyOptim, DummyScheduler
 from accel_runtime.training.compile import compile_regions, has_compiled_regions, is_compiled_module
 
 __all__ = [
@@ -45,34 +46,13 @@ def save(
         write_object(obj, f, safe_serialization=safe_serialization)
 
 
-_OPTIMIZER = "Create the optimizer in the script, such as torch.optim.AdamW(model.parameters(), lr=...), and pass it to prepare()"
 _SCHEDULER = "Create the scheduler in the script, such as torch.optim.lr_scheduler.LambdaLR(optimizer, ...), and pass it to prepare()"
 
 
-class _Dummy:
-    """Base of the placeholders."""
-
-    instead: str
+class MegatronLMDummyScheduler:
+    """Not supported: a scheduler of Megatron-LM."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise NotImplementedError(
-            f"{type(self).__name__}(...) is not supported: accel does not use DeepSpeed or Megatron-LM. {self.instead}."
+            f"MegatronLMDummyScheduler(...) is not supported: accel does not use Megatron-LM. {_SCHEDULER}."
         )
-
-
-class DummyOptim(_Dummy):
-    """Not supported: an optimizer of the DeepSpeed configuration."""
-
-    instead = _OPTIMIZER
-
-
-class DummyScheduler(_Dummy):
-    """Not supported: a scheduler of the DeepSpeed configuration."""
-
-    instead = _SCHEDULER
-
-
-class MegatronLMDummyScheduler(_Dummy):
-    """Not supported: a scheduler of Megatron-LM."""
-
-    instead = _SCHEDULER

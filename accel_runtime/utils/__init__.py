@@ -21,12 +21,11 @@ _MODULES = {
     ),
     "accel_runtime.compat.launch": ("PrepareForLaunch", "write_basic_config"),
     "accel_runtime.compat.other": (
-        "DummyOptim",
-        "DummyScheduler",
         "MegatronLMDummyScheduler",
         "load",
         "save",
     ),
+    "accel_runtime.parallel.deepspeed.plugin": ("DummyOptim", "DummyScheduler", "HfDeepSpeedConfig"),
     "accel_runtime.accelerator.operations": (
         "concatenate",
         "convert_outputs_to_fp32",

@@ -15,6 +15,7 @@ from accel_runtime.foundation.options import (
 )
 from accel_runtime.monitoring.profiling import ProfileKwargs
 from accel_runtime.monitoring.tracking import LoggerType
+from accel_runtime.parallel.deepspeed.plugin import DeepSpeedPlugin
 from accel_runtime.parallel.plugins import (
     FullyShardedDataParallelPlugin,
     TorchContextParallelConfig,
@@ -26,6 +27,7 @@ __all__ = [
     "AutocastKwargs",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
+    "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
     "DistributedType",
     "DynamoBackend",

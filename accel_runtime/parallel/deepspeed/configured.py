@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from accel_runtime.environment.deepspeed import AUTO, DeepSpeedConfig
-from accel_runtime.parallel.deepspeed.library import SCHEDULERS
+from accel_runtime.parallel.deepspeed.library import SCHEDULERS, hide_warnings
 from accel_runtime.parallel.deepspeed.plugin import DummyOptim, DummyScheduler
 from accel_runtime.parallel.strategy import Placeholder
 
@@ -141,7 +141,8 @@ def build_scheduler(
             )
         params[key] = fills[key] if value == AUTO else value
     try:
-        return ConfiguredScheduler(SCHEDULERS[name](optimizer, **params), optimizer)
+        with hide_warnings():
+            return ConfiguredScheduler(SCHEDULERS[name](optimizer, **params), optimizer)
     except TypeError as error:
         raise ValueError(
             f"scheduler.params in {source} cannot be used: {error}. Correct the argument."
@@ -161,9 +162,20 @@ class ConfiguredScheduler(LRScheduler):
     def __init__(self, scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
         # LRScheduler.__init__ is not called on purpose: it would take a first step.
         self.scheduler, self.optimizer = scheduler, optimizer
+        self.base_lrs = [group["lr"] for group in optimizer.param_groups]
+        self._step_count = 0
+
+    @property
+    def last_epoch(self) -> int:  # type: ignore[override]
+        """Return the number of the newest step, from 0; -1 before the first."""
+        for name in ("last_batch_iteration", "last_batch_iterations"):
+            if hasattr(self.scheduler, name):
+                return int(getattr(self.scheduler, name))
+        return self._step_count - 1
 
     @override
     def step(self, epoch: int | None = None) -> None:
+        self._step_count += 1
         self.scheduler.step(epoch)
 
     @override

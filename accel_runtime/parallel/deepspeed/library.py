@@ -33,6 +33,7 @@ __all__ = [
     "ShardedOptimizer",
     "build_engine",
     "gather",
+    "hide_warnings",
     "is_partitioned",
     "set_leaf_modules",
 ]
@@ -46,7 +47,8 @@ SCHEDULERS: Mapping[str, Any] = {
 _STAGE_OF_PARAMETERS = 3
 _PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 """Attribute of the ZeRO optimizer with the shards of gradients by the id of the parameter."""
-logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+_LOG = logging.getLogger("DeepSpeed")
+_LOG.setLevel(logging.WARNING)
 # Collectives in the shared memory of CPUs, which every start would wait half a minute for to be compiled.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
@@ -61,6 +63,17 @@ def build_engine(model: nn.Module, optimizer: torch.optim.Optimizer | None, conf
             model=model, optimizer=optimizer, config=dict(config), dist_init_required=False
         )
     return engine
+
+
+@contextmanager
+def hide_warnings() -> Iterator[None]:
+    """Return a context in which deepspeed logs errors only: its schedulers warn of their own construction."""
+    level = _LOG.level
+    _LOG.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        _LOG.setLevel(level)
 
 
 def set_leaf_modules(model: nn.Module, classes: Sequence[type[nn.Module]]) -> None:
