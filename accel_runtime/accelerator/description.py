@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -115,6 +115,8 @@ class Description:
     options: Mapping[str, OptionFacts]
     device: Mapping[str, str]
     """Properties reported by the runtime of the device, by title."""
+    strategy: Mapping[str, OptionFacts] = field(default_factory=dict)
+    """Options of the strategy, such as those in DeepSpeed's JSON file, by path; values that were `auto` are filled in."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the description as plain dicts, lists, numbers and text."""
@@ -146,6 +148,8 @@ class Description:
             # A launcher sets the variables of all options, most of them to the default.
             if option.value != defaults.get(name):
                 yield "option", f"{name} = {option.value} ({option.origin})"
+        for name, option in self.strategy.items():
+            yield "", f"{name} = {option.value} ({option.origin})"
 
     @override
     def __str__(self) -> str:
@@ -188,6 +192,7 @@ def describe_run(run: Run) -> Description:
                 computes_in,
                 getattr(hook, "value", None),
                 strategy.describe_model(model, computes_in),
+                strategy.count_elements,
             )
             for model in run.prepared.models
         ),
@@ -201,6 +206,9 @@ def describe_run(run: Run) -> Description:
         ),
         options=options.find_origins(),
         device=backend.runtime.describe(),
+        strategy={
+            name: OptionFacts(value, origin) for name, (value, origin) in strategy.describe_options().items()
+        },
     )
 
 
@@ -209,6 +217,7 @@ def model_facts(
     computes_in: torch.dtype | None,
     reduces_in: str | None,
     layout: ModelLayout,
+    count_elements: Callable[[torch.Tensor], int] = torch.numel,
 ) -> ModelFacts:
     """Describe a prepared model; dtypes are those of autocast and of a communication hook."""
     wrapping, groups = layout
@@ -223,8 +232,8 @@ def model_facts(
         reduced = reduces_in or _join(_dtype_name(parameter.dtype) for parameter in trainable)
     return ModelFacts(
         name=class_of(original),
-        parameters=sum(parameter.numel() for parameter in parameters),
-        trainable=sum(parameter.numel() for parameter in trainable),
+        parameters=sum(map(count_elements, parameters)),
+        trainable=sum(map(count_elements, trainable)),
         dtypes=tuple(sorted({_dtype_name(parameter.dtype) for parameter in parameters})),
         computes_in=_join(group.computes_in for group in groups)
         or (_dtype_name(computes_in) if computes_in else dtypes),

@@ -184,6 +184,7 @@ class RunOptions:
             "device": arguments.cpu,
             "parallel": self.parallelism_config is not None,
             "fully_shard": self.fsdp_plugin is not None,
+            "deepspeed": arguments.deepspeed_plugin is not None,
             "gradient": arguments.gradient_accumulation_plugin is not None
             or (arguments.gradient_accumulation_steps != 1 and not self.accelerate.arguments),
             "compile": dynamo is not None,

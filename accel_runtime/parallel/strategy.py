@@ -188,6 +188,12 @@ class Strategy:
             "create the object with torch."
         )
 
+    def check_batch_sizes(self, batch_sizes: Sequence[int], accumulation_steps: int) -> None:
+        """Raise ValueError if the configuration of the strategy states other samples a process in a micro-batch or step.
+
+        `batch_sizes` are those of all prepared loaders on one process.
+        """
+
     def place_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Move the state of an optimizer to the devices of its parameters."""
         if optimizer.state:
@@ -209,6 +215,14 @@ class Strategy:
     def describe_model(self, model: nn.Module, autocast_dtype: torch.dtype | None) -> ModelLayout:  # noqa: ARG002 - replicated
         """Describe how a prepared model is wrapped or sharded; `autocast_dtype` is that of its forward pass."""
         return ModelLayout("none" if self.unwrap_model(model) is model else type(model).__name__)
+
+    def describe_options(self) -> Mapping[str, tuple[Any, str]]:
+        """Return the options of the strategy itself, with the source of each, by name."""
+        return {}
+
+    def count_elements(self, parameter: torch.Tensor) -> int:
+        """Return the number of elements of a parameter, of all shards."""
+        return parameter.numel()
 
     # Backward passes -------------------------------------------------------------------
 

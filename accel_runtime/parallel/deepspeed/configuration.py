@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -11,7 +11,7 @@ from torch import nn
 from accel_runtime.environment.deepspeed import AUTO, DeepSpeedConfig, find_value
 from accel_runtime.environment.settings import MixedPrecision
 
-__all__ = ["build_configuration"]
+__all__ = ["build_configuration", "check_batch_sizes", "describe_configuration"]
 
 _PASSED = (
     "zero_optimization", "communication_data_type", "data_types", "aio", "prescale_gradients", "gradient_predivide_factor",
@@ -56,6 +56,55 @@ def build_configuration(
     if has_half and config.stage > 1 and find_value(values, "data_types.grad_accum_dtype") is None:
         values.setdefault("data_types", {})["grad_accum_dtype"] = "fp32"
     return _remove_auto(values)
+
+
+def check_batch_sizes(
+    config: DeepSpeedConfig, batch_sizes: Sequence[int], accumulation_steps: int, num_processes: int
+) -> None:
+    """Raise ValueError if no loader has the batch size of a configuration.
+
+    Args:
+        config: The configuration of the profile and its JSON file.
+        batch_sizes: Samples of one process in a micro-batch, of each loader.
+        accumulation_steps: Micro-batches of an optimizer step.
+        num_processes: Processes with different samples.
+    """
+    for path, factor in (
+        ("train_micro_batch_size_per_gpu", 1),
+        ("train_batch_size", accumulation_steps * num_processes),
+    ):
+        wanted = config.get(path)
+        sizes = sorted({size * factor for size in batch_sizes})
+        if wanted is None or wanted in sizes or not sizes:
+            continue
+        product = "" if factor == 1 else f" x {accumulation_steps} micro-batches x {num_processes} processes"
+        raise ValueError(
+            f"{path} is {wanted} in {config.sources.get(path, 'the configuration')}, and the loaders have "
+            f"{', '.join(str(size // factor) for size in sizes)} samples a process{product}. Set it to auto, or use a loader with that "
+            "batch size."
+        )
+
+
+def describe_configuration(
+    config: DeepSpeedConfig, configured: Mapping[str, Any]
+) -> dict[str, tuple[Any, str]]:
+    """Return each value of a configuration with its source, by path.
+
+    Args:
+        config: The configuration of the profile and its JSON file.
+        configured: The result of `build_configuration` for the newest model; empty before.
+    """
+    facts = {}
+    for path, source in config.sources.items():
+        value = find_value(config.values, path)
+        if value == AUTO:
+            filled = find_value(configured, path) if path.startswith("zero_optimization.") else None
+            if filled is None:
+                value, source = AUTO, f"{source}: deepspeed's default, or that of the run"  # noqa: PLW2901
+            else:
+                value, source = filled, f"{source}: auto, by the hidden size of the model"  # noqa: PLW2901
+        facts[path] = (value, source)
+    return facts
 
 
 def _fill_sizes(zero: dict[str, Any], model: nn.Module) -> None:

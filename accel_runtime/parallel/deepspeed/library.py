@@ -33,6 +33,7 @@ __all__ = [
     "ShardedOptimizer",
     "build_engine",
     "gather",
+    "hide_deprecations",
     "hide_warnings",
     "is_partitioned",
     "set_leaf_modules",
@@ -55,14 +56,18 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 def build_engine(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Mapping[str, Any]) -> Any:
     """Return deepspeed's engine for a model and its optimizer, which it changes in place; collective."""
-    # deepspeed uses names of collectives that torch 2.13 warns of at each call.
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    hide_deprecations()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as above: it imports more modules here
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=dict(config), dist_init_required=False
         )
     return engine
+
+
+def hide_deprecations() -> None:
+    """Hide the warnings of torch 2.13 about names of collectives that deepspeed uses, one at each call."""
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import importlib.util
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -228,6 +229,12 @@ class DeepSpeedPlugin(Configuration):
             config = resolve_deepspeed(DeepSpeed(), config.values, each, sources=config.sources)
         return config
 
+    def fill(self, config: DeepSpeedConfig) -> None:
+        """Set options of None to the values of a configuration."""
+        for name, path in _PATHS.items():
+            if getattr(self, name) is None and (value := config.get(path)) is not None:
+                object.__setattr__(self, name, value)
+
     @contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
         """Return a context in which `from_pretrained` shards models while it loads, or not."""
@@ -238,7 +245,10 @@ class DeepSpeedPlugin(Configuration):
 
     def is_zero3_init_enabled(self) -> bool:
         """Return whether `from_pretrained` shards models while it loads."""
-        return self._config.is_zero3() and self.zero3_init_flag is not False
+        is_stage_3 = self.zero_stage == 3 or self._config.is_zero3()  # noqa: PLR2004 - the stage
+        if self.zero3_init_flag is None:
+            return is_stage_3 and importlib.util.find_spec("transformers") is not None
+        return is_stage_3 and self.zero3_init_flag
 
     def set_moe_leaf_modules(self, model: nn.Module) -> None:
         """Let stage 3 gather the parameters of the modules of `transformer_moe_cls_names` together.
@@ -308,6 +318,7 @@ class DeepSpeedOptions:
         self.select(next(iter(self.plugins)))
         self.config = self.plugin.resolve(section, stated)
         """The configuration of models that are prepared now."""
+        self.plugin.fill(self.config)
 
     @classmethod
     def build(

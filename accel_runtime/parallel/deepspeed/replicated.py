@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
 from accel_runtime.environment.deepspeed import DeepSpeedConfig
+from accel_runtime.parallel.deepspeed.configuration import check_batch_sizes, describe_configuration
 from accel_runtime.parallel.replicated import Replicated
 from accel_runtime.parallel.strategy import Placeholder
 
@@ -31,6 +32,14 @@ class ReplicatedWithClipping(Replicated):
         super().__init__(backend)
         self._config = config
         self._max_norm = float(config.get("gradient_clipping", 0.0))
+
+    @override
+    def describe_options(self) -> Mapping[str, tuple[Any, str]]:
+        return describe_configuration(self._config, {})
+
+    @override
+    def check_batch_sizes(self, batch_sizes: Sequence[int], accumulation_steps: int) -> None:
+        check_batch_sizes(self._config, batch_sizes, accumulation_steps, self.backend.data_rank.world_size)
 
     @override
     def build_configured(self, placeholders: Sequence[Placeholder]) -> list[Any]:

@@ -18,7 +18,11 @@ from accel_runtime.foundation.options import DistributedType
 from accel_runtime.foundation.process_mesh import GroupFacts
 from accel_runtime.parallel.averaging import refuse_max_norm
 from accel_runtime.parallel.big_modeling import refuse_meta_model
-from accel_runtime.parallel.deepspeed.configuration import build_configuration
+from accel_runtime.parallel.deepspeed.configuration import (
+    build_configuration,
+    check_batch_sizes,
+    describe_configuration,
+)
 from accel_runtime.parallel.deepspeed.configured import build_configured
 from accel_runtime.parallel.deepspeed.engine import Engine
 from accel_runtime.parallel.deepspeed.initialization import ShardedLoading
@@ -27,6 +31,7 @@ from accel_runtime.parallel.deepspeed.library import (
     ShardedOptimizer,
     build_engine,
     gather,
+    hide_deprecations,
     is_partitioned,
 )
 from accel_runtime.parallel.deepspeed.loss_scale import LossScale
@@ -80,6 +85,8 @@ class Zero(Strategy):
         self._models: list[nn.Module] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._engines: dict[torch.optim.Optimizer, Engine] = {}
+        self._configured: dict[str, Any] = {}
+        """The configuration of the newest engine."""
         self._partitioned: list[Any] = []
         """Engines of deepspeed that only partition models without an optimizer."""
         self._scale = LossScale(config) if mixed_precision == "fp16" else None
@@ -87,6 +94,7 @@ class Zero(Strategy):
         self._loading: ShardedLoading | None = None
         if zero3_init and self._stage == _STAGE_OF_PARAMETERS:
             self._loading = ShardedLoading(self._build_config(nn.Module()))
+            hide_deprecations()
             self._loading.start()
 
     @property
@@ -150,7 +158,8 @@ class Zero(Strategy):
         )
 
     def _build_config(self, model: nn.Module) -> dict[str, Any]:
-        return build_configuration(self.config, model, self._mixed_precision)
+        self._configured = build_configuration(self.config, model, self._mixed_precision)
+        return self._configured
 
     def _build_engines(self) -> None:
         """Build the engines of optimizers whose models are prepared."""
@@ -199,6 +208,10 @@ class Zero(Strategy):
         view.write_back()
 
     @override
+    def check_batch_sizes(self, batch_sizes: Sequence[int], accumulation_steps: int) -> None:
+        check_batch_sizes(self.config, batch_sizes, accumulation_steps, self.backend.data_rank.world_size)
+
+    @override
     def build_configured(self, placeholders: Sequence[Placeholder]) -> list[Any]:
         return build_configured(placeholders, self.config, self.backend.data_rank.world_size)
 
@@ -220,7 +233,7 @@ class Zero(Strategy):
             modules=("",),
             kind=type(model).__name__,
             parameters=len(parameters),
-            elements=sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters),
+            elements=sum(map(self.count_elements, parameters)),
             dtype="float32" if is_trained else _name_dtype(dtype),
             gradients="float32" if is_trained else "",
             computes_in=_name_dtype(autocast_dtype or dtype),
@@ -230,6 +243,14 @@ class Zero(Strategy):
             computed_again=False,
         )
         return ModelLayout(f"ZeRO stage {self._stage} (deepspeed {VERSION})", (group,))
+
+    @override
+    def count_elements(self, parameter: torch.Tensor) -> int:
+        return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+    @override
+    def describe_options(self) -> Mapping[str, tuple[Any, str]]:
+        return describe_configuration(self.config, self._configured)
 
     def _describe_shards(self) -> str:
         subjects = ("optimizer state", "gradients", "parameters")[: self._stage]
