@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +177,12 @@ class DeepSpeedPlugin(Configuration):
             )
 
     @property
+    def _sources(self) -> Mapping[str, str]:
+        """Return where values of `deepspeed_config` come from, if they are not of the script."""
+        sources: Mapping[str, str] = vars(self).get("_profile_sources", {})
+        return sources
+
+    @property
     def deepspeed_config(self) -> dict[str, Any]:
         """The nested keys of DeepSpeed's JSON, which scripts may change until `prepare`."""
         if self.hf_ds_config is None:
@@ -224,7 +230,9 @@ class DeepSpeedPlugin(Configuration):
             statements[stage] = (_DEFAULT_STAGE, "the default of DeepSpeedPlugin")
         name = "DeepSpeedPlugin.hf_ds_config"
         # Twice, as each compares one set of statements with all values.
-        config = resolve_deepspeed(DeepSpeed(), self.deepspeed_config, {**profile, **statements}, name=name)
+        config = resolve_deepspeed(
+            DeepSpeed(), self.deepspeed_config, {**profile, **statements}, name=name, sources=self._sources
+        )
         for each in (profile, statements, stated):
             config = resolve_deepspeed(DeepSpeed(), config.values, each, sources=config.sources)
         return config
@@ -288,15 +296,9 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 def build_deepspeed_plugin(config: DeepSpeedConfig, *, zero3_init: bool) -> DeepSpeedPlugin:
     """Return the configuration of the profile as a plugin."""
-    return DeepSpeedPlugin(
-        hf_ds_config=config.values,
-        zero3_init_flag=zero3_init,
-        **{
-            field: value
-            for field, path in _PATHS.items()
-            if field in {f.name for f in fields(DeepSpeedPlugin)} and (value := config.get(path)) is not None
-        },
-    )
+    plugin = DeepSpeedPlugin(hf_ds_config=config.values, zero3_init_flag=zero3_init)
+    plugin._profile_sources = dict(config.sources)  # noqa: SLF001 - of this module
+    return plugin
 
 
 class DeepSpeedOptions:
