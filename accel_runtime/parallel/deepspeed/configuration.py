@@ -59,7 +59,11 @@ def build_configuration(
 
 
 def check_batch_sizes(
-    config: DeepSpeedConfig, batch_sizes: Sequence[int], accumulation_steps: int, num_processes: int
+    config: DeepSpeedConfig,
+    batch_sizes: Sequence[int],
+    accumulation_steps: int,
+    num_processes: int,
+    filled: dict[str, Any],
 ) -> None:
     """Raise ValueError if no loader has the batch size of a configuration.
 
@@ -68,6 +72,7 @@ def check_batch_sizes(
         batch_sizes: Samples of one process in a micro-batch, of each loader.
         accumulation_steps: Micro-batches of an optimizer step.
         num_processes: Processes with different samples.
+        filled: Receives the values of what is `auto`, by path.
     """
     for path, factor in (
         ("train_micro_batch_size_per_gpu", 1),
@@ -75,6 +80,8 @@ def check_batch_sizes(
     ):
         wanted = config.get(path)
         sizes = sorted({size * factor for size in batch_sizes})
+        if wanted is None and sizes:
+            filled[path] = " or ".join(map(str, sizes))
         if wanted is None or wanted in sizes or not sizes:
             continue
         product = "" if factor == 1 else f" x {accumulation_steps} micro-batches x {num_processes} processes"
@@ -86,23 +93,24 @@ def check_batch_sizes(
 
 
 def describe_configuration(
-    config: DeepSpeedConfig, configured: Mapping[str, Any]
+    config: DeepSpeedConfig, configured: Mapping[str, Any], filled: Mapping[str, Any]
 ) -> dict[str, tuple[Any, str]]:
     """Return each value of a configuration with its source, by path.
 
     Args:
         config: The configuration of the profile and its JSON file.
         configured: The result of `build_configuration` for the newest model; empty before.
+        filled: Values of what is `auto`, by path.
     """
-    facts = {}
+    facts: dict[str, tuple[Any, str]] = {}
     for path, source in config.sources.items():
         value = find_value(config.values, path)
         if value == AUTO:
-            filled = find_value(configured, path) if path.startswith("zero_optimization.") else None
-            if filled is None:
-                value, source = AUTO, f"{source}: deepspeed's default, or that of the run"  # noqa: PLW2901
-            else:
-                value, source = filled, f"{source}: auto, by the hidden size of the model"  # noqa: PLW2901
+            known = (
+                find_value(configured, path) if path.startswith("zero_optimization.") else filled.get(path)
+            )
+            reason = "deepspeed's default" if known is None else "filled in"
+            value, source = (AUTO if known is None else known), f"auto in {source}: {reason}"  # noqa: PLW2901
         facts[path] = (value, source)
     return facts
 

@@ -22,7 +22,7 @@ _FUSED_ON_HOST = {"Adam", "AdamW", "SGD"}
 
 
 def build_configured(
-    placeholders: Sequence[Placeholder], config: DeepSpeedConfig, num_processes: int
+    placeholders: Sequence[Placeholder], config: DeepSpeedConfig, num_processes: int, filled: dict[str, Any]
 ) -> list[Any]:
     """Return the optimizers and schedulers that `DummyOptim` and `DummyScheduler` stand for, in their order.
 
@@ -30,12 +30,15 @@ def build_configured(
         placeholders: Objects of the script.
         config: The configuration.
         num_processes: Batches of one process that a step of the run consumes.
+        filled: Receives the values of what is `auto`, by path.
 
     Raises:
         ValueError: The configuration does not describe one of them.
     """
     optimizers = {
-        id(each): build_optimizer(each, config) for each in placeholders if isinstance(each, DummyOptim)
+        id(each): build_optimizer(each, config, filled)
+        for each in placeholders
+        if isinstance(each, DummyOptim)
     }
 
     def build(placeholder: Placeholder) -> Any:
@@ -48,12 +51,14 @@ def build_configured(
                     "DummyScheduler cannot be prepared without its DummyOptim. Pass both to the same call of prepare()."
                 )
             optimizer = optimizers[id(optimizer)]
-        return build_scheduler(placeholder, optimizer, config, num_processes)
+        return build_scheduler(placeholder, optimizer, config, num_processes, filled)
 
     return [build(placeholder) for placeholder in placeholders]
 
 
-def build_optimizer(placeholder: DummyOptim, config: DeepSpeedConfig) -> torch.optim.Optimizer:
+def build_optimizer(
+    placeholder: DummyOptim, config: DeepSpeedConfig, filled: dict[str, Any]
+) -> torch.optim.Optimizer:
     """Return the optimizer of the section `optimizer`, with the values of the placeholder for those that are `auto`.
 
     It is torch's. `Adam` is `AdamW` unless `adam_w_mode` is false, as in deepspeed.
@@ -73,8 +78,12 @@ def build_optimizer(placeholder: DummyOptim, config: DeepSpeedConfig) -> torch.o
             f"optimizer.type {name} in {_source(config, 'optimizer.type')} is not supported: expected one of "
             f"{', '.join(_TORCH.values())}. Use one of them, or create the optimizer in the script."
         )
-    params = {key: value for key, value in _section(config, "optimizer").items() if value != AUTO}
-    params = {"lr": placeholder.lr, "weight_decay": placeholder.weight_decay, **placeholder.kwargs, **params}
+    given = _section(config, "optimizer")
+    params = {"lr": placeholder.lr, "weight_decay": placeholder.weight_decay, **placeholder.kwargs}
+    filled |= {
+        f"optimizer.params.{key}": params.get(key, "that of torch") for key in given if given[key] == AUTO
+    }
+    params |= {key: value for key, value in given.items() if value != AUTO}
     is_decoupled = params.pop("adam_w_mode", True)
     params.pop("torch_adam", None)
     if found == "Adam" and is_decoupled:
@@ -98,6 +107,7 @@ def build_scheduler(
     optimizer: torch.optim.Optimizer,
     config: DeepSpeedConfig,
     num_processes: int,
+    filled: dict[str, Any],
 ) -> LRScheduler:
     """Return the scheduler of the section `scheduler`, with the values of the placeholder for those that are `auto`.
 
@@ -106,6 +116,7 @@ def build_scheduler(
         optimizer: The optimizer of the schedule.
         config: The configuration.
         num_processes: Batches of one process that a step of the run consumes.
+        filled: Receives the values of what is `auto`, by path.
 
     Raises:
         ValueError: The file has no such section, or its scheduler or an argument is not supported.
@@ -140,6 +151,8 @@ def build_scheduler(
                 f"scheduler.params.{key} is auto in {source}, and DummyScheduler has no value for it. Pass {key}, or write a number."
             )
         params[key] = fills[key] if value == AUTO else value
+        if value == AUTO:
+            filled[f"scheduler.params.{key}"] = params[key]
     try:
         with hide_warnings():
             return ConfiguredScheduler(SCHEDULERS[name](optimizer, **params), optimizer)

@@ -31,21 +31,24 @@ class ReplicatedWithClipping(Replicated):
     def __init__(self, backend: Backend, config: DeepSpeedConfig) -> None:
         super().__init__(backend)
         self._config = config
+        self._filled: dict[str, Any] = {}
         self._max_norm = float(config.get("gradient_clipping", 0.0))
 
     @override
     def describe_options(self) -> Mapping[str, tuple[Any, str]]:
-        return describe_configuration(self._config, {})
+        return describe_configuration(self._config, {}, self._filled)
 
     @override
     def check_batch_sizes(self, batch_sizes: Sequence[int], accumulation_steps: int) -> None:
-        check_batch_sizes(self._config, batch_sizes, accumulation_steps, self.backend.data_rank.world_size)
+        check_batch_sizes(
+            self._config, batch_sizes, accumulation_steps, self.backend.data_rank.world_size, self._filled
+        )
 
     @override
     def build_configured(self, placeholders: Sequence[Placeholder]) -> list[Any]:
         from accel_runtime.parallel.deepspeed.configured import build_configured  # noqa: PLC0415 - needs deepspeed
 
-        return build_configured(placeholders, self._config, self.backend.data_rank.world_size)
+        return build_configured(placeholders, self._config, self.backend.data_rank.world_size, self._filled)
 
     @override
     def step(

@@ -85,6 +85,8 @@ class Zero(Strategy):
         self._models: list[nn.Module] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._engines: dict[torch.optim.Optimizer, Engine] = {}
+        self._filled: dict[str, Any] = {}
+        """Values of what is `auto` in the configuration, by path."""
         self._configured: dict[str, Any] = {}
         """The configuration of the newest engine."""
         self._partitioned: list[Any] = []
@@ -209,11 +211,13 @@ class Zero(Strategy):
 
     @override
     def check_batch_sizes(self, batch_sizes: Sequence[int], accumulation_steps: int) -> None:
-        check_batch_sizes(self.config, batch_sizes, accumulation_steps, self.backend.data_rank.world_size)
+        check_batch_sizes(
+            self.config, batch_sizes, accumulation_steps, self.backend.data_rank.world_size, self._filled
+        )
 
     @override
     def build_configured(self, placeholders: Sequence[Placeholder]) -> list[Any]:
-        return build_configured(placeholders, self.config, self.backend.data_rank.world_size)
+        return build_configured(placeholders, self.config, self.backend.data_rank.world_size, self._filled)
 
     @override
     def place_state(self, optimizer: torch.optim.Optimizer) -> None:
@@ -250,7 +254,7 @@ class Zero(Strategy):
 
     @override
     def describe_options(self) -> Mapping[str, tuple[Any, str]]:
-        return describe_configuration(self.config, self._configured)
+        return describe_configuration(self.config, self._configured, self._filled)
 
     def _describe_shards(self) -> str:
         subjects = ("optimizer state", "gradients", "parameters")[: self._stage]
