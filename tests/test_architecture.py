@@ -185,8 +185,8 @@ def test_variables_and_keys_of_accelerate_stand_in_the_vocabulary_only():
         for node in ast.walk(tree(path))
         if isinstance(node, ast.Constant) and node.value in words
     }
-    # A field of the plugin, and a variable that a function of Accelerate's name sets.
-    assert spelled == {"fsdp_version", "ACCELERATE_DEBUG_RDV_FILE"}
+    # A field of the plugin, a variable that a function of Accelerate's name sets, and a key in files of DeepSpeed.
+    assert spelled == {"fsdp_version", "ACCELERATE_DEBUG_RDV_FILE", "zero_stage"}
 
 
 def test_checkpoints_are_saved_and_loaded_without_modules_of_file_systems():
@@ -392,6 +392,8 @@ UNTYPED = {
     "checkpoint/load.py": {"read"},
     # Nodes of JSON.
     "checkpoint/serialization.py": {"_serialize_scalar", "_build_special", "_parse_numpy"},
+    # States of engines by item, of any form.
+    "checkpoint/deepspeed_format.py": {"read"},
     # Files of Accelerate.
     "checkpoint/accelerate_format.py": {
         "_plan_restore",

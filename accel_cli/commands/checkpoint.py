@@ -169,7 +169,8 @@ def export(  # noqa: PLR0913, PLR0917 - one parameter an option
 ) -> None:
     """Merge the weights of a checkpoint, or of the newest complete one, into one safetensors file.
 
-    No GPU is needed, memory use does not grow with the model, and every byte is verified.
+    No GPU is needed, memory use does not grow with the model, and every byte is verified. Checkpoints of DeepSpeed are exported
+    too, with float32 weights, but they have no checksums to verify.
     """
     from accel_cli.commands.checkpoints import export_checkpoint
     from accel_runtime.storage.file_system import parse_size
@@ -234,8 +235,9 @@ def prune(context: click.Context, directory: str, keep: int, yes: bool) -> None:
 
 
 def _format_entry(entry: dict[str, Any]) -> tuple[str, ...]:
-    if entry["written_by"] == "accelerate":
-        return entry["path"], "", "", "", "", "written by Accelerate"
+    if entry["written_by"] != "accel":
+        writer = {"accelerate": "Accelerate", "deepspeed": "DeepSpeed"}[entry["written_by"]]
+        return entry["path"], "", "", "", "", f"written by {writer}"
     if entry["problem"]:
         return entry["path"], "", "", "", "", entry["problem"]
     state = f"complete, in {entry['location']}" if "location" in entry else "complete"

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from accel_cli.errors import AccelError, UsageError
+from accel_runtime.storage.deepspeed_folder import is_deepspeed_checkpoint
+from accel_runtime.storage.deepspeed_manifest import open_deepspeed_checkpoint
 from accel_runtime.storage.errors import CheckpointError, DamageError, RequestError
 from accel_runtime.storage.file_store import FileStore
 from accel_runtime.storage.manifest import Checkpoint, Manifest
@@ -32,6 +34,7 @@ __all__ = [
     "verify_checkpoint",
 ]
 
+_T = TypeVar("_T")
 Progress = Callable[[str, int, int], None]
 """Receives the path of a checkpoint, the number of bytes read of it, and its size (0 if unknown)."""
 _PROGRESS_S = 0.1
@@ -88,11 +91,7 @@ def verify_checkpoint(directory: str, progress: Progress) -> dict[str, Any]:
 @_command_errors()
 def show_checkpoint(directory: str, *, tensors: bool) -> dict[str, Any]:
     """Describe the contents of a checkpoint from its manifest."""
-    checkpoint, untracked = use_checkpoint(
-        FileStore(),
-        lambda: find_complete_checkpoint(Path(directory)).key,
-        lambda snapshot: (snapshot.checkpoint, snapshot.list_untracked()),
-    )
+    checkpoint, untracked = _use(directory, lambda snapshot: (snapshot.checkpoint, snapshot.list_untracked()))
     manifest = checkpoint.manifest
     description: dict[str, Any] = {
         "path": str(checkpoint.path),
@@ -124,9 +123,7 @@ def export_checkpoint(
         counter = _ByteProgress(progress, checkpoint.path, 0)
         return checkpoint, merge_tensors(snapshot, Path(output), request, counter)
 
-    checkpoint, result = use_checkpoint(
-        FileStore(), lambda: find_complete_checkpoint(Path(directory)).key, export
-    )
+    checkpoint, result = _use(directory, export)
     head = {"path": str(checkpoint.path), "step": checkpoint.manifest.step}
     return {**head, "skipped": _list_newer_problems(directory, checkpoint), **asdict(result)}
 
@@ -159,6 +156,14 @@ def prune_checkpoints(directory: str, keep: int, progress: Progress | None = Non
     next_number = 1 + max((entry.number for entry in complete if entry.number is not None), default=-1)
     store.remove_leftovers(str(scan.directory), next_number)
     return result
+
+
+def _use(directory: str, use: Callable[[Snapshot], _T]) -> _T:
+    """Return the result of `use` for this checkpoint, or the newest complete one in the directory."""
+    if is_deepspeed_checkpoint(Path(directory)):
+        with open_deepspeed_checkpoint(Path(directory)) as snapshot:
+            return use(snapshot)
+    return use_checkpoint(FileStore(), lambda: find_complete_checkpoint(Path(directory)).key, use)
 
 
 def _require_one_undamaged(entries: list[DirectoryEntry], progress: Progress) -> None:
@@ -200,7 +205,7 @@ def _find_earlier(entry: DirectoryEntry, progress: Progress) -> dict[str, Any] |
 
 def _describe_entry(entry: DirectoryEntry) -> dict[str, Any]:
     description: dict[str, Any] = {"path": str(entry.path), "number": entry.number, "problem": entry.problem}
-    description["written_by"] = "accelerate" if entry.foreign else "accel"
+    description["written_by"] = (entry.writer or "accel").lower()
     if entry.checkpoint is None:
         return description | dict.fromkeys(("step", "saved_at", "world_size", "bytes"))
     manifest = entry.checkpoint.manifest
@@ -217,6 +222,8 @@ def _describe_entry(entry: DirectoryEntry) -> dict[str, Any]:
 def _list_newer_problems(directory: str, checkpoint: Checkpoint) -> list[str]:
     """Return the problems of checkpoints newer than the selected one."""
     problems: list[str] = []
+    if is_deepspeed_checkpoint(Path(directory)):
+        return problems
     for entry in reversed(scan_directory(Path(directory)).entries):
         if entry.checkpoint == checkpoint:
             break

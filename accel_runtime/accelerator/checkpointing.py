@@ -35,7 +35,7 @@ from accel_runtime.parallel.big_modeling import MetaModels, compute_buffers
 from accel_runtime.storage.errors import CheckpointError, errors_on_all_ranks
 from accel_runtime.storage.file_store import FileStore
 from accel_runtime.storage.manifest import Checkpoint
-from accel_runtime.storage.scan import is_accelerate_checkpoint
+from accel_runtime.storage.scan import find_writer
 from accel_runtime.storage.store import Store
 from accel_runtime.training.optimizer import PreparedOptimizer
 
@@ -247,9 +247,7 @@ class Checkpointing:
         all_gather = self._run.build_all_gather(operation)
         if (
             input_dir is not None
-            and all_gather(
-                self._run.backend.topology.rank == 0 and is_accelerate_checkpoint(Path(input_dir))
-            )[0]
+            and all_gather(self._run.backend.topology.rank == 0 and bool(find_writer(Path(input_dir))))[0]
         ):
             path, state = Path(input_dir).absolute(), self._training_state(self._run.meta_models)
             items = state.items(without=self._run_load_hooks(path), strict=strict)

@@ -1,4 +1,4 @@
-"""Load checkpoints that Accelerate wrote: everything is read and checked before anything changes."""
+"""Load checkpoints that Accelerate or DeepSpeed wrote: everything is read and checked before anything changes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,6 +22,7 @@ from accel_runtime.backends.rng import (
     RandomStates,
     derive_random_states,
 )
+from accel_runtime.checkpoint.deepspeed_format import EngineStates
 from accel_runtime.checkpoint.serialization import serialize
 from accel_runtime.checkpoint.state_items import ModelItem, StateItem
 from accel_runtime.checkpoint.training_state import (
@@ -34,6 +36,7 @@ from accel_runtime.export.objects import read_pickle
 from accel_runtime.export.save_model import add_aliases
 from accel_runtime.foundation import nested
 from accel_runtime.foundation.module_names import match_names
+from accel_runtime.storage.deepspeed_folder import is_deepspeed_checkpoint
 from accel_runtime.storage.errors import (
     AllGatherObjects,
     CheckpointError,
@@ -59,27 +62,53 @@ _UNCHECKED = {"loader", "accumulation", "step_counts", "random", "replicas"}
 def restore_accelerate_checkpoint(
     path: Path, run: TrainingState, items: Sequence[StateItem], all_gather: AllGatherObjects, *, strict: bool
 ) -> Checkpoint:
-    """Restore items from a checkpoint of Accelerate; return it with a manifest of what is known."""
-    with errors_on_all_ranks(all_gather):
-        checkpoint = read_accelerate_checkpoint(path, run.backend.topology.rank, run.backend.device)
-        trees, left_out = _plan_restore(checkpoint, run, items, strict=strict)
-    with errors_on_all_ranks(all_gather):
-        for item in items:
-            if item.name in trees:
-                item.restore(trees[item.name])
-    if run.backend.topology.rank == 0:
-        _LOG.warning("%s was written by Accelerate, and loaded without: %s", path, "; ".join(left_out))
+    """Restore items from a checkpoint of Accelerate or DeepSpeed; return it with a manifest of what is known."""
+    topology = run.backend.topology
+    with ExitStack() as stack:
+        with errors_on_all_ranks(all_gather):
+            checkpoint = read_accelerate_checkpoint(path, topology.rank, run.backend.device)
+            engines = None
+            if is_deepspeed_checkpoint(path):
+                engines = stack.enter_context(EngineStates(path, items, without=tuple(checkpoint.items)))
+            trees, left_out = _plan_restore(checkpoint, engines, run, items, strict=strict)
+        try:
+            with errors_on_all_ranks(all_gather):
+                if engines is not None:
+                    trees |= engines.read(items, topology.rank, topology.world_size)
+            with errors_on_all_ranks(all_gather):
+                for item in items:
+                    if item.name in trees:
+                        item.restore(trees[item.name])
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}\nThe training state is now inconsistent ({path} was loaded partially). Load another checkpoint or "
+                "restart."
+            ) from error
+    if topology.rank == 0:
+        _LOG.warning(
+            "%s was written by %s, and loaded without: %s",
+            path,
+            "Accelerate" if checkpoint.world_size or engines is None else "DeepSpeed",
+            "; ".join(left_out),
+        )
     saved_at = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    world_size = checkpoint.world_size
     saved_items = dict.fromkeys(checkpoint.items)
-    return Checkpoint(
-        os.fspath(path), Manifest("", saved_at, checkpoint.world_size, run.step, {}, saved_items)
-    )
+    if engines is not None:
+        world_size = engines.manifest.world_size
+        saved_items |= dict.fromkeys(engines.manifest.items)
+    return Checkpoint(os.fspath(path), Manifest("", saved_at, world_size, run.step, {}, saved_items))
 
 
 def _plan_restore(
-    checkpoint: AccelerateCheckpoint, run: TrainingState, items: Sequence[StateItem], *, strict: bool
+    checkpoint: AccelerateCheckpoint,
+    engines: EngineStates | None,
+    run: TrainingState,
+    items: Sequence[StateItem],
+    *,
+    strict: bool,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the states to restore by item, and reasons for what is not restored."""
+    """Return the states to restore by item, except those of engines, and reasons for what is not restored."""
     path, topology = checkpoint.path, run.backend.topology
     trees = dict(checkpoint.items)
     for item in items:
@@ -97,19 +126,26 @@ def _plan_restore(
         except CheckpointError as error:
             errors = [f"random: {error}"]
             trees.pop("random", None)
-    optimizers = [numbered_name("optimizer", index) for index in range(len(run.optimizers))]
-    steps = tuple(_count_steps(trees.get(name)) for name in optimizers)
-    trees["step_counts"] = write_record(StepCountState(steps))
+    steps = []
+    for index in range(len(run.optimizers)):
+        name = numbered_name("optimizer", index)
+        is_of_engine = engines is not None and name in engines.manifest.values
+        steps.append(engines.manifest.step if engines and is_of_engine else _count_steps(trees.get(name)))
+    trees["step_counts"] = write_record(StepCountState(tuple(steps)))
     # The state between two accumulation cycles.
     fresh = Accumulation(run.accumulation.plugin).capture_cycle()
     trees["accumulation"] = write_record(AccumulationState(fresh))
-    mismatches = list(dict.fromkeys([*_find_mismatches(checkpoint, trees, items), *errors]))
+    mismatches = list(dict.fromkeys([*_find_mismatches(checkpoint, engines, trees, items), *errors]))
     if mismatches and strict:
         listed = "\n".join(f"  {sentence}" for sentence in mismatches)
         raise CheckpointError(
             f"{path} does not fit this run, and nothing was loaded. Pass strict=False to leave out:\n{listed}"
         )
     lost = [f"{skipped.item}: {skipped.reason}" for skipped in checkpoint.refused if skipped.item == "loader"]
+    if engines is not None and not checkpoint.world_size:
+        lost = ["DeepSpeed does not save random states, nor the position of loaders"]
+    if engines is not None and "scaler" in engines.manifest.values.keys() - {item.name for item in items}:
+        lost.append("scaler: this run scales no loss")
     micro_batches = checkpoint.step % run.accumulation.steps
     if micro_batches:
         lost.append(
@@ -120,7 +156,10 @@ def _plan_restore(
 
 
 def _find_mismatches(
-    checkpoint: AccelerateCheckpoint, trees: Mapping[str, Any], items: Sequence[StateItem]
+    checkpoint: AccelerateCheckpoint,
+    engines: EngineStates | None,
+    trees: Mapping[str, Any],
+    items: Sequence[StateItem],
 ) -> list[str]:
     # Every checkpoint of Accelerate lacks loaders and step counts, and another world size needs no random states.
     refused = [
@@ -128,10 +167,19 @@ def _find_mismatches(
         for skipped in checkpoint.refused
         if skipped.item not in {"loader", "step_counts"} and (skipped.item != "random" or skipped.file)
     ]
+    stored = {} if engines is None else dict(engines.manifest.values)
+    if engines is not None and not checkpoint.world_size:  # DeepSpeed alone
+        refused = [skipped for skipped in refused if skipped.item != "random"]
     reasons = [f"{skipped.item}: {skipped.reason}" for skipped in refused]
     names, refused_items = {item.name for item in items}, {skipped.item for skipped in refused}
-    reasons += [f"{name}: it is not prepared here" for name in trees if name not in names | _UNCHECKED]
+    unchecked = _UNCHECKED | {"scaler"} if "scaler" in stored else _UNCHECKED
+    reasons += [
+        f"{name}: it is not prepared here" for name in {**trees, **stored} if name not in names | unchecked
+    ]
     for item in items:
+        if engines is not None and item.name in stored:
+            reasons += engines.find_mismatches(item)
+            continue
         if item.name in trees:
             encoded, tensors = serialize(trees[item.name], item.name)
             entries = {
@@ -281,7 +329,7 @@ class _AccelerateReader:
         )
         for name in names:
             path = self._folder / name
-            if _SHARDED_STATE.fullmatch(name):
+            if _SHARDED_STATE.fullmatch(name) and not is_deepspeed_checkpoint(path):
                 reason = (
                     f"{path} was written for a sharded model. Merge it with `accelerate merge-weights`, and load the file with "
                     "accelerator.load_model."

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from accel_runtime.storage.deepspeed_folder import is_deepspeed_checkpoint
 from accel_runtime.storage.directory import exists
 from accel_runtime.storage.errors import CheckpointError, RequestError
 from accel_runtime.storage.file_store import FileStore, identify_candidates, retry_while_changing
@@ -17,6 +18,7 @@ __all__ = [
     "DirectoryEntry",
     "find_complete_checkpoint",
     "find_newest_checkpoint",
+    "find_writer",
     "is_accelerate_checkpoint",
     "scan_directory",
 ]
@@ -39,8 +41,8 @@ class DirectoryEntry:
     """The checkpoint, if manifest and file sizes are right."""
     problem: str = ""
     """Error of an incomplete or damaged checkpoint."""
-    foreign: bool = False
-    """Whether Accelerate wrote it."""
+    writer: str = ""
+    """Name of the program that wrote it, if not accel."""
 
     @property
     def number(self) -> int | None:
@@ -117,7 +119,7 @@ def find_complete_checkpoint(directory: Path) -> Checkpoint:
     """Return this checkpoint, or the newest complete one in the directory."""
     entries = _list_entries(directory)
     if len(entries) == 1 and entries[0].checkpoint is None:
-        raise (RequestError if entries[0].foreign else CheckpointError)(entries[0].problem)
+        raise (RequestError if entries[0].writer else CheckpointError)(entries[0].problem)
     complete = [entry.checkpoint for entry in entries if entry.checkpoint is not None]
     if not complete:
         problems = "".join(f"\n  {entry.problem}" for entry in entries)
@@ -128,7 +130,7 @@ def find_complete_checkpoint(directory: Path) -> Checkpoint:
 def find_newest_checkpoint(directory: Path) -> DirectoryEntry:
     """Return this checkpoint, or the newest in the directory, complete or not."""
     entries = _list_entries(directory)
-    if entries[-1].foreign:
+    if entries[-1].writer:
         raise RequestError(entries[-1].problem)
     return entries[-1]
 
@@ -143,9 +145,9 @@ def _list_entries(directory: Path) -> list[DirectoryEntry]:
 
 
 def _read_entry(path: Path) -> DirectoryEntry:
-    if is_accelerate_checkpoint(path):
-        problem = f"{path} was written by Accelerate, without checksums: accelerator.load_state() loads it"
-        return DirectoryEntry(path, None, problem, foreign=True)
+    if writer := find_writer(path):
+        problem = f"{path} was written by {writer}, without checksums: accelerator.load_state() loads it"
+        return DirectoryEntry(path, None, problem, writer)
     try:
         return DirectoryEntry(path, FileStore().find(os.fspath(path)))
     except CheckpointError as error:
@@ -153,7 +155,14 @@ def _read_entry(path: Path) -> DirectoryEntry:
 
 
 def _is_checkpoint_directory(path: Path) -> bool:
-    return (path / NAME).is_file() or parse_number(path.name) is not None or is_accelerate_checkpoint(path)
+    return (path / NAME).is_file() or parse_number(path.name) is not None or bool(find_writer(path))
+
+
+def find_writer(folder: Path) -> str:
+    """Return the name of the program that wrote a checkpoint, if it is another one that accel reads; else an empty string."""
+    if is_deepspeed_checkpoint(folder):
+        return "DeepSpeed"
+    return "Accelerate" if is_accelerate_checkpoint(folder) else ""
 
 
 def is_accelerate_checkpoint(folder: Path) -> bool:
