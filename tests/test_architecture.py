@@ -60,6 +60,8 @@ READ_THE_ENVIRONMENT = (
     "accel_runtime/compat/environment.py",
     "accel_runtime/compat/launch.py",
     "accel_runtime/backends/__init__.py",
+    # deepspeed reads its variables when it is imported.
+    "accel_runtime/parallel/deepspeed/",
     # It reports on the first rank only.
     "accel_runtime/environment/accelerate/import_hook.py",
     # The address at which a process group is created, and the record of its process for those that it starts.

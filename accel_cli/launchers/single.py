@@ -26,6 +26,7 @@ from accel_cli.launchers.base import (
     resolve_device,
 )
 from accel_cli.planning.plan import KEEP_DAYS, KEEP_RUNS
+from accel_cli.runner.operators import compile_operators
 from accel_runtime.environment import settings as env
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class Single(Launcher):
         parent of all orphans, and ignores signals for which it has no handler.
         """
         environ = {**os.environ, **plan.env}
+        compile_operators(plan.argv, environ)
         recorder = self._record(plan) if plan.details and "RANK" not in environ else None
         if recorder:
             environ[env.RANK_FOLDER] = str(recorder.folder.get_rank(0, 0).path)

@@ -41,6 +41,7 @@ from accel_cli.runner import failures, rendezvous
 from accel_cli.runner.bootstrap import BootstrapStore, RendezvousProgress, ScriptIdentity
 from accel_cli.runner.failures import Cause, Failure, FailureExchange
 from accel_cli.runner.guard import send_signal
+from accel_cli.runner.operators import compile_operators
 from accel_cli.runner.output import LogWarning, RankOutputs
 from accel_cli.runner.processes import OomKillCounter, ReplicaWatch, WorkerProcesses, check_open_files
 from accel_cli.runner.recorder import RunRecorder, SilenceHint, build_record
@@ -95,6 +96,7 @@ def run(plan: Plan, server: ForkServer | None = None) -> int:
     os.environ.update(plan.env)
     with SignalHandlers(shutdown_timeout=settings.shutdown_timeout) as signals:
         try:
+            compile_operators(plan.argv, os.environ)
             return _run_and_record(plan, settings, signals, server)
         except SignalException as error:
             # The rendezvous stays open, so that other nodes can continue without this one.
