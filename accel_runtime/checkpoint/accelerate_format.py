@@ -144,6 +144,7 @@ def _plan_restore(
     lost = [f"{skipped.item}: {skipped.reason}" for skipped in checkpoint.refused if skipped.item == "loader"]
     if engines is not None and not checkpoint.world_size:
         lost = ["DeepSpeed does not save random states, nor the position of loaders"]
+    lost += engines.missing if engines is not None else []
     if engines is not None and "scaler" in engines.manifest.values.keys() - {item.name for item in items}:
         lost.append("scaler: this run scales no loss")
     micro_batches = checkpoint.step % run.accumulation.steps

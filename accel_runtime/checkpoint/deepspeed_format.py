@@ -33,9 +33,14 @@ class EngineStates:
     """
 
     def __init__(self, folder: Path, items: Sequence[StateItem], without: Sequence[str] = ()) -> None:
-        self._snapshot = open_deepspeed_checkpoint(
-            folder, lambda manifest: _fit_manifest(_remove_items(manifest, without), items)
-        )
+        self.missing: list[str] = []
+        """What the files do not contain, with its item."""
+
+        def adapt(manifest: Manifest) -> Manifest:
+            self.missing = _list_missing(manifest)
+            return _fit_manifest(_remove_items(manifest, without), items)
+
+        self._snapshot = open_deepspeed_checkpoint(folder, adapt)
 
     @property
     def manifest(self) -> Manifest:
@@ -82,6 +87,15 @@ class EngineStates:
         stored = [item for item in items if item.name in self.manifest.values]
         reader.check(stored)
         return reader.read(stored)
+
+
+def _list_missing(manifest: Manifest) -> list[str]:
+    """Return the optimizers whose groups have no options, as DeepSpeed saves them with `elastic_checkpoint`."""
+    return [
+        f"{name}: with elastic_checkpoint, DeepSpeed does not save learning rates and other options of groups"
+        for name, value in manifest.values.items()
+        if any(set(group) == {"params"} for group in value.get("groups", ()))
+    ]
 
 
 def _remove_items(manifest: Manifest, names: Sequence[str]) -> Manifest:

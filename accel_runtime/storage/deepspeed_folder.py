@@ -155,10 +155,8 @@ def read_engine(folder: Path) -> Engine:
     else:
         optimizer, scaler = common.get("optimizer"), None
         if isinstance(optimizer, dict) and "param_groups" not in optimizer:
-            raise CheckpointError(
-                f"{folder} was written in stage 0 in float16, whose optimizer state has no names of parameters. Save it with "
-                "DeepSpeed in stage 1."
-            )
+            # In stage 0 with 16 bits, float32 weights and moments have no names. The weights of the model remain.
+            optimizer = None
     trained = frozenset(weights)
     weights |= _read_frozen(states, trained, model_files)
     shared = common.get("shared_params") or {}

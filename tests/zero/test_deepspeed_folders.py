@@ -22,7 +22,17 @@ MAKER = Path(__file__).parents[1] / "data" / "deepspeed-0.19.8" / "make.py"
         "stage3-elsewhere",
         *(
             pytest.param(case, marks=pytest.mark.slow)
-            for case in ("stage1", "stage1-bf16", "stage2-bf16", "stage2", "stage3-bf16", "universal2")
+            for case in (
+                "stage1",
+                "stage1-bf16",
+                "stage2",
+                "stage2-bf16",
+                "stage2-elastic",
+                "stage2-offload",
+                "stage3-bf16",
+                "stage3-offload",
+                "universal2",
+            )
         ),
     ],
 )

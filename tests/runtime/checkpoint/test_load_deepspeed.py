@@ -11,6 +11,7 @@ import shutil
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -69,6 +70,25 @@ class Run:
             for name, each in tensors.items()
         }
         return {name: each.detach().clone() for name, each in full.items()}
+
+
+def load_unsafely(path):
+    """Return the content of a file of DeepSpeed without DeepSpeed: its classes become objects of no class."""
+
+    class Plain(Unknown):
+        def __reduce__(self):
+            return dict, ()
+
+    class Modules(pickle.Unpickler):
+        def find_class(self, module, name):
+            if module.startswith("deepspeed"):
+                return int if name == "ZeroStageEnum" else Plain
+            return super().find_class(module, name)
+
+    simulated = SimpleNamespace(
+        Unpickler=Modules, __name__="pickle", load=pickle.load, Pickler=pickle.Pickler
+    )
+    return torch.load(path, pickle_module=simulated, weights_only=False)
 
 
 def copy(case, tmp_path):
@@ -163,6 +183,36 @@ def test_frozen_parameters_may_be_in_a_group_of_the_optimizer():
     accelerator.load_state(DATA / "stage3-sub-groups" / "checkpoint")
     assert len(optimizer.state) == 6
     assert optimizer.param_groups[0]["weight_decay"] == 0.1
+
+
+def test_every_engine_of_a_checkpoint_of_accelerate_is_loaded(tmp_path):
+    folder, maker = copy("accelerate", tmp_path), load_maker()
+    shutil.copytree(folder / "pytorch_model", folder / "pytorch_model_1")
+    accelerator = Accelerator()
+    models, optimizers = zip(*[maker.build() for _ in range(2)], strict=True)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizers[0])
+    accelerator.prepare(*models, *optimizers, schedule)
+    accelerator.load_state(folder)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        assert torch.equal(model.hidden.weight, expect("accelerate")["weight.hidden.weight"])
+        found = optimizer.state[model.scale]["exp_avg"]
+        assert torch.equal(found, expect("accelerate")["exp_avg.scale"])
+
+
+def test_options_that_an_elastic_checkpoint_lacks_are_logged(tmp_path, caplog):
+    """Its optimizer states are a list of the groups."""
+    folder = copy("stage2-fp16", tmp_path)
+    for path in folder.glob("global_step3/*optim_states.pt"):
+        content = load_unsafely(path)
+        state = content["optimizer_state_dict"]
+        del state["param_slice_mappings"]
+        state["base_optimizer_state"] = [state["base_optimizer_state"]["state"][index] for index in range(2)]
+        torch.save(content, path)
+    run = Run()
+    with caplog.at_level(logging.WARNING, "accel_runtime.checkpoint"):
+        run.accelerator.load_state(folder)
+    assert "optimizer: with elastic_checkpoint, DeepSpeed does not save learning rates" in caplog.text
+    assert same(run.read(), expect("stage2-fp16"))
 
 
 @pytest.mark.parametrize(
