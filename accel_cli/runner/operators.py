@@ -17,6 +17,8 @@ __all__ = ["compile_operators"]
 
 COMMAND = ("-m", "accel_runtime.parallel.deepspeed.operators")
 """Arguments of the interpreter."""
+_EXIT_S = 5
+"""Seconds that the compilation has to end after an interrupt."""
 
 
 def compile_operators(argv: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -47,6 +49,11 @@ def compile_operators(argv: Sequence[str], environ: Mapping[str, str]) -> None:
         try:
             text, _ = process.communicate()
         except BaseException:
+            # ninja ends its compilers, which are in groups of their own, if it is interrupted and not killed.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_EXIT_S)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             raise

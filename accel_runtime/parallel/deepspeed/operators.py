@@ -293,6 +293,8 @@ def main() -> int:
         device = _choose_device(settings)
         if names := list_operators(config, device):
             build_operators(names, prepare_environment(device))
+    except KeyboardInterrupt:
+        return 130
     except (OperatorError, SettingsError) as error:
         os.write(result, str(error).encode())
         return 1
