@@ -6,7 +6,6 @@ Seen in deepspeed 0.19.8. No other module touches a private member of deepspeed.
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+from accel_runtime.parallel.deepspeed.operators import check_installation, prepare_environment
+
+check_installation()
+prepare_environment("cuda" if torch.cuda.is_available() else "cpu")
 with warnings.catch_warnings():
     # Of torch, at each import of modules that deepspeed uses.
     warnings.simplefilter("ignore")

@@ -31,7 +31,6 @@ __all__ = ["OperatorError", "build_operators", "check_installation", "list_opera
 
 _EXTENSIONS = "TORCH_EXTENSIONS_DIR"
 _OLDEST = (0, 19)
-_OPTIMIZERS = {"adam": "Adam", "adamw": "Adam", "adagrad": "Adagrad", "lion": "Lion", "lamb": "Lamb"}
 _NOTE_S, _POLL_S = 5.0, 0.2
 """Seconds after which a waiting process says so, and between two attempts to lock."""
 _LOADING_S = 60.0
@@ -122,21 +121,13 @@ def check_installation() -> None:
 def list_operators(config: DeepSpeedConfig, device_type: str) -> tuple[str, ...]:
     """Return the builders of the operators that a configuration uses, as deepspeed names them.
 
-    The optimizer of a script is torch's; only one that the configuration names is deepspeed's own.
+    Optimizers are torch's, those that the JSON file describes too, so that only offloading to a disk needs one. A script that
+    creates an optimizer of deepspeed compiles it in its ranks.
     """
-    names = []
-    kind = _OPTIMIZERS.get(str(config.get("optimizer.type", "")).lower())
-    offload = config.get("zero_optimization.offload_optimizer.device", "none")
-    uses_torch = kind == "Adam" and config.get("optimizer.params.torch_adam", default=False)
-    if kind is not None and not uses_torch:
-        if offload != "none" and kind != "Lamb":
-            names.append(f"CPU{kind}Builder")
-        elif kind != "Adagrad":
-            names.append(f"Fused{kind}Builder")
-    parameters = config.get("zero_optimization.offload_param.device", "none")
-    if "nvme" in {offload, parameters}:
-        names.append("AsyncIOBuilder")
-    return tuple(names) if device_type in {"cpu", "cuda"} else ()
+    devices = {
+        config.get(f"zero_optimization.{name}.device") for name in ("offload_optimizer", "offload_param")
+    }
+    return ("AsyncIOBuilder",) if "nvme" in devices and device_type in {"cpu", "cuda"} else ()
 
 
 def build_operators(names: Sequence[str], folder: Path, note: Callable[[str], None] = _print_note) -> None:
