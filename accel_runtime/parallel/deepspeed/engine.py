@@ -127,7 +127,7 @@ class Engine:
         if not self._has_gradients:
             return
         self._finish()
-        self.was_skipped = not self.sharded.step(self._read_divisor() * loss_scale)
+        self.was_skipped = not self.sharded.step(self._read_divisor() * loss_scale, self.versions)
         self._forget()
 
     @property

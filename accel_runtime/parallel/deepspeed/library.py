@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from accel_runtime.parallel.deepspeed.fragments import Fragment, FragmentStates
 from accel_runtime.parallel.deepspeed.operators import check_installation, prepare_environment
 
 check_installation()
@@ -31,7 +31,6 @@ __all__ = [
     "SCHEDULERS",
     "VERSION",
     "DynamicLossScaler",
-    "Fragment",
     "ShardedOptimizer",
     "build_engine",
     "gather",
@@ -100,24 +99,6 @@ def gather(parameters: Sequence[nn.Parameter], *, writer: int | None = None) -> 
         yield
 
 
-@dataclass(frozen=True)
-class Fragment:
-    """The part of a parameter whose master weights and optimizer state this rank has, in a flat tensor of a group."""
-
-    parameter: nn.Parameter
-    flat: torch.Tensor
-    """The master weights of a group of parameters on this rank, `[n]`; the key of their state."""
-    start: int
-    """Offset in `flat`."""
-    offset: int
-    """Offset in the flattened parameter."""
-    length: int
-
-    def select(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the fragment of a tensor with the shape of `flat`: `[length]`."""
-        return flat.narrow(0, self.start, self.length)
-
-
 class ShardedOptimizer:
     """The ZeRO optimizer of an engine: its gradients, norm, step and state.
 
@@ -133,6 +114,8 @@ class ShardedOptimizer:
         self._zero: Any = engine.optimizer
         self._engine = engine  # keeps what the hooks of the module use
         self._shards_gradients, self._shards_parameters = stage > 1, stage == _STAGE_OF_PARAMETERS
+        self.states = FragmentStates(self._zero.optimizer, self.list_fragments)
+        """The states of the optimizer by parameter."""
 
     # Backward passes -------------------------------------------------------------------
 
@@ -186,9 +169,13 @@ class ShardedOptimizer:
         )
         return torch.as_tensor(norm, dtype=torch.float32)
 
-    def step(self, divisor: float) -> bool:
-        """Divide the final gradients, step, and clear them; return False if they were not finite. Collective."""
+    def step(self, divisor: float, reached: Collection[nn.Parameter]) -> bool:
+        """Divide the final gradients, step the reached parameters, and clear gradients; return False if they were not finite.
+
+        Collective.
+        """
         zero = self._zero
+        self.states.set_reached(reached)
         zero.custom_loss_scaler, zero.external_loss_scale = True, divisor
         zero.step()
         zero.zero_grad()
@@ -304,15 +291,6 @@ class ShardedOptimizer:
         ):
             begin, end = max(position, first), min(position + parameter.numel(), first + size)
             yield Fragment(parameter, flat, begin - first, begin - position, end - begin)
-
-    def get_state(self, flat: torch.Tensor) -> dict[str, Any]:
-        """Return the state of the wrapped optimizer for a flat tensor."""
-        state: dict[str, Any] = self._zero.optimizer.state.get(flat, {})
-        return state
-
-    def set_state(self, flat: torch.Tensor, state: dict[str, Any]) -> None:
-        """Set the state of the wrapped optimizer for a flat tensor."""
-        self._zero.optimizer.state[flat] = state
 
     def refresh_parameters(self) -> None:
         """Set the parameters of the model to the master weights; collective."""

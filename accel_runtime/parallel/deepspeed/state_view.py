@@ -20,7 +20,8 @@ from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
 from accel_runtime.parallel.deepspeed.engine import Engine
-from accel_runtime.parallel.deepspeed.library import Fragment, gather, is_partitioned
+from accel_runtime.parallel.deepspeed.fragments import Fragment
+from accel_runtime.parallel.deepspeed.library import gather, is_partitioned
 from accel_runtime.parallel.dtensor import gather_tensor
 from accel_runtime.parallel.strategy import StateView
 
@@ -112,44 +113,24 @@ class ZeroStateView(StateView):
             for group, parameters in zip(optimizer.param_groups, engine.groups, strict=True)
         ]
         copy.state = defaultdict(dict)
-        fragments = engine.sharded.list_fragments()
-        keys, options = self._list_keys(engine, fragments)
-        for parameter in engine.trained if keys or options else ():
-            copy.state[self._copies[parameter]] |= {
-                key: value.clone() if isinstance(value, torch.Tensor) else value
-                for key, value in options.items()
-            }
-        for key in keys:
-            values = [(f, f.select(engine.sharded.get_state(f.flat)[key])) for f in fragments]
-            for parameter, full in gather_full(engine.trained, values, self._device):
+        states = {f: engine.sharded.states.get(f) for f in engine.sharded.list_fragments()}
+        scalars, keys = _gather_scalars(engine, states)
+        for parameter, values in scalars.items():
+            copy.state[self._copies[parameter]] = values
+        for key, parameters in keys.items():
+            parts = [(f, state[key]) for f, state in states.items() if key in state]
+            for parameter, full in gather_full(parameters, parts, self._device):
                 copy.state[self._copies[parameter]][key] = _shard(full, self._mesh)
         return copy
-
-    @staticmethod
-    def _list_keys(engine: Engine, fragments: Sequence[Fragment]) -> tuple[list[str], dict[str, Any]]:
-        """Return the keys of states with a value for each element, and the other states, which are equal for all parameters.
-
-        They are exchanged, since a rank may have no fragment.
-        """
-        keys: dict[str, None] = {}
-        options: dict[str, Any] = {}
-        for flat in {id(fragment.flat): fragment.flat for fragment in fragments}.values():
-            for key, value in engine.sharded.get_state(flat).items():
-                if _has_elements_of(value, flat):
-                    keys[key] = None
-                else:
-                    options[key] = value.cpu() if isinstance(value, torch.Tensor) else value
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (list(keys), options))
-        found = next((each for each in gathered if any(each)), gathered[0])
-        return found[0], found[1]
 
     # Writing back ----------------------------------------------------------------------
 
     @override
     def write_back(self) -> None:
         for engine in self._engines:
-            self._scatter(engine, self._copies.__getitem__, lambda fragment: fragment.flat.detach())
+            self._scatter(
+                engine, self._copies.__getitem__, lambda fragment: fragment.select(fragment.flat.detach())
+            )
         for optimizer, copy in zip(self._optimizers, self.optimizers, strict=True):
             if optimizer in self._engine_of:
                 self._write_optimizer(self._engine_of[optimizer], optimizer, copy)
@@ -165,49 +146,90 @@ class ZeroStateView(StateView):
     def _scatter(
         self,
         engine: Engine,
-        find: Callable[[nn.Parameter], torch.Tensor],
+        find: Callable[[nn.Parameter], torch.Tensor | None],
         select: Callable[[Fragment], torch.Tensor],
     ) -> None:
-        """Write the fragments of this rank in flat tensors from the sharded tensors of all parameters."""
+        """Write the fragments of this rank in flat tensors from the sharded tensors of parameters that have one."""
         by_parameter: dict[nn.Parameter, list[Fragment]] = defaultdict(list)
         for fragment in engine.sharded.list_fragments():
             by_parameter[fragment.parameter].append(fragment)
         for parameter in engine.trained:
-            full = gather_tensor(find(parameter)).reshape(-1)
+            sharded = find(parameter)
+            if sharded is None:
+                continue
+            full = gather_tensor(sharded).reshape(-1)
             for fragment in by_parameter[parameter]:
-                fragment.select(select(fragment)).copy_(full.narrow(0, fragment.offset, fragment.length))
+                select(fragment).copy_(full.narrow(0, fragment.offset, fragment.length))
 
     def _write_optimizer(
         self, engine: Engine, optimizer: torch.optim.Optimizer, copy: torch.optim.Optimizer
     ) -> None:
         for group, copied in zip(optimizer.param_groups, copy.param_groups, strict=True):
             group.update({key: value for key, value in copied.items() if key != "params"})
-        states = {parameter: copy.state.get(self._copies[parameter], {}) for parameter in engine.trained}
-        keys: dict[str, None] = {}
-        options: dict[str, Any] = {}
-        for parameter, state in states.items():
-            for key, value in state.items():
-                if _has_elements_of(value, self._copies[parameter]):
-                    keys[key] = None
-                else:
-                    options[key] = value
-        for flat in engine.sharded.list_flats():
-            state = {
-                key: value.clone() if isinstance(value, torch.Tensor) else value
-                for key, value in options.items()
-            }
-            engine.sharded.set_state(flat, state | {key: torch.zeros_like(flat.detach()) for key in keys})
+        copied_states = {
+            parameter: copy.state.get(self._copies[parameter], {}) for parameter in engine.trained
+        }
+        keys = {
+            key: None
+            for parameter, state in copied_states.items()
+            for key, value in state.items()
+            if _is_elementwise(key, value, parameter)
+        }
+        states = engine.sharded.states
+        states.clear()
+        for fragment in engine.sharded.list_fragments():
+            if state := copied_states[fragment.parameter]:
+                values = {
+                    key: torch.zeros_like(fragment.select(fragment.flat.detach()))
+                    if key in keys
+                    else value.clone()
+                    if isinstance(value, torch.Tensor)
+                    else value
+                    for key, value in state.items()
+                }
+                states.set(fragment, values)
         for key in keys:
+            self._scatter(
+                engine,
+                lambda parameter, key=key: copied_states[parameter].get(key),  # type: ignore[misc]
+                lambda fragment, key=key: states.get(fragment)[key],  # type: ignore[misc]
+            )
 
-            def find(parameter: nn.Parameter, key: str = key) -> torch.Tensor:
-                value = states[parameter].get(key)
-                return torch.zeros(_shape(parameter)) if value is None else value
 
-            def select(fragment: Fragment, key: str = key) -> torch.Tensor:
-                value: torch.Tensor = engine.sharded.get_state(fragment.flat)[key]
-                return value
+def _gather_scalars(
+    engine: Engine, states: Mapping[Fragment, Mapping[str, Any]]
+) -> tuple[dict[nn.Parameter, dict[str, Any]], dict[str, list[nn.Parameter]]]:
+    """Return the states that are not one number for each element, by parameter, and the parameters of the others by key.
 
-            self._scatter(engine, find, select)
+    They are exchanged, since a rank has fragments of some parameters only.
+    """
+    positions = {parameter: position for position, parameter in enumerate(engine.trained)}
+    own: dict[int, tuple[dict[str, Any], tuple[str, ...]]] = {}
+    for fragment, state in states.items():
+        keys = tuple(
+            key
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor) and value.shape == (fragment.length,)
+        )
+        scalars = {
+            key: value.cpu() if isinstance(value, torch.Tensor) else value
+            for key, value in state.items()
+            if key not in keys
+        }
+        if state:
+            own[positions[fragment.parameter]] = scalars, keys
+    gathered: list[dict[int, tuple[dict[str, Any], tuple[str, ...]]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    merged = {position: values for each in gathered for position, values in each.items()}
+    by_parameter, by_key = {}, defaultdict(list)
+    for position, (scalars, keys) in sorted(merged.items()):
+        parameter = engine.trained[position]
+        by_parameter[parameter] = {
+            key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in scalars.items()
+        }
+        for key in keys:
+            by_key[key].append(parameter)
+    return by_parameter, dict(by_key)
 
 
 def gather_full(
@@ -261,5 +283,14 @@ def _shard(full: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return DTensor.from_local(shard, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=stride).cpu()
 
 
-def _has_elements_of(value: Any, parameter: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and bool(value.dim())
+def _is_elementwise(key: str, value: Any, parameter: torch.Tensor) -> bool:
+    """Return whether a state has one number for each element of a parameter."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.shape == _shape(parameter)
+        and (bool(value.dim()) or key not in _SCALARS)
+    )
+
+
+_SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
+"""States of torch's optimizers that are one number, also for parameters that are."""
