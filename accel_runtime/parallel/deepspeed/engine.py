@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -45,6 +46,12 @@ class Engine:
         self._has_gradients = self._is_reached = self._is_final = False
         self._is_clean = False
         """True if no buffer has gradients of an earlier cycle."""
+        self._frozen = [parameter for parameter in self.parameters if not parameter.requires_grad]
+        self._uncleared: set[nn.Parameter] = set()
+        """The parameters whose gradients the script has not cleared since the newest step."""
+        self._continues = False
+        """True if a backward pass has reached such parameters: its gradients would be added to those of that step."""
+        self._is_gathered = False
         self._divisors: dict[nn.Parameter, torch.Tensor] = {}
         """Divisor of the gradients by the first parameter that it was set for; the groups of one engine have equal ones."""
         self._clip_factor: torch.Tensor | None = None
@@ -57,8 +64,8 @@ class Engine:
                 f"backward() reached parameters of {type(self.optimizer).__name__} after their gradients were read, by a norm or by "
                 "clipping, and ZeRO cannot add to them any more. Run all backward passes of a step first."
             )
-        if not self._is_reached:
-            self._is_reached = True
+        self._is_reached = True
+        self._continues = self._continues or parameter in self._uncleared
         self._touch(parameter)
 
     def _touch(self, parameter: nn.Parameter) -> None:
@@ -67,6 +74,11 @@ class Engine:
 
     def begin_backward(self) -> None:
         """Prepare for a backward pass, which may not reach the parameters."""
+        if any(parameter.requires_grad for parameter in self._frozen):
+            raise RuntimeError(
+                f"Parameters of {type(self.optimizer).__name__} were frozen in prepare() and require gradients now, for which ZeRO has no "
+                "optimizer state. Freeze parameters after prepare(), or unfreeze them and prepare a new model in a new process."
+            )
         self._is_reached = False
         if self._is_final:
             return
@@ -110,6 +122,11 @@ class Engine:
             self._touch(parameter)
 
     def _finish(self) -> None:
+        if self._continues:
+            raise RuntimeError(
+                f"The gradients of {type(self.optimizer).__name__} were not cleared after its last step: others would be added to them, "
+                "which ZeRO cannot do. Call optimizer.zero_grad() after each step."
+            )
         if not self._is_final:
             self.sharded.finish_cycle()
             self._is_final = True
@@ -123,12 +140,18 @@ class Engine:
 
     def step(self, loss_scale: float = 1.0) -> None:
         """Step with the gradients of the cycle, if there are any, divided by the scale of the loss; collective."""
+        if self._is_gathered:
+            raise RuntimeError(
+                "optimizer.step() inside gathered(model) would change the shards but not the gathered parameters. Exit the context first."
+            )
         self.was_skipped = False
         if not self._has_gradients:
             return
         self._finish()
-        self.was_skipped = not self.sharded.step(self._read_divisor() * loss_scale, self.versions)
+        reached = set(self.versions)
+        self.was_skipped = not self.sharded.step(self._read_divisor() * loss_scale, reached)
         self._forget()
+        self._uncleared.update(reached)
 
     @property
     def has_gradients(self) -> bool:
@@ -148,10 +171,31 @@ class Engine:
         """Discard the gradients of the cycle."""
         if self._has_gradients:
             self.sharded.clear_gradients()
+        self._uncleared.clear()
         self._forget()
 
+    def clear_part(self, parameters: Collection[nn.Parameter]) -> None:
+        """Discard the gradients of some parameters; raise RuntimeError if others have gradients."""
+        if not self.versions.keys() <= set(parameters):
+            raise RuntimeError(
+                f"model.zero_grad() would clear a part of the gradients of {type(self.optimizer).__name__}, which ZeRO cannot do. Call "
+                "optimizer.zero_grad()."
+            )
+        uncleared = self._uncleared.difference(parameters)
+        self.clear_gradients()
+        self._uncleared = uncleared
+
+    @contextmanager
+    def refuse_steps(self) -> Iterator[None]:
+        """Return a context in which the parameters are gathered, so that a step is an error."""
+        self._is_gathered = True
+        try:
+            yield
+        finally:
+            self._is_gathered = False
+
     def _forget(self) -> None:
-        self._has_gradients = self._is_final = False
+        self._has_gradients = self._is_final = self._continues = False
         self._divisors.clear()
         self._clip_factor = None
         self.versions.clear()

@@ -37,6 +37,7 @@ __all__ = [
     "hide_deprecations",
     "hide_warnings",
     "is_partitioned",
+    "keep_graph",
     "set_leaf_modules",
 ]
 
@@ -97,6 +98,24 @@ def gather(parameters: Sequence[nn.Parameter], *, writer: int | None = None) -> 
     """Return a context in which partitioned parameters are full; `writer` is the rank whose changes are kept."""
     with deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=writer):
         yield
+
+
+@contextmanager
+def keep_graph(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Return a context for a backward pass whose graph is used again.
+
+    Stage 3 gathers the parameters of a module in as many backward passes as there were forward passes.
+    """
+    modules = {module: None for model in models for module in model.modules()}
+    counts = [
+        (module, name, vars(module)[name])
+        for module in modules
+        for name in ("applied_pre_backward_ref_cnt", "ds_grads_remaining")
+        if name in vars(module)
+    ]
+    yield
+    for module, name, count in counts:
+        setattr(module, name, count)
 
 
 class ShardedOptimizer:

@@ -33,6 +33,7 @@ from accel_runtime.parallel.deepspeed.library import (
     gather,
     hide_deprecations,
     is_partitioned,
+    keep_graph,
 )
 from accel_runtime.parallel.deepspeed.loss_scale import LossScale
 from accel_runtime.parallel.deepspeed.state_view import ZeroStateView, gather_full
@@ -139,6 +140,8 @@ class Zero(Strategy):
                 self.move_model(request.model)
                 broadcast_parameters(request.model, self.backend)
             request.set_forward(request.model)
+            if not isinstance(vars(request.model).get("zero_grad"), _ZeroGrad):
+                request.model.zero_grad = _ZeroGrad(request.model.zero_grad, self._clear_model)  # type: ignore[method-assign]
             self._models.append(request.model)
         for optimizer in optimizers:
             _refuse_optimizer(optimizer, self.config)
@@ -269,7 +272,10 @@ class Zero(Strategy):
         engines = list(self._engines.values())
         for engine in engines:
             engine.begin_backward()
-        super().backward(loss, options)
+        with ExitStack() as stack:
+            if options.get("retain_graph") and self._stage == _STAGE_OF_PARAMETERS:
+                stack.enter_context(keep_graph(self._models))
+            super().backward(loss, options)
         for engine in engines:
             engine.end_backward()
 
@@ -400,6 +406,12 @@ class Zero(Strategy):
         else:
             engine.clear_gradients()
 
+    def _clear_model(self, model: nn.Module) -> None:
+        parameters = set(model.parameters())
+        for engine in self._engines.values():
+            if not parameters.isdisjoint(engine.parameters):
+                engine.clear_part(parameters)
+
     # State -----------------------------------------------------------------------------
 
     @override
@@ -429,21 +441,30 @@ class Zero(Strategy):
         partitioned = [parameter for parameter in model.parameters() if is_partitioned(parameter)]
         with ExitStack() as stack:
             for engine in engines:
-                stack.callback(engine.optimizer.register_step_pre_hook(_refuse_step).remove)
+                stack.enter_context(engine.refuse_steps())
             stack.enter_context(gather(partitioned, writer=0))
             yield model
         for engine in engines:
             engine.sharded.refresh_master_weights()
 
 
+class _ZeroGrad:
+    """`zero_grad` of a prepared model, whose gradients are not in `parameter.grad`; copies of the model have torch's."""
+
+    def __init__(self, zero_grad: Callable[..., None], clear: Callable[[nn.Module], None] | None) -> None:
+        self._zero_grad, self._clear = zero_grad, clear
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        self._zero_grad(set_to_none)
+        if self._clear is not None:
+            self._clear(self._zero_grad.__self__)  # type: ignore[attr-defined]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_zero_grad": self._zero_grad, "_clear": None}
+
+
 def _name_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _refuse_step(*_: Any) -> None:
-    raise RuntimeError(
-        "optimizer.step() inside gathered(model) would change the shards but not the gathered parameters. Exit the context first."
-    )
 
 
 def _missing_error(optimizer: torch.optim.Optimizer, missing: Iterable[torch.Tensor]) -> ValueError:
