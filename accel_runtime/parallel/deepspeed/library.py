@@ -5,9 +5,10 @@ Seen in deepspeed 0.19.8. No other module touches a private member of deepspeed.
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,6 +37,7 @@ __all__ = [
     "gather",
     "hide_deprecations",
     "hide_warnings",
+    "is_available",
     "is_partitioned",
     "keep_graph",
     "set_leaf_modules",
@@ -57,13 +59,17 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def build_engine(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Mapping[str, Any]) -> Any:
-    """Return deepspeed's engine for a model and its optimizer, which it changes in place; collective."""
+    """Return deepspeed's engine for a model, equal on all ranks, and its optimizer, which it changes in place; collective."""
     hide_deprecations()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _skip_broadcast():
         warnings.simplefilter("ignore")  # as above: it imports more modules here
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=dict(config), dist_init_required=False
         )
+    offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
+    for name in ("pre_sub_module_forward_function", "post_sub_module_forward_function"):
+        if hasattr(offload, name):
+            setattr(offload, name, _leave_inference_mode(getattr(offload, name)))
     return engine
 
 
@@ -83,6 +89,32 @@ def hide_warnings() -> Iterator[None]:
         _LOG.setLevel(level)
 
 
+@contextmanager
+def _skip_broadcast() -> Iterator[None]:
+    """Build engines without the broadcast of all parameters, which are equal; it raises for parameters without dimensions."""
+    engine_class = deepspeed.DeepSpeedEngine
+    broadcast = engine_class._broadcast_model  # noqa: SLF001
+    engine_class._broadcast_model = lambda _: None  # noqa: SLF001
+    try:
+        yield
+    finally:
+        engine_class._broadcast_model = broadcast  # noqa: SLF001
+
+
+def _leave_inference_mode(function: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+    """Return a function that gathers parameters as tensors that a later backward pass can use."""
+
+    @functools.wraps(function)
+    def call(module: nn.Module) -> None:
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(mode=False):
+                function(module)
+        else:
+            function(module)
+
+    return call
+
+
 def set_leaf_modules(model: nn.Module, classes: Sequence[type[nn.Module]]) -> None:
     """Let stage 3 gather the parameters of modules of these classes together."""
     deepspeed.utils.set_z3_leaf_modules(model, list(classes))
@@ -91,6 +123,11 @@ def set_leaf_modules(model: nn.Module, classes: Sequence[type[nn.Module]]) -> No
 def is_partitioned(parameter: torch.Tensor) -> bool:
     """Return whether stage 3 has partitioned a parameter."""
     return hasattr(parameter, "ds_id")
+
+
+def is_available(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter is full on this rank."""
+    return not is_partitioned(parameter) or parameter.ds_status.name == "AVAILABLE"  # type: ignore[attr-defined]
 
 
 @contextmanager

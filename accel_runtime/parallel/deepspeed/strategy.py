@@ -36,6 +36,7 @@ from accel_runtime.parallel.deepspeed.library import (
     keep_graph,
 )
 from accel_runtime.parallel.deepspeed.loss_scale import LossScale
+from accel_runtime.parallel.deepspeed.modules import make_copyable, watch_zero_grad
 from accel_runtime.parallel.deepspeed.state_view import ZeroStateView, gather_full
 from accel_runtime.parallel.dtensor import shard_like
 from accel_runtime.parallel.fully_shard import broadcast_parameters
@@ -136,12 +137,14 @@ class Zero(Strategy):
         for request in models:
             refuse_meta_model(request.model)
             refuse_max_norm(request.model, ())
-            if request.is_placed and not any(map(is_partitioned, request.model.parameters())):
-                self.move_model(request.model)
+            if self._stage == _STAGE_OF_PARAMETERS:
+                _refuse_scalars(request.model)
+            if not any(map(is_partitioned, request.model.parameters())):
+                if request.is_placed:
+                    self.move_model(request.model)
                 broadcast_parameters(request.model, self.backend)
             request.set_forward(request.model)
-            if not isinstance(vars(request.model).get("zero_grad"), _ZeroGrad):
-                request.model.zero_grad = _ZeroGrad(request.model.zero_grad, self._clear_model)  # type: ignore[method-assign]
+            watch_zero_grad(request.model, self._clear_model)
             self._models.append(request.model)
         for optimizer in optimizers:
             _refuse_optimizer(optimizer, self.config)
@@ -153,6 +156,8 @@ class Zero(Strategy):
             )
             if is_evaluated and self._stage == _STAGE_OF_PARAMETERS and not self._is_in_engine(request.model):
                 self._partitioned.append(build_engine(request.model, None, self._build_config(request.model)))
+            if self._stage == _STAGE_OF_PARAMETERS:
+                make_copyable(request.model)
         return [request.model for request in models]
 
     def _is_in_engine(self, model: nn.Module) -> bool:
@@ -448,19 +453,13 @@ class Zero(Strategy):
             engine.sharded.refresh_master_weights()
 
 
-class _ZeroGrad:
-    """`zero_grad` of a prepared model, whose gradients are not in `parameter.grad`; copies of the model have torch's."""
-
-    def __init__(self, zero_grad: Callable[..., None], clear: Callable[[nn.Module], None] | None) -> None:
-        self._zero_grad, self._clear = zero_grad, clear
-
-    def __call__(self, set_to_none: bool = True) -> None:
-        self._zero_grad(set_to_none)
-        if self._clear is not None:
-            self._clear(self._zero_grad.__self__)  # type: ignore[attr-defined]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_zero_grad": self._zero_grad, "_clear": None}
+def _refuse_scalars(model: nn.Module) -> None:
+    """Raise ValueError for parameters that deepspeed cannot partition."""
+    if scalars := [name for name, p in model.named_parameters() if not p.dim() and not is_partitioned(p)]:
+        raise ValueError(
+            f"{type(model).__name__} cannot be sharded by ZeRO stage 3: {scalars[0]} has no dimensions. Create it with one element, as in "
+            "torch.ones(1), or use stage 2."
+        )
 
 
 def _name_dtype(dtype: torch.dtype) -> str:
