@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -50,3 +51,37 @@ def test_a_new_checkpoint_has_the_weights_and_moments_in_memory(case, tmp_path):
         kind, _, parameter = name.partition(".")
         stored = found[parameter if kind in {"weight", "buffer"} else f"state.model.{parameter}.{kind}"]
         assert stored.to(tensor.dtype).equal(tensor), name
+
+
+def load_and_compare(case, stage):
+    """Load a checkpoint of DeepSpeed into ZeRO; return the names of tensors that differ from those in DeepSpeed's memory."""
+    from unittest import mock
+
+    from accel_runtime import Accelerator
+
+    spec = importlib.util.spec_from_file_location("make_deepspeed_data", MAKER)
+    maker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(maker)
+    with mock.patch.dict(os.environ, {"ACCEL_DEEPSPEED_STAGE": stage}):
+        accelerator = Accelerator()
+    model, optimizer = accelerator.prepare(*maker.build())
+    accelerator.load_state(MAKER.parent / case / "checkpoint", strict=False)
+    expected = load_file(MAKER.parent / case / "expected.safetensors")
+    view = accelerator._run.strategy.open_state([model], [optimizer.optimizer])
+    found = {}
+    for name, parameter in view.models[0].named_parameters():
+        found[f"weight.{name}"] = parameter
+        found |= {f"{key}.{name}": value for key, value in view.optimizers[0].state[parameter].items()}
+    full = {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in found.items()
+    }
+    assert optimizer.steps == 3
+    return [
+        name for name in expected.keys() & full.keys() if not full[name].float().equal(expected[name].float())
+    ]
+
+
+@pytest.mark.parametrize("stage", ["1", "2", "3"])
+def test_checkpoints_of_deepspeed_load_into_zero_of_any_stage(clusters, stage):
+    for case in ("stage3-sub-groups", "accelerate", "stage1-bf16-fp32-gradients"):
+        assert clusters[3].run(load_and_compare, case, stage) == [[]] * 3

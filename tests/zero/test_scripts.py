@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from support.models import TiedNet, TwoLayerNet
+from support.models import TiedNet
 from support.runs.zero_runs import connect
 from torch import nn
 from torch.nn import functional
