@@ -188,7 +188,13 @@ def test_variables_and_keys_of_accelerate_stand_in_the_vocabulary_only():
         if isinstance(node, ast.Constant) and node.value in words
     }
     # A field of the plugin, a variable that a function of Accelerate's name sets, and a key in files of DeepSpeed.
-    assert spelled == {"fsdp_version", "ACCELERATE_DEBUG_RDV_FILE", "zero_stage"}
+    assert spelled == {
+        "fsdp_version",
+        "zero_stage",
+        "zero3_init_flag",
+        "zero3_save_16bit_model",
+        "ACCELERATE_DEBUG_RDV_FILE",
+    }
 
 
 def test_checkpoints_are_saved_and_loaded_without_modules_of_file_systems():

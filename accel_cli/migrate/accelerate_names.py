@@ -127,8 +127,8 @@ _MEMBERS = """
 MEMBERS = frozenset(_MEMBERS.split())
 """The methods and attributes of the Accelerator, with the private ones that published scripts read."""
 _PARAMETERS = """
-    cpu dataloader_config device_placement dispatch_batches dynamo_backend dynamo_plugin fp16 fsdp_plugin
-    gradient_accumulation_plugin gradient_accumulation_steps kwargs_handlers log_with mixed_precision
+    cpu dataloader_config deepspeed_plugin deepspeed_plugins device_placement dispatch_batches dynamo_backend
+    dynamo_plugin fp16 fsdp_plugin gradient_accumulation_plugin gradient_accumulation_steps kwargs_handlers log_with mixed_precision
     parallelism_config project_config project_dir rng_types split_batches step_scheduler_with_optimizer
 """
 PARAMETERS = frozenset(_PARAMETERS.split())

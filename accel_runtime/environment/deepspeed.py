@@ -125,6 +125,8 @@ class DeepSpeedConfig:
     """The nested keys of a JSON file; `auto` is filled in when the model is prepared."""
     sources: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Where each value comes from, by its path, such as `zero_optimization.stage`."""
+    leaf_modules: tuple[str, ...] = ()
+    """Names of classes of modules whose parameters stage 3 gathers together."""
 
     def get(self, path: str, default: Any = None) -> Any:
         """Return the value at a path; the default also for `auto`."""

@@ -136,7 +136,8 @@ CONSTRUCTOR = (
     "device_placement=True, split_batches=False, mixed_precision=None, gradient_accumulation_steps=1, cpu=False, "
     "dataloader_config=None, rng_types=None, log_with=None, project_dir=None, project_config=None, "
     "gradient_accumulation_plugin=None, step_scheduler_with_optimizer=True, kwargs_handlers=None, "
-    "dynamo_backend=None, dynamo_plugin=None, fsdp_plugin=None, parallelism_config=None"
+    "dynamo_backend=None, dynamo_plugin=None, fsdp_plugin=None, parallelism_config=None, deepspeed_plugin=None, "
+    "deepspeed_plugins=None"
 )
 OUR_OWN = (
     "checkpoints context_parallel data_parallel_size describe gather_sequence gathered load load_model preempted resume"
@@ -147,7 +148,7 @@ BY_POSITION = 6
 """Number of positional arguments of the constructor; in Accelerate, unsupported ones follow."""
 EARLY = {"fp16": True, "dispatch_batches": True}
 """Supported arguments of early versions."""
-REFUSED = "deepspeed_plugin deepspeed_plugins megatron_lm_plugin torch_tp_plugin"
+REFUSED = "megatron_lm_plugin torch_tp_plugin"
 
 # Functions, of `accelerate` or `accelerate.utils`, which both are in both places here -----
 
@@ -267,7 +268,8 @@ PLACES = {
     "parallelism_config": "ParallelismConfig",
     "scheduler": "AcceleratedScheduler",
     "state": "AcceleratorState DistributedType GradientState PartialState is_initialized",
-    "utils.dataclasses": "DistributedType DistributedDataParallelKwargs ProjectConfiguration",
+    "utils.dataclasses": "DeepSpeedPlugin DistributedType DistributedDataParallelKwargs ProjectConfiguration",
+    "utils.deepspeed": "DummyOptim DummyScheduler HfDeepSpeedConfig",
     "utils.environment": "patch_environment",
     "utils.fsdp_utils": "load_fsdp_model merge_fsdp_weights save_fsdp_model",
     "utils.imports": "is_torch_xla_available is_wandb_available is_xpu_available",
@@ -295,6 +297,10 @@ OBJECTS = {
     "DistributedDataParallelKwargs": "dim=0, broadcast_buffers=True, bucket_cap_mb=25, find_unused_parameters=False, "
     "check_reduction=False, gradient_as_bucket_view=False, static_graph=False, comm_hook='no', comm_wrapper='no', "
     "comm_state_option={}",
+    "DeepSpeedPlugin": "hf_ds_config=None, gradient_accumulation_steps=None, gradient_clipping=None, zero_stage=None, "
+    "is_train_batch_min=True, offload_optimizer_device=None, offload_param_device=None, offload_optimizer_nvme_path=None, "
+    "offload_param_nvme_path=None, zero3_init_flag=None, zero3_save_16bit_model=None, transformer_moe_cls_names=None, "
+    "enable_msamp=None, msamp_opt_level=None",
     "FullyShardedDataParallelPlugin": "fsdp_version=None, sharding_strategy=None, reshard_after_forward=None, "
     "backward_prefetch=None, mixed_precision_policy=None, auto_wrap_policy=None, cpu_offload=None, ignored_modules=None, "
     "state_dict_type=None, state_dict_config=None, optim_state_dict_config=None, limit_all_gathers=True, "
@@ -324,10 +330,16 @@ ENUMS = {
     "LoggerType": "ALL AIM TENSORBOARD WANDB TRACKIO COMETML MLFLOW CLEARML DVCLIVE SWANLAB",
     "PrecisionType": "NO FP8 FP16 BF16",
 }
-DUMMIES = ["DummyOptim", "DummyScheduler", "MegatronLMDummyScheduler"]
-"""Classes that scripts import for DeepSpeed and Megatron-LM, and use only with them."""
+DUMMIES = {
+    "DummyOptim": "params, lr=0.001, weight_decay=0, **kwargs",
+    "DummyScheduler": "optimizer, total_num_steps=None, warmup_num_steps=0, lr_scheduler_callable=None, **kwargs",
+    "HfDeepSpeedConfig": "config_file_or_dict",
+}
+"""Classes that scripts use only with DeepSpeed."""
+PLACEHOLDER = "MegatronLMDummyScheduler"
+"""A class that scripts import for Megatron-LM."""
 STATES = {
-    "AcceleratorState": "backend deepspeed_plugin destroy_process_group device distributed_type dynamo_plugin fsdp_plugin"
+    "AcceleratorState": "backend deepspeed_plugin deepspeed_plugins get_deepspeed_plugin select_deepspeed_plugin destroy_process_group device distributed_type dynamo_plugin fsdp_plugin"
     " initialized is_fsdp2 is_last_process parallelism_config"
     " is_local_main_process is_main_process local_main_process_first local_process_index main_process_first"
     " mixed_precision num_processes print process_index split_between_processes use_distributed wait_for_everyone",
@@ -456,12 +468,16 @@ def test_an_enum_has_the_members_of_accelerate(name):
 
 
 @pytest.mark.parametrize("name", DUMMIES)
-def test_a_dummy_of_deepspeed_can_be_imported_and_names_its_replacement(name):
+def test_a_class_of_deepspeed_has_the_parameters_of_accelerate(name):
+    ours = list_parameters(getattr(utils, name))
+    assert not list(list_differences(name, parse_parameters(DUMMIES[name]), ours))
+
+
+def test_a_dummy_of_megatron_can_be_imported_and_names_its_replacement():
     with pytest.raises(
-        NotImplementedError,
-        match=rf"{name}\(...\) is not supported.*Create the (optimizer|scheduler) in the script",
+        NotImplementedError, match=rf"{PLACEHOLDER}\(...\) .*Create the scheduler in the script"
     ):
-        getattr(utils, name)([torch.ones(1)], lr=0.1)
+        getattr(utils, PLACEHOLDER)([torch.ones(1)], lr=0.1)
 
 
 def test_distributed_type_tpu_is_an_alias_of_xla():
@@ -496,7 +512,12 @@ def test_an_argument_without_effect_is_rejected_by_name(name):
 
 def test_utils_exports_the_names_of_accelerate_and_accel():
     exported = {*FUNCTIONS, *OBJECTS, *ENUMS, *OURS.split(), "Accelerator", "GeneralTracker", "get_logger"}
-    assert set(utils.__all__) == exported | {"KwargsHandler", "split_between_processes", *DUMMIES}
+    assert set(utils.__all__) == exported | {
+        "KwargsHandler",
+        "split_between_processes",
+        *DUMMIES,
+        PLACEHOLDER,
+    }
 
 
 @pytest.mark.parametrize("module_name", PLACES)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["ShardedLoading", "set_sharded_loading"]
+from torch import nn
+
+from accel_runtime.environment.installation import format_install
+from accel_runtime.parallel.deepspeed.library import set_leaf_modules
+
+__all__ = ["ShardedLoading", "mark_leaf_modules", "set_sharded_loading"]
 
 
 class ShardedLoading:
@@ -54,6 +59,21 @@ def _import_transformers() -> Any:
     except ImportError as error:
         raise RuntimeError(
             "deepspeed.zero3_init needs transformers, whose models it shards while they load: it is not installed. Run "
-            "pip install transformers, or set deepspeed.zero3_init: false."
+            f"{format_install('transformers')}, or set deepspeed.zero3_init: false."
         ) from error
     return deepspeed
+
+
+def mark_leaf_modules(model: nn.Module, names: Sequence[str]) -> None:
+    """Let stage 3 gather the parameters of modules of some classes together.
+
+    Raises:
+        ValueError: The model has no module of such a class.
+    """
+    classes = {type(module) for module in model.modules() if type(module).__name__ in names}
+    if missing := set(names) - {kind.__name__ for kind in classes}:
+        raise ValueError(
+            f"Invalid DeepSpeedPlugin.transformer_moe_cls_names: {type(model).__name__} has no module of class "
+            f"{', '.join(sorted(missing))}. Correct the names."
+        )
+    set_leaf_modules(model, sorted(classes, key=lambda kind: kind.__name__))

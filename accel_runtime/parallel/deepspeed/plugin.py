@@ -5,11 +5,11 @@ from __future__ import annotations
 import base64
 import importlib.util
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from accel_runtime.environment.deepspeed import (
     AUTO,
     DeepSpeed,
     DeepSpeedConfig,
+    find_value,
     parse_deepspeed_config,
     read_deepspeed_config,
     read_deepspeed_file,
@@ -44,7 +45,7 @@ class HfDeepSpeedConfig:
         SettingsError: The file cannot be read, is not JSON, or has keys that are not supported.
     """
 
-    def __init__(self, config_file_or_dict: str | Mapping[str, Any]) -> None:
+    def __init__(self, config_file_or_dict: str | os.PathLike[str] | Mapping[str, Any]) -> None:
         self.config = _read_config(config_file_or_dict)
         """The nested keys."""
 
@@ -94,12 +95,19 @@ class HfDeepSpeedConfig:
         return any(self.get_value(path) in {"cpu", "nvme"} for path in paths)
 
 
-def _read_config(source: str | Mapping[str, Any]) -> dict[str, Any]:
-    if isinstance(source, Mapping):
-        return parse_deepspeed_config(deepcopy(dict(source)), "the configuration of DeepSpeed")
-    if Path(source).is_file():
-        return read_deepspeed_file(source)
-    for text in (source, _decode(source)):
+def _read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+    # The class of transformers with the same interface has the dict as an attribute.
+    values = getattr(source, "config", source)
+    if isinstance(values, Mapping):
+        return parse_deepspeed_config(deepcopy(dict(values)), "the configuration of DeepSpeed")
+    if not isinstance(source, (str, os.PathLike)):
+        raise TypeError(
+            f"Invalid configuration of DeepSpeed {source!r}: expected the path of a JSON file, or a dict."
+        )
+    content = os.fspath(source)
+    if os.path.isfile(content):  # noqa: PTH113 - a Path of a long text is an OSError
+        return read_deepspeed_file(content)
+    for text in (content, _decode(content)):
         try:
             values = json.loads(text)
         except json.JSONDecodeError:
@@ -129,6 +137,19 @@ _PATHS = {
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
 }
 """Fields of the plugin, and their paths in a JSON file."""
+_UNSET = {
+    "gradient_accumulation_steps": AUTO,
+    "gradient_clipping": AUTO,
+    "offload_optimizer_device": "none",
+    "offload_param_device": "none",
+    "offload_optimizer_nvme_path": "none",
+    "offload_param_nvme_path": "none",
+    "zero3_save_16bit_model": False,
+    "enable_msamp": False,
+    "msamp_opt_level": "O1",
+}
+"""Values of fields of None that nothing else sets, once an Accelerator has the plugin; those of Accelerate."""
+_DEVICES = ("none", "cpu", "nvme")
 
 
 @dataclass
@@ -164,8 +185,10 @@ class DeepSpeedPlugin(Configuration):
 
     @override
     def _check(self) -> None:
-        if self.enable_msamp:
-            raise ValueError("DeepSpeedPlugin: enable_msamp is not supported. Use mixed_precision bf16.")
+        if self.enable_msamp or self.msamp_opt_level not in {None, _UNSET["msamp_opt_level"]}:
+            raise ValueError(
+                "DeepSpeedPlugin: enable_msamp and msamp_opt_level are not supported. Use mixed_precision bf16."
+            )
         config = self.hf_ds_config
         if config is not None and not isinstance(config, HfDeepSpeedConfig):
             object.__setattr__(self, "hf_ds_config", None if config == "none" else HfDeepSpeedConfig(config))
@@ -175,12 +198,30 @@ class DeepSpeedPlugin(Configuration):
             raise ValueError(
                 f"Invalid DeepSpeedPlugin.zero_stage {self.zero_stage!r}: expected 0, 1, 2 or 3."
             )
+        steps, norm = self.gradient_accumulation_steps, self.gradient_clipping
+        if steps not in (None, AUTO) and (isinstance(steps, (bool, str)) or steps < 1):
+            raise ValueError(
+                f"Invalid DeepSpeedPlugin.gradient_accumulation_steps {steps!r}: expected a number from 1, or auto."
+            )
+        if norm not in (None, AUTO) and (isinstance(norm, (bool, str)) or not 0 <= norm < float("inf")):
+            raise ValueError(
+                f"Invalid DeepSpeedPlugin.gradient_clipping {norm!r}: expected a number above 0, 0 for no clipping, or auto."
+            )
+        for field in ("offload_optimizer_device", "offload_param_device"):
+            if (device := getattr(self, field)) not in (None, *_DEVICES):
+                raise ValueError(
+                    f"Invalid DeepSpeedPlugin.{field} {device!r}: expected one of {', '.join(_DEVICES)}."
+                )
 
     @property
     def _sources(self) -> Mapping[str, str]:
         """Return where values of `deepspeed_config` come from, if they are not of the script."""
-        sources: Mapping[str, str] = vars(self).get("_profile_sources", {})
-        return sources
+        filled: Mapping[str, tuple[Any, str]] = vars(self).get("_filled_values", {})
+        return {
+            path: source
+            for path, (value, source) in filled.items()
+            if find_value(self.deepspeed_config, path) == value
+        }
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
@@ -195,9 +236,11 @@ class DeepSpeedPlugin(Configuration):
         """Return whether models that are prepared now use this plugin."""
         return bool(vars(self).get("_selected"))
 
-    def select(self, *, is_selected: bool = True) -> None:
-        """Set `selected`; scripts call `AcceleratorState.select_deepspeed_plugin`."""
-        self._selected = is_selected
+    def select(self, _from_accelerator_state: bool = False) -> None:
+        """Raise ValueError: the state selects a plugin, and unselects the others."""
+        raise ValueError(
+            "DeepSpeedPlugin.select() is not supported. Call accelerator.state.select_deepspeed_plugin(name)."
+        )
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
         """Return the value at a path of the configuration."""
@@ -206,6 +249,75 @@ class DeepSpeedPlugin(Configuration):
     def is_auto(self, ds_key_long: str) -> bool:
         """Return whether the value at a path is `auto`."""
         return bool(self.get_value(ds_key_long) == AUTO)
+
+    def fill_match(
+        self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
+    ) -> None:
+        """Set the value at a path to that of `kwargs` if it is `auto`; otherwise compare them if they `must_match`.
+
+        Args:
+            ds_key_long: The path, such as `zero_optimization.reduce_bucket_size`.
+            mismatches: Receives a line if the values differ.
+            must_match: If true, compare the values.
+            **kwargs: Values by path.
+        """
+        section, key = self._config.find_config_node(ds_key_long)
+        if section is None or ds_key_long not in kwargs:
+            return
+        known, value = section.get(key), kwargs[ds_key_long]
+        if known == AUTO:
+            section[key] = value
+        elif must_match and known not in (None, value) and mismatches is not None:
+            mismatches.append(f"{ds_key_long} is {known} in the configuration and {value} in the call")
+
+    def deepspeed_config_process(
+        self,
+        prefix: str = "",
+        mismatches: list[str] | None = None,
+        config: Mapping[str, Any] | None = None,
+        must_match: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Set all values that are `auto` to those of `kwargs`, which has values by path; others may stay `auto`.
+
+        Args:
+            prefix: The path of `config`, with a dot at its end.
+            mismatches: Receives a line for each value that differs.
+            config: The section to fill in; by default the whole configuration.
+            must_match: If true, values that are not `auto` must equal those of `kwargs`.
+            **kwargs: Values by path.
+
+        Raises:
+            ValueError: A value that must match differs.
+        """
+        mismatches = [] if mismatches is None else mismatches
+        for path, _ in list(_iterate_leaves(self.deepspeed_config if config is None else config, prefix)):
+            self.fill_match(path, mismatches, must_match=must_match, **kwargs)
+        if mismatches and not prefix:
+            raise ValueError(
+                f"Invalid configuration of DeepSpeed: {'; '.join(mismatches)}. Set these values to auto, or to those of the call."
+            )
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Enable a number format in the configuration, where it is `auto` or missing.
+
+        Raises:
+            ValueError: The configuration enables another one, or it is not supported.
+        """
+        formats = ("fp16", "bf16")
+        if mixed_precision not in ("no", *formats):
+            raise ValueError(
+                f"Invalid mixed_precision {mixed_precision!r}: expected one of no, {', '.join(formats)}."
+            )
+        for name in formats:
+            section = self.deepspeed_config.setdefault(name, {})
+            if section.get("enabled", AUTO) == AUTO:
+                section["enabled"] = name == mixed_precision
+            elif section["enabled"] and mixed_precision not in {"no", name}:
+                raise ValueError(
+                    f"DeepSpeedPlugin.set_mixed_precision({mixed_precision!r}) contradicts {name}.enabled: true in the configuration. "
+                    "Set it to auto."
+                )
 
     @property
     def _config(self) -> HfDeepSpeedConfig:
@@ -220,10 +332,12 @@ class DeepSpeedPlugin(Configuration):
             SettingsError: Two of them contradict each other.
         """
         profile = _list_profile(section)
+        filled: Mapping[str, Any] = vars(self).get("_filled_fields", {})
         statements = {
-            path: (getattr(self, name), f"DeepSpeedPlugin.{name}")
+            path: (value, f"DeepSpeedPlugin.{name}")
             for name, path in _PATHS.items()
-            if getattr(self, name) not in (None, AUTO, "none")
+            if (value := getattr(self, name)) not in (None, AUTO, "none")
+            and not (name in filled and filled[name] == value)
         }
         stage = _PATHS["zero_stage"]
         if not {*profile, *statements, *dict(_flatten(self.deepspeed_config))} & {stage}:
@@ -235,17 +349,40 @@ class DeepSpeedPlugin(Configuration):
         )
         for each in (profile, statements, stated):
             config = resolve_deepspeed(DeepSpeed(), config.values, each, sources=config.sources)
-        return config
+        names = self.transformer_moe_cls_names
+        if names and config.stage != 3:  # noqa: PLR2004 - the stage
+            raise ValueError(
+                f"DeepSpeedPlugin.transformer_moe_cls_names has no effect in ZeRO stage {config.stage}. Use stage 3, or leave it out."
+            )
+        return replace(config, leaf_modules=tuple(name.strip() for name in names.split(",")) if names else ())
 
     def fill(self, config: DeepSpeedConfig) -> None:
-        """Set options of None to the values of a configuration."""
-        for name, path in _PATHS.items():
-            if getattr(self, name) is None and (value := config.get(path)) is not None:
-                object.__setattr__(self, name, value)
+        """Set options of None, and missing keys of `deepspeed_config`, to the values of a configuration."""
+        fields: dict[str, Any] = {name: config.get(path) for name, path in _PATHS.items()}
+        for name in {*_PATHS, *_UNSET}:
+            if getattr(self, name) is None:
+                value = fields.get(name)
+                object.__setattr__(self, name, _UNSET.get(name) if value is None else value)
+        if self.zero3_init_flag is None:
+            object.__setattr__(self, "zero3_init_flag", self.is_zero3_init_enabled())
+        _fill_missing(self.deepspeed_config, config.values)
+        self._mark_filled(config, {name: getattr(self, name) for name in _PATHS})
+
+    def _mark_filled(self, config: DeepSpeedConfig, fields: Mapping[str, Any]) -> None:
+        """Take values that equal those of a configuration as its own, and not as those of the script."""
+        self._filled_fields = dict(fields)
+        self._filled_values = {
+            path: (value, config.sources[path])
+            for path, value in _iterate_leaves(config.values)
+            if path in config.sources
+        }
 
     @contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
-        """Return a context in which `from_pretrained` shards models while it loads, or not."""
+        """Return a context in which `from_pretrained` shards models while it loads, or not; it does in stage 3 only."""
+        if not self._is_stage_3:
+            yield
+            return
         from accel_runtime.parallel.deepspeed.initialization import set_sharded_loading  # noqa: PLC0415 - needs transformers
 
         with set_sharded_loading(enable=enable):
@@ -253,10 +390,13 @@ class DeepSpeedPlugin(Configuration):
 
     def is_zero3_init_enabled(self) -> bool:
         """Return whether `from_pretrained` shards models while it loads."""
-        is_stage_3 = self.zero_stage == 3 or self._config.is_zero3()  # noqa: PLR2004 - the stage
         if self.zero3_init_flag is None:
-            return is_stage_3 and importlib.util.find_spec("transformers") is not None
-        return is_stage_3 and self.zero3_init_flag
+            return self._is_stage_3 and importlib.util.find_spec("transformers") is not None
+        return self._is_stage_3 and self.zero3_init_flag
+
+    @property
+    def _is_stage_3(self) -> bool:
+        return self.zero_stage == 3 or self._config.is_zero3()  # noqa: PLR2004 - the stage
 
     def set_moe_leaf_modules(self, model: nn.Module) -> None:
         """Let stage 3 gather the parameters of the modules of `transformer_moe_cls_names` together.
@@ -266,16 +406,9 @@ class DeepSpeedPlugin(Configuration):
         """
         if not self.transformer_moe_cls_names:
             return
-        from accel_runtime.parallel.deepspeed.library import set_leaf_modules  # noqa: PLC0415 - needs deepspeed
+        from accel_runtime.parallel.deepspeed.initialization import mark_leaf_modules  # noqa: PLC0415 - needs deepspeed
 
-        names = {name.strip() for name in self.transformer_moe_cls_names.split(",")}
-        classes = {type(module) for module in model.modules() if type(module).__name__ in names}
-        if missing := names - {kind.__name__ for kind in classes}:
-            raise ValueError(
-                f"Invalid DeepSpeedPlugin.transformer_moe_cls_names: {type(model).__name__} has no module of class "
-                f"{', '.join(sorted(missing))}. Correct the names."
-            )
-        set_leaf_modules(model, sorted(classes, key=lambda kind: kind.__name__))
+        mark_leaf_modules(model, [name.strip() for name in self.transformer_moe_cls_names.split(",")])
 
 
 def _list_profile(section: DeepSpeed) -> dict[str, tuple[Any, str]]:
@@ -286,18 +419,32 @@ def _list_profile(section: DeepSpeed) -> dict[str, tuple[Any, str]]:
     return {path: (value, config.sources.get(path, "")) for path, value in _flatten(config.values)}
 
 
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _iterate_leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from _flatten(value, f"{prefix}{key}.")
-        elif value != AUTO:
+            yield from _iterate_leaves(value, f"{prefix}{key}.")
+        else:
             yield f"{prefix}{key}", value
+
+
+def _flatten(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the values that are not `auto`, with their paths."""
+    return ((path, value) for path, value in _iterate_leaves(values) if value != AUTO)
+
+
+def _fill_missing(target: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Set keys that are missing or `auto` to those of other nested values."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and isinstance(target.get(key), dict):
+            _fill_missing(target[key], value)
+        elif target.get(key, AUTO) == AUTO:
+            target[key] = deepcopy(value)
 
 
 def build_deepspeed_plugin(config: DeepSpeedConfig, *, zero3_init: bool) -> DeepSpeedPlugin:
     """Return the configuration of the profile as a plugin."""
     plugin = DeepSpeedPlugin(hf_ds_config=config.values, zero3_init_flag=zero3_init)
-    plugin._profile_sources = dict(config.sources)  # noqa: SLF001 - of this module
+    plugin._mark_filled(config, {})  # noqa: SLF001 - of this module
     return plugin
 
 
@@ -317,10 +464,12 @@ class DeepSpeedOptions:
         stated: Mapping[str, tuple[Any, str]],
     ) -> None:
         self.plugins, self._section, self._stated = dict(plugins), section, stated
-        self.select(next(iter(self.plugins)))
+        self._selected = next(iter(self.plugins))
+        self._mark_selected()
         self.config = self.plugin.resolve(section, stated)
         """The configuration of models that are prepared now."""
         self.plugin.fill(self.config)
+        self._fixed = {path: self.config.get(path) for path in _FIXED}
 
     @classmethod
     def build(
@@ -346,7 +495,7 @@ class DeepSpeedOptions:
     @property
     def plugin(self) -> DeepSpeedPlugin:
         """Return the selected plugin."""
-        return next(plugin for plugin in self.plugins.values() if plugin.selected)
+        return self.plugins[self._selected]
 
     def select(self, name: str) -> None:
         """Select the plugin of models that are prepared from now on; raise ValueError if there is none of this name."""
@@ -354,15 +503,39 @@ class DeepSpeedOptions:
             raise ValueError(
                 f"Invalid name of a DeepSpeedPlugin {name!r}: expected one of {', '.join(self.plugins)}."
             )
-        for key, plugin in self.plugins.items():
-            plugin.select(is_selected=key == name)
+        self._selected = name
+        self._mark_selected()
+        self.plugin.fill(self.plugin.resolve(self._section, self._stated))
+
+    def _mark_selected(self) -> None:
+        for name, plugin in self.plugins.items():
+            plugin._selected = name == self._selected  # noqa: SLF001 - of this module
 
     def read_plugin(self) -> bool:
-        """Read the selected plugin as it is now; return whether the configuration has changed."""
+        """Read the selected plugin as it is now; return whether the configuration has changed.
+
+        Raises:
+            SettingsError: Its options contradict each other.
+            ValueError: It has another number format or accumulation than the Accelerator was made with.
+        """
         config = self.plugin.resolve(self._section, self._stated)
-        is_changed = config.values != self.config.values
+        for path, before in self._fixed.items():
+            if (value := config.get(path)) not in (None, before) and (before is not None or value):
+                raise ValueError(
+                    f"{path} is {value} in DeepSpeedPlugin.deepspeed_config, and the Accelerator was made with {_show(before)}. Set it "
+                    "before the Accelerator is made, or pass it to Accelerator()."
+                )
+        is_changed = (config.values, config.leaf_modules) != (self.config.values, self.config.leaf_modules)
         self.config = config
         return is_changed
+
+
+_FIXED = ("gradient_accumulation_steps", "bf16.enabled", "fp16.enabled")
+"""Values that the Accelerator reads once."""
+
+
+def _show(value: Any) -> str:
+    return "another one" if value is None else str(value)
 
 
 class DummyOptim(Placeholder):

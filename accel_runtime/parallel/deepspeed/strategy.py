@@ -25,7 +25,7 @@ from accel_runtime.parallel.deepspeed.configuration import (
 )
 from accel_runtime.parallel.deepspeed.configured import build_configured
 from accel_runtime.parallel.deepspeed.engine import Engine
-from accel_runtime.parallel.deepspeed.initialization import ShardedLoading
+from accel_runtime.parallel.deepspeed.initialization import ShardedLoading, mark_leaf_modules
 from accel_runtime.parallel.deepspeed.library import (
     VERSION,
     ShardedOptimizer,
@@ -145,6 +145,8 @@ class Zero(Strategy):
                 broadcast_parameters(request.model, self.backend)
             request.set_forward(request.model)
             watch_zero_grad(request.model, self._clear_model)
+            if self.config.leaf_modules:
+                mark_leaf_modules(request.model, self.config.leaf_modules)
             self._models.append(request.model)
         for optimizer in optimizers:
             _refuse_optimizer(optimizer, self.config)
