@@ -250,7 +250,13 @@ def _is_off(path: str, value: Any) -> bool:
 
 def _normalize_keys(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return a configuration without unsupported keys that are off, and with one name for each key."""
-    kept = {key: value for key, value in values.items() if key not in REFUSED}
+    kept = {
+        key: {name: inner for name, inner in value.items() if f"{key}.{name}" not in REFUSED}
+        if isinstance(value, Mapping) and key != "zero_optimization"
+        else value
+        for key, value in values.items()
+        if key not in REFUSED
+    }
     if isinstance(zero := kept.get("zero_optimization"), Mapping):
         section: dict[str, Any] = {}
         for key, value in zero.items():
@@ -403,6 +409,13 @@ def _check_combination(config: DeepSpeedConfig) -> None:
             raise SettingsError(
                 f"{path}.device: nvme needs a directory. Set deepspeed.nvme_path to one on a local disk."
             )
+    for path, default in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):
+        is_scattered = config.stage > 1 and config.get("zero_optimization.reduce_scatter", default=True)
+        if is_scattered and config.get(path, default) != default:
+            raise SettingsError(
+                f"{path} by {config.sources[path]} cannot be used with zero_optimization.reduce_scatter in ZeRO stage {config.stage} "
+                f"by {source}. Set zero_optimization.reduce_scatter to false, or remove {path}."
+            )
     if config.get("bf16.enabled") is True and config.get("fp16.enabled") is True:
         names = [config.sources.get(f"{name}.enabled", "the defaults") for name in ("bf16", "fp16")]
         raise SettingsError(
@@ -456,14 +469,13 @@ _ZERO = (
     "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_model_persistence_threshold",
     "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_gather_16bit_weights_on_model_save",
     "stage3_gather_fp16_weights_on_model_save", "stage3_module_granularity_threshold",
-    "stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "ignore_unused_parameters", "legacy_stage1",
+    "stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "ignore_unused_parameters",
     "round_robin_gradients", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights",
     "zero_quantized_gradients", "memory_efficient_linear", "parameter_alignment", "pipeline_loading_checkpoint", "override_module_apply", "log_trace_cache_warnings",
-    "enable_sanity_checks", "save_muon_momentum_buffer_in_memory",
+    "enable_sanity_checks",
 )  # fmt: skip
 _BF16 = (
-    "enabled", "immediate_grad_update", "check_grad_overflow", "bf16_master_weights_and_grads",
-    "bf16_optimizer_states",
+    "enabled", "check_grad_overflow",
 )  # fmt: skip
 SECTIONS: Mapping[str, Sequence[str]] = MappingProxyType({
     "zero_optimization": _ZERO,
@@ -476,28 +488,28 @@ SECTIONS: Mapping[str, Sequence[str]] = MappingProxyType({
     ),
     "fp16": (
         "enabled", "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale",
-        "consecutive_hysteresis", "fp16_master_weights_and_grads",
+        "consecutive_hysteresis",
     ),
     "bf16": _BF16,
     "bfloat16": _BF16,
-    "optimizer": ("type", "params", "legacy_fusion"),
+    "optimizer": ("type", "params"),
     "scheduler": ("type", "params"),
-    "data_types": ("grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules"),
-    "activation_checkpointing": (
-        "partition_activations", "cpu_checkpointing", "contiguous_memory_optimization", "number_checkpoints",
-        "synchronize_checkpoint_boundary", "profile",
-    ),
-    "timers": ("throughput",),
+    "data_types": ("grad_accum_dtype", "buffer_dtype", "keep_in_fp32_modules"),
+    "activation_checkpointing": ("number_checkpoints",),
     "aio": ("block_size", "queue_depth", "thread_count", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds"),
 })  # fmt: skip
 """Sections of a JSON file by their paths, with their keys."""
 KEYS = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
     "prescale_gradients", "gradient_predivide_factor", "communication_data_type", "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer", "steps_per_print", "wall_clock_breakdown", "dump_state", "memory_breakdown",
-    "seq_parallel_communication_data_type", "disable_allgather", "disable_python_gc", "log_level", "vocabulary_size",
+    "steps_per_print", "dump_state", "disable_python_gc", "log_level", "vocabulary_size",
 )  # fmt: skip
 """Keys of a JSON file outside of sections."""
+_CHECKPOINTING = (
+    "checkpoint activations in the model, as with model.gradient_checkpointing_enable(). Remove it."
+)
+_PROFILER = "it needs DeepSpeed's own training loop. Use accelerator.profile()."
+_FP32_STATE = "master weights and optimizer state are kept in fp32. Remove it."
 _TRACKERS = "use accelerator.log and the trackers of log_with."
 REFUSED: Mapping[str, str] = MappingProxyType({
     "pipeline": "accel has no pipeline parallelism. Use ZeRO stage 3, or parallel.tp.",
@@ -532,6 +544,23 @@ REFUSED: Mapping[str, str] = MappingProxyType({
     "managed_gradient_accumulation": "accel decides where an accumulation ends. Remove it.",
     "gradient_allreduce_op": "gradients are averaged. Remove it.",
     "datastates_ckpt": "checkpoints are saved by accelerator.save_state. Remove it.",
+    "zero_force_ds_cpu_optimizer": "torch's fused optimizers step offloaded state. Set it to false.",
+    "disable_allgather": "DeepSpeed 0.19 ignores it. Remove it.",
+    "seq_parallel_communication_data_type": "Ulysses is not supported. Use parallel.cp with fully_shard.",
+    "wall_clock_breakdown": _PROFILER,
+    "memory_breakdown": _PROFILER,
+    "timers": _PROFILER,
+    "optimizer.legacy_fusion": "the optimizer is that of torch. Remove it.",
+    "data_types.param_dtype": "the number format of parameters is that of mixed_precision. Remove it.",
+    "fp16.fp16_master_weights_and_grads": _FP32_STATE,
+    "bf16.bf16_master_weights_and_grads": _FP32_STATE,
+    "bf16.bf16_optimizer_states": _FP32_STATE,
+    "bf16.immediate_grad_update": "gradients are final at the end of a step. Remove it.",
+    "activation_checkpointing.partition_activations": _CHECKPOINTING,
+    "activation_checkpointing.cpu_checkpointing": _CHECKPOINTING,
+    "activation_checkpointing.contiguous_memory_optimization": _CHECKPOINTING,
+    "activation_checkpointing.synchronize_checkpoint_boundary": _CHECKPOINTING,
+    "activation_checkpointing.profile": _CHECKPOINTING,
     "compile": "set compile.backend in the profile.",
     "nebula": "checkpoints are saved by accelerator.save_state. Remove it.",
     "weight_quantization": "quantization of weights is not supported. Use bf16.",
@@ -543,6 +572,8 @@ REFUSED: Mapping[str, str] = MappingProxyType({
     "zero_optimization.cpu_offload_use_pin_memory": "it is an early form. Use pin_memory of offload_optimizer.",
     "zero_optimization.compute_grad_norm": "the norm of the gradients is needed for clipping. Remove it.",
     "zero_optimization.zenflow": "ZenFlow is not supported. Use offload_optimizer.",
+    "zero_optimization.legacy_stage1": "DeepSpeed has removed it. Remove it.",
+    "zero_optimization.save_muon_momentum_buffer_in_memory": "Muon is not supported with ZeRO. Remove it.",
     "zero_optimization.leaf_module": "leaf modules are set by the plugin. Use DeepSpeedPlugin.set_moe_leaf_modules.",
 })  # fmt: skip
 """Keys of a JSON file that are refused unless they are off, and what to use."""
@@ -550,6 +581,7 @@ _HARMLESS: Mapping[str, tuple[Any, ...]] = MappingProxyType({
     "managed_gradient_accumulation": (True,),
     "gradient_allreduce_op": ("mean",),
     "zero_optimization.compute_grad_norm": (True,),
+    "seq_parallel_communication_data_type": ("fp32", None),
     "zero_optimization.mics_shard_size": (-1, 0, 1),
 })  # fmt: skip
 """Values with which a refused key has no effect, if they are not those of other keys."""

@@ -15,9 +15,13 @@ __all__ = ["build_configuration", "check_batch_sizes", "describe_configuration"]
 
 _PASSED = (
     "zero_optimization", "communication_data_type", "data_types", "aio", "prescale_gradients", "gradient_predivide_factor",
-    "wall_clock_breakdown", "dump_state", "memory_breakdown", "activation_checkpointing",
+    "dump_state", "disable_python_gc", "log_level", "vocabulary_size",
 )  # fmt: skip
 """Keys that deepspeed's engine uses; the others are accel's to honour."""
+_OF_CHECKPOINTS = ("elastic_checkpoint", "load_from_fp32_weights")
+"""Keys of ZeRO about deepspeed's own checkpoints. Those of accel load on any world size, with master weights."""
+_REDUCES_ONCE = 1
+"""The stage whose gradients are reduced once, at the end of a cycle: there is no backward pass left to overlap."""
 
 
 def build_configuration(
@@ -32,6 +36,9 @@ def build_configuration(
         config: The configuration of the profile and its JSON file.
         model: The model.
         mixed_precision: The number format of the run.
+
+    Raises:
+        ValueError: Gradients of stage 1 cannot be accumulated as the configuration says.
     """
     values: dict[str, Any] = json.loads(
         json.dumps({k: config.values[k] for k in _PASSED if k in config.values})
@@ -39,10 +46,17 @@ def build_configuration(
     zero = values.setdefault("zero_optimization", {})
     zero["stage"] = config.stage
     _fill_sizes(zero, model)
-    if config.stage == 1:
-        # Gradients are reduced once, at the end of a cycle: there is no backward pass left to overlap.
-        zero["overlap_comm"] = False
+    for key in _OF_CHECKPOINTS:
+        zero.pop(key, None)
     has_half = mixed_precision != "no"
+    if config.stage == _REDUCES_ONCE:
+        zero["overlap_comm"] = False
+        accumulated = config.get("data_types.grad_accum_dtype", mixed_precision)
+        if has_half and accumulated != mixed_precision:
+            raise ValueError(
+                f"data_types.grad_accum_dtype is {accumulated} in {config.sources['data_types.grad_accum_dtype']}, and ZeRO stage 1 "
+                f"accumulates gradients in the number format of the parameters, {mixed_precision}. Use stage 2, or remove it."
+            )
     values |= {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -50,7 +64,10 @@ def build_configuration(
         "steps_per_print": None,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": mixed_precision == "bf16"},
+        "bf16": {
+            "enabled": mixed_precision == "bf16",
+            "check_grad_overflow": config.get("bf16.check_grad_overflow", default=True),
+        },
         "fp16": {"enabled": mixed_precision == "fp16", "loss_scale": 1.0},
     }
     if has_half and config.stage > 1 and find_value(values, "data_types.grad_accum_dtype") is None:
@@ -111,6 +128,11 @@ def describe_configuration(
             )
             reason = "deepspeed's default" if known is None else "filled in"
             value, source = (AUTO if known is None else known), f"auto in {source}: {reason}"  # noqa: PLW2901
+        if path == "zero_optimization.overlap_comm" and config.stage == _REDUCES_ONCE and value:
+            value, source = (
+                False,
+                f"{value} in {source}: stage 1 reduces gradients once, when they are complete",
+            )  # noqa: PLW2901
         facts[path] = (value, source)
     return facts
 

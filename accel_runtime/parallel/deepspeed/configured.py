@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -15,10 +16,12 @@ from accel_runtime.parallel.deepspeed.library import SCHEDULERS, hide_warnings
 from accel_runtime.parallel.deepspeed.plugin import DummyOptim, DummyScheduler
 from accel_runtime.parallel.strategy import Placeholder
 
-__all__ = ["ConfiguredScheduler", "build_configured"]
+__all__ = ["ConfiguredScheduler", "build_configured", "refuse_unconfigured"]
 
 _TORCH = {name.lower(): name for name in ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")}
 _FUSED_ON_HOST = {"Adam", "AdamW", "SGD"}
+_BUILT: WeakSet[Any] = WeakSet()
+"""Optimizers and schedulers that were built from a configuration."""
 
 
 def build_configured(
@@ -53,7 +56,25 @@ def build_configured(
             optimizer = optimizers[id(optimizer)]
         return build_scheduler(placeholder, optimizer, config, num_processes, filled)
 
-    return [build(placeholder) for placeholder in placeholders]
+    built = [build(placeholder) for placeholder in placeholders]
+    _BUILT.update(built)
+    return built
+
+
+def refuse_unconfigured(
+    optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[LRScheduler], config: DeepSpeedConfig
+) -> None:
+    """Raise ValueError if a script creates what a configuration describes: one of both would be ignored."""
+    for subject, objects, dummy in (
+        ("optimizer", optimizers, "DummyOptim"),
+        ("scheduler", schedulers, "DummyScheduler"),
+    ):
+        created = [each for each in objects if each not in _BUILT]
+        if created and (described := config.get(f"{subject}.type")):
+            raise ValueError(
+                f"The {subject} is {described} in {_source(config, f'{subject}.type')}, and the script creates "
+                f"{type(created[0]).__name__}. Remove the section {subject} from the configuration, or prepare {dummy}."
+            )
 
 
 def build_optimizer(

@@ -6,13 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
 from accel_runtime.environment.deepspeed import DeepSpeedConfig
 from accel_runtime.parallel.deepspeed.configuration import check_batch_sizes, describe_configuration
 from accel_runtime.parallel.replicated import Replicated
-from accel_runtime.parallel.strategy import Placeholder
+from accel_runtime.parallel.strategy import ModelRequest, Placeholder
 
 __all__ = ["ReplicatedWithClipping"]
 
@@ -43,6 +45,19 @@ class ReplicatedWithClipping(Replicated):
         check_batch_sizes(
             self._config, batch_sizes, accumulation_steps, self.backend.data_rank.world_size, self._filled
         )
+
+    @override
+    def prepare(
+        self,
+        models: Sequence[ModelRequest] = (),
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        schedulers: Sequence[LRScheduler] = (),
+    ) -> list[nn.Module]:
+        if self._config.get("optimizer.type") or self._config.get("scheduler.type"):
+            from accel_runtime.parallel.deepspeed.configured import refuse_unconfigured  # noqa: PLC0415 - needs deepspeed
+
+            refuse_unconfigured(optimizers, schedulers, self._config)
+        return super().prepare(models, optimizers, schedulers)
 
     @override
     def build_configured(self, placeholders: Sequence[Placeholder]) -> list[Any]:

@@ -23,7 +23,7 @@ from accel_runtime.parallel.deepspeed.configuration import (
     check_batch_sizes,
     describe_configuration,
 )
-from accel_runtime.parallel.deepspeed.configured import build_configured
+from accel_runtime.parallel.deepspeed.configured import build_configured, refuse_unconfigured
 from accel_runtime.parallel.deepspeed.engine import Engine
 from accel_runtime.parallel.deepspeed.initialization import ShardedLoading, mark_leaf_modules
 from accel_runtime.parallel.deepspeed.library import (
@@ -134,6 +134,7 @@ class Zero(Strategy):
         optimizers: Sequence[torch.optim.Optimizer] = (),
         schedulers: Sequence[LRScheduler] = (),
     ) -> list[nn.Module]:
+        refuse_unconfigured(optimizers, schedulers, self.config)
         for request in models:
             refuse_meta_model(request.model)
             refuse_max_norm(request.model, ())

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_runtime.environment.deepspeed import (
+    _HARMLESS,
     KEYS,
     PATHS,
     REFUSED,
@@ -85,6 +86,11 @@ def test_a_section_without_effect_is_refused(values, word):
         ({"zero_optimization": {"mics_shard_size": 8}}, "dp_replicate"),
         ({"gradient_allreduce_op": "sum"}, "gradients are averaged"),
         ({"managed_gradient_accumulation": False}, "accel decides"),
+        ({"zero_force_ds_cpu_optimizer": True}, "torch's fused optimizers"),
+        ({"activation_checkpointing": {"partition_activations": True}}, "gradient_checkpointing_enable"),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "kept in fp32"),
+        ({"seq_parallel_communication_data_type": "bf16"}, "Ulysses"),
+        ({"wall_clock_breakdown": True}, "accelerator.profile"),
     ],
 )
 def test_a_file_that_is_invalid_or_not_supported_is_refused_with_its_path(content, word, tmp_path):
@@ -109,13 +115,8 @@ def test_a_file_that_is_not_text_is_refused(tmp_path):
 @given(st.sampled_from(sorted(REFUSED)), st.sampled_from(OFF))
 def test_an_unsupported_key_that_is_off_is_left_out(tmp_path_factory, path, value):
     *section, key = path.split(".")
-    if key in {
-        "gradient_allreduce_op",
-        "managed_gradient_accumulation",
-        "compute_grad_norm",
-        "mics_shard_size",
-    }:
-        value = {"gradient_allreduce_op": "mean", "mics_shard_size": -1}.get(key, True)
+    if path in _HARMLESS:
+        value = _HARMLESS[path][0]
     content = {section[0]: {key: value}} if section else {key: value}
     values = read_deepspeed_file(write(tmp_path_factory.mktemp("a"), content))
     assert find_value(values, path) is None
@@ -127,6 +128,15 @@ def test_each_known_key_is_accepted_or_refused_by_name(path, tmp_path):
     for part in reversed(path.split(".")):
         value = {part: value}
     read_deepspeed_file(write(tmp_path, value))
+
+
+@pytest.mark.parametrize("path", ["prescale_gradients", "gradient_predivide_factor"])
+def test_factors_of_gradients_are_refused_where_deepspeed_cannot_use_them(path):
+    for stage, scatters in ((1, True), (2, False), (3, False)):
+        file = {"zero_optimization": {"stage": stage, "reduce_scatter": scatters}, path: 2}
+        resolve_deepspeed(DeepSpeed("auto", "ds.json"), file)
+    with pytest.raises(SettingsError, match=rf"{path} by ds.json cannot be used .* stage 2"):
+        resolve_deepspeed(DeepSpeed("auto", "ds.json"), {"zero_optimization": {"stage": 2}, path: 2})
 
 
 def test_other_names_of_keys_become_those_of_the_section(tmp_path):

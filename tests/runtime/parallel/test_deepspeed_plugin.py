@@ -145,7 +145,9 @@ def test_a_contradiction_names_both_places():
         SettingsError, match=r"stage is 2 in DeepSpeedPlugin.hf_ds_config and 3 by DeepSpeedPlugin.zero_stage"
     ):
         build(DeepSpeedPlugin(hf_ds_config=CONFIG, zero_stage=3))
-    with pytest.raises(SettingsError, match=r"stage is 2 in DeepSpeedPlugin.zero_stage and 1 by deepspeed\.stage"):
+    with pytest.raises(
+        SettingsError, match=r"stage is 2 in DeepSpeedPlugin.zero_stage and 1 by deepspeed\.stage"
+    ):
         build(DeepSpeedPlugin(zero_stage=2), DeepSpeed(stage="1"))
 
 
