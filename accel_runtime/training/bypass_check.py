@@ -79,11 +79,17 @@ class BypassCheck:
 
     def check_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Check an optimizer of the process before its step; with a closure, the backward pass follows."""
+        kind = type(optimizer).__name__
+        prepared = next((each for each in self._optimizers if each.optimizer is optimizer), None)
+        if (
+            prepared is not None
+            and prepared.is_stepping
+            and self._seen.get(prepared, (0,))[0] == prepared.steps
+        ):
+            return  # another group of the same step
         self._steps += 1
         if self._steps == _NUM_STEPS:
             _ACTIVE.discard(self)
-        kind = type(optimizer).__name__
-        prepared = next((each for each in self._optimizers if each.optimizer is optimizer), None)
         if not (self._models or self._uses_autocast or self._precision.format.dtype is None):
             self._warn(
                 "model",

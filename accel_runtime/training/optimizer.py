@@ -59,6 +59,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._check = check
         self._gather = gather if isinstance(optimizer, torch.optim.LBFGS) else None
         self._in_closure = False
+        self.is_stepping = False
+        """True while the strategy steps the optimizer, which an engine does for each of its groups."""
         self._last_step = -1
         """Number of completed cycles at the newest step."""
         self._has_warned_of_clearing = False
@@ -157,7 +159,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if self._strategy is None:
             loss: float | None = self.optimizer.step() if closure is None else self.optimizer.step(closure)
             return loss
-        loss = self._strategy.step(self.optimizer, closure)
+        self.is_stepping = True
+        try:
+            loss = self._strategy.step(self.optimizer, closure)
+        finally:
+            self.is_stepping = False
         self.step_was_skipped = self._strategy.overflowed(self.optimizer)
         return loss
 

@@ -329,7 +329,7 @@ def expected(clusters):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_trains_as_on_one_process(clusters, expected, script):
-    for layout in STAGES:
+    for layout in STAGES[: 2 if script == "a_parameter_that_is_one_number" else 3]:
         for actual in clusters[2].run(run_script, script, layout):
             torch.testing.assert_close(
                 actual, expected(script), atol=1e-6, rtol=1e-5, msg=lambda m, n=layout: f"{n}: {m}"

@@ -43,7 +43,9 @@ class Engine:
         self.versions: dict[nn.Parameter, int] = {}
         """The number of the newest change of each gradient of the cycle."""
         self._changes = 0
-        self._has_gradients = self._is_reached = self._is_final = False
+        self._has_gradients = self._is_final = False
+        self._reached: set[nn.Parameter] = set()
+        """The parameters that the backward pass has reached."""
         self._is_clean = False
         """True if no buffer has gradients of an earlier cycle."""
         self._frozen = [parameter for parameter in self.parameters if not parameter.requires_grad]
@@ -52,6 +54,8 @@ class Engine:
         self._continues = False
         """True if a backward pass has reached such parameters: its gradients would be added to those of that step."""
         self._is_gathered = False
+        self._is_open = False
+        """True in a backward pass of the strategy."""
         self._divisors: dict[nn.Parameter, torch.Tensor] = {}
         """Divisor of the gradients by the first parameter that it was set for; the groups of one engine have equal ones."""
         self._clip_factor: torch.Tensor | None = None
@@ -59,12 +63,21 @@ class Engine:
             parameter.register_hook(partial(self._record, parameter))  # type: ignore[no-untyped-call]
 
     def _record(self, parameter: nn.Parameter, _: torch.Tensor) -> None:
+        if not self._is_open:
+            raise RuntimeError(
+                "loss.backward() reached parameters that ZeRO trains, whose gradients would be lost. Call accelerator.backward(loss)."
+            )
         if self._is_final:
             raise RuntimeError(
                 f"backward() reached parameters of {type(self.optimizer).__name__} after their gradients were read, by a norm or by "
                 "clipping, and ZeRO cannot add to them any more. Run all backward passes of a step first."
             )
-        self._is_reached = True
+        if parameter in self._reached:
+            # Reentrant activation checkpointing runs a backward pass for each use of a block. deepspeed takes one gradient a pass.
+            self._has_gradients, self._is_clean = True, False
+            self.sharded.divide_backward()
+            self._reached.clear()
+        self._reached.add(parameter)
         self._continues = self._continues or parameter in self._uncleared
         self._touch(parameter)
 
@@ -79,7 +92,8 @@ class Engine:
                 f"Parameters of {type(self.optimizer).__name__} were frozen in prepare() and require gradients now, for which ZeRO has no "
                 "optimizer state. Freeze parameters after prepare(), or unfreeze them and prepare a new model in a new process."
             )
-        self._is_reached = False
+        self._is_open = True
+        self._reached.clear()
         if self._is_final:
             return
         # Divisions were undone, or divided zeros.
@@ -91,11 +105,12 @@ class Engine:
 
     def end_backward(self) -> None:
         """Combine the gradients of a backward pass; collective."""
+        self._is_open = False
         if self._is_final:
             return
-        if self._is_reached:
+        if self._reached:
             self._has_gradients, self._is_clean = True, False
-        self.sharded.end_backward(has_gradients=self._is_reached)
+        self.sharded.end_backward(has_gradients=bool(self._reached))
 
     def scale_gradients(self, parameters: Sequence[nn.Parameter], factor: torch.Tensor) -> None:
         """Multiply the gradients of some parameters by a factor: `[]`; all of them must have the same one at the step."""

@@ -137,6 +137,13 @@ def gather(parameters: Sequence[nn.Parameter], *, writer: int | None = None) -> 
         yield
 
 
+def _refuse_group(_: Any) -> None:
+    raise RuntimeError(
+        "add_param_group() is not supported with ZeRO, which has sharded the parameters of the optimizer. Add all groups before "
+        "prepare()."
+    )
+
+
 @contextmanager
 def keep_graph(models: Sequence[nn.Module]) -> Iterator[None]:
     """Return a context for a backward pass whose graph is used again.
@@ -170,6 +177,7 @@ class ShardedOptimizer:
         self._zero: Any = engine.optimizer
         self._engine = engine  # keeps what the hooks of the module use
         self._shards_gradients, self._shards_parameters = stage > 1, stage == _STAGE_OF_PARAMETERS
+        vars(self._zero.optimizer)["add_param_group"] = _refuse_group
         self.states = FragmentStates(self._zero.optimizer, self.list_fragments)
         """The states of the optimizer by parameter."""
 
@@ -199,6 +207,12 @@ class ShardedOptimizer:
         zero.clear_backward_seen_flag()
         if self._shards_parameters:
             zero.backward_prologue()
+
+    def divide_backward(self) -> None:
+        """Combine the gradients of a backward pass as they are, and add the following ones to them; collective."""
+        if self._shards_gradients:
+            self._zero.overlapping_partition_gradients_reduce_epilogue()
+            self._zero.clear_backward_seen_flag()
 
     def end_backward(self, *, has_gradients: bool) -> None:
         """Combine the gradients of a backward pass over the ranks, if the stage shards them; collective."""

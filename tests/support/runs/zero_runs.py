@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_runtime import Accelerator, DataLoaderConfiguration
 
-INPUTS, HIDDEN, BATCH = 3, 5, 8
+INPUTS, HIDDEN, BATCH = 3, 5, 12
 LAYOUTS = {
     "replicated": {},
     "fully_shard": {"parallel_dp_shard": "auto"},
@@ -215,6 +215,43 @@ def run_step(accelerator, program, objects, batch, number):
         if program.clear == "after":
             optimizer.zero_grad()
     return norm
+
+
+def to_full(value):
+    """Return the full tensor of a DTensor; return other values unchanged."""
+    return value.full_tensor() if hasattr(value, "device_mesh") else value
+
+
+def read_state(accelerator, model, optimizer):
+    """Return the weights, and the groups and states of the optimizer, in full."""
+    state = optimizer.state_dict()
+    states = {
+        number: {key: torch.as_tensor(to_full(value)) for key, value in each.items()}
+        for number, each in state["state"].items()
+    }
+    groups = [{k: v for k, v in group.items() if k != "foreach"} for group in state["param_groups"]]
+    return accelerator.get_state_dict(model, everywhere=True), groups, states
+
+
+def run_and_save(program, layout, folder, at, *, async_save=False):
+    """Run a program that saves a checkpoint after `at` micro-batches; return its state at its end."""
+    accelerator, model, optimizer, scheduler, loader = connect_program(program, layout)
+    for number, batch in enumerate(loader):
+        if number == at:
+            accelerator.save_state(folder, async_save=async_save)
+        run_step(accelerator, program, (model, optimizer, scheduler), batch, number)
+    accelerator.wait_for_checkpoint()
+    return read_state(accelerator, model, optimizer)
+
+
+def run_from(program, layout, folder, at):
+    """Run the rest of a program from its checkpoint; return its state at its end."""
+    accelerator, model, optimizer, scheduler, loader = connect_program(program, layout)
+    accelerator.load_state(folder)
+    batches = accelerator.skip_first_batches(loader, at)
+    for number, batch in enumerate(batches, start=at):
+        run_step(accelerator, program, (model, optimizer, scheduler), batch, number)
+    return read_state(accelerator, model, optimizer)
 
 
 def run_program(program, layout):
