@@ -177,8 +177,12 @@ class Strategy:
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Set up an optimizer in place for the parameters that are trained."""
 
-    def build_configured(self, placeholders: Sequence[Placeholder]) -> list[Any]:
+    def build_configured(self, placeholders: Sequence[Placeholder], num_batches: int) -> list[Any]:  # noqa: ARG002 - of engines
         """Return the optimizers and schedulers that placeholders stand for.
+
+        Args:
+            placeholders: Objects of the script.
+            num_batches: Batches in which a script counts the steps of a schedule, of one training step.
 
         Raises:
             ValueError: The strategy has no configuration that describes them.

@@ -129,10 +129,8 @@ def describe_configuration(
             reason = "deepspeed's default" if known is None else "filled in"
             value, source = (AUTO if known is None else known), f"auto in {source}: {reason}"  # noqa: PLW2901
         if path == "zero_optimization.overlap_comm" and config.stage == _REDUCES_ONCE and value:
-            value, source = (
-                False,
-                f"{value} in {source}: stage 1 reduces gradients once, when they are complete",
-            )  # noqa: PLW2901
+            reason = "stage 1 reduces gradients once, when they are complete"
+            value, source = False, f"{value} in {source}: {reason}"  # noqa: PLW2901
         facts[path] = (value, source)
     return facts
 

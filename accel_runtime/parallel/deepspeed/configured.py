@@ -25,14 +25,14 @@ _BUILT: WeakSet[Any] = WeakSet()
 
 
 def build_configured(
-    placeholders: Sequence[Placeholder], config: DeepSpeedConfig, num_processes: int, filled: dict[str, Any]
+    placeholders: Sequence[Placeholder], config: DeepSpeedConfig, num_batches: int, filled: dict[str, Any]
 ) -> list[Any]:
     """Return the optimizers and schedulers that `DummyOptim` and `DummyScheduler` stand for, in their order.
 
     Args:
         placeholders: Objects of the script.
         config: The configuration.
-        num_processes: Batches of one process that a step of the run consumes.
+        num_batches: Batches in which a script counts the steps of a schedule, of one training step.
         filled: Receives the values of what is `auto`, by path.
 
     Raises:
@@ -54,7 +54,7 @@ def build_configured(
                     "DummyScheduler cannot be prepared without its DummyOptim. Pass both to the same call of prepare()."
                 )
             optimizer = optimizers[id(optimizer)]
-        return build_scheduler(placeholder, optimizer, config, num_processes, filled)
+        return build_scheduler(placeholder, optimizer, config, num_batches, filled)
 
     built = [build(placeholder) for placeholder in placeholders]
     _BUILT.update(built)
@@ -127,7 +127,7 @@ def build_scheduler(
     placeholder: DummyScheduler,
     optimizer: torch.optim.Optimizer,
     config: DeepSpeedConfig,
-    num_processes: int,
+    num_batches: int,
     filled: dict[str, Any],
 ) -> LRScheduler:
     """Return the scheduler of the section `scheduler`, with the values of the placeholder for those that are `auto`.
@@ -136,17 +136,23 @@ def build_scheduler(
         placeholder: The object of the script.
         optimizer: The optimizer of the schedule.
         config: The configuration.
-        num_processes: Batches of one process that a step of the run consumes.
+        num_batches: Batches in which a script counts the steps of a schedule, of one training step.
         filled: Receives the values of what is `auto`, by path.
 
     Raises:
         ValueError: The file has no such section, or its scheduler or an argument is not supported.
     """
     name = str(config.get("scheduler.type", ""))
+    if placeholder.lr_scheduler_callable is not None:
+        if name:
+            raise ValueError(
+                f"The scheduler is {name} in {_source(config, 'scheduler.type')}, and DummyScheduler has lr_scheduler_callable. Remove "
+                "one of them."
+            )
+        scheduler: LRScheduler = placeholder.lr_scheduler_callable(optimizer)
+        scheduler.counts_optimizer_steps = True  # type: ignore[attr-defined]  # as deepspeed's own
+        return scheduler
     if not name:
-        if callable(placeholder.lr_scheduler_callable):
-            scheduler: LRScheduler = placeholder.lr_scheduler_callable(optimizer)
-            return scheduler
         raise ValueError(
             "DummyScheduler cannot be prepared: the configuration of DeepSpeed has no section scheduler. Add it to the JSON file, "
             "pass lr_scheduler_callable, or create a scheduler of torch."
@@ -163,7 +169,7 @@ def build_scheduler(
         "warmup_num_steps": max(1, placeholder.warmup_num_steps),
         "total_num_steps": None
         if placeholder.total_num_steps is None
-        else math.ceil(placeholder.total_num_steps / num_processes),
+        else math.ceil(placeholder.total_num_steps / num_batches),
     }
     params = dict(placeholder.kwargs)
     for key, value in _section(config, "scheduler").items():

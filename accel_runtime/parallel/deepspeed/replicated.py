@@ -60,10 +60,10 @@ class ReplicatedWithClipping(Replicated):
         return super().prepare(models, optimizers, schedulers)
 
     @override
-    def build_configured(self, placeholders: Sequence[Placeholder]) -> list[Any]:
+    def build_configured(self, placeholders: Sequence[Placeholder], num_batches: int) -> list[Any]:
         from accel_runtime.parallel.deepspeed.configured import build_configured  # noqa: PLC0415 - needs deepspeed
 
-        return build_configured(placeholders, self._config, self.backend.data_rank.world_size, self._filled)
+        return build_configured(placeholders, self._config, num_batches, self._filled)
 
     @override
     def step(

@@ -227,8 +227,8 @@ class Zero(Strategy):
         )
 
     @override
-    def build_configured(self, placeholders: Sequence[Placeholder]) -> list[Any]:
-        return build_configured(placeholders, self.config, self.backend.data_rank.world_size, self._filled)
+    def build_configured(self, placeholders: Sequence[Placeholder], num_batches: int) -> list[Any]:
+        return build_configured(placeholders, self.config, num_batches, self._filled)
 
     @override
     def place_state(self, optimizer: torch.optim.Optimizer) -> None:
