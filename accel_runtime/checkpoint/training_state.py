@@ -330,11 +330,12 @@ def capture_accumulation(
     names = gradients.parameter_names()
     # A cycle is common to all optimizers, and the first that steps ends it.
     unused = gradients.list_unused() if accumulation.is_new_cycle else names.keys()
-    present = {name: p.grad for p, name in names.items() if p in unused and p.grad is not None}
+    visible = {} if gradients.are_kept else names
+    present = {name: p.grad for p, name in visible.items() if p in unused and p.grad is not None}
     return AccumulationState(
         cycle=accumulation.capture_cycle(),
         unit=gradients.weights.unit,
-        used=tuple(name for p, name in names.items() if p not in unused and p.grad is not None),
+        used=tuple(name for p, name in visible.items() if p not in unused and p.grad is not None),
         gradients={name: _split_sparse(gradient) for name, gradient in present.items()},
         weights={
             names[group.parameters[0]]: WeightState(group.pending, group.total)
@@ -350,14 +351,17 @@ def capture_accumulation(
 def restore_accumulation(state: AccumulationState, accumulation: Accumulation, gradients: Gradients) -> None:
     """Restore the result of `capture_accumulation` or `merge_accumulation`; current gradients are dropped."""
     names = gradients.parameter_names()
-    _check_gradients(state, names)
+    _check_gradients(state, {name: gradients.read_shape(parameter) for parameter, name in names.items()})
     used = set(state.used)
-    unsynced = {}
+    unsynced: dict[nn.Parameter, torch.Tensor] = {}
     for parameter, name in names.items():
         reduced, local = _separate_unreduced(state, name, sharded=is_sharded(parameter))
         if local is not None:
             unsynced[parameter] = local
-        if reduced is None:
+        if gradients.are_kept:
+            if reduced is not None:
+                unsynced[parameter] = _to_dense(reduced)
+        elif reduced is None:
             parameter.grad = torch.zeros_like(parameter) if name in used else None
         else:
             parameter.grad = _place_like(reduced, parameter)
@@ -426,8 +430,7 @@ def _union(parts: Sequence[Iterable[str]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for part in parts for name in part))
 
 
-def _check_gradients(state: AccumulationState, names: Mapping[nn.Parameter, str]) -> None:
-    shapes = {name: list(parameter.shape) for parameter, name in names.items()}
+def _check_gradients(state: AccumulationState, shapes: Mapping[str, list[int]]) -> None:
     for name, gradient in (*state.gradients.items(), *state.unreduced.items()):
         shape = list(gradient.shape)
         if name not in shapes:
@@ -460,6 +463,10 @@ def _place_like(gradient: Gradient, parameter: nn.Parameter) -> torch.Tensor:
         return shard_like(gradient, parameter, "the gradient")
     # With the strides of the parameter, like autograd.
     return torch.empty_like(parameter, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
+
+
+def _to_dense(gradient: Gradient) -> torch.Tensor:
+    return _build_sparse(gradient).to_dense() if isinstance(gradient, SparseGradient) else gradient
 
 
 def _build_sparse(parts: SparseGradient) -> torch.Tensor:

@@ -116,6 +116,9 @@ class Strategy:
     scales_losses = False
     """Losses are scaled here in fp16, so that `training` has no loss scaler."""
 
+    keeps_gradients = False
+    """Gradients are not in `parameter.grad`, also those that are combined: `read_local_gradients` returns all of them."""
+
     mesh: ProcessMesh | None = None
     """The device mesh of the processes, if models are sharded."""
 
@@ -211,6 +214,10 @@ class Strategy:
     def find_current(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the parameter that is trained for one that the script created."""
         return parameter
+
+    def read_shape(self, parameter: torch.Tensor) -> torch.Size:
+        """Return the shape of a parameter, also if this rank has only a shard of it."""
+        return parameter.shape
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """Return the module that `wrap_model` was given."""

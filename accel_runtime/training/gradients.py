@@ -389,6 +389,15 @@ class Gradients:
             is_unused = any(parameter in parameters for parameter in optimizer.parameters)
             optimizer.restore_use(used=not is_unused)
 
+    @property
+    def are_kept(self) -> bool:
+        """Return whether gradients are not in `parameter.grad`; see `Strategy.keeps_gradients`."""
+        return self._strategy.keeps_gradients
+
+    def read_shape(self, parameter: nn.Parameter) -> list[int]:
+        """Return the shape of a parameter, also if this rank has only a shard of it."""
+        return list(self._strategy.read_shape(parameter))
+
     def read_unsynced(self) -> dict[nn.Parameter, torch.Tensor]:
         """Return the gradients that are not combined over the ranks yet; see `Strategy.read_local_gradients`."""
         return self._strategy.read_local_gradients(self._models)

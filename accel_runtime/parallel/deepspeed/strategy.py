@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
@@ -70,6 +72,7 @@ class Zero(Strategy):
 
     shards_models = True
     scales_losses = True
+    keeps_gradients = True
 
     def __init__(
         self,
@@ -240,6 +243,10 @@ class Zero(Strategy):
         return super().list_parameter_groups(optimizer) if engine is None else engine.groups
 
     @override
+    def read_shape(self, parameter: torch.Tensor) -> torch.Size:
+        return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+    @override
     def describe_model(self, model: nn.Module, autocast_dtype: torch.dtype | None) -> ModelLayout:
         parameters = list(model.parameters())
         dtype = next((parameter.dtype for parameter in parameters), torch.float32)
@@ -352,10 +359,12 @@ class Zero(Strategy):
     def read_local_gradients(self, models: Sequence[nn.Module]) -> dict[nn.Parameter, torch.Tensor]:
         gradients = {}
         for engine in self._engines.values():
-            if engine.has_gradients:
+            if self._stage == 1:
+                gradients |= {p: p.grad for p in engine.trained if p.grad is not None}
+            elif engine.has_gradients:
                 parts = engine.sharded.list_gradients()
                 for parameter, full in gather_full(engine.trained, parts, self.backend.device):
-                    if parameter.grad is None and parameter in engine.versions:
+                    if parameter in engine.versions:
                         gradients[parameter] = full.clone()
         return gradients
 
@@ -364,18 +373,25 @@ class Zero(Strategy):
         self, models: Sequence[nn.Module], gradients: Mapping[nn.Parameter, torch.Tensor]
     ) -> None:
         for engine in self._engines.values():
-            local = {p: p.grad for p in engine.trained if p.grad is not None}
             engine.clear_gradients()
-            own = [parameter for parameter in engine.trained if parameter in gradients or parameter in local]
+            own = [parameter for parameter in engine.trained if parameter in gradients]
             if not own:
                 continue
             engine.restore_cycle(own)
+            if self._stage == 1:
+                for parameter in own:
+                    parameter.grad = torch.empty_like(parameter).copy_(gradients[parameter])
+                continue
+            fragments = defaultdict(list)
             for fragment, part in engine.sharded.list_gradients():
-                if fragment.parameter in gradients:
-                    full = gradients[fragment.parameter].reshape(-1)
-                    part.copy_(full.narrow(0, fragment.offset, fragment.length))
-            for parameter, gradient in local.items():
-                parameter.grad = gradient
+                fragments[fragment.parameter].append((fragment, part))
+            for parameter in own:
+                # Those of a checkpoint of DDP are not averaged yet.
+                mean = gradients[parameter].to(self.backend.device, torch.float32, copy=True)
+                dist.all_reduce(mean)
+                mean = mean.div_(self.backend.topology.world_size).reshape(-1)
+                for fragment, part in fragments[parameter]:
+                    part.copy_(mean.narrow(0, fragment.offset, fragment.length))
 
     # Steps -----------------------------------------------------------------------------
 
