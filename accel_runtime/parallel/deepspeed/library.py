@@ -9,7 +9,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -61,7 +61,9 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 def build_engine(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Mapping[str, Any]) -> Any:
     """Return deepspeed's engine for a model, equal on all ranks, and its optimizer, which it changes in place; collective."""
     hide_deprecations()
-    with warnings.catch_warnings(), _skip_broadcast():
+    # It warns of every optimizer that is not its own; which ones can be trained is checked before.
+    quiet = nullcontext() if "log_level" in config else hide_warnings()
+    with warnings.catch_warnings(), _skip_broadcast(), quiet:
         warnings.simplefilter("ignore")  # as above: it imports more modules here
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=dict(config), dist_init_required=False

@@ -164,6 +164,13 @@ ELSEWHERE = {
         ),
         Elsewhere("needs torch_xla", "tests/xla/test_docs.py"),
     ),
+    **dict.fromkeys(
+        (
+            "accel launch --profile zero train.py",
+            "accel launch --cpu --nproc-per-node 2 --set deepspeed.stage=auto --set deepspeed.config_file=ds.json zero.py",
+        ),
+        Elsewhere("needs deepspeed", "tests/zero/test_docs.py"),
+    ),
 }
 
 
