@@ -334,5 +334,6 @@ class Replicated(Strategy):
 
     @override
     def restore_replica_state(self, model: nn.Module, state: dict[str, Any]) -> None:
-        if state and isinstance(model, DistributedDataParallel):
+        # Other strategies have other states.
+        if "synced" in state and isinstance(model, DistributedDataParallel):
             restore_buckets(model, dict(named_parameters(model.module)), state)

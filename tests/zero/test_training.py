@@ -119,20 +119,23 @@ def prepare(layout, **options):
     return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
 
 
-def train(accelerator, model, optimizer, factor=1.0):
+def train(accelerator, model, optimizer, factor=1.0, max_norm=None):
     accelerator.backward(model(torch.ones(2, 4)).sum() * factor)
+    if max_norm is not None:
+        accelerator.clip_grad_norm_(model.parameters(), max_norm)
     optimizer.step()
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("layout", [*SHARDED, "stage 2 in bf16"])
-def test_a_step_is_skipped_on_all_ranks_if_gradients_of_one_are_not_finite(clusters, layout):
-    def skip(layout):
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("layout", ["stage 1", "stage 2 in bf16", "stage 3", "stage 3, offload"])
+def test_a_step_is_skipped_on_all_ranks_if_gradients_of_one_are_not_finite(clusters, layout, max_norm):
+    def skip(layout, max_norm):
         layout, _, half = layout.partition(" in ")
         accelerator, model, optimizer = prepare(layout, mixed_precision=half or "no")
         train(accelerator, model, optimizer)
         before = accelerator.get_state_dict(model, everywhere=True)
-        train(accelerator, model, optimizer, float("inf") if accelerator.process_index else 1.0)
+        train(accelerator, model, optimizer, float("inf") if accelerator.process_index else 1.0, max_norm)
         skipped = optimizer.step_was_skipped
         after = accelerator.get_state_dict(model, everywhere=True)
         train(accelerator, model, optimizer)
@@ -144,7 +147,7 @@ def test_a_step_is_skipped_on_all_ranks_if_gradients_of_one_are_not_finite(clust
             accelerator.get_state_dict(model, everywhere=True),
         )
 
-    for skipped, skipped_again, before, after, later in clusters[2].run(skip, layout):
+    for skipped, skipped_again, before, after, later in clusters[2].run(skip, layout, max_norm):
         assert (skipped, skipped_again) == (True, False)
         torch.testing.assert_close(after, before, atol=0, rtol=0)
         assert all(

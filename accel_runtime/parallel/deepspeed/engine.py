@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -128,7 +129,8 @@ class Engine:
                 "Use the same weight for both, or one optimizer a model."
             )
         divisor = next(iter(divisors), 1.0)
-        return divisor if self._clip_factor is None else divisor / float(self._clip_factor)
+        factor = 1.0 if self._clip_factor is None else float(self._clip_factor)
+        return divisor / factor if factor else math.inf
 
     def clip(self, factor: torch.Tensor) -> None:
         """Multiply the final gradients of all parameters by a factor, `[]`."""

@@ -454,6 +454,15 @@ class Zero(Strategy):
     ) -> AbstractContextManager[nn.Module]:
         return self._gather(model)
 
+    @override
+    def capture_replica_state(self, model: nn.Module) -> dict[str, Any]:
+        return {} if self._scale is None else {"loss_scale": self._scale.state_dict()}
+
+    @override
+    def restore_replica_state(self, model: nn.Module, state: dict[str, Any]) -> None:
+        if self._scale is not None and "loss_scale" in state:
+            self._scale.load_state_dict(state["loss_scale"])
+
     @contextmanager
     def _gather(self, model: nn.Module) -> Iterator[nn.Module]:
         """Gather the parameters of a model; changes of them, equal on all ranks, become those of the master weights."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -43,9 +44,9 @@ LAYOUTS = {
 
 
 @contextmanager
-def set_variables(layout):
-    """Set the variables of a layout in this context."""
-    variables = {f"ACCEL_{name.upper()}": str(value) for name, value in LAYOUTS[layout].items()}
+def set_variables(layout, settings):
+    """Set the variables of a layout and of other settings in this context."""
+    variables = {f"ACCEL_{name.upper()}": str(value) for name, value in (LAYOUTS[layout] | settings).items()}
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -55,9 +56,9 @@ def set_variables(layout):
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def connect(layout, **arguments):
-    """Return an Accelerator with the layout."""
-    with set_variables(layout):
+def connect(layout, settings=MappingProxyType({}), **arguments):
+    """Return an Accelerator with the layout and other settings."""
+    with set_variables(layout, dict(settings)):
         return Accelerator(**arguments)
 
 
@@ -251,6 +252,13 @@ def run_from(program, layout, folder, at):
     batches = accelerator.skip_first_batches(loader, at)
     for number, batch in enumerate(batches, start=at):
         run_step(accelerator, program, (model, optimizer, scheduler), batch, number)
+    return read_state(accelerator, model, optimizer)
+
+
+def load(program, layout, folder):
+    """Return the state of a program after its checkpoint was loaded."""
+    accelerator, model, optimizer, *_ = connect_program(program, layout)
+    accelerator.load_state(folder)
     return read_state(accelerator, model, optimizer)
 
 
