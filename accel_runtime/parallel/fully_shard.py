@@ -56,7 +56,13 @@ from accel_runtime.parallel.tensor_parallel import (
     plan_tensor_parallel,
 )
 
-__all__ = ["Sharded", "broadcast_parameters", "build_buffer_broadcast", "describe_layout"]
+__all__ = [
+    "Sharded",
+    "UntracedBufferBroadcast",
+    "broadcast_parameters",
+    "build_buffer_broadcast",
+    "describe_layout",
+]
 
 
 class Sharded(Strategy):

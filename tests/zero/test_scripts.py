@@ -334,3 +334,27 @@ def test_a_script_trains_as_on_one_process(clusters, expected, script):
             torch.testing.assert_close(
                 actual, expected(script), atol=1e-6, rtol=1e-5, msg=lambda m, n=layout: f"{n}: {m}"
             )
+
+
+def train_with_statistics(layout):
+    """Train with rows that differ on each rank; return all states, which are those of one rank, at the end and in evaluation."""
+    accelerator = connect(layout, gradient_accumulation_steps=2)
+    model = build_net()
+    model.insert(1, nn.BatchNorm1d(5))
+    model, optimizer = accelerator.prepare(model, adam(model))
+    for rows in split(accelerator, 5):
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, rows))
+            optimizer.step()
+            optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        output = model(torch.ones(2, 3))
+    return accelerator.get_state_dict(model, everywhere=True), output
+
+
+def test_statistics_of_a_batch_norm_are_those_of_the_first_rank_as_with_ddp(clusters):
+    expected = clusters[2].run(train_with_statistics, "replicated")
+    for layout in STAGES:
+        actual = clusters[2].run(train_with_statistics, layout)
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)

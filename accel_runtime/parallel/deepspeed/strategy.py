@@ -41,7 +41,11 @@ from accel_runtime.parallel.deepspeed.loss_scale import LossScale
 from accel_runtime.parallel.deepspeed.modules import make_copyable, watch_zero_grad
 from accel_runtime.parallel.deepspeed.state_view import ZeroStateView, gather_full
 from accel_runtime.parallel.dtensor import shard_like
-from accel_runtime.parallel.fully_shard import broadcast_parameters
+from accel_runtime.parallel.fully_shard import (
+    UntracedBufferBroadcast,
+    broadcast_parameters,
+    build_buffer_broadcast,
+)
 from accel_runtime.parallel.strategy import (
     GradientVersions,
     ModelLayout,
@@ -94,6 +98,8 @@ class Zero(Strategy):
         """Values of what is `auto` in the configuration, by path."""
         self._configured: dict[str, Any] = {}
         """The configuration of the newest engine."""
+        self._unsynced: set[nn.Module] = set()
+        """The models in `no_sync`, which do not broadcast their buffers either."""
         self._partitioned: list[Any] = []
         """Engines of deepspeed that only partition models without an optimizer."""
         self._scale = LossScale(config) if mixed_precision == "fp16" else None
@@ -151,6 +157,12 @@ class Zero(Strategy):
             watch_zero_grad(request.model, self._clear_model)
             if self.config.leaf_modules:
                 mark_leaf_modules(request.model, self.config.leaf_modules)
+            if (
+                request.is_trained
+                and request.model not in self._models
+                and any(True for _ in request.model.buffers())
+            ):
+                self._broadcast_buffers(request.model)
             self._models.append(request.model)
         for optimizer in optimizers:
             _refuse_optimizer(optimizer, self.config)
@@ -165,6 +177,26 @@ class Zero(Strategy):
             if self._stage == _STAGE_OF_PARAMETERS:
                 make_copyable(request.model)
         return [request.model for request in models]
+
+    def _broadcast_buffers(self, model: nn.Module) -> None:
+        """Let forward passes of a model begin with the buffers of the first rank, as with DDP."""
+        broadcast = build_buffer_broadcast(model, self.backend.broadcast)
+        buffers = UntracedBufferBroadcast(lambda: model not in self._unsynced, broadcast)
+        model.register_forward_pre_hook(buffers.before)
+        model.register_forward_hook(buffers.after)
+
+    @override
+    def _set_sync(self, model: nn.Module, *, wanted: bool) -> AbstractContextManager[None]:
+        return self._mark_sync(model, wanted=wanted)
+
+    @contextmanager
+    def _mark_sync(self, model: nn.Module, *, wanted: bool) -> Iterator[None]:
+        before = set(self._unsynced)
+        (self._unsynced.discard if wanted else self._unsynced.add)(model)
+        try:
+            yield
+        finally:
+            self._unsynced = before
 
     def _is_in_engine(self, model: nn.Module) -> bool:
         return any(
