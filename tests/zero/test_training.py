@@ -32,6 +32,7 @@ PROGRAMS = st.builds(
     rows=st.sampled_from([4 * BATCH, 3 * BATCH + 5, 2 * BATCH + 1, 7 * BATCH]),
     weighted=st.booleans(),
     clip=st.sampled_from([None, 0.05, 100.0]),
+    clips_always=st.booleans(),
     schedule=st.booleans(),
     losses=st.sampled_from(LOSSES),
     clear=st.sampled_from(["after", "before"]),
@@ -105,8 +106,20 @@ def test_three_ranks_of_which_some_have_no_rows_train_as_one_process(check):
         check(Program(rows=BATCH + 1, accumulate=2, clip=0.05), layout, 3)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("layout", ["stage 1", "stage 2", "stage 2, offload", "stage 3"])
+def test_a_script_may_clip_in_every_micro_batch(check, layout, weighted):
+    check(Program(accumulate=4, rows=6 * BATCH, clip=0.05, clips_always=True, weighted=weighted), layout)
+
+
 def test_stage_0_trains_as_ddp(check):
     check(Program(losses="sum", accumulate=2, clip=0.1), "stage 0")
+
+
+def test_one_process_without_a_launcher_trains_with_zero():
+    for layout in ("stage 1", "stage 3"):
+        expected, actual = (run_program(Program(losses="sum"), each) for each in ("replicated", layout))
+        torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
 
 
 # Steps that cannot be taken ------------------------------------------------------------------
@@ -305,9 +318,16 @@ def a_scalar_parameter():
     accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
 
 
+def a_graph_of_gradients():
+    _, model, _ = prepare("stage 3")
+    rows = torch.ones(2, 4, requires_grad=True)
+    torch.autograd.grad(model(rows).sum(), rows, create_graph=True)
+
+
 @pytest.mark.parametrize(
     ("function", "text"),
     [
+        (a_graph_of_gradients, "create_graph=True"),
         (two_optimizers_of_one_model, "stage 2"),
         (a_copy_of_shards, "accelerator.gathered(model)"),
         (a_scalar_parameter, "torch.ones(1)"),

@@ -54,7 +54,7 @@ class Engine:
         """The parameters whose gradients the script has not cleared since the newest step."""
         self._continues = False
         """True if a backward pass has reached such parameters: its gradients would be added to those of that step."""
-        self._is_gathered = False
+        self._is_gathered = self._is_complete = False
         self._is_open = False
         """True in a backward pass of the strategy."""
         self._divisors: dict[nn.Parameter, torch.Tensor] = {}
@@ -93,7 +93,7 @@ class Engine:
                 f"Parameters of {type(self.optimizer).__name__} were frozen in prepare() and require gradients now, for which ZeRO has no "
                 "optimizer state. Freeze parameters after prepare(), or unfreeze them and prepare a new model in a new process."
             )
-        self._is_open = True
+        self._is_open, self._is_complete = True, False
         self._reached.clear()
         if self._is_final:
             return
@@ -148,10 +148,16 @@ class Engine:
             self.sharded.finish_cycle()
             self._is_final = True
 
+    def complete(self) -> None:
+        """Record that the cycle is complete, unless another backward pass follows."""
+        self._is_complete = True
+
     def compute_norm(self) -> torch.Tensor:
-        """Return the norm of the gradients over all ranks: `[]`; collective."""
+        """Return the norm of the gradients over all ranks, in an unfinished cycle that of what each rank has: `[]`; collective."""
         if not self._has_gradients:
             return torch.zeros(())
+        if not self._is_complete:
+            return self.sharded.compute_unfinished_norm() / self._read_divisor()
         self._finish()
         return self.sharded.compute_norm() / self._read_divisor()
 

@@ -63,7 +63,7 @@ def build_engine(model: nn.Module, optimizer: torch.optim.Optimizer | None, conf
     hide_deprecations()
     # It warns of every optimizer that is not its own; which ones can be trained is checked before.
     quiet = nullcontext() if "log_level" in config else hide_warnings()
-    with warnings.catch_warnings(), _skip_broadcast(), quiet:
+    with warnings.catch_warnings(), _skip_broadcast(), _set_local_rank(), quiet:
         warnings.simplefilter("ignore")  # as above: it imports more modules here
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=dict(config), dist_init_required=False
@@ -101,6 +101,19 @@ def _skip_broadcast() -> Iterator[None]:
         yield
     finally:
         engine_class._broadcast_model = broadcast  # noqa: SLF001
+
+
+@contextmanager
+def _set_local_rank() -> Iterator[None]:
+    """Set the variable without which deepspeed builds no engine, in a process without a launcher."""
+    if "LOCAL_RANK" in os.environ:
+        yield
+        return
+    os.environ["LOCAL_RANK"] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop("LOCAL_RANK", None)
 
 
 def _leave_inference_mode(function: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
@@ -240,6 +253,17 @@ class ShardedOptimizer:
             else self._zero.scaled_global_norm()
         )
         return torch.as_tensor(norm, dtype=torch.float32)
+
+    def compute_unfinished_norm(self) -> torch.Tensor:
+        """Return the norm of the gradients of a cycle so far: `[]`; in stage 1 of this rank, else of all ranks, collective."""
+        if not self._shards_gradients:
+            gradients = [p.grad for group in self._zero.bit16_groups for p in group if p.grad is not None]
+            return torch.linalg.vector_norm(torch.stack([gradient.float().norm() for gradient in gradients]))
+        parts = [part.float().square().sum() for _, part in self.list_gradients()]
+        squares = torch.stack(parts).sum() if parts else torch.zeros(())
+        squares = squares.to(deepspeed.accelerator.get_accelerator().current_device_name())
+        torch.distributed.all_reduce(squares)
+        return squares.sqrt()
 
     def step(self, divisor: float, reached: Collection[nn.Parameter]) -> bool:
         """Divide the final gradients, step the reached parameters, and clear gradients; return False if they were not finite.

@@ -1,4 +1,4 @@
-"""Methods of prepared modules that ZeRO changes: clearing gradients, and copying."""
+"""What ZeRO changes of prepared modules: clearing gradients, copying, and graphs of gradients."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
+from accel_runtime.foundation import nested
 from accel_runtime.parallel.deepspeed.library import is_available
 
-__all__ = ["make_copyable", "watch_zero_grad"]
+__all__ = ["make_copyable", "refuse_graphs", "watch_zero_grad"]
 
 
 class _ZeroGrad:
@@ -63,6 +65,27 @@ def _copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     memo[id(module)] = duplicate
     vars(duplicate).update(copy.deepcopy(state, memo))
     return duplicate
+
+
+def refuse_graphs(model: nn.Module) -> None:
+    """Raise RuntimeError if a backward pass builds a graph of the gradients of a model that stage 3 has partitioned."""
+    model.register_forward_hook(_watch_outputs)
+
+
+def _watch_outputs(_model: nn.Module, _args: Any, outputs: Any) -> None:
+    if torch.is_grad_enabled():
+        for leaf in nested.leaves(outputs):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(_refuse_graph)  # type: ignore[no-untyped-call]
+
+
+def _refuse_graph(_: torch.Tensor) -> None:
+    # Gradients are enabled in a backward pass with create_graph=True.
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "Cannot build a graph of the gradients of a model with ZeRO stage 3 (create_graph=True): parameters are gathered for one "
+            "backward pass and freed afterwards. Use stage 2."
+        )
 
 
 def _is_added(name: str) -> bool:

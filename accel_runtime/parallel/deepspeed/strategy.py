@@ -38,7 +38,7 @@ from accel_runtime.parallel.deepspeed.library import (
     keep_graph,
 )
 from accel_runtime.parallel.deepspeed.loss_scale import LossScale
-from accel_runtime.parallel.deepspeed.modules import make_copyable, watch_zero_grad
+from accel_runtime.parallel.deepspeed.modules import make_copyable, refuse_graphs, watch_zero_grad
 from accel_runtime.parallel.deepspeed.state_view import ZeroStateView, gather_full
 from accel_runtime.parallel.dtensor import shard_like
 from accel_runtime.parallel.fully_shard import (
@@ -176,6 +176,7 @@ class Zero(Strategy):
                 self._partitioned.append(build_engine(request.model, None, self._build_config(request.model)))
             if self._stage == _STAGE_OF_PARAMETERS:
                 make_copyable(request.model)
+                refuse_graphs(request.model)
         return [request.model for request in models]
 
     def _broadcast_buffers(self, model: nn.Module) -> None:
@@ -333,6 +334,7 @@ class Zero(Strategy):
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
     ) -> torch.Tensor:
         parameters = list(parameters)
+        self.finish_gradients()
         norm = self.compute_norm(parameters, norm_type)
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for engine in self._find_engines(parameters, "clip_grad_norm_()"):
@@ -373,6 +375,11 @@ class Zero(Strategy):
         self, optimizer: torch.optim.Optimizer, unscale: Unscale
     ) -> dict[torch.device, torch.Tensor]:
         raise AssertionError  # `scales_losses`: there is no scaler of torch
+
+    @override
+    def finish_gradients(self) -> None:
+        for engine in self._engines.values():
+            engine.complete()
 
     @override
     def read_gradient_versions(self, parameters: Sequence[nn.Parameter]) -> GradientVersions:
@@ -441,6 +448,7 @@ class Zero(Strategy):
                 "optimizer.step(closure) is not supported with ZeRO. Run the backward pass before, and call step() without it."
             )
         engine = self._engines[optimizer]
+        engine.complete()
         if self._max_norm:
             norm = engine.compute_norm().to(self.backend.device)
             scale = 1.0 if self._scale is None else self._scale.value

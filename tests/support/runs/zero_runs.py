@@ -70,6 +70,8 @@ class Program:
     rows: int = 4 * BATCH
     weighted: bool = False
     clip: float | None = None
+    clips_always: bool = False
+    """`clip_grad_norm_` is called in every micro-batch, and clips in the last one of a cycle."""
     schedule: bool = False
     losses: str = "one"
     """`one`, or two whose order of passes it names."""
@@ -208,8 +210,9 @@ def run_step(accelerator, program, objects, batch, number):
         if program.clear == "before":
             optimizer.zero_grad()
         run_backward(accelerator, program, model, batch, number)
-        if program.clip is not None and accelerator.sync_gradients:
-            norm = accelerator.clip_grad_norm_(model.parameters(), program.clip).item()
+        if program.clip is not None and (accelerator.sync_gradients or program.clips_always):
+            total = accelerator.clip_grad_norm_(model.parameters(), program.clip).item()
+            norm = total if accelerator.sync_gradients else None
         optimizer.step()
         if program.schedule:
             scheduler.step()
