@@ -27,6 +27,7 @@ with warnings.catch_warnings():
     from deepspeed.runtime import lr_schedules
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
     from deepspeed.runtime.utils import combine_grad_norm_groups
+    from deepspeed.runtime.zero import partitioned_param_coordinator
 
 __all__ = [
     "SCHEDULERS",
@@ -109,6 +110,8 @@ def _set_local_rank() -> Iterator[None]:
     if "LOCAL_RANK" in os.environ:
         yield
         return
+    # It also reads the variable in forward passes, to compare the only rank with itself.
+    partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda _: None
     os.environ["LOCAL_RANK"] = "0"
     try:
         yield
@@ -258,12 +261,14 @@ class ShardedOptimizer:
         """Return the norm of the gradients of a cycle so far: `[]`; in stage 1 of this rank, else of all ranks, collective."""
         if not self._shards_gradients:
             gradients = [p.grad for group in self._zero.bit16_groups for p in group if p.grad is not None]
-            return torch.linalg.vector_norm(torch.stack([gradient.float().norm() for gradient in gradients]))
+            norms = torch.stack([gradient.float().norm() for gradient in gradients])
+            return torch.as_tensor(torch.linalg.vector_norm(norms))
         parts = [part.float().square().sum() for _, part in self.list_gradients()]
         squares = torch.stack(parts).sum() if parts else torch.zeros(())
         squares = squares.to(deepspeed.accelerator.get_accelerator().current_device_name())
         torch.distributed.all_reduce(squares)
-        return squares.sqrt()
+        norm: torch.Tensor = squares.sqrt()
+        return norm
 
     def step(self, divisor: float, reached: Collection[nn.Parameter]) -> bool:
         """Divide the final gradients, step the reached parameters, and clear gradients; return False if they were not finite.

@@ -396,7 +396,7 @@ class Zero(Strategy):
 
     @override
     def read_local_gradients(self, models: Sequence[nn.Module]) -> dict[nn.Parameter, torch.Tensor]:
-        gradients = {}
+        gradients: dict[nn.Parameter, torch.Tensor] = {}
         for engine in self._engines.values():
             if self._stage == 1:
                 gradients |= {p: p.grad for p in engine.trained if p.grad is not None}
