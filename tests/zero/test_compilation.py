@@ -26,7 +26,7 @@ def build_environment(tmp_path, **variables):
     return environ | {"ACCEL_DEVICE": "cpu", "XDG_CACHE_HOME": str(tmp_path / "cache"), **variables}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_compiler_that_fails_is_quoted_with_the_operator(tmp_path):
     compiler = tmp_path / "broken-c++"
     compiler.write_text(
@@ -49,7 +49,7 @@ def test_a_compiler_that_fails_is_quoted_with_the_operator(tmp_path):
         assert result.stderr.rstrip().endswith("adam.cpp:3:1: error: this compiler is broken")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_launch_that_offloads_to_nvme_without_libaio_ends_with_the_reason(tmp_path):
     environ = build_environment(
         tmp_path,

@@ -22,7 +22,7 @@ MAKER = Path(__file__).parents[1] / "data" / "deepspeed-0.19.8" / "make.py"
     [
         "stage3-elsewhere",
         *(
-            pytest.param(case, marks=pytest.mark.slow)
+            pytest.param(case, marks=pytest.mark.full)
             for case in (
                 "stage1",
                 "stage1-bf16",

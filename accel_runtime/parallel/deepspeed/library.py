@@ -16,7 +16,11 @@ import torch
 from torch import nn
 
 from accel_runtime.parallel.deepspeed.fragments import Fragment, FragmentStates
-from accel_runtime.parallel.deepspeed.operators import check_installation, prepare_environment
+from accel_runtime.parallel.deepspeed.operators import (
+    check_installation,
+    prepare_environment,
+    provide_local_rank,
+)
 
 check_installation()
 prepare_environment("cuda" if torch.cuda.is_available() else "cpu")
@@ -106,17 +110,12 @@ def _skip_broadcast() -> Iterator[None]:
 
 @contextmanager
 def _set_local_rank() -> Iterator[None]:
-    """Set the variable without which deepspeed builds no engine, in a process without a launcher."""
-    if "LOCAL_RANK" in os.environ:
+    """Build engines in a process without a launcher, too."""
+    with provide_local_rank() as is_missing:
+        if is_missing:
+            # It also reads the variable in forward passes, to compare the only rank with itself.
+            partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda _: None
         yield
-        return
-    # It also reads the variable in forward passes, to compare the only rank with itself.
-    partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda _: None
-    os.environ["LOCAL_RANK"] = "0"
-    try:
-        yield
-    finally:
-        os.environ.pop("LOCAL_RANK", None)
 
 
 def _leave_inference_mode(function: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:

@@ -27,7 +27,14 @@ from accel_runtime.environment.installation import format_install
 from accel_runtime.environment.layouts import SettingsError
 from accel_runtime.environment.settings import Settings
 
-__all__ = ["OperatorError", "build_operators", "check_installation", "list_operators", "prepare_environment"]
+__all__ = [
+    "OperatorError",
+    "build_operators",
+    "check_installation",
+    "list_operators",
+    "prepare_environment",
+    "provide_local_rank",
+]
 
 _EXTENSIONS = "TORCH_EXTENSIONS_DIR"
 _OLDEST = (0, 19)
@@ -65,6 +72,19 @@ def prepare_environment(
     if _EXTENSIONS not in environ:
         environ[_EXTENSIONS] = os.fspath(_find_folder(device_type, packages))
     return Path(environ[_EXTENSIONS])
+
+
+@contextmanager
+def provide_local_rank(environ: MutableMapping[str, str] = os.environ) -> Iterator[bool]:
+    """Set the variable without which deepspeed builds no engine inside the context; yield True if it was missing."""
+    if "LOCAL_RANK" in environ:
+        yield False
+        return
+    environ["LOCAL_RANK"] = "0"
+    try:
+        yield True
+    finally:
+        environ.pop("LOCAL_RANK", None)
 
 
 def _find_folder(device_type: str, packages: Sequence[str]) -> Path:

@@ -145,24 +145,7 @@ class Zero(Strategy):
     ) -> list[nn.Module]:
         refuse_unconfigured(optimizers, schedulers, self.config)
         for request in models:
-            refuse_meta_model(request.model)
-            refuse_max_norm(request.model, ())
-            if self._stage == _STAGE_OF_PARAMETERS:
-                _refuse_scalars(request.model)
-            if not any(map(is_partitioned, request.model.parameters())):
-                if request.is_placed:
-                    self.move_model(request.model)
-                broadcast_parameters(request.model, self.backend)
-            request.set_forward(request.model)
-            watch_zero_grad(request.model, self._clear_model)
-            if self.config.leaf_modules:
-                mark_leaf_modules(request.model, self.config.leaf_modules)
-            if (
-                request.is_trained
-                and request.model not in self._models
-                and any(True for _ in request.model.buffers())
-            ):
-                self._broadcast_buffers(request.model)
+            self._place_model(request)
             self._models.append(request.model)
         for optimizer in optimizers:
             _refuse_optimizer(optimizer, self.config)
@@ -178,6 +161,24 @@ class Zero(Strategy):
                 make_copyable(request.model)
                 refuse_graphs(request.model)
         return [request.model for request in models]
+
+    def _place_model(self, request: ModelRequest) -> None:
+        """Move a model, make it equal on all ranks, and set up its methods and hooks."""
+        model = request.model
+        refuse_meta_model(model)
+        refuse_max_norm(model, ())
+        if self._stage == _STAGE_OF_PARAMETERS:
+            _refuse_scalars(model)
+        if not any(map(is_partitioned, model.parameters())):
+            if request.is_placed:
+                self.move_model(model)
+            broadcast_parameters(model, self.backend)
+        request.set_forward(model)
+        watch_zero_grad(model, self._clear_model)
+        if self.config.leaf_modules:
+            mark_leaf_modules(model, self.config.leaf_modules)
+        if request.is_trained and model not in self._models and any(True for _ in model.buffers()):
+            self._broadcast_buffers(model)
 
     def _broadcast_buffers(self, model: nn.Module) -> None:
         """Let forward passes of a model begin with the buffers of the first rank, as with DDP."""

@@ -128,6 +128,8 @@ def save(options, output):
     """Train and save in one of the processes."""
     import deepspeed
 
+    # Its collectives in shared memory are compiled for half a minute, and leave large files there.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.set_num_threads(1)
     if options.get("precision") == "fp16":
         deepspeed.get_accelerator().is_fp16_supported = lambda: True
