@@ -21,6 +21,7 @@ __all__ = ["estimate"]
 
 _SIZES = ("dp_replicate", "dp_shard", "tp")
 _BYTES = ("parameters", "gradients", "optimizer", "activations", "working", "total")
+_OF_ZERO = ("parameters", "gradients", "optimizer", "cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +115,12 @@ class EstimateRequest:
     help="Show every layout, with and without resharding and checkpointing.",
 )
 @option(
+    "--deepspeed",
+    "show_zero",
+    is_flag=True,
+    help="Show the stages of DeepSpeed's ZeRO too, with and without offload.",
+)
+@option(
     "--write-profile",
     metavar="NAME",
     help="Write the layout to this profile.",
@@ -128,8 +135,13 @@ class EstimateRequest:
     shell_complete=complete_files,
 )
 @option("--json", "as_json", is_flag=True, help="Print JSON.")
-def estimate(
-    request: EstimateRequest, show_all: bool, write_profile: str | None, output: Path | None, as_json: bool
+def estimate(  # noqa: PLR0913, PLR0917 - options of the command
+    request: EstimateRequest,
+    show_all: bool,
+    show_zero: bool,
+    write_profile: str | None,
+    output: Path | None,
+    as_json: bool,
 ) -> None:
     """Estimate the memory that training a model needs on each device, for every layout of the devices.
 
@@ -142,6 +154,12 @@ def estimate(
         console.print_json(result)
     else:
         _print_table(result, show_all=show_all)
+        if show_zero:
+            rows = (
+                (str(row["stage"]), row["offload"], *(console.format_size(row[name]) for name in _OF_ZERO))
+                for row in result["zero"]
+            )
+            console.table(("ZERO", "OFFLOAD", *(name.upper() for name in _OF_ZERO)), rows)
     if result["best"] is None:
         raise AccelError(_format_no_fit(result))
     if write_profile or output:

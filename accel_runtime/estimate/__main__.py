@@ -45,6 +45,7 @@ from accel_runtime.estimate.memory import (
     measure_state,
     read_plan,
 )
+from accel_runtime.estimate.zero import ZeroUsage, compute_zero
 from accel_runtime.foundation.torch_internals import tree_leaves_with_path, tree_map
 from accel_runtime.parallel.fsdp_units import Units, find_units, innermost_units
 from accel_runtime.parallel.tensor_parallel import check_divisibility
@@ -94,6 +95,7 @@ def answer_request(request: Mapping[str, Any]) -> dict[str, Any]:
         "wrapped": [name for name, _ in result.units],
         "inputs": _format_shapes(spec.inputs),
         "left_out": [{"tp": tp, "why": why} for tp, why in result.left_out.items()],
+        "zero": [asdict(each) for each in result.zero],
         "devices": devices,
         "memory": memory,
         "usable": usable,
@@ -150,6 +152,8 @@ class EstimateResult:
     """Reasons for impossible values of `tp`."""
     optimizer: str
     """Class name of the optimizer."""
+    zero: list[ZeroUsage]
+    """Memory under the stages of ZeRO."""
 
 
 def estimate_layouts(
@@ -178,7 +182,8 @@ def estimate_layouts(
                     for layout in list_variants(split)
                     if units or not layout.activation_checkpointing
                 ]
-    return EstimateResult(units, estimates, left_out, type(model.optimizer).__name__)
+    zero = compute_zero(model.optimizer, spec.model, devices, half=mixed_precision != "no")
+    return EstimateResult(units, estimates, left_out, type(model.optimizer).__name__, zero)
 
 
 class _MeasuredModel:
