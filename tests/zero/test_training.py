@@ -61,7 +61,12 @@ def check(clusters):
     return compare
 
 
-@pytest.mark.parametrize("layout", SHARDED)
+FAST = ("stage 1", "stage 2, small buckets", "stage 3, small buckets", "stage 3, offload")
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(each, marks=() if each in FAST else pytest.mark.full) for each in SHARDED]
+)
 @settings(max_examples=6, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(program=PROGRAMS)
 def test_a_program_trains_as_on_one_process(check, layout, program):
