@@ -335,7 +335,7 @@ def test_an_accelerator_trains_as_with_ddp_if_only_the_strategy_has_the_gradient
         from accel_runtime.accelerator import run
 
         results = []
-        for choose in (run.choose_strategy, lambda backend, _: EngineStrategy(backend)):
+        for choose in (run.choose_strategy, lambda backend, *_: EngineStrategy(backend)):
             with mock.patch.object(run, "choose_strategy", choose):
                 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
             results.append(train_in_cycles(accelerator, *build_model_and_batch(), weighted=weighted))
