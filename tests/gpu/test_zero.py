@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import os
 
@@ -71,8 +70,9 @@ def train(options, precision, factors=(1.0,) * STEPS):
         optimizer.step()
         optimizer.zero_grad()
         skipped.append(accelerator.optimizer_step_was_skipped)
-    weights = copy.deepcopy(accelerator.get_state_dict(model))
-    return {name: tensor.float().cpu() for name, tensor in weights.items()}, skipped
+    with accelerator.gathered(model) as full:
+        weights = {name: tensor.detach().float().cpu().clone() for name, tensor in full.state_dict().items()}
+    return weights, skipped
 
 
 def assert_near(weights, expected, precision):
