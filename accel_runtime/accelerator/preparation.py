@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accel_runtime.accelerator.consistency import check_consistent, collect_option_facts
-from accel_runtime.accelerator.description import describe_run, loader_facts
+from accel_runtime.accelerator.description import describe_run
 from accel_runtime.accelerator.run import Run
 from accel_runtime.accelerator.unprepared import explain_unprepared
 from accel_runtime.data.active_loops import ModelInputHook
@@ -99,10 +99,11 @@ class Preparation:
             if isinstance(leaf, DataLoader):
                 results[key] = self.prepare_data_loader(leaf, placement)
         sizes = [
-            loader_facts(loader, self._run.backend.data_rank, 1).batch_size
+            loader.total_batch_size // self._run.backend.data_rank.world_size
             for loader in self._run.prepared.loaders
+            if loader.source_batch_size is not None
         ]
-        self._run.strategy.check_batch_sizes([size for size in sizes if size], self._run.accumulation.steps)
+        self._run.strategy.check_batch_sizes(sizes, self._run.accumulation.steps)
         prepared = [
             nested.map_leaves(lambda leaf: results.get(id(leaf), leaf), item, objects=False)
             for item in objects

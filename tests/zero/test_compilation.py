@@ -12,6 +12,10 @@ from support.waits import limit
 from accel_cli.errors import AccelError
 from accel_cli.runner.operators import compile_operators
 
+pytest.importorskip(
+    "deepspeed.runtime", reason="deepspeed is in an environment of its own: make test-deepspeed"
+)
+
 COMPILE = """
 from accel_runtime.parallel.deepspeed.operators import OperatorError, build_operators, prepare_environment
 try:

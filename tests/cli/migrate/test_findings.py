@@ -87,7 +87,7 @@ UNSAFE = {
     "evaluation on one rank": (DDP + LOOP + "if rank == 0:\n    for x in loader:\n        model(x)\n", "A loader is read on some ranks only"),
     "hook of Accelerate": ("from accelerate.hooks import AlignDevicesHook\n", "accel has no AlignDevicesHook"),
     "unsupported name": ("from accelerate import dispatch_model\n", "accel has no dispatch_model"),
-    "unsupported argument": ("from accelerate import Accelerator\na = Accelerator(deepspeed_plugin=None)\n", "no argument deepspeed_plugin"),
+    "unsupported argument": ("from accelerate import Accelerator\na = Accelerator(megatron_lm_plugin=None)\n", "no argument megatron_lm_plugin"),
     "unsupported member": ("from accelerate import Accelerator\na = Accelerator()\na.lomo_backward(1)\n", "no lomo_backward"),
     "zero_grad at the start of a cycle": (HEAD + CYCLE, "zero_grad is not called with the step"),
     "autocast around some calls": (HEAD + LOOP.replace("    loss = ", "    with torch.autocast('cuda'):\n        model(x)\n    loss = "), "Only some calls"),

@@ -21,7 +21,7 @@ from accel_runtime import (
     Description,
     DistributedDataParallelKwargs,
 )
-from accel_runtime.environment.settings import Compile, FullyShard, Parallel, flatten_settings
+from accel_runtime.environment.settings import Compile, DeepSpeed, FullyShard, Parallel, flatten_settings
 
 
 def describe_run(  # noqa: PLR0913
@@ -57,6 +57,7 @@ def test_a_run_is_described_as_plain_data(ranks):
         description = describe_as_dict({"gradient_accumulation_steps": 4})
         description.pop("options")
         assert description.pop("device") == {}
+        assert description.pop("strategy") == {}
         return json.loads(json.dumps(description))
 
     for rank, description in enumerate(ranks.run(describe_without_options)):
@@ -179,6 +180,7 @@ def test_the_origin_of_an_option_is_an_argument_a_variable_or_the_default(monkey
     options = Accelerator(mixed_precision="bf16").describe().options
     divided = {f"parallel_{name}": value for name, value in flatten_settings(Parallel())}
     divided |= {f"fully_shard_{name}": value for name, value in flatten_settings(FullyShard())}
+    divided |= {f"deepspeed_{name}": value for name, value in flatten_settings(DeepSpeed())}
     divided |= {f"compile_{name}": value for name, value in flatten_settings(Compile())}
     assert {name: (option.value, option.origin) for name, option in options.items()} == {
         **{name: (value, "default") for name, value in divided.items()},
@@ -235,7 +237,7 @@ CHANGES = {
     "loaders.samples_a_step": {"options": {"gradient_accumulation_steps": 3}},
     "loaders.end": {"options": {"dataloader_config": DataLoaderConfiguration(even_batches=False)}},
 }
-TOPOLOGY_FIELDS = {"processes", "device"}
+TOPOLOGY_FIELDS = {"processes", "device", "strategy"}
 """Fields that depend on the number of processes or the device: tested above, and in tests/xla."""
 
 

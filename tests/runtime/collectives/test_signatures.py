@@ -157,7 +157,7 @@ def test_bytes_pass_between_ranks_only_through_the_handshake():
 
 BACKENDS = (
     *(f"backends/{name}" for name in ("base.py", "single.py", "distributed.py", "rng.py", "xla/")),
-    "collectives/transport.py", "parallel/averaging.py", "parallel/fully_shard.py", "parallel/xla/",
+    "collectives/transport.py", "parallel/averaging.py", "parallel/fully_shard.py", "parallel/xla/", "parallel/deepspeed/",
 )  # fmt: skip
 
 
