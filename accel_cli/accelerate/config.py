@@ -14,6 +14,7 @@ from accel_cli.profile.validation_errors import did_you_mean, one_of
 from accel_runtime.environment.accelerate import launch, sagemaker, sharding
 from accel_runtime.environment.accelerate.setting import Choices, IntegerRange, Section, Values
 from accel_runtime.environment.accelerate.sharding import Strategy
+from accel_runtime.environment.deepspeed import ZERO_3
 from accel_runtime.environment.settings import Parallel, SettingsError, find_nearest
 
 __all__ = [
@@ -41,7 +42,6 @@ __all__ = [
 ]
 
 _DEFAULT_PORT = 29500
-_ZERO_3 = 3
 # Accelerate reads YAML 1.1, where these words are booleans.
 _YAML_1_1 = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 _HOST = re.compile(r"[A-Za-z0-9_.-]+|[0-9a-fA-F]*:[0-9a-fA-F]*:[0-9a-fA-F:]*")
@@ -383,7 +383,7 @@ class AccelerateConfig:
             return {}
         names_file = bool(self.deepspeed_config.get(sharding.DEEPSPEED_FILE.key))
         values = {sharding.ZERO_STAGE.profile_key: "auto" if names_file else self.zero_stage}
-        if self.zero_stage == _ZERO_3 and parse_or(
+        if self.zero_stage == ZERO_3 and parse_or(
             "boolean", self.deepspeed_config.get(sharding.ZERO3_INIT.key), True
         ):
             values[sharding.ZERO3_INIT.profile_key] = True  # the default of Accelerate, too

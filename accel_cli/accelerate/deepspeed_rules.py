@@ -19,10 +19,9 @@ from accel_cli.accelerate.config import (
 from accel_cli.accelerate.rule import EMPTY, Answer, Rule, drop, dropped, same, sets, take
 from accel_runtime.environment.accelerate import sharding
 from accel_runtime.environment.accelerate.setting import Setting
+from accel_runtime.environment.deepspeed import ZERO_3
 
 __all__ = ["CONVERTED", "DEEPSPEED_FILE"]
-
-_ZERO_3 = 3
 
 
 def _convert_zero_stage(stage: int, config: AccelerateConfig) -> Answer:
@@ -30,7 +29,7 @@ def _convert_zero_stage(stage: int, config: AccelerateConfig) -> Answer:
         return sets({sharding.ZERO_STAGE.profile_key: stage})
     if stage == 0:
         return Answer("models are replicated")
-    if stage < _ZERO_3:
+    if stage < ZERO_3:
         note = "parameters are sharded between steps too"
         return sets({"fully_shard.reshard_after_forward": False}, note)
     return sets({"fully_shard.reshard_after_forward": config.hpz_size if config.hpz_size > 1 else True})
@@ -38,7 +37,7 @@ def _convert_zero_stage(stage: int, config: AccelerateConfig) -> Answer:
 
 def _offload(setting: Setting) -> Rule:
     """Return the rule of a device that DeepSpeed offloads to."""
-    least = _ZERO_3 if setting is sharding.OFFLOAD_PARAM_DEVICE else 1
+    least = ZERO_3 if setting is sharding.OFFLOAD_PARAM_DEVICE else 1
 
     def convert(device: str, config: AccelerateConfig) -> Answer:
         if not config.keeps_deepspeed:
@@ -50,7 +49,7 @@ def _offload(setting: Setting) -> Rule:
             return replace(sets({"fully_shard.cpu_offload": True}, note), is_applied=device == "cpu")
         if config.zero_stage < least:
             return dropped(f"DeepSpeed does not use it in stage {config.zero_stage}")
-        if device == "nvme" and config.zero_stage < _ZERO_3:
+        if device == "nvme" and config.zero_stage < ZERO_3:
             return sets({setting.profile_key: "cpu"}, f"as DeepSpeed does in stage {config.zero_stage}")
         return sets({setting.profile_key: device})
 
@@ -63,7 +62,7 @@ def _nvme_path(setting: Setting, device: Setting) -> Rule:
     def convert(path: str, config: AccelerateConfig) -> Answer:
         if not config.keeps_deepspeed:
             return dropped(setting.reason)
-        if normalize(config.deepspeed_config.get(device.key)) != "nvme" or config.zero_stage < _ZERO_3:
+        if normalize(config.deepspeed_config.get(device.key)) != "nvme" or config.zero_stage < ZERO_3:
             return dropped(f"used only with {device.key}: nvme in stage 3")
         return sets({setting.profile_key: path})
 
@@ -83,7 +82,7 @@ def _convert_clipping(value: Any, config: AccelerateConfig) -> Answer:
 def _convert_zero3_init(_: Any, config: AccelerateConfig) -> Answer:
     if not config.keeps_deepspeed:
         return dropped(sharding.ZERO3_INIT.reason)
-    if config.zero_stage != _ZERO_3:
+    if config.zero_stage != ZERO_3:
         return Answer("used only with ZeRO-3")
     return sets({sharding.ZERO3_INIT.profile_key: True})
 
@@ -125,7 +124,7 @@ def _enables(precision: str) -> Rule:
 
 
 def _convert_hpz(number: int, config: AccelerateConfig) -> Answer:
-    if config.zero_stage != _ZERO_3:
+    if config.zero_stage != ZERO_3:
         return dropped("used only with ZeRO-3")
     return sets({"fully_shard.reshard_after_forward": number})
 

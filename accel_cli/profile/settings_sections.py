@@ -11,7 +11,7 @@ from typing_extensions import Self, override
 
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.sections import Answers, Choice, CountOrAuto, ExpandedPath, Question, Section
-from accel_runtime.environment.deepspeed import OffloadDevice, read_deepspeed_file
+from accel_runtime.environment.deepspeed import ZERO_3, OffloadDevice, read_deepspeed_file
 from accel_runtime.environment.settings import (
     Compile,
     CompileMode,
@@ -142,7 +142,6 @@ def _count_nodes(answers: Answers) -> Any:
     return answers.get("nnodes", answers.get("instance_count", 1))
 
 
-_ZERO_3 = 3
 _NUMBERS = ", ".join(f"`{word}`" for word in get_args(Number) if word != "auto")
 
 
@@ -318,7 +317,7 @@ class DeepSpeedSection(_SettingsSection):
                 Choice(
                     "nvme",
                     "on a local NVMe disk: the largest models",
-                    lambda _, answers: answers["stage"] == _ZERO_3,
+                    lambda _, answers: answers["stage"] == ZERO_3,
                 ),
             ),
             when=lambda answers: _uses_deepspeed(answers) and answers["stage"] != "auto",
@@ -337,7 +336,7 @@ class DeepSpeedSection(_SettingsSection):
                 Choice("cpu", "in host memory"),
                 Choice("nvme", "on a local NVMe disk"),
             ),
-            when=lambda answers: _uses_deepspeed(answers) and answers["stage"] == _ZERO_3,
+            when=lambda answers: _uses_deepspeed(answers) and answers["stage"] == ZERO_3,
         ),
     ] = "no"
     nvme_path: Annotated[

@@ -15,6 +15,7 @@ from accel_runtime.data.loader import PreparedLoader
 from accel_runtime.data.source import len_or_none
 from accel_runtime.environment.settings import Settings, flatten_settings
 from accel_runtime.environment.topology import DataRank
+from accel_runtime.foundation.precision import name_dtype
 from accel_runtime.foundation.process_mesh import GroupFacts
 from accel_runtime.parallel.dtensor import class_of
 from accel_runtime.parallel.strategy import ModelLayout
@@ -192,7 +193,7 @@ def describe_run(run: Run) -> Description:
                 computes_in,
                 getattr(hook, "value", None),
                 strategy.describe_model(model, computes_in),
-                strategy.count_elements,
+                strategy.read_shape,
             )
             for model in run.prepared.models
         ),
@@ -217,26 +218,26 @@ def model_facts(
     computes_in: torch.dtype | None,
     reduces_in: str | None,
     layout: ModelLayout,
-    count_elements: Callable[[torch.Tensor], int] = torch.numel,
+    read_shape: Callable[[torch.Tensor], torch.Size],
 ) -> ModelFacts:
     """Describe a prepared model; dtypes are those of autocast and of a communication hook."""
     wrapping, groups = layout
     parameters = list(original.parameters())
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    dtypes = _join(_dtype_name(parameter.dtype) for parameter in parameters)
+    dtypes = _join(name_dtype(parameter.dtype) for parameter in parameters)
     if groups:
         reduced = _join(group.reduces_in for group in groups)
     elif wrapping == "none":
         reduced = ""
     else:
-        reduced = reduces_in or _join(_dtype_name(parameter.dtype) for parameter in trainable)
+        reduced = reduces_in or _join(name_dtype(parameter.dtype) for parameter in trainable)
     return ModelFacts(
         name=class_of(original),
-        parameters=sum(map(count_elements, parameters)),
-        trainable=sum(map(count_elements, trainable)),
-        dtypes=tuple(sorted({_dtype_name(parameter.dtype) for parameter in parameters})),
+        parameters=sum(read_shape(parameter).numel() for parameter in parameters),
+        trainable=sum(read_shape(parameter).numel() for parameter in trainable),
+        dtypes=tuple(sorted({name_dtype(parameter.dtype) for parameter in parameters})),
         computes_in=_join(group.computes_in for group in groups)
-        or (_dtype_name(computes_in) if computes_in else dtypes),
+        or (name_dtype(computes_in) if computes_in else dtypes),
         reduces_in=reduced,
         wrapping=wrapping,
         groups=groups,
@@ -313,7 +314,3 @@ def _format_loader(loader: LoaderFacts, accumulation_steps: int) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

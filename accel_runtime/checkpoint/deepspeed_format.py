@@ -14,6 +14,7 @@ from accel_runtime.checkpoint.serialization import serialize
 from accel_runtime.checkpoint.state_items import ModelItem, OptimizerItem, StateItem, tensor_name_of
 from accel_runtime.export.save_model import add_aliases
 from accel_runtime.foundation.module_names import match_names
+from accel_runtime.foundation.precision import name_dtype
 from accel_runtime.storage.deepspeed_manifest import open_deepspeed_checkpoint
 from accel_runtime.storage.manifest import Manifest, TensorEntry
 from accel_runtime.storage.state_tree import KEY
@@ -73,7 +74,7 @@ class EngineStates:
             entry, live = entries.get(tensor_name_of(node)), state.get(key)
             if entry is None or not isinstance(live, torch.Tensor):
                 continue
-            dtype = str(live.dtype).removeprefix("torch.")
+            dtype = name_dtype(live.dtype)
             widened = entry.dtype in _HALF and dtype == "float32"
             if widened or (entry.dtype == "float32" and dtype == precision):
                 converted[tensor_name_of(node)] = replace(entry, dtype=dtype)

@@ -18,11 +18,13 @@ from accel_runtime.environment.layouts import SettingsError
 
 __all__ = [
     "AUTO",
+    "ZERO_3",
     "DeepSpeed",
     "DeepSpeedConfig",
     "OffloadDevice",
     "ZeroStage",
     "find_value",
+    "iterate_leaves",
     "parse_deepspeed_config",
     "read_deepspeed_config",
     "read_deepspeed_file",
@@ -35,6 +37,8 @@ ZeroStage = Literal["no", "auto", "0", "1", "2", "3"]
 OffloadDevice = Literal["no", "cpu", "nvme"]
 AUTO = "auto"
 """Value in a JSON file that is filled in when the model is prepared."""
+ZERO_3 = 3
+"""The stage that shards parameters too."""
 _WORDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "stage": get_args(ZeroStage),
@@ -275,15 +279,15 @@ def _normalize_keys(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     return kept
 
 
-def _iterate_leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def iterate_leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each value of nested keys that is not an object with keys itself, with its path behind the prefix."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from _iterate_leaves(value, f"{prefix}{key}.")
+            yield from iterate_leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
 
-_ZERO_3 = 3
 _OF_STAGE_3 = ("zero3_init", "prefetch_bucket_size", "param_persistence_threshold")
 """Fields of a section that only stage 3 has."""
 _OFFLOAD = "zero_optimization.offload_optimizer"
@@ -337,7 +341,7 @@ def resolve_deepspeed(
         SettingsError: Two of them contradict each other; the message names both.
     """
     values: dict[str, Any] = json.loads(json.dumps(file or {}))
-    found = {path: sources.get(path, name or section.config_file) for path, _ in _iterate_leaves(values)}
+    found = {path: sources.get(path, name or section.config_file) for path, _ in iterate_leaves(values)}
     for path, (value, source) in (*_list_statements(section, values).items(), *stated.items()):
         known = find_value(values, path)
         if known is not None and known != AUTO and not _is_same(known, value):
@@ -394,16 +398,16 @@ def _check_combination(config: DeepSpeedConfig) -> None:
         raise SettingsError(
             f"Invalid zero_optimization.stage {_show(stage)} by {source}: expected 0, 1, 2 or 3."
         )
-    for path, least in ((_OFFLOAD, 1), (_OFFLOAD_PARAM, _ZERO_3)):
+    for path, least in ((_OFFLOAD, 1), (_OFFLOAD_PARAM, ZERO_3)):
         device = config.get(f"{path}.device", "none")
         if device not in {"none", "cpu", "nvme"}:
             raise SettingsError(f"Invalid {path}.device {_show(device)}: expected none, cpu or nvme.")
         # DeepSpeed keeps the optimizer state of stages 1 and 2 in memory with nvme, too.
-        needed = _ZERO_3 if device == "nvme" else least
+        needed = ZERO_3 if device == "nvme" else least
         if device != "none" and config.stage < needed:
             raise SettingsError(
                 f"{path}.device: {device} by {config.sources[f'{path}.device']} has no effect in ZeRO stage {config.stage} by "
-                f"{source}. Use stage {needed}{'' if needed == _ZERO_3 else ' or higher'}."
+                f"{source}. Use stage {needed}{'' if needed == ZERO_3 else ' or higher'}."
             )
         if device == "nvme" and not config.get(f"{path}.nvme_path"):
             raise SettingsError(
@@ -425,14 +429,14 @@ def _check_combination(config: DeepSpeedConfig) -> None:
 
 def _check_effect(section: DeepSpeed, config: DeepSpeedConfig) -> None:
     """Raise SettingsError if a field of the section has no effect."""
-    needed = {"reduce_bucket_size": 1, **dict.fromkeys(_OF_STAGE_3, _ZERO_3)}
+    needed = {"reduce_bucket_size": 1, **dict.fromkeys(_OF_STAGE_3, ZERO_3)}
     for f in fields(section):
         least = needed.get(f.name, 0)
         if getattr(section, f.name) != f.default and config.stage < least:
             source = config.sources.get("zero_optimization.stage", "DeepSpeed's default")
             raise SettingsError(
                 f"deepspeed.{f.name} has no effect in ZeRO stage {config.stage} by {source}. Use stage "
-                f"{least}{'' if least == _ZERO_3 else ' or higher'}, or leave it out."
+                f"{least}{'' if least == ZERO_3 else ' or higher'}, or leave it out."
             )
     on_disk = {config.get(f"{path}.device") for path in (_OFFLOAD, _OFFLOAD_PARAM)}
     if section.nvme_path and "nvme" not in on_disk:

@@ -10,6 +10,7 @@ from itertools import chain
 import torch
 from torch import nn
 
+from accel_runtime.environment.deepspeed import ZERO_3
 from accel_runtime.estimate.memory import measure_state
 
 __all__ = ["ZeroUsage", "compute_zero"]
@@ -17,7 +18,7 @@ __all__ = ["ZeroUsage", "compute_zero"]
 _FP32 = 4
 _ALIGNMENT = 2
 """Elements per rank to which DeepSpeed pads a group of parameters in stages 1 and 2."""
-_STAGE_OF_GRADIENTS, _STAGE_OF_PARAMETERS = 2, 3
+_STAGE_OF_GRADIENTS = 2
 _PERSISTENT = 100_000
 """Elements up to which stage 3 also keeps a full copy of a parameter, by default."""
 
@@ -64,7 +65,7 @@ def compute_zero(
         rows.append(
             ZeroUsage(stage, "optimizer", weights, gradients - offloaded, 0, master + state + offloaded)
         )
-        if stage == _STAGE_OF_PARAMETERS:
+        if stage == ZERO_3:
             persistent = weights - _count_weights(parameters, devices, stage, half=half, persists=False)
             cpu = master + state + offloaded + weights - persistent
             rows.append(ZeroUsage(stage, "all", persistent, 0, 0, cpu))
@@ -73,7 +74,7 @@ def compute_zero(
 
 def _count_shard(group: Sequence[nn.Parameter], devices: int, stage: int) -> int:
     """Return the number of elements of a group whose state one rank has."""
-    if stage == _STAGE_OF_PARAMETERS:
+    if stage == ZERO_3:
         return sum(math.ceil(p.numel() / devices) for p in group)
     return math.ceil(sum(p.numel() for p in group) / (_ALIGNMENT * devices)) * _ALIGNMENT
 
@@ -82,7 +83,7 @@ def _count_weights(
     parameters: Iterable[nn.Parameter], devices: int, stage: int, *, half: bool, persists: bool = True
 ) -> int:
     """Return the bytes of the model's parameters between steps."""
-    if stage < _STAGE_OF_PARAMETERS:
+    if stage < ZERO_3:
         return _sum_bytes(parameters, half=half)
     return sum(
         (math.ceil(p.numel() / devices) + (p.numel() if persists and p.numel() <= _PERSISTENT else 0))

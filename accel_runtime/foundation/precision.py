@@ -8,7 +8,7 @@ import torch
 
 from accel_runtime.environment.settings import MixedPrecision
 
-__all__ = ["FORMATS", "PrecisionFormat"]
+__all__ = ["FORMATS", "PrecisionFormat", "name_dtype"]
 
 
 @dataclass(frozen=True)
@@ -26,3 +26,8 @@ FORMATS: dict[MixedPrecision, PrecisionFormat] = {
     "bf16": PrecisionFormat(dtype=torch.bfloat16, scales_loss=False),
     "fp16": PrecisionFormat(dtype=torch.float16, scales_loss=True),
 }
+
+
+def name_dtype(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without `torch.`, such as `bfloat16`."""
+    return str(dtype).removeprefix("torch.")

@@ -19,7 +19,7 @@ from accel_runtime.backends.base import Backend
 from accel_runtime.environment.settings import MixedPrecision, Settings
 from accel_runtime.foundation.module_names import named_parameters, script_names, unwrap_module
 from accel_runtime.foundation.options import DistributedType
-from accel_runtime.foundation.precision import FORMATS
+from accel_runtime.foundation.precision import FORMATS, name_dtype
 from accel_runtime.foundation.process_mesh import GroupFacts, MeshSizes, ProcessMesh
 from accel_runtime.foundation.tensor_bytes import hash_tensor
 from accel_runtime.foundation.torch_internals import fsdp_policy, is_fsdp_module, list_buffers
@@ -255,10 +255,6 @@ _MIXED_TENSORS = "got mixed torch.Tensor and DTensor"
 """A part of torch's message on an operation of sharded and plain tensors (torch 2.13)."""
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def describe_layout(parameter: torch.Tensor) -> str:
     """Describe how a parameter is sharded."""
     if not isinstance(parameter, DTensor):
@@ -295,10 +291,10 @@ def _iterate_groups(model: nn.Module, autocast_dtype: torch.dtype | None) -> Ite
                 kind=class_of(module),
                 parameters=len(members),
                 elements=sum(member.numel() for member in members),
-                dtype=_dtype_name(dtype),
-                gradients=_dtype_name(dtype) if learns else "",
-                computes_in=_dtype_name(param or autocast_dtype or dtype),
-                reduces_in=_dtype_name(getattr(gathered, "reduce_dtype", None) or param or dtype)
+                dtype=name_dtype(dtype),
+                gradients=name_dtype(dtype) if learns else "",
+                computes_in=name_dtype(param or autocast_dtype or dtype),
+                reduces_in=name_dtype(getattr(gathered, "reduce_dtype", None) or param or dtype)
                 if learns and units
                 else "",
                 layout=layout,
@@ -345,7 +341,7 @@ def broadcast_parameters(model: nn.Module, backend: Backend) -> None:
     hashes_by_rank = backend.all_gather_objects(
         {
             name: (
-                f"{list(tensor.shape)} {_dtype_name(tensor.dtype)}",
+                f"{list(tensor.shape)} {name_dtype(tensor.dtype)}",
                 None if tensor.is_meta else hash_tensor(tensor),
             )
             for name, tensor in tensors.items()

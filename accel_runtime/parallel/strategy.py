@@ -231,10 +231,6 @@ class Strategy:
         """Return the options of the strategy itself, with the source of each, by name."""
         return {}
 
-    def count_elements(self, parameter: torch.Tensor) -> int:
-        """Return the number of elements of a parameter, of all shards."""
-        return parameter.numel()
-
     # Backward passes -------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, options: Mapping[str, Any]) -> None:

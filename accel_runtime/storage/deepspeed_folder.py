@@ -8,6 +8,7 @@ each parameter is cut into equal parts.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from accel_runtime.storage.torch_file import StoredTensor, TensorRange, Unknown,
 __all__ = [
     "Engine",
     "TensorParts",
-    "count_elements",
     "find_engine_folders",
     "is_deepspeed_checkpoint",
     "read_engine",
@@ -175,7 +175,7 @@ def _find_shared(weights: Mapping[str, Any]) -> Mapping[str, str]:
     first: dict[Any, str] = {}
     ties = {}
     for name, parts in weights.items():
-        if isinstance(parts, TensorParts) and parts.ranges and count_elements(parts.shape):
+        if isinstance(parts, TensorParts) and parts.ranges and 0 not in parts.shape:
             known = first.setdefault((parts.shape, *parts.ranges), name)
             if known != name:
                 ties[name] = known
@@ -232,7 +232,7 @@ def _read_frozen(
 
 def _join_shards(fragments: Sequence[StoredTensor], shape: tuple[int, ...], name: str) -> TensorParts:
     """Return a tensor that is cut into equal parts, of which the last ones are filled up."""
-    remaining, ranges = count_elements(shape), []
+    remaining, ranges = math.prod(shape), []
     for fragment in fragments:
         length = min(fragment.count, remaining)
         ranges.append(TensorRange(fragment, 0, length))
@@ -369,7 +369,7 @@ def _locate_sharded(
     """Return the places of parameters of which each is cut into equal parts, as stage 3 does."""
     places, offset = {}, 0
     for name, shape in shapes.items():
-        count, length = count_elements(shape), -(-count_elements(shape) // len(shards))
+        count, length = math.prod(shape), -(-math.prod(shape) // len(shards))
         places[name] = [
             (rank, offset, max(0, min(length, count - rank * length))) for rank in range(len(shards))
         ]
@@ -392,7 +392,7 @@ def _locate_flat(
     places: dict[str, list[_Place]] = {}
     offset = 0
     for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
-        end, places[name] = offset + count_elements(shape), []
+        end, places[name] = offset + math.prod(shape), []
         while offset < end:
             rank, inside = divmod(offset, size)
             if rank >= len(shards):
@@ -488,14 +488,6 @@ def _is_flat(value: Any) -> bool:
     return isinstance(value, StoredTensor) and len(value.shape) == 1
 
 
-def count_elements(shape: Sequence[int]) -> int:
-    """Return the number of elements of a shape."""
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
 # Universal checkpoints -------------------------------------------------------------------
 
 
@@ -528,7 +520,7 @@ def _read_universal(folder: Path, common: Mapping[str, Any]) -> _Universal:
             tensors = {
                 key: TensorParts(tuple(map(int, shape)), (value.all(),))
                 for key, value in values.items()
-                if isinstance(value, StoredTensor) and value.count == count_elements(shape)
+                if isinstance(value, StoredTensor) and value.count == math.prod(shape)
             }
             if "fp32" not in tensors:
                 raise CheckpointError(f"{files['fp32']} is not a tensor of shape {list(shape)}")

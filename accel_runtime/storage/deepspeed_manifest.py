@@ -5,6 +5,7 @@ A reader takes the parts that it needs, as those of a checkpoint of accel, so th
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,6 @@ from typing import Any
 from accel_runtime.storage.deepspeed_folder import (
     Engine,
     TensorParts,
-    count_elements,
     find_engine_folders,
     read_engine,
 )
@@ -167,7 +167,7 @@ class _ManifestBuilder:
             size = ITEM_BYTES[dtype]
             for offset, offsets, sizes in iterate_boxes(parts.shape, start, part.count):
                 begin = tensor.start + (part.start + offset - start) * size
-                chunks.append(Chunk(file, begin, count_elements(sizes) * size, "", offsets, sizes))
+                chunks.append(Chunk(file, begin, math.prod(sizes) * size, "", offsets, sizes))
         return TensorEntry(dtype, parts.shape, tuple(chunks))
 
     def _add_file(self, path: Path) -> str:

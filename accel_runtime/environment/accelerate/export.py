@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from accel_runtime.environment.accelerate import launch, sharding
 from accel_runtime.environment.accelerate.setting import Setting
 from accel_runtime.environment.accelerate.variables import translate_supported
-from accel_runtime.environment.deepspeed import AUTO, DeepSpeedConfig, read_deepspeed_config
+from accel_runtime.environment.deepspeed import AUTO, ZERO_3, DeepSpeedConfig, read_deepspeed_config
 from accel_runtime.environment.layouts import FullyShard, Parallel, SettingsError
 from accel_runtime.environment.settings import Settings, find_user_variables, variable_name
 
@@ -23,7 +23,6 @@ __all__ = ["Export", "UserVariables", "build_export", "read_user_variables"]
 
 _ON, _OFF = "true", "false"
 _CPU = "cpu"
-_ZERO_3 = 3
 _WITHOUT_VARIABLE = ("reduce_bucket_size", "prefetch_bucket_size", "param_persistence_threshold")
 """The fields of the section `deepspeed` for which Accelerate has no variable."""
 
@@ -204,7 +203,7 @@ def _export_deepspeed(settings: Settings) -> dict[Setting, str]:
         return {}
     config = read_deepspeed_config(section)
     values: dict[Setting, str] = {sharding.USE_DEEPSPEED: _ON}
-    if config.stage == _ZERO_3 or section.zero3_init:
+    if config.stage == ZERO_3 or section.zero3_init:
         values[sharding.ZERO3_INIT] = _format_switch(section.zero3_init)
     from_file = {source for source in config.sources.values() if source == section.config_file}
     if (

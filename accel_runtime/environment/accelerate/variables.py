@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl, urlencode
 from accel_runtime.environment.accelerate import launch, megatron, sharding
 from accel_runtime.environment.accelerate.setting import Setting
 from accel_runtime.environment.accelerate.sharding import Strategy
-from accel_runtime.environment.deepspeed import AUTO, DeepSpeed, read_deepspeed_config
+from accel_runtime.environment.deepspeed import AUTO, ZERO_3, DeepSpeed, read_deepspeed_config
 from accel_runtime.environment.layouts import FALSE, TRUE, SettingsError, read_switch
 
 __all__ = [
@@ -36,7 +36,6 @@ _UNSET = FALSE | {"none"}
 _PREFIXES = ("ACCELERATE_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
 _FIELDS = (launch.MIXED_PRECISION, launch.TORCH_DEVICE, launch.LOG_LEVEL)
 """Settings whose values are words of accel too."""
-_ZERO_3 = 3
 _NAMES = re.compile(r"[\w.*-]+(,[\w.*-]+)*")
 _REFUSED = (megatron.USE_MEGATRON_LM, launch.DOWNCAST_BF16)
 """Switches that accel rejects."""
@@ -337,13 +336,13 @@ def _offloads(read: _VariableReader, stage: int) -> dict[str, Equivalent]:
     paths: dict[str, str] = {}
     for device, path, least in (
         (sharding.OFFLOAD_OPTIMIZER_DEVICE, sharding.OFFLOAD_OPTIMIZER_NVME_PATH, 1),
-        (sharding.OFFLOAD_PARAM_DEVICE, sharding.OFFLOAD_PARAM_NVME_PATH, _ZERO_3),
+        (sharding.OFFLOAD_PARAM_DEVICE, sharding.OFFLOAD_PARAM_NVME_PATH, ZERO_3),
     ):
         word, text = read.word(device), read.text(path.variable)
         if word and stage < least:
             read.ignore(device.variable, f"DeepSpeed does not use it in ZeRO stage {stage}")
         elif word:
-            word = "cpu" if word == "nvme" and stage < _ZERO_3 else word  # as in DeepSpeed
+            word = "cpu" if word == "nvme" and stage < ZERO_3 else word  # as in DeepSpeed
             settings[device.field] = Equivalent(device.variable, word)
         if text and word != "nvme" and not read.text(sharding.DEEPSPEED_FILE.variable):
             read.ignore(path.variable, f"{device.variable} is not nvme, or the ZeRO stage is not 3")
@@ -366,7 +365,7 @@ def _zero3_init(read: _VariableReader, stage: int) -> dict[str, Equivalent]:
     setting = sharding.ZERO3_INIT
     is_unset = not read.environ.get(setting.variable, "").strip()
     is_on = read.is_on(setting.variable) or is_unset
-    if stage == _ZERO_3 and is_on:
+    if stage == ZERO_3 and is_on:
         return {setting.field: Equivalent(setting.variable, "1")}
     if is_on and not is_unset:
         read.ignore(setting.variable, f"it applies to ZeRO stage 3 only, and the stage is {stage}")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel_runtime.environment.deepspeed import ZERO_3
 from accel_runtime.parallel.deepspeed.fragments import Fragment, FragmentStates
 from accel_runtime.parallel.deepspeed.operators import (
     check_installation,
@@ -54,7 +55,6 @@ SCHEDULERS: Mapping[str, Any] = {
     for name in ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 }
 """deepspeed's schedulers by name."""
-_STAGE_OF_PARAMETERS = 3
 _PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 """Attribute of the ZeRO optimizer with the shards of gradients by the id of the parameter."""
 _LOG = logging.getLogger("DeepSpeed")
@@ -193,7 +193,7 @@ class ShardedOptimizer:
     def __init__(self, engine: Any, stage: int) -> None:
         self._zero: Any = engine.optimizer
         self._engine = engine  # keeps what the hooks of the module use
-        self._shards_gradients, self._shards_parameters = stage > 1, stage == _STAGE_OF_PARAMETERS
+        self._shards_gradients, self._shards_parameters = stage > 1, stage == ZERO_3
         vars(self._zero.optimizer)["add_param_group"] = _refuse_group
         self.states = FragmentStates(self._zero.optimizer, self.list_fragments)
         """The states of the optimizer by parameter."""

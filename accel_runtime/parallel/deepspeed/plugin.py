@@ -18,9 +18,11 @@ from typing_extensions import override
 
 from accel_runtime.environment.deepspeed import (
     AUTO,
+    ZERO_3,
     DeepSpeed,
     DeepSpeedConfig,
     find_value,
+    iterate_leaves,
     parse_deepspeed_config,
     read_deepspeed_config,
     read_deepspeed_file,
@@ -87,7 +89,7 @@ class HfDeepSpeedConfig:
 
     def is_zero3(self) -> bool:
         """Return whether the stage is 3."""
-        return bool(self.get_value("zero_optimization.stage") == 3)  # noqa: PLR2004 - the stage
+        return bool(self.get_value("zero_optimization.stage") == ZERO_3)
 
     def is_offload(self) -> bool:
         """Return whether optimizer state or parameters are offloaded."""
@@ -291,7 +293,7 @@ class DeepSpeedPlugin(Configuration):
             ValueError: A value that must match differs.
         """
         mismatches = [] if mismatches is None else mismatches
-        for path, _ in list(_iterate_leaves(self.deepspeed_config if config is None else config, prefix)):
+        for path, _ in list(iterate_leaves(self.deepspeed_config if config is None else config, prefix)):
             self.fill_match(path, mismatches, must_match=must_match, **kwargs)
         if mismatches and not prefix:
             raise ValueError(
@@ -350,7 +352,7 @@ class DeepSpeedPlugin(Configuration):
         for each in (profile, statements, stated):
             config = resolve_deepspeed(DeepSpeed(), config.values, each, sources=config.sources)
         names = self.transformer_moe_cls_names
-        if names and config.stage != 3:  # noqa: PLR2004 - the stage
+        if names and config.stage != ZERO_3:
             raise ValueError(
                 f"DeepSpeedPlugin.transformer_moe_cls_names has no effect in ZeRO stage {config.stage}. Use stage 3, or leave it out."
             )
@@ -373,7 +375,7 @@ class DeepSpeedPlugin(Configuration):
         self._filled_fields = dict(fields)
         self._filled_values = {
             path: (value, config.sources[path])
-            for path, value in _iterate_leaves(config.values)
+            for path, value in iterate_leaves(config.values)
             if path in config.sources
         }
 
@@ -396,7 +398,7 @@ class DeepSpeedPlugin(Configuration):
 
     @property
     def _is_stage_3(self) -> bool:
-        return self.zero_stage == 3 or self._config.is_zero3()  # noqa: PLR2004 - the stage
+        return self.zero_stage == ZERO_3 or self._config.is_zero3()
 
     def set_moe_leaf_modules(self, model: nn.Module) -> None:
         """Let stage 3 gather the parameters of the modules of `transformer_moe_cls_names` together.
@@ -419,17 +421,9 @@ def _list_profile(section: DeepSpeed) -> dict[str, tuple[Any, str]]:
     return {path: (value, config.sources.get(path, "")) for path, value in _flatten(config.values)}
 
 
-def _iterate_leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _iterate_leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
 def _flatten(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the values that are not `auto`, with their paths."""
-    return ((path, value) for path, value in _iterate_leaves(values) if value != AUTO)
+    return ((path, value) for path, value in iterate_leaves(values) if value != AUTO)
 
 
 def _fill_missing(target: dict[str, Any], values: Mapping[str, Any]) -> None:

@@ -14,9 +14,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
-from accel_runtime.environment.deepspeed import DeepSpeedConfig
+from accel_runtime.environment.deepspeed import ZERO_3, DeepSpeedConfig
 from accel_runtime.environment.settings import MixedPrecision
 from accel_runtime.foundation.options import DistributedType
+from accel_runtime.foundation.precision import name_dtype
 from accel_runtime.foundation.process_mesh import GroupFacts
 from accel_runtime.parallel.averaging import refuse_max_norm
 from accel_runtime.parallel.big_modeling import refuse_meta_model
@@ -57,8 +58,6 @@ from accel_runtime.parallel.strategy import (
 )
 
 __all__ = ["Zero"]
-
-_STAGE_OF_PARAMETERS = 3
 
 
 class Zero(Strategy):
@@ -105,7 +104,7 @@ class Zero(Strategy):
         self._scale = LossScale(config) if mixed_precision == "fp16" else None
         self._max_norm = float(config.get("gradient_clipping", 0.0))
         self._loading: ShardedLoading | None = None
-        if zero3_init and self._stage == _STAGE_OF_PARAMETERS:
+        if zero3_init and self._stage == ZERO_3:
             self._loading = ShardedLoading(self._build_config(nn.Module()))
             hide_deprecations()
             self._loading.start()
@@ -155,9 +154,9 @@ class Zero(Strategy):
             is_evaluated = not request.is_trained or not any(
                 p.requires_grad for p in request.model.parameters()
             )
-            if is_evaluated and self._stage == _STAGE_OF_PARAMETERS and not self._is_in_engine(request.model):
+            if is_evaluated and self._stage == ZERO_3 and not self._is_in_engine(request.model):
                 self._partitioned.append(build_engine(request.model, None, self._build_config(request.model)))
-            if self._stage == _STAGE_OF_PARAMETERS:
+            if self._stage == ZERO_3:
                 make_copyable(request.model)
                 refuse_graphs(request.model)
         return [request.model for request in models]
@@ -167,7 +166,7 @@ class Zero(Strategy):
         model = request.model
         refuse_meta_model(model)
         refuse_max_norm(model, ())
-        if self._stage == _STAGE_OF_PARAMETERS:
+        if self._stage == ZERO_3:
             _refuse_scalars(model)
         if not any(map(is_partitioned, model.parameters())):
             if request.is_placed:
@@ -234,7 +233,7 @@ class Zero(Strategy):
 
     def _check_apart(self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
         """Raise ValueError if stage 3 would partition a model for two optimizers."""
-        if self._stage == _STAGE_OF_PARAMETERS and any(map(self._is_in_engine, models)):
+        if self._stage == ZERO_3 and any(map(self._is_in_engine, models)):
             raise ValueError(
                 f"{type(optimizer).__name__} trains a model that another optimizer trains too: ZeRO stage 3 shards a model for one "
                 "optimizer. Use one optimizer with several parameter groups, or stage 2."
@@ -289,20 +288,16 @@ class Zero(Strategy):
             modules=("",),
             kind=type(model).__name__,
             parameters=len(parameters),
-            elements=sum(map(self.count_elements, parameters)),
-            dtype="float32" if is_trained else _name_dtype(dtype),
+            elements=sum(self.read_shape(parameter).numel() for parameter in parameters),
+            dtype="float32" if is_trained else name_dtype(dtype),
             gradients="float32" if is_trained else "",
-            computes_in=_name_dtype(autocast_dtype or dtype),
-            reduces_in=_name_dtype(dtype) if is_trained else "",
+            computes_in=name_dtype(autocast_dtype or dtype),
+            reduces_in=name_dtype(dtype) if is_trained else "",
             layout=self._describe_shards(),
             bytes_here=sum(getattr(p, "ds_tensor", p).nbytes for p in parameters),
             computed_again=False,
         )
         return ModelLayout(f"ZeRO stage {self._stage} (deepspeed {VERSION})", (group,))
-
-    @override
-    def count_elements(self, parameter: torch.Tensor) -> int:
-        return int(getattr(parameter, "ds_numel", parameter.numel()))
 
     @override
     def describe_options(self) -> Mapping[str, tuple[Any, str]]:
@@ -322,7 +317,7 @@ class Zero(Strategy):
         for engine in engines:
             engine.begin_backward()
         with ExitStack() as stack:
-            if options.get("retain_graph") and self._stage == _STAGE_OF_PARAMETERS:
+            if options.get("retain_graph") and self._stage == ZERO_3:
                 stack.enter_context(keep_graph(self._models))
             super().backward(loss, options)
         for engine in engines:
@@ -529,10 +524,6 @@ def _refuse_scalars(model: nn.Module) -> None:
             f"{type(model).__name__} cannot be sharded by ZeRO stage 3: {scalars[0]} has no dimensions. Create it with one element, as in "
             "torch.ones(1), or use stage 2."
         )
-
-
-def _name_dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _missing_error(optimizer: torch.optim.Optimizer, missing: Iterable[torch.Tensor]) -> ValueError:
