@@ -319,7 +319,7 @@ class DeepSpeedConflict(NamedTuple):
 
 
 def find_deepspeed_conflict(settings: Settings) -> DeepSpeedConflict | None:
-    """Return the first setting that DeepSpeed excludes; None if there is none, or DeepSpeed is not used."""
+    """Return the first setting that cannot be used with DeepSpeed; None without one, or without DeepSpeed."""
     if not settings.deepspeed.is_used:
         return None
     for section in ("parallel", "fully_shard"):

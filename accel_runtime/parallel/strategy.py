@@ -73,7 +73,7 @@ class ModelLayout(NamedTuple):
 
 
 class Placeholder:
-    """An object of a script that stands for one which the configuration of the strategy describes."""
+    """Placeholder of a script for an optimizer or a scheduler that the configuration of the strategy describes."""
 
 
 class StateView:

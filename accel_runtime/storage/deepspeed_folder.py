@@ -211,7 +211,7 @@ def _refuse_other_engines(folder: Path, names: Sequence[str]) -> None:
 def _read_frozen(
     states: Sequence[Mapping[str, Any]], trained: frozenset[str], files: Sequence[str]
 ) -> Mapping[str, Any]:
-    """Return what the state of the model has and the optimizer has not: frozen parameters, buffers, and values."""
+    """Return the entries of the state of the model that the optimizer lacks: frozen parameters, buffers, other values."""
     common = states[0]
     is_sharded = files[0].startswith("zero_pp_rank_")
     shapes = common.get("frozen_param_shapes") or {}
@@ -226,7 +226,6 @@ def _read_frozen(
             found[name] = TensorParts(value.shape, (value.all(),))
         else:
             found[name] = value
-    # A universal checkpoint has them by name.
     return found
 
 

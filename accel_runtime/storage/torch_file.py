@@ -64,7 +64,7 @@ class StoredTensor:
 
 
 class Unknown:
-    """An object that only code of its own could build: what the file has of it."""
+    """Arguments and attributes of an object whose class is not imported."""
 
     name = ""
     """Module and name of its class or function."""

@@ -44,7 +44,7 @@ class Export:
 
     @property
     def report(self) -> str:
-        """Return the limits and the refusal as JSON, for the processes; empty if there are none."""
+        """Return the limits and the refusal as JSON, for the processes; empty without any."""
         parts = {"limits": self.limits, "trainer_limits": self.trainer_limits, "refusal": self.refusal}
         return json.dumps(parts) if any(parts.values()) else ""
 

@@ -1,4 +1,4 @@
-"""What is used of deepspeed: functions of the library, and the members of its optimizers that have no public name.
+"""Functions of deepspeed, and its sharded optimizers, whose gradients and states have no public interface.
 
 Seen in deepspeed 0.19.8. No other module touches a private member of deepspeed.
 """

@@ -1,4 +1,4 @@
-"""What ZeRO changes of prepared modules: clearing gradients, copying, and graphs of gradients."""
+"""Methods and hooks of prepared modules under ZeRO: clearing gradients, copying, and graphs of gradients."""
 
 from __future__ import annotations
 
