@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ class Fragment:
     """The part of a parameter whose master weights and optimizer state this rank has, in a flat tensor of a group."""
 
     parameter: nn.Parameter
+    group: int
+    """Number of the group."""
     flat: torch.Tensor
     """The master weights of a group of parameters on this rank, `[n]`; the key of their state."""
     start: int
@@ -39,13 +42,14 @@ class FragmentStates:
 
     Args:
         optimizer: The optimizer that deepspeed steps.
-        list_fragments: Returns the fragments of this rank.
+        fragments: The fragments of this rank.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, list_fragments: Callable[[], Sequence[Fragment]]
-    ) -> None:
-        self._optimizer, self._list_fragments = optimizer, list_fragments
+    def __init__(self, optimizer: torch.optim.Optimizer, fragments: Sequence[Fragment]) -> None:
+        self._optimizer = optimizer
+        self._by_flat: dict[torch.Tensor, list[Fragment]] = defaultdict(list)
+        for fragment in fragments:
+            self._by_flat[fragment.flat].append(fragment)
         self._scalars: dict[nn.Parameter, dict[str, Any]] = {}
         """States that are not one number for each element, such as step counts; a key for each parameter with a state."""
         self._reached: Collection[nn.Parameter] = ()
@@ -60,13 +64,14 @@ class FragmentStates:
 
     def _divide(self) -> None:
         """Let the optimizer step the fragments that have gradients."""
-        by_flat: dict[int, list[Fragment]] = {}
-        for fragment in self._list_fragments():
-            if fragment.parameter in self._reached:
-                by_flat.setdefault(id(fragment.flat), []).append(fragment)
         for group in self._optimizer.param_groups:
             flats = group["params"]
-            views = [(f, self._build_view(f)) for flat in flats for f in by_flat.get(id(flat), ())]
+            views = [
+                (fragment, self._build_view(fragment))
+                for flat in flats
+                for fragment in self._by_flat.get(flat, ())
+                if fragment.parameter in self._reached
+            ]
             self._groups.append((group, flats))
             self._views += views
             group["params"] = [view for _, view in views]
@@ -114,5 +119,5 @@ class FragmentStates:
     def clear(self) -> None:
         """Remove the states of all parameters."""
         self._scalars.clear()
-        for fragment in self._list_fragments():
-            self._optimizer.state.pop(fragment.flat, None)
+        for flat in self._by_flat:
+            self._optimizer.state.pop(flat, None)

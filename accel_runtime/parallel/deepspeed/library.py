@@ -195,7 +195,9 @@ class ShardedOptimizer:
         self._engine = engine  # keeps what the hooks of the module use
         self._shards_gradients, self._shards_parameters = stage > 1, stage == ZERO_3
         vars(self._zero.optimizer)["add_param_group"] = _refuse_group
-        self.states = FragmentStates(self._zero.optimizer, self.list_fragments)
+        self.fragments = self._list_fragments()
+        """The fragments of this rank, which has none of some parameters."""
+        self.states = FragmentStates(self._zero.optimizer, self.fragments)
         """The states of the optimizer by parameter."""
 
     # Backward passes -------------------------------------------------------------------
@@ -300,17 +302,15 @@ class ShardedOptimizer:
 
     def list_gradients(self) -> list[tuple[Fragment, torch.Tensor]]:
         """Return the parts of the gradients of an unfinished cycle that this rank has, `[length]`, to read or write."""
-        fragments = self.list_fragments()
         if self._shards_parameters:
             partitions: dict[int, torch.Tensor] = getattr(self._zero, _PARTITIONS)
-            return [(f, partitions[f.parameter.ds_id].narrow(0, 0, f.length)) for f in fragments]  # type: ignore[attr-defined]
-        return [(f, gradient) for f in fragments if (gradient := self._find_gradient(f)) is not None]
+            return [(f, partitions[f.parameter.ds_id].narrow(0, 0, f.length)) for f in self.fragments]  # type: ignore[attr-defined]
+        return [(f, gradient) for f in self.fragments if (gradient := self._find_gradient(f)) is not None]
 
     def _find_gradient(self, fragment: Fragment) -> torch.Tensor | None:
-        zero, parameter = self._zero, fragment.parameter
+        zero, parameter, number = self._zero, fragment.parameter, fragment.group
         if not self._shards_gradients:
             return None  # in `parameter.grad`
-        number = next(i for i, flat in enumerate(self.list_flats()) if flat is fragment.flat)
         if zero._use_compact_grad_partition_buffer(number):  # noqa: SLF001
             buffer = zero._get_compact_grad_partition_buffer(number).flat_partition  # noqa: SLF001
             return fragment.select(buffer.view(-1))
@@ -362,8 +362,7 @@ class ShardedOptimizer:
         )
         return flats
 
-    def list_fragments(self) -> list[Fragment]:
-        """Return the fragments of this rank, which has none of some parameters."""
+    def _list_fragments(self) -> list[Fragment]:
         fragments = [
             fragment
             for number in range(len(self.list_flats()))
@@ -379,7 +378,7 @@ class ShardedOptimizer:
         for parameter in zero.fp16_groups[number]:
             _, start, size = zero.grad_position[zero.get_param_id(parameter)]
             offset = rank * parameter.partition_numel()
-            yield Fragment(parameter, flat, start, offset, min(size, parameter.ds_numel - offset))
+            yield Fragment(parameter, number, flat, start, offset, min(size, parameter.ds_numel - offset))
 
     def _list_overlaps(self, number: int) -> Iterator[Fragment]:
         """Yield the fragments of a group in stages 1 and 2, which divide all of its parameters together."""
@@ -390,7 +389,7 @@ class ShardedOptimizer:
             zero.round_robin_bit16_groups[number], zero.round_robin_bit16_offsets[number], strict=True
         ):
             begin, end = max(position, first), min(position + parameter.numel(), first + size)
-            yield Fragment(parameter, flat, begin - first, begin - position, end - begin)
+            yield Fragment(parameter, number, flat, begin - first, begin - position, end - begin)
 
     def refresh_parameters(self) -> None:
         """Set the parameters of the model to the master weights; collective."""
@@ -405,7 +404,7 @@ class ShardedOptimizer:
 
     def refresh_master_weights(self) -> None:
         """Set master weights to those parameters of the model that the script has changed, and keep the digits of the others."""
-        for fragment in self.list_fragments():
+        for fragment in self.fragments:
             master = fragment.select(fragment.flat.detach())
             values: torch.Tensor = (
                 fragment.parameter.ds_tensor.narrow(0, 0, fragment.length)  # type: ignore[attr-defined]

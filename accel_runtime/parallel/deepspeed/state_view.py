@@ -73,7 +73,7 @@ class ZeroStateView(StateView):
 
     def _copy_weights(self, parameters: Iterable[nn.Parameter]) -> None:
         for engine in self._engines:
-            masters = [(f, f.select(f.flat.detach())) for f in engine.sharded.list_fragments()]
+            masters = [(f, f.select(f.flat.detach())) for f in engine.sharded.fragments]
             for parameter, full in gather_full(engine.trained, masters, self._device):
                 self._add_copy(parameter, full)
         for parameter in parameters:
@@ -113,7 +113,7 @@ class ZeroStateView(StateView):
             for group, parameters in zip(optimizer.param_groups, engine.groups, strict=True)
         ]
         copy.state = defaultdict(dict)
-        states = {f: engine.sharded.states.get(f) for f in engine.sharded.list_fragments()}
+        states = {f: engine.sharded.states.get(f) for f in engine.sharded.fragments}
         scalars, keys = _gather_scalars(engine, states)
         for parameter, values in scalars.items():
             copy.state[self._copies[parameter]] = values
@@ -151,7 +151,7 @@ class ZeroStateView(StateView):
     ) -> None:
         """Write the fragments of this rank in flat tensors from the sharded tensors of parameters that have one."""
         by_parameter: dict[nn.Parameter, list[Fragment]] = defaultdict(list)
-        for fragment in engine.sharded.list_fragments():
+        for fragment in engine.sharded.fragments:
             by_parameter[fragment.parameter].append(fragment)
         for parameter in engine.trained:
             sharded = find(parameter)
@@ -177,7 +177,7 @@ class ZeroStateView(StateView):
         }
         states = engine.sharded.states
         states.clear()
-        for fragment in engine.sharded.list_fragments():
+        for fragment in engine.sharded.fragments:
             if state := copied_states[fragment.parameter]:
                 values = {
                     key: torch.zeros_like(fragment.select(fragment.flat.detach()))
