@@ -132,8 +132,9 @@ class Engine:
         factor = 1.0 if self._clip_factor is None else float(self._clip_factor)
         return divisor / factor if factor else math.inf
 
-    def clip(self, factor: torch.Tensor) -> None:
-        """Multiply the final gradients of all parameters by a factor, `[]`."""
+    def clip(self, max_norm: float, norm: torch.Tensor) -> None:
+        """Multiply the final gradients of all parameters so that a norm, `[]`, becomes `max_norm` at most, as torch does."""
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         self._clip_factor = factor if self._clip_factor is None else self._clip_factor * factor
         for parameter in list(self.versions):
             self._touch(parameter)

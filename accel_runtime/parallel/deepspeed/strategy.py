@@ -332,9 +332,8 @@ class Zero(Strategy):
         parameters = list(parameters)
         self.finish_gradients()
         norm = self.compute_norm(parameters, norm_type)
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for engine in self._find_engines(parameters, "clip_grad_norm_()"):
-            engine.clip(factor)
+            engine.clip(max_norm, norm)
         return norm
 
     @override
@@ -445,11 +444,10 @@ class Zero(Strategy):
             )
         engine = self._engines[optimizer]
         engine.complete()
+        scale = 1.0 if self._scale is None else self._scale.value
         if self._max_norm:
-            norm = engine.compute_norm().to(self.backend.device)
-            scale = 1.0 if self._scale is None else self._scale.value
-            engine.clip((self._max_norm / (norm / scale + 1e-6)).clamp(max=1.0))
-        engine.step(1.0 if self._scale is None else self._scale.value)
+            engine.clip(self._max_norm, engine.compute_norm().to(self.backend.device) / scale)
+        engine.step(scale)
         if self._scale is not None:
             self._scale.record_step(optimizer, self._engines, skipped=engine.was_skipped)
         return None

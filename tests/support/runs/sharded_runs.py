@@ -23,10 +23,9 @@ def build_model(seed=1, kind=UnevenTiedNet):
 
 
 @contextmanager
-def shard_by_environment(options=None, **sizes):
-    """Shard the models of an Accelerator inside this context; options are those of fully_shard."""
-    variables = {f"ACCEL_PARALLEL_{name.upper()}": str(value) for name, value in sizes.items()}
-    variables |= {f"ACCEL_FULLY_SHARD_{name.upper()}": str(value) for name, value in (options or {}).items()}
+def set_settings(settings):
+    """Set the variables of settings of accel inside this context."""
+    variables = {f"ACCEL_{name.upper()}": str(value) for name, value in settings.items()}
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -37,8 +36,10 @@ def shard_by_environment(options=None, **sizes):
 
 
 def build_accelerator(sizes, options=None, **arguments):
-    """Return an Accelerator on a mesh; without sizes, models are replicated."""
-    with shard_by_environment(options, **sizes):
+    """Return an Accelerator on a mesh, with options of fully_shard; without sizes, models are replicated."""
+    settings = {f"parallel_{name}": value for name, value in sizes.items()}
+    settings |= {f"fully_shard_{name}": value for name, value in (options or {}).items()}
+    with set_settings(settings):
         return Accelerator(**arguments)
 
 

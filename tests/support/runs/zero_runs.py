@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
+from support.runs.sharded_runs import set_settings
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -43,22 +43,9 @@ LAYOUTS = {
 """Settings of each layout. ZeRO stage 3 does not shard small parameters, unless the threshold is lowered."""
 
 
-@contextmanager
-def set_variables(layout, settings):
-    """Set the variables of a layout and of other settings in this context."""
-    variables = {f"ACCEL_{name.upper()}": str(value) for name, value in (LAYOUTS[layout] | settings).items()}
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
 def connect(layout, settings=MappingProxyType({}), **arguments):
     """Return an Accelerator with the layout and other settings."""
-    with set_variables(layout, dict(settings)):
+    with set_settings(LAYOUTS[layout] | dict(settings)):
         return Accelerator(**arguments)
 
 
