@@ -36,6 +36,19 @@ NEEDS_A_PACKAGE = {
     "accel_cli.runs.report": "plotly",
     "accel_cli.launchers.ray.": "ray",
     "accel_cli.launchers.sagemaker.": "boto3",
+    **{
+        f"accel_runtime.parallel.deepspeed.{module} ": "deepspeed"
+        for module in (
+            "configured",
+            "engine",
+            "initialization",
+            "library",
+            "loss_scale",
+            "modules",
+            "state_view",
+            "strategy",
+        )
+    },
 }
 """Modules that import a package of an extra, which the message names that their command prints without it."""
 SCRIPT = """\
