@@ -323,6 +323,13 @@ def a_scalar_parameter():
     accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
 
 
+def an_empty_parameter():
+    accelerator = connect("stage 3")
+    model = TwoLayerNet()
+    model.table = torch.nn.Parameter(torch.empty(0, 3))
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+
+
 def a_graph_of_gradients():
     _, model, _ = prepare("stage 3")
     rows = torch.ones(2, 4, requires_grad=True)
@@ -335,7 +342,8 @@ def a_graph_of_gradients():
         (a_graph_of_gradients, "create_graph=True"),
         (two_optimizers_of_one_model, "stage 2"),
         (a_copy_of_shards, "accelerator.gathered(model)"),
-        (a_scalar_parameter, "torch.ones(1)"),
+        (a_scalar_parameter, "gain has no dimensions. Create it with one element, as in torch.ones(1)"),
+        (an_empty_parameter, "table has no elements, shape [0, 3]."),
     ],
 )
 def test_stage_3_refuses_what_it_cannot_shard(clusters, function, text):
@@ -347,6 +355,56 @@ def test_stage_3_refuses_what_it_cannot_shard(clusters, function, text):
         return "no error"
 
     assert all(text in each for each in clusters[2].run(message, function))
+
+
+FORMATS = {
+    (torch.float64, torch.float64): "first.weight is float64",
+    (torch.float32, torch.float64): "second.weight is float64",
+    (torch.float32, torch.complex64): "second.weight is complex64",
+    (torch.float32, torch.bfloat16): "first.weight is float32 and second.weight is bfloat16",
+}
+
+
+@pytest.mark.parametrize("layout", ["stage 1", "stage 2", "stage 3"])
+def test_number_formats_that_zero_would_change_are_refused_and_the_converted_model_is_prepared(
+    clusters, layout
+):
+    def prepare_formats(layout, formats):
+        model = TwoLayerNet()
+        for layer, dtype in zip((model.first, model.second), formats, strict=True):
+            layer.weight, layer.bias = (
+                torch.nn.Parameter(p.detach().to(dtype)) for p in (layer.weight, layer.bias)
+            )
+        accelerator = connect(layout)
+        try:
+            accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        except ValueError as error:
+            other = TwoLayerNet()
+            accelerator.prepare(other, torch.optim.AdamW(other.parameters()))
+            return str(error), [str(parameter.dtype) for parameter in model.parameters()]
+        return "no error", []
+
+    for formats, text in FORMATS.items():
+        for message, dtypes in clusters[2].run(prepare_formats, layout, formats):
+            assert text in message
+            assert dtypes == [str(dtype) for dtype in formats for _ in range(2)]
+
+
+@pytest.mark.parametrize("layout", ["stage 1", "stage 2", "stage 3"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8, torch.complex64], ids=str)
+def test_a_frozen_parameter_keeps_its_number_format(clusters, layout, dtype):
+    def train_beside(layout, dtype):
+        model = TwoLayerNet()
+        model.table = torch.nn.Parameter(torch.arange(6).to(dtype), requires_grad=False)
+        accelerator = connect(layout)
+        optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        accelerator.backward(model(torch.ones(2, 4)).square().mean())
+        optimizer.step()
+        return accelerator.get_state_dict(model, everywhere=True)["table"]
+
+    for table in clusters[2].run(train_beside, layout, dtype):
+        torch.testing.assert_close(table, torch.arange(6).to(dtype), rtol=0, atol=0)
 
 
 def test_two_optimizers_train_one_model_in_stages_1_and_2(clusters):

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 _EXTENSIONS = "TORCH_EXTENSIONS_DIR"
-_OLDEST = (0, 19)
+_OLDEST = (0, 19, 8)
 _NOTE_S, _POLL_S = 5.0, 0.2
 """Seconds after which a waiting process says so, and between two attempts to lock."""
 _LOADING_S = 60.0
@@ -129,7 +129,7 @@ def check_installation() -> None:
             f"deepspeed is not installed in the environment of {sys.executable}. Install it: "
             f"{format_install('deepspeed', 'ninja', extra='deepspeed')}"
         )
-    numbers = tuple(int(part) for part in installed.split(".")[:2] if part.isdigit())
+    numbers = tuple(int(part) for part in installed.split(".")[:3] if part.isdigit())
     if numbers < _OLDEST:
         oldest = ".".join(map(str, _OLDEST))
         raise OperatorError(

@@ -21,6 +21,12 @@ from accel_runtime.foundation.precision import name_dtype
 from accel_runtime.foundation.process_mesh import GroupFacts
 from accel_runtime.parallel.averaging import refuse_max_norm
 from accel_runtime.parallel.big_modeling import refuse_meta_model
+from accel_runtime.parallel.deepspeed.checks import (
+    build_missing_error,
+    check_parameters,
+    refuse_optimizer,
+    refuse_undividable,
+)
 from accel_runtime.parallel.deepspeed.configuration import (
     build_configuration,
     check_batch_sizes,
@@ -143,12 +149,11 @@ class Zero(Strategy):
         schedulers: Sequence[LRScheduler] = (),
     ) -> list[nn.Module]:
         refuse_unconfigured(optimizers, schedulers, self.config)
+        self._check(models, optimizers)
         for request in models:
             self._place_model(request)
             self._models.append(request.model)
-        for optimizer in optimizers:
-            _refuse_optimizer(optimizer, self.config)
-            self._optimizers.append(optimizer)
+        self._optimizers += optimizers
         self._build_engines()
         for request in models:
             is_evaluated = not request.is_trained or not any(
@@ -161,13 +166,22 @@ class Zero(Strategy):
                 refuse_graphs(request.model)
         return [request.model for request in models]
 
+    def _check(self, models: Sequence[ModelRequest], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Raise ValueError for models and optimizers that ZeRO cannot train, before any of them is changed."""
+        for request in models:
+            refuse_meta_model(request.model)
+            refuse_max_norm(request.model, ())
+            refuse_undividable(request.model, self._stage)
+        for optimizer in optimizers:
+            refuse_optimizer(optimizer, self.config)
+        known = [*self._models, *(request.model for request in models)]
+        for optimizer in (*self._optimizers, *optimizers):
+            if optimizer not in self._engines:
+                check_parameters(optimizer, known, self._mixed_precision)
+
     def _place_model(self, request: ModelRequest) -> None:
         """Move a model, make it equal on all ranks, and set up its methods and hooks."""
         model = request.model
-        refuse_meta_model(model)
-        refuse_max_norm(model, ())
-        if self._stage == ZERO_3:
-            _refuse_scalars(model)
         if not any(map(is_partitioned, model.parameters())):
             if request.is_placed:
                 self.move_model(model)
@@ -218,10 +232,8 @@ class Zero(Strategy):
             groups = [list(group["params"]) for group in optimizer.param_groups]
             own = {parameter for group in groups for parameter in group}
             models = [model for model in self._models if not own.isdisjoint(model.parameters())]
-            if missing := own.difference(*(model.parameters() for model in models)):
-                if models:
-                    raise _missing_error(optimizer, missing)
-                continue  # its models may be prepared later
+            if not models:
+                continue  # they may be prepared later
             self._check_apart(optimizer, models)
             module = models[0] if len(models) == 1 else nn.ModuleList(models)
             state: dict[Any, Any] = dict(optimizer.state)
@@ -432,7 +444,7 @@ class Zero(Strategy):
     @override
     def check_step(self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
         if optimizer not in self._engines:
-            raise _missing_error(optimizer, self.list_parameter_groups(optimizer)[0])
+            raise build_missing_error(optimizer, self.list_parameter_groups(optimizer)[0])
 
     @override
     def step(
@@ -513,57 +525,3 @@ class Zero(Strategy):
             yield model
         for engine in engines:
             engine.sharded.refresh_master_weights()
-
-
-def _refuse_scalars(model: nn.Module) -> None:
-    """Raise ValueError for parameters that deepspeed cannot partition."""
-    if scalars := [name for name, p in model.named_parameters() if not p.dim() and not is_partitioned(p)]:
-        raise ValueError(
-            f"{type(model).__name__} cannot be sharded by ZeRO stage 3: {scalars[0]} has no dimensions. Create it with one element, as in "
-            "torch.ones(1), or use stage 2."
-        )
-
-
-def _missing_error(optimizer: torch.optim.Optimizer, missing: Iterable[torch.Tensor]) -> ValueError:
-    parameters = list(missing)
-    return ValueError(
-        f"{type(optimizer).__name__} cannot be trained by ZeRO: {len(parameters)} of its parameters, the first of shape "
-        f"{list(getattr(parameters[0], 'ds_shape', parameters[0].shape))}, are in no prepared model. Pass the model to prepare() "
-        "together with the optimizer."
-    )
-
-
-_ELEMENTWISE = frozenset({
-    "Adadelta", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
-    "DeepSpeedCPUAdam", "FusedAdam", "DeepSpeedCPULion", "FusedLion", "Adam8bit", "AdamW8bit", "Lion",
-})  # fmt: skip
-"""Optimizers whose step treats each element apart, so that flat shards of parameters train as the parameters do."""
-_REFUSED = (
-    "Adafactor",
-    "Adagrad",
-    "LBFGS",
-    "SparseAdam",
-    "Muon",
-    "Shampoo",
-    "SOAP",
-    "LAMB",
-    "LARS",
-    "FusedLamb",
-)
-
-
-def _refuse_optimizer(optimizer: torch.optim.Optimizer, config: DeepSpeedConfig) -> None:
-    """Raise ValueError if an optimizer does not train flat shards as it trains parameters."""
-    name = type(optimizer).__name__
-    if name in _ELEMENTWISE:
-        return
-    if name in _REFUSED or not config.get("zero_allow_untested_optimizer", default=False):
-        raise ValueError(
-            f"{name} cannot be trained by ZeRO: it may treat parameters as matrices, and ZeRO steps flat shards of them. Use another "
-            "optimizer such as AdamW, or fully_shard"
-            + (
-                "."
-                if name in _REFUSED
-                else "; if it treats each element apart, set zero_allow_untested_optimizer: true in the JSON file."
-            )
-        )

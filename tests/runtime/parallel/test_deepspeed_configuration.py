@@ -25,7 +25,7 @@ HONOURED = {
     "gradient_accumulation_steps": "Accumulation",
     "gradient_clipping": "Zero.step",
     "steps_per_print": "nothing is printed: the launcher shows progress",
-    "zero_allow_untested_optimizer": "_refuse_optimizer",
+    "zero_allow_untested_optimizer": "refuse_optimizer",
     "fp16": "Precision and LossScale",
     "bf16": "Precision",
     "bfloat16": "bf16",

@@ -170,7 +170,7 @@ def test_a_missing_compiler_and_a_missing_ninja_are_named(tmp_path, monkeypatch)
     ("installed", "message"),
     [
         ("none", "deepspeed is not installed in the environment of .*. Install it: .*deepspeed"),
-        ("0.14.5", "deepspeed 0.14.5 is installed, and accel needs 0.19 or newer. Upgrade it: .*--upgrade"),
+        ("0.14.5", "deepspeed 0.14.5 is installed, and accel needs 0.19.8 or newer. Upgrade it: .*--upgrade"),
     ],
 )
 def test_a_missing_and_an_old_deepspeed_are_named(monkeypatch, installed, message):
