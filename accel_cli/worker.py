@@ -68,7 +68,8 @@ THREAD_FILE = "thread"
 REPLICA_COUNT_FILE = "replicas"
 """The file with which a replica reports that it has started; it contains the number of replicas."""
 _ACCELERATE_LIMITS = "ACCEL_ACCELERATE_LIMITS"
-"""`ACCELERATE_LIMITS` of the settings, which most ranks need not import."""
+_RANK_FOLDER = "ACCEL_RANK_FOLDER"
+"""`ACCELERATE_LIMITS` and `RANK_FOLDER` of the settings, whose import takes a tenth of a second."""
 _DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE})
 _MAX_DESCRIPTORS, _NUM_HIGH = 4096, 16
 """The highest descriptor that is used, since the kernel's table grows with it, and the number of those that are kept for accel."""
@@ -94,6 +95,10 @@ def main(arguments: list[str]) -> None:
         from accel_runtime.environment.accelerate.import_hook import install_hook  # noqa: PLC0415 - rarely needed
 
         install_hook(limits)
+    if _RANK_FOLDER in os.environ:
+        from accel_runtime.environment.step_hook import watch_steps  # noqa: PLC0415 - ranks without a folder need not import it
+
+        watch_steps()
     # Registered before the script's own functions, so that it runs after them.
     atexit.register(wait_for_collectives)
     prepare_script(kind)

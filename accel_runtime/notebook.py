@@ -36,9 +36,9 @@ from torch.multiprocessing.spawn import (
 
 from accel_runtime.backends import set_current_backend
 from accel_runtime.compat.environment import patch_environment
+from accel_runtime.environment.heartbeat import reset_heartbeat
 from accel_runtime.environment.settings import RANK_FOLDER, MixedPrecision, Settings, is_placed_by_device
 from accel_runtime.environment.text import decode_text, encode_text
-from accel_runtime.foundation.heartbeat import reset_heartbeat
 from accel_runtime.foundation.torch_internals import TCPStore
 
 __all__ = ["LaunchError", "debug_launcher", "notebook_launcher"]

@@ -221,7 +221,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rank beyond a save",
-        "accel_runtime.foundation.heartbeat:ProgressCounts.is_beyond",
+        "accel_runtime.environment.heartbeat:ProgressCounts.is_beyond",
         replace_call("any", "False"),
         (
             "tests/runtime/backends/test_status.py::test_progress_counts_are_beyond_others_if_any_counter_is_larger",

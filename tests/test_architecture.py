@@ -67,7 +67,7 @@ READ_THE_ENVIRONMENT = (
     # The address at which a process group is created, and the record of its process for those that it starts.
     "accel_runtime/backends/arrivals.py",
     "accel_runtime/notebook.py",
-    "accel_runtime/foundation/heartbeat.py",
+    "accel_runtime/environment/heartbeat.py",
 )
 
 ANNEXES = {

@@ -8,11 +8,13 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+import accel_cli
 from accel_cli.errors import UsageError
 from accel_cli.launchers.sections import Answers, Section
 from accel_cli.planning.machine import Machine
@@ -35,6 +37,7 @@ __all__ = [
     "Launcher",
     "Plan",
     "build_environment",
+    "build_rank_command",
     "choose_gpus",
     "resolve_device",
 ]
@@ -241,6 +244,13 @@ class Launcher(Section):
             UsageError: The service is not available.
         """
         raise NotImplementedError
+
+
+def build_rank_command(spec: LaunchSpec, file: str = "worker.py", *options: str) -> tuple[str, ...]:
+    """Return the command of a process: a file of accel that runs the target, and records progress and failures."""
+    # By path: `-m` would put the current folder before the standard library while the file loads.
+    path = Path(accel_cli.__file__).parent / file
+    return (spec.python, str(path), *options, spec.kind, spec.target, *spec.args)
 
 
 def build_environment(spec: LaunchSpec, defaults: Mapping[str, str]) -> dict[str, str]:

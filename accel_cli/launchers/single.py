@@ -22,6 +22,7 @@ from accel_cli.launchers.base import (
     LaunchSpec,
     Plan,
     build_environment,
+    build_rank_command,
     choose_gpus,
     resolve_device,
 )
@@ -54,10 +55,9 @@ class Single(Launcher):
             )
         spec, visible = choose_gpus(spec, self.gpu_ids)
         device = resolve_device(spec, 1)
-        start = {"script": (spec.python,), "module": (spec.python, "-m"), "program": ()}[spec.kind]
         return Plan(
             launcher=self.kind,
-            argv=(*start, spec.target, *spec.args),
+            argv=_build_command(spec),
             env={
                 **build_environment(spec, _threads(spec)),
                 **visible,
@@ -107,6 +107,14 @@ class Single(Launcher):
     @override
     def get_world_sizes(self, spec: LaunchSpec, plan: Plan) -> Sequence[int]:
         return (int(spec.nodes.ranks.get("WORLD_SIZE", 1)),)
+
+
+def _build_command(spec: LaunchSpec) -> tuple[str, ...]:
+    """Return the command of the process, which counts its steps unless it is a program, or a rank of another launcher."""
+    if spec.kind == "program" or spec.nodes.inherited:
+        start = {"script": (spec.python,), "module": (spec.python, "-m"), "program": ()}[spec.kind]
+        return (*start, spec.target, *spec.args)
+    return build_rank_command(spec)
 
 
 def _threads(spec: LaunchSpec) -> dict[str, str]:

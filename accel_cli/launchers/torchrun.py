@@ -8,13 +8,11 @@ import socket
 import stat
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 from typing_extensions import Self, override
 
-import accel_cli
 from accel_cli import console
 from accel_cli.errors import AccelError, UsageError, explain_torch_error
 from accel_cli.launchers.base import (
@@ -25,6 +23,7 @@ from accel_cli.launchers.base import (
     LaunchSpec,
     Plan,
     build_environment,
+    build_rank_command,
     choose_gpus,
     resolve_device,
 )
@@ -56,7 +55,6 @@ __all__ = [
     "ShutdownTimeout",
     "StallTimeout",
     "Torchrun",
-    "build_command",
     "is_endpoint",
 ]
 
@@ -294,13 +292,6 @@ class ElasticLauncher(Launcher):
         )
 
 
-def build_command(spec: LaunchSpec, file: str, *options: str) -> tuple[str, ...]:
-    """Return the command of one process: a file of accel that runs the target and records failures."""
-    # By path: `-m` would put the current folder before the standard library while the file loads.
-    path = Path(accel_cli.__file__).parent / file
-    return (spec.python, str(path), *options, spec.kind, spec.target, *spec.args)
-
-
 def _suggest_count(machine: Machine, _: Answers) -> int | str:
     return "auto" if machine.devices else min(2, machine.cpus)
 
@@ -372,7 +363,7 @@ class Torchrun(ElasticLauncher):
         threads = str(self.omp_num_threads or max(1, spec.machine.cpus // count))
         return Plan(
             launcher=self.kind,
-            argv=build_command(spec, "worker.py"),
+            argv=build_rank_command(spec),
             env={**build_environment(spec, {"OMP_NUM_THREADS": threads, **self.get_interfaces()}), **visible},
             device=device,
             target=spec.target,

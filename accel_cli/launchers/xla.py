@@ -12,7 +12,7 @@ from typing_extensions import Self, override
 
 from accel_cli.errors import UsageError
 from accel_cli.launchers import torchrun
-from accel_cli.launchers.base import LaunchSpec, Plan, build_environment
+from accel_cli.launchers.base import LaunchSpec, Plan, build_environment, build_rank_command
 from accel_cli.launchers.sections import Choice, Question
 from accel_cli.planning.machine import Machine
 from accel_cli.planning.nodes import NodeLayout, NodeOptions, list_nodes
@@ -159,7 +159,7 @@ class Xla(torchrun.ElasticLauncher):
         mode = "spmd" if self.spmd else str(self.replicas)
         return Plan(
             launcher=self.kind,
-            argv=torchrun.build_command(spec, "runner/xla_replicas.py", mode, function),
+            argv=build_rank_command(spec, "runner/xla_replicas.py", mode, function),
             # Also if the user has set it, so that the plan shows the device.
             env={**env, "PJRT_DEVICE": pjrt_device},
             device=f"xla (PJRT_DEVICE={pjrt_device})",

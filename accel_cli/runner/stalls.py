@@ -90,7 +90,11 @@ def _format_report(
     largest = max(groups, key=len)
     has_majority = len(groups) > 1 and 2 * len(largest) > len(beats)
     shown = [ranks for ranks in groups if ranks is not largest] if has_majority else groups
-    unseen = "" if any(beats.values()) else " (no rank has created an Accelerator, which records progress)"
+    unseen = (
+        ""
+        if any(beats.values())
+        else " (no optimizer step and no Accelerator yet, with which progress is known)"
+    )
     lines = [f"no process on this machine has made progress for {seconds:.0f} s{unseen}"]
     lines += _format_table(beats)
     lines += [_format_stacks(ranks, stacks[ranks[0]], full=False) for ranks in shown]
@@ -114,7 +118,7 @@ def _format_table(beats: Mapping[int, Beat | None]) -> list[str]:
     rows = [("rank", "steps", "batches", "last progress", "location")]
     for rank, beat in beats.items():
         if beat is None:
-            rows.append((str(rank), "-", "-", "-", "no Accelerator yet"))
+            rows.append((str(rank), "-", "-", "-", "no step yet"))
         else:
             age = f"{now - beat.time:.0f} s ago"
             rows.append((str(rank), str(beat.steps), str(beat.batches), age, beat.location))

@@ -41,7 +41,7 @@ class Beat:
     collective: str
     """The newest collective with the line of its call; empty before the first."""
     started: float
-    """The time at which the rank created its first Accelerator."""
+    """The time at which the rank created its first Accelerator, or made its first optimizer step."""
     started_epoch: float
     """The same moment, in seconds since 1970."""
     step_time: float
@@ -71,7 +71,7 @@ class Beat:
 
     @classmethod
     def read(cls, file: Path) -> Beat | None:
-        """Read the heartbeat of a rank; return None if the file is missing, as before the first Accelerator, or is not a heartbeat."""
+        """Read the heartbeat of a rank; return None if the file is missing, as before the first Accelerator or step, or is not a heartbeat."""
         try:
             data = _read_unchanged(file)
         except OSError:

@@ -37,7 +37,7 @@ class RankSnapshot:
 
     rank: int
     beat: Beat | None
-    """The heartbeat; None before the rank creates an Accelerator."""
+    """The heartbeat; None before the rank creates an Accelerator, or makes an optimizer step."""
     now: float = 0.0
     """The time of the snapshot, on the clock of the heartbeat."""
     pid: int | None = None
@@ -54,7 +54,7 @@ class RankSnapshot:
 
     @property
     def state(self) -> str:
-        """The state: `starting` before the rank creates an Accelerator, `running`, `ended`, `failed` or `killed`."""
+        """The state: `starting` before its first step or Accelerator, `running`, `ended`, `failed` or `killed`."""
         if self.first:
             return self.first.state
         beat = self.beat
@@ -68,7 +68,7 @@ class RankSnapshot:
     def location(self) -> str:
         """The location relative to the newest collective, or the state if the rank has none."""
         if self.state == "starting":
-            return "no Accelerator yet"
+            return "no step yet"
         if self.first:
             return f"see rank {self.first.rank}"
         return self.beat.location if self.beat and self.state == "running" else self.state
@@ -95,12 +95,12 @@ class RankSnapshot:
 
     @property
     def own_time(self) -> float | None:
-        """Seconds of own time per step, over the last steps; None before enough steps.
+        """Seconds of own time per step, over the last steps; None before enough steps, and without an Accelerator.
 
         The first steps, in which libraries initialize and compile, count only until there are enough others.
         """
         beat = self.beat
-        if beat is None or beat.steps < MIN_STEPS:
+        if beat is None or beat.steps < MIN_STEPS or not beat.busy:
             return None
         last = min(len(beat.history), (beat.steps - _OWN_TIME_STEPS) // beat.stride) if beat.stride else 0
         first = last - 1 if last > 0 else 0

@@ -32,11 +32,11 @@ from accel_runtime.backends.device_runtime import DeviceRuntime
 from accel_runtime.collectives.handshake import Handshake, ObjectGroup
 from accel_runtime.collectives.stalls import rank_monitor_of
 from accel_runtime.collectives.transport import connect_group
+from accel_runtime.environment.heartbeat import heartbeat
 from accel_runtime.environment.settings import Settings
 from accel_runtime.environment.text import decode_text, encode_text
 from accel_runtime.environment.threads import PAUSE_S, wait_for_collectives, wait_for_threads
 from accel_runtime.environment.topology import Topology, build_refusal
-from accel_runtime.foundation.heartbeat import heartbeat
 from accel_runtime.foundation.options import DistributedType
 from accel_runtime.foundation.process_mesh import MeshSizes
 from accel_runtime.foundation.torch_internals import (

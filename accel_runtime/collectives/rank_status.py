@@ -23,9 +23,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from accel_runtime.environment.heartbeat import Progress, ProgressCounts, call_site_of_frame
 from accel_runtime.environment.text import decode_text, encode_text
-from accel_runtime.foundation.heartbeat import TORCH, Progress, ProgressCounts, call_site_of_frame
-from accel_runtime.foundation.torch_internals import PrefixStore
+from accel_runtime.foundation.torch_internals import TORCH, PrefixStore
 
 __all__ = ["NO_ANSWER", "RankStatus", "StatusService"]
 

@@ -19,16 +19,15 @@ import torch.distributed as dist
 
 from accel_runtime.collectives.handshake import RankLostError, StallError
 from accel_runtime.collectives.rank_status import NO_ANSWER, RankStatus, StatusService
-from accel_runtime.environment.text import decode_text, encode_text
-from accel_runtime.foundation.heartbeat import (
-    TORCH,
+from accel_runtime.environment.heartbeat import (
     CallSite,
     ProgressCounts,
     call_site,
     heartbeat,
     user_call_sites,
 )
-from accel_runtime.foundation.torch_internals import PrefixStore, TCPStore
+from accel_runtime.environment.text import decode_text, encode_text
+from accel_runtime.foundation.torch_internals import TORCH, PrefixStore, TCPStore
 
 __all__ = [
     "MissingRanks",

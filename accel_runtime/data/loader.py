@@ -27,8 +27,8 @@ from accel_runtime.data.source import (
     sampler_of_loader,
 )
 from accel_runtime.data.state import IterationState, LoaderState, NextBatch, PreshardedState, SourceState
+from accel_runtime.environment.heartbeat import LoaderEpoch, heartbeat
 from accel_runtime.foundation import nested
-from accel_runtime.foundation.heartbeat import LoaderEpoch, heartbeat
 from accel_runtime.foundation.steps import EpochProgress
 from accel_runtime.foundation.torch_internals import copy_attributes, copy_loader
 from accel_runtime.storage.schema import FieldError, read_value, write_record

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from types import CodeType, FunctionType, MethodType
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 __all__ = [
     "COMPILED_ATTRIBUTE",
+    "TORCH",
     "WRAPPER_ATTRIBUTES",
     "BatchNorm",
     "HashStore",
@@ -249,6 +251,8 @@ def is_fsdp_module(module: nn.Module) -> bool:
     return hasattr(type(module), "_get_fsdp_state")
 
 
+TORCH = f"{Path(torch.__file__).parent}/"
+"""Directory of torch, for `call_site` to leave out."""
 COMPILED_ATTRIBUTE = "_orig_mod"
 """The attribute in which the result of `torch.compile` holds the module."""
 _WRAPPERS = (

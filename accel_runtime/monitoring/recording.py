@@ -14,8 +14,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from accel_runtime.environment.heartbeat import Heartbeat, heartbeat
 from accel_runtime.environment.settings import CHECKPOINTS, DESCRIPTION, METRICS
-from accel_runtime.foundation.heartbeat import Heartbeat, heartbeat
 from accel_runtime.foundation.nested import has_dtensor
 from accel_runtime.monitoring.tracking.base import finite_or_text, to_number, with_text_names
 

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from accel_runtime.collectives.handshake import Handshake, build_writer, call_at_site
-from accel_runtime.foundation.heartbeat import TORCH
 from accel_runtime.foundation.module_names import script_names
-from accel_runtime.foundation.torch_internals import graph_task_id, on_backward_end
+from accel_runtime.foundation.torch_internals import TORCH, graph_task_id, on_backward_end
 
 __all__ = [
     "BufferAveraging",

@@ -18,11 +18,11 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
+from accel_runtime.environment.heartbeat import call_site
 from accel_runtime.foundation import nested
-from accel_runtime.foundation.heartbeat import TORCH, call_site
 from accel_runtime.foundation.module_names import named_parameters
 from accel_runtime.foundation.options import GradientAccumulationPlugin
-from accel_runtime.foundation.torch_internals import version_of
+from accel_runtime.foundation.torch_internals import TORCH, version_of
 from accel_runtime.parallel.strategy import Strategy
 from accel_runtime.storage.schema import Count
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from accel_runtime.foundation.heartbeat import call_site, heartbeat
+from accel_runtime.environment.heartbeat import call_site, heartbeat
 from accel_runtime.foundation.torch_internals import version_of
 from accel_runtime.monitoring.logging import MultiProcessAdapter
 from accel_runtime.parallel.strategy import Strategy
@@ -138,7 +138,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._last_step = accumulation.num_cycles
         self.steps += 1
         if self._beat is not None:
-            self._beat.step()
+            self._beat.count_step(self.optimizer)
         if self._strategy is not None:
             self._strategy.finish_gradients()
 

@@ -186,7 +186,7 @@ def start_python(*args, **options):
 def test_a_failure_report_replaces_the_table(script):
     script("import time\ntime.sleep(2)\nraise ValueError('no more data')")
     with CommandScreen("launch", "--nproc-per-node", "2", "--live", "train.py") as screen:
-        screen.see("no Accelerator yet")
+        screen.see("no step yet")
         assert screen.end() == 1
         text = "\n".join([*screen.scrolled(), screen.text()])
     assert "ValueError: no more data" in text

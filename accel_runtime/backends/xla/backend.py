@@ -25,10 +25,10 @@ from accel_runtime.backends.xla.library import torch_xla, xm, xr, xs
 from accel_runtime.backends.xla.runtime import LazyRuntime, SPMDRuntime, execute_graph, seed_generator
 from accel_runtime.backends.xla.spmd import DeviceSharding, SPMDFunctions, start_spmd
 from accel_runtime.collectives.handshake import ObjectGroup
+from accel_runtime.environment.heartbeat import disable_heartbeat
 from accel_runtime.environment.settings import Settings
 from accel_runtime.environment.text import decode_text, encode_text
 from accel_runtime.environment.topology import Topology
-from accel_runtime.foundation.heartbeat import disable_heartbeat
 from accel_runtime.foundation.options import DistributedType
 
 __all__ = [

@@ -3,10 +3,12 @@
 import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
+import accel_cli
 from accel_cli.errors import UsageError
 from accel_cli.launchers import suggest_launcher
 from accel_cli.launchers.base import LaunchSpec
@@ -35,11 +37,14 @@ def job(kind="script", machine=CPU, env=None, environ=None, **settings):
     )
 
 
+WORKER = str(Path(accel_cli.__file__).parent / "worker.py")
+
+
 @pytest.mark.parametrize(
     ("kind", "argv"),
     [
-        ("script", ("py", "train.py", "--lr", "-1", "a b")),
-        ("module", ("py", "-m", "train.py", "--lr", "-1", "a b")),
+        ("script", ("py", WORKER, "script", "train.py", "--lr", "-1", "a b")),
+        ("module", ("py", WORKER, "module", "train.py", "--lr", "-1", "a b")),
         ("program", ("train.py", "--lr", "-1", "a b")),
     ],
 )

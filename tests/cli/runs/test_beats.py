@@ -13,11 +13,13 @@ from support.waits import limit
 
 from accel_cli.runs.beats import Beat
 from accel_cli.runs.run_dir import RankFolder
+from accel_runtime.environment import heartbeat
 from accel_runtime.environment import settings as env
-from accel_runtime.foundation import heartbeat
-from accel_runtime.foundation.heartbeat import Heartbeat, LoaderEpoch
+from accel_runtime.environment.heartbeat import Heartbeat, LoaderEpoch
 
 TICK_NS = 1000
+OPTIMIZER = type("Optimizer", (), {})()
+"""An optimizer whose steps are counted."""
 
 
 class Clock:
@@ -42,7 +44,7 @@ def train(beat, steps):
     for _ in range(steps):
         beat.backward()
         beat.restart_own_time()
-        beat.step()
+        beat.count_step(OPTIMIZER)
 
 
 def expected_entry(step):
@@ -87,7 +89,7 @@ def take_kept_steps(writer, clock, total):
         writer.steps = clock.step - 1
         writer.backward()
         writer.restart_own_time()
-        writer.step()
+        writer.count_step(OPTIMIZER)
 
 
 def expected_stride(steps):
@@ -124,7 +126,7 @@ def test_a_million_steps_leave_the_size_of_the_file(tmp_path):
     writer = Heartbeat(folder.beat)
     size = folder.beat.stat()
     for _ in range(10**6):
-        writer.step()
+        writer.count_step(OPTIMIZER)
     assert (folder.beat.stat().st_size, folder.beat.stat().st_blocks) == (size.st_size, size.st_blocks)
     assert list(tmp_path.iterdir()) == [folder.beat]
     beat = Beat.read(folder.beat)
@@ -216,9 +218,9 @@ def test_rates_and_the_end_of_the_epoch_come_from_the_steps_and_batches(tmp_path
     beat = Beat.read(folder.beat)
     assert (beat.rate_now, beat.rate_mean, beat.epoch_length) == (None, None, None)
     assert beat.compute_eta(beat.time) is None
-    writer.step()
+    writer.count_step(OPTIMIZER)
     assert Beat.read(folder.beat).rate_now is None
-    writer.step()
+    writer.count_step(OPTIMIZER)
     beat = Beat.read(folder.beat)
     assert beat.rate_now == pytest.approx(1e9 / TICK_NS)
     assert beat.rate_mean == pytest.approx(1e9 / TICK_NS)
@@ -239,6 +241,6 @@ def test_rates_and_the_end_of_the_epoch_come_from_the_steps_and_batches(tmp_path
 def test_times_are_converted_to_those_of_the_calendar(tmp_path):
     folder = RankFolder(tmp_path)
     before = time.time()
-    Heartbeat(folder.beat).step()
+    Heartbeat(folder.beat).count_step(OPTIMIZER)
     beat = Beat.read(folder.beat)
     assert before - 1e-3 <= beat.to_epoch(beat.started) <= beat.to_epoch(beat.step_time) <= time.time() + 1e-3

@@ -10,8 +10,10 @@ from support.commands import call_accel
 
 from accel_cli.runs.run_dir import RunFolder
 from accel_cli.runs.snapshot import RankSnapshot, RunSnapshot, read_snapshot
-from accel_runtime.foundation.heartbeat import Heartbeat
+from accel_runtime.environment.heartbeat import Heartbeat
 
+OPTIMIZER = type("Optimizer", (), {})()
+"""An optimizer whose steps are counted."""
 RANK_FIELDS = {
     "rank", "pid", "state", "steps", "batches", "collectives", "steps_per_s", "steps_per_s_mean", "own_time_s",
     "last_step_age_s", "last_progress_age_s", "epoch", "epoch_batches", "epoch_length", "eta_s", "location", "rss_bytes",
@@ -42,17 +44,17 @@ def write_lines(file, entries):
 
 
 def test_a_snapshot_has_the_progress_of_each_rank_of_the_last_attempt(folder):
-    start_rank(folder, 0).step()
+    start_rank(folder, 0).count_step(OPTIMIZER)
     first = start_rank(folder, 0, attempt=1)
     folder.get_rank(1, 1).path.mkdir(parents=True)
     for _ in range(3):
         first.batch()
-        first.step()
+        first.count_step(OPTIMIZER)
     run = read_snapshot(folder)
     assert (run.state, run.attempt, run.world_size, run.slowest) == ("running", 1, 2, None)
     rank, other = run.ranks
     assert (rank.beat.steps, rank.state, rank.location) == (3, "running", "no collective yet")
-    assert (other.beat, other.state, other.location) == (None, "starting", "no Accelerator yet")
+    assert (other.beat, other.state, other.location) == (None, "starting", "no step yet")
     assert rank.memory > 1_000_000
     assert rank.step_age >= 0
 
@@ -76,14 +78,14 @@ def test_a_replica_refers_to_the_rank_that_has_the_heartbeat_of_its_process(fold
     files.pid.write_text(str(os.getpid()))
     assert read_snapshot(folder).ranks[1].state == "starting"
     files.thread.write_text("0x1")
-    first.step()
+    first.count_step(OPTIMIZER)
     rank = read_snapshot(folder).ranks[1]
     assert (rank.state, rank.location, rank.memory) == ("running", "see rank 0", None)
     assert set(rank.to_json()) == RANK_FIELDS
 
 
 def test_a_run_of_another_node_is_not_running_here(folder):
-    start_rank(folder, 0).step()
+    start_rank(folder, 0).count_step(OPTIMIZER)
     folder.update({"host": "another"})
     run = read_snapshot(folder)
     assert (run.is_running, run.is_elsewhere, run.state) == (False, True, "not ended, on another")
@@ -93,7 +95,7 @@ def test_a_run_of_another_node_is_not_running_here(folder):
 def test_the_rate_decreases_while_no_step_is_made(folder):
     beat = start_rank(folder, 0)
     for _ in range(10):
-        beat.step()
+        beat.count_step(OPTIMIZER)
     rank = read_snapshot(folder).ranks[0]
     later = RankSnapshot(0, rank.beat, now=rank.now + 100)
     assert 0 < later.rate < 0.2 < rank.beat.rate_now
@@ -200,7 +202,7 @@ def test_an_ended_run_has_its_end_its_failure_and_the_last_memory(folder):
 def test_a_stall_is_shown_once_it_is_long_for_this_run(folder):
     beat = start_rank(folder, 0)
     time.sleep(0.01)
-    beat.step()
+    beat.count_step(OPTIMIZER)
     run = read_snapshot(folder)
     assert run.idle_time is None
     late = RankSnapshot(0, run.ranks[0].beat, now=run.ranks[0].now + 30)
@@ -210,7 +212,7 @@ def test_a_stall_is_shown_once_it_is_long_for_this_run(folder):
 
 
 def test_json_has_the_documented_fields(folder, capfd, cwd):
-    start_rank(folder, 0).step()
+    start_rank(folder, 0).count_step(OPTIMIZER)
     write_lines(folder.get_rank(0, 0).metrics, [{"time": 1.0, "step": 1, "values": {"loss": math.inf}}])
     result = call_accel(capfd, "top", "--json")
     assert result.returncode == 0, result.stderr
@@ -222,7 +224,7 @@ def test_json_has_the_documented_fields(folder, capfd, cwd):
 
 
 def test_without_a_terminal_one_snapshot_is_printed(folder, capfd, cwd):
-    start_rank(folder, 0).step()
+    start_rank(folder, 0).count_step(OPTIMIZER)
     result = call_accel(capfd, "top")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.splitlines()[0] == f"{folder.path.name}  train.py"

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 from accel_cli.runs.beats import Beat
 from accel_cli.runs.run_dir import RankFolder
 from accel_runtime import Accelerator
+from accel_runtime.environment import heartbeat as heartbeat_module
+from accel_runtime.environment.heartbeat import Heartbeat, _create_progress, heartbeat
 from accel_runtime.environment.settings import RANK_FOLDER
-from accel_runtime.foundation import heartbeat as heartbeat_module
-from accel_runtime.foundation.heartbeat import Heartbeat, _create_progress, heartbeat
 from accel_runtime.utils import GradientAccumulationPlugin
 
 
@@ -72,7 +72,7 @@ def test_without_a_launcher_there_is_no_heartbeat(monkeypatch):
 
 
 def test_a_process_that_the_script_starts_leaves_the_heartbeat_alone(folder):
-    Heartbeat(folder.beat).step()
+    Heartbeat(folder.beat).count_step(torch.optim.SGD([torch.zeros(1)]))
     assert heartbeat() is None
     assert Beat.read(folder.beat).steps == 1
 

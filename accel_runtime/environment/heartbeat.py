@@ -16,9 +16,9 @@ from functools import lru_cache
 from pathlib import Path
 from time import monotonic_ns
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import WeakSet
 
-import torch
 from typing_extensions import override
 
 from accel_runtime.environment.settings import (
@@ -35,7 +35,6 @@ from accel_runtime.environment.settings import (
 from accel_runtime.environment.text import encode_text
 
 __all__ = [
-    "TORCH",
     "CallSite",
     "Heartbeat",
     "LoaderEpoch",
@@ -51,8 +50,6 @@ __all__ = [
 
 _IGNORED = (f"{Path(__file__).parents[1]}/", contextlib.__file__)
 """accel, and the module between a context manager of accel and the script."""
-TORCH = f"{Path(torch.__file__).parent}/"
-"""Directory of torch, for `call_site` to leave out."""
 
 
 class CallSite(NamedTuple):
@@ -169,6 +166,10 @@ class Progress:
         """Current wait for a key that another rank sets, and its line."""
         self._base = self._previous_base = (0, 0, 0)
         """Backward passes, steps and batches at the last collective, and at the one before it."""
+        self._counted: WeakSet[Any] = WeakSet()
+        """The optimizers of torch that prepared ones step."""
+        self._stepped: set[int] = set()
+        """The ids of what was stepped in the newest step."""
         self._error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
 
     @property
@@ -200,9 +201,32 @@ class Progress:
         """Restart the counts of backward passes, steps and batches; ranks may have had different numbers of them."""
         self._base = (self.backwards, self.steps, self.batches)
 
-    def step(self) -> None:
-        """Count an optimizer step."""
-        self.steps += 1
+    def count_step(self, optimizer: Any) -> None:
+        """Count a step of a prepared optimizer, whose own steps `observe_step` then leaves out."""
+        self._counted.add(optimizer)
+        self._step(id(optimizer))
+
+    def observe_step(self, optimizer: Any) -> None:
+        """Count a step of an optimizer of torch, unless a prepared one has counted it.
+
+        An engine may step the groups of its parameters one after the other, with one optimizer: they differ in their parameters.
+        """
+        if optimizer not in self._counted:
+            first = next((group["params"][0] for group in optimizer.param_groups if group["params"]), None)
+            self._step(id(optimizer) if first is None else id(first))
+
+    def _step(self, stepped: int) -> None:
+        """Count a step of what an id names. Several optimizers that step in turn, as in a GAN, make one step."""
+        if self._begins_step(stepped):
+            self.steps += 1
+
+    def _begins_step(self, stepped: int) -> bool:
+        """Return whether a step begins: nothing is stepped twice in one."""
+        begins = stepped in self._stepped or not self._stepped
+        if begins:
+            self._stepped.clear()
+        self._stepped.add(stepped)
+        return begins
 
     def batch(self, epoch: LoaderEpoch | None = None) -> None:  # noqa: ARG002 - for the heartbeat
         """Count a batch that a loader returns in an epoch."""
@@ -279,10 +303,13 @@ class Heartbeat(Progress):
         atexit.register(self._record_end)
 
     @override
-    def step(self) -> None:
+    def _step(self, stepped: int) -> None:
         now = self._own_since = monotonic_ns()
         self._pending = 0
         numbers, steps = self._numbers, self.steps
+        if not self._begins_step(stepped):
+            numbers[_CHANGED_NS] = now
+            return
         # Before `steps`, by which a reader knows the slots that are filled.
         numbers[_FIRST_RECENT + steps % BEAT_RECENT] = now
         steps = self.steps = steps + 1

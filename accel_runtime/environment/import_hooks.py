@@ -1,0 +1,69 @@
+"""Functions that are called once a script has imported a module. Standard library only."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+__all__ = ["call_after_import"]
+
+
+def call_after_import(name: str, call: Callable[[ModuleType], None]) -> None:
+    """Call a function with a module as soon as it has been imported; at once if it is already.
+
+    Libraries look for modules that they do not import (`importlib.util.find_spec`), so that finding it is not enough.
+    """
+    if name in sys.modules:
+        call(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _Finder(name, call))
+
+
+class _Finder(MetaPathFinder):
+    """Finds one module as the other finders do, and wraps its loader."""
+
+    def __init__(self, name: str, call: Callable[[ModuleType], None]) -> None:
+        self._name, self._call = name, call
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of the module; None for all other modules."""
+        if fullname != self._name:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _CallingLoader(spec.loader, self._finish)
+                return spec
+        return None
+
+    def _finish(self, module: ModuleType) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+            self._call(module)
+
+
+class _CallingLoader(Loader):
+    """Loads a module as its own loader does, becomes that again, and calls a function."""
+
+    def __init__(self, loader: Any, finish: Callable[[ModuleType], None]) -> None:
+        self._loader, self._finish = loader, finish
+        # Not a method of this class: its frame would be that of the loader's warnings.
+        self.create_module = loader.create_module  # type: ignore[method-assign]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)  # for `inspect` and `linecache`
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Execute the module, and call the function with it."""
+        self._loader.exec_module(module)
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._finish(module)
