@@ -65,7 +65,7 @@ test-gpu: $(GPU_READY)  ## Run the tests that need a GPU; `PYTHON=python3` uses 
 	$(GPU_PYTHON) tests/gpu/__main__.py
 
 test-full: $(READY) $(XLA_READY) $(RAY_READY) $(DEEPSPEED_READY)  ## Run all tests in random order, then the mutations
-	$(BIN)/python -m pytest $(TIME_LIMIT) $(AT_ONCE) -p randomly
+	$(BIN)/python -m pytest $(TIME_LIMIT) $(AT_ONCE) -p randomly --hypothesis-profile search
 	$(XLA)/bin/python -m pytest $(TIME_LIMIT) -n 2 --dist worksteal $(XLA_TESTS)
 	$(RAY)/bin/python -m pytest $(TIME_LIMIT) tests/ray_jobs
 	$(DEEPSPEED)/bin/python -m pytest $(TIME_LIMIT) -n 2 --dist worksteal $(DEEPSPEED_TESTS)

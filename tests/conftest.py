@@ -21,6 +21,7 @@ with contextlib.suppress(ImportError):  # a machine with a GPU may have none
 
     # Examples take long on a busy machine, so they have no deadline. In CI hypothesis selects the same examples each time.
     settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("search", settings.get_profile("busy"))  # of `make test-full`
     settings.load_profile("busy")
 
 # A shell ignores these signals for background jobs, and every process of a test would inherit that.

@@ -6,8 +6,8 @@ import itertools
 import math
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
@@ -17,6 +17,7 @@ from accel_runtime.foundation.steps import EpochProgress, StepInfo
 
 __all__ = [
     "ActiveLoops",
+    "LoadedIterations",
     "LoopRecord",
     "ModelInputHook",
 ]
@@ -85,6 +86,14 @@ class LoopRecord:
         return sum(info.num_padding * times for info, times in self.steps)
 
 
+class LoadedIterations(Protocol):
+    """Iterations of a loader that a state has, and that no iterator continues yet."""
+
+    def list_waiting(self) -> Iterable[int]:
+        """Return their depths."""
+        ...
+
+
 class ActiveLoops:
     """Running loops (the innermost last) and recently finished ones.
 
@@ -111,6 +120,8 @@ class ActiveLoops:
         """Time of the newest batch, or of the start of the newest loop."""
         self._model_input: weakref.ref[torch.Tensor] | None = None
         self._continued_depth: float = math.inf
+        self.loaders: WeakSet[LoadedIterations] = WeakSet()
+        """What the loaders of these loops have loaded."""
 
     @property
     def running(self) -> list[EpochProgress]:
@@ -124,6 +135,10 @@ class ActiveLoops:
     def forget_continued(self) -> None:
         """Record that a state is loaded, none of whose loops is continued yet."""
         self._continued_depth = math.inf
+
+    def count_waiting(self) -> int:
+        """Return the depth of a loop inside of all loops of a loaded state that the script has not continued yet."""
+        return max((depth + 1 for loader in self.loaders for depth in loader.list_waiting()), default=0)
 
     def is_left(self, depth: int) -> bool:
         """Return whether a loop of this depth has ended since the state was saved: one that it was inside of went on."""
@@ -289,6 +304,10 @@ class ModelInputHook:
         """Record the inputs."""
         self._loops.record_model_input((args, kwargs))
 
-    def __reduce__(self) -> tuple[type[ModelInputHook], tuple[ActiveLoops]]:
-        # A copy or a saved model belongs to no run.
-        return ModelInputHook, (ActiveLoops(0, has_padding=False),)
+    def __reduce__(self) -> tuple[Callable[[], ModelInputHook], tuple[()]]:
+        return _build_unused_hook, ()
+
+
+def _build_unused_hook() -> ModelInputHook:
+    """Return the hook of a copied or saved model, which belongs to no run."""
+    return ModelInputHook(ActiveLoops(0, has_padding=False))

@@ -130,6 +130,8 @@ class IterableSource(Source[StreamState]):
         current = RandomStates.capture(self._generators)
         random = self._find_states(start, current)
         reading = self._begin_reading(start, random, current)
+        if self._loader.persistent_workers:
+            reading.stream.reader.set_epoch(progress.epoch)
         position = _StreamPosition(start, reading, self._loader.num_workers)
         progress.read_states_from(lambda _: position.state())
         steps = self._read_steps(reading, start.skipped_steps, position)
@@ -184,6 +186,10 @@ class IterableSource(Source[StreamState]):
         elif not (is_current or takes_over):
             context = IsolatedRNG(random)()  # only the workers' seed is drawn in this process
         stream = self._persistent if start == StreamState() else None  # until a state is loaded
+        if self._persistent is not None and start.random is None:
+            # Other workers, which skip batches, take over the seed: persistent workers have one for all epochs.
+            replaced = self._persistent
+            start = replace(start, worker_seed=replaced.worker_seed, worker_iterations=replaced.iterations)
         if stream is None:
             stream = _StreamLoader(self._loader, WorkerReader(self._task, start, reading_rng), start)
             self._persistent = stream if self._loader.persistent_workers else None
@@ -271,6 +277,7 @@ class _StreamLoader:
     """Copy of the script's loader that yields plain batches and queues the workers' descriptions of them."""
 
     def __init__(self, loader: DataLoader[Any], reader: WorkerReader, start: StreamState) -> None:
+        self.reader = reader
         self.infos: deque[WorkerBatch] = deque()
         """Descriptions of the batches that were yielded."""
         self.iterations = start.worker_iterations

@@ -85,9 +85,29 @@ class WorkerReader(IterableDataset["tuple[WorkerBatch, list[Any]] | None"]):
         self._start = start
         self._rng = rng
         self._view: _WorkerView | None = None
+        self._epoch: torch.Tensor | None = None
+        """Number of the epoch: `[]`, in memory that persistent workers share; None if the dataset does not ask for it."""
+        self._begun_epoch: int | None = None
+        """Number of the epoch of this worker's newest iteration."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let an iteration that begins be of an epoch, also in workers that have a copy of the dataset since an earlier one."""
+        if callable(getattr(self._task.dataset, "set_epoch", None)):
+            if self._epoch is None:
+                self._epoch = torch.empty((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+            self._epoch.fill_(epoch)
+
+    def _begin_epoch(self) -> None:
+        """Pass the number of a later epoch on to this worker's copy of the dataset; the first is that of the process it is a copy of."""
+        epoch = None if self._epoch is None else int(self._epoch)
+        if self._begun_epoch not in {None, epoch}:
+            self._task.dataset.set_epoch(epoch)
+        self._begun_epoch = epoch
 
     @override
     def __iter__(self) -> Iterator[tuple[WorkerBatch, list[Any]] | None]:
+        if get_worker_info() is not None:
+            self._begin_epoch()
         start, self._start = self._start, StreamState()
         rng, self._rng = self._rng, ReadingRNG(self._rng.isolated)
         view = self._begin_view(start)

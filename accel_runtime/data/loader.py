@@ -106,8 +106,10 @@ class PreparedLoader(DataLoader[Any]):
         check_model_parallel_ranks(self._backend)
         continued = self._progress.begin(claimed)
         state, num_replayed = self._begin_epoch(continued)
-        # The loops that a continued one was inside of are not those that are running now.
-        running = EpochProgress(state.epoch, () if continued else outer, state.num_batches, state.depth)
+        # The loops that a continued one was inside of are not those that are running now. Another one is inside of those that the
+        # script has not continued yet.
+        depth = state.depth if continued else self._loops.count_waiting()
+        running = EpochProgress(state.epoch, () if continued else outer, state.num_batches, depth)
         self._progress.add(running)
         record = self._loops.open(running)
         device, non_blocking = self._backend.device, self._non_blocking

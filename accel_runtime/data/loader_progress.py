@@ -26,6 +26,7 @@ class LoaderProgress:
 
     def __init__(self, loops: ActiveLoops) -> None:
         self._loops = loops
+        loops.loaders.add(self)
         self._next_epoch_number = 0
         self._next_epoch: SourceState | None = None
         """Loaded state in which the next epoch begins; None draws from the generators as they are."""
@@ -63,6 +64,11 @@ class LoaderProgress:
         self._loaded = state.running
         self._running, self._claimed, self._left = [], [], None
         self._loops.forget_continued()
+
+    def list_waiting(self) -> list[int]:
+        """Return the depths of loaded iterations that no running one continues yet."""
+        self._drop_ended()
+        return [*(state.depth for _, state in self._claimed), *(each.depth for each in self._loaded)]
 
     def claim_loaded(self) -> IterationState | None:
         """Return the state of the loaded iteration that a new iterator continues; None if it begins an epoch."""

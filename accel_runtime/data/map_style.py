@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import chain, count, islice
+from itertools import chain, count, islice, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -300,6 +300,11 @@ class EpochOrder(Sampler[Any]):
         """Return how far a full step advances the offset."""
         return self.sharding.padded_size if self._has_samples else self.sharding.batches_per_step
 
+    @property
+    def epoch(self) -> int:
+        """Return the number of the epoch of the newest iterator."""
+        return self._start.epoch
+
     def iterate_seeds(self) -> Iterator[BatchSeed]:
         """Yield the seeds of the batches of the newest iterator."""
         return map(partial(self._build_seed, self._start), count())
@@ -449,11 +454,12 @@ its first sample in the epoch, and the rank it belongs to, if ranks share an off
 
 
 class _SeededIndices(NamedTuple):
-    """Message to a worker: what to fetch, and with which seed."""
+    """Message to a worker: what to fetch, with which seed, and in which epoch."""
 
     indices: Any
     """Indices of the samples, or one index with `batch_size=None`."""
     seed: BatchSeed
+    epoch: int
 
 
 def draw_epoch_seed(states: RandomStates, epoch: int) -> int:
@@ -481,26 +487,37 @@ class _SeededSampler(Sampler[_SeededIndices]):
     @override
     def __iter__(self) -> Iterator[_SeededIndices]:
         # Both are of the newest iterator, also if another one begins before the first item is requested.
-        return map(_SeededIndices, iter(self._order), self._order.iterate_seeds())
+        return map(_SeededIndices, iter(self._order), self._order.iterate_seeds(), repeat(self._order.epoch))
 
     def __len__(self) -> int:
         return len(self._order)
 
 
 class _SeededDataset(Dataset[Any]):
-    """Dataset that seeds the generators before each batch; the collate function then draws from them too."""
+    """Dataset that seeds the generators before each batch; the collate function then draws from them too.
+
+    Workers that persist have a copy of the script's dataset since their first epoch: its `set_epoch` is called in them too.
+    """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
+        self._epoch: int | None = None
+        """Number of the epoch of this worker's newest batch."""
+
+    def _begin_batch(self, item: _SeededIndices) -> None:
+        if self._epoch not in {None, item.epoch} and callable(getattr(self.dataset, "set_epoch", None)):
+            self.dataset.set_epoch(item.epoch)
+        self._epoch = item.epoch
+        seed_worker(hash_seed(*item.seed))
 
     def __getitems__(self, item: _SeededIndices) -> Any:
-        seed_worker(hash_seed(*item.seed))
+        self._begin_batch(item)
         getitems = getattr(self.dataset, "__getitems__", None)
         return getitems(item.indices) if getitems else [self.dataset[index] for index in item.indices]
 
     @override
     def __getitem__(self, item: _SeededIndices) -> Any:
-        seed_worker(hash_seed(*item.seed))
+        self._begin_batch(item)
         return self.dataset[item.indices]
 
 

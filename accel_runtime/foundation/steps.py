@@ -37,7 +37,8 @@ class EpochProgress:
         epoch: The number of the epoch.
         outer: The iterations that were running when the script began this one.
         num_batches: The number of batches that were skipped, or returned before the state that it continues from.
-        depth: The depth that it had at that state, if it continues from one.
+        depth: The depth that it has outside of the others: that of the state that it continues from, or one inside of loops of a loaded
+            state that the script has not continued yet.
     """
 
     def __init__(

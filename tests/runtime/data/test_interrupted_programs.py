@@ -433,6 +433,44 @@ def test_set_epoch_after_a_resume_keeps_the_generator_of_the_loader(method, tmp_
     check_every_save(program, method, tmp_path)
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("order", ["inner first", "outer first"])
+def test_a_loop_that_begins_before_the_loops_around_it_continue_is_inside_of_them(method, order, tmp_path):
+    """A script finishes the body of its inner loops after a resume, saves there, and is interrupted again."""
+    body = (Loop((1,), (Save(), Loop((2,), (Save(),)))), Loop((1,), (Save(),)))
+    program = Program((Data(count=2, batch=1),) * 3, (Loop((0,), body), Save()))
+    options = {"method": method, "order": order}
+    expected = run_program(program, str(tmp_path), method=method, saves=None)
+    for number, position in enumerate(expected.positions):
+        if not position.allows(method, order, None):
+            continue
+        first = continue_program(program, position, f"{tmp_path}/{number}", **options, saves=None)
+        assert first.events == expected.after(position)
+        for later in first.positions:
+            if later.allows(method, order, None):
+                second = continue_program(program, later, f"{tmp_path}/twice", **options, seed=3)
+                assert second.events == first.after(later)
+
+
+PERSISTENT = {
+    "a loop that skips batches": Program(
+        (Data("stream", 2, 1, workers=1, persistent=True),),
+        (Loop((0,), (Draw(),)), Save(), Loop((0,), (Save(), Draw()), skip=1), Loop((0,), (Save(), Draw()))),
+    ),
+    "a number of the epoch": Program(
+        (Data("in order", 2, 1), Data("stream of the epoch", 2, 1, workers=1, persistent=True)),
+        (Loop((0,), (Loop((1,), (Save(),)),)), Save()),
+    ),
+}
+"""Programs in which persistent workers must be what those of the resumed run are."""
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", PERSISTENT)
+def test_persistent_workers_keep_their_seed_and_get_the_number_of_the_epoch(kind, method, tmp_path):
+    check_every_save(PERSISTENT[kind], method, tmp_path)
+
+
 @pytest.mark.parametrize("make", [PythonRandomSampler, PythonShuffledSampler])
 def test_a_resume_warns_of_a_sampler_whose_order_cannot_be_drawn_again(make, tmp_path, caplog):
     """A sampler that draws from the generator of the script, in turn with it, yields other samples after a resume."""
@@ -640,9 +678,10 @@ ON_ANY_WORLD_SIZE = Features(
 
 
 def settle(max_examples):
-    """Return settings of hypothesis for programs, which take long and are often rejected."""
+    """Return settings of hypothesis for programs, which take long and are often rejected; more examples in `make test-full`."""
+    factor = 5 if settings.get_current_profile_name() == "search" else 1
     return settings(
-        max_examples=max_examples,
+        max_examples=factor * max_examples,
         suppress_health_check=list(HealthCheck),
         report_multiple_bugs=False,
     )
@@ -668,7 +707,7 @@ def test_a_generated_program_continues_as_if_it_had_not_been_interrupted(method,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-@settle(300)
+@settle(60)
 @given(st.data())
 def test_many_generated_programs_continue_as_if_they_had_not_been_interrupted(method, data):
     check_generated_program(data, ALL, method)
@@ -676,7 +715,7 @@ def test_many_generated_programs_continue_as_if_they_had_not_been_interrupted(me
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-@settle(40)
+@settle(8)
 @given(st.data())
 def test_generated_programs_with_workers_continue_as_if_they_had_not_been_interrupted(method, data):
     check_generated_program(data, replace(ALL, workers=(1, 2)), method)
@@ -685,7 +724,7 @@ def test_generated_programs_with_workers_continue_as_if_they_had_not_been_interr
 @pytest.mark.slow
 @pytest.mark.parametrize("dispatch", [False, True], ids=["", "dispatched"])
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 2)])
-@settle(25)
+@settle(6)
 @given(st.data())
 def test_a_generated_program_continues_on_another_world_size(clusters, before, after, dispatch, data):
     """All ranks gather the batches, so that the order of the samples over all ranks is compared."""

@@ -20,7 +20,9 @@ from support.log_messages import collect_messages
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
+    IterableDataset,
     TensorDataset,
     WeightedRandomSampler,
 )
@@ -207,6 +209,47 @@ def test_set_epoch_is_passed_to_the_sampler(ranks):
         return sampler.epoch
 
     assert ranks.run(epoch) == [3] * ranks.size
+
+
+class OfTheEpoch:
+    """What a dataset yields that depends on the number of its epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def numbers(self):
+        return [100 * self.epoch + number for number in range(4)]
+
+
+class StreamOfTheEpoch(OfTheEpoch, IterableDataset):
+    def __iter__(self):
+        return iter(self.numbers())
+
+
+class SamplesOfTheEpoch(OfTheEpoch, Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return self.numbers()[index]
+
+
+@pytest.mark.parametrize("dataset", [StreamOfTheEpoch, SamplesOfTheEpoch])
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("persistent", [False, True], ids=["", "persistent"])
+def test_set_epoch_of_a_dataset_takes_effect_in_workers_that_have_a_copy_of_it(dataset, workers, persistent):
+    options = {"num_workers": workers, "persistent_workers": persistent and workers > 0}
+    loader = Accelerator().prepare(DataLoader(dataset(), batch_size=2, **options))
+
+    def read():
+        return torch.cat(list(loader)).tolist()
+
+    epochs = [read(), read()]
+    loader.set_epoch(7)
+    epochs += [read(), read()]
+    assert epochs == [[100 * epoch + number for number in range(4)] for epoch in (0, 1, 7, 8)]
 
 
 class Nested(BatchSampler):

@@ -209,7 +209,7 @@ def load_within_limit(folder, limit):
     resource.setrlimit(resource.RLIMIT_DATA, (read_status("VmData") + limit, resource.RLIM_INFINITY))
     try:
         with pytest.raises(MemoryError):
-            bytearray(limit + (1 << 20))
+            bytearray(2 * limit)  # more than the free memory that the allocator has within the limit
         run.load_model(model, folder)
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
