@@ -22,7 +22,7 @@ import torch
 from accel_runtime.environment.settings import LAUNCH
 from accel_runtime.foundation.options import ProjectConfiguration
 from accel_runtime.storage.errors import AbsentError, CheckpointError
-from accel_runtime.storage.manifest import Checkpoint, Manifest, parse_number
+from accel_runtime.storage.manifest import Checkpoint, parse_number
 from accel_runtime.storage.store import (
     Store,
     list_numbered,
@@ -147,11 +147,11 @@ class RunOrigin:
         # Elastic node changes restart processes too, without a restart count.
         return bool(self.launch) or self.restarted or self.requeued
 
-    def wrote(self, manifest: Manifest) -> bool:
-        """Return whether this run wrote a checkpoint."""
-        if self.launch and manifest.run.get("launch") == self.launch:
+    def wrote(self, identity: Mapping[str, str]) -> bool:
+        """Return whether this run wrote a checkpoint that has the identity of a run."""
+        if self.launch and identity.get("launch") == self.launch:
             return True
-        if self.requeued and self.slurm_job and manifest.run.get("slurm_job") == self.slurm_job:
+        if self.requeued and self.slurm_job and identity.get("slurm_job") == self.slurm_job:
             return True
         # Plain torchrun does not name runs: take the newest.
         return self.restarted and not self.launch
@@ -174,7 +174,7 @@ class ResumePolicy:
         if self.asked:
             chosen = checkpoints.newest() if checkpoints.any() else None
         else:
-            own = [chosen for chosen in checkpoints.list() if self.origin.wrote(chosen.manifest)]
+            own = [chosen for chosen in checkpoints.list() if self.origin.wrote(chosen.manifest.run)]
             chosen = own[-1] if own else None
         if chosen is not None:
             _print(f"resuming from {chosen.key} (step {chosen.manifest.step})")

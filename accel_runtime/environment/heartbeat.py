@@ -232,6 +232,9 @@ class Progress:
         """Count a batch that a loader returns in an epoch."""
         self.batches += 1
 
+    def record_activity(self) -> None:
+        """Record that the script goes on without a step or batch, as in an evaluation."""
+
     def backward(self, averages: bool = True) -> None:  # noqa: ARG002 - for the heartbeat
         """Count a backward pass that begins; one that averages gradients waits for the other ranks."""
         self.backwards += 1
@@ -340,6 +343,10 @@ class Heartbeat(Progress):
         numbers = self._numbers
         numbers[_BATCHES] = batches
         numbers[_CHANGED_NS] = monotonic_ns()
+
+    @override
+    def record_activity(self) -> None:
+        self._numbers[_CHANGED_NS] = monotonic_ns()
 
     def _set_epoch(self, epoch: LoaderEpoch | None) -> None:
         """Describe the epoch of the next batch; loops over other loaders may still be running."""

@@ -180,16 +180,20 @@ def test_a_script_of_accel_that_imports_accelerate_is_not_refused(accel, tmp_pat
     assert "has no effect" not in result.stderr
 
 
-@pytest.mark.parametrize("method", ["forkserver", "exec"])
-def test_what_accelerate_cannot_do_is_printed_once(accel, tmp_path, method):
+@pytest.mark.parametrize(
+    "command",
+    [
+        (*PAIR, "--set", "launcher.start_method=forkserver"),
+        (*PAIR, "--set", "launcher.start_method=exec"),
+        ("launch", "--no-profile", "--cpu"),
+    ],
+    ids=["forkserver", "exec", "single"],
+)
+def test_what_accelerate_cannot_do_is_printed_once(accel, tmp_path, command):
     (tmp_path / "train.py").write_text(TRAINER)
-    options = (
-        "process_group_timeout=600",
-        "gradient_accumulation_steps=2",
-        f"launcher.start_method={method}",
-    )
+    options = ("process_group_timeout=600", "gradient_accumulation_steps=2")
     assignments = [word for text in options for word in ("--set", text)]
-    result = accel(*PAIR, *assignments, "train.py", cwd=tmp_path)
+    result = accel(*command, *assignments, "train.py", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     lines = [line for line in result.stderr.splitlines() if "has no effect in a" in line]
     assert [line.split(" has no")[0] for line in lines] == [

@@ -32,6 +32,7 @@ NEEDS_A_PACKAGE = {
     "accel_runtime.backends.xla.": "torch_xla",
     "accel_runtime.parallel.xla.": "torch_xla",
     "accel_cli.runner.xla_replicas": "torch_xla",
+    "accel_runtime.transformers ": "transformers",
     "accel_runtime.monitoring.tracking.": "a tracker",
     "accel_cli.runs.report": "plotly",
     "accel_cli.launchers.ray.": "ray",

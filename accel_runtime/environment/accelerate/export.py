@@ -39,13 +39,20 @@ class Export:
     """Sentences on values of the profile that have no effect in a script that uses Accelerate."""
     trainer_limits: tuple[str, ...] = ()
     """Sentences on values that have no effect if it uses a Trainer of Transformers."""
+    resume_limit: str = ""
+    """The sentence on `resume`, which has an effect in scripts that use `accel_runtime.transformers`."""
     refusal: str = ""
     """The reason why such a script cannot run with this profile; empty if it can."""
 
     @property
     def report(self) -> str:
         """Return the limits and the refusal as JSON, for the processes; empty without any."""
-        parts = {"limits": self.limits, "trainer_limits": self.trainer_limits, "refusal": self.refusal}
+        parts = {
+            "limits": self.limits,
+            "trainer_limits": self.trainer_limits,
+            "resume_limit": self.resume_limit,
+            "refusal": self.refusal,
+        }
         return json.dumps(parts) if any(parts.values()) else ""
 
 
@@ -134,6 +141,7 @@ def build_export(
         tuple(replaced),
         limits,
         tuple(_list_trainer_limits(settings)),
+        _describe_resume_limit(settings),
         _explain_refusal(settings, device),
     )
 
@@ -295,10 +303,15 @@ def _list_limits(settings: Settings) -> Iterator[str]:
             f"process_group_backend: {settings.process_group_backend}",
             "Pass InitProcessGroupKwargs(backend=...) to the Accelerator, or ddp_backend to TrainingArguments",
         )
-    if settings.resume:
-        yield _format_limit(
-            "resume: true", "Load the checkpoint in the script, or pass resume_from_checkpoint to the Trainer"
-        )
+
+
+def _describe_resume_limit(settings: Settings) -> str:
+    if not settings.resume:
+        return ""
+    return _format_limit(
+        "resume: true",
+        "Load the checkpoint in the script, or give the Trainer an AccelCallback (accel_runtime.transformers)",
+    )
 
 
 def _list_trainer_limits(settings: Settings) -> Iterator[str]:

@@ -48,6 +48,8 @@ def _print_report(report: Mapping[str, Any]) -> None:
     sentences = list(report["limits"])
     if "transformers.trainer" in sys.modules:
         sentences += report["trainer_limits"]
+    if report["resume_limit"] and "accel_runtime.transformers" not in sys.modules:
+        sentences.append(report["resume_limit"])
     if refusal := report["refusal"]:
         sentences.append(refusal)
     if os.environ.get("RANK", "0") == "0":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -195,7 +196,6 @@ def test_a_launch_inside_a_launch_replaces_the_variables_of_the_outer_one_silent
         (Settings(parallel=Parallel(tp=4, tp_plan=(("a", "colwise"),))), "parallel.tp_plan has no effect"),
         (Settings(process_group_timeout=60), "process_group_timeout: 60 has no effect"),
         (Settings(process_group_backend="gloo"), "process_group_backend: gloo has no effect"),
-        (Settings(resume=True), "resume: true has no effect"),
         (Settings(parallel=Parallel(cp=4)), "Set parallel.dp_shard: auto"),
         (
             replace(SHARDED, fully_shard=FullyShard(reduce_dtype="bf16")),
@@ -209,6 +209,14 @@ def test_a_value_that_accelerate_does_not_have_is_a_limit(settings, words):
     (sentence,) = export(settings).limits
     assert words in sentence
     assert export(Settings()).report == ""
+
+
+def test_a_resume_has_no_effect_unless_the_trainer_has_the_callback():
+    exported = export(Settings(resume=True))
+    assert "resume: true has no effect" in exported.resume_limit
+    assert "AccelCallback" in exported.resume_limit
+    assert exported.limits == ()
+    assert json.loads(exported.report)["resume_limit"] == exported.resume_limit
 
 
 def test_a_mesh_whose_size_is_known_only_when_the_processes_run_is_a_limit():
