@@ -150,6 +150,10 @@ class AccelCallback(TrainerCallback):  # type: ignore[misc]
         self._record(kwargs.get("logs"), state.global_step)
 
     @override
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._saving_since = time.monotonic()  # a save follows the evaluation of the same step
+
+    @override
     def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
         self._record(metrics, state.global_step)
 
