@@ -304,7 +304,13 @@ class ExceptHook:
 
 
 def print_exception(error: BaseException) -> None:
-    """Print an exception through `sys.excepthook`, in one write, so that the output of several ranks is not mixed."""
+    """Print an exception through `sys.excepthook`, in one write, so that the output of several ranks is not mixed.
+
+    As Python does, it leaves the exception in `sys.last_value`, where functions of `atexit` look for it.
+    """
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+    if sys.version_info >= (3, 12):
+        sys.last_exc = error
     stream = sys.stderr
     _set_line_buffering(stream, enabled=False)
     try:

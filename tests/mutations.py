@@ -553,7 +553,7 @@ MUTATIONS = (
     ),
     Mutation(
         "arguments of a script",
-        "accel_cli.launchers.torchrun:build_command",
+        "accel_cli.launchers.base:build_rank_command",
         replace_name("args", "it[1:]"),
         ("tests/integration/test_launch.py::test_unusual_arguments_of_several_processes_are_unchanged",),
     ),

@@ -40,6 +40,7 @@ NEEDS_A_PACKAGE = {
     **{
         f"accel_runtime.parallel.deepspeed.{module} ": "deepspeed"
         for module in (
+            "checks",
             "configured",
             "engine",
             "initialization",

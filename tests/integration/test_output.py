@@ -203,17 +203,25 @@ def test_a_background_process_of_a_script_does_not_delay_the_end(accel, script):
     assert time.monotonic() - start < 600
 
 
+REMOVES_THE_FOLDER = """
+    attempt = Path(os.environ["ACCEL_RANK_FOLDER"]).parent
+    while not (attempt / "rank_0" / "stacks").exists():  # the last file that the other rank creates at its start
+        time.sleep(0.01)
+    shutil.rmtree(attempt.parent)
+"""
+
+
 @pytest.mark.parametrize(
     ("breaks", "why"),
     [
         ("os.dup2(os.open('/dev/full', os.O_WRONLY), 1)", "rank_1 could not write"),
-        ("shutil.rmtree(Path(os.environ['ACCEL_RANK_FOLDER']).parent.parent)", "rank_1 could not write"),
+        (REMOVES_THE_FOLDER, "rank_1 could not write"),
     ],
     ids=["full disk", "no folder"],
 )
 def test_logs_that_cannot_be_written_are_one_warning(accel, script, breaks, why):
     script(
-        f"import os, shutil\nfrom pathlib import Path\nif os.environ['RANK'] == '1':\n    {breaks}\n"
+        f"import os, shutil, time\nfrom pathlib import Path\nif os.environ['RANK'] == '1':\n    {breaks}\n"
         "for n in range(3):\n    print('line', n, flush=True)\n"
     )
     result = accel(*LAUNCH, "train.py")

@@ -98,7 +98,7 @@ def test_accel_stacks_prints_the_stacks_of_a_run_that_continues(accel, sleeping)
     lines = result.stdout.splitlines()
     assert lines[0].endswith(f"-train-{sleeping.pid}")
     assert [line.split() for line in lines[2:4]] == [
-        [rank, "-", "-", "-", "no", "Accelerator", "yet"] for rank in "01"
+        [rank, "-", "-", "-", "no", "step", "yet"] for rank in "01"
     ]
     assert lines[4] == "  ranks 0 and 1, innermost call first:"
     assert 'train.py", line 6 in wait' in lines[5]
