@@ -64,6 +64,8 @@ class BypassCheck:
         """Cycles and backward passes at the newest step of each prepared optimizer."""
         self._counts: WeakKeyDictionary[LRScheduler, int] = WeakKeyDictionary()
         """Steps of the schedulers that are not prepared, at the newest step of their optimizer."""
+        self._searched: WeakSet[PreparedOptimizer] = WeakSet()
+        """The prepared optimizers whose schedulers were searched for."""
         self._positions: WeakKeyDictionary[PreparedScheduler, tuple[int, int]] = WeakKeyDictionary()
         """Positions and calls of the prepared schedulers, at the newest step of an optimizer."""
         self._warned: set[str] = set()
@@ -149,7 +151,9 @@ class BypassCheck:
             if each.calls == calls and each.scheduler.last_epoch - position >= self._accumulation.steps:
                 self._warn_of_scheduler(each.scheduler, "its own step() is called")
         known = [each.scheduler for each in self._schedulers]
-        if not self._counts:
+        if prepared not in self._searched:
+            # Once: with millions of objects it takes seconds.
+            self._searched.add(prepared)
             for scheduler in _find_schedulers(prepared):
                 if not any(scheduler is each for each in known):
                     self._counts[scheduler] = scheduler.last_epoch
