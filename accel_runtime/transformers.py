@@ -19,10 +19,12 @@ from typing import Any
 import torch.distributed as dist
 from typing_extensions import override
 
+from accel_runtime.accelerator.training_steps import PREEMPTION
 from accel_runtime.checkpoint.manager import RunOrigin
 from accel_runtime.environment.heartbeat import LoaderEpoch, heartbeat
 from accel_runtime.environment.installation import format_install
 from accel_runtime.environment.settings import Settings
+from accel_runtime.environment.text import print_note
 from accel_runtime.foundation.torch_internals import default_store
 from accel_runtime.monitoring.recording import rank_recorder
 
@@ -36,8 +38,6 @@ except ImportError as error:
 
 __all__ = ["AccelCallback"]
 
-PREEMPTION = (signal.SIGTERM, signal.SIGUSR1)
-"""Signals that schedulers send before they end a job."""
 _MARK = "accel.json"
 """File of a complete checkpoint: the run that wrote it, and the sizes of all files."""
 _PREFIX = "checkpoint-"
@@ -101,12 +101,12 @@ class AccelCallback(TrainerCallback):  # type: ignore[misc]
             if not (any_run or self._asked or (mark is not None and self._origin.wrote(mark["run"]))):
                 continue
             if problem := _find_damage(path, mark):
-                _print(f"{path} is not complete: {problem}. An older checkpoint is used, if there is one")
+                print_note(f"{path} is not complete: {problem}. An older checkpoint is used, if there is one")
                 continue
-            _print(f"resuming from {path}")
+            print_note(f"resuming from {path}")
             return str(path)
         if self._asked:
-            _print(f"no complete checkpoint in {folder} yet: starting from the beginning")
+            print_note(f"no complete checkpoint in {folder} yet: starting from the beginning")
         return None
 
     # Events of the Trainer -------------------------------------------------------------
@@ -160,7 +160,7 @@ class AccelCallback(TrainerCallback):  # type: ignore[misc]
     @override
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         path = Path(args.output_dir, f"{_PREFIX}{state.global_step}")
-        if dist.is_available() and dist.is_initialized():
+        if _is_distributed():
             dist.barrier()  # each rank has written its random states
         if args.should_save and path.is_dir():
             _write_mark(path, self._origin.identity)
@@ -212,7 +212,7 @@ class _Preemption:
 
     def check(self, step: int) -> bool:
         """Return whether the training ends after this step; the same on all ranks, which all call it after each step."""
-        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        if not _is_distributed():
             return self._is_received
         store = default_store()
         key = f"accel/preempted/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{self._trainings}"
@@ -307,14 +307,14 @@ def _is_whole(file: Path) -> bool:
     )
 
 
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def _share(found: str | None) -> str | None:
     """Return the choice of the first rank."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if not _is_distributed():
         return found
     values: Sequence[str | None] = [found]
     dist.broadcast_object_list(values, src=0)  # type: ignore[arg-type]
     return values[0]
-
-
-def _print(text: str) -> None:
-    print(f"accel: {text}", file=sys.stderr, flush=True)  # noqa: T201 - for the terminal, whatever the logging

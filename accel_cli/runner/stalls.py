@@ -90,11 +90,7 @@ def _format_report(
     largest = max(groups, key=len)
     has_majority = len(groups) > 1 and 2 * len(largest) > len(beats)
     shown = [ranks for ranks in groups if ranks is not largest] if has_majority else groups
-    unseen = (
-        ""
-        if any(beats.values())
-        else " (no optimizer step and no Accelerator yet, with which progress is known)"
-    )
+    unseen = "" if any(beats.values()) else " (no rank has made an optimizer step or an Accelerator yet)"
     lines = [f"no process on this machine has made progress for {seconds:.0f} s{unseen}"]
     lines += _format_table(beats)
     lines += [_format_stacks(ranks, stacks[ranks[0]], full=False) for ranks in shown]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 from accel_runtime.environment.settings import RANK_PROCESS, find_rank_process, format_rank_process
+from accel_runtime.environment.text import print_note
 from accel_runtime.environment.topology import Topology
 from accel_runtime.foundation.torch_internals import TCPStore
 
@@ -72,8 +72,8 @@ def _watch(topology: Topology, host: str, port: int, has_ended: threading.Event)
                 store = _connect(host, port)
         with suppress(RuntimeError):
             text = _describe(topology, f"{host}:{port}", store, time.monotonic() - started)
-            if text and not has_ended.is_set() and sys.stderr is not None:
-                print(f"accel: {text}", file=sys.stderr, flush=True)  # noqa: T201 - for the terminal, whatever the logging
+            if text and not has_ended.is_set():
+                print_note(text)
         pause *= 2
     if store is not None:
         with suppress(RuntimeError):

@@ -20,6 +20,7 @@ from typing import TypeVar
 import torch
 
 from accel_runtime.environment.settings import LAUNCH
+from accel_runtime.environment.text import print_note
 from accel_runtime.foundation.options import ProjectConfiguration
 from accel_runtime.storage.errors import AbsentError, CheckpointError
 from accel_runtime.storage.manifest import Checkpoint, parse_number
@@ -177,22 +178,18 @@ class ResumePolicy:
             own = [chosen for chosen in checkpoints.list() if self.origin.wrote(chosen.manifest.run)]
             chosen = own[-1] if own else None
         if chosen is not None:
-            _print(f"resuming from {chosen.key} (step {chosen.manifest.step})")
+            print_note(f"resuming from {chosen.key} (step {chosen.manifest.step})")
         elif self.asked:
-            _print(f"no checkpoint in {checkpoints.directory} yet: starting from the beginning")
+            print_note(f"no checkpoint in {checkpoints.directory} yet: starting from the beginning")
         elif self.origin.restarted or self.origin.requeued:
             others = f" (those in {checkpoints.directory} are of other runs)" if checkpoints.any() else ""
-            _print(f"no checkpoint of this run yet: starting from the beginning{others}")
+            print_note(f"no checkpoint of this run yet: starting from the beginning{others}")
         return chosen
 
 
 def _is_positive(environ: Mapping[str, str], name: str) -> bool:
     count = environ.get(name, "")
     return count.isdecimal() and int(count) > 0
-
-
-def _print(text: str) -> None:
-    print(f"accel: {text}", file=sys.stderr, flush=True)  # noqa: T201 - for the terminal, whatever the logging
 
 
 class RetentionPolicy:
@@ -301,10 +298,10 @@ class BackgroundWriter:
         thread.join(_FIRST_MESSAGE_S)
         while thread.is_alive():
             if self._prints_progress:
-                _print(f"waiting for {self._target} to be written: {self._progress()}")
+                print_note(f"waiting for {self._target} to be written: {self._progress()}")
             thread.join(_NEXT_MESSAGE_S)
         if self._prints_progress and time.monotonic() - start > _FIRST_MESSAGE_S and self._error is None:
-            _print(f"{self._target} is written")
+            print_note(f"{self._target} is written")
         self._thread = None
         for hook in self._hooks:
             hook.remove()
@@ -323,7 +320,7 @@ class BackgroundWriter:
         try:
             self.wait()
         except CheckpointError as error:
-            _print(str(error))  # too late to raise
+            print_note(str(error))  # too late to raise
             sys.stdout.flush()
             # An exception at this point would leave the exit code 0.
             os._exit(1)

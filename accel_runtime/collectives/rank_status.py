@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from accel_runtime.environment.heartbeat import Progress, ProgressCounts, call_site_of_frame
-from accel_runtime.environment.text import decode_text, encode_text
+from accel_runtime.environment.text import decode_text, encode_text, print_note
 from accel_runtime.foundation.torch_internals import TORCH, PrefixStore
 
 __all__ = ["NO_ANSWER", "RankStatus", "StatusService"]
@@ -204,7 +204,7 @@ class StatusService:
                 word = decode_text(store.get(key))
                 store.delete_key(key)
                 if word.startswith(_PRINT):
-                    _print(word.removeprefix(_PRINT))
+                    print_note(word.removeprefix(_PRINT))
                     number += 1
                     continue
                 if word.startswith(_LEAVE):
@@ -236,7 +236,7 @@ class StatusService:
         }
         lines = "".join(f"\n  rank {rank}: {texts.get(rank, NO_ANSWER)}" for rank in range(self.size))
         text = f"rank {self.rank} has waited {REPORT_WAIT_S:.0f} s for other ranks:{lines}"
-        _print(text)
+        print_note(text)
         if self.rank and _is_log(sys.stderr):
             self._request(0, f"{_PRINT}{text}")
 
@@ -292,11 +292,6 @@ def _get_torch_collective(frame: Any) -> str:
         name = name if name and frame.f_code.co_name == "wrapper" else f"{frame.f_code.co_name}()"
         frame = frame.f_back
     return name
-
-
-def _print(text: str) -> None:
-    if sys.stderr is not None:
-        print(f"accel: {text}", file=sys.stderr, flush=True)  # noqa: T201 - for the terminal, whatever the logging
 
 
 def _is_log(stream: Any) -> bool:

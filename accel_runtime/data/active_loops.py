@@ -136,8 +136,8 @@ class ActiveLoops:
         """Record that a state is loaded, none of whose loops is continued yet."""
         self._continued_depth = math.inf
 
-    def count_waiting(self) -> int:
-        """Return the depth of a loop inside of all loops of a loaded state that the script has not continued yet."""
+    def find_depth(self) -> int:
+        """Return the depth of a loop that begins before the script continues those of a loaded state: it is inside of them."""
         return max((depth + 1 for loader in self.loaders for depth in loader.list_waiting()), default=0)
 
     def is_left(self, depth: int) -> bool:

@@ -108,7 +108,7 @@ class PreparedLoader(DataLoader[Any]):
         state, num_replayed = self._begin_epoch(continued)
         # The loops that a continued one was inside of are not those that are running now. Another one is inside of those that the
         # script has not continued yet.
-        depth = state.depth if continued else self._loops.count_waiting()
+        depth = state.depth if continued else self._loops.find_depth()
         running = EpochProgress(state.epoch, () if continued else outer, state.num_batches, depth)
         self._progress.add(running)
         record = self._loops.open(running)

@@ -201,9 +201,12 @@ class Progress:
         """Restart the counts of backward passes, steps and batches; ranks may have had different numbers of them."""
         self._base = (self.backwards, self.steps, self.batches)
 
-    def count_step(self, optimizer: Any) -> None:
-        """Count a step of a prepared optimizer, whose own steps `observe_step` then leaves out."""
+    def claim_optimizer(self, optimizer: Any) -> None:
+        """Let `observe_step` leave out the steps of an optimizer, which `count_step` counts."""
         self._counted.add(optimizer)
+
+    def count_step(self, optimizer: Any) -> None:
+        """Count a step of a prepared optimizer."""
         self._step(id(optimizer))
 
     def observe_step(self, optimizer: Any) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from typing import Any
 
-__all__ = ["CONTROLS", "decode_text", "encode_text", "escape_controls", "parse_json"]
+__all__ = ["CONTROLS", "decode_text", "encode_text", "escape_controls", "parse_json", "print_note"]
 
 # Surrogates that do not stand for a byte: a Python text may contain them, as `"\ud800"`, and no encoding does.
 _LONE_SURROGATE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
@@ -19,6 +20,12 @@ CONTROLS = re.compile(rf"{_CONTROL.pattern}|[\t\n]")
 
 _MAX_DEPTH = 100
 _TOO_DEEP = f"JSON is nested more than {_MAX_DEPTH} levels deep"
+
+
+def print_note(text: str) -> None:
+    """Print a line of accel for the terminal, whatever the logging."""
+    if sys.stderr is not None:
+        print(f"accel: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def encode_text(text: str) -> bytes:

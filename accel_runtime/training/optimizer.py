@@ -67,6 +67,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._calls = 0
         self._used_backward = 0
         self._beat = heartbeat()
+        self._is_claimed = False
         if scaler is not None:
             scaler.add_optimizer(optimizer)
 
@@ -138,6 +139,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._last_step = accumulation.num_cycles
         self.steps += 1
         if self._beat is not None:
+            if not self._is_claimed:  # not before: a script may step the optimizer itself
+                self._is_claimed = True
+                self._beat.claim_optimizer(self.optimizer)
             self._beat.count_step(self.optimizer)
         if self._strategy is not None:
             self._strategy.finish_gradients()

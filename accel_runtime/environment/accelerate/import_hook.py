@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from accel_runtime.environment.import_hooks import call_after_import
+from accel_runtime.environment.text import print_note
 
 __all__ = ["install_hook"]
 
@@ -54,6 +55,6 @@ def _print_report(report: Mapping[str, Any]) -> None:
         sentences.append(refusal)
     if os.environ.get("RANK", "0") == "0":
         for sentence in sentences:
-            print(f"accel: {sentence}", file=sys.stderr, flush=True)  # noqa: T201 - whatever the logging
+            print_note(sentence)
     if refusal:
         sys.exit(_USAGE_ERROR)

@@ -26,6 +26,7 @@ from accel_runtime.environment.deepspeed import DeepSpeedConfig, read_deepspeed_
 from accel_runtime.environment.installation import format_install
 from accel_runtime.environment.layouts import SettingsError
 from accel_runtime.environment.settings import Settings
+from accel_runtime.environment.text import print_note
 
 __all__ = [
     "OperatorError",
@@ -48,10 +49,6 @@ _SHOWN = 12
 
 class OperatorError(RuntimeError):
     """deepspeed cannot be used here, or an operator cannot be compiled; the message has the cure."""
-
-
-def _print_note(text: str) -> None:
-    print(f"accel: {text}", file=sys.stderr, flush=True)  # noqa: T201 - of the launcher, before there are loggers
 
 
 def prepare_environment(
@@ -150,7 +147,7 @@ def list_operators(config: DeepSpeedConfig, device_type: str) -> tuple[str, ...]
     return ("AsyncIOBuilder",) if "nvme" in devices and device_type in {"cpu", "cuda"} else ()
 
 
-def build_operators(names: Sequence[str], folder: Path, note: Callable[[str], None] = _print_note) -> None:
+def build_operators(names: Sequence[str], folder: Path, note: Callable[[str], None] = print_note) -> None:
     """Compile operators that are not in the folder yet; other processes of this node wait, and get the same error.
 
     Args:
