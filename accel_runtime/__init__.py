@@ -128,9 +128,11 @@ def __getattr__(name: str) -> Any:
         return sorted(_MODULES)
     if name == "__version__":
         return importlib.import_module("accel_runtime.environment.settings").__version__
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES[name]), name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
+    return importlib.import_module("accel_runtime.compat.accelerate_package").import_from_accelerate(
+        __name__, name
+    )
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,11 @@
-"""Hooks, which are not supported, under the module path of Accelerate."""
+"""Names of Accelerate's `hooks`, which are taken from the installed package."""
 
-from accel_runtime.compat.hooks import *  # noqa: F403
-from accel_runtime.compat.hooks import __getattr__  # noqa: F401
+from typing import Any
+
+from accel_runtime.compat.accelerate_package import import_from_accelerate
+
+__all__: list[str] = []
+
+
+def __getattr__(name: str) -> Any:
+    return import_from_accelerate(__name__, name)

@@ -317,6 +317,10 @@ def test_modules_import_from_lower_layers_only(half):
     assert not upward
 
 
+GETATTR = "def __getattr__(name: str) -> Any:\n    return import_from_accelerate(__name__, name)"
+"""The only function of such a module: names that accel takes from Accelerate."""
+
+
 def test_modules_at_the_module_paths_of_accelerate_have_no_code():
     """They import the names from the package that has the code, so that type checkers and pickle find it."""
     loose = {path for path in RUNTIME if path.parent.name in {"accel_runtime", "utils"}}
@@ -326,6 +330,7 @@ def test_modules_at_the_module_paths_of_accelerate_have_no_code():
         for node in tree(path).body
         if not isinstance(node, (ast.Import, ast.ImportFrom, ast.Expr))
         and not ast.unparse(node).startswith("__all__")
+        and ast.unparse(node) != GETATTR
     }
     assert with_code == {
         "accel_runtime/__init__.py",

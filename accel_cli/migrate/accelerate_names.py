@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from accel_runtime.environment.accelerate.package import PACKAGE_NAMES
+
 __all__ = ["MEMBERS", "NAMES", "PARAMETERS"]
 
 _TEXTS = {
@@ -24,7 +26,6 @@ _TEXTS = {
     "accelerate.accelerator": "Accelerator",
     "accelerate.big_modeling": "init_empty_weights init_on_device",
     "accelerate.data_loader": "DataLoaderDispatcher DataLoaderShard prepare_data_loader skip_first_batches",
-    "accelerate.hooks": "",
     "accelerate.launchers": "debug_launcher notebook_launcher",
     "accelerate.local_sgd": "LocalSGD",
     "accelerate.logging": "MultiProcessAdapter get_logger",
@@ -103,8 +104,11 @@ _TEXTS = {
     """,
     "accelerate.utils.random": "set_seed synchronize_rng_state synchronize_rng_states",
 }
-NAMES: Mapping[str, frozenset[str]] = {module: frozenset(names.split()) for module, names in _TEXTS.items()}
-"""The names of each module of Accelerate that has one in accel of the same path."""
+NAMES: Mapping[str, frozenset[str]] = {
+    module: frozenset(_TEXTS.get(module, "").split()) | PACKAGE_NAMES.get(module, frozenset())
+    for module in sorted({*_TEXTS, *PACKAGE_NAMES})
+}
+"""The names of each module of Accelerate that has one in accel of the same path, also those that accel takes from Accelerate."""
 _MEMBERS = """
     _models _optimizers _schedulers accumulate autocast autocast_handler backward check_trigger checkpoints clear
     clip_grad_norm_ clip_grad_value_ context_parallel context_parallel_rank data_parallel_rank
@@ -122,7 +126,7 @@ _MEMBERS = """
     save_state scaler scaler_handler set_trigger settings should_save_model skip_first_batches split_batches
     split_between_processes state step step_scheduler_with_optimizer sync_gradients tensor_parallel_rank
     torch_device_mesh trackers trigger_sync_in_backward unscale_gradients unwrap_model use_distributed use_fp16
-    use_seedable_sampler use_stateful_dataloader wait_for_checkpoint wait_for_everyone
+    use_seedable_sampler use_stateful_dataloader verify_device_map wait_for_checkpoint wait_for_everyone
 """
 MEMBERS = frozenset(_MEMBERS.split())
 """The methods and attributes of the Accelerator, with the private ones that published scripts read."""

@@ -54,6 +54,7 @@ from accel_runtime.foundation.options import (
 from accel_runtime.monitoring.logging import MultiProcessAdapter
 from accel_runtime.monitoring.profiling import ProfileKwargs, profiled
 from accel_runtime.monitoring.tracking import GeneralTracker, Trackers
+from accel_runtime.parallel.big_modeling import describe_dispatch
 from accel_runtime.storage.manifest import Checkpoint
 from accel_runtime.training.accumulation import MicroBatch
 from accel_runtime.training.compile import DynamoBackend, TorchDynamoPlugin
@@ -620,6 +621,13 @@ class Accelerator(ProcessMethods):
             keep_torch_compile: If False, remove `torch.compile`.
         """
         return self._exports.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Return whether a model is on several devices, or offloaded, by `device_map` or by hooks of Accelerate.
+
+        `prepare` leaves such a model where it is on one process, and raises ValueError on several.
+        """
+        return bool(describe_dispatch(model))
 
     @collective("model")
     def get_state_dict(

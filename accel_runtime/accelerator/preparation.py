@@ -29,8 +29,9 @@ from accel_runtime.environment.settings import flatten_settings
 from accel_runtime.foundation import nested
 from accel_runtime.foundation.options import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
 from accel_runtime.monitoring.logging import MultiProcessAdapter
-from accel_runtime.parallel.big_modeling import refuse_meta_model
+from accel_runtime.parallel.big_modeling import describe_dispatch, list_meta_tensors, refuse_meta_model
 from accel_runtime.parallel.strategy import ModelRequest, Placeholder
+from accel_runtime.storage.errors import format_names
 from accel_runtime.training.accumulation import FirstInput
 from accel_runtime.training.compile import compile_in_place
 from accel_runtime.training.optimizer import PreparedOptimizer
@@ -255,8 +256,7 @@ class Preparation:
             if any(request.model is prepared for prepared in self._run.prepared.models):
                 results[id(request.model)] = request.model
             else:
-                self._check_model(request)
-                new_requests.append(request)
+                new_requests.append(self._check_model(request))
         new_optimizers = [
             (o, placement) for o, placement in optimizers if not isinstance(o, PreparedOptimizer)
         ]
@@ -271,18 +271,39 @@ class Preparation:
             results[id(scheduler)] = self._add_scheduler(scheduler)
         return results
 
-    def _check_model(self, request: ModelRequest) -> None:
-        """Raise an error if a model cannot be prepared, and copy tensors that cannot be sent."""
+    def _check_model(self, request: ModelRequest) -> ModelRequest:
+        """Raise an error if a model cannot be prepared, copy tensors that cannot be sent, and return the request for it."""
         self._run.options.read_plugin(self._run.strategy)
         if request.is_trained:
             self._check_consistent([request.model], self._run.options.loader_options)
             self._run.precision.check(request.model.parameters())
+        if dispatch := describe_dispatch(request.model):
+            self._refuse_dispatch(request, dispatch)
+            return replace(request, is_placed=False)
         if not self._run.strategy.shards_models:
             refuse_meta_model(request.model)
         elif self._run.options.fsdp_plugin is not None:
             self._run.options.fsdp_plugin.freeze("models are sharded by it", "Set it before prepare()")
         if self._run.backend.topology.world_size > 1:
             _make_contiguous(request.model)
+        return request
+
+    def _refuse_dispatch(self, request: ModelRequest, dispatch: str) -> None:
+        """Raise ValueError if a model that is dispatched to several devices cannot be prepared here."""
+        size = self._run.backend.topology.world_size
+        if size > 1 or self._run.strategy.shards_models:
+            where = f"on {size} processes" if size > 1 else "to shard it"
+            raise ValueError(
+                f"Cannot prepare a model {where}: it is {dispatch}, and each process needs it on its own device. Load it "
+                "with device_map={'': accelerator.device} or without a device_map, or start one process."
+            )
+        trained = [name for name, parameter in request.model.named_parameters() if parameter.requires_grad]
+        offloaded = sorted({*trained} & {*list_meta_tensors(request.model)}) if request.is_trained else []
+        if offloaded:
+            raise ValueError(
+                f"Cannot train {format_names(offloaded)}: offloaded weights are read again in each forward pass. Freeze them, or "
+                "load the model with a device_map that offloads nothing."
+            )
 
     def _add_model(self, prepared: nn.Module, *, averages: bool) -> None:
         """Register a prepared model; one that was unwrapped and prepared again replaces its earlier wrapper."""

@@ -13,6 +13,7 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 import torch.distributed as dist
 
+from accel_runtime.backends.accelerate_state import share_backend
 from accel_runtime.backends.base import Backend
 from accel_runtime.backends.device_runtime import DeviceRuntime
 from accel_runtime.backends.distributed import DistributedBackend
@@ -148,6 +149,7 @@ def current_backend() -> Backend:
 def set_current_backend(backend: Backend | None) -> None:
     """Set the current backend of this thread; None removes it."""
     _THREAD.current.backend = backend
+    share_backend(known_backend)
 
 
 def connect_default_backend(*, cpu: bool = False, options: dict[str, Any] | None = None) -> Backend:

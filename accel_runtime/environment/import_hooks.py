@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -12,28 +12,30 @@ from typing import Any
 __all__ = ["call_after_import"]
 
 
-def call_after_import(name: str, call: Callable[[ModuleType], None]) -> None:
-    """Call a function with a module as soon as it has been imported; at once if it is already.
+def call_after_import(names: str | Collection[str], call: Callable[[ModuleType], None]) -> None:
+    """Call a function with each of some modules as soon as it has been imported; at once if it is already.
 
     Libraries look for modules that they do not import (`importlib.util.find_spec`), so that finding it is not enough.
     """
-    if name in sys.modules:
-        call(sys.modules[name])
-    else:
-        sys.meta_path.insert(0, _Finder(name, call))
+    names = [names] if isinstance(names, str) else names
+    for name in names:
+        if name in sys.modules:
+            call(sys.modules[name])
+    if missing := {name for name in names if name not in sys.modules}:
+        sys.meta_path.insert(0, _Finder(missing, call))
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module as the other finders do, and wraps its loader."""
+    """Finds some modules as the other finders do, and wraps their loaders, until all have been imported."""
 
-    def __init__(self, name: str, call: Callable[[ModuleType], None]) -> None:
-        self._name, self._call = name, call
+    def __init__(self, names: set[str], call: Callable[[ModuleType], None]) -> None:
+        self._names, self._call = names, call
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of the module; None for all other modules."""
-        if fullname != self._name:
+        """Return the spec of one of the modules; None for all others."""
+        if fullname not in self._names:
             return None
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(fullname, path, target)
@@ -44,8 +46,10 @@ class _Finder(MetaPathFinder):
         return None
 
     def _finish(self, module: ModuleType) -> None:
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
+        if module.__name__ in self._names:
+            self._names.remove(module.__name__)
+            if not self._names and self in sys.meta_path:
+                sys.meta_path.remove(self)
             self._call(module)
 
 

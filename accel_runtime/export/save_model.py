@@ -51,6 +51,7 @@ CHECKSUMS = "xxh3_64"
 """Key in the index for the checksums of shards: shards of two exports cannot be mixed."""
 _T = TypeVar("_T")
 _RESERVED = "__metadata__"
+_META = "a tensor on the meta device, which has no values"
 _CURE = "Use accelerator.save(accelerator.get_state_dict(model), 'model.pt') instead."
 _EXPORT_FILE = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")
 
@@ -145,6 +146,8 @@ def select_tensors(state: Mapping[str, object], cure: str) -> dict[str, torch.Te
     if _RESERVED in state:
         problems[_RESERVED] = "a name that the format reserves"
     if problems:
+        if all(reason is _META for reason in problems.values()):
+            cure = "Load values with accelerator.load_model(), or write an offloaded model by its own save_pretrained()."
         lines = "".join(f"\n  {name}: {reason}" for name, reason in problems.items())
         raise CheckpointError(f"Parts of the state cannot be written as safetensors:{lines}\n{cure}")
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
@@ -158,7 +161,7 @@ def _find_problem(value: object) -> str | None:
     if type(value) not in {torch.Tensor, torch.nn.Parameter}:
         return f"a {type(value).__name__}, which has no plain memory"
     if value.is_meta:
-        return "a tensor on the meta device, which has no values"
+        return _META
     if value.layout is not torch.strided or value.is_quantized:
         return f"a {'quantized' if value.is_quantized else value.layout} tensor"
     if str(value.dtype).removeprefix("torch.") not in NUMBER_FORMATS:

@@ -24,6 +24,7 @@ from accel_runtime.storage.errors import format_names
 __all__ = [
     "MetaModels",
     "compute_buffers",
+    "describe_dispatch",
     "init_empty_weights",
     "init_on_device",
     "list_meta_tensors",
@@ -52,6 +53,21 @@ def refuse_meta_model(model: nn.Module) -> None:
             "the profile (or Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=...))), or create the model outside "
             "of init_empty_weights() and torch.device('meta')."
         )
+
+
+def describe_dispatch(model: nn.Module) -> str:
+    """Return where Accelerate or transformers has dispatched the parts of a model to; an empty text if it is on one device.
+
+    `from_pretrained(device_map="auto")` and `dispatch_model` leave a map of devices, `cpu_offload` only hooks, and offloaded
+    parameters on the meta device.
+    """
+    devices = {
+        str(device) for module in model.modules() for device in getattr(module, "hf_device_map", {}).values()
+    }
+    if len(devices) > 1:
+        return f"on several devices ({', '.join(sorted(devices))})"
+    is_offloaded = any(hasattr(module, "_hf_hook") for module in model.modules()) and list_meta_tensors(model)
+    return "offloaded to the host or disk" if is_offloaded else ""
 
 
 class _MetaForwardGuard:

@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 import accel_runtime
+from accel_runtime.compat.accelerate_package import import_from_accelerate
 
 _MODULES = {
     "accel_runtime.training.memory": ("clear_device_cache",),
@@ -54,7 +55,7 @@ def __getattr__(name: str) -> Any:
         return getattr(accel_runtime, name)
     if name.startswith("is_") and hasattr(checks := importlib.import_module(_CHECKS), name):
         return getattr(checks, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return import_from_accelerate(__name__, name)
 
 
 def __dir__() -> list[str]:

@@ -1,5 +1,8 @@
 """Configuration objects and enumerations under the name of Accelerate's `utils.dataclasses`."""
 
+from typing import Any
+
+from accel_runtime.compat.accelerate_package import import_from_accelerate
 from accel_runtime.foundation.options import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -44,3 +47,7 @@ __all__ = [
     "TorchDynamoPlugin",
     "TorchTensorParallelConfig",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return import_from_accelerate(__name__, name)

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 from support.sources.describe_surface import PATH, describe_object
 
+from accel_runtime.environment.accelerate.package import PACKAGE_NAMES
 from accel_runtime.tracking import TRACKERS
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from-accelerate.md"
@@ -56,7 +57,10 @@ def list_differences(accelerate, classes):
         if import_module_or_none(module) is None:
             yield f"accelerate.{module}"
             continue
+        package_names = PACKAGE_NAMES.get(f"accelerate.{module}".rstrip("."), ())
         for name, their_entry in names.items():
+            if name in package_names:
+                continue
             value = our_names[module][name]
             if value is None or name in REFUSED:
                 yield f"{module}.{name}" if name in present - REFUSED else name

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import inspect
 import re
+import sys
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 import accel_runtime
 from accel_runtime import Accelerator, utils
 from accel_runtime.data_loader import DataLoaderShard
+from accel_runtime.environment.accelerate.package import PACKAGE_NAMES
 from accel_runtime.optimizer import AcceleratedOptimizer
 from accel_runtime.scheduler import AcceleratedScheduler
 
@@ -129,6 +131,7 @@ METHODS = {
     "split_between_processes": "inputs, apply_padding=False",
     "trigger_sync_in_backward": "model",
     "unscale_gradients": "optimizer=None",
+    "verify_device_map": "model",
     "unwrap_model": "model, keep_fp32_wrapper=True, keep_torch_compile=True",
     "wait_for_everyone": "",
 }
@@ -530,11 +533,31 @@ def test_names_are_importable_from_the_modules_of_accelerate(module_name):
             assert getattr(module, name)
 
 
-def test_a_name_of_accelerate_hooks_is_an_import_error_with_advice():
-    hooks = importlib.import_module("accel_runtime.hooks")
-    with pytest.raises(ImportError, match=r"inference.*from accelerate\.hooks.*ParallelismConfig"):
+@pytest.mark.parametrize("path", PACKAGE_NAMES)
+def test_a_name_that_accel_lacks_is_that_of_the_installed_accelerate(path):
+    theirs = importlib.import_module(path)
+    ours = importlib.import_module(path.replace("accelerate", "accel_runtime", 1))
+    for name in PACKAGE_NAMES[path]:
+        assert getattr(ours, name) is getattr(theirs, name)
+        assert name not in dir(ours)
+    assert not hasattr(ours, "nosuch")
+
+
+def test_a_name_of_accelerate_without_the_package_is_an_import_error_with_the_installation(monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "accelerate"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setattr(sys, "path_importer_cache", {})
+    with pytest.raises(ImportError, match=r"part of Accelerate, which is not installed\. Run: .*accelerate"):
         from accel_runtime.hooks import remove_hook_from_module  # noqa: F401
-    assert not hasattr(hooks, "hook")
+
+
+def test_a_name_that_the_installed_accelerate_lacks_is_an_import_error_with_its_version(monkeypatch):
+    monkeypatch.delattr("accelerate.hooks.add_hook_to_module")
+    with pytest.raises(
+        ImportError, match=r"Accelerate 1\.\S+ does not have it\. Run: .*--upgrade.*accelerate"
+    ):
+        from accel_runtime.hooks import add_hook_to_module  # noqa: F401
 
 
 def test_prepared_objects_are_instances_of_the_classes_of_accelerate():

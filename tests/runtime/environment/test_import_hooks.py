@@ -62,6 +62,15 @@ def test_a_module_that_is_imported_already_is_passed_at_once(package):
     assert seen == [module]
 
 
+def test_each_of_several_modules_is_passed_once(package):
+    finders, seen = list(sys.meta_path), []
+    call_after_import(["watched", "watched.part"], lambda module: seen.append(module.__name__))
+    importlib.import_module("watched.part")
+    importlib.reload(sys.modules["watched.part"])
+    assert seen == ["watched", "watched.part"]
+    assert sys.meta_path == finders
+
+
 def test_an_import_that_fails_raises_its_own_error_and_calls_nothing(package):
     seen = []
     call_after_import("watched.broken", seen.append)
