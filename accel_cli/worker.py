@@ -96,9 +96,12 @@ def main(arguments: list[str]) -> None:
 
         install_hook(limits)
     if _RANK_FOLDER in os.environ:
-        from accel_runtime.environment.step_hook import watch_steps  # noqa: PLC0415 - ranks without a folder need not import it
+        # Ranks without a folder need not import them.
+        from accel_runtime.environment.step_hook import watch_steps  # noqa: PLC0415
+        from accel_runtime.environment.threads import wait_at_group_end  # noqa: PLC0415
 
         watch_steps()
+        wait_at_group_end()
     # Registered before the script's own functions, so that it runs after them.
     atexit.register(wait_for_collectives)
     prepare_script(kind)

@@ -45,6 +45,7 @@ def test_the_report_lists_every_test_as_skipped_without_a_gpu(tmp_path):
             "needs a GPU",
             "needs two GPUs",
             "deepspeed is not installed",
+            "accelerate is not installed",
             "nvme needs libaio",
         }, feature
         assert f"{feature:45} {len(results['skipped'])} skipped" in done.stdout

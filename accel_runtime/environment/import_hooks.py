@@ -37,8 +37,9 @@ class _Finder(MetaPathFinder):
         """Return the spec of one of the modules; None for all others."""
         if fullname not in self._names:
             return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(fullname, path, target)
+        # Those before it have not found the module, or are of this class, and ask this one.
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            spec = finder.find_spec(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
                     spec.loader = _CallingLoader(spec.loader, self._finish)
@@ -58,6 +59,7 @@ class _CallingLoader(Loader):
 
     def __init__(self, loader: Any, finish: Callable[[ModuleType], None]) -> None:
         self._loader, self._finish = loader, finish
+        self._own: Any = loader._own if isinstance(loader, _CallingLoader) else loader  # noqa: SLF001
         # Not a method of this class: its frame would be that of the loader's warnings.
         self.create_module = loader.create_module  # type: ignore[method-assign]
 
@@ -67,7 +69,8 @@ class _CallingLoader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Execute the module, and call the function with it."""
         self._loader.exec_module(module)
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
+        if module.__loader__ is self:
+            module.__loader__ = self._own
+        if module.__spec__ is not None and module.__spec__.loader is self:
+            module.__spec__.loader = self._own
         self._finish(module)

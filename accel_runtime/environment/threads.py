@@ -2,17 +2,48 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-__all__ = ["PAUSE_S", "wait_for_collectives", "wait_for_threads"]
+from accel_runtime.environment.import_hooks import call_after_import
+
+__all__ = ["PAUSE_S", "wait_at_group_end", "wait_for_collectives", "wait_for_threads"]
 
 PAUSE_S = 0.002
 _EXIT_PAUSE_S, _EXIT_PATIENCE_S = 0.05, 0.5
 _TASKS = Path("/proc/self/task")
+
+
+def wait_at_group_end() -> None:
+    """Make `destroy_process_group` of torch wait for the threads of collectives, once this process has imported torch.
+
+    The last reference to a group may be that of a model, which a function drops when it returns. The main thread then joins
+    gloo's threads with the GIL, for which one of them waits: both hang.
+    """
+    call_after_import("torch", _wrap_destroy)
+
+
+def _wrap_destroy(_: ModuleType) -> None:
+    distributed = sys.modules.get("torch.distributed.distributed_c10d")
+    if distributed is None:  # a torch without distributed
+        return
+    destroy = distributed.destroy_process_group
+
+    @functools.wraps(destroy)
+    def destroy_process_group(group: Any = None) -> None:
+        with suppress(Exception):
+            if "gloo" in distributed.get_backend_config(group):
+                wait_for_threads(PAUSE_S, _EXIT_PATIENCE_S)
+        destroy(group)
+
+    for module in (distributed, sys.modules["torch.distributed"]):
+        module.destroy_process_group = destroy_process_group  # type: ignore[attr-defined]
 
 
 def wait_for_collectives() -> None:

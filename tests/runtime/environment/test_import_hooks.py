@@ -62,6 +62,16 @@ def test_a_module_that_is_imported_already_is_passed_at_once(package):
     assert seen == [module]
 
 
+def test_several_functions_are_called_for_one_module_which_has_its_own_loader(package):
+    finders, seen = list(sys.meta_path), []
+    for number in range(3):
+        call_after_import(package, lambda module, number=number: seen.append((number, module.value)))
+    module = importlib.import_module(package)
+    assert sorted(seen) == [(0, 1), (1, 1), (2, 1)]
+    assert sys.meta_path == finders
+    assert type(module.__loader__) is type(module.__spec__.loader) is type(pytest.__loader__)
+
+
 def test_each_of_several_modules_is_passed_once(package):
     finders, seen = list(sys.meta_path), []
     call_after_import(["watched", "watched.part"], lambda module: seen.append(module.__name__))
