@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import click
@@ -20,12 +20,18 @@ if TYPE_CHECKING:
 
 __all__ = ["env"]
 
+_MISSING = "not installed"
 _PACKAGES = (
     "torch", "torch_xla", "libtpu", "numpy", "safetensors", "pydantic", "click", "rich", "questionary", "boto3",
 )  # fmt: skip
+_LIBRARIES = (
+    "transformers", "accelerate", "trl", "peft", "diffusers", "sentence-transformers", "datasets", "tokenizers", "deepspeed",
+    "bitsandbytes", "flash-attn", "torchvision", "torchaudio", "torchdata", "lightning-fabric",
+)  # fmt: skip
+"""Libraries of scripts; only those that are installed are printed."""
 _RELEVANT = (
-    "ACCEL_", "CPU_NUM_DEVICES", "CUDA_", "GLOO_", "HIP_", "KMP_", "LD_", "LIBTPU_", "LOCAL_", "MASTER_", "MEGASCALE_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "OMPI_",
-    "PET_", "PJRT_", "PMI_", "PYTHON", "PYTORCH_", "RANK", "ROCR_", "SLURM_", "SM_", "TORCH", "TPU_", "WORLD_SIZE", "XLA_",
+    "ACCEL_", "ACCELERATE_", "CPU_NUM_DEVICES", "CUDA_", "DS_", "FSDP_", "GLOO_", "HF_", "HIP_", "KMP_", "LD_", "LIBTPU_", "LOCAL_", "MASTER_", "MEGASCALE_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "OMPI_",
+    "PARALLELISM_CONFIG_", "PET_", "PJRT_", "PMI_", "PYTHON", "PYTORCH_", "RANK", "ROCR_", "SLURM_", "SM_", "TORCH", "TPU_", "WORLD_SIZE", "XLA_",
 )  # fmt: skip
 
 
@@ -44,6 +50,7 @@ def env(as_json: bool) -> None:
     """
     from accel_cli.launchers import describe_environment
     from accel_cli.planning import machine
+    from accel_runtime.environment.settings import __version__
 
     detected = machine.detect(os.environ)
     devices = {str(index): name for index, name in enumerate(detected.devices)}
@@ -53,7 +60,11 @@ def env(as_json: bool) -> None:
             "python": f"{platform.python_version()} ({sys.executable})",
             "cpu cores": detected.cpus,
         },
-        "packages": _list_packages(),
+        "packages": {"accel": __version__, **_find_versions(_PACKAGES)},
+        "libraries": {
+            name: version for name, version in _find_versions(_LIBRARIES).items() if version != _MISSING
+        }
+        or "none",
         "devices": detected.problem or devices or "none",
         **describe_environment(detected, os.environ),
         "profile": _list_profile_values(detected),
@@ -77,17 +88,15 @@ def env(as_json: bool) -> None:
             console.plain(f"  {line}")
 
 
-def _list_packages() -> dict[str, str]:
+def _find_versions(packages: Iterable[str]) -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
-    from accel_runtime.environment.settings import __version__
-
-    versions = {"accel": __version__}
-    for package in _PACKAGES:
+    versions = {}
+    for package in packages:
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
-            versions[package] = "not installed"
+            versions[package] = _MISSING
     return versions
 
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["migrate"]
 
+_MAX_UNCHANGED = 5
+"""The number of scripts that are listed one by one because nothing has to change in them."""
 _COLORS = {"+": "\x1b[32m", "-": "\x1b[31m", "@": "\x1b[36m"}
 
 
@@ -56,7 +58,12 @@ def migrate(context: click.Context, paths: tuple[str, ...], write: bool, check: 
     problems += unwritten
     for problem in problems:
         console.print_problem(problem)
-    if not changed and not problems:
+    as_they_are = [note for file in files if (note := _describe_unchanged(file))]
+    for note in as_they_are[:_MAX_UNCHANGED]:
+        console.note(note)
+    if len(as_they_are) > _MAX_UNCHANGED:
+        console.note(f"{_count(len(as_they_are) - _MAX_UNCHANGED)} more: the same")
+    if not changed and not problems and not as_they_are:
         console.note("nothing to convert")
     elif changed and not write:
         console.note(f"{_count(len(changed))} would change; accel migrate --write applies it")
@@ -102,6 +109,15 @@ def _show(file: MigratedFile, *, write: bool) -> str:
             return str(error)
     elif file.is_changed:
         _print_diff(file.format_diff())
+    return ""
+
+
+def _describe_unchanged(file: MigratedFile) -> str:
+    """Return that `accel launch` runs a script of a library as it is; empty for one that is converted, or has no library."""
+    if file.library and file.findings:
+        return f"{file.name}: accel launch also runs it as it is, with {file.library}"
+    if file.library and not file.is_changed:
+        return f"{file.name}: nothing has to change, since accel launch runs {file.library} as it is"
     return ""
 
 

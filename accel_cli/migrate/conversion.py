@@ -17,6 +17,7 @@ from accel_cli.migrate.findings import Finding, UnsafeError
 from accel_cli.migrate.preparation import check_batches, check_creations, place_accelerator, prepare_objects
 from accel_cli.migrate.raw import Conversion, thread_accelerator
 from accel_cli.migrate.script import Script
+from accel_cli.migrate.trainers import find_trainer
 
 __all__ = ["Migration", "migrate_script"]
 
@@ -35,6 +36,8 @@ class Migration:
     """Places that are not converted."""
     notes: tuple[Finding, ...] = ()
     """Places that are converted, and behave differently on several processes."""
+    library: str = ""
+    """The library whose scripts `accel launch` runs as they are: `Accelerate`, or a Trainer; empty for others."""
 
 
 def migrate_script(text: str) -> Migration:
@@ -43,9 +46,11 @@ def migrate_script(text: str) -> Migration:
     Raises:
         libcst.ParserSyntaxError: The text is not Python.
     """
+    if trainer := find_trainer(text):
+        return Migration(text, library=trainer)
     packages = _list_packages(text)
     if "accelerate" in packages:
-        return Migration(*convert_accelerate(text))
+        return Migration(*convert_accelerate(text), library="Accelerate")
     if "accel_runtime" in packages:
         return Migration(text, output.find_rest(Script(text)))
     if packages & _LIGHTNING and uses_fabric(script := Script(text)):

@@ -40,6 +40,8 @@ class MigratedFile:
     after: str
     findings: tuple[Finding, ...] = ()
     notes: tuple[Finding, ...] = ()
+    library: str = ""
+    """The library whose scripts `accel launch` runs as they are, as in `Migration`."""
     folder: Path = STDIN
     """The folder that is not left: the argument, or that of a file which is an argument."""
 
@@ -272,4 +274,4 @@ def migrate_file(path: Path, folder: Path) -> MigratedFile:
             f"the line in another way, or install the newest libcst: {format_install('libcst', options='--upgrade')}"
         ) from None
     mark = "\ufeff" if text.startswith("\ufeff") else ""
-    return MigratedFile(path, text, mark + result.text, result.findings, result.notes, folder)
+    return MigratedFile(path, text, mark + result.text, result.findings, result.notes, result.library, folder)

@@ -224,12 +224,7 @@ def _takes_value(name: str) -> bool:
     return foreign.takes_value if foreign else name not in _FLAGS
 
 
-OPTIONS_BY_NAME = {
-    option.flag.removeprefix("--"): option.metavar
-    for option in OPTIONS.values()
-    # A script that is converted cannot use everything in a config file of Accelerate; importing it shows what it can.
-    if option.name != "config_file"
-}
+OPTIONS_BY_NAME = {option.flag.removeprefix("--"): option.metavar for option in OPTIONS.values()}
 """The placeholder of each option's value of `accel launch`; empty for an option without a value."""
 
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -50,8 +51,6 @@ def test_help_is_grouped(typed):
 
 
 def test_the_version_is_that_of_the_package(typed):
-    from importlib.metadata import version
-
     assert typed("--version").stdout == f"accel {version('accel-runtime')}\n"
 
 
@@ -510,9 +509,15 @@ def test_an_unwritable_home_is_reported(typed, tmp_path):
 
 
 def test_env_prints_facts_for_a_bug_report_without_secrets(accel, typed, machine):
-    environ = {**os.environ, "TORCH_API_TOKEN": "hunter2", "NCCL_DEBUG": "WARN"}
+    added = {"TORCH_API_TOKEN": "hunter2", "NCCL_DEBUG": "WARN", "ACCELERATE_USE_CPU": "true"}
+    environ = {**os.environ, **added}
     facts = json.loads(accel("env", "--json", env=environ).stdout)
-    assert set(facts) == {"system", "packages", "devices", "tpu", "aws", "profile", "variables"}
+    assert set(facts) == {
+        *("system", "packages", "libraries", "devices", "tpu", "aws", "profile", "variables")
+    }
+    assert facts["libraries"]["transformers"] == version("transformers")
+    assert "not installed" not in facts["libraries"].values()
+    assert facts["variables"]["ACCELERATE_USE_CPU"] == "true"
     assert facts["variables"]["NCCL_DEBUG"] == "WARN"
     assert facts["variables"]["TORCH_API_TOKEN"] == "***"
     assert facts["profile"]["launcher.kind"] == "single  [detected]"

@@ -83,6 +83,61 @@ def test_check_fails_while_something_is_left(capfd, script):
     assert "train.py:6: The loader is not assigned to a variable of its own." in done.stderr
 
 
+TRAINER = """
+from trl import SFTConfig, SFTTrainer
+trainer = SFTTrainer("model", args=SFTConfig("out"), train_dataset=None)
+trainer.train()
+"""
+OWN_TRAINER = """
+from transformers import Trainer
+class Own(Trainer):
+    def training_step(self, model, inputs):
+        loss = model(**inputs).loss
+        self.accelerator.backward(loss)
+        return loss
+"""
+LIBRARY_SCRIPTS = {
+    "a Trainer": (TRAINER, "SFTTrainer of trl"),
+    "through the package": (
+        "import transformers\ntransformers.Trainer().train()\n",
+        "Trainer of transformers",
+    ),
+    "beside Accelerate": (TRAINER + "from accelerate import PartialState\n", "SFTTrainer of trl"),
+    "with an optimizer": (TRAINER + "optimizer = torch.optim.SGD([], 0.1)\n", "SFTTrainer of trl"),
+    "a Trainer of its own": (OWN_TRAINER, "Trainer of transformers"),
+}
+
+
+@pytest.mark.parametrize("name", LIBRARY_SCRIPTS)
+def test_a_script_of_a_library_stays_as_it_is_and_the_library_is_named(capfd, script, name):
+    text, library = LIBRARY_SCRIPTS[name]
+    script.write_text(text)
+    done = call_accel(capfd, "migrate", "--write", "--check", "train.py")
+    assert (done.returncode, script.read_text()) == (0, text)
+    assert f"train.py: nothing has to change, since accel launch runs {library} as it is" in done.stderr
+
+
+def test_a_loop_beside_a_trainer_is_converted(capfd, script):
+    script.write_text(RAW + "from transformers import Trainer\nTrainer(model).train()\n")
+    done = call_accel(capfd, "migrate", "train.py")
+    assert "accelerator.backward(loss)" in done.stdout
+    assert "nothing has to change" not in done.stderr
+
+
+def test_a_script_of_accelerate_that_is_not_converted_also_runs_as_it_is(capfd, script):
+    script.write_text("from accelerate import Accelerator\nAccelerator(megatron_lm_plugin=None)\n")
+    done = call_accel(capfd, "migrate", "train.py")
+    assert "train.py: accel launch also runs it as it is, with Accelerate" in done.stderr
+
+
+def test_many_scripts_of_libraries_are_counted(capfd, script):
+    for number in range(7):
+        script.with_name(f"train{number}.py").write_text(TRAINER)
+    done = call_accel(capfd, "migrate", ".")
+    assert done.stderr.count("nothing has to change") == 5
+    assert "2 files more: the same" in done.stderr
+
+
 def test_a_folder_is_searched_for_scripts(capfd, script):
     package = script.parent / "package"
     (package / ".venv").mkdir(parents=True)

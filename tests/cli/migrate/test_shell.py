@@ -38,6 +38,7 @@ CONVERTED = {
     'accelerate launch --use_deepspeed --zero_stage 3 --offload_param_device "cpu" --offload_optimizer_device none --zero3_save_16bit_model true --gradient_accumulation_steps 4 --deepspeed_multinode_launcher standard t.py': 'accel launch --set deepspeed.stage=3 --set deepspeed.zero3_init=true --set deepspeed.offload_param="cpu" --set gradient_accumulation_steps=4 t.py',
     "accelerate launch --use_deepspeed --deepspeed_config_file ds.json --gradient_clipping 1.0 t.py": "accel launch --set deepspeed.stage=auto --set deepspeed.gradient_clipping=1.0 --set deepspeed.config_file=ds.json t.py",
     "DS='--zero_stage 1 --offload_optimizer_device cpu'\naccelerate launch --use_deepspeed $DS t.py": "DS='--set deepspeed.stage=1 --set deepspeed.offload_optimizer=cpu'\naccel launch $DS t.py",
+    "accelerate launch --config_file fsdp.yaml --num_processes 2 t.py": "accel launch --nproc-per-node 2 --config-file fsdp.yaml t.py",
     "deepspeed train.py --deepspeed ds.json": "accel launch --nproc-per-node auto train.py --deepspeed ds.json",
     "deepspeed --num_gpus=4 --master_port 1234 --no_local_rank train.py": "accel launch --nproc-per-node 4 train.py",
     "deepspeed --num_gpus 2 --module p.train --x": "accel launch --nproc-per-node 2 -m p.train --x",
@@ -47,7 +48,6 @@ CONVERTED = {
     "cd src && torchrun --nproc_per_node 2 t.py": "cd src && accel launch --nproc-per-node 2 t.py",
 }
 FOUND = {
-    "accelerate launch --config_file fsdp.yaml t.py": "accel config import FILE --profile NAME",
     "accelerate launch --use_fsdp t.py": "parallel.dp_shard=auto",
     "accelerate launch --use_deepspeed --deepspeed_hostfile hosts t.py": "Use --hostfile FILE",
     "deepspeed --launcher pdsh t.py": "--hosts HOSTS or --hostfile FILE",

@@ -1,0 +1,59 @@
+"""Scripts that train by the Trainer of a library, which `accel launch` runs as they are."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+__all__ = ["find_trainer"]
+
+_LIBRARIES = {"transformers", "trl", "sentence_transformers", "setfit"}
+
+
+def find_trainer(text: str) -> str:
+    """Return the Trainer that a script trains with, such as `SFTTrainer of trl`; empty if there is none, or a loop beside it."""
+    tree = ast.parse(text)
+    names = dict(_list_names(tree))
+    used = [
+        names[name]
+        for node in ast.walk(tree)
+        for target in (
+            [node.func]
+            if isinstance(node, ast.Call)
+            else node.bases
+            if isinstance(node, ast.ClassDef)
+            else []
+        )
+        if (name := ast.unparse(target)) in names
+    ]
+    if not used or _has_own_loop(tree, names):
+        return ""
+    return used[0]
+
+
+def _list_names(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yield the expressions for Trainers, with their descriptions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            library = (node.module or "").partition(".")[0]
+            for alias in node.names:
+                if library in _LIBRARIES and alias.name.endswith("Trainer"):
+                    yield alias.asname or alias.name, f"{alias.name} of {library}"
+        elif isinstance(node, ast.Attribute) and node.attr.endswith("Trainer"):
+            library = ast.unparse(node).partition(".")[0]
+            if library in _LIBRARIES:
+                yield ast.unparse(node), f"{node.attr} of {library}"
+
+
+def _has_own_loop(tree: ast.Module, trainers: dict[str, str]) -> bool:
+    """Return whether a backward pass stands outside the classes that are derived from a Trainer."""
+    derived = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base) in trainers for base in node.bases)
+        for inner in ast.walk(node)
+    }
+    return any(
+        isinstance(node, ast.Attribute) and node.attr == "backward" and node not in derived
+        for node in ast.walk(tree)
+    )
