@@ -2,6 +2,7 @@
 
 AccelError           the command failed                       exit code 1
 ├── RunEndedError    the run ended on another node            exit code 1
+├── StalledError     the run made no progress                 exit code 124
 └── UsageError       the command is rejected                  exit code 2
     └── ProfileError a profile is invalid                     exit code 2
 """
@@ -23,6 +24,7 @@ __all__ = [
     "Problem",
     "ProfileError",
     "RunEndedError",
+    "StalledError",
     "UsageError",
     "explain_address_space",
     "explain_os_error",
@@ -114,6 +116,12 @@ class AccelError(Exception):
 
 class RunEndedError(AccelError):
     """The run ended on another node, which reports the cause."""
+
+
+class StalledError(AccelError):
+    """The processes made no progress, and `launcher.stall_action` does not allow another attempt."""
+
+    exit_code = 124  # as `timeout` of coreutils
 
 
 class UsageError(AccelError):

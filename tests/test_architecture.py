@@ -26,6 +26,7 @@ READ_THE_ENVIRONMENT = (
     "accel_cli/wizard/session.py",
     "accel_cli/launchers/single.py",
     "accel_cli/runner/agent.py",
+    "accel_cli/runner/run.py",
     "accel_cli/runner/forkserver.py",
     "accel_cli/runner/processes.py",
     "accel_cli/runner/rendezvous.py",

@@ -8,7 +8,7 @@ import socket
 import stat
 import sys
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Protocol, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
 from typing_extensions import Self, override
@@ -37,6 +37,7 @@ from accel_cli.planning.plan import (
     KEEP_DAYS,
     KEEP_RUNS,
     AgentSettings,
+    StallAction,
     check_ranks,
     get_highest_rank,
 )
@@ -53,8 +54,11 @@ __all__ = [
     "Ranks",
     "RdzvTimeout",
     "ShutdownTimeout",
+    "StallActionKey",
     "StallTimeout",
+    "StartupTimeout",
     "Torchrun",
+    "check_stall_keys",
     "is_endpoint",
 ]
 
@@ -123,6 +127,21 @@ StallTimeout = Annotated[
         description="Seconds without progress of any process until `accel launch` shows all stacks; if unset, stalls are not detected.",
     ),
 ]
+StallActionKey = Annotated[
+    StallAction,
+    Field(
+        description="After a stall is shown: `report` leaves the processes running, `restart` restarts all of them, as after a "
+        "failure, and `fail` ends the run with exit code 124."
+    ),
+]
+StartupTimeout = Annotated[
+    int | None,
+    Field(
+        ge=1,
+        description="`stall_timeout` before the first step: imports, connecting, the first batch, compilation; unset is ten times "
+        "`stall_timeout`.",
+    ),
+]
 
 RdzvTimeout = Annotated[
     int, Field(ge=1, description="Seconds to wait for the other nodes before the launch fails.")
@@ -142,6 +161,30 @@ OmpNumThreads = Annotated[
         description="OMP_NUM_THREADS of each process; if unset, the processor cores are divided among them.",
     ),
 ]
+
+
+class StallKeys(Protocol):
+    """The keys of a section about stalls."""
+
+    stall_timeout: int | None
+    stall_action: StallAction
+    startup_timeout: int | None
+    max_restarts: int
+
+
+_Section = TypeVar("_Section", bound=StallKeys)
+
+
+def check_stall_keys(section: _Section) -> _Section:
+    """Raise ValueError if a key about stalls would have no effect."""
+    for key, default in (("stall_action", "report"), ("startup_timeout", None)):
+        if section.stall_timeout is None and getattr(section, key) != default:
+            raise ValueError(f"{key}: stalls are detected only with stall_timeout; set it, or remove {key}")
+    if section.stall_action == "restart" and section.max_restarts == 0:
+        raise ValueError("stall_action: restart needs max_restarts above 0")
+    return section
+
+
 LIVE = LaunchOption("--live", "Show a table of the ranks at the bottom of the terminal, as accel top does.")
 
 
@@ -195,6 +238,9 @@ class ElasticLauncher(Launcher):
     keep_days: KeepDays = KEEP_DAYS
     shutdown_timeout: ShutdownTimeout = 30
     stall_timeout: StallTimeout = None
+    stall_action: StallActionKey = "report"
+    startup_timeout: StartupTimeout = None
+    _check_stalls = model_validator(mode="after")(check_stall_keys)
 
     @model_validator(mode="after")
     def _check_endpoint_is_set(self) -> Self:
@@ -246,10 +292,10 @@ class ElasticLauncher(Launcher):
 
             return exec_fork_server(plan)
         try:
-            from accel_cli.runner import agent  # noqa: PLC0415 - imports torch
+            from accel_cli.runner.run import run  # noqa: PLC0415 - imports torch
         except (ImportError, MemoryError, OSError) as error:
             raise AccelError(explain_torch_error(error)) from error
-        return agent.run(plan)
+        return run(plan)
 
     def get_interfaces(self) -> dict[str, str]:
         """Return the variables that bind collectives to the loopback interface, for a run on one node."""
@@ -280,6 +326,8 @@ class ElasticLauncher(Launcher):
             log_dir=self.log_dir,
             shutdown_timeout=self.shutdown_timeout,
             stall_timeout=self.stall_timeout,
+            stall_action=self.stall_action,
+            startup_timeout=self.startup_timeout,
             keep_runs=self.keep_runs,
             keep_days=self.keep_days,
             live=LIVE.name in spec.option_values,

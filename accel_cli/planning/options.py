@@ -134,6 +134,9 @@ _DECLARED: Mapping[str, tuple[LaunchOption, ...]] = {
             "--stall-timeout", "Show the stack of every process if none makes progress for this long.",
             "SECONDS", "launcher.stall_timeout", "integer"
         ),
+        LaunchOption(
+            "--stall-action", "After that: report, restart (all processes) or fail.", "ACTION", "launcher.stall_action"
+        ),
         LaunchOption("--mixed-precision", "Compute in no, bf16 or fp16.", "FORMAT", "mixed_precision"),
         LaunchOption(
             "--ranks", "Show the output of these ranks: all, none, or ranks as in 0,2.", "RANKS", "launcher.ranks"

@@ -7,7 +7,7 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from accel_runtime.environment.text import encode_text
 
@@ -19,6 +19,7 @@ __all__ = [
     "JobPlan",
     "LaunchDetails",
     "Plan",
+    "StallAction",
     "check_ranks",
     "get_highest_rank",
     "join_for_bash",
@@ -27,6 +28,7 @@ __all__ = [
 ]
 
 
+StallAction: TypeAlias = Literal["report", "restart", "fail"]
 DEFAULT_RUN_ID = "accel"
 """The name of a run at the rendezvous, if the user gives none."""
 KEEP_RUNS, KEEP_DAYS = 50, 30
@@ -82,6 +84,10 @@ class AgentSettings:
     """Seconds that the processes have to exit after a signal."""
     stall_timeout: int | None
     """Seconds without progress until stacks are shown."""
+    stall_action: StallAction = "report"
+    """The reaction to a stall besides the report."""
+    startup_timeout: int | None = None
+    """Seconds without progress before the first step; None is a multiple of `stall_timeout`."""
     keep_runs: int = KEEP_RUNS
     """The number of run folders to keep."""
     keep_days: int = KEEP_DAYS

@@ -52,7 +52,9 @@ _SEVERAL_PROCESSES = frozenset(
     f"launcher.{key}" for key in ("nproc_per_node", "nnodes", "rdzv_endpoint", "rdzv_id", "max_restarts")
 )
 """Keys that need a launcher of several processes."""
-_AGENT = frozenset({"launcher.shutdown_timeout", "launcher.stall_timeout"})
+_AGENT = frozenset(
+    f"launcher.{key}" for key in ("shutdown_timeout", "stall_timeout", "stall_action", "startup_timeout")
+)
 """Keys that need an elastic agent, also for one process."""
 _CAPTURED_OUTPUT = frozenset({"launcher.ranks", "launcher.log_dir"})
 """Keys that need a launcher that captures the output, and do not choose one."""

@@ -1,4 +1,4 @@
-"""Run a torchrun plan with torch's elastic agent, inside this process."""
+"""The elastic agent of one node: it starts, watches, restarts and ends the processes of a run."""
 
 # ruff: noqa: E402 - torch must be imported by `import_torch`
 from __future__ import annotations
@@ -8,7 +8,6 @@ from accel_cli.runner.forkserver import ForkServer, import_torch
 import_torch(quiet=True)
 
 # isort: split
-import logging
 import os
 import signal
 import socket
@@ -19,12 +18,11 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server import api
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -34,25 +32,23 @@ from torch.distributed.elastic.rendezvous import (
 from typing_extensions import override
 
 from accel_cli import console
-from accel_cli.errors import AccelError, RunEndedError, UsageError
-from accel_cli.planning import network
-from accel_cli.planning.plan import AgentSettings, Plan, select_ranks
+from accel_cli.errors import AccelError, RunEndedError, StalledError
+from accel_cli.planning.plan import AgentSettings, select_ranks
 from accel_cli.runner import failures, rendezvous
-from accel_cli.runner.bootstrap import BootstrapStore, RendezvousProgress, ScriptIdentity
+from accel_cli.runner.bootstrap import RendezvousProgress
 from accel_cli.runner.failures import Cause, Failure, FailureExchange
 from accel_cli.runner.guard import send_signal
-from accel_cli.runner.operators import compile_operators
 from accel_cli.runner.output import LogWarning, RankOutputs
-from accel_cli.runner.processes import OomKillCounter, ReplicaWatch, WorkerProcesses, check_open_files
-from accel_cli.runner.recorder import RunRecorder, SilenceHint, build_record
+from accel_cli.runner.processes import OomKillCounter, ReplicaWatch, WorkerProcesses
+from accel_cli.runner.recorder import RunRecorder, SilenceHint
 from accel_cli.runner.rendezvous import NodeRendezvous, RestartBudget, RestartReason, SingleNodeRendezvous
-from accel_cli.runner.screen_footer import ScreenFooter, create_footer
+from accel_cli.runner.screen_footer import ScreenFooter
 from accel_cli.runner.shutdown import GuardProcess, Orphans, SignalHandlers
-from accel_cli.runner.stalls import StallWatch
-from accel_cli.runs.run_dir import RankFolder, RunFolder, format_ranks, get_log_home, write_reason
+from accel_cli.runner.stalls import Stall, StallWatch
+from accel_cli.runs.run_dir import RankFolder, RunFolder, format_ranks, write_reason
 from accel_runtime.environment import settings as env
 
-__all__ = ["ElasticAgent", "RunContext", "run"]
+__all__ = ["ElasticAgent", "RunContext"]
 
 
 _EXIT_S = 10.0
@@ -82,104 +78,10 @@ class RunContext:
     """The table of the ranks at the bottom of the terminal; None without `--live`."""
 
 
-def run(plan: Plan, server: ForkServer | None = None) -> int:
-    """Start the processes of a plan on this node, by fork if there is a server, and wait until they end.
-
-    Return 0, the exit code of the first process that failed, or 128 + n if signal n ended it or the launcher.
-    """
-    check_open_files(plan.nproc_per_node)
-    settings = plan.agent
-    assert settings
-    # Failures and signals are printed once, by accel. Some loggers of torch have a level of their own.
-    for name in ("torch.distributed.elastic", api.__name__):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    os.environ.update(plan.env)
-    with SignalHandlers(shutdown_timeout=settings.shutdown_timeout) as signals:
-        try:
-            compile_operators(plan.argv, os.environ)
-            return _run_and_record(plan, settings, signals, server)
-        except SignalException as error:
-            # The rendezvous stays open, so that other nodes can continue without this one.
-            return 128 + int(error.sigval)
-        except RunEndedError:
-            raise
-        except AccelError as error:
-            write_reason(settings.failure_file, str(error))
-            raise
-
-
-def _run_and_record(
-    plan: Plan, settings: AgentSettings, signals: SignalHandlers, server: ForkServer | None
-) -> int:
-    """Run torch's agent, and record the exit code in a new run folder."""
-    base = get_log_home(os.environ, settings.log_dir)
-    record = build_record(plan, torch.__version__)
-    try:
-        folder = RunFolder.create(
-            base, plan.target, record, keep_runs=settings.keep_runs, keep_days=settings.keep_days
-        )
-    except OSError as error:
-        raise UsageError(
-            f"Cannot write logs to {base}: {error.strerror}. Choose another folder with --log-dir."
-        ) from None
-    warning, recorder = LogWarning(folder), RunRecorder(folder)
-    is_quiet = plan.details is None or plan.details.is_quiet
-    # A footer shows the progress itself.
-    has_hint = not (is_quiet or settings.live)
-    hint = SilenceHint(detects_stalls=settings.stall_timeout is not None) if has_hint else None
-    agent: ElasticAgent | None = None
-    code = 1
-    try:
-        footer_context = create_footer(folder) if settings.live else nullcontext()
-        with GuardProcess(folder.path) as guard, footer_context as footer:
-            orphans = signals.orphans = Orphans()
-            context = RunContext(
-                settings, folder, recorder, warning, signals, guard, orphans, server, hint, footer
-            )
-            agent = _create_agent(plan, context)
-            code = agent.run_to_end()
-    except SignalException as error:
-        code = 128 + int(error.sigval)
-    finally:
-        signals.stop_raising()
-        with warning.catch_errors():
-            recorder.end(code)
-        if agent and not is_quiet:
-            agent.print_end(code)
-    return code
-
-
 def _is_hidden(ranks: set[int], shown: frozenset[int], *, starts_replicas: bool) -> bool:
     """Return True if no output of these ranks is shown, since no rank or only ranks of other nodes were selected."""
     # The ranks of processes that start replicas are not those of the replicas.
     return not shown or (not (shown & ranks) and not starts_replicas)
-
-
-def _create_agent(plan: Plan, context: RunContext) -> ElasticAgent:
-    """Join the run at its store, and create torch's agent."""
-    settings = context.settings
-    script = ScriptIdentity("") if settings.is_single_node else ScriptIdentity.from_plan(plan)
-    bootstrap = BootstrapStore(settings, plan.nproc_per_node, script, derived=bool(plan.node_summary))
-    handler: SingleNodeRendezvous | NodeRendezvous
-    if bootstrap.is_single_node:
-        handler = SingleNodeRendezvous(bootstrap, settings.run_id)
-    else:
-        name = network.find_interface(bootstrap.address) if network.is_hostname_loopback() else None
-        if name:  # gloo would publish an address that only this node reaches
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        handler = NodeRendezvous.create(bootstrap, settings)
-    program, *args = plan.argv
-    spec = WorkerSpec(
-        role="default_role",
-        local_world_size=plan.nproc_per_node,
-        entrypoint=program,
-        args=tuple(args),
-        rdzv_handler=handler,
-        max_restarts=settings.max_restarts,
-        monitor_interval=settings.monitor_interval,
-        local_addr=bootstrap.address,
-    )
-    return ElasticAgent(spec, handler, context)
 
 
 class ElasticAgent(LocalElasticAgent):
@@ -209,6 +111,8 @@ class ElasticAgent(LocalElasticAgent):
         self._outputs: RankOutputs | None = None
         self._exchange: FailureExchange | None = None
         self._stall_watch: StallWatch | None = None
+        self._follows_stall = False
+        """True if the processes were started again because of a stall."""
         self._replica_watch: ReplicaWatch | None = None
         # Unlike torch's number of restarts, it is the same on all nodes and counts changes of membership.
         self._attempt, self._started = -1, time.monotonic()
@@ -277,6 +181,8 @@ class ElasticAgent(LocalElasticAgent):
         self._print_round()
         if self._round is None:
             self._bootstrap.mark_started()
+        elif reason := self._budget.get_reason(self._round):
+            self._follows_stall = reason.is_stall
         self._round, self._restart_reason = self._handler.round, None
         self._remaining_restarts = self._budget.remaining
 
@@ -350,9 +256,7 @@ class ElasticAgent(LocalElasticAgent):
         ranks = {worker.global_rank for worker in workers}
         if not context.settings.starts_replicas:
             self._record_start(workers[0].world_size, ranks)
-        if timeout := context.settings.stall_timeout:
-            folders = context.folder.list_ranks(self._attempt)
-            self._stall_watch = StallWatch(folders, timeout, context.recorder.record)
+        self._watch_stalls(context.folder.list_ranks(self._attempt))
         self._is_silent = _is_hidden(ranks, shown, starts_replicas=context.settings.starts_replicas)
         if self._attempt == 0 and self._is_silent and shown:
             folder = console.abbreviate_home(str(context.folder.path))
@@ -418,11 +322,9 @@ class ElasticAgent(LocalElasticAgent):
     @override
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         context = self._run_context
-        timeout = context.settings.stall_timeout
         if self._replica_watch and self._replica_watch.check():
             self._record_start(self._replica_watch.world_size, self._replica_watch.folders)
-            if timeout:
-                self._stall_watch = StallWatch(self._replica_watch.folders, timeout, context.recorder.record)
+            self._watch_stalls(self._replica_watch.folders)
         if context.footer:
             context.footer.refresh()
         context.guard.check()
@@ -434,14 +336,48 @@ class ElasticAgent(LocalElasticAgent):
             return self._await_nodes(self._nodes, result) if self._nodes else result
         elif result.state is WorkerState.HEALTHY:
             self._report_lingering(_EXIT_S)
-            if self._stall_watch:
-                self._stall_watch.check()
+            if self._stall_watch and (stall := self._stall_watch.check()):
+                result = self._handle_stall(stall, result)
             context.recorder.sample_memory(self._attempt)
             if context.silence_hint and self._outputs and not self._is_silent:
                 context.silence_hint.check((context.recorder.last_event, self._outputs.last_output))
-            if self._nodes:
+            if self._nodes and result.state is WorkerState.HEALTHY:
                 return self._check_nodes(self._nodes, result)
         return result
+
+    def _watch_stalls(self, folders: Mapping[int, RankFolder]) -> None:
+        settings = self._run_context.settings
+        if settings.stall_timeout:
+            self._stall_watch = StallWatch(
+                folders, settings.stall_timeout, self._run_context.recorder.record, settings.startup_timeout
+            )
+
+    def _handle_stall(self, stall: Stall, healthy: RunResult) -> RunResult:
+        """Return an unhealthy result, which restarts the processes of all nodes, if that is the action and may help.
+
+        Each node decides by its own processes. A collective that hangs stalls those of all nodes, and the first node to restart
+        uses one restart for all; one that fails ends the run on all, also if another has decided to restart.
+
+        Raises:
+            StalledError: The run ends.
+        """
+        action = self._run_context.settings.stall_action
+        if action == "report":
+            return healthy
+        text = f"no progress for {stall.seconds:.0f} s on {self._bootstrap.node.host}"
+        if action == "fail":
+            why = "launcher.stall_action is fail"
+        elif not self._remaining_restarts:
+            why = f"all {self._budget.max_restarts} restarts are used (launcher.max_restarts)"
+        elif self._follows_stall and not stall.has_trained:
+            why = "no step was made since the restart after the last stall"
+        else:
+            self._restart_reason = RestartReason(False, time.monotonic() - self._started, text, is_stall=True)
+            return RunResult(state=WorkerState.UNHEALTHY)
+        self._bootstrap.set_value("ended", text)
+        raise StalledError(
+            f"The run has stalled: {text}. It is not restarted: {why}. The stacks are shown above."
+        )
 
     def _build_restart_reason(self, result: RunResult) -> RestartReason:
         first = failures.find_first(self._read_failures(result.failures))

@@ -51,9 +51,9 @@ def main() -> None:
             plan = Plan.from_json(file.read())
         started = _start_server(plan)
         if not isinstance(started, ForkRequest):
-            from accel_cli.runner import agent  # noqa: PLC0415 - not in the forked processes
+            from accel_cli.runner.run import run  # noqa: PLC0415 - not in the forked processes
 
-            _exit(agent.run(plan, started))
+            _exit(run(plan, started))
     except KeyboardInterrupt:
         # While torch was being imported: no process has been started.
         _exit(128 + 2)

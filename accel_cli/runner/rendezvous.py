@@ -42,6 +42,8 @@ class RestartReason:
     """True if the failure looks like the consequence of one on another node."""
     time: float
     text: str = field(compare=False)
+    is_stall: bool = field(default=False, compare=False)
+    """True if no process has failed, and none has made progress."""
 
 
 class RestartBudget:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from accel_cli import console, worker
 from accel_cli.runner.guard import send_signal
@@ -18,19 +19,29 @@ from accel_cli.runs.run_files import open_file, read_pid, read_text
 from accel_runtime.environment import settings as env
 from accel_runtime.environment.text import decode_text
 
-__all__ = ["Stacks", "StallWatch", "format_stall", "request_stacks"]
+__all__ = ["Stacks", "Stall", "StallWatch", "format_stall", "request_stacks"]
 
 _SHOWN_FRAMES = 8
-_START_FACTOR = 10
-"""How much longer than the timeout Python may take to start: minutes on a busy machine or from a network file system."""
+_STARTUP_FACTOR = 10
+"""How much longer than the timeout the time to the first step may be, unless the profile sets it."""
 _LIBRARIES = ("/site-packages/", "/dist-packages/", 'File "<frozen ', f"{Path(env.__file__).parents[1]}/")
 """Text in the frames of libraries; ranks are compared by the frames of the user's code."""
+
+
+class Stall(NamedTuple):
+    """A stall of all ranks of this node."""
+
+    seconds: float
+    """The time since the last progress."""
+    has_trained: bool
+    """True if a rank has made a step, or has got past its first batch, in this attempt."""
 
 
 class StallWatch:
     """Watches the progress of ranks, and reports once if none of them makes progress for `timeout` seconds.
 
-    The time begins when all ranks have begun their script, or one of them records progress.
+    Before the first step, which may wait for imports, connections, the first batch and a compiler, the limit is
+    `startup_timeout`. The time begins when all ranks have begun their script, or one of them records progress.
     """
 
     def __init__(
@@ -38,24 +49,27 @@ class StallWatch:
         folders: Mapping[int, RankFolder],
         timeout: float,
         record: Callable[..., None] = lambda *_, **__: None,
+        startup_timeout: float | None = None,
     ) -> None:
         self._folders, self._timeout = folders, timeout
+        self._startup_timeout = startup_timeout or timeout * _STARTUP_FACTOR
         self._record = record
         """Records an event of the run."""
         self._started = self._next_check = time.monotonic()
         self._have_begun = False
         self._stalled_since: float | None = None
 
-    def check(self) -> None:
-        """Check for progress, at most four times per timeout."""
+    def check(self) -> Stall | None:
+        """Check for progress, at most four times per timeout, and return a stall once it has been reported."""
         now = time.monotonic()
         if now < self._next_check:
-            return
+            return None
         self._next_check = now + min(1.0, self._timeout / 4)
         beats = {rank: Beat.read(folder.beat) for rank, folder in self._folders.items()}
         if not self._have_begun and (any(beats.values()) or self._have_scripts_begun()):
             self._have_begun, self._started = True, now
-        timeout = self._timeout * (1 if self._have_begun else _START_FACTOR)
+        has_trained = any(beat.steps or beat.batches > 1 for beat in beats.values() if beat)
+        timeout = self._timeout if has_trained else self._startup_timeout
         newest = max([self._started, *(beat.time for beat in beats.values() if beat)])
         if self._stalled_since is not None and newest > self._stalled_since:
             seconds = newest - self._stalled_since
@@ -67,6 +81,8 @@ class StallWatch:
             report = _format_report(self._folders, beats, now - newest)
             console.note(report)
             self._record("stall", seconds=now - newest, text=report)
+            return Stall(now - newest, has_trained)
+        return None
 
     def _have_scripts_begun(self) -> bool:
         """Return True if every rank has begun its script: just before, it opens the file for its stacks."""

@@ -32,7 +32,7 @@ INTERPRETER = Interpreter(
     "torch._dynamo",
     "safetensors.torch",
     "accel_cli.main",
-    "accel_cli.runner.agent",
+    "accel_cli.runner.run",
     "accel_cli.profile.planner",
     "accel_cli.runner.stalls",
     "rich.traceback",

@@ -202,6 +202,9 @@ class KubernetesSection(job_launcher.JobLauncher):
     ranks: torchrun.Ranks = 0
     shutdown_timeout: torchrun.ShutdownTimeout = 30
     stall_timeout: torchrun.StallTimeout = None
+    stall_action: torchrun.StallActionKey = "report"
+    startup_timeout: torchrun.StartupTimeout = None
+    _check_stalls = model_validator(mode="after")(torchrun.check_stall_keys)
 
     @property
     def gpus(self) -> tuple[int, str]:

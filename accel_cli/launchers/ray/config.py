@@ -32,7 +32,9 @@ _RESERVED = {"CPU": "launcher.cpus_per_process", "GPU": "launcher.gpus_per_node"
 _OTHER_ACCELERATORS = frozenset({"HPU", "NPU", "RBLN", "neuron_cores"})
 """Resources of Ray of which each may be a device, or a part of one."""
 
-_NODE_KEYS = {"max_restarts", "ranks", "shutdown_timeout", "stall_timeout"}
+_NODE_KEYS = {
+    "max_restarts", "ranks", "shutdown_timeout", "stall_timeout", "stall_action", "startup_timeout",
+}  # fmt: skip
 """Keys of torchrun that `accel launch` on each node receives."""
 
 
@@ -129,6 +131,9 @@ class Ray(job_launcher.JobLauncher):
     ranks: torchrun.Ranks = 0
     shutdown_timeout: torchrun.ShutdownTimeout = 30
     stall_timeout: torchrun.StallTimeout = None
+    stall_action: torchrun.StallActionKey = "report"
+    startup_timeout: torchrun.StartupTimeout = None
+    _check_stalls = model_validator(mode="after")(torchrun.check_stall_keys)
 
     @model_validator(mode="after")
     def _check_bundle(self) -> Self:

@@ -263,6 +263,8 @@ def _build_options(section: SageMakerSection, spec: LaunchSpec) -> list[str]:
         "ranks": section.ranks,
         "shutdown_timeout": section.shutdown_timeout,
         "stall_timeout": section.stall_timeout,
+        "stall_action": section.stall_action,
+        "startup_timeout": section.startup_timeout,
     }
     return ["--no-profile", *spec.target_options, *build_node_options(values)]
 

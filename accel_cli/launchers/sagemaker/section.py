@@ -422,6 +422,9 @@ class SageMakerSection(Launcher):
     ranks: torchrun.Ranks = 0
     shutdown_timeout: torchrun.ShutdownTimeout = 110
     stall_timeout: torchrun.StallTimeout = None
+    stall_action: torchrun.StallActionKey = "report"
+    startup_timeout: torchrun.StartupTimeout = None
+    _check_stalls = model_validator(mode="after")(torchrun.check_stall_keys)
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:

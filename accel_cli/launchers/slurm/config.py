@@ -24,6 +24,7 @@ from accel_cli.planning.plan import join_for_bash, quote_for_bash
 __all__ = ["Slurm"]
 
 _REQUEUE_MARGIN_S = 15
+_STALL_KEYS = {"stall_timeout", "stall_action", "startup_timeout"}
 """Seconds before the time limit at which a job is requeued, even if its scripts are still running."""
 _RESERVED_OPTIONS = frozenset({
     "--job-name", "-J", "--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--ntasks-per-gpu", "--ntasks-per-socket",
@@ -210,6 +211,10 @@ class Slurm(JobLauncher):
     ranks: torchrun.Ranks = Field(
         0, description="Ranks whose output is in the job's log: `all`, `none`, or a list as in `0,2`."
     )
+    stall_timeout: torchrun.StallTimeout = None
+    stall_action: torchrun.StallActionKey = "report"
+    startup_timeout: torchrun.StartupTimeout = None
+    _check_stalls = model_validator(mode="after")(torchrun.check_stall_keys)
     sbatch_args: Annotated[
         list[str],
         AfterValidator(_check_options),
@@ -283,6 +288,9 @@ class Slurm(JobLauncher):
             rdzv_id=run_id,
             max_restarts=self.max_restarts,
             ranks=self.ranks,
+            stall_timeout=self.stall_timeout,
+            stall_action=self.stall_action,
+            startup_timeout=self.startup_timeout,
         ).plan(spec)
 
     def _format_batch_script(self, spec: LaunchSpec, nproc_per_node: int) -> str:
@@ -352,6 +360,7 @@ exit "$code\""""
         values["max_restarts"] = self.max_restarts
         if self.ranks not in {0, "0"}:
             values["ranks"] = quote_for_bash(str(self.ranks))
+        values |= self.model_dump(include=_STALL_KEYS, exclude_defaults=True)
         lines = [
             srun,
             'bash -c "$node_command" accel',

@@ -22,7 +22,8 @@ from accel_cli.planning.plan import get_highest_rank
 __all__ = ["Ssh"]
 
 _NODE_KEYS = {
-    "gpu_ids", "max_restarts", "ranks", "log_dir", "shutdown_timeout", "stall_timeout", "rdzv_timeout", "omp_num_threads",
+    "gpu_ids", "max_restarts", "ranks", "log_dir", "shutdown_timeout", "stall_timeout", "stall_action", "startup_timeout",
+    "rdzv_timeout", "omp_num_threads",
 }  # fmt: skip
 """Keys of torchrun that `accel launch` on each host receives if they are set."""
 
@@ -154,6 +155,8 @@ class Ssh(Launcher):
     )
     shutdown_timeout: torchrun.ShutdownTimeout = 30
     stall_timeout: torchrun.StallTimeout = None
+    stall_action: torchrun.StallActionKey = "report"
+    startup_timeout: torchrun.StartupTimeout = None
     omp_num_threads: torchrun.OmpNumThreads = None
     connect_timeout: int = Field(
         10, ge=1, description="Seconds within which a host must accept a connection."
@@ -163,6 +166,8 @@ class Ssh(Launcher):
         ge=2,
         description="Seconds without a sign of life after which a connection counts as lost; its host then ends its processes.",
     )
+
+    _check_stalls = model_validator(mode="after")(torchrun.check_stall_keys)
 
     @model_validator(mode="after")
     def _check_hosts(self) -> Self:

@@ -7,6 +7,7 @@ import pytest
 from accel_cli.errors import UsageError
 from accel_cli.planning.plan import Plan
 from accel_cli.runner import agent
+from accel_cli.runner.run import run
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def test_too_low_a_limit_on_open_files_is_an_error_before_the_start(few_files):
     with pytest.raises(
         UsageError, match=r"the limit on open files is 24, .* needs 48. Raise it: ulimit -n 1024"
     ):
-        agent.run(PLAN)
+        run(PLAN)
 
 
 @pytest.mark.parametrize(

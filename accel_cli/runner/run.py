@@ -1,0 +1,131 @@
+"""Run a torchrun plan with torch's elastic agent, inside this process: signals, the run folder, the guard, and the agent."""
+
+# ruff: noqa: E402 - torch must be imported by `import_torch`
+from __future__ import annotations
+
+from accel_cli.runner.forkserver import ForkServer, import_torch
+
+import_torch(quiet=True)
+
+# isort: split
+import logging
+import os
+from contextlib import nullcontext
+
+import torch
+from torch.distributed.elastic.agent.server import api
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from accel_cli.errors import AccelError, RunEndedError, UsageError
+from accel_cli.planning import network
+from accel_cli.planning.plan import AgentSettings, Plan
+from accel_cli.runner.agent import ElasticAgent, RunContext
+from accel_cli.runner.bootstrap import BootstrapStore, ScriptIdentity
+from accel_cli.runner.operators import compile_operators
+from accel_cli.runner.output import LogWarning
+from accel_cli.runner.processes import check_open_files
+from accel_cli.runner.recorder import RunRecorder, SilenceHint, build_record
+from accel_cli.runner.rendezvous import NodeRendezvous, SingleNodeRendezvous
+from accel_cli.runner.screen_footer import create_footer
+from accel_cli.runner.shutdown import GuardProcess, Orphans, SignalHandlers
+from accel_cli.runs.run_dir import RunFolder, get_log_home, write_reason
+
+__all__ = ["run"]
+
+
+def run(plan: Plan, server: ForkServer | None = None) -> int:
+    """Start the processes of a plan on this node, by fork if there is a server, and wait until they end.
+
+    Return 0, the exit code of the first process that failed, or 128 + n if signal n ended it or the launcher.
+    """
+    check_open_files(plan.nproc_per_node)
+    settings = plan.agent
+    assert settings
+    # Failures and signals are printed once, by accel. Some loggers of torch have a level of their own.
+    for name in ("torch.distributed.elastic", api.__name__):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    os.environ.update(plan.env)
+    with SignalHandlers(shutdown_timeout=settings.shutdown_timeout) as signals:
+        try:
+            compile_operators(plan.argv, os.environ)
+            return _run_and_record(plan, settings, signals, server)
+        except SignalException as error:
+            # The rendezvous stays open, so that other nodes can continue without this one.
+            return 128 + int(error.sigval)
+        except RunEndedError:
+            raise
+        except AccelError as error:
+            write_reason(settings.failure_file, str(error))
+            raise
+
+
+def _run_and_record(
+    plan: Plan, settings: AgentSettings, signals: SignalHandlers, server: ForkServer | None
+) -> int:
+    """Run torch's agent, and record the exit code in a new run folder."""
+    base = get_log_home(os.environ, settings.log_dir)
+    record = build_record(plan, torch.__version__)
+    try:
+        folder = RunFolder.create(
+            base, plan.target, record, keep_runs=settings.keep_runs, keep_days=settings.keep_days
+        )
+    except OSError as error:
+        raise UsageError(
+            f"Cannot write logs to {base}: {error.strerror}. Choose another folder with --log-dir."
+        ) from None
+    warning, recorder = LogWarning(folder), RunRecorder(folder)
+    is_quiet = plan.details is None or plan.details.is_quiet
+    # A footer shows the progress itself.
+    has_hint = not (is_quiet or settings.live)
+    hint = SilenceHint(detects_stalls=settings.stall_timeout is not None) if has_hint else None
+    agent: ElasticAgent | None = None
+    code = 1
+    try:
+        footer_context = create_footer(folder) if settings.live else nullcontext()
+        with GuardProcess(folder.path) as guard, footer_context as footer:
+            orphans = signals.orphans = Orphans()
+            context = RunContext(
+                settings, folder, recorder, warning, signals, guard, orphans, server, hint, footer
+            )
+            agent = _create_agent(plan, context)
+            code = agent.run_to_end()
+    except SignalException as error:
+        code = 128 + int(error.sigval)
+    except AccelError as error:
+        code = error.exit_code
+        raise
+    finally:
+        signals.stop_raising()
+        with warning.catch_errors():
+            recorder.end(code)
+        if agent and not is_quiet:
+            agent.print_end(code)
+    return code
+
+
+def _create_agent(plan: Plan, context: RunContext) -> ElasticAgent:
+    """Join the run at its store, and create torch's agent."""
+    settings = context.settings
+    script = ScriptIdentity("") if settings.is_single_node else ScriptIdentity.from_plan(plan)
+    bootstrap = BootstrapStore(settings, plan.nproc_per_node, script, derived=bool(plan.node_summary))
+    handler: SingleNodeRendezvous | NodeRendezvous
+    if bootstrap.is_single_node:
+        handler = SingleNodeRendezvous(bootstrap, settings.run_id)
+    else:
+        name = network.find_interface(bootstrap.address) if network.is_hostname_loopback() else None
+        if name:  # gloo would publish an address that only this node reaches
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        handler = NodeRendezvous.create(bootstrap, settings)
+    program, *args = plan.argv
+    spec = WorkerSpec(
+        role="default_role",
+        local_world_size=plan.nproc_per_node,
+        entrypoint=program,
+        args=tuple(args),
+        rdzv_handler=handler,
+        max_restarts=settings.max_restarts,
+        monitor_interval=settings.monitor_interval,
+        local_addr=bootstrap.address,
+    )
+    return ElasticAgent(spec, handler, context)
