@@ -97,11 +97,14 @@ def main(arguments: list[str]) -> None:
         install_hook(limits)
     if _RANK_FOLDER in os.environ:
         # Ranks without a folder need not import them.
+        from accel_runtime.environment.collective_trace import serve_trace_requests  # noqa: PLC0415
         from accel_runtime.environment.step_hook import watch_steps  # noqa: PLC0415
         from accel_runtime.environment.threads import wait_at_group_end  # noqa: PLC0415
 
         watch_steps()
         wait_at_group_end()
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            serve_trace_requests(Path(os.environ[_RANK_FOLDER]))
     # Registered before the script's own functions, so that it runs after them.
     atexit.register(wait_for_collectives)
     prepare_script(kind)

@@ -47,6 +47,7 @@ from accel_cli.runner.shutdown import GuardProcess, Orphans, SignalHandlers
 from accel_cli.runner.stalls import Stall, StallWatch
 from accel_cli.runs.run_dir import RankFolder, RunFolder, format_ranks, write_reason
 from accel_runtime.environment import settings as env
+from accel_runtime.environment.collective_trace import REQUEST_FILE
 
 __all__ = ["ElasticAgent", "RunContext"]
 
@@ -445,6 +446,10 @@ class ElasticAgent(LocalElasticAgent):
             self._pcontext.close(death_sig, self._shutdown_timeout if timeout is None else timeout)
         if self._outputs:
             self._outputs.drain()
+        for folder in self._run_context.folder.list_ranks(max(self._attempt, 0)).values():
+            # A reader of all files would wait for this one.
+            with suppress(OSError):
+                (folder.path / REQUEST_FILE).unlink(missing_ok=True)
 
     # Report
 

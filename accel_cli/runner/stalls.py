@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from accel_cli import console, worker
+from accel_cli.runner.collectives import explain_hang, request_traces
 from accel_cli.runner.guard import send_signal
 from accel_cli.runs.beats import Beat
 from accel_cli.runs.run_dir import RankFolder, format_ranks
@@ -24,6 +26,7 @@ __all__ = ["Stacks", "Stall", "StallWatch", "format_stall", "request_stacks"]
 _SHOWN_FRAMES = 8
 _STARTUP_FACTOR = 10
 """How much longer than the timeout the time to the first step may be, unless the profile sets it."""
+_FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _LIBRARIES = ("/site-packages/", "/dist-packages/", 'File "<frozen ', f"{Path(env.__file__).parents[1]}/")
 """Text in the frames of libraries; ranks are compared by the frames of the user's code."""
 
@@ -94,7 +97,23 @@ def format_stall(folders: Mapping[int, RankFolder], *, full: bool = False) -> st
     stacks = request_stacks(folders)
     beats = {rank: Beat.read(folder.beat) for rank, folder in folders.items()}
     groups = [_format_stacks(ranks, stacks[ranks[0]], full=full) for ranks in _group_ranks(stacks, beats)]
-    return "\n".join([*_format_table(beats), *groups])
+    return "\n".join([*_format_table(beats), *groups, *_explain_collectives(folders, stacks)])
+
+
+def _explain_collectives(folders: Mapping[int, RankFolder], stacks: Mapping[int, Stacks]) -> list[str]:
+    """Return which collective the ranks wait in, and the lines of those that have not entered it."""
+    locations = {
+        rank: _format_place(frames[0])
+        for rank, each in stacks.items()
+        if (frames := _get_user_frames(each.main))
+    }
+    return explain_hang(request_traces(folders), locations)
+
+
+def _format_place(frame: str) -> str:
+    """Return a frame of faulthandler as `train.py:12 (main)`."""
+    match = _FRAME.fullmatch(frame)
+    return f"{Path(match['file']).name}:{match['line']} ({match['function']})" if match else frame
 
 
 def _format_report(
@@ -112,6 +131,7 @@ def _format_report(
     lines += [_format_stacks(ranks, stacks[ranks[0]], full=False) for ranks in shown]
     if has_majority:
         lines.append(f"  {format_ranks(largest)} are at the same place; show them with accel stacks")
+    lines += _explain_collectives(folders, stacks)
     return "\n".join(lines)
 
 

@@ -99,7 +99,7 @@ LOCAL = {
     "autocast", "clear", "describe", "end_training", "free_memory", "get_tracker", "init_trackers", "load", "log",
     "on_last_process", "on_local_main_process", "on_local_process", "on_main_process", "on_process", "print",
     "register_for_checkpointing", "register_load_state_pre_hook", "register_save_state_pre_hook", "save", "set_trigger",
-    "skip_first_batches", "split_between_processes", "unwrap_model", "wait_for_checkpoint",
+    "skip_first_batches", "split_between_processes", "unwrap_model", "verify_device_map", "wait_for_checkpoint",
 }  # fmt: skip
 
 

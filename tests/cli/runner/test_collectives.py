@@ -1,0 +1,113 @@
+"""Records of collectives in words: the one that hangs, the ranks in it, and those that have not entered it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from accel_cli.runner.collectives import explain_hang, parse_trace
+
+ALL_REDUCE, BROADCAST = ("gloo:all_reduce", [[3, 4]]), ("nccl:broadcast", [[5]])
+
+
+DEFAULT = ("0", "[0, 1, 2]", "")
+"""The name of a group, its ranks, and its key among the groups, which is empty for the default group of gloo."""
+
+
+def write_record(calls, *, done, group=DEFAULT, state="scheduled"):
+    """Return the record of a rank that has made some calls, of which the first `done` have completed."""
+    name_of_group, ranks, key = group
+    entries = [
+        {
+            "collective_seq_id": number,
+            "process_group": [name_of_group, name_of_group],
+            "profiling_name": name,
+            "input_sizes": sizes,
+            "is_p2p": False,
+            "retired": number <= done and state == "scheduled",
+            "state": "completed" if number <= done and state != "scheduled" else "scheduled",
+        }
+        for number, (name, sizes) in enumerate(calls, 1)
+    ]
+    return json.dumps({"version": "2.10", "entries": entries, "pg_config": {key: {"ranks": ranks}}})
+
+
+def explain(*records, locations=None):
+    traces = {rank: parse_trace(record) for rank, record in enumerate(records)}
+    return [line.strip() for line in explain_hang(traces, locations or {})]
+
+
+def test_the_collective_and_the_ranks_in_and_before_it_are_named():
+    calls = [BROADCAST, ALL_REDUCE]
+    lines = explain(
+        write_record(calls, done=1),
+        write_record(calls[:1], done=1),
+        write_record(calls, done=1),
+        locations={1: "train.py:12 (augment)"},
+    )
+    assert lines == [
+        "ranks 0 and 2 are in all_reduce of [3, 4], collective 2 of the default group",
+        "rank 1 has not entered it: its last one is number 1, broadcast of [5]; it is at train.py:12 (augment)",
+    ]
+
+
+def test_ranks_in_different_collectives_of_one_number_are_a_mismatch():
+    lines = explain(
+        write_record([ALL_REDUCE], done=0), write_record([BROADCAST], done=0), write_record([], done=0)
+    )
+    assert lines == [
+        "collective 1 of the default group differs: rank 0: all_reduce of [3, 4]; rank 1: broadcast of [5]",
+        "rank 2 has not entered it: it has made none",
+    ]
+
+
+def test_a_rank_that_has_completed_the_collective_is_neither_in_it_nor_before_it():
+    """The source of a broadcast need not wait for the others."""
+    calls = [BROADCAST]
+    lines = explain(write_record(calls, done=1), write_record(calls, done=0), write_record(calls, done=0))
+    assert lines == ["ranks 1 and 2 are in broadcast of [5], collective 1 of the default group"]
+
+
+def test_ranks_of_other_machines_are_named():
+    calls = [ALL_REDUCE]
+    lines = explain(write_record(calls, done=0, group=("0", "[0, 1, 2, 3]", "")), write_record(calls, done=0))
+    assert lines == [
+        "ranks 0 and 1 are in all_reduce of [3, 4], collective 1 of the default group",
+        "ranks 2 and 3 are not on this machine, or without a record",
+    ]
+
+
+def test_each_group_is_explained_with_its_own_ranks():
+    default = json.loads(write_record([ALL_REDUCE], done=1))
+    other = ("tp", "[0, 2]", "tp")
+    first, last = (json.loads(write_record([BROADCAST] * n, done=0, group=other)) for n in (1, 0))
+    merged = [
+        json.dumps(
+            {
+                "entries": default["entries"] + record["entries"],
+                "pg_config": default["pg_config"] | record["pg_config"],
+            }
+        )
+        for record in (first, {"entries": [], "pg_config": {}}, last)
+    ]
+    assert explain(*merged) == [
+        "rank 0 is in broadcast of [5], collective 1 of the group tp",
+        "rank 2 has not entered it: it has made none",
+    ]
+
+
+@pytest.mark.parametrize("state", ["scheduled", "completed"])
+def test_nothing_is_said_if_all_collectives_have_completed(state):
+    """gloo sets `retired` only, NCCL the state too."""
+    assert explain(*[write_record([ALL_REDUCE] * 3, done=3, state=state)] * 3) == []
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"entries": [{}]}', '{"entries": 3}', "__import__('os')"])
+def test_a_text_that_is_no_record_is_a_value_error(text):
+    with pytest.raises(ValueError, match=r".*"):
+        parse_trace(text)
+
+
+def test_an_empty_record_has_no_groups():
+    assert parse_trace("{}") == {}

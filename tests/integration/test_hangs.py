@@ -1,0 +1,83 @@
+"""A hang in a collective of torch is explained: which one, who waits in it, and who has not come to which line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from support.commands import run_accel
+
+SCRIPT = """
+import sys, time
+import torch
+import torch.distributed as dist
+
+kind = sys.argv[1]
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def forward(self, x, step):
+        if kind == "sleeps in forward" and step == 3 and rank == 1:
+            time.sleep(1000)
+        return self.layer(x)
+
+model = torch.nn.parallel.DistributedDataParallel(Model())
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(6):
+    loss = model(torch.ones(4, 2), step).sum()
+    try:
+        if kind == "raises and catches" and step == 3 and rank == 1:
+            raise ValueError
+        if kind == "skips a backward pass" and step == 3 and rank == 1:
+            dist.broadcast(torch.ones(5), 0)
+        loss.backward()
+    except ValueError:
+        time.sleep(1000)
+    optimizer.step()
+    optimizer.zero_grad()
+    if kind == "ends early" and step == 2 and rank == 1:
+        time.sleep(1000)
+"""
+WAITS = "rank 0 is in all_reduce of [3], collective "
+KINDS = {
+    "sleeps in forward": (WAITS, "train.py:17 (forward)"),
+    "skips a backward pass": ("differs: rank 0: all_reduce of [3]; rank 1: broadcast of [5]", ""),
+    "raises and catches": (WAITS, "train.py:30 (<module>)"),
+    "ends early": (WAITS, "train.py:34 (<module>)"),
+}
+OPTIONS = (
+    "-q",
+    "--no-profile",
+    "--cpu",
+    "--nproc-per-node",
+    2,
+    "--shutdown-timeout",
+    1,
+    "--stall-timeout",
+    2,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind",
+    [name if name == "sleeps in forward" else pytest.param(name, marks=pytest.mark.full) for name in KINDS],
+)
+def test_a_hang_in_gradient_averaging_names_the_collective_and_the_missing_rank(script, home, kind):
+    script(SCRIPT)
+    done = run_accel("launch", *OPTIONS, "--stall-action", "fail", "train.py", kind)
+    assert done.returncode == 124, done.stderr
+    collective, place = KINDS[kind]
+    assert collective in done.stderr
+    if place:
+        assert "rank 1 has not entered it: its last one is number " in done.stderr
+        assert f"; it is at {place}" in done.stderr
+    (run,) = (home / "runs").iterdir()
+    record = json.loads((run / "attempt_0" / "rank_0" / "collectives.json").read_text())
+    assert record["entries"], "the record stays in the folder of the run"
+    assert not (run / "attempt_0" / "rank_0" / "trace_request").exists()
