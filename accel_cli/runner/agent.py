@@ -34,7 +34,7 @@ from typing_extensions import override
 from accel_cli import console
 from accel_cli.errors import AccelError, RunEndedError, StalledError
 from accel_cli.planning.plan import AgentSettings, select_ranks
-from accel_cli.runner import failures, rendezvous
+from accel_cli.runner import failures, rendezvous, stalls
 from accel_cli.runner.bootstrap import RendezvousProgress
 from accel_cli.runner.failures import Cause, Failure, FailureExchange
 from accel_cli.runner.guard import send_signal
@@ -245,6 +245,7 @@ class ElasticAgent(LocalElasticAgent):
                 server=context.server,
                 orphans=context.orphans,
                 settings=context.settings,
+                on_failure=self._explain_timeout,
             )
             self._outputs.start()
             signal.signal(signal.SIGWINCH, self._resize)
@@ -379,6 +380,25 @@ class ElasticAgent(LocalElasticAgent):
         raise StalledError(
             f"The run has stalled: {text}. It is not restarted: {why}. The stacks are shown above."
         )
+
+    def _explain_timeout(self, codes: Mapping[int, int]) -> None:
+        """Print in which collective a rank has timed out, while the ranks that have not entered it still run.
+
+        Args:
+            codes: The exit codes of the processes that have failed, by local rank.
+        """
+        assert self._pcontext
+        workers = {worker.local_rank: worker for worker in self._worker_group.workers}
+        pids = self._pcontext.pids()
+        first = failures.find_first(
+            self._read_failure(workers[local_rank], pids[local_rank], code)
+            for local_rank, code in codes.items()
+        )
+        if failures.is_unexplained_timeout(first):
+            folders = self._run_context.folder.list_ranks(self._attempt)
+            if hang := stalls.describe_collectives(folders, failed=first.rank):
+                self._end_line()
+                console.note(f"rank {first.rank} has timed out:\n{hang}")
 
     def _build_restart_reason(self, result: RunResult) -> RestartReason:
         first = failures.find_first(self._read_failures(result.failures))

@@ -66,8 +66,13 @@ class GroupTrace:
         )
 
 
-def request_traces(folders: Mapping[int, RankFolder]) -> dict[int, dict[str, GroupTrace]]:
-    """Request the records of all ranks at the same time; ranks that do not answer within three seconds are left out."""
+def request_traces(
+    folders: Mapping[int, RankFolder], failed: int | None = None
+) -> dict[int, dict[str, GroupTrace]]:
+    """Request the records of all ranks at the same time; ranks that do not answer within three seconds are left out.
+
+    The rank `failed` has written its record when it failed in its last collective.
+    """
     asked = [folder for folder in folders.values() if _send_request(folder.path)]
     deadline = time.monotonic() + _TIMEOUT_S
     while time.monotonic() < deadline and not all((folder.path / TRACE_FILE).exists() for folder in asked):
@@ -75,7 +80,7 @@ def request_traces(folders: Mapping[int, RankFolder]) -> dict[int, dict[str, Gro
     traces = {}
     for rank, folder in folders.items():
         with suppress(OSError, ValueError), open_file(folder.path / TRACE_FILE) as file:
-            traces[rank] = parse_trace(decode_text(file.read(_MAX_BYTES)))
+            traces[rank] = parse_trace(decode_text(file.read(_MAX_BYTES)), has_failed=rank == failed)
     return traces
 
 
@@ -95,8 +100,10 @@ def _send_request(folder: Path) -> bool:
     return True
 
 
-def parse_trace(text: str) -> dict[str, GroupTrace]:
-    """Return the collectives of a rank by the name of their group.
+def parse_trace(text: str, *, has_failed: bool = False) -> dict[str, GroupTrace]:
+    """Return the collectives of a rank by the name of their group; with `has_failed`, the last one has not completed.
+
+    gloo records one that has timed out as completed.
 
     Raises:
         ValueError: The text is not a record.
@@ -104,16 +111,17 @@ def parse_trace(text: str) -> dict[str, GroupTrace]:
     try:
         record = json.loads(text)
         groups: dict[str, dict[int, Collective]] = {}
-        for entry in record.get("entries", ()):
-            if not entry["is_p2p"]:
-                collective = Collective(
-                    str(entry["profiling_name"]),
-                    tuple(tuple(map(int, shape)) for shape in entry["input_sizes"]),
-                    bool(entry["retired"]) or entry["state"] == "completed",
-                )
-                groups.setdefault(str(entry["process_group"][0]), {})[int(entry["collective_seq_id"])] = (
-                    collective
-                )
+        entries = [entry for entry in record.get("entries", ()) if not entry["is_p2p"]]
+        for entry in entries:
+            collective = Collective(
+                str(entry["profiling_name"]),
+                tuple(tuple(map(int, shape)) for shape in entry["input_sizes"]),
+                (entry["retired"] or entry["state"] == "completed")
+                and not (has_failed and entry is entries[-1]),
+            )
+            groups.setdefault(str(entry["process_group"][0]), {})[int(entry["collective_seq_id"])] = (
+                collective
+            )
         configs: Mapping[str, Any] = record.get("pg_config", {})
         return {
             name: GroupTrace(_parse_ranks(configs, name), collectives) for name, collectives in groups.items()

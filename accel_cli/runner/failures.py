@@ -34,6 +34,7 @@ __all__ = [
     "format_one_line",
     "format_reason",
     "format_stack",
+    "is_unexplained_timeout",
     "print_lingering",
     "print_report",
     "read_failure",
@@ -391,6 +392,13 @@ def print_report(first: Failure, local: Collection[Failure], *, world_size: int,
     if not (body or is_remote or shown or first.chain):
         body = [f"  | {line}" for line in read_log_tail(first)]
     _print_failure(first, body, world_size)
+
+
+def is_unexplained_timeout(failure: Failure) -> bool:
+    """Return True if a rank has waited for others too long, and the error does not name them."""
+    return failure.cause is Cause.TIMED_OUT and not any(
+        _NAMES_RANKS.fullmatch(link.kind) for link in failure.chain
+    )
 
 
 def print_lingering(failure: Failure, *, world_size: int) -> None:

@@ -8,7 +8,7 @@ import resource
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -50,7 +50,7 @@ def check_open_files(processes: int) -> None:
 class WorkerProcesses(SubprocessContext):
     """One process for each local rank: forked by the server if there is one, else started by exec."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - made in one place
         self,
         spec: WorkerSpec,
         envs: dict[int, dict[str, str]],
@@ -58,6 +58,7 @@ class WorkerProcesses(SubprocessContext):
         server: ForkServer | None,
         orphans: Orphans,
         settings: AgentSettings,
+        on_failure: Callable[[Mapping[int, int]], None],
     ) -> None:
         error_files = {rank: env["TORCHELASTIC_ERROR_FILE"] for rank, env in envs.items()}
         super().__init__(
@@ -74,6 +75,8 @@ class WorkerProcesses(SubprocessContext):
         self._server = server
         self._orphans = orphans
         self._settings = settings
+        self._on_failure: Callable[[Mapping[int, int]], None] | None = on_failure
+        """Called once with the exit codes of failed processes, by local rank, before the others are ended."""
         self.stopped: set[int] = set()
         """The local ranks that still ran when they were closed: their exit codes are no failures."""
         self._found_lingering: set[int] = set()
@@ -122,7 +125,12 @@ class WorkerProcesses(SubprocessContext):
     @override
     def close(self, death_sig: signal.Signals | None = None, timeout: int | None = None) -> None:
         handlers = self.subprocess_handlers.items()
-        running = {rank for rank, handler in handlers if handler.proc.poll() is None}
+        codes = {rank: handler.proc.poll() for rank, handler in handlers}
+        running = {rank for rank, code in codes.items() if code is None}
+        failed = {rank: code for rank, code in codes.items() if code}
+        if failed and running and self._on_failure:
+            on_failure, self._on_failure = self._on_failure, None
+            on_failure(failed)
         # A process that has recorded its failure is exiting, and may have caused other failures.
         self.stopped |= {rank for rank in running if not self._read_record(rank)}
         super().close(death_sig, self._settings.shutdown_timeout if timeout is None else timeout)

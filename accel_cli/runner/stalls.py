@@ -21,7 +21,7 @@ from accel_cli.runs.run_files import open_file, read_pid, read_text
 from accel_runtime.environment import settings as env
 from accel_runtime.environment.text import decode_text
 
-__all__ = ["Stacks", "Stall", "StallWatch", "format_stall", "request_stacks"]
+__all__ = ["Stacks", "Stall", "StallWatch", "describe_collectives", "format_stall", "request_stacks"]
 
 _SHOWN_FRAMES = 8
 _STARTUP_FACTOR = 10
@@ -100,14 +100,24 @@ def format_stall(folders: Mapping[int, RankFolder], *, full: bool = False) -> st
     return "\n".join([*_format_table(beats), *groups, *_explain_collectives(folders, stacks)])
 
 
-def _explain_collectives(folders: Mapping[int, RankFolder], stacks: Mapping[int, Stacks]) -> list[str]:
+def describe_collectives(folders: Mapping[int, RankFolder], failed: int) -> str:
+    """Return in which collective the rank `failed` has timed out, and the ranks that have not entered it.
+
+    The text is empty if the rank has left no record of its collectives.
+    """
+    return "\n".join(_explain_collectives(folders, request_stacks(folders), failed))
+
+
+def _explain_collectives(
+    folders: Mapping[int, RankFolder], stacks: Mapping[int, Stacks], failed: int | None = None
+) -> list[str]:
     """Return which collective the ranks wait in, and the lines of those that have not entered it."""
     locations = {
         rank: _format_place(frames[0])
         for rank, each in stacks.items()
         if (frames := _get_user_frames(each.main))
     }
-    return explain_hang(request_traces(folders), locations)
+    return explain_hang(request_traces(folders, failed), locations)
 
 
 def _format_place(frame: str) -> str:

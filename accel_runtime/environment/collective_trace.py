@@ -15,7 +15,7 @@ from types import ModuleType
 
 from accel_runtime.environment.import_hooks import call_after_import
 
-__all__ = ["REQUEST_FILE", "TRACE_FILE", "serve_trace_requests"]
+__all__ = ["REQUEST_FILE", "TRACE_FILE", "serve_trace_requests", "write_trace"]
 
 REQUEST_FILE, TRACE_FILE = "trace_request", "collectives.json"
 """The pipe, and the file of the record, in the folder of a rank."""
@@ -52,10 +52,11 @@ def _serve(pipe: int, folder: Path) -> None:
     with contextlib.suppress(OSError):  # the script has closed the pipe, or the folder is gone
         # Not from a file that the script has opened under this number since.
         while os.fstat(pipe).st_ino == identity and os.read(pipe, 1):
-            _write_trace(folder)
+            write_trace(folder)
 
 
-def _write_trace(folder: Path) -> None:
+def write_trace(folder: Path) -> None:
+    """Write the record to the folder of the rank; without `torch.distributed`, an empty one."""
     library = sys.modules.get("torch._C._distributed_c10d")
     dump = getattr(library, "_dump_fr_trace_json", None) or getattr(library, "_dump_nccl_trace_json", None)
     text = b"{}" if dump is None else dump(True, False)

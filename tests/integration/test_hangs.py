@@ -81,3 +81,31 @@ def test_a_hang_in_gradient_averaging_names_the_collective_and_the_missing_rank(
     record = json.loads((run / "attempt_0" / "rank_0" / "collectives.json").read_text())
     assert record["entries"], "the record stays in the folder of the run"
     assert not (run / "attempt_0" / "rank_0" / "trace_request").exists()
+
+
+TIMES_OUT = """
+import datetime, time
+import torch
+import torch.distributed as dist
+
+def load():
+    time.sleep(1000)
+
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=3))
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+for step in range(4):
+    if step == 2 and dist.get_rank() == 1:
+        load()
+    model(torch.ones(4, 2)).sum().backward()
+"""
+
+
+@pytest.mark.slow
+def test_a_time_out_names_the_rank_that_did_not_come_and_its_line(script):
+    """It is still running when the other one fails, and is ended after the explanation."""
+    script(TIMES_OUT)
+    done = run_accel("launch", *OPTIONS[:-2], "train.py")
+    assert done.returncode == 1
+    assert "accel: rank 0 has timed out:\n  rank 0 is in all_reduce of [3], collective " in done.stderr
+    assert "; it is at train.py:7 (load)" in done.stderr
+    assert done.stderr.index("has not entered it") < done.stderr.index("accel: error: rank 0 of 2")

@@ -111,3 +111,17 @@ def test_a_text_that_is_no_record_is_a_value_error(text):
 
 def test_an_empty_record_has_no_groups():
     assert parse_trace("{}") == {}
+
+
+def test_the_last_collective_of_a_failed_rank_has_not_completed():
+    """gloo records a collective that has timed out as completed."""
+    calls = [BROADCAST, ALL_REDUCE]
+    traces = {
+        0: parse_trace(write_record(calls, done=2), has_failed=True),
+        1: parse_trace(write_record(calls[:1], done=1)),
+        2: parse_trace(write_record(calls, done=1)),
+    }
+    assert [line.strip() for line in explain_hang(traces, {})] == [
+        "ranks 0 and 2 are in all_reduce of [3, 4], collective 2 of the default group",
+        "rank 1 has not entered it: its last one is number 1, broadcast of [5]",
+    ]
