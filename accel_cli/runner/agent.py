@@ -45,7 +45,9 @@ from accel_cli.runner.rendezvous import NodeRendezvous, RestartBudget, RestartRe
 from accel_cli.runner.screen_footer import ScreenFooter
 from accel_cli.runner.shutdown import GuardProcess, Orphans, SignalHandlers
 from accel_cli.runner.stalls import Stall, StallWatch
+from accel_cli.runs.beats import Beat
 from accel_cli.runs.run_dir import RankFolder, RunFolder, format_ranks, write_reason
+from accel_cli.runs.snapshot import describe_slow_rank
 from accel_runtime.environment import settings as env
 from accel_runtime.environment.collective_trace import REQUEST_FILE
 
@@ -168,6 +170,9 @@ class ElasticAgent(LocalElasticAgent):
         processes = f"{count} {noun}{' on this machine' if self._nodes else ''}"
         self._end_line()
         context = self._run_context
+        folders = context.folder.list_ranks(self._attempt)
+        if slow := describe_slow_rank({rank: Beat.read(folder.beat) for rank, folder in folders.items()}):
+            console.note(slow)
         logs = console.abbreviate_home(str(context.folder.path))
         console.note(f"{context.recorder.format_end(processes, code)}; logs: {logs}")
 

@@ -16,7 +16,15 @@ from accel_cli.runs.run_files import read_last_objects, read_pid
 from accel_cli.runs.usage import read_gpu_usage, read_rss
 from accel_runtime.storage.file_system import is_process_running
 
-__all__ = ["MIN_STEPS", "MetricSeries", "RankSnapshot", "RunSnapshot", "find_slowest", "read_snapshot"]
+__all__ = [
+    "MIN_STEPS",
+    "MetricSeries",
+    "RankSnapshot",
+    "RunSnapshot",
+    "describe_slow_rank",
+    "find_slowest",
+    "read_snapshot",
+]
 
 _TAIL = 1 << 17
 """Bytes at the end of a file of lines that are read: the file may have thousands of lines, and is read twice a second."""
@@ -24,6 +32,8 @@ _SERIES = 64
 """The most values of a metric that are kept."""
 MIN_STEPS, _OWN_TIME_STEPS = 20, 50
 """Steps until the slowest rank is named, and the least number of last steps that own time is averaged over."""
+_SHORT_RUN_S = 60.0
+"""The time of steps from which a slow rank is named at the end of a run: first steps and other load decide shorter ones."""
 _STALL_S = 10.0
 """The shortest time without progress that is shown as a stall."""
 _NON_FINITE = frozenset({"NaN", "Infinity", "-Infinity"})
@@ -247,6 +257,27 @@ def find_slowest(own_times: Mapping[int, float], step_time: float) -> int | None
     rank = max(own_times, key=own_times.__getitem__)
     own, median = own_times[rank], median_low(own_times.values())
     return rank if own > _SLOWER * median and own - median > _MIN_SHARE * step_time else None
+
+
+def describe_slow_rank(beats: Mapping[int, Beat | None]) -> str:
+    """Return which rank was clearly slower than the others over a whole run; empty if none was, or the run was short.
+
+    Own time leaves out the time in collectives, in which the others wait for that rank.
+    """
+    trained = {rank: beat for rank, beat in beats.items() if beat and beat.steps >= MIN_STEPS and beat.busy}
+    durations = [beat.step_time - beat.started for beat in trained.values()]
+    if max(durations, default=0.0) < _SHORT_RUN_S:
+        return ""
+    own_times = {rank: beat.busy / (beat.steps - 1) for rank, beat in trained.items()}
+    steps = max(beat.steps for beat in trained.values())
+    rank = find_slowest(own_times, max(durations) / steps)
+    if rank is None:
+        return ""
+    own, median = own_times[rank], median_low(own_times.values())
+    return (
+        f"rank {rank} was slower than the others: {1000 * own:.3g} ms of own time per step, {own / median - 1:.0%} above the "
+        f"median of {1000 * median:.3g} ms"
+    )
 
 
 def read_snapshot(run: RunFolder) -> RunSnapshot:
