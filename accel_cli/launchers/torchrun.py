@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal, Protocol, TypeVar
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from typing_extensions import Self, override
 
 from accel_cli import console
@@ -79,6 +79,14 @@ def _check_endpoint(text: str | None) -> str | None:
     return text
 
 
+def _parse_metrics_port(text: str | None) -> str | None:
+    """Return the address of a port, or of `host:port`."""
+    address = text if text is None or ":" in text else f"127.0.0.1:{text}"
+    if address is not None and not is_endpoint(address):
+        raise ValueError("expected a port from 1 to 65535, or host:port")
+    return address
+
+
 def _parse_nnodes(value: int | str) -> int | str:
     if isinstance(value, str):
         match = _RANGE.fullmatch(value)
@@ -145,6 +153,15 @@ StartupTimeout = Annotated[
 
 RdzvTimeout = Annotated[
     int, Field(ge=1, description="Seconds to wait for the other nodes before the launch fails.")
+]
+MetricsPort = Annotated[
+    str | None,
+    BeforeValidator(lambda value: str(value) if isinstance(value, int) else value),
+    AfterValidator(_parse_metrics_port),
+    Field(
+        description="Port at which `accel launch` serves metrics of the run for Prometheus: of the loopback interface, or of "
+        "another address as `HOST:PORT`.",
+    ),
 ]
 LogDir = Annotated[
     str | None,
@@ -240,6 +257,7 @@ class ElasticLauncher(Launcher):
     stall_timeout: StallTimeout = None
     stall_action: StallActionKey = "report"
     startup_timeout: StartupTimeout = None
+    metrics_port: MetricsPort = None
     _check_stalls = model_validator(mode="after")(check_stall_keys)
 
     @model_validator(mode="after")
@@ -328,6 +346,7 @@ class ElasticLauncher(Launcher):
             stall_timeout=self.stall_timeout,
             stall_action=self.stall_action,
             startup_timeout=self.startup_timeout,
+            metrics_port=self.metrics_port,
             keep_runs=self.keep_runs,
             keep_days=self.keep_days,
             live=LIVE.name in spec.option_values,

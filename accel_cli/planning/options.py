@@ -137,6 +137,10 @@ _DECLARED: Mapping[str, tuple[LaunchOption, ...]] = {
         LaunchOption(
             "--stall-action", "After that: report, restart (all processes) or fail.", "ACTION", "launcher.stall_action"
         ),
+        LaunchOption(
+            "--metrics-port", "Serve metrics for Prometheus at this port of the loopback interface.",
+            "[HOST:]PORT", "launcher.metrics_port"
+        ),
         LaunchOption("--mixed-precision", "Compute in no, bf16 or fp16.", "FORMAT", "mixed_precision"),
         LaunchOption(
             "--ranks", "Show the output of these ranks: all, none, or ranks as in 0,2.", "RANKS", "launcher.ranks"

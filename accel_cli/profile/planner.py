@@ -53,7 +53,8 @@ _SEVERAL_PROCESSES = frozenset(
 )
 """Keys that need a launcher of several processes."""
 _AGENT = frozenset(
-    f"launcher.{key}" for key in ("shutdown_timeout", "stall_timeout", "stall_action", "startup_timeout")
+    f"launcher.{key}"
+    for key in ("shutdown_timeout", "stall_timeout", "stall_action", "startup_timeout", "metrics_port")
 )
 """Keys that need an elastic agent, also for one process."""
 _CAPTURED_OUTPUT = frozenset({"launcher.ranks", "launcher.log_dir"})

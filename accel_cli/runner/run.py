@@ -10,7 +10,7 @@ import_torch(quiet=True)
 # isort: split
 import logging
 import os
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch.distributed.elastic.agent.server import api
@@ -30,6 +30,7 @@ from accel_cli.runner.rendezvous import NodeRendezvous, SingleNodeRendezvous
 from accel_cli.runner.screen_footer import create_footer
 from accel_cli.runner.shutdown import GuardProcess, Orphans, SignalHandlers
 from accel_cli.runs.run_dir import RunFolder, get_log_home, write_reason
+from accel_runtime.environment.installation import format_install
 
 __all__ = ["run"]
 
@@ -83,7 +84,7 @@ def _run_and_record(
     code = 1
     try:
         footer_context = create_footer(folder) if settings.live else nullcontext()
-        with GuardProcess(folder.path) as guard, footer_context as footer:
+        with _serve_metrics(folder, settings), GuardProcess(folder.path) as guard, footer_context as footer:
             orphans = signals.orphans = Orphans()
             context = RunContext(
                 settings, folder, recorder, warning, signals, guard, orphans, server, hint, footer
@@ -102,6 +103,19 @@ def _run_and_record(
         if agent and not is_quiet:
             agent.print_end(code)
     return code
+
+
+def _serve_metrics(folder: RunFolder, settings: AgentSettings) -> AbstractContextManager[None]:
+    """Serve the metrics of the run inside a `with` block, if the profile has an address."""
+    if settings.metrics_port is None:
+        return nullcontext()
+    try:
+        from accel_cli.runs.prometheus import serve_metrics  # noqa: PLC0415 - an extra of its own
+    except ImportError as error:
+        raise UsageError(
+            f"Cannot serve metrics: {error}. Install it: {format_install('prometheus-client', extra='metrics')}"
+        ) from None
+    return serve_metrics(folder, settings.metrics_port)
 
 
 def _create_agent(plan: Plan, context: RunContext) -> ElasticAgent:

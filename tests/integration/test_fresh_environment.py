@@ -34,6 +34,7 @@ NEEDS_A_PACKAGE = {
     "accel_cli.runner.xla_replicas": "torch_xla",
     "accel_runtime.transformers ": "transformers",
     "accel_runtime.monitoring.tracking.": "a tracker",
+    "accel_cli.runs.prometheus": "prometheus_client",
     "accel_cli.runs.report": "plotly",
     "accel_cli.launchers.ray.": "ray",
     "accel_cli.launchers.sagemaker.": "boto3",
