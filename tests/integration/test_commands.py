@@ -233,7 +233,7 @@ def test_an_import_on_a_terminal_asks_before_it_replaces_a_profile(typed, home, 
 
 def test_each_effective_value_is_one_line_on_a_terminal_of_80_columns(typed, terminal, home):
     typed("config", "set", "launcher.kind=torchrun", "mixed_precision=bf16")
-    screen = terminal("show", lines=60)
+    screen = terminal("show", lines=80)
     assert screen.end() == 0
     rows = [line.split() for line in screen.text().split("\nuser: ")[0].splitlines()]
     assert len(rows) == 1 + len(typed("config", "show").stdout.splitlines())
