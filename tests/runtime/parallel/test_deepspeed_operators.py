@@ -242,11 +242,12 @@ def test_an_end_of_the_launcher_ends_the_compilation(launched, monkeypatch, tmp_
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(
-        subprocess.Popen, "communicate", lambda *_: (wait_until((tmp_path / "pid").exists), interrupt())
-    )
+    def has_started():
+        # Not only the file: a process that is killed before it writes leaves an empty one.
+        return (tmp_path / "pid").exists() and (tmp_path / "pid").read_text()
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", lambda *_: (wait_until(has_started), interrupt()))
     with pytest.raises(KeyboardInterrupt):
         compile_operators(launched.argv, {**os.environ, **launched.env})
-    wait_until(lambda: (tmp_path / "pid").read_text() != "")
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
