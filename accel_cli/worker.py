@@ -56,7 +56,6 @@ __all__ = [
     "run_script",
     "set_main",
     "set_stream",
-    "write_collectives",
     "write_record",
 ]
 
@@ -399,7 +398,7 @@ def record_failure(error: BaseException, error_file: Path, **details: Any) -> No
     if isinstance(error, SystemExit):
         details["exit"] = error.code if isinstance(error.code, int) else str(error.code)
     with contextlib.suppress(Exception):  # the record of the failure is more important
-        write_collectives(error_file.parent)
+        _write_collectives(error_file.parent)
     try:
         write_record(error_file, "".join(lines), details)
     except OSError:
@@ -412,7 +411,7 @@ def record_failure(error: BaseException, error_file: Path, **details: Any) -> No
             sys.stderr.writelines(lines)
 
 
-def write_collectives(folder: Path) -> None:
+def _write_collectives(folder: Path) -> None:
     """Write torch's record of collectives, in which a time-out of another rank may be found."""
     if "torch._C._distributed_c10d" in sys.modules and os.environ.get("WORLD_SIZE", "1") != "1":
         from accel_runtime.environment.collective_trace import write_trace  # noqa: PLC0415 - after failures only

@@ -45,6 +45,7 @@ from accel_cli.planning.startup_code import explain_startup_code
 from accel_runtime.environment import settings as env
 
 __all__ = [
+    "STALL_KEYS",
     "ElasticLauncher",
     "Endpoint",
     "LogDir",
@@ -190,6 +191,10 @@ class StallKeys(Protocol):
 
 
 _Section = TypeVar("_Section", bound=StallKeys)
+
+
+STALL_KEYS = ("stall_timeout", "stall_action", "startup_timeout")
+"""The keys about stalls, which launchers of several nodes pass on to `accel launch` on each node."""
 
 
 def check_stall_keys(section: _Section) -> _Section:

@@ -14,21 +14,9 @@ def find_trainer(text: str) -> str:
     """Return the Trainer that a script trains with, such as `SFTTrainer of trl`; empty if there is none, or a loop beside it."""
     tree = ast.parse(text)
     names = dict(_list_names(tree))
-    used = [
-        names[name]
-        for node in ast.walk(tree)
-        for target in (
-            [node.func]
-            if isinstance(node, ast.Call)
-            else node.bases
-            if isinstance(node, ast.ClassDef)
-            else []
-        )
-        if (name := ast.unparse(target)) in names
-    ]
-    if not used or _has_own_loop(tree, names):
+    if not names or _has_own_loop(tree, names):
         return ""
-    return used[0]
+    return next((names[name] for name in _list_used(tree) if name in names), "")
 
 
 def _list_names(tree: ast.Module) -> Iterator[tuple[str, str]]:
@@ -43,6 +31,15 @@ def _list_names(tree: ast.Module) -> Iterator[tuple[str, str]]:
             library = ast.unparse(node).partition(".")[0]
             if library in _LIBRARIES:
                 yield ast.unparse(node), f"{node.attr} of {library}"
+
+
+def _list_used(tree: ast.Module) -> Iterator[str]:
+    """Yield the expressions that are called, and those from which classes are derived."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func)
+        elif isinstance(node, ast.ClassDef):
+            yield from map(ast.unparse, node.bases)
 
 
 def _has_own_loop(tree: ast.Module, trainers: dict[str, str]) -> bool:

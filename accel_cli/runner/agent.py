@@ -387,7 +387,7 @@ class ElasticAgent(LocalElasticAgent):
         )
 
     def _explain_timeout(self, codes: Mapping[int, int]) -> None:
-        """Print in which collective a rank has timed out, while the ranks that have not entered it still run.
+        """Describe the collective in which a rank has timed out, while the ranks outside of it still run.
 
         Args:
             codes: The exit codes of the processes that have failed, by local rank.

@@ -60,7 +60,7 @@ class GroupTrace:
 
     @property
     def pending(self) -> int | None:
-        """The number of the oldest collective that has not completed."""
+        """The number of the oldest collective still in progress; None without one."""
         return min(
             (number for number, each in self.collectives.items() if not each.is_completed), default=None
         )

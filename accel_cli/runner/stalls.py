@@ -101,7 +101,7 @@ def format_stall(folders: Mapping[int, RankFolder], *, full: bool = False) -> st
 
 
 def describe_collectives(folders: Mapping[int, RankFolder], failed: int) -> str:
-    """Return in which collective the rank `failed` has timed out, and the ranks that have not entered it.
+    """Describe the collective in which the rank `failed` has timed out, with the ranks outside of it.
 
     The text is empty if the rank has left no record of its collectives.
     """
@@ -111,7 +111,7 @@ def describe_collectives(folders: Mapping[int, RankFolder], failed: int) -> str:
 def _explain_collectives(
     folders: Mapping[int, RankFolder], stacks: Mapping[int, Stacks], failed: int | None = None
 ) -> list[str]:
-    """Return which collective the ranks wait in, and the lines of those that have not entered it."""
+    """Describe the collectives in which ranks wait, with the ranks outside of them and their lines."""
     locations = {
         rank: _format_place(frames[0])
         for rank, each in stacks.items()

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from accel_cli.console import is_secret
 from accel_cli.errors import UsageError
-from accel_cli.launchers import job_launcher
+from accel_cli.launchers import job_launcher, torchrun
 from accel_cli.launchers.base import LaunchSpec, Plan
 from accel_cli.launchers.kubernetes.cluster import KubernetesCluster
 from accel_cli.launchers.kubernetes.jobs import KubernetesJobs, open_jobs, submit
@@ -30,9 +30,7 @@ _RESERVED_VARIABLES = frozenset(
     {"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT", FAILURE_FILE}
 )
 """The variables that the launcher or Kubeflow Trainer sets."""
-_NODE_KEYS = {
-    "rdzv_timeout", "max_restarts", "ranks", "shutdown_timeout", "stall_timeout", "stall_action", "startup_timeout",
-}  # fmt: skip
+_NODE_KEYS = {"rdzv_timeout", "max_restarts", "ranks", "shutdown_timeout", *torchrun.STALL_KEYS}
 """Keys of torchrun that `accel launch` in each pod receives."""
 
 

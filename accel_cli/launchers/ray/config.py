@@ -32,9 +32,7 @@ _RESERVED = {"CPU": "launcher.cpus_per_process", "GPU": "launcher.gpus_per_node"
 _OTHER_ACCELERATORS = frozenset({"HPU", "NPU", "RBLN", "neuron_cores"})
 """Resources of Ray of which each may be a device, or a part of one."""
 
-_NODE_KEYS = {
-    "max_restarts", "ranks", "shutdown_timeout", "stall_timeout", "stall_action", "startup_timeout",
-}  # fmt: skip
+_NODE_KEYS = {"max_restarts", "ranks", "shutdown_timeout", *torchrun.STALL_KEYS}
 """Keys of torchrun that `accel launch` on each node receives."""
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from accel_cli.console import is_secret, mask_secrets
 from accel_cli.errors import UsageError
+from accel_cli.launchers import torchrun
 from accel_cli.launchers.base import LaunchSpec
 from accel_cli.launchers.node_launch import build_node_options
 from accel_cli.launchers.sagemaker.aws import load_service_model
@@ -262,9 +263,7 @@ def _build_options(section: SageMakerSection, spec: LaunchSpec) -> list[str]:
         "max_restarts": section.max_restarts,
         "ranks": section.ranks,
         "shutdown_timeout": section.shutdown_timeout,
-        "stall_timeout": section.stall_timeout,
-        "stall_action": section.stall_action,
-        "startup_timeout": section.startup_timeout,
+        **section.model_dump(include={*torchrun.STALL_KEYS}),
     }
     return ["--no-profile", *spec.target_options, *build_node_options(values)]
 

@@ -24,7 +24,6 @@ from accel_cli.planning.plan import join_for_bash, quote_for_bash
 __all__ = ["Slurm"]
 
 _REQUEUE_MARGIN_S = 15
-_STALL_KEYS = {"stall_timeout", "stall_action", "startup_timeout"}
 """Seconds before the time limit at which a job is requeued, even if its scripts are still running."""
 _RESERVED_OPTIONS = frozenset({
     "--job-name", "-J", "--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--ntasks-per-gpu", "--ntasks-per-socket",
@@ -360,7 +359,7 @@ exit "$code\""""
         values["max_restarts"] = self.max_restarts
         if self.ranks not in {0, "0"}:
             values["ranks"] = quote_for_bash(str(self.ranks))
-        values |= self.model_dump(include=_STALL_KEYS, exclude_defaults=True)
+        values |= self.model_dump(include={*torchrun.STALL_KEYS}, exclude_defaults=True)
         lines = [
             srun,
             'bash -c "$node_command" accel',

@@ -22,8 +22,7 @@ from accel_cli.planning.plan import get_highest_rank
 __all__ = ["Ssh"]
 
 _NODE_KEYS = {
-    "gpu_ids", "max_restarts", "ranks", "log_dir", "shutdown_timeout", "stall_timeout", "stall_action", "startup_timeout",
-    "rdzv_timeout", "omp_num_threads",
+    "gpu_ids", "max_restarts", "ranks", "log_dir", "shutdown_timeout", *torchrun.STALL_KEYS, "rdzv_timeout", "omp_num_threads",
 }  # fmt: skip
 """Keys of torchrun that `accel launch` on each host receives if they are set."""
 
