@@ -35,7 +35,7 @@ from accel_runtime.checkpoint.manager import Checkpoints, RunOrigin
 from accel_runtime.collectives.calls import collective
 from accel_runtime.data import metrics
 from accel_runtime.data.loader import PreparedLoader, skip_first_batches
-from accel_runtime.environment.heartbeat import call_site
+from accel_runtime.environment.call_sites import call_site
 from accel_runtime.environment.settings import NODE_NAME, MixedPrecision, Settings
 from accel_runtime.environment.topology import Topology
 from accel_runtime.export import objects

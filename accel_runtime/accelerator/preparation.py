@@ -24,7 +24,8 @@ from accel_runtime.accelerator.unprepared import explain_unprepared
 from accel_runtime.data.active_loops import ModelInputHook
 from accel_runtime.data.loader import LoaderOptions, PreparedLoader
 from accel_runtime.data.prepare import check_loader_configuration, prepare_loader
-from accel_runtime.environment.heartbeat import call_site, heartbeat
+from accel_runtime.environment.call_sites import call_site
+from accel_runtime.environment.heartbeat import heartbeat
 from accel_runtime.environment.settings import flatten_settings
 from accel_runtime.foundation import nested
 from accel_runtime.foundation.options import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs

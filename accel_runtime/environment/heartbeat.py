@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import inspect
 import mmap
 import os
 import sys
@@ -15,12 +14,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from time import monotonic_ns
-from types import FrameType
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from typing_extensions import override
 
+from accel_runtime.environment.call_sites import CallSite
 from accel_runtime.environment.settings import (
     BEAT,
     BEAT_HISTORY,
@@ -35,62 +34,14 @@ from accel_runtime.environment.settings import (
 from accel_runtime.environment.text import encode_text
 
 __all__ = [
-    "CallSite",
     "Heartbeat",
     "LoaderEpoch",
     "Progress",
     "ProgressCounts",
-    "call_site",
-    "call_site_of_frame",
     "disable_heartbeat",
     "heartbeat",
     "reset_heartbeat",
-    "user_call_sites",
 ]
-
-_IGNORED = (f"{Path(__file__).parents[1]}/", contextlib.__file__)
-"""accel, and the module between a context manager of accel and the script."""
-
-
-class CallSite(NamedTuple):
-    """Line of code, without its directory, so that nodes with other paths have equal ones."""
-
-    file: str
-    line: int
-    function: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line} ({self.function})" if self.line else "an unknown line"
-
-
-def call_site(*libraries: str) -> CallSite:
-    """Return the innermost line outside of accel, and of the directories of other libraries."""
-    return call_site_of_frame(inspect.currentframe(), *libraries)
-
-
-def call_site_of_frame(frame: FrameType | None, *libraries: str) -> CallSite:
-    """Return the innermost line of a stack outside of accel, and of the directories of other libraries."""
-    while frame is not None and frame.f_code.co_filename.startswith((*_IGNORED, *libraries)):
-        frame = frame.f_back
-    if frame is None:
-        return CallSite("?", 0, "?")
-    return _build_site(frame)
-
-
-def user_call_sites() -> tuple[CallSite, ...]:
-    """Return all lines outside of accel that led to this call, innermost first."""
-    frame, sites = inspect.currentframe(), []
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(_IGNORED):
-            sites.append(_build_site(frame))
-        frame = frame.f_back
-    return tuple(sites)
-
-
-def _build_site(frame: FrameType) -> CallSite:
-    path = frame.f_code.co_filename
-    return CallSite(path[path.rfind("/") + 1 :], frame.f_lineno, frame.f_code.co_name)
-
 
 _LOCAL = threading.local()
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from accel_runtime.backends.base import Backend
+from accel_runtime.environment.call_sites import call_site
 from accel_runtime.environment.deepspeed import DeepSpeedConfig
-from accel_runtime.environment.heartbeat import call_site
 from accel_runtime.environment.settings import MixedPrecision, Settings
 from accel_runtime.foundation.nested import has_dtensor
 from accel_runtime.foundation.options import DistributedType

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
-from accel_runtime.environment.heartbeat import call_site
+from accel_runtime.environment.call_sites import call_site
 from accel_runtime.foundation import nested
 from accel_runtime.foundation.module_names import named_parameters
 from accel_runtime.foundation.options import GradientAccumulationPlugin

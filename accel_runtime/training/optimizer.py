@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from accel_runtime.environment.heartbeat import call_site, heartbeat
+from accel_runtime.environment.call_sites import call_site
+from accel_runtime.environment.heartbeat import heartbeat
 from accel_runtime.foundation.torch_internals import version_of
 from accel_runtime.monitoring.logging import MultiProcessAdapter
 from accel_runtime.parallel.strategy import Strategy

@@ -18,7 +18,7 @@ from typing_extensions import override
 from accel_runtime.backends.distributed import REDUCE_OPS
 from accel_runtime.collectives.handshake import Handshake, ObjectGroup
 from accel_runtime.collectives.transport import Transport, connect_transport
-from accel_runtime.environment.heartbeat import CallSite, call_site
+from accel_runtime.environment.call_sites import CallSite, call_site
 from accel_runtime.environment.settings import ROUNDING, MixedPrecision, Settings
 from accel_runtime.environment.topology import Topology
 from accel_runtime.foundation import nested
