@@ -56,6 +56,7 @@ __all__ = [
     "run_script",
     "set_main",
     "set_stream",
+    "strip_frames",
     "write_record",
 ]
 
@@ -76,6 +77,8 @@ _MAX_DESCRIPTORS, _NUM_HIGH = 4096, 16
 _LAUNCHER_STDERR = "/proc/{}/fd/2"
 _PYTHON_EXCEPTHOOK = sys.__excepthook__
 _REPLICAS = str(Path(__file__).with_name("runner") / "xla_replicas.py")
+_HOOKS = str(Path(__file__).parents[1] / "accel_runtime" / "environment" / "torch_hooks.py")
+"""The functions between the script and torch's own."""
 _SAFE_PATH = getattr(sys.flags, "safe_path", False)
 """Set by `PYTHONSAFEPATH` (Python 3.11): the script's folder is not added to `sys.path`."""
 
@@ -98,10 +101,10 @@ def main(arguments: list[str]) -> None:
     if _RANK_FOLDER in os.environ:
         # Ranks without a folder need not import them.
         from accel_runtime.environment.collective_trace import serve_trace_requests  # noqa: PLC0415
-        from accel_runtime.environment.step_hook import watch_steps  # noqa: PLC0415
         from accel_runtime.environment.threads import wait_at_group_end  # noqa: PLC0415
+        from accel_runtime.environment.torch_hooks import watch_progress  # noqa: PLC0415
 
-        watch_steps()
+        watch_progress()
         wait_at_group_end()
         if os.environ.get("WORLD_SIZE", "1") != "1":
             serve_trace_requests(Path(os.environ[_RANK_FOLDER]))
@@ -288,7 +291,7 @@ def run_script(body: Callable[[], None], error_file: Path | None, **details: Any
         hook.is_ending = os.getpid() == pid
         raise
     except BaseException as error:  # noqa: BLE001 - any exception is a failure of the script
-        error.__traceback__ = _strip_frames(error)
+        error.__traceback__ = strip_frames(error)
         if os.getpid() == pid:
             if error_file:
                 record_failure(error, error_file, **details)
@@ -392,7 +395,7 @@ def is_application(target: str) -> bool:
 
 def record_failure(error: BaseException, error_file: Path, **details: Any) -> None:
     """Write a failure in the format of torch's elastic agent, with more fields under `accel`."""
-    error.__traceback__ = _strip_frames(error)
+    error.__traceback__ = strip_frames(error)
     lines = traceback.format_exception(type(error), error, error.__traceback__)
     details["chain"] = [_describe_exception(link) for link in _get_chain(error)]
     if isinstance(error, SystemExit):
@@ -430,12 +433,17 @@ def write_record(error_file: Path, text: str, fields: dict[str, Any]) -> None:
     new.replace(error_file)
 
 
-def _strip_frames(error: BaseException) -> TracebackType | None:
-    """Return the traceback without the frames of accel and Python that lead to the script."""
+def strip_frames(error: BaseException) -> TracebackType | None:
+    """Return the traceback without the frames of accel and Python that lead to the script, and those of hooks between others."""
     frames = error.__traceback__
     files = {__file__, _REPLICAS, "<frozen runpy>", runpy.__file__}
     while frames and frames.tb_frame.f_code.co_filename in files:
         frames = frames.tb_next
+    last = frames
+    while last:
+        while last.tb_next and last.tb_next.tb_frame.f_code.co_filename == _HOOKS:
+            last.tb_next = last.tb_next.tb_next
+        last = last.tb_next
     return frames
 
 

@@ -114,6 +114,8 @@ class AccelCallback(TrainerCallback):  # type: ignore[misc]
     @override
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._preemption.begin()
+        if self._progress is not None:
+            self._progress.claim_batches()
 
     @override
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

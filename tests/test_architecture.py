@@ -71,6 +71,7 @@ READ_THE_ENVIRONMENT = (
     # As the facade of an Accelerator: whether it resumes, and its run.
     "accel_runtime/transformers.py",
     "accel_runtime/environment/heartbeat.py",
+    "accel_runtime/environment/torch_hooks.py",
 )
 
 ANNEXES = {

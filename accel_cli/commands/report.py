@@ -18,7 +18,7 @@ from accel_cli.commands.runs import find_log_home, log_dir_option
 from accel_cli.errors import UsageError
 
 if TYPE_CHECKING:
-    from accel_cli.runs.report_data import RunData
+    from accel_cli.runs.report.data import RunData
 
 __all__ = ["report"]
 
@@ -62,7 +62,7 @@ def report(runs: tuple[str, ...], output: Path | None, force: bool, log_dir: str
     selected = _read_runs(runs, log_dir)
     file = output or Path(f"report-{selected[0].name}.html" if len(selected) == 1 else "report.html")
     _check_output(file, force=force)
-    from accel_cli.runs.report import render_report
+    from accel_cli.runs.report.page import render_report
 
     page = render_report(selected)
     target = file.resolve()  # a symbolic link stays
@@ -77,10 +77,11 @@ def report(runs: tuple[str, ...], output: Path | None, force: bool, log_dir: str
 
 def _read_runs(names: Sequence[str], log_dir: str | None) -> list[RunData]:
     """Read the runs with these names or paths, each once."""
-    from accel_cli.runs import report_data, run_dir
+    from accel_cli.runs import run_dir
+    from accel_cli.runs.report.data import read_run, read_tracker_file
 
     if not names:
-        return [report_data.read_run(run_dir.find_run(find_log_home(log_dir)))]
+        return [read_run(run_dir.find_run(find_log_home(log_dir)))]
     found: dict[Path, list[RunData]] = {}
     for name in names:
         path = Path(name).expanduser()
@@ -89,7 +90,7 @@ def _read_runs(names: Sequence[str], log_dir: str | None) -> list[RunData]:
                 raise UsageError(
                     f"Cannot read {name!r}: no such file. Pass the file of the jsonl tracker, or a run of accel runs."
                 )
-            found.setdefault(path.resolve(), report_data.read_tracker_file(path))
+            found.setdefault(path.resolve(), read_tracker_file(path))
             continue
         if os.sep in name:
             if not path.is_dir():
@@ -99,7 +100,7 @@ def _read_runs(names: Sequence[str], log_dir: str | None) -> list[RunData]:
             run = run_dir.RunFolder(path.resolve())
         else:
             run = run_dir.find_run(find_log_home(log_dir), name)
-        found.setdefault(run.path.resolve(), [report_data.read_run(run)])
+        found.setdefault(run.path.resolve(), [read_run(run)])
     return [data for runs in found.values() for data in runs]
 
 

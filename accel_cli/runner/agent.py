@@ -8,6 +8,7 @@ from accel_cli.runner.forkserver import ForkServer, import_torch
 import_torch(quiet=True)
 
 # isort: split
+import json
 import os
 import signal
 import socket
@@ -47,7 +48,7 @@ from accel_cli.runner.shutdown import GuardProcess, Orphans, SignalHandlers
 from accel_cli.runner.stalls import Stall, StallWatch
 from accel_cli.runs.beats import Beat
 from accel_cli.runs.run_dir import RankFolder, RunFolder, format_ranks, write_reason
-from accel_cli.runs.snapshot import describe_slow_rank
+from accel_cli.runs.speed import RankSpeed, describe_slow_rank, describe_throughput
 from accel_runtime.environment import settings as env
 from accel_runtime.environment.collective_trace import REQUEST_FILE
 
@@ -116,6 +117,8 @@ class ElasticAgent(LocalElasticAgent):
         self._stall_watch: StallWatch | None = None
         self._follows_stall = False
         """True if the processes were started again because of a stall."""
+        self._speeds: dict[int, RankSpeed] = {}
+        """The speeds of the ranks of all nodes, once all have succeeded; empty on a single node."""
         self._replica_watch: ReplicaWatch | None = None
         # Unlike torch's number of restarts, it is the same on all nodes and counts changes of membership.
         self._attempt, self._started = -1, time.monotonic()
@@ -165,16 +168,27 @@ class ElasticAgent(LocalElasticAgent):
             return
         count = self._worker_group.spec.local_world_size
         noun = "process" if count == 1 else "processes"
-        if self._replica_watch and len(self._replica_watch.folders) > 1:
-            count, noun = len(self._replica_watch.folders), "replicas"
+        watch = self._replica_watch
+        if watch and len(watch.folders) > 1:
+            count, noun = len(watch.folders), "replicas"
         processes = f"{count} {noun}{' on this machine' if self._nodes else ''}"
         self._end_line()
         context = self._run_context
-        folders = context.folder.list_ranks(self._attempt)
-        if slow := describe_slow_rank({rank: Beat.read(folder.beat) for rank, folder in folders.items()}):
+        speeds = self._speeds or self._measure_speeds()
+        if slow := describe_slow_rank(speeds):
             console.note(slow)
-        logs = console.abbreviate_home(str(context.folder.path))
-        console.note(f"{context.recorder.format_end(processes, code)}; logs: {logs}")
+        world_size = watch.world_size if watch else self._worker_group.workers[0].world_size
+        throughput = describe_throughput(speeds, world_size)
+        end = context.recorder.format_end(processes, code) + (f"; {throughput}" if throughput else "")
+        console.note(f"{end}; logs: {console.abbreviate_home(str(context.folder.path))}")
+
+    def _measure_speeds(self) -> dict[int, RankSpeed]:
+        """Return the speed of the ranks of this node over the last attempt."""
+        folders = self._run_context.folder.list_ranks(self._attempt)
+        beats = {rank: Beat.read(folder.beat) for rank, folder in folders.items()}
+        host = self._bootstrap.node.host
+        speeds = {rank: RankSpeed.measure(beat, 0, host=host) for rank, beat in beats.items() if beat}
+        return {rank: speed for rank, speed in speeds.items() if speed}
 
     # Rendezvous
 
@@ -371,6 +385,12 @@ class ElasticAgent(LocalElasticAgent):
         action = self._run_context.settings.stall_action
         if action == "report":
             return healthy
+        if not stall.is_seen and "program" in self._worker_group.spec.args[:2]:
+            # It may train all the same: steps are seen in Python only.
+            console.note(
+                f"launcher.stall_action {action} has no effect: steps of a program (--no-python) are not seen"
+            )
+            return healthy
         text = f"no progress for {stall.seconds:.0f} s on {self._bootstrap.node.host}"
         if action == "fail":
             why = "launcher.stall_action is fail"
@@ -420,7 +440,13 @@ class ElasticAgent(LocalElasticAgent):
         torch waits in a barrier instead, for 300 seconds, in which a node whose processes have ended joins no restart.
         """
         assert self._round is not None
-        if nodes.publish_success(self._round):
+        speeds = {rank: speed.to_json() for rank, speed in self._measure_speeds().items()}
+        if nodes.publish_success(self._round, json.dumps(speeds)):
+            with suppress(RendezvousError, DistError):  # the first node may have ended, with the store
+                parts = [json.loads(text or "{}") for text in nodes.read_speeds(self._round)]
+                self._speeds = {
+                    int(rank): RankSpeed.from_json(data) for part in parts for rank, data in part.items()
+                }
             return succeeded
         # Not only once the rendezvous is closed: the node that serves the store ends at once after that.
         self._raise_if_ended()

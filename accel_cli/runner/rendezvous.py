@@ -188,11 +188,22 @@ class NodeRendezvous(DynamicRendezvousHandler):
             store.set("master", json.dumps([served.host, served.port]))
         return RendezvousStoreInfo(*json.loads(store.get("master")))
 
-    def publish_success(self, number: int) -> bool:
-        """Publish once that the processes of this node have succeeded in a round; return True if those of all nodes have."""
+    def publish_success(self, number: int, speeds: str) -> bool:
+        """Publish once that the processes of this node have succeeded in a round; return True if those of all nodes have.
+
+        Args:
+            number: The round.
+            speeds: The speeds of the ranks of this node, for all nodes.
+        """
+        if not self._has_succeeded:
+            self.bootstrap.set_value(f"round/{number}/speeds/{self.bootstrap.node.id}", speeds)
         amount, self._has_succeeded = int(not self._has_succeeded), True
         count = self.bootstrap.store.add(self.bootstrap.get_key(f"round/{number}/succeeded"), amount)
         return int(count) >= len(self.nodes)
+
+    def read_speeds(self, number: int) -> list[str | None]:
+        """Return the speeds that each node has published once all have succeeded in a round."""
+        return [self.bootstrap.get_value(f"round/{number}/speeds/{node.id}") for node in self.nodes]
 
     def _delay(self, seconds: float | tuple[float, float]) -> None:
         """Wait between two reads of the shared state, instead of torch; raise UsageError if this node can never take part."""

@@ -38,6 +38,8 @@ class Stall(NamedTuple):
     """The time since the last progress."""
     has_trained: bool
     """True if a rank has made a step, or has got past its first batch, in this attempt."""
+    is_seen: bool = True
+    """True if any rank has recorded progress, such as the creation of an Accelerator."""
 
 
 class StallWatch:
@@ -84,7 +86,7 @@ class StallWatch:
             report = _format_report(self._folders, beats, now - newest)
             console.note(report)
             self._record("stall", seconds=now - newest, text=report)
-            return Stall(now - newest, has_trained)
+            return Stall(now - newest, has_trained, is_seen=any(beats.values()))
         return None
 
     def _have_scripts_begun(self) -> bool:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import overload
+from typing import NamedTuple, overload
 
 from typing_extensions import override
 
@@ -15,12 +15,37 @@ from accel_cli.runs.run_files import MAX_PID, open_file
 from accel_runtime.environment import settings as env
 from accel_runtime.environment.text import decode_text
 
-__all__ = ["Beat"]
+__all__ = ["Beat", "Totals"]
 
 
 _NUMBERS = struct.Struct(f"={len(env.BEAT_NUMBERS)}q")
+_WIDTH = len(env.BEAT_ENTRY)
 _ATTEMPTS, _PAUSE_S = 5, 0.001
 """Reads of a file whose history is being thinned, and the pause between them."""
+
+
+class Totals(NamedTuple):
+    """Totals of a rank since its first step; times in seconds."""
+
+    time: float
+    """The time of the step after which they were read, on the monotonic clock."""
+    own: float
+    """Time in which the rank did not wait for others: up to the end of its own part of a backward pass."""
+    data: float
+    """Time in which it waited for batches."""
+    forward: float
+    """Time from a batch to its backward pass."""
+    backward: float
+    """Time of backward passes, until the gradients of this rank were complete if they are averaged."""
+    wait: float
+    """Time in collectives, and in which averaging backward passes waited for other ranks."""
+    samples: float
+    """Samples of all ranks that were trained on, those of the first step included."""
+    tokens: float
+
+    def average_since(self, other: Totals, steps: int) -> Totals:
+        """Return the differences to earlier totals per step."""
+        return Totals(*(max(0, now - before) / steps for now, before in zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -46,8 +71,12 @@ class Beat:
     """The same moment, in seconds since 1970."""
     step_time: float
     """The time of the last optimizer step; 0 before the first."""
-    busy: float
-    """Own time since the first step: outside of collectives, and of averaging backward passes up to their steps."""
+    totals: Totals
+    """The totals at the last step, or later."""
+    flops: int
+    """The floating-point operations of a step of this rank; 0 if they were not measured."""
+    peak_flops: int
+    """The floating-point operations that its device can execute per second; 0 if that is unknown."""
     epoch: int
     """The epoch, from 0, of the loader that returned the last batch."""
     epoch_batches: int
@@ -66,8 +95,8 @@ class Beat:
     """The times of the last steps, at most 64, the oldest first."""
     stride: int
     """The number of steps between two entries of the history."""
-    history: Sequence[tuple[float, float]]
-    """The time and the own time after step `stride`, `2 * stride`, ..."""
+    history: Sequence[Totals]
+    """The totals after step `stride`, `2 * stride`, ..."""
 
     @classmethod
     def read(cls, file: Path) -> Beat | None:
@@ -99,7 +128,9 @@ class Beat:
             started=numbers["started_ns"] / 1e9,
             started_epoch=numbers["started_epoch_ns"] / 1e9,
             step_time=step_time,
-            busy=numbers["busy_ns"] / 1e9,
+            totals=_parse_totals([round(1e9 * step_time), *(numbers[name] for name in env.BEAT_ENTRY[1:])]),
+            flops=numbers["flops"],
+            peak_flops=numbers["peak_flops"],
             epoch=numbers["epoch"],
             epoch_batches=numbers["batches"] - numbers["epoch_base"] if numbers["epoch_ns"] else 0,
             epoch_length=numbers["epoch_length"] or None,
@@ -109,7 +140,7 @@ class Beat:
             has_failed=bool(numbers["failed"]),
             recent=recent,
             stride=stride,
-            history=_History(entries[: 2 * count]),
+            history=_History(entries[: _WIDTH * count]),
         )
 
     @property
@@ -144,7 +175,13 @@ class Beat:
         return self.started_epoch + time - self.started
 
 
-class _History(Sequence[tuple[float, float]]):
+def _parse_totals(numbers: Sequence[int]) -> Totals:
+    *times, samples, tokens = numbers
+    time, own, data, forward, backward, wait = (value / 1e9 for value in times)
+    return Totals(time, own, data, forward, backward, wait, samples, tokens)
+
+
+class _History(Sequence[Totals]):
     """The entries of the history, which are converted when they are read: a table of ranks needs one of a thousand."""
 
     def __init__(self, numbers: memoryview) -> None:
@@ -152,20 +189,20 @@ class _History(Sequence[tuple[float, float]]):
 
     @override
     def __len__(self) -> int:
-        return len(self._numbers) // 2
+        return len(self._numbers) // _WIDTH
 
     @overload
-    def __getitem__(self, index: int) -> tuple[float, float]: ...
+    def __getitem__(self, index: int) -> Totals: ...
 
     @overload
-    def __getitem__(self, index: slice) -> Sequence[tuple[float, float]]: ...
+    def __getitem__(self, index: slice) -> Sequence[Totals]: ...
 
     @override
-    def __getitem__(self, index: int | slice) -> tuple[float, float] | Sequence[tuple[float, float]]:
+    def __getitem__(self, index: int | slice) -> Totals | Sequence[Totals]:
         if isinstance(index, slice):
             return tuple(self)[index]
-        entry = range(len(self))[index]
-        return self._numbers[2 * entry] / 1e9, self._numbers[2 * entry + 1] / 1e9
+        first = _WIDTH * range(len(self))[index]
+        return _parse_totals(self._numbers[first : first + _WIDTH].tolist())
 
 
 def _read_unchanged(file: Path) -> bytes:

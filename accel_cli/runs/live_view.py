@@ -21,6 +21,7 @@ from rich.text import Text
 
 from accel_cli import console
 from accel_cli.runs.snapshot import MetricSeries, RankSnapshot, RunSnapshot
+from accel_cli.runs.speed import describe_part
 from accel_runtime.environment.text import CONTROLS
 
 __all__ = [
@@ -187,7 +188,10 @@ def _build_header(run: RunSnapshot, width: int) -> list[Text]:
             current = Text(part)
         else:
             current.append(f", {part}", style="default")
-    return [*lines, current]
+    lines.append(current)
+    if throughput := run.throughput.format():
+        lines += Text(throughput).wrap(Console(width=width), width)
+    return lines
 
 
 def _choose_style(run: RunSnapshot) -> str:
@@ -212,7 +216,9 @@ def _list_notes(run: RunSnapshot) -> list[str]:
     if (slowest := run.slowest) is not None:
         times = sorted(run.own_times.values())
         own, median = _format_time(run.own_times[slowest]), _format_time(times[(len(times) - 1) // 2])
-        notes.append(f"* slowest rank: {slowest}, with {own} of own time per step; median {median}")
+        means = {rank.rank: rank.means for rank in run.ranks if rank.means}
+        part = describe_part([means[slowest]], list(means.values()))
+        notes.append(f"* slowest rank: {slowest}, with {own} of own time per step; median {median}{part}")
     if run.idle_time is not None:
         notes.append(f"no progress for {console.format_duration(run.idle_time)}: accel stacks shows where")
     if run.restart_reason and run.is_running:
@@ -285,7 +291,8 @@ def _choose_columns(rows: Sequence[_Row], width: int) -> list[_Column]:
 
 
 _ORDER = (
-    "rank", "steps", "epoch", "batches", "eta", "rate", "mean", "own", "age", "collectives", "memory", "gpu_memory", "gpu"
+    "rank", "steps", "epoch", "batches", "eta", "rate", "mean", "own", "data", "forward", "backward", "wait", "age", "collectives",
+    "memory", "gpu_memory", "gpu",
 )  # fmt: skip
 """The columns from left to right; the location is the last one."""
 
@@ -309,6 +316,7 @@ def _list_columns(rows: Sequence[_Row]) -> dict[str, _Column]:
             "GPU", lambda row: "-" if row.rank.gpu_percent is None else f"{row.rank.gpu_percent}%"
         ),
         "own": _Column("own time", lambda row: _format_time(row.rank.own_time), is_wide=True),
+        **{name: _build_part_column(name) for name in ("data", "forward", "backward", "wait")},
         "epoch": _Column(
             "epoch", lambda row: str(row.rank.beat.epoch) if row.rank.beat else "-", is_wide=True
         ),
@@ -319,6 +327,15 @@ def _list_columns(rows: Sequence[_Row]) -> dict[str, _Column]:
         ),
     }
     return {name: column for name, column in columns.items() if has_gpu or not name.startswith("gpu")}
+
+
+def _build_part_column(name: str) -> _Column:
+    """Return the column of a part of a step: its time per step."""
+    return _Column(
+        name,
+        lambda row: _format_time(getattr(row.rank.means, name) if row.rank.own_time else None),
+        is_wide=True,
+    )
 
 
 def _build_table(

@@ -15,6 +15,7 @@ from accel_cli.planning.network import Endpoint
 from accel_cli.runs.run_dir import RunFolder
 from accel_cli.runs.run_files import read_last_objects
 from accel_cli.runs.snapshot import RankSnapshot, RunSnapshot, read_snapshot
+from accel_cli.runs.speed import Throughput
 
 __all__ = ["RunCollector", "serve_metrics"]
 
@@ -28,7 +29,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[RankSnapshot], float | None]]] = {
 _GAUGES: dict[str, tuple[str, Callable[[RankSnapshot], float | None]]] = {
     "accel_steps_per_second": ("Optimizer steps per second, over the last steps.", lambda rank: rank.rate),
     "accel_own_time_seconds": (
-        "Time of a step outside of collectives; with an Accelerator.",
+        "Time of a step in which the rank waits for no other.",
         lambda rank: rank.own_time,
     ),
     "accel_progress_age_seconds": (
@@ -51,6 +52,18 @@ _GAUGES: dict[str, tuple[str, Callable[[RankSnapshot], float | None]]] = {
 """The metrics of each rank: the help text, and the value; None if it is not known."""
 
 
+_THROUGHPUT: dict[str, tuple[str, Callable[[Throughput], float | None]]] = {
+    "accel_samples_per_second": ("Samples of all ranks per second.", lambda rates: rates.samples),
+    "accel_tokens_per_second": ("Tokens of all ranks per second.", lambda rates: rates.tokens),
+    "accel_flops_per_second": (
+        "Floating-point operations of all ranks per second.",
+        lambda rates: rates.flops,
+    ),
+    "accel_mfu_ratio": ("Model FLOP/s utilization, from 0 to 1.", lambda rates: rates.mfu),
+}
+"""The metrics of all ranks over the last steps; None if they are not known."""
+
+
 class RunCollector(Collector):
     """Collects the metrics of a run at each request.
 
@@ -71,6 +84,12 @@ class RunCollector(Collector):
             yield _build(CounterMetricFamily, name, text, snapshot, get)
         for name, (text, get) in _GAUGES.items():
             yield _build(GaugeMetricFamily, name, text, snapshot, get)
+        yield _build_parts(snapshot)
+        for name, (text, value) in _THROUGHPUT.items():
+            metric = GaugeMetricFamily(name, text)
+            if (number := value(snapshot.throughput)) is not None:
+                metric.add_metric([], number)
+            yield metric
         logged = GaugeMetricFamily("accel_logged", "Last value of a logged metric.", labels=["name"])
         for series in snapshot.metrics:
             if isinstance(series.value, float):
@@ -125,6 +144,18 @@ def _build(
         value = get(rank)
         if value is not None:
             metric.add_metric([str(rank.rank)], value)
+    return metric
+
+
+def _build_parts(snapshot: RunSnapshot) -> Metric:
+    """Return the times of the parts of a step of each rank."""
+    metric = GaugeMetricFamily(
+        "accel_step_part_seconds", "Time of a part of a step, over the last steps.", labels=["rank", "part"]
+    )
+    for rank in snapshot.ranks:
+        for part in ("data", "forward", "backward", "wait"):
+            if rank.own_time and rank.means:
+                metric.add_metric([str(rank.rank), part], getattr(rank.means, part))
     return metric
 
 

@@ -7,22 +7,19 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from statistics import median_low
 from typing import Any
 
-from accel_cli.runs.beats import Beat
+from accel_cli.runs.beats import Beat, Totals
 from accel_cli.runs.run_dir import RankFolder, RunFolder, RunStatus
 from accel_cli.runs.run_files import read_last_objects, read_pid
+from accel_cli.runs.speed import MIN_STEPS, RankSpeed, Throughput, find_slowest
 from accel_cli.runs.usage import read_gpu_usage, read_rss
 from accel_runtime.storage.file_system import is_process_running
 
 __all__ = [
-    "MIN_STEPS",
     "MetricSeries",
     "RankSnapshot",
     "RunSnapshot",
-    "describe_slow_rank",
-    "find_slowest",
     "read_snapshot",
 ]
 
@@ -30,15 +27,11 @@ _TAIL = 1 << 17
 """Bytes at the end of a file of lines that are read: the file may have thousands of lines, and is read twice a second."""
 _SERIES = 64
 """The most values of a metric that are kept."""
-MIN_STEPS, _OWN_TIME_STEPS = 20, 50
-"""Steps until the slowest rank is named, and the least number of last steps that own time is averaged over."""
-_SHORT_RUN_S = 60.0
-"""The time of steps from which a slow rank is named at the end of a run: first steps and other load decide shorter ones."""
+_SPEED_STEPS = 50
+"""The least number of last steps that times are averaged over."""
 _STALL_S = 10.0
 """The shortest time without progress that is shown as a stall."""
 _NON_FINITE = frozenset({"NaN", "Infinity", "-Infinity"})
-_SLOWER, _MIN_SHARE = 1.1, 0.02
-"""The slowest rank exceeds the median own time by this factor, and by this share of the time of a step."""
 
 
 @dataclass(frozen=True)
@@ -103,20 +96,27 @@ class RankSnapshot:
         is_running = self.state == "running" and seconds > 0
         return min(beat.rate_now, len(beat.recent) / seconds) if is_running else beat.rate_now
 
-    @property
-    def own_time(self) -> float | None:
-        """Seconds of own time per step, over the last steps; None before enough steps, and without an Accelerator.
+    @cached_property
+    def speed(self) -> RankSpeed | None:
+        """The speed over the last steps, which decreases while no step is made; None before enough steps.
 
         The first steps, in which libraries initialize and compile, count only until there are enough others.
         """
         beat = self.beat
-        if beat is None or beat.steps < MIN_STEPS or not beat.busy:
+        if beat is None or beat.steps < MIN_STEPS or not beat.history:
             return None
-        last = min(len(beat.history), (beat.steps - _OWN_TIME_STEPS) // beat.stride) if beat.stride else 0
-        first = last - 1 if last > 0 else 0
-        if not beat.history or (steps := beat.steps - (first + 1) * beat.stride) <= 0:
-            return beat.busy / (beat.steps - 1)  # own time is measured from the end of the first step
-        return max(0.0, beat.busy - beat.history[first][1]) / steps
+        last = min(len(beat.history), (beat.steps - _SPEED_STEPS) // beat.stride)
+        return RankSpeed.measure(beat, last - 1 if last > 0 else 0, self.rate)
+
+    @property
+    def means(self) -> Totals | None:
+        """Times, samples and tokens per step, over the last steps; None before enough steps."""
+        return self.speed.means if self.speed else None
+
+    @property
+    def own_time(self) -> float | None:
+        """Seconds of own time per step, over the last steps; None if no backward pass was seen."""
+        return means.own if (means := self.means) and means.own else None
 
     @property
     def eta(self) -> float | None:
@@ -125,7 +125,7 @@ class RankSnapshot:
 
     def to_json(self) -> dict[str, Any]:
         """Return the state as JSON data; the docs list the fields."""
-        beat = self.beat
+        beat, means = self.beat, self.means
         return {
             "rank": self.rank,
             "pid": self.pid,
@@ -136,6 +136,10 @@ class RankSnapshot:
             "steps_per_s": self.rate,
             "steps_per_s_mean": beat.rate_mean if beat else None,
             "own_time_s": self.own_time,
+            "data_time_s": means.data if means else None,
+            "forward_time_s": means.forward if means else None,
+            "backward_time_s": means.backward if means else None,
+            "wait_time_s": means.wait if means else None,
             "last_step_age_s": self.step_age,
             "last_progress_age_s": self.progress_age,
             "epoch": beat.epoch if beat else None,
@@ -223,6 +227,11 @@ class RunSnapshot:
         times = {rank.rank: rank.own_time for rank in self.ranks}
         return {rank: time for rank, time in times.items() if time is not None}
 
+    @cached_property
+    def throughput(self) -> Throughput:
+        """The throughput of all ranks over the last steps."""
+        return Throughput.combine([rank.speed for rank in self.ranks if rank.speed], self.world_size)
+
     @property
     def slowest(self) -> int | None:
         """The rank with the largest own time per step, if it is clearly slower than most; None if no rank is."""
@@ -245,39 +254,10 @@ class RunSnapshot:
             "failure": self.failure or None,
             "world_size": self.world_size,
             "slowest_rank": self.slowest,
+            **self.throughput.to_json(),
             "ranks": [rank.to_json() for rank in self.ranks],
             "metrics": {series.name: series.to_json() for series in self.metrics},
         }
-
-
-def find_slowest(own_times: Mapping[int, float], step_time: float) -> int | None:
-    """Return the rank with the largest own time per step, if it is clearly slower than most; None if no rank is."""
-    if len(own_times) < 2:  # noqa: PLR2004 - a rank is slower than another
-        return None
-    rank = max(own_times, key=own_times.__getitem__)
-    own, median = own_times[rank], median_low(own_times.values())
-    return rank if own > _SLOWER * median and own - median > _MIN_SHARE * step_time else None
-
-
-def describe_slow_rank(beats: Mapping[int, Beat | None]) -> str:
-    """Return which rank was clearly slower than the others over a whole run; empty if none was, or the run was short.
-
-    Own time leaves out the time in collectives, in which the others wait for that rank.
-    """
-    trained = {rank: beat for rank, beat in beats.items() if beat and beat.steps >= MIN_STEPS and beat.busy}
-    durations = [beat.step_time - beat.started for beat in trained.values()]
-    if max(durations, default=0.0) < _SHORT_RUN_S:
-        return ""
-    own_times = {rank: beat.busy / (beat.steps - 1) for rank, beat in trained.items()}
-    steps = max(beat.steps for beat in trained.values())
-    rank = find_slowest(own_times, max(durations) / steps)
-    if rank is None:
-        return ""
-    own, median = own_times[rank], median_low(own_times.values())
-    return (
-        f"rank {rank} was slower than the others: {1000 * own:.3g} ms of own time per step, {own / median - 1:.0%} above the "
-        f"median of {1000 * median:.3g} ms"
-    )
 
 
 def read_snapshot(run: RunFolder) -> RunSnapshot:

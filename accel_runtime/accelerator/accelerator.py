@@ -7,7 +7,7 @@ import operator
 import os
 import signal
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
@@ -36,6 +36,7 @@ from accel_runtime.collectives.calls import collective
 from accel_runtime.data import metrics
 from accel_runtime.data.loader import PreparedLoader, skip_first_batches
 from accel_runtime.environment.call_sites import call_site
+from accel_runtime.environment.heartbeat import enable_progress, heartbeat
 from accel_runtime.environment.settings import NODE_NAME, MixedPrecision, Settings
 from accel_runtime.environment.topology import Topology
 from accel_runtime.export import objects
@@ -53,6 +54,7 @@ from accel_runtime.foundation.options import (
 )
 from accel_runtime.monitoring.logging import MultiProcessAdapter
 from accel_runtime.monitoring.profiling import ProfileKwargs, profiled
+from accel_runtime.monitoring.rates import RateMeter
 from accel_runtime.monitoring.tracking import GeneralTracker, Trackers
 from accel_runtime.parallel.big_modeling import describe_dispatch
 from accel_runtime.storage.manifest import Checkpoint
@@ -102,6 +104,10 @@ class Accelerator(ProcessMethods):
             sets the options that are not given.
         deepspeed_plugins: The same as `deepspeed_plugin`.
         fp16: The same as `mixed_precision="fp16"` (True) or `"no"` (False).
+        throughput: If given, `log` adds the samples and tokens per second of all ranks since its last call, and model FLOP/s and
+            MFU with `launcher.measure_flops`, as `throughput/samples_per_s`, `throughput/tokens_per_s`, `throughput/flops_per_s` and
+            `throughput/mfu`. Tokens are the elements of `input_ids` in batches of prepared loaders with True, of another tensor
+            with its key, or the number that a function returns for a batch of this rank.
 
     Raises:
         ValueError: If options contradict each other, the device does not support an option, or an environment variable is
@@ -133,7 +139,10 @@ class Accelerator(ProcessMethods):
         deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
         deepspeed_plugins: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
         fp16: bool | None = None,
+        throughput: str | Callable[[Any], int] | Literal[True] | None = None,
     ) -> None:
+        if throughput is not None:
+            enable_progress()
         options = RunOptions(
             Arguments(
                 mixed_precision=mixed_precision,
@@ -154,6 +163,7 @@ class Accelerator(ProcessMethods):
                 fsdp_plugin=fsdp_plugin,
                 deepspeed_plugin=_choose_plugin(deepspeed_plugin, deepspeed_plugins),
                 project_config=project_config,
+                throughput=throughput,
             ),
             os.environ,
         )
@@ -163,6 +173,8 @@ class Accelerator(ProcessMethods):
         options.project.place(project_dir)
         self._trackers = Trackers(log_with, options.project.logs, self._backend.topology)
         self._steps = TrainingSteps(run)
+        progress = heartbeat() if options.logs_rates else None
+        self._rates = None if progress is None else RateMeter(progress, self._backend.topology.world_size)
         self._checkpoints = Checkpointing(
             run, RunOrigin.from_env(os.environ), os.environ.get(NODE_NAME) or socket.gethostname()
         )
@@ -815,6 +827,8 @@ class Accelerator(ProcessMethods):
     ) -> None:
         """Record values with every tracker; the first failure of a tracker causes a warning and no error.
 
+        With `Accelerator(throughput=...)`, the throughput since the last call is added to the values.
+
         `accel launch` also records numbers and text of the main process in its run folder, with and without trackers.
 
         Args:
@@ -826,6 +840,8 @@ class Accelerator(ProcessMethods):
             TypeError: If `values` is not a mapping, or `step` not an integer.
             ValueError: If there are arguments for a tracker that `log_with` does not contain.
         """
+        if self._rates is not None and isinstance(values, Mapping):
+            values = {**values, **self._rates.measure()}
         self._trackers.log(values, step, log_kwargs)
         if self._run.recorder is not None:
             self._run.recorder.record_metrics(values, step if step is None else operator.index(step))

@@ -6,10 +6,10 @@ docs/design/configuration.md has the reasons.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from accel_runtime.data.loader import LoaderOptions
 from accel_runtime.data.prepare import check_loader_configuration, loader_options
@@ -29,6 +29,7 @@ from accel_runtime.environment.settings import (
     flatten_settings,
     variable_name,
 )
+from accel_runtime.environment.throughput import build_token_counter
 from accel_runtime.foundation.options import (
     AutocastKwargs,
     Configuration,
@@ -116,6 +117,7 @@ class Arguments:
     fsdp_plugin: FullyShardedDataParallelPlugin | None
     deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None
     project_config: ProjectConfiguration | None
+    throughput: str | Callable[[Any], int] | Literal[True] | None
 
 
 class RunOptions:
@@ -177,6 +179,10 @@ class RunOptions:
         """True if models and batches are moved to the device."""
         self.rng_types = parse_rng_types(arguments.rng_types)
         """Generators whose states are copied from the first rank at every epoch."""
+        self.count_tokens = build_token_counter(arguments.throughput)
+        """Counts the tokens of batches."""
+        self.logs_rates = arguments.throughput is not None
+        """True if `log` adds the throughput to the values."""
         self.step_with_optimizer = arguments.step_scheduler_with_optimizer
         """True if schedulers step with their optimizers."""
         self._is_argument = {
@@ -263,7 +269,7 @@ class RunOptions:
     @property
     def loader_options(self) -> LoaderOptions:
         """Return the options of loaders that are prepared now."""
-        return loader_options(self.loaders, self.device_placement, self.rng_types)
+        return loader_options(self.loaders, self.device_placement, self.rng_types, self.count_tokens)
 
     def set_loaders(self, config: DataLoaderConfiguration, *, are_prepared: bool) -> None:
         """Replace the configuration of loaders; `are_prepared` if a loader or scheduler counts by the earlier one."""

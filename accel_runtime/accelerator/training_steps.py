@@ -138,7 +138,7 @@ class TrainingSteps:
             run.checks.averaging.begin_backward()
             if progress is not None:
                 averages = run.accumulation.averages_gradients
-                progress.backward(averages)
+                progress.begin_backward(averages)
         try:
             if (
                 weight is None
@@ -155,8 +155,8 @@ class TrainingSteps:
                 raise explained from error
             raise
         if is_distributed:
-            if progress is not None and averages:
-                progress.restart_own_time()
+            if progress is not None:
+                progress.end_backward()
             run.checks.averaging.end_backward()
             run.checks.replicas.count_backward()
 

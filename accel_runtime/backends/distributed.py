@@ -211,11 +211,11 @@ class DistributedBackend(StoreBackend):
     def _count_collective(self) -> None:
         """Count a collective, for ranks that wait for this one elsewhere."""
         if self._progress is not None:
-            self._progress.collective()
+            self._progress.begin_collective()
 
     def _end_collective(self) -> None:
         if self._progress is not None:
-            self._progress.restart_own_time()
+            self._progress.end_collective()
 
     def _group(self, tensor: torch.Tensor) -> dist.ProcessGroup | None:
         return self._control if tensor.device.type == "cpu" else None

@@ -28,8 +28,9 @@ from accel_runtime.data.source import (
 )
 from accel_runtime.data.state import IterationState, LoaderState, NextBatch, PreshardedState, SourceState
 from accel_runtime.environment.heartbeat import LoaderEpoch, heartbeat
+from accel_runtime.environment.throughput import TokenCounter
 from accel_runtime.foundation import nested
-from accel_runtime.foundation.steps import EpochProgress
+from accel_runtime.foundation.steps import EpochProgress, StepInfo
 from accel_runtime.foundation.torch_internals import copy_attributes, copy_loader
 from accel_runtime.storage.schema import FieldError, read_value, write_record
 
@@ -59,6 +60,8 @@ class LoaderOptions:
     """If true, batches are moved to the device."""
     non_blocking: bool = False
     """If true, batches are moved asynchronously; those in pinned memory always are."""
+    count_tokens: TokenCounter | None = None
+    """Returns the number of tokens in a batch of this rank; None counts none."""
     rng_types: tuple[str, ...] = ()
     """Generators whose states are broadcast from the first rank at the start of an epoch."""
 
@@ -119,23 +122,38 @@ class PreparedLoader(DataLoader[Any]):
         beat = heartbeat()
         counts = LoaderEpoch(running.epoch, state.num_batches, self._epoch_length) if beat else None
         finished = False
+        if beat is not None:
+            beat.request_batch()
         try:
             for batch in self._iterate_batches(running, state.source, num_replayed):
                 if put_on_device and not is_on_device(batch):
                     batch = nested.send_to(batch, device, non_blocking=non_blocking)  # noqa: PLW2901
                 if record_batch:
                     record_batch(record, batch)
-                if beat is not None:
+                if beat is not None and counts is not None:
                     beat.batch(counts)
+                    beat.add_samples(counts, *self._count_samples(running.step_info, batch))
                 running.count_batch()
                 yield batch
+                if beat is not None:
+                    beat.request_batch()
             finished = True
         finally:
             if finished:
+                if beat is not None and counts is not None:
+                    beat.end_epoch(counts)
                 self._progress.mark_finished(running, record.num_padding)
             else:
                 self._progress.mark_left(running, self._capture_iteration(running))
             self._loops.close(record, finished=finished)
+
+    def _count_samples(self, step: StepInfo | None, batch: Any) -> tuple[int, int]:
+        """Return the samples and tokens in the batches of all ranks, without padding samples."""
+        samples = 0 if step is None else sum(step.num_valid)
+        count_tokens = self._options.count_tokens
+        return samples, 0 if count_tokens is None else self._backend.data_rank.world_size * count_tokens(
+            batch
+        )
 
     def _begin_epoch(self, continued: IterationState | None) -> tuple[IterationState, int]:
         """Return the state that an iteration begins in, and the number of batches to replay from before a save."""

@@ -23,6 +23,7 @@ from accel_runtime.data.presharded import PreshardedSource
 from accel_runtime.data.sharding import loss_scale, sharding_of_loader
 from accel_runtime.data.source import Source, batch_size_of, sampler_of_loader, yields_single_samples
 from accel_runtime.data.state import MapStyleState, StreamState
+from accel_runtime.environment.throughput import TokenCounter
 from accel_runtime.environment.topology import DataRank, Topology
 from accel_runtime.foundation.options import DataLoaderConfiguration
 from accel_runtime.foundation.steps import EpochProgress, StepInfo
@@ -49,7 +50,10 @@ def check_loader_configuration(config: DataLoaderConfiguration) -> None:
 
 
 def loader_options(
-    config: DataLoaderConfiguration, put_on_device: bool, rng_types: tuple[str, ...]
+    config: DataLoaderConfiguration,
+    put_on_device: bool,
+    rng_types: tuple[str, ...],
+    count_tokens: TokenCounter | None = None,
 ) -> LoaderOptions:
     """Return the options of loaders from a script's configuration."""
     return LoaderOptions(
@@ -60,6 +64,7 @@ def loader_options(
         seed=config.data_seed,
         put_on_device=put_on_device,
         non_blocking=config.non_blocking,
+        count_tokens=count_tokens,
         rng_types=rng_types,
     )
 

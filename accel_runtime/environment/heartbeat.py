@@ -22,6 +22,7 @@ from typing_extensions import override
 from accel_runtime.environment.call_sites import CallSite
 from accel_runtime.environment.settings import (
     BEAT,
+    BEAT_ENTRY,
     BEAT_HISTORY,
     BEAT_HISTORY_RANGE,
     BEAT_NUMBERS,
@@ -39,6 +40,7 @@ __all__ = [
     "Progress",
     "ProgressCounts",
     "disable_heartbeat",
+    "enable_progress",
     "heartbeat",
     "reset_heartbeat",
 ]
@@ -63,12 +65,25 @@ _LOCAL = threading.local()
     _STRIDE,
     _ENDED_NS,
     _FAILED,
+    _DATA_NS,
+    _FORWARD_NS,
+    _BACKWARD_NS,
+    _WAIT_NS,
+    _SAMPLES,
+    _TOKENS,
+    _FLOPS,
+    _PEAK_FLOPS,
 ) = range(len(BEAT_NUMBERS))
+_OTHER = -1
+"""Part of a step that has no number: the optimizer step, and what follows it."""
+_PARTS = (_DATA_NS, _FORWARD_NS, _BACKWARD_NS, _WAIT_NS)
+_ENTRY_NUMBERS = tuple(BEAT_NUMBERS.index(name) for name in BEAT_ENTRY[1:])
+"""Numbers of an entry of the history, after its time."""
 _TEXT_SIZE = BEAT_TEXT_RANGE.stop - BEAT_TEXT_RANGE.start
 _FIRST_RECENT = BEAT_RECENT_RANGE.start // 8
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class LoaderEpoch:
     """Epoch of a loader whose batches are counted."""
 
@@ -81,6 +96,9 @@ class LoaderEpoch:
     batches: int = field(init=False)
     """Number of batches that were returned or skipped when the last batch was of another epoch."""
     begin_ns: int = field(init=False)
+    samples: int = 0
+    """Samples of all ranks in batches that no backward pass has followed yet."""
+    tokens: int = 0
 
     def __post_init__(self) -> None:
         self.batches = self.first
@@ -111,6 +129,12 @@ class Progress:
 
     def __init__(self) -> None:
         self.steps = self.batches = self.backwards = self.collectives = 0
+        self.samples = self.tokens = 0
+        """Samples and tokens of all ranks that were trained on."""
+        self._untrained: set[LoaderEpoch] = set()
+        """Epochs with samples that no backward pass or step has followed yet."""
+        self.step_flops, self.peak_flops = 0, 0
+        """Floating-point operations of a step of this rank, and those that its device can execute per second; 0 if unknown."""
         self.inside: tuple[str, CallSite] | None = None
         """Current collective of accel, and its line."""
         self.in_store: tuple[str, CallSite] | None = None
@@ -171,6 +195,7 @@ class Progress:
 
     def _step(self, stepped: int) -> None:
         """Count a step of what an id names. Several optimizers that step in turn, as in a GAN, make one step."""
+        self._count_trained()
         if self._begins_step(stepped):
             self.steps += 1
 
@@ -182,29 +207,55 @@ class Progress:
         self._stepped.add(stepped)
         return begins
 
+    def request_batch(self) -> None:
+        """Record that the script waits for a batch of a loader that counts its batches."""
+
     def batch(self, epoch: LoaderEpoch | None = None) -> None:  # noqa: ARG002 - for the heartbeat
         """Count a batch that a loader returns in an epoch."""
         self.batches += 1
 
+    def add_samples(self, epoch: LoaderEpoch, samples: int, tokens: int) -> None:
+        """Add the samples and tokens of all ranks in a batch, which count once a backward pass or a step follows."""
+        epoch.samples += samples
+        epoch.tokens += tokens
+        self._untrained.add(epoch)
+
+    def _count_trained(self) -> None:
+        for epoch in self._untrained:
+            self.samples += epoch.samples
+            self.tokens += epoch.tokens
+            epoch.samples = epoch.tokens = 0
+        self._untrained.clear()
+
+    def end_epoch(self, epoch: LoaderEpoch) -> None:
+        """Record that a loader has no more batches; those that were not trained on, as in an evaluation, do not count."""
+        self._untrained.discard(epoch)
+
+    def claim_batches(self) -> None:
+        """Leave out the batches of torch's loaders, which the caller counts by `batch`."""
+
     def record_activity(self) -> None:
         """Record that the script goes on without a step or batch, as in an evaluation."""
 
-    def backward(self, averages: bool = True) -> None:  # noqa: ARG002 - for the heartbeat
+    def begin_backward(self, averages: bool = True) -> None:  # noqa: ARG002 - for the heartbeat
         """Count a backward pass that begins; one that averages gradients waits for the other ranks."""
         self.backwards += 1
 
-    def restart_own_time(self) -> None:
-        """Record the end of a backward pass that averages gradients, or of a collective without a handshake."""
+    def end_backward(self) -> None:
+        """Record the end of the backward pass."""
 
-    def collective(self) -> None:
+    def begin_collective(self) -> None:
         """Count a collective of torch that accel makes on all ranks."""
         self.collectives += 1
         self._previous_base = self._base
         self.restart_counts()
 
+    def end_collective(self) -> None:
+        """Record the end of a collective without a handshake."""
+
     def enter(self, operation: str, site: CallSite) -> None:
         """Count and record a collective with a handshake."""
-        self.collective()
+        self.begin_collective()
         self.inside = (operation, site)
 
     def exit(self) -> None:
@@ -224,10 +275,12 @@ class Progress:
 class Heartbeat(Progress):
     """Progress of this process, also kept in a mapped file.
 
-    Own time, by which the slowest of several ranks is found, begins with the first step. It is measured from a step, from
-    the end of a collective and from the end of a backward pass that averages gradients, to the next collective or such
-    pass. It counts once a pass has begun, so the time between a pass and its step, in which ranks may wait for each other,
-    does not.
+    All time since the first step belongs to a part of a step: waiting for data, the forward pass, the backward pass, waiting for
+    other ranks, and the rest.
+
+    Own time, by which the slowest of several ranks is found, is that in which a rank does not wait for others: a backward pass
+    that averages gradients until those of this rank are complete, and everything before it up to the last step. The time between such
+    a pass and its step, in which ranks may wait for each other, does not count.
 
     Args:
         file: A new file; an existing one belongs to another process.
@@ -249,10 +302,19 @@ class Heartbeat(Progress):
         self._history = self._numbers[BEAT_HISTORY_RANGE.start // 8 :]
         self._last_inside: tuple[str, CallSite] | None = None
         self._epoch: LoaderEpoch | None = None
+        self._returned = 0
+        """Number of batches, those of loaders that do not count them included."""
+        self._counts_epochs = False
+        """True if a loader or a callback counts the batches, so that those of torch's loaders are not counted again."""
+        self._is_loading = False
+        """True while a loader that counts its batches loads one, with a loader of torch."""
+        self._is_backward, self._averages = False, False
         self._busy = self._pending = 0
         """Own time, and that which counts when a backward pass that averages begins."""
         self._stride = self._next_entry = 1
-        now = self._own_since = monotonic_ns()
+        self._part = self._outer_part = _OTHER
+        """Current part of the step, and the part around the current collective."""
+        now = self._since = monotonic_ns()
         numbers = self._numbers
         numbers[_STARTED_NS], numbers[_STARTED_EPOCH_NS], numbers[_CHANGED_NS] = now, time.time_ns(), now
         numbers[_STRIDE] = 1
@@ -261,8 +323,9 @@ class Heartbeat(Progress):
 
     @override
     def _step(self, stepped: int) -> None:
-        now = self._own_since = monotonic_ns()
+        now = self._begin_part(_OTHER)
         self._pending = 0
+        self._count_trained()
         numbers, steps = self._numbers, self.steps
         if not self._begins_step(stepped):
             numbers[_CHANGED_NS] = now
@@ -276,27 +339,88 @@ class Heartbeat(Progress):
 
     def _add_to_history(self, now: int) -> None:
         """Add an entry, and keep every second one of a full history."""
+        numbers = self._numbers
         if self.steps == 1:
             # The time before it is that of the start of the script.
-            self._busy = self._numbers[_BUSY_NS] = 0
-        history, stride = self._history, self._stride
+            self._busy = 0
+            for number in (_BUSY_NS, _DATA_NS, _FORWARD_NS, _BACKWARD_NS, _WAIT_NS):
+                numbers[number] = 0
+        history, stride, width = self._history, self._stride, len(BEAT_ENTRY)
         entry = self.steps // stride
-        history[2 * entry - 2], history[2 * entry - 1] = now, self._busy
+        first = width * (entry - 1)
+        history[first] = now
+        for index, number in enumerate(_ENTRY_NUMBERS, first + 1):
+            history[index] = numbers[number]
         if entry == BEAT_HISTORY:
-            self._numbers[_STRIDE] = 0
-            for part in range(2):
-                history[part:BEAT_HISTORY:2] = history[part + 2 :: 4]
-            stride = self._stride = self._numbers[_STRIDE] = 2 * stride
+            numbers[_STRIDE] = 0
+            for index in range(width):
+                history[index : width * BEAT_HISTORY // 2 : width] = history[index + width :: 2 * width]
+            stride = self._stride = numbers[_STRIDE] = 2 * stride
         self._next_entry += stride
+
+    def _begin_part(self, part: int) -> int:
+        """Add the time since the last event to the part of the step that ends, begin another one, and return the time."""
+        now = monotonic_ns()
+        elapsed, ended = now - self._since, self._part
+        self._since, self._part = now, part
+        if ended != _OTHER:
+            self._numbers[ended] += elapsed
+        if ended != _WAIT_NS:
+            self._pending += elapsed
+        return now
+
+    @override
+    def request_batch(self) -> None:
+        self._is_loading = self._counts_epochs = True
+        self._begin_part(_DATA_NS)
 
     @override
     def batch(self, epoch: LoaderEpoch | None = None) -> None:
+        self.batches += 1
+        if self._is_loading:
+            self._is_loading = False
+            now = self._begin_part(_FORWARD_NS)
+        else:
+            now = monotonic_ns()
+        self._return_batch(epoch, now)
+
+    @override
+    def claim_batches(self) -> None:
+        self._counts_epochs = True
+
+    def observe_request(self) -> bool:
+        """Record that the script waits for a batch of a loader of torch; return False if another loader uses that one."""
+        if not self._is_loading:
+            self._begin_part(_DATA_NS)
+        return not self._is_loading
+
+    def observe_batch(self, epoch: LoaderEpoch) -> None:
+        """Record a batch that a loader of torch returns, and count it unless a loader or callback of accel does."""
+        now = self._begin_part(_FORWARD_NS)
+        if self._counts_epochs:
+            self._numbers[_CHANGED_NS] = now
+        else:
+            self._return_batch(epoch, now)
+
+    @override
+    def end_epoch(self, epoch: LoaderEpoch) -> None:
+        super().end_epoch(epoch)
+        self._is_loading = False
+        self._begin_part(_OTHER)
+
+    @override
+    def _count_trained(self) -> None:
+        if self._untrained:
+            super()._count_trained()
+            self._numbers[_SAMPLES], self._numbers[_TOKENS] = self.samples, self.tokens
+
+    def _return_batch(self, epoch: LoaderEpoch | None, now: int) -> None:
         if epoch is not self._epoch:
             self._set_epoch(epoch)
-        batches = self.batches = self.batches + 1
+        returned = self._returned = self._returned + 1
         numbers = self._numbers
-        numbers[_BATCHES] = batches
-        numbers[_CHANGED_NS] = monotonic_ns()
+        numbers[_BATCHES] = returned
+        numbers[_CHANGED_NS] = now
 
     @override
     def record_activity(self) -> None:
@@ -306,31 +430,65 @@ class Heartbeat(Progress):
         """Describe the epoch of the next batch; loops over other loaders may still be running."""
         numbers = self._numbers
         if self._epoch is not None:
-            self._epoch.batches = self.batches - numbers[_EPOCH_BASE]
+            self._epoch.batches = self._returned - numbers[_EPOCH_BASE]
         self._epoch = epoch
         if epoch is not None:
             numbers[_EPOCH], numbers[_EPOCH_LENGTH] = epoch.number, epoch.length
             numbers[_EPOCH_FIRST], numbers[_EPOCH_NS] = epoch.first, epoch.begin_ns
-            numbers[_EPOCH_BASE] = self.batches - epoch.batches
+            numbers[_EPOCH_BASE] = self._returned - epoch.batches
 
     @override
-    def backward(self, averages: bool = True) -> None:
+    def begin_backward(self, averages: bool = True) -> None:
         self.backwards += 1
+        self._begin_backward(averages)
+
+    def _begin_backward(self, averages: bool) -> None:
+        self._is_backward, self._averages = True, averages
+        if self._part == _OTHER:  # of a script that loads its data itself
+            self._part = _FORWARD_NS
+        self._begin_part(_BACKWARD_NS)
+        self._count_trained()
         if averages:
-            self._busy += self._pending + monotonic_ns() - self._own_since
+            self._add_own_time()
+
+    def observe_backward(self, averages: bool) -> bool:
+        """Record a backward pass of torch that begins; return False if it is a part of one that has begun."""
+        if self._is_backward:
+            return False
+        self._begin_backward(averages)
+        return True
+
+    def complete_gradients(self) -> None:
+        """Record that the gradients of this rank are complete; the pass may wait for those of the other ranks."""
+        if self._is_backward and self._averages and self._part == _BACKWARD_NS:
+            self._begin_part(_WAIT_NS)
+
+    @override
+    def end_backward(self) -> None:
+        is_waiting = self._part == _WAIT_NS
+        self._begin_part(_OTHER)
+        if self._averages:
+            if is_waiting:
+                self._add_own_time()
+            # Without the moment at which this rank was complete, the whole pass may be a wait.
             self._pending = 0
-            self._numbers[_BUSY_NS] = self._busy
+        self._is_backward = False
+
+    def _add_own_time(self) -> None:
+        self._busy += self._pending
+        self._pending = 0
+        self._numbers[_BUSY_NS] = self._busy
 
     @override
-    def restart_own_time(self) -> None:
-        self._own_since = monotonic_ns()
+    def begin_collective(self) -> None:
+        super().begin_collective()
+        if self._part != _WAIT_NS:
+            self._outer_part = self._part
+        self._begin_part(_WAIT_NS)
 
     @override
-    def collective(self) -> None:
-        super().collective()
-        now = monotonic_ns()
-        self._pending += now - self._own_since
-        self._own_since = now
+    def end_collective(self) -> None:
+        self._begin_part(self._outer_part)
 
     @override
     def enter(self, operation: str, site: CallSite) -> None:
@@ -340,14 +498,15 @@ class Heartbeat(Progress):
             text = encode_text(f"{operation} at {site}")[:_TEXT_SIZE]
             self._memory[BEAT_TEXT_RANGE] = text.ljust(_TEXT_SIZE, b"\0")
         self._numbers[_INSIDE] = 1
-        self._numbers[_CHANGED_NS] = self._own_since
+        self._numbers[_CHANGED_NS] = self._since
 
     @override
     def exit(self) -> None:
         numbers = self._numbers
         numbers[_COLLECTIVES] += 1
         numbers[_INSIDE] = 0
-        numbers[_CHANGED_NS] = self._own_since = monotonic_ns()
+        self.end_collective()
+        numbers[_CHANGED_NS] = self._since
         self.inside = None
 
     def _record_end(self) -> None:
@@ -358,11 +517,13 @@ class Heartbeat(Progress):
 
 
 def heartbeat() -> Progress | None:
-    """Return the progress of this process; None if neither a launcher nor another rank reads it.
+    """Return the progress of this process; None if neither a launcher nor another rank reads it, unless it is enabled.
 
     A launcher watches one process; its children keep no heartbeat, and neither does a replica that has disabled it.
     """
-    return None if getattr(_LOCAL, "is_disabled", False) else _create_progress()
+    if getattr(_LOCAL, "is_disabled", False):
+        return None
+    return _create_progress() or getattr(_LOCAL, "progress", None)
 
 
 def disable_heartbeat() -> None:
@@ -370,9 +531,16 @@ def disable_heartbeat() -> None:
     _LOCAL.is_disabled = True
 
 
+def enable_progress() -> None:
+    """Record the progress of this process also if only the script reads it."""
+    if heartbeat() is None:
+        _LOCAL.progress = Progress()
+
+
 def reset_heartbeat() -> None:
     """Forget the progress of the parent process, in a process that it has forked."""
     _create_progress.cache_clear()
+    _LOCAL.progress = None
 
 
 @lru_cache(maxsize=1)

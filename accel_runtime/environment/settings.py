@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ACCELERATE_LIMITS",
     "BEAT",
+    "BEAT_ENTRY",
     "BEAT_HISTORY",
     "BEAT_HISTORY_RANGE",
     "BEAT_NUMBERS",
@@ -129,11 +130,23 @@ BEAT_NUMBERS = (
     "stride",
     "ended_ns",
     "failed",
+    "data_ns",
+    "forward_ns",
+    "backward_ns",
+    "wait_ns",
+    "samples",
+    "tokens",
+    "flops",
+    "peak_flops",
 )
 """Names of the whole numbers of 8 bytes; times are those of the monotonic clock, except `started_epoch_ns`.
 
 `inside` is 1 in a collective, `changed_ns` the time of the last progress other than a step. `busy_ns` is own time: that outside of collectives,
-of backward passes that average gradients, and of the rest of a step after them. `epoch` and the four after it describe the
+of the waits at the end of backward passes that average gradients, and of the rest of a step after them. `data_ns` is the time of
+waits for batches, `wait_ns` that in collectives and at the end of backward passes, `forward_ns` that from a batch to its backward pass,
+all since the first step. `samples` and `tokens` are those of all ranks that were trained on; `flops` are the
+floating-point operations of one step of this rank, and `peak_flops` those that its device can execute per second; 0 if they are unknown.
+`epoch` and the four after it describe the
 loader that returned the last batch: its epoch began at `epoch_ns` with `epoch_first` batches skipped, and has returned or
 skipped `batches - epoch_base` since. `stride` is the number of steps between two entries of the history, and 0 while the
 history is being thinned.
@@ -141,12 +154,16 @@ history is being thinned.
 BEAT_RECENT = 64
 """Number of steps in the ring: the time of step `n` is in slot `(n - 1) % BEAT_RECENT`."""
 BEAT_HISTORY = 1024
-"""Number of entries of the history: times and own times after step `stride`, `2 * stride`, ..."""
+"""Number of entries of the history: the numbers below after step `stride`, `2 * stride`, ..."""
+BEAT_ENTRY = ("time_ns", "busy_ns", "data_ns", "forward_ns", "backward_ns", "wait_ns", "samples", "tokens")
+"""Names of the numbers of an entry: the time of the step, and numbers from above."""
 BEAT_TEXT_RANGE = slice(8 * len(BEAT_NUMBERS), 8 * len(BEAT_NUMBERS) + 512)
 """Range of the newest collective and its line, in UTF-8."""
 BEAT_RECENT_RANGE = slice(BEAT_TEXT_RANGE.stop, BEAT_TEXT_RANGE.stop + 8 * BEAT_RECENT)
-BEAT_HISTORY_RANGE = slice(BEAT_RECENT_RANGE.stop, BEAT_RECENT_RANGE.stop + 16 * BEAT_HISTORY)
-"""Range of the history: pairs of numbers."""
+BEAT_HISTORY_RANGE = slice(
+    BEAT_RECENT_RANGE.stop, BEAT_RECENT_RANGE.stop + 8 * len(BEAT_ENTRY) * BEAT_HISTORY
+)
+"""Range of the history."""
 BEAT_SIZE = BEAT_HISTORY_RANGE.stop
 """Bytes of the file, which never grows."""
 METRICS = "metrics.jsonl"

@@ -35,7 +35,7 @@ NEEDS_A_PACKAGE = {
     "accel_runtime.transformers ": "transformers",
     "accel_runtime.monitoring.tracking.": "a tracker",
     "accel_cli.runs.prometheus": "prometheus_client",
-    "accel_cli.runs.report": "plotly",
+    **{f"accel_cli.runs.report.{module}": "plotly" for module in ("figures", "page", "ranks")},
     "accel_cli.launchers.ray.": "ray",
     "accel_cli.launchers.sagemaker.": "boto3",
     **{

@@ -47,8 +47,8 @@ WAITS = "rank 0 is in all_reduce of [3], collective "
 KINDS = {
     "sleeps in forward": (WAITS, "train.py:17 (forward)"),
     "skips a backward pass": ("differs: rank 0: all_reduce of [3]; rank 1: broadcast of [5]", ""),
-    "raises and catches": (WAITS, "train.py:30 (<module>)"),
-    "ends early": (WAITS, "train.py:34 (<module>)"),
+    "raises and catches": (WAITS, "train.py:31 (<module>)"),
+    "ends early": (WAITS, "train.py:35 (<module>)"),
 }
 OPTIONS = (
     "-q",

@@ -57,7 +57,7 @@ def test_the_steps_of_a_script_of_torch_are_counted(raw, home, options):
     for rank in read_ranks(home):
         assert (rank["steps"], rank["state"]) == (30, "ended")
         assert rank["steps_per_s_mean"] > 0
-        assert rank["own_time_s"] is None  # measured by accel's backward passes only
+        assert rank["own_time_s"] > 0
 
 
 @pytest.mark.slow

@@ -201,3 +201,19 @@ def test_one_host_that_gives_up_ends_the_run_on_all(script):
     assert 124 in codes, outputs
     assert set(codes) <= {1, 124}
     assert "no step was made since the restart after the last stall" in "".join(outputs)
+
+
+@pytest.mark.slow
+def test_a_program_whose_steps_are_not_seen_is_not_ended(script, home):
+    done = run_accel(
+        "launch", "--no-profile", "--nproc-per-node", 2, "--stall-timeout", 1, "--set", "launcher.startup_timeout=1", "--stall-action", "fail",
+        "--no-python", "sleep", 4,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "no process on this machine has made progress" in done.stderr
+    assert (
+        done.stderr.count(
+            "launcher.stall_action fail has no effect: steps of a program (--no-python) are not seen"
+        )
+        == 1
+    )

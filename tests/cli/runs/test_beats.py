@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.waits import limit
 
-from accel_cli.runs.beats import Beat
+from accel_cli.runs.beats import Beat, Totals
 from accel_cli.runs.run_dir import RankFolder
 from accel_runtime.environment import heartbeat
 from accel_runtime.environment import settings as env
@@ -42,14 +42,20 @@ def clock(monkeypatch):
 
 def train(beat, steps):
     for _ in range(steps):
-        beat.backward()
-        beat.restart_own_time()
+        beat.begin_backward()
+        beat.end_backward()
         beat.count_step(OPTIMIZER)
 
 
 def expected_entry(step):
-    """The time after a step of `train`, and the own time: from a step to the next backward pass it is one tick."""
-    return ((1 + 3 * step) * TICK_NS / 1e9, (step - 1) * TICK_NS / 1e9)
+    """The totals after a step of `train`: from a step to the next backward pass it is one tick, which is own time, and as long a pass."""
+    return build_totals(
+        (1 + 3 * step) * TICK_NS / 1e9, (step - 1) * TICK_NS / 1e9, backward=(step - 1) * TICK_NS / 1e9
+    )
+
+
+def build_totals(time, own, backward=0.0):
+    return Totals(time, own, 0.0, own, backward, 0.0, 0, 0)
 
 
 @given(parts=st.lists(st.integers(0, 3000), max_size=5))
@@ -68,7 +74,7 @@ def test_the_history_is_the_thinned_sequence_of_steps_and_the_file_never_grows(p
                 map(expected_entry, range(beat.stride, total + 1, beat.stride))
             )
             first = max(0, total - env.BEAT_RECENT)
-            assert beat.recent == tuple(expected_entry(step)[0] for step in range(first + 1, total + 1))
+            assert beat.recent == tuple(expected_entry(step).time for step in range(first + 1, total + 1))
 
 
 class StepClock:
@@ -87,8 +93,8 @@ def take_kept_steps(writer, clock, total):
         stride = expected_stride(writer.steps)
         clock.step = min(stride * (writer.steps // stride + 1), total)
         writer.steps = clock.step - 1
-        writer.backward()
-        writer.restart_own_time()
+        writer.begin_backward()
+        writer.end_backward()
         writer.count_step(OPTIMIZER)
 
 
@@ -115,10 +121,10 @@ def test_after_many_halvings_the_history_has_every_stride_th_step_and_the_file_i
             assert folder.beat.stat().st_size == env.BEAT_SIZE
             steps = range(beat.stride, total + 1, beat.stride)
             assert tuple(beat.history) == tuple(
-                (step * TICK_NS / 1e9, (step - 1) * TICK_NS / 1e9) for step in steps
+                build_totals(step * TICK_NS / 1e9, (step - 1) * TICK_NS / 1e9) for step in steps
             )
             assert beat.step_time == total * TICK_NS / 1e9
-            assert beat.busy == (total - 1) * TICK_NS / 1e9
+            assert beat.totals.own == (total - 1) * TICK_NS / 1e9
 
 
 def test_a_million_steps_leave_the_size_of_the_file(tmp_path):
@@ -187,7 +193,9 @@ def test_a_reader_never_sees_a_torn_history_or_ring(tmp_path):
                 expected_entry((entry + 1) * beat.stride) for entry in range(len(beat.history))
             )
             first = beat.steps - len(beat.recent)
-            assert beat.recent == tuple(expected_entry(step)[0] for step in range(first + 1, beat.steps + 1))
+            assert beat.recent == tuple(
+                expected_entry(step).time for step in range(first + 1, beat.steps + 1)
+            )
     finally:
         ended.set()
         process.join(limit(30))
@@ -209,7 +217,7 @@ def test_a_process_killed_while_it_thins_leaves_all_but_the_history(tmp_path, cl
     writer._numbers[env.BEAT_NUMBERS.index("stride")] = 0
     beat = Beat.read(folder.beat)
     assert (beat.steps, beat.stride, tuple(beat.history)) == (5, 0, ())
-    assert beat.recent == tuple(expected_entry(step)[0] for step in range(1, 6))
+    assert beat.recent == tuple(expected_entry(step).time for step in range(1, 6))
 
 
 def test_rates_and_the_end_of_the_epoch_come_from_the_steps_and_batches(tmp_path, clock):

@@ -12,7 +12,7 @@ import termios
 import pytest
 from support import golden
 
-from accel_cli.runs.beats import Beat
+from accel_cli.runs.beats import Beat, Totals
 from accel_cli.runs.live_view import build_view, format_sparkline, render_lines, shorten_location
 from accel_cli.runs.snapshot import MetricSeries, RankSnapshot, RunSnapshot
 
@@ -22,15 +22,25 @@ TEXT = MetricSeries("stage", "warmup", 0)
 
 
 def beat(*, own=0.02, **changes):
-    """Build the heartbeat of a rank that made 10 steps a second up to 1000 s, with this own time per step."""
+    """Build the heartbeat of a rank that made 10 steps a second up to 1000 s, with this own time per step.
+
+    It has waited 1 ms a step for data, and 70 ms for other ranks; all ranks have trained on 64 samples and 8192 tokens a step.
+    """
+
+    def build_totals(step):
+        return Totals(
+            960 + step / 10, own * step, 0.001 * step, (own - 0.001) * step / 3, (own - 0.001) * step * 2 / 3, 0.07 * step, 64 * step,
+            8192 * step,
+        )  # fmt: skip
+
     times = [960 + step / 10 for step in range(1, STEPS + 1)]
     values = {
         "pid": 1, "steps": STEPS, "batches": STEPS, "collectives": 7, "is_inside": False, "time": times[-1],
         "collective": "gather at train.py:14 (<module>)", "started": 960.0, "started_epoch": 5000.0,
-        "step_time": times[-1], "busy": own * STEPS, "epoch": 3, "epoch_batches": 120, "epoch_length": 1000,
+        "step_time": times[-1], "totals": build_totals(STEPS), "flops": 0, "peak_flops": 0, "epoch": 3, "epoch_batches": 120, "epoch_length": 1000,
         "epoch_first": 0, "epoch_started": 988.0, "ended": None, "has_failed": False,
         "recent": tuple(times[-64:]), "stride": 1,
-        "history": tuple((time, own * step) for step, time in enumerate(times, 1)),
+        "history": tuple(map(build_totals, range(1, STEPS + 1))),
     }  # fmt: skip
     return Beat(**(values | changes))
 
@@ -83,7 +93,7 @@ def test_a_wide_screen_shows_all_columns_and_locations_as_they_are():
 def test_all_shows_every_rank_that_fits():
     assert draw(RUNS["sixteen"], 80, 24, shows_all=True).count("after :14") == 16
     small = draw(RUNS["sixteen"], 80, 10, shows_all=True)
-    assert "11 more ranks do not fit on the screen" in small
+    assert "12 more ranks do not fit on the screen" in small
 
 
 def test_folded_ranks_have_no_order_until_their_speeds_are_known():

@@ -94,5 +94,5 @@ def test_the_dashboard_shows_each_metric_and_no_other(run):
     assert shown <= collected
     assert collected - shown == {
         "accel_run", "accel_elapsed_seconds", "accel_stalled_seconds", "accel_checkpoints_total", "accel_batches_total",
-        "accel_epoch", "accel_eta_seconds",
+        "accel_epoch", "accel_eta_seconds", "accel_flops_per_second",
     }  # fmt: skip

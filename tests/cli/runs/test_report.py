@@ -14,8 +14,8 @@ import pytest
 from support.commands import call_accel
 from support.runs.run_folders import START, RunWriter
 
-from accel_cli.runs.report import thin_curve
-from accel_cli.runs.report_data import Curve
+from accel_cli.runs.report.data import Curve
+from accel_cli.runs.report.figures import thin_curve
 
 HOSTILE = "<script>alert(1)</script>\"'&%{y}</title></style><img src=x onerror=alert(2)><!--"
 
@@ -64,7 +64,7 @@ class Page(html.parser.HTMLParser):
 @pytest.fixture(autouse=True)
 def _small_plotly(monkeypatch):
     """A page without the 5 MB that draw the plots in a browser, which take most of the time of a test."""
-    monkeypatch.setattr("accel_cli.runs.report.get_plotlyjs", lambda: "/* plotly */")
+    monkeypatch.setattr("accel_cli.runs.report.page.get_plotlyjs", lambda: "/* plotly */")
 
 
 @pytest.fixture
@@ -396,6 +396,19 @@ def test_the_file_of_the_jsonl_tracker_has_all_values_of_the_time_of_the_run(rep
     page = report(folder.path)
     assert page.traces("loss")[0]["y"] == [1]
     assert "does not exist: its metrics are those of the run folder" in page.text
+
+
+def test_lines_of_a_tracker_belong_to_the_attempt_that_wrote_them_also_just_before_a_restart(
+    report, runs, cwd
+):
+    """The second attempt continues after the step 1."""
+    tracked = cwd / "logs" / "digits.jsonl"
+    write_tracked(tracked, [0.0, 1.0, 2.0, 3.0], times=[1, 1.1, 1.2, 1.3])
+    write_tracked(tracked, [9.0, 9.0, 4.0, 5.0], times=[-500, -500, 1.7, 1.8])
+    folder = RunWriter(runs)
+    for attempt, at in enumerate((0.9, 1.6)):
+        folder.lines(f"attempt_{attempt}/rank_0/metrics.jsonl", [{"time": at, "jsonl": str(tracked)}])
+    assert report(folder.path).traces("loss")[0]["y"] == [0, 1, 4, 5]
 
 
 @pytest.mark.parametrize("launcher", ["single", "torchrun"])

@@ -4,13 +4,13 @@ import json
 import math
 import os
 import time
-from types import SimpleNamespace
 
 import pytest
 from support.commands import call_accel
 
+from accel_cli.runs.beats import Totals
 from accel_cli.runs.run_dir import RunFolder
-from accel_cli.runs.snapshot import RankSnapshot, RunSnapshot, describe_slow_rank, read_snapshot
+from accel_cli.runs.snapshot import RankSnapshot, RunSnapshot, read_snapshot
 from accel_runtime.environment.heartbeat import Heartbeat
 
 OPTIMIZER = type("Optimizer", (), {})()
@@ -18,11 +18,11 @@ OPTIMIZER = type("Optimizer", (), {})()
 RANK_FIELDS = {
     "rank", "pid", "state", "steps", "batches", "collectives", "steps_per_s", "steps_per_s_mean", "own_time_s",
     "last_step_age_s", "last_progress_age_s", "epoch", "epoch_batches", "epoch_length", "eta_s", "location", "rss_bytes",
-    "gpu_memory_bytes", "gpu_utilization_percent",
+    "gpu_memory_bytes", "gpu_utilization_percent", "data_time_s", "forward_time_s", "backward_time_s", "wait_time_s",
 }  # fmt: skip
 RUN_FIELDS = {
     "run", "script", "state", "running", "exit_code", "time", "started", "elapsed_s", "attempt", "restart_reason", "failure",
-    "world_size", "slowest_rank", "ranks", "metrics",
+    "world_size", "slowest_rank", "ranks", "metrics", "samples_per_s", "tokens_per_s", "flops_per_s", "mfu",
 }  # fmt: skip
 
 
@@ -106,12 +106,11 @@ def test_own_time_leaves_out_the_first_steps(folder):
     """The first step may compile for minutes, also on a fast rank."""
     start_rank(folder, 0)
     beat = read_snapshot(folder).ranks[0].beat
-    busy = [100 + 0.01 * step for step in range(1, 201)]
-    times = [1000.0 + step for step in range(1, 201)]
+    totals = [Totals(1000.0 + step, 100 + 0.01 * step, 0, 0, 0, 0, 0, 0) for step in range(1, 201)]
 
     def own_time(steps, stride=1):
-        history = tuple(zip(times, busy, strict=True))[stride - 1 : steps : stride]
-        changes = {"steps": steps, "busy": busy[steps - 1], "stride": stride, "history": history}
+        history = tuple(totals)[stride - 1 : steps : stride]
+        changes = {"steps": steps, "totals": totals[steps - 1], "stride": stride, "history": history}
         return RankSnapshot(0, type(beat)(**(beat.__dict__ | changes))).own_time
 
     assert own_time(10) is None
@@ -241,47 +240,3 @@ def test_a_run_that_does_not_exist_is_a_usage_error(home, folder, capfd, cwd):
     ended = call_accel(capfd, "top")
     assert (ended.returncode, "No run of accel launch is in progress" in ended.stderr) == (2, True)
     assert call_accel(capfd, "top", folder.path.name).returncode == 0
-
-
-# The slow rank of a whole run ------------------------------------------------------------
-
-
-def make_beats(*own_times, steps=200, step_time=1.0):
-    """Return what `describe_slow_rank` reads of ranks with these own times per step."""
-    return {
-        rank: SimpleNamespace(
-            steps=steps, busy=own * (steps - 1), started=1000.0, step_time=1000.0 + steps * step_time
-        )
-        for rank, own in enumerate(own_times)
-    }
-
-
-def test_a_rank_with_more_own_time_than_most_is_named_at_the_end():
-    assert describe_slow_rank(make_beats(0.6, 0.61, 0.9, 0.6)) == (
-        "rank 2 was slower than the others: 900 ms of own time per step, 50% above the median of 600 ms"
-    )
-
-
-@pytest.mark.parametrize(
-    "beats",
-    [
-        make_beats(0.6, 0.65),
-        make_beats(0.001, 0.002),
-        make_beats(0.6, 0.9, steps=50),
-        make_beats(0.6, 0.9, steps=19, step_time=10),
-        make_beats(0.9),
-        make_beats(0.0, 0.0),
-        {0: None, **make_beats()},
-    ],
-    ids=[
-        "less than 10 %",
-        "a small share of the step",
-        "a short run",
-        "few steps",
-        "one rank",
-        "no own time, as without an Accelerator",
-        "no heartbeat",
-    ],
-)
-def test_no_rank_is_named_otherwise(beats):
-    assert describe_slow_rank(beats) == ""

@@ -139,7 +139,7 @@ def own_times(folder, accelerator, clock, *, backward, batches=4):
             backward(model(batch).sum())
             clock.now += 1000
             optimizer.step()
-    return [round(busy * 1e9) for _, busy in Beat.read(folder.beat).history]
+    return [round(entry.own * 1e9) for entry in Beat.read(folder.beat).history]
 
 
 def test_own_time_leaves_out_the_start_and_the_rest_of_a_step_from_its_averaging_backward_pass_on(
@@ -189,6 +189,59 @@ def test_own_time_leaves_out_collectives(folder, clock, monkeypatch):
     gather = transport.all_gather_slots
     monkeypatch.setattr(transport, "all_gather_slots", all_gather_slots)
     assert own_times(folder, accelerator, clock, backward=backward) == [0, 11, 22, 33]
+
+
+def test_every_part_of_a_step_is_measured(folder, clock):
+    """Loading takes 1 ns a batch, a forward pass 10, a backward pass 100 until its gradients are complete, and the wait for others 500."""
+
+    class Slow(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            clock.now += 1
+            return torch.ones(2)
+
+    accelerator = Accelerator()
+    accelerator._steps._is_distributed = True
+    model = Timed(clock)
+    loader = DataLoader(Slow())
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
+    beat = heartbeat()
+
+    def finish(_):
+        beat.complete_gradients()
+        clock.now += 500
+
+    model.weight.register_hook(finish)
+    for batch in loader:
+        accelerator.backward(model(batch).sum())
+        clock.now += 1000
+        optimizer.step()
+        accelerator.wait_for_everyone()
+    totals = Beat.read(folder.beat).totals
+    ns = [
+        round(1e9 * part) for part in (totals.data, totals.forward, totals.backward, totals.wait, totals.own)
+    ]
+    assert ns == [3, 30, 300, 1500, 3 * (1 + 10 + 100)]
+    assert totals.samples == 4
+
+
+def test_the_samples_of_an_evaluation_do_not_count(folder):
+    accelerator = Accelerator(throughput="ids")
+    rows = [{"ids": torch.zeros(5, dtype=torch.long), "x": torch.ones(2)} for _ in range(6)]
+    model = torch.nn.Linear(2, 1)
+    model, optimizer, loader, evaluation = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(rows, 4), DataLoader(rows, 2)
+    )
+    for _ in range(2):
+        for batch in loader:
+            accelerator.backward(model(batch["x"]).sum())
+            optimizer.step()
+        for _ in evaluation:
+            pass
+    totals = Beat.read(folder.beat).totals
+    assert (totals.samples, totals.tokens) == (12, 60)
 
 
 def test_the_epoch_is_that_of_the_loader_which_returned_the_last_batch(folder):
@@ -247,8 +300,8 @@ def test_the_slowest_rank_has_the_largest_own_time_while_all_steps_take_as_long(
     pair.run(train, tmp_path)
     fast, slow = (Beat.read(RankFolder(tmp_path / f"rank_{rank}").beat) for rank in range(2))
     assert (fast.steps, slow.steps) == (10, 10)
-    assert slow.busy > fast.busy
-    assert slow.busy >= 0.03 * 9
+    assert slow.totals.own > fast.totals.own
+    assert slow.totals.own >= 0.03 * 9
     assert fast.recent[-1] - fast.recent[0] > 0.03 * 8, "the fast rank waits for the slow one"
 
 

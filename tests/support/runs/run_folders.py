@@ -72,7 +72,7 @@ class RunWriter:
     def beat(
         self, rank: int, history: Sequence[tuple[float, float]], attempt: int = 0, stride: int = 1
     ) -> None:
-        """Write the heartbeat of a rank, with the time and busy time after each `stride` steps."""
+        """Write the heartbeat of a rank, with the time and own time after each `stride` steps."""
         numbers = dict.fromkeys(env.BEAT_NUMBERS, 0) | {
             "pid": 100 + rank,
             "steps": len(history) * stride,
@@ -80,11 +80,15 @@ class RunWriter:
             "started_ns": _to_ns(_CLOCK),
             "started_epoch_ns": _to_ns(START),
             "stride": stride,
+            "busy_ns": _to_ns(max((own for _, own in history), default=0.0)),
         }
         data = bytearray(env.BEAT_SIZE)
         struct.pack_into(f"={len(numbers)}q", data, 0, *numbers.values())
-        pairs = [_to_ns(number) for at, busy in history for number in (_CLOCK + at, busy)]
-        struct.pack_into(f"={len(pairs)}q", data, env.BEAT_HISTORY_RANGE.start, *pairs)
+        rest = (0,) * (len(env.BEAT_ENTRY) - 2)
+        entries = [number for at, own in history for number in (_to_ns(_CLOCK + at), _to_ns(own), *rest)]
+        struct.pack_into(f"={len(entries)}q", data, env.BEAT_HISTORY_RANGE.start, *entries)
+        slot = (len(history) * stride - 1) % env.BEAT_RECENT
+        struct.pack_into("=q", data, env.BEAT_RECENT_RANGE.start + 8 * slot, numbers["changed_ns"])
         file = self.path / f"attempt_{attempt}" / f"rank_{rank}" / env.BEAT
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(data)

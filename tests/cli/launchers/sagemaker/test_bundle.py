@@ -91,7 +91,7 @@ def test_the_required_packages_are_those_that_launcher_and_runtime_import():
     packages |= {"prompt_toolkit", "pydantic_core"}  # of questionary and pydantic
     root, imported = Path(accel_cli.__file__).parent.parent, set()
     for file in [*(root / "accel_cli").rglob("*.py"), *(root / "accel_runtime").rglob("*.py")]:
-        optional = {"tracking", "sagemaker", "ray", "migrate", "report.py", "prometheus.py"}
+        optional = {"tracking", "sagemaker", "ray", "migrate", "report", "prometheus.py"}
         if not optional & set(file.relative_to(root).parts):
             for node in ast.parse(file.read_text()).body:
                 if isinstance(node, ast.Import):

@@ -22,6 +22,7 @@ from accel_cli.planning.plan import join_for_bash
 from accel_cli.runs.beats import Beat
 from accel_cli.runs.run_dir import RunFolder, RunStatus, format_ranks
 from accel_cli.runs.run_files import MAX_LINES_SIZE, LineReader, read_json
+from accel_cli.runs.speed import RankSpeed, describe_throughput
 
 __all__ = [
     "Curve",
@@ -35,6 +36,8 @@ __all__ = [
     "read_tracker_file",
 ]
 
+EVENT_NAMES = {"save": "checkpoint saved", "load": "checkpoint loaded", "progress": "stall over"}
+"""Names of kinds of events, where they differ."""
 _MAX_METRICS = 200
 """The number of metrics that are shown; a script that builds names from step numbers logs more."""
 _MAX_EVENTS = 10_000
@@ -48,7 +51,7 @@ _MAX_INTERVAL_S = 1e8
 _THINNED_LINES = 2048
 """A metrics.jsonl with so many lines may have been thinned by the run."""
 _TOLERANCE_S = 1.0
-"""The first lines of a tracker's file may be older than the times that the run recorded, and the last ones newer."""
+"""The last lines of a tracker's file may be newer than the times that a killed run recorded."""
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -132,29 +135,40 @@ class MetricLog:
 
 @dataclass
 class RankTimes:
-    """Step time and own time of a rank, in seconds a step, by seconds since 1970."""
+    """Step time and own time of a rank, in seconds a step, and throughput of all ranks per second, by seconds since 1970."""
 
     step: Curve = field(default_factory=Curve)
-    busy: Curve = field(default_factory=Curve)
+    own: Curve = field(default_factory=Curve)
+    samples: Curve = field(default_factory=Curve)
+    tokens: Curve = field(default_factory=Curve)
+    speed: RankSpeed | None = None
+    """The speed over the last attempt."""
     stride: int = 0
     """The number of steps over which a point is averaged, in the last attempt."""
     num_steps: int = 0
     """The number of steps in all attempts."""
 
+    @property
+    def curves(self) -> tuple[Curve, ...]:
+        """All curves."""
+        return self.step, self.own, self.samples, self.tokens
+
     def add(self, beat: Beat) -> None:
         """Add the history of an attempt."""
         self.stride = beat.stride
+        self.speed = RankSpeed.measure(beat, 0) or self.speed
         self.num_steps += beat.steps
-        for number, ((begin, busy_begin), (end, busy_end)) in enumerate(pairwise(beat.history)):
-            seconds, busy = (end - begin) / beat.stride, (busy_end - busy_begin) / beat.stride
-            if not (0 < seconds < _MAX_INTERVAL_S and 0 <= busy < _MAX_INTERVAL_S):
+        for number, (begin, end) in enumerate(pairwise(beat.history)):
+            means = end.average_since(begin, beat.stride)
+            if not (0 < means.time < _MAX_INTERVAL_S and means.own < _MAX_INTERVAL_S):
                 continue
-            time_ = beat.to_epoch(end)
+            time_ = beat.to_epoch(end.time)
             if number == 0 and len(self.step):
-                self.step.add(time_, math.nan)
-                self.busy.add(time_, math.nan)
-            self.step.add(time_, seconds)
-            self.busy.add(time_, busy)
+                for curve in self.curves:
+                    curve.add(time_, math.nan)
+            values = (means.time, means.own, means.samples / means.time, means.tokens / means.time)
+            for curve, value in zip(self.curves, values, strict=True):
+                curve.add(time_, value)
 
 
 @dataclass(frozen=True)
@@ -213,6 +227,9 @@ def read_run(run: RunFolder) -> RunData:
     data.description = _read_description(run, attempts, data.notes)
     data.started = _find_start(record, data)
     data.facts = _collect_facts(run, attempts, status, ended)
+    speeds = {rank: times.speed for rank, times in data.times.items() if times.speed}
+    if throughput := describe_throughput(speeds, record.get("world_size")):
+        data.facts["throughput"] = throughput
     data.settings = dict(_format_values(record.get("profile")))
     return data
 
@@ -334,7 +351,8 @@ def _read_tracked(
             f"The file of the jsonl tracker, {file}, does not exist: its metrics are those of the run folder."
         )
     logs: dict[int, MetricLog] = defaultdict(MetricLog)
-    times = [start - _TOLERANCE_S for start, _ in starts]
+    # A tracker records its file before it writes to it.
+    times = [start for start, _ in starts]
     for line in _read_lines(file, notes):
         time_ = _to_time(line)
         if time_ is None or not times[0] <= time_ <= end:
