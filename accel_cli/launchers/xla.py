@@ -200,6 +200,11 @@ def _check_settings(spec: LaunchSpec) -> None:
             f"Cannot use process_group_backend: {settings.process_group_backend} with launcher.kind: xla: torch_xla has "
             "its own collectives. Use auto."
         )
+    if settings.measure_flops:
+        raise UsageError(
+            "Cannot use measure_flops with launcher.kind: xla: torch_xla executes a step as a graph, whose operations torch does not "
+            "count. Set it to false."
+        )
     if settings.mixed_precision == "fp16":
         raise UsageError(
             "Cannot use mixed_precision: fp16 with launcher.kind: xla: it needs GPUs. Use bf16, which needs no loss scaling."

@@ -78,6 +78,11 @@ def prepare(
             f"Cannot run {request.target} in several processes: it is a pipe, which only one can read. Save it to a file, "
             "or launch one process."
         )
+    if request.kind == "program" and profile.settings.measure_flops:
+        raise UsageError(
+            f"Cannot measure the operations of {request.target}: it is a program (--no-python), and they are counted in Python. Set "
+            "measure_flops to false."
+        )
     launcher.check_process_group_backend(profile.settings)
     spec = LaunchSpec(
         target=request.target,

@@ -155,6 +155,13 @@ class Profile(Section):
             description="Load the newest checkpoint in `accelerator.resume()`; restarted processes always load it."
         ),
     ] = False
+    measure_flops: Annotated[
+        bool,
+        Field(
+            description="Count the floating-point operations of the third step, which takes longer, for the FLOP/s and the utilization "
+            "(MFU) of the run."
+        ),
+    ] = False
     shared_files: Annotated[
         bool,
         Field(

@@ -36,7 +36,7 @@ from accel_runtime.collectives.calls import collective
 from accel_runtime.data import metrics
 from accel_runtime.data.loader import PreparedLoader, skip_first_batches
 from accel_runtime.environment.call_sites import call_site
-from accel_runtime.environment.heartbeat import enable_progress, heartbeat
+from accel_runtime.environment.heartbeat import Heartbeat, enable_progress, heartbeat
 from accel_runtime.environment.settings import NODE_NAME, MixedPrecision, Settings
 from accel_runtime.environment.topology import Topology
 from accel_runtime.export import objects
@@ -173,6 +173,10 @@ class Accelerator(ProcessMethods):
         options.project.place(project_dir)
         self._trackers = Trackers(log_with, options.project.logs, self._backend.topology)
         self._steps = TrainingSteps(run)
+        if options.settings.measure_flops and not isinstance(heartbeat(), Heartbeat):
+            _OPTIONS_LOG.warning(
+                "measure_flops has no effect: accel launch counts the operations, and has not started this process."
+            )
         progress = heartbeat() if options.logs_rates else None
         self._rates = None if progress is None else RateMeter(progress, self._backend.topology.world_size)
         self._checkpoints = Checkpointing(

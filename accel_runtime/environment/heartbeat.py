@@ -56,7 +56,6 @@ _LOCAL = threading.local()
     _CHANGED_NS,
     _STARTED_NS,
     _STARTED_EPOCH_NS,
-    _BUSY_NS,
     _EPOCH,
     _EPOCH_LENGTH,
     _EPOCH_FIRST,
@@ -65,6 +64,7 @@ _LOCAL = threading.local()
     _STRIDE,
     _ENDED_NS,
     _FAILED,
+    _BUSY_NS,
     _DATA_NS,
     _FORWARD_NS,
     _BACKWARD_NS,
@@ -77,8 +77,6 @@ _LOCAL = threading.local()
 _OTHER = -1
 """Part of a step that has no number: the optimizer step, and what follows it."""
 _PARTS = (_DATA_NS, _FORWARD_NS, _BACKWARD_NS, _WAIT_NS)
-_ENTRY_NUMBERS = tuple(BEAT_NUMBERS.index(name) for name in BEAT_ENTRY[1:])
-"""Numbers of an entry of the history, after its time."""
 _TEXT_SIZE = BEAT_TEXT_RANGE.stop - BEAT_TEXT_RANGE.start
 _FIRST_RECENT = BEAT_RECENT_RANGE.start // 8
 
@@ -96,6 +94,8 @@ class LoaderEpoch:
     batches: int = field(init=False)
     """Number of batches that were returned or skipped when the last batch was of another epoch."""
     begin_ns: int = field(init=False)
+    returned: int = 0
+    """Number of batches that a loader of torch has returned."""
     samples: int = 0
     """Samples of all ranks in batches that no backward pass has followed yet."""
     tokens: int = 0
@@ -143,6 +143,7 @@ class Progress:
         """Backward passes, steps and batches at the last collective, and at the one before it."""
         self._counted: WeakSet[Any] = WeakSet()
         """The optimizers of torch that prepared ones step."""
+        self._has_claimed = False
         self._stepped: set[int] = set()
         """The ids of what was stepped in the newest step."""
         self._error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
@@ -179,6 +180,7 @@ class Progress:
     def claim_optimizer(self, optimizer: Any) -> None:
         """Let `observe_step` leave out the steps of an optimizer, which `count_step` counts."""
         self._counted.add(optimizer)
+        self._has_claimed = True
 
     def count_step(self, optimizer: Any) -> None:
         """Count a step of a prepared optimizer."""
@@ -189,9 +191,13 @@ class Progress:
 
         An engine may step the groups of its parameters one after the other, with one optimizer: they differ in their parameters.
         """
-        if optimizer not in self._counted:
-            first = next((group["params"][0] for group in optimizer.param_groups if group["params"]), None)
-            self._step(id(optimizer) if first is None else id(first))
+        if self._has_claimed and optimizer in self._counted:
+            return
+        for group in optimizer.param_groups:
+            if group["params"]:
+                self._step(id(group["params"][0]))
+                return
+        self._step(id(optimizer))
 
     def _step(self, stepped: int) -> None:
         """Count a step of what an id names. Several optimizers that step in turn, as in a GAN, make one step."""
@@ -230,6 +236,10 @@ class Progress:
     def end_epoch(self, epoch: LoaderEpoch) -> None:
         """Record that a loader has no more batches; those that were not trained on, as in an evaluation, do not count."""
         self._untrained.discard(epoch)
+
+    def record_flops(self, flops: int, peak_flops: int) -> None:
+        """Record the floating-point operations of a step of this rank, and those that its device can execute per second."""
+        self.step_flops, self.peak_flops = flops, peak_flops
 
     def claim_batches(self) -> None:
         """Leave out the batches of torch's loaders, which the caller counts by `batch`."""
@@ -349,8 +359,7 @@ class Heartbeat(Progress):
         entry = self.steps // stride
         first = width * (entry - 1)
         history[first] = now
-        for index, number in enumerate(_ENTRY_NUMBERS, first + 1):
-            history[index] = numbers[number]
+        history[first + 1 : first + width] = numbers[_BUSY_NS : _TOKENS + 1]
         if entry == BEAT_HISTORY:
             numbers[_STRIDE] = 0
             for index in range(width):
@@ -383,6 +392,11 @@ class Heartbeat(Progress):
         else:
             now = monotonic_ns()
         self._return_batch(epoch, now)
+
+    @override
+    def record_flops(self, flops: int, peak_flops: int) -> None:
+        super().record_flops(flops, peak_flops)
+        self._numbers[_FLOPS], self._numbers[_PEAK_FLOPS] = flops, peak_flops
 
     @override
     def claim_batches(self) -> None:

@@ -121,7 +121,6 @@ BEAT_NUMBERS = (
     "changed_ns",
     "started_ns",
     "started_epoch_ns",
-    "busy_ns",
     "epoch",
     "epoch_length",
     "epoch_first",
@@ -130,6 +129,7 @@ BEAT_NUMBERS = (
     "stride",
     "ended_ns",
     "failed",
+    "busy_ns",
     "data_ns",
     "forward_ns",
     "backward_ns",
@@ -156,7 +156,7 @@ BEAT_RECENT = 64
 BEAT_HISTORY = 1024
 """Number of entries of the history: the numbers below after step `stride`, `2 * stride`, ..."""
 BEAT_ENTRY = ("time_ns", "busy_ns", "data_ns", "forward_ns", "backward_ns", "wait_ns", "samples", "tokens")
-"""Names of the numbers of an entry: the time of the step, and numbers from above."""
+"""Names of the numbers of an entry: the time of the step, and numbers that follow each other above."""
 BEAT_TEXT_RANGE = slice(8 * len(BEAT_NUMBERS), 8 * len(BEAT_NUMBERS) + 512)
 """Range of the newest collective and its line, in UTF-8."""
 BEAT_RECENT_RANGE = slice(BEAT_TEXT_RANGE.stop, BEAT_TEXT_RANGE.stop + 8 * BEAT_RECENT)
@@ -266,6 +266,8 @@ class Settings:
     """If true, `Accelerator.resume` continues from the newest checkpoint."""
     gradient_accumulation_steps: int = 1
     """Number of micro-batches per optimizer step, unless the script passes another one."""
+    measure_flops: bool = False
+    """If true, the floating-point operations of the third step are counted."""
     shared_files: bool = True
     """If true, all nodes share a file system; otherwise the first one writes all of a checkpoint."""
     parallel: Parallel = field(default_factory=Parallel)

@@ -11,13 +11,20 @@ import threading
 from collections.abc import Callable
 from functools import wraps
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from accel_runtime.environment.import_hooks import call_after_import
 from accel_runtime.environment.throughput import TOKENS_KEY, count_elements, count_samples
 
+if TYPE_CHECKING:
+    from accel_runtime.environment.flops import StepFlops
+    from accel_runtime.environment.heartbeat import Heartbeat, LoaderEpoch
+
 __all__ = ["watch_progress"]
+
+_EPOCH = "_accel_epoch"
+"""Attribute of an iterator of torch's loaders."""
 
 
 def watch_progress() -> None:
@@ -32,41 +39,65 @@ def _install(torch: ModuleType) -> None:
     call_after_import("torch.utils.data.dataloader", lambda module: _watch_loaders(torch, module))
 
 
-def _find_heartbeat() -> Any:
-    from accel_runtime.environment.heartbeat import Heartbeat, heartbeat  # noqa: PLC0415 - once needed: 0.1 s
-
-    progress = heartbeat()
-    return progress if isinstance(progress, Heartbeat) else None
-
-
-class _OwnProcess:
-    """True in the process and the thread of the script: not in its workers, nor in threads that load ahead."""
+class _Reporter:
+    """Finds the heartbeat of this process, for calls in the thread of the script: not in workers, nor in threads that load ahead."""
 
     def __init__(self) -> None:
         self._pid, self._thread = os.getpid(), threading.get_ident()
+        self._heartbeat: Heartbeat | None = None
+        self._is_known = False
 
-    def __bool__(self) -> bool:
-        return threading.get_ident() == self._thread and os.getpid() == self._pid
+    def find(self) -> Heartbeat | None:
+        """Return the heartbeat; None in another process or thread, and if there is none."""
+        if threading.get_ident() != self._thread or os.getpid() != self._pid:
+            return None
+        if not self._is_known:
+            from accel_runtime.environment.heartbeat import Heartbeat, heartbeat  # noqa: PLC0415 - at first use: 0.1 s
+
+            progress, self._is_known = heartbeat(), True
+            self._heartbeat = progress if isinstance(progress, Heartbeat) else None
+        return self._heartbeat
 
 
 # Steps
 
 
 def _watch_steps(torch: Any) -> None:
-    pid, is_compiling = os.getpid(), torch.compiler.is_compiling
-
-    def count(optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        # A step that torch.compile runs is not counted: this function would break its graph.
-        if is_compiling() or os.getpid() != pid:
-            return
-        from accel_runtime.environment.heartbeat import heartbeat  # noqa: PLC0415 - at the first step: 0.1 s
-
-        progress = heartbeat()
-        if progress is not None:
-            progress.observe_step(optimizer)
-
     # torch.optim hides the name of its module.
-    sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook(count)
+    sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook(_StepHook(torch))
+
+
+class _StepHook:
+    """Counts a step of an optimizer after it."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch, self._pid, self._is_compiling = torch, os.getpid(), torch.compiler.is_compiling
+        self._flops: StepFlops | None = None
+        self._progress: Any = None
+
+    def __call__(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        # A step that torch.compile runs is not counted: this function would break its graph.
+        if self._is_compiling() or os.getpid() != self._pid:
+            return
+        if self._progress is None:
+            self._begin()
+        if self._progress is not None:
+            self._progress.observe_step(optimizer)
+            if self._flops is not None:
+                self._flops.check_step(self._progress)
+
+    def _begin(self) -> None:
+        """Create the heartbeat at the first step: the imports take 0.1 s."""
+        from accel_runtime.environment.heartbeat import heartbeat  # noqa: PLC0415
+        from accel_runtime.environment.layouts import read_switch  # noqa: PLC0415
+        from accel_runtime.environment.settings import variable_name  # noqa: PLC0415
+
+        self._progress = heartbeat()
+        variable = variable_name("measure_flops")
+        if read_switch(variable, os.environ.get(variable, "")):
+            from accel_runtime.environment.flops import StepFlops  # noqa: PLC0415
+
+            self._flops = StepFlops(self._torch)
 
 
 # Backward passes
@@ -78,13 +109,13 @@ def _watch_backward(torch: Any) -> None:
     The callbacks of a pass run in the order in which they are queued. That of DDP, which waits for the other ranks, is queued by its
     last gradient, so that one which the loss queues runs before it (torch 2.9 to 2.13, `Engine::queue_callback`).
     """
-    run_backward, is_own = torch.autograd.backward, _OwnProcess()
+    run_backward, reporter = torch.autograd.backward, _Reporter()
     engine = torch.autograd.Variable._execution_engine  # noqa: SLF001 - as DDP and FSDP use it
     averages = os.environ.get("WORLD_SIZE", "1") != "1"
 
     @wraps(run_backward)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        progress = _find_heartbeat() if is_own else None
+        progress = reporter.find()
         if progress is None:
             run_backward(tensors, *args, **kwargs)
             return
@@ -123,14 +154,14 @@ def _exclude_from_compilation(torch: Any, function: Any) -> None:
 
 def _watch_loaders(torch: ModuleType, module: Any) -> None:
     """Record the batches of torch's loaders, and the time in which the script waits for them."""
-    is_own, world_size = _OwnProcess(), int(os.environ.get("WORLD_SIZE", "1"))
+    reporter, world_size = _Reporter(), int(os.environ.get("WORLD_SIZE", "1"))
     counts = _EpochCounts()
     base = module._BaseDataLoaderIter  # noqa: SLF001 - the class of all its iterators (torch 2.9 to 2.13)
     load = base.__next__
 
     @wraps(load)
     def load_and_count(self: Any) -> Any:
-        progress = _find_heartbeat() if is_own else None
+        progress = reporter.find()
         if progress is None or not progress.observe_request():
             return load(self)
         epoch = counts.get_epoch(self)
@@ -139,6 +170,7 @@ def _watch_loaders(torch: ModuleType, module: Any) -> None:
         except StopIteration:
             progress.end_epoch(epoch)
             raise
+        epoch.returned += 1
         progress.observe_batch(epoch)
         samples, tokens = count_samples(batch), count_elements(batch, TOKENS_KEY)
         progress.add_samples(epoch, world_size * samples, world_size * tokens)
@@ -149,33 +181,28 @@ def _watch_loaders(torch: ModuleType, module: Any) -> None:
 
 
 class _EpochCounts:
-    """The epochs of loaders: the number of an iterator is that of the iterators of its loader before."""
+    """The epochs of loaders: the number of a loop is that of the loops over its data set before."""
 
     def __init__(self) -> None:
         self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self._epochs: WeakKeyDictionary[Any, tuple[Any, int]] = WeakKeyDictionary()
 
-    def get_epoch(self, iterator: Any) -> Any:
+    def get_epoch(self, iterator: Any) -> LoaderEpoch:
         """Return the epoch of an iterator; persistent workers use one iterator for all epochs."""
-        from accel_runtime.environment.heartbeat import LoaderEpoch  # noqa: PLC0415 - imported at the first batch
-
-        returned = iterator._num_yielded  # noqa: SLF001
-        epoch, before = self._epochs.get(iterator, (None, 0))
-        if epoch is None or returned < before or (returned == 0 and before):
-            dataset = iterator._dataset  # noqa: SLF001
-            number = self._count(dataset)
-            try:
-                length = len(iterator)
-            except (TypeError, NotImplementedError):
-                length = 0
-            epoch = LoaderEpoch(number, 0, length)
-        self._epochs[iterator] = epoch, returned + 1
+        epoch: LoaderEpoch | None = iterator.__dict__.get(_EPOCH)
+        if epoch is None or (iterator._num_yielded == 0 and epoch.returned):  # noqa: SLF001
+            epoch = iterator.__dict__[_EPOCH] = self._begin_epoch(iterator)
         return epoch
 
-    def _count(self, dataset: Any) -> int:
+    def _begin_epoch(self, iterator: Any) -> LoaderEpoch:
+        from accel_runtime.environment.heartbeat import LoaderEpoch  # noqa: PLC0415 - as above
+
+        dataset = iterator._dataset  # noqa: SLF001
         try:
-            number = self._numbers.get(dataset, -1) + 1
-            self._numbers[dataset] = number
+            length = len(iterator)
+        except (TypeError, NotImplementedError):
+            length = 0
+        try:
+            number = self._numbers[dataset] = self._numbers.get(dataset, -1) + 1
         except TypeError:  # a list, which no weak reference can have
-            return 0
-        return number
+            number = 0
+        return LoaderEpoch(number, 0, length)

@@ -1,14 +1,13 @@
 """Progress of scripts without an Accelerator, through hooks in torch: steps, backward passes, batches of loaders."""
 
 import os
-import sys
 import time
 import traceback
-from contextlib import contextmanager
 from unittest.mock import patch
 
 import pytest
 import torch
+from support.rank_hooks import watch
 from torch._dynamo.testing import CompileCounter
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -18,31 +17,6 @@ from accel_cli.runs.run_dir import RankFolder
 from accel_cli.worker import strip_frames
 from accel_runtime import Accelerator
 from accel_runtime.environment import torch_hooks
-from accel_runtime.environment.heartbeat import _create_progress
-from accel_runtime.environment.settings import RANK_FOLDER
-
-
-@contextmanager
-def watch(path):
-    """Install the hooks for a rank with this folder, until the end of the context."""
-    handles = []
-    module, loaders = sys.modules["torch.optim.optimizer"], sys.modules["torch.utils.data.dataloader"]
-    register, iterator = module.register_optimizer_step_post_hook, loaders._BaseDataLoaderIter
-    _create_progress.cache_clear()
-    with (
-        patch.dict(os.environ, {RANK_FOLDER: str(path)}),
-        patch.object(
-            module, "register_optimizer_step_post_hook", lambda hook: handles.append(register(hook))
-        ),
-        patch.object(torch.autograd, "backward", torch.autograd.backward),
-        patch.object(iterator, "__next__", iterator.__next__),
-    ):
-        try:
-            torch_hooks.watch_progress()
-            yield RankFolder(path)
-        finally:
-            handles[0].remove()
-            _create_progress.cache_clear()
 
 
 @pytest.fixture
