@@ -39,6 +39,7 @@ from accel_cli.runner import failures, rendezvous, stalls
 from accel_cli.runner.bootstrap import RendezvousProgress
 from accel_cli.runner.failures import Cause, Failure, FailureExchange
 from accel_cli.runner.guard import send_signal
+from accel_cli.runner.hang_exchange import HangExchange, HangRecord
 from accel_cli.runner.output import LogWarning, RankOutputs
 from accel_cli.runner.processes import OomKillCounter, ReplicaWatch, WorkerProcesses
 from accel_cli.runner.recorder import RunRecorder, SilenceHint
@@ -115,6 +116,7 @@ class ElasticAgent(LocalElasticAgent):
         self._outputs: RankOutputs | None = None
         self._exchange: FailureExchange | None = None
         self._stall_watch: StallWatch | None = None
+        self._hangs = HangExchange(self._bootstrap, 0, (), self._read_hang)
         self._follows_stall = False
         """True if the processes were started again because of a stall."""
         self._speeds: dict[int, RankSpeed] = {}
@@ -204,6 +206,8 @@ class ElasticAgent(LocalElasticAgent):
         elif reason := self._budget.get_reason(self._round):
             self._follows_stall = reason.is_stall
         self._round, self._restart_reason = self._handler.round, None
+        nodes = self._nodes.nodes if self._nodes else ()
+        self._hangs = HangExchange(self._bootstrap, self._round, nodes, self._read_hang)
         self._remaining_restarts = self._budget.remaining
 
     def _format_progress(self) -> str:
@@ -363,6 +367,7 @@ class ElasticAgent(LocalElasticAgent):
             if context.silence_hint and self._outputs and not self._is_silent:
                 context.silence_hint.check((context.recorder.last_event, self._outputs.last_output))
             if self._nodes and result.state is WorkerState.HEALTHY:
+                self._hangs.answer()
                 return self._check_nodes(self._nodes, result)
         return result
 
@@ -370,8 +375,15 @@ class ElasticAgent(LocalElasticAgent):
         settings = self._run_context.settings
         if settings.stall_timeout:
             self._stall_watch = StallWatch(
-                folders, settings.stall_timeout, self._run_context.recorder.record, settings.startup_timeout
+                folders,
+                settings.stall_timeout,
+                self._run_context.recorder.record,
+                settings.startup_timeout,
+                self._hangs.collect,
             )
+
+    def _read_hang(self) -> HangRecord:
+        return stalls.read_hang_record(self._run_context.folder.list_ranks(self._attempt))
 
     def _handle_stall(self, stall: Stall, healthy: RunResult) -> RunResult:
         """Return an unhealthy result, which restarts the processes of all nodes, if that is the action and may help.
@@ -392,13 +404,9 @@ class ElasticAgent(LocalElasticAgent):
             )
             return healthy
         text = f"no progress for {stall.seconds:.0f} s on {self._bootstrap.node.host}"
-        if action == "fail":
-            why = "launcher.stall_action is fail"
-        elif not self._remaining_restarts:
-            why = f"all {self._budget.max_restarts} restarts are used (launcher.max_restarts)"
-        elif self._follows_stall and not stall.has_trained:
-            why = "no step was made since the restart after the last stall"
-        else:
+        restarts = self._remaining_restarts, self._budget.max_restarts
+        why = stalls.explain_no_restart(action, stall, restarts, follows_stall=self._follows_stall)
+        if not why:
             self._restart_reason = RestartReason(False, time.monotonic() - self._started, text, is_stall=True)
             return RunResult(state=WorkerState.UNHEALTHY)
         self._bootstrap.set_value("ended", text)
@@ -421,7 +429,7 @@ class ElasticAgent(LocalElasticAgent):
         )
         if failures.is_unexplained_timeout(first):
             folders = self._run_context.folder.list_ranks(self._attempt)
-            if hang := stalls.describe_collectives(folders, failed=first.rank):
+            if hang := stalls.describe_collectives(folders, first.rank, self._hangs.collect):
                 self._end_line()
                 console.note(f"rank {first.rank} has timed out:\n{hang}")
 

@@ -140,7 +140,7 @@ def explain_hang(traces: Mapping[int, Mapping[str, GroupTrace]], locations: Mapp
     """Return lines about each group whose oldest collective has not completed; none if no rank waits in one.
 
     Args:
-        traces: The records of the ranks of this machine.
+        traces: The records of the ranks.
         locations: The line of the script at which each rank is, if it is known.
     """
     names = sorted({name for trace in traces.values() for name in trace})
@@ -179,7 +179,7 @@ def _explain_group(
             yield f"  rank {rank} has not entered it: {before}{place}"
     elsewhere = sorted(set(known) - traces.keys())
     if elsewhere:
-        yield f"  {format_ranks(elsewhere)} {_are(elsewhere)} not on this machine, or without a record"
+        yield f"  {format_ranks(elsewhere)} {_are(elsewhere)} without a record"
 
 
 def _are(ranks: Sequence[int]) -> str:

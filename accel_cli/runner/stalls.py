@@ -13,15 +13,26 @@ from pathlib import Path
 from typing import NamedTuple
 
 from accel_cli import console, worker
+from accel_cli.planning.plan import StallAction
 from accel_cli.runner.collectives import explain_hang, request_traces
 from accel_cli.runner.guard import send_signal
+from accel_cli.runner.hang_exchange import HangRecord
 from accel_cli.runs.beats import Beat
 from accel_cli.runs.run_dir import RankFolder, format_ranks
 from accel_cli.runs.run_files import open_file, read_pid, read_text
 from accel_runtime.environment import settings as env
 from accel_runtime.environment.text import decode_text
 
-__all__ = ["Stacks", "Stall", "StallWatch", "describe_collectives", "format_stall", "request_stacks"]
+__all__ = [
+    "Stacks",
+    "Stall",
+    "StallWatch",
+    "describe_collectives",
+    "explain_no_restart",
+    "format_stall",
+    "read_hang_record",
+    "request_stacks",
+]
 
 _SHOWN_FRAMES = 8
 _STARTUP_FACTOR = 10
@@ -42,6 +53,27 @@ class Stall(NamedTuple):
     """True if any rank has recorded progress, such as the creation of an Accelerator."""
 
 
+def explain_no_restart(
+    action: StallAction, stall: Stall, restarts: tuple[int, int], *, follows_stall: bool
+) -> str:
+    """Return why a stall ends the run; empty if all processes restart.
+
+    Args:
+        action: The action of the profile, `restart` or `fail`.
+        stall: The stall.
+        restarts: The number of restarts that remain, and of all.
+        follows_stall: True if the processes were started again because of a stall.
+    """
+    remaining, total = restarts
+    if action == "fail":
+        return "launcher.stall_action is fail"
+    if not remaining:
+        return f"all {total} restarts are used (launcher.max_restarts)"
+    if follows_stall and not stall.has_trained:
+        return "no step was made since the restart after the last stall"
+    return ""
+
+
 class StallWatch:
     """Watches the progress of ranks, and reports once if none of them makes progress for `timeout` seconds.
 
@@ -55,8 +87,9 @@ class StallWatch:
         timeout: float,
         record: Callable[..., None] = lambda *_, **__: None,
         startup_timeout: float | None = None,
+        collect: Callable[[HangRecord], HangRecord] = lambda own: own,
     ) -> None:
-        self._folders, self._timeout = folders, timeout
+        self._folders, self._timeout, self._collect = folders, timeout, collect
         self._startup_timeout = startup_timeout or timeout * _STARTUP_FACTOR
         self._record = record
         """Records an event of the run."""
@@ -83,7 +116,7 @@ class StallWatch:
             self._stalled_since = None
         elif self._stalled_since is None and now - newest >= timeout:
             self._stalled_since = newest
-            report = _format_report(self._folders, beats, now - newest)
+            report = _format_report(self._folders, beats, now - newest, self._collect)
             console.note(report)
             self._record("stall", seconds=now - newest, text=report)
             return Stall(now - newest, has_trained, is_seen=any(beats.values()))
@@ -99,27 +132,43 @@ def format_stall(folders: Mapping[int, RankFolder], *, full: bool = False) -> st
     stacks = request_stacks(folders)
     beats = {rank: Beat.read(folder.beat) for rank, folder in folders.items()}
     groups = [_format_stacks(ranks, stacks[ranks[0]], full=full) for ranks in _group_ranks(stacks, beats)]
-    return "\n".join([*_format_table(beats), *groups, *_explain_collectives(folders, stacks)])
+    return "\n".join([*_format_table(beats), *groups, *_explain_hang(_read_record(folders, stacks))])
 
 
-def describe_collectives(folders: Mapping[int, RankFolder], failed: int) -> str:
+def describe_collectives(
+    folders: Mapping[int, RankFolder], failed: int, collect: Callable[[HangRecord], HangRecord]
+) -> str:
     """Describe the collective in which the rank `failed` has timed out, with the ranks outside of it.
 
     The text is empty if the rank has left no record of its collectives.
+
+    Args:
+        folders: The folders of the ranks of this node.
+        failed: The rank.
+        collect: Adds the records of other nodes.
     """
-    return "\n".join(_explain_collectives(folders, request_stacks(folders), failed))
+    return "\n".join(_explain_hang(collect(_read_record(folders, request_stacks(folders), failed))))
 
 
-def _explain_collectives(
+def read_hang_record(folders: Mapping[int, RankFolder]) -> HangRecord:
+    """Request the collectives and the lines of the ranks of this node."""
+    return _read_record(folders, request_stacks(folders))
+
+
+def _read_record(
     folders: Mapping[int, RankFolder], stacks: Mapping[int, Stacks], failed: int | None = None
-) -> list[str]:
-    """Describe the collectives in which ranks wait, with the ranks outside of them and their lines."""
+) -> HangRecord:
     locations = {
         rank: _format_place(frames[0])
         for rank, each in stacks.items()
         if (frames := _get_user_frames(each.main))
     }
-    return explain_hang(request_traces(folders, failed), locations)
+    return HangRecord(request_traces(folders, failed), locations)
+
+
+def _explain_hang(record: HangRecord) -> list[str]:
+    """Describe the collectives in which ranks wait, with the ranks outside of them and their lines."""
+    return explain_hang(record.traces, record.locations)
 
 
 def _format_place(frame: str) -> str:
@@ -129,7 +178,10 @@ def _format_place(frame: str) -> str:
 
 
 def _format_report(
-    folders: Mapping[int, RankFolder], beats: Mapping[int, Beat | None], seconds: float
+    folders: Mapping[int, RankFolder],
+    beats: Mapping[int, Beat | None],
+    seconds: float,
+    collect: Callable[[HangRecord], HangRecord],
 ) -> str:
     """Format a stall: if most ranks are at one location, with the stacks of the other ranks only."""
     stacks = request_stacks(folders)
@@ -143,7 +195,7 @@ def _format_report(
     lines += [_format_stacks(ranks, stacks[ranks[0]], full=False) for ranks in shown]
     if has_majority:
         lines.append(f"  {format_ranks(largest)} are at the same place; show them with accel stacks")
-    lines += _explain_collectives(folders, stacks)
+    lines += _explain_hang(collect(_read_record(folders, stacks)))
     return "\n".join(lines)
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from support.commands import run_accel
+from support.hosts.network import hosts, needs_hosts
+from support.waits import limit
 
 SCRIPT = """
 import sys, time
@@ -109,3 +112,22 @@ def test_a_time_out_names_the_rank_that_did_not_come_and_its_line(script):
     assert "accel: rank 0 has timed out:\n  rank 0 is in all_reduce of [3], collective " in done.stderr
     assert "; it is at train.py:7 (load)" in done.stderr
     assert done.stderr.index("has not entered it") < done.stderr.index("accel: error: rank 0 of 2")
+
+
+@needs_hosts
+@pytest.mark.slow
+def test_both_nodes_name_the_rank_that_has_not_come_and_its_line(script):
+    """Each node has one rank, so that the one that waits and the one that is missing are on different machines."""
+    script(SCRIPT)
+    with hosts(2) as two:
+        launched = two.launch(
+            "-q", "--no-profile", "--cpu", "--nnodes", "2", "--rdzv-endpoint", "h0:29400", "--nproc-per-node", "1",
+            "--stall-timeout", "3", "--stall-action", "fail", "--shutdown-timeout", "1", "train.py", "sleeps in forward",
+        )  # fmt: skip
+        outputs = [process.communicate(timeout=limit(90))[0] for process in launched]
+    explained = [output for output in outputs if "has not entered it" in output]
+    assert explained, outputs
+    for output in explained:
+        assert re.search(r"rank 0 is in all_reduce of \[3\], collective \d+ of the default group", output)
+        assert re.search(r"rank 1 has not entered it: .*; it is at train\.py:17 \(forward\)", output)
+    assert any(f"train.py:17 (forward) on h{number}" in output for output in outputs for number in range(2))

@@ -42,14 +42,14 @@ def test_a_stall_is_counted_from_the_begin_of_the_script_on_all_ranks(watch):
     folders[1].stacks.touch()
     assert check(95) == ([], None)
     assert check(194) == ([], None)
-    assert check(196) == (["stall"], (101, False))
+    assert check(196) == (["stall"], (101, False, False))
     assert check(197) == (["stall"], None), "a stall is reported once"
 
 
 def test_ranks_that_do_not_begin_their_script_are_a_stall_too(watch, capsys):
     _, check = watch
     assert check(99) == ([], None)
-    assert check(101) == (["stall"], (101, False))
+    assert check(101) == (["stall"], (101, False, False))
     assert "no process on this machine has made progress for 101 s" in capsys.readouterr().err
 
 
@@ -67,7 +67,7 @@ def test_the_limit_is_longer_until_a_step_or_a_second_batch(watch, progress, lim
     _, check = watch
     assert check(10, time=110.0, **progress) == ([], None)
     assert check(9 + limit) == ([], None)
-    assert check(11 + limit) == (["stall"], (limit + 1, has_trained))
+    assert check(11 + limit) == (["stall"], (limit + 1, has_trained, True))
 
 
 def test_the_limit_before_the_first_step_is_ten_timeouts_by_default(tmp_path):
