@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import platform
 import sys
 import time
@@ -14,7 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_runtime.accelerator.accelerator import Accelerator
-from accel_runtime.environment.settings import __version__
+from accel_runtime.environment.settings import __version__, is_placed_by_device
+from accel_runtime.node_check.check import CheckResult, check_nodes
+from accel_runtime.node_check.table import format_check
 
 __all__ = ["main"]
 
@@ -110,15 +113,38 @@ CHECKS: tuple[Callable[[Accelerator], str], ...] = (processes, collectives, grad
 
 
 def main() -> int:
-    """Run all checks and print a line for each; return 0 if all pass on all ranks, otherwise 1."""
+    """Check the nodes, then run all checks and print a line for each; return 0 if all pass on all ranks, otherwise 1."""
+    # Replicas of torch_xla do not have one process each.
+    result = None if is_placed_by_device(os.environ) else check_nodes(os.environ)
+    if result and int(os.environ.get("RANK", "0")) == 0:
+        _print_nodes(result)
+    if result and not result.is_connected:
+        return 1
     exact = Accelerator(mixed_precision="no")
     configured = Accelerator()
     results = [_run_check(check, configured if check is precision else exact) for check in CHECKS]
-    passed = all(result.passed for result in results)
+    has_good_nodes = result is None or result.has_passed
+    passed = has_good_nodes and all(check.passed for check in results)
     if device_info := exact.describe().device:
         exact.print(_format_report(device_info, configured, results))
     exact.print("everything works here" if passed else "something does not work here: see above")
     return 0 if passed else 1
+
+
+def _print_nodes(result: CheckResult) -> None:
+    """Print the table of the nodes, and whether the other checks can follow."""
+    print(format_check(result.facts, result.findings))
+    count = len(result.facts.names)
+    noun = "1 node" if count == 1 else f"{count} nodes"
+    bad = sorted({result.facts.names[finding.node] for finding in result.findings if finding.is_bad})
+    if bad:
+        print(f"FAILED nodes: {', '.join(bad)}")
+    else:
+        print(f"ok     nodes: {noun} checked in {result.seconds:.0f} s")
+    if not result.is_connected:
+        print("the other checks need a process group of all ranks, which these nodes cannot create")
+        print("something does not work here: see above")
+    sys.stdout.flush()
 
 
 @dataclass(frozen=True)

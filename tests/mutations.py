@@ -570,6 +570,12 @@ MUTATIONS = (
         ("tests/runtime/test_selfcheck.py::test_a_check_that_fails_on_one_rank_fails_on_all_ranks",),
     ),
     Mutation(
+        "pairs of nodes",
+        "accel_runtime.environment.node_verdict:find_broken_pairs",
+        return_value("{}"),
+        ("tests/runtime/test_node_check.py::test_a_node_that_reaches_no_other_is_the_only_bad_one",),
+    ),
+    Mutation(
         "secrets in output",
         "accel_cli.console:mask_secrets",
         return_value("value"),

@@ -361,6 +361,16 @@ LAUNCHER = (
         "check that fails",
     ),
     Promise(
+        "Check of the nodes",
+        "accel test names a node that is not connected with the others, is slow or computes wrong, and blames no healthy one.",
+        (
+            "tests/runtime/test_node_check.py::test_a_node_that_reaches_no_other_is_the_only_bad_one",
+            "tests/runtime/test_node_check.py::test_a_slow_node_is_found_though_its_partners_measured_slow_links_too",
+            "tests/runtime/test_node_check.py::test_a_wrong_product_is_found",
+        ),
+        "pairs of nodes",
+    ),
+    Promise(
         "Secrets",
         "Values that look like secrets are masked in the output and in the folder of a run.",
         ("tests/cli/test_masking.py::test_secrets_are_hidden_and_the_rest_is_shown",),

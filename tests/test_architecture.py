@@ -55,6 +55,9 @@ READ_THE_ENVIRONMENT = (
     "accel_runtime/monitoring/tracking/mlflow.py",
     # torch_xla is configured through variables of its own, and some of them change numbers.
     "accel_runtime/backends/xla/",
+    # The self-check passes the variables of its rank on to the node check, a process of its own.
+    "accel_runtime/selfcheck.py",
+    "accel_runtime/node_check/__main__.py",
     # One switch, which XLA's replicas have too: they are threads, without settings of their own.
     "accel_runtime/collectives/transport.py",
     # They change the environment, as the functions of Accelerate do whose names they have.

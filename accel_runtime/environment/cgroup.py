@@ -1,7 +1,8 @@
 """Limits of the control groups of this process (Linux), as a container or a scheduler sets them; standard library only.
 
 The files of version 2 are described at https://docs.kernel.org/admin-guide/cgroup-v2.html, those of version 1 at
-https://docs.kernel.org/scheduler/sched-bwc.html and https://docs.kernel.org/admin-guide/cgroup-v1/pids.html.
+https://docs.kernel.org/scheduler/sched-bwc.html, https://docs.kernel.org/admin-guide/cgroup-v1/pids.html and
+https://docs.kernel.org/admin-guide/cgroup-v1/memory.html.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 import os
 from pathlib import Path, PurePosixPath
 
-__all__ = ["count_cpus", "read_cpu_quota", "read_process_limit"]
+__all__ = ["count_cpus", "read_available_memory", "read_cpu_quota", "read_process_limit"]
 
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _MOUNT = Path("/sys/fs/cgroup")
@@ -40,6 +41,29 @@ def read_process_limit(membership: Path = _MEMBERSHIP, mount: Path = _MOUNT) -> 
     folders = _list_folders("", membership, mount) + _list_folders("pids", membership, mount)
     texts = [_read(folder / "pids.max") for folder in folders]
     return min((int(text) for text in texts if text.isdecimal()), default=None)
+
+
+def read_available_memory(
+    membership: Path = _MEMBERSHIP, mount: Path = _MOUNT, meminfo: Path = Path("/proc/meminfo")
+) -> int | None:
+    """Return the bytes that processes can still allocate, on this machine and in the groups of this process; None if unknown."""
+    available = [
+        int(line.split()[1]) * 1024
+        for line in _read(meminfo).splitlines()
+        if line.startswith("MemAvailable:")
+    ]
+    for controller, limit_file, usage_file, cache_key in (
+        ("", "memory.max", "memory.current", "inactive_file"),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        for folder in _list_folders(controller, membership, mount):
+            limit, usage = _read(folder / limit_file), _read(folder / usage_file)
+            if limit.isdecimal() and usage.isdecimal():
+                # The kernel drops this part of the page cache before it refuses memory.
+                lines = (line.split() for line in _read(folder / "memory.stat").splitlines())
+                cache = next((int(line[1]) for line in lines if line[0] == cache_key), 0)
+                available.append(max(0, int(limit) - int(usage) + cache))
+    return min(available, default=None)
 
 
 def _list_folders(controller: str, membership: Path, mount: Path) -> list[Path]:

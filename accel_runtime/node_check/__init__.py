@@ -1,0 +1,1 @@
+"""The check of the nodes of a run by its ranks: machines, connections, devices and collectives."""
