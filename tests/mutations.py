@@ -576,6 +576,12 @@ MUTATIONS = (
         ("tests/runtime/test_node_check.py::test_a_node_that_reaches_no_other_is_the_only_bad_one",),
     ),
     Mutation(
+        "nodes that remain",
+        "accel_cli.runner.preflight:decide",
+        return_value("Verdict({}, False)"),
+        ("tests/cli/runner/test_preflight.py::test_a_bad_node_is_left_out_if_enough_remain",),
+    ),
+    Mutation(
         "secrets in output",
         "accel_cli.console:mask_secrets",
         return_value("value"),

@@ -371,6 +371,15 @@ LAUNCHER = (
         "pairs of nodes",
     ),
     Promise(
+        "Preflight",
+        "launcher.preflight leaves out a bad node if enough others remain, and otherwise fails the launch with its name.",
+        (
+            "tests/cli/runner/test_preflight.py::test_a_bad_node_is_left_out_if_enough_remain",
+            "tests/integration/test_preflight.py::test_the_check_of_one_node_prints_one_line_and_keeps_its_facts",
+        ),
+        "nodes that remain",
+    ),
+    Promise(
         "Secrets",
         "Values that look like secrets are masked in the output and in the folder of a run.",
         ("tests/cli/test_masking.py::test_secrets_are_hidden_and_the_rest_is_shown",),

@@ -8,6 +8,7 @@ import socket
 import stat
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, ClassVar, Literal, Protocol, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -45,13 +46,14 @@ from accel_cli.planning.startup_code import explain_startup_code
 from accel_runtime.environment import settings as env
 
 __all__ = [
-    "STALL_KEYS",
+    "PASSED_KEYS",
     "ElasticLauncher",
     "Endpoint",
     "LogDir",
     "MaxRestarts",
     "Nnodes",
     "OmpNumThreads",
+    "Preflight",
     "Ranks",
     "RdzvTimeout",
     "ShutdownTimeout",
@@ -152,6 +154,13 @@ StartupTimeout = Annotated[
     ),
 ]
 
+Preflight = Annotated[
+    bool,
+    Field(
+        description="Check the nodes before the script starts: devices, folders, connections, bandwidth. A bad node is left out if "
+        "enough remain, otherwise the launch fails with its name.",
+    ),
+]
 RdzvTimeout = Annotated[
     int, Field(ge=1, description="Seconds to wait for the other nodes before the launch fails.")
 ]
@@ -193,8 +202,8 @@ class StallKeys(Protocol):
 _Section = TypeVar("_Section", bound=StallKeys)
 
 
-STALL_KEYS = ("stall_timeout", "stall_action", "startup_timeout")
-"""The keys about stalls, which launchers of several nodes pass on to `accel launch` on each node."""
+PASSED_KEYS = ("stall_timeout", "stall_action", "startup_timeout", "preflight")
+"""The keys about stalls and the check of the nodes, which launchers of several nodes pass on to `accel launch` on each node."""
 
 
 def check_stall_keys(section: _Section) -> _Section:
@@ -411,6 +420,7 @@ class Torchrun(ElasticLauncher):
             check=_check_reachable,
         ),
     ] = None
+    preflight: Preflight = False
     start_method: Literal["auto", "forkserver", "exec"] = Field(
         "auto",
         description="Start method of processes: `forkserver` imports torch once and forks, `exec` executes a command for "
@@ -442,7 +452,9 @@ class Torchrun(ElasticLauncher):
             nnodes=self.range[1],
             nproc_per_node=count,
             node_summary=spec.nodes.summary,
-            agent=self.build_agent_settings(spec, self._choose_start_method(spec)),
+            agent=replace(
+                self.build_agent_settings(spec, self._choose_start_method(spec)), preflight=self.preflight
+            ),
         )
 
     @override

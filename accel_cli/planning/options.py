@@ -138,6 +138,10 @@ _DECLARED: Mapping[str, tuple[LaunchOption, ...]] = {
             "--stall-action", "After that: report, restart (all processes) or fail.", "ACTION", "launcher.stall_action"
         ),
         LaunchOption(
+            "--preflight", "Check the nodes before the script starts, and leave out or name a bad one.",
+            key="launcher.preflight", const=True
+        ),
+        LaunchOption(
             "--metrics-port", "Serve metrics for Prometheus at this port of the loopback interface.",
             "[HOST:]PORT", "launcher.metrics_port"
         ),

@@ -88,6 +88,8 @@ class AgentSettings:
     """The reaction to a stall besides the report."""
     startup_timeout: int | None = None
     """Seconds without progress before the first step; None is a multiple of `stall_timeout`."""
+    preflight: bool = False
+    """True if the nodes are checked before the processes start."""
     metrics_port: str | None = None
     """The address at which metrics are served, as `host:port`."""
     keep_runs: int = KEEP_RUNS

@@ -54,7 +54,14 @@ _SEVERAL_PROCESSES = frozenset(
 """Keys that need a launcher of several processes."""
 _AGENT = frozenset(
     f"launcher.{key}"
-    for key in ("shutdown_timeout", "stall_timeout", "stall_action", "startup_timeout", "metrics_port")
+    for key in (
+        "shutdown_timeout",
+        "stall_timeout",
+        "stall_action",
+        "startup_timeout",
+        "metrics_port",
+        "preflight",
+    )
 )
 """Keys that need an elastic agent, also for one process."""
 _CAPTURED_OUTPUT = frozenset({"launcher.ranks", "launcher.log_dir"})

@@ -3,7 +3,7 @@
 # ruff: noqa: E402 - torch must be imported by `import_torch`
 from __future__ import annotations
 
-from accel_cli.runner.forkserver import ForkServer, import_torch
+from accel_cli.runner.forkserver import import_torch
 
 import_torch(quiet=True)
 
@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed import DistError
@@ -34,26 +34,25 @@ from typing_extensions import override
 
 from accel_cli import console
 from accel_cli.errors import AccelError, RunEndedError, StalledError
-from accel_cli.planning.plan import AgentSettings, select_ranks
+from accel_cli.planning.plan import select_ranks
 from accel_cli.runner import failures, rendezvous, stalls
 from accel_cli.runner.bootstrap import RendezvousProgress
+from accel_cli.runner.context import RunContext
 from accel_cli.runner.failures import Cause, Failure, FailureExchange
 from accel_cli.runner.guard import send_signal
 from accel_cli.runner.hang_exchange import HangExchange, HangRecord
-from accel_cli.runner.output import LogWarning, RankOutputs
+from accel_cli.runner.output import RankOutputs
+from accel_cli.runner.preflight import Preflight
 from accel_cli.runner.processes import OomKillCounter, ReplicaWatch, WorkerProcesses
-from accel_cli.runner.recorder import RunRecorder, SilenceHint
 from accel_cli.runner.rendezvous import NodeRendezvous, RestartBudget, RestartReason, SingleNodeRendezvous
-from accel_cli.runner.screen_footer import ScreenFooter
-from accel_cli.runner.shutdown import GuardProcess, Orphans, SignalHandlers
 from accel_cli.runner.stalls import Stall, StallWatch
 from accel_cli.runs.beats import Beat
-from accel_cli.runs.run_dir import RankFolder, RunFolder, format_ranks, write_reason
+from accel_cli.runs.run_dir import RankFolder, format_ranks, write_reason
 from accel_cli.runs.speed import RankSpeed, describe_slow_rank, describe_throughput
 from accel_runtime.environment import settings as env
 from accel_runtime.environment.collective_trace import REQUEST_FILE
 
-__all__ = ["ElasticAgent", "RunContext"]
+__all__ = ["ElasticAgent"]
 
 
 _EXIT_S = 10.0
@@ -61,26 +60,6 @@ _EXIT_S = 10.0
 
 # torch asks the name servers for the host's full name with each event it records: if none answers, every step waits.
 api._get_fq_hostname = socket.gethostname  # noqa: SLF001
-
-
-@dataclass(frozen=True)
-class RunContext:
-    """Resources that all attempts of a run share."""
-
-    settings: AgentSettings
-    folder: RunFolder
-    recorder: RunRecorder
-    log_warning: LogWarning
-    signals: SignalHandlers
-    guard: GuardProcess
-    orphans: Orphans
-    """Processes that ranks have started in sessions of their own."""
-    server: ForkServer | None
-    """The server that forks the processes; None starts them by exec."""
-    silence_hint: SilenceHint | None
-    """The note about a run without output; None if notes are left out, or a footer shows the progress."""
-    footer: ScreenFooter | None = None
-    """The table of the ranks at the bottom of the terminal; None without `--live`."""
 
 
 def _is_hidden(ranks: set[int], shown: frozenset[int], *, starts_replicas: bool) -> bool:
@@ -107,6 +86,8 @@ class ElasticAgent(LocalElasticAgent):
         self._handler = handler
         self._nodes = handler if isinstance(handler, NodeRendezvous) else None
         self._bootstrap = handler.bootstrap
+        has_preflight = context.settings.preflight
+        self._preflight = Preflight(context, self._bootstrap, self._nodes) if has_preflight else None
         self._budget = RestartBudget(self._bootstrap, spec.max_restarts)
         self._is_silent = False
         """True if no rank of this node is shown: none at all by choice, or those of other nodes."""
@@ -196,6 +177,15 @@ class ElasticAgent(LocalElasticAgent):
 
     @override
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        self._meet(worker_group)
+        while self._preflight and self._preflight.is_needed():
+            if self._preflight.check(worker_group, self._handler.round, self._build_environment):
+                return
+            self._bootstrap.reset_deadline()
+            self._meet(worker_group)
+
+    def _meet(self, worker_group: WorkerGroup) -> None:
+        """Wait for the other nodes, and assign the ranks."""
         # Before a restart all nodes are present, so that only a lost one is worth a line.
         progress = RendezvousProgress(self._format_progress, quiet=2 if self._round is None else 8)
         with progress if self._nodes else nullcontext():
@@ -237,10 +227,10 @@ class ElasticAgent(LocalElasticAgent):
         elif self._nodes:
             nodes = self._nodes.nodes
             names = ", ".join(f"{node.name} with {node.nproc}" for node in nodes)
-            is_first = self._round is None
+            is_first = self._attempt < 0
             change = "" if is_first else "restarting all processes, since machines joined or left: "
             console.note(f"{change}{len(nodes)} machines joined at {self._bootstrap.endpoint}: {names}")
-        if self._round is not None:
+        if self._attempt >= 0:
             text = reason.text if reason else "machines joined or left"
             self._run_context.recorder.record("restart", attempt=self._attempt + 1, reason=text)
 
@@ -298,8 +288,7 @@ class ElasticAgent(LocalElasticAgent):
             context.folder.update({"world_size": world_size})
 
     def _prepare_rank(self, worker: Worker, shown: frozenset[int]) -> dict[str, str]:
-        """Create the folder of a rank, and return its environment: torchrun's variables and accel's."""
-        group, spec = self._worker_group, self._worker_group.spec
+        """Create the folder of a rank, and return its environment."""
         folder = self._get_folder(worker)
         assert self._outputs is not None
         is_shown = worker.global_rank in shown and not self._run_context.settings.starts_replicas
@@ -307,6 +296,11 @@ class ElasticAgent(LocalElasticAgent):
         with self._run_context.log_warning.catch_errors():
             folder.path.mkdir(parents=True)
             self._outputs.route(folder, worker.global_rank, shown=is_shown)
+        return self._build_environment(worker, folder)
+
+    def _build_environment(self, worker: Worker, folder: RankFolder) -> dict[str, str]:
+        """Return torchrun's variables and accel's for a rank."""
+        group, spec = self._worker_group, self._worker_group.spec
         return {
             "RANK": str(worker.global_rank),
             "LOCAL_RANK": str(worker.local_rank),

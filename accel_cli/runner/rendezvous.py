@@ -16,6 +16,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousTimeout,
+    _RendezvousExitOp,
 )
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from typing_extensions import override
@@ -109,7 +110,8 @@ class NodeRendezvous(DynamicRendezvousHandler):
     arrived: tuple[NodeInfo, ...] = ()
     """The largest set of nodes that was present while this node waited for the round."""
     _is_static: bool
-    _max_restarts: int
+    _takes_spares: bool
+    """True if a node that is not needed may be needed later."""
     _round_store: TCPStore | None = None
     _has_succeeded: bool = False
     _absent_since: float | None = None
@@ -137,7 +139,7 @@ class NodeRendezvous(DynamicRendezvousHandler):
         setattr(dynamic_rendezvous, "_delay", handler._delay)  # noqa: B010
         handler.bootstrap = bootstrap
         handler._is_static = settings.static
-        handler._max_restarts = settings.max_restarts
+        handler._takes_spares = settings.max_restarts > 0 or settings.preflight
         return handler
 
     @property
@@ -207,13 +209,33 @@ class NodeRendezvous(DynamicRendezvousHandler):
 
     def _delay(self, seconds: float | tuple[float, float]) -> None:
         """Wait between two reads of the shared state, instead of torch; raise UsageError if this node can never take part."""
-        if self.is_spare and not self._max_restarts and not self.bootstrap.is_host:
+        if self.is_spare and not self._takes_spares and not self.bootstrap.is_host:
             raise UsageError(
                 f"{self.bootstrap.node.name} cannot join: the run already has all {self.bootstrap.max_nodes} machines "
                 f"({self.format_participants()}). Raise --nnodes on all machines, or use another --rdzv-id and "
                 "--rdzv-endpoint for another run."
             )
         time.sleep(random.uniform(*seconds) if isinstance(seconds, tuple) else min(seconds, _POLL_S))  # noqa: S311
+
+    def leave(self) -> None:
+        """Leave the round, so that the others can meet without this node."""
+        self._stop_heartbeats()
+        self._op_executor.run(_RendezvousExitOp(), self._get_deadline(self._settings.timeout.join))
+
+    def count_spares(self) -> int:
+        """Return the number of nodes that wait for a place in the next round."""
+        if self._is_static:  # each has a place of its own
+            return 0
+        self.is_closed()  # reads the shared state
+        state = self._state_holder.state
+        return len(state.redundancy_list | state.wait_list)
+
+    def has_ended(self) -> bool:
+        """Return True if the run has ended, or if no node takes part in it."""
+        if self.is_closed() or self.bootstrap.get_value("ended"):
+            return True
+        state = self._state_holder.state
+        return not (state.participants or state.wait_list or state.redundancy_list)
 
     def list_arrived(self) -> list[str]:
         """Return the names of the nodes that have joined this round."""

@@ -20,10 +20,12 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from accel_cli.errors import AccelError, RunEndedError, UsageError
 from accel_cli.planning import network
 from accel_cli.planning.plan import AgentSettings, Plan
-from accel_cli.runner.agent import ElasticAgent, RunContext
+from accel_cli.runner.agent import ElasticAgent
 from accel_cli.runner.bootstrap import BootstrapStore, ScriptIdentity
+from accel_cli.runner.context import RunContext
 from accel_cli.runner.operators import compile_operators
 from accel_cli.runner.output import LogWarning
+from accel_cli.runner.preflight import refuse_bad_node
 from accel_cli.runner.processes import check_open_files
 from accel_cli.runner.recorder import RunRecorder, SilenceHint, build_record
 from accel_cli.runner.rendezvous import NodeRendezvous, SingleNodeRendezvous
@@ -123,6 +125,8 @@ def _create_agent(plan: Plan, context: RunContext) -> ElasticAgent:
     settings = context.settings
     script = ScriptIdentity("") if settings.is_single_node else ScriptIdentity.from_plan(plan)
     bootstrap = BootstrapStore(settings, plan.nproc_per_node, script, derived=bool(plan.node_summary))
+    if settings.preflight:
+        refuse_bad_node(bootstrap)
     handler: SingleNodeRendezvous | NodeRendezvous
     if bootstrap.is_single_node:
         handler = SingleNodeRendezvous(bootstrap, settings.run_id)

@@ -262,7 +262,7 @@ def _judge_rates(facts: CheckFacts) -> Iterator[Finding]:
         thresholds = (_BAD, _LOW) if any(device.is_gpu for device in devices) else (0.0, _CPU_LOW)
         for rank, part, severity in _compare(values, *thresholds):
             rate, middle = format_rate(values[rank]), format_rate(median(values.values()))
-            text = f"rank {rank} computes at {rate}, {part:.0%} of the median ({middle})"
+            text = f"rank {rank} computes at {rate}, {_format_part(part)} of the median ({middle})"
             yield Finding(by_rank[rank].node, severity, text, "rate")
 
 
@@ -300,7 +300,7 @@ def _judge_links(facts: CheckFacts) -> Iterator[Finding]:
     thresholds = (_BAD, _LOW) if is_gpu else (_GLOO_BAD, _GLOO_LOW)
     for node, part, severity in _compare(bandwidths, *thresholds):
         best, middle = format_size(bandwidths[node]), format_size(median(bandwidths.values()))
-        text = f"its best link has {best}/s, {part:.0%} of the median ({middle}/s)"
+        text = f"its best link has {best}/s, {_format_part(part)} of the median ({middle}/s)"
         yield Finding(node, severity, text, "bandwidth")
     latencies = {node: _get_latency(link) for node, link in soonest.items()}
     if len(latencies) >= _NEEDED_VALUES:
@@ -320,6 +320,10 @@ def _compare(
         part = value / middle if middle else 1.0
         if part < low:
             yield key, part, "bad" if part < bad and len(values) >= _NEEDED_VALUES else "note"
+
+
+def _format_part(part: float) -> str:
+    return f"{part:.0%}" if part >= 0.01 else "under 1%"  # noqa: PLR2004 - a percent
 
 
 def format_rate(tflops: float) -> str:

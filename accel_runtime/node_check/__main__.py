@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import sys
 
-if __name__ == "__main__":
-    # This folder, as Python sets it for a script.
+if __name__ == "__main__" and sys.path[0] == os.path.dirname(os.path.abspath(__file__)):  # noqa: PTH100, PTH120
+    # Python sets it for a script.
     del sys.path[0]
 # isort: split
 import socket
@@ -164,7 +164,9 @@ def main(arguments: list[str], environ: dict[str, str]) -> None:
     # A time-out raises an error, instead of ending the process.
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     has_gpu = settings.device in {"auto", "cuda"} and torch.cuda.is_available()
-    device = torch.device("cuda", topology.local_rank) if has_gpu else torch.device("cpu")
+    # Ranks may share a GPU, as for the Accelerator.
+    number = topology.local_rank % max(1, torch.cuda.device_count())
+    device = torch.device("cuda", number) if has_gpu else torch.device("cpu")
     if has_gpu:
         torch.cuda.set_device(device)
     chosen = settings.process_group_backend

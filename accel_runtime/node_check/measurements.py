@@ -122,7 +122,7 @@ class LinkRank:
             rank=self.ranks.index(self.rank),
             world_size=len(self.ranks),
             timeout=timedelta(seconds=timeout_s),
-            device_id=self.device if self.device.type == "cuda" else None,
+            device_id=self.device if self.backend == "nccl" else None,
         )
         try:
             yield

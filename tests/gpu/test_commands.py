@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.limit(120)]
 
 ROOT = Path(__file__).parents[2]
 SAYS, STARTS, ESTIMATE = "accel env, accel test and describe()", "Forked starts", "accel estimate"
+CHECK = "Check of the nodes"
 
 
 def python(*arguments, **variables):
@@ -75,6 +77,40 @@ def test_describe_names_the_device(device):
 def test_accel_env_and_accel_test_run(cuda, commands):
     assert cuda.get_device_name(0) in python("-m", "accel_cli", "env")
     assert "everything works here" in python("-m", "accel_cli", "test")
+
+
+@pytest.mark.feature(CHECK)
+def test_the_node_check_measures_the_gpu(device):
+    """Its rate, the comparison of a product, and the errors that the driver has counted, if nvidia-ml-py is installed."""
+    code = (
+        "import json, os; from accel_runtime.node_check.check import check_nodes\n"
+        "result = check_nodes(os.environ)\n"
+        "print(json.dumps([result.facts.to_dict(), [f.to_dict() for f in result.findings]]))"
+    )
+    facts, findings = json.loads(python("-c", code).splitlines()[-1])
+    (measured,) = facts["devices"]
+    assert (measured["error"], facts["failures"], facts["silent"]) == ("", {}, {})
+    assert measured["is_gpu"] == (device.type == "cuda")
+    assert not [finding for finding in findings if finding["column"] == "rate"]
+    if not REHEARSAL:
+        assert measured["name"] == torch.cuda.get_device_name(0)
+        assert measured["tflops"] > 1
+        assert (
+            (measured["uncorrected_errors"] is not None)
+            or not find_spec("pynvml")
+            or not measured["row_problem"]
+        )
+
+
+@pytest.mark.feature(CHECK)
+def test_a_preflight_on_a_gpu_passes_and_the_script_gets_the_gpu(device, commands, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    options = ("--no-profile", "--preflight", "--nproc-per-node", 1, "--log-dir", tmp_path / "logs")
+    output = python("-m", "accel_cli", "launch", *options, *(["--cpu"] if REHEARSAL else []), script)
+    assert f"rank 0 (False, False) {device} [1.0, 1.0, 1.0, 1.0]" in output
+    (file,) = tmp_path.glob("logs/*/preflight.json")
+    assert json.loads(file.read_text())["facts"]["devices"][0]["is_gpu"] == (device.type == "cuda")
 
 
 SCRIPT = """

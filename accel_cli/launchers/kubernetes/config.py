@@ -30,7 +30,7 @@ _RESERVED_VARIABLES = frozenset(
     {"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT", FAILURE_FILE}
 )
 """The variables that the launcher or Kubeflow Trainer sets."""
-_NODE_KEYS = {"rdzv_timeout", "max_restarts", "ranks", "shutdown_timeout", *torchrun.STALL_KEYS}
+_NODE_KEYS = {"rdzv_timeout", "max_restarts", "ranks", "shutdown_timeout", *torchrun.PASSED_KEYS}
 """Keys of torchrun that `accel launch` in each pod receives."""
 
 

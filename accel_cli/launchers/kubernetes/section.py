@@ -204,6 +204,7 @@ class KubernetesSection(job_launcher.JobLauncher):
     stall_timeout: torchrun.StallTimeout = None
     stall_action: torchrun.StallActionKey = "report"
     startup_timeout: torchrun.StartupTimeout = None
+    preflight: torchrun.Preflight = False
     _check_stalls = model_validator(mode="after")(torchrun.check_stall_keys)
 
     @property

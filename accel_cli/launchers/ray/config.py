@@ -32,7 +32,7 @@ _RESERVED = {"CPU": "launcher.cpus_per_process", "GPU": "launcher.gpus_per_node"
 _OTHER_ACCELERATORS = frozenset({"HPU", "NPU", "RBLN", "neuron_cores"})
 """Resources of Ray of which each may be a device, or a part of one."""
 
-_NODE_KEYS = {"max_restarts", "ranks", "shutdown_timeout", *torchrun.STALL_KEYS}
+_NODE_KEYS = {"max_restarts", "ranks", "shutdown_timeout", *torchrun.PASSED_KEYS}
 """Keys of torchrun that `accel launch` on each node receives."""
 
 
@@ -131,6 +131,7 @@ class Ray(job_launcher.JobLauncher):
     stall_timeout: torchrun.StallTimeout = None
     stall_action: torchrun.StallActionKey = "report"
     startup_timeout: torchrun.StartupTimeout = None
+    preflight: torchrun.Preflight = False
     _check_stalls = model_validator(mode="after")(torchrun.check_stall_keys)
 
     @model_validator(mode="after")

@@ -263,7 +263,7 @@ def _build_options(section: SageMakerSection, spec: LaunchSpec) -> list[str]:
         "max_restarts": section.max_restarts,
         "ranks": section.ranks,
         "shutdown_timeout": section.shutdown_timeout,
-        **section.model_dump(include={*torchrun.STALL_KEYS}),
+        **section.model_dump(include={*torchrun.PASSED_KEYS}),
     }
     return ["--no-profile", *spec.target_options, *build_node_options(values)]
 

@@ -213,6 +213,7 @@ class Slurm(JobLauncher):
     stall_timeout: torchrun.StallTimeout = None
     stall_action: torchrun.StallActionKey = "report"
     startup_timeout: torchrun.StartupTimeout = None
+    preflight: torchrun.Preflight = False
     _check_stalls = model_validator(mode="after")(torchrun.check_stall_keys)
     sbatch_args: Annotated[
         list[str],
@@ -290,6 +291,7 @@ class Slurm(JobLauncher):
             stall_timeout=self.stall_timeout,
             stall_action=self.stall_action,
             startup_timeout=self.startup_timeout,
+            preflight=self.preflight,
         ).plan(spec)
 
     def _format_batch_script(self, spec: LaunchSpec, nproc_per_node: int) -> str:
@@ -359,7 +361,7 @@ exit "$code\""""
         values["max_restarts"] = self.max_restarts
         if self.ranks not in {0, "0"}:
             values["ranks"] = quote_for_bash(str(self.ranks))
-        values |= self.model_dump(include={*torchrun.STALL_KEYS}, exclude_defaults=True)
+        values |= self.model_dump(include={*torchrun.PASSED_KEYS}, exclude_defaults=True)
         lines = [
             srun,
             'bash -c "$node_command" accel',

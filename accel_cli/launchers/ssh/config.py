@@ -22,7 +22,7 @@ from accel_cli.planning.plan import get_highest_rank
 __all__ = ["Ssh"]
 
 _NODE_KEYS = {
-    "gpu_ids", "max_restarts", "ranks", "log_dir", "shutdown_timeout", *torchrun.STALL_KEYS, "rdzv_timeout", "omp_num_threads",
+    "gpu_ids", "max_restarts", "ranks", "log_dir", "shutdown_timeout", *torchrun.PASSED_KEYS, "rdzv_timeout", "omp_num_threads",
 }  # fmt: skip
 """Keys of torchrun that `accel launch` on each host receives if they are set."""
 
@@ -156,6 +156,7 @@ class Ssh(Launcher):
     stall_timeout: torchrun.StallTimeout = None
     stall_action: torchrun.StallActionKey = "report"
     startup_timeout: torchrun.StartupTimeout = None
+    preflight: torchrun.Preflight = False
     omp_num_threads: torchrun.OmpNumThreads = None
     connect_timeout: int = Field(
         10, ge=1, description="Seconds within which a host must accept a connection."

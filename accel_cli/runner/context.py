@@ -1,0 +1,35 @@
+"""The resources that all attempts of a run share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel_cli.planning.plan import AgentSettings
+from accel_cli.runner.forkserver import ForkServer
+from accel_cli.runner.output import LogWarning
+from accel_cli.runner.recorder import RunRecorder, SilenceHint
+from accel_cli.runner.screen_footer import ScreenFooter
+from accel_cli.runner.shutdown import GuardProcess, Orphans, SignalHandlers
+from accel_cli.runs.run_dir import RunFolder
+
+__all__ = ["RunContext"]
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """Resources that all attempts of a run share."""
+
+    settings: AgentSettings
+    folder: RunFolder
+    recorder: RunRecorder
+    log_warning: LogWarning
+    signals: SignalHandlers
+    guard: GuardProcess
+    orphans: Orphans
+    """Processes that ranks have started in sessions of their own."""
+    server: ForkServer | None
+    """The server that forks the processes; None starts them by exec."""
+    silence_hint: SilenceHint | None
+    """The note about a run without output; None if notes are left out, or a footer shows the progress."""
+    footer: ScreenFooter | None = None
+    """The table of the ranks at the bottom of the terminal; None without `--live`."""
