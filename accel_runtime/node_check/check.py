@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ class CheckResult:
     facts: CheckFacts
     findings: tuple[Finding, ...]
     seconds: float
+    store: Any = field(repr=False)
+    """Kept with the result: other ranks may already use its server for the process group."""
 
     @property
     def has_passed(self) -> bool:
@@ -83,7 +85,7 @@ def check_nodes(environ: Mapping[str, str], *, quick: bool = False) -> CheckResu
     if topology.rank == 0:
         _await_readers(board, topology.world_size)
     facts = CheckFacts.from_dict(decided)
-    return CheckResult(facts, tuple(judge(facts)), time.monotonic() - begin)
+    return CheckResult(facts, tuple(judge(facts)), time.monotonic() - begin, store)
 
 
 def _find_node(topology: Topology, environ: Mapping[str, str]) -> tuple[int, int]:

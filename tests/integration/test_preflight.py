@@ -7,12 +7,14 @@ import os
 import re
 import signal
 import subprocess
-from contextlib import contextmanager, suppress
+import sys
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 from support.commands import run_accel
 from support.hosts.network import Hosts, hosts, ip, needs_hosts
+from support.processes import Process, free_port
 from support.waits import limit, wait_until
 
 TRAINS = """
@@ -98,6 +100,32 @@ def test_restarts_do_not_check_again(script):
     )
     assert (done.returncode, done.stdout) == (0, "attempt 0\nattempt 1\n"), done.stderr
     assert done.stderr.count("preflight: 1 node passed") == 1
+
+
+@pytest.mark.slow
+def test_ranks_that_another_launcher_has_started_share_the_store_with_their_process_group(cwd):
+    """No agent serves a store: the first rank does, for the check and afterwards for the process group."""
+    command = [sys.executable, "-m", "accel_runtime.selfcheck"]
+    variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "ACCEL_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
+    with ExitStack() as stack:
+        port = stack.enter_context(free_port())
+        environ = {**os.environ, **variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        processes = [
+            stack.enter_context(
+                Process(
+                    command,
+                    env={**environ, "RANK": rank, "LOCAL_RANK": rank},
+                    text=True,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+            for rank in "01"
+        ]
+        outputs = [process.communicate(timeout=limit(120))[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert outputs[0].endswith("everything works here\n")
+    assert "nodes: 1 node checked" in outputs[0]
 
 
 @needs_hosts

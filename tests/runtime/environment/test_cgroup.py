@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from accel_runtime.environment.cgroup import count_cpus, read_cpu_quota, read_process_limit
+from accel_runtime.environment.cgroup import (
+    count_cpus,
+    read_available_memory,
+    read_cpu_quota,
+    read_process_limit,
+)
 
 TREES = {
     "version 2, in a container": ("0::/\n", {"cpu.max": "150000 100000", "pids.max": "7"}, 1.5, 7),
@@ -34,6 +39,26 @@ def test_the_limits_are_the_least_of_the_own_group_and_those_above(
         (mount / name).write_text(f"{text}\n")
     assert read_cpu_quota(own, mount) == quota
     assert read_process_limit(own, mount) == processes
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "available"),
+    [
+        ("0::/\n", {"memory.max": "max", "memory.current": "5"}, 8192),
+        ("0::/a\n", {"a/memory.max": "5000", "a/memory.current": "4000", "a/memory.stat": "anon 1\ninactive_file 30"}, 1030),
+        ("5:memory:/\n", {"memory/memory.limit_in_bytes": "100", "memory/memory.usage_in_bytes": "300"}, 0),
+        ("0::/gone\n", {}, 8192),
+    ],
+)  # fmt: skip
+def test_available_memory_is_the_least_of_the_machine_and_the_groups(tmp_path, membership, files, available):
+    own, mount, meminfo = tmp_path / "own", tmp_path / "mount", tmp_path / "meminfo"
+    own.write_text(membership)
+    meminfo.write_text("MemTotal: 9 kB\nMemAvailable:       8 kB\n")
+    for name, text in files.items():
+        (mount / name).parent.mkdir(parents=True, exist_ok=True)
+        (mount / name).write_text(f"{text}\n")
+    assert read_available_memory(own, mount, meminfo) == available
+    assert read_available_memory(own, tmp_path / "none", tmp_path / "none") is None
 
 
 def test_at_least_one_cpu_is_counted(monkeypatch):
