@@ -147,7 +147,7 @@ class Preflight:
         except OSError as error:
             board.publish_failure(node, f"the log folder {base} cannot be written: {error.strerror}")
             board.count("started", len(workers))
-            return board.collect(num_nodes, world_size, limits, self._context.guard.check)
+            return board.collect(num_nodes, world_size, limits, self._context.guard.check, leads=node == 0)
         envs = {}
         for worker in workers:
             environment = build_environment(worker, folders[worker.local_rank])
@@ -165,7 +165,7 @@ class Preflight:
                         reason = _describe_end(folders[local_rank], process.poll() or 0)
                         board.publish_failure(node, f"rank {workers[local_rank].global_rank} {reason}")
 
-            return board.collect(num_nodes, world_size, limits, watch)
+            return board.collect(num_nodes, world_size, limits, watch, leads=node == 0)
 
     def _get_endpoint(self, group: WorkerGroup) -> tuple[str, str]:
         """Return the host and port of the store for the processes."""

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 __all__ = [
     "CheckFacts",
@@ -24,10 +24,12 @@ __all__ = [
     "NodeFacts",
     "PeerFacts",
     "Store",
+    "get_poll_interval",
 ]
 
 
 _POLL_S = 0.05
+_LEADER_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -240,9 +242,15 @@ class FactsBoard:
         """Publish the links that a node has measured."""
         self.put(f"links/{node}", [asdict(link) for link in links])
 
+    def publish_end(self, node: int) -> None:
+        """Publish that a rank of a node has completed the check."""
+        self.count(f"finished/{node}", 1)
+        self.count("finished", 1)
+
     def publish_failure(self, node: int, text: str) -> None:
         """Publish that a rank of a node cannot complete the check."""
         self.put(f"failed/{node}", text)
+        self.count("failed", 1)
 
     def put(self, name: str, value: object) -> None:
         """Set a value."""
@@ -261,8 +269,21 @@ class FactsBoard:
         """Return a value that is the same for all: that of the first one."""
         return json.loads(self._store.compare_set(f"{self._prefix}/{name}", "", json.dumps(value)))
 
+    def agree(self, name: str, compute: Callable[[], object], *, leads: bool) -> Any:
+        """Return a value that is the same for all: the leader computes it, and the others only if the leader is late.
+
+        With a thousand ranks, reading all facts on each would keep the store busy for a minute.
+        """
+        end = time.monotonic() + _LEADER_S
+        while not leads and time.monotonic() < end:
+            if (value := self.get(name)) is not None:
+                return value
+            time.sleep(2 * _POLL_S)
+        value = self.get(name)
+        return self.decide(name, compute()) if value is None else value
+
     def collect(
-        self, num_nodes: int, world_size: int, limits: CheckLimits, watch: Callable[[], None]
+        self, num_nodes: int, world_size: int, limits: CheckLimits, watch: Callable[[], None], *, leads: bool
     ) -> CheckFacts:
         """Wait until all nodes have completed the check, or those that have not are late, and return all facts.
 
@@ -271,22 +292,27 @@ class FactsBoard:
             world_size: The number of ranks on all nodes.
             limits: The time limits.
             watch: Called between two reads.
+            leads: True for the process that reads the facts for all.
         """
         begin = time.monotonic()
         end = begin + limits.total_s
-        is_late = False
+        is_late, members = False, None
         while time.monotonic() < end:
-            # Nodes that have not started in time are not waited for again.
-            members = self.get("members")
-            expected = range(num_nodes) if members is None else [node for node, _ in members[0]]
-            count = sum(map(self._has_ended, expected))
-            if count == len(expected):
+            # Ranks that have not started in time are not waited for again.
+            members = self.get("members") if members is None else members
+            expected = world_size if members is None else sum(len(ranks) for _, ranks in members[0])
+            count = self.count("finished")
+            if count >= expected or (self.count("failed") and self._have_ended(range(num_nodes))):
                 break
-            if not is_late and count >= (len(expected) + 1) // 2:
+            if not is_late and 2 * count >= expected:
                 is_late, end = True, min(end, time.monotonic() + limits.straggler_s)
             watch()
-            time.sleep(_POLL_S)
-        return self.read(num_nodes, world_size, time.monotonic() - begin)
+            time.sleep(get_poll_interval(world_size))
+
+        def read() -> dict[str, Any]:
+            return self.read(num_nodes, world_size, time.monotonic() - begin).to_dict()
+
+        return CheckFacts.from_dict(self.agree("facts", read, leads=leads))
 
     def read(self, num_nodes: int, world_size: int, waited_s: float) -> CheckFacts:
         """Read all facts that have been published."""
@@ -317,9 +343,16 @@ class FactsBoard:
             return "the check of its folders and of the other nodes"
         return "" if self.count(f"finished/{node}") >= size else "a collective"
 
-    def _has_ended(self, node: int) -> bool:
-        """Return True if a node has completed the check, or has failed."""
-        if self.get(f"failed/{node}"):
-            return True
-        size = self.get(f"size/{node}")
-        return size is not None and self.count(f"finished/{node}") >= size
+    def _have_ended(self, nodes: Iterable[int]) -> bool:
+        """Return True if each node has completed the check, or has failed."""
+        for node in nodes:
+            size = self.get(f"size/{node}")
+            is_complete = size is not None and self.count(f"finished/{node}") >= size
+            if not is_complete and not self.get(f"failed/{node}"):
+                return False
+        return True
+
+
+def get_poll_interval(world_size: int) -> float:
+    """Return the seconds between two reads of the store, which serves all ranks."""
+    return max(_POLL_S, world_size / 2000)

@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from accel_runtime.environment.node_facts import CheckLimits, FactsBoard, LinkFacts
+from accel_runtime.environment.node_facts import CheckLimits, FactsBoard, LinkFacts, get_poll_interval
+from accel_runtime.environment.node_verdict import find_broken_pairs
 from accel_runtime.environment.settings import Settings
 from accel_runtime.environment.topology import Topology
 from accel_runtime.foundation.torch_internals import PrefixStore, TCPStore
@@ -32,7 +33,6 @@ from accel_runtime.node_check.reachability import Listener, PeerAddress, find_ad
 
 __all__ = ["Check", "main"]
 
-_POLL_S = 0.05
 _STORE_S = 60.0
 
 
@@ -72,7 +72,7 @@ class Check:
             nodes, broken = self._choose_links(members)
             if self.node in nodes:
                 self._measure_links(nodes, broken, members)
-        self.board.count(f"finished/{self.node}", 1)
+        self.board.publish_end(self.node)
 
     def _meet(self, address: str, port: int) -> tuple[list[PeerAddress], dict[int, list[int]]]:
         """Wait for the other ranks, and return the nodes that have started, and their ranks; the same for all."""
@@ -82,21 +82,19 @@ class Check:
         board.count(f"started/{self.node}", 1)
         board.count("started", 1)
         self._wait("started", self.world_size, self.limits.start_s)
-        known = board.get("members")  # not read by all ranks if one has done so
-        if known is None:
-            entries = {rank: board.get(f"rank/{rank}") for rank in range(self.world_size)}
-            ranks: dict[int, list[int]] = {}
-            for rank, entry in entries.items():
-                if entry:
-                    ranks.setdefault(entry["node"], []).append(rank)
-            complete = {node: of for node, of in ranks.items() if board.get(f"size/{node}") == len(of)}
-            addresses = [entry["address"] for entry in entries.values() if entry and entry["address"]]
-            known = board.decide(
-                "members",
-                [sorted(complete.items()), [each for each in addresses if each["node"] in complete]],
-            )
-        members, addresses = known
+        members, addresses = board.agree("members", self._list_members, leads=self.rank == 0)
         return [PeerAddress(**each) for each in addresses], {int(node): of for node, of in members}
+
+    def _list_members(self) -> tuple[list[Any], list[Any]]:
+        """Return the nodes whose ranks have all started, with their ranks, and the addresses of these nodes."""
+        entries = {rank: self.board.get(f"rank/{rank}") for rank in range(self.world_size)}
+        ranks: dict[int, list[int]] = {}
+        for rank, entry in entries.items():
+            if entry:
+                ranks.setdefault(entry["node"], []).append(rank)
+        members = {node: of for node, of in ranks.items() if self.board.get(f"size/{node}") == len(of)}
+        addresses = [entry["address"] for entry in entries.values() if entry and entry["address"]]
+        return sorted(members.items()), [each for each in addresses if each["node"] in members]
 
     def _wait(self, name: str, count: int, limit: float) -> None:
         """Wait until a counter has reached a number; once it has reached most of it, only `straggler_s` seconds more."""
@@ -106,31 +104,26 @@ class Check:
             if straggler_end is None and reached >= (count + 1) // 2:
                 straggler_end = time.monotonic() + self.limits.straggler_s
                 end = min(end, straggler_end)
-            time.sleep(_POLL_S)
+            time.sleep(get_poll_interval(self.world_size))
 
     def _choose_links(self, members: dict[int, list[int]]) -> tuple[list[int], set[tuple[int, int]]]:
         """Wait for the facts of all nodes, and return those that can be measured, and their broken pairs; the same for all."""
         if self.is_first:
             self.board.count("checked", 1)
         self._wait("checked", len(members), self.limits.straggler_s)
-        chosen = self.board.get("chosen")
-        if chosen is None:
-            facts = self.board.read(self.num_nodes, self.world_size, 0.0)
-            broken = sorted(
-                {
-                    tuple(sorted((node.node, peer.node)))
-                    for node in facts.nodes.values()
-                    for peer in node.peers
-                    if peer.error
-                }
-            )
-            # A device that fails would fail its partners too.
-            failed = {device.node for device in facts.devices if device.error and device.tflops is None}
-            nodes = [
-                node for node in members if node in facts.nodes and node not in failed | facts.failures.keys()
-            ]
-            chosen = self.board.decide("chosen", [nodes, broken])
-        return chosen[0], {(first, second) for first, second in chosen[1]}
+        leads = self.is_first and self.node == min(members, default=0)
+        nodes, broken = self.board.agree("chosen", lambda: self._list_links(members), leads=leads)
+        return nodes, {(first, second) for first, second in broken}
+
+    def _list_links(self, members: dict[int, list[int]]) -> tuple[list[int], list[Any]]:
+        """Return the nodes that can be measured, and their broken pairs."""
+        facts = self.board.read(self.num_nodes, self.world_size, 0.0)
+        # A device that fails would fail its partners too.
+        failed = {device.node for device in facts.devices if device.error and device.tflops is None}
+        nodes = [
+            node for node in members if node in facts.nodes and node not in failed | facts.failures.keys()
+        ]
+        return nodes, sorted(find_broken_pairs(facts))
 
     def _measure_links(
         self, nodes: list[int], broken: set[tuple[int, int]], members: dict[int, list[int]]

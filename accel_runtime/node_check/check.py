@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from accel_runtime.environment.node_facts import CheckFacts, CheckLimits, FactsBoard
+from accel_runtime.environment.node_facts import CheckFacts, CheckLimits, FactsBoard, get_poll_interval
 from accel_runtime.environment.node_verdict import Finding, is_connected, judge
 from accel_runtime.environment.settings import NODE_NAME, RANK_FOLDER
 from accel_runtime.environment.topology import Topology
@@ -76,15 +76,13 @@ def check_nodes(environ: Mapping[str, str], *, quick: bool = False) -> CheckResu
     with tempfile.TemporaryFile() as errors, _start(command, variables, errors) as process:
         watch = _watch_process(board, node, topology.rank, process, errors)
         try:
-            facts = board.collect(num_nodes, topology.world_size, limits, watch)
+            leads = topology.rank == 0
+            facts = board.collect(num_nodes, topology.world_size, limits, watch, leads=leads)
         finally:
             process.kill()
-    # The first rank to finish decides for all.
-    decided = board.decide("facts", facts.to_dict())
     board.count("read", 1)
     if topology.rank == 0:
         _await_readers(board, topology.world_size)
-    facts = CheckFacts.from_dict(decided)
     return CheckResult(facts, tuple(judge(facts)), time.monotonic() - begin, store)
 
 
@@ -138,4 +136,4 @@ def _watch_process(
 def _await_readers(board: FactsBoard, count: int) -> None:
     end = time.monotonic() + _END_S
     while board.count("read") < count and time.monotonic() < end:
-        time.sleep(0.05)
+        time.sleep(get_poll_interval(count))
