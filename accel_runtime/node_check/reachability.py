@@ -100,12 +100,25 @@ def _reach_peer(peer: PeerAddress) -> PeerFacts:
         offset, error = _exchange_times(peer.address, peer)
     except (OSError, ValueError) as failure:
         return PeerFacts(peer.node, f"{peer.address} port {peer.port}: {_describe(failure)}")
-    name_error = ""
-    try:
-        _exchange_times(peer.host, peer)
-    except (OSError, UnicodeError, ValueError) as failure:
-        name_error = f"the name {peer.host} does not lead to it: {_describe(failure)}"
-    return PeerFacts(peer.node, "", name_error, offset, error)
+    return PeerFacts(peer.node, "", _try_name(peer), offset, error)
+
+
+def _try_name(peer: PeerAddress) -> str:
+    """Return why the name of a node does not lead to it; empty if it does."""
+    problems = ["its lookup has not ended"]
+
+    def connect() -> None:
+        try:
+            _exchange_times(peer.host, peer)
+            problems[0] = ""
+        except (OSError, UnicodeError, ValueError) as failure:
+            problems[0] = _describe(failure)
+
+    # In a thread, since a name server that does not answer is waited for much longer.
+    thread = threading.Thread(target=connect, name="node-check", daemon=True)
+    thread.start()
+    thread.join(_CONNECT_S)
+    return f"the name {peer.host} does not lead to it: {problems[0]}" if problems[0] else ""
 
 
 def _exchange_times(host: str, peer: PeerAddress) -> tuple[float, float]:
