@@ -302,9 +302,10 @@ class FactsBoard:
             members = self.get("members") if members is None else members
             expected = world_size if members is None else sum(len(ranks) for _, ranks in members[0])
             count = self.count("finished")
-            if count >= expected or (self.count("failed") and self._have_ended(range(num_nodes))):
+            failed = self.count("failed")
+            if count >= expected or (failed and self._have_ended(range(num_nodes))):
                 break
-            if not is_late and 2 * count >= expected:
+            if not is_late and 2 * (count + failed) >= expected:
                 is_late, end = True, min(end, time.monotonic() + limits.straggler_s)
             watch()
             time.sleep(get_poll_interval(world_size))
