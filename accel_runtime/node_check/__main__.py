@@ -34,6 +34,8 @@ from accel_runtime.node_check.reachability import Listener, PeerAddress, find_ad
 __all__ = ["Check", "main"]
 
 _STORE_S = 60.0
+_LOOPBACK = "127.0.0.1"
+"""Address of a single node, which nobody else needs to reach."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Check:
 
     def run(self) -> None:
         """Measure the device, the machine, the connections and the links, and publish each."""
-        address = find_address(self.environ)
+        address = find_address(self.environ) if self.num_nodes > 1 else _LOOPBACK
         with closing(Listener(self.node, address)) as listener:
             peers, members = self._meet(address, listener.port)
             self.board.publish_device(measure_device(self.rank, self.node, self.device, self.limits))

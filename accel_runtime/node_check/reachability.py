@@ -43,7 +43,8 @@ class Listener:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         # The name of this node may lead to another of its addresses.
         everywhere = "::" if family is socket.AF_INET6 else "0.0.0.0"  # noqa: S104 - for the seconds of the check
-        self._server = socket.create_server((everywhere, 0), family=family, backlog=1024)
+        host = address if _is_loopback(address) else everywhere
+        self._server = socket.create_server((host, 0), family=family, backlog=1024)
         self.port = int(self._server.getsockname()[1])
         threading.Thread(target=self._serve, name="node-check", daemon=True).start()
 
