@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from accel_cli.migrate import devices, distributed, loop, metrics, output
+from accel_cli.migrate import devices, distributed, lengths, loop, metrics, output
 from accel_cli.migrate.accelerate import convert_accelerate
 from accel_cli.migrate.edits import add_import, drop_unused_imports, find_early_use, list_unbound_names
 from accel_cli.migrate.fabric import convert_fabric
@@ -167,6 +167,7 @@ def _convert(conversion: Conversion) -> cst.Module:
     output.convert_output(conversion)
     devices.find_devices_left(conversion)
     output.find_places(conversion)
+    lengths.check_lengths(conversion)
     thread_accelerator(conversion)
     conversion.create_accelerator()
     module = conversion.edits.apply(conversion.script.module)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from typing import Any
 
@@ -39,7 +38,6 @@ _WRITES = {
     "savez",
     "savetxt",
 }
-_SAMPLES = re.compile(r"^len\([\w.]*(?:dataset|data|_set)\)$")
 _LEFT = {
     "torch.distributed.init_process_group": "Remove it: the first Accelerator connects the processes.",
     "torch.nn.parallel.DistributedDataParallel": "Remove it: accelerator.prepare(model) averages the gradients.",
@@ -405,8 +403,6 @@ def find_places(conversion: Conversion) -> None:
                 _check_training_call(conversion, node)
         elif isinstance(node, cst.Name) and conversion.script.variable(node) in losses:
             _check_loss(conversion, node)
-        elif isinstance(node, cst.BinaryOperation):
-            _check_number(conversion, node, losses)
     _note_order(conversion)
 
 
@@ -502,63 +498,6 @@ def _check_division(conversion: Conversion, node: cst.Name) -> None:
         conversion.finding(
             node, f"The loss is no longer divided by {count} here. Divide it where it is reported."
         )
-
-
-def _check_number(conversion: Conversion, node: cst.BinaryOperation, losses: set[Variable]) -> None:
-    """Report numbers of samples that are those of the script before: the steps of an epoch, and constants."""
-    script = conversion.script
-    left, right = to_code(node.left), node.right
-    if isinstance(node.operator, cst.FloorDivide) and "len(" in left:
-        conversion.finding(
-            node,
-            "The number of batches is divided by the number of processes. Use len(loader) after accelerator.prepare.",
-        )
-    if (
-        isinstance(node.operator, cst.Divide)
-        and _SAMPLES.search(to_code(right))
-        and (variable := script.variable(node.left))
-        and _adds_means(conversion, variable, losses)
-    ):
-        conversion.finding(
-            node,
-            'A loss is added at each step, and several processes take fewer steps. Divide by len(loader) if it is a mean; write "sum" in accelerator.reduce if it is a sum.',
-        )
-    is_loss = left.endswith(".item()") and any(
-        script.variable(one) in losses for one in descendants(node.left)
-    )
-    is_constant = isinstance(right, (cst.Integer, cst.Name)) and script.kind_of(right) != "batch"
-    is_batch_size = isinstance(right, cst.Integer) or any(
-        isinstance(value, cst.Integer)
-        for _, value in script.assigned.get(script.variable(right) or NO_VARIABLE, [])
-    )
-    steps = {count for count, _ in conversion.divided.values()}
-    if (
-        isinstance(node.operator, cst.Multiply)
-        and to_code(right) not in steps
-        and is_loss
-        and is_constant
-        and is_batch_size
-    ):
-        conversion.finding(
-            node,
-            "This counts the samples of one process. Multiply by the number of samples of all processes.",
-        )
-
-
-def _adds_means(conversion: Conversion, variable: Variable, losses: set[Variable]) -> bool:
-    """Return whether `loss.item()` of a mean loss is added to a variable, without a factor for the samples."""
-    script = conversion.script
-    for node in script.nodes:
-        if isinstance(node, cst.AugAssign) and script.variable(node.target) == variable:
-            value = node.value
-            owner = (
-                value.func.value
-                if isinstance(value, cst.Call) and isinstance(value.func, cst.Attribute)
-                else None
-            )
-            if owner is not None and to_code(value).endswith(".item()") and script.variable(owner) in losses:
-                return True
-    return False
 
 
 def _note_order(conversion: Conversion) -> None:

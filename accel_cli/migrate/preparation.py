@@ -338,6 +338,7 @@ def _insert_prepare(conversion: Conversion, group: Group) -> None:
     script = conversion.script
     anchor = find_anchor(script, group.statements)
     _check_uses(conversion, group, anchor)
+    conversion.anchors |= dict.fromkeys(group.variables, anchor)
     ordered = sorted(
         group.variables,
         key=lambda one: (ORDER.index(group.variables[one]), script.start(conversion.creations[one][0])),

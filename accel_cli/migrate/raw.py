@@ -34,6 +34,8 @@ class Conversion:
         self.imports: set[str] = set()
         self.needs: list[cst.CSTNode] = []
         self.unprepared: set[Variable] = set()
+        self.anchors: dict[Variable, cst.CSTNode] = {}
+        """The statement after which each object is prepared."""
         self.losses: dict[cst.Call, cst.BaseExpression] = {}
         """The loss of each backward pass."""
         self.gathered: set[cst.For] = set()

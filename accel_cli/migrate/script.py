@@ -1,16 +1,25 @@
-"""Structure of a Python script: variables, functions with their calls, and the roles of values in a training loop."""
+"""Roles of values in a training loop: models, optimizers, loaders, batches, devices and ranks."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import libcst as cst
-from libcst import metadata
+
+from accel_cli.migrate.structure import (
+    NO_VARIABLE,
+    Role,
+    Structure,
+    Variable,
+    descendants,
+    get_method,
+    get_positional,
+    list_elements,
+    to_code,
+)
 
 __all__ = [
+    "NO_VARIABLE",
     "Role",
     "Script",
     "Variable",
@@ -23,7 +32,6 @@ __all__ = [
 
 _ROUNDS = 12
 """Roles are passed through assignments and calls until nothing changes, at most this often."""
-_MODULE_BASES = ("torch.nn.", "torch.optim.Optimizer", "torch.utils.data.")
 _SAME_MODEL = {"to", "cuda", "cpu", "train", "eval", "float", "double", "half", "bfloat16", "compile"}
 _SAME_BATCH = _SAME_MODEL | {"view", "reshape", "unsqueeze", "squeeze", "flatten", "long", "contiguous", "items"}  # fmt: skip
 WRAPPERS = {
@@ -49,162 +57,17 @@ _SETTINGS = {"args", "cfg", "conf", "config", "hparams", "opt", "options", "para
 _ITERATED = {"enumerate", "iter", "tqdm.tqdm", "tqdm.auto.tqdm", "tqdm.notebook.tqdm", "tqdm.std.tqdm"}
 
 
-@dataclass(frozen=True)
-class Variable:
-    """A variable of a scope, or an attribute of `self` of a class."""
-
-    scope: Any
-    name: str
-
-
-NO_VARIABLE = Variable(None, "")
-"""A key for an expression that is not a variable."""
-
-
-@dataclass(frozen=True)
-class Role:
-    """A value's part in training: model, optimizer, loader, batch, device, rank and so on."""
-
-    kind: str
-    origins: frozenset[Variable] = frozenset()
-    """The variables to which the value was assigned when it was made."""
-    definition: cst.ClassDef | None = None
-    """The class of the script, for an instance of one."""
-
-
-def descendants(node: cst.CSTNode) -> Iterator[Any]:
-    """Yield a node and all nodes below it, in the order of the text."""
-    yield node
-    for child in _list_children(node):
-        yield from descendants(child)
-
-
-@functools.lru_cache(maxsize=1 << 17)
-def _list_children(node: cst.CSTNode) -> tuple[cst.CSTNode, ...]:
-    """Return the children of a node, which libcst collects by a copy of the node each time."""
-    return tuple(node.children)
-
-
-def to_code(node: cst.CSTNode) -> str:
-    """Return the text of a node."""
-    return cst.Module(body=[]).code_for_node(node).strip()
-
-
-def list_elements(node: cst.BaseExpression) -> list[cst.BaseExpression]:
-    """Return the elements of a tuple or list, or the expression itself."""
-    return [one.value for one in node.elements] if isinstance(node, (cst.Tuple, cst.List)) else [node]
-
-
-def get_method(node: cst.CSTNode) -> str:
-    """Return the name of the method that a node calls; empty for another node."""
-    return node.func.attr.value if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) else ""
-
-
-def get_positional(call: cst.Call, number: int, name: str) -> cst.BaseExpression | None:
-    """Return an argument of a call by its position or name; None without it."""
-    for index, arg in enumerate(call.args):
-        if (arg.keyword is not None and arg.keyword.value == name) or (
-            arg.keyword is None and not arg.star and index == number
-        ):
-            return arg.value
-    return None
-
-
-class Script:
+class Script(Structure):
     """A parsed script with the roles of its variables."""
 
     def __init__(self, text: str) -> None:
-        wrapper = metadata.MetadataWrapper(cst.parse_module(text))
-        found = wrapper.resolve_many(
-            [metadata.ParentNodeProvider, metadata.PositionProvider, metadata.ScopeProvider]
-        )
-        self.module = wrapper.module
-        self.parents: Any = found[metadata.ParentNodeProvider]
-        self.scopes: Any = found[metadata.ScopeProvider]
-        self._names: dict[cst.CSTNode, str] = {}
-        self._positions: Any = found[metadata.PositionProvider]
-        self.nodes = list(descendants(self.module))
-        self.calls = [node for node in self.nodes if isinstance(node, cst.Call)]
-        self.functions = [node for node in self.nodes if isinstance(node, cst.FunctionDef)]
-        self.roles: dict[Variable, Role] = {}
+        super().__init__(text)
         self.trained: set[Variable] = set()
         self._classes: dict[Variable, cst.ClassDef] = {}
         """The classes of variables that are modules of the script."""
         self._resolving: set[cst.FunctionDef] = set()
         """Functions whose result is being resolved, which may call themselves."""
-        self._find_calls()
         self._find_roles()
-
-    # Positions and scopes
-
-    def line(self, node: cst.CSTNode) -> int:
-        """Return the line of a node, counted from 1."""
-        return int(self._positions[node].start.line)
-
-    def start(self, node: cst.CSTNode) -> tuple[int, int]:
-        """Return line and column of a node's first character."""
-        position = self._positions[node].start
-        return position.line, position.column
-
-    def end(self, node: cst.CSTNode) -> tuple[int, int]:
-        """Return line and column after a node's last character."""
-        position = self._positions[node].end
-        return position.line, position.column
-
-    def ancestors(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        """Yield the nodes around a node, from the inside."""
-        while node in self.parents:
-            node = self.parents[node]
-            yield node
-
-    def find_ancestor(self, node: cst.CSTNode, kinds: Any) -> Any:
-        """Return the innermost node of some types around a node; None without one."""
-        return next((one for one in self.ancestors(node) if isinstance(one, kinds)), None)
-
-    def function_of(self, node: cst.CSTNode) -> cst.FunctionDef | None:
-        """Return the innermost function around a node."""
-        return self.find_ancestor(node, cst.FunctionDef)  # type: ignore[no-any-return]
-
-    def class_of(self, function: cst.FunctionDef | None) -> cst.ClassDef | None:
-        """Return the class of a method; None for another function."""
-        if function is None:
-            return None
-        outer = self.find_ancestor(function, (cst.FunctionDef, cst.ClassDef))
-        return outer if isinstance(outer, cst.ClassDef) else None
-
-    def qualified_name(self, node: cst.CSTNode) -> str:
-        """Return the dotted name to which an expression is resolved by imports; empty without one."""
-        if node not in self._names:
-            scope = self.scopes.get(node)
-            names = scope.get_qualified_names_for(node) if scope is not None else ()
-            self._names[node] = min((one.name for one in names), default="")
-        return self._names[node]
-
-    def is_call_of(self, node: cst.CSTNode, *names: str) -> bool:
-        """Return whether a node is a call of a function of one of these dotted names."""
-        return isinstance(node, cst.Call) and self.qualified_name(node.func) in names
-
-    def variable(self, node: cst.CSTNode) -> Variable | None:
-        """Return the variable that a name or an attribute of an instance refers to."""
-        if isinstance(node, cst.Name):
-            scope = self.scopes.get(node)
-            if scope is None or node.value not in scope:
-                return None
-            for assignment in scope[node.value]:
-                if isinstance(assignment, metadata.Assignment):
-                    return Variable(assignment.scope, node.value)
-        if isinstance(node, cst.Attribute):
-            if isinstance(node.value, cst.Name) and node.value.value == "self":
-                cls = self.class_of(self.function_of(node))
-                return None if cls is None else Variable(cls, node.attr.value)
-            role = self.role_of_variable(node.value)
-            if role is not None and role.definition is not None:
-                return Variable(role.definition, node.attr.value)
-        return None
-
-    def variables(self, node: cst.CSTNode) -> set[Variable]:
-        """Return the variables in an expression."""
-        return {variable for one in descendants(node) if (variable := self.variable(one))}
 
     def is_model_call(self, node: cst.CSTNode) -> bool:
         """Return whether a node is a call of a model's variable."""
@@ -214,78 +77,7 @@ class Script:
             and self.kind_of(node.func) == "model"
         )
 
-    def parameter(self, function: cst.FunctionDef, name: str) -> Variable:
-        """Return the variable of a parameter."""
-        return Variable(self.scopes[function.body], name)
-
-    # Functions and their calls
-
-    def _find_calls(self) -> None:
-        self.callees: dict[cst.Call, cst.FunctionDef] = {}
-        self.constructed: dict[cst.Call, cst.ClassDef] = {}
-        self.references: dict[cst.CSTNode, list[cst.CSTNode]] = {}
-        self._definitions: dict[Variable, cst.CSTNode] = {}
-        for node in self.nodes:
-            if isinstance(node, (cst.FunctionDef, cst.ClassDef)):
-                scope: Any = self.class_of(node) if isinstance(node, cst.FunctionDef) else None
-                self._definitions[Variable(scope or self.scopes[node], node.name.value)] = node
-        for node in self.nodes:
-            if isinstance(node, (cst.Name, cst.Attribute)) and (variable := self.variable(node)):
-                definition = self._definitions.get(variable)
-                if definition is not None and getattr(definition, "name", None) is not node:
-                    self.references.setdefault(definition, []).append(node)
-        for call in self.calls:
-            self._bind_callee(call)
-
-    def _bind_callee(self, call: cst.Call) -> None:
-        variable = self.variable(call.func)
-        definition = self._definitions.get(variable) if variable else None
-        if isinstance(definition, cst.ClassDef):
-            self.constructed[call] = definition
-            definition = self._definitions.get(Variable(definition, "__init__"))
-        if isinstance(definition, cst.FunctionDef):
-            self.callees[call] = definition
-
-    def calls_of(self, function: cst.FunctionDef) -> list[cst.Call]:
-        """Return the calls of a function; those of its class for `__init__`."""
-        return [call for call, callee in self.callees.items() if callee is function]
-
-    def bind(self, call: cst.Call, function: cst.FunctionDef) -> dict[str, cst.Arg]:
-        """Return the arguments of a call of a function by the names of its parameters."""
-        params = [param.name.value for param in (*function.params.posonly_params, *function.params.params)]
-        is_method = self.class_of(function) is not None
-        positional = iter(params[1:] if is_method else params)
-        bound = {}
-        for arg in call.args:
-            if arg.star:
-                break
-            name = arg.keyword.value if arg.keyword else next(positional, None)
-            if name is not None:
-                bound[name] = arg
-        return bound
-
-    def is_derived(self, definition: cst.ClassDef, *prefixes: str) -> bool:
-        """Return whether a class of the script is derived from a class whose dotted name begins so."""
-        for base in definition.bases:
-            variable = self.variable(base.value)
-            parent = self._definitions.get(variable) if variable else None
-            if isinstance(parent, cst.ClassDef) and parent is not definition:
-                if self.is_derived(parent, *prefixes):
-                    return True
-            elif self.qualified_name(base.value).startswith(prefixes):
-                return True
-        return False
-
-    def is_torch_class(self, definition: cst.ClassDef) -> bool:
-        """Return whether a class is derived from one of torch: a module, an optimizer, a dataset."""
-        return self.is_derived(definition, *_MODULE_BASES)
-
     # Roles
-
-    def role_of_variable(self, node: cst.CSTNode) -> Role | None:
-        """Return the role of the variable that an expression names."""
-        variable = self.variable(node)
-        return self.roles.get(variable) if variable else None
 
     def kind_of(self, node: cst.CSTNode) -> str:
         """Return the kind of an expression's role; empty without one."""
@@ -499,14 +291,6 @@ class Script:
         if self.is_derived(definition, "torch.utils.data.DataLoader", "torch.utils.data.dataloader."):
             return Role("loader")
         return None if self.is_torch_class(definition) else Role("instance", frozenset(), definition)
-
-    def returned_values(self, function: cst.FunctionDef) -> list[cst.BaseExpression]:
-        """Return the expressions that a function returns."""
-        return [
-            node.value
-            for node in descendants(function.body)
-            if isinstance(node, cst.Return) and node.value is not None and self.function_of(node) is function
-        ]
 
     def _role_of_result(self, function: cst.FunctionDef) -> Role | tuple[Any, ...] | None:
         def without_origins(role: Any) -> Any:

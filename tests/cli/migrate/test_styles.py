@@ -1,0 +1,152 @@
+"""Scripts in the styles of public examples train after `--write` and the edits that their findings list."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import io
+import os
+import re
+import runpy
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from support.ranks import Cluster
+
+from accel_cli.migrate.conversion import migrate_script
+
+COUNTED = """\
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+torch.manual_seed(0)
+loader = DataLoader(torch.randn(32, 8), batch_size=8)
+model = nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+total = 2 * len(loader)
+test = DataLoader(torch.randn(8, 8), batch_size=8)
+step = 0
+for epoch in range(2):
+    for x in loader:
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        optimizer.param_groups[0]["lr"] = 0.1 * (1 - step / total)
+print(optimizer.param_groups[0]["lr"])
+"""
+STYLES = sorted((Path(__file__).parent / "styles").glob("*.py"))
+
+
+@functools.cache
+def convert(stem):
+    """Return the result for a script of the corpus."""
+    return migrate_script((Path(__file__).parent / "styles" / f"{stem}.py").read_text())
+
+
+def apply_edits(text, path):
+    """Apply the hunks of a file to a text: `-` and `+` before old and new lines, a space before lines that stay."""
+    if not path.exists():
+        return text
+    for hunk in path.read_text().split("\n\n"):
+        lines = hunk.strip("\n").splitlines()
+        old, new = ("".join(f"{line[1:]}\n" for line in lines if line[0] in kinds) for kinds in ("- ", "+ "))
+        assert text.count(old) == 1, f"{path.name}: {old!r} is in the text {text.count(old)} times"
+        text = text.replace(old, new)
+    return text
+
+
+def train(text, folder, environ):
+    """Run a script as the main module; return its output, the weights it saved, and a hash of its prepared models."""
+    import accel_runtime
+
+    models = []
+    prepare = accel_runtime.Accelerator.prepare
+
+    def record(self, *objects, **options):
+        result = prepare(self, *objects, **options)
+        prepared = result if isinstance(result, tuple) else (result,)
+        models.extend(one for one in prepared if isinstance(one, torch.nn.Module))
+        return result
+
+    utils = types.ModuleType("torchvision.utils")
+    utils.save_image = lambda tensor, path, **_: Path(path).write_text(str(tuple(tensor.shape)))
+    vision = types.ModuleType("torchvision")
+    vision.utils = utils
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    script = Path(folder) / f"train{os.environ['RANK']}.py"
+    script.write_text(text)
+    output = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
+        for name in ("RANK", "LOCAL_RANK"):
+            if environ is not None and name not in environ:
+                patch.delenv(name)
+        patch.setitem(sys.modules, "torchvision", vision)
+        patch.setitem(sys.modules, "torchvision.utils", utils)
+        patch.setattr(sys, "argv", ["train.py"])
+        patch.setattr(accel_runtime.Accelerator, "prepare", record)
+        patch.setattr(torch.multiprocessing, "spawn", lambda worker, args=(), **_: worker(0, *args))
+        patch.chdir(folder)
+        runpy.run_path(str(script), run_name="__main__")
+    values = [one.detach().double() for model in models for one in model.parameters()]
+    digest = hashlib.sha256(b"".join(one.cpu().numpy().tobytes() for one in values)).hexdigest()
+    is_finite = all(bool(one.isfinite().all()) for one in values)
+    saved = Path(folder) / "weights.pt"
+    weights = torch.load(saved) if os.environ["RANK"] == "0" and saved.exists() else None
+    return output.getvalue(), weights, digest, is_finite, len(models)
+
+
+@pytest.fixture(scope="module")
+def clusters():
+    settings = {"RANK_WARNINGS": "ignore"}
+    found = {
+        name: Cluster(size, settings=settings) for name, size in {"before": 1, "one": 1, "two": 2}.items()
+    }
+    yield found
+    for cluster in found.values():
+        cluster.close()
+
+
+@pytest.mark.parametrize("path", STYLES, ids=lambda path: path.stem)
+def test_a_script_trains_as_before_on_one_process_and_on_two(path, clusters, tmp_path):
+    result = convert(path.stem)
+    edited = apply_edits(result.text, path.with_suffix(".edits"))
+    environ = {"RANK", "LOCAL_RANK"} if path.stem == "torchrun_trainer" else set()
+    [before] = clusters["before"].run(train, path.read_text(), str(tmp_path / "before"), environ)
+    [after] = clusters["one"].run(train, edited, str(tmp_path / "one"), None)
+    assert after[0] == before[0]
+    torch.testing.assert_close(after[1], before[1], rtol=0, atol=0)
+    ranks = clusters["two"].run(train, edited, str(tmp_path / "two"), None)
+    assert all(rank[3] and rank[4] for rank in ranks)
+    assert len({rank[2] for rank in ranks}) == 1
+
+
+def test_a_schedule_of_batches_ends_on_two_processes_where_it_ends_on_one(clusters, tmp_path):
+    text = convert("embeddings").text
+    assert not any("batches" in one.text for one in convert("embeddings").findings)
+    [one] = clusters["one"].run(train, text, str(tmp_path / "one"), None)
+    two, _ = clusters["two"].run(train, text, str(tmp_path / "two"), None)
+    rates = [re.findall(r"lr (\S+)", run[0]) for run in (one, two)]
+    assert rates[0] == rates[1] == ["0.006667", "0.003333", "0.000000"]
+
+
+@pytest.mark.parametrize("is_followed", [False, True])
+def test_a_rate_that_the_script_computes_ends_where_the_finding_puts_the_count(
+    clusters, tmp_path, is_followed
+):
+    text = COUNTED
+    result = migrate_script(text)
+    assert [one.line for one in result.findings] == [9]
+    assert "len(loader) after accelerator.prepare" in result.findings[0].text
+    after = result.text
+    if is_followed:
+        line = "total = 2 * len(loader)\n"
+        after = after.replace(line, "").replace("step = 0\n", f"{line}step = 0\n")
+    two, _ = clusters["two"].run(train, after, str(tmp_path / "two"), None)
+    assert float(two[0].split()[-1]) == (0 if is_followed else 0.05)
