@@ -8,15 +8,16 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from accel_cli.migrate import devices, distributed, lengths, loop, metrics, output
+from accel_cli.migrate import devices, distributed, lengths, loop, metrics, output, training_metrics
 from accel_cli.migrate.accelerate import convert_accelerate
+from accel_cli.migrate.batches import find_conditions_of_steps, find_own_batches
 from accel_cli.migrate.edits import add_import, drop_unused_imports, find_early_use, list_unbound_names
 from accel_cli.migrate.fabric import convert_fabric
 from accel_cli.migrate.fabric_uses import uses_fabric
 from accel_cli.migrate.findings import Finding, UnsafeError
-from accel_cli.migrate.preparation import check_batches, check_creations, place_accelerator, prepare_objects
+from accel_cli.migrate.preparation import check_creations, place_accelerator, prepare_objects
 from accel_cli.migrate.raw import Conversion, thread_accelerator
-from accel_cli.migrate.script import Script
+from accel_cli.migrate.script import Script, to_code
 from accel_cli.migrate.trainers import find_trainer
 
 __all__ = ["Migration", "migrate_script"]
@@ -144,7 +145,7 @@ def _finish(
 def _convert(conversion: Conversion) -> cst.Module:
     _check_names(conversion)
     check_creations(conversion)
-    check_batches(conversion)
+    find_own_batches(conversion)
     place_accelerator(conversion)
     distributed.convert_process_group(conversion)
     distributed.convert_ranks(conversion)
@@ -153,8 +154,8 @@ def _convert(conversion: Conversion) -> cst.Module:
     loop.convert_backward(conversion)
     loop.convert_clipping(conversion)
     metrics.check_loaders(conversion)
-    metrics.convert_training_metrics(conversion)
-    metrics.find_conditions(conversion)
+    training_metrics.convert_training_metrics(conversion)
+    training_metrics.find_conditions(conversion)
     metrics.find_other_uses(conversion)
     loop.convert_accumulation(conversion)
     metrics.convert_evaluation(conversion)
@@ -163,6 +164,7 @@ def _convert(conversion: Conversion) -> cst.Module:
     prepare_objects(conversion)
     loop.convert_wrappers(conversion)
     output.reduce_losses(conversion)
+    find_conditions_of_steps(conversion)
     output.convert_saving(conversion)
     output.convert_output(conversion)
     devices.find_devices_left(conversion)
@@ -175,12 +177,17 @@ def _convert(conversion: Conversion) -> cst.Module:
 
 
 def _check_names(conversion: Conversion) -> None:
-    """Raise an error if the script uses the name of the Accelerator for something else."""
-    for node in conversion.script.nodes:
-        if isinstance(node, cst.Name) and node.value in {"accelerator", "Accelerator"}:
-            raise UnsafeError(
-                conversion.script.line(node), f"The name {node.value} is used already. Rename it."
-            )
+    """Raise an error if the script uses the name of the Accelerator for something else than a device, which it replaces."""
+    script = conversion.script
+    for node in script.nodes:
+        if not isinstance(node, cst.Name) or node.value not in {"accelerator", "Accelerator"}:
+            continue
+        parent = script.parents.get(node)
+        is_member = (
+            isinstance(parent, cst.Attribute) and parent.attr is node and to_code(parent.value) != "self"
+        )
+        if not is_member and script.kind_of(node) != "device":
+            raise conversion.unsafe(node, f"The name {node.value} is used already. Rename it.")
 
 
 def _format_import(names: set[str]) -> str:

@@ -9,7 +9,16 @@ import libcst as cst
 
 from accel_cli.migrate.edits import drop_last_comma, drop_parameters
 from accel_cli.migrate.raw import Conversion
-from accel_cli.migrate.script import NO_VARIABLE, WRAPPERS, Role, Script, Variable, descendants, to_code
+from accel_cli.migrate.script import (
+    SETTINGS,
+    WRAPPERS,
+    Role,
+    Script,
+    Variable,
+    descendants,
+    get_method,
+    to_code,
+)
 
 __all__ = ["convert_devices", "find_devices_left"]
 
@@ -38,6 +47,8 @@ def convert_devices(conversion: Conversion) -> None:
     for node in script.nodes:
         if _is_device_use(conversion, node, dropped):
             conversion.edits.replace(node, _format_device(conversion, node))
+        elif _is_inline_device(conversion, node, dropped):
+            conversion.edits.replace(node, f"{conversion.accelerator(node)}.device")
     for node in script.nodes:
         if isinstance(node, cst.Assign) and node not in conversion.edits.removed:
             _remove_self_assignment(conversion, node)
@@ -108,6 +119,23 @@ def _is_device_use(conversion: Conversion, node: cst.CSTNode, kept: set[Variable
     return role is not None and role.kind == "device" and variable not in kept and not (role.origins & kept)
 
 
+def _is_inline_device(conversion: Conversion, node: cst.CSTNode, kept: set[Variable]) -> bool:
+    """Return whether a node is a device of the rank that is computed where it is used, as in `device=f"cuda:{rank}"`."""
+    script = conversion.script
+    arg = script.parents.get(node)
+    if not isinstance(arg, cst.Arg) or not isinstance(node, (cst.FormattedString, cst.Call)):
+        return False
+    if node in conversion.dropped or script.kind_of(node) != "device" or node in script.callees:
+        return False
+    call = script.parents[arg]
+    keyword = arg.keyword.value if arg.keyword is not None else ""
+    is_used = keyword in {"device", "map_location"} or (
+        isinstance(call, cst.Call) and get_method(call) == "to"
+    )
+    is_own = any(isinstance(one, cst.FormattedStringExpression) for one in descendants(node))
+    return is_used and is_own and not script.variables(node) & kept
+
+
 def _format_device(conversion: Conversion, node: cst.CSTNode) -> str:
     """Return the expression for a device; for a string that is compared or joined, that of its type."""
     script = conversion.script
@@ -136,10 +164,10 @@ def _is_text(script: Script, node: cst.CSTNode) -> bool:
     if not values:
         return script.is_settings_device(node)
     return not any(
-        script.qualified_name(one.func) == "torch.device"
+        script.is_call_of(one, "torch.device", "torch.accelerator.current_accelerator")
+        and not isinstance(script.parents[one], cst.Attribute)
         for value in values
         for one in descendants(value)
-        if isinstance(one, cst.Call)
     )
 
 
@@ -333,10 +361,29 @@ def _check_device(conversion: Conversion, call: cst.Call) -> None:
         kind = script.kind_of(value)
         is_number = isinstance(value, cst.Integer)
         is_item = isinstance(value, cst.Subscript) and not kind
-        sources = [one for _, one in script.assigned.get(script.variable(value) or NO_VARIABLE, [])]
-        is_unknown = bool(sources) and not kind and all(isinstance(one, cst.Integer) for one in sources)
+        is_unknown = not kind and _is_number(script, value, set())
         if is_number or (is_item and "dtype" not in code) or is_unknown or _is_walrus(script, value):
             conversion.finding(value, f"The device {code} is not converted. Use accelerator.device.")
+
+
+def _is_number(script: Script, value: cst.BaseExpression, seen: set[Variable]) -> bool:
+    """Return whether a value is the number of a GPU: a constant, also passed to a function, or one of the settings."""
+    if isinstance(value, cst.Integer):
+        return True
+    if isinstance(value, cst.Attribute) and to_code(value.value) in SETTINGS:
+        return bool({"gpu", "gpu_id", "gpu_ids", "device_id", "local_rank"} & {value.attr.value})
+    variable = script.variable(value)
+    if variable is None or variable in seen:
+        return False
+    seen.add(variable)
+    sources = [one for _, one in script.assigned.get(variable, [])]
+    sources += [
+        arg.value
+        for call, function in script.callees.items()
+        for name, arg in script.bind(call, function).items()
+        if script.parameter(function, name) == variable
+    ]
+    return any(_is_number(script, one, seen) for one in sources)
 
 
 def _is_walrus(script: Script, node: cst.CSTNode) -> bool:

@@ -29,6 +29,8 @@ _REMOVED = (
     "torch.distributed.init_process_group",
     "torch.distributed.destroy_process_group",
     "torch.cuda.set_device",
+    "torch.accelerator.set_device_index",
+    "torch.accelerator.set_device_idx",
 )
 _METHODS = {
     "no_sync": "Use accelerator.accumulate(model)",
@@ -64,7 +66,7 @@ _ADVICE = {
 _OTHER = "It works after Accelerator() on several processes; guard it with if accelerator.num_processes > 1:"
 _SPAWN = "torch.multiprocessing.spawn"
 _CONNECTS = {"torch.distributed.init_process_group", "torch.distributed.destroy_process_group"}
-_SETS_UP = {*_CONNECTS, "torch.cuda.set_device", "torch.distributed.barrier"}
+_SETS_UP = {*_REMOVED, "torch.distributed.barrier"}
 _ADDRESS = {"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE"}
 _START_ADVICE = (
     "Call the function once without the rank, and start the script with accel launch --nproc-per-node N."
@@ -204,7 +206,7 @@ def _is_removed(conversion: Conversion, node: cst.CSTNode) -> bool:
 
 def _replace_rank(conversion: Conversion, node: cst.CSTNode, kind: str) -> None:
     script = conversion.script
-    if _is_removed(conversion, node):
+    if _is_removed(conversion, node) or _starts_worker(conversion, node):
         return
     if script.function_of(node) is conversion.home and script.line(node) < conversion.home_line:
         raise conversion.unsafe(
@@ -228,6 +230,13 @@ def _replace_rank(conversion: Conversion, node: cst.CSTNode, kind: str) -> None:
             conversion.edits.replace(parent, f"{negation}{accelerator}.use_distributed")
             return
     conversion.edits.replace(node, f"{accelerator}.{_ATTRIBUTES[kind]}")
+
+
+def _starts_worker(conversion: Conversion, node: cst.CSTNode) -> bool:
+    """Return whether a variable of the launcher is an argument of the function that creates the Accelerator."""
+    script = conversion.script
+    calls = script.calls_of(conversion.home) if conversion.home is not None else []
+    return any(call in script.ancestors(node) for call in calls)
 
 
 # Samplers
@@ -286,10 +295,10 @@ def _read_order(conversion: Conversion, sampler: Any, shuffle: cst.BaseExpressio
     script = conversion.script
     if script.is_call_of(sampler, *_SAMPLERS):
         names = {one.keyword.value: to_code(one.value) for one in sampler.args if one.keyword}
-        if "drop_last" in names:
-            raise conversion.unsafe(
+        if names.get("drop_last", "False") != "False":
+            conversion.note(
                 sampler,
-                "The DistributedSampler drops the last samples. Pass drop_last=True to the DataLoader.",
+                "The DistributedSampler drops samples that are not divisible by the number of processes, and a prepared loader does not. To drop an incomplete batch, pass drop_last=True to the DataLoader.",
             )
         return names.get("shuffle", "True")
     if to_code(sampler) == "None":
@@ -364,7 +373,11 @@ def _read_reduction(conversion: Conversion, call: cst.Call) -> tuple[cst.Name, s
         or variable is None
         or changes_argument
         or name not in _OPERATIONS
-        or names - {"tensor", "op", "dst"}
+        or names - {"tensor", "op", "dst", "async_op"}
+        or any(
+            arg.keyword and arg.keyword.value == "async_op" and to_code(arg.value) != "False"
+            for arg in call.args
+        )
         or not isinstance(script.parents[call], cst.Expr)
     ):
         raise conversion.unsafe(
@@ -418,6 +431,9 @@ def _is_of_all_processes(conversion: Conversion, variable: Variable, seen: set[V
         for node in descendants(loop.body):
             if isinstance(node, cst.AugAssign) and script.variable(node.target) == variable:
                 return True
+            callee = script.callees.get(node) if isinstance(node, cst.Call) else None
+            if callee is not None and script.class_of(callee) is variable.scope is not None:
+                return True
     sources = [value for _, value in script.assigned.get(variable, [])]
     sources += [
         arg.value
@@ -459,11 +475,9 @@ def replace_spawn(text: str) -> str:
     for call in spawned:
         _replace_call(script, edits, call)
     module = drop_unused_imports(text, edits.apply(script.module))
-    needs_torch = bool(spawned) and not any(
-        isinstance(one, cst.Import) and any(to_code(alias) == "torch" for alias in one.names)
-        for one in script.nodes
-    )
-    return add_import(module, ["import torch"] if needs_torch else []).code
+    imported = {to_code(alias) for one in script.nodes if isinstance(one, cst.Import) for alias in one.names}
+    needs = [name for name in ("torch", "os") if f"{name}." in module.code and name not in imported]
+    return add_import(module, [f"import {name}" for name in needs] if spawned else []).code
 
 
 def map_lines(findings: tuple[Finding, ...], text: str, changed: str) -> tuple[Finding, ...]:
@@ -528,16 +542,18 @@ def _replace_call(script: Script, edits: Edits, call: cst.Call) -> None:
     joins = get_positional(call, 3, "join")
     elements = list(arguments.elements) if isinstance(arguments, cst.Tuple) else []
     if (
-        worker is None
+        target is None
         or not isinstance(script.parents[call], cst.Expr)
-        or len(script.references.get(worker, [])) != 1
-        or not worker.params.params
-        or len(elements) > len(worker.params.params) - 1
+        or (worker is None and script.qualified_name(target).startswith("builtins."))
+        or (worker is not None and len(elements) > len(worker.params.params) - 1)
         or (arguments is not None and not isinstance(arguments, cst.Tuple))
         or any(isinstance(one, cst.StarredElement) for one in elements)
         or (joins is not None and to_code(joins) != "True")
     ):
         raise UnsafeError(script.line(call), f"This use of mp.spawn is not understood. {_START_ADVICE}")
+    if worker is None or len(script.references.get(worker, [])) != 1:
+        _call_worker(edits, call, to_code(target), [to_code(one.value) for one in elements], count)
+        return
     names = [param.name.value for param in worker.params.params]
     sizes = {
         name: index
@@ -552,6 +568,16 @@ def _replace_call(script: Script, edits: Edits, call: cst.Call) -> None:
     position = 1 if worker.get_docstring() is not None else 0
     edits.insert_before(worker.body.body[min(position, len(worker.body.body) - 1)], *code)
     _remove_count(script, edits, call, count)
+
+
+def _call_worker(
+    edits: Edits, call: cst.Call, worker: str, arguments: list[str], count: cst.BaseExpression | None
+) -> None:
+    """Replace `mp.spawn` by a call with the local rank that the launcher sets, for a worker that is called elsewhere too."""
+    size = to_code(count) if count is not None else ""
+    world = 'int(os.environ.get("WORLD_SIZE", 1))'
+    values = ['int(os.environ.get("LOCAL_RANK", 0))', *(world if one == size else one for one in arguments)]
+    edits.replace(call, f"{worker}({', '.join(values)})")
 
 
 def _remove_count(script: Script, edits: Edits, call: cst.Call, count: cst.BaseExpression | None) -> None:

@@ -6,9 +6,10 @@ import re
 
 import libcst as cst
 
-from accel_cli.migrate.metrics import accumulates, find_samples, list_evaluations
+from accel_cli.migrate.metrics import accumulates, list_evaluations
 from accel_cli.migrate.raw import Conversion
 from accel_cli.migrate.script import Script, Variable, descendants, get_method, list_elements, to_code
+from accel_cli.migrate.training_metrics import find_samples
 
 __all__ = ["FABRIC", "FabricUses", "uses_fabric"]
 

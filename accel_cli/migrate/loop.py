@@ -49,7 +49,6 @@ _CLIPPING = {
 def convert_backward(conversion: Conversion) -> None:
     """Replace `loss.backward()` by `accelerator.backward(loss)`."""
     script = conversion.script
-    _check_closures(conversion)
     for call in conversion.backwards:
         assert isinstance(call.func, cst.Attribute)
         if any(arg.keyword is None or arg.star or arg.keyword.value == "gradient" for arg in call.args):
@@ -69,13 +68,17 @@ def convert_backward(conversion: Conversion) -> None:
             )
         conversion.edits.change(
             call,
-            partial(_build_backward, function=accelerator, is_scaled=scaled is not None),
+            partial(
+                _build_backward,
+                function=accelerator,
+                is_scaled=scaled is not None and not conversion.keeps_scalers,
+            ),
         )
         conversion.losses[call] = loss if scaled is None else scaled
 
 
 def _check_closures(conversion: Conversion) -> None:
-    """Raise an error for an optimizer that runs the backward pass itself."""
+    """Raise an error for an optimizer that runs the backward pass itself and accumulates."""
     for call in conversion.script.calls:
         is_step = isinstance(call.func, cst.Attribute) and call.func.attr.value == "step" and bool(call.args)
         if (
@@ -84,7 +87,8 @@ def _check_closures(conversion: Conversion) -> None:
             and conversion.script.kind_of(call.func.value) == "optimizer"
         ):
             raise conversion.unsafe(
-                call, "The optimizer gets a closure. Run the backward pass before the step."
+                call,
+                "The optimizer gets a closure, which runs the backward passes of a cycle at once. Run the backward pass before the step.",
             )
 
 
@@ -136,12 +140,12 @@ def convert_wrappers(conversion: Conversion) -> None:
             and script.qualified_name(node.func) in WRAPPERS - {"torch.compile"}
             and "DataParallel" in script.qualified_name(node.func)
         ):
-            assign = script.parents[node]
-            is_plain = "SyncBatchNorm" not in to_code(node)
+            assign = script.find_ancestor(node, (cst.Assign, cst.BaseSuite))
+            is_plain = "SyncBatchNorm" not in to_code(node) and "torch.compile" not in to_code(node)
             if (
                 is_plain
                 and isinstance(assign, cst.Assign)
-                and to_code(assign.targets[0].target) == to_code(strip_wrappers(script, node))
+                and to_code(assign.targets[0].target) == to_code(strip_wrappers(script, assign.value))
             ):
                 conversion.edits.remove(assign)
             else:
@@ -186,6 +190,8 @@ def convert_accumulation(conversion: Conversion) -> None:
             next(iter(steps.values())),
             "Gradients are accumulated over different numbers of batches. Use one number.",
         )
+    if steps:
+        _check_closures(conversion)
     for count, node in steps.items():
         _pass_steps(conversion, count, node)
 
@@ -375,9 +381,13 @@ def convert_precision(conversion: Conversion) -> None:
     """Replace autocast and GradScaler by `mixed_precision`."""
     script = conversion.script
     formats: set[str] = set()
-    is_training = _trains_in_autocast(conversion)
+    if not _trains_in_autocast(conversion):
+        _convert_scaler_format(conversion)
+        if not conversion.keeps_scalers:
+            _remove_scalers(conversion)
+        return
     for call in script.calls:
-        if is_training and script.is_call_of(call, *_AUTOCAST):
+        if script.is_call_of(call, *_AUTOCAST):
             formats.add(_read_autocast(conversion, call))
             accelerator = conversion.accelerator(call)
             conversion.edits.replace(call, f"{accelerator}.autocast()")
@@ -392,7 +402,10 @@ def convert_precision(conversion: Conversion) -> None:
 
 
 def _trains_in_autocast(conversion: Conversion) -> bool:
-    """Return whether the trained models are called in autocast; raise an error if some are, and others not."""
+    """Return whether the trained models are called in autocast, whose format the Accelerator can set for all of them.
+
+    Other contexts stay: a model that is prepared runs in them as before. A scaler without one around all calls is an error.
+    """
     script = conversion.script
     contexts = [call for call in script.calls if script.is_call_of(call, *_AUTOCAST)]
     if not contexts:
@@ -412,7 +425,8 @@ def _trains_in_autocast(conversion: Conversion) -> bool:
     calls = [node for node in inside if script.is_model_call(node)]
     covered = [call for call in calls if _is_in_autocast(conversion, call)]
     uses_scaler = any(role.kind == "scaler" for role in script.roles.values())
-    if not uses_scaler and not inside & set(contexts):
+    is_named = any(not isinstance(script.parents[call], (cst.WithItem, cst.Decorator)) for call in contexts)
+    if is_named or (not uses_scaler and (not inside & set(contexts) or len(covered) < len(calls))):
         return False
     if not calls or len(covered) < len(calls):
         missing = next((call for call in calls if call not in covered), contexts[0])
@@ -421,6 +435,26 @@ def _trains_in_autocast(conversion: Conversion) -> bool:
             "Only some calls of the trained models are in autocast, and Accelerator(mixed_precision=...) converts all. Use accelerator.autocast() for all of them.",
         )
     return True
+
+
+def _convert_scaler_format(conversion: Conversion) -> None:
+    """Pass the condition of a scaler whose autocast stays to the Accelerator, which then scales the loss.
+
+    If it is not known when the Accelerator is created, the scaler stays too, and steps a prepared optimizer.
+    """
+    script = conversion.script
+    for variable, entries in script.assigned.items():
+        role = script.roles.get(variable)
+        for _, value in entries if role is not None and role.kind == "scaler" else ():
+            if not isinstance(value, cst.Call) or script.kind_of(value) != "scaler":
+                continue
+            enabled = get_positional(value, 5, "enabled")
+            condition = "True" if enabled is None else _read_condition(conversion, enabled)
+            if condition is None:
+                conversion.keeps_scalers = True
+                return
+            suffix = "" if condition == "True" else f' if {condition} else "no"'
+            conversion.arguments["mixed_precision"] = f'"fp16"{suffix}'
 
 
 def _is_in_autocast(conversion: Conversion, call: cst.Call) -> bool:
@@ -473,6 +507,9 @@ def _read_condition(conversion: Conversion, node: cst.BaseExpression) -> str | N
     ]
     if len(values) == 1 and to_code(values[0]) == "torch.cuda.is_available()":
         return to_code(values[0])
+    if isinstance(node, cst.Comparison) and len(node.comparisons) == 1:
+        is_constant = isinstance(node.comparisons[0].comparator, (cst.SimpleString, cst.Integer))
+        return code.strip("()") if is_constant and _read_condition(conversion, node.left) else None
     is_known = isinstance(node, (cst.Name, cst.Attribute)) and is_known_before(
         conversion, code.partition(".")[0]
     )

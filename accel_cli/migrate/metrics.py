@@ -1,4 +1,4 @@
-"""Metrics of training and evaluation loops: the samples of all processes are gathered before they are counted."""
+"""Metrics of evaluation loops: the samples of all processes are gathered before they are counted."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from accel_cli.migrate.raw import Conversion
 from accel_cli.migrate.script import Script, Variable, descendants, get_method, list_elements, to_code
 
 __all__ = [
+    "ADVICE",
     "accumulates",
     "check_loaders",
     "convert_evaluation",
-    "convert_training_metrics",
-    "find_conditions",
     "find_other_uses",
-    "find_samples",
     "list_evaluations",
 ]
 
@@ -27,26 +25,7 @@ _TENSOR_METHODS = {
 }  # fmt: skip
 """Attributes of a tensor in an evaluation loop; an output with others is an object with fields."""
 _HARMLESS = {"len", "print", "isinstance", "enumerate", "hasattr", "type"}
-_ADVICE = "Gather the outputs and targets with accelerator.gather_for_metrics before counting."
-_ADDING = {"append", "extend", "update", "add"}
-_DEPTH = 4
-"""Values are followed through this many assignments."""
-_PER_SAMPLE = {
-    "argmax",
-    "max",
-    "topk",
-    "softmax",
-    "sigmoid",
-    "squeeze",
-    "round",
-    "detach",
-    "float",
-    "long",
-    "to",
-    "cpu",
-    "data",
-    "view",
-}
+ADVICE = "Gather the outputs and targets with accelerator.gather_for_metrics before counting."
 
 
 # Loaders
@@ -84,10 +63,7 @@ def _is_alias(script: Script, node: cst.CSTNode) -> bool:
             return False
         if isinstance(script.parents.get(call), (cst.For, cst.CompFor)):
             return name == "builtins.zip"
-        if name == "builtins.iter" and isinstance(outer := script.parents.get(call), cst.Arg):
-            # Each process may read a first batch, which starts and leaves an epoch as the loader before did.
-            return not script.is_call_of(script.parents[outer], "builtins.next")
-        return name.startswith("builtins.")
+        return name.startswith("builtins.") and not _is_known_read(script, call, name)
     if isinstance(parent, (cst.Element, cst.DictElement)):
         outer = script.parents[script.parents[parent]]
         is_unpacked = isinstance(outer, cst.Assign) and all(
@@ -95,6 +71,20 @@ def _is_alias(script: Script, node: cst.CSTNode) -> bool:
         )
         return not (is_unpacked or isinstance(outer, (cst.Return, cst.AssignTarget)))
     return False
+
+
+def _is_known_read(script: Script, call: cst.Call, name: str) -> bool:
+    """Return whether a loader is read by `next(iter(loader))`, an iterator in a variable, or `len(list(loader))`.
+
+    Each process may read a first batch, which starts and leaves an epoch as the loader before did.
+    """
+    outer = script.parents.get(call)
+    if isinstance(outer, cst.Assign):
+        return name == "builtins.iter" and script.kind_of(outer.targets[0].target) == "iterator"
+    reader = {"builtins.iter": "builtins.next", "builtins.list": "builtins.len"}.get(name)
+    return (
+        reader is not None and isinstance(outer, cst.Arg) and script.is_call_of(script.parents[outer], reader)
+    )
 
 
 def find_other_uses(conversion: Conversion) -> None:
@@ -106,7 +96,7 @@ def find_other_uses(conversion: Conversion) -> None:
             and (role := script.loader_of(node.iter))
             and conversion.is_prepared(role.origins)
         ):
-            conversion.finding(node.iter, f"This counts the samples of one process. {_ADVICE}")
+            conversion.finding(node.iter, f"This counts the samples of one process. {ADVICE}")
         elif isinstance(node, cst.Call) and node not in script.callees:
             name = script.qualified_name(node.func)
             if not name or name.startswith(("builtins.", "torch.")) or script.is_progress_bar(node):
@@ -117,7 +107,7 @@ def find_other_uses(conversion: Conversion) -> None:
             ):
                 conversion.finding(
                     node,
-                    f"{to_code(node.func)} gets a loader, and is not in this script. If it counts metrics, they are those of one process. {_ADVICE}",
+                    f"{to_code(node.func)} gets a loader, and is not in this script. If it counts metrics, they are those of one process. {ADVICE}",
                 )
 
 
@@ -164,6 +154,8 @@ def _gather(conversion: Conversion, loop: cst.For) -> str:
         return ""
     if len(calls) != 1:
         return "This loop counts metrics without one call of the model."
+    if _pads_batches(script, loop):
+        return "The batches are padded to their longest sample, and gathered ones must have one shape: see accelerator.pad_across_processes."
     call = calls[0]
     blocks = [
         one
@@ -183,12 +175,12 @@ def _leave_unprepared(
     conversion: Conversion, loop: cst.For, origins: frozenset[Variable], problem: str
 ) -> None:
     if origins & conversion.find_training_loaders():
-        conversion.finding(loop, f"{problem} The metrics are those of one process. {_ADVICE}")
+        conversion.finding(loop, f"{problem} The metrics are those of one process. {ADVICE}")
         return
     conversion.unprepared |= origins
     conversion.finding(
         loop,
-        f"{problem} The loader is not prepared, so every process evaluates all samples. Prepare it. {_ADVICE}",
+        f"{problem} The loader is not prepared, so every process evaluates all samples. Prepare it. {ADVICE}",
     )
 
 
@@ -226,15 +218,16 @@ def _insert_gather(
         used = {node.value for node in script.nodes if isinstance(node, cst.Name)}
         outputs = next(name for name in ("outputs", "predictions", "model_outputs") if name not in used)
         later = [*descendants(statement), *later]
+    if shape := _find_fixed_shape(script, loop, later):
+        return f"A batch is given the shape {shape}, and a gathered batch has more rows: write -1 for them."
     inside = set(descendants(call))
     names = [node for node in later if isinstance(node, cst.Name) and node not in inside]
     if problem := _find_problem(script, loop, names, outputs, set(later)):
         return problem
     conversion.gathered.add(loop)
+    assigned = {node.value for node in names if isinstance(script.parents[node], cst.AssignTarget)}
     parts = dict.fromkeys(
-        node.value
-        for node in names
-        if script.kind_of(node) == "batch" and not isinstance(script.parents[node], cst.AssignTarget)
+        node.value for node in names if script.kind_of(node) == "batch" and node.value not in assigned
     )
     gathered = ", ".join([outputs, *parts])
     value = f"({gathered})" if parts else gathered
@@ -245,6 +238,62 @@ def _insert_gather(
         _hoist(conversion, call, statement, outputs)
         conversion.edits.insert_before(statement, code)
     return ""
+
+
+def _pads_batches(script: Script, loop: cst.For) -> bool:
+    """Return whether the loader of a loop pads its batches in a function, each to a length of its own."""
+    role = script.loader_of(loop.iter)
+    for origin in role.origins if role is not None else ():
+        for _, value in script.assigned.get(origin, []):
+            collate = next(
+                (
+                    arg.value
+                    for one in descendants(value)
+                    if isinstance(one, cst.Call)
+                    for arg in one.args
+                    if arg.keyword is not None and arg.keyword.value == "collate_fn"
+                ),
+                None,
+            )
+            if collate is None or to_code(collate) == "None":
+                continue
+            variable = script.variable(collate)
+            function = next(
+                (one for one in script.functions if variable == Variable(script.scopes[one], one.name.value)),
+                None,
+            )
+            words = to_code(function.body) if function is not None else "pad"
+            return "pad" in words or "max(" in words
+    return False
+
+
+def _find_fixed_shape(script: Script, loop: cst.For, later: list[cst.CSTNode]) -> str:
+    """Return the shape that the script gives a value of a batch if its number of rows is that of one process."""
+    for node in later:
+        if (
+            not isinstance(node, cst.Call)
+            or get_method(node) not in {"view", "reshape", "expand"}
+            or not node.args
+        ):
+            continue
+        rows = node.args[0].value
+        rows = list_elements(rows)[0] if isinstance(rows, (cst.Tuple, cst.List)) else rows
+        code = to_code(rows)
+        is_own = any(word in code for word in ("size", "shape", "len(")) and not isinstance(
+            rows, cst.Attribute
+        )
+        is_setting = "batch_size" in code or (
+            isinstance(rows, cst.Integer) and code != "1" and len(node.args) > 1
+        )
+        if is_setting and not (is_own and script.variables(rows) & _list_batch_variables(script, loop)):
+            return f"({', '.join(to_code(arg.value) for arg in node.args)})"
+    return ""
+
+
+def _list_batch_variables(script: Script, loop: cst.For) -> set[Variable]:
+    """Return the variables of a loop that depend on its batches."""
+    known = script.variables(script.batch_target(loop) or loop.target)
+    return known | _find_derived(script, loop, descendants(loop.body))
 
 
 def _find_problem(
@@ -344,237 +393,3 @@ def _list_later(script: Any, outer: list[Any]) -> list[cst.CSTNode]:
         for later in block.body[position + 1 :]:
             found += descendants(later)
     return found
-
-
-# Training
-
-
-def convert_training_metrics(conversion: Conversion) -> None:
-    """Gather the samples from which training loops count metrics; report the loops that are not understood."""
-    script = conversion.script
-    for loop in (node for node in script.nodes if isinstance(node, cst.For)):
-        if script.batch_target(loop) is None or script.loader_of(loop.iter) is None:
-            continue
-        inside = set(descendants(loop.body))
-        backwards = [call for call in conversion.backwards if call in inside]
-        if backwards:
-            _convert_loop(conversion, loop, backwards)
-
-
-def _convert_loop(conversion: Conversion, loop: cst.For, backwards: list[cst.Call]) -> None:
-    script = conversion.script
-    samples = find_samples(conversion, loop)
-    counting = [node for node in descendants(loop.body) if _counts(conversion, node, samples)]
-    if not counting:
-        return
-    block = _find_block(conversion, backwards[-1])
-    statements = list(block.body)
-    last = max(index for index, one in enumerate(statements) if set(descendants(one)) & set(backwards))
-    later = statements[last + 1 :]
-    nodes_later = {node for one in later for node in descendants(one)}
-    first = next((one for one in later if set(descendants(one)) & _needed(conversion, counting, later)), None)
-    calls_model = any(
-        isinstance(node, cst.Call) and script.kind_of(node.func) == "model" for node in nodes_later
-    )
-    if first is None or calls_model or any(node not in nodes_later for node in counting):
-        conversion.finding(counting[0], f"This counts the samples of one process. {_ADVICE}")
-        return
-    tail = later[later.index(first) :]
-    names = _list_read_names(conversion, tail, samples)
-    if any(samples[variable] == "unknown" for variable in names):
-        conversion.finding(counting[0], f"This counts the samples of one process. {_ADVICE}")
-        return
-    conversion.gathered.add(loop)
-    targets = ", ".join(names.values())
-    values = ", ".join(
-        f"{name}.detach()" if samples[variable] == "output" else name for variable, name in names.items()
-    )
-    values = f"({values})" if len(names) > 1 else values
-    conversion.edits.insert_before(
-        first, f"{targets} = {conversion.accelerator(loop)}.gather_for_metrics({values})"
-    )
-
-
-def _find_block(conversion: Conversion, call: cst.Call) -> Any:
-    for one in conversion.script.ancestors(call):
-        if isinstance(one, cst.IndentedBlock) and not isinstance(conversion.script.parents[one], cst.With):
-            return one
-    return conversion.script.module
-
-
-def find_samples(conversion: Conversion, loop: cst.For) -> dict[Variable, str]:
-    """Return the variables of a loop with a value for each sample: batches, outputs, and unknown values of both."""
-    script = conversion.script
-    samples: dict[Variable, str] = {}
-    losses = {
-        script.variable(loss)
-        for loss in conversion.losses.values()
-        if isinstance(loss, (cst.Name, cst.Attribute))
-    }
-    target = script.batch_target(loop)
-    for one in descendants(target) if target is not None else ():
-        if isinstance(one, cst.Name) and (variable := script.variable(one)):
-            samples[variable] = "batch"
-    for node in descendants(loop.body):
-        if not isinstance(node, cst.Assign):
-            continue
-        kind = _get_sample_kind(conversion, node.value, samples)
-        for one in descendants(node.targets[0].target):
-            variable = script.variable(one) if isinstance(one, cst.Name) else None
-            if kind and variable is not None and variable not in losses:
-                samples[variable] = (
-                    kind if variable not in samples or samples[variable] == kind else samples[variable]
-                )
-    return samples
-
-
-def _get_sample_kind(conversion: Conversion, value: cst.BaseExpression, samples: dict[Variable, str]) -> str:
-    script = conversion.script
-    if script.is_model_call(value):
-        return "output"
-    if script.kind_of(value) == "batch" or (
-        isinstance(value, cst.Tuple) and all(script.kind_of(one.value) == "batch" for one in value.elements)
-    ):
-        return "batch"
-    reads = {script.variable(one) for one in descendants(value) if isinstance(one, cst.Name)} & samples.keys()
-    if not reads:
-        return ""
-    node = value
-    while isinstance(node, (cst.Call, cst.Attribute, cst.Subscript)):
-        if isinstance(node, cst.Call):
-            if script.variable(node.func) and script.kind_of(node.func) == "model":
-                return "output"
-            if script.qualified_name(node.func) == "torch.max" and node.args:
-                node = node.args[0].value
-                continue
-            if not isinstance(node.func, cst.Attribute) or node.func.attr.value not in _PER_SAMPLE:
-                return "unknown"
-            node = node.func
-        node = node.value
-    return "output" if script.variable(node) in samples else "unknown"
-
-
-def _counts(conversion: Conversion, node: Any, samples: dict[Variable, str]) -> bool:
-    """Return whether a node adds to a metric what is computed from samples."""
-    if isinstance(node, cst.AugAssign):
-        value: cst.CSTNode = node.value
-    elif get_method(node) in _ADDING and node.args:
-        value = cst.Tuple([cst.Element(arg.value) for arg in node.args])
-    elif isinstance(node, cst.Assign) and accumulates(node):
-        roots = {conversion.script.variable(one) for one in descendants(node.targets[0].target)}
-        losses = {conversion.script.variable(loss) for loss in conversion.losses.values()}
-        if roots & (losses - {None}) or any(samples.get(one) in {"batch", "output"} for one in roots if one):
-            return False
-        value = node.value
-    else:
-        return False
-    return any(
-        isinstance(one, cst.Name) and conversion.script.variable(one) in samples for one in descendants(value)
-    )
-
-
-def _needed(conversion: Conversion, counting: list[cst.CSTNode], later: list[Any]) -> set[cst.CSTNode]:
-    """Return the statements that count, and the assignments that they read."""
-    script = conversion.script
-    needed: set[cst.CSTNode] = set(counting)
-    assigned = [node for one in later for node in descendants(one) if isinstance(node, cst.Assign)]
-    for _ in assigned:
-        reads = {
-            script.variable(one) for node in needed for one in descendants(node) if isinstance(one, cst.Name)
-        }
-        needed |= {
-            node
-            for node in assigned
-            if any(
-                script.variable(one) in reads
-                for one in descendants(node.targets[0].target)
-                if isinstance(one, cst.Name)
-            )
-        }
-    return needed
-
-
-def _list_read_names(
-    conversion: Conversion, tail: list[Any], samples: dict[Variable, str]
-) -> dict[Variable, str]:
-    """Return the sample variables that statements read before they assign them, with their names."""
-    script = conversion.script
-    names: dict[Variable, str] = {}
-    assigned: set[Variable] = set()
-    for statement in tail:
-        nodes = list(descendants(statement))
-        targets = {
-            id(one)
-            for node in nodes
-            if isinstance(node, cst.Assign)
-            for one in descendants(node.targets[0].target)
-        }
-        for node in nodes:
-            variable = script.variable(node) if isinstance(node, cst.Name) else None
-            if variable in samples and id(node) not in targets and variable not in assigned:
-                names[variable] = to_code(node)
-        assigned |= {
-            variable
-            for node in nodes
-            if id(node) in targets and isinstance(node, cst.Name) and (variable := script.variable(node))
-        }
-    return names
-
-
-def find_conditions(conversion: Conversion) -> None:
-    """Report conditions on values of a batch that leave a loop, step or save: processes may take different branches."""
-    script = conversion.script
-    losses = {script.variable(loss) for loss in conversion.losses.values()}
-    for loop in (node for node in script.nodes if isinstance(node, cst.For)):
-        if script.loader_of(loop.iter) is None or not set(descendants(loop.body)) & set(conversion.backwards):
-            continue
-        if loop in conversion.gathered:
-            continue
-        known = script.variables(script.batch_target(loop) or loop.target)
-        for _ in range(_DEPTH):
-            for node in descendants(loop.body):
-                known |= _list_derived(conversion, node, known) - losses
-        function = script.function_of(loop)
-        for node in script.nodes:
-            if (
-                isinstance(node, (cst.If, cst.While))
-                and script.function_of(node) is function
-                and any(script.variable(one) in known for one in descendants(node.test))
-                and _changes_course(node)
-            ):
-                conversion.finding(
-                    node,
-                    "This condition depends on the batches of one process, and may differ between processes. Compute it with accelerator.reduce or accelerator.gather_for_metrics.",
-                )
-
-
-def _list_derived(conversion: Conversion, node: Any, known: set[Any]) -> set[Any]:
-    """Return the variables to which a statement passes a value of known variables."""
-    script = conversion.script
-    if isinstance(node, cst.Assign):
-        targets: list[cst.CSTNode] = [one.target for one in node.targets]
-        value: cst.CSTNode = node.value
-    elif isinstance(node, (cst.AugAssign, cst.NamedExpr)):
-        targets, value = [node.target], node.value
-    elif get_method(node) in _ADDING:
-        targets, value = [node.func.value], cst.Tuple([cst.Element(arg.value) for arg in node.args])
-    else:
-        return set()
-    if not any(
-        script.variable(one) in known
-        for one in descendants(value)
-        if isinstance(one, (cst.Name, cst.Attribute))
-    ):
-        return set()
-    return {variable for one in targets for part in descendants(one) if (variable := script.variable(part))}
-
-
-def _changes_course(node: cst.If | cst.While) -> bool:
-    """Return whether a condition leaves a loop, steps or saves, so that all processes must take the same branch."""
-    return any(
-        isinstance(one, (cst.Break, cst.Return, cst.Continue))
-        or (
-            isinstance(one, cst.Call) and to_code(one.func).rpartition(".")[2] in {"step", "save", "backward"}
-        )
-        for one in descendants(node.body)
-    )

@@ -10,6 +10,7 @@ import libcst as cst
 from accel_cli.migrate.edits import drop_last_comma, set_fields, set_function
 from accel_cli.migrate.fabric_uses import FABRIC
 from accel_cli.migrate.findings import Finding
+from accel_cli.migrate.preparation import list_blocks
 from accel_cli.migrate.raw import Conversion
 from accel_cli.migrate.script import NO_VARIABLE, Script, Variable, descendants, get_method, to_code
 
@@ -28,6 +29,8 @@ _FORWARD = {
 }  # fmt: skip
 """Methods of a model that do not compute outputs."""
 _REPORTS = {"print", "append", "extend", "add_scalar", "log", "info", "write", "update", "set_description", "set_postfix"}  # fmt: skip
+_IMAGES = {"save_image", "write_png", "write_jpeg", "imsave", "imwrite"}
+"""Functions of libraries for images that write a file."""
 _WRITES = {
     "savefig",
     "save_pretrained",
@@ -59,7 +62,7 @@ def convert_saving(conversion: Conversion) -> None:
         if not script.is_call_of(call, "torch.save") or not call.args:
             continue
         kinds = {script.kind_of(one) for one in descendants(call.args[0].value)}
-        if not conversion.can_reach(call) and not kinds & {"model", "optimizer"}:
+        if not conversion.can_get(call) and not kinds & {"model", "optimizer"}:
             if script.function_of(call) is not None:
                 conversion.finding(
                     call, "Every process writes this file. Use accelerator.save(object, path)."
@@ -77,6 +80,7 @@ def convert_saving(conversion: Conversion) -> None:
             continue
         accelerator = conversion.accelerator(call)
         conversion.edits.change(call, set_function(f"{accelerator}.save"))
+        _replace_file(conversion, call)
         for one in descendants(call.args[0].value):
             if get_method(one) == "state_dict" and not one.args:
                 _convert_state_dict(conversion, one, accelerator)
@@ -84,6 +88,23 @@ def convert_saving(conversion: Conversion) -> None:
             conversion.edits.replace(
                 call.args[0].value, f"{accelerator}.unwrap_model({to_code(call.args[0].value)})"
             )
+
+
+def _replace_file(conversion: Conversion, call: cst.Call) -> None:
+    """Replace `with open(path, "wb") as file: torch.save(x, file)` by a call with the path, which one process writes."""
+    script = conversion.script
+    block = script.find_ancestor(call, cst.IndentedBlock)
+    outer: Any = script.parents.get(block) if block is not None else None
+    if not isinstance(outer, cst.With) or len(outer.items) != 1 or len(outer.body.body) != 1:
+        return
+    opened, name = outer.items[0].item, outer.items[0].asname
+    is_same = name is not None and to_code(name.name) == to_code(call.args[1].value)
+    if not is_same or not script.is_call_of(opened, "builtins.open"):
+        return
+    path = opened.args[0].value  # type: ignore[attr-defined]
+    conversion.saved.add(opened)
+    conversion.edits.change(call.args[1].value, lambda _: path)
+    conversion.edits.change(outer, lambda one: one.body.body[0].with_changes(leading_lines=one.leading_lines))
 
 
 def _convert_state_dict(conversion: Conversion, call: cst.Call, accelerator: str) -> None:
@@ -127,7 +148,7 @@ def convert_output(conversion: Conversion) -> None:
             _note_sum(conversion, call)
         elif name == "logging.getLogger" and len(call.args) == 1 and conversion.home is None:
             _convert_logger(conversion, call)
-        elif name in _RANDOM and _is_in_training(conversion, call):
+        elif name in _RANDOM and call not in conversion.draws and _is_in_training(conversion, call):
             conversion.note(
                 call,
                 "With the same seed, these random numbers are equal on every process. Call set_seed(seed, device_specific=True) after the model is created.",
@@ -351,6 +372,7 @@ def _reduce_loss(conversion: Conversion, call: cst.Call, loss: str, variable: Va
     accelerator = conversion.accelerator(call)
     node, count = _find_division(conversion, call, variable)
     value = f"{loss}.detach() / {count}" if count else f"{loss}.detach()"
+    conversion.reduced.add(node)
     quote = _choose_quote(conversion, node)
     reduced = f"{accelerator}.reduce({value}, {quote}mean{quote})"
     if isinstance(call.func, cst.Attribute) and call.func.attr.value == "step":
@@ -424,7 +446,11 @@ def _check_file(conversion: Conversion, call: cst.Call) -> None:
     if method == "open" and name != "builtins.open" and call.args:
         modes = {to_code(arg.value)[1:2] for arg in call.args[:1] if isinstance(arg.value, cst.SimpleString)}
     opens = method == "open" and bool(modes & {"w", "a", "x"})
-    if (opens or method in _WRITES or downloads) and not conversion.is_guarded(call):
+    if call in conversion.saved or conversion.is_guarded(call):
+        return
+    if method in _IMAGES and _guard(conversion, call):
+        return
+    if opens or method in _WRITES | _IMAGES or downloads:
         advice = (
             "Use with accelerator.main_process_first():"
             if downloads
@@ -433,12 +459,41 @@ def _check_file(conversion: Conversion, call: cst.Call) -> None:
         conversion.finding(call, f"Every process writes this file. {advice}")
 
 
+def _guard(conversion: Conversion, call: cst.Call) -> bool:
+    """Run a statement that writes a file on the main process; return False if all processes must compute its arguments."""
+    script = conversion.script
+    statement = script.parents[call]
+    line = script.parents.get(statement)
+    nodes = list(descendants(call))
+    if (
+        not isinstance(statement, cst.Expr)
+        or not isinstance(line, cst.SimpleStatementLine)
+        or len(line.body) != 1
+        or not conversion.can_reach(call)
+        or any(
+            script.is_model_call(one) or get_method(one) in {"item", "gather_for_metrics"} for one in nodes
+        )
+        or any(isinstance(one, cst.Call) and one in script.callees for one in nodes)
+    ):
+        return False
+    test = cst.parse_expression(f"{conversion.accelerator(call)}.is_main_process")
+    conversion.edits.change(
+        line,
+        lambda one: cst.If(
+            test, cst.IndentedBlock([one.with_changes(leading_lines=[])]), leading_lines=one.leading_lines
+        ),
+    )
+    return True
+
+
 def _check_training_call(conversion: Conversion, call: cst.Call) -> None:
     """Report methods of the model that compute a loss, and schedulers that step at the end of an epoch."""
     script = conversion.script
     if not isinstance(call.func, cst.Attribute):
         return
     kind, method = script.kind_of(call.func.value), call.func.attr.value
+    if script.kind_of(call) == "optimizer":
+        return
     if kind == "model" and method not in _FORWARD and not isinstance(script.parents[call], cst.Expr):
         conversion.finding(
             call,
@@ -477,7 +532,7 @@ def _check_loss(conversion: Conversion, node: cst.Name) -> None:
             method = to_code(one.func).rpartition(".")[2]
             if method in {"item", "float", "scale", "backward", "step"}:
                 return
-            if method in _REPORTS:
+            if method in _REPORTS and node not in set(descendants(one.func)):
                 conversion.finding(node, f"This loss is that of one process. {_REDUCE}")
                 return
         if isinstance(one, cst.AugAssign) and script.variable(one.target) != script.variable(node):
@@ -504,16 +559,24 @@ def _note_order(conversion: Conversion) -> None:
     """Note files that are read after they are written, and splits without a seed."""
     script = conversion.script
     saves = [call for call in script.calls if script.is_call_of(call, "torch.save")]
+    waits: set[Any] = set()
     seeds = any("seed" in to_code(call.func) for call in script.calls)
     for call in script.calls:
         if script.is_call_of(call, "torch.load") and any(
             script.line(one) < script.line(call) and script.function_of(one) is script.function_of(call)
             for one in saves
         ):
-            conversion.note(
-                call,
-                "The main process may still write this file. Call accelerator.wait_for_everyone() before.",
-            )
+            statement = list_blocks(script, call)[-1][1]
+            if conversion.is_guarded(call) or not conversion.can_reach(call):
+                conversion.note(
+                    call,
+                    "The main process may still write this file. Call accelerator.wait_for_everyone() before.",
+                )
+            elif statement not in waits:
+                waits.add(statement)
+                outer = script.find_ancestor(statement, (cst.With, cst.FunctionDef))
+                place = outer if isinstance(outer, cst.With) else statement
+                conversion.edits.insert_before(place, f"{conversion.accelerator(call)}.wait_for_everyone()")
         elif script.is_call_of(call, "torch.utils.data.random_split") and not seeds:
             conversion.note(
                 call, "Each process draws another split. Call set_seed(seed) at the start of the script."

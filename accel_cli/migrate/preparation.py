@@ -12,7 +12,7 @@ import libcst as cst
 from accel_cli.migrate.raw import ORDER, Conversion
 from accel_cli.migrate.script import Script, Variable, descendants, list_elements, to_code
 
-__all__ = ["check_batches", "check_creations", "place_accelerator", "prepare_objects"]
+__all__ = ["check_creations", "list_blocks", "place_accelerator", "prepare_objects"]
 
 _LINE_LENGTH = 100
 
@@ -100,6 +100,12 @@ def place_accelerator(conversion: Conversion) -> None:
                 unnamed,
                 f"This model has no variable of its own. Write model = {to_code(unnamed)} before, and pass model.",
             )
+        for one in script.calls:
+            if script.is_call_of(one, "torch.multiprocessing.Process", "multiprocessing.Process"):
+                raise conversion.unsafe(
+                    one,
+                    "The script starts processes that train one model in shared memory, without an average of their gradients. Call the function that trains once, create model and optimizer there, and start the script with accel launch --nproc-per-node N.",
+                )
         raise conversion.unsafe(
             call,
             "The model and optimizer of this backward pass were not found. Create them in the script, and pass them to accelerator.prepare.",
@@ -218,12 +224,23 @@ def prepare_objects(conversion: Conversion) -> None:
         kinds = set(group.variables.values())
         if not kinds:
             continue
-        if len(kinds & {"model", "optimizer"}) == 1 or kinds == {"scheduler"}:
+        if kinds & {"optimizer", "scheduler"} and "model" not in kinds:
+            _check_models(conversion, group)
+        _insert_prepare(conversion, group)
+
+
+def _check_models(conversion: Conversion, group: Group) -> None:
+    """Raise an error for an optimizer or scheduler whose models or optimizers are not prepared before it is created."""
+    script = conversion.script
+    for variable, kind in group.variables.items():
+        if kind not in {"optimizer", "scheduler"}:
+            continue
+        parts = script.find_parts(variable, {"optimizer": "model", "scheduler": "optimizer"}[kind])
+        if not parts or not conversion.is_prepared(frozenset(parts)):
             raise conversion.unsafe(
                 group.statements[0],
-                "Model, optimizer and scheduler are created in different functions or loops. Create them in the same, and pass them to accelerator.prepare together.",
+                f"The {kind} is created in another function or loop than its {'model' if kind == 'optimizer' else 'optimizer'}, which was not found. Create both in the same, and pass them to accelerator.prepare.",
             )
-        _insert_prepare(conversion, group)
 
 
 def check_creations(conversion: Conversion) -> None:
@@ -262,43 +279,6 @@ def check_creations(conversion: Conversion) -> None:
                 nodes[0],
                 f"{variable.name} has different meanings in different calls. Use one name for each object.",
             )
-
-
-def check_batches(conversion: Conversion) -> None:
-    """Raise an error for a backward pass whose batches are not those of a loader."""
-    script = conversion.script
-    for call in conversion.backwards:
-        loops = [one for one in script.ancestors(call) if isinstance(one, cst.For)]
-        if any(
-            (role := script.loader_of(one.iter)) and conversion.is_prepared(role.origins) for one in loops
-        ):
-            continue
-        function = script.function_of(call)
-        roles = (
-            [
-                script.roles.get(script.parameter(function, param.name.value))
-                for param in function.params.params
-            ]
-            if function is not None
-            else []
-        )
-        if any(
-            role is not None and role.kind == "batch" and conversion.is_prepared(role.origins)
-            for role in roles
-        ):
-            continue
-        if any(
-            script.is_call_of(one, "builtins.next") and script.function_of(one) is function
-            for one in script.calls
-        ):
-            raise conversion.unsafe(
-                call, "The batches are read with next(). Read them in a for loop over the loader."
-            )
-        raise conversion.unsafe(
-            call,
-            "The batches are not those of a DataLoader of torch in a variable, so every process would train on the same ones. "
-            "Read them from a DataLoader; for batches that the script draws, see the page Tutorial: convert a script.",
-        )
 
 
 def _is_assigned_variable(script: Script, node: Any, call: cst.Call) -> bool:

@@ -38,6 +38,16 @@ class Conversion:
         """The statement after which each object is prepared."""
         self.losses: dict[cst.Call, cst.BaseExpression] = {}
         """The loss of each backward pass."""
+        self.own_batches: list[cst.Call] = []
+        """Backward passes whose batches are not those of a loader."""
+        self.draws: set[cst.Call] = set()
+        """Calls that draw such batches."""
+        self.reduced: set[cst.CSTNode] = set()
+        """Values that are means over the processes."""
+        self.saved: set[cst.CSTNode] = set()
+        """Calls of `open` that are replaced by the path of the file."""
+        self.keeps_scalers = False
+        """Whether the scalers of the script stay, since their autocast does."""
         self.gathered: set[cst.For] = set()
         """Loops whose metrics are computed from gathered samples."""
         self.divided: dict[Variable, tuple[str, tuple[int, int]]] = {}
@@ -93,6 +103,30 @@ class Conversion:
             for loop in self.script.ancestors(call)
             if isinstance(loop, cst.For) and (role := self.script.loader_of(loop.iter))
             for origin in role.origins
+        } | {origin for call in self.backwards for origin in self.find_batches(call)}
+
+    def find_batches(self, call: cst.Call) -> set[Variable]:
+        """Return the loaders whose batches are assigned in the innermost loop or function around a call, or passed to it."""
+        script = self.script
+        function = script.function_of(call)
+        region = script.find_ancestor(call, (cst.For, cst.While, cst.FunctionDef)) or script.module
+        found = [one.name for one in function.params.params] if function is not None else []
+        assigned: list[Any] = [
+            target.target
+            for node in descendants(region)
+            if isinstance(node, cst.Assign) and script.function_of(node) is function
+            for target in node.targets
+        ]
+        variables = (
+            {script.parameter(function, one.value) for one in found} if function is not None else set()
+        )
+        variables |= {variable for one in assigned for variable in script.variables(one)}
+        roles: list[Any] = [script.roles.get(one) for one in variables]
+        roles += [
+            script.role_of(one) for one in descendants(region) if script.is_call_of(one, "builtins.next")
+        ]
+        return {
+            origin for role in roles if role is not None and role.kind == "batch" for origin in role.origins
         }
 
     def is_guarded(self, node: cst.CSTNode) -> bool:
@@ -132,6 +166,10 @@ class Conversion:
             or (isinstance(one, cst.Call) and to_code(one.func) in {"exit", "quit", "sys.exit"})
             for one in descendants(node)
         )
+
+    def reads_rank(self, node: cst.CSTNode) -> bool:
+        """Return whether the value of an expression differs between ranks."""
+        return self._reads_rank(node, set())
 
     def _reads_rank(self, node: cst.CSTNode, seen: set[Variable]) -> bool:
         """Return whether an expression depends on the rank, also through variables and functions."""
@@ -216,6 +254,17 @@ class Conversion:
         arguments = ", ".join(f"{key}={value}" for key, value in sorted(self.arguments.items()))
         self.edits.before.setdefault(self.statement, []).insert(0, f"{name} = Accelerator({arguments})")
 
+    def can_get(self, node: cst.CSTNode, depth: int = 3) -> bool:
+        """Return whether the Accelerator can be passed to the function of a node by all of its calls."""
+        if self.can_reach(node):
+            return True
+        function = self.script.function_of(node)
+        if function is None or depth == 0 or self.script.class_of(function) is not None:
+            return False
+        calls = self.script.calls_of(function)
+        is_called = bool(calls) and len(self.script.references.get(function, [])) == len(calls)
+        return is_called and all(self.can_get(call, depth - 1) for call in calls)
+
     def can_reach(self, node: cst.CSTNode) -> bool:
         """Return whether the Accelerator exists at a node without a new parameter."""
         if self.home is None:
@@ -224,6 +273,8 @@ class Conversion:
         if self.home in functions:
             return self.script.line(node) > self.home_line or self.script.function_of(node) is not self.home
         definitions = {self.script.class_of(one) or one for one in functions}
+        if self.home.name.value == "__init__" and self.script.class_of(self.home) in definitions:
+            return True
         return any(one in self.needs for one in definitions)
 
 
@@ -242,7 +293,10 @@ def strip_wrappers(script: Script, node: cst.BaseExpression) -> cst.BaseExpressi
             isinstance(node.func, cst.Attribute)
             and node.func.attr.value in _MOVES
             and node not in script.callees
-            and script.qualified_name(node.func).partition(".")[0] != "torch"
+            and (
+                isinstance(node.func.value, cst.Call)
+                or script.qualified_name(node.func).partition(".")[0] != "torch"
+            )
         ):
             node = node.func.value
         else:

@@ -20,6 +20,8 @@ from accel_cli.migrate.structure import (
 
 __all__ = [
     "NO_VARIABLE",
+    "SETTINGS",
+    "WRAPPERS",
     "Role",
     "Script",
     "Variable",
@@ -47,13 +49,14 @@ _KINDS = {
     "torch.cuda.amp.grad_scaler.GradScaler": "scaler",
     "torch.device": "device",
     "torch.cuda.current_device": "device",
+    "torch.accelerator.current_accelerator": "device",
     "torch.utils.data.DistributedSampler": "sampler",
     "torch.utils.data.distributed.DistributedSampler": "sampler",
     "torch.distributed.get_rank": "rank",
     "torch.distributed.get_world_size": "world_size",
 }
 _RANKS = {"RANK": "rank", "LOCAL_RANK": "local_rank", "WORLD_SIZE": "world_size"}
-_SETTINGS = {"args", "cfg", "conf", "config", "hparams", "opt", "options", "params", "hp"}
+SETTINGS = {"args", "cfg", "conf", "config", "hparams", "opt", "options", "params", "hp"}
 _ITERATED = {"enumerate", "iter", "tqdm.tqdm", "tqdm.auto.tqdm", "tqdm.notebook.tqdm", "tqdm.std.tqdm"}
 
 
@@ -129,7 +132,11 @@ class Script(Structure):
         if variable is not None:
             self._record(variable, node, value)
             is_field = isinstance(self.find_ancestor(node, (cst.FunctionDef, cst.ClassDef)), cst.ClassDef)
-            if isinstance(value, cst.SimpleString) and "device" in variable.name.lower() and not is_field:
+            if (
+                isinstance(value, (cst.SimpleString, cst.Integer))
+                and "device" in variable.name.lower()
+                and not is_field
+            ):
                 self._merge(variable, Role("device"))
         self._assign_role(target, self.role_of(value))
 
@@ -194,19 +201,23 @@ class Script(Structure):
         """Return the role of an expression's value; a tuple of roles for a tuple."""
         if isinstance(node, cst.Tuple):
             return tuple(self.role_of(element.value) for element in node.elements)
-        if isinstance(node, cst.Call):
-            return self._role_of_call(node)
-        if isinstance(node, cst.IfExp):
-            return self._role_of_choice(node)
-        if isinstance(node, (cst.Subscript, cst.BaseComp)):
-            return self._role_of_item(node)
+        readers: list[tuple[Any, Any]] = [
+            (cst.Call, self._role_of_call),
+            (cst.IfExp, self._role_of_choice),
+            ((cst.Subscript, cst.BaseComp), self._role_of_item),
+        ]
+        for kind, read in readers:
+            if isinstance(node, kind):
+                return read(node)  # type: ignore[no-any-return]
         if (
             isinstance(node, cst.Attribute)
             and node.attr.value == "module"
             and self.kind_of(node.value) == "model"
         ):
             return self.role_of(node.value)
-        return Role("device") if self.is_settings_device(node) else self.role_of_variable(node)
+        if self.is_settings_device(node) or self.is_device_text(node):
+            return Role("device")
+        return self.role_of_variable(node)
 
     @staticmethod
     def _strip_methods(node: cst.BaseExpression) -> cst.BaseExpression:
@@ -243,8 +254,18 @@ class Script(Structure):
         return (
             isinstance(node, cst.Attribute)
             and node.attr.value == "device"
-            and to_code(node.value).split(".")[0] in _SETTINGS
+            and to_code(node.value).split(".")[0] in SETTINGS
         )
+
+    def is_device_text(self, node: cst.CSTNode) -> bool:
+        """Return whether an expression is the text of a device: `f"cuda:{rank}"`, or the `type` of a new device."""
+        if isinstance(node, cst.Attribute):
+            return (
+                node.attr.value == "type"
+                and isinstance(node.value, cst.Call)
+                and self.kind_of(node.value) == "device"
+            )
+        return isinstance(node, cst.FormattedString) and to_code(node)[2:].startswith(("cuda:", "{device"))
 
     def _environment_kind(self, node: cst.Subscript | cst.Call) -> str:
         """Return the kind of an environment variable with a rank; empty for another value."""
@@ -258,6 +279,8 @@ class Script(Structure):
         name = self.qualified_name(call.func)
         if call.args and (name in WRAPPERS or name == "builtins.int" or self.is_progress_bar(call)):
             return self.role_of(call.args[0].value)
+        if name in {"builtins.iter", "builtins.next"} and len(call.args) >= 1:
+            return self._role_of_iterator(call, name)
         kind = _KINDS.get(name, "") or self._library_kind(name) or self._environment_kind(call)
         if kind or self._makes_optimizer(call):
             return Role(kind or "optimizer")
@@ -265,12 +288,25 @@ class Script(Structure):
             return self._role_of_instance(self.constructed[call])
         if call in self.callees:
             return self._role_of_result(self.callees[call])
+        return self._role_of_method(call)
+
+    def _role_of_method(self, call: cst.Call) -> Role | tuple[Any, ...] | None:
+        """Return the role of the object in `x.to(device)` and similar methods; None for others."""
         if get_method(call) == "setup_dataloaders":
             roles = [self.role_of(arg.value) for arg in call.args if arg.keyword is None]
             return roles[0] if len(roles) == 1 else tuple(roles)
         role = self.role_of(call.func.value) if isinstance(call.func, cst.Attribute) else None
         methods: set[str] = {"model": _SAME_MODEL, "batch": _SAME_BATCH}.get(getattr(role, "kind", ""), set())
-        return role if isinstance(call.func, cst.Attribute) and call.func.attr.value in methods else None
+        return role if get_method(call) in methods else None
+
+    def _role_of_iterator(self, call: cst.Call, name: str) -> Role | None:
+        """Return the role of `iter(loader)`, and of `next(...)` of one."""
+        role = self.role_of(call.args[0].value)
+        if not isinstance(role, Role):
+            return None
+        kinds = {"builtins.iter": {"loader": "iterator"}, "builtins.next": {"iterator": "batch"}}
+        kind = kinds[name].get(role.kind)
+        return Role(kind, role.origins) if kind else None
 
     @staticmethod
     def _library_kind(name: str) -> str:
@@ -296,8 +332,9 @@ class Script(Structure):
         def without_origins(role: Any) -> Any:
             if isinstance(role, tuple):
                 return tuple(map(without_origins, role))
-            is_kept = role is not None and role.kind != "batch"
-            return Role(role.kind, frozenset(), role.definition) if is_kept else None
+            if role is None or role.kind in {"batch", "iterator"}:
+                return role if role is not None and self._is_read_by_next(function) else None
+            return Role(role.kind, frozenset(), role.definition)
 
         if function in self._resolving:
             return None
@@ -306,6 +343,10 @@ class Script(Structure):
         found = next((role for role in roles if role is not None), None)
         self._resolving.discard(function)
         return found
+
+    def _is_read_by_next(self, function: cst.FunctionDef) -> bool:
+        """Return whether a function reads its result from an iterator, and does not change a batch that it gets."""
+        return any(self.is_call_of(node, "builtins.next") for node in descendants(function.body))
 
     # Loops over loaders
 
@@ -349,12 +390,31 @@ class Script(Structure):
                     variable = self.variable(arg.value)
                     if variable is not None:
                         self.trained.add(variable)
-        for variable in self.trained:
-            if variable not in self.roles and variable in self.assigned:
+        for variable in tuple(self.trained):
+            sources = [self._find_source(value) for _, value in self.assigned.get(variable, [])]
+            names = {one for one in sources if one is not None and one != variable}
+            self.trained |= names
+            if variable not in self.roles and sources and not names:
                 self.roles[variable] = Role("model", frozenset([variable]))
 
+    def _find_source(self, value: cst.BaseExpression) -> Variable | None:
+        """Return the variable whose model an expression is, also moved or wrapped."""
+        while isinstance(value, cst.Call) and self.variable(value) is None:
+            if value.args and self.qualified_name(value.func) in WRAPPERS:
+                value = value.args[0].value
+            elif isinstance(value.func, cst.Attribute) and value.func.attr.value in _SAME_MODEL:
+                value = value.func.value
+            else:
+                return None
+        return self.variable(value)
+
     def _find_optimized(self) -> None:
-        """Add the models whose parameters optimizers get."""
+        """Add the models whose parameters optimizers get, or whose gradients the script reads in a loop."""
+        for node in self.nodes:
+            if isinstance(node, cst.For) and any(
+                isinstance(one, cst.Attribute) and one.attr.value == "grad" for one in descendants(node.body)
+            ):
+                self._trace_parameters(node.iter, set())
         for call in self.calls:
             if self._makes_optimizer(call) and (owner := self.variable(call.func.value)):  # type: ignore[attr-defined]
                 self.trained.add(owner)
@@ -381,3 +441,18 @@ class Script(Structure):
                 for _, value in self.assigned.get(variable, []):
                     if self.kind_of(value) != "model":
                         self._trace_parameters(value, seen)
+
+    def find_parts(self, variable: Variable, kind: str) -> set[Variable]:
+        """Return the origins of the models of an optimizer, or of the optimizers of a scheduler."""
+        found: set[Variable] = set()
+        pending, seen = [value for _, value in self.assigned.get(variable, [])], {variable}
+        while pending:
+            for one in descendants(pending.pop()):
+                role = self.role_of_variable(one)
+                known = self.variable(one)
+                if role is not None and role.kind == kind:
+                    found |= role.origins
+                elif known is not None and known not in seen:
+                    seen.add(known)
+                    pending += [value for _, value in self.assigned.get(known, [])]
+        return found

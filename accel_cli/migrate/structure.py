@@ -168,6 +168,8 @@ class Structure:
             if isinstance(node.value, cst.Name) and node.value.value == "self":
                 cls = self.class_of(self.function_of(node))
                 return None if cls is None else Variable(cls, node.attr.value)
+            if isinstance(node.value, cst.Call) and node.value in self.constructed:
+                return Variable(self.constructed[node.value], node.attr.value)
             role = self.role_of_variable(node.value)
             if role is not None and role.definition is not None:
                 return Variable(role.definition, node.attr.value)

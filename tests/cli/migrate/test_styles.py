@@ -12,9 +12,12 @@ import runpy
 import sys
 import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from support import golden
+from support.processes import free_port
 from support.ranks import Cluster
 
 from accel_cli.migrate.conversion import migrate_script
@@ -42,6 +45,21 @@ for epoch in range(2):
 print(optimizer.param_groups[0]["lr"])
 """
 STYLES = sorted((Path(__file__).parent / "styles").glob("*.py"))
+REFUSED = {"layers_that_train", "shared_memory"}
+"""Scripts whose models and optimizers are not created where they could be prepared together."""
+TRAINED = [path for path in STYLES if path.stem not in REFUSED]
+OPEN = {
+    "autoencoder_globals", "embeddings", "endless_loader", "graph_network", "image_pairs", "language_model", "policy_gradient",
+    "polynomial", "sine_lbfgs", "spawned_workers", "style_transfer", "translation",
+}  # fmt: skip
+"""Scripts that are converted, and have findings."""
+EQUAL = {
+    "device_number", "embeddings", "endless_loader", "graph_network", "image_classifier", "image_pairs", "sine_lbfgs",
+    "spawned_trainer", "spawned_workers", "style_transfer", "torchrun_trainer", "trainer_class",
+}  # fmt: skip
+"""Scripts that compute on two halves of a batch what they compute on the batch: without noise of their own."""
+CORRECTED = {"image_pairs"}
+"""Scripts whose edit also corrects a number on one process."""
 
 
 @functools.cache
@@ -83,7 +101,12 @@ def train(text, folder, environ):
     script = Path(folder) / f"train{os.environ['RANK']}.py"
     script.write_text(text)
     output = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
+    with (
+        free_port() as port,
+        mock.patch.dict(os.environ, {"PORT": str(port)}),  # which a script may change
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(output),
+    ):
         for name in ("RANK", "LOCAL_RANK"):
             if environ is not None and name not in environ:
                 patch.delenv(name)
@@ -113,18 +136,42 @@ def clusters():
         cluster.close()
 
 
-@pytest.mark.parametrize("path", STYLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", TRAINED, ids=lambda path: path.stem)
 def test_a_script_trains_as_before_on_one_process_and_on_two(path, clusters, tmp_path):
-    result = convert(path.stem)
-    edited = apply_edits(result.text, path.with_suffix(".edits"))
+    edits = path.with_suffix(".edits")
+    edited = apply_edits(convert(path.stem).text, edits)
+    before = path.read_text()
+    before = apply_edits(before, edits) if path.stem in CORRECTED else before
     environ = {"RANK", "LOCAL_RANK"} if path.stem == "torchrun_trainer" else set()
-    [before] = clusters["before"].run(train, path.read_text(), str(tmp_path / "before"), environ)
+    [one] = clusters["before"].run(train, before, str(tmp_path / "before"), environ)
     [after] = clusters["one"].run(train, edited, str(tmp_path / "one"), None)
-    assert after[0] == before[0]
-    torch.testing.assert_close(after[1], before[1], rtol=0, atol=0)
-    ranks = clusters["two"].run(train, edited, str(tmp_path / "two"), None)
+    assert after[0] == one[0]
+    torch.testing.assert_close(after[1], one[1], rtol=0, atol=0)
+    sharded = edited.replace("Accelerator(", "Accelerator(split_batches=True, ")
+    ranks = clusters["two"].run(train, sharded if path.stem in EQUAL else edited, str(tmp_path / "two"), None)
     assert all(rank[3] and rank[4] for rank in ranks)
     assert len({rank[2] for rank in ranks}) == 1
+    if path.stem in EQUAL:
+        torch.testing.assert_close(ranks[0][1], one[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("path", [one for one in TRAINED if one.stem in EQUAL], ids=lambda path: path.stem)
+def test_two_processes_train_on_batches_of_the_size_of_the_script(path, clusters, tmp_path):
+    edited = apply_edits(convert(path.stem).text, path.with_suffix(".edits"))
+    ranks = clusters["two"].run(train, edited, str(tmp_path), None)
+    assert all(rank[3] and rank[4] for rank in ranks)
+    assert len({rank[2] for rank in ranks}) == 1
+
+
+@pytest.mark.parametrize("path", STYLES, ids=lambda path: path.stem)
+def test_the_findings_of_a_script_are_those_of_its_golden_file(path):
+    result = convert(path.stem)
+    assert (result.text == path.read_text()) == (path.stem in REFUSED)
+    assert bool(result.findings) == (path.stem in REFUSED | OPEN)
+    found = [f"{path.name}:{one.line}: {one.text}" for one in result.findings]
+    found += [f"{path.name}:{one.line}: note: {one.text}" for one in result.notes]
+    golden.check(f"migrate/styles/{path.stem}.txt", "\n".join([*found, ""]))
 
 
 def test_a_schedule_of_batches_ends_on_two_processes_where_it_ends_on_one(clusters, tmp_path):

@@ -13,7 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 def ddp_setup(rank, world_size):
     os.environ["MASTER_ADDR"] = "localhost"
-    os.environ["MASTER_PORT"] = os.environ.get("PORT", "12355")
+    os.environ["MASTER_PORT"] = os.environ["PORT"]
     init_process_group(backend="gloo", rank=rank, world_size=world_size)
 
 

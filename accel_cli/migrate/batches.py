@@ -1,0 +1,185 @@
+"""Batches of a script that are not read from a loader: every process would train on the same ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import libcst as cst
+
+from accel_cli.migrate.raw import Conversion
+from accel_cli.migrate.script import descendants, to_code
+
+__all__ = ["find_conditions_of_steps", "find_own_batches"]
+
+_RANDOM = ("torch.rand", "torch.bernoulli", "torch.normal", "torch.multinomial", "numpy.random.", "random.")
+_GENERATORS = ("default_rng", "RandomState", "Generator", "Random")
+_SEEDS = ("torch.manual_seed", "numpy.random.seed", "random.seed", "torch.random.manual_seed")
+
+
+def find_own_batches(conversion: Conversion) -> None:
+    """Report backward passes whose batches are not those of a loader, once for each loop."""
+    script = conversion.script
+    seen = set()
+    for call in conversion.backwards:
+        region = script.find_ancestor(call, (cst.For, cst.While, cst.FunctionDef)) or script.module
+        if region in seen or _reads_loader(conversion, call):
+            continue
+        seen.add(region)
+        conversion.own_batches.append(call)
+        draws = _find_draws(conversion, call)
+        conversion.draws.update(draws)
+        if source := _find_unknown_loader(conversion, call):
+            conversion.finding(
+                call,
+                f"The samples of this step are read from {source}, which was not found in the script. Pass this DataLoader to accelerator.prepare where it is created.",
+            )
+        elif not draws:
+            conversion.finding(
+                call,
+                "The samples of this step are not read from a DataLoader, so every process trains on the same ones, and several processes compute the same as one. "
+                "Give each process its part where they are loaded, of the same length on all, such as x.chunk(accelerator.num_processes)[accelerator.process_index], or read them from a DataLoader; unchanged, the result is that of one process.",
+            )
+        elif not _is_seeded_by_rank(conversion):
+            conversion.finding(
+                draws[0],
+                "These samples are drawn by the script, and are equal on every process with the same seed. Before the training, write: "
+                f"if accelerator.num_processes > 1: set_seed({_read_seed(conversion)}, device_specific=True), with set_seed of accel_runtime.",
+            )
+
+
+def _reads_loader(conversion: Conversion, call: cst.Call) -> bool:
+    """Return whether a backward pass computes with batches of a prepared loader."""
+    script = conversion.script
+    if any(
+        isinstance(one, cst.For)
+        and (role := script.loader_of(one.iter))
+        and conversion.is_prepared(role.origins)
+        for one in script.ancestors(call)
+    ):
+        return True
+    return conversion.is_prepared(frozenset(conversion.find_batches(call)))
+
+
+def _find_unknown_loader(conversion: Conversion, backward: cst.Call) -> str:
+    """Return the code of what the innermost loop around a backward pass reads if it is a parameter or attribute without a value."""
+    script = conversion.script
+    loop = next((one for one in script.ancestors(backward) if isinstance(one, cst.For)), None)
+    node: Any = loop.iter if loop is not None else None
+    while (
+        isinstance(node, cst.Call) and node.args and script.qualified_name(node.func) == "builtins.enumerate"
+    ):
+        node = node.args[0].value
+    variable = script.variable(node) if node is not None else None
+    return to_code(node) if variable is not None and variable not in script.assigned else ""
+
+
+def _find_draws(conversion: Conversion, backward: cst.Call) -> list[cst.Call]:
+    """Return the calls in a training loop, and in functions that it calls, that draw random samples."""
+    script = conversion.script
+    regions = _list_loops(conversion, backward) or [script.function_of(backward) or script.module]
+    found: list[cst.Call] = []
+    seen: set[Any] = set()
+    while regions:
+        region = regions.pop(0)
+        for node in descendants(region.body):
+            if not isinstance(node, cst.Call):
+                continue
+            name = script.qualified_name(node.func)
+            callee = script.callees.get(node)
+            if _is_draw(name, to_code(node.func)):
+                found.append(node)
+            elif callee is not None and callee not in seen and not _is_of_module(conversion, callee):
+                seen.add(callee)
+                regions.append(callee)
+    return sorted(found, key=script.start)
+
+
+def _is_draw(name: str, code: str) -> bool:
+    """Return whether a function draws random numbers, and creates no generator."""
+    if name.startswith(_RANDOM):
+        return name not in _SEEDS and not name.endswith(_GENERATORS)
+    return code.endswith(".sample") and not name.startswith("torch.")
+
+
+def _is_of_module(conversion: Conversion, function: cst.FunctionDef) -> bool:
+    """Return whether a function is a method of a module, whose random numbers are not samples."""
+    cls = conversion.script.class_of(function)
+    return cls is not None and conversion.script.is_torch_class(cls)
+
+
+def _find_seeds(conversion: Conversion) -> list[cst.Call]:
+    script = conversion.script
+    return [
+        call
+        for call in script.calls
+        if call.args
+        and (
+            script.qualified_name(call.func) in _SEEDS or to_code(call.func).rpartition(".")[2] == "set_seed"
+        )
+    ]
+
+
+def _is_seeded_by_rank(conversion: Conversion) -> bool:
+    """Return whether the seed of the script depends on the rank."""
+    return any(conversion.reads_rank(call.args[0].value) for call in _find_seeds(conversion))
+
+
+def _read_seed(conversion: Conversion) -> str:
+    """Return the code of the script's seed; a number if it has none."""
+    codes = [to_code(call.args[0].value) for call in _find_seeds(conversion)]
+    return codes[0] if codes else "0"
+
+
+def find_conditions_of_steps(conversion: Conversion) -> None:
+    """Report conditions that end a training on batches of the script's own, and differ between processes."""
+    script = conversion.script
+    for backward in conversion.own_batches:
+        for loop in _list_loops(conversion, backward):
+            counters = _find_counters(loop)
+            changed = {
+                to_code(one.target if isinstance(one, cst.AugAssign) else one.targets[0].target)
+                for one in descendants(loop.body)
+                if isinstance(one, (cst.Assign, cst.AugAssign)) and one.value not in conversion.reduced
+            } - counters
+            for node in descendants(loop.body):
+                if (
+                    isinstance(node, cst.If)
+                    and script.find_ancestor(node, (cst.For, cst.While, cst.FunctionDef)) is loop
+                    and any(isinstance(one, (cst.Break, cst.Return)) for one in descendants(node.body))
+                    and changed & {to_code(one) for one in descendants(node.test)}
+                ):
+                    conversion.finding(
+                        node,
+                        "This condition depends on the samples of one process, and processes that leave the loop at different steps wait for each other. "
+                        'Compute its value with accelerator.reduce(..., "mean").',
+                    )
+
+
+def _list_loops(conversion: Conversion, backward: cst.Call) -> list[Any]:
+    """Return the loops that take the steps of a backward pass, also those that call its function."""
+    script = conversion.script
+    found: list[Any] = []
+    pending: list[cst.CSTNode] = [backward]
+    seen = set()
+    while pending:
+        node = pending.pop()
+        found += [one for one in script.ancestors(node) if isinstance(one, (cst.For, cst.While))]
+        function = script.function_of(node)
+        if function is not None and function not in seen:
+            seen.add(function)
+            pending += script.calls_of(function)
+    return list(dict.fromkeys(found))
+
+
+def _find_counters(loop: Any) -> set[str]:
+    """Return the names that a loop only counts up by constants."""
+    sums: dict[str, bool] = {}
+    for one in descendants(loop.body):
+        if isinstance(one, cst.AugAssign):
+            name, is_constant = to_code(one.target), isinstance(one.value, cst.Integer)
+        elif isinstance(one, cst.Assign):
+            name, is_constant = to_code(one.targets[0].target), False
+        else:
+            continue
+        sums[name] = sums.get(name, True) and is_constant
+    return {name for name, is_constant in sums.items() if is_constant}
