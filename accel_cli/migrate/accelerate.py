@@ -48,6 +48,8 @@ def _convert_import_from(script: Script, edits: Edits, node: cst.ImportFrom, fin
     if not _is_accelerate(module):
         return
     known = NAMES.get(module)
+    if known is None and script.is_optional(node):
+        return
     if known is None:
         findings.append(Finding(script.line(node), f"accel has no module for {module}. {_TABLE}."))
     elif not isinstance(node.names, cst.ImportStar):

@@ -60,11 +60,27 @@ def migrate_script(text: str) -> Migration:
 
 
 def _list_packages(text: str) -> set[str]:
-    """Return the packages that a script imports."""
-    nodes = list(ast.walk(ast.parse(text)))
+    """Return the packages that a script imports, without functions that it can do without."""
+    tree = ast.parse(text)
+    optional = {
+        id(one)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Try) and any(_catches_import_error(handler) for handler in node.handlers)
+        for statement in node.body
+        for one in ast.walk(statement)
+        if isinstance(one, ast.ImportFrom) and all(alias.name != "Accelerator" for alias in one.names)
+    }
+    nodes = [node for node in ast.walk(tree) if id(node) not in optional]
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
     return {name.partition(".")[0] for name in names}
+
+
+def _catches_import_error(handler: ast.ExceptHandler) -> bool:
+    names = (
+        [ast.unparse(one) for one in ast.walk(handler.type)] if handler.type is not None else ["Exception"]
+    )
+    return bool({"ImportError", "ModuleNotFoundError", "Exception"} & set(names))
 
 
 def _check_objects(text: str) -> Migration:

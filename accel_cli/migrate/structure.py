@@ -132,6 +132,18 @@ class Structure:
         """Return the innermost node of some types around a node; None without one."""
         return next((one for one in self.ancestors(node) if isinstance(one, kinds)), None)
 
+    def is_optional(self, node: cst.CSTNode) -> bool:
+        """Return whether an import is in a `try` that catches its failure."""
+        outer = self.find_ancestor(node, (cst.Try, cst.FunctionDef))
+        return (
+            isinstance(outer, cst.Try)
+            and outer.body in self.ancestors(node)
+            and any(
+                one.type is None or to_code(one.type) in {"ImportError", "ModuleNotFoundError", "Exception"}
+                for one in outer.handlers
+            )
+        )
+
     def function_of(self, node: cst.CSTNode) -> cst.FunctionDef | None:
         """Return the innermost function around a node."""
         return self.find_ancestor(node, cst.FunctionDef)  # type: ignore[no-any-return]

@@ -386,3 +386,26 @@ def test_a_blank_line_before_a_removed_statement_stays():
         "x = 1\n\ny = 2\nif x:\n    z = 3\n"
         in migrate_script(text.replace("nn.Linear(8, 2).to(device)", "nn.Linear(8, 2)")).text
     )
+
+
+OPTIONAL = (
+    "try:\n    from accelerate.test_utils import torch_device\nexcept ImportError:\n    torch_device = None\n"
+)
+
+
+def test_an_import_that_may_fail_does_not_make_a_raw_script_one_for_accelerate():
+    result = migrate_script(OPTIONAL + HEAD + LOOP)
+    assert not result.findings
+    assert OPTIONAL in result.text
+    assert "accelerator.backward(loss)" in result.text
+
+
+def test_an_import_that_may_fail_stays_in_a_script_for_accelerate():
+    text = OPTIONAL + "from accelerate import Accelerator\naccelerator = Accelerator()\n"
+    result = migrate_script(text)
+    assert not result.findings
+    assert result.text == text.replace("from accelerate import", "from accel_runtime import")
+    unguarded = migrate_script(
+        text.replace("try:\n    ", "").replace("except ImportError:\n    torch_device = None\n", "")
+    )
+    assert any("no module for accelerate.test_utils" in one.text for one in unguarded.findings)
