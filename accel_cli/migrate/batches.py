@@ -61,7 +61,7 @@ def _reads_loader(conversion: Conversion, call: cst.Call) -> bool:
 
 
 def _find_unknown_loader(conversion: Conversion, backward: cst.Call) -> str:
-    """Return the code of what the innermost loop around a backward pass reads if it is a parameter or attribute without a value."""
+    """Return the code of what the innermost loop around a backward pass reads if it comes from outside of the script."""
     script = conversion.script
     loop = next((one for one in script.ancestors(backward) if isinstance(one, cst.For)), None)
     node: Any = loop.iter if loop is not None else None
@@ -70,7 +70,16 @@ def _find_unknown_loader(conversion: Conversion, backward: cst.Call) -> str:
     ):
         node = node.args[0].value
     variable = script.variable(node) if node is not None else None
-    return to_code(node) if variable is not None and variable not in script.assigned else ""
+    if variable is None:
+        return ""
+    sources = script.find_values(variable)
+    is_foreign = any(
+        isinstance(one, cst.Call)
+        and one not in script.callees
+        and not script.qualified_name(one.func).startswith(("builtins.", "torch.", "numpy."))
+        for one in sources
+    )
+    return to_code(node) if is_foreign or not sources else ""
 
 
 def _find_draws(conversion: Conversion, backward: cst.Call) -> list[cst.Call]:

@@ -17,7 +17,9 @@ from accel_cli.migrate.fabric_uses import uses_fabric
 from accel_cli.migrate.findings import Finding, UnsafeError
 from accel_cli.migrate.preparation import check_creations, place_accelerator, prepare_objects
 from accel_cli.migrate.raw import Conversion, thread_accelerator
+from accel_cli.migrate.saving import convert_saving
 from accel_cli.migrate.script import Script, to_code
+from accel_cli.migrate.spawn import map_lines, replace_spawn
 from accel_cli.migrate.trainers import find_trainer
 
 __all__ = ["Migration", "migrate_script"]
@@ -106,7 +108,7 @@ def _migrate_fabric(text: str, script: Script) -> Migration:
 
 def _migrate_raw_loop(text: str) -> Migration:
     try:
-        started = distributed.replace_spawn(text)
+        started = replace_spawn(text)
     except UnsafeError as error:
         return Migration(text, (error.finding,))
     trains = ".backward(" in text
@@ -115,7 +117,7 @@ def _migrate_raw_loop(text: str) -> Migration:
     script = Script(started)
     findings = distributed.find_collectives(script)
     if findings or not trains:
-        located = distributed.map_lines(findings, text, started)
+        located = map_lines(findings, text, started)
         return Migration(text, located) if findings else _check_objects(text)
     conversion = Conversion(script)
     if not conversion.backwards:
@@ -123,12 +125,12 @@ def _migrate_raw_loop(text: str) -> Migration:
     try:
         module = _convert(conversion)
     except UnsafeError as error:
-        return Migration(text, distributed.map_lines((error.finding,), text, started))
+        return Migration(text, map_lines((error.finding,), text, started))
     result = _finish(started, conversion, module)
     return Migration(
         text if result.text == started else result.text,
-        distributed.map_lines(result.findings, text, started),
-        distributed.map_lines(result.notes, text, started),
+        map_lines(result.findings, text, started),
+        map_lines(result.notes, text, started),
     )
 
 
@@ -181,7 +183,7 @@ def _convert(conversion: Conversion) -> cst.Module:
     loop.convert_wrappers(conversion)
     output.reduce_losses(conversion)
     find_conditions_of_steps(conversion)
-    output.convert_saving(conversion)
+    convert_saving(conversion)
     output.convert_output(conversion)
     devices.find_devices_left(conversion)
     output.find_places(conversion)

@@ -132,7 +132,10 @@ def _is_inline_device(conversion: Conversion, node: cst.CSTNode, kept: set[Varia
     is_used = keyword in {"device", "map_location"} or (
         isinstance(call, cst.Call) and get_method(call) == "to"
     )
-    is_own = any(isinstance(one, cst.FormattedStringExpression) for one in descendants(node))
+    is_own = any(
+        isinstance(one, cst.FormattedStringExpression) or script.kind_of(one) in {"local_rank", "rank"}
+        for one in descendants(node)
+    ) or (isinstance(node, cst.Call) and bool(script.variables(node)))
     return is_used and is_own and not script.variables(node) & kept
 
 

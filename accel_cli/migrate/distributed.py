@@ -1,31 +1,29 @@
-"""Conversion of scripts with a process group of torch: ranks, `DistributedSampler`, `DistributedDataParallel` and `mp.spawn`."""
+"""Conversion of scripts with a process group of torch: ranks, `DistributedSampler` and `DistributedDataParallel`."""
 
 from __future__ import annotations
 
-import difflib
 from functools import partial
 from typing import Any
 
 import libcst as cst
 
-from accel_cli.migrate.edits import Edits, add_import, drop_last_comma, drop_parameters, drop_unused_imports
-from accel_cli.migrate.findings import Finding, UnsafeError
+from accel_cli.migrate.edits import drop_last_comma
+from accel_cli.migrate.findings import Finding
 from accel_cli.migrate.raw import Conversion
 from accel_cli.migrate.script import Script, Variable, descendants, get_positional, list_elements, to_code
 
 __all__ = [
+    "REMOVED",
     "convert_process_group",
     "convert_ranks",
     "convert_reductions",
     "convert_samplers",
     "find_collectives",
-    "map_lines",
-    "replace_spawn",
 ]
 
 _DDP = ("torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed.DistributedDataParallel")
 _SAMPLERS = ("torch.utils.data.DistributedSampler", "torch.utils.data.distributed.DistributedSampler")
-_REMOVED = (
+REMOVED = (
     "torch.distributed.init_process_group",
     "torch.distributed.destroy_process_group",
     "torch.cuda.set_device",
@@ -46,7 +44,7 @@ _OPERATIONS = {"SUM": "sum", "AVG": "mean", "MAX": "max", "MIN": "min"}
 _CONVERTED = {
     *_DDP,
     *_SAMPLERS,
-    *_REMOVED,
+    *REMOVED,
     "torch.distributed.barrier",
     "torch.distributed.get_rank",
     "torch.distributed.get_world_size",
@@ -64,13 +62,6 @@ _ADVICE = {
     "torch.distributed.new_group": "Remove it, or set parallel in the profile",
 }
 _OTHER = "It works after Accelerator() on several processes; guard it with if accelerator.num_processes > 1:"
-_SPAWN = "torch.multiprocessing.spawn"
-_CONNECTS = {"torch.distributed.init_process_group", "torch.distributed.destroy_process_group"}
-_SETS_UP = {*_REMOVED, "torch.distributed.barrier"}
-_ADDRESS = {"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE"}
-_START_ADVICE = (
-    "Call the function once without the rank, and start the script with accel launch --nproc-per-node N."
-)
 
 
 def find_collectives(script: Script) -> tuple[Finding, ...]:
@@ -92,7 +83,7 @@ def convert_process_group(conversion: Conversion) -> None:
     script = conversion.script
     for call in script.calls:
         name = script.qualified_name(call.func)
-        if name in _REMOVED:
+        if name in REMOVED:
             statement = script.parents[call]
             if not isinstance(statement, cst.Expr):
                 raise conversion.unsafe(call, f"The result of {name} is used. Remove the call.")
@@ -170,7 +161,7 @@ def convert_ranks(conversion: Conversion) -> None:
         role = script.roles.get(variable)
         for node, value in entries:
             is_rank = role is not None and role.kind in _ATTRIBUTES and script.variable(value) is None
-            if is_rank and _assigns_ranks(conversion, node):
+            if is_rank and _assigns_ranks(conversion, node) and not _precedes_home(conversion, node):
                 conversion.edits.remove(node)
                 removed.add(variable)
     for node in script.nodes:
@@ -208,6 +199,8 @@ def _replace_rank(conversion: Conversion, node: cst.CSTNode, kind: str) -> None:
     script = conversion.script
     if _is_removed(conversion, node) or _starts_worker(conversion, node):
         return
+    if "environ" in to_code(node) and _precedes_home(conversion, node):
+        return
     if script.function_of(node) is conversion.home and script.line(node) < conversion.home_line:
         raise conversion.unsafe(
             node, "The rank is used before the Accelerator is created. Choose the device earlier."
@@ -230,6 +223,22 @@ def _replace_rank(conversion: Conversion, node: cst.CSTNode, kind: str) -> None:
             conversion.edits.replace(parent, f"{negation}{accelerator}.use_distributed")
             return
     conversion.edits.replace(node, f"{accelerator}.{_ATTRIBUTES[kind]}")
+
+
+def _precedes_home(conversion: Conversion, node: cst.CSTNode) -> bool:
+    """Return whether a variable of the launcher is read in a function that calls the one that creates the Accelerator."""
+    script = conversion.script
+    function, calling = script.function_of(node), {conversion.home}
+    if conversion.home is None or "environ" not in to_code(node) or function is conversion.home:
+        return False
+    while (
+        callers := {
+            script.function_of(call) for one in calling if one is not None for call in script.calls_of(one)
+        }
+        - calling
+    ):
+        calling |= callers
+    return function in calling
 
 
 def _starts_worker(conversion: Conversion, node: cst.CSTNode) -> bool:
@@ -449,147 +458,3 @@ def _is_of_all_processes(conversion: Conversion, variable: Variable, seen: set[V
         for one in descendants(value)
         if isinstance(one, (cst.Name, cst.Attribute))
     )
-
-
-# Scripts that start their processes
-
-
-def replace_spawn(text: str) -> str:
-    """Return a script that torchrun could start: without `mp.spawn`, and without functions that only set up the process group.
-
-    Raises:
-        UnsafeError: A call of `mp.spawn` is not understood.
-    """
-    if "torch" not in text or not any(word in text for word in ("distributed", "multiprocessing")):
-        return text
-    script = Script(text)
-    if not any(script.is_call_of(call, _SPAWN, *_CONNECTS) for call in script.calls):
-        return text
-    edits = Edits()
-    for function in script.functions:
-        _replace_setup(script, edits, function)
-    for node in script.nodes:
-        if _sets_address(script, node):
-            edits.remove(node)
-    spawned = [call for call in script.calls if script.is_call_of(call, _SPAWN)]
-    for call in spawned:
-        _replace_call(script, edits, call)
-    module = drop_unused_imports(text, edits.apply(script.module))
-    imported = {to_code(alias) for one in script.nodes if isinstance(one, cst.Import) for alias in one.names}
-    needs = [name for name in ("torch", "os") if f"{name}." in module.code and name not in imported]
-    return add_import(module, [f"import {name}" for name in needs] if spawned else []).code
-
-
-def map_lines(findings: tuple[Finding, ...], text: str, changed: str) -> tuple[Finding, ...]:
-    """Return findings in a changed text with the lines of the text before."""
-    lines: dict[int, int] = {}
-    matcher = difflib.SequenceMatcher(None, text.splitlines(), changed.splitlines(), autojunk=False)
-    for _, start, end, first, last in matcher.get_opcodes():
-        lines |= {line + 1: min(start + line - first, max(end - 1, start)) + 1 for line in range(first, last)}
-    return tuple(Finding(lines.get(finding.line, finding.line), finding.text) for finding in findings)
-
-
-def _sets_address(script: Script, node: cst.CSTNode) -> bool:
-    """Return whether a statement sets a variable of the environment that a launcher sets."""
-    if isinstance(node, cst.Assign) and isinstance(node.targets[0].target, cst.Subscript):
-        owner: Any = node.targets[0].target
-        return (
-            script.qualified_name(owner.value) == "os.environ" and to_code(owner.slice[0])[1:-1] in _ADDRESS
-        )
-    if isinstance(node, cst.Expr) and script.is_call_of(node.value, "os.environ.setdefault"):
-        call: Any = node.value
-        return to_code(call.args[0].value)[1:-1] in _ADDRESS
-    return False
-
-
-def _replace_setup(script: Script, edits: Edits, function: cst.FunctionDef) -> None:
-    """Remove a function that only sets up or destroys the process group, and do this in place of its calls."""
-    lines = function.body.body
-    if not all(isinstance(line, cst.SimpleStatementLine) for line in lines):
-        return
-    statements: list[Any] = [one for line in lines for one in line.body]  # type: ignore[union-attr]
-    calls = []
-    for index, one in enumerate(statements):
-        value = one.value if isinstance(one, cst.Expr) else None
-        if isinstance(value, cst.Call) and script.qualified_name(value.func) in _SETS_UP:
-            calls.append(value)
-        elif not (_sets_address(script, one) or (index == 0 and isinstance(value, cst.SimpleString))):
-            return
-    connecting = [call for call in calls if script.qualified_name(call.func) in _CONNECTS]
-    used = script.calls_of(function)
-    is_statement = all(isinstance(script.parents[call], cst.Expr) for call in used)
-    if (
-        not connecting
-        or not used
-        or not is_statement
-        or len(script.references.get(function, [])) != len(used)
-    ):
-        return
-    edits.remove(function)
-    code = f"{to_code(connecting[0].func)}()"
-    for call in used:
-        edits.replace(call, code)
-
-
-def _replace_call(script: Script, edits: Edits, call: cst.Call) -> None:
-    """Replace `mp.spawn(worker, args=(...), nprocs=n)` by a call of the worker, whose rank and world size are those of the group."""
-    target, count = get_positional(call, 0, "fn"), get_positional(call, 2, "nprocs")
-    arguments = get_positional(call, 1, "args")
-    variable = script.variable(target) if target is not None else None
-    worker = next(
-        (one for one in script.functions if variable == Variable(script.scopes[one], one.name.value)), None
-    )
-    joins = get_positional(call, 3, "join")
-    elements = list(arguments.elements) if isinstance(arguments, cst.Tuple) else []
-    if (
-        target is None
-        or not isinstance(script.parents[call], cst.Expr)
-        or (worker is None and script.qualified_name(target).startswith("builtins."))
-        or (worker is not None and len(elements) > len(worker.params.params) - 1)
-        or (arguments is not None and not isinstance(arguments, cst.Tuple))
-        or any(isinstance(one, cst.StarredElement) for one in elements)
-        or (joins is not None and to_code(joins) != "True")
-    ):
-        raise UnsafeError(script.line(call), f"This use of mp.spawn is not understood. {_START_ADVICE}")
-    if worker is None or len(script.references.get(worker, [])) != 1:
-        _call_worker(edits, call, to_code(target), [to_code(one.value) for one in elements], count)
-        return
-    names = [param.name.value for param in worker.params.params]
-    sizes = {
-        name: index
-        for index, (name, element) in enumerate(zip(names[1:], elements, strict=False))
-        if count is not None and to_code(element.value) == to_code(count)
-    }
-    kept = [to_code(one.value) for index, one in enumerate(elements) if index not in sizes.values()]
-    edits.replace(call, f"{to_code(call.args[0].value)}({', '.join(kept)})")
-    code = [f"{names[0]} = torch.distributed.get_rank()"]
-    code += [f"{name} = torch.distributed.get_world_size()" for name in sizes]
-    edits.change(worker, partial(drop_parameters, names={names[0], *sizes}))
-    position = 1 if worker.get_docstring() is not None else 0
-    edits.insert_before(worker.body.body[min(position, len(worker.body.body) - 1)], *code)
-    _remove_count(script, edits, call, count)
-
-
-def _call_worker(
-    edits: Edits, call: cst.Call, worker: str, arguments: list[str], count: cst.BaseExpression | None
-) -> None:
-    """Replace `mp.spawn` by a call with the local rank that the launcher sets, for a worker that is called elsewhere too."""
-    size = to_code(count) if count is not None else ""
-    world = 'int(os.environ.get("WORLD_SIZE", 1))'
-    values = ['int(os.environ.get("LOCAL_RANK", 0))', *(world if one == size else one for one in arguments)]
-    edits.replace(call, f"{worker}({', '.join(values)})")
-
-
-def _remove_count(script: Script, edits: Edits, call: cst.Call, count: cst.BaseExpression | None) -> None:
-    """Remove the variable for the number of processes if only the call reads it."""
-    variable = script.variable(count) if isinstance(count, cst.Name) else None
-    entries = script.assigned.get(variable, []) if variable else []
-    reads = [
-        node
-        for node in script.nodes
-        if isinstance(node, cst.Name)
-        and script.variable(node) == variable
-        and not isinstance(script.parents.get(node), cst.AssignTarget)
-    ]
-    if len(entries) == 1 and all(call in script.ancestors(node) for node in reads):
-        edits.remove(entries[0][0])

@@ -241,6 +241,7 @@ def _read_cycle(conversion: Conversion, node: cst.If, loop: cst.For | None) -> s
 
 def _convert_cycle(conversion: Conversion, node: cst.If, loop: cst.For, count: str) -> None:
     script = conversion.script
+    conversion.cycles.append((loop, node))
     cycle = set(descendants(node.body))
     for one in descendants(loop.body):
         is_reset = get_method(one) == "zero_grad"

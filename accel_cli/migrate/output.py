@@ -1,4 +1,4 @@
-"""Output of a script: files, prints, logs, progress bars and reported losses, and the places that are not converted."""
+"""Output of a script: prints, logs, progress bars and reported losses, and the places that are not converted."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from accel_cli.migrate.fabric_uses import FABRIC
 from accel_cli.migrate.findings import Finding
 from accel_cli.migrate.preparation import list_blocks
 from accel_cli.migrate.raw import Conversion
-from accel_cli.migrate.script import NO_VARIABLE, Script, Variable, descendants, get_method, to_code
+from accel_cli.migrate.saving import check_file
+from accel_cli.migrate.script import NO_VARIABLE, Script, Variable, descendants, to_code
 
-__all__ = ["convert_output", "convert_saving", "find_places", "find_rest", "reduce_losses"]
+__all__ = ["convert_output", "find_places", "find_rest", "reduce_losses"]
 
 _REDUCE = 'Write accelerator.reduce(loss.detach(), "mean") on all processes.'
-_SAVED = 2
-"""torch.save takes the object and the path."""
 _RANDOM = {
     f"torch.{name}"
     for name in ("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm", "bernoulli", "normal")
@@ -29,18 +28,6 @@ _FORWARD = {
 }  # fmt: skip
 """Methods of a model that do not compute outputs."""
 _REPORTS = {"print", "append", "extend", "add_scalar", "log", "info", "write", "update", "set_description", "set_postfix"}  # fmt: skip
-_IMAGES = {"save_image", "write_png", "write_jpeg", "imsave", "imwrite"}
-"""Functions of libraries for images that write a file."""
-_WRITES = {
-    "savefig",
-    "save_pretrained",
-    "write_text",
-    "write_bytes",
-    "to_csv",
-    "copyfile",
-    "savez",
-    "savetxt",
-}
 _LEFT = {
     "torch.distributed.init_process_group": "Remove it: the first Accelerator connects the processes.",
     "torch.nn.parallel.DistributedDataParallel": "Remove it: accelerator.prepare(model) averages the gradients.",
@@ -50,70 +37,6 @@ _LEFT = {
     "torch.multiprocessing.spawn": "Call the function once, and start the script with accel launch.",
     "get_ipython": "Remove this line: get_ipython exists in notebooks only, so the script fails here.",
 }
-
-
-# Files
-
-
-def convert_saving(conversion: Conversion) -> None:
-    """Replace `torch.save` by `accelerator.save` in the code that has an Accelerator."""
-    script = conversion.script
-    for call in script.calls:
-        if not script.is_call_of(call, "torch.save") or not call.args:
-            continue
-        kinds = {script.kind_of(one) for one in descendants(call.args[0].value)}
-        if not conversion.can_get(call) and not kinds & {"model", "optimizer"}:
-            if script.function_of(call) is not None:
-                conversion.finding(
-                    call, "Every process writes this file. Use accelerator.save(object, path)."
-                )
-            continue
-        if (
-            conversion.is_guarded(call)
-            or len(call.args) != _SAVED
-            or any(arg.keyword or arg.star for arg in call.args)
-        ):
-            if not conversion.is_guarded(call):
-                conversion.finding(
-                    call, "Every process writes this file. Use accelerator.save(object, path)."
-                )
-            continue
-        accelerator = conversion.accelerator(call)
-        conversion.edits.change(call, set_function(f"{accelerator}.save"))
-        _replace_file(conversion, call)
-        for one in descendants(call.args[0].value):
-            if get_method(one) == "state_dict" and not one.args:
-                _convert_state_dict(conversion, one, accelerator)
-        if script.kind_of(call.args[0].value) == "model":
-            conversion.edits.replace(
-                call.args[0].value, f"{accelerator}.unwrap_model({to_code(call.args[0].value)})"
-            )
-
-
-def _replace_file(conversion: Conversion, call: cst.Call) -> None:
-    """Replace `with open(path, "wb") as file: torch.save(x, file)` by a call with the path, which one process writes."""
-    script = conversion.script
-    block = script.find_ancestor(call, cst.IndentedBlock)
-    outer: Any = script.parents.get(block) if block is not None else None
-    if not isinstance(outer, cst.With) or len(outer.items) != 1 or len(outer.body.body) != 1:
-        return
-    opened, name = outer.items[0].item, outer.items[0].asname
-    is_same = name is not None and to_code(name.name) == to_code(call.args[1].value)
-    if not is_same or not script.is_call_of(opened, "builtins.open"):
-        return
-    path = opened.args[0].value  # type: ignore[attr-defined]
-    conversion.saved.add(opened)
-    conversion.edits.change(call.args[1].value, lambda _: path)
-    conversion.edits.change(outer, lambda one: one.body.body[0].with_changes(leading_lines=one.leading_lines))
-
-
-def _convert_state_dict(conversion: Conversion, call: cst.Call, accelerator: str) -> None:
-    assert isinstance(call.func, cst.Attribute)
-    owner = call.func.value
-    if isinstance(owner, cst.Attribute) and owner.attr.value == "module":
-        owner = owner.value
-    if conversion.script.kind_of(owner) == "model":
-        conversion.edits.replace(call, f"{accelerator}.get_state_dict({to_code(owner)})")
 
 
 # Text
@@ -138,6 +61,8 @@ def convert_output(conversion: Conversion) -> None:
                     "Every process prints this, since the function has no Accelerator. Give it a parameter accelerator, and write accelerator.print.",
                 )
         elif name.endswith("SummaryWriter") or name in {"wandb.init", "mlflow.start_run"}:
+            if conversion.is_guarded(call):
+                continue
             conversion.finding(
                 call,
                 "Every process writes this log. Use Accelerator(log_with=...), accelerator.init_trackers and accelerator.log.",
@@ -418,7 +343,7 @@ def find_places(conversion: Conversion) -> None:
     }
     for node in conversion.script.nodes:
         if isinstance(node, cst.Call):
-            _check_file(conversion, node)
+            check_file(conversion, node)
             if to_code(node.func) == "get_ipython":
                 conversion.finding(node, _LEFT["get_ipython"])
             if node in region:
@@ -435,55 +360,6 @@ def _find_region(conversion: Conversion) -> set[cst.CSTNode]:
     for call in conversion.backwards:
         region |= set(descendants(script.find_ancestor(call, (cst.For, cst.FunctionDef)) or script.module))
     return region
-
-
-def _check_file(conversion: Conversion, call: cst.Call) -> None:
-    """Report a file that every process writes."""
-    name = conversion.script.qualified_name(call.func)
-    method = to_code(call.func).rpartition(".")[2]
-    modes = {to_code(arg.value)[1:2] for arg in call.args[1:] if isinstance(arg.value, cst.SimpleString)}
-    downloads = any(to_code(arg).replace(" ", "") == "download=True" for arg in call.args)
-    if method == "open" and name != "builtins.open" and call.args:
-        modes = {to_code(arg.value)[1:2] for arg in call.args[:1] if isinstance(arg.value, cst.SimpleString)}
-    opens = method == "open" and bool(modes & {"w", "a", "x"})
-    if call in conversion.saved or conversion.is_guarded(call):
-        return
-    if method in _IMAGES and _guard(conversion, call):
-        return
-    if opens or method in _WRITES | _IMAGES or downloads:
-        advice = (
-            "Use with accelerator.main_process_first():"
-            if downloads
-            else "Guard it with if accelerator.is_main_process:"
-        )
-        conversion.finding(call, f"Every process writes this file. {advice}")
-
-
-def _guard(conversion: Conversion, call: cst.Call) -> bool:
-    """Run a statement that writes a file on the main process; return False if all processes must compute its arguments."""
-    script = conversion.script
-    statement = script.parents[call]
-    line = script.parents.get(statement)
-    nodes = list(descendants(call))
-    if (
-        not isinstance(statement, cst.Expr)
-        or not isinstance(line, cst.SimpleStatementLine)
-        or len(line.body) != 1
-        or not conversion.can_reach(call)
-        or any(
-            script.is_model_call(one) or get_method(one) in {"item", "gather_for_metrics"} for one in nodes
-        )
-        or any(isinstance(one, cst.Call) and one in script.callees for one in nodes)
-    ):
-        return False
-    test = cst.parse_expression(f"{conversion.accelerator(call)}.is_main_process")
-    conversion.edits.change(
-        line,
-        lambda one: cst.If(
-            test, cst.IndentedBlock([one.with_changes(leading_lines=[])]), leading_lines=one.leading_lines
-        ),
-    )
-    return True
 
 
 def _check_training_call(conversion: Conversion, call: cst.Call) -> None:

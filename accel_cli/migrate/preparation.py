@@ -9,8 +9,8 @@ from typing import Any
 
 import libcst as cst
 
-from accel_cli.migrate.raw import ORDER, Conversion
-from accel_cli.migrate.script import Script, Variable, descendants, list_elements, to_code
+from accel_cli.migrate.raw import ORDER, Conversion, strip_wrappers
+from accel_cli.migrate.script import NO_VARIABLE, Script, Variable, descendants, list_elements, to_code
 
 __all__ = ["check_creations", "list_blocks", "place_accelerator", "prepare_objects"]
 
@@ -298,6 +298,14 @@ def _steps_each_batch(conversion: Conversion, scheduler: Variable) -> bool:
         role = script.role_of_variable(func.value)
         if role is None or role.kind != "scheduler" or scheduler not in role.origins:
             continue
+        around = set(script.ancestors(call))
+        if any(loop in around and node not in around for loop, node in conversion.cycles):
+            conversion.finding(
+                call,
+                "This scheduler advances within an accumulation cycle too, and a prepared one advances with the optimizer. It is not prepared, and slower on several processes. "
+                f"Write for _ in range({conversion.accelerator(call)}.num_processes): {to_code(call)}",
+            )
+            return False
         if any(
             isinstance(one, cst.For) and script.batch_target(one) is not None
             for one in script.ancestors(call)
@@ -323,9 +331,7 @@ def _insert_prepare(conversion: Conversion, group: Group) -> None:
         group.variables,
         key=lambda one: (ORDER.index(group.variables[one]), script.start(conversion.creations[one][0])),
     )
-    names = ", ".join(
-        f"self.{one.name}" if isinstance(one.scope, cst.ClassDef) else one.name for one in ordered
-    )
+    names = ", ".join(map(_format_name, ordered))
     accelerator = conversion.accelerator(group.statements[0])
     code = f"{names} = {accelerator}.prepare({names})"
     indent = script.start(anchor)[1]
@@ -335,7 +341,29 @@ def _insert_prepare(conversion: Conversion, group: Group) -> None:
         code = f"{names} = {accelerator}.prepare(\n{arguments})"
         if len(names) + indent + 30 > _LINE_LENGTH:
             code = f"(\n{arguments}) = {accelerator}.prepare(\n{arguments})"
-    conversion.edits.insert_after(anchor, code)
+    conversion.edits.insert_after(anchor, code, *_list_aliases(conversion, group, anchor))
+
+
+def _list_aliases(conversion: Conversion, group: Group, anchor: cst.CSTNode) -> list[str]:
+    """Return the assignments that give the prepared models their other names, by which the script calls them."""
+    script = conversion.script
+    found: dict[str, None] = {}
+    called = {script.variable(node.func) for node in script.calls if script.is_model_call(node)}
+    for alias, entries in script.assigned.items():
+        for node, value in entries:
+            source = script.variable(strip_wrappers(script, value))
+            if (
+                alias in called - {source}
+                and group.variables.get(source or NO_VARIABLE) == "model"
+                and script.function_of(node) is script.function_of(anchor)
+                and script.start(node) <= script.end(anchor)
+            ):
+                found[f"{_format_name(alias)} = {_format_name(source)}"] = None  # type: ignore[arg-type]
+    return list(found)
+
+
+def _format_name(variable: Variable) -> str:
+    return f"self.{variable.name}" if isinstance(variable.scope, cst.ClassDef) else variable.name
 
 
 def _is_training(conversion: Conversion, call: cst.Call) -> bool:

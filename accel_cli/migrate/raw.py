@@ -46,6 +46,8 @@ class Conversion:
         """Values that are means over the processes."""
         self.saved: set[cst.CSTNode] = set()
         """Calls of `open` that are replaced by the path of the file."""
+        self.cycles: list[tuple[cst.For, cst.If]] = []
+        """Loops that accumulate gradients, with the condition of the optimizer step."""
         self.keeps_scalers = False
         """Whether the scalers of the script stay, since their autocast does."""
         self.gathered: set[cst.For] = set()
@@ -209,7 +211,9 @@ class Conversion:
         if isinstance(source, cst.IfExp):
             branches = (strip_wrappers(self.script, one) for one in (source.body, source.orelse))
             return any(self._is_new(one) for one in branches)
-        return isinstance(source, cst.Call) and self.script.variable(source) is None
+        if self.script.is_call_of(source, "torch.load"):
+            return False
+        return isinstance(source, cst.Call) or self.script.is_foreign(source)
 
     def _is_returned(self, variable: Variable, node: cst.CSTNode) -> bool:
         function = self.script.function_of(node)

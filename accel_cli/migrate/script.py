@@ -55,6 +55,8 @@ _KINDS = {
     "torch.distributed.get_rank": "rank",
     "torch.distributed.get_world_size": "world_size",
 }
+_NUMBERED = {"device", "device_id", "cuda_device", "gpu_device"}
+"""Variables whose number is that of a GPU."""
 _RANKS = {"RANK": "rank", "LOCAL_RANK": "local_rank", "WORLD_SIZE": "world_size"}
 SETTINGS = {"args", "cfg", "conf", "config", "hparams", "opt", "options", "params", "hp"}
 _ITERATED = {"enumerate", "iter", "tqdm.tqdm", "tqdm.auto.tqdm", "tqdm.notebook.tqdm", "tqdm.std.tqdm"}
@@ -132,11 +134,9 @@ class Script(Structure):
         if variable is not None:
             self._record(variable, node, value)
             is_field = isinstance(self.find_ancestor(node, (cst.FunctionDef, cst.ClassDef)), cst.ClassDef)
-            if (
-                isinstance(value, (cst.SimpleString, cst.Integer))
-                and "device" in variable.name.lower()
-                and not is_field
-            ):
+            name = variable.name.lower()
+            is_device = "device" in name if isinstance(value, cst.SimpleString) else name in _NUMBERED
+            if isinstance(value, (cst.SimpleString, cst.Integer)) and is_device and not is_field:
                 self._merge(variable, Role("device"))
         self._assign_role(target, self.role_of(value))
 
@@ -165,6 +165,8 @@ class Script(Structure):
         if not isinstance(call.func, cst.Attribute):
             return False
         definition = self._classes.get(self.variable(call.func.value) or NO_VARIABLE)
+        if definition is None and self.variable(call.func.value) is not None and call not in self.callees:
+            return call.func.attr.value == "configure_optimizers"
         method = self._definitions.get(Variable(definition, call.func.attr.value)) if definition else None
         role = self._role_of_result(method) if isinstance(method, cst.FunctionDef) else None
         return isinstance(role, Role) and role.kind == "optimizer"
@@ -392,10 +394,33 @@ class Script(Structure):
                         self.trained.add(variable)
         for variable in tuple(self.trained):
             sources = [self._find_source(value) for _, value in self.assigned.get(variable, [])]
-            names = {one for one in sources if one is not None and one != variable}
+            names = {
+                one
+                for one in sources
+                if one not in {None, variable} and one not in self._find_foreign(variable)
+            }
             self.trained |= names
             if variable not in self.roles and sources and not names:
                 self.roles[variable] = Role("model", frozenset([variable]))
+
+    def is_foreign(self, node: cst.CSTNode) -> bool:
+        """Return whether an expression is a parameter that no call in the script has an argument for."""
+        variable = self.variable(node) if isinstance(node, cst.Name) else None
+        function = self.function_of(node)
+        names = [param.name.value for param in function.params.params] if function is not None else []
+        return (
+            variable is not None
+            and variable not in self.assigned
+            and variable.name in names
+            and not self.calls_of(function)  # type: ignore[arg-type]
+        )
+
+    def _find_foreign(self, variable: Variable) -> set[Variable]:
+        """Return the parameters without an argument that an attribute of an instance is assigned."""
+        values = [value for _, value in self.assigned.get(variable, [])]
+        if not isinstance(variable.scope, cst.ClassDef):
+            return set()
+        return {one for value in values if self.is_foreign(value) and (one := self.variable(value))}
 
     def _find_source(self, value: cst.BaseExpression) -> Variable | None:
         """Return the variable whose model an expression is, also moved or wrapped."""
@@ -441,6 +466,28 @@ class Script(Structure):
                 for _, value in self.assigned.get(variable, []):
                     if self.kind_of(value) != "model":
                         self._trace_parameters(value, seen)
+
+    def find_values(self, variable: Variable) -> list[cst.BaseExpression]:
+        """Return the expressions whose values a variable may have, also through variables and arguments."""
+        found: list[cst.BaseExpression] = []
+        pending, seen = [variable], {variable}
+        while pending:
+            one = pending.pop()
+            values = [value for _, value in self.assigned.get(one, [])]
+            values += [
+                arg.value
+                for call, function in self.callees.items()
+                for name, arg in self.bind(call, function).items()
+                if self.parameter(function, name) == one
+            ]
+            for value in values:
+                source = self.variable(value)
+                if source is None:
+                    found.append(value)
+                elif source not in seen:
+                    seen.add(source)
+                    pending.append(source)
+        return found
 
     def find_parts(self, variable: Variable, kind: str) -> set[Variable]:
         """Return the origins of the models of an optimizer, or of the optimizers of a scheduler."""

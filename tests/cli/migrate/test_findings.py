@@ -38,6 +38,14 @@ for i, x in enumerate(loader):
     if (i + 1) % 4 == 0:
         optimizer.step()
 """
+CYCLE_END = """\
+for i, x in enumerate(loader):
+    loss = model(x.to(device)).mean() / 4
+    loss.backward()
+    if (i + 1) % 4 == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
 TRAINER = """\
 class Trainer:
     def __init__(self, model, loader):
@@ -102,6 +110,9 @@ FOUND = {
     "a condition of drawn batches": (DDP + LOOP.replace("for i, x in enumerate(loader):", "torch.manual_seed(7 + rank)\nwhile True:\n    x = torch.randn(4, 8)\n    best = x.max()") + "    if best > 2:\n        break\n", "leave the loop at different steps"),
     "a condition of a count of steps": (DDP + LOOP.replace("for i, x in enumerate(loader):", "torch.manual_seed(7 + rank)\nsteps = 0\nwhile True:\n    x = torch.randn(4, 8)\n    steps += 1") + "    if steps > 2:\n        break\n", None),
     "a condition of a reduced loss": (DDP + LOOP.replace("for i, x in enumerate(loader):", "torch.manual_seed(7 + rank)\nwhile True:\n    x = torch.randn(4, 8)") + "    value = loss.item()\n    if value < 2:\n        break\n", None),
+    "a scheduler that steps within a cycle": (HEAD + "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)\n" + CYCLE_END + "    scheduler.step()\n", "for _ in range(accelerator.num_processes): scheduler.step()"),
+    "a scheduler that steps with a cycle": (HEAD + "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)\n" + CYCLE_END + "        scheduler.step()\n", None),
+    "a loader of a function of another file": ("from data import build\n" + HEAD.replace("DataLoader(torch.randn(32, 8), batch_size=8)", "build()") + LOOP, "which was not found in the script"),
     "a loader of another file": (HEAD.replace("loader = DataLoader(torch.randn(32, 8), batch_size=8)\n", "") + "def fit(loader):\n" + "".join(f"    {one}\n" for one in LOOP.splitlines()), "Pass this DataLoader to accelerator.prepare"),
     "no loader": (HEAD + LOOP.replace("enumerate(loader)", "enumerate(torch.randn(8, 4, 8))"), "not read from a DataLoader"),
     "a gathered batch of a fixed shape": (TEST + LOOP + "for x in test:\n    out = model(x)\n    total += out.view(8, 1, 2).sum().item()\n", "A batch is given the shape (8, 1, 2)"),
@@ -147,6 +158,13 @@ FOUND = {
     "file": (HEAD + LOOP + "with open('log.txt', 'w') as file:\n    file.write('end')\n", "Every process writes this file"),
 }  # fmt: skip
 CONVERTED = {
+    "a number of devices": (HEAD + "num_devices = 2\nprint(num_devices)\n" + LOOP, "accelerator.print(num_devices)"),
+    "a number in a device": (HEAD.replace('torch.device("cuda" if torch.cuda.is_available() else "cpu")', "0") + LOOP + "y = torch.ones(1).to(torch.device('cuda', device))\n", "y = torch.ones(1).to(accelerator.device)"),
+    "a second name for the model of DDP": (DDP.replace("model = DDP(model)", "ddp_model = DDP(model)").replace("model.parameters()", "ddp_model.parameters()") + LOOP.replace("model(x", "ddp_model(x"), "ddp_model = model"),
+    "a rank that is read before the function of the Accelerator": ("import os\nimport torch\nfrom torch import nn\nfrom torch.utils.data import DataLoader\ndef train(gpu):\n" + "".join(f"    {one}\n" for one in (HEAD.split("DataLoader\n\n")[1] + LOOP).splitlines()) + "def main():\n    rank = int(os.environ['RANK'])\n    train(rank)\nmain()\n", "rank = int(os.environ['RANK'])"),
+    "a log of the main process": ("import wandb\n" + DDP + "is_main = rank == 0\nif is_main:\n    wandb.init(project='x')\n" + LOOP, "wandb.init(project='x')"),
+    "a model that is loaded after the training": (HEAD + LOOP + "model = torch.load('a.pt')\n", "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"),
+    "a trainer in a file of its own": ("import torch\nfrom torch.utils.data import DataLoader\nclass Trainer:\n    def __init__(self, model, data):\n        self.model = model\n        self.data = data\n    def run(self):\n        optimizer = self.model.configure_optimizers()\n        loader = DataLoader(self.data)\n        for x in loader:\n            loss = self.model(x)\n            loss.backward()\n            optimizer.step()\n", "optimizer, loader = self.accelerator.prepare(optimizer, loader)"),
     "batches by next": (HEAD + "it = iter(loader)\nwhile True:\n    loss = model(next(it).to(device)).mean()\n    loss.backward()\n    optimizer.step()\n", "loss = model(next(it)).mean()"),
     "a closure": (HEAD + "for x in loader:\n    def closure():\n        loss = model(x.to(device)).mean()\n        loss.backward()\n        return loss\n    optimizer.step(closure)\n", "optimizer.step(closure)"),
     "autocast around some calls": (HEAD + LOOP.replace("    loss = ", "    with torch.autocast('cuda'):\n        model(x)\n    loss = "), "with torch.autocast('cuda'):"),

@@ -44,6 +44,25 @@ for epoch in range(2):
         optimizer.param_groups[0]["lr"] = 0.1 * (1 - step / total)
 print(optimizer.param_groups[0]["lr"])
 """
+IN_CYCLES = """\
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+torch.manual_seed(0)
+loader = DataLoader(torch.randn(32, 8), batch_size=4)
+model = nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 16)
+for i, x in enumerate(loader):
+    loss = model(x).pow(2).mean() / 2
+    loss.backward()
+    if (i + 1) % 2 == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+    scheduler.step()
+print(optimizer.param_groups[0]["lr"])
+"""
 STYLES = sorted((Path(__file__).parent / "styles").glob("*.py"))
 REFUSED = {"layers_that_train", "shared_memory"}
 """Scripts whose models and optimizers are not created where they could be prepared together."""
@@ -197,3 +216,17 @@ def test_a_rate_that_the_script_computes_ends_where_the_finding_puts_the_count(
         after = after.replace(line, "").replace("step = 0\n", f"{line}step = 0\n")
     two, _ = clusters["two"].run(train, after, str(tmp_path / "two"), None)
     assert float(two[0].split()[-1]) == (0 if is_followed else 0.05)
+
+
+@pytest.mark.parametrize("is_followed", [False, True])
+def test_a_schedule_within_a_cycle_ends_on_two_processes_where_the_finding_puts_it(
+    clusters, tmp_path, is_followed
+):
+    result = migrate_script(IN_CYCLES)
+    [finding] = result.findings
+    advice = finding.text.partition("Write ")[2]
+    after = result.text.replace("scheduler.step()\n", f"{advice}\n") if is_followed else result.text
+    [one] = clusters["one"].run(train, after, str(tmp_path / "one"), None)
+    two, _ = clusters["two"].run(train, after, str(tmp_path / "two"), None)
+    assert one[0] == "0.5\n"
+    assert two[0] == ("0.5\n" if is_followed else "0.75\n")

@@ -1,0 +1,165 @@
+"""Scripts that start their processes with `mp.spawn`, which a launcher starts instead."""
+
+from __future__ import annotations
+
+import difflib
+from functools import partial
+from typing import Any
+
+import libcst as cst
+
+from accel_cli.migrate.distributed import REMOVED
+from accel_cli.migrate.edits import Edits, add_import, drop_parameters, drop_unused_imports
+from accel_cli.migrate.findings import Finding, UnsafeError
+from accel_cli.migrate.script import Script, Variable, get_positional, to_code
+
+__all__ = ["map_lines", "replace_spawn"]
+
+_SPAWN = "torch.multiprocessing.spawn"
+_CONNECTS = {"torch.distributed.init_process_group", "torch.distributed.destroy_process_group"}
+_SETS_UP = {*REMOVED, "torch.distributed.barrier"}
+_ADDRESS = {"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE"}
+_START_ADVICE = (
+    "Call the function once without the rank, and start the script with accel launch --nproc-per-node N."
+)
+
+
+def replace_spawn(text: str) -> str:
+    """Return a script that torchrun could start: without `mp.spawn`, and without functions that only set up the process group.
+
+    Raises:
+        UnsafeError: A call of `mp.spawn` is not understood.
+    """
+    if "torch" not in text or not any(word in text for word in ("distributed", "multiprocessing")):
+        return text
+    script = Script(text)
+    if not any(script.is_call_of(call, _SPAWN, *_CONNECTS) for call in script.calls):
+        return text
+    edits = Edits()
+    for function in script.functions:
+        _replace_setup(script, edits, function)
+    for node in script.nodes:
+        if _sets_address(script, node):
+            edits.remove(node)
+    spawned = [call for call in script.calls if script.is_call_of(call, _SPAWN)]
+    for call in spawned:
+        _replace_call(script, edits, call)
+    module = drop_unused_imports(text, edits.apply(script.module))
+    imported = {to_code(alias) for one in script.nodes if isinstance(one, cst.Import) for alias in one.names}
+    needs = [name for name in ("torch", "os") if f"{name}." in module.code and name not in imported]
+    return add_import(module, [f"import {name}" for name in needs] if spawned else []).code
+
+
+def map_lines(findings: tuple[Finding, ...], text: str, changed: str) -> tuple[Finding, ...]:
+    """Return findings in a changed text with the lines of the text before."""
+    lines: dict[int, int] = {}
+    matcher = difflib.SequenceMatcher(None, text.splitlines(), changed.splitlines(), autojunk=False)
+    for _, start, end, first, last in matcher.get_opcodes():
+        lines |= {line + 1: min(start + line - first, max(end - 1, start)) + 1 for line in range(first, last)}
+    return tuple(Finding(lines.get(finding.line, finding.line), finding.text) for finding in findings)
+
+
+def _sets_address(script: Script, node: cst.CSTNode) -> bool:
+    """Return whether a statement sets a variable of the environment that a launcher sets."""
+    if isinstance(node, cst.Assign) and isinstance(node.targets[0].target, cst.Subscript):
+        owner: Any = node.targets[0].target
+        return (
+            script.qualified_name(owner.value) == "os.environ" and to_code(owner.slice[0])[1:-1] in _ADDRESS
+        )
+    if isinstance(node, cst.Expr) and script.is_call_of(node.value, "os.environ.setdefault"):
+        call: Any = node.value
+        return to_code(call.args[0].value)[1:-1] in _ADDRESS
+    return False
+
+
+def _replace_setup(script: Script, edits: Edits, function: cst.FunctionDef) -> None:
+    """Remove a function that only sets up or destroys the process group, and do this in place of its calls."""
+    lines = function.body.body
+    if not all(isinstance(line, cst.SimpleStatementLine) for line in lines):
+        return
+    statements: list[Any] = [one for line in lines for one in line.body]  # type: ignore[union-attr]
+    calls = []
+    for index, one in enumerate(statements):
+        value = one.value if isinstance(one, cst.Expr) else None
+        if isinstance(value, cst.Call) and script.qualified_name(value.func) in _SETS_UP:
+            calls.append(value)
+        elif not (_sets_address(script, one) or (index == 0 and isinstance(value, cst.SimpleString))):
+            return
+    connecting = [call for call in calls if script.qualified_name(call.func) in _CONNECTS]
+    used = script.calls_of(function)
+    is_statement = all(isinstance(script.parents[call], cst.Expr) for call in used)
+    if (
+        not connecting
+        or not used
+        or not is_statement
+        or len(script.references.get(function, [])) != len(used)
+    ):
+        return
+    edits.remove(function)
+    code = f"{to_code(connecting[0].func)}()"
+    for call in used:
+        edits.replace(call, code)
+
+
+def _replace_call(script: Script, edits: Edits, call: cst.Call) -> None:
+    """Replace `mp.spawn(worker, args=(...), nprocs=n)` by a call of the worker, whose rank and world size are those of the group."""
+    target, count = get_positional(call, 0, "fn"), get_positional(call, 2, "nprocs")
+    arguments = get_positional(call, 1, "args")
+    variable = script.variable(target) if target is not None else None
+    worker = next(
+        (one for one in script.functions if variable == Variable(script.scopes[one], one.name.value)), None
+    )
+    joins = get_positional(call, 3, "join")
+    elements = list(arguments.elements) if isinstance(arguments, cst.Tuple) else []
+    if (
+        target is None
+        or not isinstance(script.parents[call], cst.Expr)
+        or (worker is None and script.qualified_name(target).startswith("builtins."))
+        or (worker is not None and len(elements) > len(worker.params.params) - 1)
+        or (arguments is not None and not isinstance(arguments, cst.Tuple))
+        or any(isinstance(one, cst.StarredElement) for one in elements)
+        or (joins is not None and to_code(joins) != "True")
+    ):
+        raise UnsafeError(script.line(call), f"This use of mp.spawn is not understood. {_START_ADVICE}")
+    if worker is None or len(script.references.get(worker, [])) != 1:
+        _call_worker(edits, call, to_code(target), [to_code(one.value) for one in elements], count)
+        return
+    names = [param.name.value for param in worker.params.params]
+    sizes = {
+        name: index
+        for index, (name, element) in enumerate(zip(names[1:], elements, strict=False))
+        if count is not None and to_code(element.value) == to_code(count)
+    }
+    kept = [to_code(one.value) for index, one in enumerate(elements) if index not in sizes.values()]
+    edits.replace(call, f"{to_code(call.args[0].value)}({', '.join(kept)})")
+    code = [f"{names[0]} = torch.distributed.get_rank()"]
+    code += [f"{name} = torch.distributed.get_world_size()" for name in sizes]
+    edits.change(worker, partial(drop_parameters, names={names[0], *sizes}))
+    position = 1 if worker.get_docstring() is not None else 0
+    edits.insert_before(worker.body.body[min(position, len(worker.body.body) - 1)], *code)
+    _remove_count(script, edits, call, count)
+
+
+def _call_worker(
+    edits: Edits, call: cst.Call, worker: str, arguments: list[str], count: cst.BaseExpression | None
+) -> None:
+    """Replace `mp.spawn` by a call with the local rank that the launcher sets, for a worker that is called elsewhere too."""
+    size = to_code(count) if count is not None else ""
+    world = 'int(os.environ.get("WORLD_SIZE", 1))'
+    values = ['int(os.environ.get("LOCAL_RANK", 0))', *(world if one == size else one for one in arguments)]
+    edits.replace(call, f"{worker}({', '.join(values)})")
+
+
+def _remove_count(script: Script, edits: Edits, call: cst.Call, count: cst.BaseExpression | None) -> None:
+    """Remove the variable for the number of processes if only the call reads it."""
+    variable = script.variable(count) if isinstance(count, cst.Name) else None
+    entries = script.assigned.get(variable, []) if variable else []
+    reads = [
+        node
+        for node in script.nodes
+        if isinstance(node, cst.Name)
+        and script.variable(node) == variable
+        and not isinstance(script.parents.get(node), cst.AssignTarget)
+    ]
+    if len(entries) == 1 and all(call in script.ancestors(node) for node in reads):
+        edits.remove(entries[0][0])
