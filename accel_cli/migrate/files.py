@@ -20,6 +20,7 @@ from typing import BinaryIO
 from accel_cli.errors import UsageError
 from accel_cli.launchers import git
 from accel_cli.migrate.findings import Finding
+from accel_cli.migrate.marks import add_marks, find_marks
 from accel_runtime.environment.installation import format_install
 from accel_runtime.environment.text import escape_controls
 
@@ -274,4 +275,6 @@ def migrate_file(path: Path, folder: Path) -> MigratedFile:
             f"the line in another way, or install the newest libcst: {format_install('libcst', options='--upgrade')}"
         ) from None
     mark = "\ufeff" if text.startswith("\ufeff") else ""
-    return MigratedFile(path, text, mark + result.text, result.findings, result.notes, result.library, folder)
+    after = result.text if result.text == code else add_marks(code, result.text, result.findings)
+    findings = (*result.findings, *find_marks(code))
+    return MigratedFile(path, text, mark + after, findings, result.notes, result.library, folder)

@@ -365,3 +365,20 @@ def test_what_is_left_in_a_script_that_imports_accel_is_reported(capfd, script, 
     done = call_accel(capfd, "migrate", "--check", "train.py")
     assert done.returncode == 1
     assert "train.py:6: This is not converted, since the script imports accel_runtime already." in done.stderr
+
+
+def test_check_fails_until_the_comments_of_the_places_left_are_removed(capfd, script):
+    script.write_text(
+        RAW.replace("for x in loader:\n", "for _ in range(3):\n    x = torch.randn(\n        4, 8\n    )\n")
+    )
+    done = call_accel(capfd, "migrate", "--check", "--write", "train.py")
+    assert done.returncode == 1
+    assert "train.py:8: These samples are drawn by the script" in done.stderr
+    written = script.read_text()
+    comment = next(line for line in written.splitlines() if "# accel migrate:" in line)
+    assert f"{comment}\n    x = torch.randn(\n" in written
+    again = call_accel(capfd, "migrate", "--check", "--write", "train.py")
+    assert (again.returncode, script.read_text()) == (1, written)
+    assert "These samples are drawn by the script" in again.stderr
+    script.write_text(written.replace(f"{comment}\n", ""))
+    assert call_accel(capfd, "migrate", "--check", "train.py").returncode == 0

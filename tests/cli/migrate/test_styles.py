@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import hashlib
@@ -21,6 +22,7 @@ from support.processes import free_port
 from support.ranks import Cluster
 
 from accel_cli.migrate.conversion import migrate_script
+from accel_cli.migrate.marks import add_marks, find_marks
 
 COUNTED = """\
 import torch
@@ -172,6 +174,15 @@ def test_a_script_trains_as_before_on_one_process_and_on_two(path, clusters, tmp
     assert len({rank[2] for rank in ranks}) == 1
     if path.stem in EQUAL:
         torch.testing.assert_close(ranks[0][1], one[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("path", TRAINED, ids=lambda path: path.stem)
+def test_the_comments_of_the_places_left_change_no_statement(path):
+    result = convert(path.stem)
+    marked = add_marks(path.read_text(), result.text, result.findings)
+    assert ast.dump(ast.parse(marked)) == ast.dump(ast.parse(result.text))
+    assert sorted(one.text for one in find_marks(marked)) == sorted(one.text for one in result.findings)
+    assert migrate_script(marked).text == marked
 
 
 @pytest.mark.full
