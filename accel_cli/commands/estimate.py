@@ -7,7 +7,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,6 +16,9 @@ from accel_cli.commands.command import Command
 from accel_cli.commands.completion import complete_files, complete_profile_names
 from accel_cli.commands.options import IntRange, argument, declare, option, pass_options
 from accel_cli.errors import AccelError, UsageError
+
+if TYPE_CHECKING:
+    from accel_cli.runs.run_dir import RunFolder
 
 __all__ = ["estimate"]
 
@@ -134,6 +137,12 @@ class EstimateRequest:
     help="Write the layout to this profile file.",
     shell_complete=complete_files,
 )
+@option(
+    "--run",
+    "run_name",
+    metavar="RUN",
+    help="Compare with the memory of this run of accel launch: an id, or the name of a script.",
+)
 @option("--json", "as_json", is_flag=True, help="Print JSON.")
 def estimate(  # noqa: PLR0913, PLR0917 - options of the command
     request: EstimateRequest,
@@ -141,6 +150,7 @@ def estimate(  # noqa: PLR0913, PLR0917 - options of the command
     show_zero: bool,
     write_profile: str | None,
     output: Path | None,
+    run_name: str | None,
     as_json: bool,
 ) -> None:
     """Estimate the memory that training a model needs on each device, for every layout of the devices.
@@ -149,7 +159,10 @@ def estimate(  # noqa: PLR0913, PLR0917 - options of the command
     """
     if write_profile and output:
         raise UsageError("Pass either --write-profile or --output, not both.")
+    run = None if run_name is None else _find_run(run_name, request.devices)
     result = _compute_layouts(request)
+    if run is not None:
+        result["run"] = _compare(run, result)
     if as_json:
         console.print_json(result)
     else:
@@ -160,10 +173,94 @@ def estimate(  # noqa: PLR0913, PLR0917 - options of the command
                 for row in result["zero"]
             )
             console.table(("ZERO", "OFFLOAD", *(name.upper() for name in _OF_ZERO)), rows)
+        if run is not None:
+            _print_comparison(result["run"])
     if result["best"] is None:
         raise AccelError(_format_no_fit(result))
     if write_profile or output:
         _write_profile(result, write_profile, output)
+
+
+def _find_run(name: str, devices: int) -> RunFolder:
+    """Return a run with as many processes as there are devices.
+
+    Raises:
+        UsageError: No such run, or one with another number of processes.
+    """
+    from accel_cli.commands.runs import find_log_home
+    from accel_cli.runs.run_dir import find_run
+
+    run = find_run(find_log_home(None), name)
+    world_size = run.read_status().record.get("world_size")
+    if world_size != devices:
+        raise UsageError(
+            f"Cannot compare with {run.path.name}: it has {world_size or 'no'} process(es), and the estimate is for {devices} "
+            f"device(s). Pass --devices {world_size or 1}, or another run."
+        )
+    return run
+
+
+def _compare(run: RunFolder, result: dict[str, Any]) -> dict[str, Any]:
+    """Return the estimate for the layout of a run, and the peaks of its ranks.
+
+    Raises:
+        UsageError: The run has no samples, or a layout that is not estimated.
+    """
+    from accel_cli.runs.usage import read_peak_memory
+
+    peaks = read_peak_memory(run)
+    if not peaks:
+        raise UsageError(
+            f"Cannot compare with {run.path.name}: it has no samples of its memory. The launchers torchrun and xla sample it every "
+            "5 seconds; use a longer run."
+        )
+    profile = run.read_status().record.get("profile") or {}
+    tp, shard = int(profile.get("parallel.tp", 1)), profile.get("parallel.dp_shard", 1)
+    shard = result["devices"] // tp if shard == "auto" else int(shard)
+    has_checkpointing = bool(profile.get("fully_shard.activation_checkpointing"))
+    keeps = not profile.get("fully_shard.reshard_after_forward", True)
+    wanted = {"dp_shard": shard, "tp": tp, "activation_checkpointing": has_checkpointing and shard > 1}
+    layouts = [
+        layout
+        for layout in result["layouts"]
+        if layout["devices"] == result["devices"]
+        and all(layout[name] == value for name, value in wanted.items())
+    ]
+    layout = next((each for each in layouts if shard == 1 or each["reshard_after_forward"] != keeps), None)
+    if layout is None:
+        raise UsageError(
+            f"Cannot compare with {run.path.name}: its layout (dp_shard {shard}, tp {tp}) is not estimated for this model."
+        )
+    return {
+        "name": run.path.name,
+        "layout": layout,
+        "ranks": {rank: {"resident": peak.resident, "gpu": peak.gpu} for rank, peak in peaks.items()},
+    }
+
+
+def _print_comparison(comparison: dict[str, Any]) -> None:
+    """Print the estimate for a layout beside what each rank has used."""
+    estimated = comparison["layout"]["bytes"]["total"]
+    has_gpu = any(peak["gpu"] for peak in comparison["ranks"].values())
+    console.note(
+        f"{comparison['name']}, {_describe_layout(comparison['layout'])}: estimate and peak of each rank"
+    )
+    measured = ("GPU MEMORY", "RESIDENT") if has_gpu else ("RESIDENT",)
+    rows = [
+        (
+            str(rank),
+            console.format_size(estimated),
+            *((console.format_size(peak["gpu"] or 0),) if has_gpu else ()),
+            console.format_size(peak["resident"]),
+        )
+        for rank, peak in comparison["ranks"].items()
+    ]
+    console.table(("RANK", "ESTIMATE", *measured), rows)
+    console.note(
+        "GPU memory includes what CUDA and torch's allocator hold"
+        if has_gpu
+        else "resident memory includes Python and torch themselves"
+    )
 
 
 def _compute_layouts(request: EstimateRequest) -> dict[str, Any]:

@@ -7,11 +7,12 @@ from collections.abc import Collection
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from accel_cli.runs.run_files import read_text
+from accel_cli.runs.run_dir import RunFolder
+from accel_cli.runs.run_files import LineReader, read_text
 
-__all__ = ["read_gpu_usage", "read_rss"]
+__all__ = ["PeakMemory", "read_gpu_usage", "read_peak_memory", "read_rss"]
 
 
 _PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
@@ -67,3 +68,24 @@ def _load_nvml() -> Any:
     except pynvml.NVMLError:
         return None
     return pynvml
+
+
+class PeakMemory(NamedTuple):
+    """The most memory of a process in the samples of a run, in bytes."""
+
+    resident: int
+    gpu: int | None
+    """None without a GPU."""
+
+
+def read_peak_memory(run: RunFolder) -> dict[int, PeakMemory]:
+    """Return the peaks of the ranks on this node over all attempts; empty for a run without samples."""
+    peaks: dict[int, PeakMemory] = {}
+    file = run.path / "memory.jsonl"
+    for sample in LineReader(file) if file.is_file() else ():
+        rss, gpu = (sizes if isinstance(sizes := sample.get(kind), dict) else {} for kind in ("rss", "gpu"))
+        for text, size in rss.items():
+            rank, before = int(text), peaks.get(int(text), PeakMemory(0, None))
+            gpu_size = max(gpu.get(text) or 0, before.gpu or 0) or None
+            peaks[rank] = PeakMemory(max(size, before.resident), gpu_size)
+    return dict(sorted(peaks.items()))

@@ -9,7 +9,9 @@ from contextlib import redirect_stdout
 import pytest
 import yaml
 from support.commands import call_accel
+from support.runs.run_folders import RunWriter
 
+from accel_cli import console
 from accel_runtime.estimate import __main__ as estimating
 
 MODULE = """
@@ -264,3 +266,67 @@ def test_a_configuration_of_transformers_is_estimated(estimate, cwd):
     assert "input_ids [1, 128], labels [1, 128]" in result.stderr
     assert "no layout with tp 4: this does not divide " in result.stderr
     assert [row[:3] for row in rows(result)][-1] == ["1", "2", "2"]
+
+
+# The memory of a run ----------------------------------------------------------------------
+
+
+def write_run(home, *, samples=True, **record):
+    """Write the folder of a run of two ranks, whose memory was sampled twice."""
+    run = RunWriter(home / "runs", **record)
+    if samples:
+        run.lines(
+            "memory.jsonl",
+            (
+                {
+                    "time": at,
+                    "attempt": 0,
+                    "rss": {"0": 10**8 * at, "1": 2 * 10**8},
+                    "gpu": {"0": 10**7, "1": 3 * 10**7},
+                }
+                for at in (3, 2)
+            ),
+        )
+    return run.path.name
+
+
+def test_the_estimate_for_the_layout_of_a_run_stands_beside_the_peaks_of_its_ranks(estimate, models, home):
+    name = write_run(home, profile={"parallel.dp_shard": "auto", "parallel.tp": 1})
+    result = estimate("models:make", "--devices", 2, "--run", "train")
+    assert result.returncode == 0, result.stderr
+    data = json.loads(estimate("models:make", "--devices", 2, "--run", "train", "--json").stdout)["run"]
+    total = console.format_size(data["layout"]["bytes"]["total"])
+    assert rows(result)[-2:] == [["0", total, "10.0 MB", "300.0 MB"], ["1", total, "30.0 MB", "200.0 MB"]]
+    assert f"accel: {name}, dp_shard 2, reshard: estimate and peak of each rank" in result.stderr
+    assert data["ranks"] == {
+        "0": {"resident": 3 * 10**8, "gpu": 10**7},
+        "1": {"resident": 2 * 10**8, "gpu": 3 * 10**7},
+    }
+    assert data["layout"]["dp_shard"] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "devices", "message"),
+    [
+        (
+            {},
+            1,
+            "it has 2 process(es), and the estimate is for 1 device(s). Pass --devices 2, or another run.",
+        ),
+        ({"samples": False}, 2, "it has no samples of its memory."),
+        (
+            {"profile": {"parallel.tp": 7}},
+            2,
+            "its layout (dp_shard 1, tp 7) is not estimated for this model.",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("models")
+def test_a_run_that_cannot_be_compared_is_a_usage_error(estimate, home, options, devices, message):
+    name = write_run(home, **options)
+    result = estimate("models:make", "--devices", devices, "--run", name)
+    assert (
+        result.returncode,
+        f"Cannot compare with {name}: " in result.stderr,
+        message in result.stderr,
+    ) == (2, True, True), result.stderr
