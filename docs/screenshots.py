@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from accel_runtime.environment.settings import HOME, PREFIX
+from accel_runtime.environment.settings import HOME, NODE_NAME, PREFIX
 
-__all__ = ["PICTURES", "draw", "failure", "main", "top", "wizard"]
+__all__ = ["PICTURES", "draw", "failure", "hang", "main", "top", "wizard"]
 
 COLUMNS, LINES = 80, 24
 FOLDER = Path(__file__).parent / "img"
@@ -139,6 +139,52 @@ def top() -> Iterator[list[Text]]:
             run.end()
 
 
+_HANGING = """\
+import time
+
+import torch
+import torch.distributed as dist
+
+
+def augment(batch, step):
+    if step == 40 and dist.get_rank() == 2:
+        time.sleep(1000)  # a lock, a file system, a download
+    return batch + torch.randn_like(batch)
+
+
+def main():
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for step in range(1000):
+        batch = augment(torch.randn(4, 8), step)
+        model(batch).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+main()
+"""
+
+
+def hang() -> Iterator[list[Text]]:
+    """Yield the screen after one of four ranks has stopped in its own code, and the others wait in gradient averaging."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "train.py").write_text(_HANGING, encoding="utf-8")
+        options = ("-q", "--cpu", "--nproc-per-node", "4", "--stall-timeout", "5", "--stall-action", "fail")
+        terminal = _Terminal(
+            folder,
+            "launch",
+            *options,
+            "--shutdown-timeout",
+            "1",
+            "train.py",
+            **{HOME: "home", NODE_NAME: "node-1"},
+        )
+        terminal.end(code=124)
+        yield terminal.render()
+
+
 def wizard() -> Iterator[list[Text]]:
     """Yield the screens of the wizard: with the third question open, then at the end.
 
@@ -164,6 +210,7 @@ PICTURES: dict[str, tuple[str, Callable[[], Iterator[list[Text]]]]] = {
     "wizard": ("accel config", wizard),
     "failure": ("accel launch --cpu --nproc-per-node 4 train.py", failure),
     "top": ("accel top", top),
+    "hang": ("accel launch --stall-timeout 5 --stall-action fail train.py", hang),
 }
 """The title of each picture, and what is on its screens."""
 
