@@ -151,6 +151,8 @@ class TrainingSteps:
             else:
                 run.gradients.backward(loss, weight, loss_scale, options)
         except RuntimeError as error:
+            if is_distributed and progress is not None:
+                progress.end_backward()  # a script may go on with a smaller batch
             if (explained := run.strategy.explain_error(error, "backward()")) is not error:
                 raise explained from error
             raise
