@@ -21,7 +21,7 @@ from rich.text import Text
 
 from accel_cli import console
 from accel_cli.runs.snapshot import MetricSeries, RankSnapshot, RunSnapshot
-from accel_cli.runs.speed import describe_part
+from accel_cli.runs.speed import describe_part, format_number, format_step_time
 from accel_runtime.environment.text import CONTROLS
 
 __all__ = [
@@ -391,9 +391,7 @@ def _format_count(count: int) -> str:
 
 
 def _format_number(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"  # noqa: PLR2004 - three digits
+    return "-" if value is None else format_number(value)
 
 
 def _format_age(seconds: float | None) -> str:
@@ -419,9 +417,7 @@ def _format_clock(seconds: float | None) -> str:
 
 
 def _format_time(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    return f"{_format_number(seconds)} s" if seconds >= 1 else f"{_format_number(1000 * seconds)} ms"
+    return "-" if seconds is None else format_step_time(seconds)
 
 
 def _format_memory(size: int | None) -> str:

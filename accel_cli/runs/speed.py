@@ -14,9 +14,12 @@ __all__ = [
     "MIN_STEPS",
     "RankSpeed",
     "Throughput",
+    "describe_part",
     "describe_slow_rank",
     "describe_throughput",
     "find_slowest",
+    "format_number",
+    "format_step_time",
 ]
 
 MIN_STEPS = 20
@@ -166,8 +169,8 @@ def describe_slow_rank(speeds: Mapping[int, RankSpeed]) -> str:
     median = median_low(others if len(ranks) > 1 else own_times.values())
     cause = describe_part([speeds[rank].means for rank in ranks], [speed.means for speed in speeds.values()])
     return (
-        f"{name} was slower than the others: {1000 * own:.3g} ms of own time per step, {own / median - 1:.0%} above the "
-        f"median of {1000 * median:.3g} ms{cause}"
+        f"{name} was slower than the others: {format_step_time(own)} of own time per step, {own / median - 1:.0%} above the "
+        f"median of {format_step_time(median)}{cause}"
     )
 
 
@@ -184,7 +187,17 @@ def describe_part(slow: Sequence[Totals], every: Sequence[Totals]) -> str:
     own, median = pairs[name]
     if own <= _SLOWER * median:
         return ""
-    return f"; mostly {_PARTS[name]}: {1000 * own:.3g} ms instead of {1000 * median:.3g} ms"
+    return f"; mostly {_PARTS[name]}: {format_step_time(own)} instead of {format_step_time(median)}"
+
+
+def format_number(value: float) -> str:
+    """Return a number with three digits, or more before the point."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"  # noqa: PLR2004 - three digits
+
+
+def format_step_time(seconds: float) -> str:
+    """Return a time of a step in seconds or milliseconds."""
+    return f"{format_number(seconds)} s" if seconds >= 1 else f"{format_number(1000 * seconds)} ms"
 
 
 def _format_rate(rate: float) -> str:

@@ -27,7 +27,7 @@ from accel_cli.runs.report.figures import (
     thin_curve,
     write_json,
 )
-from accel_cli.runs.speed import MIN_STEPS, find_slowest
+from accel_cli.runs.speed import MIN_STEPS, describe_part, find_slowest, format_step_time
 
 __all__ = ["describe_balance", "draw_memory", "draw_times", "list_parts"]
 
@@ -98,9 +98,8 @@ def draw_times(views: Sequence[RunView], numbers: Iterator[int]) -> list[Plot]:
         ),
         _RankCurves(
             "Own time by rank",
-            "Seconds of a step that a rank spends outside of the backward passes and collectives in which ranks wait for each "
-            "other: the rank with the longest own time delays the others. On a GPU it is the time of the host. With sharded "
-            "models, it includes waits for other ranks in the forward pass.",
+            "Seconds of a step in which a rank waits for no other: the rank with the longest own time delays the others. On a GPU it "
+            "is the time of the host. With sharded models, it includes waits for other ranks in the forward and backward pass.",
             [(view, {rank: times.own for rank, times in view.data.times.items()}) for view in views],
         ),
         *_list_throughputs(views),
@@ -134,7 +133,7 @@ def list_parts(views: Sequence[RunView]) -> list[dict[str, str]]:
             means = speed.means
             parts = (means.data, means.forward, means.backward, means.wait)
             rest = max(0.0, means.time - sum(parts))
-            cells = (f"{1000 * part:.3g} ms" for part in (means.time, *parts, rest, means.own))
+            cells = (format_step_time(part) for part in (means.time, *parts, rest, means.own))
             names = ("step", "data", "forward", "backward", "wait", "rest", "own")
             rows.append({"run": view.label, "rank": str(rank), **dict(zip(names, cells, strict=True))})
     return rows
@@ -296,4 +295,6 @@ def describe_balance(view: RunView, is_named: bool) -> str:
     step_time = min(mean for rank in means if (mean := _compute_mean(measured[rank].step)))
     if find_slowest(means, step_time) is None:
         return f"{sentence}; the ranks are balanced (median {median:.3g} s)."
-    return f"{sentence}: {means[longest] / median:.1f} times the median of {median:.3g} s. It delays the other ranks."
+    speeds = {rank: times.speed.means for rank, times in measured.items() if times.speed}
+    part = describe_part([speeds[longest]], list(speeds.values())) if longest in speeds else ""
+    return f"{sentence}: {means[longest] / median:.1f} times the median of {median:.3g} s{part}. It delays the other ranks."

@@ -593,3 +593,31 @@ def test_plotly_is_imported_to_draw_only():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stderr.strip() == "set()"
+
+
+def test_the_parts_of_a_step_and_the_throughput_are_shown_by_rank(report, runs):
+    """A step of 1 s: 0.1 s of waiting for data, 0.2 s forward, 0.3 s backward, 0.3 s of waiting; the last rank loads 0.1 s longer."""
+    folder = RunWriter(runs)
+    for rank in range(3):
+        late = 0.1 * (rank == 2)
+        totals = [
+            (
+                step,
+                (0.6 + late) * step,
+                (0.1 + late) * step,
+                0.2 * step,
+                0.3 * step,
+                (0.3 - late) * step,
+                64 * step,
+                512 * step,
+            )
+            for step in range(1, 41)
+        ]
+        folder.beat(rank, totals)
+    page = report(folder.path)
+    assert "throughput 64 samples/s, 512 tokens/s" in page.text
+    assert "0 1 s 100 ms 200 ms 300 ms 300 ms 100 ms 600 ms" in page.text
+    assert "2 1 s 200 ms 200 ms 300 ms 200 ms 100 ms 700 ms" in page.text
+    assert "mostly waiting for data: 200 ms instead of 100 ms. It delays the other ranks." in page.text
+    assert set(page.traces("Samples per second")[0]["y"]) == {64}
+    assert set(page.traces("Tokens per second")[0]["y"]) == {512}

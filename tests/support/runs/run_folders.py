@@ -70,28 +70,44 @@ class RunWriter:
         )
 
     def beat(
-        self, rank: int, history: Sequence[tuple[float, float]], attempt: int = 0, stride: int = 1
+        self, rank: int, history: Sequence[tuple[float, ...]], attempt: int = 0, stride: int = 1
     ) -> None:
-        """Write the heartbeat of a rank, with the time and own time after each `stride` steps."""
+        """Write the heartbeat of a rank, with totals after each `stride` steps: time, own time, and others, which are 0 by default.
+
+        They are in the order of an entry of the history: times in seconds, samples, tokens.
+        """
+        width = len(env.BEAT_ENTRY)
+        totals = [(*entry, *(0.0,) * (width - len(entry))) for entry in history]
+        last = totals[-1] if totals else (0.0,) * width
         numbers = dict.fromkeys(env.BEAT_NUMBERS, 0) | {
             "pid": 100 + rank,
             "steps": len(history) * stride,
-            "changed_ns": _to_ns(_CLOCK + max((at for at, _ in history), default=0.0)),
+            "changed_ns": _to_ns(_CLOCK + last[0]),
             "started_ns": _to_ns(_CLOCK),
             "started_epoch_ns": _to_ns(START),
             "stride": stride,
-            "busy_ns": _to_ns(max((own for _, own in history), default=0.0)),
+            **{
+                name: _to_number(name, total)
+                for name, total in zip(env.BEAT_ENTRY[1:], last[1:], strict=True)
+            },
         }
         data = bytearray(env.BEAT_SIZE)
         struct.pack_into(f"={len(numbers)}q", data, 0, *numbers.values())
-        rest = (0,) * (len(env.BEAT_ENTRY) - 2)
-        entries = [number for at, own in history for number in (_to_ns(_CLOCK + at), _to_ns(own), *rest)]
+        entries = [
+            _to_number(name, total + (_CLOCK if name == "time_ns" else 0))
+            for each in totals
+            for name, total in zip(env.BEAT_ENTRY, each, strict=True)
+        ]
         struct.pack_into(f"={len(entries)}q", data, env.BEAT_HISTORY_RANGE.start, *entries)
         slot = (len(history) * stride - 1) % env.BEAT_RECENT
         struct.pack_into("=q", data, env.BEAT_RECENT_RANGE.start + 8 * slot, numbers["changed_ns"])
         file = self.path / f"attempt_{attempt}" / f"rank_{rank}" / env.BEAT
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(data)
+
+
+def _to_number(name: str, total: float) -> int:
+    return _to_ns(total) if name.endswith("_ns") else round(total)
 
 
 def _to_ns(seconds: float) -> int:
