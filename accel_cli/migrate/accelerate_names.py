@@ -133,7 +133,7 @@ MEMBERS = frozenset(_MEMBERS.split())
 _PARAMETERS = """
     cpu dataloader_config deepspeed_plugin deepspeed_plugins device_placement dispatch_batches dynamo_backend
     dynamo_plugin fp16 fsdp_plugin gradient_accumulation_plugin gradient_accumulation_steps kwargs_handlers log_with mixed_precision
-    parallelism_config project_config project_dir rng_types split_batches step_scheduler_with_optimizer
+    parallelism_config project_config project_dir rng_types split_batches step_scheduler_with_optimizer throughput
 """
 PARAMETERS = frozenset(_PARAMETERS.split())
 """The parameters of the Accelerator."""

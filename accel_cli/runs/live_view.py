@@ -333,7 +333,7 @@ def _build_part_column(name: str) -> _Column:
     """Return the column of a part of a step: its time per step."""
     return _Column(
         name,
-        lambda row: _format_time(getattr(row.rank.means, name) if row.rank.own_time else None),
+        lambda row: _format_time(getattr(row.rank.parts, name) if row.rank.parts else None),
         is_wide=True,
     )
 

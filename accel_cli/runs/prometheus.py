@@ -154,8 +154,8 @@ def _build_parts(snapshot: RunSnapshot) -> Metric:
     )
     for rank in snapshot.ranks:
         for part in ("data", "forward", "backward", "wait"):
-            if rank.own_time and rank.means:
-                metric.add_metric([str(rank.rank), part], getattr(rank.means, part))
+            if rank.parts:
+                metric.add_metric([str(rank.rank), part], getattr(rank.parts, part))
     return metric
 
 

@@ -114,6 +114,12 @@ class RankSnapshot:
         return self.speed.means if self.speed else None
 
     @property
+    def parts(self) -> Totals | None:
+        """The parts of a step over the last steps; None if none was seen."""
+        means = self.means
+        return means if means and (means.data or means.forward or means.backward) else None
+
+    @property
     def own_time(self) -> float | None:
         """Seconds of own time per step, over the last steps; None if no backward pass was seen."""
         return means.own if (means := self.means) and means.own else None

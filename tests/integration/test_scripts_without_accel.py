@@ -57,7 +57,9 @@ def test_the_steps_of_a_script_of_torch_are_counted(raw, home, options):
     for rank in read_ranks(home):
         assert (rank["steps"], rank["state"]) == (30, "ended")
         assert rank["steps_per_s_mean"] > 0
-        assert rank["own_time_s"] > 0
+        assert rank["forward_time_s"] > 0
+        # A single process waits for no other.
+        assert (rank["own_time_s"] is not None) == bool(options)
 
 
 @pytest.mark.slow

@@ -151,6 +151,8 @@ BY_POSITION = 6
 """Number of positional arguments of the constructor; in Accelerate, unsupported ones follow."""
 EARLY = {"fp16": True, "dispatch_batches": True}
 """Supported arguments of early versions."""
+OWN = {"throughput"}
+"""Arguments that only accel has."""
 REFUSED = "megatron_lm_plugin torch_tp_plugin"
 
 # Functions, of `accelerate` or `accelerate.utils`, which both are in both places here -----
@@ -504,7 +506,9 @@ def test_the_first_arguments_of_the_accelerator_have_the_order_of_accelerate():
     our_parameters = list_parameters(Accelerator)
     assert not list(list_differences("Accelerator", their_parameters[:BY_POSITION], our_parameters))
     by_name = {p.name: p.default for p in our_parameters}
-    assert by_name == {p.name: p.default for p in their_parameters} | dict.fromkeys(EARLY)
+    assert by_name == {p.name: p.default for p in their_parameters} | dict.fromkeys(EARLY) | dict.fromkeys(
+        OWN
+    )
 
 
 @pytest.mark.parametrize("name", [*REFUSED.split(), "mixed_percision", "fp32"])

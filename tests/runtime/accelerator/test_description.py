@@ -191,6 +191,7 @@ def test_the_origin_of_an_option_is_an_argument_a_variable_or_the_default(monkey
         "log_level": ("warning", "ACCEL_LOG_LEVEL"),
         "gradient_accumulation_steps": (1, "default"),
         "resume": (False, "default"),
+        "measure_flops": (False, "default"),
         "shared_files": (True, "default"),
         "spmd": (False, "default"),
     }

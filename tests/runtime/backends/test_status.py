@@ -119,7 +119,7 @@ def test_progress_counts_are_beyond_others_if_any_counter_is_larger():
 
 def test_counts_restart_at_each_collective_and_after_uneven_loops():
     progress = Progress()
-    progress.backward()
+    progress.begin_backward()
     progress.batch()
     assert progress.counts == ProgressCounts(0, 1, 0, 1)
     progress.enter("gather", None)
