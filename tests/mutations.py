@@ -78,6 +78,20 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        "first step that a conversion changes",
+        "accel_cli.migrate.verification:find_first_difference",
+        skip_loop("enumerate"),
+        ("tests/cli/migrate/test_verification.py::test_steps_are_equal_only_with_equal_losses_and_weights",),
+    ),
+    Mutation(
+        "user's files that a verified script writes",
+        "accel_cli.migrate.probe:Probe._protect",
+        force_condition("is_symlink", False),
+        (
+            "tests/cli/migrate/test_verification.py::test_a_script_writes_to_copies_of_linked_files_and_not_into_the_folder_of_the_user",
+        ),
+    ),
+    Mutation(
         "resume of a run after a lost node",
         "accel_cli.launchers.ray.plan:RayRun.build_command",
         force_condition("resume", False),

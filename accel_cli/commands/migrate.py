@@ -2,29 +2,49 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
+from typing_extensions import override
 
 from accel_cli import console
 from accel_cli.commands.command import Command
 from accel_cli.commands.completion import complete_files
-from accel_cli.commands.options import argument, option
+from accel_cli.commands.options import IntRange, argument, option
 from accel_cli.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from accel_cli.migrate.files import MigratedFile
 
 __all__ = ["migrate"]
 
 _MAX_UNCHANGED = 5
 """The number of scripts that are listed one by one because nothing has to change in them."""
+_SCRIPT_ARGUMENTS = "accel.migrate.script_arguments"
+_STEPS, _TIMEOUT_S = 10, 300
 _COLORS = {"+": "\x1b[32m", "-": "\x1b[31m", "@": "\x1b[36m"}
 
 
-@click.command("migrate", cls=Command, panel="Set up", epilog="Example: accel migrate train.py")
+class _MigrateCommand(Command):
+    """A command that takes what follows `--` as arguments of the script, with `--verify`."""
+
+    @override
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if "--" in args and "--verify" in args[: args.index("--")]:
+            end = args.index("--")
+            ctx.meta[_SCRIPT_ARGUMENTS] = tuple(args[end + 1 :])
+            args = args[:end]
+        return super().parse_args(ctx, args)
+
+
+@click.command("migrate", cls=_MigrateCommand, panel="Set up", epilog="Example: accel migrate train.py")
 @argument(
     "paths",
     metavar="PATH",
@@ -39,16 +59,54 @@ _COLORS = {"+": "\x1b[32m", "-": "\x1b[31m", "@": "\x1b[36m"}
     help="Write the changes; the files before are kept as *.orig. A script from the standard input is printed.",
 )
 @option("--check", is_flag=True, help="Exit with code 1 if something is left to do.")
+@option(
+    "--verify",
+    is_flag=True,
+    help="Run the first steps of the script before and after the conversion, on one process and on two, in a copy of its folder, and "
+    "compare them. Arguments of the script follow --. Other paths are scripts that it imports.",
+)
+@option(
+    "--steps",
+    metavar="N",
+    type=IntRange(min=1),
+    help=f"Set the number of optimizer steps that --verify compares.  [default: {_STEPS}]",
+)
+@option(
+    "--timeout",
+    metavar="SECONDS",
+    type=IntRange(min=1),
+    help=f"Set the time that --verify waits for each step.  [default: {_TIMEOUT_S}]",
+)
 @click.pass_context
-def migrate(context: click.Context, paths: tuple[str, ...], write: bool, check: bool) -> None:
+def migrate(  # noqa: PLR0913 - an argument for each option
+    context: click.Context,
+    paths: tuple[str, ...],
+    *,
+    write: bool,
+    check: bool,
+    verify: bool,
+    steps: int | None,
+    timeout: int | None,
+) -> None:
     """Convert training scripts, and shell scripts that launch them, to accel.
 
     Prints the changes as a diff, and the places that are not converted with the code to write. Scripts are only read, and
-    not run.
+    not run, except with --verify.
     """
     if "" in paths:  # not the current folder, as for Path("")
         raise UsageError("Cannot migrate '': the name is empty. Check the variable that contains it.")
-    files, problems = _read_files([Path(path) for path in paths])
+    if verify:
+        options = ["--write"] * write + ["--check"] * check
+        with _exit_at_signals():
+            context.exit(_verify([Path(path) for path in paths], context, options))
+    if steps or timeout:
+        raise UsageError("Cannot use --steps or --timeout: nothing is run. Add --verify.")
+    _convert([Path(path) for path in paths], context, write=write, check=check)
+
+
+def _convert(paths: list[Path], context: click.Context, *, write: bool, check: bool) -> None:
+    """Print or write the changes, and print the places that are left."""
+    files, problems = _read_files(paths)
     for file in files:
         problems += [f"{file.name}:{place.line}: {place.text}" for place in file.findings]
         problems += [f"{file.name}:{place.line}: note: {place.text}" for place in file.notes]
@@ -91,6 +149,59 @@ def _read_files(paths: list[Path]) -> tuple[list[MigratedFile], list[str]]:
                 raise
             problems.append(str(error))
     return files, problems
+
+
+def _verify(paths: list[Path], context: click.Context, others: list[str]) -> int:
+    """Compare the first steps before and after the conversion; return the exit code."""
+    if others:
+        raise UsageError(
+            f"Cannot combine --verify with {' and '.join(others)}: it compares, and changes nothing. Run accel migrate --verify first."
+        )
+    from accel_cli.migrate.verification import Request, read_versions, verify
+    from accel_cli.planning.machine import detect_quickly
+
+    versions, left = read_versions(paths)
+    request = Request(
+        script=paths[0],
+        before={path: before for path, (before, _) in versions.items()},
+        after={path: after for path, (_, after) in versions.items()},
+        arguments=context.meta.get(_SCRIPT_ARGUMENTS, ()),
+        environ=os.environ,
+        max_steps=context.params["steps"] or _STEPS,
+        timeout_s=context.params["timeout"] or _TIMEOUT_S,
+        devices=len(detect_quickly(os.environ).devices),
+    )
+    verdict = verify(request, console.note)
+    columns = (
+        "step",
+        "loss before",
+        "loss after",
+        "loss on 2 processes",
+        "difference after",
+        "difference on 2 processes",
+    )
+    console.table(columns, verdict.rows)
+    sys.stdout.flush()
+    for sentence in verdict.sentences:
+        console.note(sentence)
+    if left:
+        console.note(f"{left} left to convert by hand; accel migrate {paths[0]} lists them")
+    return 0 if verdict.is_equal else 1
+
+
+@contextmanager
+def _exit_at_signals() -> Iterator[None]:
+    """Exit at SIGTERM and SIGHUP through the handlers of exceptions, which end the processes that were started."""
+
+    def leave(number: int, _frame: Any) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _show(file: MigratedFile, *, write: bool) -> str:
