@@ -86,7 +86,7 @@ MUTATIONS = (
     Mutation(
         "user's files that a verified script writes",
         "accel_cli.migrate.probe:Probe._protect",
-        force_condition("is_symlink", False),
+        skip_call("_replace_links"),
         (
             "tests/cli/migrate/test_verification.py::test_a_script_writes_to_copies_of_linked_files_and_not_into_the_folder_of_the_user",
         ),

@@ -24,6 +24,7 @@ import signal
 import tempfile
 import time
 import traceback
+from collections.abc import Mapping
 from functools import wraps
 from pathlib import Path
 from types import ModuleType
@@ -40,6 +41,19 @@ _MAX_VALUES = 16384
 """The number of values of a parameter that are compared; of larger ones, values at even distances."""
 _PEER_TIMEOUT_S = 60.0
 _SEED = 0
+_CHANGES: Mapping[str, slice] = {
+    **dict.fromkeys(
+        ("os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.chmod", "os.chown", "os.utime"), slice(0, 1)
+    ),
+    **dict.fromkeys(("os.rename", "os.link", "shutil.move"), slice(0, 2)),
+    "os.symlink": slice(1, 2),
+    "shutil.rmtree": slice(0, 1),
+}
+"""The arguments of Python's audit events that are paths of changed files."""
+_KEEP_LINKS = frozenset(
+    {"os.remove", "os.rmdir", "os.mkdir", "os.rename", "os.symlink", "shutil.rmtree", "shutil.move"}
+)
+"""Events that change the link itself."""
 _DEATH_SIGNAL = 1
 """`PR_SET_PDEATHSIG` of Linux."""
 
@@ -80,6 +94,7 @@ class Probe:
     def __init__(self, config: RunConfig) -> None:
         self._config, self._pid = config, os.getpid()
         self._torch: Any = None
+        self._is_protecting = False
         self._steps = 0
         self._losses: list[float] = []
         self._samples = self._workers = 0
@@ -276,33 +291,58 @@ class Probe:
         return write_in_copy
 
     def protect_files(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Replace links of the copy before Python opens them for writing; refuse other files of the user's folder."""
-        if event != "open":
+        """Give the script files and folders of its own before it changes links of the copy; refuse those of the user's folder."""
+        if self._is_protecting or (event != "open" and event not in _CHANGES):
             return
-        path, mode, flags = arguments
-        writes = (
-            any(letter in mode for letter in "wax+") if isinstance(mode, str) else (flags or 0) & os.O_ACCMODE
-        )
-        if writes and isinstance(path, (str, bytes, os.PathLike)):
-            self._protect(os.fsdecode(path))
-
-    def _protect(self, path: str) -> None:
-        place, target = (
-            Path(os.path.realpath(Path(path).parent), Path(path).name),
-            Path(os.path.realpath(path)),
-        )
-        if place.is_symlink() and place.is_relative_to(self._config.copy):
-            if target.is_file() and not target.is_relative_to(self._config.copy):
-                # Another rank may replace it at the same time.
-                copy = place.with_name(f".{place.name}.{self._config.rank}")
-                shutil.copy2(target, copy)
-                copy.replace(place)
-        elif target.is_relative_to(self._config.original) and not any(
-            target.is_relative_to(one) for one in self._writable
-        ):
-            raise PermissionError(
-                f"accel migrate --verify runs the script in a copy, and does not write {target}"
+        if event == "open":
+            path, mode, flags = arguments
+            is_read = (
+                not set(mode) & set("wax+") if isinstance(mode, str) else not (flags or 0) & os.O_ACCMODE
             )
+            paths = () if is_read else (path,)
+        else:
+            paths = arguments[_CHANGES[event]]
+        for path in paths:
+            if isinstance(path, (str, bytes, os.PathLike)):
+                self._protect(os.fsdecode(path), keeps_content=event in _KEEP_LINKS)
+
+    def _protect(self, path: str, *, keeps_content: bool = False) -> None:
+        """Replace the links on the way to a file that is changed; with `keeps_content`, not the last one."""
+        self._is_protecting = True
+        try:
+            place = Path(os.path.abspath(path))  # noqa: PTH100 - links are not resolved
+            target = Path(os.path.realpath(place.parent), place.name)
+            if place.is_relative_to(self._config.tree):
+                self._replace_links(place, keeps_content=keeps_content)
+            elif target.is_relative_to(self._config.original) and not any(
+                target.is_relative_to(one) for one in self._writable
+            ):
+                raise PermissionError(
+                    f"accel migrate --verify runs the script in a copy, and does not write {target}"
+                )
+        finally:
+            self._is_protecting = False
+
+    def _replace_links(self, path: Path, *, keeps_content: bool) -> None:
+        """Replace links to folders on the way by folders of links, and one to a file by a copy of the file."""
+        current = Path(self._config.tree)
+        names = path.relative_to(current).parts
+        for number, name in enumerate(names, start=1):
+            current /= name
+            target = Path(os.path.realpath(current))
+            if not current.is_symlink() or target.is_relative_to(self._config.tree):
+                continue
+            copy = current.with_name(f".{name}.{self._config.rank}")
+            if number < len(names) and target.is_dir():
+                copy.mkdir()
+                for entry in target.iterdir():
+                    (copy / entry.name).symlink_to(os.path.realpath(entry))
+                with contextlib.suppress(OSError):  # another rank has replaced it at the same time
+                    current.unlink()
+                    copy.rename(current)
+            elif number == len(names) and target.is_file() and not keeps_content:
+                shutil.copy2(target, copy)
+                copy.replace(current)
 
     # End
 

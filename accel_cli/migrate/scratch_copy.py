@@ -9,12 +9,13 @@ from pathlib import Path
 
 from accel_cli.errors import UsageError
 
-__all__ = ["copy_folder", "find_root"]
+__all__ = ["copy_folder", "find_root", "link_siblings"]
 
 _MAX_FILE_BYTES = 16 << 20
 _MAX_BYTES = 256 << 20
 """Larger files, and those beyond this sum, are links to the user's files."""
 _MAX_ENTRIES = 200_000
+_MAX_SIBLINGS = 1000
 _SKIPPED = {"__pycache__", "node_modules", "site-packages"}
 
 
@@ -58,6 +59,15 @@ def copy_folder(source: Path, target: Path) -> None:
         raise UsageError(
             f"Cannot verify the script: {source} cannot be copied to {target} ({error}). Check permissions and free space."
         ) from None
+
+
+def link_siblings(source: Path, copy: Path) -> None:
+    """Link what is beside a folder, such as `../data`, beside its copy; nothing if that is too much."""
+    entries = [entry for entry in _list_entries(source.parent) if not entry.name.startswith(".")]
+    if len(entries) <= _MAX_SIBLINGS:
+        for entry in entries:
+            if entry.name != source.name:
+                (copy.parent / entry.name).symlink_to(os.path.realpath(entry.path))
 
 
 def _list_entries(folder: Path) -> list[os.DirEntry[str]]:

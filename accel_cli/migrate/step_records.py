@@ -22,6 +22,8 @@ class RunConfig:
     """The folder of the records, one file for each rank."""
     reference: str
     """The folder of the run to compare with; empty for the first one."""
+    tree: str
+    """The folder of the copy, beside links to the files and folders that are beside the user's folder."""
     copy: str
     """The copy of the user's folder, in which the script runs."""
     original: str

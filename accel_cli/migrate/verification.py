@@ -124,13 +124,23 @@ def verify(request: Request, report: Callable[[str], None]) -> Verdict:
         trial = Trial(
             root=root,
             script=request.script.resolve().relative_to(root),
-            arguments=request.arguments,
+            arguments=tuple(_resolve_argument(one, root) for one in request.arguments),
             environ=request.environ,
             max_steps=request.max_steps,
             timeout_s=request.timeout_s,
             scratch=Path(scratch).resolve(),
         )
         return _compare_runs(request, trial, report)
+
+
+def _resolve_argument(argument: str, root: Path) -> str:
+    """Return an argument of the script with an absolute path if it names a file outside of the folder that is copied."""
+    option, equals, value = argument.rpartition("=")
+    path = Path(value)
+    if not value or path.is_absolute() or not path.exists():
+        return argument
+    is_copied = Path.cwd().resolve() == root and path.resolve().is_relative_to(root)
+    return argument if is_copied else f"{option}{equals}{path.absolute()}"
 
 
 def _compare_runs(request: Request, trial: Trial, report: Callable[[str], None]) -> Verdict:

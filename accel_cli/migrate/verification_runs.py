@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from accel_cli.migrate.scratch_copy import copy_folder
+from accel_cli.migrate.scratch_copy import copy_folder, link_siblings
 from accel_cli.migrate.step_records import RunConfig, RunEnd, StepRecord, read_records
 from accel_cli.planning.network import bind_free_port, find_loopback_address
 from accel_runtime.environment.settings import PREFIX
@@ -107,10 +107,12 @@ class RunResult:
 def run_trial(trial: Trial, run: Run) -> RunResult:
     """Run the script in a new copy of the user's folder, and return the records; no process is left."""
     folder = trial.scratch / run.name
-    copy, results = folder / "copy", folder / "results"
-    folder.mkdir()
-    results.mkdir()
+    tree, results = folder / "tree", folder / "results"
+    copy = tree / (trial.root.name or "root")
+    for one in (folder, tree, results):
+        one.mkdir()
     copy_folder(trial.root, copy)
+    link_siblings(trial.root, copy)
     for path, text in run.texts.items():
         (copy / path).unlink()
         (copy / path).write_text(text, encoding="utf-8", newline="")
@@ -125,7 +127,7 @@ def run_trial(trial: Trial, run: Run) -> RunResult:
             )
         return RunResult(ranks, error.replace(str(copy), str(trial.root)))
     finally:
-        shutil.rmtree(copy, ignore_errors=True)
+        shutil.rmtree(tree, ignore_errors=True)
 
 
 @contextmanager
@@ -145,6 +147,7 @@ def _start_processes(
                 max_steps=trial.max_steps,
                 results=str(results),
                 reference=str(trial.scratch / run.reference / "results") if run.reference else "",
+                tree=str(copy.parent),
                 copy=str(copy),
                 original=str(trial.root),
                 is_split=run.is_split,

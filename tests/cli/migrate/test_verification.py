@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 from support.commands import call_accel, run_accel
+from support.waits import limit, wait_until
 
 from accel_cli.errors import UsageError
 from accel_cli.migrate import scratch_copy
 from accel_cli.migrate.probe import Probe
-from accel_cli.migrate.scratch_copy import copy_folder, find_root
+from accel_cli.migrate.scratch_copy import copy_folder, find_root, link_siblings
 from accel_cli.migrate.step_records import (
     Difference,
     RunConfig,
@@ -23,10 +24,14 @@ from accel_cli.migrate.step_records import (
     read_records,
 )
 from accel_cli.migrate.verification import (
+    Request,
+    _resolve_argument,
     compare_ranks,
     find_difference_on_two,
     find_first_difference,
+    read_versions,
 )
+from accel_cli.migrate.verification import verify as run_comparison
 from accel_cli.migrate.verification_runs import RankResult, RunResult
 
 TRAIN = """\
@@ -52,6 +57,14 @@ def verify(folder, *args):
     """Run `accel migrate --verify train.py` in a folder; return the exit code, the rows of the table, and the messages."""
     done = run_accel("migrate", "--verify", "train.py", *args, cwd=folder)
     return done.returncode, [line.split("\t") for line in done.stdout.splitlines()], done.stderr
+
+
+def has_ended(pid):
+    """Return whether a process has ended; its parent may not have read its exit code yet."""
+    try:
+        return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 # The command
@@ -139,8 +152,13 @@ def test_batches_that_cannot_be_divided_are_compared_between_the_processes(tmp_p
 def test_scripts_of_public_styles_compute_the_same(tmp_path, stem):
     (tmp_path / "train.py").write_text((STYLES / f"{stem}.py").read_text())
     code, _, messages = verify(tmp_path, "--steps", "3")
-    assert "equal on one process" in messages
-    assert (code == 0) == ("Random numbers are drawn in the step" not in messages), messages
+    assert (
+        "equal on one process: 3 steps" in messages
+        or "equal on one process: 2 steps, all of the script" in messages
+    )
+    # Its batches are padded each to its own length, which a finding says.
+    pads = stem == "translation"
+    assert (code, "is not the mean of the losses of its halves" in messages) == (int(pads), pads), messages
 
 
 @pytest.mark.full
@@ -156,9 +174,28 @@ def test_a_script_that_takes_too_long_is_ended_with_the_processes_that_it_starte
     code, _, messages = verify(folder, "--timeout", "20")
     assert code == 2
     assert "no step in 20 s. Pass a longer time, as --timeout 40" in messages
-    for pid in map(int, (tmp_path / "pids").read_text().split()):
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+    pids = (tmp_path / "pids").read_text().split()
+    assert len(pids) == 2
+    wait_until(lambda: all(has_ended(pid) for pid in pids))
+
+
+@pytest.mark.full
+def test_with_one_gpu_two_processes_are_compared_with_one_on_the_cpu(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = Path("train.py")
+    path.write_text(TRAIN)
+    versions, left = read_versions([path])
+    before, after = ({path: text} for text in versions[path])
+    request = Request(path, before, after, (), os.environ, max_steps=2, timeout_s=limit(300), devices=1)
+    lines = []
+    verdict = run_comparison(request, lines.append)
+    assert (verdict.is_equal, left) == (True, "")
+    assert lines == [
+        "run before the conversion, 1 process, gpu",
+        "run after the conversion, 1 process, gpu",
+        "run after the conversion, 1 process, cpu, since two processes need two GPUs",
+        "run after the conversion, 2 processes, cpu, each batch divided over them",
+    ]
 
 
 def test_options_that_have_no_effect_together_are_rejected(capfd, tmp_path, monkeypatch):
@@ -176,6 +213,24 @@ def test_options_that_have_no_effect_together_are_rejected(capfd, tmp_path, monk
         done = call_accel(capfd, "migrate", *args)
         assert (done.returncode, text in done.stderr) == (2, True), done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["nothing.py", "train.py"]
+
+
+def test_arguments_that_name_files_outside_of_the_copy_become_absolute(tmp_path, monkeypatch):
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path / "project")
+    for path in ("data.txt", "project/inside.txt"):
+        (tmp_path / path).touch()
+    root = Path.cwd().resolve()
+    absolute = f"{tmp_path}/project/../data.txt"
+    cases = {
+        "../data.txt": absolute,
+        "--data=../data.txt": f"--data={absolute}",
+        "inside.txt": "inside.txt",
+        "--lr=0.1": "--lr=0.1",
+    }
+    assert {one: _resolve_argument(one, root) for one in cases} == cases
+    monkeypatch.chdir(tmp_path)
+    assert _resolve_argument("data.txt", root) == f"{tmp_path}/data.txt"
 
 
 # The copy of the folder
@@ -217,22 +272,55 @@ def test_the_current_folder_is_copied_if_the_script_is_in_it_unless_it_is_the_ho
     assert find_root(script, tmp_path) == script.parent.resolve()
 
 
-def test_a_script_writes_to_copies_of_linked_files_and_not_into_the_folder_of_the_user(tmp_path):
-    original, copy = tmp_path / "original", tmp_path / "copy"
-    original.mkdir()
-    copy.mkdir()
-    (original / "large.bin").write_bytes(b"of the user")
-    (copy / "large.bin").symlink_to(original / "large.bin")
-    config = RunConfig(0, 1, 1, str(tmp_path / "results"), "", str(copy), str(original), is_split=False)
-    probe = Probe(config)
+@pytest.fixture
+def probe(tmp_path):
+    """Return the probe of a script in a copy with links: to a large file of the user's folder, and to a folder beside it."""
+    (tmp_path / "original").mkdir()
+    (tmp_path / "original" / "large.bin").write_bytes(b"of the user")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "old.txt").write_text("of the user")
+    copy = tmp_path / "run" / "tree" / "original"
+    copy.mkdir(parents=True)
+    (copy / "large.bin").symlink_to(tmp_path / "original" / "large.bin")
+    link_siblings(tmp_path / "original", copy)
+    config = RunConfig(
+        rank=0,
+        world_size=1,
+        max_steps=1,
+        results=str(tmp_path / "run" / "results"),
+        reference="",
+        tree=str(copy.parent),
+        copy=str(copy),
+        original=str(tmp_path / "original"),
+        is_split=False,
+    )
+    return Probe(config), copy
+
+
+def test_a_script_writes_to_copies_of_linked_files_and_not_into_the_folder_of_the_user(probe, tmp_path):
+    probe, copy = probe
     probe.protect_files("open", (str(copy / "large.bin"), "rb", 0))
     assert (copy / "large.bin").is_symlink()
     probe.protect_files("open", (str(copy / "large.bin"), "r+b", 0))
     assert not (copy / "large.bin").is_symlink()
     assert (copy / "large.bin").read_bytes() == b"of the user"
     with pytest.raises(PermissionError, match="runs the script in a copy"):
-        probe.protect_files("open", (str(original / "new.bin"), None, os.O_WRONLY | os.O_CREAT))
+        probe.protect_files("open", (str(tmp_path / "original" / "new.bin"), None, os.O_WRONLY | os.O_CREAT))
+    with pytest.raises(PermissionError):
+        probe.protect_files("os.remove", (str(tmp_path / "original" / "large.bin"), -1))
     probe.protect_files("open", (str(copy / "new.bin"), "wb", 0))
+
+
+def test_a_script_changes_links_to_folders_instead_of_the_folders(probe, tmp_path):
+    probe, copy = probe
+    data = copy.parent / "data"
+    assert (data / "old.txt").read_text() == "of the user"
+    for event, path in (("os.remove", data / "old.txt"), ("os.mkdir", data / "new")):
+        probe.protect_files(event, (str(path), -1))
+    (data / "old.txt").unlink()
+    (data / "new").mkdir()
+    assert not data.is_symlink()
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["old.txt"]
 
 
 # The comparison
