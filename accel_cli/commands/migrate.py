@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,8 @@ __all__ = ["migrate"]
 
 _MAX_UNCHANGED = 5
 """The number of scripts that are listed one by one because nothing has to change in them."""
+_PROGRESS_S = 5.0
+"""The time between two lines of progress, on a terminal and in a pipe."""
 _SCRIPT_ARGUMENTS = "accel.migrate.script_arguments"
 _STEPS, _TIMEOUT_S = 10, 300
 _COLORS = {"+": "\x1b[32m", "-": "\x1b[31m", "@": "\x1b[36m"}
@@ -138,7 +141,12 @@ def _read_files(paths: list[Path]) -> tuple[list[MigratedFile], list[str]]:
     files: list[MigratedFile] = []
     problems: list[str] = []
     done: set[Path] = set()
-    for path, folder in find_files(paths):
+    found = list(find_files(paths))
+    reported = time.monotonic()
+    for number, (path, folder) in enumerate(found):
+        if time.monotonic() - reported > _PROGRESS_S:
+            reported = time.monotonic()
+            console.note(f"read {number} of {_count(len(found))}")
         if path.resolve() in done:
             continue
         done.add(path.resolve())

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 from support.commands import call_accel
 
+from accel_cli.commands import migrate as command
 from accel_cli.errors import UsageError
 from accel_cli.migrate import files
 
@@ -57,6 +58,17 @@ def test_write_keeps_a_copy_and_the_permissions(capfd, script):
     assert script.stat().st_mode & 0o777 == 0o750
     assert script.with_name("train.py.orig").read_text() == RAW
     assert sorted(path.name for path in script.parent.iterdir()) == ["train.py", "train.py.orig"]
+
+
+def test_the_progress_of_many_files_is_printed_also_without_a_terminal(capfd, script, monkeypatch):
+    for name in ("a.py", "b.py"):
+        script.with_name(name).write_text("x = 1\n")
+    assert " of " not in call_accel(capfd, "migrate", ".").stderr
+    monkeypatch.setattr(command, "_PROGRESS_S", -1.0)
+    done = call_accel(capfd, "migrate", ".")
+    assert [line for line in done.stderr.splitlines() if " of " in line] == [
+        f"accel: read {number} of 3 files" for number in range(3)
+    ]
 
 
 def test_a_copy_is_not_replaced(capfd, script):
