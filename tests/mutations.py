@@ -78,6 +78,20 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        "moment at which a rank has its gradients",
+        "accel_runtime.environment.heartbeat:Heartbeat.complete_gradients",
+        skip_call("_begin_part"),
+        ("tests/runtime/environment/test_heartbeat.py::test_every_part_of_a_step_is_measured",),
+    ),
+    Mutation(
+        "answer of a node whose ranks are missing in a collective",
+        "accel_cli.runner.hang_exchange:HangExchange.answer",
+        skip_call("_publish"),
+        (
+            "tests/cli/runner/test_hang_exchange.py::test_a_node_that_finds_a_hang_gets_the_records_of_nodes_that_answer",
+        ),
+    ),
+    Mutation(
         "first step that a conversion changes",
         "accel_cli.migrate.verification:find_first_difference",
         skip_loop("enumerate"),

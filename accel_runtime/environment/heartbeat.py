@@ -319,6 +319,8 @@ class Heartbeat(Progress):
         self._is_loading = False
         """True while a loader that counts its batches loads one, with a loader of torch."""
         self._is_backward, self._averages = False, False
+        self._is_observed = self._is_counted = False
+        """True in a backward pass of torch, and if it is one of an Accelerator, which ends it."""
         self._busy = self._pending = 0
         """Own time, and that which counts when a backward pass that averages begins."""
         self._stride = self._next_entry = 1
@@ -466,11 +468,20 @@ class Heartbeat(Progress):
             self._add_own_time()
 
     def observe_backward(self, averages: bool) -> bool:
-        """Record a backward pass of torch that begins; return False if it is a part of one that has begun."""
-        if self._is_backward:
+        """Record a backward pass of torch that begins; return False if it is a part of one, such as a computation again."""
+        if self._is_observed:
             return False
-        self._begin_backward(averages)
+        self._is_observed = True
+        self._is_counted = self._is_backward
+        if not self._is_backward:
+            self._begin_backward(averages)
         return True
+
+    def observe_backward_end(self) -> None:
+        """Record the end of the backward pass for which `observe_backward` has returned True."""
+        self._is_observed = False
+        if not self._is_counted:
+            self.end_backward()
 
     def complete_gradients(self) -> None:
         """Record that the gradients of this rank are complete; the pass may wait for those of the other ranks."""

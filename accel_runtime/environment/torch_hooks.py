@@ -119,15 +119,16 @@ def _watch_backward(torch: Any) -> None:
         if progress is None:
             run_backward(tensors, *args, **kwargs)
             return
-        is_first = progress.observe_backward(averages)
+        if not progress.observe_backward(averages):
+            run_backward(tensors, *args, **kwargs)
+            return
         handle = _call_when_complete(engine, tensors, progress.complete_gradients) if averages else None
         try:
             run_backward(tensors, *args, **kwargs)
         finally:
             if handle is not None:
                 handle.remove()
-            if is_first:
-                progress.end_backward()
+            progress.observe_backward_end()
 
     _exclude_from_compilation(torch, backward)
     torch.autograd.backward = backward

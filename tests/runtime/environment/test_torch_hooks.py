@@ -269,6 +269,53 @@ def test_the_slow_rank_is_told_from_the_rank_that_waits_for_it(pair, tmp_path, p
     assert fast.samples == slow.samples == 12
 
 
+class Recompute(torch.autograd.Function):
+    """A layer that is computed again in the backward pass, by a pass inside of it."""
+
+    @staticmethod
+    def forward(ctx, batch, layer):
+        ctx.layer = layer
+        ctx.save_for_backward(batch)
+        return layer(batch).detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        with torch.enable_grad():
+            batch = ctx.saved_tensors[0].detach().requires_grad_()
+            (ctx.layer(batch) * grad).sum().backward()
+        return batch.grad, None
+
+
+def train_recomputed(path, slow):
+    """Train with a layer that is computed again; a slow rank takes 50 ms between the pass inside and the end."""
+    folder = path / f"rank_{os.environ['RANK']}"
+    folder.mkdir()
+    Accelerator(cpu=True)
+    with watch(folder):
+        first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+        model = DistributedDataParallel(torch.nn.Sequential(first, second))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def pass_backward(grad):
+            time.sleep(0.05 if os.environ["RANK"] == slow else 0)
+            return grad
+
+        for _ in range(6):
+            hidden = model.module[0](torch.ones(3, 4))
+            hidden.register_hook(pass_backward)  # after the pass inside
+            model(torch.ones(3, 4)).sum().mul(0).backward()
+            Recompute.apply(hidden, second).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return Beat.read(RankFolder(folder).beat).totals
+
+
+def test_passes_inside_of_a_pass_do_not_end_it(pair, tmp_path):
+    _, slow = pair.run(train_recomputed, tmp_path, "1")
+    assert slow.backward >= 0.9 * 5 * 0.05
+    assert slow.wait < 0.5 * 5 * 0.05
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 def test_a_compiled_model_has_the_graphs_that_it_has_without_the_hooks(folder):
