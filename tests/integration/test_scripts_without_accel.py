@@ -23,6 +23,8 @@ for step in range(30):
     optimizer.zero_grad()
     if step == 24 and os.environ.get("RANK") == "1" and "--stall" in sys.argv:
         time.sleep(8)
+    elif step > 24 and "--stall" in sys.argv:
+        time.sleep(0.5)  # longer than the launcher needs to see that it goes on
 if dist.is_initialized():
     dist.destroy_process_group()
 """
