@@ -201,10 +201,10 @@ def _verify(paths: list[Path], context: click.Context, others: list[str]) -> int
 def _exit_at_signals() -> Iterator[None]:
     """Exit at SIGTERM and SIGHUP through the handlers of exceptions, which end the processes that were started."""
 
-    def leave(number: int, _frame: Any) -> None:
+    def raise_exit(number: int, _frame: Any) -> None:
         sys.exit(128 + number)
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, raise_exit) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:

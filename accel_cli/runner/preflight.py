@@ -237,7 +237,7 @@ class Preflight:
         text = (
             f"The preflight has left {names[own]} out of the run: {reason}. Repair or replace this machine."
         )
-        self._nodes.leave()
+        self._nodes.leave_round()
         if self._bootstrap.is_host:
             console.note(f"{text} Until the run ends, it serves the rendezvous.")
             self._serve_store(self._nodes)

@@ -29,6 +29,7 @@ from accel_cli.runner.shutdown import Orphans, end_processes
 from accel_cli.runs.run_dir import RankFolder
 from accel_cli.runs.run_files import read_text
 from accel_cli.worker import REPLICA_COUNT_FILE
+from accel_runtime.environment.kernel_log import read_kernel_log
 
 __all__ = ["OomKillCounter", "ReplicaWatch", "WorkerProcesses", "check_open_files"]
 
@@ -222,16 +223,8 @@ class OomKillCounter:
 
 
 def _is_in_kernel_log(pid: int) -> bool:
-    try:
-        log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return False
     pattern = re.compile(rf"[Oo]ut of memory: Killed process {pid} ".encode("ascii"))
     try:
-        while True:
-            if pattern.search(os.read(log, 8192)):
-                return True
-    except OSError:  # the end of the log, or no permission
+        return any(map(pattern.search, read_kernel_log()))
+    except OSError:
         return False
-    finally:
-        os.close(log)

@@ -217,7 +217,7 @@ class NodeRendezvous(DynamicRendezvousHandler):
             )
         time.sleep(random.uniform(*seconds) if isinstance(seconds, tuple) else min(seconds, _POLL_S))  # noqa: S311
 
-    def leave(self) -> None:
+    def leave_round(self) -> None:
         """Leave the round, so that the others can meet without this node."""
         self._stop_heartbeats()
         self._op_executor.run(_RendezvousExitOp(), self._get_deadline(self._settings.timeout.join))

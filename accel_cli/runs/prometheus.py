@@ -22,7 +22,7 @@ __all__ = ["RunCollector", "serve_metrics"]
 _COUNTERS: dict[str, tuple[str, Callable[[RankSnapshot], float | None]]] = {
     "accel_steps": ("Optimizer steps of this attempt.", lambda rank: rank.beat.steps if rank.beat else 0),
     "accel_batches": (
-        "Batches of prepared loaders in this attempt.",
+        "Batches of loaders in this attempt.",
         lambda rank: rank.beat.batches if rank.beat else 0,
     ),
 }

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from accel_cli.runs.run_dir import RunFolder
 from accel_cli.runs.run_files import LineReader, read_text
+from accel_runtime.environment.nvml import load_nvml
 
 __all__ = ["PeakMemory", "read_gpu_usage", "read_peak_memory", "read_rss"]
 
@@ -30,7 +30,7 @@ def read_gpu_usage(pids: Collection[int]) -> dict[int, tuple[int, int]]:
     Processes without a context on a GPU are left out, and all of them if there is no driver. The utilisation is that of
     the whole GPU, also if several processes share it; of several GPUs, the highest.
     """
-    nvml = _load_nvml()
+    nvml = load_nvml()
     if nvml is None:
         return {}
     usage: dict[int, tuple[int, int]] = {}
@@ -54,20 +54,6 @@ def _add_usage(nvml: Any, device: Any, pids: Collection[int], usage: dict[int, t
         size, percent = usage.get(entry.pid, (0, 0))
         # The driver does not know the memory of every process, for example in some virtual machines.
         usage[entry.pid] = size + (entry.usedGpuMemory or 0), max(percent, utilization)
-
-
-@lru_cache(maxsize=1)
-def _load_nvml() -> Any:
-    """Return the module `pynvml` after its initialisation; None without it, or without a driver."""
-    try:
-        import pynvml  # noqa: PLC0415 - not installed everywhere, and not needed without GPUs
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    return pynvml
 
 
 class PeakMemory(NamedTuple):

@@ -105,7 +105,7 @@ class Accelerator(ProcessMethods):
         deepspeed_plugins: The same as `deepspeed_plugin`.
         fp16: The same as `mixed_precision="fp16"` (True) or `"no"` (False).
         throughput: If given, `log` adds the samples and tokens per second of all ranks since its last call, and model FLOP/s and
-            MFU with `launcher.measure_flops`, as `throughput/samples_per_s`, `throughput/tokens_per_s`, `throughput/flops_per_s` and
+            MFU with `measure_flops` in the profile, as `throughput/samples_per_s`, `throughput/tokens_per_s`, `throughput/flops_per_s` and
             `throughput/mfu`. Tokens are the elements of `input_ids` in batches of prepared loaders with True, of another tensor
             with its key, or the number that a function returns for a batch of this rank.
 

@@ -64,7 +64,7 @@ _LOCAL = threading.local()
     _STRIDE,
     _ENDED_NS,
     _FAILED,
-    _BUSY_NS,
+    _OWN_NS,
     _DATA_NS,
     _FORWARD_NS,
     _BACKWARD_NS,
@@ -321,7 +321,7 @@ class Heartbeat(Progress):
         self._is_backward, self._averages = False, False
         self._is_observed = self._is_counted = False
         """True in a backward pass of torch, and if it is one of an Accelerator, which ends it."""
-        self._busy = self._pending = 0
+        self._own = self._pending = 0
         """Own time, and that which counts when a backward pass that averages begins."""
         self._stride = self._next_entry = 1
         self._part = self._outer_part = _OTHER
@@ -354,14 +354,14 @@ class Heartbeat(Progress):
         numbers = self._numbers
         if self.steps == 1:
             # The time before it is that of the start of the script.
-            self._busy = 0
-            for number in (_BUSY_NS, _DATA_NS, _FORWARD_NS, _BACKWARD_NS, _WAIT_NS):
+            self._own = 0
+            for number in (_OWN_NS, _DATA_NS, _FORWARD_NS, _BACKWARD_NS, _WAIT_NS):
                 numbers[number] = 0
         history, stride, width = self._history, self._stride, len(BEAT_ENTRY)
         entry = self.steps // stride
         first = width * (entry - 1)
         history[first] = now
-        history[first + 1 : first + width] = numbers[_BUSY_NS : _TOKENS + 1]
+        history[first + 1 : first + width] = numbers[_OWN_NS : _TOKENS + 1]
         if entry == BEAT_HISTORY:
             numbers[_STRIDE] = 0
             for index in range(width):
@@ -500,9 +500,9 @@ class Heartbeat(Progress):
         self._is_backward = False
 
     def _add_own_time(self) -> None:
-        self._busy += self._pending
+        self._own += self._pending
         self._pending = 0
-        self._numbers[_BUSY_NS] = self._busy
+        self._numbers[_OWN_NS] = self._own
 
     @override
     def begin_collective(self) -> None:

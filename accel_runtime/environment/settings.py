@@ -129,7 +129,7 @@ BEAT_NUMBERS = (
     "stride",
     "ended_ns",
     "failed",
-    "busy_ns",
+    "own_ns",
     "data_ns",
     "forward_ns",
     "backward_ns",
@@ -141,7 +141,7 @@ BEAT_NUMBERS = (
 )
 """Names of the whole numbers of 8 bytes; times are those of the monotonic clock, except `started_epoch_ns`.
 
-`inside` is 1 in a collective, `changed_ns` the time of the last progress other than a step. `busy_ns` is own time: that outside of collectives,
+`inside` is 1 in a collective, `changed_ns` the time of the last progress other than a step. `own_ns` is own time: that outside of collectives,
 of the waits at the end of backward passes that average gradients, and of the rest of a step after them. `data_ns` is the time of
 waits for batches, `wait_ns` that in collectives and at the end of backward passes, `forward_ns` that from a batch to its backward pass,
 all since the first step. `samples` and `tokens` are those of all ranks that were trained on; `flops` are the
@@ -155,7 +155,7 @@ BEAT_RECENT = 64
 """Number of steps in the ring: the time of step `n` is in slot `(n - 1) % BEAT_RECENT`."""
 BEAT_HISTORY = 1024
 """Number of entries of the history: the numbers below after step `stride`, `2 * stride`, ..."""
-BEAT_ENTRY = ("time_ns", "busy_ns", "data_ns", "forward_ns", "backward_ns", "wait_ns", "samples", "tokens")
+BEAT_ENTRY = ("time_ns", "own_ns", "data_ns", "forward_ns", "backward_ns", "wait_ns", "samples", "tokens")
 """Names of the numbers of an entry: the time of the step, and numbers that follow each other above."""
 BEAT_TEXT_RANGE = slice(8 * len(BEAT_NUMBERS), 8 * len(BEAT_NUMBERS) + 512)
 """Range of the newest collective and its line, in UTF-8."""

@@ -52,15 +52,11 @@ def _find_length(batch: Any, depth: int) -> int | None:
     shape = getattr(batch, "shape", None)
     if shape is not None:
         return int(shape[0]) if len(shape) else None
-    if depth > 0:
-        for value in (
-            batch.values()
-            if isinstance(batch, Mapping)
-            else batch
-            if isinstance(batch, (list, tuple))
-            else ()
-        ):
-            length = _find_length(value, depth - 1)
-            if length is not None:
-                return length
+    values = list(batch.values()) if isinstance(batch, Mapping) else batch
+    if depth == 0 or not isinstance(values, (list, tuple)):
+        return None
+    for value in values:
+        length = _find_length(value, depth - 1)
+        if length is not None:
+            return length
     return None

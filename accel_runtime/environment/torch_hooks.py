@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["watch_progress"]
 
-_EPOCH = "_accel_epoch"
-"""Attribute of an iterator of torch's loaders."""
-
 
 def watch_progress() -> None:
     """Record the progress of this process once it has imported torch."""
@@ -186,12 +183,13 @@ class _EpochCounts:
 
     def __init__(self) -> None:
         self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._epochs: WeakKeyDictionary[Any, LoaderEpoch] = WeakKeyDictionary()
 
     def get_epoch(self, iterator: Any) -> LoaderEpoch:
         """Return the epoch of an iterator; persistent workers use one iterator for all epochs."""
-        epoch: LoaderEpoch | None = iterator.__dict__.get(_EPOCH)
+        epoch = self._epochs.get(iterator)
         if epoch is None or (iterator._num_yielded == 0 and epoch.returned):  # noqa: SLF001
-            epoch = iterator.__dict__[_EPOCH] = self._begin_epoch(iterator)
+            epoch = self._epochs[iterator] = self._begin_epoch(iterator)
         return epoch
 
     def _begin_epoch(self, iterator: Any) -> LoaderEpoch:

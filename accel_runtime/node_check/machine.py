@@ -12,12 +12,14 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from accel_runtime.environment.cgroup import count_cpus, read_available_memory
+from accel_runtime.environment.kernel_log import read_kernel_log
 from accel_runtime.environment.node_facts import FolderFacts, NodeFacts, PeerFacts
+from accel_runtime.environment.nvml import load_nvml
 from accel_runtime.environment.settings import __version__
 
 __all__ = ["GpuErrors", "measure_folder", "measure_node", "read_gpu_errors"]
@@ -90,21 +92,24 @@ def _read_driver_version() -> str | None:
     return None
 
 
-class GpuErrors(tuple[int | None, str | None]):
-    """The number of uncorrected memory errors, and the problem with its rows; None if they were not checked."""
+class GpuErrors(NamedTuple):
+    """The errors that the driver has counted for a GPU; None if they were not checked."""
 
-    __slots__ = ()
+    uncorrected: int | None
+    """The number of uncorrected memory errors."""
+    row_problem: str | None
+    """The problem with the rows of its memory; empty without one."""
 
 
 def read_gpu_errors(uuid: str) -> GpuErrors:
     """Read the errors that the driver has counted for the GPU with a UUID."""
     nvml = load_nvml()
     if nvml is None:
-        return GpuErrors((None, None))
+        return GpuErrors(None, None)
     try:
         gpu = nvml.nvmlDeviceGetHandleByUUID(uuid.encode("ascii"))
     except nvml.NVMLError:  # an instance of a GPU (MIG)
-        return GpuErrors((None, None))
+        return GpuErrors(None, None)
     count = None
     with suppress(nvml.NVMLError):  # a GPU without ECC, or with ECC off
         count = int(
@@ -112,7 +117,7 @@ def read_gpu_errors(uuid: str) -> GpuErrors:
                 gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
             )
         )
-    return GpuErrors((count, _read_row_problem(nvml, gpu)))
+    return GpuErrors(count, _read_row_problem(nvml, gpu))
 
 
 def _read_row_problem(nvml: Any, gpu: Any) -> str | None:
@@ -130,31 +135,10 @@ def _read_row_problem(nvml: Any, gpu: Any) -> str | None:
     return None
 
 
-def load_nvml() -> Any:
-    """Return the module `pynvml` after its initialisation; None without it, or without a driver."""
-    try:
-        import pynvml  # noqa: PLC0415 - not installed everywhere, and not needed without GPUs
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    return pynvml
-
-
 def _read_xid_errors() -> tuple[int, ...] | None:
     """Return the errors in the log of the kernel: NVML reports only those that occur while a program waits for them."""
     try:
-        log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+        lines = list(read_kernel_log())
     except OSError:
         return None
-    numbers: set[int] = set()
-    try:
-        while True:
-            with suppress(BrokenPipeError):  # the kernel has overwritten this line
-                numbers.update(map(int, _XID.findall(os.read(log, 8192))))
-    except OSError:  # the end of the log, or no permission
-        return tuple(sorted(numbers))
-    finally:
-        os.close(log)
+    return tuple(sorted({int(number) for line in lines for number in _XID.findall(line)}))

@@ -16,9 +16,9 @@ import pytest
 from accel_cli.planning.plan import LaunchDetails, Plan
 from accel_cli.runner import recorder
 from accel_cli.runner.recorder import RunRecorder, SilenceHint, build_record
-from accel_cli.runs import usage
 from accel_cli.runs.run_dir import RunFolder
 from accel_cli.runs.usage import read_gpu_usage
+from accel_runtime.environment.nvml import load_nvml
 
 
 @pytest.fixture
@@ -59,10 +59,10 @@ def driver(monkeypatch):
 
     def install(processes):
         monkeypatch.setitem(sys.modules, "pynvml", fake_pynvml(processes))
-        usage._load_nvml.cache_clear()
+        load_nvml.cache_clear()
 
     yield install
-    usage._load_nvml.cache_clear()
+    load_nvml.cache_clear()
 
 
 def test_events_are_appended_with_their_time(run):
@@ -192,7 +192,7 @@ def test_a_gpu_that_is_lost_or_has_no_utilisation_does_not_hide_the_others(drive
 def test_no_gpu_usage_is_reported_without_a_driver():
     """The package is installed; its library finds no driver on a machine without GPU."""
     pytest.importorskip("pynvml")
-    usage._load_nvml.cache_clear()
+    load_nvml.cache_clear()
     assert read_gpu_usage({os.getpid()}) == {}
 
 
