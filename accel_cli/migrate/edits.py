@@ -13,7 +13,7 @@ from typing import Any
 import libcst as cst
 from typing_extensions import override
 
-from accel_cli.migrate.script import descendants, to_code
+from accel_cli.migrate.script import descendants, list_children, to_code
 
 __all__ = [
     "Edits",
@@ -67,16 +67,18 @@ class Edits:
 
     def apply(self, module: cst.Module) -> cst.Module:
         """Return the changed module."""
-        changed = module.visit(_Transformer(self, module.config_for_parsing))
+        changed = module.visit(_Transformer(self, module))
         assert isinstance(changed, cst.Module)
         return changed
 
 
 class _Transformer(cst.CSTTransformer):
-    def __init__(self, edits: Edits, config: cst.PartialParserConfig) -> None:
+    def __init__(self, edits: Edits, module: cst.Module) -> None:
         super().__init__()
         self._edits = edits
-        self._config = config
+        self._config = module.config_for_parsing
+        self._entered = _list_around(module, {*edits.changes, *edits.removed, *edits.before, *edits.after})
+        """The nodes that contain a change; others stay as they are."""
         self._statements: set[cst.CSTNode] = set()
         self._blank: list[list[cst.EmptyLine]] = []
         """The blank lines before removed statements that the next statement gets, for each block that is entered."""
@@ -86,7 +88,7 @@ class _Transformer(cst.CSTTransformer):
         if isinstance(node, (cst.IndentedBlock, cst.Module)):
             self._statements.update(node.body)
             self._blank.append([])
-        return True
+        return node in self._entered
 
     @override
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
@@ -131,6 +133,18 @@ class _Transformer(cst.CSTTransformer):
 
     def _parse(self, code: Iterable[Code]) -> list[Any]:
         return [cst.parse_statement(one if isinstance(one, str) else one(), self._config) for one in code]
+
+
+def _list_around(module: cst.Module, nodes: set[cst.CSTNode]) -> set[cst.CSTNode]:
+    """Return nodes of a module, and those around them."""
+    parents = {child: node for node in descendants(module) for child in list_children(node)}
+    found: set[cst.CSTNode] = set()
+    for node in nodes:
+        one: cst.CSTNode | None = node
+        while one is not None and one not in found:
+            found.add(one)
+            one = parents.get(one)
+    return found
 
 
 def _is_empty(node: cst.CSTNode) -> bool:

@@ -321,7 +321,7 @@ def _find_division(conversion: Conversion, call: cst.Call, variable: Variable) -
     if not count or conversion.script.start(call) < position:
         return call, ""
     conversion.reported |= set(descendants(call))
-    product = conversion.script.parents[call]
+    product: Any = conversion.script.parents[call]
     is_product = isinstance(product, cst.BinaryOperation) and isinstance(product.operator, cst.Multiply)
     return (product, "") if is_product and to_code(product.right) == count else (call, count)
 

@@ -64,6 +64,7 @@ class Conversion:
         """The statement before which the Accelerator is created."""
         self.home: cst.FunctionDef | None = None
         self.home_line = 0
+        self._guarded: dict[cst.CSTNode, bool] = {}
         self.backwards = [call for call in script.calls if _is_backward(script, call)]
         self.training = self._find_training()
         self.creations = self._find_creations()
@@ -133,7 +134,9 @@ class Conversion:
 
     def is_guarded(self, node: cst.CSTNode) -> bool:
         """Return whether a statement runs on some ranks only, also through a guarded call of its function."""
-        return self._is_guarded(node, set())
+        if node not in self._guarded:
+            self._guarded[node] = self._is_guarded(node, set())
+        return self._guarded[node]
 
     def _is_guarded(self, node: cst.CSTNode, seen: set[cst.CSTNode]) -> bool:
         if self._is_guarded_in_function(node):

@@ -92,23 +92,28 @@ def _convert_state_dict(conversion: Conversion, call: cst.Call, accelerator: str
 def check_file(conversion: Conversion, call: cst.Call) -> None:
     """Report a file that every process writes."""
     name = conversion.script.qualified_name(call.func)
-    method = to_code(call.func).rpartition(".")[2]
+    method = call.func.value if isinstance(call.func, cst.Name) else get_method(call)
     modes = {to_code(arg.value)[1:2] for arg in call.args[1:] if isinstance(arg.value, cst.SimpleString)}
-    downloads = any(to_code(arg).replace(" ", "") == "download=True" for arg in call.args)
+    downloads = any(arg.keyword and to_code(arg).replace(" ", "") == "download=True" for arg in call.args)
     if method == "open" and name != "builtins.open" and call.args:
         modes = {to_code(arg.value)[1:2] for arg in call.args[:1] if isinstance(arg.value, cst.SimpleString)}
     opens = method == "open" and bool(modes & {"w", "a", "x"})
-    if call in conversion.saved or conversion.is_guarded(call):
+    if not (opens or downloads or method in _WRITES | _IMAGES):
         return
-    if method in _IMAGES and _guard(conversion, call):
-        return
-    if opens or method in _WRITES | _IMAGES or downloads:
+    if not (
+        call in conversion.saved or conversion.is_guarded(call) or _guards_image(conversion, call, method)
+    ):
         advice = (
             "Use with accelerator.main_process_first():"
             if downloads
             else "Guard it with if accelerator.is_main_process:"
         )
         conversion.finding(call, f"Every process writes this file. {advice}")
+
+
+def _guards_image(conversion: Conversion, call: cst.Call, method: str) -> bool:
+    """Return whether a call writes an image, and is guarded now."""
+    return method in _IMAGES and _guard(conversion, call)
 
 
 def _guard(conversion: Conversion, call: cst.Call) -> bool:

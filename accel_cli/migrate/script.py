@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import libcst as cst
@@ -14,6 +15,7 @@ from accel_cli.migrate.structure import (
     descendants,
     get_method,
     get_positional,
+    list_children,
     list_elements,
     to_code,
 )
@@ -28,6 +30,7 @@ __all__ = [
     "descendants",
     "get_method",
     "get_positional",
+    "list_children",
     "list_elements",
     "to_code",
 ]
@@ -91,10 +94,12 @@ class Script(Structure):
 
     def _find_roles(self) -> None:
         self.assigned: dict[Variable, list[tuple[cst.CSTNode, cst.BaseExpression]]] = {}
+        assigning = (cst.Assign, cst.AnnAssign, cst.For, cst.CompFor)
+        assignments = [node for node in self.nodes if isinstance(node, assigning)]
         for _ in range(_ROUNDS):
             before = dict(self.roles), set(self.trained)
             self._find_definitions_of_instances()
-            for node in self.nodes:
+            for node in assignments:
                 self._read_assignment(node)
             for call, function in list(self.callees.items()):
                 for name, arg in self.bind(call, function).items():
@@ -433,13 +438,21 @@ class Script(Structure):
                 return None
         return self.variable(value)
 
+    @functools.cached_property
+    def _loops_over_gradients(self) -> list[cst.For]:
+        return [
+            loop
+            for loop in self.nodes
+            if isinstance(loop, cst.For)
+            and any(
+                isinstance(one, cst.Attribute) and one.attr.value == "grad" for one in descendants(loop.body)
+            )
+        ]
+
     def _find_optimized(self) -> None:
         """Add the models whose parameters optimizers get, or whose gradients the script reads in a loop."""
-        for node in self.nodes:
-            if isinstance(node, cst.For) and any(
-                isinstance(one, cst.Attribute) and one.attr.value == "grad" for one in descendants(node.body)
-            ):
-                self._trace_parameters(node.iter, set())
+        for loop in self._loops_over_gradients:
+            self._trace_parameters(loop.iter, set())
         for call in self.calls:
             if self._makes_optimizer(call) and (owner := self.variable(call.func.value)):  # type: ignore[attr-defined]
                 self.trained.add(owner)

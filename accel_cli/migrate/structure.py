@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +20,26 @@ __all__ = [
     "descendants",
     "get_method",
     "get_positional",
+    "list_children",
     "list_elements",
     "to_code",
 ]
 
+_LAYOUT = re.compile(
+    r"whitespace|lines|^(lpar|rpar|lbrace|rbrace|lbracket|rbracket|comma|colon|first_colon|second_colon|semicolon|equal|dot"
+    r"|header|footer|posonly_ind|separator)$"
+)
+"""Fields of nodes for spaces, comments and punctuation."""
+_FIRST: dict[type[cst.CSTNode], tuple[str, ...]] = {
+    cst.Arg: ("keyword",),
+    cst.ClassDef: ("decorators",),
+    cst.FunctionDef: ("decorators", "name", "params", "returns"),
+    cst.IfExp: ("body", "test"),
+    cst.Parameters: ("posonly_params",),
+    cst.ExceptHandler: ("type", "name"),
+}
+"""The fields that come first in the text, where their order in the class is another one."""
+_EMPTY = cst.Module(body=[])
 _MODULE_BASES = ("torch.nn.", "torch.optim.Optimizer", "torch.utils.data.")
 
 
@@ -50,20 +68,48 @@ class Role:
 
 def descendants(node: cst.CSTNode) -> Iterator[Any]:
     """Yield a node and all nodes below it, in the order of the text."""
-    yield node
-    for child in _list_children(node):
-        yield from descendants(child)
+    pending = [node]
+    while pending:
+        one = pending.pop()
+        yield one
+        pending += reversed(list_children(one))
 
 
-@functools.lru_cache(maxsize=1 << 17)
-def _list_children(node: cst.CSTNode) -> tuple[cst.CSTNode, ...]:
-    """Return the children of a node, which libcst collects by a copy of the node each time."""
-    return tuple(node.children)
+def list_children(node: cst.CSTNode) -> list[cst.CSTNode]:
+    """Return the expressions and statements directly below a node, without spaces, commas and parentheses.
+
+    `CSTNode.children` makes a copy of the node and of all below it in each call.
+    """
+    found: list[cst.CSTNode] = []
+    for name in _list_fields(node.__class__):
+        value = getattr(node, name)
+        kind = type(value)
+        if kind is tuple or kind is list:
+            found += value
+        elif _is_node(kind):
+            found.append(value)
+    return found
+
+
+@functools.cache
+def _is_node(kind: type) -> bool:
+    """Return whether values of a type are nodes; `isinstance` is slow for the abstract classes of libcst."""
+    return issubclass(kind, cst.CSTNode)
+
+
+@functools.cache
+def _list_fields(kind: type[cst.CSTNode]) -> tuple[str, ...]:
+    """Return the fields of a type of nodes that hold expressions and statements, in the order of the text."""
+    names = [field.name for field in dataclasses.fields(kind) if not _LAYOUT.search(field.name)]
+    first = next((order for base, order in _FIRST.items() if issubclass(kind, base)), ())
+    return tuple(sorted(names, key=lambda name: first.index(name) if name in first else len(first)))
 
 
 def to_code(node: cst.CSTNode) -> str:
     """Return the text of a node."""
-    return cst.Module(body=[]).code_for_node(node).strip()
+    if isinstance(node, cst.Name) and not node.lpar:
+        return node.value
+    return _EMPTY.code_for_node(node).strip()
 
 
 def list_elements(node: cst.BaseExpression) -> list[cst.BaseExpression]:
@@ -90,16 +136,18 @@ class Structure:
     """A parsed script with its functions, classes and calls."""
 
     def __init__(self, text: str) -> None:
-        wrapper = metadata.MetadataWrapper(cst.parse_module(text))
-        found = wrapper.resolve_many(
-            [metadata.ParentNodeProvider, metadata.PositionProvider, metadata.ScopeProvider]
-        )
+        # no copy: a module that was just parsed has each node once
+        wrapper = metadata.MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
+        found = wrapper.resolve_many([metadata.PositionProvider, metadata.ScopeProvider])
         self.module = wrapper.module
-        self.parents: Any = found[metadata.ParentNodeProvider]
         self.scopes: Any = found[metadata.ScopeProvider]
         self._names: dict[cst.CSTNode, str] = {}
+        self._named: dict[cst.CSTNode, Variable | None] = {}
         self._positions: Any = found[metadata.PositionProvider]
         self.nodes = list(descendants(self.module))
+        self.parents: dict[cst.CSTNode, cst.CSTNode] = {
+            child: node for node in self.nodes for child in list_children(node)
+        }
         self.calls = [node for node in self.nodes if isinstance(node, cst.Call)]
         self.functions = [node for node in self.nodes if isinstance(node, cst.FunctionDef)]
         self.roles: dict[Variable, Role] = {}
@@ -169,14 +217,13 @@ class Structure:
 
     def variable(self, node: cst.CSTNode) -> Variable | None:
         """Return the variable that a name or an attribute of an instance refers to."""
-        if isinstance(node, cst.Name):
-            scope = self.scopes.get(node)
-            if scope is None or node.value not in scope:
-                return None
-            for assignment in scope[node.value]:
-                if isinstance(assignment, metadata.Assignment):
-                    return Variable(assignment.scope, node.value)
-        if isinstance(node, cst.Attribute):
+        kind = type(node)
+        if kind is cst.Name:
+            if node not in self._named:
+                self._named[node] = self._find_variable(node)  # type: ignore[arg-type]
+            return self._named[node]
+        if kind is cst.Attribute:
+            assert isinstance(node, cst.Attribute)
             if isinstance(node.value, cst.Name) and node.value.value == "self":
                 cls = self.class_of(self.function_of(node))
                 return None if cls is None else Variable(cls, node.attr.value)
@@ -186,6 +233,13 @@ class Structure:
             if role is not None and role.definition is not None:
                 return Variable(role.definition, node.attr.value)
         return None
+
+    def _find_variable(self, node: cst.Name) -> Variable | None:
+        scope = self.scopes.get(node)
+        if scope is None or node.value not in scope:
+            return None
+        assigned = [one for one in scope[node.value] if isinstance(one, metadata.Assignment)]
+        return Variable(assigned[0].scope, node.value) if assigned else None
 
     def variables(self, node: cst.CSTNode) -> set[Variable]:
         """Return the variables in an expression."""
