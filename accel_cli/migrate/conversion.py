@@ -11,6 +11,7 @@ import libcst as cst
 from accel_cli.migrate import devices, distributed, lengths, loop, metrics, output, training_metrics
 from accel_cli.migrate.accelerate import convert_accelerate
 from accel_cli.migrate.batches import find_conditions_of_steps, find_own_batches
+from accel_cli.migrate.collectives import find_collectives, find_own_parallelism
 from accel_cli.migrate.edits import add_import, drop_unused_imports, find_early_use, list_unbound_names
 from accel_cli.migrate.fabric import convert_fabric
 from accel_cli.migrate.fabric_uses import uses_fabric
@@ -21,6 +22,7 @@ from accel_cli.migrate.saving import convert_saving
 from accel_cli.migrate.script import Script, to_code
 from accel_cli.migrate.spawn import map_lines, replace_spawn
 from accel_cli.migrate.trainers import find_trainer
+from accel_cli.migrate.wrappers import convert_wrappers
 
 __all__ = ["Migration", "migrate_script"]
 
@@ -49,21 +51,21 @@ def migrate_script(text: str) -> Migration:
     Raises:
         libcst.ParserSyntaxError: The text is not Python.
     """
-    if trainer := find_trainer(text):
+    tree = ast.parse(text)
+    if trainer := find_trainer(tree):
         return Migration(text, library=trainer)
-    packages = _list_packages(text)
+    packages = _list_packages(tree)
     if "accelerate" in packages:
         return Migration(*convert_accelerate(text), library="Accelerate")
     if "accel_runtime" in packages:
         return Migration(text, output.find_rest(Script(text)))
     if packages & _LIGHTNING and uses_fabric(script := Script(text)):
         return _migrate_fabric(text, script)
-    return _migrate_raw_loop(text)
+    return _migrate_raw_loop(text, tree)
 
 
-def _list_packages(text: str) -> set[str]:
+def _list_packages(tree: ast.Module) -> set[str]:
     """Return the packages that a script imports, without functions that it can do without."""
-    tree = ast.parse(text)
     optional = {
         id(one)
         for node in ast.walk(tree)
@@ -85,9 +87,9 @@ def _catches_import_error(handler: ast.ExceptHandler) -> bool:
     return bool({"ImportError", "ModuleNotFoundError", "Exception"} & set(names))
 
 
-def _check_objects(text: str) -> Migration:
+def _check_objects(text: str, tree: ast.Module) -> Migration:
     """Report the optimizer of a script without a backward pass, whose training is elsewhere."""
-    match = _OPTIMIZER.search(ast.unparse(ast.parse(text)))
+    match = _OPTIMIZER.search(text) and _OPTIMIZER.search(ast.unparse(tree))
     if match is None:
         return Migration(text)
     line = next((number for number, one in enumerate(text.splitlines(), 1) if match[0] in one), 1)
@@ -106,30 +108,29 @@ def _migrate_fabric(text: str, script: Script) -> Migration:
     return _finish(text, conversion, add_import(module, imports), tuple(_LIGHTNING))
 
 
-def _migrate_raw_loop(text: str) -> Migration:
+def _migrate_raw_loop(text: str, tree: ast.Module) -> Migration:
+    collectives = find_collectives(tree) if "distributed" in text else ()
+    trains = ".backward(" in text
+    if trains and "distributed" in text and (own := find_own_parallelism(tree)):
+        return Migration(text, (own,))
     try:
         started = replace_spawn(text)
     except UnsafeError as error:
         return Migration(text, (error.finding,))
-    trains = ".backward(" in text
-    if not trains and "distributed" not in text:
-        return _check_objects(text)
-    script = Script(started)
-    findings = distributed.find_collectives(script)
-    if findings or not trains:
-        located = map_lines(findings, text, started)
-        return Migration(text, located) if findings else _check_objects(text)
-    conversion = Conversion(script)
+    if not trains:
+        return Migration(text, collectives) if collectives else _check_objects(text, tree)
+    conversion = Conversion(Script(started))
     if not conversion.backwards:
-        return Migration(text)
+        return Migration(text, collectives)
     try:
         module = _convert(conversion)
     except UnsafeError as error:
         return Migration(text, map_lines((error.finding,), text, started))
     result = _finish(started, conversion, module)
+    findings = {*map_lines(result.findings, text, started), *collectives}
     return Migration(
         text if result.text == started else result.text,
-        map_lines(result.findings, text, started),
+        tuple(sorted(findings)),
         map_lines(result.notes, text, started),
     )
 
@@ -180,7 +181,7 @@ def _convert(conversion: Conversion) -> cst.Module:
     distributed.convert_reductions(conversion)
     devices.convert_devices(conversion)
     prepare_objects(conversion)
-    loop.convert_wrappers(conversion)
+    convert_wrappers(conversion)
     output.reduce_losses(conversion)
     find_conditions_of_steps(conversion)
     convert_saving(conversion)

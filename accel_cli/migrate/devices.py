@@ -79,6 +79,7 @@ def _drop_parameters(conversion: Conversion) -> set[Variable]:
             if (
                 not calls
                 or len(bound) != len(calls)
+                or not (function is conversion.home or conversion.can_get(function.body.body[0]))
                 or not is_only_called
                 or is_module
                 or script.find_ancestor(function, cst.FunctionDef)
@@ -104,8 +105,11 @@ def _is_device_use(conversion: Conversion, node: cst.CSTNode, kept: set[Variable
     if not isinstance(node, (cst.Name, cst.Attribute)) or node in conversion.dropped:
         return False
     parent = script.parents.get(node)
-    if isinstance(parent, (cst.AssignTarget, cst.Param, cst.AnnAssign, cst.NameItem)) or any(
-        one in conversion.edits.removed for one in script.ancestors(node)
+    is_kept = script.kind_of(node) == "device" and not conversion.can_get(node)
+    if (
+        is_kept
+        or isinstance(parent, (cst.AssignTarget, cst.Param, cst.AnnAssign, cst.NameItem))
+        or any(one in conversion.edits.removed for one in script.ancestors(node))
     ):
         return False
     if isinstance(parent, cst.Attribute) and parent.attr is node:
@@ -126,6 +130,8 @@ def _is_inline_device(conversion: Conversion, node: cst.CSTNode, kept: set[Varia
     if not isinstance(arg, cst.Arg) or not isinstance(node, (cst.FormattedString, cst.Call)):
         return False
     if node in conversion.dropped or script.kind_of(node) != "device" or node in script.callees:
+        return False
+    if not conversion.can_get(node):
         return False
     call = script.parents[arg]
     keyword = arg.keyword.value if arg.keyword is not None else ""
@@ -199,6 +205,8 @@ def _convert_move(conversion: Conversion, call: cst.Call, kept: set[Variable]) -
     is_model = _creates_trained_model(conversion, call) or (isinstance(owner, Role) and owner.kind == "model")
     if (is_prepared or is_model) and not others and not (is_model and _is_read_before(conversion)):
         _strip(conversion, call)
+        return
+    if not conversion.can_get(call):
         return
     device = f"{conversion.accelerator(call)}.device"
     if is_cuda:

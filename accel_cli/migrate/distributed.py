@@ -8,9 +8,16 @@ from typing import Any
 import libcst as cst
 
 from accel_cli.migrate.edits import drop_last_comma
-from accel_cli.migrate.findings import Finding
 from accel_cli.migrate.raw import Conversion
-from accel_cli.migrate.script import Script, Variable, descendants, get_positional, list_elements, to_code
+from accel_cli.migrate.script import (
+    Script,
+    Variable,
+    descendants,
+    get_method,
+    get_positional,
+    list_elements,
+    to_code,
+)
 
 __all__ = [
     "REMOVED",
@@ -18,7 +25,6 @@ __all__ = [
     "convert_ranks",
     "convert_reductions",
     "convert_samplers",
-    "find_collectives",
 ]
 
 _DDP = ("torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed.DistributedDataParallel")
@@ -31,51 +37,24 @@ REMOVED = (
     "torch.accelerator.set_device_idx",
 )
 _METHODS = {
-    "no_sync": "Use accelerator.accumulate(model)",
-    "join": "Use accelerator.join_uneven_inputs([model])",
-    "register_comm_hook": "Use DistributedDataParallelKwargs(comm_hook=...)",
+    "no_sync": "accelerator.no_sync(model)",
+    "join": "accelerator.join_uneven_inputs([model])",
+    "register_comm_hook": "DistributedDataParallelKwargs(comm_hook=...)",
 }
+_DDP_OPTIONS = {
+    "broadcast_buffers": "True",
+    "bucket_cap_mb": "",
+    "find_unused_parameters": "False",
+    "gradient_as_bucket_view": "False",
+    "static_graph": "False",
+}
+"""Options of DDP with their defaults."""
 _SYNC = ".require_backward_grad_sync"
 """The attribute of DDP that scripts set instead of `no_sync`."""
 _ATTRIBUTES = {"rank": "process_index", "local_rank": "local_process_index", "world_size": "num_processes"}
 _MAIN = {"rank": "is_main_process", "local_rank": "is_local_main_process"}
 _REDUCTIONS = ("torch.distributed.all_reduce", "torch.distributed.reduce")
 _OPERATIONS = {"SUM": "sum", "AVG": "mean", "MAX": "max", "MIN": "min"}
-_CONVERTED = {
-    *_DDP,
-    *_SAMPLERS,
-    *REMOVED,
-    "torch.distributed.barrier",
-    "torch.distributed.get_rank",
-    "torch.distributed.get_world_size",
-    "torch.distributed.is_initialized",
-    *_REDUCTIONS,
-}
-"""The functions and classes for process groups that are converted."""
-_ADVICE = {
-    "torch.distributed.all_gather": "Write accelerator.gather(tensor)",
-    "torch.distributed.all_gather_into_tensor": "Write accelerator.gather(tensor)",
-    "torch.distributed.all_gather_object": "Write gather_object([obj]) of accel_runtime",
-    "torch.distributed.broadcast": "Write broadcast(tensor) of accel_runtime",
-    "torch.distributed.broadcast_object_list": "Write broadcast_object_list(objects) of accel_runtime",
-    "torch.distributed.is_available": "Remove it",
-    "torch.distributed.new_group": "Remove it, or set parallel in the profile",
-}
-_OTHER = "It works after Accelerator() on several processes; guard it with if accelerator.num_processes > 1:"
-
-
-def find_collectives(script: Script) -> tuple[Finding, ...]:
-    """Return the calls of torch.distributed that are not converted, with what to write."""
-    findings = []
-    for call in script.calls:
-        name = script.qualified_name(call.func)
-        if not name.startswith("torch.distributed.") or name in _CONVERTED:
-            continue
-        advice = _ADVICE.get(name, _OTHER)
-        findings.append(
-            Finding(script.line(call), f"This use of process groups is not converted: {name}. {advice}.")
-        )
-    return tuple(sorted(set(findings)))
 
 
 def convert_process_group(conversion: Conversion) -> None:
@@ -91,10 +70,12 @@ def convert_process_group(conversion: Conversion) -> None:
         elif name == "torch.distributed.is_initialized":
             conversion.edits.replace(call, f"{conversion.accelerator(call)}.use_distributed")
         elif name == "torch.distributed.barrier":
-            if call.args:
-                raise conversion.unsafe(
-                    call, "The barrier has arguments. Use accelerator.wait_for_everyone()."
+            if any(arg.keyword is None or arg.keyword.value == "group" for arg in call.args):
+                conversion.finding(
+                    call,
+                    "This barrier is one of a group of processes. Use accelerator.wait_for_everyone() for all.",
                 )
+                continue
             conversion.edits.replace(call, f"{conversion.accelerator(call)}.wait_for_everyone()")
         elif name in _DDP:
             _read_options(conversion, call)
@@ -103,51 +84,78 @@ def convert_process_group(conversion: Conversion) -> None:
             and call.func.attr.value in _METHODS
             and script.kind_of(call.func.value) == "model"
         ):
-            raise conversion.unsafe(
-                call, f"{call.func.attr.value} is a method of DDP. {_METHODS[call.func.attr.value]}."
-            )
+            _convert_method(conversion, call, call.func.value)
     _check_guards(conversion)
 
 
+def _convert_method(conversion: Conversion, call: cst.Call, model: cst.BaseExpression) -> None:
+    """Replace a method of DDP by that of the Accelerator, which also exists for a model on one process."""
+    method = get_method(call)
+    if method == "no_sync" and not call.args:
+        code = f"{conversion.accelerator(call)}.no_sync({to_code(model)})"
+    elif method == "join" and not call.args:
+        code = f"{conversion.accelerator(call)}.join_uneven_inputs([{to_code(model)}])"
+    else:
+        conversion.finding(call, f"{method} is a method of DDP. Use {_METHODS[method]}.")
+        return
+    conversion.edits.replace(call, code)
+
+
 def _read_options(conversion: Conversion, call: cst.Call) -> None:
+    """Pass the options of DDP that are constants to the Accelerator, and report others."""
+    options = []
     for arg in call.args[1:]:
-        name = arg.keyword.value if arg.keyword is not None else ""
-        if name == "find_unused_parameters" and to_code(arg.value) == "True":
-            conversion.imports.add("DistributedDataParallelKwargs")
-            handler = "DistributedDataParallelKwargs(find_unused_parameters=True)"
-            conversion.arguments["kwargs_handlers"] = f"[{handler}]"
-        elif name not in {"device_ids", "output_device"} and to_code(arg.value) != "False":
-            raise conversion.unsafe(
-                call,
-                "The arguments of DistributedDataParallel are not understood. Use DistributedDataParallelKwargs.",
+        name, code = arg.keyword.value if arg.keyword is not None else "", to_code(arg.value)
+        is_constant = code in {"True", "False"} or isinstance(arg.value, cst.Integer)
+        if name in _DDP_OPTIONS and is_constant:
+            options += [f"{name}={code}"] if code != _DDP_OPTIONS[name] else []
+        elif name not in {"device_ids", "output_device"}:
+            conversion.finding(
+                arg,
+                f"This argument of DistributedDataParallel is not converted. Pass DistributedDataParallelKwargs({name or '...'}=...) to the Accelerator.",
             )
+    if options:
+        conversion.imports.add("DistributedDataParallelKwargs")
+        conversion.arguments["kwargs_handlers"] = f"[DistributedDataParallelKwargs({', '.join(options)})]"
 
 
 def _check_guards(conversion: Conversion) -> None:
-    """Raise an error for an evaluation on some ranks only: a prepared loader is read by all processes."""
+    """Report loaders that are read on some ranks only, and leave them whole: a prepared one is read by all processes."""
     script = conversion.script
-    reading = {
-        script.function_of(node)
-        for node in script.nodes
-        if isinstance(node, (cst.For, cst.CompFor)) and script.loader_of(node.iter) is not None
-    }
-    while (
-        callers := {
-            function
-            for call, callee in script.callees.items()
-            if callee in reading and (function := script.function_of(call))
-        }
-        - reading
-    ):
-        reading |= callers
-    for node in script.nodes:
-        is_loop = isinstance(node, cst.For) and script.loader_of(node.iter) is not None
-        is_call = isinstance(node, cst.Call) and node in script.callees and script.callees[node] in reading
-        if (is_loop or is_call) and conversion.is_guarded(node):
-            raise conversion.unsafe(
-                node,
-                "A loader is read on some ranks only. Read it on all processes, and print on the main one.",
+    loops = [node for node in script.nodes if isinstance(node, cst.For) and script.loader_of(node.iter)]
+    for loop in loops:
+        guarded = _find_guarded(conversion, loop, set())
+        role = script.loader_of(loop.iter)
+        if guarded is None or role is None:
+            continue
+        if not role.origins & conversion.find_training_loaders():
+            conversion.unprepared |= role.origins
+            conversion.finding(
+                guarded,
+                "A loader is read on some ranks only. It is not prepared, so these ranks evaluate all samples, and the others wait. Read it on all processes, and print on the main one.",
             )
+        else:
+            conversion.finding(
+                guarded,
+                "A loader is read on some ranks only, and all processes must read a prepared one. Read it on all processes, and print on the main one.",
+            )
+
+
+def _find_guarded(
+    conversion: Conversion, node: cst.CSTNode, seen: set[cst.FunctionDef]
+) -> cst.CSTNode | None:
+    """Return the loop, or the call of its function, that runs on some ranks only."""
+    script = conversion.script
+    if conversion.is_guarded_here(node):
+        return node
+    function = script.function_of(node)
+    if function is None or function in seen:
+        return None
+    seen.add(function)
+    return next(
+        (found for call in script.calls_of(function) if (found := _find_guarded(conversion, call, seen))),
+        None,
+    )
 
 
 # Ranks

@@ -162,24 +162,27 @@ def _strip_start(original: cst.IndentedBlock | cst.Module, body: Sequence[Any]) 
 
 
 def _drop_empty_branches(original: cst.If, updated: cst.If) -> Any:
-    """Return an `if` without a branch whose statements were all removed."""
-    if original.body.children and isinstance(updated.body, cst.IndentedBlock) and not updated.body.body:
-        if updated.orelse is None:
-            return cst.SimpleStatementLine(body=[], leading_lines=updated.leading_lines)
-        if isinstance(updated.orelse, cst.Else) and isinstance(updated.orelse.body, cst.IndentedBlock):
-            if not updated.orelse.body.body:
-                return cst.SimpleStatementLine(body=[], leading_lines=updated.leading_lines)
-            test = cst.UnaryOperation(
-                cst.Not(), updated.test.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
-            )
-            return updated.with_changes(test=test, body=updated.orelse.body, orelse=None)
-        if _is_empty(updated.orelse):
-            return cst.SimpleStatementLine(body=[], leading_lines=updated.leading_lines)
-    elif isinstance(updated.orelse, cst.Else):
-        body = updated.orelse.body
-        if isinstance(body, cst.IndentedBlock) and not body.body:
-            return updated.with_changes(orelse=None)
-    return updated
+    """Return an `if` without the branches whose statements were all removed."""
+    has_body = not (original.body.children and _is_block(updated.body) and not updated.body.body)
+    otherwise: Any = updated.orelse
+    if (isinstance(otherwise, cst.Else) and _is_block(otherwise.body) and not otherwise.body.body) or (
+        otherwise is not None and _is_empty(otherwise)
+    ):
+        otherwise = None
+    if has_body:
+        return updated if otherwise is updated.orelse else updated.with_changes(orelse=None)
+    if otherwise is None:
+        return cst.SimpleStatementLine(body=[], leading_lines=updated.leading_lines)
+    if not isinstance(otherwise, cst.Else):
+        return updated
+    test = cst.UnaryOperation(
+        cst.Not(), updated.test.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+    )
+    return updated.with_changes(test=test, body=otherwise.body, orelse=None)
+
+
+def _is_block(node: cst.CSTNode) -> bool:
+    return isinstance(node, cst.IndentedBlock)
 
 
 def is_docstring(statement: cst.CSTNode) -> bool:

@@ -60,7 +60,7 @@ def _check_length(conversion: Conversion, call: cst.Call) -> None:
         if division is None:
             return
         counted = division
-    is_divided = is_loader and _is_after_prepare(conversion, call, role)
+    is_divided = is_loader and conversion.is_after_prepare(call, role)
     uses = set(_list_uses(conversion, counted, set()))
     if is_divided and "scheduler" in uses:
         conversion.finding(
@@ -87,18 +87,6 @@ def _find_division(conversion: Conversion, call: cst.Call) -> cst.BinaryOperatio
         if isinstance(one, (cst.BaseSmallStatement, cst.BaseSuite)):
             return None
     return None
-
-
-def _is_after_prepare(conversion: Conversion, node: cst.CSTNode, role: Any) -> bool:
-    """Return whether a loader is prepared where its length is read."""
-    script = conversion.script
-    for origin in role.origins:
-        anchor = conversion.anchors.get(origin)
-        if anchor is None or script.function_of(anchor) is not script.function_of(node):
-            continue
-        if script.start(node) <= script.end(anchor):
-            return False
-    return True
 
 
 def _list_uses(conversion: Conversion, node: cst.CSTNode, seen: set[Any]) -> Iterator[str]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import libcst as cst
 
 from accel_cli.migrate.edits import set_function
-from accel_cli.migrate.raw import Conversion, strip_wrappers
+from accel_cli.migrate.raw import Conversion
 from accel_cli.migrate.script import (
     NO_VARIABLE,
-    WRAPPERS,
+    Script,
     Variable,
     descendants,
     get_method,
@@ -25,7 +26,6 @@ __all__ = [
     "convert_backward",
     "convert_clipping",
     "convert_precision",
-    "convert_wrappers",
 ]
 
 _AUTOCAST = (
@@ -52,9 +52,10 @@ def convert_backward(conversion: Conversion) -> None:
     for call in conversion.backwards:
         assert isinstance(call.func, cst.Attribute)
         if any(arg.keyword is None or arg.star or arg.keyword.value == "gradient" for arg in call.args):
-            raise conversion.unsafe(
+            conversion.finding(
                 call, "backward() has a gradient as its argument. Pass a scalar loss to accelerator.backward."
             )
+            continue
         loss: Any = call.func.value
         scaled = _get_scaled(conversion, loss)
         accelerator = cst.parse_expression(f"{conversion.accelerator(call)}.backward")
@@ -75,21 +76,6 @@ def convert_backward(conversion: Conversion) -> None:
             ),
         )
         conversion.losses[call] = loss if scaled is None else scaled
-
-
-def _check_closures(conversion: Conversion) -> None:
-    """Raise an error for an optimizer that runs the backward pass itself and accumulates."""
-    for call in conversion.script.calls:
-        is_step = isinstance(call.func, cst.Attribute) and call.func.attr.value == "step" and bool(call.args)
-        if (
-            is_step
-            and isinstance(call.func, cst.Attribute)
-            and conversion.script.kind_of(call.func.value) == "optimizer"
-        ):
-            raise conversion.unsafe(
-                call,
-                "The optimizer gets a closure, which runs the backward passes of a cycle at once. Run the backward pass before the step.",
-            )
 
 
 def _build_backward(node: cst.Call, function: cst.BaseExpression, *, is_scaled: bool) -> cst.Call:
@@ -125,75 +111,51 @@ def convert_clipping(conversion: Conversion) -> None:
             if arg.keyword and arg.keyword.value not in {"parameters", "max_norm", "norm_type", "clip_value"}
         ]
         if extra or any(arg.star for arg in call.args):
-            raise conversion.unsafe(
-                call, f"accelerator.{name} has no argument {', '.join(extra) or '*'}. Remove it."
+            argument = ", ".join(extra) or "*"
+            conversion.finding(
+                call,
+                f"accelerator.{name} has no argument {argument}. Remove it, and call this method: in fp16, it unscales the gradients first.",
             )
+            continue
         conversion.edits.change(call, set_function(f"{conversion.accelerator(call)}.{name}"))
-
-
-def convert_wrappers(conversion: Conversion) -> None:
-    """Remove `DataParallel`, and replace `model.module` by `unwrap_model`."""
-    script = conversion.script
-    for node in script.nodes:
-        if (
-            isinstance(node, cst.Call)
-            and script.qualified_name(node.func) in WRAPPERS - {"torch.compile"}
-            and "DataParallel" in script.qualified_name(node.func)
-        ):
-            assign = script.find_ancestor(node, (cst.Assign, cst.BaseSuite))
-            is_plain = "SyncBatchNorm" not in to_code(node) and "torch.compile" not in to_code(node)
-            if (
-                is_plain
-                and isinstance(assign, cst.Assign)
-                and to_code(assign.targets[0].target) == to_code(strip_wrappers(script, assign.value))
-            ):
-                conversion.edits.remove(assign)
-            else:
-                conversion.edits.change(node, lambda one: one.args[0].value)
-        elif (
-            isinstance(node, cst.Attribute)
-            and node.attr.value == "module"
-            and script.kind_of(node.value) == "model"
-        ):
-            function = f"{conversion.accelerator(node)}.unwrap_model"
-            conversion.edits.change(
-                node,
-                partial(_call_on_value, function=function),
-            )
-
-
-def _call_on_value(node: cst.Attribute, function: str) -> cst.Call:
-    return cst.Call(cst.parse_expression(function), [cst.Arg(node.value)])
 
 
 # Accumulation
 
 
 def convert_accumulation(conversion: Conversion) -> None:
-    """Replace steps after every n-th batch by `accelerator.accumulate`."""
+    """Replace steps after every n-th batch by `accelerator.accumulate`.
+
+    A cycle of another form stays as it is: the script divides the loss and decides when the optimizer steps. It is exact on
+    several processes too, and averages the gradients of each batch instead of once in a cycle.
+    """
     script = conversion.script
-    steps: dict[str, cst.CSTNode] = {}
-    for node in script.nodes:
-        if not isinstance(node, cst.If) or not _steps_optimizer(conversion, node):
-            continue
-        loop = next((one for one in script.ancestors(node) if isinstance(one, cst.For)), None)
-        count = _read_cycle(conversion, node, loop)
-        if loop is None or count is None:
-            raise conversion.unsafe(
+    steps = [node for node in script.nodes if isinstance(node, cst.If) and _steps_optimizer(conversion, node)]
+    cycles = [cycle for node in steps if (cycle := _read_cycle(conversion, node)) is not None]
+    if len({cycle.count for cycle in cycles}) > 1 or _has_closures(conversion):
+        cycles = []
+    known = {cycle.condition for cycle in cycles}
+    for node in steps:
+        if node not in known and "%" in to_code(node.test):
+            conversion.note(
                 node,
-                "The optimizer steps under this condition, which is not understood. Use accelerator.accumulate(model) and Accelerator(gradient_accumulation_steps=...).",
+                "The gradients are averaged over the processes after each batch, and not once in a cycle. For speed, use accelerator.accumulate(model) and Accelerator(gradient_accumulation_steps=...).",
             )
-        steps[count] = node
-        _convert_cycle(conversion, node, loop, count)
-    if len(steps) > 1:
-        raise conversion.unsafe(
-            next(iter(steps.values())),
-            "Gradients are accumulated over different numbers of batches. Use one number.",
-        )
-    if steps:
-        _check_closures(conversion)
-    for count, node in steps.items():
-        _pass_steps(conversion, count, node)
+    for cycle in cycles:
+        _convert_cycle(conversion, cycle)
+    for cycle in cycles[:1]:
+        _pass_steps(conversion, cycle.count, cycle.condition)
+
+
+def _has_closures(conversion: Conversion) -> bool:
+    """Return whether an optimizer runs the backward passes itself."""
+    return any(
+        get_method(call) == "step"
+        and bool(call.args)
+        and isinstance(call.func, cst.Attribute)
+        and conversion.script.kind_of(call.func.value) == "optimizer"
+        for call in conversion.script.calls
+    )
 
 
 def _steps_optimizer(conversion: Conversion, node: cst.If) -> bool:
@@ -213,9 +175,54 @@ def _steps_optimizer(conversion: Conversion, node: cst.If) -> bool:
     return False
 
 
-def _read_cycle(conversion: Conversion, node: cst.If, loop: cst.For | None) -> str | None:
-    """Return the number of batches of a cycle in `(i + 1) % n == 0`, also with `or i + 1 == len(loader)`."""
-    if loop is None or node.orelse is not None or not isinstance(loop.target, cst.Tuple):
+@dataclass(frozen=True)
+class _Cycle:
+    """A loop whose optimizer steps after every n-th batch."""
+
+    loop: cst.For
+    condition: cst.If
+    """The condition of the step."""
+    count: str
+    """The code of n."""
+    ends_with_epoch: bool
+    """Whether the last batch of an epoch also ends a cycle in the script."""
+    divisions: tuple[_Division, ...]
+
+
+@dataclass(frozen=True)
+class _Division:
+    """The division of a loss by the number of batches of a cycle."""
+
+    loss: cst.BaseExpression
+    node: cst.CSTNode
+    """The expression or statement that divides."""
+
+
+def _read_cycle(conversion: Conversion, node: cst.If) -> _Cycle | None:
+    """Return the cycle of a condition of the form `(i + 1) % n == 0`; None for another form."""
+    script = conversion.script
+    loop = next((one for one in script.ancestors(node) if isinstance(one, cst.For)), None)
+    if loop is None or node.orelse is not None:
+        return None
+    match = _match_condition(conversion, node, loop)
+    if match is None:
+        return None
+    inside, own = set(descendants(loop)), set(descendants(node.body))
+    if any(get_method(one) == "zero_grad" and one not in own for one in descendants(loop.body)):
+        return None
+    losses = [
+        conversion.losses[call]
+        for call in conversion.backwards
+        if call in inside and call in conversion.losses
+    ]
+    divisions = [_find_division(conversion, loss, loop, match[1]) for loss in losses]
+    found = tuple(one for one in divisions if one is not None)
+    return _Cycle(loop, node, match[1], bool(match[2]), found) if len(found) == len(divisions) else None
+
+
+def _match_condition(conversion: Conversion, node: cst.If, loop: cst.For) -> re.Match[str] | None:
+    """Return the number of batches in `(i + 1) % n == 0`, and the rest in `or i + 1 == len(loader)`."""
+    if not isinstance(loop.target, cst.Tuple):
         return None
     index = to_code(loop.target.elements[0].value)
     if conversion.script.batch_target(loop) is None:
@@ -227,29 +234,18 @@ def _read_cycle(conversion: Conversion, node: cst.If, loop: cst.For | None) -> s
     last = rf"(?:{last}|\(?\s*{re.escape(index)}\s*==\s*len\([\w.]+\)\s*-\s*1\s*\)?)"
     match = re.fullmatch(rf"\(?{position}\s*%\s*([\w.]+)\s*==\s*0\)?(\s+or\s+{last})?", test)
     match = match or re.fullmatch(rf"not\s+{position}\s*%\s*([\w.]+)()", test)
-    if match is None:
-        match = re.fullmatch(rf"{re.escape(index)}\s*%\s*([\w.]+)\s*==\s*\1\s*-\s*1()", test)
-    if match is None:
-        return None
-    if not match[2]:
+    return match or re.fullmatch(rf"{re.escape(index)}\s*%\s*([\w.]+)\s*==\s*\1\s*-\s*1()", test)
+
+
+def _convert_cycle(conversion: Conversion, cycle: _Cycle) -> None:
+    script = conversion.script
+    node, loop = cycle.condition, cycle.loop
+    conversion.cycles.append((loop, node))
+    if not cycle.ends_with_epoch:
         conversion.note(
             node,
             "If the number of batches is not divisible by the accumulation steps, the last cycle of an epoch now also ends with an optimizer step.",
         )
-    return match[1]
-
-
-def _convert_cycle(conversion: Conversion, node: cst.If, loop: cst.For, count: str) -> None:
-    script = conversion.script
-    conversion.cycles.append((loop, node))
-    cycle = set(descendants(node.body))
-    for one in descendants(loop.body):
-        is_reset = get_method(one) == "zero_grad"
-        if is_reset and one not in cycle:
-            raise conversion.unsafe(
-                one,
-                "zero_grad is not called with the step of the optimizer, and does nothing elsewhere in a cycle. Call it after the step.",
-            )
     accelerator = conversion.accelerator(node)
     conversion.edits.change(
         node,
@@ -269,9 +265,8 @@ def _convert_cycle(conversion: Conversion, node: cst.If, loop: cst.For, count: s
         return one.with_changes(body=cst.IndentedBlock([cst.With([item], one.body)]))
 
     conversion.edits.change(loop, wrap)
-    for call in conversion.backwards:
-        if call in set(descendants(loop)):
-            _remove_division(conversion, call, loop, count)
+    for division in cycle.divisions:
+        _remove_division(conversion, division, cycle.count)
 
 
 def _get_name(variable: Variable) -> str:
@@ -289,41 +284,41 @@ def _find_local_models(conversion: Conversion, loop: cst.For) -> list[str]:
     return names
 
 
-def _remove_division(conversion: Conversion, call: cst.Call, loop: cst.For, count: str) -> None:
-    """Remove the division of the loss by the number of batches, which `accelerator.backward` does."""
+def _find_division(
+    conversion: Conversion, loss: cst.BaseExpression, loop: cst.For, count: str
+) -> _Division | None:
+    """Return where a loss is divided by the number of batches of a cycle; None without a division."""
     script = conversion.script
-    loss = conversion.losses[call]
     if _is_division(loss, count):
-        conversion.edits.change(loss, lambda node: node.left)
-        return
+        return _Division(loss, loss)
     variable = script.variable(loss) if isinstance(loss, cst.Name) else None
     for node in descendants(loop.body):
-        if (
-            isinstance(node, cst.Assign)
-            and script.variable(node.targets[0].target) == variable
-            and _is_division(node.value, count)
-        ):
-            assert isinstance(node.value, cst.BinaryOperation)
-            if to_code(node.value.left) == to_code(loss):
-                conversion.edits.remove(node)
-            else:
-                conversion.edits.change(node.value, lambda one: one.left)
-        elif (
-            isinstance(node, cst.AugAssign)
-            and isinstance(node.operator, cst.DivideAssign)
-            and script.variable(node.target) == variable
-            and to_code(node.value) == count
-        ):
-            conversion.edits.remove(node)
+        if isinstance(node, cst.Assign):
+            divides = script.variable(node.targets[0].target) == variable and _is_division(node.value, count)
+        elif isinstance(node, cst.AugAssign):
+            is_operator = isinstance(node.operator, cst.DivideAssign)
+            divides = (
+                is_operator and script.variable(node.target) == variable and to_code(node.value) == count
+            )
         else:
             continue
-        assert variable is not None
-        conversion.divided[variable] = count, script.start(node)
+        if divides and variable is not None:
+            return _Division(loss, node)
+    return None
+
+
+def _remove_division(conversion: Conversion, division: _Division, count: str) -> None:
+    """Remove the division of the loss by the number of batches, which `accelerator.backward` does."""
+    script, node, loss = conversion.script, division.node, division.loss
+    if node is loss:
+        conversion.edits.change(loss, lambda one: one.left)
         return
-    raise conversion.unsafe(
-        call,
-        f"The loss is not divided by {count}, and accelerator.backward divides it. Divide it by {count} first.",
-    )
+    if isinstance(node, cst.Assign) and to_code(node.value.left) != to_code(loss):  # type: ignore[attr-defined]
+        conversion.edits.change(node.value, lambda one: one.left)
+    else:
+        conversion.edits.remove(node)
+    if variable := script.variable(loss):
+        conversion.divided[variable] = count, script.start(node)
 
 
 def _is_division(node: cst.BaseExpression, count: str) -> bool:
@@ -379,27 +374,33 @@ def is_known_before(conversion: Conversion, name: str) -> bool:
 
 
 def convert_precision(conversion: Conversion) -> None:
-    """Replace autocast and GradScaler by `mixed_precision`."""
+    """Replace autocast and GradScaler by `mixed_precision`; both stay where they are used in a way that is not understood."""
     script = conversion.script
-    formats: set[str] = set()
-    if not _trains_in_autocast(conversion):
+    if not all(_is_known_use(conversion, node) for node in _list_scalers(script)):
+        conversion.keeps_scalers = True
+        return
+    value = _read_precision(conversion)
+    if value is None:
         _convert_scaler_format(conversion)
         if not conversion.keeps_scalers:
             _remove_scalers(conversion)
         return
     for call in script.calls:
         if script.is_call_of(call, *_AUTOCAST):
-            formats.add(_read_autocast(conversion, call))
-            accelerator = conversion.accelerator(call)
-            conversion.edits.replace(call, f"{accelerator}.autocast()")
-    if len(formats) > 1:
-        call = next(call for call in script.calls if script.is_call_of(call, *_AUTOCAST))
-        raise conversion.unsafe(
-            call, f"autocast is used with {' and '.join(sorted(formats))}. Use the same format."
-        )
-    if formats:
-        conversion.arguments["mixed_precision"] = formats.pop()
+            conversion.edits.replace(call, f"{conversion.accelerator(call)}.autocast()")
+    conversion.arguments["mixed_precision"] = value
     _remove_scalers(conversion)
+
+
+def _read_precision(conversion: Conversion) -> str | None:
+    """Return the code of the number format of all contexts of autocast; None if they stay."""
+    if not _trains_in_autocast(conversion):
+        return None
+    script = conversion.script
+    formats = {
+        _read_autocast(conversion, call) for call in script.calls if script.is_call_of(call, *_AUTOCAST)
+    }
+    return formats.pop() if len(formats) == 1 else None
 
 
 def _trains_in_autocast(conversion: Conversion) -> bool:
@@ -429,13 +430,7 @@ def _trains_in_autocast(conversion: Conversion) -> bool:
     is_named = any(not isinstance(script.parents[call], (cst.WithItem, cst.Decorator)) for call in contexts)
     if is_named or (not uses_scaler and (not inside & set(contexts) or len(covered) < len(calls))):
         return False
-    if not calls or len(covered) < len(calls):
-        missing = next((call for call in calls if call not in covered), contexts[0])
-        raise conversion.unsafe(
-            missing,
-            "Only some calls of the trained models are in autocast, and Accelerator(mixed_precision=...) converts all. Use accelerator.autocast() for all of them.",
-        )
-    return True
+    return bool(calls) and len(covered) == len(calls)
 
 
 def _convert_scaler_format(conversion: Conversion) -> None:
@@ -472,7 +467,8 @@ def _is_in_autocast(conversion: Conversion, call: cst.Call) -> bool:
     return False
 
 
-def _read_autocast(conversion: Conversion, call: cst.Call) -> str:
+def _read_autocast(conversion: Conversion, call: cst.Call) -> str | None:
+    """Return the code of the number format of a context; None if it is not known when the Accelerator is created."""
     script = conversion.script
     name = script.qualified_name(call.func)
     enabled = get_positional(call, 9, "enabled")
@@ -480,21 +476,13 @@ def _read_autocast(conversion: Conversion, call: cst.Call) -> str:
     device = get_positional(call, 0, "device_type") if "cuda" not in name and "cpu" not in name else None
     condition = "True" if enabled is None else _read_condition(conversion, enabled)
     if condition is None or (device is None and "cuda" not in name and "cpu" not in name):
-        raise conversion.unsafe(
-            call,
-            "autocast is enabled by a value that is not known when the Accelerator is created. Use accelerator.autocast() and Accelerator(mixed_precision=...).",
-        )
+        return None
     suffix = "" if condition == "True" else f' if {condition} else "no"'
     if dtype is not None:
         known = {"torch.float16": "fp16", "torch.half": "fp16", "torch.bfloat16": "bf16"}.get(
             script.qualified_name(dtype)
         )
-        if known is None:
-            raise conversion.unsafe(
-                call,
-                "The dtype of autocast is not a constant. Use accelerator.autocast() and Accelerator(mixed_precision=...).",
-            )
-        return f'"{known}"{suffix}'
+        return None if known is None else f'"{known}"{suffix}'
     is_cpu = "cpu" in name or (device is not None and to_code(device)[1:-1] == "cpu")
     return f'"{"bf16" if is_cpu else "fp16"}"{suffix}'
 
@@ -525,39 +513,40 @@ def _remove_scalers(conversion: Conversion) -> None:
             for node, value in entries:
                 if script.kind_of(value) == "scaler":
                     conversion.edits.remove(node)
-    for node in script.nodes:
-        if not isinstance(node, (cst.Name, cst.Attribute)) or isinstance(
-            script.parents.get(node), (cst.AssignTarget, cst.Param)
-        ):
-            continue
-        role = script.role_of_variable(node)
-        if role is not None and role.kind == "scaler":
-            _convert_scaler_use(conversion, node)
-
-
-def _convert_scaler_use(conversion: Conversion, node: cst.CSTNode) -> None:
-    script = conversion.script
-    attribute = script.parents.get(node)
-    call = script.parents.get(attribute) if isinstance(attribute, cst.Attribute) else None
-    method = attribute.attr.value if isinstance(attribute, cst.Attribute) else ""
-    statement = script.parents.get(call) if call is not None else None
-    if (
-        isinstance(call, cst.Call)
-        and method == "scale"
-        and call in {one.func.value for one in conversion.backwards if isinstance(one.func, cst.Attribute)}
-    ):
-        return
-    if isinstance(call, cst.Call) and isinstance(statement, cst.Expr):
-        if method in {"update", "unscale_"}:
+    for node in _list_scalers(script):
+        statement, call = _get_use(script, node)
+        if get_method(call) in {"update", "unscale_"}:
             conversion.edits.remove(statement)
-            return
-        if method == "step" and len(call.args) == 1:
+        elif get_method(call) == "step":
             conversion.edits.change(
                 call,
                 lambda one: cst.Call(cst.Attribute(one.args[0].value, cst.Name("step"))),
             )
-            return
-    raise conversion.unsafe(
-        node,
-        "The GradScaler is used in a way that is not converted. Remove it: Accelerator(mixed_precision=...) scales the loss.",
-    )
+
+
+def _list_scalers(script: Script) -> list[cst.CSTNode]:
+    """Return the places where a scaler is read."""
+    return [
+        node
+        for node in script.nodes
+        if isinstance(node, (cst.Name, cst.Attribute))
+        and not isinstance(script.parents.get(node), (cst.AssignTarget, cst.Param))
+        and script.kind_of(node) == "scaler"
+    ]
+
+
+def _get_use(script: Script, node: cst.CSTNode) -> tuple[Any, Any]:
+    """Return the statement and the call in which a method of a scaler is called."""
+    attribute = script.parents.get(node)
+    call = script.parents.get(attribute) if isinstance(attribute, cst.Attribute) else None
+    return (script.parents.get(call) if call is not None else None), call
+
+
+def _is_known_use(conversion: Conversion, node: cst.CSTNode) -> bool:
+    """Return whether a scaler scales the loss of a backward pass, or is called in a statement that can be removed."""
+    statement, call = _get_use(conversion.script, node)
+    if get_method(call) == "scale":
+        return call in {one.func.value for one in conversion.backwards if isinstance(one.func, cst.Attribute)}
+    if not isinstance(statement, cst.Expr):
+        return False
+    return get_method(call) in {"update", "unscale_"} or (get_method(call) == "step" and len(call.args) == 1)

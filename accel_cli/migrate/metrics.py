@@ -120,7 +120,7 @@ def convert_evaluation(conversion: Conversion) -> None:
     for loop in list_evaluations(conversion):
         role = script.loader_of(loop.iter)
         assert role is not None
-        if not conversion.is_prepared(role.origins):
+        if not conversion.is_prepared(role.origins) or script.function_of(loop) in conversion.collective:
             continue
         problem = _gather(conversion, loop)
         if problem:

@@ -13,7 +13,7 @@ from accel_cli.migrate.findings import Finding
 from accel_cli.migrate.preparation import list_blocks
 from accel_cli.migrate.raw import Conversion
 from accel_cli.migrate.saving import check_file
-from accel_cli.migrate.script import NO_VARIABLE, Script, Variable, descendants, to_code
+from accel_cli.migrate.script import NO_VARIABLE, Script, Variable, descendants, get_method, to_code
 
 __all__ = ["convert_output", "find_places", "find_rest", "reduce_losses"]
 
@@ -22,11 +22,6 @@ _RANDOM = {
     f"torch.{name}"
     for name in ("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm", "bernoulli", "normal")
 }  # fmt: skip
-_FORWARD = {
-    "parameters", "named_parameters", "train", "eval", "state_dict", "load_state_dict", "to", "cuda", "cpu", "zero_grad", "modules",
-    "named_modules", "children", "buffers", "requires_grad_", "apply", "half", "float", "register_forward_hook",
-}  # fmt: skip
-"""Methods of a model that do not compute outputs."""
 _REPORTS = {"print", "append", "extend", "add_scalar", "log", "info", "write", "update", "set_description", "set_postfix"}  # fmt: skip
 _LEFT = {
     "torch.distributed.init_process_group": "Remove it: the first Accelerator connects the processes.",
@@ -363,29 +358,19 @@ def _find_region(conversion: Conversion) -> set[cst.CSTNode]:
 
 
 def _check_training_call(conversion: Conversion, call: cst.Call) -> None:
-    """Report methods of the model that compute a loss, and schedulers that step at the end of an epoch."""
+    """Report schedulers that step at the end of an epoch."""
     script = conversion.script
-    if not isinstance(call.func, cst.Attribute):
+    if get_method(call) != "step" or script.kind_of(call.func.value) != "scheduler":  # type: ignore[attr-defined]
         return
-    kind, method = script.kind_of(call.func.value), call.func.attr.value
-    if script.kind_of(call) == "optimizer":
-        return
-    if kind == "model" and method not in _FORWARD and not isinstance(script.parents[call], cst.Expr):
+    condition = script.find_ancestor(call, (cst.If, cst.For, cst.FunctionDef))
+    if (
+        isinstance(condition, cst.If)
+        and "len(" in to_code(condition.test)
+        and "%" not in to_code(condition.test)
+    ):
         conversion.finding(
-            call,
-            f"The gradients are not averaged over the processes, since {method} is not the model's forward. Call the model.",
+            call, "A prepared scheduler steps once for each process. Step it after the loop over the batches."
         )
-    elif kind == "scheduler" and method == "step":
-        condition = script.find_ancestor(call, (cst.If, cst.For, cst.FunctionDef))
-        if (
-            isinstance(condition, cst.If)
-            and "len(" in to_code(condition.test)
-            and "%" not in to_code(condition.test)
-        ):
-            conversion.finding(
-                call,
-                "A prepared scheduler steps once for each process. Step it after the loop over the batches.",
-            )
 
 
 def _check_loss(conversion: Conversion, node: cst.Name) -> None:

@@ -186,7 +186,28 @@ def _find_process_group(conversion: Conversion) -> list[cst.CSTNode]:
     return [node for node in found if script.function_of(node) is conversion.home]
 
 
+def _find_outer_connection(conversion: Conversion) -> cst.CSTNode | None:
+    """Return the statement that connects the processes if a function around that of the Accelerator runs it."""
+    script = conversion.script
+    calling: set[cst.FunctionDef | None] = set()
+    pending = [conversion.home]
+    while pending:
+        function = pending.pop()
+        callers = {script.function_of(call) for call in script.calls_of(function)} if function else set()
+        pending += callers - calling
+        calling |= callers
+    for call in script.calls:
+        if script.is_call_of(call, "torch.distributed.init_process_group"):
+            function = script.function_of(call)
+            if function is not None and function in calling - {conversion.home}:
+                return script.parents[call]
+    return None
+
+
 def _insert_accelerator(conversion: Conversion, statement: cst.CSTNode) -> None:
+    if connection := _find_outer_connection(conversion):
+        conversion.home = conversion.script.function_of(connection)
+        statement = list_blocks(conversion.script, connection)[0][1]
     conversion.home_line = conversion.script.line(statement)
     conversion.statement = statement
     cls = conversion.script.class_of(conversion.home)

@@ -19,6 +19,17 @@ __all__ = [
 ]
 
 ORDER = ("model", "optimizer", "loader", "scheduler")
+_COLLECTIVES = {
+    f"torch.distributed.{name}"
+    for name in (
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_gather_object",
+        "gather",
+        "gather_object",
+        "all_to_all",
+    )
+}
 _MOVES = {"to", "cuda", "cpu", "train", "eval", "float", "double", "half", "bfloat16", "compile"}
 
 
@@ -67,6 +78,8 @@ class Conversion:
         self._guarded: dict[cst.CSTNode, bool] = {}
         self.backwards = [call for call in script.calls if _is_backward(script, call)]
         self.training = self._find_training()
+        self.collective = self._find_collective()
+        """Functions in which the script exchanges values between the processes itself."""
         self.creations = self._find_creations()
 
     def finding(self, node: cst.CSTNode, text: str) -> None:
@@ -89,6 +102,29 @@ class Conversion:
                 self.script.function_of(call)
                 for call, callee in self.script.callees.items()
                 if callee in found
+            }
+            if callers <= found:
+                return found
+            found |= callers
+
+    def _find_collective(self) -> set[cst.FunctionDef | None]:
+        """Return the functions with collectives of torch that stay, also in functions that they call and that read no loader."""
+        script = self.script
+        found = {
+            script.function_of(call)
+            for call in script.calls
+            if script.qualified_name(call.func) in _COLLECTIVES
+        }
+        reading = {
+            script.function_of(node)
+            for node in script.nodes
+            if isinstance(node, cst.For) and script.loader_of(node.iter)
+        }
+        while True:
+            callers = {
+                script.function_of(call)
+                for call, callee in script.callees.items()
+                if callee in found - reading
             }
             if callers <= found:
                 return found
@@ -139,7 +175,7 @@ class Conversion:
         return self._guarded[node]
 
     def _is_guarded(self, node: cst.CSTNode, seen: set[cst.CSTNode]) -> bool:
-        if self._is_guarded_in_function(node):
+        if self.is_guarded_here(node):
             return True
         function = self.script.function_of(node)
         if function is None or function in seen:
@@ -147,7 +183,7 @@ class Conversion:
         seen.add(function)
         return any(self._is_guarded(call, seen) for call in self.script.calls_of(function))
 
-    def _is_guarded_in_function(self, node: cst.CSTNode) -> bool:
+    def is_guarded_here(self, node: cst.CSTNode) -> bool:
         """Return whether a condition in its function restricts a statement to some ranks."""
         inner = node
         for one in self.script.ancestors(node):
@@ -233,6 +269,17 @@ class Conversion:
         """Return whether all objects to which a role goes back are prepared."""
         return bool(origins) and all(one in self.creations and one not in self.unprepared for one in origins)
 
+    def is_after_prepare(self, node: cst.CSTNode, role: Any) -> bool:
+        """Return whether an object is prepared where it is read."""
+        script = self.script
+        for origin in role.origins:
+            anchor = self.anchors.get(origin)
+            if anchor is None or script.function_of(anchor) is not script.function_of(node):
+                continue
+            if script.start(node) <= script.end(anchor):
+                return False
+        return True
+
     def accelerator(self, node: cst.CSTNode) -> str:
         """Return the expression for the Accelerator at a node; its function gets it as a parameter if necessary."""
         functions = [one for one in self.script.ancestors(node) if isinstance(one, cst.FunctionDef)]
@@ -261,28 +308,61 @@ class Conversion:
         arguments = ", ".join(f"{key}={value}" for key, value in sorted(self.arguments.items()))
         self.edits.before.setdefault(self.statement, []).insert(0, f"{name} = Accelerator({arguments})")
 
-    def can_get(self, node: cst.CSTNode, depth: int = 3) -> bool:
-        """Return whether the Accelerator can be passed to the function of a node by all of its calls."""
+    def can_get(self, node: cst.CSTNode) -> bool:
+        """Return whether the Accelerator exists at a node, or all calls of its function or class can pass it."""
+        return self._can_get(node, set())
+
+    def _can_get(self, node: cst.CSTNode, seen: set[cst.CSTNode]) -> bool:
         if self.can_reach(node):
             return True
-        function = self.script.function_of(node)
-        if function is None or depth == 0 or self.script.class_of(function) is not None:
+        functions = [one for one in self.script.ancestors(node) if isinstance(one, cst.FunctionDef)]
+        if self.home is None or not functions:
             return False
-        calls = self.script.calls_of(function)
-        is_called = bool(calls) and len(self.script.references.get(function, [])) == len(calls)
-        return is_called and all(self.can_get(call, depth - 1) for call in calls)
+        function = functions[-1]
+        definition = self.script.class_of(function) or function
+        if isinstance(definition, cst.ClassDef) and self.script.is_torch_class(definition):
+            return False
+        calls = [
+            call
+            for call in (*self.script.callees, *self.script.constructed)
+            if definition in {self.script.callees.get(call), self.script.constructed.get(call)}
+        ]
+        uses = [
+            one
+            for one in self.script.references.get(definition, [])
+            if not isinstance(self.script.parents.get(one), (cst.Annotation, cst.Attribute))
+        ]
+        if not calls or len(uses) != len(calls):
+            return False
+        if definition in seen:
+            return True
+        seen.add(definition)
+        return all(self._can_get(call, seen) for call in calls)
 
     def can_reach(self, node: cst.CSTNode) -> bool:
         """Return whether the Accelerator exists at a node without a new parameter."""
-        if self.home is None:
-            return self.script.function_of(node) is not None or self.script.line(node) > self.home_line
         functions = [one for one in self.script.ancestors(node) if isinstance(one, cst.FunctionDef)]
+        if self.home is None:
+            if not functions:
+                return self.script.line(node) >= self.home_line
+            return not self._runs_early(functions[-1], set())
         if self.home in functions:
-            return self.script.line(node) > self.home_line or self.script.function_of(node) is not self.home
+            return self.script.line(node) >= self.home_line or self.script.function_of(node) is not self.home
         definitions = {self.script.class_of(one) or one for one in functions}
         if self.home.name.value == "__init__" and self.script.class_of(self.home) in definitions:
             return True
         return any(one in self.needs for one in definitions)
+
+    def _runs_early(self, function: cst.FunctionDef, seen: set[cst.FunctionDef]) -> bool:
+        """Return whether a function is called before the Accelerator of the module is created."""
+        if function in seen:
+            return False
+        seen.add(function)
+        for call in self.script.calls_of(function):
+            around = [one for one in self.script.ancestors(call) if isinstance(one, cst.FunctionDef)]
+            if self._runs_early(around[-1], seen) if around else self.script.line(call) < self.home_line:
+                return True
+        return False
 
 
 def _is_backward(script: Script, call: cst.Call) -> bool:

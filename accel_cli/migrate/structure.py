@@ -81,9 +81,10 @@ def list_children(node: cst.CSTNode) -> list[cst.CSTNode]:
     `CSTNode.children` makes a copy of the node and of all below it in each call.
     """
     found: list[cst.CSTNode] = []
-    for name in _list_fields(node.__class__):
+    node_kind: Any = type(node)
+    for name in _list_fields(node_kind):
         value = getattr(node, name)
-        kind = type(value)
+        kind: Any = type(value)
         if kind is tuple or kind is list:
             found += value
         elif _is_node(kind):

@@ -10,9 +10,8 @@ __all__ = ["find_trainer"]
 _LIBRARIES = {"transformers", "trl", "sentence_transformers", "setfit"}
 
 
-def find_trainer(text: str) -> str:
+def find_trainer(tree: ast.Module) -> str:
     """Return the Trainer that a script trains with, such as `SFTTrainer of trl`; empty if there is none, or a loop beside it."""
-    tree = ast.parse(text)
     names = dict(_list_names(tree))
     if not names or _has_own_loop(tree, names):
         return ""

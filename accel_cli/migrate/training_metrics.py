@@ -41,7 +41,7 @@ def convert_training_metrics(conversion: Conversion) -> None:
             continue
         inside = set(descendants(loop.body))
         backwards = [call for call in conversion.backwards if call in inside]
-        if backwards:
+        if backwards and script.function_of(loop) not in conversion.collective:
             _convert_loop(conversion, loop, backwards)
 
 

@@ -70,40 +70,38 @@ EVALUATE = (
 )
 TEST = HEAD + LOOP + "test = DataLoader(torch.randn(8, 8))\ntotal = 0\n"
 UNSAFE = {
+    "a training over RPC": ("import torch.distributed.rpc as rpc\nrpc.init_rpc('a')\n" + HEAD + LOOP, "has no counterpart in accel"),
+    "a model that the script shards": ("from torch.distributed.fsdp import fully_shard\n" + HEAD + "fully_shard(model)\n" + LOOP, "parallel: {dp_shard: auto}"),
     "model without a variable": (HEAD.split("model =", maxsplit=1)[0] + TRAINER + "loader = DataLoader(torch.randn(32, 8), batch_size=8)\nTrainer(nn.Linear(8, 2).to(device), loader).fit()\n", "Write model = nn.Linear(8, 2).to(device) before"),
     "a sampler that does not shuffle as DDP does": (DDP + "from torch.utils.data import DistributedSampler\nsampler = DistributedSampler(x) if rank else None\nloader = DataLoader(x, sampler=sampler)\n" + LOOP, "The sampler is not a DistributedSampler in every case"),
     "a model that another object keeps": (HEAD.split("optimizer", maxsplit=1)[0] + "class Holder:\n    def __init__(self, model):\n        self.model = model\nholder = Holder(model)\n" + "optimizer" + HEAD.split("optimizer", 1)[1] + LOOP, "Create it after the last of them"),
     "optimizer in a list": (HEAD.replace("optimizer = ", "optimizers = [").replace("lr=0.1)", "lr=0.1)]") + LOOP, "not assigned to a variable"),
     "loader in a call": (HEAD + LOOP.replace("enumerate(loader)", "enumerate(DataLoader(torch.randn(8, 8)))"), "not assigned to a variable"),
-    "gradient": (HEAD + LOOP.replace("backward()", "backward(torch.ones(()))"), "Pass a scalar loss"),
-    "condition of a step": (HEAD + LOOP.replace("    optimizer.step()", "    if i > 3:\n        optimizer.step()"), "Use accelerator.accumulate"),
-    "loss that is not divided": (HEAD + LOOP.replace("    optimizer.step()\n    optimizer", "    if (i + 1) % 4 == 0:\n        optimizer.step()\n        optimizer"), "Divide it by 4 first"),
-    "clipping": (HEAD + LOOP.replace("    optimizer.step()", "    nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)\n    optimizer.step()"), "no argument foreach"),
-    "autocast by a variable": (HEAD + "amp = True\n" + LOOP.replace("    loss = ", "    with torch.autocast('cuda', enabled=amp):\n        loss = "), "enabled by a value that is not known"),
     "name in use": ("accelerator = None\n" + HEAD + LOOP, "used already"),
     "training in the block of a creation": (HEAD + "if True:\n    val = DataLoader(torch.randn(8, 8))\n" + "".join(f"    {line}\n" for line in LOOP.splitlines()) + "    val = DataLoader(torch.randn(4, 8))\n", "Training begins before"),
-    "collective": ("import torch.distributed as dist\ndist.init_process_group()\n" + HEAD + LOOP + "dist.all_gather([], loss)\n", "Write accelerator.gather(tensor)"),
     "reduction of a parameter": (DDP + LOOP + "def total(x):\n    dist.all_reduce(x)\ntotal(loss)\n", 'Write x = accelerator.reduce(x, "sum")'),
     "reduction of a group": (DDP + LOOP + "dist.all_reduce(loss, group=None)\n", 'Write loss = accelerator.reduce(loss, "sum")'),
     "spawn": ("import torch.multiprocessing as mp\n" + HEAD + LOOP + "mp.spawn(print, nprocs=2)\n", "start the script with accel launch"),
-    "method of DDP": (DDP + LOOP.replace("    loss.backward()", "    with model.no_sync():\n        loss.backward()"), "Use accelerator.accumulate"),
-    "option of DDP": (DDP.replace("DDP(model", "DDP(model, gradient_as_bucket_view=True") + LOOP, "Use DistributedDataParallelKwargs"),
-    "evaluation on one rank": (DDP + LOOP + "if rank == 0:\n    for x in loader:\n        model(x)\n", "A loader is read on some ranks only"),
     "unsupported name": ("from accelerate.utils import FP8RecipeKwargs\n", "accel has no FP8RecipeKwargs"),
     "unsupported argument": ("from accelerate import Accelerator\na = Accelerator(megatron_lm_plugin=None)\n", "no argument megatron_lm_plugin"),
     "unsupported member": ("from accelerate import Accelerator\na = Accelerator()\na.lomo_backward(1)\n", "no lomo_backward"),
-    "zero_grad at the start of a cycle": (HEAD + CYCLE, "zero_grad is not called with the step"),
-    "print above the creation": ("def load():\n    print(1)\nload()\n" + HEAD + LOOP, "needs the Accelerator before it is created"),
-    "device of the settings above the creation": (MAIN, "before it is created"),
-    "guarded evaluation in a callee": (EVALUATE + "if rank == 0:\n    end(model, loader)\n", "on some ranks only"),
-    "guarded by a variable": (EVALUATE + "is_main = rank == 0\nif is_main:\n    end(model, loader)\n", "on some ranks only"),
-    "guarded by an operator": (EVALUATE + "rank == 0 and end(model, loader)\n", "on some ranks only"),
-    "guarded by a return": (EVALUATE + "def main():\n    if rank:\n        return\n    end(model, loader)\nmain()\n", "on some ranks only"),
     "a training loader in a tuple": (HEAD + "for one in (loader,):\n    next(iter(one))\n" + LOOP, "Read it in a for loop by its own name"),
     "a training loader that is read before a function trains": (HEAD + "def fit(batch):\n    loss = model(batch).mean()\n    loss.backward()\n    optimizer.step()\nprint(list(loader))\nfor x in loader:\n    fit(x)\n", "Read it in a for loop by its own name"),
     "training in another file": ("import torch\nfrom engine import fit\noptimizer = torch.optim.SGD([], lr=0.1)\nfit(optimizer)\n", "in another file"),
 }  # fmt: skip
 FOUND = {
+    "a part of a group that waits": (DDP + LOOP + "dist.barrier(group)\n", "of a group of processes"),
+    "options of DDP that are computed": (DDP.replace("DDP(model", "DDP(model, bucket_cap_mb=int(rank)") + LOOP, "DistributedDataParallelKwargs(bucket_cap_mb=...)"),
+    "a hook of DDP": (DDP + "model.register_comm_hook(None, print)\n" + LOOP, "Use DistributedDataParallelKwargs(comm_hook=...)"),
+    "a test on one rank": (DDP + "test = DataLoader(torch.randn(8, 8))\n" + LOOP + "if rank == 0:\n    for x in test:\n        model(x)\n", "these ranks evaluate all samples"),
+    "condition of a step": (HEAD + LOOP.replace("    optimizer.step()", "    if i > 3:\n        optimizer.step()"), None),
+    "clipping": (HEAD + LOOP.replace("    optimizer.step()", "    nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)\n    optimizer.step()"), "no argument foreach"),
+    "collective": ("import torch.distributed as dist\ndist.init_process_group()\n" + HEAD + LOOP + "dist.all_gather([], loss)\n", "Write accelerator.gather(tensor)"),
+    "evaluation on one rank": (DDP + LOOP + "if rank == 0:\n    for x in loader:\n        model(x)\n", "all processes must read a prepared one"),
+    "guarded evaluation in a callee": (EVALUATE + "if rank == 0:\n    end(model, loader)\n", "on some ranks only"),
+    "guarded by a variable": (EVALUATE + "is_main = rank == 0\nif is_main:\n    end(model, loader)\n", "on some ranks only"),
+    "guarded by an operator": (EVALUATE + "rank == 0 and end(model, loader)\n", "on some ranks only"),
+    "guarded by a return": (EVALUATE + "def main():\n    if rank:\n        return\n    end(model, loader)\nmain()\n", "on some ranks only"),
     "batches that a script with ranks draws": (DDP.split("loader =")[0] + "def draw():\n    return torch.randn(4, 8)\nx = draw()\nfor i in range(3):\n" + LOOP.split("\n", 1)[1], "x.chunk(accelerator.num_processes)[accelerator.process_index]"),
     "batches that are drawn in the loop": (HEAD + LOOP.replace("for i, x in enumerate(loader):", "torch.manual_seed(7)\nfor i in range(4):\n    x = torch.randn(4, 8)"), "set_seed(7, device_specific=True)"),
     "batches of a seed of the rank": (DDP + LOOP.replace("for i, x in enumerate(loader):", "torch.manual_seed(7 + rank)\nfor i in range(4):\n    x = torch.randn(4, 8)"), None),
@@ -203,6 +201,18 @@ CONVERTED = {
     "an optimizer that the model creates": (HEAD.replace("model = nn.Linear(8, 2)", "class Net(nn.Linear):\n    def configure_optimizers(self, lr):\n        return torch.optim.SGD(self.parameters(), lr=lr)\nmodel = Net(8, 2)").replace("torch.optim.SGD(model.parameters(), lr=0.1)", "model.configure_optimizers(0.1)") + LOOP, "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"),
     "a sampler of DDP only": (DDP.replace("loader = DataLoader(torch.randn(32, 8), batch_size=8)", "from torch.utils.data import DistributedSampler\nsampler = DistributedSampler([]) if rank else None\nloader = DataLoader([], shuffle=(sampler is None), sampler=sampler)") + LOOP, "loader = DataLoader([], shuffle=True)"),
     "gradients that are not averaged": (DDP + LOOP.replace("    loss = ", "    model.require_backward_grad_sync = True\n    loss = "), "for i, x in enumerate(loader):"),
+    "steps under a condition": (HEAD + CYCLE, "accelerator.backward(loss)"),
+    "a loss that is not divided": (HEAD + LOOP.replace("    optimizer.step()\n    optimizer", "    if (i + 1) % 4 == 0:\n        optimizer.step()\n        optimizer"), "if (i + 1) % 4 == 0:"),
+    "autocast of a format that is set later": (HEAD + "amp = True\n" + LOOP.replace("    loss = ", "    with torch.autocast('cuda', enabled=amp):\n        loss = "), "with torch.autocast('cuda', enabled=amp):"),
+    "a scaler that is read": (HEAD + "scaler = torch.amp.GradScaler()\n" + LOOP.replace("    loss = ", "    with torch.autocast('cuda'):\n        loss = ").replace("loss.backward()", "scaler.scale(loss).backward()").replace("optimizer.step()", "scaler.step(optimizer)\n    scale = scaler.get_scale()"), "accelerator.backward(scaler.scale(loss))"),
+    "batches without an average": (DDP + LOOP.replace("    loss.backward()", "    with model.no_sync():\n        loss.backward()"), "with accelerator.no_sync(model):"),
+    "uneven batches": (DDP + "with model.join():\n" + "".join(f"    {one}\n" for one in LOOP.splitlines()), "with accelerator.join_uneven_inputs([model]):"),
+    "options of DDP": (DDP.replace("DDP(model", "DDP(model, broadcast_buffers=False, bucket_cap_mb=50, static_graph=False, device_ids=[rank]") + LOOP, "accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, bucket_cap_mb=50)])"),
+    "a function that prints before the training": ("def load():\n    print(1)\nload()\n" + HEAD + LOOP, "print(1)"),
+    "a device of the settings that is printed first": (MAIN, "print(args.device)"),
+    "a member of the model": (HEAD.replace("model = nn.Linear(8, 2)", "class Net(nn.Linear):\n    size = 8\n    def sample(self):\n        return 1\nmodel = Net(8, 2)") + LOOP + "n = model.size + model.sample()\n", "n = accelerator.unwrap_model(model).size + accelerator.unwrap_model(model).sample()"),
+    "a member of the model before it is prepared": (HEAD.replace("model = nn.Linear(8, 2)", "class Net(nn.Linear):\n    size = 8\nmodel = Net(8, 2)").replace("optimizer =", "n = model.size\noptimizer =") + LOOP, "n = model.size"),
+    "a member that gives a part of the input": (HEAD.replace("model = nn.Linear(8, 2)", "class Net(nn.Linear):\n    def get_size(self):\n        return 8\nmodel = Net(8, 2)") + LOOP.replace("model(x.to(device))", "model(x[:, : model.get_size()].to(device))"), "loss = model(x[:, : accelerator.unwrap_model(model).get_size()]).mean()"),
     "an assigned sum": (TEST + "for x in test:\n    total = total + model(x).sum().item()\n", "outputs = accelerator.gather_for_metrics(outputs)"),
 }  # fmt: skip
 
@@ -212,6 +222,18 @@ def test_a_place_of_one_process_is_converted(text, line):
     result = migrate_script(text)
     assert not result.findings
     assert line in [one.strip() for one in result.text.splitlines()], result.text
+
+
+def test_a_backward_pass_with_a_gradient_of_its_own_stays():
+    text = HEAD + LOOP.replace("backward()", "backward(torch.ones(()))")
+    result = migrate_script(text)
+    assert "loss.backward(torch.ones(()))" in result.text
+    assert any("Pass a scalar loss" in one.text for one in result.findings)
+
+
+def test_gradients_that_the_script_accumulates_itself_are_noted():
+    [note] = migrate_script(HEAD + CYCLE).notes
+    assert "once in a cycle" in note.text
 
 
 @pytest.mark.parametrize(("text", "message"), UNSAFE.values(), ids=UNSAFE)

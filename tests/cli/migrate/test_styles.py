@@ -70,13 +70,14 @@ REFUSED = {"layers_that_train", "shared_memory"}
 """Scripts whose models and optimizers are not created where they could be prepared together."""
 TRAINED = [path for path in STYLES if path.stem not in REFUSED]
 OPEN = {
-    "autoencoder_globals", "embeddings", "endless_loader", "graph_network", "image_pairs", "language_model", "policy_gradient",
+    "autoencoder_globals", "ddp_by_hand", "embeddings", "endless_loader", "graph_network", "image_pairs", "language_model", "policy_gradient",
     "polynomial", "sine_lbfgs", "spawned_workers", "style_transfer", "translation",
 }  # fmt: skip
 """Scripts that are converted, and have findings."""
 EQUAL = {
-    "device_number", "embeddings", "endless_loader", "graph_network", "image_classifier", "image_pairs", "sine_lbfgs",
-    "spawned_trainer", "spawned_workers", "style_transfer", "torchrun_trainer", "trainer_class",
+    "ddp_by_hand", "device_number", "embeddings", "endless_loader", "graph_network", "image_classifier", "image_pairs",
+    "manual_cycles", "sine_lbfgs", "spawned_trainer", "spawned_workers", "style_transfer", "torchrun_trainer", "trainer_class",
+    "two_commands",
 }  # fmt: skip
 """Scripts that compute on two halves of a batch what they compute on the batch: without noise of their own."""
 CORRECTED = {"image_pairs"}
@@ -163,7 +164,7 @@ def test_a_script_trains_as_before_on_one_process_and_on_two(path, clusters, tmp
     edited = apply_edits(convert(path.stem).text, edits)
     before = path.read_text()
     before = apply_edits(before, edits) if path.stem in CORRECTED else before
-    environ = {"RANK", "LOCAL_RANK"} if path.stem == "torchrun_trainer" else set()
+    environ = {"RANK", "LOCAL_RANK"} if path.stem in {"ddp_by_hand", "torchrun_trainer"} else set()
     [one] = clusters["before"].run(train, before, str(tmp_path / "before"), environ)
     [after] = clusters["one"].run(train, edited, str(tmp_path / "one"), None)
     assert after[0] == one[0]
