@@ -30,6 +30,7 @@ _MAX_UNCHANGED = 5
 """The number of scripts that are listed one by one because nothing has to change in them."""
 _PROGRESS_S = 5.0
 """The time between two lines of progress, on a terminal and in a pipe."""
+_MANY_FILES, _CHUNK = 16, 4
 _SCRIPT_ARGUMENTS = "accel.migrate.script_arguments"
 _STEPS, _TIMEOUT_S = 10, 300
 _COLORS = {"+": "\x1b[32m", "-": "\x1b[31m", "@": "\x1b[36m"}
@@ -136,27 +137,57 @@ def _convert(paths: list[Path], context: click.Context, *, write: bool, check: b
 
 def _read_files(paths: list[Path]) -> tuple[list[MigratedFile], list[str]]:
     """Return the files after their conversion, and the errors of files in folders that cannot be converted."""
-    from accel_cli.migrate.files import find_files, migrate_file
+    from accel_cli.migrate.files import MigratedFile, find_files
 
     files: list[MigratedFile] = []
     problems: list[str] = []
-    done: set[Path] = set()
-    found = list(find_files(paths))
+    unique: dict[Path, tuple[Path, Path]] = {}
+    for path, folder in find_files(paths):
+        unique.setdefault(path.resolve(), (path, folder))
+    found = list(unique.values())
     reported = time.monotonic()
-    for number, (path, folder) in enumerate(found):
+    for number, ((path, _), result) in enumerate(zip(found, _migrate_files(found), strict=True), start=1):
+        if isinstance(result, MigratedFile):
+            files.append(result)
+        elif path in paths or "libcst" in result:
+            raise UsageError(result)
+        else:
+            problems.append(result)
         if time.monotonic() - reported > _PROGRESS_S:
             reported = time.monotonic()
             console.note(f"read {number} of {_count(len(found))}")
-        if path.resolve() in done:
-            continue
-        done.add(path.resolve())
-        try:
-            files.append(migrate_file(path, folder))
-        except UsageError as error:
-            if path in paths or "libcst" in str(error):
-                raise
-            problems.append(str(error))
     return files, problems
+
+
+def _migrate_files(found: list[tuple[Path, Path]]) -> Iterator[MigratedFile | str]:
+    """Yield each file after its conversion, or its error, in order; many files are converted by all CPUs."""
+    if len(found) < _MANY_FILES:
+        yield from map(_try_to_migrate, found)
+        return
+    from concurrent.futures import ProcessPoolExecutor
+
+    from accel_runtime.environment.cgroup import count_cpus
+
+    with ProcessPoolExecutor(count_cpus(), initializer=_ignore_interrupts) as pool:
+        try:
+            yield from pool.map(_try_to_migrate, found, chunksize=_CHUNK)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _ignore_interrupts() -> None:
+    """Leave Ctrl-C to the process that started this one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _try_to_migrate(file: tuple[Path, Path]) -> MigratedFile | str:
+    """Return a file after its conversion, or its error."""
+    from accel_cli.migrate.files import migrate_file
+
+    try:
+        return migrate_file(*file)
+    except UsageError as error:
+        return str(error)
 
 
 def _verify(paths: list[Path], context: click.Context, others: list[str]) -> int:

@@ -7,13 +7,16 @@ from collections.abc import Iterator
 
 from accel_cli.migrate.findings import Finding
 
-__all__ = ["find_collectives", "find_own_parallelism"]
+__all__ = ["find_collectives", "find_own_parallelism", "starts_processes"]
 
 _PACKAGE = "torch.distributed"
 _CONVERTED = {
     "init_process_group", "destroy_process_group", "barrier", "get_rank", "get_world_size", "is_initialized", "all_reduce", "reduce",
 }  # fmt: skip
 """Functions that are converted, or have a finding where they cannot be."""
+_STARTS = {
+    "torch.multiprocessing.spawn", "torch.distributed.init_process_group", "torch.distributed.destroy_process_group",
+}  # fmt: skip
 _ANYWHERE = {
     "get_default_backend_for_device", "is_available", "is_backend_available", "is_gloo_available", "is_mpi_available",
     "is_nccl_available", "is_torchelastic_launched",
@@ -48,14 +51,14 @@ def find_collectives(tree: ast.Module) -> tuple[Finding, ...]:
         Finding(
             call.lineno, f"This use of process groups is not converted: {name}. {_ADVICE.get(last, _OTHER)}."
         )
-        for call, name in _list_calls(tree)
+        for call, name in _list_calls(tree, _PACKAGE)
         if (last := name.removeprefix(f"{_PACKAGE}.")) not in _CONVERTED | _ANYWHERE and "." not in last
     )
 
 
 def find_own_parallelism(tree: ast.Module) -> Finding | None:
     """Return the place where a script divides its model over the processes itself; None if it does not."""
-    for call, name in _list_calls(tree):
+    for call, name in _list_calls(tree, _PACKAGE):
         if advice := _PARALLEL.get(name.removeprefix(f"{_PACKAGE}.").partition(".")[0]):
             return Finding(
                 call.lineno, f"The script divides its model over the processes itself, by {name}. {advice}"
@@ -63,8 +66,13 @@ def find_own_parallelism(tree: ast.Module) -> Finding | None:
     return None
 
 
-def _list_calls(tree: ast.Module) -> Iterator[tuple[ast.Call, str]]:
-    """Yield the calls of functions of torch.distributed in the order of the text, with their dotted names."""
+def starts_processes(tree: ast.Module) -> bool:
+    """Return whether a script starts processes by `mp.spawn`, or connects them to a process group."""
+    return any(name in _STARTS for _, name in _list_calls(tree, "torch"))
+
+
+def _list_calls(tree: ast.Module, package: str) -> Iterator[tuple[ast.Call, str]]:
+    """Yield the calls of functions of a package in the order of the text, with their dotted names."""
     names = _list_imports(tree)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     for call in sorted(calls, key=lambda one: (one.lineno, one.col_offset)):
@@ -75,7 +83,7 @@ def _list_calls(tree: ast.Module) -> Iterator[tuple[ast.Call, str]]:
             node = node.value
         if isinstance(node, ast.Name) and node.id in names:
             name = ".".join([names[node.id], *reversed(parts)])
-            if name.startswith(f"{_PACKAGE}."):
+            if name.startswith(f"{package}."):
                 yield call, name
 
 

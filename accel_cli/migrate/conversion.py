@@ -11,7 +11,7 @@ import libcst as cst
 from accel_cli.migrate import devices, distributed, lengths, loop, metrics, output, training_metrics
 from accel_cli.migrate.accelerate import convert_accelerate
 from accel_cli.migrate.batches import find_conditions_of_steps, find_own_batches
-from accel_cli.migrate.collectives import find_collectives, find_own_parallelism
+from accel_cli.migrate.collectives import find_collectives, find_own_parallelism, starts_processes
 from accel_cli.migrate.edits import add_import, drop_unused_imports, find_early_use, list_unbound_names
 from accel_cli.migrate.fabric import convert_fabric
 from accel_cli.migrate.fabric_uses import uses_fabric
@@ -52,7 +52,7 @@ def migrate_script(text: str) -> Migration:
         libcst.ParserSyntaxError: The text is not Python.
     """
     tree = ast.parse(text)
-    if trainer := find_trainer(tree):
+    if "Trainer" in text and (trainer := find_trainer(tree)):
         return Migration(text, library=trainer)
     packages = _list_packages(tree)
     if "accelerate" in packages:
@@ -114,7 +114,7 @@ def _migrate_raw_loop(text: str, tree: ast.Module) -> Migration:
     if trains and "distributed" in text and (own := find_own_parallelism(tree)):
         return Migration(text, (own,))
     try:
-        started = replace_spawn(text)
+        started = replace_spawn(text) if starts_processes(tree) else text
     except UnsafeError as error:
         return Migration(text, (error.finding,))
     if not trains:

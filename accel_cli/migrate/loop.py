@@ -376,14 +376,10 @@ def is_known_before(conversion: Conversion, name: str) -> bool:
 def convert_precision(conversion: Conversion) -> None:
     """Replace autocast and GradScaler by `mixed_precision`; both stay where they are used in a way that is not understood."""
     script = conversion.script
-    if not all(_is_known_use(conversion, node) for node in _list_scalers(script)):
-        conversion.keeps_scalers = True
-        return
-    value = _read_precision(conversion)
+    is_known = all(_is_known_use(conversion, node) for node in _list_scalers(script))
+    value = _read_precision(conversion) if is_known else None
     if value is None:
-        _convert_scaler_format(conversion)
-        if not conversion.keeps_scalers:
-            _remove_scalers(conversion)
+        conversion.keeps_scalers = True
         return
     for call in script.calls:
         if script.is_call_of(call, *_AUTOCAST):
@@ -406,7 +402,7 @@ def _read_precision(conversion: Conversion) -> str | None:
 def _trains_in_autocast(conversion: Conversion) -> bool:
     """Return whether the trained models are called in autocast, whose format the Accelerator can set for all of them.
 
-    Other contexts stay: a model that is prepared runs in them as before. A scaler without one around all calls is an error.
+    Other contexts stay, with their scalers: a model that is prepared runs in them as before.
     """
     script = conversion.script
     contexts = [call for call in script.calls if script.is_call_of(call, *_AUTOCAST)]
@@ -431,26 +427,6 @@ def _trains_in_autocast(conversion: Conversion) -> bool:
     if is_named or (not uses_scaler and (not inside & set(contexts) or len(covered) < len(calls))):
         return False
     return bool(calls) and len(covered) == len(calls)
-
-
-def _convert_scaler_format(conversion: Conversion) -> None:
-    """Pass the condition of a scaler whose autocast stays to the Accelerator, which then scales the loss.
-
-    If it is not known when the Accelerator is created, the scaler stays too, and steps a prepared optimizer.
-    """
-    script = conversion.script
-    for variable, entries in script.assigned.items():
-        role = script.roles.get(variable)
-        for _, value in entries if role is not None and role.kind == "scaler" else ():
-            if not isinstance(value, cst.Call) or script.kind_of(value) != "scaler":
-                continue
-            enabled = get_positional(value, 5, "enabled")
-            condition = "True" if enabled is None else _read_condition(conversion, enabled)
-            if condition is None:
-                conversion.keeps_scalers = True
-                return
-            suffix = "" if condition == "True" else f' if {condition} else "no"'
-            conversion.arguments["mixed_precision"] = f'"fp16"{suffix}'
 
 
 def _is_in_autocast(conversion: Conversion, call: cst.Call) -> bool:

@@ -162,9 +162,34 @@ def _create_at(conversion: Conversion, node: cst.CSTNode, devices: list[cst.CSTN
     statement = blocks[0][1]
     if is_main_guard(statement):
         statement = blocks[1][1]
+    settings = _list_settings(script) if conversion.home is None else []
     for device in devices:
-        conversion.edits.remove(device)
+        if any(one in settings for one in script.ancestors(device)):
+            conversion.note(
+                device,
+                "This setting of the device has no effect. Use accel launch --cpu to train on the CPU.",
+            )
+        else:
+            conversion.edits.remove(device)
+    if statement in settings:
+        body = script.module.body
+        statement = body[min(body.index(settings[-1]) + 1, len(body) - 1)]
     _insert_accelerator(conversion, statement)
+
+
+def _list_settings(script: Script) -> list[cst.CSTNode]:
+    """Return the statements up to the last one that may change all variables of the module by `exec` or `globals`."""
+    body = script.module.body
+    last = max(
+        (
+            body.index(list_blocks(script, call)[0][1])
+            for call in script.calls
+            if script.function_of(call) is None
+            and script.is_call_of(call, "builtins.exec", "builtins.globals")
+        ),
+        default=-1,
+    )
+    return list(body[: last + 1])
 
 
 def _find_process_group(conversion: Conversion) -> list[cst.CSTNode]:

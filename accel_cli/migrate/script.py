@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import libcst as cst
@@ -58,11 +59,18 @@ _KINDS = {
     "torch.distributed.get_rank": "rank",
     "torch.distributed.get_world_size": "world_size",
 }
+_DEVICE_TYPES = {"cpu", "cuda", "mps", "xpu", "npu", "hpu", "xla", "mtia"}
 _NUMBERED = {"device", "device_id", "cuda_device", "gpu_device"}
 """Variables whose number is that of a GPU."""
 _RANKS = {"RANK": "rank", "LOCAL_RANK": "local_rank", "WORLD_SIZE": "world_size"}
 SETTINGS = {"args", "cfg", "conf", "config", "hparams", "opt", "options", "params", "hp"}
 _ITERATED = {"enumerate", "iter", "tqdm.tqdm", "tqdm.auto.tqdm", "tqdm.notebook.tqdm", "tqdm.std.tqdm"}
+
+
+def is_device_name(node: cst.CSTNode) -> bool:
+    """Return whether a node is a text such as `"cuda:0"`, also one with the number of a rank."""
+    kind = re.split(r"[:\"']", to_code(node).lstrip("frb\"'"))[0]
+    return isinstance(node, (cst.SimpleString, cst.FormattedString)) and kind in _DEVICE_TYPES
 
 
 class Script(Structure):
@@ -238,9 +246,7 @@ class Script(Structure):
         return node
 
     def _role_of_choice(self, node: cst.IfExp) -> Role | tuple[Any, ...] | None:
-        if "is_available" in to_code(node.test) and isinstance(
-            node.body, (cst.SimpleString, cst.FormattedString)
-        ):
+        if "is_available" in to_code(node.test) and is_device_name(node.body):
             return Role("device")
         return self.role_of(node.body) or self.role_of(node.orelse)
 
@@ -272,7 +278,8 @@ class Script(Structure):
                 and isinstance(node.value, cst.Call)
                 and self.kind_of(node.value) == "device"
             )
-        return isinstance(node, cst.FormattedString) and to_code(node)[2:].startswith(("cuda:", "{device"))
+        is_joined = isinstance(node, cst.FormattedString) and to_code(node)[2:].startswith("{device")
+        return is_joined or (isinstance(node, cst.FormattedString) and is_device_name(node))
 
     def _environment_kind(self, node: cst.Subscript | cst.Call) -> str:
         """Return the kind of an environment variable with a rank; empty for another value."""

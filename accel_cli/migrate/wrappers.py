@@ -1,4 +1,4 @@
-"""Wrappers of models: `DataParallel` is removed, and members of a model are read from inside of that of the Accelerator."""
+"""Wrappers of models: `DataParallel` is removed, and a loss must be computed by the forward of the prepared one."""
 
 from __future__ import annotations
 
@@ -8,22 +8,19 @@ from typing import Any
 import libcst as cst
 
 from accel_cli.migrate.raw import Conversion, strip_wrappers
-from accel_cli.migrate.script import NO_VARIABLE, WRAPPERS, Role, Script, descendants, list_children, to_code
+from accel_cli.migrate.script import WRAPPERS, get_method, list_children, to_code
 
 __all__ = ["convert_wrappers"]
 
 _OF_MODULES = {
-    "add_module", "apply", "bfloat16", "buffers", "children", "compile", "cpu", "cuda", "double", "eval", "extra_repr", "float", "forward",
-    "get_buffer", "get_parameter", "get_submodule", "half", "load_state_dict", "modules", "mtia", "named_buffers", "named_children",
-    "named_modules", "named_parameters", "parameters", "register_buffer", "register_forward_hook", "register_forward_pre_hook",
-    "register_full_backward_hook", "requires_grad_", "share_memory", "state_dict", "to", "train", "training", "type", "xpu", "zero_grad",
+    "apply", "bfloat16", "buffers", "children", "cpu", "cuda", "double", "eval", "float", "forward", "get_parameter", "half", "modules",
+    "named_buffers", "named_children", "named_modules", "named_parameters", "parameters", "requires_grad_", "state_dict", "to", "train",
 }  # fmt: skip
-"""Members of each module of torch, which its wrapper for several processes has too."""
-_OF_WRAPPERS = {"module", "no_sync", "join", "register_comm_hook", "require_backward_grad_sync"}
+"""Methods of each module that compute no outputs."""
 
 
 def convert_wrappers(conversion: Conversion) -> None:
-    """Remove `DataParallel`, and replace `model.module` and members of the script's own model by those of `unwrap_model`."""
+    """Remove `DataParallel`, and replace `model.module` by `unwrap_model`; members of a model are those of its wrapper too."""
     script = conversion.script
     for node in script.nodes:
         if (
@@ -48,62 +45,31 @@ def convert_wrappers(conversion: Conversion) -> None:
         ):
             function = f"{conversion.accelerator(node)}.unwrap_model"
             conversion.edits.change(node, partial(_call_on_value, function=function))
-        elif isinstance(node, cst.Attribute) and _is_own_member(conversion, node):
-            _convert_member(conversion, node)
+    for call in _find_parts_of_losses(conversion):
+        _check_loss(conversion, call)
 
 
 def _call_on_value(node: cst.Attribute, function: str) -> cst.Call:
     return cst.Call(cst.parse_expression(function), [cst.Arg(node.value)])
 
 
-def _is_own_member(conversion: Conversion, node: cst.Attribute) -> bool:
-    """Return whether a prepared model is asked for a member that its wrapper for several processes does not have."""
-    script = conversion.script
-    role = script.role_of(node.value)
-    if node.attr.value in _OF_MODULES | _OF_WRAPPERS or not isinstance(role, Role) or role.kind != "model":
-        return False
-    parts = {script.kind_of(one) for one in (node, script.parents[node])}
-    return (
-        not parts & {"model", "optimizer"}
-        and not _is_unwrapped(script, node.value)
-        and conversion.is_prepared(role.origins)
-        and conversion.is_after_prepare(node, role)
-    )
-
-
-def _is_unwrapped(script: Script, model: cst.CSTNode) -> bool:
-    """Return whether a model is the one inside of a wrapper, also of `raw = model.module if ddp else model`."""
-    entries = script.assigned.get(script.variable(model) or NO_VARIABLE, [])
-    return any(
-        isinstance(one, cst.Attribute) and one.attr.value == "module"
-        for value in (model, *(value for _, value in entries))
-        for one in descendants(value)
-    )
-
-
-def _convert_member(conversion: Conversion, node: cst.Attribute) -> None:
-    """Read a member of the model inside of its wrapper; report a loss that is computed there."""
-    script, name = conversion.script, node.attr.value
-    call = script.parents.get(node)
-    if isinstance(call, cst.Call) and call in _find_parts_of_losses(conversion):
+def _check_loss(conversion: Conversion, call: cst.Call) -> None:
+    """Report a loss that is computed by another method of the model than its forward."""
+    name = get_method(call)
+    if name in _OF_MODULES or not name:
+        return
+    assert isinstance(call.func, cst.Attribute)
+    if conversion.script.kind_of(call.func.value) == "model":
         conversion.finding(
             call,
             f"The gradients are not averaged over the processes, since {name} is not the model's forward. Call the model.",
         )
-    elif conversion.can_get(node):
-        code = f"{conversion.accelerator(node)}.unwrap_model"
-        conversion.edits.change(node, lambda one: one.with_changes(value=_call_on_value(one, code)))
-    else:
-        conversion.finding(
-            node,
-            f"A model that is prepared for several processes has no {name}. Write accelerator.unwrap_model({to_code(node.value)}).{name}.",
-        )
 
 
-def _find_parts_of_losses(conversion: Conversion) -> set[cst.CSTNode]:
+def _find_parts_of_losses(conversion: Conversion) -> set[cst.Call]:
     """Return the calls from whose values the losses of the backward passes are computed, in the same function."""
     script = conversion.script
-    found: set[cst.CSTNode] = set()
+    found: set[cst.Call] = set()
     for call, loss in conversion.losses.items():
         function = script.function_of(call)
         pending: list[cst.CSTNode] = [loss]

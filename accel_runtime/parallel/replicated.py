@@ -257,6 +257,8 @@ def wrap_in_ddp(
             "dense, or pass Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])."
         )
     ddp_options = {name: value for name, value in options.items() if not name.startswith("comm_")}
+    for buffer in model.buffers():
+        _reset_strides(buffer)
     for parameter in _find_sparse(model):
         parameter.register_hook(_copy_gradient)  # type: ignore[no-untyped-call]
     is_searched = ddp_options.get("find_unused_parameters") or ddp_options.get("static_graph")
@@ -274,6 +276,18 @@ def wrap_in_ddp(
         # A lambda, since DDP refuses torch's bf16 hooks without NCCL by name; gloo reduces bfloat16 too.
         prepared.register_comm_hook(state, lambda state, bucket: hook(state, bucket))  # noqa: PLW0108
     return prepared
+
+
+def _reset_strides(buffer: torch.Tensor) -> None:
+    """Give a contiguous buffer the strides of its shape, which those of dimensions of size 1 may not be.
+
+    DDP takes such a buffer (`x.unsqueeze(0).transpose(0, 1)`, as in positional encodings) for one with overlapping elements, and
+    cannot broadcast it.
+    """
+    if buffer.layout is torch.strided and buffer.is_contiguous():
+        strides = torch.empty(buffer.shape, device="meta").stride()
+        if buffer.stride() != strides:
+            buffer.as_strided_(buffer.shape, strides)
 
 
 @contextmanager

@@ -67,7 +67,7 @@ def test_the_progress_of_many_files_is_printed_also_without_a_terminal(capfd, sc
     monkeypatch.setattr(command, "_PROGRESS_S", -1.0)
     done = call_accel(capfd, "migrate", ".")
     assert [line for line in done.stderr.splitlines() if " of " in line] == [
-        f"accel: read {number} of 3 files" for number in range(3)
+        f"accel: read {number} of 3 files" for number in range(1, 4)
     ]
 
 
@@ -394,3 +394,15 @@ def test_check_fails_until_the_comments_of_the_places_left_are_removed(capfd, sc
     assert "These samples are drawn by the script" in again.stderr
     script.write_text(written.replace(f"{comment}\n", ""))
     assert call_accel(capfd, "migrate", "--check", "train.py").returncode == 0
+
+
+def test_many_files_are_converted_as_one_by_one_and_in_their_order(capfd, script, monkeypatch):
+    folder = script.parent
+    for number in range(20):
+        (folder / f"many{number:02}.py").write_text(RAW if number % 3 else f"x = {number}\n")
+    (folder / "wrong.py").write_text("x = (\n")
+    together = call_accel(capfd, "migrate", ".")
+    monkeypatch.setattr(command, "_MANY_FILES", 100)
+    assert vars(call_accel(capfd, "migrate", ".")) == vars(together)
+    assert together.stdout.count("+accelerator = Accelerator()") == 14
+    assert "wrong.py:1: Cannot migrate the script" in together.stderr

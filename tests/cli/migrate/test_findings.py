@@ -201,6 +201,7 @@ CONVERTED = {
     "an optimizer that the model creates": (HEAD.replace("model = nn.Linear(8, 2)", "class Net(nn.Linear):\n    def configure_optimizers(self, lr):\n        return torch.optim.SGD(self.parameters(), lr=lr)\nmodel = Net(8, 2)").replace("torch.optim.SGD(model.parameters(), lr=0.1)", "model.configure_optimizers(0.1)") + LOOP, "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"),
     "a sampler of DDP only": (DDP.replace("loader = DataLoader(torch.randn(32, 8), batch_size=8)", "from torch.utils.data import DistributedSampler\nsampler = DistributedSampler([]) if rank else None\nloader = DataLoader([], shuffle=(sampler is None), sampler=sampler)") + LOOP, "loader = DataLoader([], shuffle=True)"),
     "gradients that are not averaged": (DDP + LOOP.replace("    loss = ", "    model.require_backward_grad_sync = True\n    loss = "), "for i, x in enumerate(loader):"),
+    "a number format that depends on the GPU": (HEAD + "kind = 'bfloat16' if torch.cuda.is_available() else 'float16'\nformats = {'bfloat16': 1, 'float16': 2}[kind]\n" + LOOP, "formats = {'bfloat16': 1, 'float16': 2}[kind]"),
     "steps under a condition": (HEAD + CYCLE, "accelerator.backward(loss)"),
     "a loss that is not divided": (HEAD + LOOP.replace("    optimizer.step()\n    optimizer", "    if (i + 1) % 4 == 0:\n        optimizer.step()\n        optimizer"), "if (i + 1) % 4 == 0:"),
     "autocast of a format that is set later": (HEAD + "amp = True\n" + LOOP.replace("    loss = ", "    with torch.autocast('cuda', enabled=amp):\n        loss = "), "with torch.autocast('cuda', enabled=amp):"),
@@ -210,9 +211,7 @@ CONVERTED = {
     "options of DDP": (DDP.replace("DDP(model", "DDP(model, broadcast_buffers=False, bucket_cap_mb=50, static_graph=False, device_ids=[rank]") + LOOP, "accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, bucket_cap_mb=50)])"),
     "a function that prints before the training": ("def load():\n    print(1)\nload()\n" + HEAD + LOOP, "print(1)"),
     "a device of the settings that is printed first": (MAIN, "print(args.device)"),
-    "a member of the model": (HEAD.replace("model = nn.Linear(8, 2)", "class Net(nn.Linear):\n    size = 8\n    def sample(self):\n        return 1\nmodel = Net(8, 2)") + LOOP + "n = model.size + model.sample()\n", "n = accelerator.unwrap_model(model).size + accelerator.unwrap_model(model).sample()"),
-    "a member of the model before it is prepared": (HEAD.replace("model = nn.Linear(8, 2)", "class Net(nn.Linear):\n    size = 8\nmodel = Net(8, 2)").replace("optimizer =", "n = model.size\noptimizer =") + LOOP, "n = model.size"),
-    "a member that gives a part of the input": (HEAD.replace("model = nn.Linear(8, 2)", "class Net(nn.Linear):\n    def get_size(self):\n        return 8\nmodel = Net(8, 2)") + LOOP.replace("model(x.to(device))", "model(x[:, : model.get_size()].to(device))"), "loss = model(x[:, : accelerator.unwrap_model(model).get_size()]).mean()"),
+    "a member that gives a part of the input": (HEAD.replace("model = nn.Linear(8, 2)", "class Net(nn.Linear):\n    def get_size(self):\n        return 8\nmodel = Net(8, 2)") + LOOP.replace("model(x.to(device))", "model(x[:, : model.get_size()].to(device))"), "loss = model(x[:, : model.get_size()]).mean()"),
     "an assigned sum": (TEST + "for x in test:\n    total = total + model(x).sum().item()\n", "outputs = accelerator.gather_for_metrics(outputs)"),
 }  # fmt: skip
 
@@ -229,6 +228,16 @@ def test_a_backward_pass_with_a_gradient_of_its_own_stays():
     result = migrate_script(text)
     assert "loss.backward(torch.ones(()))" in result.text
     assert any("Pass a scalar loss" in one.text for one in result.findings)
+
+
+def test_settings_that_a_command_line_changes_by_exec_stay_and_the_accelerator_is_created_after_them():
+    setting = 'device = "cuda"\n'
+    text = HEAD.replace('device = torch.device("cuda" if torch.cuda.is_available() else "cpu")\n', setting)
+    before, _, after = text.partition(setting)
+    result = migrate_script(f"{before}{setting}exec('rate = 0.2')\n{after}{LOOP}")
+    assert f"{setting}exec('rate = 0.2')\naccelerator = Accelerator()\n" in result.text
+    assert ["has no effect" in one.text for one in result.notes] == [True]
+    assert not result.findings
 
 
 def test_gradients_that_the_script_accumulates_itself_are_noted():

@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 from support.numerics import relative_error
+from support.ranks import Cluster
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
@@ -37,6 +38,36 @@ def compute_gradient(options, weighted=False):
         model.zero_grad()
         accelerator.backward(model(x).square().mean(), **({"weight": 8} if weighted else {}))
     return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+class Encoding(nn.Module):
+    """A positional encoding whose buffer is contiguous, with a stride of its own for a dimension of size 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("positions", torch.arange(8.0 * 16).view(8, 16).unsqueeze(0).transpose(0, 1))
+
+    def forward(self, x):
+        return self.linear(x + self.positions[: x.size(0)])
+
+
+def compute_with_positions():
+    model = Accelerator().prepare(Encoding())
+    for _ in range(2):
+        outputs = model(torch.zeros(8, 2, 16))
+        outputs.sum().backward()
+    return model.positions.flatten()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_buffer_with_a_dimension_of_size_one_is_broadcast(size):
+    cluster = Cluster(size)
+    try:
+        for positions in cluster.run(compute_with_positions):
+            assert torch.equal(positions, torch.arange(8.0 * 16))
+    finally:
+        cluster.close()
 
 
 def compute_reference(size):
