@@ -9,7 +9,7 @@ import libcst as cst
 from accel_cli.migrate.raw import Conversion
 from accel_cli.migrate.script import descendants, to_code
 
-__all__ = ["find_conditions_of_steps", "find_own_batches"]
+__all__ = ["find_conditions_of_steps", "find_own_batches", "find_unseeded_draws"]
 
 _RANDOM = ("torch.rand", "torch.bernoulli", "torch.normal", "torch.multinomial", "numpy.random.", "random.")
 _GENERATORS = ("default_rng", "RandomState", "Generator", "Random")
@@ -45,6 +45,27 @@ def find_own_batches(conversion: Conversion) -> None:
                 "These samples are drawn by the script, and are equal on every process with the same seed. Before the training, write: "
                 f"if accelerator.num_processes > 1: set_seed({_read_seed(conversion)}, device_specific=True), with set_seed of accel_runtime.",
             )
+
+
+def find_unseeded_draws(conversion: Conversion) -> None:
+    """Report the first values that a script without a seed draws before its training: those of each process are others."""
+    script = conversion.script
+    if _find_seeds(conversion):
+        return
+    trained = {loop for call in conversion.backwards for loop in _list_loops(conversion, call)}
+    draws = [
+        call
+        for call in script.calls
+        if script.qualified_name(call.func).startswith(_RANDOM)
+        and _is_draw(script.qualified_name(call.func), "")
+        and script.function_of(call) in {None, conversion.home}
+        and not trained & set(script.ancestors(call))
+    ]
+    if draws:
+        conversion.finding(
+            draws[0],
+            "The script sets no seed, so that each process draws other values here. Call set_seed(seed) of accel_runtime at the start of the script.",
+        )
 
 
 def _reads_loader(conversion: Conversion, call: cst.Call) -> bool:

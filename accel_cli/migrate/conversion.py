@@ -10,7 +10,11 @@ import libcst as cst
 
 from accel_cli.migrate import devices, distributed, lengths, loop, metrics, output, training_metrics
 from accel_cli.migrate.accelerate import convert_accelerate
-from accel_cli.migrate.batches import find_conditions_of_steps, find_own_batches
+from accel_cli.migrate.batches import (
+    find_conditions_of_steps,
+    find_own_batches,
+    find_unseeded_draws,
+)
 from accel_cli.migrate.collectives import find_collectives, find_own_parallelism, starts_processes
 from accel_cli.migrate.edits import add_import, drop_unused_imports, find_early_use, list_unbound_names
 from accel_cli.migrate.fabric import convert_fabric
@@ -184,6 +188,7 @@ def _convert(conversion: Conversion) -> cst.Module:
     convert_wrappers(conversion)
     output.reduce_losses(conversion)
     find_conditions_of_steps(conversion)
+    find_unseeded_draws(conversion)
     convert_saving(conversion)
     output.convert_output(conversion)
     devices.find_devices_left(conversion)

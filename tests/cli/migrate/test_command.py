@@ -17,7 +17,7 @@ from accel_cli.errors import UsageError
 from accel_cli.migrate import files
 
 RAW = (
-    "import torch\nfrom torch.utils.data import DataLoader\n\nmodel = torch.nn.Linear(8, 1)\n"
+    "import torch\nfrom torch.utils.data import DataLoader\n\ntorch.manual_seed(0)\nmodel = torch.nn.Linear(8, 1)\n"
     "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nloader = DataLoader(torch.randn(32, 8), batch_size=8)\n"
     "for x in loader:\n    loss = model(x).mean()\n    loss.backward()\n    optimizer.step()\n"
 )
@@ -92,7 +92,7 @@ def test_check_fails_while_something_is_left(capfd, script):
     script.write_text(RAW.replace("loader = ", "loaders = [").replace("batch_size=8)", "batch_size=8)]"))
     done = call_accel(capfd, "migrate", "--check", "train.py")
     assert done.returncode == 1
-    assert "train.py:6: The loader is not assigned to a variable of its own." in done.stderr
+    assert "train.py:7: The loader is not assigned to a variable of its own." in done.stderr
 
 
 TRAINER = """
@@ -385,7 +385,7 @@ def test_check_fails_until_the_comments_of_the_places_left_are_removed(capfd, sc
     )
     done = call_accel(capfd, "migrate", "--check", "--write", "train.py")
     assert done.returncode == 1
-    assert "train.py:8: These samples are drawn by the script" in done.stderr
+    assert "train.py:9: These samples are drawn by the script" in done.stderr
     written = script.read_text()
     comment = next(line for line in written.splitlines() if "# accel migrate:" in line)
     assert f"{comment}\n    x = torch.randn(\n" in written

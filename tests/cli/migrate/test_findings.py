@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+torch.manual_seed(0)
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 model = nn.Linear(8, 2).to(device)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -90,6 +91,8 @@ UNSAFE = {
     "training in another file": ("import torch\nfrom engine import fit\noptimizer = torch.optim.SGD([], lr=0.1)\nfit(optimizer)\n", "in another file"),
 }  # fmt: skip
 FOUND = {
+    "values of a script without a seed": (HEAD.replace("torch.manual_seed(0)\n", "") + LOOP, "The script sets no seed"),
+    "values of modules of a script without a seed": (HEAD.replace("torch.manual_seed(0)\n", "").replace("torch.randn(32, 8)", "list(range(32))").replace("model = nn.Linear(8, 2)", "class Net(nn.Linear):\n    def forward(self, x):\n        return super().forward(x + torch.randn(8))\nmodel = Net(8, 2)") + LOOP, None),
     "a part of a group that waits": (DDP + LOOP + "dist.barrier(group)\n", "of a group of processes"),
     "options of DDP that are computed": (DDP.replace("DDP(model", "DDP(model, bucket_cap_mb=int(rank)") + LOOP, "DistributedDataParallelKwargs(bucket_cap_mb=...)"),
     "a hook of DDP": (DDP + "model.register_comm_hook(None, print)\n" + LOOP, "Use DistributedDataParallelKwargs(comm_hook=...)"),
@@ -103,7 +106,7 @@ FOUND = {
     "guarded by an operator": (EVALUATE + "rank == 0 and end(model, loader)\n", "on some ranks only"),
     "guarded by a return": (EVALUATE + "def main():\n    if rank:\n        return\n    end(model, loader)\nmain()\n", "on some ranks only"),
     "batches that a script with ranks draws": (DDP.split("loader =")[0] + "def draw():\n    return torch.randn(4, 8)\nx = draw()\nfor i in range(3):\n" + LOOP.split("\n", 1)[1], "x.chunk(accelerator.num_processes)[accelerator.process_index]"),
-    "batches that are drawn in the loop": (HEAD + LOOP.replace("for i, x in enumerate(loader):", "torch.manual_seed(7)\nfor i in range(4):\n    x = torch.randn(4, 8)"), "set_seed(7, device_specific=True)"),
+    "batches that are drawn in the loop": (HEAD + LOOP.replace("for i, x in enumerate(loader):", "torch.manual_seed(7)\nfor i in range(4):\n    x = torch.randn(4, 8)"), "set_seed(0, device_specific=True)"),
     "batches of a seed of the rank": (DDP + LOOP.replace("for i, x in enumerate(loader):", "torch.manual_seed(7 + rank)\nfor i in range(4):\n    x = torch.randn(4, 8)"), None),
     "a condition of drawn batches": (DDP + LOOP.replace("for i, x in enumerate(loader):", "torch.manual_seed(7 + rank)\nwhile True:\n    x = torch.randn(4, 8)\n    best = x.max()") + "    if best > 2:\n        break\n", "leave the loop at different steps"),
     "a condition of a count of steps": (DDP + LOOP.replace("for i, x in enumerate(loader):", "torch.manual_seed(7 + rank)\nsteps = 0\nwhile True:\n    x = torch.randn(4, 8)\n    steps += 1") + "    if steps > 2:\n        break\n", None),
@@ -326,7 +329,7 @@ def test_objects_that_a_function_returns_are_prepared_where_it_is_called():
     text = (
         "import torch\nfrom torch.utils.data import DataLoader\n\n\ndef build():\n    model = torch.nn.Linear(8, 2)\n"
         "    return model, torch.optim.SGD(model.parameters(), lr=0.1)\n\n\nmodel, optimizer = build()\n"
-        f"device = 'cpu'\nloader = DataLoader(torch.randn(32, 8), batch_size=8)\n{LOOP}"
+        f"device = 'cpu'\ntorch.manual_seed(0)\nloader = DataLoader(torch.randn(32, 8), batch_size=8)\n{LOOP}"
     )
     result = migrate_script(text)
     assert not result.findings
