@@ -86,7 +86,7 @@ def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> 
     help="Show completion for the current shell, to copy it or customize the installation.",
 )
 def accel() -> None:
-    """Run a raw PyTorch training script, unchanged, anywhere."""
+    """Train PyTorch scripts on one process, several GPUs, and clusters."""
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -18,17 +18,34 @@ import pyte
 from pyte.screens import Char
 from rich.console import Console
 from rich.style import Style
+from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 from accel_runtime.environment.settings import HOME, NODE_NAME, PREFIX
 
-__all__ = ["PICTURES", "draw", "failure", "hang", "main", "top", "wizard"]
+__all__ = ["PICTURES", "draw", "failure", "hang", "main", "start", "top", "wizard"]
 
 COLUMNS, LINES = 80, 24
 FOLDER = Path(__file__).parent / "img"
 _TIMEOUT_S = 120
 _TYPING_S = 0.3
 _DOWN, _ENTER = "\x1b[B", "\r"
+_LIGHT = {"start"}
+"""Pictures that the docs show in a light and in a dark theme."""
+_LIGHT_THEME = TerminalTheme(
+    (250, 250, 252),
+    (36, 41, 47),
+    [
+        (36, 41, 47),
+        (164, 14, 38),
+        (17, 99, 41),
+        (77, 45, 0),
+        (9, 105, 218),
+        (130, 80, 223),
+        (27, 124, 131),
+        (87, 96, 106),
+    ],
+)
 _COLOURS = {"brown": "yellow"}
 """pyte's names of colours where rich has others."""
 _HEX = 6
@@ -206,7 +223,47 @@ def wizard() -> Iterator[list[Text]]:
         yield terminal.render()
 
 
+_RAW = """\
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+torch.manual_seed(0)
+x = torch.randn(512, 8)
+loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=32, shuffle=True)
+model = torch.nn.Linear(8, 1).to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(3):
+    for inputs, targets in loader:
+        inputs, targets = inputs.to(device), targets.to(device)
+        loss = torch.nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print(f"epoch {epoch}: loss {loss.item():.4f}")
+torch.save(model.state_dict(), "model.pt")
+"""
+_START = (
+    ("migrate", "--write", "train.py"),
+    ("launch", "--nproc-per-node", "4", "train.py"),
+)
+
+
+def start() -> Iterator[list[Text]]:
+    """Yield a terminal in which a raw script is converted, trains on four processes."""
+    lines: list[Text] = []
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "train.py").write_text(_RAW, encoding="utf-8")
+        for command in _START:
+            lines.append(Text.assemble(("$ ", "dim"), ("accel " + " ".join(command), "bold")))
+            terminal = _Terminal(folder, *command, **{HOME: "home"})
+            terminal.end()
+            lines += terminal.render()
+    yield lines
+
+
 PICTURES: dict[str, tuple[str, Callable[[], Iterator[list[Text]]]]] = {
+    "start": ("train.py", start),
     "wizard": ("accel config", wizard),
     "failure": ("accel launch --cpu --nproc-per-node 4 train.py", failure),
     "top": ("accel top", top),
@@ -215,8 +272,8 @@ PICTURES: dict[str, tuple[str, Callable[[], Iterator[list[Text]]]]] = {
 """The title of each picture, and what is on its screens."""
 
 
-def draw(name: str) -> str:
-    """Return the screens below each other, as one SVG."""
+def draw(name: str) -> dict[str, str]:
+    """Return the screens below each other, as SVG by the name of the file: dark, and light if the docs show both."""
     title, screens = PICTURES[name]
     console = Console(
         record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor"
@@ -226,15 +283,21 @@ def draw(name: str) -> str:
             console.rule("and after three more times Enter", style="dim")
         for line in lines:
             console.print(line, no_wrap=True, highlight=False)
-    return console.export_svg(title=title, code_format=_SVG, unique_id=name)
+    drawn = {name: console.export_svg(title=title, code_format=_SVG, unique_id=name, clear=False)}
+    if name in _LIGHT:
+        drawn[f"{name}-light"] = console.export_svg(
+            title=title, code_format=_SVG, unique_id=f"{name}-light", theme=_LIGHT_THEME
+        )
+    return drawn
 
 
 def main(arguments: list[str]) -> None:
     """Draw the pictures into the folder named, or where the docs have them."""
     for name in PICTURES:
-        target = (Path(arguments[0]) if arguments else FOLDER) / f"{name}.svg"
-        target.write_text(draw(name), encoding="utf-8")
-        print(f"{target} is written")
+        for file, picture in draw(name).items():
+            target = (Path(arguments[0]) if arguments else FOLDER) / f"{file}.svg"
+            target.write_text(picture, encoding="utf-8")
+            print(f"{target} is written")
 
 
 class _Terminal:

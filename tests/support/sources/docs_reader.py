@@ -82,6 +82,18 @@ ELSEWHERE = {
     "make check": Elsewhere("lints the repository", ".ci/run"),
     "git clone PATH_TO_ACCEL accel": Elsewhere("needs a place to clone from", ".ci/run"),
     "python -m pip install -e .": Elsewhere("changes the environment that runs this test", "Makefile"),
+    "python -m pip install torch --index-url https://download.pytorch.org/whl/cpu": Elsewhere(
+        "needs the index of PyTorch", "constraints.txt"
+    ),
+    **dict.fromkeys(
+        (
+            "uv run --no-project --with ACCEL accel launch --nproc-per-node 2 train.py",
+            "uv run --no-project --with ACCEL --with-requirements train.py accel launch train.py",
+            "uv add ACCEL",
+            "uv run accel launch train.py",
+        ),
+        Elsewhere("makes an environment with torch of a package index", "pyproject.toml"),
+    ),
     "accel config": Elsewhere(
         "asks questions on a terminal",
         "tests/integration/test_wizard.py",
