@@ -207,10 +207,13 @@ class Profile(Section):
 
     def data(self) -> dict[str, Any]:
         """Return the profile as plain data, without unset and empty values, and defaults of the sections of settings."""
-        data = self.model_dump(exclude_none=True)
+        data = self.model_dump()
         data |= {name: getattr(self, name).model_dump(exclude_defaults=True) for name in SETTINGS_SECTIONS}
-        data["launcher"] = {name: value for name, value in data["launcher"].items() if value not in ({}, [])}
-        return {name: value for name, value in data.items() if value != {}}
+        # Only here: inside a patch of a job, None removes a member.
+        launcher = {name: value for name, value in data["launcher"].items() if value not in (None, {}, [])}
+        return {
+            name: value for name, value in {**data, "launcher": launcher}.items() if value not in (None, {})
+        }
 
 
 def json_schema() -> dict[str, Any]:

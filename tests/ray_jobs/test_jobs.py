@@ -6,6 +6,7 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+from support.commands import call_accel
 from support.waits import limit, wait_until
 
 pytest.importorskip("ray.job_submission", reason="Ray is in an environment of its own: make test-ray")
@@ -19,7 +20,7 @@ from helper import NAME
 accelerator = Accelerator()
 rank, size = accelerator.process_index, accelerator.num_processes
 ranks = accelerator.gather(torch.tensor([rank])).tolist()
-print("rank", rank, "of", size, ranks, NAME, sys.argv[1:-1], os.environ["OMP_NUM_THREADS"], flush=True)
+print("rank", rank, "of", size, ranks, NAME, sys.argv[1:-1], os.environ["OMP_NUM_THREADS"], os.environ.get("TEAM"), flush=True)
 if "fail" in sys.argv and rank == 1:
     os._exit(7)
 if "fail" in sys.argv:
@@ -82,11 +83,17 @@ def get_id(text):
 
 
 def test_two_nodes_train_and_their_job_can_be_listed_and_read(launches):
-    following = launches.start("--lr", "$HOME 'x", options=("--nnodes", "2", "--ranks", "all"))
+    patches = (
+        "--set",
+        "launcher.runtime_env={env_vars: {TEAM: red}}",
+        "--set",
+        "launcher.job={metadata: {team: red}}",
+    )
+    following = launches.start("--lr", "$HOME 'x", options=("--nnodes", "2", "--ranks", "all", *patches))
     out, err = following.communicate(timeout=limit(WAIT_S))
     assert following.returncode == 0, err + out
     for rank in (0, 1):
-        shown = f"rank {rank} of 2 [0, 1] helped ['--lr', \"$HOME 'x\"] 1"
+        shown = f"rank {rank} of 2 [0, 1] helped ['--lr', \"$HOME 'x\"] 1 red"
         assert re.search(rf"^\[\S+-{rank}\] .*{re.escape(shown)}$", out, re.MULTILINE), out
     name = get_id(err)
     assert f"job {name} is SUCCEEDED" in err
@@ -130,6 +137,23 @@ def test_a_detached_job_that_is_stopped_saves(launches, cwd):
     assert f"job {name} ended as STOPPED with exit code 143: the job was stopped" in followed.stderr
     assert launches.wait_for_end() == []
     assert "is STOPPED already" in launches.jobs("stop", name).stderr
+
+
+@pytest.mark.parametrize(
+    ("patch", "message"),
+    [
+        ("job={entrypoint_num_cpu: 1}", "Invalid launcher.job.entrypoint_num_cpu: Ray does not know it. Did you mean entrypoint_num_cpus?"),
+        ("runtime_env={image_url: x}", "Invalid launcher.runtime_env.image_url: Ray does not know it. Did you mean image_uri?"),
+        ("runtime_env={uv: [a], conda: b}", "Invalid launcher.runtime_env: Ray refuses it: The 'pip' field"),
+        ("runtime_env={env_vars: {A: 1}}", "Invalid launcher.runtime_env: Ray refuses it: runtime_env['env_vars'] must be"),
+    ],
+)  # fmt: skip
+def test_what_ray_does_not_know_is_an_error_before_anything_is_sent(cwd, capfd, patch, message):
+    done = call_accel(
+        capfd, "launch", "--set=launcher.kind=ray", f"--set=launcher.{patch}", "--dry-run", "train.py"
+    )
+    assert done.returncode == 2
+    assert message in done.stderr
 
 
 @pytest.mark.full

@@ -14,22 +14,17 @@ from accel_cli.launchers import job_launcher, torchrun
 from accel_cli.launchers.base import LaunchSpec, Plan
 from accel_cli.launchers.kubernetes.cluster import KubernetesCluster
 from accel_cli.launchers.kubernetes.jobs import KubernetesJobs, open_jobs, submit
-from accel_cli.launchers.kubernetes.manifests import KubernetesJobPlan
+from accel_cli.launchers.kubernetes.manifests import RESERVED_VARIABLES, KubernetesJobPlan
 from accel_cli.launchers.kubernetes.section import KubernetesSection
 from accel_cli.launchers.node_launch import build_node_options
 from accel_cli.launchers.source_files import locate_target
 from accel_cli.planning.options import LaunchOption
-from accel_runtime.environment.settings import FAILURE_FILE
 
 __all__ = ["Kubernetes"]
 
 _MANIFEST = LaunchOption(
     "--manifest", "Print only the manifests, for kubectl create -f -, and run nothing.", only_prints=True
 )
-_RESERVED_VARIABLES = frozenset(
-    {"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT", FAILURE_FILE}
-)
-"""The variables that the launcher or Kubeflow Trainer sets."""
 _NODE_KEYS = {"rdzv_timeout", "max_restarts", "ranks", "shutdown_timeout", *torchrun.PASSED_KEYS}
 """Keys of torchrun that `accel launch` in each pod receives."""
 
@@ -114,7 +109,7 @@ class Kubernetes(KubernetesSection):
     def _check_env(self, spec: LaunchSpec) -> None:
         """Raise if a variable of the profile is the launcher's own, or must be in a Secret."""
         for name in (*spec.env, *self.secrets):
-            if name in _RESERVED_VARIABLES:
+            if name in RESERVED_VARIABLES:
                 raise UsageError(
                     f"Cannot set {name}: the launcher sets it in every pod. Remove it from the profile."
                 )

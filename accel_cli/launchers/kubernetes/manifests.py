@@ -18,6 +18,7 @@ from typing_extensions import override
 from accel_cli import console
 from accel_cli.errors import UsageError
 from accel_cli.launchers.jobs import get_user
+from accel_cli.launchers.kubernetes.pod import SOURCE_VOLUME, patch_pod
 from accel_cli.launchers.kubernetes.section import INSTANCE, MANAGED_BY, OWNER, KubernetesSection
 from accel_cli.launchers.source_files import check_deepspeed_file, check_selected, select_files, write_archive
 from accel_cli.planning.nodes import PORT
@@ -27,6 +28,7 @@ from accel_runtime.environment.settings import FAILURE_FILE
 __all__ = [
     "CONTAINER",
     "NODE_CONTAINER",
+    "RESERVED_VARIABLES",
     "TRAINER_API",
     "KubernetesJobPlan",
     "format_user",
@@ -43,6 +45,10 @@ TRAINER_API = ("trainer.kubeflow.org", "v1alpha1", "trainjobs")
 """The group, version and plural name of TrainJobs."""
 _FAILURE = "/dev/termination-log"
 _SOURCE, _ARCHIVE, _WORKSPACE = "/etc/accel/source", "source.tar.gz", "/workspace"
+RESERVED_VARIABLES = frozenset(
+    {"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT", FAILURE_FILE}
+)
+"""The variables that the launcher or Kubeflow Trainer sets."""
 _MAX_LABEL = 63
 """Characters of a host name, and of the value of a label."""
 _MAX_NAME = 57
@@ -204,10 +210,13 @@ def _build_job(job: KubernetesJobPlan, metadata: Mapping[str, Any], *, has_sourc
         spec["activeDeadlineSeconds"] = section.time
     spec |= {
         "ttlSecondsAfterFinished": section.ttl,
-        "template": {
-            "metadata": {"labels": metadata["labels"]},
-            "spec": _build_pod(job, metadata["name"], has_source=has_source),
-        },
+        "template": _patch_pod(
+            job,
+            {
+                "metadata": {"labels": metadata["labels"]},
+                "spec": _build_pod(job, metadata["name"], has_source=has_source),
+            },
+        ),
     }
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
 
@@ -244,6 +253,12 @@ def _build_pod(job: KubernetesJobPlan, name: str, *, has_source: bool) -> dict[s
     return {**pod, "containers": [container], "volumes": [volume for volume, _ in volumes]}
 
 
+def _patch_pod(job: KubernetesJobPlan, template: dict[str, Any]) -> dict[str, Any]:
+    (container,) = template["spec"]["containers"]
+    variables = [item["name"] for item in container.get("env", ())]
+    return patch_pod(job.section, template, container["name"], [*variables, *RESERVED_VARIABLES])
+
+
 def _build_train_job(
     job: KubernetesJobPlan, metadata: Mapping[str, Any], *, has_source: bool
 ) -> dict[str, Any]:
@@ -260,7 +275,7 @@ def _build_train_job(
     }
     if resources := _build_resources(section):
         trainer["resourcesPerNode"] = resources
-    pod = {
+    template = {
         "metadata": {"labels": metadata["labels"]},
         "spec": {
             **_build_scheduling(section),
@@ -268,6 +283,7 @@ def _build_train_job(
             "volumes": [volume for volume, _ in volumes],
         },
     }
+    pod = _patch_pod(job, template)
     kind, _, runtime = section.runtime.rpartition("/")
     spec: dict[str, Any] = {
         "runtimeRef": {
@@ -281,8 +297,8 @@ def _build_train_job(
         spec["podTemplateOverrides"] = [{"targetJobs": [{"name": NODE_CONTAINER}], **pod}]
     else:
         replicated = {"name": NODE_CONTAINER, "template": {"spec": {"template": pod}}}
-        template = {"spec": {"replicatedJobs": [replicated]}}
-        spec["runtimePatches"] = [{"manager": _MANAGER, "trainingRuntimeSpec": {"template": template}}]
+        patch = {"spec": {"replicatedJobs": [replicated]}}
+        spec["runtimePatches"] = [{"manager": _MANAGER, "trainingRuntimeSpec": {"template": patch}}]
         if section.time:
             spec["activeDeadlineSeconds"] = section.time
     return {"apiVersion": "/".join(TRAINER_API[:2]), "kind": "TrainJob", "metadata": metadata, "spec": spec}
@@ -341,8 +357,8 @@ def _list_volumes(section: KubernetesSection, source: str) -> Iterator[tuple[dic
     yield {"name": "shm", "emptyDir": memory}, {"name": "shm", "mountPath": "/dev/shm"}  # noqa: S108 - not a file
     if source:
         yield (
-            {"name": "source", "configMap": {"name": source}},
-            {"name": "source", "mountPath": _SOURCE, "readOnly": True},
+            {"name": SOURCE_VOLUME, "configMap": {"name": source}},
+            {"name": SOURCE_VOLUME, "mountPath": _SOURCE, "readOnly": True},
         )
         yield {"name": "workspace", "emptyDir": {}}, {"name": "workspace", "mountPath": _WORKSPACE}
     for number, (path, text) in enumerate(section.volumes.items()):

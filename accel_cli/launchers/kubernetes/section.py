@@ -166,6 +166,11 @@ class KubernetesSection(job_launcher.JobLauncher):
         default_factory=dict,
         description="Environment variables whose values are in Secrets of the namespace: `WANDB_API_KEY: NAME/KEY`.",
     )
+    pod: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Patch of the pods, merged into the metadata and the spec that accel generates: "
+        "`{spec: {hostNetwork: true}}`. What accel sets itself is refused.",
+    )
     source: Literal["folder", "image"] = Field(
         "folder",
         description="`folder` sends the files of `source_dir` with the job, at most 1 MiB compressed; `image` sends none, "

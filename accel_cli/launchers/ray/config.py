@@ -110,6 +110,15 @@ class Ray(job_launcher.JobLauncher):
         None,
         description="Requirements file that Ray installs with pip, in an environment of the job on every node.",
     )
+    runtime_env: dict[str, Any] = Field(
+        default_factory=dict,
+        description="More members of Ray's runtime environment of the job: `{image_uri: rayproject/ray:2.50.0}`. What accel sets "
+        "itself is refused.",
+    )
+    job: dict[str, Any] = Field(
+        default_factory=dict,
+        description="More arguments of `JobSubmissionClient.submit_job`, for the driver: `{entrypoint_resources: {head: 1}}`.",
+    )
     python: _Word = Field("python", description="Python on the head node that has Ray and accel.")
     job_name: Annotated[str | None, Field(min_length=1)] = Field(
         None, description="Start of the job's id, before random characters; unset is the script's name."
@@ -163,7 +172,8 @@ class Ray(job_launcher.JobLauncher):
 
     @override
     def plan(self, spec: LaunchSpec) -> Plan:
-        _check_env(spec.env)
+        _check_env(spec.env, "env")
+        _check_env(self.runtime_env.get("env_vars") or {}, "launcher.runtime_env.env_vars")
         count = job_launcher.count_processes(spec, self.nproc_per_node, self.gpus_per_node)
         sends_source = self.source == "folder" and not spec.is_builtin
         target, folder = self._locate_target(spec, sends_source=sends_source)
@@ -199,6 +209,8 @@ class Ray(job_launcher.JobLauncher):
             name=_clean_name(self.job_name or Path(spec.target).stem),
             python=self.python,
             requirements=self._read_requirements(),
+            runtime_env=self.runtime_env,
+            submission=self.job,
             source_dir=self.source_dir,
             include=tuple(self.include),
             exclude=tuple(self.exclude),
@@ -264,11 +276,11 @@ class Ray(job_launcher.JobLauncher):
         return tuple(line for line in map(str.strip, lines) if line and not line.startswith("#"))
 
 
-def _check_env(env: Mapping[str, str]) -> None:
-    """Raise if a variable looks like a secret."""
+def _check_env(env: Mapping[str, str], key: str) -> None:
+    """Raise if a variable of a key looks like a secret."""
     for name in filter(is_secret, env):
         raise UsageError(
-            f"env.{name} looks like a secret, and Ray stores the variables of a job in a file that all users of its nodes can "
+            f"{key}.{name} looks like a secret, and Ray stores the variables of a job in a file that all users of its nodes can "
             "read. Set it where the nodes are started, before ray start, or have the script read it from a file."
         )
 

@@ -266,15 +266,13 @@ def submit(plan: Plan) -> int:
             "checkpoints in relative folders are lost with their node: write them to storage that all nodes share"
         )
     with write_folder(job, job_id) as folder:
+        metadata = {_USER: get_user(), "accel-version": __version__, "job_name": job_id}
+        request = job.build_request(str(folder), job_id, metadata)
+        job.check_request(request)
         client = cluster.client
         try:
             with cluster.translate_errors("submit the job"):
-                client.submit_job(
-                    entrypoint=job.entrypoint,
-                    submission_id=job_id,
-                    runtime_env=job.build_runtime_env(str(folder)),
-                    metadata={_USER: get_user(), "accel-version": __version__, "job_name": job_id},
-                )
+                client.submit_job(**request)
         except (UnreachableError, KeyboardInterrupt) as error:
             _check_started(cluster, job_id, job.jobs_options, error)
     return follow_submission(RayJobs(cluster), job_id, job)

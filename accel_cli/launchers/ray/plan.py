@@ -7,7 +7,8 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import yaml
 from typing_extensions import override
 
 from accel_cli import console
-from accel_cli.errors import AccelError
+from accel_cli.errors import AccelError, UsageError
 from accel_cli.launchers.node_launch import build_command, build_rendezvous_options
+from accel_cli.launchers.patch import PatchRules, merge_patch
 from accel_cli.launchers.source_files import (
     Selection,
     check_deepspeed_file,
@@ -28,12 +30,27 @@ from accel_cli.launchers.source_files import (
 from accel_cli.planning.network import Endpoint
 from accel_cli.planning.nodes import PORT
 from accel_cli.planning.plan import JobPlan, join_for_bash
-from accel_runtime.environment.settings import __version__
+from accel_runtime.environment.settings import __version__, find_nearest
 
 __all__ = ["ARCHIVE", "RUN_FILE", "STOP_MARGIN_S", "RayJobPlan", "RayRun", "write_folder"]
 
 RUN_FILE, ARCHIVE = "accel-run.json", "accel-source.tar.gz"
 """The files in the working directory of the job: the run, and the source if it is sent."""
+_RUNTIME_ENV = {
+    "working_dir": "Set launcher.source_dir.",
+    "excludes": "Set launcher.exclude.",
+    "env_vars.RAY_JOB_STOP_WAIT_TIME_S": "Set launcher.shutdown_timeout.",
+}
+"""What to do instead of setting a member of the runtime environment that accel sets."""
+_SUBMISSION = {
+    "entrypoint": "Pass the script to accel launch.",
+    "submission_id": "Set launcher.job_name.",
+    "job_id": "Set launcher.job_name.",
+    "runtime_env": "Set launcher.runtime_env.",
+}
+"""The same of an argument of Ray's client."""
+_INSTALLERS = ("pip", "uv", "conda")
+"""Members of the runtime environment that install packages, of which Ray takes one."""
 STOP_MARGIN_S = 10
 """Seconds beyond `shutdown_timeout` that nodes, and the driver after them, have to end."""
 
@@ -108,6 +125,10 @@ class RayJobPlan(JobPlan):
     """The interpreter of the driver."""
     requirements: tuple[str, ...]
     """Packages that Ray installs for the job."""
+    runtime_env: Mapping[str, Any] = field(default_factory=dict)
+    """The patch of the runtime environment."""
+    submission: Mapping[str, Any] = field(default_factory=dict)
+    """The patch of the arguments of Ray's client."""
     source_dir: str
     include: tuple[str, ...]
     exclude: tuple[str, ...]
@@ -126,7 +147,61 @@ class RayJobPlan(JobPlan):
             "working_dir": folder,
             "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(wait_s)},
         }
-        return {**runtime_env, "pip": list(self.requirements)} if self.requirements else runtime_env
+        if self.requirements:
+            runtime_env["pip"] = list(self.requirements)
+        installers = (
+            dict.fromkeys(_INSTALLERS, "Remove it, or launcher.requirements.") if self.requirements else {}
+        )
+        rules = PatchRules("launcher.runtime_env", reserved={**_RUNTIME_ENV, **installers})
+        merged: dict[str, Any] = merge_patch(runtime_env, self.runtime_env, rules)
+        return merged
+
+    def build_request(self, folder: str, job_id: str, metadata: Mapping[str, str]) -> dict[str, Any]:
+        """Return the arguments of `submit_job`.
+
+        Args:
+            folder: The folder that is uploaded.
+            job_id: The id of the job.
+            metadata: What Ray keeps with the job.
+        """
+        request = {"submission_id": job_id, "entrypoint": self.entrypoint, "metadata": {**metadata}}
+        reserved = {**_SUBMISSION, **{f"metadata.{name}": "Remove it." for name in metadata}}
+        merged = merge_patch(request, self.submission, PatchRules("launcher.job", reserved=reserved))
+        return {**merged, "runtime_env": self.build_runtime_env(folder)}
+
+    def check_request(self, request: Mapping[str, Any]) -> None:
+        """Raise if Ray does not know what the profile adds to a request; without Ray, a note says that it was not checked.
+
+        Raises:
+            UsageError: An argument or a member is unknown, or Ray refuses its value.
+        """
+        if not (self.runtime_env or self.submission):
+            return
+        try:
+            from ray.job_submission import JobSubmissionClient  # noqa: PLC0415 - takes a second
+            from ray.runtime_env import RuntimeEnv  # noqa: PLC0415
+        except ImportError:
+            console.note("launcher.runtime_env and launcher.job were not checked: Ray is not installed")
+            return
+        known = {
+            "launcher.job": set(signature(JobSubmissionClient.submit_job).parameters) - {"self"},
+            "launcher.runtime_env": {name for name in RuntimeEnv.known_fields if not name.startswith("_ray")},
+        }
+        for key, patch in (("launcher.job", self.submission), ("launcher.runtime_env", self.runtime_env)):
+            for name in patch:
+                if name not in known[key]:
+                    nearest = find_nearest(name, sorted(known[key]))
+                    hint = f" Did you mean {nearest}?" if nearest else ""
+                    raise UsageError(
+                        f"Invalid {key}.{name}: Ray does not know it.{hint} Correct it, or install the Ray of the cluster."
+                    )
+        try:
+            # The folder is a name only, as nothing is uploaded.
+            RuntimeEnv(**{**request["runtime_env"], "working_dir": None})
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"Invalid launcher.runtime_env: Ray refuses it: {' '.join(str(error).split())}."
+            ) from None
 
     @override
     def describe(self) -> list[str]:
@@ -158,10 +233,14 @@ class RayJobPlan(JobPlan):
         """Return the request as YAML, secrets masked, with the files that the job carries."""
         selection = self.list_files()
         env = {key: console.mask_secrets(key, value) for key, value in self.run.env.items()}
+        submission = self.build_request(
+            f"{RUN_FILE}{f', {ARCHIVE}' if selection else ''}", f"{self.name}-...", {}
+        )
+        self.check_request(submission)
+        variables = submission["runtime_env"]["env_vars"]
+        variables |= {key: console.mask_secrets(key, str(value)) for key, value in variables.items()}
         request = {
-            "submission_id": f"{self.name}-...",
-            "entrypoint": self.entrypoint,
-            "runtime_env": self.build_runtime_env(f"{RUN_FILE}{f', {ARCHIVE}' if selection else ''}"),
+            **{name: value for name, value in submission.items() if value != {}},
             RUN_FILE: json.loads(replace(self.run, env=env).to_json()),
         }
         lines = yaml.safe_dump(request, sort_keys=False, allow_unicode=True, width=10**9).splitlines()

@@ -15,7 +15,8 @@ from accel_cli.errors import UsageError
 from accel_cli.launchers import torchrun
 from accel_cli.launchers.base import LaunchSpec
 from accel_cli.launchers.node_launch import build_node_options
-from accel_cli.launchers.sagemaker.aws import load_service_model
+from accel_cli.launchers.patch import PatchRules, merge_patch
+from accel_cli.launchers.sagemaker.aws import format_hint, load_service_model
 from accel_cli.launchers.sagemaker.section import CHANNEL, SageMakerSection
 from accel_cli.planning.plan import JobPlan
 
@@ -60,6 +61,21 @@ _KEYS = _COPIED_KEYS | {
     "TrainingJobName": "job_name",
 }
 """The same, with the members that are derived from a key of the profile."""
+_REQUEST = PatchRules(
+    "launcher.request",
+    {"InputDataConfig": "ChannelName", "Tags": "Key", "MetricDefinitions": "Name"},
+    reserved={
+        **{path: f"Set launcher.{key}." for path, key in _KEYS.items() if path not in {"InputDataConfig", "Tags"}},
+        f"InputDataConfig[{CHANNEL}]": "Use another name for the channel.",
+        "AlgorithmSpecification.AlgorithmName": "Set launcher.image_uri.",
+        "AlgorithmSpecification.TrainingInputMode": "Set input_mode of a channel in launcher.inputs.",
+        "AlgorithmSpecification.ContainerEntrypoint": "Pass the script to accel launch.",
+        "AlgorithmSpecification.ContainerArguments": "Pass the arguments of the script to accel launch.",
+        "Environment": "Set env in the profile.",
+        "ResourceConfig.InstanceGroups": "A run has one instance type; set launcher.instance_type.",
+    },
+)  # fmt: skip
+"""The rules of the patch `launcher.request`."""
 _CLASSES = {r"\p{L}": r"\w", r"\p{N}": r"\d", r"\p{Z}": r"\s", r"\p{Alnum}": "a-zA-Z0-9"}
 """Character classes in patterns of SageMaker, and what comes next to them in Python."""
 _MAX_SHOWN = 80
@@ -150,7 +166,9 @@ def build_request(job: SageMakerJobPlan, submission: Submission) -> dict[str, An
         parent, _, member = path.rpartition(".")
         if value not in (None, []):
             (request.setdefault(parent, {}) if parent else request)[member] = value
-    return {key: value for key, value in request.items() if value not in ({}, [])}
+    request = {key: value for key, value in request.items() if value not in ({}, [])}
+    merged: dict[str, Any] = merge_patch(request, section.request, _REQUEST)
+    return merged
 
 
 def check_request(request: Mapping[str, Any]) -> None:
@@ -162,10 +180,27 @@ def check_request(request: Mapping[str, Any]) -> None:
     from botocore.validate import ParamValidator  # noqa: PLC0415 - it is a package of the extra
 
     shape = load_service_model().operation_model("CreateTrainingJob").input_shape
-    report = ParamValidator().validate(request, shape)
-    problems = report.generate_report().splitlines() or list(_find_problems(shape, request, ""))
+    problems = (
+        list(_find_unknown(shape, request, ""))
+        or ParamValidator().validate(request, shape).generate_report().splitlines()
+        or list(_find_problems(shape, request, ""))
+    )
     if problems:
         raise UsageError("\n".join(["SageMaker would refuse this job; nothing was sent:", *problems]))
+
+
+def _find_unknown(shape: Any, value: Any, path: str) -> Iterator[str]:
+    """Yield the members that SageMaker does not have, as far as the installed boto3 knows."""
+    if shape.type_name == "structure" and isinstance(value, Mapping):
+        for name, item in value.items():
+            inner = f"{path}.{name}" if path else str(name)
+            if name in shape.members:
+                yield from _find_unknown(shape.members[name], item, inner)
+            else:
+                yield f"{_describe_member(inner)}: unknown member.{format_hint(str(name), list(shape.members))}"
+    elif shape.type_name == "list" and isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _find_unknown(shape.member, item, f"{path}[{index}]")
 
 
 def _find_problems(shape: Any, value: Any, path: str) -> Iterator[str]:
@@ -208,7 +243,7 @@ def _describe_member(path: str) -> str:
     """Return a member of the request for a message, with the key of the profile that it comes from."""
     keys = (key for start, key in _KEYS.items() if re.match(rf"{re.escape(start)}(\.|\[|$)", path))
     key = next((f"launcher.{key}" for key in keys), "env" if path.startswith("Environment") else "")
-    return f"{key} ({path})" if key else path
+    return f"{key} ({path})" if key else f"launcher.request.{path}"
 
 
 def _format_value(path: str, value: str) -> str:

@@ -418,6 +418,11 @@ class SageMakerSection(Launcher):
     allow_unknown_instance: bool = Field(
         False, description="Accept an instance type that the installed boto3 does not know."
     )
+    request: dict[str, Any] = Field(
+        default_factory=dict,
+        description="More members of the request CreateTrainingJob, merged into those that accel generates: "
+        "`{RetryStrategy: {MaximumRetryAttempts: 2}}`. Members that have a key of their own are refused.",
+    )
     max_restarts: torchrun.MaxRestarts = 0
     ranks: torchrun.Ranks = 0
     shutdown_timeout: torchrun.ShutdownTimeout = 110

@@ -32,9 +32,11 @@ _POD_SPEC = _object(
     tolerations=_list(_ANY, 128),
     imagePullSecrets=_list(_ANY, 64),
     volumes=_list(_ANY, 128),
-    containers=_list(_object(["name"], name=_TEXT, volumeMounts=_list(_ANY, 128)), 64),
+    affinity=_ANY,
+    securityContext=_ANY,
+    containers=_list(_object(["name"], name=_TEXT, volumeMounts=_list(_ANY, 128), securityContext=_ANY), 64),
 )
-_POD = {"metadata": _object(labels=_TEXTS), "spec": _POD_SPEC}
+_POD = {"metadata": _object(labels=_TEXTS, annotations=_TEXTS), "spec": _POD_SPEC}
 _OVERRIDE = _object(["targetJobs"], targetJobs=_list(_object(["name"], name=_TEXT)), **_POD)
 _REPLICATED = _object(["name"], name=_TEXT, template=_object(spec=_object(template=_object(**_POD))))
 _PATCH = _object(

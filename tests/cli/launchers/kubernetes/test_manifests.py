@@ -47,7 +47,41 @@ EVERYTHING = Kubernetes(
     stall_timeout=600,
 )  # fmt: skip
 KUBEFLOW = EVERYTHING.model_copy(update={"kubeflow": True, "priority_class": None})
+PATCH = {
+    "metadata": {"annotations": {"sidecar.istio.io/inject": "false"}},
+    "spec": {
+        "hostNetwork": True,
+        "dnsPolicy": "ClusterFirstWithHostNet",
+        "tolerations": [{"key": "spot", "operator": "Exists"}],
+        "volumes": [{"name": "cache", "nfs": {"server": "files", "path": "/cache"}}],
+        "containers": [
+            {
+                "name": "accel",
+                "env": [{"name": "NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}],
+                "volumeMounts": [
+                    {"name": "cache", "mountPath": "/cache"},
+                    {"mountPath": "/dev/shm", "$patch": "delete"},  # noqa: S108 - not a file
+                ],
+                "resources": {"requests": {"cpu": 2}},
+            },
+            {"name": "proxy", "image": "proxy:1"},
+        ],
+    },
+}  # fmt: skip
 SECTIONS = {
+    "patched": Kubernetes(image="accel:cpu", source="image", tolerations=["gpu"], gpus_per_node=1, pod=PATCH),
+    "kubeflow-patched": Kubernetes(
+        image="accel:cpu",
+        source="image",
+        kubeflow=True,
+        pod={
+            "metadata": {"annotations": {"a": "b"}},
+            "spec": {
+                "affinity": {"podAntiAffinity": {}},
+                "containers": [{"name": "node", "securityContext": {"runAsUser": 7}}],
+            },
+        },
+    ),
     "one-node": Kubernetes(image="accel:cpu"),
     "everything": EVERYTHING,
     "in-the-image": Kubernetes(image="accel:cpu", source="image", working_dir="/app", nnodes=2),
@@ -264,6 +298,56 @@ def test_accelerators_are_not_counted_if_the_number_of_processes_is_given():
 def test_an_invalid_value_is_an_error(key, value, message):
     with pytest.raises(ValidationError, match=message):
         Kubernetes(**{"source": "image", key: value})
+
+
+MAIN = {"name": "accel"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"hostnam": "x"}, r"launcher\.pod\.spec\.hostnam: unknown member; did you mean hostname\?"),
+        ({"containers": [{**MAIN, "tty": "yes"}]}, r"launcher\.pod\.spec\.containers\[accel\]\.tty: expected true or false, got 'yes'"),
+        ({"volumes": [{"name": "a", "nfs": {"path": 3}}]}, r"volumes\[a\]\.nfs\.path: expected text in quotes, got 3"),
+        ({"dnsConfig": "x"}, r"dnsConfig: expected keys and values, got 'x'"),
+        ({"nodeSelector": {"a": True}}, r"nodeSelector\.a: expected text in quotes, got True"),
+        ({"schedulingGates": {"name": "a"}}, r"schedulingGates: expected a list"),
+        ({"containers": [{"name": "b", "env": [{"name": "API_KEY", "value": "s3cret"}]}]}, r"env\[API_KEY\]: looks like a secret"),
+        ({"restartPolicy": "Always"}, r"Cannot set launcher\.pod\.spec\.restartPolicy.*Set launcher\.max_restarts"),
+        ({"containers": [{**MAIN, "command": ["sh"]}]}, r"Cannot set .*containers\[accel\]\.command"),
+        ({"containers": [{**MAIN, "env": [{"name": "PET_NODE_RANK", "value": "0"}]}]}, r"Cannot set .*env\[PET_NODE_RANK\]"),
+        ({"containers": [{**MAIN, "env": [{"name": "ACCEL_DEVICE", "value": "cpu"}]}]}, r"Cannot set .*env\[ACCEL_DEVICE\]"),
+        ({"containers": [{**MAIN, "resources": {"limits": {"nvidia.com/gpu": 8}}}]}, r"Set launcher\.gpus_per_node"),
+        ({"containers": [{**MAIN, "resources": None}]}, r"Cannot set .*resources"),
+    ],
+)  # fmt: skip
+def test_a_patch_that_is_not_valid_or_contradicts_accel_is_an_error_with_its_path(spec, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        render(Kubernetes(image="i", source="image", pod={"spec": spec}))
+    assert "s3cret" not in str(caught.value)
+
+
+def test_the_metadata_of_pods_are_labels_and_annotations():
+    for pod, message in (
+        ({"metadata": {"name": "x"}}, r"launcher\.pod\.metadata\.name: the pods"),
+        ({"containers": []}, r"launcher\.pod\.containers: unknown member of a pod"),
+        ({"metadata": {"labels": {"accel-user": "x"}}}, r"Use launcher\.labels"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            render(Kubernetes(image="i", pod=pod))
+
+
+def test_a_train_job_cannot_change_what_is_of_its_runtime():
+    for spec in ({"hostNetwork": True}, {"containers": [{"name": "node", "tty": True}]}):
+        with pytest.raises(UsageError, match="a TrainJob cannot set it; set it in its runtime"):
+            render(Kubernetes(image="i", kubeflow=True, source="image", pod={"spec": spec}))
+
+
+def test_without_the_client_a_patch_is_merged_and_a_note_says_that_it_was_not_checked(monkeypatch, capfd):
+    monkeypatch.setitem(sys.modules, "kubernetes.client", None)
+    section = Kubernetes(image="i", source="image", pod={"spec": {"hostnam": "x"}})
+    assert "hostnam: x" in plan(section).job.preview()
+    assert "launcher.pod was not checked: the package kubernetes is not installed" in capfd.readouterr().err
 
 
 def test_pods_without_a_common_volume_do_not_share_files():

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import tarfile
+from importlib.util import find_spec
 
 import pytest
 import yaml
@@ -67,6 +68,39 @@ def test_the_plan_names_the_variable_that_overrides_the_address():
     planned = plan(Ray(address="http://head:8265"), environ={"RAY_ADDRESS": "http://other:8265"})
     assert planned.job.describe()[0] == "cluster: http://other:8265 (from RAY_ADDRESS)"
     assert plan(Ray(address="http://head:8265")).job.describe()[0] == "cluster: http://head:8265"
+
+
+def test_what_the_profile_adds_is_in_the_request_beside_what_accel_sets(capfd):
+    section = Ray(
+        runtime_env={"env_vars": {"TEAM": "a"}, "config": {"setup_timeout_seconds": 9}},
+        job={"entrypoint_resources": {"head": 1}, "metadata": {"team": "a"}},
+    )
+    request = plan(section).job.build_request("folder", "id", {"accel-user": "ann"})
+    assert request["runtime_env"]["env_vars"] == {"TEAM": "a", "RAY_JOB_STOP_WAIT_TIME_S": "50"}
+    assert request["runtime_env"]["config"] == {"setup_timeout_seconds": 9}
+    assert (request["submission_id"], request["entrypoint_resources"]) == ("id", {"head": 1})
+    assert request["metadata"] == {"accel-user": "ann", "team": "a"}
+    shown = yaml.safe_load(plan(section).job.preview().partition("accel-run.json:")[0])
+    assert (shown["metadata"], shown["runtime_env"]["env_vars"]["TEAM"]) == ({"team": "a"}, "a")
+    if find_spec("ray") is None:
+        assert "were not checked: Ray is not installed" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"job": {"entrypoint": "x"}}, r"launcher\.job\.entrypoint.*Pass the script"),
+        ({"job": {"metadata": {"accel-user": "bob"}}}, r"launcher\.job\.metadata\.accel-user"),
+        ({"runtime_env": {"working_dir": "."}}, r"Set launcher\.source_dir"),
+        ({"runtime_env": {"env_vars": None}}, r"Set launcher\.shutdown_timeout"),
+        ({"runtime_env": {"uv": ["x"]}, "requirements": "r.txt"}, r"launcher\.runtime_env\.uv.*launcher\.requirements"),
+        ({"runtime_env": {"env_vars": {"API_KEY": "x"}}}, r"launcher\.runtime_env\.env_vars\.API_KEY looks like a secret"),
+    ],
+)  # fmt: skip
+def test_what_accel_sets_in_a_request_is_not_replaced(cwd, keys, message):
+    (cwd / "r.txt").write_text("six\n")
+    with pytest.raises(UsageError, match=message):
+        plan(Ray(**keys)).job.build_request("folder", "id", {"accel-user": "ann"})
 
 
 def test_every_node_runs_accel_launch_with_its_rank():

@@ -107,6 +107,56 @@ def test_every_job_name_is_valid(base, target):
     assert re.fullmatch(pattern, name_job(base or None, target.replace("\0", ""), NOW))
 
 
+def test_a_patch_is_merged_into_the_request(shape):
+    patch = {
+        "RetryStrategy": {"MaximumRetryAttempts": 2},
+        "ResourceConfig": {"TrainingPlanArn": "arn:aws:sagemaker:eu-west-1:123456789012:training-plan/p"},
+        "InputDataConfig": [{"ChannelName": "train", "ContentType": "text/csv"}, {"ChannelName": "x", "DataSource": {}}],
+        "Tags": [{"Key": "team", "Value": "b"}, {"Key": "cost", "Value": "1"}],
+        "EnableNetworkIsolation": None,
+    }  # fmt: skip
+    with pytest.raises(UsageError, match=r"EnableNetworkIsolation.*Set launcher\.network_isolation"):
+        request({"request": patch})
+    del patch["EnableNetworkIsolation"]
+    built_request = request({"request": patch, "inputs": {"train": "s3://b/x"}, "tags": {"team": "a"}})
+    assert not ParamValidator().validate(built_request, shape).has_errors()
+    assert built_request["ResourceConfig"]["InstanceCount"] == 1
+    assert [channel["ChannelName"] for channel in built_request["InputDataConfig"]] == ["accel", "train", "x"]
+    assert built_request["InputDataConfig"][1]["ContentType"] == "text/csv"
+    assert built_request["InputDataConfig"][1]["DataSource"]["S3DataSource"]["S3Uri"] == "s3://b/x"
+    assert built_request["Tags"] == patch["Tags"]
+
+
+@pytest.mark.parametrize(
+    ("patch", "cure"),
+    [
+        ({"TrainingJobName": "x"}, r"Set launcher\.job_name"),
+        ({"ResourceConfig": None}, r"Set launcher\.instance_type"),
+        ({"AlgorithmSpecification": {"ContainerArguments": ["x"]}}, "arguments of the script"),
+        (
+            {"InputDataConfig": [{"ChannelName": "accel", "InputMode": "Pipe"}]},
+            "another name for the channel",
+        ),
+        ({"InputDataConfig": [{"ChannelName": "accel", "$patch": "delete"}]}, "another name for the channel"),
+        ({"Environment": {"A": "1"}}, r"Set env in the profile"),
+        ({"CheckpointConfig": {"LocalPath": "/x"}}, r"Set launcher\.checkpoint_uri"),
+    ],
+)
+def test_a_patch_cannot_change_what_accel_sets(patch, cure):
+    with pytest.raises(UsageError, match=cure):
+        request({"request": patch})
+
+
+def test_an_unknown_member_of_a_patch_is_named_with_its_path():
+    for patch, message in (
+        ({"RetryStrategi": {}}, r"launcher\.request\.RetryStrategi: unknown member\. Did you mean RetryStrategy\?"),
+        ({"RetryStrategy": {"Attempts": 1}}, r"launcher\.request\.RetryStrategy\.Attempts: unknown member"),
+        ({"RetryStrategy": {"MaximumRetryAttempts": 31}}, r"launcher\.request\.RetryStrategy\.MaximumRetryAttempts: expected at most 30"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=message):
+            check_request(request({"request": patch}))
+
+
 # The check against the limits and patterns of botocore's model.
 
 
