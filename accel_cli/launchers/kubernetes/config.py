@@ -42,7 +42,8 @@ class Kubernetes(KubernetesSection):
     def may_share_files(self) -> bool:
         # A folder of the host may be that of another node for each pod.
         return self.nnodes == 1 or any(
-            volume.startswith("pvc/") and not volume.endswith(":ro") for volume in self.volumes.values()
+            volume.startswith(("pvc/", "nfs://")) and not volume.endswith(":ro")
+            for volume in self.volumes.values()
         )
 
     @property

@@ -29,7 +29,13 @@ from accel_cli.launchers.kubernetes.manifests import (
     render,
 )
 from accel_cli.launchers.kubernetes.section import INSTANCE, MANAGED_BY, OWNER
-from accel_cli.launchers.kubernetes.state import count_restarts, describe_job, get_index, keep_failure
+from accel_cli.launchers.kubernetes.state import (
+    count_restarts,
+    describe_job,
+    describe_placement,
+    get_index,
+    keep_failure,
+)
 from accel_cli.planning.plan import Plan
 from accel_runtime.environment.text import encode_text
 
@@ -135,8 +141,9 @@ class KubernetesJobs(Jobs):
                 )
             pods = self.list_pods(job_id)
             job = self._describe(found, pods, self._pods[job_id].values())
-            if job.state == "Pending" and not job.reason:
-                job = replace(job, reason=self._read_warning(job_id, pods))
+            if job.state == "Pending":
+                reason = job.reason or self._read_warning(job_id, pods)
+                job = replace(job, reason=describe_placement(pods, reason))
         self._last[job_id] = job
         return job
 

@@ -19,6 +19,11 @@ from accel_cli import console
 from accel_cli.errors import UsageError
 from accel_cli.launchers.jobs import get_user
 from accel_cli.launchers.kubernetes.pod import SOURCE_VOLUME, patch_pod
+from accel_cli.launchers.kubernetes.pod_fields import (
+    build_container_security,
+    build_pod_security,
+    parse_volume,
+)
 from accel_cli.launchers.kubernetes.section import INSTANCE, MANAGED_BY, OWNER, KubernetesSection
 from accel_cli.launchers.source_files import check_deepspeed_file, check_selected, select_files, write_archive
 from accel_cli.planning.nodes import PORT
@@ -166,6 +171,8 @@ def render(job: KubernetesJobPlan, name: str, user: str, archive: bytes | None) 
     section = job.section
     labels = {**section.labels, MANAGED_BY: "accel", INSTANCE: name, OWNER: user}
     metadata: dict[str, Any] = {"name": name, "labels": labels}
+    if section.annotations:
+        metadata["annotations"] = section.annotations
     if section.namespace:
         metadata["namespace"] = section.namespace
     manifests = []
@@ -213,7 +220,7 @@ def _build_job(job: KubernetesJobPlan, metadata: Mapping[str, Any], *, has_sourc
         "template": _patch_pod(
             job,
             {
-                "metadata": {"labels": metadata["labels"]},
+                "metadata": _get_pod_metadata(metadata),
                 "spec": _build_pod(job, metadata["name"], has_source=has_source),
             },
         ),
@@ -232,9 +239,16 @@ def _build_pod(job: KubernetesJobPlan, name: str, *, has_source: bool) -> dict[s
         pod["subdomain"] = name
     if not section.service_account:
         pod["automountServiceAccountToken"] = False
+    # Without variables for each Service of the namespace, of which there may be thousands.
+    pod["enableServiceLinks"] = False
+    pod |= build_pod_security(section)
     pod |= _build_scheduling(section)
-    if section.priority_class:
-        pod["priorityClassName"] = section.priority_class
+    names = {
+        "priorityClassName": section.priority_class,
+        "schedulerName": section.scheduler_name,
+        "runtimeClassName": section.runtime_class,
+    }
+    pod |= {key: value for key, value in names.items() if value}
     variables, script = {}, []
     if section.nnodes > 1:
         # Not as options: with these variables an agent waits until the name of the first pod resolves.
@@ -244,6 +258,8 @@ def _build_pod(job: KubernetesJobPlan, name: str, *, has_source: bool) -> dict[s
     container = {
         "name": CONTAINER,
         "image": section.image,
+        **({"imagePullPolicy": section.image_pull_policy} if section.image_pull_policy else {}),
+        **build_container_security(section),
         **_build_command(job, script, has_source=has_source),
         "env": _list_variables(job, variables),
     }
@@ -251,6 +267,11 @@ def _build_pod(job: KubernetesJobPlan, name: str, *, has_source: bool) -> dict[s
         container["resources"] = resources
     container |= {"terminationMessagePath": _FAILURE, "volumeMounts": [mount for _, mount in volumes]}
     return {**pod, "containers": [container], "volumes": [volume for volume, _ in volumes]}
+
+
+def _get_pod_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata of a job that its pods have too."""
+    return {key: metadata[key] for key in ("labels", "annotations") if key in metadata}
 
 
 def _patch_pod(job: KubernetesJobPlan, template: dict[str, Any]) -> dict[str, Any]:
@@ -276,10 +297,17 @@ def _build_train_job(
     if resources := _build_resources(section):
         trainer["resourcesPerNode"] = resources
     template = {
-        "metadata": {"labels": metadata["labels"]},
+        "metadata": _get_pod_metadata(metadata),
         "spec": {
             **_build_scheduling(section),
-            "containers": [{"name": NODE_CONTAINER, "volumeMounts": [mount for _, mount in volumes]}],
+            **build_pod_security(section),
+            "containers": [
+                {
+                    "name": NODE_CONTAINER,
+                    **build_container_security(section),
+                    "volumeMounts": [mount for _, mount in volumes],
+                }
+            ],
             "volumes": [volume for volume, _ in volumes],
         },
     }
@@ -309,6 +337,7 @@ def _build_scheduling(section: KubernetesSection) -> dict[str, Any]:
     values = {
         "serviceAccountName": section.service_account,
         "nodeSelector": section.node_selector,
+        "affinity": section.affinity,
         "tolerations": [_parse_toleration(text) for text in section.tolerations],
         "imagePullSecrets": [{"name": secret} for secret in section.image_pull_secrets],
     }
@@ -318,6 +347,9 @@ def _build_scheduling(section: KubernetesSection) -> dict[str, Any]:
 def _build_command(job: KubernetesJobPlan, script: list[str], *, has_source: bool) -> dict[str, Any]:
     """Return the command of a container, and its arguments."""
     lines = ["set -e"]
+    if job.section.user_and_group[0]:
+        # A user that the image does not know has / as its home, and no name.
+        lines.append('[ -w "$HOME" ] || export HOME=/tmp LOGNAME="${LOGNAME:-accel}"')
     if has_source:
         lines += [f"cd {_WORKSPACE}", f"tar -xzf {_SOURCE}/{_ARCHIVE}"]
         lines += [f"cd {shlex.quote(job.cwd)}"] if job.cwd not in {None, "."} else []
@@ -363,16 +395,8 @@ def _list_volumes(section: KubernetesSection, source: str) -> Iterator[tuple[dic
         yield {"name": "workspace", "emptyDir": {}}, {"name": "workspace", "mountPath": _WORKSPACE}
     for number, (path, text) in enumerate(section.volumes.items()):
         volume, name = text.removesuffix(":ro"), f"volume-{number}"
-        kind, _, value = volume.partition(":" if volume.startswith("host:") else "/")
-        contents: dict[str, dict[str, Any]] = {
-            "pvc": {"persistentVolumeClaim": {"claimName": value}},
-            "configmap": {"configMap": {"name": value}},
-            "secret": {"secret": {"secretName": value}},
-            "host": {"hostPath": {"path": value}},
-            "emptydir": {"emptyDir": {}},
-        }
         mount: dict[str, Any] = {"name": name, "mountPath": path}
-        yield {"name": name, **contents[kind]}, {**mount, "readOnly": True} if volume != text else mount
+        yield {"name": name, **parse_volume(volume)}, {**mount, "readOnly": True} if volume != text else mount
 
 
 def _parse_toleration(text: str) -> dict[str, str]:

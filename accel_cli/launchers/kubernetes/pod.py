@@ -55,7 +55,7 @@ def patch_pod(
     Raises:
         UsageError: The patch sets what accel sets, or is not valid.
     """
-    if not section.pod:
+    if not (section.pod or section.affinity):
         return dict(template)
     rules = PatchRules(
         "launcher.pod",
@@ -70,9 +70,16 @@ def patch_pod(
         *_find_model_problems(merged),
     ]
     if problems:
-        lines = [f"launcher.pod{path}: {problem}" for path, problem in problems]
-        raise UsageError("\n".join(["The patch of the pods is not valid; nothing was sent:", *lines]))
+        lines = [f"{_name_key(section, path)}: {problem}" for path, problem in problems]
+        raise UsageError("\n".join(["The manifest of the pods is not valid; nothing was sent:", *lines]))
     return merged
+
+
+def _name_key(section: KubernetesSection, path: str) -> str:
+    """Return the key of the profile that a member of a pod comes from."""
+    if section.affinity and path.startswith(".spec.affinity"):
+        return f"launcher{path.removeprefix('.spec')}"
+    return f"launcher.pod{path}"
 
 
 def _list_reserved(section: KubernetesSection, container: str, variables: Iterable[str]) -> dict[str, str]:
@@ -138,7 +145,7 @@ def _find_model_problems(pod: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         from kubernetes.client import models  # noqa: PLC0415 - takes a second
     except ImportError:
         console.note(
-            "launcher.pod was not checked: the package kubernetes is not installed. The cluster checks it."
+            "launcher.pod and launcher.affinity were not checked: the package kubernetes is not installed. The cluster checks it."
         )
         return
     yield from _compare(models, pod, "V1PodTemplateSpec", "")

@@ -29,6 +29,12 @@ _GPUS = frozenset({"nvidia.com/gpu", "amd.com/gpu"})
 _TPUS = r"(google\.com/tpu|cloud-tpus\.google\.com/.+)"
 _OTHER_ACCELERATORS = r"(nvidia\.com/(gpu\..+|mig-.+)|gpu\.intel\.com/.+|habana\.ai/.+|aws\.amazon\.com/neuron.*|huawei\.com/.+)"
 """Resources of which several may be one device, or a part of one."""
+_RDMA = r"rdma/.+|vpc\.amazonaws\.com/efa|networking\.gke\.io\.networks/rdma-.+"
+"""Resources that are network cards for RDMA, which lock memory."""
+_USER_ID = 1000
+"""The user and the group of restricted pods, unless the profile sets others."""
+_CSI = rf"csi/{_NAME}(\?[\w.-]+=[^\s&]*(&[\w.-]+=[^\s&]*)*)?"
+_NFS = r"nfs://[^/\s]+/[^:\s]*"
 _MIN_TTL_S = 60
 """Seconds of a finished job in which `accel launch` reads its end."""
 
@@ -120,13 +126,30 @@ class KubernetesSection(job_launcher.JobLauncher):
         dict[str, str],
         _match_items(
             r"/[^:]+",
-            rf"((pvc|configmap|secret)/{_NAME}|host:/[^:]*)(:ro)?|emptydir",
-            "a mount path with pvc/NAME, configmap/NAME, secret/NAME, host:/PATH or emptydir, such as /data: pvc/data:ro",
+            rf"((pvc|configmap|secret)/{_NAME}|host:/[^:]*|{_NFS}|{_CSI})(:ro)?|emptydir",
+            "a mount path with pvc/NAME, configmap/NAME, secret/NAME, nfs://SERVER/PATH, csi/DRIVER?KEY=VALUE, host:/PATH or "
+            "emptydir, such as /data: pvc/data:ro",
         ),
     ] = Field(
         default_factory=dict,
-        description="Volumes by mount path: `/data: pvc/NAME`, `configmap/NAME`, `secret/NAME`, `host:/PATH` or "
-        "`emptydir`; `:ro` at the end mounts it read-only.",
+        description="Volumes by mount path: `/data: pvc/NAME`, `configmap/NAME`, `secret/NAME`, `nfs://SERVER/PATH`, "
+        "`csi/DRIVER?KEY=VALUE&KEY=VALUE` with the attributes of an ephemeral volume, `host:/PATH` or `emptydir`; `:ro` at the "
+        "end mounts it read-only.",
+    )
+    pod_security: Literal["restricted", "none"] | None = Field(
+        None,
+        description="`restricted` gives the pods the security context that the standard `restricted` of Kubernetes demands; `none` "
+        "gives none. Unset is `restricted`, and `none` if the pods request RDMA, and for Kubeflow Trainer 2.1.",
+    )
+    run_as_user: int | None = Field(
+        None,
+        ge=0,
+        description="User id of the processes; unset is 1000 with `pod_security: restricted`, otherwise that of the image.",
+    )
+    fs_group: int | None = Field(
+        None,
+        ge=0,
+        description="Group that owns the volumes, and in which the processes are; unset is 1000 with `pod_security: restricted`.",
     )
     service_account: _Name | None = Field(
         None,
@@ -145,8 +168,22 @@ class KubernetesSection(job_launcher.JobLauncher):
         default_factory=list,
         description="Taints of nodes that the pods tolerate: `nvidia.com/gpu:NoSchedule` or `pool=training:NoExecute`.",
     )
+    affinity: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Affinity of the pods, as in their manifest: `{podAntiAffinity: ...}`.",
+    )
+    scheduler_name: _Name | None = Field(
+        None, description="Scheduler that places the pods, such as `volcano`; unset is the cluster's."
+    )
+    runtime_class: _Name | None = Field(
+        None, description="Runtime class of the pods, such as `nvidia`; unset is the cluster's."
+    )
     image_pull_secrets: list[_Name] = Field(
         default_factory=list, description="Secrets with the credentials of the image's registry."
+    )
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = Field(
+        None,
+        description="When nodes pull the image; unset is `Always` for the tag `latest`, else `IfNotPresent`.",
     )
     priority_class: _Name | None = Field(None, description="Priority class of the pods.")
     labels: Annotated[
@@ -156,6 +193,12 @@ class KubernetesSection(job_launcher.JobLauncher):
     ] = Field(
         default_factory=dict,
         description="More labels of the job and its pods: `kueue.x-k8s.io/queue-name: training`.",
+    )
+    annotations: dict[
+        Annotated[str, match(r"[\w./-]{1,317}", "an annotation of Kubernetes as the key")], str
+    ] = Field(
+        default_factory=dict,
+        description="Annotations of the job and its pods: `sidecar.istio.io/inject: 'false'`.",
     )
     secrets: Annotated[
         dict[str, str],
@@ -200,9 +243,10 @@ class KubernetesSection(job_launcher.JobLauncher):
         "replaces a pod, other than the first, whose node was drained or lost.",
     )
     rdzv_timeout: int = Field(
-        1800,
+        600,
         ge=1,
-        description="Seconds that a pod waits for the others, which may need new nodes and an image.",
+        description="Seconds that a pod waits for the others, which may need new nodes and an image. It holds its GPUs meanwhile; "
+        "the job then fails.",
     )
     ranks: torchrun.Ranks = 0
     shutdown_timeout: torchrun.ShutdownTimeout = 30
@@ -219,6 +263,33 @@ class KubernetesSection(job_launcher.JobLauncher):
         return (
             (int(self.resources[names[0]]), "resources") if names else (self.gpus_per_node, "gpus_per_node")
         )
+
+    @property
+    def has_rdma(self) -> bool:
+        """True if the pods request network cards for RDMA."""
+        return any(re.fullmatch(_RDMA, name) for name in self.resources)
+
+    @property
+    def is_restricted(self) -> bool:
+        """True if the pods have the security context of the standard `restricted`."""
+        if self.pod_security is None:
+            return not (self.has_rdma or (self.kubeflow and self.trainer_version == "2.1"))
+        return self.pod_security == "restricted"
+
+    @property
+    def user_and_group(self) -> tuple[int | None, int | None]:
+        """The ids of the user of the processes and of the group of the volumes; None is that of the image, and no group."""
+        default = _USER_ID if self.is_restricted else None
+        user, group = self.run_as_user, self.fs_group
+        return default if user is None else user, default if group is None else group
+
+    @model_validator(mode="after")
+    def _check_security(self) -> Self:
+        if self.is_restricted and self.run_as_user == 0:
+            raise ValueError(
+                "run_as_user: the standard restricted does not allow root; set pod_security: none, or another user"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_accelerators(self) -> Self:
@@ -253,8 +324,6 @@ class KubernetesSection(job_launcher.JobLauncher):
                     "runtime and trainer_version are for TrainJobs: set kubeflow: true, or remove them"
                 )
             return self
-        if self.priority_class:
-            raise ValueError("priority_class: a TrainJob cannot set it; set it in the runtime")
         if self.ttl != _WEEK_S:
             raise ValueError(
                 "ttl: a TrainJob cannot set it, and remains until kubectl delete trainjob deletes it"
@@ -267,5 +336,22 @@ class KubernetesSection(job_launcher.JobLauncher):
             raise ValueError(
                 f"shutdown_timeout: the pods of the runtime {_RUNTIME} are killed after {_POD_GRACE_S} seconds; set a runtime "
                 "with a longer terminationGracePeriodSeconds"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_train_job_pods(self) -> Self:
+        """Check the keys of pods that a TrainJob has no fields for."""
+        if not self.kubeflow:
+            return self
+        for key in ("priority_class", "scheduler_name", "runtime_class", "image_pull_policy"):
+            if getattr(self, key):
+                raise ValueError(f"{key}: a TrainJob cannot set it; set it in the runtime")
+        for key in ("pod_security", "run_as_user", "fs_group") if self.trainer_version == "2.1" else ():
+            if getattr(self, key) not in {None, "none"}:
+                raise ValueError(f"{key}: a TrainJob can set it since Kubeflow Trainer 2.2; remove it")
+        if self.has_rdma and self.trainer_version == "2.1":
+            raise ValueError(
+                "resources: RDMA needs the capability IPC_LOCK, which a TrainJob can set since Kubeflow Trainer 2.2"
             )
         return self

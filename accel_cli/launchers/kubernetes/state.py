@@ -9,7 +9,7 @@ from typing import Any
 
 from accel_cli.launchers.jobs import Job
 
-__all__ = ["count_restarts", "describe_job", "get_index", "keep_failure"]
+__all__ = ["count_restarts", "describe_job", "describe_placement", "get_index", "keep_failure"]
 
 _NUM_SHOWN = 4
 _STARTING = frozenset({"ContainerCreating", "PodInitializing"})
@@ -79,6 +79,14 @@ def _describe_state(conditions: Mapping[str, Any], pods: Collection[Any]) -> tup
     if waits or not pods or any(pod.status.phase == "Pending" for pod in pods):
         return "Pending", waits[0] if waits else ""
     return "Running", ""
+
+
+def describe_placement(pods: Collection[Any], reason: str) -> str:
+    """Return why a job waits, after the number of pods that hold their resources until the others are placed."""
+    num_running = sum(pod.status.phase == "Running" for pod in pods)
+    if not (num_running and reason):
+        return reason
+    return f"{num_running} of {len(pods)} pods run and wait for the others; {reason}"
 
 
 def _find_obstacle(pod: Any) -> str:

@@ -77,7 +77,7 @@ def _build_schema(version):
         ["apiVersion", "kind", "metadata", "spec"],
         apiVersion={"const": "trainer.kubeflow.org/v1alpha1"},
         kind={"const": "TrainJob"},
-        metadata=_object(["name"], name=name, namespace=_TEXT, labels=_TEXTS),
+        metadata=_object(["name"], name=name, namespace=_TEXT, labels=_TEXTS, annotations=_TEXTS),
         spec=spec,
     )
 

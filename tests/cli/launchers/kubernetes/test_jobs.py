@@ -254,7 +254,8 @@ def event(kind, reason, at):
     [
         (
             [event("Normal", "Scheduled", EARLY), event("Warning", "FailedMount", LATE)],
-            "FailedMount: FailedMount of x",
+            # The pod that runs holds its resources meanwhile.
+            "1 of 2 pods run and wait for the others; FailedMount: FailedMount of x",
         ),
         ([event("Warning", "FailedMount", EARLY), event("Normal", "Pulling", LATE)], ""),
         ([event("Warning", "FailedScheduling", EARLY), event("Normal", "Scheduled", EARLY)], ""),

@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from support import golden
 from support.commands import call_accel
-from support.launchers import train_job_schema
+from support.launchers import pod_security, train_job_schema
 from support.launchers.launch_specs import build_spec
 
 from accel_cli.errors import UsageError
@@ -33,7 +34,12 @@ EVERYTHING = Kubernetes(
     gpu_resource="amd.com/gpu",
     resources={"cpu": 8, "memory": "64Gi"},
     shared_memory="16Gi",
-    volumes={"/data": "pvc/data:ro", "/etc/run": "configmap/run", "/keys": "secret/keys", "/disk": "host:/mnt", "/scratch": "emptydir"},
+    volumes={
+        "/data": "pvc/data:ro", "/etc/run": "configmap/run", "/keys": "secret/keys", "/disk": "host:/mnt", "/scratch": "emptydir",
+        "/home": "nfs://files.example.com/export/home:ro", "/bucket": "csi/gcsfuse.csi.storage.gke.io?bucketName=b&mountOptions=a,b",
+    },
+    affinity={"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchFields": []}]}}},
+    annotations={"sidecar.istio.io/inject": "false"},
     service_account="trainer",
     node_selector={"pool": "training"},
     tolerations=["amd.com/gpu", "pool=training:NoExecute"],
@@ -84,7 +90,20 @@ SECTIONS = {
     ),
     "one-node": Kubernetes(image="accel:cpu"),
     "everything": EVERYTHING,
-    "in-the-image": Kubernetes(image="accel:cpu", source="image", working_dir="/app", nnodes=2),
+    "in-the-image": Kubernetes(
+        image="accel:cpu",
+        image_pull_policy="Always",
+        source="image",
+        working_dir="/app",
+        nnodes=2,
+        pod_security="none",
+        fs_group=100,
+        scheduler_name="volcano",
+        runtime_class="nvidia",
+    ),
+    "rdma": Kubernetes(
+        image="accel:cuda", source="image", gpus_per_node=8, resources={"vpc.amazonaws.com/efa": 32}
+    ),
     "kubeflow": KUBEFLOW,
     "kubeflow-2.1": Kubernetes(
         image="accel:cpu", kubeflow=True, runtime="TrainingRuntime/team", trainer_version="2.1", nnodes=2
@@ -283,6 +302,9 @@ def test_accelerators_are_not_counted_if_the_number_of_processes_is_given():
         ("resources", {"memory": "64 GB"}, "expected resources such as"),
         ("volumes", {"data": "pvc/x"}, "expected a mount path"),
         ("volumes", {"/data": "nfs/x"}, "expected a mount path"),
+        ("volumes", {"/data": "nfs://server"}, "expected a mount path"),
+        ("volumes", {"/data": "csi/driver?bucket"}, "expected a mount path"),
+        ("annotations", {"a b": "c"}, "expected an annotation"),
         ("tolerations", ["a:Never"], "expected KEY, KEY:EFFECT"),
         ("secrets", {"TOKEN": "value"}, "expected variables with NAME/KEY"),
         ("labels", {"a": "two words"}, "expected labels"),
@@ -300,6 +322,57 @@ def test_an_invalid_value_is_an_error(key, value, message):
         Kubernetes(**{"source": "image", key: value})
 
 
+@pytest.mark.parametrize(
+    ("options", "violations"),
+    [
+        ({}, []),
+        ({"kubeflow": True}, []),
+        ({"run_as_user": 7, "fs_group": 8, "volumes": {"/a": "pvc/a", "/b": "csi/d?x=y"}}, []),
+        ({"volumes": {"/a": "nfs://s/x", "/b": "host:/x"}}, ["volume hostPath", "volume nfs"]),
+        (
+            {"pod_security": "none"},
+            ["allowPrivilegeEscalation", "drop ALL", "runAsNonRoot", "seccompProfile"],
+        ),
+        ({"pod_security": "restricted", "resources": {"rdma/hca": 1}}, ["capabilities"]),
+        ({"pod": {"spec": {"hostNetwork": True}}}, ["hostNetwork"]),
+    ],
+)
+def test_pods_satisfy_the_standard_restricted_unless_the_profile_asks_for_more(options, violations):
+    job = render(Kubernetes(image="i", nnodes=2, **options))[-1]
+    if job["kind"] == "TrainJob":
+        (template,) = train_job_schema.list_pod_patches(job["spec"])
+    else:
+        template = job["spec"]["template"]
+    assert pod_security.find_violations(template["spec"]) == violations
+
+
+def test_rdma_locks_memory_as_root_unless_the_profile_chooses_a_user():
+    def security(**options):
+        spec = render(Kubernetes(image="i", resources={"rdma/hca": 1}, **options))[-1]["spec"]["template"][
+            "spec"
+        ]
+        return spec.get("securityContext"), spec["containers"][0]["securityContext"]
+
+    assert security() == (None, {"capabilities": {"add": ["IPC_LOCK"]}})
+    assert security(run_as_user=5)[0] == {"runAsUser": 5}
+
+
+def test_a_user_without_a_home_gets_one_where_it_can_write():
+    def script(**options):
+        return render(Kubernetes(image="i", **options))[-1]["spec"]["template"]["spec"]["containers"][0][
+            "command"
+        ][2]
+
+    (line,) = [line for line in script().splitlines() if "HOME" in line]
+    shell = ["sh", "-c", f'{line}\nprintf "%s %s" "$HOME" "$LOGNAME"']
+    for home, shown in (("/nonexistent", "/tmp accel"), (str(Path.cwd()), f"{Path.cwd()} ")):  # noqa: S108 - of the container
+        done = subprocess.run(
+            shell, env={"PATH": os.environ["PATH"], "HOME": home}, capture_output=True, text=True, check=True
+        )
+        assert done.stdout == shown
+    assert "HOME" not in script(pod_security="none")
+
+
 MAIN = {"name": "accel"}
 
 
@@ -309,6 +382,7 @@ MAIN = {"name": "accel"}
         ({"hostnam": "x"}, r"launcher\.pod\.spec\.hostnam: unknown member; did you mean hostname\?"),
         ({"containers": [{**MAIN, "tty": "yes"}]}, r"launcher\.pod\.spec\.containers\[accel\]\.tty: expected true or false, got 'yes'"),
         ({"volumes": [{"name": "a", "nfs": {"path": 3}}]}, r"volumes\[a\]\.nfs\.path: expected text in quotes, got 3"),
+        ({"affinity": {"podAffinit": {}}}, r"launcher\.pod\.spec\.affinity\.podAffinit: unknown member; did you mean podAffinity\?"),
         ({"dnsConfig": "x"}, r"dnsConfig: expected keys and values, got 'x'"),
         ({"nodeSelector": {"a": True}}, r"nodeSelector\.a: expected text in quotes, got True"),
         ({"schedulingGates": {"name": "a"}}, r"schedulingGates: expected a list"),
@@ -325,6 +399,11 @@ def test_a_patch_that_is_not_valid_or_contradicts_accel_is_an_error_with_its_pat
     with pytest.raises(UsageError, match=message) as caught:
         render(Kubernetes(image="i", source="image", pod={"spec": spec}))
     assert "s3cret" not in str(caught.value)
+
+
+def test_an_affinity_is_checked_too():
+    with pytest.raises(UsageError, match=r"launcher\.affinity\.podAffinit: unknown member"):
+        render(Kubernetes(image="i", affinity={"podAffinit": {}}))
 
 
 def test_the_metadata_of_pods_are_labels_and_annotations():
@@ -347,7 +426,10 @@ def test_without_the_client_a_patch_is_merged_and_a_note_says_that_it_was_not_ch
     monkeypatch.setitem(sys.modules, "kubernetes.client", None)
     section = Kubernetes(image="i", source="image", pod={"spec": {"hostnam": "x"}})
     assert "hostnam: x" in plan(section).job.preview()
-    assert "launcher.pod was not checked: the package kubernetes is not installed" in capfd.readouterr().err
+    assert (
+        "launcher.pod and launcher.affinity were not checked: the package kubernetes is not installed"
+        in capfd.readouterr().err
+    )
 
 
 def test_pods_without_a_common_volume_do_not_share_files():
@@ -356,7 +438,17 @@ def test_pods_without_a_common_volume_do_not_share_files():
 
     assert shares() == "1"
     assert shares(nnodes=2, volumes={"/x": "pvc/x"}) == "1"
-    for volume in ("emptydir", "pvc/x:ro", "host:/mnt", "host:/mnt:ro", "configmap/x", "secret/x"):
+    assert shares(nnodes=2, volumes={"/x": "nfs://s/x"}) == "1"
+    for volume in (
+        "emptydir",
+        "pvc/x:ro",
+        "nfs://s/x:ro",
+        "csi/d?a=b",
+        "host:/mnt",
+        "host:/mnt:ro",
+        "configmap/x",
+        "secret/x",
+    ):
         assert shares(nnodes=2, volumes={"/x": volume}) == "0", volume
     assert shares(nnodes=2, volumes={"/data": "pvc/data:ro", "/runs": "pvc/runs"}) == "1"
     assert shares(volumes={"/x": "host:/mnt:ro"}) == "1"
@@ -368,6 +460,25 @@ def test_pods_without_a_common_volume_do_not_share_files():
         ({"runtime": "mine"}, "runtime and trainer_version are for TrainJobs"),
         ({"trainer_version": "2.1"}, "runtime and trainer_version are for TrainJobs"),
         ({"kubeflow": True, "priority_class": "high"}, "priority_class: a TrainJob cannot set it"),
+        (
+            {"kubeflow": True, "scheduler_name": "volcano"},
+            "scheduler_name: a TrainJob cannot set it; set it in the runtime",
+        ),
+        ({"kubeflow": True, "runtime_class": "nvidia"}, "runtime_class: a TrainJob cannot set it"),
+        ({"kubeflow": True, "image_pull_policy": "Never"}, "image_pull_policy: a TrainJob cannot set it"),
+        (
+            {"kubeflow": True, "trainer_version": "2.1", "run_as_user": 7},
+            "run_as_user: a TrainJob can set it since",
+        ),
+        (
+            {"kubeflow": True, "trainer_version": "2.1", "pod_security": "restricted"},
+            "pod_security: a TrainJob can set it since",
+        ),
+        ({"kubeflow": True, "trainer_version": "2.1", "resources": {"rdma/ib": 1}}, "resources: RDMA needs"),
+        (
+            {"run_as_user": 0},
+            "run_as_user: the standard restricted does not allow root; set pod_security: none",
+        ),
         ({"kubeflow": True, "ttl": 3600}, "ttl: a TrainJob cannot set it"),
         ({"kubeflow": True, "trainer_version": "2.1", "time": 60}, "since Kubeflow Trainer 2.2"),
         ({"kubeflow": True, "shutdown_timeout": 60}, "are killed after 30 seconds"),
