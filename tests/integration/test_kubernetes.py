@@ -9,7 +9,7 @@ from support.commands import Accel, run_accel
 from support.hosts.kubernetes import KubernetesServer
 from support.hosts.network import hosts, needs_hosts
 from support.processes import free_port
-from support.waits import limit
+from support.waits import limit, wait_until
 
 pytestmark = pytest.mark.slow
 TRAIN = """
@@ -156,6 +156,37 @@ def test_a_pod_whose_node_is_lost_is_replaced_while_restarts_remain(two_nodes, l
     assert following.returncode == 0, err + out
     assert out.count("rank 0 of 2 total 3.0") == 1
     assert [pod.index for pod in two_nodes.pods] == [1, 0, 1]
+
+
+@pytest.mark.full
+@needs_hosts
+def test_all_pods_of_a_job_set_start_again_and_resume_after_the_first_one_is_lost(two_nodes, launch, cwd):
+    (cwd / "wait.py").write_text(
+        "import os, sys, time\nprint('resumes:', os.environ['ACCEL_RESUME'], flush=True)\n"
+        "if os.environ['ACCEL_RESUME'] == '0': time.sleep(300)\nsys.exit(int(sys.argv[1]) * int(os.environ['RANK']))\n"
+    )
+    words = ("--nnodes", "2", "--set", "launcher.jobset=true", "--set", "launcher.shutdown_timeout=5")
+    following = launch(*words, "wait.py", "7")
+    first = wait_until(
+        lambda: [
+            pod
+            for pod in two_nodes.pods
+            if pod.index == 0 and any(b"resumes" in line for _, line in pod.lines)
+        ]
+    )
+    first[0].disrupt()
+    out, err = following.communicate(timeout=limit(240))
+    name = get_id(err)
+    assert (following.returncode, "exit code 7: exit code 7 on" in err) == (7, True), err + out
+    assert [line for line in out.splitlines() if "resumes" in line] == [
+        f"{name}-0 | resumes: 0",
+        f"{name}-0 | resumes: 1",
+    ]
+    assert "restart 1" in err
+    status = run_accel(
+        "jobs", "status", name, "--launcher", "kubernetes", "--set", "launcher.jobset=true"
+    ).stdout
+    assert "exit code\t7" in status
 
 
 @pytest.mark.full

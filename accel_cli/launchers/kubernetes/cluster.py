@@ -150,8 +150,8 @@ class KubernetesCluster:
             return UsageError(f"Cannot {action}: {message}. Ask an administrator of the cluster.")
         if code == HTTPStatus.NOT_FOUND and "page not found" in str(error.body):
             return UsageError(
-                f"Cannot {action}: the cluster has no Kubeflow Trainer 2. Install it, or set launcher.kubeflow: false for an "
-                "ordinary Job."
+                f"Cannot {action}: the cluster has no Kubeflow Trainer 2, or no JobSet. Install it, or set launcher.kubeflow and "
+                "launcher.jobset to false for an ordinary Job."
             )
         return UsageError(
             f"Cannot {action}: the cluster rejects it with {code}: {message}. Correct the launcher section of the profile."

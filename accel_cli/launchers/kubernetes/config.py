@@ -34,7 +34,7 @@ class Kubernetes(KubernetesSection):
 
     title: ClassVar[str] = "A job on a Kubernetes cluster"
     packages = ("kubernetes",)
-    job_keys: ClassVar[tuple[str, ...]] = ("context", "namespace", "kubeflow")
+    job_keys: ClassVar[tuple[str, ...]] = ("context", "namespace", "kubeflow", "jobset")
     launch_options = (*KubernetesSection.launch_options, _MANIFEST)
 
     @property
@@ -105,7 +105,8 @@ class Kubernetes(KubernetesSection):
     @override
     def open_jobs(cls, values: Mapping[str, Any]) -> KubernetesJobs:
         cluster = KubernetesCluster(values.get("launcher.context"), values.get("launcher.namespace"))
-        return open_jobs(cluster, kubeflow=values.get("launcher.kubeflow") is True)
+        kinds = {kind: values.get(f"launcher.{kind}") is True for kind in ("kubeflow", "jobset")}
+        return open_jobs(cluster, **kinds)
 
     def _check_env(self, spec: LaunchSpec) -> None:
         """Raise if a variable of the profile is the launcher's own, or must be in a Secret."""

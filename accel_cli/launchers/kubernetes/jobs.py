@@ -20,6 +20,7 @@ from accel_cli.launchers.jobs import Job, Jobs, Log, PollIntervals, UnreachableE
 from accel_cli.launchers.kubernetes.cluster import TIMEOUT_S, KubernetesCluster
 from accel_cli.launchers.kubernetes.manifests import (
     CONTAINER,
+    JOB_SET_API,
     NODE_CONTAINER,
     TRAINER_API,
     KubernetesJobPlan,
@@ -39,7 +40,7 @@ from accel_cli.launchers.kubernetes.state import (
 from accel_cli.planning.plan import Plan
 from accel_runtime.environment.text import encode_text
 
-__all__ = ["KubernetesJobs", "PodLogs", "TrainJobs", "open_jobs", "submit"]
+__all__ = ["JobSets", "KubernetesJobs", "PodLogs", "TrainJobs", "open_jobs", "submit"]
 
 _MARGIN_S = 5
 """Seconds of a log that are read again, since clocks differ; lines that were read already are left out."""
@@ -166,7 +167,7 @@ class KubernetesJobs(Jobs):
     def _build_unknown_error(self, job_id: str) -> UsageError:
         return UsageError(
             f"Unknown job {job_id!r} in namespace {self.cluster.namespace}: it was deleted, or is in another one. Run "
-            "accel jobs list, or set launcher.namespace; launcher.kubeflow: true selects TrainJobs."
+            "accel jobs list, or set launcher.namespace; launcher.kubeflow: true selects TrainJobs, and launcher.jobset: true JobSets."
         )
 
     def _read_warning(self, job_id: str, pods: Iterable[Any]) -> str:
@@ -228,9 +229,17 @@ class TrainJobs(KubernetesJobs):
             raise
 
 
-def open_jobs(cluster: KubernetesCluster, *, kubeflow: bool) -> KubernetesJobs:
-    """Return the Jobs of a cluster, or its TrainJobs."""
-    return TrainJobs(cluster) if kubeflow else KubernetesJobs(cluster)
+class JobSets(KubernetesJobs):
+    """The user's JobSets in a namespace, each of one Job."""
+
+    resource = JOB_SET_API
+    kind = "JobSet"
+    children = ("-node-0",)
+
+
+def open_jobs(cluster: KubernetesCluster, *, kubeflow: bool = False, jobset: bool = False) -> KubernetesJobs:
+    """Return the Jobs of a cluster, its TrainJobs or its JobSets."""
+    return (TrainJobs if kubeflow else JobSets if jobset else KubernetesJobs)(cluster)
 
 
 def _get_event_time(event: Any) -> float:
@@ -349,7 +358,8 @@ def submit(plan: Plan) -> int:
     job = plan.job
     assert isinstance(job, KubernetesJobPlan)
     section = job.section
-    jobs = open_jobs(KubernetesCluster(section.context, section.namespace), kubeflow=section.kubeflow)
+    cluster = KubernetesCluster(section.context, section.namespace)
+    jobs = open_jobs(cluster, kubeflow=section.kubeflow, jobset=section.jobset)
     name = name_job(job)
     _create(jobs, name, render(job, name, format_user(), read_source(job)))
     return follow_submission(jobs, name, job)

@@ -1,4 +1,4 @@
-"""The manifests of a job: a Job and its headless Service, or a TrainJob, and a ConfigMap with the source."""
+"""The manifests of a job: a Job and its headless Service, a JobSet or a TrainJob, and a ConfigMap with the source."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from accel_runtime.environment.settings import FAILURE_FILE
 
 __all__ = [
     "CONTAINER",
+    "JOB_SET_API",
     "NODE_CONTAINER",
     "RESERVED_VARIABLES",
     "TRAINER_API",
@@ -48,6 +49,13 @@ NODE_CONTAINER = "node"
 """The name of the container, and of the replicated job, of the runtimes of Kubeflow Trainer."""
 TRAINER_API = ("trainer.kubeflow.org", "v1alpha1", "trainjobs")
 """The group, version and plural name of TrainJobs."""
+JOB_SET_API = ("jobset.x-k8s.io", "v1alpha2", "jobsets")
+"""The same of JobSets."""
+_REPLICATED_JOB = "node"
+"""The name of the one replicated job of a JobSet."""
+_ATTEMPT = "JOBSET_RESTART_ATTEMPT"
+"""The variable with the number of times that a JobSet has started all pods again."""
+_MAX_RETRIES = 3
 _FAILURE = "/dev/termination-log"
 _SOURCE, _ARCHIVE, _WORKSPACE = "/etc/accel/source", "source.tar.gz", "/workspace"
 RESERVED_VARIABLES = frozenset(
@@ -118,7 +126,7 @@ def name_job(job: KubernetesJobPlan) -> str:
     stem = stem if stem[:1].isalpha() else f"job-{stem}".rstrip("-")
     random = "".join(secrets.choice("bcdfghjklmnpqrstvwxz2456789") for _ in range(_NUM_RANDOM))
     longest = _MAX_NAME
-    if job.section.kubeflow:
+    if job.section.kubeflow or job.section.jobset:
         # JobSet checks the names of pods: `NAME-node-0-INDEX-abcde`.
         longest = _MAX_LABEL - len(f"-{NODE_CONTAINER}-0-{job.section.nnodes - 1}-abcde")
     return f"{stem[: longest - 1 - _NUM_RANDOM].rstrip('-')}-{random}"
@@ -176,12 +184,12 @@ def render(job: KubernetesJobPlan, name: str, user: str, archive: bytes | None) 
     if section.namespace:
         metadata["namespace"] = section.namespace
     manifests = []
-    if section.nnodes > 1 and not section.kubeflow:
+    if section.nnodes > 1 and not (section.kubeflow or section.jobset):
         manifests.append(_build_service(metadata))
     if archive is not None:
         data = {_ARCHIVE: base64.b64encode(archive).decode("ascii")}
         manifests.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "binaryData": data})
-    build = _build_train_job if section.kubeflow else _build_job
+    build = _build_train_job if section.kubeflow else _build_job_set if section.jobset else _build_job
     return [*manifests, build(job, metadata, has_source=archive is not None)]
 
 
@@ -202,6 +210,34 @@ def _build_service(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _build_job(job: KubernetesJobPlan, metadata: Mapping[str, Any], *, has_source: bool) -> dict[str, Any]:
+    action = "Ignore" if job.section.max_restarts else ""
+    spec = _build_job_spec(job, metadata, action, has_source=has_source)
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
+
+
+def _build_job_set(
+    job: KubernetesJobPlan, metadata: Mapping[str, Any], *, has_source: bool
+) -> dict[str, Any]:
+    """Return a JobSet of one Job, whose failure by a lost pod starts all pods again."""
+    section = job.section
+    # The Job of a lost pod fails by PodFailurePolicy, and that of a failed script by another reason.
+    spec = _build_job_spec(job, metadata, "FailJob", has_source=has_source)
+    reasons = ["BackoffLimitExceeded", "DeadlineExceeded"]
+    job_set = {
+        "failurePolicy": {
+            "maxRestarts": _MAX_RETRIES if section.max_retries is None else section.max_retries,
+            "rules": [{"name": "failed", "action": "FailJobSet", "onJobFailureReasons": reasons}],
+        },
+        "ttlSecondsAfterFinished": section.ttl,
+        "replicatedJobs": [{"name": _REPLICATED_JOB, "replicas": 1, "template": {"spec": spec}}],
+    }
+    return {"apiVersion": "/".join(JOB_SET_API[:2]), "kind": "JobSet", "metadata": metadata, "spec": job_set}
+
+
+def _build_job_spec(
+    job: KubernetesJobPlan, metadata: Mapping[str, Any], action: str, *, has_source: bool
+) -> dict[str, Any]:
+    """Return the spec of a Job; `action` is that for pods that were drained, preempted or lost with their node."""
     section = job.section
     spec: dict[str, Any] = {
         "completions": section.nnodes,
@@ -210,13 +246,14 @@ def _build_job(job: KubernetesJobPlan, metadata: Mapping[str, Any], *, has_sourc
         # Restarts are those of the agents in the pods: a pod that fails ends the job.
         "backoffLimit": 0,
     }
-    if section.max_restarts:
+    if action:
         disrupted = {"type": "DisruptionTarget", "status": "True"}
-        spec["podFailurePolicy"] = {"rules": [{"action": "Ignore", "onPodConditions": [disrupted]}]}
+        spec["podFailurePolicy"] = {"rules": [{"action": action, "onPodConditions": [disrupted]}]}
     if section.time:
         spec["activeDeadlineSeconds"] = section.time
-    spec |= {
-        "ttlSecondsAfterFinished": section.ttl,
+    if not section.jobset:
+        spec["ttlSecondsAfterFinished"] = section.ttl
+    return spec | {
         "template": _patch_pod(
             job,
             {
@@ -225,7 +262,6 @@ def _build_job(job: KubernetesJobPlan, metadata: Mapping[str, Any], *, has_sourc
             },
         ),
     }
-    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
 
 
 def _build_pod(job: KubernetesJobPlan, name: str, *, has_source: bool) -> dict[str, Any]:
@@ -235,7 +271,9 @@ def _build_pod(job: KubernetesJobPlan, name: str, *, has_source: bool) -> dict[s
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": section.shutdown_timeout + _GRACE_S,
     }
-    if section.nnodes > 1:
+    # JobSet makes the Service, and the name of each pod in it.
+    first = f"{name}-{_REPLICATED_JOB}-0-0" if section.jobset else f"{name}-0"
+    if section.nnodes > 1 and not section.jobset:
         pod["subdomain"] = name
     if not section.service_account:
         pod["automountServiceAccountToken"] = False
@@ -252,9 +290,11 @@ def _build_pod(job: KubernetesJobPlan, name: str, *, has_source: bool) -> dict[s
     variables, script = {}, []
     if section.nnodes > 1:
         # Not as options: with these variables an agent waits until the name of the first pod resolves.
-        variables = {"PET_NNODES": str(section.nnodes), "PET_MASTER_ADDR": f"{name}-0.{name}"}
+        variables = {"PET_NNODES": str(section.nnodes), "PET_MASTER_ADDR": f"{first}.{name}"}
         variables["PET_MASTER_PORT"] = str(PORT)
         script = ['export PET_NODE_RANK="$JOB_COMPLETION_INDEX"']
+    if section.jobset:
+        script.append(f'[ "${_ATTEMPT}" = 0 ] || set -- --resume "$@"')
     container = {
         "name": CONTAINER,
         "image": section.image,
@@ -371,6 +411,9 @@ def _list_variables(job: KubernetesJobPlan, variables: Mapping[str, str]) -> lis
     for key, reference in sorted(job.section.secrets.items()):
         secret, _, item = reference.partition("/")
         env.append({"name": key, "valueFrom": {"secretKeyRef": {"name": secret, "key": item}}})
+    if job.section.jobset:
+        path = "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']"
+        env.append({"name": _ATTEMPT, "valueFrom": {"fieldRef": {"fieldPath": path}}})
     return env
 
 

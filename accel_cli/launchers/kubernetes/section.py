@@ -122,6 +122,16 @@ class KubernetesSection(job_launcher.JobLauncher):
         json_schema_extra={"enum": ["2.1", "2.2", 2.1, 2.2], "type": ["string", "number"]},
         description="Kubeflow Trainer in the cluster; `2.2` is also for newer versions. 2.1 names fields of a `TrainJob` differently.",
     )
+    jobset: bool = Field(
+        False,
+        description="Submit a `JobSet`, which starts all pods again after the loss of any of them, the first included; the cluster "
+        "must have JobSet 0.6 or newer.",
+    )
+    max_retries: Annotated[int, Field(ge=0)] | None = Field(
+        None,
+        description="Number of times that a `JobSet` starts all pods again after one was lost; unset is 3. Scripts continue with "
+        "`accelerator.resume()`.",
+    )
     volumes: Annotated[
         dict[str, str],
         _match_items(
@@ -314,6 +324,18 @@ class KubernetesSection(job_launcher.JobLauncher):
                     f"resources: cannot count processes from {name}; set gpu_resource: {name} and gpus_per_node, or "
                     "nproc_per_node"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_jobset(self) -> Self:
+        if self.jobset and self.kubeflow:
+            raise ValueError(
+                "jobset: Kubeflow Trainer makes a JobSet of a TrainJob itself; remove kubeflow or jobset"
+            )
+        if self.max_retries is not None and not self.jobset:
+            raise ValueError(
+                "max_retries: only a JobSet starts lost pods again; set jobset: true, or remove it"
+            )
         return self
 
     @model_validator(mode="after")

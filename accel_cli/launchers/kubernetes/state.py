@@ -12,6 +12,8 @@ from accel_cli.launchers.jobs import Job
 __all__ = ["count_restarts", "describe_job", "describe_placement", "get_index", "keep_failure"]
 
 _NUM_SHOWN = 4
+_CONDITIONS = {"Completed": "Complete"}
+"""The conditions of a JobSet that a Job has under another name."""
 _STARTING = frozenset({"ContainerCreating", "PodInitializing"})
 """Reasons of a container that waits and need no attention."""
 
@@ -22,14 +24,18 @@ def describe_job(
     """Return the state of a job.
 
     Args:
-        job: A Job or a TrainJob, as the API returns it.
+        job: A Job, a JobSet or a TrainJob, as the API returns it.
         pods: Its pods.
         seen: All its pods that were ever seen, in their last state.
         container: The name of the container that runs accel.
         now: The time.
     """
     metadata, spec, status = job["metadata"], job["spec"], job.get("status", {})
-    conditions = {item["type"]: item for item in status.get("conditions", ()) if item["status"] == "True"}
+    conditions = {
+        _CONDITIONS.get(item["type"], item["type"]): item
+        for item in status.get("conditions", ())
+        if item["status"] == "True"
+    }
     ended = conditions.get("Complete") or conditions.get("Failed")
     state, reason = _describe_state(conditions, pods)
     exit_code = None
@@ -56,12 +62,18 @@ def describe_job(
         exit_code=exit_code,
         reason=reason,
         nodes=", ".join(nodes[:_NUM_SHOWN]) + more,
-        restarts=max((count_restarts(pod, container) for pod in pods), default=0),
+        restarts=status.get("restarts", 0) + max((count_restarts(pod, container) for pod in pods), default=0),
         submitted=metadata["creationTimestamp"],
         # The clock of the cluster may be ahead.
         elapsed=str(dt.timedelta(seconds=max(0, int(elapsed.total_seconds())))),
-        hosts=spec.get("completions") or spec.get("trainer", {}).get("numNodes", 1),
+        hosts=_count_pods(spec),
     )
+
+
+def _count_pods(spec: Mapping[str, Any]) -> int:
+    if "replicatedJobs" in spec:
+        spec = spec["replicatedJobs"][0]["template"]["spec"]
+    return int(spec.get("completions") or spec.get("trainer", {}).get("numNodes", 1))
 
 
 def _parse_time(text: str) -> dt.datetime:

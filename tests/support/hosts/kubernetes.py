@@ -3,7 +3,7 @@
 It has one namespace, and imitates the controllers of Jobs as far as the launcher needs them: indexes, host names, failed
 jobs whose other pods are deleted, disruptions, and deletion. It also imitates Kubeflow Trainer with its runtime
 `torch-distributed`: a TrainJob changes the pods of the runtime, whose containers are restarted in place, and which have the
-variables of Trainer's plugin for torch. Each pod has a folder instead of a file system of its own: the paths of its mounts are
+variables of Trainer's plugin for torch. Of JobSet it imitates the restart of all pods after a disruption. Each pod has a folder instead of a file system of its own: the paths of its mounts are
 replaced by that of a folder in the command, its arguments and its variables. With `hosts`, each pod is in a network
 namespace, and the name of a pod resolves once it runs.
 """
@@ -28,12 +28,13 @@ from urllib.parse import parse_qs, urlsplit
 
 import kubernetes_validate
 import yaml
-from support.launchers import train_job_schema
+from support.launchers import job_set_schema, train_job_schema
 
 TOKEN = "a-token-of-the-tests"
 INDEX = "batch.kubernetes.io/job-completion-index"
+ATTEMPT = "jobset.sigs.k8s.io/restart-attempt"
 PATHS = re.compile(
-    r"/(?:api/v1|apis/batch/v1|apis/trainer.kubeflow.org/v1alpha1)/namespaces/team/(\w+)(?:/([\w.-]+))?(/log)?"
+    r"/(?:api/v1|apis/batch/v1|apis/trainer.kubeflow.org/v1alpha1|apis/jobset.x-k8s.io/v1alpha2)/namespaces/team/(\w+)(?:/([\w.-]+))?(/log)?"
 )
 TERMINATION_LOG = "/dev/termination-log"
 BACK_OFF_S = 1.0
@@ -62,6 +63,7 @@ class Pod:
         self.server, self.index, self.job = server, index, job
         template, name, self.subdomain = server.build_pod(job)
         self.hostname = f"{name}-{index}"
+        self.annotations = {INDEX: str(index), ATTEMPT: str(job["status"].get("restarts", 0))}
         self.labels = {**template["metadata"]["labels"], "job-name": name}
         self.name, self.uid, self.created = (
             f"{self.hostname}-{uuid.uuid4().hex[:5]}",
@@ -106,8 +108,8 @@ class Pod:
                 wanted = reference["secretKeyRef"]
                 variables[item["name"]] = self.server.secrets[wanted["name"]][wanted["key"]]
             elif "fieldRef" in reference:
-                assert reference["fieldRef"]["fieldPath"] == f"metadata.annotations['{INDEX}']"
-                variables[item["name"]] = str(self.index)
+                path = re.fullmatch(r"metadata\.annotations\['(.+)'\]", reference["fieldRef"]["fieldPath"])
+                variables[item["name"]] = self.annotations[path[1]]
             else:
                 variables[item["name"]] = item["value"]
 
@@ -217,7 +219,7 @@ class Pod:
             "uid": self.uid,
             "creationTimestamp": self.created,
             "labels": self.labels,
-            "annotations": {INDEX: str(self.index)},
+            "annotations": self.annotations,
         }
         return {
             "metadata": metadata,
@@ -236,7 +238,7 @@ class KubernetesServer:
 
     def __init__(self, folder, hosts=()):
         self.folder, self.hosts = folder, hosts
-        self.objects = {"jobs": {}, "services": {}, "configmaps": {}, "trainjobs": {}}
+        self.objects = {"jobs": {}, "services": {}, "configmaps": {}, "trainjobs": {}, "jobsets": {}}
         self.pods, self.secrets, self.deletions, self.events = [], {}, [], []
         self.trainer, self.backoff_limit, self.rejection, self.is_down, self.lost_nodes = (
             "2.2",
@@ -375,7 +377,7 @@ class KubernetesServer:
             raise ApiError(404, f'{kind} "{name}" not found')
         item = self.objects[kind][name]
         if method == "DELETE":
-            assert kind in {"jobs", "trainjobs"}
+            assert kind in {"jobs", "trainjobs", "jobsets"}
             assert "Foreground" in (query.get("propagationPolicy"), body.get("propagationPolicy"))
             item["metadata"]["deletionTimestamp"] = stamp()
             self.deletions.append(name)
@@ -389,6 +391,9 @@ class KubernetesServer:
                                f'unknown field "{unknown}"')  # fmt: skip
             if problem := train_job_schema.find_problem(item, self.trainer):
                 raise ApiError(422, problem)
+        elif kind == "jobsets":
+            if problem := job_set_schema.find_problem(item):
+                raise ApiError(422, problem)
         else:
             try:
                 kubernetes_validate.validate(item, "1.31", strict=True)
@@ -399,9 +404,10 @@ class KubernetesServer:
             raise ApiError(409, f'{kind} "{name}" already exists')
         item["metadata"] |= {"uid": str(uuid.uuid4()), "creationTimestamp": stamp(), "namespace": "team"}
         self.objects[kind][name] = item
-        if kind in {"jobs", "trainjobs"}:
+        if kind in {"jobs", "trainjobs", "jobsets"}:
             item["status"] = {"startTime": stamp()} if kind == "jobs" else {}
-            threading.Thread(target=self.control, args=(kind, item), daemon=True).start()
+            control = self.control_job_set if kind == "jobsets" else self.control
+            threading.Thread(target=control, args=(kind, item), daemon=True).start()
         return item
 
     def read_log(self, name, query):
@@ -429,6 +435,8 @@ class KubernetesServer:
         name, spec = job["metadata"]["name"], copy.deepcopy(job["spec"])
         if job["kind"] == "Job":
             return spec["template"], name, spec["template"]["spec"].get("subdomain")
+        if job["kind"] == "JobSet":
+            return spec["replicatedJobs"][0]["template"]["spec"]["template"], f"{name}-node-0", name
         template, trainer = copy.deepcopy(RUNTIME), spec["trainer"]
         for patch in train_job_schema.list_pod_patches(spec):
             template["metadata"]["labels"] |= patch.get("metadata", {}).get("labels", {})
@@ -487,6 +495,34 @@ class KubernetesServer:
                 self._condition(job, "Complete")
                 return
         self._collect(kind, job, pods)
+
+    def control_job_set(self, kind, job_set):
+        """Run the pods of a JobSet; those of its Job start again if one was lost, and not if a script failed."""
+        spec, status = job_set["spec"], job_set["status"]
+        count = spec["replicatedJobs"][0]["template"]["spec"]["completions"]
+        while True:
+            pods = [Pod(self, job_set, index) for index in reversed(range(count))]
+            self.pods += pods
+            for pod in pods:
+                pod.start()
+            while not any(pod.code for pod in pods) and {pod.code for pod in pods} != {0}:
+                time.sleep(0.05)
+                if self._closed or job_set["metadata"].get("deletionTimestamp"):
+                    self._collect(kind, job_set, {pod.index: pod for pod in pods})
+                    return
+            if not any(pod.code for pod in pods):
+                self._condition(job_set, "Completed", "AllJobsCompleted", "jobset completed successfully")
+                return
+            is_lost = any(pod.code and pod.conditions for pod in pods)
+            restarts = status.get("restarts", 0)
+            if not is_lost or restarts == spec["failurePolicy"]["maxRestarts"]:
+                self._delete(pod for pod in pods if pod.code is None)
+                self._condition(
+                    job_set, "Failed", "FailedJobs", "jobset failed due to one or more job failures"
+                )
+                return
+            self._delete(pods)
+            status["restarts"] = restarts + 1
 
     def _collect(self, kind, job, pods):
         """Delete a job with its pods and the objects that it owns."""

@@ -63,7 +63,11 @@ def test_commands_of_kubectl_use_the_same_context_and_namespace(kubeconfig):
             'namespaces "x" not found',
             'rejects it with 404: namespaces "x" not found. Correct the launcher',
         ),
-        (404, None, "the cluster has no Kubeflow Trainer 2. Install it, or set launcher.kubeflow: false"),
+        (
+            404,
+            None,
+            "the cluster has no Kubeflow Trainer 2, or no JobSet. Install it, or set launcher.kubeflow",
+        ),
     ],
 )
 def test_an_answer_that_is_an_error_has_a_cure(status, body, message):

@@ -296,6 +296,22 @@ def test_the_failure_of_a_pod_that_was_deleted_meanwhile_is_known():
     assert (found.exit_code, found.reason) == (143, "pod 0 was disrupted: EvictionByEvictionAPI: drained")
 
 
+def test_the_state_of_a_job_set_is_that_of_its_conditions_and_counts_its_restarts():
+    def describe(*conditions):
+        spec = {"replicatedJobs": [{"template": {"spec": {"completions": 2}}}]}
+        status = {"restarts": 1, "conditions": list(conditions)}
+        return describe_job({**job(), "spec": spec, "status": status}, [pod(0)], [pod(0)], "accel", NOW)
+
+    def condition(kind, status="True"):
+        return {"type": kind, "status": status, "lastTransitionTime": LATE, "message": f"jobset {kind}"}
+
+    assert (describe().state, describe().restarts, describe().hosts) == ("Running", 1, 2)
+    ended = describe(condition("StartupPolicyCompleted"), condition("Completed"))
+    assert (ended.state, ended.finished, ended.exit_code) == ("Complete", True, 0)
+    failed = describe(condition("Completed", "False"), condition("Failed"))
+    assert (failed.state, failed.exit_code, failed.reason) == ("Failed", 1, "jobset Failed")
+
+
 def test_a_failure_that_left_a_message_is_that_of_its_pod_after_restarts_that_left_none():
     pods = [pod(0, container="node", restarts=1, last=ended(7, message="exit code 7"))]
     jobs = TrainJobs(FakeCluster(pods))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from support import golden
 from support.commands import call_accel
-from support.launchers import pod_security, train_job_schema
+from support.launchers import job_set_schema, pod_security, train_job_schema
 from support.launchers.launch_specs import build_spec
 
 from accel_cli.errors import UsageError
@@ -101,6 +101,7 @@ SECTIONS = {
         scheduler_name="volcano",
         runtime_class="nvidia",
     ),
+    "jobset": Kubernetes(image="accel:cpu", jobset=True, nnodes=2, time=600),
     "rdma": Kubernetes(
         image="accel:cuda", source="image", gpus_per_node=8, resources={"vpc.amazonaws.com/efa": 32}
     ),
@@ -134,6 +135,9 @@ def test_manifests_are_those_of_their_golden_file_and_of_the_published_schemas(n
             version = SECTIONS[name].trainer_version
             assert train_job_schema.find_unknown_field(manifest, version) == ""
             assert train_job_schema.find_problem(manifest, version) == ""
+            continue
+        if manifest["kind"] == "JobSet":
+            assert job_set_schema.find_problem(manifest) == ""
             continue
         for version in ("1.27", "1.31", kubernetes_validate.latest_version()):
             kubernetes_validate.validate(manifest, version, strict=True)
@@ -457,6 +461,8 @@ def test_pods_without_a_common_volume_do_not_share_files():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"kubeflow": True, "jobset": True}, "jobset: Kubeflow Trainer makes a JobSet of a TrainJob itself"),
+        ({"max_retries": 2}, "max_retries: only a JobSet starts lost pods again"),
         ({"runtime": "mine"}, "runtime and trainer_version are for TrainJobs"),
         ({"trainer_version": "2.1"}, "runtime and trainer_version are for TrainJobs"),
         ({"kubeflow": True, "priority_class": "high"}, "priority_class: a TrainJob cannot set it"),
@@ -509,8 +515,9 @@ def test_a_field_that_a_version_of_trainer_does_not_have_is_unknown_to_its_schem
 @pytest.mark.parametrize("nnodes", [1, 2000])
 @pytest.mark.parametrize("base", ["My run", "train_v2", "2nd", "-", "ü", "x" * 80, "a-" * 40])
 def test_names_are_those_of_dns_also_with_the_indexes_of_pods(base, nnodes):
-    for kubeflow, end in ((False, f"-{nnodes - 1}"), (True, f"-node-0-{nnodes - 1}-abcde")):
-        job = plan(Kubernetes(image="i", kubeflow=kubeflow, nnodes=nnodes, job_name=base)).job
+    long = f"-node-0-{nnodes - 1}-abcde"
+    for options, end in (({}, f"-{nnodes - 1}"), ({"kubeflow": True}, long), ({"jobset": True}, long)):
+        job = plan(Kubernetes(image="i", nnodes=nnodes, job_name=base, **options)).job
         names = {manifests.name_job(job) for _ in range(3)}
         assert len(names) == 3
         assert all(re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])", name + end) for name in names)
