@@ -133,7 +133,9 @@ class TrainingJob:
         if self.failure and self.done:
             described["FailureReason"] = self.failure[:1024]
         if self.done:
-            described["ModelArtifacts"] = {"S3ModelArtifacts": f"{self._output()}/model.tar.gz"}
+            is_packed = self.said["OutputDataConfig"].get("CompressionType") != "NONE"
+            artifacts = "model.tar.gz" if is_packed else "model/"
+            described["ModelArtifacts"] = {"S3ModelArtifacts": f"{self._output()}/{artifacts}"}
         if self.ended and self.started:
             seconds = self.platform.settings["time"] or math.ceil((self.ended - self.started).total_seconds())
             rate = self.platform.settings["spot_rate"] if described["EnableManagedSpotTraining"] else 1
@@ -323,7 +325,8 @@ class TrainingJob:
             host.prepare(self.said, env)
 
     def _channel(self, host, channel, index):
-        source = channel["DataSource"]["S3DataSource"]
+        if (source := channel["DataSource"].get("S3DataSource")) is None:
+            return  # a file system
         sharded = source.get("S3DataDistributionType") == "ShardedByS3Key"
         folder = host.root / "input" / "data" / channel["ChannelName"]
         self._fetch(source["S3Uri"], folder, (index, len(self.hosts)) if sharded else (0, 1))
@@ -356,7 +359,10 @@ class TrainingJob:
             files = {}
             for host in self.hosts:
                 files |= host.files(folder)
-            if files:
+            if files and self.said["OutputDataConfig"].get("CompressionType") == "NONE":
+                for name, content in files.items():
+                    self._put(f"{self._output()}/{folder.rpartition('/')[2]}/{name}", content)
+            elif files:
                 self._put(f"{self._output()}/{archive}", _tar(files))
 
     def _put(self, uri, content):

@@ -279,6 +279,26 @@ def test_download_extracts_the_results_of_a_job(account, jobs, cwd):
     assert "models/one exists already. Move it away" in second_result.stderr
 
 
+def test_download_takes_the_files_of_a_job_without_compression(account, jobs, cwd):
+    account.settings(
+        play={"model": {"weights.bin": "w", "sub/config.json": "{}"}, "output/data": {"seen": "1"}}
+    )
+    create(
+        account,
+        "one",
+        OutputDataConfig={"S3OutputPath": "s3://sagemaker-out/accel/one/output", "CompressionType": "NONE"},
+    )
+    account.wait("one")
+    result = jobs("download", "one", "-o", "models")
+    assert result.returncode == 0, result.stderr
+    files = {
+        str(path.relative_to(cwd / "models/one")): path.read_text()
+        for path in (cwd / "models/one").rglob("*")
+        if path.is_file()
+    }
+    assert files == {".gitignore": "*\n", "weights.bin": "w", "sub/config.json": "{}", "output/seen": "1"}
+
+
 def test_download_of_a_running_or_empty_job_is_an_error(account, jobs, cwd):
     account.settings(hold="Training")
     create(account, "one")

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from accel_cli import console
@@ -54,6 +55,10 @@ _THROTTLED = frozenset({
     "Throttling", "ThrottlingException", "TooManyRequestsException",
 })  # fmt: skip
 _EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"})
+_UNKNOWN_KEY = frozenset(
+    {"InvalidClientTokenId", "UnrecognizedClientException", "InvalidAccessKeyId", "AuthFailure"}
+)
+_WRONG_SECRET = frozenset({"SignatureDoesNotMatch", "InvalidSignatureException", "IncompleteSignature"})
 _DENIED = frozenset({"403", "AccessDenied", "AccessDeniedException", "Forbidden", "UnauthorizedOperation"})
 _QUOTA = frozenset({"ResourceLimitExceeded", "ServiceQuotaExceededException"})
 NAME_IN_USE = frozenset({"ResourceInUse", "ResourceInUseException"})
@@ -180,8 +185,8 @@ class Account:
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         if code in _EXPIRED:
             return UsageError(self._explain_expired())
-        if code in NAME_IN_USE:
-            return UsageError(f"Cannot {action}: {NAME_IN_USE_TEXT}")
+        if cause := self._explain_code(code):
+            return UsageError(f"Cannot {action}: {cause}")
         if code in _DENIED:
             return UsageError(
                 f"Cannot {action}: AWS denied {operation}: {text}. Ask an administrator for the permission."
@@ -201,6 +206,25 @@ class Account:
 
     def _explain_expired(self) -> str:
         return f"The AWS credentials have expired. Run aws sso login{self._format_option()}, or renew them the way you got them."
+
+    def _explain_code(self, code: str) -> str:
+        """Return why AWS rejects a name, or the keys themselves, and what to do; empty for other codes."""
+        if code in NAME_IN_USE:
+            return NAME_IN_USE_TEXT
+        if code not in _UNKNOWN_KEY | _WRONG_SECRET:
+            return ""
+        option, region = self._format_option(), self.region
+        source = f"profile {self.aws_profile}" if self.aws_profile else "the default of AWS's tools"
+        if code in _WRONG_SECRET:
+            return (
+                f"the secret key of {source} does not belong to its access key, or the clock of this machine is wrong ({code}). Run "
+                f"aws configure{option}, and compare the clock."
+            )
+        return (
+            f"AWS does not know the access key of {source} ({code}): it was deleted or deactivated, is temporary and lacks its "
+            f"AWS_SESSION_TOKEN, or belongs to another partition than region {region}. Run aws configure{option} or aws sso "
+            f"login{option}, unset AWS_ACCESS_KEY_ID if it is outdated, and check with aws sts get-caller-identity{option}."
+        )
 
     def _format_option(self) -> str:
         return f" --profile {self.aws_profile}" if self.aws_profile else ""
@@ -256,12 +280,31 @@ def format_console_url(region: str, path: str) -> str:
 
 def import_sdk(module: str) -> Any:
     """Import a module of `sagemaker.core`, which takes more than a second."""
+    _refuse_old_sdk()
     try:
         return importlib.import_module(f"sagemaker.core.{module}")
     except ImportError as error:
         raise UsageError(
             f"launcher.kind: sagemaker needs sagemaker-core, which cannot be imported ({error}). Run: {_format_install()}"
         ) from None
+
+
+def _refuse_old_sdk() -> None:
+    """Raise if version 2 of the SageMaker SDK is installed, which sagemaker-core 2 breaks; pip prints only a conflict.
+
+    Raises:
+        UsageError: It is installed.
+    """
+    try:
+        installed = version("sagemaker")
+    except PackageNotFoundError:
+        return
+    if installed.startswith("2."):
+        raise UsageError(
+            f"launcher.kind: sagemaker cannot run beside the SageMaker SDK {installed}: it needs sagemaker-core 2, with which import "
+            "sagemaker.estimator fails, since the SDK 2 needs the module sagemaker_core of sagemaker-core 1. Install accel in an "
+            "environment without the SDK, or update the SDK to version 3."
+        )
 
 
 @lru_cache(maxsize=1)

@@ -17,7 +17,7 @@ from accel_cli.launchers.base import LaunchSpec
 from accel_cli.launchers.node_launch import build_node_options
 from accel_cli.launchers.patch import PatchRules, merge_patch
 from accel_cli.launchers.sagemaker.aws import format_hint, load_service_model
-from accel_cli.launchers.sagemaker.section import CHANNEL, SageMakerSection
+from accel_cli.launchers.sagemaker.section import CHANNEL, InputChannel, SageMakerSection
 from accel_cli.planning.plan import JobPlan
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
 _CHECKPOINTS = "/opt/ml/checkpoints"
 _COMMAND = f"exec $(command -v python3 || command -v python) /opt/ml/input/data/{CHANNEL}/entry.py"
 """The container's command; `exec` makes Python process 1, which gets the SIGTERM."""
+_FILE_SYSTEMS = {"efs": "EFS", "fsx": "FSxLustre"}
 _MAX_NAME = 63
 _MAX_VALUE, _MAX_VARIABLES = 512, 100
 _COPIED_KEYS = {
@@ -40,6 +41,9 @@ _COPIED_KEYS = {
     "ResourceConfig.VolumeSizeInGB": "volume_size",
     "ResourceConfig.VolumeKmsKeyId": "volume_kms_key",
     "ResourceConfig.KeepAlivePeriodInSeconds": "keep_alive",
+    "ResourceConfig.TrainingPlanArn": "training_plan",
+    "RetryStrategy.MaximumRetryAttempts": "max_retries",
+    "TensorBoardOutputConfig.S3OutputPath": "tensorboard_uri",
     "StoppingCondition.MaxRuntimeInSeconds": "max_run",
     "StoppingCondition.MaxWaitTimeInSeconds": "max_wait",
     "EnableManagedSpotTraining": "spot",
@@ -53,9 +57,12 @@ _COPIED_KEYS = {
 _KEYS = _COPIED_KEYS | {
     "AlgorithmSpecification.MetricDefinitions": "metrics",
     "AlgorithmSpecification.TrainingImage": "image_uri",
+    "AlgorithmSpecification.TrainingImageConfig": "registry_credentials",
     "CheckpointConfig": "checkpoint_uri",
     "InputDataConfig": "inputs",
+    "OutputDataConfig.CompressionType": "compress_output",
     "OutputDataConfig.S3OutputPath": "bucket",
+    "RemoteDebugConfig": "remote_debug",
     "RoleArn": "role",
     "Tags": "tags",
     "TrainingJobName": "job_name",
@@ -148,17 +155,22 @@ def build_request(job: SageMakerJobPlan, submission: Submission) -> dict[str, An
             "ContainerEntrypoint": ["/bin/sh", "-c"],
             "ContainerArguments": [_COMMAND],
             **({"MetricDefinitions": metrics} if metrics else {}),
+            **_build_image_config(section),
         },
         "InputDataConfig": [
             _build_channel(CHANNEL, f"{submission.uri}/bundle/"),
-            *(_build_channel(name, source) for name, source in section.model_dump()["inputs"].items()),
+            *(_build_channel(name, source) for name, source in section.inputs.items()),
         ],
-        "OutputDataConfig": {"S3OutputPath": f"{submission.uri}/output"},
+        "OutputDataConfig": {
+            "S3OutputPath": f"{submission.uri}/output",
+            **({} if section.compress_output else {"CompressionType": "NONE"}),
+        },
         "CheckpointConfig": {
             "S3Uri": section.checkpoint_uri or f"{submission.uri}/checkpoints",
             "LocalPath": _CHECKPOINTS,
         },
         "Environment": dict(variables[:_MAX_VARIABLES]),
+        "RemoteDebugConfig": {"EnableRemoteDebug": True} if section.remote_debug else {},
         "Tags": [{"Key": key, "Value": value} for key, value in section.tags.items()],
     }
     for path, key in _COPIED_KEYS.items():
@@ -252,16 +264,37 @@ def _format_value(path: str, value: str) -> str:
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
 
 
-def _build_channel(name: str, source: Any) -> dict[str, Any]:
-    options = source if isinstance(source, Mapping) else {"uri": source}
+def _build_image_config(section: SageMakerSection) -> dict[str, Any]:
+    """Return how SageMaker reads an image outside ECR: from the VPC of the job, with the login of a Lambda function."""
+    if not section.has_private_registry:
+        return {}
+    config: dict[str, Any] = {"TrainingRepositoryAccessMode": "Vpc"}
+    if section.registry_credentials:
+        config["TrainingRepositoryAuthConfig"] = {
+            "TrainingRepositoryCredentialsProviderArn": section.registry_credentials
+        }
+    return {"TrainingImageConfig": config}
+
+
+def _build_channel(name: str, source: str | InputChannel) -> dict[str, Any]:
+    channel = source if isinstance(source, InputChannel) else InputChannel(uri=source)
+    if channel.file_system:
+        kind, file_system, folder = channel.file_system
+        mounted = {
+            "FileSystemId": file_system,
+            "FileSystemType": _FILE_SYSTEMS[kind],
+            "DirectoryPath": folder,
+            "FileSystemAccessMode": channel.access,
+        }
+        return {"ChannelName": name, "DataSource": {"FileSystemDataSource": mounted}}
     return {
         "ChannelName": name,
-        "InputMode": options.get("input_mode", "File"),
+        "InputMode": channel.input_mode,
         "DataSource": {
             "S3DataSource": {
                 "S3DataType": "S3Prefix",
-                "S3Uri": options["uri"],
-                "S3DataDistributionType": options.get("distribution", "FullyReplicated"),
+                "S3Uri": channel.uri,
+                "S3DataDistributionType": channel.distribution,
             }
         },
     }
@@ -271,8 +304,8 @@ def build_job_spec(section: SageMakerSection, spec: LaunchSpec) -> dict[str, Any
     """Return the content of `job.json`, which every host reads."""
     if spec.settings.process_group_backend == "smddp" and not section.image_uri:
         raise UsageError(
-            "process_group_backend: smddp needs an image with SageMaker's library, and AWS's images for torch 2.9 and newer do "
-            "not have it. Set launcher.image_uri to an image that does, or remove the setting."
+            "process_group_backend: smddp needs an image with SageMaker's library, whose newest release is for torch 2.4, and no image "
+            "of AWS for torch 2.9 and newer has it. Remove the setting: NCCL over EFA takes its place."
         )
     _check_env(spec.env, section.secrets)
     _check_lengths(spec)

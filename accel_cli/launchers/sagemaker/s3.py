@@ -126,8 +126,10 @@ def download_results(account: Account, job: Mapping[str, Any], parent: Path) -> 
     with _create_temporary_folder(parent, name) as temporary:
         files, archive = temporary / "files", temporary / "archive"
         for uri, subfolder in ((model, ""), (f"{output}output.tar.gz", "output")):
-            if _download(account, uri, archive):
+            if not uri.endswith("/") and _download(account, uri, archive):
                 _unpack(uri, archive, _choose_folder(files, subfolder))
+        if job["OutputDataConfig"].get("CompressionType") == "NONE":
+            _download_folder(account, output, files)
         if not files.exists():
             raise UsageError(
                 f"Job {name} left nothing in {output}. A script that writes to /opt/ml/model (SM_MODEL_DIR), or to "
@@ -171,6 +173,24 @@ def _download(account: Account, uri: str, path: Path) -> bool:
         with console.transfer_progress(Path(key).name, size) as advance:
             s3.download_file(bucket, key, str(path), Callback=advance)
     return True
+
+
+def _download_folder(account: Account, uri: str, files: Path) -> None:
+    """Download the files that a job has left without compression: those of the model, and the others below `output`."""
+    bucket, _, prefix = uri.removeprefix("s3://").partition("/")
+    with account.translate_errors(f"list {uri}"):
+        pages = account.client("s3").get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
+        keys = [item["Key"] for page in pages for item in page.get("Contents", ())]
+    for key in keys:
+        folder, _, name = key.removeprefix(prefix).partition("/")
+        path = Path(files, name) if folder == "model" else Path(files, "output", name or folder)
+        # An object without a name is a folder of the console.
+        if name.endswith("/") or not (name or folder):
+            continue
+        if not path.resolve().is_relative_to(files.resolve()):
+            raise AccelError(f"s3://{bucket}/{key} has a name that is not safe as a path.")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _download(account, f"s3://{bucket}/{key}", path)
 
 
 def _choose_folder(files: Path, subfolder: str) -> Path:

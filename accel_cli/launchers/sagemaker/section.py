@@ -170,6 +170,16 @@ _PARSE_SECONDS = BeforeValidator(_parse_seconds, json_schema_input_type=Annotate
 _Seconds = Annotated[int, Field(ge=1), _PARSE_SECONDS]
 _Folder = Annotated[str, AfterValidator(_check_folder)]
 _Patterns = list[Annotated[str, AfterValidator(_check_pattern)]]
+_FILE_SYSTEM = r"(efs|fsx)://(fs-[0-9a-f]{8,})(/.*)?"
+_ECR = r"[^.]+\.dkr[.-]ecr(\..+)?"
+"""Registries that SageMaker reads without a VPC."""
+_InputUri = Annotated[
+    str,
+    match(
+        r"s3://[^/\s]+(/.*)?|efs://fs-[0-9a-f]{8,}(/.*)?|fsx://fs-[0-9a-f]{8,}/.+",
+        "an address such as s3://bucket/folder, efs://fs-0123abcd/folder or fsx://fs-0123abcd/MOUNT-NAME/folder",
+    ),
+]
 _S3Uri = Annotated[str, match(r"s3://[^/\s]+(/.*)?", "an address in S3 such as s3://bucket/folder")]
 _JobName = Annotated[
     str,
@@ -183,11 +193,28 @@ _JobName = Annotated[
 class InputChannel(Section):
     """Data that a job reads, and how it gets them."""
 
-    uri: _S3Uri
+    uri: _InputUri
+    """An address in S3, or a folder of a file system of EFS or FSx for Lustre, which is mounted."""
+    access: Literal["ro", "rw"] = "ro"
+    """`rw` mounts a file system so that the job can write to it."""
     input_mode: Literal["File", "FastFile"] = "File"
     """`File` copies everything before the script starts; `FastFile` reads files from S3 as they are opened."""
     distribution: Literal["FullyReplicated", "ShardedByS3Key"] = "FullyReplicated"
     """Whether every instance gets all files, or a part of them."""
+
+    @property
+    def file_system(self) -> tuple[str, str, str] | None:
+        """The kind, the id and the folder of a file system; None for an address in S3."""
+        found = re.fullmatch(_FILE_SYSTEM, self.uri)
+        return (found[1], found[2], found[3] or "/") if found else None
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        if self.file_system is None and self.access != "ro":
+            raise ValueError("access: only a file system can be written; remove it for an address in S3")
+        if self.file_system and (self.input_mode, self.distribution) != ("File", "FullyReplicated"):
+            raise ValueError("input_mode and distribution are for S3; a file system is mounted as it is")
+        return self
 
 
 class SageMakerSection(Launcher):
@@ -286,6 +313,14 @@ class SageMakerSection(Launcher):
         None,
         description="With `spot`, seconds for waiting and running together; unset adds a day to `max_run`.",
     )
+    max_retries: Annotated[int, Field(ge=1, le=30)] | None = Field(
+        None,
+        description="Number of times that SageMaker starts the job again after an error of its own; unset is none. It continues with "
+        "the files of its checkpoint folder.",
+    )
+    training_plan: _Text | None = Field(
+        None, description="ARN of the training plan whose reserved instances the job uses."
+    )
     keep_alive: Annotated[
         Annotated[int, Field(ge=1, le=21600), _PARSE_SECONDS] | None,
         Question(
@@ -324,7 +359,7 @@ class SageMakerSection(Launcher):
         ),
     ] = Field(None, description="Requirements file that pip installs before the script starts.")
     inputs: Annotated[
-        dict[str, _S3Uri | InputChannel],
+        dict[str, _InputUri | InputChannel],
         match(
             rf"(?!{CHANNEL}$)[A-Za-z0-9.\-_]+",
             f"letters, digits, dots, hyphens and underscores, but not {CHANNEL} as the key",
@@ -332,8 +367,16 @@ class SageMakerSection(Launcher):
         _ask_advanced("Which data does it read?", "train=s3://bucket/folder, test=s3://...; Enter = none"),
     ] = Field(
         default_factory=dict,
-        description="Input data by channel: `train: s3://bucket/folder` becomes `/opt/ml/input/data/train`; or "
-        "`{uri: ..., input_mode: FastFile, distribution: ShardedByS3Key}`.",
+        description="Input data by channel: `train: s3://bucket/folder` becomes `/opt/ml/input/data/train`, as do "
+        "`efs://fs-ID/folder` and `fsx://fs-ID/MOUNT-NAME/folder`; or `{uri: ..., input_mode: FastFile, distribution: "
+        "ShardedByS3Key}`, or `{uri: efs://..., access: rw}`.",
+    )
+    registry_credentials: (
+        Annotated[str, match(r"arn:[\w-]+:lambda:[\w-]+:\d{12}:function:.+", "the ARN of a Lambda function")]
+        | None
+    ) = Field(
+        None,
+        description="ARN of the Lambda function that gives SageMaker the login of a private registry outside ECR.",
     )
     metrics: Annotated[
         dict[str, str],
@@ -414,6 +457,17 @@ class SageMakerSection(Launcher):
     output_dir: Annotated[_Text, ExpandedPath] = Field(
         ".", description="Local folder for results; they are downloaded to a subfolder with the job's name."
     )
+    compress_output: bool = Field(
+        True,
+        description="Compress the model and the output in S3; large models are stored faster without it.",
+    )
+    tensorboard_uri: _S3Uri | None = Field(
+        None,
+        description="Address in S3 to which SageMaker copies what the script writes to `/opt/ml/output/tensorboard` while it runs.",
+    )
+    remote_debug: bool = Field(
+        False, description="Allow shells in the containers of the job through AWS Systems Manager."
+    )
     download: bool = Field(True, description="Download the results when a followed job has completed.")
     allow_unknown_instance: bool = Field(
         False, description="Accept an instance type that the installed boto3 does not know."
@@ -421,7 +475,7 @@ class SageMakerSection(Launcher):
     request: dict[str, Any] = Field(
         default_factory=dict,
         description="More members of the request CreateTrainingJob, merged into those that accel generates: "
-        "`{RetryStrategy: {MaximumRetryAttempts: 2}}`. Members that have a key of their own are refused.",
+        "`{InfraCheckConfig: {EnableInfraCheck: true}}`. Members that have a key of their own are refused.",
     )
     max_restarts: torchrun.MaxRestarts = 0
     ranks: torchrun.Ranks = 0
@@ -446,6 +500,20 @@ class SageMakerSection(Launcher):
             raise ValueError(
                 "security_group_ids: subnets and security_group_ids need each other; expected both, or none"
             )
+        uris = [source if isinstance(source, str) else source.uri for source in self.inputs.values()]
+        if any(not uri.startswith("s3://") for uri in uris) and not self.subnets:
+            raise ValueError(
+                "subnets: a file system is mounted from a VPC; set subnets and security_group_ids that can reach it"
+            )
+        if self.has_private_registry and not self.subnets:
+            raise ValueError(
+                f"subnets: SageMaker reads {self.image_uri}, which is not in ECR, from a VPC; set subnets and security_group_ids "
+                "that can reach the registry"
+            )
+        if self.registry_credentials and not self.has_private_registry:
+            raise ValueError(
+                "registry_credentials: only a registry outside ECR needs them; set image_uri, or remove it"
+            )
         if self.network_isolation and (self.secrets or self.requirements):
             key = "secrets" if self.secrets else "requirements"
             raise ValueError(f"network_isolation: {key} need a network; remove one of the two")
@@ -465,6 +533,12 @@ class SageMakerSection(Launcher):
     @override
     def may_start_several(cls, answers: Answers) -> bool:
         return answers.get("instance_count", 1) != 1 or images.count_gpus(answers.get("instance_type")) != 1
+
+    @property
+    def has_private_registry(self) -> bool:
+        """True if the image is in a registry outside ECR."""
+        registry, slash, _ = (self.image_uri or "").partition("/")
+        return bool(slash and re.search(r"[.:]", registry)) and not re.fullmatch(_ECR, registry)
 
     @property
     def total_limit(self) -> int | None:

@@ -236,6 +236,8 @@ def _describe(
         limits += f", spot: including waits at most {_format_time(section.total_limit)}"
     if section.keep_alive:
         limits += f", kept for {_format_time(section.keep_alive)} afterwards"
+    if section.training_plan:
+        limits += f", from training plan {section.training_plan.rpartition('/')[2]}"
     yield f"training job: {submission.name}"
     yield f"account: {submission.account} in {submission.region}, as {submission.caller}"
     yield f"instances: {section.instance_count} x {section.instance_type}, {limits}"

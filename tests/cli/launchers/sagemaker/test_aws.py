@@ -1,5 +1,6 @@
 """AWS accounts: the source of the region, retries, and error messages of one line."""
 
+import re
 import subprocess
 import sys
 import threading
@@ -9,6 +10,7 @@ import pytest
 
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.launchers.jobs import UnreachableError
+from accel_cli.launchers.sagemaker import aws
 from accel_cli.launchers.sagemaker.aws import Account, get_error_code
 
 
@@ -201,7 +203,7 @@ ENUM = (
     ("error", "kind", "words"),
     [
         (refused("ExpiredTokenException"), UsageError, "have expired. Run aws sso login"),
-        (refused("InvalidClientTokenId", "The security token is invalid", status=403), UsageError, "with InvalidClientTokenId: The security token is invalid."),
+        (refused("InvalidClientTokenId", "The security token is invalid", status=403), UsageError, "AWS does not know the access key of the default"),
         (refused("AccessDeniedException", PASS_ROLE), UsageError, "user/bob is not authorized to perform: iam:PassRole on resource"),
         (
             refused("AccessDenied", PASS_ROLE.replace("PassRole", "GetRole")),
@@ -266,3 +268,28 @@ def test_a_missing_boto3_is_an_error_with_the_install_command(tmp_path):
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert "'boto3>=1.43'" in process.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("code", "cure"),
+    [
+        ("InvalidClientTokenId", r"AWS does not know the access key of profile team \(InvalidClientTokenId\): .*aws configure --profile team"),
+        ("UnrecognizedClientException", r"AWS does not know the access key .* another partition than region eu-west-1"),
+        ("SignatureDoesNotMatch", r"the secret key of profile team does not belong to its access key, or the clock"),
+    ],
+)  # fmt: skip
+def test_keys_that_aws_rejects_have_a_cure(code, cure):
+    message = "The security token included in the request is invalid."
+    text = str(format_error(refused(code, message, status=403), Account("eu-west-1", "team")))
+    assert re.search(f"^Cannot start the job: {cure}", text), text
+
+
+def test_version_2_of_the_sagemaker_sdk_is_refused(monkeypatch):
+    versions = {"sagemaker": "2.257.7"}
+    monkeypatch.setattr(aws, "version", versions.__getitem__)
+    with pytest.raises(
+        UsageError, match=r"cannot run beside the SageMaker SDK 2\.257\.7: .* update the SDK to version 3"
+    ):
+        aws.import_sdk("logs")
+    versions["sagemaker"] = "3.27.0"
+    assert aws.import_sdk("logs").__name__ == "sagemaker.core.logs"

@@ -8,6 +8,7 @@ import pytest
 from botocore.validate import ParamValidator
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from accel_cli.errors import UsageError
 from accel_cli.launchers.sagemaker.config import SageMaker
@@ -80,6 +81,95 @@ def test_each_option_is_in_the_request(shape):
     assert built_request["Environment"] == {"A": "1"}
 
 
+VPC = {"subnets": ["subnet-1"], "security_group_ids": ["sg-1"]}
+PLAN = "arn:aws:sagemaker:eu-west-1:123456789012:training-plan/large-models"
+LOGIN = "arn:aws:lambda:eu-west-1:123456789012:function:registry-login"
+
+
+def test_keys_of_rarer_members_are_in_the_request_and_pass_the_check():
+    settings = {
+        **VPC, "compress_output": False, "tensorboard_uri": "s3://b/events", "remote_debug": True, "max_retries": 2,
+        "training_plan": PLAN, "image_uri": "registry.example.com:5000/team/accel:1", "registry_credentials": LOGIN,
+    }  # fmt: skip
+    built_request = request(settings)
+    check_request(built_request)
+    assert built_request["OutputDataConfig"]["CompressionType"] == "NONE"
+    assert built_request["TensorBoardOutputConfig"] == {"S3OutputPath": "s3://b/events"}
+    assert built_request["RemoteDebugConfig"] == {"EnableRemoteDebug": True}
+    assert built_request["RetryStrategy"] == {"MaximumRetryAttempts": 2}
+    assert built_request["ResourceConfig"]["TrainingPlanArn"] == PLAN
+    assert built_request["AlgorithmSpecification"]["TrainingImageConfig"] == {
+        "TrainingRepositoryAccessMode": "Vpc",
+        "TrainingRepositoryAuthConfig": {"TrainingRepositoryCredentialsProviderArn": LOGIN},
+    }
+
+
+@pytest.mark.parametrize(
+    ("image", "is_private"),
+    [
+        ("763104351884.dkr.ecr.us-east-1.amazonaws.com/pytorch:2.13", False),
+        ("763104351884.dkr-ecr.us-east-1.on.aws/pytorch:2.13", False),
+        ("my-image:1", False),
+        ("registry.example.com/team/accel:1", True),
+        ("ghcr.io/team/accel:1", True),
+        ("localhost:5000/accel", True),
+    ],
+)
+def test_an_image_outside_ecr_is_read_from_a_vpc(image, is_private):
+    assert (
+        "TrainingImageConfig" in request({**VPC, "image_uri": image})["AlgorithmSpecification"]
+    ) == is_private
+
+
+def test_a_file_system_is_mounted_as_a_channel():
+    built_request = request(
+        {
+            **VPC,
+            "inputs": {
+                "train": "fsx://fs-0123456789abcdef0/abcdefgh/images",
+                "home": {"uri": "efs://fs-01234567", "access": "rw"},
+                "test": "s3://b/test",
+            },
+        }
+    )
+    check_request(built_request)
+    _, train, home, test = built_request["InputDataConfig"]
+    assert train == {
+        "ChannelName": "train",
+        "DataSource": {
+            "FileSystemDataSource": {
+                "FileSystemId": "fs-0123456789abcdef0",
+                "FileSystemType": "FSxLustre",
+                "DirectoryPath": "/abcdefgh/images",
+                "FileSystemAccessMode": "ro",
+            }
+        },
+    }
+    assert home["DataSource"]["FileSystemDataSource"] == {
+        "FileSystemId": "fs-01234567", "FileSystemType": "EFS", "DirectoryPath": "/", "FileSystemAccessMode": "rw",
+    }  # fmt: skip
+    assert test["DataSource"]["S3DataSource"]["S3Uri"] == "s3://b/test"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"inputs": {"a": "efs://fs-01234567/x"}}, "subnets: a file system is mounted from a VPC"),
+        ({"inputs": {"a": {"uri": "efs://fs-01234567"}}}, "subnets: a file system is mounted from a VPC"),
+        ({"inputs": {"a": "fsx://fs-01234567"}}, "expected an address such as"),
+        ({"inputs": {"a": "efs://123/x"}}, "expected an address such as"),
+        ({"inputs": {"a": {"uri": "s3://b/x", "access": "rw"}}}, "only a file system can be written"),
+        ({"inputs": {"a": {"uri": "efs://fs-01234567", "input_mode": "FastFile"}}}, "input_mode and distribution are for S3"),
+        ({"image_uri": "ghcr.io/a/b:1"}, "subnets: SageMaker reads ghcr.io/a/b:1, which is not in ECR, from a VPC"),
+        ({"registry_credentials": LOGIN}, "registry_credentials: only a registry outside ECR needs them"),
+        ({"max_retries": 31}, "less than or equal to 30"),
+    ],
+)  # fmt: skip
+def test_combinations_that_sagemaker_cannot_run_are_refused(settings, message):
+    with pytest.raises(ValidationError, match=message):
+        SageMaker(**settings)
+
+
 def test_variables_that_a_request_cannot_contain_are_only_in_the_bundle():
     built_request = request(env={"LONG": "x" * 513, "A.B": "1", **{f"N{n}": "" for n in range(120)}})[
         "Environment"
@@ -109,8 +199,8 @@ def test_every_job_name_is_valid(base, target):
 
 def test_a_patch_is_merged_into_the_request(shape):
     patch = {
-        "RetryStrategy": {"MaximumRetryAttempts": 2},
-        "ResourceConfig": {"TrainingPlanArn": "arn:aws:sagemaker:eu-west-1:123456789012:training-plan/p"},
+        "ExperimentConfig": {"ExperimentName": "digits"},
+        "ResourceConfig": {"InstancePlacementConfig": {"EnableMultipleJobs": True}},
         "InputDataConfig": [{"ChannelName": "train", "ContentType": "text/csv"}, {"ChannelName": "x", "DataSource": {}}],
         "Tags": [{"Key": "team", "Value": "b"}, {"Key": "cost", "Value": "1"}],
         "EnableNetworkIsolation": None,
@@ -139,6 +229,7 @@ def test_a_patch_is_merged_into_the_request(shape):
         ),
         ({"InputDataConfig": [{"ChannelName": "accel", "$patch": "delete"}]}, "another name for the channel"),
         ({"Environment": {"A": "1"}}, r"Set env in the profile"),
+        ({"RetryStrategy": {"MaximumRetryAttempts": 2}}, r"Set launcher\.max_retries"),
         ({"CheckpointConfig": {"LocalPath": "/x"}}, r"Set launcher\.checkpoint_uri"),
     ],
 )
@@ -149,9 +240,9 @@ def test_a_patch_cannot_change_what_accel_sets(patch, cure):
 
 def test_an_unknown_member_of_a_patch_is_named_with_its_path():
     for patch, message in (
-        ({"RetryStrategi": {}}, r"launcher\.request\.RetryStrategi: unknown member\. Did you mean RetryStrategy\?"),
-        ({"RetryStrategy": {"Attempts": 1}}, r"launcher\.request\.RetryStrategy\.Attempts: unknown member"),
-        ({"RetryStrategy": {"MaximumRetryAttempts": 31}}, r"launcher\.request\.RetryStrategy\.MaximumRetryAttempts: expected at most 30"),
+        ({"ExperimentConfi": {}}, r"launcher\.request\.ExperimentConfi: unknown member\. Did you mean ExperimentConfig\?"),
+        ({"ExperimentConfig": {"Name": "a"}}, r"launcher\.request\.ExperimentConfig\.Name: unknown member"),
+        ({"ExperimentConfig": {"ExperimentName": "x" * 121}}, r"launcher\.request\.ExperimentConfig\.ExperimentName: expected at most 120"),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=message):
             check_request(request({"request": patch}))

@@ -134,7 +134,7 @@ def test_the_default_bucket_is_created_in_the_region_of_the_job(aws, region):
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [("expired", "have expired. Run aws sso login"), ("invalid", "AWS refused GetCallerIdentity with")],
+    [("expired", "have expired. Run aws sso login"), ("invalid", "AWS does not know the access key")],
 )
 def test_invalid_credentials_are_detected_first(aws, gather, kind, words):
     aws.fault("*", kind, times=None)
