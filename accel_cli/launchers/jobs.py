@@ -7,7 +7,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, NoReturn, TypeVar
 
@@ -84,6 +84,8 @@ class Log(ABC):
 
     _complete = False
     """True if all output has been read."""
+    last_error = ""
+    """The last error of accel in the output that was read, for services that report no reason."""
 
     @abstractmethod
     def read(self) -> bytes:
@@ -104,6 +106,7 @@ class FileLog(Log):
     def __init__(self, path: Path) -> None:
         self._path = path
         self._position = 0
+        self._partial_line = b""
 
     @override
     def read(self) -> bytes:
@@ -120,7 +123,16 @@ class FileLog(Log):
                 f"Cannot read the log {self._path}: {error.strerror}. Check its permissions and its file system."
             ) from None
         self._position += len(output)
+        self._find_error(output)
         return output
+
+    def _find_error(self, output: bytes) -> None:
+        """Record the last error of accel in new output; a line may be in two parts."""
+        lines = (self._partial_line + output).split(b"\n")
+        self._partial_line = lines.pop()[-_MAX_LINE:]
+        errors = [line for line in lines if line.startswith(_ERROR)]
+        if errors:
+            self.last_error = errors[-1].removeprefix(_ERROR).decode(errors="replace").strip().rstrip(".")
 
 
 class Jobs(ABC):
@@ -183,6 +195,9 @@ class Jobs(ABC):
 _T = TypeVar("_T")
 
 _LOG_CHUNK = 1 << 20
+_ERROR = b"accel: error: "
+_MAX_LINE = 4096
+"""Bytes of a line without an end that are kept."""
 _INTERRUPTED = 130
 _MAX_OUTAGE_S = 600
 """Time for which the service of a running job may be unreachable."""
@@ -295,7 +310,8 @@ class _Follower:
             if time.monotonic() - self._updated_at >= self._interval:
                 self._update()
         self._print_rest()
-        return self._job
+        job = self._job
+        return replace(job, reason=self._log.last_error) if job.exit_code and not job.reason else job
 
     def _update(self) -> None:
         new = self._call("status", lambda: self._jobs.status(self._job.id))

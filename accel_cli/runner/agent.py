@@ -190,7 +190,7 @@ class ElasticAgent(LocalElasticAgent):
         progress = RendezvousProgress(self._format_progress, quiet=2 if self._round is None else 8)
         with progress if self._nodes else nullcontext():
             super()._rendezvous(worker_group)
-        self._print_round()
+        self._report_round(prints=not self._run_context.is_quiet or worker_group.group_rank == 0)
         if self._round is None:
             self._bootstrap.mark_started()
         elif reason := self._budget.get_reason(self._round):
@@ -218,11 +218,13 @@ class ElasticAgent(LocalElasticAgent):
             self._nodes.list_missing(),
         )
 
-    def _print_round(self) -> None:
-        """Print why the processes restart, or which nodes have joined."""
+    def _report_round(self, *, prints: bool) -> None:
+        """Record why the processes restart, and print it, or which nodes have joined."""
         reason = None if self._round is None else self._budget.get_reason(self._round)
         self._end_line()
-        if reason:
+        if not prints:
+            pass
+        elif reason:
             console.note(f"restart {self._budget.used} of {self._budget.max_restarts}: {reason.text}")
         elif self._nodes:
             nodes = self._nodes.nodes

@@ -31,5 +31,7 @@ class RunContext:
     """The server that forks the processes; None starts them by exec."""
     silence_hint: SilenceHint | None
     """The note about a run without output; None if notes are left out, or a footer shows the progress."""
+    is_quiet: bool = False
+    """True if a launcher shows the output of all nodes, so that what is the same on all is printed by the first."""
     footer: ScreenFooter | None = None
     """The table of the ranks at the bottom of the terminal; None without `--live`."""

@@ -89,7 +89,7 @@ def _run_and_record(
         with _serve_metrics(folder, settings), GuardProcess(folder.path) as guard, footer_context as footer:
             orphans = signals.orphans = Orphans()
             context = RunContext(
-                settings, folder, recorder, warning, signals, guard, orphans, server, hint, footer
+                settings, folder, recorder, warning, signals, guard, orphans, server, hint, is_quiet, footer
             )
             agent = _create_agent(plan, context)
             code = agent.run_to_end()

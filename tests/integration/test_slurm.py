@@ -185,7 +185,8 @@ def test_the_exit_code_of_a_job_is_that_of_the_failed_script(on_slurm, script):
     assert "rank 1 of 2" in done.stdout
     job = job_of(done)
     assert re.search(
-        rf"error: job {job} ended as FAILED with exit code 7; its log: /.*slurm-{job}\.out", done.stderr
+        rf"error: job {job} ended as FAILED with exit code 7: rank 1 of 2 on .*; its log: /.*slurm-{job}\.out",
+        done.stderr,
     )
 
 
@@ -247,6 +248,19 @@ def test_top_shows_a_job_from_the_queue_to_its_failure(on_slurm, jobs, slurm_clu
     assert "step 2" in last
     assert "PENDING" not in last
     assert "FAILED, " in on_slurm("top", job, "--launcher", "slurm").stdout
+
+
+@pytest.mark.full
+def test_the_tasks_of_an_array_run_with_their_index_and_have_a_log_each(on_slurm, script, cwd):
+    script(
+        "import os, sys\nprint('task', os.environ['SLURM_ARRAY_TASK_ID'])\nsys.exit(int(os.environ['SLURM_ARRAY_TASK_ID']))"
+    )
+    done = launch(on_slurm, "--nnodes", 1, "--array", "0,3", "train.py")
+    array = re.search(r"array (\d+) is submitted, with the tasks 0,3", done.stderr)[1]
+    for index in (0, 3):
+        followed = on_slurm("jobs", "logs", f"{array}_{index}", "-f", "--launcher", "slurm", timeout=WAIT_S)
+        assert (followed.returncode, f"task {index}\n" in followed.stdout) == (index, True), followed.stderr
+    assert f"id\t{array}_3\n" in on_slurm("jobs", "status", f"{array}_3", "--launcher", "slurm").stdout
 
 
 @pytest.mark.slow

@@ -42,6 +42,8 @@ __all__ = ["JobLog", "RayCluster", "RayJobs", "parse_job", "submit"]
 
 _USER = "accel-user"
 """The metadata with the user who submitted a job."""
+_NODES = "accel-nodes"
+"""The metadata with the number of nodes of a job."""
 _HEADERS = "RAY_JOB_HEADERS"
 """The variable with the headers of requests, as Ray's own command line reads it."""
 _SIGTERM_EXIT_CODE = 143
@@ -186,7 +188,7 @@ def parse_job(details: Any, options: str = "") -> Job:
         submitted=dt.datetime.fromtimestamp(start / 1000, dt.timezone.utc).isoformat() if start else "",
         elapsed=str(dt.timedelta(seconds=int((end - start) / 1000))) if start else "",
         log=f"accel jobs logs {job_id}{options}",
-        hosts=1,
+        hosts=int((details.metadata or {}).get(_NODES, 1)),
     )
 
 
@@ -266,7 +268,12 @@ def submit(plan: Plan) -> int:
             "checkpoints in relative folders are lost with their node: write them to storage that all nodes share"
         )
     with write_folder(job, job_id) as folder:
-        metadata = {_USER: get_user(), "accel-version": __version__, "job_name": job_id}
+        metadata = {
+            _USER: get_user(),
+            "accel-version": __version__,
+            "job_name": job_id,
+            _NODES: str(job.run.nnodes),
+        }
         request = job.build_request(str(folder), job_id, metadata)
         job.check_request(request)
         client = cluster.client

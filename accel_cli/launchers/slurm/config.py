@@ -19,6 +19,7 @@ from accel_cli.launchers.node_launch import build_command
 from accel_cli.launchers.sections import ExpandedPath, ItemError, Question, match
 from accel_cli.launchers.slurm.jobs import SlurmJobPlan, SlurmJobs, submit_job
 from accel_cli.planning.nodes import get_slurm_rendezvous
+from accel_cli.planning.options import LaunchOption
 from accel_cli.planning.plan import join_for_bash, quote_for_bash
 
 __all__ = ["Slurm"]
@@ -130,6 +131,12 @@ class Slurm(JobLauncher):
     """A job of a Slurm cluster, with an elastic agent on each node."""
 
     title: ClassVar[str] = "A job on a Slurm cluster"
+    launch_options: ClassVar[tuple[LaunchOption, ...]] = (
+        *JobLauncher.launch_options,
+        LaunchOption(
+            "--array", "Submit a job for each index of a list such as 0-9.", "INDEXES", "launcher.array"
+        ),
+    )
 
     kind: Literal["slurm"] = Field(
         "slurm", description="A Slurm job: `accel launch` on a login node submits it and follows its log."
@@ -182,6 +189,14 @@ class Slurm(JobLauncher):
         int | str | None,
         match(r"(?i)\d+[KMGT]?", "a size such as 64G, or a number of megabytes; 0 is all memory of a node"),
         Field(description="Memory on each node, like `64G`; `0` is all, unset is what the partition gives."),
+    ] = None
+    array: Annotated[
+        str | None,
+        match(r"\d+([-,:]\d+)*(%[1-9]\d*)?", "indexes such as 0-9, 1,3,5, 0-30:10 or 0-99%4"),
+        Field(
+            description="Indexes of a job array: one job for each, which finds its index in SLURM_ARRAY_TASK_ID. `0-99%4` runs four at "
+            "a time."
+        ),
     ] = None
     job_name: Annotated[_Line, Field(description="Name of the job; unset is the script's.")] = None
     output_dir: Annotated[
@@ -251,6 +266,7 @@ class Slurm(JobLauncher):
             nproc_per_node=count,
             job=SlurmJobPlan(
                 script=self._format_batch_script(spec, count),
+                array=self.array or "",
                 output_dir=self.output_dir,
                 detach="detach" in spec.option_values,
                 jobs_options=spec.jobs_options,
@@ -343,7 +359,8 @@ exit "$code\""""
             "--account": self.account,
             "--qos": self.qos,
             "--time": self.time,
-            "--output": str(Path(self.output_dir) / "slurm-%j.out"),
+            "--array": self.array,
+            "--output": str(Path(self.output_dir) / ("slurm-%A_%a.out" if self.array else "slurm-%j.out")),
             # With B: only the batch script receives the signal.
             "--signal": self.signal and ("B:" if self.requeue else "") + self.signal.removeprefix("SIG"),
         }

@@ -42,10 +42,19 @@ _BLOCKED = {
     "DependencyNeverSatisfied": "a job that it depends on failed",
 }
 """Descriptions of the reasons that do not end by waiting."""
+_EXPLAINED = {
+    "PartitionConfig": "the partition does not have the nodes, CPUs, memory or GPUs of the job now; sinfo shows what it has",
+    "JobArrayTaskLimit": "as many tasks of the array run as %N in launcher.array allows",
+}
+"""Descriptions of other reasons whose names do not tell enough."""
+_MAX_TASKS = 8
+"""The number of tasks of an array that a message names."""
 _SIGKILL_EXIT_CODE = 137
 _MAX_SIGNAL = 64
 # The name of a job may contain anything, also text that looks like another field.
-_JOB = re.compile(r"JobId=(\d+)\S* .*?JobName=(.*) UserId=[^ (]*\((\d+)\) (.*)")
+_JOB = re.compile(
+    r"JobId=(\d+)\S* (?:ArrayJobId=(\d+) ArrayTaskId=(\S+) )?.*?JobName=(.*) UserId=[^ (]*\((\d+)\) (.*)"
+)
 # A banner of the site may surround the id, and a wrapper of sbatch may leave out --parsable.
 _SUBMITTED = re.compile(r"^(?:.*\bSubmitted batch job )?0*([1-9]\d*)(?:;\S+| on cluster \S+)?$")
 _ACCOUNTING = re.compile(r"(.*)\|([A-Z_]+)[^|]*\|(\d+:\d+)\|([^|]*)\|([^|]*)\|([^|]*)")
@@ -64,6 +73,8 @@ class SlurmJobPlan(JobPlan):
 
     script: str
     """The batch script, which is the standard input of the plan's command."""
+    array: str = ""
+    """The indexes of the tasks of a job array; empty for one job."""
 
     @override
     def describe(self) -> list[str]:
@@ -89,10 +100,18 @@ class SlurmJobs(Jobs):
             lines = _run("scontrol", "show", "job", "--oneliner", job_id).splitlines()
         except _UnknownJobError:
             return _read_accounting(job_id)
-        found = (job for job, _ in filter(None, map(parse_job_line, lines)))
-        if (job := next(found, None)) is None:
+        found = [job for job, _ in filter(None, map(parse_job_line, lines))]
+        if not found:
             raise UnreachableError(f"Cannot read job {job_id}: scontrol printed {_quote(lines)}.")
-        return job
+        if found[0].id != job_id and found[0].id.startswith(f"{job_id}_"):
+            found.sort(key=_get_task)
+            tasks = ", ".join(f"{job.id} {job.state}" for job in found[:_MAX_TASKS])
+            more = f" and {len(found) - _MAX_TASKS} more" if len(found) > _MAX_TASKS else ""
+            raise UsageError(
+                f"Job {job_id} is an array: {tasks}{more}. Name one of its tasks, such as {job_id}_{_get_task(found[0])}; accel jobs stop "
+                "takes the id of the array too."
+            )
+        return found[0]
 
     @override
     def open_log(self, job: Job) -> Log:
@@ -118,13 +137,19 @@ def parse_job_line(line: str) -> tuple[Job, int] | None:
     match = _JOB.match(line)
     if not match:
         return None
-    job_id, name, user, rest = match.groups()
+    number, array, task, name, user, rest = match.groups()
+    # A task has a number of its own, and the name that users know; tasks that wait are one line, such as 2-9%2.
+    job_id = f"{array}_{task if task.isdigit() else f'[{task}]'}" if array else number
     parts = _FIELD.split(rest)
     pairs = zip(parts[1::2], map(str.strip, parts[2::2]), strict=True)
     fields = {key: value for key, value in pairs if value not in _EMPTY_VALUES}
     state, reason = fields["JobState"], fields.get("Reason", "")
     if reason in _BLOCKED:
         reason += f": {_BLOCKED[reason]}; the job does not start unless that changes"
+    elif reason in _EXPLAINED:
+        reason += f": {_EXPLAINED[reason]}"
+    else:  # scontrol writes sentences without spaces
+        reason = reason.replace("_", " ")
     finished = state in _FINAL_STATES
     return Job(
         id=job_id,
@@ -138,7 +163,10 @@ def parse_job_line(line: str) -> tuple[Job, int] | None:
         submitted=fields.get("SubmitTime", ""),
         elapsed=fields.get("RunTime", ""),
         # Newer versions of Slurm report the pattern instead of the path.
-        log=fields.get("StdOut", "").replace("%j", job_id),
+        log=fields.get("StdOut", "")
+        .replace("%j", number)
+        .replace("%A", array or number)
+        .replace("%a", task or ""),
     ), int(user)
 
 
@@ -174,8 +202,16 @@ def _read_accounting(job_id: str) -> Job:
 
 
 def _check_id(job_id: str) -> None:
-    if not job_id.isascii() or not job_id.isdigit():
-        raise UsageError(f"Invalid Slurm job id {job_id!r}: expected a number.")
+    if not re.fullmatch(r"\d+(_\d+)?", job_id, re.ASCII):
+        raise UsageError(
+            f"Invalid Slurm job id {job_id!r}: expected a number, or that of an array and of its task as in 6_1."
+        )
+
+
+def _get_task(job: Job) -> int:
+    """Return the index of a task of an array, the first one of several."""
+    found = re.match(r"\d+_\[?(\d+)", job.id)
+    return int(found[1]) if found else 0
 
 
 def _run(program: str, *args: str) -> str:
@@ -242,9 +278,24 @@ def submit_job(plan: Plan) -> int:
         raise UsageError(f"Slurm rejects the job: {reason}")
     if result.returncode:
         console.note(f"sbatch exited with code {result.returncode}: {message.strip() or 'no message'}")
+    if submission.array:
+        return _report_array(submission, job_id)
     log = Path(submission.output_dir, f"slurm-{job_id}.out").absolute()
     note = f"the log of job {job_id}: {console.abbreviate_home(str(log))}"
     return follow_submission(SlurmJobs(), job_id, submission, note=note)
+
+
+def _report_array(submission: SlurmJobPlan, job_id: str) -> int:
+    """Report a submitted array, whose tasks have a log each; it is not followed."""
+    options = submission.jobs_options
+    task = re.split(r"\D", submission.array)[0]
+    console.note(
+        f"array {job_id} is submitted, with the tasks {submission.array}. See them with accel jobs list{options}, follow one with accel "
+        f"jobs logs {job_id}_{task} -f{options} or stop all with accel jobs stop {job_id}{options}"
+    )
+    if submission.detach:
+        console.plain(job_id)
+    return 0
 
 
 def _find_job_id(output: str, *, with_words: bool = False) -> str | None:

@@ -78,8 +78,8 @@ class Ssh(Launcher):
         BeforeValidator(_split_hosts),
         AfterValidator(_check_entries),
         Field(
-            description="Hosts as `ssh` takes them: `node1`, `user@node1`, an address or an alias, each with or without `slots=N` after it. "
-            "The first has the rendezvous."
+            description="Hosts as `ssh` takes them: `node1`, `user@node1`, an address or an alias, each with or without `slots=N` "
+            "and `python=PATH` after it. The first has the rendezvous."
         ),
         Question(
             "Which hosts?",
@@ -110,7 +110,8 @@ class Ssh(Launcher):
     python: Annotated[
         _Path,
         Field(
-            description="Python that has accel on every host; unset is the path of the one that runs `accel launch`."
+            description="Python that has accel on every host whose entry has no `python=PATH`; unset is the path of the one that runs "
+            "`accel launch`."
         ),
     ] = None
     folder: Annotated[

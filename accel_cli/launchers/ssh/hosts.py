@@ -16,6 +16,7 @@ __all__ = ["Host", "check_hosts", "parse_host", "read_hostfile"]
 _NAME = re.compile(r"\w[\w.%-]*")
 _USER = re.compile(r"\w[\w.\\+-]*\$?")
 _SLOTS = re.compile(r"slots=([1-9]\d{0,4})")
+_PYTHON = re.compile(r"python=([^\s~$,]+)")
 _IGNORED = re.compile(r"max[_-]slots=\d+")
 """A limit of Open MPI on processes beyond the slots, which are never started here."""
 
@@ -28,6 +29,8 @@ class Host:
     """`host` or `user@host`; the host is a name, an address, or an alias of the ssh configuration."""
     slots: int | None = None
     """The number of processes that it runs; None if the entry does not limit it."""
+    python: str | None = None
+    """Its Python with accel; None takes that of the other hosts."""
 
     @property
     def name(self) -> str:
@@ -36,7 +39,7 @@ class Host:
 
 
 def parse_host(text: str) -> Host:
-    """Return the host of an entry `host` or `host slots=N`.
+    """Return the host of an entry `host`, with `slots=N` and `python=PATH` after it or not.
 
     Raises:
         ValueError: The entry has another form.
@@ -50,15 +53,17 @@ def parse_host(text: str) -> Host:
             "~/.ssh/config)",
             repr(text),
         )
-    slots = None
+    slots = python = None
     for word in words:
         if match := _SLOTS.fullmatch(word):
             if slots is not None:
                 raise ItemError("expected slots=N once after the host", repr(text))
             slots = int(match[1])
+        elif (match := _PYTHON.fullmatch(word)) and python is None:
+            python = match[1]
         elif not _IGNORED.fullmatch(word):
-            raise ItemError("expected slots=N after the host", f"{word!r} in {text!r}")
-    return Host(f"{user}{at}{name}", slots)
+            raise ItemError("expected slots=N or python=PATH after the host", f"{word!r} in {text!r}")
+    return Host(f"{user}{at}{name}", slots, python)
 
 
 def _parse_name(name: str) -> str | None:

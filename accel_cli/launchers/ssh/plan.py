@@ -30,6 +30,7 @@ class SshPlan(JobPlan):
     counts: tuple[int | str, ...]
     """Processes of each host; `auto` is one for each GPU."""
     python: str
+    """The Python of hosts whose entry names none."""
     folder: str
     """The working folder on the hosts."""
     options: tuple[str, ...]
@@ -73,7 +74,7 @@ class SshPlan(JobPlan):
 
     def build_ssh_command(self, host: Host) -> tuple[str, ...]:
         """Return the command that starts the supervisor of a host."""
-        remote = f"exec {shlex.quote(self.python)} -c {shlex.quote(_START)}"
+        remote = f"exec {shlex.quote(host.python or self.python)} -c {shlex.quote(_START)}"
         return ("ssh", *self.ssh_options, "--", host.destination, remote)
 
     def build_launch_command(self, rank: int, endpoint: str, run_id: str) -> tuple[str, ...]:
@@ -81,7 +82,9 @@ class SshPlan(JobPlan):
         fixed_rank = rank if self.fixed_ranks else None
         nodes = build_rendezvous_options(len(self.hosts), fixed_rank, endpoint, run_id)
         count = ("--nproc-per-node", str(self.counts[rank]))
-        return build_command(self.python, *nodes, *count, *self.options, *self.target)
+        return build_command(
+            self.hosts[rank].python or self.python, *nodes, *count, *self.options, *self.target
+        )
 
     @override
     def describe(self) -> list[str]:

@@ -147,7 +147,7 @@ class _Run:
 
     def _describe_failure(self, connection: Connection) -> str:
         if connection.ended_at:
-            return connection.describe_end(self._job.python)
+            return connection.describe_end(connection.host.python or self._job.python)
         seconds = _ANSWER_FACTOR * self._job.connect_timeout
         return f"no answer within {seconds} s. Check the host, or raise launcher.connect_timeout"
 
@@ -315,7 +315,7 @@ class _Run:
         if not failed:
             return 0
         first = min(failed, key=lambda each: get_failure_order(each.exit, each.ended_at or 0.0))
-        end = first.exit or NodeEnd(1, first.describe_end(self._job.python))
+        end = first.exit or NodeEnd(1, first.describe_end(first.host.python or self._job.python))
         console.error(f"host {first.host.destination}: {end.describe()}")
         return end.code
 

@@ -12,6 +12,7 @@ from support.launchers.slurm_answers import line
 from accel_cli.errors import UsageError
 from accel_cli.launchers import jobs as following
 from accel_cli.launchers.jobs import Job, Jobs, Log, PollIntervals, UnreachableError, format_options
+from accel_cli.launchers.slurm import jobs as slurm_jobs
 from accel_cli.launchers.slurm.jobs import SlurmJobs, parse_job_line
 
 
@@ -28,10 +29,6 @@ def test_job_names_and_log_paths_that_look_like_fields_are_parsed_as_text():
     name = "x UserId=root(0) JobState=COMPLETED ExitCode=0:0"
     job, user = parse_job_line(line(name=name, state="FAILED", code="3:0", log="/a b/my log.out"))
     assert (job.name, user, job.state, job.exit_code, job.log) == (name, 1000, "FAILED", 3, "/a b/my log.out")
-
-
-def test_a_task_of_a_job_array_is_parsed_to_a_job():
-    assert parse_job_line(line().replace("JobName", "ArrayJobId=11 ArrayTaskId=1 JobName"))[0].id == "12"
 
 
 @pytest.mark.parametrize("text", ["", "No jobs in the system"])
@@ -84,6 +81,54 @@ def fake_command(tmp_path, monkeypatch):
     return make
 
 
+def test_a_task_of_an_array_has_the_name_that_slurm_gives_it(monkeypatch):
+    def task(number, index, **changes):
+        return line(
+            id=number, array=f"ArrayJobId=6 ArrayTaskId={index} ", log="/l/slurm-%A_%a.out", **changes
+        )
+
+    job = parse_job_line(task("9", "2", state="FAILED", code="7:0"))[0]
+    assert (job.id, job.log, job.exit_code) == ("6_2", "/l/slurm-6_2.out", 7)
+    waiting = parse_job_line(task("6", "3-9%2", state="PENDING", reason="JobArrayTaskLimit"))[0]
+    assert (waiting.id, waiting.reason[:17]) == ("6_[3-9%2]", "JobArrayTaskLimit")
+    answers = {
+        "6": [task("6", "3-9"), task("8", "1"), task("7", "0", state="COMPLETED")],
+        "6_1": [task("8", "1")],
+    }
+    monkeypatch.setattr(slurm_jobs, "_run", lambda *words: "\n".join(answers[words[-1]]))
+    assert SlurmJobs().status("6_1").id == "6_1"
+    with pytest.raises(
+        UsageError,
+        match=r"Job 6 is an array: 6_0 COMPLETED, 6_1 RUNNING, 6_\[3-9\] RUNNING\. Name one .* 6_0;",
+    ):
+        SlurmJobs().status("6")
+
+
+@pytest.mark.parametrize(
+    ("reason", "shown"),
+    [
+        ("PartitionConfig", "PartitionConfig: the partition does not have the nodes"),
+        (
+            "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved",
+            "Nodes required for job are DOWN, DRAINED or reserved",
+        ),
+    ],
+)
+def test_a_reason_of_slurm_is_explained_and_readable(reason, shown):
+    assert parse_job_line(line(state="PENDING", reason=reason))[0].reason.startswith(shown)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_the_last_error_of_a_log_is_the_reason_of_a_failure_without_one(tmp_path, monkeypatch, chunk):
+    text = "accel: error: rank 1: first.\nnot accel: error: x\naccel: error: rank 0 of 2 on n1: ValueError: b\u00f6\nsrun: error: y\n"
+    (tmp_path / "log").write_text(text)
+    monkeypatch.setattr(following, "_LOG_CHUNK", chunk)
+    log = following.FileLog(tmp_path / "log")
+    while log.read():
+        pass
+    assert log.last_error == "rank 0 of 2 on n1: ValueError: b\u00f6"
+
+
 def test_list_returns_jobs_of_this_user_only(fake_command, monkeypatch):
     fake_command(
         "scontrol", f"{line(id='1')}\n{line(id='2').replace('ann(1000)', 'bob(1001)')}\n{line(id='3')}"
@@ -118,7 +163,7 @@ def test_stopping_a_job_of_another_user_is_an_error(fake_command):
         SlurmJobs().stop("12")
 
 
-@pytest.mark.parametrize("job_id", ["", "-1", "12; id", "--help", "1_2", "²"])
+@pytest.mark.parametrize("job_id", ["", "-1", "12; id", "--help", "1_", "1_a", "_1", "²"])
 def test_an_invalid_job_id_is_not_passed_to_slurm(job_id):
     for call in (SlurmJobs().status, SlurmJobs().stop):
         with pytest.raises(UsageError, match=r"Invalid Slurm job id .*: expected a number"):
@@ -403,7 +448,8 @@ def test_an_id_that_is_invalid_for_slurm_names_the_other_services(cwd, capfd):
     result = call_accel(capfd, "jobs", "status", "train-20260102-030405")
     assert result.returncode == 2
     assert (
-        "Invalid Slurm job id 'train-20260102-030405': expected a number. No profile selects" in result.stderr
+        "Invalid Slurm job id 'train-20260102-030405': expected a number, or that of an array and of its task as in 6_1. No profile selects"
+        in result.stderr
     )
     assert "--launcher sagemaker" in result.stderr
 

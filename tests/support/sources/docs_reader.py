@@ -106,6 +106,8 @@ ELSEWHERE = {
         (
             "accel launch --profile cluster train.py --epochs 3",
             "accel launch --profile cluster --detach train.py",
+            "accel launch --profile cluster --array 0-9 train.py",
+            "accel jobs status 4711_1",
             "accel jobs logs 4711 -f",
             "accel top 4711 --profile cluster",
             "accel launch --profile cluster --nnodes 500 train.py",

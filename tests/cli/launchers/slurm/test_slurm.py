@@ -37,6 +37,7 @@ PROFILES = {
         sbatch_args=["--constraint=a100", '--comment="two words"'],
         setup=["module load cuda", "source ~/venv/bin/activate"],
     ),
+    "array": Slurm(array="0-9%2", output_dir="logs"),
     "requeue": Slurm(nnodes=2, nproc_per_node=2, requeue=True, signal="USR1@120"),
     "warned": Slurm(nproc_per_node=2, signal="SIGUSR2@60"),
 }
@@ -50,6 +51,17 @@ def test_the_batch_script_equals_its_golden_file_and_is_valid_bash(name):
         golden.write_text(script)
     assert script == golden.read_text()
     assert subprocess.run(["bash", "-n"], input=script.encode(), check=False).returncode == 0
+
+
+def test_an_option_of_accel_launch_sets_the_array(capfd, cwd, script):
+    script("")
+    done = call_accel(
+        capfd, "launch", "--cpu", "--set=launcher.kind=slurm", "--array", "1,3", "--dry-run", "train.py"
+    )
+    assert "#SBATCH --array=1,3\n" in done.stdout, done.stderr
+    for text in ("a", "1-", "1%0", "1,", "%2"):
+        with pytest.raises(ValidationError, match="expected indexes such as 0-9"):
+            Slurm(array=text)
 
 
 @pytest.mark.parametrize("node", [0, 1])

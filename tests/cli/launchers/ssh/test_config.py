@@ -96,6 +96,13 @@ def test_every_host_runs_the_same_launch_with_its_rank_and_processes():
     assert (plan.nnodes, plan.process_description) == (2, "2 and 1 processes")
 
 
+def test_a_host_may_have_a_python_of_its_own():
+    job = Ssh(hosts=["a", "b python=/opt/b/python"], python="/opt/python").plan(build_spec()).job
+    for rank, python in enumerate(("/opt/python", "/opt/b/python")):
+        assert job.build_ssh_command(job.hosts[rank])[-1].startswith(f"exec {python} -c ")
+        assert job.build_launch_command(rank, "a:1", "id")[0] == python
+
+
 def test_with_restarts_the_rendezvous_assigns_the_ranks():
     plan = Ssh(hosts=["a", "b"], max_restarts=2).plan(build_spec())
     command = plan.job.build_launch_command(1, "a:1", "run")
