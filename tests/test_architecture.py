@@ -40,6 +40,7 @@ READ_THE_ENVIRONMENT = (
     # The client takes the headers that Ray's own command line does; the actor passes its environment on.
     "accel_cli/launchers/ray/jobs.py",
     "accel_cli/launchers/ray/node.py",
+    "accel_cli/launchers/skypilot/jobs.py",
     # The kubeconfig is that of kubectl, and in a pod the cluster is in the variables.
     "accel_cli/launchers/kubernetes/cluster.py",
     # Git gets the environment without its own variables, which name other repositories.
@@ -82,6 +83,7 @@ ANNEXES = {
     "slurm": ("accel_cli.launchers.slurm",),
     "kubernetes": ("accel_cli.launchers.kubernetes",),
     "ray": ("accel_cli.launchers.ray",),
+    "skypilot": ("accel_cli.launchers.skypilot",),
     "ssh": ("accel_cli.launchers.ssh",),
     "xla": ("accel_cli.launchers.xla", "accel_cli.commands.tpu_pod"),
     "import": ("accel_cli.accelerate",),

@@ -103,6 +103,7 @@ LAUNCHERS: Registry[type[Launcher]] = Registry(
         "sagemaker": "accel_cli.launchers.sagemaker.config:SageMaker",
         "kubernetes": "accel_cli.launchers.kubernetes.config:Kubernetes",
         "ray": "accel_cli.launchers.ray.config:Ray",
+        "skypilot": "accel_cli.launchers.skypilot.config:SkyPilot",
     },
     group="accel.launchers",
 )

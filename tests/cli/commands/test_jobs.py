@@ -419,7 +419,7 @@ def test_selecting_a_launcher_without_jobs_is_an_error_with_the_reason(cwd, capf
     result = call_accel(capfd, "jobs", "list", option)
     assert result.returncode == 2
     assert re.search(
-        rf"Cannot use accel jobs with launcher .*: {reason}.*\. Use --launcher slurm or sagemaker or kubernetes or ray\.",
+        rf"Cannot use accel jobs with launcher .*: {reason}.*\. Use --launcher slurm or sagemaker or kubernetes or ray or skypilot\.",
         result.stderr,
     )
 
@@ -437,7 +437,8 @@ def test_errors_of_the_assumed_slurm_name_the_other_services(fake_command, cwd, 
         result = call_accel(capfd, "jobs", *command)
         assert (result.returncode, result.stderr.count("\n")) == (2 if command[0] == "download" else 1, 1)
         assert (
-            "so slurm is assumed; use --launcher sagemaker or kubernetes or ray for others" in result.stderr
+            "so slurm is assumed; use --launcher sagemaker or kubernetes or ray or skypilot for others"
+            in result.stderr
         )
     assert "sagemaker" not in call_accel(capfd, "jobs", "list", "--launcher", "slurm").stderr
     (cwd / "accel.yaml").write_text("schema_version: 1\nlauncher:\n  kind: slurm\n")

@@ -39,6 +39,7 @@ SECTIONS = {
     "sagemaker": {"instance_type": "ml.m5.large"},
     "kubernetes": {"image": "accel:cpu"},
     "ray": {"nnodes": 2},
+    "skypilot": {"nnodes": 2},
     page_launcher.KIND: {"level": 5},
 }
 """Keys of a section that every rule holds for, by the kind of the launcher."""

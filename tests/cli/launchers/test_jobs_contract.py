@@ -4,9 +4,11 @@ A new launcher of jobs needs an entry in `SERVICES`: a function that yields a `S
 does, or has recorded answers. `make test-ray` and `make test-slow` use real clusters of Ray and Slurm.
 """
 
+import json
 import os
 import re
 import shutil
+import subprocess
 import time
 import warnings
 from contextlib import contextmanager
@@ -16,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 from aws.models import keep_models
 from support.commands import call_accel
+from support.hosts import sky
 from support.hosts.kubernetes import KubernetesServer
 from support.launchers import page_launcher
 from support.launchers.launch_specs import build_spec
@@ -28,6 +31,7 @@ from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.jobs import Job, Jobs, get_user
 from accel_cli.launchers.kubernetes import manifests
 from accel_cli.launchers.ray.jobs import RayCluster
+from accel_cli.launchers.skypilot.task import LABEL
 
 WAIT_S = 15  # before it is scaled
 UNKNOWN = "12345678"
@@ -192,6 +196,28 @@ def start_sagemaker(folder, monkeypatch, request):
 
 
 @contextmanager
+def start_skypilot(folder, monkeypatch, request):
+    """The imitation of the command of SkyPilot, which runs tasks on this machine."""
+    clusters = sky.install(folder, monkeypatch)
+
+    def start(name, script):
+        known = {path.name for path in clusters.iterdir()}
+        task = {"name": name, "num_nodes": 1, "resources": {"labels": {LABEL: "1"}}, "envs": {}}
+        (folder / "task.yaml").write_text(
+            json.dumps({**task, "run": f"echo first; echo last; {script.ends}"})
+        )
+        subprocess.run(
+            ["sky", "launch", "--cluster", f"{name}-{len(known)}", folder / "task.yaml"], check=True
+        )
+        return f"{name}-{len(known)}"
+
+    yield Service("skypilot", start, failed_code=1)
+    for cluster in clusters.iterdir():
+        sky.FOLDER = clusters
+        sky.down(cluster.name)
+
+
+@contextmanager
 def start_background(folder, monkeypatch, request):
     """The launcher of the page, which runs processes."""
     values = {"launcher.folder": str(folder / "jobs")}
@@ -221,6 +247,7 @@ SERVICES = {
     "ray": record_ray,
     "kubernetes": start_kubernetes,
     "sagemaker": start_sagemaker,
+    "skypilot": start_skypilot,
     page_launcher.KIND: start_background,
 }
 

@@ -23,6 +23,7 @@ EXPECTED = {
     "slurm": ("slurm", 2, 8, "cuda", "bf16"),
     "kubernetes": ("kubernetes", 2, 8, "cuda", "bf16"),
     "ray": ("ray", 2, 8, "cuda", "bf16"),
+    "skypilot": ("skypilot", 2, 8, "cuda", "bf16"),
     "kubernetes-kubeflow": ("kubernetes", 2, 8, "cuda", "bf16"),
     "ssh": ("ssh", 2, 8, "cuda", "bf16"),
     "sharded": ("torchrun", 1, 4, "cuda", "bf16", "dp_shard 4"),

@@ -154,7 +154,7 @@ def test_an_invalid_assignment_is_rejected_with_a_reason(text, message):
         (
             "launcher.nprocs",
             "single",
-            "launcher.nproc_per_node, a key of launcher.kind: torchrun or slurm or ssh or sagemaker or kubernetes or ray",
+            "launcher.nproc_per_node, a key of launcher.kind: torchrun or slurm or ssh or sagemaker or kubernetes or ray or skypilot",
         ),
         ("launcher.log", "torchrun", "launcher.log_dir"),
         ("launcher.max", "torchrun", "launcher.max_restarts"),

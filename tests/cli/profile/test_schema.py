@@ -172,9 +172,9 @@ def validate_and_fail(data):
         ({"launcher": {"kind": "torchrun", "nnodes": 2, "rdzv_endpoint": "localhost:1"}}, "f.yaml: launcher.rdzv_endpoint: localhost:1 is not reachable from other nodes, and nnodes is 2. Use"),
         ({"launcher": {"kind": "torchrun", "rdzv_endpoint": "host"}}, "expected host:port with a port from 1 to 65535"),
         ({"launcher": {"kind": "torchrun", "rdzv_endpoint": "h:70000"}}, "expected host:port"),
-        ({"launcher": {"kind": "torchrn"}}, "launcher.kind: expected single, torchrun, slurm, ssh, xla, sagemaker, kubernetes or ray, got 'torchrn' (did you mean torchrun?)"),
-        ({"launcher": {"nproc_per_node": 2}}, "got nothing (set launcher.kind too: torchrun or slurm or ssh or sagemaker or kubernetes or ray)"),
-        ({"launcher": {}}, "launcher.kind: expected single, torchrun, slurm, ssh, xla, sagemaker, kubernetes or ray, got nothing"),
+        ({"launcher": {"kind": "torchrn"}}, "launcher.kind: expected single, torchrun, slurm, ssh, xla, sagemaker, kubernetes, ray or skypilot, got 'torchrn' (did you mean torchrun?)"),
+        ({"launcher": {"nproc_per_node": 2}}, "got nothing (set launcher.kind too: torchrun or slurm or ssh or sagemaker or kubernetes or ray or skypilot)"),
+        ({"launcher": {}}, "launcher.kind: expected single, torchrun, slurm, ssh, xla, sagemaker, kubernetes, ray or skypilot, got nothing"),
         ({"launcher": {"kind": "slurm", "setup": "module load cuda"}}, "launcher.setup: expected a list, got 'module load"),
         ({"launcher": {"kind": "slurm", "setup": [1]}}, "launcher.setup: expected text in quotes, got 1"),
         ({"launcher": {"kind": "slurm", "time": "soon"}}, "launcher.time: expected minutes, or text such as 30:00"),
@@ -233,7 +233,7 @@ def test_all_mistakes_are_reported_at_once():
 @pytest.mark.parametrize(("kind", "hint"), [("tochrun", " (did you mean torchrun?)"), ("pbs", "")])
 def test_an_unknown_kind_does_not_hide_other_mistakes_of_the_launcher(kind, hint):
     assert validate_and_fail({"launcher": {"kind": kind, "nprocs": 3}}).splitlines() == [
-        f"f.yaml: launcher.kind: expected single, torchrun, slurm, ssh, xla, sagemaker, kubernetes or ray, got '{kind}'{hint}",
+        f"f.yaml: launcher.kind: expected single, torchrun, slurm, ssh, xla, sagemaker, kubernetes, ray or skypilot, got '{kind}'{hint}",
         "f.yaml: launcher.nprocs: unknown key (did you mean launcher.nproc_per_node?)",
     ]
     more = validate_and_fail({"launcher": {"kind": "tochrun", "nproc_per_node": 0}})

@@ -334,6 +334,7 @@ def test_xla_is_offered_only_with_a_tpu_or_torch_xla(machine, there):
         "sagemaker",
         "kubernetes",
         "ray",
+        "skypilot",
     ]
 
 

@@ -26,6 +26,7 @@ CONVERSATIONS = {
     "slurm": {"more": True, "parallel.dp_shard": "auto"},
     "kubernetes": {},
     "ray": {},
+    "skypilot": {},
     "ssh": {"launcher.hosts": ["node1", "node2"]},
     "xla": {},
     "sagemaker": {"more": True, "launcher.role": "arn:aws:iam::1:role/x", "launcher.bucket": "b"},

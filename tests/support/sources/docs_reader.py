@@ -162,6 +162,9 @@ ELSEWHERE = {
         "needs a Kubernetes cluster", "tests/integration/test_kubernetes.py"
     ),
     'python -m pip install -e ".[ray]"': Elsewhere("changes the environment that runs this test", "Makefile"),
+    "accel launch --profile sky train.py --epochs 3": Elsewhere(
+        "needs SkyPilot and a cloud", "tests/cli/launchers/skypilot/test_skypilot.py"
+    ),
     "accel launch --profile ray train.py --epochs 3": Elsewhere(
         "needs a Ray cluster", "tests/ray_jobs/test_jobs.py"
     ),

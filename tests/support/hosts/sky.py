@@ -1,0 +1,150 @@
+"""An imitation of the command `sky`: it runs a task on this machine, and answers as SkyPilot 0.14 does.
+
+Each cluster is a folder below `SKY_FOLDER`, with a record as `sky status --output json` prints it. The task runs in a
+process for each node with the variables of SkyPilot; `PRICE` is the cost of a node per hour.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import yaml
+
+FOLDER = Path(os.environ.get("SKY_FOLDER", "/nonexistent"))
+PRICE = 32.77
+CODES = {"SUCCEEDED": 0, "FAILED": 100, "CANCELLED": 103}
+
+
+def launch(*words):
+    options, file = words[:-1], Path(words[-1])
+    task = yaml.safe_load(file.read_text())
+    cluster = FOLDER / options[options.index("--cluster") + 1]
+    if unknown := task.keys() - {
+        "name",
+        "num_nodes",
+        "resources",
+        "envs",
+        "workdir",
+        "setup",
+        "run",
+        "file_mounts",
+    }:
+        sys.exit(f"Invalid task YAML: {unknown}")
+    cluster.mkdir()
+    secrets = {
+        options[index + 1]: os.environ[options[index + 1]]
+        for index, word in enumerate(options)
+        if word == "--secret"
+    }
+    record = {
+        "name": cluster.name, "launched_at": int(time.time()) + len([*FOLDER.iterdir()]), "status": "UP", "nodes": task["num_nodes"], "cloud": "AWS",
+        "region": "us-east-1", "resources_str": f"{task['num_nodes']}x(cpus=8)", "labels": task["resources"].get("labels"),
+        "init_status_reason": None, "accelerators": None,
+    }  # fmt: skip
+    (cluster / "status.json").write_text(json.dumps(record))
+    (cluster / "options.json").write_text(json.dumps(options))
+    environ = {**os.environ, **secrets, **task["envs"], "SKYPILOT_NUM_NODES": str(task["num_nodes"]),
+               "SKYPILOT_NODE_IPS": "\n".join(["127.0.0.1"] * task["num_nodes"]), "SKYPILOT_NODE_RANK": "0",
+               "SKYPILOT_TASK_ID": f"sky-{cluster.name}"}  # fmt: skip
+    workdir = cluster / "workdir"
+    shutil.copytree(task["workdir"], workdir) if "workdir" in task else workdir.mkdir()
+    code = [sys.executable, __file__, "run", str(cluster), task["run"]]
+    with (cluster / "log").open("wb") as log:
+        subprocess.Popen(code, cwd=workdir, env=environ, stdout=log, stderr=log, start_new_session=True)
+    while not (cluster / "pid").exists():
+        time.sleep(0.01)
+    print("Job submitted, ID: 1")
+
+
+def run(cluster, script):
+    process = subprocess.Popen(["bash", "-c", script])
+    Path(cluster, "pid.new").write_text(str(process.pid))
+    Path(cluster, "pid.new").rename(Path(cluster, "pid"))
+    code = process.wait()
+    Path(cluster, "code.new").write_text(str(code))
+    Path(cluster, "code.new").rename(Path(cluster, "code"))
+
+
+def status(*names):
+    for name in names:
+        if not (FOLDER / name).exists():
+            print(f"Cluster(s) not found: \x1b[1m{name}\x1b[0m.")
+    clusters = [path for path in sorted(FOLDER.iterdir()) if not names or path.name in names]
+    print(json.dumps([json.loads((path / "status.json").read_text()) for path in clusters], indent=2))
+
+
+def find_state(name):
+    code = FOLDER / name / "code"
+    return "RUNNING" if not code.exists() else "FAILED" if int(code.read_text()) else "SUCCEEDED"
+
+
+def queue(name):
+    print(f"Fetching job queue for: {name}")
+    record = {
+        "job_id": 1,
+        "status": find_state(name),
+        "start_at": time.time() - 5,
+        "end_at": None,
+        "metadata": {},
+    }
+    print(json.dumps({name: [record]}, indent=2))
+
+
+def report():
+    records = [json.loads((path / "status.json").read_text()) for path in FOLDER.iterdir()]
+    costs = [
+        {"name": each["name"], "status": "UP", "duration": 60, "total_cost": PRICE * each["nodes"] / 60}
+        for each in records
+    ]
+    print(json.dumps(costs, indent=2))
+
+
+def logs(name):
+    log, position = FOLDER / name / "log", 0
+    while True:
+        state = find_state(name)
+        with log.open("rb") as file:
+            file.seek(position)
+            data = file.read()
+        position += len(data)
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+        if state in CODES:
+            sys.exit(CODES[state])
+        time.sleep(0.05)
+
+
+def down(name):
+    if not (FOLDER / name).exists():
+        print(f"Cluster(s) not found: {name}.")
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(os.getpgid(int((FOLDER / name / "pid").read_text())), signal.SIGKILL)
+    shutil.rmtree(FOLDER / name)
+
+
+def install(folder, monkeypatch):
+    """Put the command into the PATH, with its clusters in a folder."""
+    (folder / "clusters").mkdir()
+    command = folder / "sky"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} {__file__} "$@"\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("SKY_FOLDER", str(folder / "clusters"))
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    return folder / "clusters"
+
+
+if __name__ == "__main__":
+    verb, *rest = sys.argv[1:]
+    names = [word for word in rest if word not in {"--output", "json", "--yes", "--tail", "0"}]
+    verbs = {"launch": lambda: launch(*rest), "run": lambda: run(*rest), "status": lambda: status(*names),
+             "queue": lambda: queue(*names), "cost-report": report, "logs": lambda: logs(*names), "down": lambda: down(*names)}  # fmt: skip
+    verbs[verb]()
