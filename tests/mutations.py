@@ -106,6 +106,28 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "members that a launcher keeps for itself in a patch",
+        "accel_cli.launchers.patch:PatchRules.check",
+        skip_loop("items"),
+        (
+            "tests/cli/launchers/test_patch.py::test_what_a_launcher_sets_is_neither_changed_nor_removed_nor_replaced",
+        ),
+    ),
+    Mutation(
+        "pods without root",
+        "accel_cli.launchers.kubernetes.section:KubernetesSection.is_restricted",
+        force_condition("pod_security", False),
+        (
+            "tests/cli/launchers/kubernetes/test_manifests.py::test_pods_satisfy_the_standard_restricted_unless_the_profile_asks_for_more",
+        ),
+    ),
+    Mutation(
+        "secrets of a task of SkyPilot by their names",
+        "accel_cli.launchers.skypilot.config:_check_env",
+        force_condition("is_secret", False),
+        ("tests/cli/launchers/skypilot/test_skypilot.py::test_what_cannot_be_a_task_is_refused",),
+    ),
+    Mutation(
         "resume of a run after a lost node",
         "accel_cli.launchers.ray.plan:RayRun.build_command",
         force_condition("resume", False),

@@ -84,8 +84,8 @@ class Log(ABC):
 
     _complete = False
     """True if all output has been read."""
-    last_error = ""
-    """The last error of accel in the output that was read, for services that report no reason."""
+    first_error = ""
+    """The first error of accel in the output since the last restart, for services that report no reason; others follow from it."""
 
     @abstractmethod
     def read(self) -> bytes:
@@ -127,12 +127,12 @@ class FileLog(Log):
         return output
 
     def _find_error(self, output: bytes) -> None:
-        """Record the last error of accel in new output; a line may be in two parts."""
+        """Record the first error of accel in new output; a line may be in two parts."""
         lines = (self._partial_line + output).split(b"\n")
         self._partial_line = lines.pop()[-_MAX_LINE:]
         errors = [line for line in lines if line.startswith(_ERROR)]
-        if errors:
-            self.last_error = errors[-1].removeprefix(_ERROR).decode(errors="replace").strip().rstrip(".")
+        if errors and not self.first_error:
+            self.first_error = errors[0].removeprefix(_ERROR).decode(errors="replace").strip().rstrip(".")
 
 
 class Jobs(ABC):
@@ -311,7 +311,7 @@ class _Follower:
                 self._update()
         self._print_rest()
         job = self._job
-        return replace(job, reason=self._log.last_error) if job.exit_code and not job.reason else job
+        return replace(job, reason=self._log.first_error) if job.exit_code and not job.reason else job
 
     def _update(self) -> None:
         new = self._call("status", lambda: self._jobs.status(self._job.id))
@@ -321,6 +321,8 @@ class _Follower:
         if new is None:
             return
         old, self._job = self._job, new
+        if old.restarts != new.restarts:
+            self._log.first_error = ""
         if (old.state, old.reason, old.restarts) != (new.state, new.reason, new.restarts):
             self._interval = first
             _print_state(new)

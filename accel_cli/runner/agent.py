@@ -190,7 +190,7 @@ class ElasticAgent(LocalElasticAgent):
         progress = RendezvousProgress(self._format_progress, quiet=2 if self._round is None else 8)
         with progress if self._nodes else nullcontext():
             super()._rendezvous(worker_group)
-        self._report_round(prints=not self._run_context.is_quiet or worker_group.group_rank == 0)
+        self._report_round(is_first_node=worker_group.group_rank == 0)
         if self._round is None:
             self._bootstrap.mark_started()
         elif reason := self._budget.get_reason(self._round):
@@ -218,15 +218,13 @@ class ElasticAgent(LocalElasticAgent):
             self._nodes.list_missing(),
         )
 
-    def _report_round(self, *, prints: bool) -> None:
+    def _report_round(self, *, is_first_node: bool) -> None:
         """Record why the processes restart, and print it, or which nodes have joined."""
         reason = None if self._round is None else self._budget.get_reason(self._round)
         self._end_line()
-        if not prints:
-            pass
-        elif reason:
+        if reason:
             console.note(f"restart {self._budget.used} of {self._budget.max_restarts}: {reason.text}")
-        elif self._nodes:
+        elif self._nodes and (is_first_node or not self._run_context.is_quiet):
             nodes = self._nodes.nodes
             names = ", ".join(f"{node.name} with {node.nproc}" for node in nodes)
             is_first = self._attempt < 0

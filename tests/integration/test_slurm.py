@@ -185,7 +185,7 @@ def test_the_exit_code_of_a_job_is_that_of_the_failed_script(on_slurm, script):
     assert "rank 1 of 2" in done.stdout
     job = job_of(done)
     assert re.search(
-        rf"error: job {job} ended as FAILED with exit code 7: rank 1 of 2 on .*; its log: /.*slurm-{job}\.out",
+        rf"error: job {job} ended as FAILED with exit code 7: .*rank 1.*; its log: /.*slurm-{job}\.out",
         done.stderr,
     )
 
@@ -411,7 +411,7 @@ def test_detach_is_an_error_for_launchers_without_jobs(cwd, script):
     assert done.returncode == 2
     assert (
         "Cannot use --detach with launcher.kind: single: it is an option of the launchers slurm, sagemaker, "
-        "kubernetes and ray." in done.stderr
+        "kubernetes, ray and skypilot." in done.stderr
     )
 
 

@@ -188,6 +188,7 @@ def test_a_lost_node_is_replaced_and_the_run_resumes(launches, ray_cluster, cwd,
     assert re.search(
         rf"accel: Lost node \S+-{victim}: .*Retry 1 of 1: all nodes start again with --resume", out
     ), out
+    assert "[state-dump]" not in out
     assert re.findall(r"begins at (\d)", out) == ["0", "2"]
     assert re.findall(r"ends with (\d)", out) == ["4"]
     assert launches.wait_for_end() == []

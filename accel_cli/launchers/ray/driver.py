@@ -38,6 +38,7 @@ _SILENT_S = 60
 """Seconds without an answer after which a node counts as lost: a read takes a second."""
 _UNANSWERED_S = 5
 """The same for a node that was to end; a peer may notice a lost node before Ray does."""
+_DUMP, _DUMP_TITLE = "[state-dump]", " Last 20 lines of the Raylet logs:"
 _LOST_CURE = "Check the nodes with ray status, or raise launcher.max_retries to start again on other nodes."
 
 
@@ -276,6 +277,22 @@ def _read(running: Iterable[_Node]) -> None:
             node.finish(lost=f"no answer for {_SILENT_S} s")
 
 
+class _DumpFilter:
+    """A stream without the lines in which Ray dumps the state of a node that it has lost; the line before names the causes."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write a text without these lines."""
+        kept = [line for line in text.splitlines(keepends=True) if _DUMP not in line]
+        self._stream.write("".join(kept).replace(_DUMP_TITLE, " The logs of the cluster have the rest."))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 def _write(data: bytes) -> None:
     if data:
         # Ray cannot read a log that is not UTF-8.
@@ -312,6 +329,8 @@ def main() -> None:
         run = RayRun.from_json(Path(RUN_FILE).read_text(encoding="utf-8"))
         # Output of the nodes comes through the actors; Ray would add dumps of its own state.
         ray.init(logging_level=logging.WARNING, log_to_driver=False)
+        # A thread of Ray prints its errors there.
+        sys.stdout = _DumpFilter(sys.stdout)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda each, _: received.append(each))
         code, reason = _Driver(run, received).run()

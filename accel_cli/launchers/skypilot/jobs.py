@@ -186,8 +186,8 @@ class SkyLog(Log):
     def _find_error(self, data: bytes) -> None:
         *lines, self._partial = (self._partial + data).split(b"\n")
         errors = [line for line in lines if _ERROR in line]
-        if errors:
-            self.last_error = errors[-1].partition(_ERROR)[2].decode(errors="replace").strip().rstrip(".")
+        if errors and not self.first_error:
+            self.first_error = errors[0].partition(_ERROR)[2].decode(errors="replace").strip().rstrip(".")
 
 
 def submit(plan: Plan) -> int:

@@ -119,14 +119,14 @@ def test_a_reason_of_slurm_is_explained_and_readable(reason, shown):
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
-def test_the_last_error_of_a_log_is_the_reason_of_a_failure_without_one(tmp_path, monkeypatch, chunk):
-    text = "accel: error: rank 1: first.\nnot accel: error: x\naccel: error: rank 0 of 2 on n1: ValueError: b\u00f6\nsrun: error: y\n"
+def test_the_first_error_of_a_log_is_the_reason_of_a_failure_without_one(tmp_path, monkeypatch, chunk):
+    text = "not accel: error: x\naccel: error: rank 0 of 2 on n1: ValueError: b\u00f6.\naccel: error: rank 1: later\nsrun: error: y\n"
     (tmp_path / "log").write_text(text)
     monkeypatch.setattr(following, "_LOG_CHUNK", chunk)
     log = following.FileLog(tmp_path / "log")
     while log.read():
         pass
-    assert log.last_error == "rank 0 of 2 on n1: ValueError: b\u00f6"
+    assert log.first_error == "rank 0 of 2 on n1: ValueError: b\u00f6"
 
 
 def test_list_returns_jobs_of_this_user_only(fake_command, monkeypatch):
