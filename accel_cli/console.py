@@ -74,9 +74,13 @@ def print_failure(process: str, body: Sequence[str], cause: str) -> None:
         _print_panel(f"{process} failed", [*body, ""], cause)
         return
     if body:
-        has_calls = any(line.startswith('  File "') and ", in " in line for line in body)
-        head = ["Traceback (most recent call last):"] if has_calls else []
-        _write(_escape("\n".join([*head, *body, ""])))
+        calls = [
+            number for number, line in enumerate(body) if line.startswith('  File "') and ", in " in line
+        ]
+        # The exceptions before this one are no part of its traceback.
+        first = next((number for number, line in enumerate(body) if line.startswith("  ")), 0)
+        head = ["Traceback (most recent call last):"] if calls else []
+        _write(_escape("\n".join([*body[:first], *head, *body[first:], ""])))
     error(f"{process}: {cause}")
 
 

@@ -297,7 +297,19 @@ def run_script(body: Callable[[], None], error_file: Path | None, **details: Any
                 record_failure(error, error_file, **details)
             hook.is_ending = True
         print_exception(error)
+        if not error_file and os.getpid() == pid:
+            _print_hint(error)
         sys.exit(1)
+
+
+def _print_hint(error: BaseException) -> None:
+    """Print the hint for an exception, which the launcher of several processes prints itself."""
+    with contextlib.suppress(Exception):  # the exception is more important
+        from accel_runtime.environment.failure_hints import find_hint  # noqa: PLC0415 - after failures only
+
+        chain = "\n".join("".join(traceback.format_exception_only(link)) for link in _get_chain(error))
+        if hint := find_hint(chain):
+            sys.stderr.write(f"accel: hint: {hint}\n")
 
 
 class ExceptHook:

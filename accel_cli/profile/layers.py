@@ -19,7 +19,7 @@ from accel_cli.errors import Problem, ProfileError, UsageError
 from accel_cli.profile import store, yaml_io
 from accel_cli.profile.schema import SCHEMA_VERSION, SECTIONS, SETTINGS_SECTIONS, Profile, known_keys
 from accel_cli.profile.store import DEFAULT, Store
-from accel_cli.profile.validation_errors import explain, unknown_key
+from accel_cli.profile.validation_errors import drop_repeated_lists, explain, unknown_key
 from accel_runtime.environment import settings as env
 from accel_runtime.environment.accelerate.export import read_user_variables
 from accel_runtime.environment.deepspeed import DeepSpeedConfig
@@ -128,8 +128,10 @@ def read_layers(
         path = profiles.get_path(name)
         if not path.is_file():
             names = ", ".join(profiles.list_names()) or "none"
+            is_file = Path(name).is_file()
+            cure = f" To use the file {name}: accel config import {name} --profile NAME." if is_file else ""
             raise UsageError(
-                f"Profile {name!r} (from {source}) not found: {path} does not exist. Existing profiles: {names}."
+                f"Profile {name!r} (from {source}) not found: {path} does not exist. Existing profiles: {names}.{cure}"
             )
         layers.append(read_file(path, f"profile {name}"))
     layers += [*config, read_environment(environ), *options]
@@ -224,7 +226,7 @@ def parse_assignments(assignments: Iterable[str], option: str = "--set", *, kind
         return Layer(option, {}, {"": option})
     known, kind = known_keys(), texts.get("launcher.kind", kind)
     if unknown := [key for key in texts if key not in known and not key.startswith("env.")]:
-        raise ProfileError([unknown_key(key, option, kind) for key in unknown])
+        raise ProfileError(drop_repeated_lists(unknown_key(key, option, kind) for key in unknown))
     values = {
         key: text if key.startswith("env.") else yaml_io.scalar(text, f"{option} {key}", key)
         for key, text in texts.items()

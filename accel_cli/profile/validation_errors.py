@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -16,7 +17,7 @@ from accel_runtime.environment.accelerate import launch
 from accel_runtime.environment.accelerate.sharding import explain_fsdp1_option
 from accel_runtime.environment.settings import find_nearest
 
-__all__ = ["describe", "did_you_mean", "explain", "one_of", "unknown_key"]
+__all__ = ["describe", "did_you_mean", "drop_repeated_lists", "explain", "one_of", "unknown_key"]
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -38,6 +39,8 @@ _MIN_PREFIX, _MAX_REST = 4, 3
 """The least length of a shared prefix for a suggestion, and the most letters that may follow it."""
 _MIN_NAME = 3
 """The least length of a name for suggesting another that begins with it."""
+_LIST = "keys of"
+"""The beginning of the hint that lists keys."""
 _EXAMPLES = {
     "launcher": "launcher.kind",
     "parallel": "parallel.dp_shard",
@@ -72,7 +75,18 @@ def explain(error: ValidationError, where: Mapping[str, str]) -> list[Problem]:
             problems.append(Problem(location, key, str(items[0]["msg"])))
         if items[0]["type"] == "union_tag_invalid":
             problems += _validate_as_nearest_kind(items[0], where)
-    return problems
+    return drop_repeated_lists(problems)
+
+
+def drop_repeated_lists(problems: Iterable[Problem]) -> list[Problem]:
+    """Return problems without the lists of keys that an earlier problem has."""
+    seen: set[str] = set()
+    result = []
+    for problem in problems:
+        is_repeated = problem.hint.startswith(_LIST) and problem.hint in seen
+        seen.add(problem.hint)
+        result.append(replace(problem, hint="") if is_repeated else problem)
+    return result
 
 
 def describe(error: ValidationError) -> str:
@@ -122,7 +136,28 @@ def _hint_key(key: str, kind: object) -> str:
     kinds = _list_kinds(nearest or "")
     if kind in LAUNCHERS and kinds and kind not in kinds:
         return f"did you mean {nearest}, a key of launcher.kind: {' or '.join(kinds)}?"
-    return did_you_mean(nearest)
+    return did_you_mean(nearest) or _list_keys(section, kind)
+
+
+def _list_keys(section: str, kind: object) -> str:
+    """Return the hint with all keys of a section, or all of the profile itself if there is no such section."""
+    if section == "launcher":
+        launcher = LAUNCHERS.get(kind) if isinstance(kind, str) else None
+        names = (
+            list(launcher.model_fields)
+            if launcher
+            else [f"kind ({', '.join(LAUNCHERS)}), which adds its keys"]
+        )
+        title = f"launcher of kind {kind}" if launcher else "launcher"
+    elif section in SETTINGS_SECTIONS:
+        names, title = list(SETTINGS_SECTIONS[section].model_fields), section
+    else:
+        names = [
+            *(name for name in Profile.model_fields if name not in SECTIONS and name != "schema_version"),
+            *(f"{name}.KEY" for name in SECTIONS),
+        ]
+        title = "a profile"
+    return f"{_LIST} {title}: {', '.join(names)}"
 
 
 def _guess_key(key: str, kind: object) -> str | None:
@@ -193,11 +228,20 @@ def _build_problem(items: list[Any], key: str, where: str) -> Problem:
         ]
         hint = f"set launcher.kind too: {' or '.join(kinds)}" if kinds else ""
         return Problem(where, key, one_of(LAUNCHERS), "nothing", hint)
+    if key == "launcher" and isinstance(value, str):
+        return _explain_launcher_name(value, where)
     if kind == "value_error":
         return _explain_validator(items[0], key, where)
     expected = [text for item in items if item["input"] is value for text in _list_expected(item)]
     nearest = find_nearest(value, expected) if isinstance(value, str) else None
     return Problem(where, key, one_of(dict.fromkeys(expected)), _format_value(value), did_you_mean(nearest))
+
+
+def _explain_launcher_name(value: str, where: str) -> Problem:
+    """Return the problem of a launcher that is given by its name alone."""
+    known = value if value in LAUNCHERS else find_nearest(value, list(LAUNCHERS))
+    hint = f"name the launcher by its kind: launcher: {{kind: {known or 'torchrun'}}}"
+    return Problem(where, "launcher", "expected keys and values", repr(value), hint)
 
 
 def _explain_validator(item: Mapping[str, Any], key: str, where: str) -> Problem:

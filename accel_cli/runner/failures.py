@@ -20,6 +20,7 @@ from accel_cli import console
 from accel_cli.runs.run_dir import RankFolder, fit_reason, format_ranks
 from accel_cli.runs.run_files import read_bytes, read_text
 from accel_runtime.environment import settings as env
+from accel_runtime.environment.failure_hints import find_hint
 from accel_runtime.environment.text import decode_text, encode_text, parse_json
 
 __all__ = [
@@ -62,6 +63,7 @@ _CHILD_KILLED = re.compile(r"died with <Signals\.SIGKILL|terminated with signal 
 """In the messages of subprocess, torch.multiprocessing and concurrent programs about a child process."""
 _CODES_OF_SIGKILL = frozenset({128 + signal.SIGKILL, 256 - signal.SIGKILL})
 """The exit codes of a shell and of `sys.exit(process.returncode)` whose child was killed."""
+_RANK = re.compile(r"\brank \d+\b")
 _CRASH_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
@@ -259,6 +261,10 @@ _MAX_STACK_LINES = 12
 """The longest traceback, with the exceptions that preceded it."""
 _MAX_MESSAGE_LINES = 4
 _MAX_WIDTH = 300
+_MAX_ACCEL_LINES, _MAX_ACCEL_WIDTH = 16, 2000
+"""Limits of the messages of accel, whose last sentence is the cure."""
+_TAIL_SHARE = 3
+"""Of a shortened line, one character in this many is from its end."""
 _ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07]*(\x07|\x1b\\)|.)?")
 _FOLDED = re.compile(
     r"/(?:site|dist)-packages/(torch)/|^<frozen (\w+)|/lib/python[\d.]+/(runpy|importlib|contextlib|threading|concurrent)\b"
@@ -277,8 +283,11 @@ def format_stack(failure: Failure) -> list[str]:
     lines = []
     for origin in origins[:2]:
         frames = [frame for frame in origin.frames if not _get_package(frame)]
+        if not frames and _is_explanation(raised):
+            continue
         location = f" ({frames[-1].file}, line {frames[-1].line})" if frames else ""
-        lines.append(_shorten(f"after {origin.text.strip().splitlines()[-1]}") + location)
+        text = origin.text.strip().splitlines()[-1 if _is_syntax_error(origin) else 0]
+        lines.append(_shorten(f"after {text}") + location)
     lines += _format_frames(raised.frames, _MAX_STACK_LINES - len(lines) - len(message) + 1)
     lines += message[:-1] if _is_syntax_error(raised) else []
     return list(map(strip_escapes, lines))
@@ -312,18 +321,33 @@ def _is_syntax_error(link: ExceptionInfo) -> bool:
     return link.text.startswith('  File "')
 
 
+def _is_explanation(link: ExceptionInfo) -> bool:
+    """Return True for an error that accel raises, also in place of one of a library: its message has the cause and the cure."""
+    is_of_accel = link.kind.startswith("accel_runtime.")
+    return is_of_accel or bool(link.frames and _get_package(link.frames[-1]) == "accel")
+
+
 def _format_message(link: ExceptionInfo) -> list[str]:
     """Return the class name and message, shortened."""
-    lines = [_shorten(line) for line in link.text.rstrip("\n").split("\n")]
-    if len(lines) <= _MAX_MESSAGE_LINES or _is_syntax_error(link):
+    is_explained = _is_explanation(link)
+    max_lines = _MAX_ACCEL_LINES if is_explained else _MAX_MESSAGE_LINES
+    max_width = _MAX_ACCEL_WIDTH if is_explained else _MAX_WIDTH
+    lines = [_shorten(line, max_width) for line in link.text.rstrip("\n").split("\n")]
+    if len(lines) <= max_lines or _is_syntax_error(link):
         return lines
-    more = len(lines) - _MAX_MESSAGE_LINES + 1
+    more = len(lines) - max_lines + 1
+    if is_explained:
+        return [*lines[: -more - 1], f"... {more} more lines in its log", lines[-1]]
     return [*lines[:-more], f"... {more} more lines in its log"]
 
 
-def _shorten(line: str) -> str:
-    more = len(line) - _MAX_WIDTH
-    return line if more <= 0 else f"{line[:_MAX_WIDTH]}... ({more} more characters in its log)"
+def _shorten(line: str, max_width: int = _MAX_WIDTH) -> str:
+    """Return a line without its middle if it is long: the end of a message often has the cure."""
+    more = len(line) - max_width
+    if more <= 0:
+        return line
+    tail = max_width // _TAIL_SHARE
+    return f"{line[: max_width - tail]} ... ({more} more characters in its log) ... {line[-tail:]}"
 
 
 def _get_package(frame: Frame) -> str:
@@ -356,25 +380,6 @@ def _fold_frames(frames: Sequence[Frame], shown: AbstractSet[int]) -> Iterator[s
             yield f'  File "{frame.file}", line {frame.line}, in {frame.name}'
             if frame.text.strip():
                 yield _shorten(f"    {frame.text.strip()}")
-
-
-_HINTS = (
-    (
-        re.compile(r"connectFullMesh.*127\.0\.1\.1|127\.0\.1\.1.*[Cc]onnection refused", re.DOTALL),
-        (
-            "the name of this machine resolves to 127.0.1.1, which other machines cannot reach. Set its real address in "
-            "/etc/hosts, or name the network interface: --set env.GLOO_SOCKET_IFNAME=eth0"
-        ),
-    ),
-    (
-        re.compile(r"OutOfMemoryError.*reserved by PyTorch but unallocated memory is large", re.DOTALL),
-        "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to reduce memory fragmentation",
-    ),
-    (
-        re.compile(r"(gloo|ProcessGroup|Watchdog).*(Timed out waiting \d+ms|Timeout\(ms\)=\d+)", re.DOTALL),
-        "another rank did not reach this collective within process_group_timeout; see the logs of the other ranks",
-    ),
-)
 
 
 def print_report(first: Failure, local: Collection[Failure], *, world_size: int, shown: bool) -> None:
@@ -454,7 +459,9 @@ def _describe_other_failures(first: Failure, local: Collection[Failure]) -> Iter
         yield f"{format_ranks(consequences)} failed as a consequence: lost the connection or timed out"
     independent = [failure for failure in others if failure.cause == Cause.PRIMARY]
     if independent:
-        is_same = {describe_end(failure) for failure in independent} == {describe_end(first)}
+        # Messages of accel name their rank.
+        ends = {_RANK.sub("", describe_end(failure)) for failure in (first, *independent)}
+        is_same = len(ends) == 1
         ranks = format_ranks(failure.rank for failure in independent)
         yield f"{ranks} failed later, {'in the same way' if is_same else 'in another way'}"
 
@@ -476,7 +483,7 @@ def _find_hint(failure: Failure) -> str | None:
             "rank. Use less memory, or raise the limit of the container or job."
         )
     text = "\n".join(f"{link.kind} {link.text}" for link in failure.chain)
-    return next((hint for pattern, hint in _HINTS if pattern.search(text)), None)
+    return find_hint(text)
 
 
 _KEY = "accel/failure/"

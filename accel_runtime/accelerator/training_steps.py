@@ -22,6 +22,7 @@ from accel_runtime.environment.call_sites import call_site
 from accel_runtime.environment.heartbeat import heartbeat
 from accel_runtime.foundation.options import AutocastKwargs
 from accel_runtime.training.accumulation import MicroBatch
+from accel_runtime.training.loss_check import LossCheck
 
 __all__ = ["PREEMPTION", "Preemption", "TrainingSteps"]
 
@@ -121,6 +122,7 @@ class TrainingSteps:
         self._is_distributed = run.backend.topology.world_size > 1
         self._scales_losses = run.precision.scaler is not None
         self._progress = heartbeat()
+        self._losses = LossCheck(is_active=run.backend.topology.rank == 0)
         self._preemption = Preemption(run.backend.handshake)
         self._triggered = False
         self._epoch_ends = EpochEnds(run.loops, run.accumulation, self._report_tail)
@@ -156,6 +158,7 @@ class TrainingSteps:
             if (explained := run.strategy.explain_error(error, "backward()")) is not error:
                 raise explained from error
             raise
+        self._losses.record(loss, weight)
         if is_distributed:
             if progress is not None:
                 progress.end_backward()

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
@@ -24,9 +24,11 @@ from accel_runtime.foundation.module_names import (
     uncompiled_module,
 )
 from accel_runtime.foundation.options import DDPCommunicationHookType
+from accel_runtime.foundation.pickled_models import warn_of_saved_model
 from accel_runtime.foundation.torch_internals import capture_buckets, is_graph_pending, restore_buckets
 from accel_runtime.parallel.averaging import refuse_max_norm
 from accel_runtime.parallel.strategy import ModelLayout, Strategy
+from accel_runtime.storage.errors import format_names
 
 __all__ = [
     "Replicated",
@@ -57,6 +59,7 @@ _TORCH_CHECKPOINT = "torch.distributed.checkpoint.state_dict"
 """The torch module that removes the prefix itself, and fails if it is missing."""
 _UNUSED_PARAMETERS = "Expected to have finished reduction in the prior iteration"
 """The beginning of DDP's message on parameters without a gradient (torch 2.13)."""
+_MAX_NAMES = 6
 
 
 class ReplicatedModel(DistributedDataParallel):
@@ -83,6 +86,11 @@ class ReplicatedModel(DistributedDataParallel):
             name for name, parameter in named_parameters(module) if parameter.requires_grad
         ]
         self._own_names = frozenset(vars(self)) | {"_own_names"}
+
+    @override
+    def __reduce_ex__(self, protocol: SupportsIndex, /) -> str | tuple[Any, ...]:
+        warn_of_saved_model()
+        return super().__reduce_ex__(protocol)
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
@@ -141,7 +149,8 @@ class ReplicatedModel(DistributedDataParallel):
         names = self._averaged_names
         match = re.search(r"did not receive grad for rank (\d+): ([\d ]+)", message)
         indices = [int(index) for index in match[2].split()] if match else []
-        parameters = ", ".join(names[index] for index in indices if index < len(names)) or "some parameters"
+        unused = [names[index] for index in indices if index < len(names)]
+        parameters = format_names(unused, _MAX_NAMES) or "some parameters"
         location = f" on rank {match[1]}" if match else ""
         return (
             f"Gradients of {type(self.module).__name__} cannot be averaged over the processes: the backward pass before "

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from accel_runtime.environment.settings import MixedPrecision
 from accel_runtime.foundation import nested
+from accel_runtime.foundation.pickled_models import warn_of_saved_model
 from accel_runtime.foundation.precision import FORMATS, PrecisionFormat
 from accel_runtime.training.loss_scaler import LossScaler
 
@@ -137,6 +139,11 @@ class AutocastForward:
         self.forward = forward
         """Original forward pass."""
         self._autocast = autocast
+
+    @override
+    def __reduce_ex__(self, protocol: SupportsIndex, /) -> str | tuple[Any, ...]:
+        warn_of_saved_model()
+        return super().__reduce_ex__(protocol)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass, and convert half-precision outputs to float32 unless that is disabled."""

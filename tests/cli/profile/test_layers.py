@@ -5,7 +5,14 @@ import pytest
 
 from accel_cli.errors import ProfileError, UsageError
 from accel_cli.profile import validation_errors
-from accel_cli.profile.layers import Layer, parse_assignments, read_environment, read_layers, resolve
+from accel_cli.profile.layers import (
+    Layer,
+    parse_assignments,
+    read_environment,
+    read_file,
+    read_layers,
+    resolve,
+)
 from accel_cli.profile.schema import SECTIONS, known_keys
 from accel_cli.profile.store import Store, write
 from accel_runtime.environment.settings import Settings
@@ -172,7 +179,25 @@ def test_an_invalid_assignment_is_rejected_with_a_reason(text, message):
 def test_suggested_keys_prefer_those_of_the_active_launcher(key, kind, meant):
     with pytest.raises(ProfileError) as caught:
         parse_assignments([f"{key}=2"], kind=kind)
-    assert caught.value.problems[0].hint == (f"did you mean {meant}?" if meant else "")
+    hint = caught.value.problems[0].hint
+    assert hint == f"did you mean {meant}?" if meant else hint.startswith("keys of ")
+
+
+def test_an_unknown_key_without_a_similar_one_lists_the_keys_of_its_section_once():
+    with pytest.raises(ProfileError) as caught:
+        parse_assignments(["parallel.qqq=1", "nosuch=1", "zzz=1"])
+    section, first, second = (problem.hint for problem in caught.value.problems)
+    assert section == "keys of parallel: dp_replicate, dp_shard, tp, cp, tp_plan"
+    assert "mixed_precision" in first
+    assert "launcher.KEY" in first
+    assert second == ""
+
+
+def test_a_launcher_given_by_its_name_alone_leads_to_its_kind(tmp_path):
+    file = tmp_path / "accel.yaml"
+    file.write_text("schema_version: 1\nlauncher: torchrn\n")
+    with pytest.raises(ProfileError, match=r"accel.yaml:2: launcher: .*launcher: \{kind: torchrun\}"):
+        resolve([read_file(file, "project")])
 
 
 @pytest.mark.parametrize(

@@ -178,3 +178,37 @@ def test_the_reason_of_a_failure_without_an_exception_has_the_end_of_the_log(tmp
     assert killed.splitlines() == [
         "exit code 137 on algo-2, rank 3: terminated by SIGKILL: killed by the kernel because memory ran out", "one", "two"
     ]  # fmt: skip
+
+
+def test_a_message_of_accel_is_printed_to_its_end_without_the_error_that_it_explains():
+    names = ", ".join(f"layers.{number}.weight" for number in range(60))
+    text = f"RuntimeError: no gradient of {names}. Freeze them before prepare().\n"
+    line = Frame("/home/me/train.py", 3, "<module>", "loss = model(x)")
+    of_accel = Frame(
+        f"{Path(accel_cli.__file__).parent}/runner/x.py", 1, "forward", "raise RuntimeError(text)"
+    )
+    explained = ExceptionInfo("builtins.RuntimeError", "RuntimeError: Expected reduction\nset DEBUG\n")
+    raised = ExceptionInfo("builtins.RuntimeError", text, (line, of_accel))
+    report = Failure(0, "box", 7, 1, 1.0, "log", chain=(raised, explained))
+    assert failures.format_cause(report) == text.strip()
+    assert not [line for line in failures.format_stack(report) if "after" in line]
+
+
+def test_a_long_line_of_another_library_keeps_its_end():
+    text = f"ValueError: {'x' * 900} Use y.\n"
+    assert failures.format_cause(failure(0, text=text)).endswith("x Use y.")
+    assert "more characters in its log" in failures.format_cause(failure(0, text=text))
+
+
+def test_an_earlier_exception_is_shown_by_the_first_line_of_its_message():
+    raised, earlier = (
+        ExceptionInfo("builtins.ValueError", text) for text in ("ValueError: b\n", "OSError: a\nmore\n")
+    )
+    report = Failure(0, "box", 7, 1, 1.0, "log", chain=(raised, earlier))
+    assert failures.format_stack(report) == ["after OSError: a"]
+
+
+def test_failures_that_differ_in_their_rank_only_are_the_same(capsys):
+    first, second = (failure(rank, text=f"ValueError: bad on rank {rank}\n") for rank in (0, 1))
+    failures.print_report(first, [first, second], world_size=2, shown=True)
+    assert "rank 1 failed later, in the same way" in capsys.readouterr().err

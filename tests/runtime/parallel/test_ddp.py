@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import warnings
 
 import pytest
 import torch
+from support.log_messages import collect_messages
 from support.numerics import relative_error
 from support.ranks import Cluster
 from torch import nn
@@ -398,3 +400,31 @@ def test_a_sparse_buffer_is_rejected_unless_buffers_are_not_broadcast(pair):
             return Accelerator(kwargs_handlers=[handler]).prepare(model)(torch.ones(1, 2)).shape
 
     assert pair.run(prepare) == [torch.Size([1, 2])] * 2
+
+
+def test_saving_a_prepared_model_as_an_object_is_reported_once_for_a_line(pair):
+    def save():
+        model = Accelerator().prepare(nn.Linear(1, 1))
+        with collect_messages("accel_runtime.export") as messages:
+            copy.deepcopy(model)
+            pickle.dumps(model)
+            torch.save(model.state_dict(), io.BytesIO())
+            assert not messages
+            for _ in range(2):
+                torch.save({"model": model}, io.BytesIO())
+        return messages
+
+    for messages in pair.run(save):
+        assert len(messages) == 1
+        assert "test_ddp.py" in messages[0]
+        assert "accelerator.save_model(model, folder)" in messages[0]
+
+
+def test_saving_a_model_with_autocast_as_an_object_is_reported(alone):
+    def save():
+        model = Accelerator(mixed_precision="bf16").prepare(nn.Linear(1, 1))
+        with collect_messages("accel_runtime.export") as messages:
+            torch.save(model, io.BytesIO())
+        return len(messages)
+
+    assert alone.run(save) == [1]

@@ -1,0 +1,91 @@
+"""Hints for errors of libraries whose messages lack the cure; standard library only."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from types import MappingProxyType
+
+from accel_runtime.environment.installation import format_install
+
+__all__ = ["find_hint"]
+
+_HINTS = (
+    (
+        re.compile(r"connectFullMesh.*127\.0\.1\.1|127\.0\.1\.1.*[Cc]onnection refused", re.DOTALL),
+        (
+            "the name of this machine resolves to 127.0.1.1, which other machines cannot reach. Set its real address in "
+            "/etc/hosts, or name the network interface: --set env.GLOO_SOCKET_IFNAME=eth0"
+        ),
+    ),
+    (
+        re.compile(r"OutOfMemoryError.*reserved by PyTorch but unallocated memory is large", re.DOTALL),
+        (
+            "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to reduce memory fragmentation. Other ways to use less memory "
+            "are on the page Out of memory of the documentation"
+        ),
+    ),
+    (
+        re.compile(r"OutOfMemoryError|(CUDA|HIP|MPS backend|XPU) out of memory", re.IGNORECASE),
+        (
+            "use a smaller batch with gradient_accumulation_steps, mixed_precision bf16, or parallel.dp_shard=auto. The page Out of "
+            "memory of the documentation compares them, and accel estimate computes the memory of a model"
+        ),
+    ),
+    (
+        re.compile(
+            r"not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available|No HIP GPUs"
+        ),
+        (
+            "the processes of this run have no GPU that torch can use. Move models and tensors to accelerator.device in place of "
+            '"cuda"; accel env prints the devices, and the page FAQ and troubleshooting of the documentation has the causes'
+        ),
+    ),
+    (
+        re.compile(r"(gloo|ProcessGroup|Watchdog).*(Timed out waiting \d+ms|Timeout\(ms\)=\d+)", re.DOTALL),
+        "another rank did not reach this collective within process_group_timeout; see the logs of the other ranks",
+    ),
+)
+_MISSING = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
+_DISTRIBUTIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "PIL": "pillow",
+        "bs4": "beautifulsoup4",
+        "cv2": "opencv-python-headless",
+        "skimage": "scikit-image",
+        "sklearn": "scikit-learn",
+        "yaml": "pyyaml",
+    }
+)
+"""Packages whose module has another name."""
+
+
+def find_hint(text: str) -> str | None:
+    """Return the hint for an exception, given as its class and message; None without one."""
+    if (match := _MISSING.search(text)) and (hint := _explain_missing(match[1].partition(".")[0])):
+        return hint
+    return next((hint for pattern, hint in _HINTS if pattern.search(text)), None)
+
+
+def _explain_missing(module: str) -> str | None:
+    """Return where a module is missing, and how to provide it; None if this Python has it."""
+    try:
+        if find_spec(module) is not None:
+            return None
+    except (ImportError, ValueError):
+        return None
+    if Path(module).is_dir() or Path(f"{module}.py").is_file():
+        return (
+            f"{module} is in the working directory, and Python searches the folder of the script. Start it as a module (accel "
+            "launch -m), or add the working directory: PYTHONPATH=. accel launch ..."
+        )
+    used = sys.executable
+    other = shutil.which("python")
+    is_other = other and Path(other).parent.resolve() != Path(sys.executable).parent.resolve()
+    note = f", not {other} of PATH" if other and is_other else ""
+    install = format_install(_DISTRIBUTIONS.get(module, module))
+    return f"the script runs with {used}{note}, which has no module {module}. Install it there: {install}"

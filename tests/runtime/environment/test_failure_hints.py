@@ -1,0 +1,44 @@
+"""Hints for errors whose messages lack the cure."""
+
+import sys
+
+import pytest
+
+from accel_runtime.environment.failure_hints import find_hint
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("AssertionError: Torch not compiled with CUDA enabled", "accelerator.device"),
+        ("RuntimeError: No CUDA GPUs are available", "accelerator.device"),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "page Out of memory"),
+        ("OutOfMemoryError: reserved by PyTorch but unallocated memory is large", "page Out of memory"),
+    ],
+)
+def test_an_error_of_a_device_leads_to_its_page(text, hint):
+    assert hint in find_hint(text)
+
+
+def test_a_missing_package_is_reported_with_the_python_that_lacks_it(tmp_path, monkeypatch):
+    (tmp_path / "python").write_text("")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    hint = find_hint("ModuleNotFoundError: No module named 'cv2x.core'")
+    assert f"{sys.executable}, not {tmp_path}/python of PATH" in hint
+    assert hint.endswith("-m pip install cv2x")
+
+
+def test_a_module_with_another_name_than_its_package_is_installed_by_that():
+    assert find_hint("ModuleNotFoundError: No module named 'skimage'").endswith("install scikit-image")
+
+
+def test_a_module_in_the_working_directory_is_found_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ourmodels").mkdir()
+    assert "PYTHONPATH=." in find_hint("ModuleNotFoundError: No module named 'ourmodels'")
+
+
+def test_other_errors_have_no_hint():
+    assert find_hint("ValueError: boom") is None
+    assert find_hint("ModuleNotFoundError: No module named 'json.nosuch'") is None
