@@ -18,12 +18,15 @@ from accel_cli.commands.options import IntRange, argument, declare, option, pass
 from accel_cli.errors import AccelError, UsageError
 
 if TYPE_CHECKING:
+    from accel_cli.profile.store import Store
     from accel_cli.runs.run_dir import RunFolder
 
 __all__ = ["estimate"]
 
 _SIZES = ("dp_replicate", "dp_shard", "tp")
 _BYTES = ("parameters", "gradients", "optimizer", "activations", "working", "total")
+_MAX_DEVICES_OF_NODE = 8
+"""More devices are on several machines in most cases."""
 _OF_ZERO = ("parameters", "gradients", "optimizer", "cpu")
 
 
@@ -35,7 +38,10 @@ class EstimateRequest:
         argument,
         "target",
         metavar="MODEL",
-        help="Estimate MODULE:FACTORY, path/to/file.py:FACTORY, or a folder with the config.json of a transformers model.",
+        help=(
+            "Estimate MODULE:FACTORY, path/to/file.py:FACTORY, a folder with the config.json of a transformers model, or the id of a "
+            "model of the Hub."
+        ),
     )
     devices: int = declare(
         option, "--devices", default=1, metavar="N", type=IntRange(min=1), help="Set the number of devices."
@@ -380,13 +386,34 @@ def _write_profile(result: dict[str, Any], name: str | None, output: Path | None
 
     store = Store.from_env(os.environ, Path.cwd())
     target = output or store.get_path(str(name))
-    best = result["layouts"][result["best"]]
-    profile, _ = update_profile(store, target, _build_profile_keys(best, result["wrap"]), "accel estimate")
-    console.note(f"wrote {target} for {result['devices']} device(s): {_describe_layout(best)}")
+    best, devices = result["layouts"][result["best"]], result["devices"]
+    updates = _build_profile_keys(best, result["wrap"]) | _build_launch_keys(result, store, target)
+    profile, _ = update_profile(store, target, updates, "accel estimate")
+    console.note(f"wrote {target} for {devices} device(s): {_describe_layout(best)}")
     if profile.mixed_precision != result["mixed_precision"]:
         console.note(
             f"the estimate is for mixed_precision {result['mixed_precision']}, but {target} sets {profile.mixed_precision}"
         )
+    if "launcher.nproc_per_node" not in updates:
+        console.note(f"accel launch must start {devices} process(es) with it, one for each device")
+
+
+def _build_launch_keys(result: dict[str, Any], store: Store, target: Path) -> dict[str, Any]:
+    """Return the number format of the estimate, and the processes of a layout that fits on one machine.
+
+    Keys that a profile has already stay as they are.
+    """
+    from accel_cli.profile.edit import read_layers_below
+    from accel_cli.profile.layers import read_file
+
+    layers = [*read_layers_below(store, target), *([read_file(target, "file")] if target.is_file() else [])]
+    present = {key for layer in layers for key in layer.values}
+    updates: dict[str, Any] = {}
+    if result["mixed_precision"] != "no" and "mixed_precision" not in present:
+        updates["mixed_precision"] = result["mixed_precision"]
+    if result["devices"] <= _MAX_DEVICES_OF_NODE and not any(key.startswith("launcher.") for key in present):
+        updates |= {"launcher.kind": "torchrun", "launcher.nproc_per_node": result["devices"]}
+    return updates
 
 
 def _build_profile_keys(layout: dict[str, Any], wrap: str) -> dict[str, Any]:

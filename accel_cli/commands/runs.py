@@ -77,10 +77,21 @@ def logs(run: str | None, rank: int | None, attempt: int | None, follow: bool, l
         status = newest.read_status()
         reason = "kept no output" if status.replaces_process else "started no process"
         console.note(
-            f"{newest.path.name} {reason} ({status.state}); these are the logs of {selected.path.name}"
+            f"{newest.path.name} {reason} ({status.state}); these are the logs of {_describe_age(selected)}"
         )
+    elif run is None and not newest.read_status().replaces_process:
+        console.note(f"logs of {_describe_age(selected)}")
     for data in run_dir.read_log(selected, attempt, rank, follow=follow):
         console.write_content(data)
+
+
+def _describe_age(run: RunFolder) -> str:
+    """Return the name of a run, its age and its end: a launch that was rejected before this command has no run."""
+    status = run.read_status()
+    started = status.record.get("started")
+    age = "" if started is None else f"{console.format_duration(max(0.0, time.time() - started))} ago, "
+    code = status.record.get("exit_code")
+    return f"{run.path.name} ({age}{status.state if code is None else f'exit code {code}'})"
 
 
 @click.command("runs", cls=Command, panel="Run", epilog="Example: accel runs -n 5")

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.machinery
-import importlib.util
-import inspect
 import json
 import os
-import re
-import symtable
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
 
-from accel_runtime.environment.installation import format_install
-from accel_runtime.environment.settings import find_nearest
+from accel_runtime.estimate.factory import call_factory, find_factory
 from accel_runtime.estimate.memory import (
     DTYPES,
     Activations,
@@ -37,7 +27,6 @@ from accel_runtime.estimate.memory import (
     Usage,
     build_optimizer,
     compute_usage,
-    describe_user_error,
     list_splits,
     list_variants,
     local_shape,
@@ -45,23 +34,14 @@ from accel_runtime.estimate.memory import (
     measure_state,
     read_plan,
 )
+from accel_runtime.estimate.pretrained import build_from_configuration, is_configuration
 from accel_runtime.estimate.zero import ZeroUsage, compute_zero
-from accel_runtime.foundation.torch_internals import tree_leaves_with_path, tree_map
+from accel_runtime.foundation.torch_internals import tree_leaves_with_path
 from accel_runtime.parallel.fsdp_units import Units, find_units, innermost_units
 from accel_runtime.parallel.tensor_parallel import check_divisibility
 from accel_runtime.storage.file_system import parse_size
 
-__all__ = [
-    "answer_request",
-    "build_from_configuration",
-    "call_factory",
-    "estimate_layouts",
-    "find_factory",
-    "is_configuration",
-]
-
-Sizes = Mapping[str, int]
-"""`batch_size` and `seq_length` on each device, as far as they are given."""
+__all__ = ["answer_request", "estimate_layouts"]
 
 
 def answer_request(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -272,295 +252,6 @@ def _format_shapes(inputs: Any) -> list[str]:
         for path, leaf in tree_leaves_with_path(inputs)
     ]
     return [f"{name} {list(leaf.shape)}".strip() for name, leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
-Function = Callable[..., Any]
-_DYNAMIC = re.compile(
-    r"\b(globals|vars|locals|exec|setattr|__dict__|__getattr__|global)\b|\bimport\s*\(?\s*\*"
-)
-"""Words in a source that may define names dynamically."""
-
-
-def find_factory(target: str) -> Function:
-    """Return the factory `MODULE:NAME` or `path/to/file.py:NAME`."""
-    source, _, name = target.rpartition(":")
-    if not source or not name:
-        raise EstimateError(
-            f"Invalid target {target!r}: expected MODULE:FACTORY, path/to/file.py:FACTORY, or the config.json of a "
-            "transformers model or its directory."
-        )
-    _check_name_exists(source, name.partition(".")[0])
-    value: Any = _import_target(source)
-    for part in name.split("."):
-        if not hasattr(value, part):
-            offered = [
-                other
-                for other in dir(value)
-                if not other.startswith("_") and callable(getattr(value, other, None))
-            ]
-            if isinstance(value, ModuleType):  # without imported names
-                module = value.__name__
-                defined = [n for n in offered if getattr(getattr(value, n), "__module__", None) == module]
-            else:
-                defined = offered
-            raise EstimateError(_format_missing(source, part, offered, defined))
-        value = getattr(value, part)
-    if isinstance(value, nn.Module):
-        raise EstimateError(f"{target} is a model with memory. Name a function that creates one.")
-    if not callable(value):
-        raise EstimateError(
-            f"{target} is of type {type(value).__name__}, not a function. Name a function that returns a model."
-        )
-    factory: Function = value
-    return factory
-
-
-def _check_name_exists(target: str, name: str) -> None:
-    """Raise `EstimateError` if a source does not define a name, before the source is run."""
-    try:
-        text = _find_source(target).read_text(encoding="utf-8")
-        names = symtable.symtable(text, target, "exec").get_symbols()
-    except (OSError, ValueError, SyntaxError, ImportError, AttributeError):
-        return  # the import reports the error
-    defined = {symbol.get_name(): symbol for symbol in names if symbol.is_assigned() or symbol.is_imported()}
-    if name in defined or _DYNAMIC.search(text):
-        return
-    public = [
-        other for other, symbol in defined.items() if symbol.is_namespace() and not other.startswith("_")
-    ]
-    raise EstimateError(_format_missing(target, name, public, public))
-
-
-def _find_source(target: str) -> Path:
-    if _is_file(target):
-        return Path(target)
-    # PathFinder runs no code; `importlib.util.find_spec` would import the parent package.
-    spec = None if "." in target else importlib.machinery.PathFinder.find_spec(target)
-    if spec is None or spec.origin is None:
-        raise ImportError(target)
-    return Path(spec.origin)
-
-
-def _is_file(target: str) -> bool:
-    return Path(target).suffix == ".py" or "/" in target
-
-
-def _format_missing(target: str, name: str, offered: list[str], defined: list[str]) -> str:
-    nearest = find_nearest(name, offered)
-    hint = f"did you mean {nearest}?" if nearest else f"it has {', '.join(sorted(defined)) or 'no function'}"
-    return f"{target} has no {name}; {hint}"
-
-
-def _import_target(target: str) -> ModuleType:
-    is_file = _is_file(target)
-    try:
-        return _import_file(Path(target)) if is_file else importlib.import_module(target)
-    except EstimateError:
-        raise
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code
-        missing = getattr(error, "name", "") if isinstance(error, ModuleNotFoundError) else ""
-        if missing and not is_file and f"{target}.".startswith(f"{missing}."):
-            raise EstimateError(
-                f"Module {missing} not found in {Path.cwd()} or the installed packages. Name a file as "
-                "path/to/file.py:FACTORY."
-            ) from None
-        raise EstimateError(f"{target} cannot be imported: {describe_user_error(error)}") from None
-
-
-def _import_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise EstimateError(f"File not found: {path}")
-    # Its directory is on the path, as for a script.
-    sys.path.insert(0, str(path.resolve().parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise EstimateError(f"Not a Python file: {path}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def call_factory(factory: Function, target: str, sizes: Sizes) -> ModelSpec:
-    """Call a factory on the meta device.
-
-    `batch_size` and `seq_length` are passed if it has such parameters; otherwise its inputs are resized to the batch size.
-    """
-    accepted = _list_parameters(factory, target, sizes)
-    try:
-        with torch.device("meta"):
-            returned = factory(**{name: size for name, size in sizes.items() if name in accepted})
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code
-        hint = ""
-        if isinstance(error, NotImplementedError) and "meta" in str(error):
-            hint = ". Factories are called on the meta device: do not use values or move to a device"
-        raise EstimateError(f"{target} failed: {describe_user_error(error)}{hint}") from None
-    spec = _parse_result(returned, target)
-    for name, parameter in spec.model.named_parameters():
-        if not parameter.is_meta:
-            raise EstimateError(
-                f"{target} returned a model whose {name} on {parameter.device} has memory. A factory is called on the meta device, "
-                "where nothing is allocated: remove device= and .to(), and do not load weights."
-            )
-    if "seq_length" in sizes and "seq_length" not in accepted:
-        raise EstimateError(
-            f"--seq-length is for factories with a parameter seq_length, and {target} does not have one. Add the parameter."
-        )
-    if "batch_size" not in sizes or "batch_size" in accepted:
-        return spec
-    if spec.inputs is None:
-        raise EstimateError(f"--batch-size needs inputs, and {target} returns none. Return (model, inputs).")
-
-    def resize(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.ndim == 0:
-            return value
-        return torch.empty((sizes["batch_size"], *value.shape[1:]), dtype=value.dtype, device="meta")
-
-    return replace(spec, inputs=tree_map(resize, spec.inputs))
-
-
-def _list_parameters(factory: Function, target: str, sizes: Sizes) -> Iterable[str]:
-    """Return the names of a factory's parameters; raise `EstimateError` if it needs another argument than `sizes`."""
-    try:
-        parameters = inspect.signature(factory).parameters
-    except ValueError as error:
-        raise EstimateError(
-            f"{target} cannot be called: its parameters are unknown ({error}). Name a Python function that returns a model."
-        ) from None
-    for name, parameter in parameters.items():
-        is_variadic = parameter.kind in {parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD}
-        if parameter.default is parameter.empty and not is_variadic and name not in sizes:
-            is_size = name in {"batch_size", "seq_length"}
-            cure = f"Set --{name.replace('_', '-')}" if is_size else "Give it a default"
-            raise EstimateError(
-                f"{target} needs the argument {name}. {cure}: a factory is called with batch_size and seq_length only."
-            )
-    return parameters
-
-
-def _parse_result(returned: Any, target: str) -> ModelSpec:
-    names = [f.name for f in fields(ModelSpec)]
-    parts: dict[str, Any] = {}
-    if isinstance(returned, nn.Module):
-        parts = {"model": returned}
-    elif isinstance(returned, Mapping):
-        parts = dict(returned)
-        for name in parts.keys() - names:
-            nearest = find_nearest(str(name), names)
-            raise EstimateError(
-                f"{target} returned a dict with {name!r}{f'; did you mean {nearest}?' if nearest else ''}; allowed keys are "
-                f"{', '.join(names)}"
-            )
-    elif isinstance(returned, tuple) and 1 <= len(returned) <= len(names):
-        parts = dict(zip(names, returned, strict=False))
-    if not isinstance(parts.get("model"), nn.Module):
-        without = " without one" if isinstance(returned, (tuple, Mapping)) else ""
-        raise EstimateError(
-            f"{target} returned {type(returned).__name__}{without}. Return a torch.nn.Module, or a tuple or dict of model and "
-            "optional inputs, optimizer and loss."
-        )
-    spec = ModelSpec(**parts)
-    if not (
-        spec.optimizer is None
-        or isinstance(spec.optimizer, torch.optim.Optimizer)
-        or callable(spec.optimizer)
-    ):
-        raise EstimateError(
-            f"{target} returned {type(spec.optimizer).__name__} as optimizer. Return a torch.optim.Optimizer over the model's "
-            "parameters, or a function that creates one from them."
-        )
-    if spec.loss is not None and not callable(spec.loss):
-        raise EstimateError(
-            f"{target} returned {type(spec.loss).__name__} as loss. Return a function of the model's output."
-        )
-    return spec
-
-
-_MAX_LENGTH = 2048
-"""Default limit of the sequence length."""
-_PER_TOKEN = (
-    "CausalLM",
-    "MaskedLM",
-    "ConditionalGeneration",
-    "LMHeadModel",
-    "TokenClassification",
-    "PreTraining",
-)
-_PER_SAMPLE = ("SequenceClassification", "ImageClassification", "MultipleChoice")
-
-
-def is_configuration(target: str) -> bool:
-    """Return whether a target is a configuration on disk and not a factory."""
-    path = Path(target)
-    return path.is_dir() or path.suffix == ".json"
-
-
-def build_from_configuration(target: str, sizes: Sizes) -> ModelSpec:
-    """Build the model of a `config.json` of transformers on the meta device, and a batch for it.
-
-    The defaults are one sample, and the longest sequence up to 2048 tokens.
-    """
-    path = Path(target)
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise EstimateError(f"File not found: {file}. A transformers model is described by its config.json.")
-    if importlib.util.find_spec("transformers") is None:
-        raise EstimateError(
-            f"{file} is a configuration of transformers, which is not installed. Run: {format_install('transformers')}"
-        )
-    transformers: Any = importlib.import_module("transformers")
-    try:
-        config = transformers.AutoConfig.from_pretrained(
-            str(file), local_files_only=True, trust_remote_code=False
-        )
-        with torch.device("meta"):
-            model = _find_class(transformers, config)(config)
-    except Exception as error:  # noqa: BLE001 - transformers raises many types
-        raise EstimateError(
-            f"{file}: transformers could not build the model: {describe_user_error(error)}"
-        ) from None
-    with torch.device("meta"):
-        return ModelSpec(model, _build_batch(model, config, sizes))
-
-
-def _find_class(transformers: Any, config: Any) -> Any:
-    """Return the class that the configuration names, else the usual one for training."""
-    for name in config.architectures or ():
-        model_class: Any = getattr(transformers, name, None)
-        if isinstance(model_class, type) and hasattr(model_class, "_from_config"):
-            return model_class._from_config  # noqa: SLF001 - the only way from a configuration to the class itself
-    is_causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    return (transformers.AutoModelForCausalLM if is_causal else transformers.AutoModel).from_config
-
-
-def _build_batch(model: Any, config: Any, sizes: Sizes) -> dict[str, torch.Tensor] | None:
-    """Return a batch, with labels if the model computes a loss; None for unknown kinds of input."""
-    rows, class_name = sizes.get("batch_size", 1), type(model).__name__
-    if "seq_length" in sizes and model.main_input_name != "input_ids":
-        raise EstimateError(
-            f"--seq-length has no effect on {class_name}: its input {model.main_input_name} has no tokens. Leave it out."
-        )
-    labels: tuple[int, ...] = (rows,)
-    if model.main_input_name == "input_ids":
-        text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
-        longest = getattr(text_config, "max_position_embeddings", None) or _MAX_LENGTH
-        length = sizes.get("seq_length", min(longest, _MAX_LENGTH))
-        batch = {"input_ids": torch.empty(rows, length, dtype=torch.long)}
-        if class_name.endswith(_PER_TOKEN):
-            labels = (rows, length)
-    elif model.main_input_name == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
-        size = config.image_size
-        batch = {"pixel_values": torch.empty(rows, getattr(config, "num_channels", 3), size, size)}
-    elif "batch_size" in sizes:
-        raise EstimateError(
-            f"--batch-size has no effect on {class_name}: no batch is known for its input {model.main_input_name}. Leave it "
-            "out, or write a factory that returns (model, inputs)."
-        )
-    else:
-        return None
-    if class_name.endswith((*_PER_TOKEN, *_PER_SAMPLE)):
-        batch["labels"] = torch.empty(labels, dtype=torch.long)
-    return batch
 
 
 def _run(text: str) -> int:

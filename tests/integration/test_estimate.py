@@ -205,6 +205,21 @@ def test_the_layout_is_written_to_a_profile_with_other_values_kept(estimate, mod
     assert call_accel(capfd, "config", "validate", file).returncode == 0
 
 
+def test_accel_launch_accepts_the_written_profile(estimate, models, cwd, capfd):
+    """It has the processes of the layout and the number format of the estimate; those of a profile stay."""
+    (cwd / "train.py").touch()
+    written = estimate("models:make", "--devices", 4, "--mixed-precision", "bf16", "--write-profile", "four")
+    assert written.returncode == 0, written.stderr
+    result = call_accel(capfd, "launch", "--cpu", "--profile", "four", "--dry-run", "train.py")
+    assert result.returncode == 0, result.stderr
+    assert "start: 4 processes" in result.stdout
+    assert "ACCEL_MIXED_PRECISION=bf16" in result.stdout
+    call_accel(capfd, "config", "set", "launcher.kind=slurm", "launcher.nnodes=2", "--profile", "job")
+    kept = estimate("models:make", "--devices", 4, "--write-profile", "job")
+    assert kept.stderr.endswith("accel launch must start 4 process(es) with it, one for each device\n")
+    assert call_accel(capfd, "config", "get", "launcher.kind", "--profile", "job").stdout == "slurm\n"
+
+
 def test_a_replicated_layout_removes_options_of_sharding(estimate, models, cwd, capfd):
     file = cwd / "new.yaml"
     first = estimate("models:make", "--devices", 2, "--memory", "3.2MB", "-o", file)

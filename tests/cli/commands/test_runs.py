@@ -50,11 +50,24 @@ def test_a_launch_without_rendezvous_does_not_hide_the_previous_run(tmp_path, ca
     alone = RunFolder.create(tmp_path, "alone.py", {"exit_code": 1})
     result = call_accel(capfd, "logs", "--log-dir", tmp_path)
     assert (result.returncode, result.stdout) == (0, "step 1\n")
-    assert result.stderr == (
-        f"accel: {alone.path.name} started no process (exit code 1); these are the logs of {trained.path.name}\n"
+    assert re.sub(r"\(\S+ s ago", "(1 s ago", result.stderr) == (
+        f"accel: {alone.path.name} started no process (exit code 1); these are the logs of {trained.path.name} "
+        "(1 s ago, exit code 0)\n"
     )
     named = call_accel(capfd, "logs", "--log-dir", tmp_path, "alone")
     assert (named.returncode, named.stdout) == (2, "")
+
+
+def test_the_log_of_the_last_run_begins_with_its_age_since_a_rejected_launch_has_no_run(tmp_path, capfd, cwd):
+    trained = RunFolder.create(tmp_path, "train.py", {"exit_code": 0})
+    trained.update({"started": time.time() - 7200})
+    trained.get_rank(0, 0).path.mkdir(parents=True)
+    trained.get_rank(0, 0).output.write_text("step 1\n")
+    assert call_accel(capfd, "launch", "--nproc-per-node", "x", "train.py").returncode == 2
+    result = call_accel(capfd, "logs", "--log-dir", tmp_path)
+    assert result.stderr == f"accel: logs of {trained.path.name} (2 h ago, exit code 0)\n"
+    assert result.stdout == "step 1\n"
+    assert call_accel(capfd, "logs", "--log-dir", tmp_path, "train").stderr == ""
 
 
 def test_an_empty_list_of_runs_names_the_searched_folder(tmp_path, capfd, cwd):
@@ -84,8 +97,8 @@ def test_the_default_log_is_that_of_the_last_run_that_kept_output(tmp_path, capf
     alone = replace_launcher(tmp_path, "alone.py", 0)
     result = call_accel(capfd, "logs", "--log-dir", tmp_path)
     assert (result.returncode, result.stdout) == (0, "step 1\n")
-    assert result.stderr == (
-        f"accel: {alone.path.name} kept no output (unknown); these are the logs of {trained.path.name}\n"
+    assert re.sub(r"\(\S+ s ago", "(1 s ago", result.stderr) == (
+        f"accel: {alone.path.name} kept no output (unknown); these are the logs of {trained.path.name} (1 s ago, exit code 0)\n"
     )
 
 

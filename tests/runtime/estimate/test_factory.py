@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from accel_runtime.estimate.__main__ import call_factory, find_factory
+from accel_runtime.estimate.factory import call_factory, find_factory
 from accel_runtime.estimate.memory import EstimateError
 
 MODULE = """
@@ -129,7 +129,6 @@ def test_sizes_are_passed_to_the_factory_or_resize_the_inputs(module):
         ("models:xyzzy", "models has no xyzzy; it has Net, allocates"),
         ("models:Net.larg", "has no larg; did you mean large?"),
         ("models:number", "models:number is of type int"),
-        ("models:built", "is a model with memory"),
         ("models:nothing", "models:nothing returned NoneType. Return a torch.nn.Module"),
         ("models:no_model", "returned dict without one"),
         ("models:wrong_key", "a dict with 'input'; did you mean inputs?"),
@@ -175,6 +174,73 @@ def test_a_dynamically_defined_factory_is_found(cwd, monkeypatch, source):
     assert "returned dict without one" in get_error("script.py:make")
 
 
+def test_a_model_in_a_variable_has_its_first_value_and_no_memory(cwd):
+    (cwd / "script.py").write_text(
+        "import torch\nmodel = None\nmodel = torch.nn.Linear(4, 2)\nmodel = wrap(model)\nmodel.train()\n"
+    )
+    assert call_target("script.py:model").model.weight.is_meta
+
+
+def test_a_model_of_an_imported_package_has_memory(cwd, monkeypatch):
+    monkeypatch.syspath_prepend(str(cwd))
+    (cwd / "package").mkdir()
+    (cwd / "package" / "__init__.py").write_text("import torch\nbuilt = torch.nn.Linear(1, 1)")
+    assert "is a model with memory" in get_error("package:built")
+
+
+TRAINING = """
+from __future__ import annotations
+import argparse, os, sys
+import torch
+sys.path.insert(0, "deep")
+import sibling
+import nowhere_to_be_found
+try:
+    import another_missing as fast
+except ImportError:
+    fast = None
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", type=int, default=sibling.WIDTH)
+args = parser.parse_args()
+options = {"depth": 1}
+options["depth"] = 2
+torch.set_default_dtype(torch.float64)
+torch.distributed.init_process_group("nonsense")
+
+def layer():
+    loss = args.width
+    return torch.nn.Linear(loss, loss)
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layer() for _ in range(options["depth"]))
+
+def make():
+    return Net() if fast is None else None
+
+loss = open("ran", "w")
+for loss in range(3):
+    options = nowhere_to_be_found.train(make())
+vars(args)
+"""
+
+
+def test_only_the_statements_that_a_factory_needs_are_executed(cwd, monkeypatch):
+    """Neither training nor imports and arguments that the model does not need."""
+    monkeypatch.setattr(sys, "argv", ["estimate", "--unknown"])
+    (cwd / "deep").mkdir()
+    (cwd / "deep" / "sibling.py").write_text("WIDTH = 7")
+    (cwd / "script.py").write_text(TRAINING)
+    try:
+        model = call_target("script.py:make").model
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [tuple(p.shape) for p in model.parameters()] == [(7, 7), (7,)] * 2
+    assert next(model.parameters()).dtype == torch.float64
+    assert not (cwd / "ran").exists()
+
+
 def test_an_error_of_a_factory_is_reported_with_its_line(module):
     assert (
         get_error("models:raises")
@@ -189,7 +255,7 @@ def test_an_error_of_a_factory_is_reported_with_its_line(module):
 
 
 def test_an_error_of_an_import_is_reported_with_its_line(module, cwd):
-    (cwd / "broken.py").write_text("import torch\nimport nowhere\nf = torch.nn.Linear\n")
+    (cwd / "broken.py").write_text("import torch\nimport nowhere\nf = nowhere.Linear\n")
     assert (
         get_error("broken:f")
         == f"broken cannot be imported: {cwd}/broken.py:2: ModuleNotFoundError: No module named 'nowhere'"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
-from accel_runtime.estimate.__main__ import build_from_configuration, is_configuration
 from accel_runtime.estimate.memory import EstimateError
+from accel_runtime.estimate.pretrained import build_from_configuration, is_configuration
 
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
@@ -123,3 +126,41 @@ def test_a_folder_without_a_configuration_is_rejected(tmp_path):
 )
 def test_folders_and_json_files_are_configurations(target, expected):
     assert is_configuration(target) is expected
+
+
+def test_a_model_of_the_hub_is_built_from_its_configuration_in_the_cache(tmp_path, cwd):
+    pytest.importorskip("transformers")
+    model = tmp_path / "hub" / "models--tiny--llama"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text("abc")
+    (model / "snapshots" / "abc").mkdir(parents=True)
+    (model / "snapshots" / "abc" / "config.json").write_text(json.dumps(LLAMA))
+    code = (
+        "from accel_runtime.estimate.pretrained import *\n"
+        "assert is_configuration('tiny/llama')\n"
+        "print(type(build_from_configuration('tiny/llama', {}).model).__name__)\n"
+        "build_from_configuration('tiny/other', {})\n"
+    )
+    environ = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert result.stdout == "LlamaForCausalLM\n"
+    assert "EstimateError: Cannot read the configuration of tiny/other from the Hub: " in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("target", "is_id"),
+    [
+        ("gpt2", True),
+        ("Qwen/Qwen3-8B", True),
+        ("script", False),
+        ("script.py", False),
+        ("package.module", False),
+        ("script:make", False),
+        ("folder/script.py:make", False),
+    ],
+)
+def test_a_model_id_differs_from_a_factory(cwd, monkeypatch, target, is_id):
+    monkeypatch.syspath_prepend(str(cwd))
+    (cwd / "script.py").touch()
+    assert is_configuration(target) is is_id
