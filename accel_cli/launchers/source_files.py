@@ -16,6 +16,7 @@ from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.launchers import git
 from accel_cli.launchers.secret_files import FoundToken, find_tokens, is_secret_name
+from accel_cli.runs.run_dir import is_run_folder
 from accel_runtime.environment.settings import variable_name
 
 if TYPE_CHECKING:
@@ -188,18 +189,21 @@ def check_deepspeed_file(selection: Selection, folder: str | Path, env: Mapping[
 
 
 def describe_selection(selection: Selection) -> Iterator[str]:
-    """Yield lines about the files that are sent, and about those that are not, since they may hold secrets."""
+    """Yield lines about all files that are sent, the largest first, and those that are not, since they may hold secrets."""
     yield (
         f"{len(selection.files)} files of {selection.source}, {console.format_size(selection.size)}: {selection.method}"
     )
-    for file in selection.largest:
-        yield f"  {console.format_size(file.size):>9}  {format_name(file.name)}"
+    for file in sorted(selection.files, key=lambda file: (-file.size, file.name)):
+        link = f" -> {format_name(file.link)}" if file.link else ""
+        yield f"  {console.format_size(file.size):>9}  {format_name(file.name)}{link}"
     if selection.secrets:
         yield _describe_secrets(selection.secrets, selection.tokens)
 
 
 def is_clutter(path: Path) -> bool:
-    """Return True for a cache, an environment, and a folder whose `.gitignore` excludes all of its files."""
+    """Return True for a cache, an environment, a run of accel, and a folder whose `.gitignore` excludes all of its files."""
+    if is_run_folder(path):
+        return True
     if path.name in _CLUTTER or path.suffix in {".pyc", ".pyo"}:
         return True
     if any(os.path.lexists(path / mark) for mark in _ENVIRONMENT_MARKS):

@@ -37,6 +37,7 @@ __all__ = [
     "fit_reason",
     "format_ranks",
     "get_log_home",
+    "is_run_folder",
     "read_log",
     "read_process_start",
     "write_reason",
@@ -67,6 +68,11 @@ _MAX_TIME_S = 1e11
 """Later times, and those that are not finite, are no dates."""
 _UNSAFE_CHARACTERS = re.compile(r"[^A-Za-z0-9_.-]+")
 _RUN_NAME = re.compile(r"\d{8}-\d{6}-([A-Za-z0-9_.-]+?)-\d+(-[0-9a-f]{8})?")
+
+
+def is_run_folder(path: Path) -> bool:
+    """Return True for the folder of a run, by its name and its record."""
+    return bool(_RUN_NAME.fullmatch(path.name)) and (path / _RECORD).is_file()
 
 
 class RankFolder:

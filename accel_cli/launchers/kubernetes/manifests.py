@@ -25,7 +25,13 @@ from accel_cli.launchers.kubernetes.pod_fields import (
     parse_volume,
 )
 from accel_cli.launchers.kubernetes.section import INSTANCE, MANAGED_BY, OWNER, KubernetesSection
-from accel_cli.launchers.source_files import check_deepspeed_file, check_selected, select_files, write_archive
+from accel_cli.launchers.source_files import (
+    check_deepspeed_file,
+    check_selected,
+    describe_selection,
+    select_files,
+    write_archive,
+)
 from accel_cli.planning.nodes import PORT
 from accel_cli.planning.plan import JobPlan
 from accel_runtime.environment.settings import FAILURE_FILE
@@ -100,9 +106,14 @@ class KubernetesJobPlan(JobPlan):
 
     @override
     def preview(self) -> str:
-        """Return the manifests as YAML."""
+        """Return the manifests as YAML, with the files of the archive in comments at the end."""
         manifests = render(self, name_job(self), format_user(), read_source(self))
-        return yaml.dump_all(manifests, Dumper=_ManifestDumper, sort_keys=False, width=10**9).rstrip("\n")
+        text = yaml.dump_all(manifests, Dumper=_ManifestDumper, sort_keys=False, width=10**9).rstrip("\n")
+        if self.cwd is None:
+            return text
+        section = self.section
+        selection = select_files(Path(section.source_dir), section.include, section.exclude)
+        return "\n".join([text, *(f"# {line}" for line in describe_selection(selection))])
 
 
 class _ManifestDumper(yaml.SafeDumper):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 
 from typing_extensions import override
 
 from accel_cli.launchers.node_launch import build_command, build_rendezvous_options
+from accel_cli.launchers.source_files import describe_selection, select_files
 from accel_cli.launchers.ssh.hosts import Host
 from accel_cli.planning.network import Endpoint
 from accel_cli.planning.nodes import PORT
@@ -100,3 +102,11 @@ class SshPlan(JobPlan):
             command = join_for_bash(self.build_launch_command(rank, endpoint, "ID"))
             lines.append(f"  {host.destination}: {command}")
         return lines
+
+    @override
+    def preview(self) -> str:
+        """Return the files that `--sync` copies; empty without it."""
+        if not self.sync:
+            return ""
+        selection = select_files(Path.cwd(), self.include, self.exclude, keep_links=True)
+        return "\n".join(describe_selection(selection))

@@ -337,6 +337,18 @@ def test_the_summary_lists_selected_and_omitted_files(tree, write, git):
     ]
 
 
+def test_a_dry_run_lists_every_file_and_no_log_of_accel(tree, write):
+    write(*(f"data/part{number}.txt" for number in range(20)))
+    folder = "logs/20261128-001859-train-16143"
+    write(f"{folder}/run.json", f"{folder}/attempt_0/rank_0/output.log", "20261128-001859-notes-1/a.txt")
+    (tree / "link").symlink_to("data")
+    lines = list(source_files.describe_selection(select_files(tree)))
+    assert len(lines) == 23
+    assert "        0 B  link -> data" in lines
+    assert not [line for line in lines if "logs" in line]
+    assert [line for line in lines if "notes" in line]
+
+
 @pytest.mark.parametrize(
     ("name", "is_secret"),
     [
