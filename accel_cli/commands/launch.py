@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -306,14 +307,33 @@ def _format_processes(plan: Plan) -> str:
     return processes if nodes == 1 else f"{nodes * count} processes ({count} on each of {nodes} nodes)"
 
 
+_DEFAULT, _DETECTED = "default", "detected"
+"""Sources of values that nobody has set."""
+
+
+def _format_values(title: str, values: Mapping[str, tuple[Any, str]]) -> Iterator[str]:
+    """Yield the values of a profile with their sources, and a star before those that somebody has set."""
+    yield f"{title}:" if values else f"{title}: none"
+    for key, (value, source) in values.items():
+        shown = console.mask_secrets(key, str(value)) if key.startswith("env.") else value
+        mark = " " if source in {_DEFAULT, _DETECTED} else "*"
+        yield f"{mark} {key}: {shown}  [{source}]"
+
+
 def format_plan(plan: Plan, resolved: Resolved | None) -> str:
-    """Return the plan as text; with `resolved` also the source of every value of the profile."""
+    """Return the plan as text; with `resolved` also the source of every value of the profile.
+
+    Values that a file, a variable or an option has set come first, each with a star; the defaults come last.
+    """
     from dataclasses import asdict
 
     from accel_cli.planning.plan import join_for_bash
     from accel_cli.profile.deepspeed_file import list_deepspeed_values, list_effective_values
 
-    lines = [f"launcher: {plan.launcher}", f"start: {_format_processes(plan)}", f"device: {plan.device}"]
+    values = list_effective_values(resolved) if resolved else {}
+    given = {key: entry for key, entry in values.items() if entry[1] != _DEFAULT}
+    lines = [*_format_values("set", given)] if resolved else []
+    lines += [f"launcher: {plan.launcher}", f"start: {_format_processes(plan)}", f"device: {plan.device}"]
     if plan.layout:
         lines.append(f"layout: {plan.layout}")
     if plan.agent:
@@ -332,10 +352,7 @@ def format_plan(plan: Plan, resolved: Resolved | None) -> str:
     if plan.job:
         lines += plan.job.describe()
     if resolved:
-        lines.append("profile:")
-        for key, (value, source) in list_effective_values(resolved).items():
-            shown = console.mask_secrets(key, str(value)) if key.startswith("env.") else value
-            lines.append(f"  {key}: {shown}  [{source}]")
+        lines += _format_values("defaults", {key: entry for key, entry in values.items() if key not in given})
     if resolved and resolved.deepspeed:
         lines.append("configuration of DeepSpeed:")
         for path, (value, source) in list_deepspeed_values(resolved.deepspeed).items():

@@ -303,9 +303,14 @@ def test_explain_prints_the_source_of_every_value(accel, script, home):
     script("")
     accel("config", "set", "mixed_precision=bf16")
     result = accel("launch", "--explain", "--cpu", "train.py")
-    assert f"  mixed_precision: bf16  [user: {home}/profiles/default.yaml:3]" in result.stdout.splitlines()
-    assert "  device: cpu  [--cpu]" in result.stdout.splitlines()
-    assert "  process_group_timeout: 1800  [default]" in result.stdout.splitlines()
+    lines = result.stdout.splitlines()
+    assert lines[:4] == [
+        "set:",
+        "  launcher.kind: single  [detected]",
+        "* device: cpu  [--cpu]",
+        f"* mixed_precision: bf16  [user: {home}/profiles/default.yaml:3]",
+    ]
+    assert "  process_group_timeout: 1800  [default]" in lines[lines.index("defaults:") :]
 
 
 def test_the_start_line_names_the_profile_and_quiet_omits_it(accel, script, home):

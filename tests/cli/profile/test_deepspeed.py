@@ -50,11 +50,11 @@ def test_explain_shows_every_value_with_its_source(accel):
     assert result.returncode == 0, result.stderr
     for line in (
         "layout: DeepSpeed ZeRO 2 (optimizer on cpu)",
-        "  deepspeed.stage: 2  [conf/ds.json: zero_optimization.stage]",
-        "  deepspeed.offload_optimizer: cpu  [conf/ds.json: zero_optimization.offload_optimizer.device]",
+        "* deepspeed.stage: 2  [conf/ds.json: zero_optimization.stage]",
+        "* deepspeed.offload_optimizer: cpu  [conf/ds.json: zero_optimization.offload_optimizer.device]",
         "  deepspeed.offload_param: no  [default]",
-        "  mixed_precision: bf16  [conf/ds.json: bf16.enabled]",
-        "  gradient_accumulation_steps: 4  [conf/ds.json: gradient_accumulation_steps]",
+        "* mixed_precision: bf16  [conf/ds.json: bf16.enabled]",
+        "* gradient_accumulation_steps: 4  [conf/ds.json: gradient_accumulation_steps]",
         "  ACCEL_MIXED_PRECISION=bf16",
         "  zero_optimization.overlap_comm: True  [conf/ds.json]",
         "  train_micro_batch_size_per_gpu: auto  [conf/ds.json]",
@@ -64,7 +64,7 @@ def test_explain_shows_every_value_with_its_source(accel):
 
 def test_a_key_of_the_profile_is_the_source_of_what_the_file_leaves_open(accel):
     result = accel("launch", "--explain", "--set", "deepspeed.gradient_clipping=1", "train.py")
-    assert "  deepspeed.gradient_clipping: 1.0  [--set]" in result.stdout
+    assert "* deepspeed.gradient_clipping: 1.0  [--set]" in result.stdout
     assert "  gradient_clipping: 1.0  [deepspeed.gradient_clipping]" in result.stdout
 
 
