@@ -147,6 +147,11 @@ class Launcher(Section):
         return ""
 
     @classmethod
+    def get_missing_service(cls) -> str:
+        """Return what shows that this machine cannot reach the service; empty if nothing does."""
+        return ""
+
+    @classmethod
     def is_available(cls, machine: Machine) -> bool:  # noqa: ARG003 - most are offered everywhere
         """Return True if the wizard offers it on this machine."""
         return True

@@ -24,6 +24,7 @@ __all__ = [
     "detect_packages",
     "detect_quickly",
     "detect_tpu",
+    "detect_without_torch",
 ]
 
 _PROBE_TIMEOUT_S = 120
@@ -143,6 +144,13 @@ def detect_quickly(environ: Mapping[str, str]) -> Machine:
         next(Path("/dev").glob(pattern), None) for pattern in _DEVICE_FILES
     )
     return _add_tpu(_probe_torch(environ) if has_accelerator else Machine(count_cpus()), environ)
+
+
+def detect_without_torch(environ: Mapping[str, str]) -> Machine:
+    """Return what is known at once: the CPUs, the number of NVIDIA's device files, and the TPU."""
+    files = sorted(Path("/dev").glob("nvidia[0-9]*"))
+    gpus = Machine(count_cpus(), "cuda" if files else None, ("NVIDIA GPU",) * len(files))
+    return _add_tpu(gpus, environ)
 
 
 def _probe_torch(environ: Mapping[str, str]) -> Machine:

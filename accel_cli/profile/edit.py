@@ -61,8 +61,12 @@ def edit_text(text: str, data: Mapping[str, Any], comments: Mapping[str, str] = 
     removed = [key for key in before if key not in after]
     # Remove the line of a section with the last of its keys.
     removed += [name for name in document.data if name in SECTIONS and name not in data]
-    for index in sorted(_find_lines(lines, document, removed), reverse=True):
-        del lines[index]
+    edits: list[tuple[int, int, list[str]]] = [
+        (index, index + 1, []) for index in _find_lines(lines, document, removed)
+    ]
+    edits += _renew_comments(lines, document, after)
+    for first, end, new in sorted(edits, reverse=True):
+        lines[first:end] = new
     for key in after:
         if key not in before:
             _insert(lines, key, after[key], comments.get(key, ""))
@@ -81,8 +85,7 @@ def _find_line(document: Document, key: str) -> int:
 
 def _find_lines(lines: list[str], document: Document, keys: Iterable[str]) -> set[int]:
     """Return the indices of the lines of keys and of the comments that accel wrote above them."""
-    kind = flatten(document.data).get("launcher.kind")
-    described = describe(kind) if isinstance(kind, str) and kind in LAUNCHERS else {}
+    described = _describe_kind(flatten(document.data).get("launcher.kind"))
     indices: set[int] = set()
     for key in keys:
         index = _find_line(document, key)
@@ -90,6 +93,26 @@ def _find_lines(lines: list[str], document: Document, keys: Iterable[str]) -> se
         first = max(0, index - len(comment))
         indices |= {index, *(range(first, index) if lines[first:index] == comment else ())}
     return indices
+
+
+def _renew_comments(
+    lines: list[str], document: Document, after: Mapping[str, Any]
+) -> list[tuple[int, int, list[str]]]:
+    """Return the lines of comments that accel wrote for keys of the old launcher, with those for the new one."""
+    before = flatten(document.data)
+    old, new = (_describe_kind(values.get("launcher.kind")) for values in (before, after))
+    edits = []
+    for key in (key for key in before if key in after and key.startswith("launcher.")):
+        index = _find_line(document, key)
+        comment, renewed = (yaml_io.comment_lines(each.get(key, ""), "  ") for each in (old, new))
+        first = max(0, index - len(comment))
+        if comment != renewed and comment and lines[first:index] == comment:
+            edits.append((first, index, renewed))
+    return edits
+
+
+def _describe_kind(kind: Any) -> Mapping[str, str]:
+    return describe(kind) if isinstance(kind, str) and kind in LAUNCHERS else {}
 
 
 def _replace_value(line: str, key: str, value: Any) -> str:

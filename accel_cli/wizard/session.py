@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import textwrap
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -11,10 +14,12 @@ import questionary
 from prompt_toolkit.completion import WordCompleter
 from prompt_toolkit.filters import Always
 from prompt_toolkit.key_binding import KeyBindings, merge_key_bindings
-from prompt_toolkit.layout import Dimension
+from prompt_toolkit.layout import Dimension, ScrollbarMargin
 from questionary import Style
+from questionary.prompts.common import InquirerControl
 from rich.console import Console
 from rich.syntax import Syntax
+from rich.text import Text
 
 from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
@@ -34,8 +39,16 @@ _INTERRUPTED = 130
 _BACK = object()
 """The answer that returns to the previous question."""
 _BACK_KEY = "<"
+_GOES_BACK = f"{_BACK_KEY} goes back"
 _FILTER_FROM = 12
 """With more choices, typing filters them."""
+_MAX_LINES = 12
+"""Lines of a list on the screen; a longer one scrolls."""
+_MIN_WIDTH, _INDENT = 10, 3
+"""The least width of wrapped text, and the columns of the pointer before a choice."""
+_WIDE = 79
+_INSTANT_S = 0.3
+"""If detecting the hardware takes longer, the first question is shown meanwhile."""
 _STYLE = Style([("qmark", "fg:ansicyan bold"), ("question", "bold"), ("pointer", "fg:ansicyan bold"),
                 ("answer", "fg:ansicyan"), ("highlighted", "fg:ansicyan")])  # fmt: skip
 
@@ -50,14 +63,18 @@ def run_wizard(target: Path) -> int:
         UsageError: The profile cannot be written.
     """
     store.check_writable(target)
+    is_edited = target.is_file()
+    purpose = "Editing {}: Enter keeps each value" if is_edited else "Creating {}"
+    path = console.abbreviate_home(str(target))
+    Console().print(Text(f"{purpose.format(path)}; Ctrl-C changes nothing."), highlight=False)
     try:
-        with console.spinner("Detecting hardware (imports torch once)"):
-            detected = machine.detect(os.environ)
-        console.show(f"[bold]This machine:[/bold] {detected.summary}")
-        for problem in detected.problems:
-            console.note(problem)
+        detection, answers = _Detection(), dict[str, Any]()
+        if not detection.is_done(_INSTANT_S) and (step := steps.next_step({})):
+            # Importing torch takes seconds; this question needs only what shows without it.
+            answers[step.key] = _ask(step, detection.guess(), {}, _read_kind(target), set())
+        detected = detection.finish()
         suggestions, existing = _load_existing(target, detected)
-        values = _ask_all(target, detected, suggestions, existing)
+        values = _ask_all(target, detected, suggestions, existing, answers)
     except KeyboardInterrupt:
         console.note("nothing was written")
         return _INTERRUPTED
@@ -72,6 +89,50 @@ def run_wizard(target: Path) -> int:
     )
     console.note(f"wrote {target}; next: accel launch {option}train.py")
     return 0
+
+
+class _Detection:
+    """The detection of the hardware in another thread, since importing torch takes seconds."""
+
+    def __init__(self) -> None:
+        self._result: Machine | None = None
+        # A daemon, so that Ctrl-C does not wait for torch.
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._result = machine.detect(os.environ)
+
+    def is_done(self, timeout_s: float) -> bool:
+        """Wait for the result up to a time; return False if it is not there then."""
+        self._thread.join(timeout_s)
+        return self._result is not None
+
+    def guess(self) -> Machine:
+        """Return what is known of this machine without torch."""
+        return machine.detect_without_torch(os.environ)
+
+    def finish(self) -> Machine:
+        """Wait for the hardware, and print it."""
+        if not self.is_done(0):
+            with console.spinner("Detecting hardware (imports torch once)"):
+                self._thread.join()
+        if self._result is None:
+            raise AccelError(
+                "Cannot detect the hardware: see the error above. Use accel config set KEY=VALUE."
+            )
+        console.show(f"[bold]This machine:[/bold] {self._result.summary}")
+        for problem in self._result.problems:
+            console.note(problem)
+        return self._result
+
+
+def _read_kind(target: Path) -> dict[str, Any]:
+    """Return the kind of the launcher of an existing profile, for the first question."""
+    try:
+        return dict(layers.read_file(target, "file").values) if target.is_file() else {}
+    except UsageError:
+        return {}  # reported after the detection
 
 
 def ask_sharding(file: Path) -> Literal["fully_shard", "deepspeed"]:
@@ -105,14 +166,17 @@ def _load_existing(target: Path, detected: Machine) -> tuple[dict[str, Any], dic
 
 
 def _ask_all(
-    target: Path, detected: Machine, suggestions: Mapping[str, Any], existing: Mapping[str, Any]
+    target: Path,
+    detected: Machine,
+    suggestions: Mapping[str, Any],
+    existing: Mapping[str, Any],
+    answers: dict[str, Any],
 ) -> dict[str, Any] | None:
     """Ask all questions, and return the confirmed values of the profile by dotted key; None if they are discarded.
 
     `suggestions` are the values of the existing profile; `existing` are those that its file sets, which are kept if no
-    question asks for them.
+    question asks for them, and `answers` those that were given before.
     """
-    answers: dict[str, Any] = {}
     previous = dict(suggestions)  # and the answers to which the user went back
     notes: set[str] = set()
     while True:
@@ -139,7 +203,7 @@ def _ask_all(
 def _confirm(target: Path, values: dict[str, Any], *, update: bool) -> bool | None:
     """Show the file and ask whether to write it; return None to go back."""
     text = _render(target, values, update=update)
-    Console().print("", Syntax(text, "yaml", background_color="default"))
+    Console().print("", Syntax(text, "yaml", background_color="default", word_wrap=True))
     question = f"{'Replace' if target.exists() else 'Write'} {target}?"
     titles = ("Yes", "Back", "No, change nothing")
     return (True, None, False)[_select(question, titles, back=1, instruction=" ")]
@@ -174,7 +238,7 @@ def _ask(
         if choices and suggestion is not None and suggestion not in [choice.value for choice in choices]:
             choices.insert(0, Choice(suggestion, f"{steps.format_answer(suggestion)} (current)"))
     if not choices:
-        return _ask_text(step, suggestion, answers, previous)
+        return _ask_text(step, suggestion, detected, answers, previous)
     titles = [*(choice.title for choice in choices), *other]
     values = [choice.value for choice in choices]
     default = values.index(suggestion) if suggestion in values else 0
@@ -189,7 +253,7 @@ def _ask(
             return _BACK
         if index < len(choices):
             return values[index]
-        if (answer := _ask_text(step, suggestion, answers, previous)) is not _BACK:
+        if (answer := _ask_text(step, suggestion, detected, answers, previous)) is not _BACK:
             return answer
 
 
@@ -198,6 +262,10 @@ def _select(
 ) -> int:
     """Return the index of the selected line; the key `<` selects line `back`."""
     is_filtered = len(titles) > _FILTER_FROM
+    filtering = f"({len(titles)} choices: type to filter, arrows, Enter)"
+    instruction = instruction or (filtering if is_filtered else "(arrows, Enter)")
+    titles = [*map(_wrap_title, titles)]
+    text = _wrap_before_answers(text, [instruction, *titles])
     # Indices as values: questionary replaces a value of None by the title.
     choices = [questionary.Choice(title, value=index) for index, title in enumerate(titles)]
     question = questionary.select(
@@ -205,10 +273,14 @@ def _select(
         choices=choices,
         default=choices[default],
         style=_STYLE,
-        instruction=instruction or ("(type to filter, arrows, Enter)" if is_filtered else "(arrows, Enter)"),
+        instruction=instruction,
         use_search_filter=is_filtered,
         use_jk_keys=not is_filtered,
     )
+    for window in question.application.layout.find_all_windows():
+        if isinstance(window.content, InquirerControl):  # the others scroll
+            window.height = Dimension(max=_MAX_LINES)
+            window.right_margins = [ScrollbarMargin()]
     if back is not None:
         keys = KeyBindings()
         keys.add(_BACK_KEY, eager=True)(lambda event: event.app.exit(result=back))
@@ -217,11 +289,40 @@ def _select(
     return int(question.unsafe_ask())
 
 
-def _ask_text(step: Step, suggestion: Any, answers: Mapping[str, Any], previous: Mapping[str, Any]) -> Any:
+def _wrap_title(title: str) -> str:
+    """Return a choice with line breaks between words, and its further lines below its first one."""
+    width = max(_MIN_WIDTH, shutil.get_terminal_size().columns - _INDENT - 1)
+    return f"\n{' ' * _INDENT}".join(textwrap.wrap(title, width) or [title])
+
+
+def _wrap_before_answers(text: str, answers: Sequence[str]) -> str:
+    """Return a question with line breaks between words; one of the answers, which follows it, may need the next line."""
+    width = max(_MIN_WIDTH, shutil.get_terminal_size().columns - 1)
+    lines = textwrap.wrap(f"? {text}", width)
+    # On a wide screen the instruction stays beside the question, and a long answer may be broken.
+    answers = answers[:1] if width >= _WIDE else answers
+    longest = max(len(line) for answer in answers for line in answer.splitlines()[:1])
+    return "\n".join([*lines, " "] if len(lines[-1]) + 1 + longest > width else lines)[2:]
+
+
+def _wrap_question(text: str, instruction: str) -> tuple[str, str]:
+    """Return a question and its instruction with line breaks between words."""
+    mark = "\0"
+    width = max(_MIN_WIDTH, shutil.get_terminal_size().columns - 1)
+    unbroken = instruction.replace(_GOES_BACK, _GOES_BACK.replace(" ", "\N{NO-BREAK SPACE}"))
+    lines = textwrap.wrap(f"? {text}{mark} {unbroken}", width, break_on_hyphens=False)
+    wrapped = "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")
+    question, _, rest = wrapped[2:].partition(mark)
+    return question, rest.removeprefix(" ")
+
+
+def _ask_text(
+    step: Step, suggestion: Any, detected: Machine, answers: Mapping[str, Any], previous: Mapping[str, Any]
+) -> Any:
     """Ask for a typed answer; Enter gives the suggestion."""
-    may_clear = steps.is_optional(step.annotation) and not step.find_problem(None, answers)
+    may_clear = step.may_clear(detected, answers)
     clear = f"{steps.NONE} for none" if may_clear and previous.get(step.key) else ""
-    hints = "; ".join(filter(None, [step.question.hint, clear, f"{_BACK_KEY} goes back"]))
+    hints = "; ".join(filter(None, [step.question.hint, clear, _GOES_BACK]))
     completions = list(step.question.complete()) if step.question.complete else []
 
     def parse(text: str) -> Any:
@@ -231,13 +332,17 @@ def _ask_text(step: Step, suggestion: Any, answers: Mapping[str, Any], previous:
         if text.strip() == _BACK_KEY:
             return True
         try:
-            return step.find_problem(parse(text), answers) or True
+            value = parse(text)
+            if value is None and text.strip() and not may_clear:
+                return f"expected a value: {steps.NONE} cannot be chosen here"
+            return step.find_problem(value, answers) or True
         except ValueError as error:
             return str(error)
 
+    text, instruction = _wrap_question(step.question.text, f"({hints})")
     question = questionary.text(
-        step.question.text,
-        instruction=f"({hints}) ",
+        text,
+        instruction=instruction,
         validate=check,
         validate_while_typing=False,
         style=_STYLE,
@@ -248,5 +353,5 @@ def _ask_text(step: Step, suggestion: Any, answers: Mapping[str, Any], previous:
     for window in question.application.layout.find_all_windows():
         if window.height == 1:  # prompt_toolkit shows one line of an error
             window.height, window.wrap_lines = Dimension(min=1), Always()
-    text: str = question.unsafe_ask()
-    return _BACK if text.strip() == _BACK_KEY else parse(text)
+    typed: str = question.unsafe_ask()
+    return _BACK if typed.strip() == _BACK_KEY else parse(typed)

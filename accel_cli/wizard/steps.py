@@ -69,6 +69,11 @@ class Step:
         """Return the problem of an answer after the earlier ones; None if it is valid."""
         return self.question.check(value) or self._validate(value, answers)
 
+    def may_clear(self, machine: Machine, answers: Mapping[str, Any]) -> bool:
+        """Return True if the key may have no value; a question whose default is a value needs one."""
+        default = self.question.suggest(machine, strip_sections(answers))
+        return is_optional(self.annotation) and not default and not self.find_problem(None, answers)
+
     def _validate(self, value: Any, answers: Mapping[str, Any]) -> str | None:
         try:
             Profile.model_validate(_nest({**answers, self.key: value}))
@@ -183,7 +188,9 @@ def _build_kind_question() -> Question:
     choices = []
     for kind, launcher in LAUNCHERS.items():
         missing = launcher.get_missing_requirement()
-        title = f"{launcher.title} (needs {missing})" if missing else launcher.title
+        facts = [f"needs {missing}"] if missing else []
+        facts += [service] if (service := launcher.get_missing_service()) else []
+        title = f"{launcher.title} ({'; '.join(facts)})" if facts else launcher.title
         choices.append(Choice(kind, title, partial(is_available, launcher)))
     return Question("How should scripts run?", lambda machine, _: suggest_launcher(machine), choices)
 

@@ -27,21 +27,34 @@ def test_enter_on_every_question_writes_a_profile_that_can_be_launched(terminal,
     assert accel("launch", "train.py").stdout == "it ran\n"
 
 
-LOOKS_LONG = [
-    "-c",
-    "import time; from accel_cli import main; from accel_cli.planning import machine; "  # noqa: ISC004 - one argument
-    "machine._probe_torch = lambda _: time.sleep(1) or machine.Machine(machine.count_cpus()); main.main()",
-]
+LOOKS_UNTIL_PROBED = """
+import os, time
+from accel_cli import main
+from accel_cli.planning import machine
+
+def probe(_):
+    while not os.path.exists("probed"):
+        time.sleep(0.02)
+    return machine.Machine(machine.count_cpus())
+
+machine._probe_torch = probe
+main.main()
+"""
 
 
-def test_keys_pressed_before_a_question_are_ignored(terminal):
-    screen = terminal(start=LOOKS_LONG)
+def test_the_first_question_is_shown_while_the_hardware_is_detected(terminal, read_profile, cwd):
+    """Keys that are pressed after it, before the next question, are ignored."""
+    screen = terminal(start=["-c", LOOKS_UNTIL_PROBED])
+    screen.answer(KIND, ENTER)
     screen.answer("Detecting hardware", ENTER + DOWN + "x" + ENTER)
-    screen.see(KIND)
-    assert screen.text().startswith("This machine: ")
-    assert "» One process" in screen.text()
-    screen.answer(KIND, CTRL_C)
-    assert screen.end() == 130
+    (cwd / "probed").touch()
+    screen.see(PRECISION)
+    assert "This machine: " in screen.text()
+    assert screen.text().index(KIND) < screen.text().index("This machine: ")
+    screen.answer(PRECISION, ENTER)
+    screen.answer(WRITE, ENTER)
+    assert screen.end() == 0
+    assert (read_profile().launcher.kind, read_profile().mixed_precision) == ("single", "no")
 
 
 @pytest.mark.slow
@@ -191,6 +204,7 @@ def test_enter_keeps_the_values_of_the_profile(terminal, read_profile, accel, ho
     screen = terminal()
     for question in (KIND, NNODES, NPROC, PRECISION, FITS):
         screen.answer(question, ENTER)
+        assert "Editing" in screen.text()
     screen.see("Replace")
     comment = home / "profiles" / "default.yaml"
     comment.write_text(f"{comment.read_text()}# mine\n")
@@ -237,6 +251,7 @@ def test_the_questions_work_in_a_narrow_window(terminal, read_profile, columns):
     screen.answer(KIND, DOWN + ENTER)
     screen.answer(NNODES, ENTER)
     screen.answer(NPROC, "2" + ENTER)
+    screen.see("fp16: float16 with loss scaling; for older GPUs")  # wrapped, not cut
     screen.answer(PRECISION, ENTER)
     screen.answer(FITS, ENTER)
     screen.answer("Write", ENTER)
@@ -277,6 +292,20 @@ def test_a_hyphen_clears_a_value_of_the_profile(terminal, read_profile, accel):
         screen.answer(question, ENTER)
     assert screen.end() == 0
     assert (read_profile().launcher.partition, read_profile().launcher.gpus_per_node) == (None, 1)
+
+
+@pytest.mark.slow
+def test_a_hyphen_is_no_answer_for_a_required_value_after_going_back(terminal):
+    screen = terminal(columns=120)
+    screen.answer(KIND, DOWN * 5 + ENTER)
+    screen.answer("Which image?", "mine:1" + ENTER)
+    screen.answer(NNODES, "<" + ENTER)
+    screen.see("Which image?")
+    assert "for none" not in screen.question()
+    screen.answer("Which image?", "-" + ENTER)
+    screen.see("expected a value")
+    screen.process.send(CTRL_C)
+    assert screen.end() == 130
 
 
 @pytest.mark.full

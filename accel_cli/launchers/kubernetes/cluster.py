@@ -19,12 +19,19 @@ from accel_cli.errors import AccelError, UsageError
 from accel_cli.launchers.jobs import UnreachableError
 from accel_runtime.environment.installation import format_install
 
-__all__ = ["TIMEOUT_S", "KubernetesCluster"]
+__all__ = ["TIMEOUT_S", "KubernetesCluster", "has_kubeconfig"]
 
 TIMEOUT_S = (10, 60)
 """Seconds to connect, and to wait for an answer."""
 _CURE = "Check the network, or set launcher.context."
 _POD_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+
+def has_kubeconfig() -> bool:
+    """Return True if there is a kubeconfig file, as the tools of Kubernetes look for it, or this is a pod."""
+    paths = os.environ.get("KUBECONFIG") or "~/.kube/config"
+    files = [Path(path).expanduser() for path in paths.split(os.pathsep) if path]
+    return any(file.is_file() for file in [*files, _POD_NAMESPACE])
 
 
 class KubernetesCluster:

@@ -12,7 +12,7 @@ from accel_cli.console import is_secret
 from accel_cli.errors import UsageError
 from accel_cli.launchers import job_launcher, torchrun
 from accel_cli.launchers.base import LaunchSpec, Plan
-from accel_cli.launchers.kubernetes.cluster import KubernetesCluster
+from accel_cli.launchers.kubernetes.cluster import KubernetesCluster, has_kubeconfig
 from accel_cli.launchers.kubernetes.jobs import KubernetesJobs, open_jobs, submit
 from accel_cli.launchers.kubernetes.manifests import RESERVED_VARIABLES, KubernetesJobPlan
 from accel_cli.launchers.kubernetes.section import KubernetesSection
@@ -36,6 +36,11 @@ class Kubernetes(KubernetesSection):
     packages = ("kubernetes",)
     job_keys: ClassVar[tuple[str, ...]] = ("context", "namespace", "kubeflow", "jobset")
     launch_options = (*KubernetesSection.launch_options, _MANIFEST)
+
+    @classmethod
+    @override
+    def get_missing_service(cls) -> str:
+        return "" if has_kubeconfig() else "no kubeconfig here"
 
     @property
     @override

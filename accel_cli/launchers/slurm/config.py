@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -137,6 +138,11 @@ class Slurm(JobLauncher):
             "--array", "Submit a job for each index of a list such as 0-9.", "INDEXES", "launcher.array"
         ),
     )
+
+    @classmethod
+    @override
+    def get_missing_service(cls) -> str:
+        return "" if shutil.which("sbatch") else "no sbatch here"
 
     kind: Literal["slurm"] = Field(
         "slurm", description="A Slurm job: `accel launch` on a login node submits it and follows its log."

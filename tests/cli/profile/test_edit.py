@@ -88,6 +88,15 @@ def test_changing_the_launcher_removes_and_reports_keys_it_does_not_have():
     assert "# mine" in text
 
 
+def test_changing_the_launcher_changes_the_comments_that_accel_wrote_for_its_keys():
+    data = {"schema_version": 1, "launcher": {"kind": "torchrun", "nnodes": 2, "nproc_per_node": 2}}
+    text = render(data, describe("torchrun")).replace(describe("torchrun")["launcher.nproc_per_node"], "mine")
+    changed, _ = change_text(text, {"launcher.kind": "slurm"})
+    after = {**data, "launcher": {**data["launcher"], "kind": "slurm"}}
+    expected = render(after, describe("slurm")).replace(describe("slurm")["launcher.nproc_per_node"], "mine")
+    assert changed == expected
+
+
 @given(UPDATES)
 def test_the_edited_text_parses_to_the_new_data(updates):
     data, _ = change_values(parse(TEXT, "x").data, updates)

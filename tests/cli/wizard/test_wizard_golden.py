@@ -52,6 +52,8 @@ def transcribe(machine, answers):
 def test_questions_equal_their_golden_file(name, machine, monkeypatch, home):
     monkeypatch.setattr(network, "find_own_address", lambda: "10.0.0.7")
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("KUBECONFIG", raising=False)
     # Ray is in an environment of its own.
     monkeypatch.setattr(LAUNCHERS["ray"], "get_missing_requirement", lambda: "")
     kind = name.partition("-")[0]
