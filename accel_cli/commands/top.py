@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
@@ -16,8 +17,8 @@ from accel_cli.commands.runs import find_log_home, log_dir_option
 from accel_cli.errors import UsageError
 
 if TYPE_CHECKING:
-    from accel_cli.runs.live_view import View
     from accel_cli.runs.run_dir import RunFolder
+    from accel_cli.runs.screen import Controls, View
 
 __all__ = ["top"]
 
@@ -40,33 +41,36 @@ _COLUMNS = 120
 def top(service: Service, name: str | None, shows_all: bool, as_json: bool, log_dir: str | None) -> None:
     """Watch the ranks of a run: steps, speed, memory, location and logged metrics.
 
-    The run is not disturbed. Press q or Ctrl-C to leave. Without a terminal, one snapshot is printed.
+    The run is not disturbed. Press q or Ctrl-C to leave, and ? for the keys and columns. Without a terminal, one snapshot is printed.
     """
     run = _find_run(name, log_dir, service)
     if run is None:
         assert name is not None
         _show_job(name, service, as_json=as_json)
         return
-    from accel_cli.runs import live_view
+    from accel_cli.runs import live_view, screen
     from accel_cli.runs.snapshot import read_snapshot
 
     if as_json:
         console.print_json(read_snapshot(run).to_json())
         return
+    is_ascii = not live_view.supports_blocks(sys.stdout.encoding)
 
-    def draw(width: int, height: int | None) -> View:
+    def draw(width: int, height: int | None, controls: Controls) -> View:
         snapshot = read_snapshot(run)
-        body = live_view.build_view(
-            snapshot,
-            width,
-            height,
-            shows_all=shows_all,
-            is_ascii=not live_view.supports_blocks(sys.stdout.encoding),
-        )
-        return live_view.View(body, is_final=not snapshot.is_running)
+        if controls.shows_help and height and snapshot.is_running:
+            body = live_view.build_help(width, height, first=controls.first)
+        else:
+            controls = replace(controls, has_keys=controls.has_keys and snapshot.is_running)
+            body = live_view.build_view(snapshot, width, height, controls=controls, is_ascii=is_ascii)
+        return screen.View(body, is_final=not snapshot.is_running)
 
     is_live = _is_interactive() and run.read_status().is_running
-    last = live_view.watch(draw) if is_live else draw(*_get_size())
+    last = (
+        screen.watch(draw, shows_all=shows_all)
+        if is_live
+        else draw(*_get_size(), screen.Controls(shows_all=shows_all))
+    )
     if last:
         _print_view(last)
 
@@ -92,7 +96,7 @@ def _find_run(name: str | None, log_dir: str | None, service: Service) -> RunFol
 
 def _show_job(job_id: str, service: Service, *, as_json: bool) -> None:
     from accel_cli.launchers.job_view import JobView
-    from accel_cli.runs import live_view
+    from accel_cli.runs import screen
 
     with open_jobs(service) as jobs:
         view = JobView(jobs, job_id)
@@ -100,7 +104,11 @@ def _show_job(job_id: str, service: Service, *, as_json: bool) -> None:
             console.print_json(view.to_json())
             return
         is_final = view.job.finished or not _is_interactive()
-        last = view.draw(*_get_size()) if is_final else live_view.watch(view.draw)
+        last = (
+            view.draw(*_get_size())
+            if is_final
+            else screen.watch(lambda width, height, _: view.draw(width, height))
+        )
         if last:
             _print_view(last)
 

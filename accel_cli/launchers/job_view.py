@@ -14,7 +14,8 @@ from rich.text import Text
 
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.launchers.jobs import Jobs, Log, UnreachableError
-from accel_cli.runs.live_view import View, crop_lines
+from accel_cli.runs.live_view import crop_lines
+from accel_cli.runs.screen import View
 
 __all__ = ["JobView"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from accel_cli.runs.run_files import MAX_PID, open_file
 from accel_runtime.environment import settings as env
 from accel_runtime.environment.text import decode_text
 
-__all__ = ["Beat", "Totals"]
+__all__ = ["Beat", "Totals", "simplify_operation"]
 
 
 _NUMBERS = struct.Struct(f"={len(env.BEAT_NUMBERS)}q")
@@ -64,7 +65,7 @@ class Beat:
     time: float
     """The time of the last progress."""
     collective: str
-    """The newest collective with the line of its call; empty before the first."""
+    """The newest collective with the line of its call; before the first one, the first optimizer step; else empty."""
     started: float
     """The time at which the rank created its first Accelerator, or made its first optimizer step."""
     started_epoch: float
@@ -97,6 +98,8 @@ class Beat:
     """The number of steps between two entries of the history."""
     history: Sequence[Totals]
     """The totals after step `stride`, `2 * stride`, ..."""
+    part: str = ""
+    """The current part of a step, such as `data_ns`; empty for the rest of a step."""
 
     @classmethod
     def read(cls, file: Path) -> Beat | None:
@@ -131,6 +134,7 @@ class Beat:
             totals=_parse_totals([round(1e9 * step_time), *(numbers[name] for name in env.BEAT_ENTRY[1:])]),
             flops=numbers["flops"],
             peak_flops=numbers["peak_flops"],
+            part=_find_part(numbers["part"]),
             epoch=numbers["epoch"],
             epoch_batches=numbers["batches"] - numbers["epoch_base"] if numbers["epoch_ns"] else 0,
             epoch_length=numbers["epoch_length"] or None,
@@ -145,10 +149,14 @@ class Beat:
 
     @property
     def location(self) -> str:
-        """The location of the rank, relative to its newest collective."""
+        """The location of the rank relative to its newest collective; without one, the part of its step, or its last one."""
+        if not self.collectives and not self.is_inside and self.part in _PARTS:
+            return _PARTS[self.part]
         if not self.collective:
-            return "no collective yet"
-        return f"in {self.collective}" if self.is_inside else f"after {self.collective}"
+            return "no step yet" if not self.steps else "after a step"
+        operation, at, line = self.collective.partition(" at ")
+        call = f"{simplify_operation(operation)}{at}{line}"
+        return f"in {call}" if self.is_inside else f"after {call}"
 
     @property
     def rate_now(self) -> float | None:
@@ -173,6 +181,30 @@ class Beat:
     def to_epoch(self, time: float) -> float:
         """Convert a time of the monotonic clock to seconds since 1970."""
         return self.started_epoch + time - self.started
+
+
+_PARTS: Mapping[str, str] = {
+    "data_ns": "loading data",
+    "forward_ns": "forward pass",
+    "backward_ns": "backward pass",
+    "wait_ns": "waiting",
+}
+_SUBJECT = re.compile(r"\w+ of (.+?)(?: from rank \d+)?$")
+
+
+def simplify_operation(text: str) -> str:
+    """Return the name of a collective without its arguments: `reduce()` for `reduce mean scale 1.0`.
+
+    Those of accel itself are named by their subject: `exchange of random states` for `broadcast_object of random states`.
+    """
+    if match := _SUBJECT.match(text):
+        return f"exchange of {match[1]}"
+    name = text.partition(" ")[0]
+    return f"{name}()" if name.isidentifier() else text if name == text else name
+
+
+def _find_part(index: int) -> str:
+    return env.BEAT_NUMBERS[index] if 0 < index < len(env.BEAT_NUMBERS) else ""
 
 
 def _parse_totals(numbers: Sequence[int]) -> Totals:

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import math
-import os
-import select
-import signal
-import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
 
 from rich.cells import cell_len
 from rich.console import Console, Group
-from rich.live import Live
 from rich.text import Text
 
 from accel_cli import console
+from accel_cli.runs.screen import NO_CONTROLS, Controls
 from accel_cli.runs.snapshot import MetricSeries, RankSnapshot, RunSnapshot
 from accel_cli.runs.speed import describe_part, format_number, format_step_time
 from accel_runtime.environment.text import CONTROLS
 
 __all__ = [
-    "INTERVAL_S",
-    "View",
+    "build_help",
     "build_view",
     "crop_lines",
     "format_sparkline",
@@ -34,29 +27,21 @@ __all__ = [
     "render_lines",
     "shorten_location",
     "supports_blocks",
-    "watch",
 ]
 
-INTERVAL_S = 0.5
 _MAX_RANKS = 8
 """More ranks than these are folded to the fastest, the median and the slowest."""
 _MIN_LOCATION, _MIN_NARROW_LOCATION, _NARROW = 12, 10, 60
 """The least columns of the location, and of that on a screen narrower than the last number."""
 _GAP = 2
 _MAX_NOTE_LINES = 3
+_MIN_MEANING = 30
+"""The least columns for the meaning of a column beside its name."""
 _MAX_METRICS = 8
 _MAX_NAME, _MIN_SPARKLINE, _MAX_SPARKLINE = 24, 8, 40
 _BLOCKS, _ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 _ELLIPSIS, _ASCII_ELLIPSIS = "…", "..."
 _KILO, _MINUTE_S, _HOUR_S, _DAY_S = 1000, 60, 3600, 86400
-
-
-@dataclass(frozen=True)
-class View:
-    """Content of the screen, and whether it is the last one."""
-
-    body: Group
-    is_final: bool
 
 
 @dataclass(frozen=True)
@@ -88,7 +73,7 @@ def build_view(
     width: int,
     height: int | None = None,
     *,
-    shows_all: bool = False,
+    controls: Controls = NO_CONTROLS,
     is_ascii: bool = False,
 ) -> Group:
     """Return the header, the table of ranks and the last metrics, cut to these columns and lines.
@@ -97,11 +82,19 @@ def build_view(
         run: The snapshot.
         width: The columns of the screen.
         height: The lines of the screen; None for any number.
-        shows_all: If true, many ranks are not folded.
+        controls: What the keys have changed.
         is_ascii: If true, the screen shows ASCII only.
     """
+    has_keys, shows_all = controls.has_keys, controls.shows_all
+    if has_keys and height is not None:
+        height -= 1
     lines = _build_header(run, width)
-    rows, folded = _choose_rows(run, None if height is None else height - len(lines) - 2, shows_all=shows_all)
+    room = None if height is None else height - len(lines) - 2
+    rows, folded = (
+        _scroll_rows(run, room, controls.first, has_keys=has_keys)
+        if shows_all
+        else _choose_rows(run, room, has_keys=has_keys)
+    )
     columns = _choose_columns(rows, width)
     if rows and not any(column.heading == "batches" for column in columns) and (text := _format_epoch(run)):
         lines.append(Text(text))
@@ -115,7 +108,63 @@ def build_view(
     room = _MAX_METRICS if height is None else min(_MAX_METRICS, height - len(lines) - 1)
     if run.metrics and room > 0:
         lines += [Text(), *_build_metrics(run.metrics, room, width, is_ascii=is_ascii)]
-    return Group(*crop_lines(lines, width, height))
+    lines = crop_lines(lines, width, height)
+    if has_keys and height is not None:
+        keys = f"q quit  ? help  a {'fold' if shows_all else 'all'}  {_name_arrows(is_ascii)} scroll"
+        lines += [*(Text() for _ in range(height - len(lines))), *crop_lines([Text(keys, "dim")], width, 1)]
+    return Group(*lines)
+
+
+def _name_arrows(is_ascii: bool) -> str:
+    return "up/down" if is_ascii else "↑↓"
+
+
+_KEYS = (
+    ("q", "quit"),
+    ("?", "show or hide this help"),
+    ("a", "show each rank, or fold many"),
+    ("up, down, j, k", "scroll by a line"),
+    ("page up, page down", "scroll by a screen"),
+    ("home, end", "scroll to the first or last line"),
+)
+_MEANINGS: Mapping[str, str] = MappingProxyType({
+    "rank": "the rank; * marks the slowest one",
+    "steps": "optimizer steps since the start of this attempt",
+    "batches": "batches of this epoch, of those that its loader has",
+    "ETA": "time until the end of the epoch; in the second line, until the end of the run, if its arguments or configuration "
+    "name the number of epochs or steps",
+    "steps/s, mean": "steps per second over the last 64 steps, and over the whole attempt",
+    "own time": "time of a step in which the rank does not wait for others",
+    "data, forward, backward, wait": "parts of a step: waiting for data, forward pass, backward pass, waiting for other ranks",
+    "last": "time since the last step",
+    "memory": "resident memory of the process of the rank",
+    "GPU mem, GPU": "GPU memory of the process, and utilization of its GPU",
+    "epoch, collectives": "number of the epoch; collectives of accel",
+    "location": "in a collective now, or after the newest one, with its line; without collectives, the part of the step",
+    "last lines": "the last logged values, with a sparkline of those before",
+})  # fmt: skip
+
+
+def build_help(width: int, height: int, *, first: int = 0) -> Group:
+    """Return the keys and the meaning of the columns, from a line on."""
+    lines = [Text("Keys", style="bold")]
+    for title, entries in (("", _KEYS), ("Columns", tuple(_MEANINGS.items()))):
+        if title:
+            lines += [Text(), Text(title, style="bold")]
+        size = max(len(name) for name, _ in entries)
+        is_wide = width >= size + _GAP + _MIN_MEANING
+        for name, meaning in entries:
+            indent = size + _GAP if is_wide else _GAP
+            if not is_wide:
+                lines.append(Text(name))
+            wrapped = list(Text(meaning, style="dim").wrap(Console(width=width), max(1, width - indent)))
+            for number, line in enumerate(wrapped):
+                head = name.ljust(indent) if is_wide and number == 0 else " " * indent
+                lines.append(Text.assemble(head, line))
+    count = max(1, height - 1)
+    shown = lines[max(0, min(first, len(lines) - count)) :][:count]
+    shown += [Text() for _ in range(count - len(shown))]
+    return Group(*crop_lines([*shown, Text("? back   q quit", style="dim")], width, height))
 
 
 def crop_lines(lines: Sequence[Text], width: int, height: int | None) -> list[Text]:
@@ -178,6 +227,8 @@ def _build_header(run: RunSnapshot, width: int) -> list[Text]:
             if count == run.world_size
             else f"{count} of {run.world_size} ranks here"
         )
+    if (eta := run.eta) is not None and run.goal:
+        parts.append(f"ETA of the run {_format_clock(eta)} ({run.goal.source})")
     first = Text(run.run, style="bold")
     if cell_len(run.run) + _GAP + cell_len(run.script) <= width:
         first.append(f"  {run.script}", style="not bold")
@@ -233,15 +284,27 @@ def _list_notes(run: RunSnapshot) -> list[str]:
 # Ranks
 
 
-def _choose_rows(run: RunSnapshot, room: int | None, *, shows_all: bool) -> tuple[list[_Row], str]:
+def _label_rows(run: RunSnapshot) -> list[_Row]:
+    return [_Row(rank, f"{rank.rank}{'*' if rank.rank == run.slowest else ''}") for rank in run.ranks]
+
+
+def _scroll_rows(run: RunSnapshot, room: int | None, first: int, *, has_keys: bool) -> tuple[list[_Row], str]:
+    """Return the rows of ranks from the first one on that fit, and a line about the others."""
+    rows = _label_rows(run)
+    if room is None or len(rows) <= room:
+        return rows, ""
+    count = max(1, room - 1)
+    first = max(0, min(first, len(rows) - count))
+    shown = rows[first : first + count]
+    if not has_keys:
+        return shown, f"{len(rows) - count} more ranks do not fit on the screen"
+    return shown, f"rows {first + 1} to {first + len(shown)} of {len(rows)} ranks"
+
+
+def _choose_rows(run: RunSnapshot, room: int | None, *, has_keys: bool) -> tuple[list[_Row], str]:
     """Return the rows that are shown, and a line about the others."""
     ranks, slowest = run.ranks, run.slowest
-    rows = [_Row(rank, f"{rank.rank}{'*' if rank.rank == slowest else ''}") for rank in ranks]
-    if shows_all:
-        if room is None or len(rows) <= room:
-            return rows, ""
-        count = max(1, room - 1)
-        return rows[:count], f"{len(rows) - count} more ranks do not fit on the screen"
+    rows = _label_rows(run)
     if len(ranks) <= _MAX_RANKS and (room is None or len(ranks) <= max(room, 1)):
         return rows, ""
     most = max((rank.beat.steps for rank in ranks if rank.beat), default=0)
@@ -269,7 +332,7 @@ def _choose_rows(run: RunSnapshot, room: int | None, *, shows_all: bool) -> tupl
         rows.append(_Row(first, str(first.rank)))
     counts = ", ".join(f"{count} {state}" for state, count in states.items())
     total = f"{len(ranks)} ranks" if len(states) == 1 else f"{len(ranks)} ranks ({counts})"
-    return rows, f"{total}; accel top --all shows each"
+    return rows, f"{total}; {'press a to show each' if has_keys else 'accel top --all shows each'}"
 
 
 def _choose_columns(rows: Sequence[_Row], width: int) -> list[_Column]:
@@ -484,103 +547,3 @@ def format_sparkline(values: Sequence[float], width: int, *, is_ascii: bool = Fa
         return "".join(blocks[0] if math.isfinite(value) else "!" for value in shown)
     scale = (len(blocks) - 1) / span
     return "".join(blocks[round((value - low) * scale)] if math.isfinite(value) else "!" for value in shown)
-
-
-# Refreshing
-
-
-class _SuspendError(BaseException):
-    """Ctrl-Z was pressed; no handler of other errors catches it."""
-
-
-def watch(draw: Callable[[int, int], View], interval: float = INTERVAL_S) -> View | None:
-    """Show views on the whole terminal until one is final, which is returned; `q` or Ctrl-C return None.
-
-    Ctrl-Z suspends the process, and SIGTERM ends it, after the terminal is restored.
-    """
-    while True:
-        try:
-            with _raise_signals():
-                return _show_views(draw, interval)
-        except KeyboardInterrupt:
-            return None
-        except _SuspendError:
-            os.kill(os.getpid(), signal.SIGTSTP)
-
-
-def _show_views(draw: Callable[[int, int], View], interval: float) -> View | None:
-    screen = Console()
-    with (
-        _read_keys() as reads_quit,
-        Live(
-            console=screen, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
-        ) as live,
-    ):
-        while True:
-            # Not `screen.size`: rich takes the variables COLUMNS and LINES for the size of a terminal.
-            width, height = console.get_terminal_size(sys.stdout.fileno())
-            screen.size = (width, height)
-            view = draw(width, height)
-            if view.is_final:
-                return view
-            live.update(view.body, refresh=True)
-            if reads_quit(interval):
-                return None
-
-
-@contextmanager
-def _raise_signals() -> Iterator[None]:
-    """Raise SystemExit at SIGTERM and `_SuspendError` at Ctrl-Z, each once; restore the handlers at the end."""
-
-    def handle(number: int, _: object) -> None:
-        # A second signal must not interrupt the restoration of the terminal.
-        for each in numbers:
-            signal.signal(each, signal.SIG_IGN)
-        raise _SuspendError if number == signal.SIGTSTP else SystemExit(128 + number)
-
-    # An ignored signal, as after nohup, stays ignored.
-    numbers = [
-        number for number in (signal.SIGTSTP, signal.SIGTERM) if signal.getsignal(number) == signal.SIG_DFL
-    ]
-    try:
-        for number in numbers:
-            signal.signal(number, handle)
-        yield
-    finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
-
-
-def _wait(seconds: float) -> bool:
-    """Wait without keys."""
-    time.sleep(seconds)
-    return False
-
-
-@contextmanager
-def _read_keys() -> Iterator[Callable[[float], bool]]:
-    """Yield a function that waits for some seconds, and returns True if `q` is pressed meanwhile."""
-    if not sys.stdin.isatty():
-        yield _wait
-        return
-    import termios  # noqa: PLC0415 - not on Windows
-    import tty  # noqa: PLC0415
-
-    terminal = sys.stdin.fileno()
-    before: list[Any] = termios.tcgetattr(terminal)
-
-    def reads_quit(seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        while (remaining := deadline - time.monotonic()) > 0:
-            ready, _, _ = select.select([terminal], [], [], remaining)
-            keys = os.read(terminal, 64) if ready else b""
-            if b"q" in keys.lower() or (ready and not keys):
-                return True
-        return False
-
-    try:
-        # Keys that were pressed before are read too.
-        tty.setcbreak(terminal, termios.TCSADRAIN)
-        yield reads_quit
-    finally:
-        termios.tcsetattr(terminal, termios.TCSADRAIN, before)

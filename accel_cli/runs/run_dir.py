@@ -93,6 +93,8 @@ class RankFolder:
         """The logged values, as the main process writes them."""
         self.description = path / env.DESCRIPTION
         """The description of the run, as the main process writes it."""
+        self.configuration = path / env.CONFIGURATION
+        """The configuration of the trackers, as the main process writes it."""
         self.checkpoints = path / env.CHECKPOINTS
         """The checkpoints that were saved and loaded, as the main process writes them."""
         self.thread = path / THREAD_FILE

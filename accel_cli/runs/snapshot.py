@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from accel_cli.runs.beats import Beat, Totals
+from accel_cli.runs.forecast import Goal, compute_run_eta, find_goal, is_resume
 from accel_cli.runs.run_dir import RankFolder, RunFolder, RunStatus
-from accel_cli.runs.run_files import read_last_objects, read_pid
+from accel_cli.runs.run_files import read_json, read_last_objects, read_pid
 from accel_cli.runs.speed import MIN_STEPS, RankSpeed, Throughput, find_slowest
 from accel_cli.runs.usage import read_gpu_usage, read_rss
 from accel_runtime.storage.file_system import is_process_running
@@ -20,6 +22,7 @@ __all__ = [
     "MetricSeries",
     "RankSnapshot",
     "RunSnapshot",
+    "read_configuration",
     "read_snapshot",
 ]
 
@@ -208,6 +211,10 @@ class RunSnapshot:
     restart_reason: str = ""
     failure: str = ""
     """The first failure, if the run has failed."""
+    goal: Goal | None = None
+    """The number of epochs or steps after which the run ends, if its arguments or configuration have it."""
+    is_resumed: bool = False
+    """True if the run continues an earlier one, whose steps are unknown, or has restarted."""
     is_elsewhere: bool = False
     """True if the launcher is on another node and has not recorded its end, so that nothing is known of it now."""
 
@@ -226,6 +233,18 @@ class RunSnapshot:
             return None
         usual = 1 / min(rates)
         return min(ages) if min(ages) > max(_STALL_S, 10 * usual) else None
+
+    @property
+    def eta(self) -> float | None:
+        """Seconds until the end of the run, for the rank that is behind the others; None if they are unknown."""
+        if self.goal is None or not self.is_running:
+            return None
+        etas = [
+            compute_run_eta(self.goal, rank.beat, rank.now, is_resumed=self.is_resumed)
+            for rank in self.ranks
+            if rank.beat and rank.state == "running"
+        ]
+        return max((eta for eta in etas if eta is not None), default=None)
 
     @cached_property
     def own_times(self) -> dict[int, float]:
@@ -255,6 +274,7 @@ class RunSnapshot:
             "time": self.time,
             "started": self.started,
             "elapsed_s": self.elapsed,
+            "eta_s": self.eta,
             "attempt": self.attempt,
             "restart_reason": self.restart_reason or None,
             "failure": self.failure or None,
@@ -280,6 +300,9 @@ def read_snapshot(run: RunFolder) -> RunSnapshot:
     ranks = _read_ranks(folders, beats, now, status, last_memory)
     world_size = record.get("world_size")
     exit_code = record.get("exit_code")
+    arguments, profile = record.get("arguments"), record.get("profile")
+    texts = [str(argument) for argument in arguments] if isinstance(arguments, list) else []
+    resumes = isinstance(profile, dict) and bool(profile.get("resume"))
     return RunSnapshot(
         run=run.path.name,
         script=str(record.get("target", "")),
@@ -293,11 +316,21 @@ def read_snapshot(run: RunFolder) -> RunSnapshot:
         world_size=world_size if isinstance(world_size, int) else len(ranks) or None,
         ranks=ranks,
         metrics=_read_metrics(run, attempts),
+        goal=find_goal(texts, read_configuration(folders)),
+        is_resumed=resumes or is_resume(texts) or len(attempts) > 1,
         restart_reason=str(restarts[-1].get("reason", "")) if restarts else "",
         failure=f"rank {failures[-1].get('rank')}: {failures[-1].get('cause')}"
         if failures and not status.is_running
         else "",
     )
+
+
+def read_configuration(folders: Mapping[int, RankFolder]) -> dict[str, Any]:
+    """Return the configuration that a script has given to its trackers; empty without one."""
+    for folder in folders.values():
+        with suppress(OSError, ValueError):
+            return read_json(folder.configuration)
+    return {}
 
 
 def _find_end(status: RunStatus, beats: Iterable[Beat | None]) -> float:

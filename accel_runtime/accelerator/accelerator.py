@@ -810,6 +810,8 @@ class Accelerator(ProcessMethods):
             ValueError: If there are arguments for a tracker that `log_with` does not contain, or that the script created.
         """
         self._trackers.begin(project_name, config, init_kwargs)
+        if self._run.recorder is not None and isinstance(config, Mapping):
+            self._run.recorder.write_configuration(config)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return a tracker by name; on processes that do not record, its methods do nothing.

@@ -19,7 +19,7 @@ from weakref import WeakSet
 
 from typing_extensions import override
 
-from accel_runtime.environment.call_sites import CallSite
+from accel_runtime.environment.call_sites import CallSite, call_site
 from accel_runtime.environment.settings import (
     BEAT,
     BEAT_ENTRY,
@@ -73,6 +73,7 @@ _LOCAL = threading.local()
     _TOKENS,
     _FLOPS,
     _PEAK_FLOPS,
+    _STEP_PART,
 ) = range(len(BEAT_NUMBERS))
 _OTHER = -1
 """Part of a step that has no number: the optimizer step, and what follows it."""
@@ -347,6 +348,8 @@ class Heartbeat(Progress):
         steps = self.steps = steps + 1
         if steps == self._next_entry:
             self._add_to_history(now)
+        if steps == 1 and self._last_inside is None:
+            self._write_text("step", call_site(*_get_torch()))
         numbers[_STEPS] = steps
 
     def _add_to_history(self, now: int) -> None:
@@ -373,7 +376,8 @@ class Heartbeat(Progress):
         """Add the time since the last event to the part of the step that ends, begin another one, and return the time."""
         now = monotonic_ns()
         elapsed, ended = now - self._since, self._part
-        self._since, self._part = now, part
+        self._since = now
+        self._part = self._numbers[_STEP_PART] = part
         if ended != _OTHER:
             self._numbers[ended] += elapsed
         if ended != _WAIT_NS:
@@ -520,10 +524,13 @@ class Heartbeat(Progress):
         super().enter(operation, site)
         if self.inside != self._last_inside:
             self._last_inside = self.inside
-            text = encode_text(f"{operation} at {site}")[:_TEXT_SIZE]
-            self._memory[BEAT_TEXT_RANGE] = text.ljust(_TEXT_SIZE, b"\0")
+            self._write_text(operation, site)
         self._numbers[_INSIDE] = 1
         self._numbers[_CHANGED_NS] = self._since
+
+    def _write_text(self, operation: str, site: CallSite) -> None:
+        text = encode_text(f"{operation} at {site}")[:_TEXT_SIZE]
+        self._memory[BEAT_TEXT_RANGE] = text.ljust(_TEXT_SIZE, b"\0")
 
     @override
     def exit(self) -> None:
@@ -539,6 +546,12 @@ class Heartbeat(Progress):
         if self._numbers[_PID] == os.getpid():
             self._numbers[_FAILED] = int(self.has_failed)
             self._numbers[_ENDED_NS] = monotonic_ns()
+
+
+def _get_torch() -> tuple[str, ...]:
+    """Return the folder of torch, whose frames are not those of the script."""
+    file = getattr(sys.modules.get("torch"), "__file__", None)
+    return (f"{Path(file).parent}/",) if file else ()
 
 
 def heartbeat() -> Progress | None:

@@ -38,6 +38,7 @@ __all__ = [
     "BEAT_SIZE",
     "BEAT_TEXT_RANGE",
     "CHECKPOINTS",
+    "CONFIGURATION",
     "DESCRIPTION",
     "EXPORTED",
     "FAILURE_FILE",
@@ -138,6 +139,7 @@ BEAT_NUMBERS = (
     "tokens",
     "flops",
     "peak_flops",
+    "part",
 )
 """Names of the whole numbers of 8 bytes; times are those of the monotonic clock, except `started_epoch_ns`.
 
@@ -146,6 +148,7 @@ of the waits at the end of backward passes that average gradients, and of the re
 waits for batches, `wait_ns` that in collectives and at the end of backward passes, `forward_ns` that from a batch to its backward pass,
 all since the first step. `samples` and `tokens` are those of all ranks that were trained on; `flops` are the
 floating-point operations of one step of this rank, and `peak_flops` those that its device can execute per second; 0 if they are unknown.
+`part` is the index of the number of the current part of a step, such as that of `data_ns`; -1 for the rest of a step, 0 before the first one.
 `epoch` and the four after it describe the
 loader that returned the last batch: its epoch began at `epoch_ns` with `epoch_first` batches skipped, and has returned or
 skipped `batches - epoch_base` since. `stride` is the number of steps between two entries of the history, and 0 while the
@@ -168,6 +171,8 @@ BEAT_SIZE = BEAT_HISTORY_RANGE.stop
 """Bytes of the file, which never grows."""
 METRICS = "metrics.jsonl"
 """File in that directory with the values of `Accelerator.log`, from the main process."""
+CONFIGURATION = "configuration.json"
+"""File in that directory with the configuration that the script has given to its trackers, secrets masked."""
 DESCRIPTION = "description.json"
 """File in that directory with the result of `Accelerator.describe`, from the main process."""
 CHECKPOINTS = "checkpoints.jsonl"

@@ -15,9 +15,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from accel_runtime.environment.heartbeat import Heartbeat, heartbeat
-from accel_runtime.environment.settings import CHECKPOINTS, DESCRIPTION, METRICS
+from accel_runtime.environment.settings import CHECKPOINTS, CONFIGURATION, DESCRIPTION, METRICS
 from accel_runtime.foundation.nested import has_dtensor
-from accel_runtime.monitoring.tracking.base import finite_or_text, to_number, with_text_names
+from accel_runtime.monitoring.tracking.base import (
+    finite_or_text,
+    mask_secrets,
+    to_number,
+    with_text_names,
+)
 
 __all__ = ["BoundedLog", "RankRecorder", "rank_recorder"]
 
@@ -148,13 +153,22 @@ class RankRecorder:
             kind, lambda: {"time": time.time(), "path": path, "seconds": round(seconds, 3), "kind": kind}
         )
 
+    def write_configuration(self, values: Mapping[Any, Any]) -> None:
+        """Write the configuration of the trackers, with its secrets masked, in place of an earlier one."""
+        with suppress(Exception):  # it may have any objects
+            self._write(
+                CONFIGURATION, json.dumps(mask_secrets(with_text_names(values)), default=str)[:_MAX_BYTES]
+            )
+
     def write_description(self, text: str, data: Mapping[str, object]) -> None:
         """Write the description of the run, as text and as data, in place of an earlier one."""
-        encoded = json.dumps({"text": text, "data": data}, default=str)
-        new = self._folder / f"{DESCRIPTION}.new"
+        self._write(DESCRIPTION, json.dumps({"text": text, "data": data}, default=str))
+
+    def _write(self, name: str, text: str) -> None:
+        new = self._folder / f"{name}.new"
         with suppress(OSError):
-            new.write_text(encoded, encoding="utf-8")
-            new.replace(self._folder / DESCRIPTION)
+            new.write_text(text, encoding="utf-8")
+            new.replace(self._folder / name)
 
 
 def rank_recorder(rank: int) -> RankRecorder | None:

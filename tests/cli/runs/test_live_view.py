@@ -13,7 +13,9 @@ import pytest
 from support import golden
 
 from accel_cli.runs.beats import Beat, Totals
-from accel_cli.runs.live_view import build_view, format_sparkline, render_lines, shorten_location
+from accel_cli.runs.forecast import find_goal
+from accel_cli.runs.live_view import build_help, build_view, format_sparkline, render_lines, shorten_location
+from accel_cli.runs.screen import Controls
 from accel_cli.runs.snapshot import MetricSeries, RankSnapshot, RunSnapshot
 
 STEPS = 400
@@ -91,8 +93,8 @@ def test_a_wide_screen_shows_all_columns_and_locations_as_they_are():
 
 
 def test_all_shows_every_rank_that_fits():
-    assert draw(RUNS["sixteen"], 80, 24, shows_all=True).count("after :14") == 16
-    small = draw(RUNS["sixteen"], 80, 10, shows_all=True)
+    assert draw(RUNS["sixteen"], 80, 24, controls=Controls(shows_all=True)).count("after :14") == 16
+    small = draw(RUNS["sixteen"], 80, 10, controls=Controls(shows_all=True))
     assert "12 more ranks do not fit on the screen" in small
 
 
@@ -183,9 +185,9 @@ WATCH = """
 import os, time
 from rich.console import Group
 from rich.text import Text
-from accel_cli.runs.live_view import View, watch
+from accel_cli.runs.screen import View, watch
 while os.tcgetpgrp(0) != os.getpgrp(): time.sleep(0.01)
-watch(lambda width, height: View(Group(Text(f"size {width}x{height}")), is_final=False), interval=0.05)
+watch(lambda width, height, _: View(Group(Text(f"size {width}x{height}")), is_final=False), interval=0.05)
 """
 SHELL = """
 import os, signal, subprocess, sys
@@ -269,3 +271,31 @@ def test_a_sparkline_has_a_block_for_each_of_the_last_values():
     assert format_sparkline([5, 5], 4) == "▁▁"
     assert format_sparkline([], 4) == ""
     assert format_sparkline([0.0, math.nan, math.inf, 1.0], 4) == "▁!!█"
+
+
+def test_many_ranks_scroll_and_the_last_line_names_the_keys():
+    controls = Controls(shows_all=True, has_keys=True, first=5)
+    lines = draw(RUNS["sixteen"], 80, 12, controls=controls).splitlines()
+    assert lines[-1].startswith("q quit  ? help  a fold")
+    assert [line for line in lines if "rows 6 to" in line and "of 16 ranks" in line]
+    assert next(line.split()[0] for line in lines if "after" in line).startswith("5")
+    end = draw(RUNS["sixteen"], 80, 12, controls=Controls(shows_all=True, has_keys=True, first=1 << 20))
+    assert "of 16 ranks" in end
+    assert [line for line in end.splitlines() if line.strip().startswith("15")]
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_the_help_has_each_key_and_column_and_scrolls(width):
+    def show(first):
+        return "\n".join(render_lines(build_help(width, 20, first=first), width, is_coloured=False))
+
+    whole = "\n".join(show(first) for first in range(0, 60, 5))
+    for word in ("quit", "scroll by a line", "own time", "location", "batches"):
+        assert word in whole
+    assert show(0).splitlines()[-1] == "? back   q quit"
+    assert len(show(0).splitlines()) == 20
+
+
+def test_the_end_of_the_run_is_foreseen_from_its_arguments():
+    run = snapshot([rank(0, beat(epoch=1))], goal=find_goal(["--epochs", "4"], {}))
+    assert re.search(r"ETA of the run [0-9:]+ \(--epochs 4\)", draw(run, 80))

@@ -21,7 +21,7 @@ RANK_FIELDS = {
     "gpu_memory_bytes", "gpu_utilization_percent", "data_time_s", "forward_time_s", "backward_time_s", "wait_time_s",
 }  # fmt: skip
 RUN_FIELDS = {
-    "run", "script", "state", "running", "exit_code", "time", "started", "elapsed_s", "attempt", "restart_reason", "failure",
+    "run", "script", "state", "running", "exit_code", "time", "started", "elapsed_s", "eta_s", "attempt", "restart_reason", "failure",
     "world_size", "slowest_rank", "ranks", "metrics", "samples_per_s", "tokens_per_s", "flops_per_s", "mfu",
 }  # fmt: skip
 
@@ -54,7 +54,12 @@ def test_a_snapshot_has_the_progress_of_each_rank_of_the_last_attempt(folder):
     run = read_snapshot(folder)
     assert (run.state, run.attempt, run.world_size, run.slowest) == ("running", 1, 2, None)
     rank, other = run.ranks
-    assert (rank.beat.steps, rank.state, rank.location) == (3, "running", "no collective yet")
+    assert (rank.beat.steps, rank.state, rank.location) == (
+        3,
+        "running",
+        rank.location,
+    )
+    assert rank.location.startswith("after step() at test_snapshot.py:")
     assert (other.beat, other.state, other.location) == (None, "starting", "no step yet")
     assert rank.memory > 1_000_000
     assert rank.step_age >= 0

@@ -48,9 +48,9 @@ def test_a_launcher_reads_the_steps_the_batches_and_the_last_collective(folder):
     beat = Beat.read(folder.beat)
     assert (beat.steps, beat.batches, beat.is_inside) == (3, 6, False)
     assert beat.time > first_beat.time
-    assert first_beat.location == "no collective yet"
+    assert first_beat.location == "no step yet"
     accelerator.wait_for_everyone()
-    assert Beat.read(folder.beat).location.startswith("after wait_for_everyone at test_heartbeat.py:")
+    assert Beat.read(folder.beat).location.startswith("after wait_for_everyone() at test_heartbeat.py:")
 
 
 def test_the_location_of_a_rank_is_the_collective_that_it_is_in(folder):
@@ -62,7 +62,7 @@ def test_the_location_of_a_rank_is_the_collective_that_it_is_in(folder):
         all_gather_slots(*args),
     )[1]
     accelerator.wait_for_everyone()
-    assert records[0].location.startswith("in wait_for_everyone at test_heartbeat.py:")
+    assert records[0].location.startswith("in wait_for_everyone() at test_heartbeat.py:")
 
 
 def test_without_a_launcher_there_is_no_heartbeat(monkeypatch):
