@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["report"]
 
 _PACKAGES = ("plotly", "jinja2")
+_WATCH_S = 10.0
+"""Seconds between two reports of a run in progress."""
 _MARK = b'<meta name="generator" content="accel report">'
 _MARK_RANGE = 1024
 """The bytes at the start of a report that contain its mark."""
@@ -46,8 +50,13 @@ _MARK_RANGE = 1024
     shell_complete=complete_files,
 )
 @option("--force", is_flag=True, help="Replace a file that accel report did not write.")
+@option(
+    "--watch",
+    is_flag=True,
+    help="Write the file again every 10 seconds while a run is in progress; its page reloads.",
+)
 @log_dir_option
-def report(runs: tuple[str, ...], output: Path | None, force: bool, log_dir: str | None) -> None:
+def report(runs: tuple[str, ...], output: Path | None, force: bool, watch: bool, log_dir: str | None) -> None:
     """Write metrics, step times, memory and events of runs to an HTML file.
 
     Several runs are drawn over each other. The file needs no network.
@@ -62,9 +71,21 @@ def report(runs: tuple[str, ...], output: Path | None, force: bool, log_dir: str
     selected = _read_runs(runs, log_dir)
     file = output or Path(f"report-{selected[0].name}.html" if len(selected) == 1 else "report.html")
     _check_output(file, force=force)
+    _write_page(file, selected, is_watched=watch)
+    console.plain(str(file))
+    with suppress(KeyboardInterrupt):
+        while watch and any(run.is_running for run in selected):
+            time.sleep(_WATCH_S)
+            selected = _read_runs(runs, log_dir)
+            _write_page(file, selected, is_watched=watch)
+
+
+def _write_page(file: Path, selected: Sequence[RunData], *, is_watched: bool) -> None:
+    """Write the report of runs; that of a run in progress reloads itself if it is watched."""
     from accel_cli.runs.report.page import render_report
 
-    page = render_report(selected)
+    is_running = is_watched and any(run.is_running for run in selected)
+    page = render_report(selected, refresh_s=_WATCH_S if is_running else None)
     target = file.resolve()  # a symbolic link stays
     new = target.with_name(f".{target.name}.{os.getpid()}.new")
     try:
@@ -72,7 +93,6 @@ def report(runs: tuple[str, ...], output: Path | None, force: bool, log_dir: str
         new.replace(target)
     finally:
         new.unlink(missing_ok=True)
-    console.plain(str(file))
 
 
 def _read_runs(names: Sequence[str], log_dir: str | None) -> list[RunData]:

@@ -9,13 +9,15 @@ import platform
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from accel_cli import console
 from accel_cli.planning.plan import Plan
+from accel_cli.runs.git_commit import read_git_commit
 from accel_cli.runs.run_dir import RunFolder, get_log_home
 from accel_cli.runs.run_files import read_pid
-from accel_cli.runs.usage import read_gpu_usage, read_rss
+from accel_cli.runs.usage import read_cpu_time, read_gpu_usage, read_rss
 from accel_runtime.environment import settings as env
 
 __all__ = ["RunRecorder", "SilenceHint", "build_record", "record_script"]
@@ -43,12 +45,20 @@ def build_record(plan: Plan, torch_version: str) -> dict[str, Any]:
         "nproc_per_node": plan.nproc_per_node,
         "headline": details.headline if details else "",
         "profile": dict(details.profile) if details else {},
+        "git_commit": _read_commit(),
         "versions": {
             "accel": env.__version__,
             "torch": torch_version,
             "python": platform.python_version(),
         },
     }
+
+
+def _read_commit() -> str:
+    """Return the commit of the working directory; a repository that cannot be read does not prevent a launch."""
+    with suppress(OSError, ValueError):
+        return read_git_commit(Path.cwd())
+    return ""
 
 
 def record_script(
@@ -90,6 +100,8 @@ class RunRecorder:
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
         self._samples: list[str] = []
+        self._cpu_times: dict[int, tuple[float, float]] = {}
+        """The time of the last sample, and the CPU time of the process at it, by process."""
         self._interval = _INTERVAL_S
         self._started = self.last_event = time.monotonic()
         """The time of the newest event, on the monotonic clock."""
@@ -118,11 +130,23 @@ class RunRecorder:
         if rss:
             usage = read_gpu_usage(set(pids.values()))
             sample: dict[str, Any] = {"time": time.time(), "attempt": attempt, "rss": rss}
+            if cpu := self._measure_cpu(pids, now):
+                sample["cpu"] = cpu
             if usage:
                 sample["gpu"] = {rank: usage[pid][0] for rank, pid in pids.items() if pid in usage}
+                sample["gpu_use"] = {rank: usage[pid][1] for rank, pid in pids.items() if pid in usage}
             with suppress(OSError):
                 self._append_sample(json.dumps(sample))
         self._next_sample = now + self._interval
+
+    def _measure_cpu(self, pids: Mapping[int, int], now: float) -> dict[int, float]:
+        """Return the CPUs that each rank has used since the last sample: 1.5 for one and a half."""
+        before, self._cpu_times = self._cpu_times, {pid: (now, read_cpu_time(pid)) for pid in pids.values()}
+        return {
+            rank: round(max(0.0, self._cpu_times[pid][1] - before[pid][1]) / (now - before[pid][0]), 3)
+            for rank, pid in pids.items()
+            if pid in before and now > before[pid][0]
+        }
 
     def _append_sample(self, line: str) -> None:
         file = self.folder.path / "memory.jsonl"

@@ -12,16 +12,23 @@ from accel_cli.runs.run_dir import RunFolder
 from accel_cli.runs.run_files import LineReader, read_text
 from accel_runtime.environment.nvml import load_nvml
 
-__all__ = ["PeakMemory", "read_gpu_usage", "read_peak_memory", "read_rss"]
+__all__ = ["PeakMemory", "read_cpu_time", "read_gpu_usage", "read_peak_memory", "read_rss"]
 
 
 _PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
+_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def read_rss(pid: int) -> int:
     """Return the resident memory of a process in bytes; 0 if it has ended, or without /proc."""
     fields = read_text(Path("/proc", str(pid), "statm")).split()
     return int(fields[1]) * _PAGE_SIZE if len(fields) > 1 else 0
+
+
+def read_cpu_time(pid: int) -> float:
+    """Return the CPU time of a process in seconds, that of its threads and of children that have ended included; 0 if it is unknown."""
+    fields = read_text(Path("/proc", str(pid), "stat")).rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / _TICKS if len(fields) > 14 else 0.0  # noqa: PLR2004 - fields of proc(5)
 
 
 def read_gpu_usage(pids: Collection[int]) -> dict[int, tuple[int, int]]:

@@ -8,6 +8,8 @@ import re
 
 import pytest
 
+from accel_cli.runs.report.packed import unpack
+
 pytestmark = pytest.mark.slow
 
 SCRIPT = """
@@ -58,10 +60,9 @@ def test_the_report_of_a_restarted_run_has_all_its_attempts(accel, script, cwd, 
     result = accel("report", "-o", "report.html")
     assert (result.returncode, result.stdout, result.stderr) == (0, "report.html\n", "")
     source = (cwd / "report.html").read_text(encoding="utf-8")
-    matches = re.findall(
-        r'aria-label="([^"]+)"></div>\s*<script type="application/json"[^>]*>(.*?)</script>', source
-    )
-    plots = {html.unescape(title): json.loads(text)["data"] for title, text in matches}
+    titles = map(html.unescape, re.findall(r'role="img" aria-label="([^"]+)"', source))
+    figures = json.loads(unpack(re.search(r'id="figures">(.*?)</script>', source)[1]))
+    plots = {title: figure["data"] for title, figure in zip(titles, figures, strict=True)}
     assert {"loss", "step", "Step time by rank", "Own time by rank"} <= set(plots)
     (step,) = plots["step"]
     assert step["x"] == step["y"] == list(range(1, 25)), (

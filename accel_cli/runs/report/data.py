@@ -22,6 +22,7 @@ from accel_cli.planning.plan import join_for_bash
 from accel_cli.runs.beats import Beat
 from accel_cli.runs.run_dir import RunFolder, RunStatus, format_ranks
 from accel_cli.runs.run_files import MAX_LINES_SIZE, LineReader, read_json
+from accel_cli.runs.snapshot import read_configuration
 from accel_cli.runs.speed import RankSpeed, describe_throughput
 
 __all__ = [
@@ -44,6 +45,8 @@ _MAX_EVENTS = 10_000
 """The number of events of a file that are kept."""
 _MAX_STARTS = 10
 """The number of starts in the file of a tracker that are shown."""
+_MAX_CONFIGURATION = 12
+"""The values of a configuration that are among the facts; all are below them."""
 _MAX_TEXT = 500
 """The characters of a logged text that are shown."""
 _MAX_INTERVAL_S = 1e8
@@ -200,6 +203,10 @@ class RunData:
     rss: dict[int, Curve] = field(default_factory=dict)
     """Bytes by rank; x is in seconds since 1970, as in all curves but those of metrics."""
     gpu: dict[int, Curve] = field(default_factory=dict)
+    cpu_use: dict[int, Curve] = field(default_factory=dict)
+    """CPUs by rank."""
+    gpu_use: dict[int, Curve] = field(default_factory=dict)
+    """Percent by rank."""
     events: list[Event] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -230,7 +237,11 @@ def read_run(run: RunFolder) -> RunData:
     speeds = {rank: times.speed for rank, times in data.times.items() if times.speed}
     if throughput := describe_throughput(speeds, record.get("world_size")):
         data.facts["throughput"] = throughput
-    data.settings = dict(_format_values(record.get("profile")))
+    configuration = _format_configuration(
+        read_configuration(run.list_ranks(attempts[-1]) if attempts else {})
+    )
+    data.facts |= {f"config: {name}": value for name, value in [*configuration.items()][:_MAX_CONFIGURATION]}
+    data.settings = dict(_format_values(record.get("profile"))) | configuration
     return data
 
 
@@ -382,7 +393,9 @@ def _read_memory(run: RunFolder, data: RunData) -> None:
             continue
         is_new = attempt is not None and line.get("attempt") != attempt
         attempt = line.get("attempt")
-        for curves, sizes in ((data.rss, line.get("rss")), (data.gpu, line.get("gpu"))):
+        kinds = {"rss": data.rss, "gpu": data.gpu, "cpu": data.cpu_use, "gpu_use": data.gpu_use}
+        for kind, curves in kinds.items():
+            sizes = line.get(kind)
             for rank, size in sizes.items() if isinstance(sizes, dict) else ():
                 number = _to_number(size)
                 if rank.isdecimal() and number is not None:
@@ -474,6 +487,7 @@ def _collect_facts(
         "run": run.path.name,
         "script": record.get("target"),
         "arguments": join_for_bash(map(str, arguments)) if isinstance(arguments, list) else None,
+        "git commit": _shorten_commit(record.get("git_commit")),
         "host": record.get("host"),
         "started": None if started is None else format_time(started),
         "duration": None if duration is None else format_seconds(duration),
@@ -488,6 +502,14 @@ def _collect_facts(
         **(versions if isinstance(versions, dict) else {}),
     }
     return {title: str(value) for title, value in facts.items() if value is not None and value != ""}
+
+
+def _shorten_commit(text: Any) -> str | None:
+    """Return a commit with 12 digits, as git itself shortens it, and its branch."""
+    if not isinstance(text, str):
+        return None
+    commit, space, branch = text.partition(" ")
+    return f"{commit[:12]}{space}{branch}"
 
 
 def format_time(seconds: float) -> str:

@@ -33,7 +33,7 @@ COLORS = (
     "#4c78a8", "#f58518", "#54a24b", "#b279a2", "#72b7b2", "#9d755d", "#d4a72c", "#ff7aa2", "#8a8f98", "#e45756",
 )  # fmt: skip
 DASHES = ("solid", "dash", "dot", "dashdot")
-MAX_CURVE_POINTS = 4000
+MAX_CURVE_POINTS = 1000
 MAX_MARKS = 200
 FEW_POINTS = 40
 """A line with fewer points shows each of them."""
@@ -96,13 +96,13 @@ def create_figure(x_title: str, y_title: str, height: int, hovermode: str) -> go
         layout={
             "template": "none",  # the page sets the colours, and the default template has 7 KB a plot
             "height": height,
-            "margin": {"l": 48, "r": 12, "t": 8, "b": 40},
+            "margin": {"l": 48, "r": 12, "t": 8, "b": 44},
             "paper_bgcolor": "rgba(0,0,0,0)",
             "plot_bgcolor": "rgba(0,0,0,0)",
             "font": {"family": "system-ui, sans-serif", "size": 12},
             "hovermode": hovermode,
             "hoverlabel": {"namelength": -1},
-            "legend": {"orientation": "h", "y": -0.2, "yanchor": "top"},
+            "legend": {"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0},
             "xaxis": {
                 "title": {"text": x_title},
                 "automargin": True,
@@ -145,8 +145,8 @@ def round_value(value: float) -> float:
 
 
 def write_json(figure: go.Figure) -> str:
-    """Return a figure as JSON that cannot end the script element around it."""
-    return str(figure.to_json()).replace("<", "\\u003c")
+    """Return a figure as JSON."""
+    return str(figure.to_json())
 
 
 def add_to_mark_axis(

@@ -34,16 +34,17 @@ from accel_cli.runs.report.figures import (
     thin_curve,
     write_json,
 )
-from accel_cli.runs.report.ranks import describe_balance, draw_memory, draw_times, list_parts
+from accel_cli.runs.report.packed import pack
+from accel_cli.runs.report.ranks import describe_balance, draw_memory, draw_times, draw_use, list_parts
 from accel_runtime.environment import settings as env
 from accel_runtime.environment.text import encode_text
 
 __all__ = ["render_report"]
 
 _FOLDER = Path(__file__).parent
-_MAX_POINTS = 400_000
-"""Points of all curves of metrics, which keeps a report below about 10 MB beyond plotly's own 5 MB."""
-_MIN_CURVE_POINTS = 200
+_MAX_POINTS = 12_000
+"""Points of all curves of metrics, which keeps a report below 2 MB: 1.8 MB are plotly."""
+_MIN_CURVE_POINTS = 40
 _MAX_EVENTS = 400
 
 
@@ -60,12 +61,15 @@ class TableRow:
         return len(set(self.cells)) > 1
 
 
-def render_report(runs: Sequence[RunData]) -> str:
-    """Return the page that shows some runs."""
+def render_report(runs: Sequence[RunData], *, refresh_s: float | None = None) -> str:
+    """Return the page that shows some runs; with `refresh_s` it loads itself again after so many seconds."""
     views = _create_views(runs)
     numbers = count()
     script = (_FOLDER / "page.js").read_text(encoding="utf-8")
     plotly_script = get_plotlyjs()
+    metrics, times = _draw_metrics(views, numbers), draw_times(views, numbers)
+    memory, use = draw_memory(views, numbers), draw_use(views, numbers)
+    plots = sorted([*metrics, *times, *memory, *use], key=lambda plot: plot.number)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     template = environment.from_string((_FOLDER / "page.html").read_text(encoding="utf-8"))
     return template.render(
@@ -73,9 +77,10 @@ def render_report(runs: Sequence[RunData]) -> str:
         version=env.__version__,
         written=format_time(time.time()),
         policy=_build_policy(plotly_script, script),
-        plotly=plotly_script,
+        plotly=pack(plotly_script),
         script=script,
         runs=views,
+        refresh=None if refresh_s is None else round(refresh_s),
         facts=_compare([view.data.facts for view in views]),
         settings=_compare([view.data.settings for view in views]),
         failures=[
@@ -83,12 +88,16 @@ def render_report(runs: Sequence[RunData]) -> str:
             for view in views
             if (failure := view.data.failure)
         ],
-        metrics=_draw_metrics(views, numbers),
+        metrics=metrics,
+        single=_list_single(views),
         values=_list_values(views),
         findings=[finding for view in views if (finding := describe_balance(view, len(views) > 1))],
-        times=draw_times(views, numbers),
+        times=times,
         parts=list_parts(views),
-        memory=draw_memory(views, numbers),
+        memory=memory,
+        use=use,
+        # Together, since most of their layouts are equal.
+        figures=pack(f"[{','.join(plot.json for plot in plots)}]"),
         events=_list_events(views),
     )
 
@@ -138,7 +147,11 @@ def _compare(values: Sequence[Mapping[str, str]]) -> list[TableRow]:
 def _draw_metrics(views: Sequence[RunView], numbers: Iterator[int]) -> list[Plot]:
     """Draw each metric with a line for each run."""
     curves = [(view, view.data.metrics.curves) for view in views]
-    names = dict.fromkeys(chain.from_iterable(named for _, named in curves))
+    names = [
+        name
+        for name in dict.fromkeys(chain.from_iterable(named for _, named in curves))
+        if any(len(named.get(name, ())) > 1 for _, named in curves)
+    ]
     num_curves = sum(len(named) for _, named in curves)
     limit = max(_MIN_CURVE_POINTS, min(MAX_CURVE_POINTS, _MAX_POINTS // max(num_curves, 1)))
     return [
@@ -146,6 +159,17 @@ def _draw_metrics(views: Sequence[RunView], numbers: Iterator[int]) -> list[Plot
             name, [(view, named[name]) for view, named in curves if name in named], limit, next(numbers)
         )
         for name in names
+    ]
+
+
+def _list_single(views: Sequence[RunView]) -> list[TableRow]:
+    """Return the metrics that each run has logged once at most: facts, not curves."""
+    logs = [view.data.metrics.curves for view in views]
+    names = dict.fromkeys(chain.from_iterable(logs))
+    return [
+        TableRow(name, [f"{curve.y[-1]:.6g}" if (curve := log.get(name)) else "" for log in logs])
+        for name in names
+        if all(len(log.get(name, ())) <= 1 for log in logs)
     ]
 
 

@@ -161,6 +161,25 @@ def draw_memory(views: Sequence[RunView], numbers: Iterator[int]) -> list[Plot]:
     return drawn
 
 
+def draw_use(views: Sequence[RunView], numbers: Iterator[int]) -> list[Plot]:
+    """Draw the use of CPUs and GPUs."""
+    plots = (
+        _RankCurves(
+            "CPU use by rank",
+            "CPUs that each process uses, threads and ended children included; 1 is one CPU.",
+            [(view, view.data.cpu_use) for view in views],
+            unit="CPUs",
+        ),
+        _RankCurves(
+            "GPU use by rank",
+            "Utilization of the GPU of each process, as the driver reports it.",
+            [(view, view.data.gpu_use) for view in views],
+            unit="%",
+        ),
+    )
+    return [_draw_ranks(plot, next(numbers)) for plot in plots if plot.peak is not None]
+
+
 def _draw_ranks(plot: _RankCurves, number: int) -> Plot:
     """Draw a line for each rank of each run over the time since the start of the run, and the marks of its events."""
     seconds, time_unit = _choose_unit(view for view, _ in plot.curves)
