@@ -212,3 +212,14 @@ def test_failures_that_differ_in_their_rank_only_are_the_same(capsys):
     first, second = (failure(rank, text=f"ValueError: bad on rank {rank}\n") for rank in (0, 1))
     failures.print_report(first, [first, second], world_size=2, shown=True)
     assert "rank 1 failed later, in the same way" in capsys.readouterr().err
+
+
+def test_a_script_without_a_launcher_process_prints_the_hint_below_its_traceback(tmp_path):
+    """As with the launcher `single`, whose process the script replaces."""
+    (tmp_path / "train.py").write_text("import no_such_package_anywhere\n")
+    environ = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_ERROR_FILE"}
+    command = [sys.executable, str(WORKER), "script", "train.py"]
+    process = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    *_, cause, hint = process.stderr.splitlines()
+    assert cause == "ModuleNotFoundError: No module named 'no_such_package_anywhere'"
+    assert hint.startswith(f"accel: hint: the script runs with {sys.executable}")
