@@ -197,6 +197,7 @@ def _verify(paths: list[Path], context: click.Context, others: list[str]) -> int
             f"Cannot combine --verify with {' and '.join(others)}: it compares, and changes nothing. Run accel migrate --verify first."
         )
     from accel_cli.migrate.verification import Request, read_versions, verify
+    from accel_cli.migrate.verification_runs import RunOptions
     from accel_cli.planning.machine import detect_quickly
 
     versions, left = read_versions(paths)
@@ -204,10 +205,12 @@ def _verify(paths: list[Path], context: click.Context, others: list[str]) -> int
         script=paths[0],
         before={path: before for path, (before, _) in versions.items()},
         after={path: after for path, (_, after) in versions.items()},
-        arguments=context.meta.get(_SCRIPT_ARGUMENTS, ()),
-        environ=os.environ,
-        max_steps=context.params["steps"] or _STEPS,
-        timeout_s=context.params["timeout"] or _TIMEOUT_S,
+        options=RunOptions(
+            arguments=context.meta.get(_SCRIPT_ARGUMENTS, ()),
+            environ=os.environ,
+            max_steps=context.params["steps"] or _STEPS,
+            timeout_s=context.params["timeout"] or _TIMEOUT_S,
+        ),
         devices=len(detect_quickly(os.environ).devices),
     )
     verdict = verify(request, console.note)

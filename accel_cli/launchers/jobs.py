@@ -87,6 +87,8 @@ class Log(ABC):
     first_error = ""
     """The first error of accel in the output since the last restart, for services that report no reason; others follow from it."""
 
+    _partial_line = b""
+
     @abstractmethod
     def read(self) -> bytes:
         """Return the output written since the last call, which may be empty.
@@ -99,6 +101,14 @@ class Log(ABC):
         """Return True if all output of a finished job is known to have been read."""
         return self._complete
 
+    def find_error(self, output: bytes) -> None:
+        """Record the first error of accel in new output, where a node's name may stand before it; a line may be in two parts."""
+        *lines, rest = (self._partial_line + output).split(b"\n")
+        self._partial_line = rest[-_MAX_LINE:]
+        error = next((line.partition(_ERROR)[2] for line in lines if _ERROR in line), b"")
+        if error and not self.first_error:
+            self.first_error = error.decode(errors="replace").strip().rstrip(".")
+
 
 class FileLog(Log):
     """A log file."""
@@ -106,7 +116,6 @@ class FileLog(Log):
     def __init__(self, path: Path) -> None:
         self._path = path
         self._position = 0
-        self._partial_line = b""
 
     @override
     def read(self) -> bytes:
@@ -123,16 +132,8 @@ class FileLog(Log):
                 f"Cannot read the log {self._path}: {error.strerror}. Check its permissions and its file system."
             ) from None
         self._position += len(output)
-        self._find_error(output)
+        self.find_error(output)
         return output
-
-    def _find_error(self, output: bytes) -> None:
-        """Record the first error of accel in new output; a line may be in two parts."""
-        lines = (self._partial_line + output).split(b"\n")
-        self._partial_line = lines.pop()[-_MAX_LINE:]
-        errors = [line for line in lines if line.startswith(_ERROR)]
-        if errors and not self.first_error:
-            self.first_error = errors[0].removeprefix(_ERROR).decode(errors="replace").strip().rstrip(".")
 
 
 class Jobs(ABC):

@@ -387,14 +387,7 @@ def _is_number(script: Script, value: cst.BaseExpression, seen: set[Variable]) -
     if variable is None or variable in seen:
         return False
     seen.add(variable)
-    sources = [one for _, one in script.assigned.get(variable, [])]
-    sources += [
-        arg.value
-        for call, function in script.callees.items()
-        for name, arg in script.bind(call, function).items()
-        if script.parameter(function, name) == variable
-    ]
-    return any(_is_number(script, one, seen) for one in sources)
+    return any(_is_number(script, one, seen) for one in script.list_values(variable))
 
 
 def _is_walrus(script: Script, node: cst.CSTNode) -> bool:

@@ -451,18 +451,11 @@ def _is_of_all_processes(conversion: Conversion, variable: Variable, seen: set[V
             callee = script.callees.get(node) if isinstance(node, cst.Call) else None
             if callee is not None and script.class_of(callee) is variable.scope is not None:
                 return True
-    sources = [value for _, value in script.assigned.get(variable, [])]
-    sources += [
-        arg.value
-        for call, function in script.callees.items()
-        for name, arg in script.bind(call, function).items()
-        if script.parameter(function, name) == variable
-    ]
     return any(
         (source := script.variable(one)) is not None
         and source not in seen
         and _is_of_all_processes(conversion, source, seen)
-        for value in sources
+        for value in script.list_values(variable)
         for one in descendants(value)
         if isinstance(one, (cst.Name, cst.Attribute))
     )

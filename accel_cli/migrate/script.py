@@ -487,20 +487,22 @@ class Script(Structure):
                     if self.kind_of(value) != "model":
                         self._trace_parameters(value, seen)
 
+    def list_values(self, variable: Variable) -> list[cst.BaseExpression]:
+        """Return the expressions that are assigned to a variable, or passed to it as an argument."""
+        values = [value for _, value in self.assigned.get(variable, [])]
+        return values + [
+            arg.value
+            for call, function in self.callees.items()
+            for name, arg in self.bind(call, function).items()
+            if self.parameter(function, name) == variable
+        ]
+
     def find_values(self, variable: Variable) -> list[cst.BaseExpression]:
         """Return the expressions whose values a variable may have, also through variables and arguments."""
         found: list[cst.BaseExpression] = []
         pending, seen = [variable], {variable}
         while pending:
-            one = pending.pop()
-            values = [value for _, value in self.assigned.get(one, [])]
-            values += [
-                arg.value
-                for call, function in self.callees.items()
-                for name, arg in self.bind(call, function).items()
-                if self.parameter(function, name) == one
-            ]
-            for value in values:
+            for value in self.list_values(pending.pop()):
                 source = self.variable(value)
                 if source is None:
                     found.append(value)

@@ -13,7 +13,7 @@ from accel_cli.errors import UsageError
 from accel_cli.migrate.files import STDIN, migrate_file
 from accel_cli.migrate.scratch_copy import find_root
 from accel_cli.migrate.step_records import StepRecord
-from accel_cli.migrate.verification_runs import Run, RunResult, Trial, run_trial
+from accel_cli.migrate.verification_runs import Run, RunOptions, RunResult, Trial, run_trial
 
 __all__ = [
     "Part",
@@ -48,10 +48,7 @@ class Request:
     before: Mapping[Path, str]
     """The texts of the scripts before the conversion, by path."""
     after: Mapping[Path, str]
-    arguments: tuple[str, ...]
-    environ: Mapping[str, str]
-    max_steps: int
-    timeout_s: float
+    options: RunOptions
     devices: int
     """The number of GPUs of this machine."""
 
@@ -116,6 +113,7 @@ def verify(request: Request, report: Callable[[str], None]) -> Verdict:
         UsageError: The script cannot be run as it is before the conversion.
     """
     root = find_root(request.script, Path.cwd())
+    arguments = tuple(_resolve_argument(one, root) for one in request.options.arguments)
     with ExitStack() as stack:
         # A hidden folder, which is not copied if the script is in the folder of temporary files itself.
         scratch = stack.enter_context(
@@ -124,11 +122,8 @@ def verify(request: Request, report: Callable[[str], None]) -> Verdict:
         trial = Trial(
             root=root,
             script=request.script.resolve().relative_to(root),
-            arguments=tuple(_resolve_argument(one, root) for one in request.arguments),
-            environ=request.environ,
-            max_steps=request.max_steps,
-            timeout_s=request.timeout_s,
             scratch=Path(scratch).resolve(),
+            options=replace(request.options, arguments=arguments),
         )
         return _compare_runs(request, trial, report)
 
@@ -171,7 +166,7 @@ def _compare_runs(request: Request, trial: Trial, report: Callable[[str], None])
         rows = _build_rows(first, one, None)
         return Verdict(rows, (sentence, "the run on two processes is left out"), is_equal=False)
     sentences = [
-        f"equal on one process: {_count_steps(len(one.steps), request.max_steps)}, largest difference 0.{seed}"
+        f"equal on one process: {_count_steps(len(one.steps), request.options.max_steps)}, largest difference 0.{seed}"
     ]
     half = any(_HALF.search(each) for each in after.values())
     two, is_split, reference = _run_on_two(trial, after, request.devices, one, report)

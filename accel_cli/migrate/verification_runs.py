@@ -20,7 +20,7 @@ from accel_cli.migrate.step_records import RunConfig, RunEnd, StepRecord, read_r
 from accel_cli.planning.network import bind_free_port, find_loopback_address
 from accel_runtime.environment.settings import PREFIX
 
-__all__ = ["RankResult", "Run", "RunResult", "Trial", "run_trial"]
+__all__ = ["RankResult", "Run", "RunOptions", "RunResult", "Trial", "run_trial"]
 
 _PROBE = Path(__file__).with_name("probe.py")
 _POLL_S = 0.05
@@ -48,19 +48,26 @@ _SETTINGS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class Trial:
-    """The script and its limits, which all runs have in common."""
+class RunOptions:
+    """What all runs of a script have in common."""
 
-    root: Path
-    """The user's folder."""
-    script: Path
-    """The path of the script in it."""
     arguments: tuple[str, ...]
     environ: Mapping[str, str]
     max_steps: int
     timeout_s: float
     """The time that a step may take, the first one with the start of the script."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A script in the folder of the user, and the folder of its runs."""
+
+    root: Path
+    """The user's folder."""
+    script: Path
+    """The path of the script in it."""
     scratch: Path
+    options: RunOptions
 
 
 @dataclass(frozen=True)
@@ -118,13 +125,11 @@ def run_trial(trial: Trial, run: Run) -> RunResult:
         (copy / path).write_text(text, encoding="utf-8", newline="")
     try:
         with _start_processes(trial, run, copy, results) as processes:
-            is_late = _wait(processes, results, trial.timeout_s)
+            is_late = _wait(processes, results, trial.options.timeout_s)
         ranks = tuple(_read_rank(results, rank) for rank in range(run.world_size))
         error = _find_error(ranks, processes)
         if is_late and not error:
-            error = (
-                f"no step in {trial.timeout_s:g} s. Pass a longer time, as --timeout {2 * trial.timeout_s:g}"
-            )
+            error = f"no step in {trial.options.timeout_s:g} s. Pass a longer time, as --timeout {2 * trial.options.timeout_s:g}"
         return RunResult(ranks, error.replace(str(copy), str(trial.root)))
     finally:
         shutil.rmtree(tree, ignore_errors=True)
@@ -144,7 +149,7 @@ def _start_processes(
             config = RunConfig(
                 rank=rank,
                 world_size=run.world_size,
-                max_steps=trial.max_steps,
+                max_steps=trial.options.max_steps,
                 results=str(results),
                 reference=str(trial.scratch / run.reference / "results") if run.reference else "",
                 tree=str(copy.parent),
@@ -161,10 +166,10 @@ def _start_processes(
                             str(_PROBE),
                             json.dumps(asdict(config)),
                             str(copy / trial.script),
-                            *trial.arguments,
+                            *trial.options.arguments,
                         ],
                         cwd=copy,
-                        env=_build_environment(trial.environ, run, place),
+                        env=_build_environment(trial.options.environ, run, place),
                         stdin=subprocess.DEVNULL,
                         stdout=out,
                         stderr=err,

@@ -15,6 +15,8 @@ _EPOCHS = re.compile(r"(num|n|max|total)?_?(train|training)?_?epochs")
 _STEPS = re.compile(
     r"(num|n|max|total)_?(train|training)?_?(steps|iters|iterations)|(train|training)_steps|iterations"
 )
+_MAX_GOAL = 1e12
+"""Larger numbers stand for a run without an end."""
 _RESUME = re.compile(r"--?resume|--?(start|initial)[-_]epoch")
 
 
@@ -41,9 +43,6 @@ def find_goal(arguments: Sequence[str], configuration: Mapping[str, Any]) -> Goa
         if kind is not None and 0 < number < _MAX_GOAL:
             goals.append(Goal(number, kind is _STEPS, source))
     return next((goal for goal in goals if goal.counts_steps), goals[0] if goals else None)
-
-
-_MAX_GOAL = 1e12
 
 
 def _list_options(arguments: Sequence[str]) -> Iterator[tuple[str, Any, str]]:

@@ -39,6 +39,8 @@ worker.main(list(started.argv[2:]))
 """
 OURS = re.compile(r'  File "[^"]*(?:worker|driver)\.py", line .*\n(?:    .*\n)*')
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+HINT = re.compile(r"^accel: hint: .*\n", re.MULTILINE)
+"""The line that accel adds below the traceback of an error with a known cure."""
 
 
 @pytest.fixture
@@ -63,7 +65,7 @@ def ends(tmp_path, cwd, monkeypatch):
         # A session of its own is what the elastic agent gives each process.
         result = subprocess.run(command, capture_output=True, check=False, start_new_session=True, **options)
         code = int(report.read_text()) if method == "forkserver" else result.returncode
-        return code, result.stdout, ADDRESS.sub("", OURS.sub("", result.stderr))
+        return code, result.stdout, HINT.sub("", ADDRESS.sub("", OURS.sub("", result.stderr)))
 
     return run
 

@@ -45,7 +45,6 @@ _FIRST_S, _QUIET_S = 20.0, 0.3
 """Seconds to wait for the first output of `sky logs`, and for more."""
 _GONE_EXIT_CODE = 143
 _COLORS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_ERROR = b"accel: error: "
 _HOUR_S = 3600
 
 
@@ -144,7 +143,6 @@ class SkyLog(Log):
         self._process: subprocess.Popen[bytes] | None = None
         self._length = self._skip = 0
         """Bytes that were read, and of those the ones that a new `sky logs` prints again."""
-        self._partial = b""
 
     @override
     def read(self) -> bytes:
@@ -161,7 +159,7 @@ class SkyLog(Log):
         skipped, self._skip = (data or b"")[: self._skip], max(0, self._skip - len(data or b""))
         new = (data or b"")[len(skipped) :]
         self._length += len(new)
-        self._find_error(new)
+        self.find_error(new)
         return new
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -182,12 +180,6 @@ class SkyLog(Log):
         self._complete = code in _LOG_EXIT_CODES
         if not self._complete:
             raise UnreachableError(f"sky logs {self._name} ended with exit code {code}.")
-
-    def _find_error(self, data: bytes) -> None:
-        *lines, self._partial = (self._partial + data).split(b"\n")
-        errors = [line for line in lines if _ERROR in line]
-        if errors and not self.first_error:
-            self.first_error = errors[0].partition(_ERROR)[2].decode(errors="replace").strip().rstrip(".")
 
 
 def submit(plan: Plan) -> int:

@@ -32,7 +32,7 @@ from accel_cli.migrate.verification import (
     read_versions,
 )
 from accel_cli.migrate.verification import verify as run_comparison
-from accel_cli.migrate.verification_runs import RankResult, RunResult
+from accel_cli.migrate.verification_runs import RankResult, RunOptions, RunResult
 
 TRAIN = """\
 import torch
@@ -186,7 +186,7 @@ def test_with_one_gpu_two_processes_are_compared_with_one_on_the_cpu(tmp_path, m
     path.write_text(TRAIN)
     versions, left = read_versions([path])
     before, after = ({path: text} for text in versions[path])
-    request = Request(path, before, after, (), os.environ, max_steps=2, timeout_s=limit(300), devices=1)
+    request = Request(path, before, after, RunOptions((), os.environ, 2, limit(300)), devices=1)
     lines = []
     verdict = run_comparison(request, lines.append)
     assert (verdict.is_equal, left) == (True, "")
