@@ -90,24 +90,17 @@ class Location:
 )
 @click.pass_context
 @pass_options(Location)
-@option("--default", is_flag=True, help="Write defaults for this machine without questions.")
-@_force_option
-def config(ctx: click.Context, location: Location, default: bool, force: bool) -> None:
+def config(ctx: click.Context, location: Location) -> None:
     """Create and manage profiles. Run without a subcommand to start the interactive wizard."""
     if ctx.invoked_subcommand:
-        if location != Location() or default or force:
+        if location != Location():
             command = f"accel config {ctx.invoked_subcommand}"
             raise UsageError(f"Options belong after the subcommand: {command} --profile NAME.")
         return
-    if force and not default:
-        raise UsageError("--force needs --default. The wizard asks before it changes a file.")
     path = location.find_writable_file()
-    if default:
-        _write_default(path, force=force)
-        return
     if not _has_terminal():
         raise UsageError(
-            "The wizard needs a terminal. Without one, use accel config --default to write defaults for this machine, "
+            "The wizard needs a terminal. Without one, use accel config default to write defaults for this machine, "
             "and accel config set KEY=VALUE to change single values."
         )
     from accel_cli.wizard.session import run_wizard
@@ -272,7 +265,17 @@ def unset(location: Location, keys: tuple[str, ...]) -> None:
 @_force_option
 def default(location: Location, force: bool) -> None:
     """Write defaults for this machine without questions."""
-    _write_default(location.find_writable_file(), force=force)
+    from accel_cli.planning import machine
+    from accel_cli.profile import store
+
+    target = location.find_writable_file()
+    if target.exists() and not force:
+        raise UsageError(f"{target} already exists. Use --force to replace it.")
+    detected = machine.detect(os.environ)
+    for problem in detected.problems:
+        console.note(problem)
+    store.write(target, _render_default(detected))
+    console.note(f"wrote {target} for {detected.summary}")
 
 
 @config.command("edit", panel=_CHANGE, epilog="Example: EDITOR=nano accel config edit")
@@ -476,19 +479,6 @@ def _check(target: Path, file: Path) -> Resolved:
     from accel_cli.profile.edit import resolve_file
 
     return resolve_file(_get_store(), target, layers.read_file(file, "file"))
-
-
-def _write_default(target: Path, *, force: bool) -> None:
-    from accel_cli.planning import machine
-    from accel_cli.profile import store
-
-    if target.exists() and not force:
-        raise UsageError(f"{target} already exists. Use --force to replace it.")
-    detected = machine.detect(os.environ)
-    for problem in detected.problems:
-        console.note(problem)
-    store.write(target, _render_default(detected))
-    console.note(f"wrote {target} for {detected.summary}")
 
 
 def _write(target: Path, text: str | None) -> None:

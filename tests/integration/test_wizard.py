@@ -325,7 +325,7 @@ def test_a_named_profile_and_the_project_file_are_written_to_their_paths(termina
 def test_the_wizard_without_a_terminal_names_other_commands(cwd, home, capfd):
     result = call_accel(capfd, "config")
     assert result.returncode == 2
-    assert "accel config --default" in result.stderr
+    assert "accel config default" in result.stderr
     assert "accel config set KEY=VALUE" in result.stderr
     assert not home.exists()
 

@@ -177,5 +177,5 @@ def test_enter_keeps_the_values_of_the_profile(terminal, configured, read_profil
 
 def test_defaults_for_the_machine_are_written_without_calls_to_aws(aws, cwd, capfd, monkeypatch):
     monkeypatch.setattr("accel_cli.planning.machine.detect", lambda *_: Machine(2))
-    assert call_accel(capfd, "config", "--default").returncode == 0
+    assert call_accel(capfd, "config", "default").returncode == 0
     assert not aws.calls()
