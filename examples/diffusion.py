@@ -91,6 +91,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
+    torch.set_num_threads(1)  # on a CPU, several threads wait for each other longer than they compute
     accelerator = Accelerator(split_batches=True)
     set_seed(args.seed)  # the same weights on all processes
     train_set, _ = digits()

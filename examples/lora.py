@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import warnings
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from accel_runtime import Accelerator, DataLoaderConfiguration, set_seed
+
+# peft 0.21 uses a name that transformers 5 has renamed.
+warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 
 WORDS = ["<pad>", "mon", "tue", "wed", "thu", "fri", "sat", "sun", "<end>"]
 

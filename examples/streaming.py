@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,9 @@ from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from accel_runtime import Accelerator, ProjectConfiguration, set_seed
+
+# torchdata 0.11 calls a function that torch 2.13 deprecates.
+warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
 
 VOCABULARY, LENGTH = 32, 16
 

@@ -326,7 +326,9 @@ def checkpoint_activations(model: nn.Module, units: Units) -> None:
             type(model).__name__,
         )
         return
-    if getattr(model, "is_gradient_checkpointing", False):
+    # transformers 5 has another name, and warns of this one.
+    recomputes = getattr(model, "is_activation_checkpointing", None)
+    if getattr(model, "is_gradient_checkpointing", False) if recomputes is None else recomputes:
         raise ValueError(
             f"fully_shard.activation_checkpointing: {type(model).__name__} already recomputes its activations after "
             "gradient_checkpointing_enable(). Use one of them."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -99,8 +100,21 @@ def test_a_model_without_units_is_warned_about(caplog):
     )
 
 
-def test_a_model_with_its_own_checkpointing_is_rejected():
-    model = SimpleNamespace(is_gradient_checkpointing=True)
+class Renamed:
+    """A model of transformers 5, which warns of the earlier name."""
+
+    is_activation_checkpointing = True
+
+    @property
+    def is_gradient_checkpointing(self):
+        warnings.warn("deprecated", FutureWarning, stacklevel=2)
+        return True
+
+
+@pytest.mark.parametrize(
+    "model", [SimpleNamespace(is_gradient_checkpointing=True), Renamed()], ids=["earlier", "renamed"]
+)
+def test_a_model_with_its_own_checkpointing_is_rejected(model):
     with pytest.raises(ValueError, match="Use one of them"):
         activations.checkpoint_activations(model, [("a", nn.Linear(1, 1))])
 
