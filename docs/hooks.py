@@ -85,7 +85,7 @@ def cli_page() -> str:
     intro = (
         "# Command line (CLI)\n\n"
         "Generated from the commands; `accel COMMAND --help` prints the same. Every command also accepts "
-        "`--help` or `-h`. [First launch](../first-launch.md#exit-codes) lists the exit codes.\n"
+        "`--help` or `-h`. [Exit codes](../when-it-fails.md#exit-codes) lists the exit codes.\n"
     )
     return "\n".join([intro, *_commands("accel", accel)])
 
@@ -333,7 +333,7 @@ _BUILT_IN = """\
 | `ImportError` | for a name of Accelerate that accel [does not have](../coming-from-accelerate.md#unsupported-names), or a missing optional package |"""
 _EXITS = """\
 `accel` prints these errors as one message to stderr, without a traceback, and exits with the code. A failure of the script
-has the exit code of the script: see [exit codes](../first-launch.md#exit-codes)."""
+has the exit code of the script: see [exit codes](../when-it-fails.md#exit-codes)."""
 _INTERNAL = {"ConnectionLostError", "EstimateError", "KeyExistsError"}
 """Exceptions that accel handles or converts before a script or a user sees them."""
 
