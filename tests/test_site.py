@@ -27,6 +27,8 @@ WORDS = {
     "troubleshooting": "troubleshooting", "performance": "performance", "streaming": "cookbook/streaming",
     # Guides are above the reference and the design notes.
     "slurm": "slurm", "kubernetes": "kubernetes", "ddp": "from-ddp",
+    "wandb": "tracking", "fp8": "precision", "mps": "devices", "rocm": "devices", "ema": "ema", "inference": "inference",
+    "vs code": "vscode", "optuna": "cookbook/optuna", "glossary": "glossary", "quickstart": "first-launch",
 }  # fmt: skip
 """Words of the field, and the page that the search shows first."""
 
