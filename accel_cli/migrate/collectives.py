@@ -22,6 +22,8 @@ _ANYWHERE = {
     "is_nccl_available", "is_torchelastic_launched",
 }  # fmt: skip
 """Functions that need no process group."""
+_WITH_COLLECTIVES = ("algorithms.", "distributed_c10d.", "nn.")
+"""Packages whose functions exchange values; others read and write checkpoints, and record errors."""
 _ADVICE = {
     "all_gather": "Write accelerator.gather(tensor)",
     "all_gather_into_tensor": "Write accelerator.gather(tensor)",
@@ -38,11 +40,12 @@ _PARALLEL = {
     "device_mesh": "Remove it, and set parallel in the profile.",
     "tensor": "Remove it, and set parallel: {tp: N} in the profile.",
     "autograd": "A training over RPC has no counterpart in accel; accel launch starts it as it is.",
-    "optim": "A training over RPC has no counterpart in accel; accel launch starts it as it is.",
+    "optim.DistributedOptimizer": "A training over RPC has no counterpart in accel; accel launch starts it as it is.",
+    "optim.ZeroRedundancyOptimizer": "Create its optimizer_class instead, and set parallel: {dp_shard: auto} in the profile.",
     "pipelining": "A pipeline has no counterpart in accel; accel launch starts it as it is.",
     "rpc": "A training over RPC has no counterpart in accel; accel launch starts it as it is.",
 }
-"""Packages of torch.distributed by which a script divides its model itself, with what to write."""
+"""Packages and classes of torch.distributed by which a script divides its model or optimizer itself, with what to write."""
 
 
 def find_collectives(tree: ast.Module) -> tuple[Finding, ...]:
@@ -52,14 +55,16 @@ def find_collectives(tree: ast.Module) -> tuple[Finding, ...]:
             call.lineno, f"This use of process groups is not converted: {name}. {_ADVICE.get(last, _OTHER)}."
         )
         for call, name in _list_calls(tree, _PACKAGE)
-        if (last := name.removeprefix(f"{_PACKAGE}.")) not in _CONVERTED | _ANYWHERE and "." not in last
+        if (last := name.removeprefix(f"{_PACKAGE}.")) not in _CONVERTED | _ANYWHERE
+        and ("." not in last or last.startswith(_WITH_COLLECTIVES))
     )
 
 
 def find_own_parallelism(tree: ast.Module) -> Finding | None:
     """Return the place where a script divides its model over the processes itself; None if it does not."""
     for call, name in _list_calls(tree, _PACKAGE):
-        if advice := _PARALLEL.get(name.removeprefix(f"{_PACKAGE}.").partition(".")[0]):
+        last = name.removeprefix(f"{_PACKAGE}.")
+        if advice := _PARALLEL.get(last) or _PARALLEL.get(last.partition(".")[0]):
             return Finding(
                 call.lineno, f"The script divides its model over the processes itself, by {name}. {advice}"
             )

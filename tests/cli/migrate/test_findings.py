@@ -72,6 +72,7 @@ EVALUATE = (
 TEST = HEAD + LOOP + "test = DataLoader(torch.randn(8, 8))\ntotal = 0\n"
 UNSAFE = {
     "a training over RPC": ("import torch.distributed.rpc as rpc\nrpc.init_rpc('a')\n" + HEAD + LOOP, "has no counterpart in accel"),
+    "an optimizer that is sharded": ("from torch.distributed.optim import ZeroRedundancyOptimizer\n" + HEAD + "optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=0.1)\n" + LOOP, "Create its optimizer_class instead"),
     "a model that the script shards": ("from torch.distributed.fsdp import fully_shard\n" + HEAD + "fully_shard(model)\n" + LOOP, "parallel: {dp_shard: auto}"),
     "model without a variable": (HEAD.split("model =", maxsplit=1)[0] + TRAINER + "loader = DataLoader(torch.randn(32, 8), batch_size=8)\nTrainer(nn.Linear(8, 2).to(device), loader).fit()\n", "Write model = nn.Linear(8, 2).to(device) before"),
     "a sampler that does not shuffle as DDP does": (DDP + "from torch.utils.data import DistributedSampler\nsampler = DistributedSampler(x) if rank else None\nloader = DataLoader(x, sampler=sampler)\n" + LOOP, "The sampler is not a DistributedSampler in every case"),
@@ -93,6 +94,8 @@ UNSAFE = {
 FOUND = {
     "values of a script without a seed": (HEAD.replace("torch.manual_seed(0)\n", "") + LOOP, "The script sets no seed"),
     "values of modules of a script without a seed": (HEAD.replace("torch.manual_seed(0)\n", "").replace("torch.randn(32, 8)", "list(range(32))").replace("model = nn.Linear(8, 2)", "class Net(nn.Linear):\n    def forward(self, x):\n        return super().forward(x + torch.randn(8))\nmodel = Net(8, 2)") + LOOP, None),
+    "a collective with gradients": (DDP + "from torch.distributed.nn.functional import all_gather\n" + LOOP.replace("    loss.backward()", "    loss = loss + all_gather(loss)[0]\n    loss.backward()"), "torch.distributed.nn.functional.all_gather"),
+    "a checkpoint of torch": (DDP + "import torch.distributed.checkpoint as dcp\n" + LOOP + "dcp.save({}, checkpoint_id='a')\n", None),
     "a part of a group that waits": (DDP + LOOP + "dist.barrier(group)\n", "of a group of processes"),
     "options of DDP that are computed": (DDP.replace("DDP(model", "DDP(model, bucket_cap_mb=int(rank)") + LOOP, "DistributedDataParallelKwargs(bucket_cap_mb=...)"),
     "a hook of DDP": (DDP + "model.register_comm_hook(None, print)\n" + LOOP, "Use DistributedDataParallelKwargs(comm_hook=...)"),
