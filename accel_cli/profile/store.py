@@ -46,6 +46,7 @@ DEFAULT = "default"
 PROJECT_FILE = "accel.yaml"
 SCHEMA_FILE = ".accel.schema.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_SUFFIXES = {"yaml", "yml"}
 _HEADER = f"# yaml-language-server: $schema={SCHEMA_FILE}\n"
 
 
@@ -75,6 +76,12 @@ class Store:
             raise UsageError(
                 f"Invalid profile name {name!r}: expected up to 64 letters, digits, '.', '_' and '-', beginning with a "
                 "letter or digit. To use a profile from a file, run accel config import FILE --profile NAME."
+            )
+        stem, dot, suffix = name.rpartition(".")
+        if stem and dot and suffix in _SUFFIXES:
+            raise UsageError(
+                f"Invalid profile name {name!r}: a name has no suffix {dot}{suffix}. Write {stem}; to use a profile from a file, run "
+                f"accel config import FILE --profile {stem}."
             )
         return self.home / f"{name}.yaml"
 

@@ -8,7 +8,9 @@ from accel_cli.profile import store
 from accel_cli.profile.store import Store
 
 
-@pytest.mark.parametrize("name", ["a/b", "../x", "", ".hidden", "-x", "a b", "x" * 65, "ä"])
+@pytest.mark.parametrize(
+    "name", ["a/b", "../x", "", ".hidden", "-x", "a b", "x" * 65, "ä", "pair.yaml", "pair.yml"]
+)
 def test_an_invalid_profile_name_is_rejected(tmp_path, name):
     with pytest.raises(UsageError, match="Invalid profile name"):
         Store(tmp_path, tmp_path).get_path(name)
