@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -102,12 +103,12 @@ class Log(ABC):
         return self._complete
 
     def find_error(self, output: bytes) -> None:
-        """Record the first error of accel in new output, where a node's name may stand before it; a line may be in two parts."""
+        """Record the first error of accel in new output; a line may be in two parts."""
         *lines, rest = (self._partial_line + output).split(b"\n")
         self._partial_line = rest[-_MAX_LINE:]
-        error = next((line.partition(_ERROR)[2] for line in lines if _ERROR in line), b"")
-        if error and not self.first_error:
-            self.first_error = error.decode(errors="replace").strip().rstrip(".")
+        match = next(filter(None, map(_ERROR.match, lines)), None)
+        if match and not self.first_error:
+            self.first_error = match[1].decode(errors="replace").strip().rstrip(".")
 
 
 class FileLog(Log):
@@ -196,7 +197,8 @@ class Jobs(ABC):
 _T = TypeVar("_T")
 
 _LOG_CHUNK = 1 << 20
-_ERROR = b"accel: error: "
+_ERROR = re.compile(rb"(?:\([^)]*\) )?accel: error: (.*)")
+"""An error of accel, also with the name of a node before it: `(worker1, pid=7) accel: error: ...`."""
 _MAX_LINE = 4096
 """Bytes of a line without an end that are kept."""
 _INTERRUPTED = 130

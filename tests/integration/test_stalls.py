@@ -85,7 +85,7 @@ def test_a_stall_report_has_steps_collectives_and_the_stacks_that_differ(accel, 
     for rank, location in enumerate(["in", "after", "in"]):
         words = table[2 + rank].split()
         assert words[:3] == [str(rank), "3", "0"]
-        assert f"{location} gather at train.py:14 (<module>)" in table[2 + rank]
+        assert f"{location} gather() at train.py:14 (<module>)" in table[2 + rank]
     assert table[5] == "  rank 1, innermost call first:"
     assert 'train.py", line 5' in table[6]
     assert "ranks 0 and 2 are at the same place" in table[-1]

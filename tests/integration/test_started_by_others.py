@@ -8,7 +8,9 @@ import pytest
 from support.waits import limit
 
 TELL = (
-    'import os\nprint(*(os.environ[n] for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")))\n'
+    "import os, sys\n"
+    'line = " ".join(os.environ[n] for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))\n'
+    'sys.stdout.write(f"{line}\\n")  # at once: lines of two processes may mix otherwise\n'
 )
 SUM = """
 import torch, torch.distributed as dist
