@@ -122,8 +122,8 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        "secrets of a task of SkyPilot by their names",
-        "accel_cli.launchers.skypilot.config:_check_env",
+        "secrets of a job by their names",
+        "accel_cli.launchers.job_launcher:find_exposed_secret",
         force_condition("is_secret", False),
         ("tests/cli/launchers/skypilot/test_skypilot.py::test_what_cannot_be_a_task_is_refused",),
     ),

@@ -312,7 +312,7 @@ _DEFAULT, _DETECTED = "default", "detected"
 
 
 def _format_values(title: str, values: Mapping[str, tuple[Any, str]]) -> Iterator[str]:
-    """Yield the values of a profile with their sources, and a star before those that somebody has set."""
+    """Yield the values of a profile with their sources, and a star before those that are set."""
     yield f"{title}:" if values else f"{title}: none"
     for key, (value, source) in values.items():
         shown = console.mask_secrets(key, str(value)) if key.startswith("env.") else value

@@ -196,12 +196,12 @@ def _verify(paths: list[Path], context: click.Context, others: list[str]) -> int
         raise UsageError(
             f"Cannot combine --verify with {' and '.join(others)}: it compares, and changes nothing. Run accel migrate --verify first."
         )
-    from accel_cli.migrate.verification import Request, read_versions, verify
+    from accel_cli.migrate.verification import ConvertedScript, read_versions, verify
     from accel_cli.migrate.verification_runs import RunOptions
     from accel_cli.planning.machine import detect_quickly
 
     versions, left = read_versions(paths)
-    request = Request(
+    converted = ConvertedScript(
         script=paths[0],
         before={path: before for path, (before, _) in versions.items()},
         after={path: after for path, (_, after) in versions.items()},
@@ -213,7 +213,7 @@ def _verify(paths: list[Path], context: click.Context, others: list[str]) -> int
         ),
         devices=len(detect_quickly(os.environ).devices),
     )
-    verdict = verify(request, console.note)
+    result = verify(converted, console.note)
     columns = (
         "step",
         "loss before",
@@ -222,13 +222,13 @@ def _verify(paths: list[Path], context: click.Context, others: list[str]) -> int
         "difference after",
         "difference on 2 processes",
     )
-    console.table(columns, verdict.rows)
+    console.table(columns, result.rows)
     sys.stdout.flush()
-    for sentence in verdict.sentences:
+    for sentence in result.sentences:
         console.note(sentence)
     if left:
         console.note(f"{left} left to convert by hand; accel migrate {paths[0]} lists them")
-    return 0 if verdict.is_equal else 1
+    return 0 if result.is_equal else 1
 
 
 @contextmanager

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, ValidationInfo
 from typing_extensions import override
 
+from accel_cli.console import is_secret
 from accel_cli.errors import UsageError
 from accel_cli.launchers.base import DETACH, JOB_NAME, Launcher, LaunchSpec
 from accel_cli.launchers.sections import Answers, CountOrAuto, ExpandedPath, Question
@@ -24,6 +26,7 @@ __all__ = [
     "WorkingDir",
     "count_gpus",
     "count_processes",
+    "find_exposed_secret",
 ]
 
 _FOLDER = "folder"
@@ -99,6 +102,24 @@ class JobLauncher(Launcher):
 def count_gpus(gpus_per_node: int | str | None) -> int:
     """Return the number in a value such as `4` or `a100:4`."""
     return int(str(gpus_per_node or 0).rpartition(":")[2])
+
+
+def find_exposed_secret(env: Mapping[str, str], secrets: Container[str]) -> str:
+    """Return the first variable of a profile that looks like a secret, which the job would show; empty without one.
+
+    Args:
+        env: The variables.
+        secrets: The names in `launcher.secrets`, whose values the job does not show.
+
+    Raises:
+        UsageError: A variable is one of `launcher.secrets` too.
+    """
+    for name in env:
+        if name in secrets:
+            raise UsageError(f"{name} is in both env and launcher.secrets. Remove one of them.")
+        if is_secret(name):
+            return name
+    return ""
 
 
 def count_processes(

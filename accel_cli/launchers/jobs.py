@@ -102,6 +102,10 @@ class Log(ABC):
         """Return True if all output of a finished job is known to have been read."""
         return self._complete
 
+    def forget_error(self) -> None:
+        """Forget the first error, since the job has started again."""
+        self.first_error = ""
+
     def find_error(self, output: bytes) -> None:
         """Record the first error of accel in new output; a line may be in two parts."""
         *lines, rest = (self._partial_line + output).split(b"\n")
@@ -325,7 +329,7 @@ class _Follower:
             return
         old, self._job = self._job, new
         if old.restarts != new.restarts:
-            self._log.first_error = ""
+            self._log.forget_error()
         if (old.state, old.reason, old.restarts) != (new.state, new.reason, new.restarts):
             self._interval = first
             _print_state(new)

@@ -84,7 +84,7 @@ def _reads_loader(conversion: Conversion, call: cst.Call) -> bool:
 def _find_unknown_loader(conversion: Conversion, backward: cst.Call) -> str:
     """Return the code of what the innermost loop around a backward pass reads if it comes from outside of the script."""
     script = conversion.script
-    loop = next((one for one in script.ancestors(backward) if isinstance(one, cst.For)), None)
+    loop = script.find_ancestor(backward, cst.For)
     node: Any = loop.iter if loop is not None else None
     while (
         isinstance(node, cst.Call) and node.args and script.qualified_name(node.func) == "builtins.enumerate"

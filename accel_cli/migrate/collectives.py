@@ -7,16 +7,15 @@ from collections.abc import Iterator
 
 from accel_cli.migrate.findings import Finding
 
-__all__ = ["find_collectives", "find_own_parallelism", "starts_processes"]
+__all__ = ["CONNECTS", "SPAWN", "find_collectives", "find_own_parallelism", "starts_processes"]
 
 _PACKAGE = "torch.distributed"
 _CONVERTED = {
     "init_process_group", "destroy_process_group", "barrier", "get_rank", "get_world_size", "is_initialized", "all_reduce", "reduce",
 }  # fmt: skip
 """Functions that are converted, or have a finding where they cannot be."""
-_STARTS = {
-    "torch.multiprocessing.spawn", "torch.distributed.init_process_group", "torch.distributed.destroy_process_group",
-}  # fmt: skip
+SPAWN = "torch.multiprocessing.spawn"
+CONNECTS = {"torch.distributed.init_process_group", "torch.distributed.destroy_process_group"}
 _ANYWHERE = {
     "get_default_backend_for_device", "is_available", "is_backend_available", "is_gloo_available", "is_mpi_available",
     "is_nccl_available", "is_torchelastic_launched",
@@ -73,7 +72,7 @@ def find_own_parallelism(tree: ast.Module) -> Finding | None:
 
 def starts_processes(tree: ast.Module) -> bool:
     """Return whether a script starts processes by `mp.spawn`, or connects them to a process group."""
-    return any(name in _STARTS for _, name in _list_calls(tree, "torch"))
+    return any(name in {SPAWN, *CONNECTS} for _, name in _list_calls(tree, "torch"))
 
 
 def _list_calls(tree: ast.Module, package: str) -> Iterator[tuple[ast.Call, str]]:

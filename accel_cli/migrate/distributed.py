@@ -236,17 +236,10 @@ def _replace_rank(conversion: Conversion, node: cst.CSTNode, kind: str) -> None:
 def _precedes_home(conversion: Conversion, node: cst.CSTNode) -> bool:
     """Return whether a variable of the launcher is read in a function that calls the one that creates the Accelerator."""
     script = conversion.script
-    function, calling = script.function_of(node), {conversion.home}
+    function = script.function_of(node)
     if conversion.home is None or "environ" not in to_code(node) or function is conversion.home:
         return False
-    while (
-        callers := {
-            script.function_of(call) for one in calling if one is not None for call in script.calls_of(one)
-        }
-        - calling
-    ):
-        calling |= callers
-    return function in calling
+    return function in script.find_callers({conversion.home})
 
 
 def _starts_worker(conversion: Conversion, node: cst.CSTNode) -> bool:

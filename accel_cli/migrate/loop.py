@@ -14,7 +14,6 @@ from accel_cli.migrate.raw import Conversion
 from accel_cli.migrate.script import (
     NO_VARIABLE,
     Script,
-    Variable,
     descendants,
     get_method,
     get_positional,
@@ -164,7 +163,7 @@ def _steps_optimizer(conversion: Conversion, node: cst.If) -> bool:
     nodes = set(descendants(node.body))
     if any(call in nodes for call in conversion.backwards):
         return False
-    loop = next((one for one in script.ancestors(node) if isinstance(one, cst.For)), None)
+    loop = script.find_ancestor(node, cst.For)
     if loop is None or not any(call in set(descendants(loop.body)) for call in conversion.backwards):
         return False
     for call in nodes:
@@ -201,7 +200,7 @@ class _Division:
 def _read_cycle(conversion: Conversion, node: cst.If) -> _Cycle | None:
     """Return the cycle of a condition of the form `(i + 1) % n == 0`; None for another form."""
     script = conversion.script
-    loop = next((one for one in script.ancestors(node) if isinstance(one, cst.For)), None)
+    loop = script.find_ancestor(node, cst.For)
     if loop is None or node.orelse is not None:
         return None
     match = _match_condition(conversion, node, loop)
@@ -254,9 +253,7 @@ def _convert_cycle(conversion: Conversion, cycle: _Cycle) -> None:
             whitespace_before_test=cst.SimpleWhitespace(" "),
         ),
     )
-    models = [
-        _get_name(variable) for variable in conversion.creations if script.roles[variable].kind == "model"
-    ]
+    models = [variable.code for variable in conversion.creations if script.roles[variable].kind == "model"]
     names = _find_local_models(conversion, loop) or models
     arguments = ", ".join(names)
 
@@ -267,10 +264,6 @@ def _convert_cycle(conversion: Conversion, cycle: _Cycle) -> None:
     conversion.edits.change(loop, wrap)
     for division in cycle.divisions:
         _remove_division(conversion, division, cycle.count)
-
-
-def _get_name(variable: Variable) -> str:
-    return f"self.{variable.name}" if isinstance(variable.scope, cst.ClassDef) else variable.name
 
 
 def _find_local_models(conversion: Conversion, loop: cst.For) -> list[str]:
@@ -336,7 +329,7 @@ def _pass_steps(conversion: Conversion, count: str, node: cst.CSTNode) -> None:
     if count.isdigit() or is_known_before(conversion, root):
         conversion.arguments["gradient_accumulation_steps"] = count
         return
-    loop: Any = next(one for one in script.ancestors(node) if isinstance(one, cst.For))
+    loop: Any = script.find_ancestor(node, cst.For)
     for one in script.ancestors(loop):
         if isinstance(one, (cst.For, cst.While)):
             loop = one

@@ -10,7 +10,7 @@ from typing import Any
 import libcst as cst
 
 from accel_cli.migrate.raw import ORDER, Conversion, strip_wrappers
-from accel_cli.migrate.script import NO_VARIABLE, Script, Variable, descendants, list_elements, to_code
+from accel_cli.migrate.script import Script, Variable, descendants, list_elements, to_code
 
 __all__ = ["check_creations", "list_blocks", "place_accelerator", "prepare_objects"]
 
@@ -214,18 +214,11 @@ def _find_process_group(conversion: Conversion) -> list[cst.CSTNode]:
 def _find_outer_connection(conversion: Conversion) -> cst.CSTNode | None:
     """Return the statement that connects the processes if a function around that of the Accelerator runs it."""
     script = conversion.script
-    calling: set[cst.FunctionDef | None] = set()
-    pending = [conversion.home]
-    while pending:
-        function = pending.pop()
-        callers = {script.function_of(call) for call in script.calls_of(function)} if function else set()
-        pending += callers - calling
-        calling |= callers
+    calling = script.find_callers({conversion.home}) - {None, conversion.home}
     for call in script.calls:
-        if script.is_call_of(call, "torch.distributed.init_process_group"):
-            function = script.function_of(call)
-            if function is not None and function in calling - {conversion.home}:
-                return script.parents[call]
+        is_connecting = script.is_call_of(call, "torch.distributed.init_process_group")
+        if is_connecting and script.function_of(call) in calling:
+            return script.parents[call]
     return None
 
 
@@ -377,7 +370,7 @@ def _insert_prepare(conversion: Conversion, group: Group) -> None:
         group.variables,
         key=lambda one: (ORDER.index(group.variables[one]), script.start(conversion.creations[one][0])),
     )
-    names = ", ".join(map(_format_name, ordered))
+    names = ", ".join(one.code for one in ordered)
     accelerator = conversion.accelerator(group.statements[0])
     code = f"{names} = {accelerator}.prepare({names})"
     indent = script.start(anchor)[1]
@@ -399,17 +392,14 @@ def _list_aliases(conversion: Conversion, group: Group, anchor: cst.CSTNode) -> 
         for node, value in entries:
             source = script.variable(strip_wrappers(script, value))
             if (
-                alias in called - {source}
-                and group.variables.get(source or NO_VARIABLE) == "model"
+                source is not None
+                and alias in called - {source}
+                and group.variables.get(source) == "model"
                 and script.function_of(node) is script.function_of(anchor)
                 and script.start(node) <= script.end(anchor)
             ):
-                found[f"{_format_name(alias)} = {_format_name(source)}"] = None  # type: ignore[arg-type]
+                found[f"{alias.code} = {source.code}"] = None
     return list(found)
-
-
-def _format_name(variable: Variable) -> str:
-    return f"self.{variable.name}" if isinstance(variable.scope, cst.ClassDef) else variable.name
 
 
 def _is_training(conversion: Conversion, call: cst.Call) -> bool:

@@ -77,7 +77,8 @@ class Conversion:
         self.home_line = 0
         self._guarded: dict[cst.CSTNode, bool] = {}
         self.backwards = [call for call in script.calls if _is_backward(script, call)]
-        self.training = self._find_training()
+        self.training = script.find_callers(map(script.function_of, self.backwards))
+        """Functions that run a backward pass, themselves or in functions that they call."""
         self.collective = self._find_collective()
         """Functions in which the script exchanges values between the processes itself."""
         self.creations = self._find_creations()
@@ -94,19 +95,6 @@ class Conversion:
         """Return the error for a place because of which the script is left unchanged."""
         return UnsafeError(self.script.line(node), text)
 
-    def _find_training(self) -> set[cst.FunctionDef | None]:
-        """Return the functions that run a backward pass, themselves or in functions that they call; None: the module."""
-        found = {self.script.function_of(call) for call in self.backwards}
-        while True:
-            callers = {
-                self.script.function_of(call)
-                for call, callee in self.script.callees.items()
-                if callee in found
-            }
-            if callers <= found:
-                return found
-            found |= callers
-
     def _find_collective(self) -> set[cst.FunctionDef | None]:
         """Return the functions with collectives of torch that stay, also in functions that they call and that read no loader."""
         script = self.script
@@ -120,15 +108,7 @@ class Conversion:
             for node in script.nodes
             if isinstance(node, cst.For) and script.loader_of(node.iter)
         }
-        while True:
-            callers = {
-                script.function_of(call)
-                for call, callee in script.callees.items()
-                if callee in found - reading
-            }
-            if callers <= found:
-                return found
-            found |= callers
+        return script.find_callers(found, leaves=reading)
 
     def find_training_loaders(self) -> set[Variable]:
         """Return the loaders of the loops that run a backward pass, themselves or in functions that they call."""

@@ -100,20 +100,15 @@ def check_file(conversion: Conversion, call: cst.Call) -> None:
     opens = method == "open" and bool(modes & {"w", "a", "x"})
     if not (opens or downloads or method in _WRITES | _IMAGES):
         return
-    if not (
-        call in conversion.saved or conversion.is_guarded(call) or _guards_image(conversion, call, method)
-    ):
+    if call in conversion.saved or conversion.is_guarded(call):
+        return
+    if method not in _IMAGES or not _guard(conversion, call):
         advice = (
             "Use with accelerator.main_process_first():"
             if downloads
             else "Guard it with if accelerator.is_main_process:"
         )
         conversion.finding(call, f"Every process writes this file. {advice}")
-
-
-def _guards_image(conversion: Conversion, call: cst.Call, method: str) -> bool:
-    """Return whether a call writes an image, and is guarded now."""
-    return method in _IMAGES and _guard(conversion, call)
 
 
 def _guard(conversion: Conversion, call: cst.Call) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import libcst as cst
 
+from accel_cli.migrate.collectives import CONNECTS, SPAWN
 from accel_cli.migrate.distributed import REMOVED
 from accel_cli.migrate.edits import Edits, add_import, drop_parameters, drop_unused_imports
 from accel_cli.migrate.findings import Finding, UnsafeError
@@ -15,8 +16,6 @@ from accel_cli.migrate.script import Script, Variable, get_positional, to_code
 
 __all__ = ["map_lines", "replace_spawn"]
 
-_SPAWN = "torch.multiprocessing.spawn"
-_CONNECTS = {"torch.distributed.init_process_group", "torch.distributed.destroy_process_group"}
 _SETS_UP = {*REMOVED, "torch.distributed.barrier"}
 _ADDRESS = {"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE"}
 _START_ADVICE = (
@@ -37,7 +36,7 @@ def replace_spawn(text: str) -> str:
     for node in script.nodes:
         if _sets_address(script, node):
             edits.remove(node)
-    spawned = [call for call in script.calls if script.is_call_of(call, _SPAWN)]
+    spawned = [call for call in script.calls if script.is_call_of(call, SPAWN)]
     for call in spawned:
         _replace_call(script, edits, call)
     module = drop_unused_imports(text, edits.apply(script.module))
@@ -81,7 +80,7 @@ def _replace_setup(script: Script, edits: Edits, function: cst.FunctionDef) -> N
             calls.append(value)
         elif not (_sets_address(script, one) or (index == 0 and isinstance(value, cst.SimpleString))):
             return
-    connecting = [call for call in calls if script.qualified_name(call.func) in _CONNECTS]
+    connecting = [call for call in calls if script.qualified_name(call.func) in CONNECTS]
     used = script.calls_of(function)
     is_statement = all(isinstance(script.parents[call], cst.Expr) for call in used)
     if (

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,11 @@ class Variable:
 
     scope: Any
     name: str
+
+    @property
+    def code(self) -> str:
+        """The expression for the variable in its scope."""
+        return f"self.{self.name}" if isinstance(self.scope, cst.ClassDef) else self.name
 
 
 NO_VARIABLE = Variable(None, "")
@@ -281,6 +287,21 @@ class Structure:
     def calls_of(self, function: cst.FunctionDef) -> list[cst.Call]:
         """Return the calls of a function; those of its class for `__init__`."""
         return [call for call, callee in self.callees.items() if callee is function]
+
+    def find_callers(
+        self,
+        functions: Iterable[cst.FunctionDef | None],
+        leaves: AbstractSet[cst.FunctionDef | None] = frozenset(),
+    ) -> set[cst.FunctionDef | None]:
+        """Return functions and those that call them, also through others; None: the module. Callers of `leaves` are not followed."""
+        found = set(functions)
+        while True:
+            callers = {
+                self.function_of(call) for call, callee in self.callees.items() if callee in found - leaves
+            }
+            if callers <= found:
+                return found
+            found |= callers
 
     def bind(self, call: cst.Call, function: cst.FunctionDef) -> dict[str, cst.Arg]:
         """Return the arguments of a call of a function by the names of its parameters."""

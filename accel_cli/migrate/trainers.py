@@ -11,7 +11,7 @@ _LIBRARIES = {"transformers", "trl", "sentence_transformers", "setfit"}
 
 
 def find_trainer(tree: ast.Module) -> str:
-    """Return the Trainer that a script trains with, such as `SFTTrainer of trl`; empty if there is none, or a loop beside it."""
+    """Return the Trainer that a script trains with, such as `SFTTrainer of trl`; empty without one, or if the script has a training loop too."""
     names = dict(_list_names(tree))
     if not names or _has_own_loop(tree, names):
         return ""

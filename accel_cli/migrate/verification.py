@@ -16,9 +16,9 @@ from accel_cli.migrate.step_records import StepRecord
 from accel_cli.migrate.verification_runs import Run, RunOptions, RunResult, Trial, run_trial
 
 __all__ = [
+    "ComparisonResult",
+    "ConvertedScript",
     "Part",
-    "Request",
-    "Verdict",
     "compare_ranks",
     "find_difference_on_two",
     "find_first_difference",
@@ -41,7 +41,7 @@ _NO_SPLIT = re.compile(r"split_batches needs|split_batches=True")
 
 
 @dataclass(frozen=True)
-class Request:
+class ConvertedScript:
     """A script and its conversion."""
 
     script: Path
@@ -54,7 +54,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ComparisonResult:
     """The result of a comparison."""
 
     rows: tuple[tuple[str, ...], ...]
@@ -102,18 +102,18 @@ def read_versions(paths: Sequence[Path]) -> tuple[dict[Path, tuple[str, str]], s
     return versions, "" if not left else "1 place is" if left == 1 else f"{left} places are"
 
 
-def verify(request: Request, report: Callable[[str], None]) -> Verdict:
+def verify(converted: ConvertedScript, report: Callable[[str], None]) -> ComparisonResult:
     """Run a script before and after its conversion, and compare the steps.
 
     Args:
-        request: The script.
+        converted: The script.
         report: Called with a line before each run.
 
     Raises:
         UsageError: The script cannot be run as it is before the conversion.
     """
-    root = find_root(request.script, Path.cwd())
-    arguments = tuple(_resolve_argument(one, root) for one in request.options.arguments)
+    root = find_root(converted.script, Path.cwd())
+    arguments = tuple(_resolve_argument(one, root) for one in converted.options.arguments)
     with ExitStack() as stack:
         # A hidden folder, which is not copied if the script is in the folder of temporary files itself.
         scratch = stack.enter_context(
@@ -121,11 +121,11 @@ def verify(request: Request, report: Callable[[str], None]) -> Verdict:
         )
         trial = Trial(
             root=root,
-            script=request.script.resolve().relative_to(root),
+            script=converted.script.resolve().relative_to(root),
             scratch=Path(scratch).resolve(),
-            options=replace(request.options, arguments=arguments),
+            options=replace(converted.options, arguments=arguments),
         )
-        return _compare_runs(request, trial, report)
+        return _compare_runs(converted, trial, report)
 
 
 def _resolve_argument(argument: str, root: Path) -> str:
@@ -138,12 +138,14 @@ def _resolve_argument(argument: str, root: Path) -> str:
     return argument if is_copied else f"{option}{equals}{path.absolute()}"
 
 
-def _compare_runs(request: Request, trial: Trial, report: Callable[[str], None]) -> Verdict:
+def _compare_runs(
+    converted: ConvertedScript, trial: Trial, report: Callable[[str], None]
+) -> ComparisonResult:
     before, after = (
         {path.resolve().relative_to(trial.root): text for path, text in texts.items()}
-        for texts in (request.before, request.after)
+        for texts in (converted.before, converted.after)
     )
-    on_cpu = request.devices == 0
+    on_cpu = converted.devices == 0
     report(f"run before the conversion, 1 process, {_name_device(on_cpu=on_cpu)}")
     run = Run("before", before, on_cpu=on_cpu, has_rank=False)
     first = run_trial(trial, run)
@@ -152,7 +154,7 @@ def _compare_runs(request: Request, trial: Trial, report: Callable[[str], None])
         run = replace(run, name="before-torchrun", has_rank=True)
         first = run_trial(trial, run)
     if first.error or not first.steps:
-        raise UsageError(_describe_failure(request.script, first))
+        raise UsageError(_describe_failure(converted.script, first))
     report(f"run after the conversion, 1 process, {_name_device(on_cpu=on_cpu)}")
     one = run_trial(trial, Run("after", after, reference=run.name, on_cpu=on_cpu))
     part = find_first_difference(first, one)
@@ -164,15 +166,15 @@ def _compare_runs(request: Request, trial: Trial, report: Callable[[str], None])
     if part.step:
         sentence = f"not equal on one process from step {part.step}: {part.reason}{seed}"
         rows = _build_rows(first, one, None)
-        return Verdict(rows, (sentence, "the run on two processes is left out"), is_equal=False)
+        return ComparisonResult(rows, (sentence, "the run on two processes is left out"), is_equal=False)
     sentences = [
-        f"equal on one process: {_count_steps(len(one.steps), request.options.max_steps)}, largest difference 0.{seed}"
+        f"equal on one process: {_count_steps(len(one.steps), converted.options.max_steps)}, largest difference 0.{seed}"
     ]
     half = any(_HALF.search(each) for each in after.values())
-    two, is_split, reference = _run_on_two(trial, after, request.devices, one, report)
+    two, is_split, reference = _run_on_two(trial, after, converted.devices, one, report)
     part = find_difference_on_two(reference, two, is_half=half) if is_split else compare_ranks(two)
-    sentences.append(_describe_two(reference, two, part, is_split=is_split, on_cpu=request.devices < 2))  # noqa: PLR2004
-    return Verdict(_build_rows(first, one, two), tuple(sentences), is_equal=not part.step)
+    sentences.append(_describe_two(reference, two, part, is_split=is_split, on_cpu=converted.devices < 2))  # noqa: PLR2004
+    return ComparisonResult(_build_rows(first, one, two), tuple(sentences), is_equal=not part.step)
 
 
 def _run_on_two(

@@ -246,7 +246,7 @@ class Progress:
         """Leave out the batches of torch's loaders, which the caller counts by `batch`."""
 
     def record_activity(self) -> None:
-        """Record that the script goes on without a step or batch, as in an evaluation."""
+        """Record activity of the script other than steps and batches, as in an evaluation."""
 
     def begin_backward(self, averages: bool = True) -> None:  # noqa: ARG002 - for the heartbeat
         """Count a backward pass that begins; one that averages gradients waits for the other ranks."""

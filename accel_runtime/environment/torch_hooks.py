@@ -45,7 +45,7 @@ class _Reporter:
         self._is_known = False
 
     def find(self) -> Heartbeat | None:
-        """Return the heartbeat; None in another process or thread, and if there is none."""
+        """Return the heartbeat of this process; None without one, in a child process and in another thread."""
         if threading.get_ident() != self._thread or os.getpid() != self._pid:
             return None
         if not self._is_known:

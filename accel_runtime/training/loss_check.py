@@ -34,7 +34,7 @@ class _Sample:
 
 
 class LossCheck:
-    """Sample the losses of one process, and warn at its end if they were NaN or infinite to the last.
+    """Sample the losses of one process, and warn at exit if the last ones were NaN or infinite.
 
     A sample is compared on the device and read at exit, so that no step waits. Passes 1, 2, 4, ... are sampled, and later
     every 128th: a loss that is NaN stays so, since it makes the parameters NaN.

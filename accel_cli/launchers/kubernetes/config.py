@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from accel_cli.console import is_secret
 from accel_cli.errors import UsageError
 from accel_cli.launchers import job_launcher, torchrun
 from accel_cli.launchers.base import LaunchSpec, Plan
@@ -120,14 +119,11 @@ class Kubernetes(KubernetesSection):
                 raise UsageError(
                     f"Cannot set {name}: the launcher sets it in every pod. Remove it from the profile."
                 )
-        for name in spec.env:
-            if name in self.secrets:
-                raise UsageError(f"{name} is in both env and launcher.secrets. Remove one of them.")
-            if is_secret(name):
-                raise UsageError(
-                    f"env.{name} looks like a secret, and everyone who may read the job would see it. Store the value in a "
-                    f"Secret of the namespace, and its name and key in the profile: --set 'launcher.secrets={{{name}: NAME/KEY}}'"
-                )
+        if name := job_launcher.find_exposed_secret(spec.env, self.secrets):
+            raise UsageError(
+                f"env.{name} looks like a secret, and everyone who may read the job would see it. Store the value in a "
+                f"Secret of the namespace, and its name and key in the profile: --set 'launcher.secrets={{{name}: NAME/KEY}}'"
+            )
 
 
 def _check_text(job: KubernetesJobPlan) -> None:

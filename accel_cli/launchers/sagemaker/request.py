@@ -10,9 +10,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from accel_cli.console import is_secret, mask_secrets
+from accel_cli.console import mask_secrets
 from accel_cli.errors import UsageError
-from accel_cli.launchers import torchrun
+from accel_cli.launchers import job_launcher, torchrun
 from accel_cli.launchers.base import LaunchSpec
 from accel_cli.launchers.node_launch import build_node_options
 from accel_cli.launchers.patch import PatchRules, merge_patch
@@ -307,7 +307,11 @@ def build_job_spec(section: SageMakerSection, spec: LaunchSpec) -> dict[str, Any
             "process_group_backend: smddp needs an image with SageMaker's library, whose newest release is for torch 2.4, and no image "
             "of AWS for torch 2.9 and newer has it. Remove the setting: NCCL over EFA takes its place."
         )
-    _check_env(spec.env, section.secrets)
+    if name := job_launcher.find_exposed_secret(spec.env, section.secrets):
+        raise UsageError(
+            f"env.{name} looks like a secret, and everyone who may describe the job would see it. Store the value in AWS "
+            f"Secrets Manager, and its name in the profile: --set 'launcher.secrets={{{name}: NAME-OR-ARN}}'"
+        )
     _check_lengths(spec)
     return {
         "kind": spec.kind,
@@ -365,17 +369,6 @@ def _find_in_source(path: Path, source: Path, what: str) -> str:
     raise UsageError(
         f"{what} is not in {source}, the folder that is sent. Launch from that folder, or set launcher.source_dir."
     )
-
-
-def _check_env(env: Mapping[str, str], secrets: Mapping[str, str]) -> None:
-    for name in env:
-        if name in secrets:
-            raise UsageError(f"{name} is in both env and launcher.secrets. Remove one of them.")
-        if is_secret(name):
-            raise UsageError(
-                f"env.{name} looks like a secret, and everyone who may describe the job would see it. Store the value in AWS "
-                f"Secrets Manager, and its name in the profile: --set 'launcher.secrets={{{name}: NAME-OR-ARN}}'"
-            )
 
 
 def _check_lengths(spec: LaunchSpec) -> None:

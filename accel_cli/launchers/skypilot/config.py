@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
-from accel_cli.console import is_secret
 from accel_cli.errors import UsageError
 from accel_cli.launchers import job_launcher, torchrun
 from accel_cli.launchers.base import LaunchSpec, Plan
@@ -50,7 +49,11 @@ class SkyPilot(SkyPilotSection):
 
     @override
     def plan(self, spec: LaunchSpec) -> Plan:
-        _check_env(spec.env, self.secrets)
+        if name := job_launcher.find_exposed_secret(spec.env, self.secrets):
+            raise UsageError(
+                f"env.{name} looks like a secret, and SkyPilot shows the variables of a task. Set it in this shell, and name it in the "
+                f"profile: --set 'launcher.secrets=[{name}]'"
+            )
         count = job_launcher.count_processes(spec, self.nproc_per_node, self.num_gpus, "accelerators")
         options = build_node_options({"nproc_per_node": count, **self.model_dump(include=_NODE_KEYS)})
         target: str = spec.target
@@ -92,18 +95,6 @@ class SkyPilot(SkyPilotSection):
         from accel_cli.launchers.skypilot.jobs import SkyJobs  # noqa: PLC0415 - only for jobs
 
         return SkyJobs()
-
-
-def _check_env(env: Mapping[str, str], secrets: list[str]) -> None:
-    """Raise if a variable looks like a secret, which the task would show."""
-    for name in env:
-        if name in secrets:
-            raise UsageError(f"{name} is in both env and launcher.secrets. Remove one of them.")
-        if is_secret(name):
-            raise UsageError(
-                f"env.{name} looks like a secret, and SkyPilot shows the variables of a task. Set it in this shell, and name it in the "
-                f"profile: --set 'launcher.secrets=[{name}]'"
-            )
 
 
 def _clean_name(text: str) -> str:

@@ -62,7 +62,7 @@ class TableRow:
 
 
 def render_report(runs: Sequence[RunData], *, refresh_s: float | None = None) -> str:
-    """Return the page that shows some runs; with `refresh_s` it loads itself again after so many seconds."""
+    """Return the page of some runs; with `refresh_s`, it reloads itself at this interval in seconds."""
     views = _create_views(runs)
     numbers = count()
     script = (_FOLDER / "page.js").read_text(encoding="utf-8")

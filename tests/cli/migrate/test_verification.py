@@ -24,7 +24,7 @@ from accel_cli.migrate.step_records import (
     read_records,
 )
 from accel_cli.migrate.verification import (
-    Request,
+    ConvertedScript,
     _resolve_argument,
     compare_ranks,
     find_difference_on_two,
@@ -186,9 +186,9 @@ def test_with_one_gpu_two_processes_are_compared_with_one_on_the_cpu(tmp_path, m
     path.write_text(TRAIN)
     versions, left = read_versions([path])
     before, after = ({path: text} for text in versions[path])
-    request = Request(path, before, after, RunOptions((), os.environ, 2, limit(300)), devices=1)
+    converted = ConvertedScript(path, before, after, RunOptions((), os.environ, 2, limit(300)), devices=1)
     lines = []
-    verdict = run_comparison(request, lines.append)
+    verdict = run_comparison(converted, lines.append)
     assert (verdict.is_equal, left) == (True, "")
     assert lines == [
         "run before the conversion, 1 process, gpu",
