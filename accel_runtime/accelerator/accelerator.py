@@ -504,6 +504,7 @@ class Accelerator(ProcessMethods):
         safe_serialization: bool = True,
         *,
         async_save: bool | None = None,
+        on_error: Literal["raise", "warn"] = "raise",
     ) -> str:
         """Save a checkpoint with the full training state; after a failure, no incomplete checkpoint exists.
 
@@ -513,23 +514,26 @@ class Accelerator(ProcessMethods):
         Sharded models cannot be saved without all processes.
 
         Args:
-            output_dir: The directory of the checkpoint; an existing checkpoint is replaced when the new one is complete.
-                None with `automatic_checkpoint_naming`.
+            output_dir: The directory of the checkpoint, or a URL such as `s3://bucket/run`; an existing checkpoint is replaced
+                when the new one is complete. None with `automatic_checkpoint_naming`.
             safe_serialization: Must be True: a checkpoint contains safetensors and JSON files only.
             async_save: Return when the state is copied, and write in the background. The next optimizer step, the next
                 save, `wait_for_checkpoint` or the end of the script raises the error of a failed write.
                 None means the option of `ProjectConfiguration`.
+            on_error: "warn" logs the error of a failed save, and training goes on; the previous checkpoint is kept.
 
         Returns:
-            The directory of the checkpoint.
+            The directory of the checkpoint, or its URL; an empty string if the save failed and `on_error` is "warn".
 
         Raises:
             CheckpointError: If a process cannot write the checkpoint (the previous one is kept), an object cannot be
                 saved, the last background write failed, or models are sharded and not all processes call it.
             StallError: If a process does not call it in time.
-            ValueError: If there is no directory, or `safe_serialization=False`.
+            ValueError: If there is no directory, `on_error` is unknown, or `safe_serialization=False`.
         """
-        return self._checkpoints.save_state(output_dir, safe_serialization, async_save=async_save)
+        return self._checkpoints.save_state(
+            output_dir, safe_serialization, async_save=async_save, on_error=on_error
+        )
 
     @collective("input_dir", "load_kwargs")
     def load_state(

@@ -30,10 +30,11 @@ from accel_runtime.checkpoint.save import SaveOperation, SaveTarget
 from accel_runtime.checkpoint.state_items import StateItem, is_sharded
 from accel_runtime.checkpoint.training_state import TrainingState
 from accel_runtime.data.state import NextBatch
+from accel_runtime.environment.locations import is_url, normalize_location
 from accel_runtime.foundation.options import ProjectConfiguration
 from accel_runtime.parallel.big_modeling import MetaModels, compute_buffers
+from accel_runtime.storage.any_store import open_store
 from accel_runtime.storage.errors import CheckpointError, errors_on_all_ranks
-from accel_runtime.storage.file_store import FileStore
 from accel_runtime.storage.manifest import Checkpoint
 from accel_runtime.storage.scan import find_writer
 from accel_runtime.storage.store import Store
@@ -61,7 +62,7 @@ class Checkpointing:
         self._resume_policy = ResumePolicy(run.options.settings.resume, origin)
         self._checked_directory = False
         self._load_attempted = False
-        self._store: Store = FileStore()
+        self._store: Store = open_store(origin.identity)
         self._registered: list[Any] = []
         self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
         self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
@@ -74,7 +75,7 @@ class Checkpointing:
         return Checkpoints(self._run.options.project.checkpoints, self._store)
 
     def check_shared_directory(self) -> None:
-        """Check before the first step that all nodes see the directory of checkpoints; free on one node.
+        """Check before the first step that all nodes can save checkpoints; free on one node, except for an object store.
 
         Without automatic names the script may save elsewhere, or nothing, so that a warning has to do.
 
@@ -82,16 +83,27 @@ class Checkpointing:
             CheckpointError: Checkpoints with automatic names cannot be saved there.
         """
         topology = self._run.backend.topology
-        if self._checked_directory or topology.local_world_size == topology.world_size:
+        if self._checked_directory:
             return
         self._checked_directory = True
+        project = self._run.options.project
+        if project.automatic_checkpoint_naming and project.checkpoints and is_url(project.checkpoints):
+            with errors_on_all_ranks(self._run.build_all_gather("prepare")):
+                if topology.local_rank == 0:
+                    self._store.check_access(os.fspath(project.checkpoints))
+            return
+        if topology.local_world_size == topology.world_size:
+            return
         sharded = any(
             is_sharded(parameter) for model in self._run.prepared.models for parameter in model.parameters()
         )
-        project, is_first = self._run.options.project, topology.rank == 0
+        is_first = topology.rank == 0
         directory = project.checkpoints if project.automatic_checkpoint_naming else project.project_dir
         is_needed = (
-            is_first and directory is not None and (self._run.options.settings.shared_files or sharded)
+            is_first
+            and directory is not None
+            and not is_url(directory)
+            and (self._run.options.settings.shared_files or sharded)
         )
         problem = self._store.explain_separate_nodes(
             os.fspath(directory) if is_needed and directory is not None else None,
@@ -110,8 +122,11 @@ class Checkpointing:
         safe_serialization: bool = True,
         *,
         async_save: bool | None = None,
+        on_error: Literal["raise", "warn"] = "raise",
     ) -> str:
-        """Save a checkpoint, and return its directory; collective."""
+        """Save a checkpoint, and return its directory; "" if that failed and `on_error` is "warn". Collective."""
+        if on_error not in {"raise", "warn"}:
+            raise ValueError(f"Invalid on_error {on_error!r}: expected 'raise' or 'warn'.")
         if not safe_serialization:
             raise ValueError(
                 "save_state cannot write pickles (safe_serialization=False): loading them runs code. Leave out "
@@ -127,13 +142,24 @@ class Checkpointing:
         self._background_writer.wait()
         in_background = self._run.options.project.async_save if async_save is None else async_save
         absence = self._run.backend.wait_for_ranks("save_state")
-        save = partial(self._write_checkpoint, retention, output_dir, in_background=in_background)
-        if absence is None:
-            return save()
-        own_data = any(loader.is_presharded for loader in self._run.prepared.loaders)
-        return save_without_missing_ranks(
-            absence, self._run.strategy, partial(save, one_rank=True), own_data=own_data
-        )
+        warn = self._warn_of_failed_save if on_error == "warn" else None
+        save = partial(self._write_checkpoint, retention, output_dir, in_background=in_background, warn=warn)
+        try:
+            if absence is None:
+                return save()
+            own_data = any(loader.is_presharded for loader in self._run.prepared.loaders)
+            return save_without_missing_ranks(
+                absence, self._run.strategy, partial(save, one_rank=True), own_data=own_data
+            )
+        except CheckpointError as error:
+            if warn is None:
+                raise
+            warn(error)
+            return ""
+
+    def _warn_of_failed_save(self, error: CheckpointError) -> None:
+        if self._run.backend.topology.rank == 0:
+            _LOG.warning("save_state() failed, and training goes on without this checkpoint: %s", error)
 
     def _write_checkpoint(
         self,
@@ -142,8 +168,12 @@ class Checkpointing:
         *,
         in_background: bool,
         one_rank: bool = False,
+        warn: Callable[[CheckpointError], None] | None = None,
     ) -> str:
-        """Write a checkpoint with all other processes or without them, and return its directory."""
+        """Write a checkpoint with all other processes or without them, and return its directory.
+
+        `warn` gets the error of a save in the background, instead of the next step.
+        """
         began = time.monotonic()
         strategy, backend = self._run.strategy, self._run.backend
         strategy.synchronize()
@@ -159,7 +189,7 @@ class Checkpointing:
             to_host=backend.runtime.state_to_host,
         )
         numbered = retention.automatic is not None
-        target = SaveTarget(partial(retention.target, self._store), _absolute(output_dir), numbered)
+        target = SaveTarget(partial(retention.target, self._store), _normalize(output_dir), numbered)
         state = self._training_state(one_rank=one_rank)
         model_states = state.states()
         hooked = list(model_states)
@@ -197,6 +227,7 @@ class Checkpointing:
             draft.key,
             lambda: saving.progress,
             [prepared.optimizer for prepared in self._run.prepared.optimizers],
+            warn,
         )
         return draft.key
 
@@ -247,6 +278,7 @@ class Checkpointing:
         all_gather = self._run.build_all_gather(operation)
         if (
             input_dir is not None
+            and not is_url(input_dir)
             and all_gather(self._run.backend.topology.rank == 0 and bool(find_writer(Path(input_dir))))[0]
         ):
             path, state = Path(input_dir).absolute(), self._training_state(self._run.meta_models)
@@ -266,7 +298,7 @@ class Checkpointing:
         )
         with ExitStack() as stack:
             stack.callback(loading.close)
-            checkpoint = loading.open(choose, _absolute(input_dir), verify=bool(self._load_hooks))
+            checkpoint = loading.open(choose, _normalize(input_dir), verify=bool(self._load_hooks))
             loaded_by_hooks: list[int] = []
             if self._load_hooks:
                 with errors_on_all_ranks(all_gather):
@@ -379,7 +411,7 @@ class Checkpointing:
 
 def _find_checkpoint(project: ProjectConfiguration, store: Store, input_dir: _Path | None) -> str:
     if input_dir is not None:
-        return os.fspath(Path(input_dir).absolute())
+        return normalize_location(input_dir)
     if not project.automatic_checkpoint_naming:
         raise CheckpointError(
             "load_state() cannot search for a checkpoint: checkpoints have no automatic names. Pass a directory, or set "
@@ -388,8 +420,8 @@ def _find_checkpoint(project: ProjectConfiguration, store: Store, input_dir: _Pa
     return Checkpoints(project.checkpoints, store).newest().key
 
 
-def _absolute(path: _Path | None) -> str | None:
-    return None if path is None else os.path.abspath(path)  # noqa: PTH100 - Path.absolute() keeps `..`
+def _normalize(path: _Path | None) -> str | None:
+    return None if path is None else normalize_location(path)
 
 
 def _call_save_hooks(

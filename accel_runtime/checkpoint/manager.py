@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import torch
 
+from accel_runtime.environment.locations import normalize_location
 from accel_runtime.environment.settings import LAUNCH
 from accel_runtime.environment.text import print_note
 from accel_runtime.foundation.options import ProjectConfiguration
@@ -50,14 +51,14 @@ class Checkpoints:
     """Checkpoints of a project, as `accelerator.checkpoints`.
 
     Args:
-        directory: Parent directory of `checkpoint_0`, `checkpoint_1`, ...; None if the project has no directory.
+        directory: Parent directory of `checkpoint_0`, `checkpoint_1`, ..., or its URL; None if the project has no directory.
         store: The store that has them.
     """
 
-    def __init__(self, directory: Path | None, store: Store) -> None:
+    def __init__(self, directory: Path | str | None, store: Store) -> None:
         self._store = store
         self.directory = directory
-        """Parent directory of the checkpoints."""
+        """Parent directory of the checkpoints, or its URL."""
 
     def list(self) -> list[Checkpoint]:
         """Return the complete checkpoints, the oldest first; each has a `path` and a `manifest`.
@@ -97,12 +98,12 @@ class Checkpoints:
         """Read every byte of a checkpoint and compare checksums.
 
         Args:
-            checkpoint: Directory of the checkpoint; None is the newest.
+            checkpoint: Directory of the checkpoint, or its URL; None is the newest.
 
         Raises:
             CheckpointError: The checkpoint is damaged; the message names files and tensors.
         """
-        key = None if checkpoint is None else os.fspath(checkpoint)
+        key = None if checkpoint is None else normalize_location(checkpoint)
         return verify_files(self._store, lambda: self.newest().key if key is None else key)
 
     def _require_parent(self) -> str:
@@ -213,8 +214,8 @@ class RetentionPolicy:
             )
 
     @property
-    def automatic(self) -> Path | None:
-        """Directory of checkpoints with automatic names; None if the script names them."""
+    def automatic(self) -> Path | str | None:
+        """Directory of checkpoints with automatic names, or its URL; None if the script names them."""
         # As in Accelerate, automatic names take precedence over a directory argument.
         return self._project.checkpoints if self._project.automatic_checkpoint_naming else None
 
@@ -222,7 +223,7 @@ class RetentionPolicy:
         """Return the key of the next checkpoint; called on the first rank."""
         if self.automatic is None:
             assert self._output_dir is not None
-            return os.fspath(self._output_dir)
+            return normalize_location(self._output_dir)
         parent = os.fspath(self.automatic)
         return numbered_key(parent, max(self._project.iteration, next_number(store, parent)))
 
@@ -264,6 +265,7 @@ class BackgroundWriter:
         self._error: BaseException | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._progress: Callable[[], str] = str
+        self._warn: Callable[[CheckpointError], None] | None = None
         self._target = ""
 
     def start(
@@ -272,9 +274,11 @@ class BackgroundWriter:
         target: str,
         progress: Callable[[], str],
         optimizers: Iterable[torch.optim.Optimizer],
+        warn: Callable[[CheckpointError], None] | None = None,
     ) -> None:
-        """Run `work` in the background; a step of one of the optimizers raises an error of it."""
+        """Run `work` in the background; a step of one of the optimizers raises an error of it, or `warn` gets it."""
         assert self._thread is None
+        self._warn = warn
         self._target, self._progress = target, progress
         self._hooks = [optimizer.register_step_pre_hook(lambda *_: self.check()) for optimizer in optimizers]
         # A daemon: `wait_at_exit` waits for it with a message, the interpreter would wait silently.
@@ -313,7 +317,10 @@ class BackgroundWriter:
         try:
             work()
         except BaseException as error:  # noqa: BLE001 - raised in the script's thread
-            self._error = error
+            if self._warn is not None and isinstance(error, CheckpointError):
+                self._warn(error)
+            else:
+                self._error = error
 
     def wait_at_exit(self) -> None:
         """Wait at exit; end the process with exit code 1 if the save failed."""

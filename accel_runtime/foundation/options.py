@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 
 from typing_extensions import override
 
+from accel_runtime.environment.locations import is_url, join_location
 from accel_runtime.environment.settings import find_nearest
 
 __all__ = [
@@ -160,9 +161,9 @@ class ProjectConfiguration(Configuration):
     """
 
     project_dir: str | os.PathLike[str] | None = None
-    """The directory of the project."""
+    """The directory of the project, or a URL such as `s3://bucket/run`, `gs://bucket/run` or `az://container/run`."""
     logging_dir: str | os.PathLike[str] | None = None
-    """The directory of tracker files; None means `project_dir`."""
+    """The directory of tracker files; None means `project_dir`, if it is not a URL."""
     automatic_checkpoint_naming: bool = False
     """If True, `save_state` names checkpoints `checkpoints/checkpoint_0`, `checkpoint_1`, ... in `project_dir`."""
     total_limit: int | None = None
@@ -180,17 +181,25 @@ class ProjectConfiguration(Configuration):
             raise ValueError(f"Invalid total_limit {self.total_limit}: expected at least 1, or None.")
         if self.iteration < 0:
             raise ValueError(f"Invalid iteration {self.iteration}: expected at least 0.")
+        if self.logging_dir is not None and is_url(self.logging_dir):
+            raise ValueError(
+                f"Invalid logging_dir {os.fspath(self.logging_dir)!r}: trackers write files. Pass a local directory."
+            )
 
     @property
-    def checkpoints(self) -> Path | None:
-        """Return the directory of checkpoints with automatic names."""
-        return None if self.project_dir is None else Path(self.project_dir) / "checkpoints"
+    def checkpoints(self) -> Path | str | None:
+        """Return the directory of checkpoints with automatic names, or its URL."""
+        if self.project_dir is None:
+            return None
+        if is_url(self.project_dir):
+            return join_location(self.project_dir, "checkpoints")
+        return Path(self.project_dir) / "checkpoints"
 
     @property
     def logs(self) -> Path | None:
-        """Return the directory of tracker files: `logging_dir`, else `project_dir`."""
+        """Return the directory of tracker files: `logging_dir`, else `project_dir` if it is not a URL."""
         directory = self.project_dir if self.logging_dir is None else self.logging_dir
-        return None if directory is None else Path(directory)
+        return None if directory is None or is_url(directory) else Path(directory)
 
     def continue_after(self, number: int) -> None:
         """Give the next checkpoint the number after that of the newest one."""

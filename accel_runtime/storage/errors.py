@@ -137,7 +137,8 @@ def describe_error(error: Exception) -> str:
     """Return the reason of a failed step, with the cure."""
     if isinstance(error, OSError) and error.strerror:
         reason = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-        return f"{reason}. {_CURES.get(error.errno, 'Check the file system, and try again.')}"
+        cure = getattr(error, "cure", "") or _CURES.get(error.errno, "Check the file system, and try again.")
+        return f"{reason}. {cure}"
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 

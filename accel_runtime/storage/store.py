@@ -120,8 +120,8 @@ class Draft(ABC):
     def commit(self, manifest: Manifest) -> None:
         """Make the checkpoint visible under its key; called once all processes have put their parts.
 
-        It replaces a checkpoint of this key, and removes that one's parts, except those that are read. After an error the
-        key has the checkpoint that it had before; or the new one, if the store fails again where the commit is undone, or
+        It replaces a checkpoint of this key, and removes that one's parts, except those that are read; a store that cannot
+        distinguish them leaves all to the next save under this key. After an error the key has the checkpoint that it had before; or the new one, if the store fails again where the commit is undone, or
         where it reads the manifest after a lost answer. Both are complete, and `discard` keeps the one that the key has.
 
         Raises:
@@ -255,6 +255,13 @@ class Store(ABC):
         """Recover or remove what crashed saves have left under `checkpoint_N` below a parent, for N less than `below`.
 
         Saves that are still running are kept, as far as the store can distinguish them: by locks, or by their age.
+
+        Raises:
+            OSError: If the store fails.
+        """
+
+    def check_access(self, parent: str) -> None:  # noqa: B027 - only a store with credentials has something to check
+        """Write and remove something below a parent, before the first step of a run.
 
         Raises:
             OSError: If the store fails.

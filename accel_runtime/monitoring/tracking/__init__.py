@@ -409,7 +409,7 @@ def _directory_argument(name: str, required: bool, logging_dir: Path | None) -> 
         return ()
     if logging_dir is None:
         raise ValueError(
-            f"Tracker {name!r} needs a directory for its files. Pass Accelerator(project_dir=...) or "
+            f"Tracker {name!r} needs a directory for its files. Pass a local Accelerator(project_dir=...) or "
             "ProjectConfiguration(logging_dir=...)."
         )
     return (str(logging_dir),)

@@ -1,0 +1,47 @@
+"""Locations of checkpoints: paths of directories, and URLs of object stores. Standard library only."""
+
+from __future__ import annotations
+
+import os
+import re
+
+__all__ = ["BUCKET_KINDS", "is_url", "join_location", "normalize_location", "split_url"]
+
+BUCKET_KINDS = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "azure": "az", "abfs": "az", "abfss": "az"}
+"""Schemes of URLs, and the kind of service that each one is of: S3, Google Cloud Storage, Azure Blob Storage."""
+_URL = re.compile(rf"({'|'.join(BUCKET_KINDS)}):/+(.*)", re.DOTALL)
+
+
+def is_url(location: str | os.PathLike[str]) -> bool:
+    """Return whether a location is in an object store."""
+    return _URL.fullmatch(os.fspath(location)) is not None
+
+
+def normalize_location(location: str | os.PathLike[str]) -> str:
+    """Return an absolute path, or the URL without superfluous slashes: `Path("s3://bucket")` has lost one.
+
+    Raises:
+        ValueError: A URL has no bucket.
+    """
+    text = os.fspath(location)
+    match = _URL.fullmatch(text)
+    if match is None:
+        return os.path.abspath(text)  # noqa: PTH100 - Path.absolute() keeps `..`
+    names = [name for name in match[2].split("/") if name]
+    if not names or any(name in {".", ".."} for name in names):
+        raise ValueError(f"Invalid location {text!r}: expected {match[1]}://BUCKET/PATH.")
+    return f"{match[1]}://{'/'.join(names)}"
+
+
+def join_location(parent: str | os.PathLike[str], name: str) -> str:
+    """Return the location of a name below a parent."""
+    if is_url(parent):
+        return f"{normalize_location(parent)}/{name}"
+    return os.path.join(os.fspath(parent), name)  # noqa: PTH118 - text
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """Return the URL of the bucket, and the path in it."""
+    scheme, _, rest = url.partition("://")
+    bucket, _, path = rest.partition("/")
+    return f"{scheme}://{bucket}", path

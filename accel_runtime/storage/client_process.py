@@ -1,0 +1,354 @@
+"""A client of object stores whose calls run in a process of their own. Imports no torch.
+
+The native threads of the client do not survive a fork, and training processes are forked from: by loaders for their workers, and
+by scripts. So nothing of the client is in a training process, workers may use it for their data, and an upload in the
+background does not compete with training for the interpreter lock.
+
+Each call has a connection to the process while it runs. On it go, pickled, the name of the call and its arguments, then the
+bytes of an upload in messages of at most `_BLOCK_BYTES`; and back the result or the error, then the bytes of a read.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
+    # Remove the working folder, which `python -m` puts first: modules must not be imported from it.
+    del sys.path[0]
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from accel_runtime.storage.errors import CheckpointError
+from accel_runtime.storage.object_client import (
+    ConditionError,
+    Level,
+    ObjectClient,
+    ObjectError,
+    RangeRequest,
+    StoredObject,
+    Upload,
+    absent_error,
+)
+from accel_runtime.storage.obstore_client import RETRY_S, ObstoreClient, explain_missing_client
+
+__all__ = ["ProcessClient"]
+
+_CONNECTIONS = 8
+"""Uploads and reads of a process that run at the same time."""
+_BLOCK_BYTES = 1 << 22
+_PARENT_POLL_S = 1.0
+
+
+class ProcessClient(ObjectClient):
+    """Runs calls of `ObstoreClient` in a child process, which is started by the first call and ends with this process.
+
+    Args:
+        retry_s: Seconds for which a call that fails is repeated.
+        connections: Number of uploads and reads that run at the same time.
+    """
+
+    def __init__(self, retry_s: float = RETRY_S, connections: int = _CONNECTIONS) -> None:
+        if problem := explain_missing_client():
+            raise CheckpointError(problem)
+        self._retry_s, self._connections = retry_s, connections
+        self._lock = threading.Lock()
+        self._child: _Child | None = None
+
+    def start_put(self, key: str, size: int, *, wait: bool = True) -> Upload | None:
+        """Begin an upload on a free connection."""
+        child = self._get_child()
+        connection = child.acquire(wait=wait)
+        if connection is None:
+            return None
+        call = _Call(child, connection, key)
+        call.send("upload", key, size)
+        return _ProcessUpload(call)
+
+    def put(self, key: str, data: bytes, *, if_match: str | None = None, if_absent: bool = False) -> str:
+        """Write a small object; `ObjectClient.put` has the errors."""
+        etag: str = self._call("put", key, data, if_match, if_absent)
+        return etag
+
+    def get(self, key: str) -> tuple[bytes, str]:
+        """Read a small object."""
+        result: tuple[bytes, str] = self._call("get", key)
+        return result
+
+    def read_ranges(self, requests: Sequence[RangeRequest]) -> None:
+        """Read on as many connections as are free, at least on one."""
+        child, pending = self._get_child(), deque[tuple[_Call, RangeRequest]]()
+        try:
+            for request in requests:
+                while (connection := child.acquire(wait=not pending)) is None:
+                    _receive_range(*pending.popleft())
+                call = _Call(child, connection, request.key)
+                call.send("read", request.key, request.start, len(request.buffer))
+                pending.append((call, request))
+            while pending:
+                _receive_range(*pending.popleft())
+        finally:
+            for call, _ in pending:  # after an error
+                call.abort()
+
+    def list(self, prefix: str) -> list[StoredObject]:
+        """List objects."""
+        found: list[StoredObject] = self._call("list", prefix)
+        return found
+
+    def list_level(self, prefix: str) -> Level:
+        """List what is directly below a prefix."""
+        level: Level = self._call("list_level", prefix)
+        return level
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects."""
+        if names := list(keys):
+            self._call("delete", names)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        child = self._get_child()
+        connection = child.acquire(wait=True)
+        assert connection is not None
+        first = arguments[0]
+        call = _Call(child, connection, first if isinstance(first, str) else first[0])
+        call.send(name, *arguments)
+        result = call.receive()
+        call.release()
+        return result
+
+    def close(self) -> None:
+        """End the child process; without this call, it ends with this process."""
+        with self._lock:
+            if self._child is not None and self._child.is_usable:
+                self._child.close()
+            self._child = None
+
+    def _get_child(self) -> _Child:
+        with self._lock:
+            # A forked process starts its own; so does one whose child was killed.
+            if self._child is None or not self._child.is_usable:
+                self._child = _Child(self._retry_s, self._connections)
+            return self._child
+
+
+class _Child:
+    """The child process, and connections to it."""
+
+    def __init__(self, retry_s: float, connections: int) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._idle: list[Connection] = []
+        self._free = threading.Semaphore(connections)
+        self._control, remote = socket.socketpair()
+        with remote:
+            arguments = [str(remote.fileno()), str(retry_s), str(self._pid)]
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __spec__.name if __spec__ else __name__, *arguments],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[remote.fileno()],
+            )
+
+    @property
+    def is_usable(self) -> bool:
+        """Return whether this process has started the child, and it runs."""
+        return self._pid == os.getpid() and self._process.poll() is None
+
+    def acquire(self, *, wait: bool) -> Connection | None:
+        """Return a connection that no other call uses; None if there is none and `wait` is not set."""
+        if not self._free.acquire(blocking=wait):
+            return None
+        try:
+            with self._lock:
+                if self._idle:
+                    return self._idle.pop()
+                local, remote = socket.socketpair()
+                with remote:
+                    socket.send_fds(self._control, [b"c"], [remote.fileno()])
+                return Connection(local.detach())
+        except BaseException:
+            self._free.release()
+            raise
+
+    def release(self, connection: Connection, *, is_reusable: bool) -> None:
+        """Make room for another call."""
+        with self._lock:
+            if is_reusable:
+                self._idle.append(connection)
+            else:
+                connection.close()
+        self._free.release()
+
+    def close(self) -> None:
+        """End the child."""
+        self._control.close()
+        self._process.wait()
+
+
+class _Call:
+    """A call on a connection of its own."""
+
+    def __init__(self, child: _Child, connection: Connection, key: str) -> None:
+        self._child, self._connection, self._key = child, connection, key
+
+    def send(self, name: str, *arguments: Any) -> None:
+        with self._connection_errors():
+            self._connection.send((name, arguments))
+
+    def send_bytes(self, block: memoryview) -> None:
+        with self._connection_errors():
+            self._connection.send_bytes(block)
+
+    def receive(self) -> Any:
+        """Return the result, or raise the error of the call; then the connection is free again."""
+        with self._connection_errors():
+            error, result = self._connection.recv()
+        if error is None:
+            return result
+        self.release()
+        kind, arguments = error
+        raise _ERRORS[kind](*arguments)
+
+    def receive_bytes(self, buffer: memoryview) -> None:
+        with self._connection_errors():
+            filled = 0
+            while filled < len(buffer):
+                filled += self._connection.recv_bytes_into(buffer[filled:])
+
+    def release(self) -> None:
+        self._child.release(self._connection, is_reusable=True)
+
+    def abort(self) -> None:
+        """Close the connection: the result is not needed."""
+        self._child.release(self._connection, is_reusable=False)
+
+    def _connection_errors(self) -> _ConnectionErrors:
+        return _ConnectionErrors(self, self._key)
+
+
+class _ConnectionErrors:
+    """Converts an error of a connection: the child process has ended."""
+
+    def __init__(self, call: _Call, key: str) -> None:
+        self._call, self._key = call, key
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if kind is None:
+            return
+        self._call.abort()
+        if isinstance(error, (EOFError, OSError)):
+            raise ObjectError(
+                self._key, "the process that runs the calls to the store has ended", "Try again."
+            ) from None
+
+
+class _ProcessUpload(Upload):
+    def __init__(self, call: _Call) -> None:
+        self._call = call
+
+    def write(self, piece: memoryview) -> None:
+        for start in range(0, len(piece), _BLOCK_BYTES):
+            self._call.send_bytes(piece[start : start + _BLOCK_BYTES])
+
+    def finish(self) -> str:
+        etag: str = self._call.receive()
+        self._call.release()
+        return etag
+
+
+def _receive_range(call: _Call, request: RangeRequest) -> None:
+    call.receive()
+    call.receive_bytes(request.buffer)
+    call.release()
+
+
+_ERRORS: dict[str, Any] = {
+    "condition": ConditionError,
+    "absent": absent_error,
+    "object": ObjectError,
+    "checkpoint": CheckpointError,
+}
+
+
+def _describe(error: Exception, key: str) -> tuple[str, tuple[str, ...]]:
+    if isinstance(error, ConditionError):
+        return "condition", (str(error),)
+    if isinstance(error, FileNotFoundError):
+        return "absent", (error.filename or key,)
+    if isinstance(error, ObjectError):
+        return "object", (error.filename, error.strerror or "", error.cure)
+    if isinstance(error, CheckpointError):
+        return "checkpoint", (str(error),)
+    return "object", (key, f"{type(error).__name__}: {error}", "Report this error.")
+
+
+def _serve_connection(connection: Connection, client: ObstoreClient) -> None:
+    with suppress(EOFError, OSError), connection:
+        while True:
+            name, arguments = connection.recv()
+            error, result, data = None, None, memoryview(b"")
+            try:
+                if name == "upload":
+                    key, size = arguments
+                    result = client.put(key, _receive_upload(connection, size))
+                elif name == "read":
+                    key, start, size = arguments
+                    data = memoryview(bytearray(size))
+                    client.read_ranges([RangeRequest(key, start, data)])
+                elif name == "put":
+                    key, body, if_match, if_absent = arguments
+                    result = client.put(key, body, if_match=if_match, if_absent=if_absent)
+                else:
+                    result = getattr(client, name)(*arguments)
+            except Exception as raised:  # noqa: BLE001 - raised by the caller
+                error, data = _describe(raised, str(arguments[0])), memoryview(b"")
+            connection.send((error, result))
+            for start in range(0, len(data), _BLOCK_BYTES):
+                connection.send_bytes(data[start : start + _BLOCK_BYTES])
+
+
+def _receive_upload(connection: Connection, size: int) -> memoryview:
+    buffer, filled = memoryview(bytearray(size)), 0
+    while filled < size:
+        filled += connection.recv_bytes_into(buffer[filled:])
+    return buffer
+
+
+def _serve(control: int, retry_s: float, parent: int) -> None:
+    """Serve connections until the parent process closes the control socket, or ends."""
+    # An interrupt goes to the whole group of processes, and the parent may save before it ends.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
+    client = ObstoreClient(retry_s)
+    listener = socket.socket(fileno=control)
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(listener, 1, 1)
+        if not data:
+            # Threads of the client may still wait for the network.
+            os._exit(0)
+        connection = Connection(descriptors[0])
+        threading.Thread(target=_serve_connection, args=(connection, client), daemon=True).start()
+
+
+def _end_with_parent(parent: int) -> None:
+    # Processes that the parent has forked hold the control socket open.
+    while os.getppid() == parent:
+        time.sleep(_PARENT_POLL_S)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,383 @@
+"""The objects of a checkpoint in an object store: its manifest, its parts and their pieces. Imports no torch.
+
+`object_store` has the names of all objects.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from accel_runtime.storage.errors import CheckpointError
+from accel_runtime.storage.manifest import NAME, Checkpoint, FileEntry, Manifest, hash_file
+from accel_runtime.storage.object_client import (
+    ConditionError,
+    ObjectClient,
+    RangeRequest,
+    Upload,
+)
+from accel_runtime.storage.store import (
+    Draft,
+    DraftAddress,
+    Snapshot,
+)
+
+__all__ = [
+    "CLAIM",
+    "DRAFTS",
+    "FENCE",
+    "PARTS",
+    "PIECE_BYTES",
+    "Committed",
+    "ObjectDraft",
+    "ObjectSnapshot",
+    "find_missing_part",
+    "find_pieces",
+    "find_save",
+    "locate_hook_claims",
+    "read_manifest",
+]
+
+PIECE_BYTES = 1 << 25
+"""Largest object that is written: several are sent at a time, and one that fails is sent again."""
+_READ_BYTES = 1 << 24
+"""Most bytes of a read that are requested at a time; several requests run at once."""
+DRAFTS, CLAIM, PARTS = ".drafts", "claim", "parts"
+FENCE = b"{}\n"
+"""Content of a manifest that is none: no save that has begun before it can be committed."""
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The manifest object of a key."""
+
+    etag: str
+    text: bytes
+
+    @property
+    def is_fence(self) -> bool:
+        """Return whether it stands for no checkpoint."""
+        return self.text.strip() == FENCE.strip()
+
+    def parse(self, name: str) -> Manifest:
+        """Return the manifest; raise `CheckpointError` if it is damaged."""
+        return Manifest.parse(self.text.decode(errors="replace").rstrip("\n") + "\n", name)
+
+    @property
+    def save(self) -> str | None:
+        """Return the save of the manifest; None if it is damaged or a fence."""
+        with suppress(CheckpointError):
+            return self.parse("").save
+        return None
+
+
+def read_manifest(client: ObjectClient, key: str) -> Committed | None:
+    """Return the manifest object of a key; None if there is none."""
+    try:
+        text, etag = client.get(f"{key}/{NAME}")
+    except FileNotFoundError:
+        return None
+    return Committed(etag, text)
+
+
+def find_save(client: ObjectClient, key: str) -> str | None:
+    """Return the committed save of a key; None if there is none, or its manifest is damaged."""
+    committed = read_manifest(client, key)
+    return None if committed is None else committed.save
+
+
+def locate_hook_claims(key: str, save: str) -> str:
+    """Return the prefix of objects with the checksums of files of hooks, by which two processes find that theirs differ."""
+    return f"{key}/{DRAFTS}/{save}.hooks/"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """An object with bytes of a part."""
+
+    key: str
+    start: int
+    """Offset of its first byte in the part."""
+    size: int
+
+
+_DIGITS = 5
+"""Digits of the number of a piece."""
+
+
+def find_pieces(client: ObjectClient, location: str, names: Iterable[str]) -> dict[str, list[Piece]]:
+    """Return the objects of the named parts of a save, in order; those that are missing are left out."""
+    sizes = {each.key.removeprefix(f"{location}/"): each.size for each in client.list(f"{location}/")}
+    folders: dict[str, list[str]] = {}
+    for object_name in sorted(sizes):
+        folders.setdefault(object_name.rpartition("/")[0], []).append(object_name)
+    found: dict[str, list[Piece]] = {}
+    for name in names:
+        start = 0
+        for object_name in [name] if name in sizes else folders.get(name, ()):
+            found.setdefault(name, []).append(Piece(f"{location}/{object_name}", start, sizes[object_name]))
+            start += sizes[object_name]
+    return found
+
+
+def find_missing_part(
+    key: str, manifest: Manifest, pieces: Mapping[str, list[Piece]]
+) -> CheckpointError | None:
+    """Return an error that names a part that is missing or has another size; None if all are there."""
+    for name, file in manifest.files.items():
+        if name not in pieces:
+            return CheckpointError(f"{key}/{name} is missing from the checkpoint: no such object")
+        size = pieces[name][-1].start + pieces[name][-1].size
+        if size != file.bytes:
+            return CheckpointError(
+                f"{key}/{name} is damaged: it has {size} bytes and should have {file.bytes}"
+            )
+    return None
+
+
+class ObjectDraft(Draft):
+    """Parts under a prefix that no manifest names yet.
+
+    Args:
+        client: The calls to the service.
+        address: Names of the draft.
+        piece_bytes: Most bytes of an object.
+        markers: Objects that say that the save is running, the first one of this save; None on the other processes.
+        replaces: ETag of the manifest that the commit replaces.
+    """
+
+    def __init__(
+        self,
+        client: ObjectClient,
+        address: DraftAddress,
+        piece_bytes: int,
+        markers: tuple[str, ...] | None,
+        replaces: str | None,
+    ) -> None:
+        self.address = address
+        self._client, self._piece_bytes = client, piece_bytes
+        self._markers, self._replaces = markers, replaces
+        self._folder: Path | None = None
+        self._written: list[str] = []
+
+    def directory(self) -> Path:
+        """Return a temporary directory, whose files `put_hook_files` uploads."""
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="accel-hooks-"))
+        return self._folder
+
+    def put(self, name: str, data: Iterable[memoryview], size: int) -> None:
+        """Write a part as one object, or as several, which are sent at the same time."""
+        pending: deque[Upload] = deque()
+        pieces = iter(_split(data, self._name_pieces(name, size)))
+        try:
+            for key, count, blocks in pieces:
+                self._written.append(key)
+                while (upload := self._client.start_put(key, count, wait=not pending)) is None:
+                    pending.popleft().finish()
+                pending.append(upload)
+                for block in blocks:
+                    upload.write(block)
+            while pending:
+                pending.popleft().finish()
+        finally:
+            for upload in pending:  # after an error: nothing may arrive after the parts were removed
+                with suppress(OSError):
+                    upload.finish()
+
+    def _name_pieces(self, name: str, size: int) -> list[tuple[str, int]]:
+        """Return key and size of each object of a part."""
+        location = f"{self.address.location}/{name}"
+        if size <= self._piece_bytes:
+            return [(location, size)]
+        starts = range(0, size, self._piece_bytes)
+        return [
+            (f"{location}/{number:0{_DIGITS}}", min(self._piece_bytes, size - start))
+            for number, start in enumerate(starts)
+        ]
+
+    def put_hook_files(self, names: Collection[str]) -> dict[str, FileEntry]:
+        """Upload the files in the temporary directory; raise if another process has uploaded a different one."""
+        entries = {}
+        for path in sorted(self._folder.rglob("*")) if self._folder is not None else ():
+            name = path.relative_to(self._folder or path).as_posix()
+            if path.is_symlink():
+                raise CheckpointError(
+                    f"Cannot save {path}: it is a link that a hook has made, and a checkpoint contains its files. Copy the "
+                    "file instead."
+                )
+            if path.is_file():
+                if name in names:
+                    raise CheckpointError(
+                        f"Cannot save {name}: a save hook wrote a file with the name of a file of the checkpoint. Choose "
+                        "another name."
+                    )
+                entries[name] = self._put_hook_file(name, path)
+        return entries
+
+    def _put_hook_file(self, name: str, path: Path) -> FileEntry:
+        with path.open("rb") as file:
+            checksum = hash_file(file)
+            entry = FileEntry(file.tell(), checksum)
+        claim = locate_hook_claims(self.address.key, self.address.save) + name
+        self._written.append(claim)
+        try:
+            self._client.put(claim, checksum.encode(), if_absent=True)
+        except ConditionError:
+            if self._client.get(claim)[0] != checksum.encode():
+                raise CheckpointError(
+                    f"Cannot save {name}: hooks wrote different files of this name on two processes. Write it on one."
+                ) from None
+        with path.open("rb") as file:
+            self.put(name, _read_file(file), entry.bytes)
+        return entry
+
+    def free_space(self) -> int:
+        """Return no limit."""
+        return sys.maxsize
+
+    def commit(self, manifest: Manifest) -> None:
+        """Write the manifest, on the condition that no other process has done so, once all parts are seen."""
+        assert self._markers is not None
+        key = self.address.key
+        pieces = find_pieces(self._client, self.address.location, manifest.files)
+        if find_missing_part(key, manifest, pieces) is not None:
+            raise CheckpointError(f"Cannot save {key}: another process has removed parts of it. Save again.")
+        try:
+            self._client.put(
+                f"{key}/{NAME}",
+                manifest.text().encode(),
+                if_match=self._replaces,
+                if_absent=self._replaces is None,
+            )
+        except (OSError, ConditionError) as error:
+            # The answer may be lost, and the client may have tried again.
+            if find_save(self._client, self.address.key) == self.address.save:
+                pass
+            elif isinstance(error, ConditionError):
+                raise CheckpointError(
+                    f"Cannot save {key}: another process has saved it meanwhile. Choose another name."
+                ) from None
+            else:
+                raise
+        with suppress(OSError):  # the next save removes them
+            self._client.delete([*self._list_hook_claims(), *self._markers])
+
+    def _list_hook_claims(self) -> list[str]:
+        folder = locate_hook_claims(self.address.key, self.address.save)
+        return [each.key for each in self._client.list(folder)]
+
+    def discard(self) -> None:
+        """Remove the objects of this process; on the one that has begun the draft, those of all processes."""
+        with suppress(OSError):
+            if self._markers is None:
+                self._client.delete(self._written)
+                return
+            if find_save(self._client, self.address.key) == self.address.save:
+                return  # the answer to the commit was lost
+            parts = [each.key for each in self._client.list(f"{self.address.location}/")]
+            self._client.delete([*parts, *self._list_hook_claims()])
+            self._client.delete(self._markers)
+
+    def close(self) -> None:
+        """Remove the temporary directory."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+
+def _split(
+    data: Iterable[memoryview], pieces: Iterable[tuple[str, int]]
+) -> Iterator[tuple[str, int, Iterator[memoryview]]]:
+    """Divide a stream of bytes among objects; the blocks of one must be read before the next one is requested."""
+    blocks, rest = iter(data), memoryview(b"")
+
+    def take(count: int) -> Iterator[memoryview]:
+        nonlocal rest
+        while count:
+            rest = rest or next(blocks)
+            block, rest = rest[:count], rest[count:]
+            count -= len(block)
+            yield block
+
+    for key, size in pieces:
+        yield key, size, take(size)
+    assert not rest
+    assert all(not block for block in blocks)
+
+
+def _read_file(file: object) -> Iterator[memoryview]:
+    while block := file.read(1 << 22):  # type: ignore[attr-defined]
+        yield memoryview(block)
+
+
+class ObjectSnapshot(Snapshot):
+    """A manifest and the objects of its parts.
+
+    Another process may remove or replace the checkpoint. The parts of a replaced one stay until its key is saved again.
+    """
+
+    def __init__(
+        self, client: ObjectClient, checkpoint: Checkpoint, pieces: Mapping[str, list[Piece]]
+    ) -> None:
+        self.checkpoint = checkpoint
+        self._client, self._pieces = client, pieces
+        self._folder: Path | None = None
+
+    def get_range(self, name: str, start: int, buffer: memoryview) -> int:
+        """Read a range from the objects of a part, in several requests at a time if it is large."""
+        end = start + len(buffer)
+        requests = []
+        for piece in self._pieces.get(name) or [Piece(f"{self._location}/{name}", 0, len(buffer) + start)]:
+            first, last = max(start, piece.start), min(end, piece.start + piece.size)
+            for at in range(first, last, _READ_BYTES):
+                target = buffer[at - start : min(at + _READ_BYTES, last) - start]
+                requests.append(RangeRequest(piece.key, at - piece.start, target))
+        if requests:
+            self._client.read_ranges(requests)
+        return sum(len(request.buffer) for request in requests)
+
+    @property
+    def _location(self) -> str:
+        return f"{self.checkpoint.key}/{PARTS}/{self.checkpoint.manifest.save}"
+
+    def is_current(self) -> bool:
+        """Return whether the key still has the manifest of this save."""
+        return find_save(self._client, self.checkpoint.key) == self.checkpoint.manifest.save
+
+    def directory(self) -> Path:
+        """Download the files of hooks into a temporary directory, and compare their checksums."""
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="accel-hooks-"))
+            for name, file in self.checkpoint.manifest.files.items():
+                if not file.header:
+                    (self._folder / name).parent.mkdir(parents=True, exist_ok=True)
+                    self._download(name, file, self._folder / name)
+        return self._folder
+
+    def _download(self, name: str, file: FileEntry, path: Path) -> None:
+        checksum = xxhash.xxh3_64()
+        with path.open("wb") as output:
+            for start in range(0, file.bytes, PIECE_BYTES):
+                block = memoryview(bytearray(min(PIECE_BYTES, file.bytes - start)))
+                self.get_range(name, start, block)
+                checksum.update(block)
+                output.write(block)
+        if checksum.hexdigest() != file.checksum:
+            raise CheckpointError(
+                f"{self.checkpoint.locate(name)} is damaged: the file does not have its checksum"
+            )
+
+    def close(self) -> None:
+        """Remove the temporary directory."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None

@@ -1,0 +1,274 @@
+"""The store of checkpoints in an object store: the commit is a conditional write of the manifest. Imports no torch.
+
+    KEY/checkpoint.json               the manifest: its conditional write is the commit
+    KEY/parts/SAVE/NAME               a part of the save SAVE
+    KEY/parts/SAVE/NAME/00000         a piece of a large part
+    KEY/.drafts/SAVE                  says that SAVE is being written to a key that the script has chosen
+    PARENT/.drafts/checkpoint_3/SAVE  the same for a new key
+    PARENT/.drafts/checkpoint_3/claim reserves a new key
+
+No object but the manifest is ever changed, and a manifest names the parts of one save: what is read is of one save. A new key
+is committed if it has no manifest, a chosen one if it still has the manifest of the beginning, so that of two writers one
+gets an error. docs/design/object-stores.md has the reasons.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from accel_runtime.storage.errors import AbsentError, CheckpointError
+from accel_runtime.storage.manifest import NAME, Checkpoint, parse_number
+from accel_runtime.storage.object_client import (
+    ConditionError,
+    ObjectClient,
+)
+from accel_runtime.storage.object_parts import (
+    CLAIM,
+    DRAFTS,
+    FENCE,
+    PARTS,
+    PIECE_BYTES,
+    Committed,
+    ObjectDraft,
+    ObjectSnapshot,
+    find_missing_part,
+    find_pieces,
+    find_save,
+    locate_hook_claims,
+    read_manifest,
+)
+from accel_runtime.storage.store import (
+    DraftAddress,
+    KeyExistsError,
+    Store,
+    join_key,
+    split_key,
+)
+
+__all__ = ["LEFTOVER_AGE_S", "ObjectStore"]
+
+LEFTOVER_AGE_S = 3600.0
+"""Seconds since the last write of an unfinished save after which it is taken for a crashed one."""
+_CHANGES = 100
+"""Number of changes by other processes after which a reader gives up: each is a save or a removal."""
+
+
+class ObjectStore(Store):
+    """Checkpoints as objects; a key is a URL such as `s3://bucket/run/checkpoint_3`.
+
+    Args:
+        client: The calls to the services.
+        run: Identity of this run. Unfinished saves of an earlier attempt of it are removed at once.
+        leftover_age_s: Seconds since its last write after which another unfinished save is removed.
+        piece_bytes: Most bytes of an object.
+        now: The clock.
+    """
+
+    def __init__(
+        self,
+        client: ObjectClient,
+        run: Mapping[str, str] | None = None,
+        leftover_age_s: float = LEFTOVER_AGE_S,
+        piece_bytes: int = PIECE_BYTES,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.client, self._piece_bytes = client, piece_bytes
+        self._run, self._leftover_age_s, self._now = dict(run or {}), leftover_age_s, now
+
+    def begin(self, key: str, save: str, *, new: bool = False) -> ObjectDraft:
+        """Reserve a new key, or remember the manifest that the commit replaces; `Store.begin` has the arguments."""
+        parent, name = split_key(key)
+        drafts = f"{parent}/{DRAFTS}/{name}" if new else f"{key}/{DRAFTS}"
+        replaces = None
+        if new:
+            self._claim(key, drafts, save)
+        else:
+            self._remove_old_saves(key)
+            committed = read_manifest(self.client, key)
+            replaces = None if committed is None else committed.etag
+        marker, claim = f"{drafts}/{save}", f"{drafts}/{CLAIM}"
+        try:
+            self.client.put(marker, self._describe_draft())
+        except OSError:
+            if new:
+                with suppress(OSError):
+                    self.client.delete([claim])
+            raise
+        markers = (marker, claim) if new else (marker,)
+        address = DraftAddress(key, save, f"{key}/{PARTS}/{save}")
+        return ObjectDraft(self.client, address, self._piece_bytes, markers, replaces)
+
+    def _claim(self, key: str, drafts: str, save: str) -> None:
+        error = KeyExistsError(f"{key} was just created by another process. Save again.")
+        claim = f"{drafts}/{CLAIM}"
+        try:
+            self.client.put(claim, save.encode(), if_absent=True)
+        except ConditionError:
+            with suppress(FileNotFoundError):
+                if self.client.get(claim)[0] == save.encode():  # the answer to the first attempt was lost
+                    return self._require_free(key, claim, error)
+            raise error from None
+        return self._require_free(key, claim, error)
+
+    def _require_free(self, key: str, claim: str, error: KeyExistsError) -> None:
+        level = self.client.list_level(f"{key}/")
+        if level.folders or level.objects:
+            self.client.delete([claim])
+            raise error
+
+    def join(self, address: DraftAddress) -> ObjectDraft:
+        """Return the draft on another process; nothing is read or written."""
+        return ObjectDraft(self.client, address, self._piece_bytes, None, None)
+
+    def open(self, key: str) -> ObjectSnapshot:
+        """Read the manifest, and compare the sizes of all objects with it."""
+        error: CheckpointError | None = None
+        for _ in range(_CHANGES):
+            committed = read_manifest(self.client, key)
+            if committed is None or committed.is_fence:
+                raise AbsentError(f"{key} is not a checkpoint: it has no {NAME}")
+            manifest = committed.parse(f"{key}/{NAME}")
+            pieces = find_pieces(self.client, f"{key}/{PARTS}/{manifest.save}", manifest.files)
+            error = find_missing_part(key, manifest, pieces)
+            if error is None:
+                return ObjectSnapshot(self.client, Checkpoint(key, manifest), pieces)
+            current = read_manifest(self.client, key)
+            if current is not None and current.etag == committed.etag:
+                break
+        assert error is not None
+        raise error
+
+    def list(self, parent: str) -> list[str]:
+        """Return the keys below a parent; those that were only reserved too."""
+        level = self.client.list_level(f"{parent}/")
+        names = {
+            name
+            for name in level.folders
+            if name != DRAFTS
+            and (
+                parse_number(name) is not None or NAME in self.client.list_level(f"{parent}/{name}/").objects
+            )
+        }
+        if DRAFTS in level.folders:
+            names |= set(self.client.list_level(f"{parent}/{DRAFTS}/").folders)
+        return [join_key(parent, name) for name in sorted(names)]
+
+    def exists(self, key: str) -> bool:
+        """Return whether a key has objects, or is reserved."""
+        parent, name = split_key(key)
+        level = self.client.list_level(f"{key}/")
+        is_used = NAME in level.objects or PARTS in level.folders or DRAFTS in level.folders
+        return is_used or bool(self.client.list_level(f"{parent}/{DRAFTS}/{name}/").objects)
+
+    def delete(self, key: str) -> bool:
+        """Remove the manifest and then its parts; a crash in between is recovered by `remove_leftovers`."""
+        parent, name = split_key(key)
+        folders = f"{key}/{DRAFTS}/", f"{parent}/{DRAFTS}/{name}/"
+        running = {each for folder in folders for each in self.client.list_level(folder).objects}
+        markers = []
+        if (save := find_save(self.client, key)) is not None:
+            markers = [f"{folders[1]}{save}"]
+            self.client.put(markers[0], self._describe_draft())
+        self.client.delete([f"{key}/{NAME}"])
+        for other in self.client.list_level(f"{key}/{PARTS}/").folders:
+            if other not in running - {save}:
+                self._delete_parts(key, other)
+        self.client.delete(markers)
+        return True
+
+    def _describe_draft(self) -> bytes:
+        return json.dumps({"run": self._run}).encode()
+
+    def check_access(self, parent: str) -> None:
+        """Write, read, list and remove an object below a parent."""
+        probe = f"{parent}/{DRAFTS}/probe/{uuid.uuid4().hex}"
+        self.client.put(probe, b"probe", if_absent=True)
+        self.client.get(probe)
+        self.client.list_level(f"{parent}/")
+        self.client.delete([probe])
+
+    def remove_leftovers(self, parent: str, below: int) -> None:
+        """Remove what is left of new keys that were never committed, or removed by a process that has crashed."""
+        names: dict[str, set[str]] = {}
+        drafts = f"{parent}/{DRAFTS}/"
+        for stored in self.client.list(drafts):
+            name, _, save = stored.key.removeprefix(drafts).partition("/")
+            names.setdefault(name, set()).add(save)
+        for name, saves in names.items():
+            number = parse_number(name)
+            if number is not None and number < below:
+                self._recover(f"{parent}/{name}", f"{drafts}{name}", saves)
+
+    def _recover(self, key: str, drafts: str, saves: set[str]) -> None:
+        """Remove the unfinished saves of a new key, and then its reservation."""
+        committed = read_manifest(self.client, key)
+        save = None if committed is None else committed.save
+        for other in saves - {CLAIM, save}:
+            if not self._is_crashed(key, f"{drafts}/{other}", other):
+                return
+            # A process that was only slow must not commit a save whose parts are removed.
+            if not (committed and committed.is_fence) and not self._fence(key, committed):
+                return
+            self._delete_parts(key, other)
+        if saves <= {CLAIM} and not self._is_old(drafts + "/"):
+            return
+        self.client.delete([f"{drafts}/{each}" for each in saves])
+        fence = read_manifest(self.client, key)
+        if fence is not None and fence.is_fence:
+            self.client.delete([f"{key}/{NAME}"])
+
+    def _remove_old_saves(self, key: str) -> None:
+        """Remove saves under a chosen key that crashed, and those that were replaced before the current one."""
+        level = self.client.list_level(f"{key}/")
+        saves = set(self.client.list_level(f"{key}/{PARTS}/").folders) if PARTS in level.folders else set()
+        drafts = set(self.client.list_level(f"{key}/{DRAFTS}/").objects) if DRAFTS in level.folders else set()
+        if not saves | drafts:
+            return
+        # Read last: a save that has no draft any more was committed, or given up.
+        committed = read_manifest(self.client, key)
+        save = None if committed is None else committed.save
+        for other in sorted((saves | drafts) - {save}):
+            marker = f"{key}/{DRAFTS}/{other}"
+            if other in drafts:
+                if not self._is_crashed(key, marker, other):
+                    continue
+                if not self._fence(key, committed):
+                    return
+                committed = read_manifest(self.client, key)
+            self._delete_parts(key, other)
+            self.client.delete([marker])
+        if save in drafts:
+            self.client.delete([f"{key}/{DRAFTS}/{save}"])
+
+    def _fence(self, key: str, committed: Committed | None) -> bool:
+        """Change the ETag of a manifest, so that no save that has begun before can be committed; False if one just was."""
+        text = FENCE if committed is None else committed.text + b"\n"
+        etag = None if committed is None else committed.etag
+        try:
+            self.client.put(f"{key}/{NAME}", text, if_match=etag, if_absent=etag is None)
+        except ConditionError:
+            return False
+        return True
+
+    def _is_crashed(self, key: str, marker: str, save: str) -> bool:
+        """Return whether the process that writes a save has certainly or probably ended."""
+        with suppress(FileNotFoundError, ValueError):
+            run = json.loads(self.client.get(marker)[0]).get("run")
+            if (
+                run and run == self._run
+            ):  # an attempt of this run, whose processes have ended before this one began
+                return True
+        return self._is_old(marker) and self._is_old(f"{key}/{PARTS}/{save}/")
+
+    def _is_old(self, prefix: str) -> bool:
+        folder = prefix if prefix.endswith("/") else f"{split_key(prefix)[0]}/"
+        written = [each.modified for each in self.client.list(folder) if each.key.startswith(prefix)]
+        return self._now() - max(written, default=0.0) > self._leftover_age_s
+
+    def _delete_parts(self, key: str, save: str) -> None:
+        folders = f"{key}/{PARTS}/{save}/", locate_hook_claims(key, save)
+        self.client.delete([each.key for folder in folders for each in self.client.list(folder)])

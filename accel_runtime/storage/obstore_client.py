@@ -1,0 +1,382 @@
+"""The client of S3, Google Cloud Storage and Azure Blob Storage, by obstore. Imports no torch.
+
+obstore has native threads, which a forked process does not have: its calls would wait there forever. A training process uses
+`client_process` instead, which runs this module in a process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, TypeVar
+
+from accel_runtime.environment.installation import format_install
+from accel_runtime.environment.locations import BUCKET_KINDS, split_url
+from accel_runtime.storage.errors import CheckpointError
+from accel_runtime.storage.object_client import (
+    ConditionError,
+    Level,
+    ObjectClient,
+    ObjectError,
+    RangeRequest,
+    StoredObject,
+    Upload,
+    absent_error,
+)
+
+__all__ = ["RETRY_S", "ObstoreClient", "explain_missing_client"]
+
+RETRY_S = 180.0
+"""Seconds for which a call that fails is repeated."""
+_REQUEST_S = 60.0
+"""Seconds after which a request without an answer has failed: a piece of 32 MiB needs 0.6 MB/s."""
+_CONNECT_S = 10.0
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 5.0
+_T = TypeVar("_T")
+
+
+def explain_missing_client() -> str:
+    """Return why there is no client, with the cure; empty if there is one."""
+    if importlib.util.find_spec("obstore") is not None:
+        return ""
+    return (
+        "Checkpoints in object stores need obstore, which is not installed. "
+        f"Run: {format_install('obstore', extra='cloud')}"
+    )
+
+
+class ObstoreClient(ObjectClient):
+    """Calls of obstore, with retries. Uploads are sent one after the other.
+
+    Args:
+        retry_s: Seconds for which a call that fails is repeated.
+        environ: Variables with credentials, region and endpoint.
+    """
+
+    def __init__(self, retry_s: float = RETRY_S, environ: Mapping[str, str] | None = None) -> None:
+        if problem := explain_missing_client():
+            raise CheckpointError(problem)
+        self._retry_s = retry_s
+        self._environ = os.environ if environ is None else environ
+        self._stores: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def start_put(self, key: str, size: int, *, wait: bool = True) -> Upload:  # noqa: ARG002 - nothing to wait for
+        """Return a buffer, which is sent by `finish`."""
+        return _BufferedUpload(self, key, size)
+
+    def put(
+        self,
+        key: str,
+        data: bytes | memoryview,
+        *,
+        if_match: str | None = None,
+        if_absent: bool = False,
+    ) -> str:
+        """Write an object in one request; `ObjectClient.put` has the errors."""
+        import obstore  # noqa: PLC0415 - has native threads
+
+        mode: Any = "create" if if_absent else "overwrite" if if_match is None else _decode_etag(if_match)
+        result = self._repeat(
+            key, lambda store, path: obstore.put(store, path, data, mode=mode, use_multipart=False)
+        )
+        return _encode_etag(result)
+
+    def get(self, key: str) -> tuple[bytes, str]:
+        """Read an object in one request."""
+        import obstore  # noqa: PLC0415
+
+        def read(store: Any, path: str) -> tuple[bytes, str]:
+            result = obstore.get(store, path)
+            return bytes(result.bytes()), _encode_etag(result.meta)
+
+        return self._repeat(key, read, reads=True)
+
+    def read_ranges(self, requests: Sequence[RangeRequest]) -> None:
+        """Read one range after the other."""
+        for request in requests:
+            self._read_range(request)
+
+    def _read_range(self, request: RangeRequest) -> None:
+        import obstore  # noqa: PLC0415
+
+        length = len(request.buffer)
+        if not length:
+            return
+        data = self._repeat(
+            request.key,
+            lambda store, path: obstore.get_range(store, path, start=request.start, length=length),
+            reads=True,
+        )
+        if len(data) < length:
+            raise ObjectError(
+                request.key, f"it ends before byte {request.start + length}", "Verify the checkpoint."
+            )
+        request.buffer[:] = memoryview(data)
+
+    def list(self, prefix: str) -> list[StoredObject]:
+        """List objects, in as many requests as the service needs."""
+        import obstore  # noqa: PLC0415
+
+        bucket, _ = split_url(prefix)
+
+        def read(store: Any, path: str) -> list[StoredObject]:
+            return [
+                StoredObject(f"{bucket}/{each['path']}", each["size"], each["last_modified"].timestamp())
+                for chunk in obstore.list(store, path)
+                for each in chunk
+            ]
+
+        found = self._repeat(prefix, read, reads=True, lists=True)
+        return sorted((each for each in found if each.key.startswith(prefix)), key=lambda each: each.key)
+
+    def list_level(self, prefix: str) -> Level:
+        """List what is directly below a prefix."""
+        import obstore  # noqa: PLC0415
+
+        result = self._repeat(
+            prefix,
+            lambda store, path: obstore.list_with_delimiter(store, path or None),
+            reads=True,
+            lists=True,
+        )
+        folders = (path.rstrip("/").rpartition("/")[2] for path in result["common_prefixes"])
+        objects = (each["path"].rpartition("/")[2] for each in result["objects"])
+        return Level(tuple(sorted(folders)), tuple(sorted(objects)))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects, up to a thousand in a request where the service can."""
+        import obstore  # noqa: PLC0415
+
+        buckets: dict[str, list[str]] = {}
+        for key in keys:
+            bucket, path = split_url(key)
+            buckets.setdefault(bucket, []).append(path)
+        for bucket, paths in buckets.items():
+
+            def remove(store: Any, _path: str, paths: list[str] = paths) -> None:
+                try:
+                    obstore.delete(store, paths)
+                except FileNotFoundError:  # a service without requests for several objects
+                    for path in paths:
+                        try:
+                            obstore.delete(store, path)
+                        except FileNotFoundError:
+                            continue
+
+            self._repeat(f"{bucket}/{paths[0]}", remove)
+
+    def _repeat(
+        self, key: str, call: Callable[[Any, str], _T], *, reads: bool = False, lists: bool = False
+    ) -> _T:
+        """Return the result of a call for the store and the path of a key; repeat it while its error may pass."""
+        from obstore import exceptions  # noqa: PLC0415
+
+        deadline, delay, renewed = time.monotonic() + self._retry_s, _FIRST_DELAY_S, False
+        bucket, path = split_url(key)
+        while True:
+            try:
+                return call(self._open(bucket), path)
+            except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
+                if "ConditionalRequestConflict" not in str(error):
+                    raise ConditionError(key) from None
+                failure = Failure.from_error(error)
+            except FileNotFoundError as error:
+                failure = Failure.from_error(error)
+                if failure.code != "NoSuchBucket" and (reads and not lists):
+                    raise absent_error(key) from None
+            except (exceptions.BaseError, OSError) as error:
+                failure = Failure.from_error(error)
+            if failure.is_of_credentials and not renewed:
+                renewed = True  # they may have expired, and the source may have new ones
+                self._forget(bucket)
+            elif not failure.may_pass or time.monotonic() + delay > deadline:
+                raise ObjectError(key, failure.describe(self._retry_s), failure.cure(bucket)) from None
+            time.sleep(delay * random.uniform(0.5, 1))  # noqa: S311 - no secret
+            delay = min(2 * delay, _LONGEST_DELAY_S)
+
+    def _open(self, bucket: str) -> Any:
+        from obstore import exceptions  # noqa: PLC0415
+
+        with self._lock:
+            if bucket not in self._stores:
+                try:
+                    self._stores[bucket] = _open_bucket(bucket, self._environ)
+                except (ValueError, TypeError, exceptions.BaseError) as error:
+                    reason = f"invalid settings: {_remove_urls(_first_line(str(error)))}"
+                    raise ObjectError(bucket, reason, "Correct the variables of the environment.") from None
+            return self._stores[bucket]
+
+    def _forget(self, bucket: str) -> None:
+        with self._lock:
+            self._stores.pop(bucket, None)
+
+
+class _BufferedUpload(Upload):
+    def __init__(self, client: ObstoreClient, key: str, size: int) -> None:
+        self._client, self._key = client, key
+        self._buffer, self._filled = memoryview(bytearray(size)), 0
+
+    def write(self, piece: memoryview) -> None:
+        self._buffer[self._filled : self._filled + len(piece)] = piece
+        self._filled += len(piece)
+
+    def finish(self) -> str:
+        return self._client.put(self._key, self._buffer)
+
+
+def _open_bucket(bucket: str, environ: Mapping[str, str]) -> Any:
+    """Return obstore's store for a bucket, with the settings and credentials of the environment."""
+    from obstore import store  # noqa: PLC0415
+
+    endpoints = [environ.get(name, "") for name in _ENDPOINTS]
+    arguments: dict[str, Any] = {"retry_config": {"max_retries": 0}}
+    arguments["client_options"] = {
+        "timeout": timedelta(seconds=_REQUEST_S),
+        "connect_timeout": timedelta(seconds=_CONNECT_S),
+        # A user who names an endpoint without TLS has chosen it.
+        "allow_http": any(each.startswith("http://") for each in endpoints),
+    }
+    if bucket.startswith("s3") and (provider := _find_aws_profile(environ)) is not None:
+        arguments["credential_provider"] = provider
+    return store.from_url(bucket, **arguments)
+
+
+_ENDPOINTS = (
+    "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "GOOGLE_BASE_URL",
+)  # fmt: skip
+
+
+def _find_aws_profile(environ: Mapping[str, str]) -> Any:
+    """Return a source of credentials for profiles in AWS's files, which only AWS's SDK reads; None if others are set."""
+    if environ.get("AWS_ACCESS_KEY_ID") and not environ.get("AWS_PROFILE"):
+        return None
+    if any(environ.get(name) for name in _AWS_ROLES):
+        return None
+    files = (environ.get("AWS_SHARED_CREDENTIALS_FILE"), environ.get("AWS_CONFIG_FILE"))
+    names = [Path(each) for each in files if each] or [
+        Path.home() / ".aws" / name for name in ("credentials", "config")
+    ]
+    if not environ.get("AWS_PROFILE") and not any(name.is_file() for name in names):
+        return None
+    if importlib.util.find_spec("boto3") is None:
+        raise CheckpointError(
+            "Cannot read the credentials of AWS profiles: boto3 is not installed. Set AWS_ACCESS_KEY_ID and "
+            f"AWS_SECRET_ACCESS_KEY, or run: {format_install('boto3')}"
+        )
+    from obstore.auth.boto3 import Boto3CredentialProvider  # noqa: PLC0415
+
+    try:
+        return Boto3CredentialProvider()
+    except ValueError:  # the files have none
+        return None
+
+
+_AWS_ROLES = (
+    "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+)  # fmt: skip
+
+
+def _encode_etag(result: Any) -> str:
+    """Return what identifies a version of an object: the ETag, and the generation in Google's store."""
+    return f"{result.get('e_tag') or ''}\n{result.get('version') or ''}"
+
+
+def _decode_etag(text: str) -> dict[str, str]:
+    etag, _, version = text.partition("\n")
+    return {name: value for name, value in (("e_tag", etag), ("version", version)) if value}
+
+
+class Failure:
+    """The reason that a call failed, read from the text of obstore's error, which may contain URLs with signatures."""
+
+    def __init__(self, kind: str, status: int, code: str, message: str) -> None:
+        self._kind, self._status, self.code, self._message = kind, status, code, message
+
+    @classmethod
+    def from_error(cls, error: Exception) -> Failure:
+        """Return the failure of an error."""
+        text = str(error)
+        status = re.search(r"status code: (\d{3})", text)
+        code = re.search(r"<Code>([^<]*)</Code>", text) or re.search(r'"reason": ?"(\w+)"', text)
+        message = re.search(r"<Message>([^<]*)</Message>", text)
+        kind = type(error).__name__
+        tail = _first_line(text).rpartition(" - ")[2]
+        if "169.254.169.254" in text or "metadata.google.internal" in text:
+            return cls(kind, 0, "NoCredentials", "no credentials were found")
+        return cls(
+            kind,
+            int(status[1]) if status else 0,
+            code[1] if code else "",
+            message[1].strip() if message else "" if status else _remove_urls(tail),
+        )
+
+    @property
+    def is_of_credentials(self) -> bool:
+        """Return whether new credentials may help."""
+        return (
+            self._kind in {"PermissionDeniedError", "UnauthenticatedError"}
+            or self._status in {401, 403}
+            or self.code
+            in {"ExpiredToken", "InvalidToken", "TokenRefreshRequired", "RequestExpired", "NoCredentials"}
+        )
+
+    @property
+    def may_pass(self) -> bool:
+        """Return whether the same call may succeed later."""
+        if self.is_of_credentials:
+            return False
+        if self.code in {"RequestTimeout", "SlowDown", "ConditionalRequestConflict", "OperationAborted"}:
+            return True
+        if self._status:
+            is_of_server = self._status >= HTTPStatus.INTERNAL_SERVER_ERROR
+            return self._status in _PASSING or (is_of_server and self._status != HTTPStatus.NOT_IMPLEMENTED)
+        return self._kind == "GenericError"
+
+    def describe(self, retry_s: float) -> str:
+        """Return the reason as a text."""
+        if self.code == "NoCredentials":
+            return self._message
+        parts = [f"HTTP {self._status}" if self._status else "", self.code, self._message[:300].rstrip(".")]
+        reason = " ".join(part for part in parts if part) or self._kind
+        return f"no success in {retry_s:g} s of retries: {reason}" if self.may_pass else reason
+
+    def cure(self, bucket: str) -> str:
+        """Return the cure, as a sentence."""
+        if self.code in {"NoSuchBucket", "ContainerNotFound"} or self._status == HTTPStatus.NOT_FOUND:
+            return f"Create {bucket}, or correct the URL."
+        if self.is_of_credentials:
+            return _CREDENTIALS[BUCKET_KINDS[bucket.partition(":")[0]]]
+        if self._status in {301, 307, 400} and bucket.startswith("s3"):
+            return "Set AWS_REGION to the region of the bucket."
+        if self._status == HTTPStatus.NOT_IMPLEMENTED:
+            return "Use a service that supports conditional writes (If-None-Match, If-Match)."
+        return "Check the network and the endpoint, and try again."
+
+
+_PASSING = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS})
+"""Errors of a client that may pass, besides those of a server."""
+_CREDENTIALS = {
+    "s3": "Renew the credentials, or allow them to list, read, write and delete objects there: AWS_ACCESS_KEY_ID and "
+    "AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or the role of this machine.",
+    "gs": "Renew the credentials, or allow them to list, read, write and delete objects there: GOOGLE_APPLICATION_CREDENTIALS, "
+    "or the service account of this machine.",
+    "az": "Renew the credentials, or allow them to list, read, write and delete blobs there: AZURE_STORAGE_ACCOUNT_NAME and "
+    "AZURE_STORAGE_ACCOUNT_KEY, or the managed identity of this machine.",
+}
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
+
+
+def _remove_urls(text: str) -> str:
+    return re.sub(r"\S+://\S+", "the service", text)[:300]
