@@ -22,7 +22,7 @@ _directory = argument(
     "directory",
     metavar="DIR",
     default=".",
-    help="Read this project directory, directory of checkpoints, or checkpoint.",
+    help="Read this project directory, directory of checkpoints, or checkpoint, or s3://, gs:// or az:// URL of one.",
     shell_complete=complete_checkpoints,
 )
 _json = option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -232,6 +232,10 @@ def prune(context: click.Context, directory: str, keep: int, yes: bool) -> None:
     with console.read_progress() as progress:
         result = prune_checkpoints(directory, keep, progress)
     console.note(f"removed {_count(result['removed'])}, kept {len(result['kept'])}")
+    for path in result["leftovers"]:
+        console.note(
+            f"{path} was kept: it may belong to a running save, of which nothing shows that it has ended"
+        )
 
 
 def _format_entry(entry: dict[str, Any]) -> tuple[str, ...]:

@@ -11,18 +11,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from accel_cli.errors import AccelError, UsageError
+from accel_runtime.storage.any_store import open_store
 from accel_runtime.storage.deepspeed_folder import is_deepspeed_checkpoint
 from accel_runtime.storage.deepspeed_manifest import open_deepspeed_checkpoint
-from accel_runtime.storage.errors import CheckpointError, DamageError, RequestError
-from accel_runtime.storage.file_store import FileStore
+from accel_runtime.storage.errors import CheckpointError, DamageError, RequestError, describe_error
 from accel_runtime.storage.manifest import Checkpoint, Manifest
+from accel_runtime.storage.object_client import ObjectError
 from accel_runtime.storage.scan import (
-    DirectoryEntry,
+    CheckpointEntry,
     find_complete_checkpoint,
     find_newest_checkpoint,
-    scan_directory,
+    scan_location,
 )
-from accel_runtime.storage.store import Snapshot, use_checkpoint
+from accel_runtime.storage.store import Snapshot, split_key, use_checkpoint
 from accel_runtime.storage.tensor_file import MergeRequest, MergeResult, merge_tensors
 from accel_runtime.storage.verification import verify_files
 
@@ -38,6 +39,7 @@ _T = TypeVar("_T")
 Progress = Callable[[str, int, int], None]
 """Receives the path of a checkpoint, the number of bytes read of it, and its size (0 if unknown)."""
 _PROGRESS_S = 0.1
+_STORE = open_store()
 
 
 @contextmanager
@@ -49,34 +51,36 @@ def _command_errors() -> Iterator[None]:
         raise UsageError(str(error)) from error
     except CheckpointError as error:
         raise AccelError(str(error)) from error
+    except ObjectError as error:
+        raise AccelError(describe_error(error)) from error
 
 
 @_command_errors()
 def list_checkpoints(directory: str) -> dict[str, Any]:
     """List all checkpoints, the oldest first."""
-    scan = scan_directory(Path(directory))
+    scan = scan_location(directory, _STORE)
     return {
-        "directory": str(scan.directory),
+        "directory": scan.parent,
         "checkpoints": [_describe_entry(entry) for entry in scan.entries],
-        "leftovers": [str(path) for path in scan.leftovers],
+        "leftovers": scan.leftovers,
     }
 
 
 @_command_errors()
 def verify_checkpoint(directory: str, progress: Progress) -> dict[str, Any]:
     """Read every byte of a checkpoint; if it is damaged, also of earlier ones until one is undamaged."""
-    entry = find_newest_checkpoint(Path(directory))
+    entry = find_newest_checkpoint(directory, _STORE)
 
     def find() -> str:
         nonlocal entry
-        entry = find_newest_checkpoint(Path(directory))
+        entry = find_newest_checkpoint(directory, _STORE)
         if entry.checkpoint is None:
             raise DamageError([entry.problem])
-        return str(entry.path)
+        return entry.location
 
     problems: list[str] = []
     try:
-        entry = replace(entry, checkpoint=verify_files(FileStore(), find, _count_bytes(progress)))
+        entry = replace(entry, checkpoint=verify_files(_STORE, find, _count_bytes(progress)))
     except DamageError as error:
         problems = error.problems
     return {
@@ -94,7 +98,7 @@ def show_checkpoint(directory: str, *, tensors: bool) -> dict[str, Any]:
     checkpoint, untracked = _use(directory, lambda snapshot: (snapshot.checkpoint, snapshot.list_untracked()))
     manifest = checkpoint.manifest
     description: dict[str, Any] = {
-        "path": str(checkpoint.path),
+        "path": checkpoint.key,
         "skipped": _list_newer_problems(directory, checkpoint),
         "step": manifest.step,
         "saved_at": manifest.saved_at,
@@ -120,11 +124,11 @@ def export_checkpoint(
 
     def export(snapshot: Snapshot) -> tuple[Checkpoint, MergeResult]:
         checkpoint = snapshot.checkpoint
-        counter = _ByteProgress(progress, checkpoint.path, 0)
+        counter = _ByteProgress(progress, checkpoint.key, 0)
         return checkpoint, merge_tensors(snapshot, Path(output), request, counter)
 
     checkpoint, result = _use(directory, export)
-    head = {"path": str(checkpoint.path), "step": checkpoint.manifest.step}
+    head = {"path": checkpoint.key, "step": checkpoint.manifest.step}
     return {**head, "skipped": _list_newer_problems(directory, checkpoint), **asdict(result)}
 
 
@@ -134,7 +138,7 @@ def prune_checkpoints(directory: str, keep: int, progress: Progress | None = Non
 
     Nothing is removed until one of the checkpoints to keep has been verified completely.
     """
-    scan = scan_directory(Path(directory))
+    scan = scan_location(directory, _STORE)
     numbered = [entry for entry in scan.entries if entry.number is not None]
     complete = [entry for entry in numbered if entry.checkpoint is not None]
     kept, removed = complete[-keep:], complete[:-keep]
@@ -142,20 +146,19 @@ def prune_checkpoints(directory: str, keep: int, progress: Progress | None = Non
         "removed": [_describe_entry(entry) for entry in removed],
         "kept": [_describe_entry(entry) for entry in kept],
         "damaged": [entry.problem for entry in numbered if entry.checkpoint is None],
-        "leftovers": [str(path) for path in scan.leftovers],
+        "leftovers": scan.leftovers,
     }
     if progress is None:
         return result
     if removed:
         _require_one_undamaged(kept, progress)
-    store = FileStore()
     for entry in removed:
         assert entry.checkpoint is not None
-        if not store.delete(entry.checkpoint.key):
-            raise CheckpointError(f"Cannot remove {entry.checkpoint.path}: another process is reading it.")
+        if not _STORE.delete(entry.checkpoint.key):
+            raise CheckpointError(f"Cannot remove {entry.checkpoint.key}: another process is reading it.")
     next_number = 1 + max((entry.number for entry in complete if entry.number is not None), default=-1)
-    store.remove_leftovers(str(scan.directory), next_number)
-    return result
+    _STORE.remove_leftovers(scan.parent, next_number)
+    return result | {"leftovers": scan_location(directory, _STORE).leftovers}
 
 
 def _use(directory: str, use: Callable[[Snapshot], _T]) -> _T:
@@ -163,10 +166,10 @@ def _use(directory: str, use: Callable[[Snapshot], _T]) -> _T:
     if is_deepspeed_checkpoint(Path(directory)):
         with open_deepspeed_checkpoint(Path(directory)) as snapshot:
             return use(snapshot)
-    return use_checkpoint(FileStore(), lambda: find_complete_checkpoint(Path(directory)).key, use)
+    return use_checkpoint(_STORE, lambda: find_complete_checkpoint(directory, _STORE).key, use)
 
 
-def _require_one_undamaged(entries: list[DirectoryEntry], progress: Progress) -> None:
+def _require_one_undamaged(entries: list[CheckpointEntry], progress: Progress) -> None:
     all_problems: list[str] = []
     for entry in reversed(entries):
         problems = _find_problems(entry, progress)
@@ -178,9 +181,9 @@ def _require_one_undamaged(entries: list[DirectoryEntry], progress: Progress) ->
     )
 
 
-def _find_problems(entry: DirectoryEntry, progress: Progress) -> list[str]:
+def _find_problems(entry: CheckpointEntry, progress: Progress) -> list[str]:
     try:
-        verify_files(FileStore(), lambda: str(entry.path), _count_bytes(progress))
+        verify_files(_STORE, lambda: entry.location, _count_bytes(progress))
     except DamageError as error:
         return error.problems
     except CheckpointError as error:
@@ -189,28 +192,28 @@ def _find_problems(entry: DirectoryEntry, progress: Progress) -> list[str]:
 
 
 def _count_bytes(progress: Progress) -> Callable[[Checkpoint], Callable[[int], None]]:
-    return lambda checkpoint: _ByteProgress(progress, checkpoint.path, checkpoint.manifest.bytes)
+    return lambda checkpoint: _ByteProgress(progress, checkpoint.key, checkpoint.manifest.bytes)
 
 
-def _find_earlier(entry: DirectoryEntry, progress: Progress) -> dict[str, Any] | None:
+def _find_earlier(entry: CheckpointEntry, progress: Progress) -> dict[str, Any] | None:
     """Return the newest earlier checkpoint that is complete and undamaged."""
     if entry.number is None:
         return None
-    for other in reversed(scan_directory(entry.path.parent).entries):
+    for other in reversed(scan_location(split_key(entry.location)[0], _STORE).entries):
         older = other.number is not None and other.number < entry.number
         if older and other.checkpoint and not _find_problems(other, progress):
             return _describe_entry(other)
     return None
 
 
-def _describe_entry(entry: DirectoryEntry) -> dict[str, Any]:
-    description: dict[str, Any] = {"path": str(entry.path), "number": entry.number, "problem": entry.problem}
+def _describe_entry(entry: CheckpointEntry) -> dict[str, Any]:
+    description: dict[str, Any] = {"path": entry.location, "number": entry.number, "problem": entry.problem}
     description["written_by"] = (entry.writer or "accel").lower()
     if entry.checkpoint is None:
         return description | dict.fromkeys(("step", "saved_at", "world_size", "bytes"))
     manifest = entry.checkpoint.manifest
-    if entry.checkpoint.path != entry.path:
-        description["location"] = str(entry.checkpoint.path)
+    if entry.checkpoint.key != entry.location:
+        description["location"] = entry.checkpoint.key
     return description | {
         "step": manifest.step,
         "saved_at": manifest.saved_at,
@@ -224,7 +227,7 @@ def _list_newer_problems(directory: str, checkpoint: Checkpoint) -> list[str]:
     problems: list[str] = []
     if is_deepspeed_checkpoint(Path(directory)):
         return problems
-    for entry in reversed(scan_directory(Path(directory)).entries):
+    for entry in reversed(scan_location(directory, _STORE).entries):
         if entry.checkpoint == checkpoint:
             break
         if entry.problem:
@@ -249,7 +252,7 @@ def _describe_item(manifest: Manifest, item: str) -> dict[str, Any]:
 
 
 def _list_untracked(checkpoint: Checkpoint) -> list[str]:
-    with suppress(CheckpointError), FileStore().open(checkpoint.key) as snapshot:
+    with suppress(CheckpointError), _STORE.open(checkpoint.key) as snapshot:
         return snapshot.list_untracked()
     return []  # another process removes the checkpoint
 
@@ -257,7 +260,7 @@ def _list_untracked(checkpoint: Checkpoint) -> list[str]:
 class _ByteProgress:
     """Counts the bytes that threads read of a checkpoint, and reports the count every `_PROGRESS_S` seconds."""
 
-    def __init__(self, progress: Progress, path: Path, total: int) -> None:
+    def __init__(self, progress: Progress, path: str, total: int) -> None:
         self._progress, self._path, self._total = progress, path, total
         self._done, self._last_report = 0, time.monotonic()
         self._lock = threading.Lock()
@@ -267,4 +270,4 @@ class _ByteProgress:
             self._done += count
             if time.monotonic() - self._last_report >= _PROGRESS_S:
                 self._last_report = time.monotonic()
-                self._progress(str(self._path), self._done, self._total)
+                self._progress(self._path, self._done, self._total)

@@ -1,4 +1,4 @@
-"""Scan a directory for checkpoints, complete or not, and choose one of them. Imports no torch."""
+"""Scan a directory or the prefix of an object store for checkpoints, and choose one of them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from accel_runtime.environment.locations import is_url, normalize_location
 from accel_runtime.storage.deepspeed_folder import is_deepspeed_checkpoint
 from accel_runtime.storage.directory import exists
-from accel_runtime.storage.errors import CheckpointError, RequestError
+from accel_runtime.storage.errors import AbsentError, CheckpointError, RequestError, describe_error
 from accel_runtime.storage.file_store import FileStore, identify_candidates, retry_while_changing
 from accel_runtime.storage.file_system import FileSystem
 from accel_runtime.storage.manifest import NAME, UNFINISHED, Checkpoint, parse_number
+from accel_runtime.storage.store import Store, join_key, parallel_map, split_key
 
 __all__ = [
-    "DirectoryEntry",
+    "CheckpointEntry",
     "find_complete_checkpoint",
     "find_newest_checkpoint",
     "find_writer",
     "is_accelerate_checkpoint",
-    "scan_directory",
+    "scan_location",
 ]
 
 _LEFTOVER = re.compile(r"\.(.+)\.(saving-|replaced-|removing).*")
@@ -32,40 +34,88 @@ _ACCELERATE = re.compile(
 
 
 @dataclass(frozen=True)
-class DirectoryEntry:
-    """A directory that is or should be a checkpoint."""
+class CheckpointEntry:
+    """What is or should be a checkpoint."""
 
-    path: Path
-    """Its final name, even if a crash left it beside that name."""
+    location: str
+    """Its path or URL: the final name, even if a crash left it beside that name."""
     checkpoint: Checkpoint | None
     """The checkpoint, if manifest and file sizes are right."""
-    problem: str = ""
+    error: CheckpointError | None = None
     """Error of an incomplete or damaged checkpoint."""
     writer: str = ""
     """Name of the program that wrote it, if not accel."""
 
     @property
+    def problem(self) -> str:
+        """Text of the error; empty without one."""
+        return "" if self.error is None else str(self.error)
+
+    @property
     def number(self) -> int | None:
         """N of `checkpoint_N`."""
-        return parse_number(self.path.name)
+        return parse_number(split_key(self.location)[1])
+
+    @property
+    def age(self) -> tuple[int, str, str]:
+        """Return what sorts checkpoints, the oldest first: the number, else the time."""
+        saved_at = self.checkpoint.manifest.saved_at if self.checkpoint else ""
+        # The name too, for a stable order of two checkpoints of the same second.
+        return (-1 if self.number is None else self.number), saved_at, split_key(self.location)[1]
 
 
 @dataclass(frozen=True)
-class DirectoryScan:
-    """Checkpoints and leftovers in a directory."""
+class CheckpointScan:
+    """Checkpoints and leftovers in a directory, or below a URL."""
 
-    directory: Path
-    entries: list[DirectoryEntry]
+    parent: str
+    entries: list[CheckpointEntry]
     """Checkpoints, the oldest first."""
-    leftovers: list[Path]
-    """Directories of saves that are running or were interrupted."""
+    leftovers: list[str]
+    """Locations of saves that are running or were interrupted."""
 
 
-def scan_directory(directory: Path) -> DirectoryScan:
-    """Scan a project directory, a directory of checkpoints, or a single checkpoint.
+def scan_location(location: str, store: Store) -> CheckpointScan:
+    """Scan a project directory, a directory of checkpoints, or a single checkpoint; or a URL of one of them.
 
     Checkpoints that another process removes meanwhile are left out.
+
+    Raises:
+        RequestError: If there is nothing at a path, or no checkpoint at a URL.
+        CheckpointError: If the store fails.
     """
+    if not is_url(location):
+        return _scan_directory(Path(location))
+    try:
+        return _scan_objects(normalize_location(location), store)
+    except ValueError as error:
+        raise RequestError(str(error)) from None
+    except OSError as error:
+        raise CheckpointError(describe_error(error)) from error
+
+
+def _scan_objects(url: str, store: Store) -> CheckpointScan:
+    own = _read_object_entry(url, store)
+    if own.checkpoint is not None or not isinstance(own.error, AbsentError):
+        return CheckpointScan(split_key(url)[0], [own], [])
+    parent = join_key(url, "checkpoints")
+    keys = store.list(parent)
+    if not keys:
+        parent, keys = url, store.list(url)
+    found = parallel_map(lambda key: _read_object_entry(key, store), keys)
+    entries = [entry for entry in found if not isinstance(entry.error, AbsentError)]
+    leftovers = [entry.location for entry in found if isinstance(entry.error, AbsentError)]
+    return CheckpointScan(parent, sorted(entries, key=lambda entry: entry.age), leftovers)
+
+
+def _read_object_entry(key: str, store: Store) -> CheckpointEntry:
+    try:
+        return CheckpointEntry(key, store.find(key))
+    except CheckpointError as error:
+        return CheckpointEntry(key, None, error)
+
+
+def _scan_directory(directory: Path) -> CheckpointScan:
     disk = FileSystem()
     return retry_while_changing(
         lambda: _scan(directory, disk),
@@ -76,7 +126,7 @@ def scan_directory(directory: Path) -> DirectoryScan:
     )
 
 
-def _scan(directory: Path, disk: FileSystem) -> DirectoryScan:
+def _scan(directory: Path, disk: FileSystem) -> CheckpointScan:
     if not directory.is_dir():
         entry = _read_entry(directory)
         if entry.checkpoint is None:
@@ -84,9 +134,9 @@ def _scan(directory: Path, disk: FileSystem) -> DirectoryScan:
                 f"{'Not a directory' if directory.exists() else 'Directory not found'}: {directory}. Give a checkpoint, or a "
                 "directory that contains checkpoints."
             )
-        return DirectoryScan(directory.parent, [entry], [])
+        return CheckpointScan(os.fspath(directory.parent), [entry], [])
     if _is_checkpoint_directory(directory):
-        return DirectoryScan(directory.parent, [_read_entry(directory)], [])
+        return CheckpointScan(os.fspath(directory.parent), [_read_entry(directory)], [])
     subdirectory = directory / "checkpoints"
     directory = subdirectory if subdirectory.is_dir() else directory
     listed = disk.list_names(directory)
@@ -100,58 +150,53 @@ def _scan(directory: Path, disk: FileSystem) -> DirectoryScan:
         and (path / NAME).is_file()
         and not (path / UNFINISHED).exists()
     }
-
-    def age(entry: DirectoryEntry) -> tuple[int, str, str]:
-        saved_at = entry.checkpoint.manifest.saved_at if entry.checkpoint else ""
-        # The name too, for a stable order of two checkpoints of the same second.
-        return (-1 if entry.number is None else entry.number), saved_at, entry.path.name
-
-    found = sorted(map(_read_entry, names), key=age)
-    entries = [entry for entry in found if entry.checkpoint or exists(entry.path)]
+    found = sorted(map(_read_entry, names), key=lambda entry: entry.age)
+    entries = [entry for entry in found if entry.checkpoint or exists(Path(entry.location))]
     newest_removed = bool(found) and found[-1] not in entries
     changed = not entries and (disk.list_names(directory) != listed or _is_checkpoint_directory(directory))
     if newest_removed or changed:
         raise RequestError(f"{directory} was changed while it was read. Try again.")
-    return DirectoryScan(directory, entries, leftovers)
+    return CheckpointScan(os.fspath(directory), entries, list(map(os.fspath, leftovers)))
 
 
-def find_complete_checkpoint(directory: Path) -> Checkpoint:
-    """Return this checkpoint, or the newest complete one in the directory."""
-    entries = _list_entries(directory)
+def find_complete_checkpoint(location: str, store: Store) -> Checkpoint:
+    """Return this checkpoint, or the newest complete one in the directory or below the URL."""
+    entries = _list_entries(location, store)
     if len(entries) == 1 and entries[0].checkpoint is None:
         raise (RequestError if entries[0].writer else CheckpointError)(entries[0].problem)
     complete = [entry.checkpoint for entry in entries if entry.checkpoint is not None]
     if not complete:
         problems = "".join(f"\n  {entry.problem}" for entry in entries)
-        raise CheckpointError(f"No complete checkpoint in {directory}:{problems}")
+        raise CheckpointError(f"No complete checkpoint in {location}:{problems}")
     return complete[-1]
 
 
-def find_newest_checkpoint(directory: Path) -> DirectoryEntry:
-    """Return this checkpoint, or the newest in the directory, complete or not."""
-    entries = _list_entries(directory)
+def find_newest_checkpoint(location: str, store: Store) -> CheckpointEntry:
+    """Return this checkpoint, or the newest in the directory or below the URL, complete or not."""
+    entries = _list_entries(location, store)
     if entries[-1].writer:
         raise RequestError(entries[-1].problem)
     return entries[-1]
 
 
-def _list_entries(directory: Path) -> list[DirectoryEntry]:
-    scan = scan_directory(directory)
+def _list_entries(location: str, store: Store) -> list[CheckpointEntry]:
+    scan = scan_location(location, store)
     if not scan.entries:
         raise RequestError(
-            f"No checkpoint found in {str(scan.directory)!r}. Give the directory that save_state wrote."
+            f"No checkpoint found in {scan.parent!r}. Give the directory that save_state wrote, or its URL."
         )
     return scan.entries
 
 
-def _read_entry(path: Path) -> DirectoryEntry:
+def _read_entry(path: Path) -> CheckpointEntry:
+    location = os.fspath(path)
     if writer := find_writer(path):
         problem = f"{path} was written by {writer}, without checksums: accelerator.load_state() loads it"
-        return DirectoryEntry(path, None, problem, writer)
+        return CheckpointEntry(location, None, CheckpointError(problem), writer)
     try:
-        return DirectoryEntry(path, FileStore().find(os.fspath(path)))
+        return CheckpointEntry(location, FileStore().find(location))
     except CheckpointError as error:
-        return DirectoryEntry(path, None, str(error))
+        return CheckpointEntry(location, None, error)
 
 
 def _is_checkpoint_directory(path: Path) -> bool:
