@@ -295,6 +295,7 @@ class Checkpointing:
             self._store,
             strict=strict,
             copies=self._run.backend.data_rank.model_parallel_size,
+            local_world_size=self._run.backend.topology.local_world_size,
         )
         with ExitStack() as stack:
             stack.callback(loading.close)

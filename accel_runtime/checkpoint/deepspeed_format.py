@@ -84,10 +84,10 @@ class EngineStates:
         """Return the states of items, with tensors read into the live ones that an item names."""
         from accel_runtime.checkpoint.load import StateReader  # noqa: PLC0415 - slow to import
 
-        reader = StateReader(self._snapshot, rank, world_size)
         stored = [item for item in items if item.name in self.manifest.values]
-        reader.check(stored)
-        return reader.read(stored)
+        reader = StateReader(self._snapshot, stored, rank, world_size)
+        reader.check()
+        return reader.read()
 
 
 def _list_missing(manifest: Manifest) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -22,15 +22,20 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
+from accel_runtime.checkpoint.remote_read import TensorRead, read_tensors
 from accel_runtime.checkpoint.serialization import deserialize
 from accel_runtime.checkpoint.state_items import StateItem
 from accel_runtime.checkpoint.training_state import read_model_parallel_size
+from accel_runtime.environment.cgroup import read_available_memory
 from accel_runtime.foundation.tensor_bytes import tensor_bytes
+from accel_runtime.foundation.torch_internals import local_tensor
 from accel_runtime.storage.errors import (
     AllGatherObjects,
     CheckpointError,
     check_same_directory,
+    describe_error,
     errors_on_all_ranks,
+    format_problems,
 )
 from accel_runtime.storage.manifest import (
     Checkpoint,
@@ -46,6 +51,8 @@ from accel_runtime.storage.verification import find_damage, select_rank_files
 __all__ = ["LoadOperation"]
 
 _LOG = logging.getLogger("accel_runtime.checkpoint")
+_MEMORY_SHARE = 0.8
+"""Share of the available memory that copies of live tensors may take."""
 _SHOWN = 10
 """Number of reasons listed in a message."""
 _STALE, _STALE_S = 20, 0.05
@@ -55,7 +62,8 @@ _STALE, _STALE_S = 20, 0.05
 class LoadOperation:
     """One collective load; every rank calls the methods in the order of their definition.
 
-    `copies` is the number of model-parallel ranks; without `strict`, what does not fit is left out.
+    `copies` is the number of model-parallel ranks, `local_world_size` that of the ranks of this node; without `strict`, what
+    does not fit is left out.
     """
 
     def __init__(  # noqa: PLR0913 - the last two are named
@@ -67,8 +75,9 @@ class LoadOperation:
         *,
         strict: bool,
         copies: int = 1,
+        local_world_size: int = 1,
     ) -> None:
-        self._store, self._copies = store, copies
+        self._store, self._copies, self._local_world_size = store, copies, local_world_size
         self._all_gather, self._rank, self._world_size, self._strict = all_gather, rank, world_size, strict
         self._stack = ExitStack()
         self._snapshot: Snapshot
@@ -145,20 +154,19 @@ class LoadOperation:
 
     def load(self, items: Sequence[StateItem]) -> Checkpoint:
         """Restore items from the open checkpoint and return it; without `strict`, warn about what was left out."""
-        while True:
-            snapshot, checkpoint = self._snapshot, self._snapshot.checkpoint
-            with errors_on_all_ranks(self._all_gather):
-                reader = StateReader(snapshot, self._rank, self._world_size, self._copies)
-                left_out = self._check_fit(checkpoint, reader, items)
-            saved_items = [item for item in items if item.name in checkpoint.manifest.items]
-            if self._verified or self._verify(snapshot, [item.name for item in saved_items]):
-                break
-            self.close()
-            self.open(self._choose, self._directory)
+        prepared = None
+        while prepared is None:
+            prepared = self._prepare(items)
+            if prepared is None:
+                self.close()
+                self.open(self._choose, self._directory)
+        reader, saved_items, left_out = prepared
+        snapshot, checkpoint = self._snapshot, self._snapshot.checkpoint
         try:
             with errors_on_all_ranks(self._all_gather):
-                trees = reader.read(saved_items)
+                trees = reader.read()
             with errors_on_all_ranks(self._all_gather):
+                reader.apply()
                 for item in saved_items:
                     item.moved = reader.moved
                     item.restore(trees[item.name])
@@ -174,13 +182,33 @@ class LoadOperation:
             _LOG.warning("%s: not part of the checkpoint, and not read: %s", checkpoint.key, names)
         return checkpoint
 
+    def _prepare(self, items: Sequence[StateItem]) -> _Prepared | None:
+        """Check and verify everything before anything changes; return None if the checkpoint was replaced meanwhile.
+
+        What comes over a network is read only once: it is verified while it is read, into memory of its own if that suffices.
+        """
+        snapshot, checkpoint = self._snapshot, self._snapshot.checkpoint
+        with errors_on_all_ranks(self._all_gather) as step:
+            saved_items = [item for item in items if item.name in checkpoint.manifest.items]
+            reader = StateReader(
+                snapshot, saved_items, self._rank, self._world_size, self._copies, self._local_world_size
+            )
+            left_out = self._check_fit(checkpoint, reader, items)
+            step.share(snapshot.is_remote and reader.fits_memory())
+        if all(step.values):
+            is_current = self._stage(reader, snapshot)
+        else:
+            names = [item.name for item in saved_items]
+            is_current = self._verified or snapshot.is_remote or self._verify(snapshot, names)
+        return (reader, saved_items, left_out) if is_current else None
+
     def _check_fit(
         self, checkpoint: Checkpoint, reader: StateReader, items: Sequence[StateItem]
     ) -> list[str]:
         """Return what does not fit; raise it if `strict`."""
         manifest, names = checkpoint.manifest, {item.name for item in items}
         common = [item for item in items if item.name in manifest.items]
-        reader.check(common)
+        reader.check()
         mismatches = [
             f"{_add_class(name, manifest.class_names.get(name))}: it is in the checkpoint and not prepared here"
             for name in manifest.items
@@ -199,6 +227,22 @@ class LoadOperation:
                 f"{checkpoint.key} does not fit this run, and nothing was loaded. Pass strict=False to leave out:\n{listed}"
             )
         return mismatches
+
+    def _stage(self, reader: StateReader, snapshot: Snapshot) -> bool:
+        """Read all items, and leave live tensors unchanged; raise damage, or return False if the checkpoint was replaced."""
+        with errors_on_all_ranks(self._all_gather) as step:
+            problem = None
+            try:
+                reader.read(stage=True)
+            except (CheckpointError, OSError) as error:
+                problem = describe_error(error)
+            step.share((problem, problem is not None and not snapshot.is_current()))
+        if any(replaced for _, replaced in step.values):
+            return False
+        if text := format_problems([each for each, _ in step.values]):
+            previous = self._suggest_previous(snapshot.checkpoint.key, snapshot.checkpoint.number)
+            raise CheckpointError(f"{text}\n{previous}")
+        return True
 
     def _verify(self, snapshot: Snapshot, names: Sequence[str]) -> bool:
         """Compare items with their checksums; raise damage, or return False if the checkpoint was replaced meanwhile."""
@@ -227,11 +271,26 @@ def _add_class(name: str, class_name: str | None) -> str:
     return f"{name} ({class_name})" if class_name else name
 
 
-class StateReader:
-    """Reads item states from a checkpoint for one rank; `copies` is the number of model-parallel ranks."""
+_Prepared = tuple["StateReader", Sequence[StateItem], list[str]]
+"""The reader, the items that the checkpoint has, and what does not fit."""
 
-    def __init__(self, snapshot: Snapshot, rank: int, world_size: int, copies: int = 1) -> None:
-        self._snapshot = snapshot
+
+class StateReader:
+    """Reads the states of items that a checkpoint has for one rank: `read`, and `apply` once all ranks have read.
+
+    `copies` is the number of model-parallel ranks, `local_world_size` that of the ranks of this node.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917 - the last two have defaults
+        self,
+        snapshot: Snapshot,
+        items: Sequence[StateItem],
+        rank: int,
+        world_size: int,
+        copies: int = 1,
+        local_world_size: int = 1,
+    ) -> None:
+        self._snapshot, self._items, self._local_world_size = snapshot, items, local_world_size
         self._key, self._manifest = snapshot.checkpoint.key, snapshot.checkpoint.manifest
         self._rank, self._world_size = rank, world_size
         saved_copies = (
@@ -241,6 +300,12 @@ class StateReader:
         )
         self.moved = self._manifest.world_size != world_size or saved_copies != copies
         """Whether another world size or another number of model-parallel ranks saved the checkpoint."""
+        self._ranks: dict[str, int] = {}
+        self._targets: dict[str, torch.Tensor] | None = None
+        self._live: set[str] = set()
+        self._trees: dict[str, Any] | None = None
+        self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Live memory, and what was read for it."""
 
     def find_mismatches(self, item: StateItem) -> list[str]:
         """Return a sentence for each reason that the state of an item does not fit."""
@@ -251,10 +316,10 @@ class StateReader:
         except (TypeError, KeyError, AttributeError, ValueError, IndexError) as error:
             raise CheckpointError(f"{self._key}: the state of {item.name} is invalid: {error}") from error
 
-    def check(self, items: Sequence[StateItem]) -> None:
+    def check(self) -> None:
         """Raise `CheckpointError` if a state cannot be deserialized; empty tensors replace the real ones."""
         _ = self._metadata
-        for item in items:
+        for item in self._items:
             all_ranks = range(self._manifest.world_size if item.merge_needs_all_ranks else 1)
             for rank in all_ranks if self._differs(item) else [self._rank]:
                 entries = self._entries(item.name, rank)
@@ -268,29 +333,58 @@ class StateReader:
                         f"{self._key}: the state of {item.name} is damaged: {error}"
                     ) from error
 
-    def read(self, items: Sequence[StateItem]) -> dict[str, Any]:
-        """Return the states by item, with tensors read into the live ones that an item names."""
+    def _plan(self) -> None:
+        """Find the live tensors of the items; their other tensors are read into new ones."""
+        if self._targets is not None:
+            return
+        self._targets = {}
         # If the state of the first rank is used for all, it is read into the live tensors too.
-        ranks = {
+        self._ranks = {
             item.name: 0 if self._differs(item) else self._rank
-            for item in items
+            for item in self._items
             if not (self.moved and item.merge_needs_all_ranks)
         }
-        targets: dict[str, torch.Tensor] = {}
-        for item in (item for item in items if item.name in ranks):
-            rank = ranks[item.name]
+        for item in (item for item in self._items if item.name in self._ranks):
+            rank = self._ranks[item.name]
             entries, names = self._entries(item.name, rank), self._tensor_names(item.name, rank)
             live = item.targets(self._encoded(item.name, rank), entries)
+            self._live |= {names[name] for name in live}
             for name, entry in entries.items():
-                targets[names[name]] = live[name] if name in live else _empty_like(entry)
-        self._fetch(targets)
-        trees = {name: self._deserialize(name, rank, targets) for name, rank in ranks.items()}
-        for item in items:
+                self._targets[names[name]] = live[name] if name in live else _empty_like(entry)
+
+    def fits_memory(self) -> bool:
+        """Return whether the host has memory for a copy of the live tensors of each rank of this node."""
+        self._plan()
+        assert self._targets is not None
+        available = read_available_memory()
+        size = sum(local_tensor(self._targets[name]).nbytes for name in self._live)
+        return available is None or size * self._local_world_size <= _MEMORY_SHARE * available
+
+    def read(self, *, stage: bool = False) -> dict[str, Any]:
+        """Return the states by item, with tensors read into the live ones that items name; the first call reads.
+
+        With `stage`, live tensors are unchanged until `apply`.
+        """
+        if self._trees is not None:
+            return self._trees
+        self._plan()
+        assert self._targets is not None
+        targets = self._targets
+        self._fetch(targets, stage=self._live if stage else frozenset())
+        trees = {name: self._deserialize(name, rank, targets) for name, rank in self._ranks.items()}
+        for item in self._items:
             if item.name not in trees:
                 trees[item.name] = item.merge_ranks(
                     self._read_all_ranks(item.name), self._rank, self._world_size
                 )
+        self._trees = trees
         return trees
+
+    def apply(self) -> None:
+        """Copy what was staged into the live tensors."""
+        while self._staged:
+            target, memory = self._staged.pop()
+            target.copy_(memory)
 
     def _read_all_ranks(self, item: str) -> list[Any]:
         """Return the state of every saved rank; equal tensors are shared."""
@@ -327,23 +421,30 @@ class StateReader:
             storage |= {MetadataIndex(name, c.offsets, number): c for number, c in enumerate(entry.chunks)}
         return Metadata(tensors, storage_data=storage)  # type: ignore[arg-type]
 
-    def _fetch(self, targets: dict[str, torch.Tensor]) -> None:
-        """Read tensors by their names in the manifest, as DCP plans it for sharded ones."""
+    def _fetch(self, targets: dict[str, torch.Tensor], stage: Collection[str] = frozenset()) -> None:
+        """Read tensors by their names in the manifest, as DCP plans it for sharded ones; stage some of them."""
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(targets), self._metadata, is_coordinator=True)
-        files: dict[str, list[tuple[Chunk, ReadItem]]] = {}
+        files: dict[str, list[TensorRead]] = {}
         for item in planner.finish_plan(planner.create_local_plan()).items:
             chunk: Chunk = self._metadata.storage_data[item.storage_index]
-            files.setdefault(chunk.file, []).append((chunk, item))
+            name = item.storage_index.fqn
+            dtype = getattr(torch, self._manifest.tensors[name].dtype)
+            target = planner.resolve_tensor(item).detach()
+            if name in stage:
+                memory = torch.empty(target.shape, dtype=dtype)
+                self._staged.append((target, memory))
+                target = memory
+            files.setdefault(chunk.file, []).append(TensorRead(name, chunk, dtype, item, target))
+        if self._snapshot.is_remote:
+            read_tensors(self._snapshot, [read for reads in files.values() for read in reads])
+            return
 
-        def read(name: str) -> None:
-            for chunk, item in files[name]:
-                dtype = getattr(torch, self._manifest.tensors[item.storage_index.fqn].dtype)
-                target = planner.resolve_tensor(item).detach()
-                _read_box(self._snapshot, chunk, dtype, item, target)
-                planner.commit_tensor(item, target)
+        def read_file(name: str) -> None:
+            for read in files[name]:
+                _read_box(self._snapshot, read.chunk, read.dtype, read.item, read.target)
 
-        parallel_map(read, files)
+        parallel_map(read_file, files)
 
     def _differs(self, item: StateItem) -> bool:
         """Return whether the saved states may differ between ranks and the ranks have changed."""

@@ -466,8 +466,10 @@ class SaveOperation:
         written = write_safetensors(partial(draft.put, file.name), parts, metadata)
         self._files[file.name] = written.file
         entries = []
-        for part, (start, checksum) in zip(file.parts, written.locations, strict=True):
-            chunk = Chunk(file.name, start, part.bytes, checksum, part.offsets, part.sizes)
+        for part, result in zip(file.parts, written.parts, strict=True):
+            chunk = Chunk(
+                file.name, result.start, part.bytes, result.checksum, part.offsets, part.sizes, result.blocks
+            )
             entries.append((part.name, TensorEntry(part.dtype, part.shape, (chunk,))))
         return entries
 

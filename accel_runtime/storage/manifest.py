@@ -34,6 +34,7 @@ from accel_runtime.storage.schema import (
 from accel_runtime.storage.state_tree import list_tensor_names
 
 __all__ = [
+    "BLOCK_BYTES",
     "NAME",
     "SIBLING",
     "UNFINISHED",
@@ -59,6 +60,8 @@ VERSION = 1
 
 It is increased if an older reader would misread a checkpoint; fields that it may ignore need no new version.
 """
+BLOCK_BYTES = 1 << 24
+"""Bytes of a block of a chunk, which has a checksum of its own."""
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 SIBLING = re.compile(r"\.(.+)\.(saving|replaced|removing)(?:-([0-9a-f]+))?")
 """Names of directories on the way to or from a checkpoint's name: the name, the state, and the save."""
@@ -112,6 +115,13 @@ class Chunk:
     """Offset in the tensor, by dimension."""
     sizes: Shape
     """Size, by dimension."""
+    blocks: tuple[Checksum, ...] = ()
+    """Checksums of each `BLOCK_BYTES` of a larger chunk, by which a part of it is verified; empty for a smaller one."""
+
+    def check(self) -> None:
+        """Raise `FieldError` if the number of blocks is wrong."""
+        if self.blocks and len(self.blocks) != -(-self.bytes // BLOCK_BYTES):
+            raise FieldError(f"has {len(self.blocks)} checksums for {self.bytes} bytes", ("blocks",))
 
 
 @dataclass(frozen=True)
@@ -316,7 +326,11 @@ class Manifest:
 
     def text(self) -> str:
         """Return the text of the manifest file, which begins with its own checksum."""
-        body = json.dumps({"version": VERSION} | asdict(self), separators=(",", ":"))
+        content = {"version": VERSION} | asdict(self)
+        for chunk in (chunk for tensor in content["tensors"].values() for chunk in tensor["chunks"]):
+            if not chunk["blocks"]:
+                del chunk["blocks"]
+        body = json.dumps(content, separators=(",", ":"))
         if len(body) > MAX_BYTES:
             raise CheckpointError(
                 f"Cannot save: the values that are not tensors have {len(body)} bytes, and a checkpoint can have {MAX_BYTES}. "

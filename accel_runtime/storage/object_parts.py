@@ -325,6 +325,8 @@ class ObjectSnapshot(Snapshot):
     Another process may remove or replace the checkpoint. The parts of a replaced one stay until its key is saved again.
     """
 
+    is_remote = True
+
     def __init__(
         self, client: ObjectClient, checkpoint: Checkpoint, pieces: Mapping[str, list[Piece]]
     ) -> None:

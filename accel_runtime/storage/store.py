@@ -150,6 +150,8 @@ class Snapshot(ABC):
     """
 
     checkpoint: Checkpoint
+    is_remote: bool = False
+    """Whether bytes come over a network: then each is read once, by the ranks that need it, and verified there."""
 
     @abstractmethod
     def get_range(self, name: str, start: int, buffer: memoryview) -> int:

@@ -23,6 +23,7 @@ from accel_runtime.environment.settings import format_size
 from accel_runtime.storage.errors import CheckpointError, RequestError
 from accel_runtime.storage.file_system import FileSystem, open_atomically
 from accel_runtime.storage.manifest import (
+    BLOCK_BYTES,
     NAME,
     Checkpoint,
     Chunk,
@@ -136,13 +137,23 @@ class TensorPart:
         return self.bytes // max(1, math.prod(self.shape))
 
 
+class PartResult(NamedTuple):
+    """Result of writing a part."""
+
+    start: int
+    """Offset in the file, in bytes."""
+    checksum: str
+    blocks: tuple[str, ...]
+    """Checksums of the blocks of a large part; see `Chunk.blocks`."""
+
+
 @dataclass(frozen=True)
 class FileResult:
     """Result of writing a file."""
 
     file: FileEntry
-    locations: tuple[tuple[int, str], ...]
-    """Offset in the file and checksum of each part, in the given order."""
+    parts: tuple[PartResult, ...]
+    """The parts, in the given order."""
 
 
 Put = Callable[[Iterable[memoryview], int], None]
@@ -155,25 +166,53 @@ def write_safetensors(put: Put, parts: Sequence[TensorPart], metadata: Mapping[s
     order = sorted(range(len(parts)), key=lambda index: (-parts[index].itemsize, parts[index].name))
     header = _build_header([parts[index] for index in order], metadata)
     file_checksum, start = xxhash.xxh3_64(header), len(header)
-    locations: dict[int, tuple[int, str]] = {}
+    written: dict[int, PartResult] = {}
 
     def encode() -> Iterator[memoryview]:
         nonlocal start
         yield memoryview(header)
         for index in order:
             checksum, end = xxhash.xxh3_64(), start
+            blocks = _BlockHasher(parts[index].bytes)
             for piece in _iterate_slices(parts[index]):
                 checksum.update(piece)
+                blocks.update(piece)
                 file_checksum.update(piece)
                 yield piece
                 end += len(piece)
             assert end - start == parts[index].bytes, parts[index].name
-            locations[index] = (start, checksum.hexdigest())
+            written[index] = PartResult(start, checksum.hexdigest(), blocks.finish())
             start = end
 
     put(encode(), len(header) + sum(part.bytes for part in parts))
     entry = FileEntry(start, file_checksum.hexdigest(), len(header), hash_bytes(header))
-    return FileResult(entry, tuple(locations[index] for index in range(len(parts))))
+    return FileResult(entry, tuple(written[index] for index in range(len(parts))))
+
+
+class _BlockHasher:
+    """Computes the checksums of the blocks of a part that is larger than one."""
+
+    def __init__(self, size: int) -> None:
+        self._is_needed = size > BLOCK_BYTES
+        self._checksums: list[str] = []
+        self._current, self._missing = xxhash.xxh3_64(), BLOCK_BYTES
+
+    def update(self, piece: memoryview) -> None:
+        while self._is_needed and piece:
+            block, piece = piece[: self._missing], piece[self._missing :]
+            self._current.update(block)
+            self._missing -= len(block)
+            if not self._missing:
+                self._finish_block()
+
+    def finish(self) -> tuple[str, ...]:
+        if self._is_needed and self._missing < BLOCK_BYTES:
+            self._finish_block()
+        return tuple(self._checksums)
+
+    def _finish_block(self) -> None:
+        self._checksums.append(self._current.hexdigest())
+        self._current, self._missing = xxhash.xxh3_64(), BLOCK_BYTES
 
 
 def _iterate_slices(part: TensorPart) -> Iterator[memoryview]:

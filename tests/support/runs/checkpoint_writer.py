@@ -74,8 +74,10 @@ def write_part(path, file, name, tensor, offsets, sizes):  # noqa: PLR0913, PLR0
     written = safetensors_file.write_safetensors(
         partial(FileSystem().put, path), [part], {"save": "handmade"}
     )
-    start, checksum = written.locations[0]
-    return written.file, Chunk(file, start, part.bytes, checksum, tuple(offsets), tuple(sizes))
+    result = written.parts[0]
+    return written.file, Chunk(
+        file, result.start, part.bytes, result.checksum, tuple(offsets), tuple(sizes), result.blocks
+    )
 
 
 def flip(path, at):
