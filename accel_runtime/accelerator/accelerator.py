@@ -87,7 +87,7 @@ class Accelerator(ProcessMethods):
         cpu: Compute on the CPU, even if other devices are available.
         dataloader_config: How loaders are sharded.
         log_with: Trackers, by name, class or instance, one or a list; `all` means every installed tracker.
-        project_dir: The directory of the project.
+        project_dir: The directory of the project, or a URL such as `s3://bucket/run`.
         project_config: The same and more options, as an object.
         rng_types: Generators whose state each rank copies from rank 0 at every epoch: `torch`, `cuda`, `xpu`, `xla`.
             `generator` is accepted without an effect, because the order of loaders is always the same on all ranks.
@@ -551,7 +551,7 @@ class Accelerator(ProcessMethods):
         does this method with `DataLoaderConfiguration(use_stateful_dataloader=True)`.
 
         Args:
-            input_dir: The directory of a checkpoint, also one of Accelerate; None means the newest complete checkpoint.
+            input_dir: The directory of a checkpoint, also one of Accelerate, or a URL; None means the newest complete checkpoint.
             load_kwargs: Must be empty; exists for scripts written for Accelerate.
             strict: Require that the checkpoint and the prepared objects match exactly. With False, a warning lists the
                 state that is not loaded.
@@ -574,7 +574,7 @@ class Accelerator(ProcessMethods):
         immediately, and the code after the epoch runs.
 
         Args:
-            input_dir: The directory of a checkpoint. None means a checkpoint with an automatic name: with
+            input_dir: The directory of a checkpoint, or a URL. None means a checkpoint with an automatic name: with
                 `accel launch --resume` the newest; otherwise the newest of this run, after a restart of its processes or
                 a requeue by Slurm.
 
@@ -706,7 +706,8 @@ class Accelerator(ProcessMethods):
 
         Args:
             model: A prepared model, or any module.
-            save_directory: The directory, created if missing. Weights of an earlier export are replaced.
+            save_directory: The directory, created if missing, or a URL such as `s3://bucket/model`. Weights of an earlier
+                export are replaced.
             max_shard_size: The maximum size of a file: `"500MB"`, `"10GB"`, `"2GiB"`, or a number of bytes. A larger
                 tensor gets a separate file.
             safe_serialization: Must be True.
@@ -728,7 +729,7 @@ class Accelerator(ProcessMethods):
 
         Args:
             model: A prepared model, or any module.
-            directory: The directory of `save_model`, a safetensors file, or the index of several.
+            directory: The directory of `save_model`, a safetensors file, or the index of several; or the URL of one.
 
         Raises:
             CheckpointError: On every process, if no weights are found, or they are damaged or do not match the model.

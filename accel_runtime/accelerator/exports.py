@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from torch import nn
@@ -96,21 +95,21 @@ class Exports:
         limit = parse_size(max_shard_size, "max_shard_size")
         self._run.strategy.synchronize()
         each = self._run.options.project.save_on_each_node
-        module, directory = self.unwrap_model(model), Path(save_directory)
+        module, location = self.unwrap_model(model), os.fspath(save_directory)
         absence = self._run.backend.wait_for_ranks("save_model")
         reshard_models([module])
         tied = _tied_names(module)
         is_sharded = self._run.strategy.is_sharded(module)
         if is_sharded and absence is None:
             (state,) = self._run.strategy.open_state([module], []).models
-            export_sharded_model(state, directory, limit, self._run.backend, tied=tied, each_machine=each)
+            export_sharded_model(state, location, limit, self._run.backend, tied=tied, each_machine=each)
             return
 
         def write() -> None:
             plan = ExportPlan.from_state(
                 self._run.backend.runtime.state_to_host(module_names.state_dict(module)), limit, tied
             )
-            export_model(plan, directory)
+            export_model(plan, location)
 
         if absence is not None:
 
@@ -138,12 +137,12 @@ class Exports:
                 self._run.meta_models,
             )
             view = self._run.strategy.open_state([module], [])
-            loader.load(view.models[0], Path(directory))
+            loader.load(view.models[0], directory)
             view.write_back()
             return
         with errors_on_all_ranks(all_gather):
             current = self._run.backend.runtime.state_to_host(module_names.state_dict(module))
-            weights = find_weights(Path(directory))
+            weights = find_weights(directory)
             state = weights.read(weights.match(current))
         module_names.load_state_dict(module, state)
         self._run.strategy.synchronize()

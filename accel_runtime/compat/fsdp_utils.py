@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from accel_runtime.accelerator.state import PartialState
-from accel_runtime.export.load_model import list_shards, list_weight_files
+from accel_runtime.export.load_model import find_weight_file, list_shards
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.file_store import FileStore
 from accel_runtime.storage.manifest import NAME
@@ -197,9 +197,10 @@ def _merge(source: Path, output: Path) -> Path:
             "If you trust its source, run `accelerate merge-weights` of Accelerate."
         )
     if source.is_dir() and not (source / NAME).exists():
-        first, indexed = list_weight_files(source)
+        weights, is_index = find_weight_file(source)
+        first = source / weights.name
         output.mkdir(parents=True, exist_ok=True)
-        for file in [*(list_shards(first) if indexed else []), first]:
+        for file in [*(list_shards(first) if is_index else []), first]:
             shutil.copyfile(file, output / file.name)
         return source
     index = source.name.removeprefix(_MODEL)

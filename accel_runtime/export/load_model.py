@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from io import FileIO
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,8 +25,6 @@ from accel_runtime.storage.errors import (
     errors_on_all_ranks,
     format_names,
 )
-from accel_runtime.storage.file_system import FileSystem, read_exactly
-from accel_runtime.storage.manifest import hash_file
 from accel_runtime.storage.schema import (
     Count,
     FieldError,
@@ -35,17 +32,18 @@ from accel_runtime.storage.schema import (
     Shape,
     is_inside,
     parse_strict_json,
-    read_regular_file,
     read_value,
 )
+from accel_runtime.storage.source_file import ReadRange, SourceFile, locate_file
+from accel_runtime.storage.store import parallel_map
 from accel_runtime.storage.tensor_file import NUMBER_FORMATS, iterate_runs
 
 __all__ = [
     "WeightLoader",
+    "find_weight_file",
     "find_weights",
     "is_streamed",
     "list_shards",
-    "list_weight_files",
 ]
 
 _WEIGHTS_SUFFIX, _INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
@@ -57,7 +55,7 @@ _LISTED = 10
 class WeightFiles:
     """Weights in files, before they are read."""
 
-    source: Path
+    source: SourceFile
     """The weight file or the index."""
     slices: Mapping[str, TensorSlice]
     ties: Mapping[str, str]
@@ -70,11 +68,10 @@ class WeightFiles:
         for number, (file, expected) in enumerate(self.checksums.items()):
             if number % world_size != rank:
                 continue
-            with (self.source.parent / file).open("rb") as opened:
-                checksum = hash_file(opened)
+            checksum = self.source.sibling(file).hash()
             if checksum != expected:
                 raise CheckpointError(
-                    f"{self.source.parent / file} does not match {self.source}: it is damaged, or from another export "
+                    f"{self.source.sibling(file)} does not match {self.source}: it is damaged, or from another export "
                     f"({CHECKSUMS} is {checksum} and should be {expected})"
                 )
 
@@ -121,25 +118,27 @@ class WeightFiles:
         """Verify all files and read their tensors, or those of the result of `match`; aliases share one tensor."""
         self.verify()
         named = self.slices if slices is None else slices
-        tensors = {stored: stored.read() for stored in dict.fromkeys(named.values())}
-        return {name: tensors[stored] for name, stored in named.items()}
+        stored = list(dict.fromkeys(named.values()))
+        tensors = dict(zip(stored, parallel_map(TensorSlice.read, stored), strict=True))
+        return {name: tensors[each] for name, each in named.items()}
 
 
-def list_weight_files(path: Path) -> tuple[Path, bool]:
-    """Return the weight file or index at a path or in a directory, and whether it is an index."""
-    if path.is_file() and path.name.endswith((_WEIGHTS_SUFFIX, _INDEX_SUFFIX)):
-        return path, path.name.endswith(_INDEX_SUFFIX)
-    single, index = path / SINGLE, path / INDEX
-    if single.is_file():
+def find_weight_file(location: str | os.PathLike[str]) -> tuple[SourceFile, bool]:
+    """Return the weight file or index at a path or URL, or in a directory there, and whether it is an index."""
+    given = locate_file(location)
+    if given.name.endswith((_WEIGHTS_SUFFIX, _INDEX_SUFFIX)) and given.exists():
+        return given, given.name.endswith(_INDEX_SUFFIX)
+    single, index = given.child(SINGLE), given.child(INDEX)
+    if single.exists():
         return single, False
-    if not index.is_file():
-        raise CheckpointError(f"No weights found in {path}: neither {SINGLE} nor {INDEX} exists")
+    if not index.exists():
+        raise CheckpointError(f"No weights found in {given}: neither {SINGLE} nor {INDEX} exists")
     return index, True
 
 
-def find_weights(path: Path) -> WeightFiles:
-    """Return the weights in a directory, of a file, or of an index; only headers are read."""
-    source, is_index = list_weight_files(path)
+def find_weights(location: str | os.PathLike[str]) -> WeightFiles:
+    """Return the weights in a directory, of a file, or of an index, or at the URL of one; only headers are read."""
+    source, is_index = find_weight_file(location)
     file_of, checksums = _parse_index(source) if is_index else ({}, {})
     slices: dict[str, TensorSlice] = {}
     metadata: dict[str, str] = {}
@@ -154,12 +153,12 @@ def find_weights(path: Path) -> WeightFiles:
 
 
 def list_shards(index: Path) -> list[Path]:
-    """Return the files of an index."""
-    return _list_files(index, _parse_index(index)[0])
+    """Return the files of an index on disk."""
+    return [index.parent / file for file in sorted(set(_parse_index(locate_file(index))[0].values()))]
 
 
-def _list_files(index: Path, file_of: Mapping[str, str]) -> list[Path]:
-    return [index.parent / file for file in sorted(set(file_of.values()))]
+def _list_files(index: SourceFile, file_of: Mapping[str, str]) -> list[SourceFile]:
+    return [index.sibling(file) for file in sorted(set(file_of.values()))]
 
 
 def _describe_mismatch(name: str, stored: Any, live: Any) -> str | None:
@@ -188,16 +187,15 @@ class _Index:
     metadata: _IndexMetadata | None = None
 
 
-def _parse_index(path: Path) -> tuple[Mapping[str, str], Mapping[str, str]]:
+def _parse_index(source: SourceFile) -> tuple[Mapping[str, str], Mapping[str, str]]:
     try:
-        opened = FileSystem().open_file(path, None, path.name)
-        index: _Index = read_value(_Index, parse_strict_json(read_regular_file(opened, path)))
+        index: _Index = read_value(_Index, parse_strict_json(source.read_text()))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not an index of weights: {error}") from error
+        raise CheckpointError(f"{source} is not an index of weights: {error}") from error
     checksums = (index.metadata and index.metadata.checksums) or {}
     for file in {*index.weight_map.values(), *checksums}:
-        if not (path.parent / file).is_file():
-            raise CheckpointError(f"{path.parent / file} is missing, but listed in {path}")
+        if not source.sibling(file).exists():
+            raise CheckpointError(f"{source.sibling(file)} is missing, but listed in {source}")
     return index.weight_map, checksums
 
 
@@ -220,13 +218,13 @@ class WeightLoader:
     world_size: int
     memory: MetaModels
 
-    def load(self, model: nn.Module, path: Path) -> None:
-        """Read weights from a directory, a file or an index into a model.
+    def load(self, model: nn.Module, location: str | os.PathLike[str]) -> None:
+        """Read weights from a directory, a file or an index, or from the URL of one, into a model.
 
         The model is unchanged if the weights do not fit; the error says if reading failed half-way.
         """
         with errors_on_all_ranks(self.all_gather), _value_errors_as_checkpoint_errors():
-            weights = find_weights(path)
+            weights = find_weights(location)
             state = state_dict(model, keep_vars=True)
             slices = weights.match(
                 state, _list_computed(model, state), rank=self.rank, world_size=self.world_size
@@ -288,7 +286,7 @@ _DTYPES = {number.code: getattr(torch, name) for name, number in NUMBER_FORMATS.
 class TensorSlice:
     """A tensor in a file, before it is read."""
 
-    file: Path
+    file: SourceFile
     start: int
     """Offset in the file, in bytes."""
     dtype: torch.dtype
@@ -303,8 +301,8 @@ class TensorSlice:
         """Return the full tensor on the CPU."""
         tensor = torch.empty(self.shape, dtype=self.dtype)
         try:
-            with self.file.open("rb", buffering=0) as file:
-                read_exactly(file, tensor_bytes(tensor), self.start)
+            with self.file.open() as read:
+                read(tensor_bytes(tensor), self.start)
         except OSError as error:
             raise CheckpointError(f"{self.file} cannot be read: {error}") from error
         return tensor
@@ -330,24 +328,28 @@ class _HeaderEntry:
             )
 
 
-def read_headers(path: Path) -> tuple[dict[str, TensorSlice], dict[str, str]]:
+def read_headers(file: SourceFile) -> tuple[dict[str, TensorSlice], dict[str, str]]:
     """Return the tensors of a safetensors file by name, and its metadata; only the header is read."""
     try:
-        with os.fdopen(FileSystem().open_file(path, None, path.name), "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            header = parse_strict_json(file.read(min(length, _MAX_HEADER, size)))
+        with file.open() as read:
+            size = file.read_size()
+            prefix = bytearray(8)
+            read(memoryview(prefix)[: min(8, size)], 0)
+            length = int.from_bytes(prefix, "little")
+            text = bytearray(max(0, min(length, _MAX_HEADER, size - 8)))
+            read(memoryview(text), 8)
+            header = parse_strict_json(bytes(text))
         metadata = read_value(Mapping[str, str], header.pop("__metadata__", None) or {})
         entries = read_value(Mapping[str, _HeaderEntry], header)
         _check_order(entries, size - 8 - length)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
     except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{path} cannot be read: it is not a safetensors file, or damaged: {error}"
+            f"{file} cannot be read: it is not a safetensors file, or damaged: {error}"
         ) from error
     slices = {
-        name: TensorSlice(path, 8 + length + entry.data_offsets[0], _DTYPES[entry.dtype], entry.shape)
+        name: TensorSlice(file, 8 + length + entry.data_offsets[0], _DTYPES[entry.dtype], entry.shape)
         for name, entry in entries.items()
     }
     return slices, metadata
@@ -369,13 +371,13 @@ def read_into(target: torch.Tensor, stored: TensorSlice, box: ShardBox) -> None:
     if not target.numel():
         return
     try:
-        with stored.file.open("rb", buffering=0) as file:
+        with stored.file.open() as read:
             for start, sizes in _split_box(stored, box):
                 index = tuple(
                     slice(offset, offset + length) for offset, length in zip(start, sizes, strict=True)
                 )
                 offsets = tuple(first + second for first, second in zip(box.offsets, start, strict=True))
-                target[index].copy_(_read_box(file, stored, ShardBox(offsets, sizes)))
+                target[index].copy_(_read_box(read, stored, ShardBox(offsets, sizes)))
     except OSError as error:
         raise CheckpointError(f"{stored.file} cannot be read: {error}") from error
 
@@ -413,16 +415,16 @@ def _split_box(stored: TensorSlice, box: ShardBox) -> Iterator[tuple[tuple[int, 
 
 
 def _open_and_read(stored: TensorSlice, box: ShardBox) -> torch.Tensor:
-    with stored.file.open("rb", buffering=0) as file:
-        return _read_box(file, stored, box)
+    with stored.file.open() as read:
+        return _read_box(read, stored, box)
 
 
-def _read_box(file: FileIO, stored: TensorSlice, box: ShardBox) -> torch.Tensor:
+def _read_box(read: ReadRange, stored: TensorSlice, box: ShardBox) -> torch.Tensor:
     wide = _widen_rows(stored, box)
     buffer = torch.empty(wide.sizes, dtype=stored.dtype)
     remaining = tensor_bytes(buffer)
     for start, length in iterate_runs(stored.shape, wide.offsets, wide.sizes, stored.dtype.itemsize):
-        read_exactly(file, remaining[:length], stored.start + start)
+        read(remaining[:length], stored.start + start)
         remaining = remaining[length:]
     for dimension, (offset, length) in enumerate(zip(*box, strict=True)):
         buffer = buffer.narrow(dimension, offset - wide.offsets[dimension], length)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,11 +19,14 @@ from torch import nn
 
 from accel_runtime.backends.base import Backend
 from accel_runtime.collectives.handshake import all_gather_objects
+from accel_runtime.environment.locations import is_url, normalize_location
 from accel_runtime.environment.topology import Topology
 from accel_runtime.foundation.module_names import state_dict
 from accel_runtime.parallel.dtensor import gather_tensor, local_shard
-from accel_runtime.storage.errors import CheckpointError, errors_on_all_ranks
+from accel_runtime.storage.client_process import share_client
+from accel_runtime.storage.errors import CheckpointError, describe_error, errors_on_all_ranks
 from accel_runtime.storage.file_system import FileSystem, list_leftovers, open_atomically
+from accel_runtime.storage.object_client import ObjectError
 from accel_runtime.storage.tensor_file import (
     NUMBER_FORMATS,
     TensorPart,
@@ -90,13 +93,43 @@ Write = Callable[[str, Mapping[str, torch.Tensor]], None]
 """Write a file of an export: its name and its tensors."""
 
 
-@contextmanager
-def open_export(plan: ExportPlan, folder: Path, disk: FileSystem | None = None) -> Iterator[Write]:
-    """Yield a function that writes a file of the plan; at the end rename all files, and remove those of an earlier export.
+def open_export(
+    plan: ExportPlan, location: Path | str, disk: FileSystem | None = None
+) -> AbstractContextManager[Write]:
+    """Return a context with a function that writes a file of the plan; at its end, files of an earlier export are removed."""
+    if is_url(location):
+        return _open_object_export(plan, normalize_location(location))
+    return _open_folder_export(plan, Path(location), disk or FileSystem())
 
-    If writing fails, the earlier export is kept.
+
+@contextmanager
+def _open_object_export(plan: ExportPlan, url: str) -> Iterator[Write]:
+    """Write objects, which nobody sees until they are complete; the index is the last one.
+
+    An earlier export of as many files is absent from the first file on, since its files are replaced one after the other.
     """
-    disk = disk or FileSystem()
+    client, names = share_client(), [*plan.shards, *([INDEX] if len(plan.shards) > 1 else [])]
+    checksums: dict[str, str] = {}
+    with _convert_errors(url):
+        old = [name for name in client.list_level(f"{url}/").objects if _EXPORT_FILE.fullmatch(name)]
+        if INDEX in old and set(old) & set(plan.shards):
+            client.delete([f"{url}/{INDEX}"])
+
+        def write(name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+            with _convert_errors(url):
+                put = partial(client.put_stream, f"{url}/{name}")
+                checksums[name] = write_safetensors(put, _build_parts(tensors), plan.metadata).file.checksum
+
+        yield write
+        if INDEX in names:
+            shards = {name: _build_parts(tensors) for name, tensors in plan.shards.items()}
+            write_index(partial(client.put_stream, f"{url}/{INDEX}"), shards, {CHECKSUMS: checksums})
+        client.delete([f"{url}/{name}" for name in old if name not in names])
+
+
+@contextmanager
+def _open_folder_export(plan: ExportPlan, folder: Path, disk: FileSystem) -> Iterator[Write]:
+    """Write files beside their names, and rename all at the end; if writing fails, the earlier export is kept."""
     names = [*plan.shards, *([INDEX] if len(plan.shards) > 1 else [])]
     checksums: dict[str, str] = {}
     with _convert_errors(folder):
@@ -121,19 +154,20 @@ def open_export(plan: ExportPlan, folder: Path, disk: FileSystem | None = None) 
         _remove_old_exports(folder, set(names), disk)
 
 
-def export_model(plan: ExportPlan, folder: Path, disk: FileSystem | None = None) -> None:
-    """Write the files of an export and remove those of an earlier one, which is kept if writing fails."""
-    with open_export(plan, folder, disk) as write:
+def export_model(plan: ExportPlan, location: Path | str, disk: FileSystem | None = None) -> None:
+    """Write the files of an export and remove those of an earlier one."""
+    with open_export(plan, location, disk) as write:
         for name, tensors in plan.shards.items():
             write(name, tensors)
 
 
 @contextmanager
-def _convert_errors(folder: Path) -> Iterator[None]:
+def _convert_errors(location: Path | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"Cannot write the model to {folder}: {error}") from error
+        reason = describe_error(error) if isinstance(error, ObjectError) else str(error)
+        raise CheckpointError(f"Cannot write the model to {location}: {reason}") from error
 
 
 def _build_parts(tensors: Mapping[str, torch.Tensor]) -> list[TensorPart]:
@@ -240,7 +274,7 @@ _CALL = "save_model"
 
 def export_sharded_model(  # noqa: PLR0913 - the facts of one call
     model: nn.Module,
-    folder: Path,
+    location: Path | str,
     limit: int,
     backend: Backend,
     *,
@@ -263,7 +297,7 @@ def export_sharded_model(  # noqa: PLR0913 - the facts of one call
 
         def begin() -> None:
             nonlocal write
-            write = export.enter_context(open_export(plan, folder))
+            write = export.enter_context(open_export(plan, location))
 
         step(begin)
         for name, tensors in plan.shards.items():

@@ -23,10 +23,10 @@ def open_store(run: Mapping[str, str] | None = None, retry_s: float = RETRY_S) -
     """
 
     def build() -> Store:
-        from accel_runtime.storage.client_process import ProcessClient  # noqa: PLC0415 - most runs have no URL
+        from accel_runtime.storage.client_process import share_client  # noqa: PLC0415 - most runs have no URL
         from accel_runtime.storage.object_store import ObjectStore  # noqa: PLC0415
 
-        return ObjectStore(ProcessClient(retry_s), run)
+        return ObjectStore(share_client(retry_s), run)
 
     return AnyStore(FileStore(), build)
 

@@ -23,8 +23,9 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -41,7 +42,7 @@ from accel_runtime.storage.object_client import (
 )
 from accel_runtime.storage.obstore_client import RETRY_S, ObstoreClient, explain_missing_client
 
-__all__ = ["ProcessClient"]
+__all__ = ["ProcessClient", "share_client"]
 
 _CONNECTIONS = 8
 """Uploads and reads of a process that run at the same time."""
@@ -83,6 +84,29 @@ class ProcessClient(ObjectClient):
         """Read a small object."""
         result: tuple[bytes, str] = self._call("get", key)
         return result
+
+    def find_size(self, key: str) -> int | None:
+        """Return the size of an object."""
+        size: int | None = self._call("find_size", key)
+        return size
+
+    def put_stream(self, key: str, blocks: Iterable[memoryview], size: int) -> None:
+        """Send the bytes of an object while they are uploaded."""
+        child = self._get_child()
+        connection = child.acquire(wait=True)
+        assert connection is not None
+        call = _Call(child, connection, key)
+        call.send("put_stream", key, size)
+        upload = _ProcessUpload(call)
+        try:
+            for block in blocks:
+                upload.write(block)
+        except ObjectError:
+            raise
+        except BaseException:
+            call.abort()
+            raise
+        upload.finish()
 
     def read_ranges(self, requests: Sequence[RangeRequest]) -> None:
         """Read on as many connections as are free, at least on one."""
@@ -139,6 +163,12 @@ class ProcessClient(ObjectClient):
             if self._child is None or not self._child.is_usable:
                 self._child = _Child(self._retry_s, self._connections)
             return self._child
+
+
+@cache
+def share_client(retry_s: float = RETRY_S) -> ProcessClient:
+    """Return the client that all stores of this process use."""
+    return ProcessClient(retry_s)
 
 
 class _Child:
@@ -303,6 +333,13 @@ def _serve_connection(connection: Connection, client: ObstoreClient) -> None:
                 if name == "upload":
                     key, size = arguments
                     result = client.put(key, _receive_upload(connection, size))
+                elif name == "put_stream":
+                    key, size = arguments
+                    blocks = _iterate_blocks(connection, size)
+                    try:
+                        client.put_stream(key, blocks, size)
+                    finally:
+                        deque(blocks, maxlen=0)  # after an error too, the other process sends the rest
                 elif name == "read":
                     key, start, size = arguments
                     data = memoryview(bytearray(size))
@@ -317,6 +354,14 @@ def _serve_connection(connection: Connection, client: ObstoreClient) -> None:
             connection.send((error, result))
             for start in range(0, len(data), _BLOCK_BYTES):
                 connection.send_bytes(data[start : start + _BLOCK_BYTES])
+
+
+def _iterate_blocks(connection: Connection, size: int) -> Iterator[memoryview]:
+    received = 0
+    while received < size:
+        block = connection.recv_bytes()
+        received += len(block)
+        yield memoryview(block)
 
 
 def _receive_upload(connection: Connection, size: int) -> memoryview:

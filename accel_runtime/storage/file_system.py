@@ -12,10 +12,7 @@ import socket
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from io import FileIO
 from pathlib import Path
-
-from accel_runtime.storage.errors import CheckpointError
 
 __all__ = [
     "FileSystem",
@@ -24,7 +21,6 @@ __all__ = [
     "list_leftovers",
     "open_atomically",
     "parse_size",
-    "read_exactly",
 ]
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -249,15 +245,6 @@ def is_process_running(pid: int) -> bool:
     except PermissionError:
         pass
     return True
-
-
-def read_exactly(file: FileIO, buffer: memoryview, offset: int) -> None:
-    """Fill a buffer from an open file; raise `CheckpointError` if the file ends before."""
-    while buffer:
-        count = os.preadv(file.fileno(), [buffer], offset)
-        if not count:
-            raise CheckpointError(f"{file.name!s} was truncated while it was read")
-        buffer, offset = buffer[count:], offset + count
 
 
 def _ignore_missing(_call: object, _path: str, error: tuple[type, BaseException, object]) -> None:

@@ -133,6 +133,22 @@ class ObjectClient(ABC):
         """
 
     @abstractmethod
+    def find_size(self, key: str) -> int | None:
+        """Return the number of bytes of an object; None if it does not exist."""
+
+    @abstractmethod
+    def put_stream(self, key: str, blocks: Iterable[memoryview], size: int) -> None:
+        """Write one object of any size, in a multipart upload if it is large; the object is absent until it is complete.
+
+        A process that is killed leaves an unfinished upload, which the rules of the bucket remove.
+
+        Args:
+            key: URL of the object.
+            blocks: The bytes; a block is valid until the next one is requested.
+            size: Number of all bytes.
+        """
+
+    @abstractmethod
     def read_ranges(self, requests: Sequence[RangeRequest]) -> None:
         """Fill the buffers of all requests, several at a time.
 

@@ -39,6 +39,7 @@ RETRY_S = 180.0
 _REQUEST_S = 60.0
 """Seconds after which a request without an answer has failed: a piece of 32 MiB needs 0.6 MB/s."""
 _CONNECT_S = 10.0
+_PART_BYTES, _MAX_PARTS, _PART_RETRIES = 1 << 25, 9000, 20
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 5.0
 _T = TypeVar("_T")
 
@@ -99,6 +100,32 @@ class ObstoreClient(ObjectClient):
             return bytes(result.bytes()), _encode_etag(result.meta)
 
         return self._repeat(key, read, reads=True)
+
+    def find_size(self, key: str) -> int | None:
+        """Return the size of an object."""
+        import obstore  # noqa: PLC0415
+
+        try:
+            return self._repeat(key, lambda store, path: int(obstore.head(store, path)["size"]), reads=True)
+        except FileNotFoundError:
+            return None
+
+    def put_stream(self, key: str, blocks: Iterable[memoryview], size: int) -> None:
+        """Write an object in parts of at least `_PART_BYTES`, each of which obstore sends again after an error."""
+        import obstore  # noqa: PLC0415
+
+        bucket, path = split_url(key)
+        retry = {"max_retries": _PART_RETRIES, "retry_timeout": timedelta(seconds=self._retry_s)}
+        store = _open_bucket(bucket, self._environ, retry)
+        # A service accepts 10,000 parts.
+        part = max(_PART_BYTES, -(-size // _MAX_PARTS))
+        try:
+            obstore.put(
+                store, path, map(bytes, blocks), use_multipart=size > part, chunk_size=part, max_concurrency=8
+            )
+        except _get_errors() as error:
+            failure = Failure.from_error(error)
+            raise ObjectError(key, failure.describe(self._retry_s), failure.cure(bucket)) from None
 
     def read_ranges(self, requests: Sequence[RangeRequest]) -> None:
         """Read one range after the other."""
@@ -233,12 +260,18 @@ class _BufferedUpload(Upload):
         return self._client.put(self._key, self._buffer)
 
 
-def _open_bucket(bucket: str, environ: Mapping[str, str]) -> Any:
+def _get_errors() -> tuple[type[Exception], ...]:
+    from obstore import exceptions  # noqa: PLC0415
+
+    return exceptions.BaseError, OSError
+
+
+def _open_bucket(bucket: str, environ: Mapping[str, str], retry: Mapping[str, Any] | None = None) -> Any:
     """Return obstore's store for a bucket, with the settings and credentials of the environment."""
     from obstore import store  # noqa: PLC0415
 
     endpoints = [environ.get(name, "") for name in _ENDPOINTS]
-    arguments: dict[str, Any] = {"retry_config": {"max_retries": 0}}
+    arguments: dict[str, Any] = {"retry_config": retry or {"max_retries": 0}}
     arguments["client_options"] = {
         "timeout": timedelta(seconds=_REQUEST_S),
         "connect_timeout": timedelta(seconds=_CONNECT_S),

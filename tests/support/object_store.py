@@ -67,6 +67,16 @@ class Bucket(ObjectClient):
             data = self._locate(key).read_bytes()
             return data[32:], data[:32].decode()
 
+    def find_size(self, key):
+        with self._call("head", key):
+            path = self._locate(key)
+            return path.stat().st_size - 32 if path.is_file() else None
+
+    def put_stream(self, key, blocks, size):
+        data = b"".join(map(bytes, blocks))
+        assert len(data) == size
+        self.put(key, data)
+
     def read_ranges(self, requests):
         for request in requests:
             with (
