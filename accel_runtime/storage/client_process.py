@@ -29,6 +29,7 @@ from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
 
+from accel_runtime.environment.text import print_note
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.object_client import (
     ConditionError,
@@ -377,7 +378,7 @@ def _serve(control: int, retry_s: float, parent: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
-    client = ObstoreClient(retry_s)
+    client = ObstoreClient(retry_s, report=print_note)
     listener = socket.socket(fileno=control)
     while True:
         data, descriptors, _, _ = socket.recv_fds(listener, 1, 1)

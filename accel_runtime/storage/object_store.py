@@ -37,7 +37,6 @@ from accel_runtime.storage.object_parts import (
     ObjectSnapshot,
     find_missing_part,
     find_pieces,
-    find_save,
     locate_hook_claims,
     read_manifest,
 )
@@ -132,10 +131,13 @@ class ObjectStore(Store):
             if committed is None or committed.is_fence:
                 raise AbsentError(f"{key} is not a checkpoint: it has no {NAME}")
             manifest = committed.parse(f"{key}/{NAME}")
-            pieces = find_pieces(self.client, f"{key}/{PARTS}/{manifest.save}", manifest.files)
-            error = find_missing_part(key, manifest, pieces)
-            if error is None:
-                return ObjectSnapshot(self.client, Checkpoint(key, manifest), pieces)
+            # A directory that a tool has uploaded has its files beside the manifest.
+            for location in (f"{key}/{PARTS}/{manifest.save}", key):
+                pieces = find_pieces(self.client, location, manifest.files)
+                missing = find_missing_part(key, manifest, pieces)
+                if missing is None:
+                    return ObjectSnapshot(self.client, Checkpoint(key, manifest), pieces)
+                error = missing if pieces or error is None else error
             current = read_manifest(self.client, key)
             if current is not None and current.etag == committed.etag:
                 break
@@ -170,13 +172,16 @@ class ObjectStore(Store):
         folders = f"{key}/{DRAFTS}/", f"{parent}/{DRAFTS}/{name}/"
         running = {each for folder in folders for each in self.client.list_level(folder).objects}
         markers = []
-        if (save := find_save(self.client, key)) is not None:
+        committed = read_manifest(self.client, key)
+        save = None if committed is None else committed.save
+        if save is not None:
             markers = [f"{folders[1]}{save}"]
             self.client.put(markers[0], self._describe_draft())
         self.client.delete([f"{key}/{NAME}"])
         for other in self.client.list_level(f"{key}/{PARTS}/").folders:
             if other not in running - {save}:
                 self._delete_parts(key, other)
+        self.client.delete(_list_uploaded_files(self.client, key, committed))
         self.client.delete(markers)
         return True
 
@@ -272,3 +277,13 @@ class ObjectStore(Store):
     def _delete_parts(self, key: str, save: str) -> None:
         folders = f"{key}/{PARTS}/{save}/", locate_hook_claims(key, save)
         self.client.delete([each.key for folder in folders for each in self.client.list(folder)])
+
+
+def _list_uploaded_files(client: ObjectClient, key: str, committed: Committed | None) -> list[str]:
+    """Return the files of a manifest that are beside it, as in a directory that a tool has uploaded."""
+    if committed is None or committed.save is None:
+        return []
+    level = client.list_level(f"{key}/")
+    folders = set(level.folders) - {PARTS, DRAFTS}
+    names = committed.parse(key).files
+    return [f"{key}/{name}" for name in names if name in level.objects or name.partition("/")[0] in folders]

@@ -41,6 +41,7 @@ _REQUEST_S = 60.0
 _CONNECT_S = 10.0
 _PART_BYTES, _MAX_PARTS, _PART_RETRIES = 1 << 25, 9000, 20
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 5.0
+_REPORT_AFTER_S, _REPORT_EVERY_S = 5.0, 30.0
 _T = TypeVar("_T")
 
 
@@ -60,13 +61,20 @@ class ObstoreClient(ObjectClient):
     Args:
         retry_s: Seconds for which a call that fails is repeated.
         environ: Variables with credentials, region and endpoint.
+        report: Receives a line, now and then, while calls are repeated.
     """
 
-    def __init__(self, retry_s: float = RETRY_S, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        retry_s: float = RETRY_S,
+        environ: Mapping[str, str] | None = None,
+        report: Callable[[str], None] = lambda _: None,
+    ) -> None:
         if problem := explain_missing_client():
             raise CheckpointError(problem)
         self._retry_s = retry_s
         self._environ = os.environ if environ is None else environ
+        self._report, self._next_report = report, 0.0
         self._stores: dict[str, Any] = {}
         self._lock = threading.Lock()
 
@@ -207,7 +215,7 @@ class ObstoreClient(ObjectClient):
         """Return the result of a call for the store and the path of a key; repeat it while its error may pass."""
         from obstore import exceptions  # noqa: PLC0415
 
-        deadline, delay, renewed = time.monotonic() + self._retry_s, _FIRST_DELAY_S, False
+        start, delay, renewed = time.monotonic(), _FIRST_DELAY_S, False
         bucket, path = split_url(key)
         while True:
             try:
@@ -225,10 +233,21 @@ class ObstoreClient(ObjectClient):
             if failure.is_of_credentials and not renewed:
                 renewed = True  # they may have expired, and the source may have new ones
                 self._forget(bucket)
-            elif not failure.may_pass or time.monotonic() + delay > deadline:
+            elif not failure.may_pass or time.monotonic() + delay > start + self._retry_s:
                 raise ObjectError(key, failure.describe(self._retry_s), failure.cure(bucket)) from None
+            self._report_retries(bucket, failure, time.monotonic() - start)
             time.sleep(delay * random.uniform(0.5, 1))  # noqa: S311 - no secret
             delay = min(2 * delay, _LONGEST_DELAY_S)
+
+    def _report_retries(self, bucket: str, failure: Failure, seconds: float) -> None:
+        """Report a call that is repeated for long, once for all threads."""
+        with self._lock:
+            if seconds < _REPORT_AFTER_S or time.monotonic() < self._next_report:
+                return
+            self._next_report = time.monotonic() + _REPORT_EVERY_S
+        self._report(
+            f"{bucket} does not answer as expected, calls are repeated for up to {self._retry_s:g} s: {failure.reason}"
+        )
 
     def _open(self, bucket: str) -> Any:
         from obstore import exceptions  # noqa: PLC0415
@@ -374,13 +393,17 @@ class Failure:
             return self._status in _PASSING or (is_of_server and self._status != HTTPStatus.NOT_IMPLEMENTED)
         return self._kind == "GenericError"
 
-    def describe(self, retry_s: float) -> str:
+    @property
+    def reason(self) -> str:
         """Return the reason as a text."""
         if self.code == "NoCredentials":
             return self._message
         parts = [f"HTTP {self._status}" if self._status else "", self.code, self._message[:300].rstrip(".")]
-        reason = " ".join(part for part in parts if part) or self._kind
-        return f"no success in {retry_s:g} s of retries: {reason}" if self.may_pass else reason
+        return " ".join(part for part in parts if part) or self._kind
+
+    def describe(self, retry_s: float) -> str:
+        """Return the reason of the end of retries."""
+        return f"no success in {retry_s:g} s of retries: {self.reason}" if self.may_pass else self.reason
 
     def cure(self, bucket: str) -> str:
         """Return the cure, as a sentence."""

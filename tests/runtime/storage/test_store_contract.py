@@ -240,6 +240,18 @@ def test_an_equal_file_that_hooks_of_two_processes_have_written_is_one_part(stor
     assert read(store, first.address.key)[1] == {"note.txt": b"kept"}
 
 
+def test_a_directory_that_a_tool_has_uploaded_is_read_and_removed_as_a_checkpoint(memory):
+    directory, bucket = FileCase(memory / "files"), Bucket(memory / "objects")
+    write(directory.build()[0], f"{directory.parent}/checkpoint_0", "a1", OLD)
+    for name in directory.list_files():
+        bucket.put(f"runs/{name}", Path(directory.parent, name).read_bytes())
+    store = ObjectStore(bucket)
+    assert store.list("runs") == ["runs/checkpoint_0"]
+    assert read(store, "runs/checkpoint_0") == ("a1", OLD)
+    assert store.delete("runs/checkpoint_0")
+    assert bucket.list("runs/") == []
+
+
 def test_different_files_of_one_name_are_an_error_if_hooks_do_not_share_a_directory(memory):
     store = ObjectCase(memory).build()[0]
     first = store.begin("mine", "a1")

@@ -1,0 +1,44 @@
+"""Locations: a URL is recognized in every form in which scripts pass it, and everything else is a path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_runtime.environment.locations import is_url, join_location, normalize_location, split_url
+from accel_runtime.foundation.options import ProjectConfiguration
+
+NAMES = st.text("abc-_.0 #%", min_size=1, max_size=5).filter(lambda name: name not in {".", ".."})
+
+
+@given(st.sampled_from(["s3", "gs", "az"]), st.lists(NAMES, min_size=1, max_size=4))
+def test_a_url_that_has_become_a_path_is_the_same_url(scheme, names):
+    url = f"{scheme}://{'/'.join(names)}"
+    assert normalize_location(url) == normalize_location(Path(url)) == normalize_location(f"{url}/") == url
+    assert is_url(Path(url))
+    assert split_url(url) == (f"{scheme}://{names[0]}", "/".join(names[1:]))
+    assert join_location(Path(url), "checkpoints") == f"{url}/checkpoints"
+
+
+@pytest.mark.parametrize("text", ["runs/1", "/s3/bucket", "s3", "ftp://host/x", "C:/x", "s3:x"])
+def test_other_texts_are_paths(text):
+    assert not is_url(text)
+    assert normalize_location(text) == str(Path.cwd() / text)
+
+
+@pytest.mark.parametrize("text", ["s3://", "s3:///", "gs://bucket/../other", "az://bucket/."])
+def test_a_url_without_a_bucket_or_with_dots_is_refused(text):
+    with pytest.raises(ValueError, match=r"Invalid location .*: expected (s3|gs|az)://BUCKET/PATH\."):
+        normalize_location(text)
+
+
+def test_the_checkpoints_of_a_project_in_a_store_are_below_its_url_and_trackers_need_a_directory():
+    project = ProjectConfiguration(project_dir=Path("s3://bucket/run"))
+    assert project.checkpoints == "s3://bucket/run/checkpoints"
+    assert project.logs is None
+    assert ProjectConfiguration(project_dir="s3://bucket/run", logging_dir="logs").logs == Path("logs")
+    with pytest.raises(ValueError, match="trackers write files"):
+        ProjectConfiguration(logging_dir="s3://bucket/logs")
