@@ -368,7 +368,7 @@ class Failure:
             kind,
             int(status[1]) if status else 0,
             code[1] if code else "",
-            message[1].strip() if message else "" if status else _remove_urls(tail),
+            _first_line(message[1]) if message else "" if status else _remove_urls(tail),
         )
 
     @property
