@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from accel_cli.errors import AccelError, UsageError
+from accel_cli.profile.layers import read_layers
+from accel_cli.profile.store import Store as ProfileStore
 from accel_runtime.storage.any_store import open_store
 from accel_runtime.storage.deepspeed_folder import is_deepspeed_checkpoint
 from accel_runtime.storage.deepspeed_manifest import open_deepspeed_checkpoint
@@ -39,7 +42,20 @@ _T = TypeVar("_T")
 Progress = Callable[[str, int, int], None]
 """Receives the path of a checkpoint, the number of bytes read of it, and its size (0 if unknown)."""
 _PROGRESS_S = 0.1
-_STORE = open_store()
+_RETRY_S = 30.0
+"""Seconds for which a failing call to an object store is repeated: someone waits for the command."""
+
+
+def _set_profile_variables() -> None:
+    """Set the variables of the profile that are not set, such as credentials, as a launch does."""
+    layers = read_layers(ProfileStore.from_env(os.environ, Path.cwd()), os.environ, None)
+    for layer in reversed(layers):
+        for key, value in layer.values.items():
+            if key.startswith("env."):
+                os.environ.setdefault(key.removeprefix("env."), str(value))
+
+
+_STORE = open_store(retry_s=_RETRY_S, before_first_url=_set_profile_variables)
 
 
 @contextmanager

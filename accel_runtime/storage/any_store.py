@@ -14,18 +14,24 @@ from accel_runtime.storage.store import Draft, DraftAddress, Snapshot, Store
 __all__ = ["AnyStore", "open_store"]
 
 
-def open_store(run: Mapping[str, str] | None = None, retry_s: float = RETRY_S) -> AnyStore:
+def open_store(
+    run: Mapping[str, str] | None = None,
+    retry_s: float = RETRY_S,
+    before_first_url: Callable[[], None] = lambda: None,
+) -> AnyStore:
     """Return the store of directories and of object stores.
 
     Args:
         run: Identity of this run; see `ObjectStore`.
         retry_s: Seconds for which a failing call to an object store is repeated.
+        before_first_url: Called before the client of object stores is built.
     """
 
     def build() -> Store:
         from accel_runtime.storage.client_process import share_client  # noqa: PLC0415 - most runs have no URL
         from accel_runtime.storage.object_store import ObjectStore  # noqa: PLC0415
 
+        before_first_url()
         return ObjectStore(share_client(retry_s), run)
 
     return AnyStore(FileStore(), build)
