@@ -15,6 +15,7 @@ from typing import IO, Annotated, Any
 
 import xxhash
 
+from accel_runtime.environment.locations import is_url
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.schema import (
     ITEM_BYTES,
@@ -432,18 +433,20 @@ class Checkpoint:
     """A complete checkpoint."""
 
     key: str
-    """Where the store has it: in a file system the path of its directory, which a crash may have left beside its name."""
+    """Its URL in an object store; in a file system the path of its directory, which a crash may have left beside its name."""
     manifest: Manifest
 
     @property
     def path(self) -> Path:
-        """Directory of the checkpoint, in a file system."""
+        """Directory of the checkpoint; raise `CheckpointError` for one in an object store, which has a `key` only."""
+        if is_url(self.key):
+            raise CheckpointError(f"{self.key} is in an object store and has no path. Use checkpoint.key.")
         return Path(self.key)
 
     @property
     def number(self) -> int | None:
         """N of `checkpoint_N`; None for other names."""
-        return parse_number(checkpoint_name(self.path))
+        return parse_number(checkpoint_name(Path(self.key)))
 
     def locate(self, name: str) -> str:
         """Return the location of a file of the checkpoint, for messages."""
