@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.manifest import Chunk, FileEntry, Manifest, TensorEntry, hash_bytes
+from accel_runtime.storage.state_tree import KEY
 
 PATH = Path("somewhere") / "checkpoint.json"
+keys = st.text().filter(lambda key: key != KEY)  # a node with it has a schema
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3),
     max_leaves=8,
 )  # fmt: skip
 checksums = st.binary().map(hash_bytes)
