@@ -209,11 +209,10 @@ def test_variables_and_keys_of_accelerate_stand_in_the_vocabulary_only():
 
 
 def test_checkpoints_are_saved_and_loaded_without_modules_of_file_systems():
-    """Accelerate's checkpoints are directories, and read as such."""
-    paths = sorted(
-        {*(ROOT / "accel_runtime" / "checkpoint").glob("*.py")}
-        - {ROOT / "accel_runtime" / "checkpoint" / "accelerate_format.py"}
-    )
+    """Accelerate's checkpoints and torch's folders are directories, and read and written as such."""
+    folder = ROOT / "accel_runtime" / "checkpoint"
+    of_others = {folder / "accelerate_format.py", folder / "dcp_export.py"}
+    paths = sorted({*folder.glob("*.py")} - of_others)
     storage = {module for path in paths for module in imports(path) if ".storage." in module}
     assert any(module.startswith("accel_runtime.storage.store.") for module in storage)
     of_file_systems = ("directory", "file_store", "file_system", "scan", "shared_directory")
@@ -417,8 +416,8 @@ UNTYPED = {
     "checkpoint/load.py": {"read"},
     # Nodes of JSON.
     "checkpoint/serialization.py": {"_serialize_scalar", "_build_special", "_parse_numpy"},
-    # States of engines by item, of any form.
-    "checkpoint/deepspeed_format.py": {"read"},
+    # States of another program by item, of any form.
+    "checkpoint/foreign_states.py": {"read"},
     # Files of Accelerate.
     "checkpoint/accelerate_format.py": {
         "_plan_restore",

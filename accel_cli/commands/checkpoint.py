@@ -1,4 +1,4 @@
-"""`accel checkpoint`: list, verify, show, export and prune checkpoints."""
+"""`accel checkpoint`: list, verify, show, export, import and prune checkpoints."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _json = option("--json", "as_json", is_flag=True, help="Print JSON.")
     epilog="Example: accel checkpoint list",
 )
 def checkpoint() -> None:
-    """List, verify, show, export and prune checkpoints."""
+    """List, verify, show, export, import and prune checkpoints."""
 
 
 @checkpoint.command("list", epilog="Example: accel checkpoint list runs/7")
@@ -136,10 +136,17 @@ def show(directory: str, tensors: bool, as_json: bool) -> None:
     "--output",
     metavar="FILE",
     required=True,
-    help="Write this file.",
+    help="Write this file; with --format dcp or hf, this folder.",
     shell_complete=complete_files,
 )
-@option("--item", metavar="NAME", default="model", help="Export this item, such as model_1 or optimizer.")
+@option(
+    "--format",
+    "format_",
+    type=click.Choice(["safetensors", "dcp", "hf"]),
+    default="safetensors",
+    help="Write a safetensors file, models and optimizers for torch.distributed.checkpoint, or a folder as save_pretrained does.",
+)
+@option("--item", metavar="NAME", help="Export this item, such as model_1 or optimizer (default: model).")
 @option(
     "--dtype",
     type=click.Choice(["bf16", "fp16", "fp32"]),
@@ -157,38 +164,56 @@ def show(directory: str, tensors: bool, as_json: bool) -> None:
     default=0,
     help="Export the tensors of this rank, if ranks have different ones.",
 )
+@option(
+    "--layout",
+    type=click.Choice(["nested", "flattened", "torchtitan"]),
+    help="Write optimizers nested or flattened, or as torchtitan reads them (with --format dcp; default: nested).",
+)
 @_json
 def export(  # noqa: PLR0913, PLR0917 - one parameter an option
     directory: str,
     output: str,
-    item: str,
+    format_: str,
+    item: str | None,
     dtype: str | None,
     max_shard_size: str | None,
     rank: int,
+    layout: str | None,
     as_json: bool,
 ) -> None:
     """Merge the weights of a checkpoint, or of the newest complete one, into one safetensors file.
 
+    With --format hf, the weights are written as save_pretrained does; with --format dcp, models and optimizers for dcp.load.
+
     No GPU is needed, memory use does not grow with the model, and every byte is verified. Checkpoints of DeepSpeed are exported
     too, with float32 weights, but they have no checksums to verify.
     """
-    from accel_cli.commands.checkpoints import export_checkpoint
+    from accel_cli.commands import checkpoint_formats, checkpoints
     from accel_runtime.storage.file_system import parse_size
     from accel_runtime.storage.tensor_file import MergeRequest
 
+    _refuse_options(
+        format_, {"--item": item, "--dtype": dtype, "--max-shard-size": max_shard_size, "--layout": layout}
+    )
     try:
         max_bytes = parse_size(max_shard_size, "--max-shard-size") if max_shard_size is not None else None
     except ValueError as error:
         raise UsageError(str(error)) from None
-    request = MergeRequest(item, rank, _DTYPES[dtype] if dtype else None, max_bytes)
+    request = MergeRequest(item or "model", rank, _DTYPES[dtype] if dtype else None, max_bytes)
     with console.read_progress() as progress:
-        result = export_checkpoint(directory, output, request, progress)
+        if format_ == "dcp":
+            result = checkpoint_formats.export_dcp(directory, output, layout or "nested", rank, progress)
+        elif format_ == "hf":
+            result = checkpoint_formats.export_pretrained(directory, output, request, progress)
+        else:
+            result = checkpoints.export_checkpoint(directory, output, request, progress)
     _print_skipped(result)
     if as_json:
         console.print_json(result)
         return
     if result["others"]:
-        console.note(f"not exported, because they are not tensors: {', '.join(result['others'])}")
+        reason = "torch's format does not have them" if format_ == "dcp" else "they are not tensors"
+        console.note(f"not exported, because {reason}: {', '.join(result['others'])}")
     for name, target in result["ties"].items():
         console.note(f"{name} is tied to {target}, and written once")
     console.plain(
@@ -236,6 +261,76 @@ def prune(context: click.Context, directory: str, keep: int, yes: bool) -> None:
         console.note(
             f"{path} was kept: it may belong to a running save, of which nothing shows that it has ended"
         )
+
+
+@checkpoint.command(
+    "import",
+    epilog="Example: accel checkpoint import outputs/checkpoint/step-1000 -o runs/7/checkpoints/checkpoint_0",
+)
+@argument("folder", metavar="FOLDER", help="Read this folder that torch.distributed.checkpoint wrote.")
+@option(
+    "-o",
+    "--output",
+    metavar="DIR",
+    required=True,
+    help="Write this checkpoint, which must not exist.",
+    shell_complete=complete_files,
+)
+@option(
+    "--model",
+    "models",
+    metavar="KEY",
+    multiple=True,
+    help="Import the model at this key of the state dict, such as app.model; '' is the top level. Several: repeat it.",
+)
+@option(
+    "--optimizer",
+    "optimizers",
+    metavar="KEY",
+    multiple=True,
+    help="Import the optimizer at this key of the state dict. Several: repeat it.",
+)
+@_json
+def import_(
+    folder: str, output: str, models: tuple[str, ...], optimizers: tuple[str, ...], as_json: bool
+) -> None:
+    """Import a checkpoint of torch.distributed.checkpoint: dcp.save, torchtitan, or FSDP with Accelerate.
+
+    Weights and optimizers are imported, of any number of processes; no code in the folder is run.
+    """
+    from accel_cli.commands.checkpoint_formats import import_dcp
+    from accel_runtime.storage.dcp_manifest import DcpSelection
+
+    with console.read_progress() as progress:
+        result = import_dcp(folder, output, DcpSelection(models, optimizers), progress)
+    if as_json:
+        console.print_json(result)
+        return
+    if result["others"]:
+        console.note(
+            f"not imported, because it is neither model nor optimizer: {', '.join(result['others'])}"
+        )
+    console.plain(
+        f"{result['tensors']} tensors of step {result['step']}, {console.format_size(result['bytes'])}: "
+        f"{', '.join(result['items'])} from {result['from']} in {result['path']}"
+    )
+
+
+_OPTIONS = {
+    "safetensors": {"--item", "--dtype", "--max-shard-size"},
+    "hf": {"--item", "--dtype", "--max-shard-size"},
+    "dcp": {"--layout"},
+}
+"""Options that only some formats take."""
+
+
+def _refuse_options(format_: str, values: dict[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is not None and name not in _OPTIONS[format_]:
+            formats = " or ".join(each for each, names in _OPTIONS.items() if name in names)
+            raise UsageError(
+                f"{name} has no effect with --format {format_}. Leave it out, or use --format {formats}."
+            )
 
 
 def _format_entry(entry: dict[str, Any]) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from accel_cli.errors import AccelError, UsageError
 from accel_cli.profile.layers import read_layers
 from accel_cli.profile.store import Store as ProfileStore
 from accel_runtime.storage.any_store import open_store
+from accel_runtime.storage.checkpoint_copy import copy_checkpoint
 from accel_runtime.storage.deepspeed_folder import is_deepspeed_checkpoint
 from accel_runtime.storage.deepspeed_manifest import open_deepspeed_checkpoint
 from accel_runtime.storage.errors import CheckpointError, DamageError, RequestError, describe_error
@@ -27,15 +28,18 @@ from accel_runtime.storage.scan import (
     scan_location,
 )
 from accel_runtime.storage.store import Snapshot, split_key, use_checkpoint
-from accel_runtime.storage.tensor_file import MergeRequest, MergeResult, merge_tensors
+from accel_runtime.storage.tensor_file import MergeRequest, merge_tensors
 from accel_runtime.storage.verification import verify_files
 
 __all__ = [
+    "command_errors",
+    "copy_snapshot",
     "export_checkpoint",
     "list_checkpoints",
     "prune_checkpoints",
     "show_checkpoint",
     "verify_checkpoint",
+    "write_export",
 ]
 
 _T = TypeVar("_T")
@@ -59,7 +63,7 @@ _STORE = open_store(retry_s=_RETRY_S, before_first_url=_set_profile_variables)
 
 
 @contextmanager
-def _command_errors() -> Iterator[None]:
+def command_errors() -> Iterator[None]:
     """Convert errors of the runtime: an invalid request to `UsageError`, a damaged checkpoint to `AccelError`."""
     try:
         yield
@@ -71,7 +75,7 @@ def _command_errors() -> Iterator[None]:
         raise AccelError(describe_error(error)) from error
 
 
-@_command_errors()
+@command_errors()
 def list_checkpoints(directory: str) -> dict[str, Any]:
     """List all checkpoints, the oldest first."""
     scan = scan_location(directory, _STORE)
@@ -82,7 +86,7 @@ def list_checkpoints(directory: str) -> dict[str, Any]:
     }
 
 
-@_command_errors()
+@command_errors()
 def verify_checkpoint(directory: str, progress: Progress) -> dict[str, Any]:
     """Read every byte of a checkpoint; if it is damaged, also of earlier ones until one is undamaged."""
     entry = find_newest_checkpoint(directory, _STORE)
@@ -108,7 +112,7 @@ def verify_checkpoint(directory: str, progress: Progress) -> dict[str, Any]:
     }
 
 
-@_command_errors()
+@command_errors()
 def show_checkpoint(directory: str, *, tensors: bool) -> dict[str, Any]:
     """Describe the contents of a checkpoint from its manifest."""
     checkpoint, untracked = _use(directory, lambda snapshot: (snapshot.checkpoint, snapshot.list_untracked()))
@@ -132,23 +136,40 @@ def show_checkpoint(directory: str, *, tensors: bool) -> dict[str, Any]:
     return description
 
 
-@_command_errors()
 def export_checkpoint(
     directory: str, output: str, request: MergeRequest, progress: Progress
 ) -> dict[str, Any]:
     """Merge the tensors of an item into safetensors files."""
 
-    def export(snapshot: Snapshot) -> tuple[Checkpoint, MergeResult]:
+    def write(snapshot: Snapshot, counter: Callable[[int], None]) -> dict[str, Any]:
+        return asdict(merge_tensors(snapshot, Path(output), request, counter))
+
+    return write_export(directory, write, progress)
+
+
+@command_errors()
+def write_export(
+    directory: str, write: Callable[[Snapshot, Callable[[int], None]], dict[str, Any]], progress: Progress
+) -> dict[str, Any]:
+    """Write this checkpoint, or the newest complete one, in another format; `write` receives it and a function of byte counts."""
+
+    def export(snapshot: Snapshot) -> tuple[Checkpoint, dict[str, Any]]:
         checkpoint = snapshot.checkpoint
-        counter = _ByteProgress(progress, checkpoint.key, 0)
-        return checkpoint, merge_tensors(snapshot, Path(output), request, counter)
+        return checkpoint, write(snapshot, _ByteProgress(progress, checkpoint.key, 0))
 
     checkpoint, result = _use(directory, export)
     head = {"path": checkpoint.key, "step": checkpoint.manifest.step}
-    return {**head, "skipped": _list_newer_problems(directory, checkpoint), **asdict(result)}
+    return {**head, "skipped": _list_newer_problems(directory, checkpoint), **result}
 
 
-@_command_errors()
+@command_errors()
+def copy_snapshot(snapshot: Snapshot, target: str, progress: Progress) -> Manifest:
+    """Write a checkpoint of another program as one of accel, under a free name."""
+    counter = _ByteProgress(progress, snapshot.checkpoint.key, snapshot.checkpoint.manifest.bytes)
+    return copy_checkpoint(snapshot, _STORE, target, counter)
+
+
+@command_errors()
 def prune_checkpoints(directory: str, keep: int, progress: Progress | None = None) -> dict[str, Any]:
     """Remove all but the newest numbered checkpoints; without `progress`, only list them.
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from accel_runtime.backends.rng import (
     RandomStates,
     derive_random_states,
 )
-from accel_runtime.checkpoint.deepspeed_format import EngineStates
+from accel_runtime.checkpoint.foreign_states import ForeignStates, OpenForeign
 from accel_runtime.checkpoint.serialization import serialize
 from accel_runtime.checkpoint.state_items import ModelItem, StateItem
 from accel_runtime.checkpoint.training_state import (
@@ -36,7 +37,9 @@ from accel_runtime.export.objects import read_pickle
 from accel_runtime.export.save_model import add_aliases
 from accel_runtime.foundation import nested
 from accel_runtime.foundation.module_names import match_names
+from accel_runtime.storage.dcp_manifest import find_fsdp_folders, open_dcp_checkpoint
 from accel_runtime.storage.deepspeed_folder import is_deepspeed_checkpoint
+from accel_runtime.storage.deepspeed_manifest import open_deepspeed_checkpoint
 from accel_runtime.storage.errors import (
     AllGatherObjects,
     CheckpointError,
@@ -68,8 +71,10 @@ def restore_accelerate_checkpoint(
         with errors_on_all_ranks(all_gather):
             checkpoint = read_accelerate_checkpoint(path, topology.rank, run.backend.device)
             engines = None
-            if is_deepspeed_checkpoint(path):
-                engines = stack.enter_context(EngineStates(path, items, without=tuple(checkpoint.items)))
+            if (open_engines := _select_engines(path)) is not None:
+                engines = stack.enter_context(
+                    ForeignStates(open_engines, items, without=tuple(checkpoint.items))
+                )
             trees, left_out = _plan_restore(checkpoint, engines, run, items, strict=strict)
         try:
             with errors_on_all_ranks(all_gather):
@@ -95,14 +100,21 @@ def restore_accelerate_checkpoint(
     world_size = checkpoint.world_size
     saved_items = dict.fromkeys(checkpoint.items)
     if engines is not None:
-        world_size = engines.manifest.world_size
+        world_size = world_size or engines.manifest.world_size
         saved_items |= dict.fromkeys(engines.manifest.items)
     return Checkpoint(os.fspath(path), Manifest("", saved_at, world_size, run.step, {}, saved_items))
 
 
+def _select_engines(path: Path) -> OpenForeign | None:
+    """Return the function that opens the folders of DeepSpeed or FSDP in a checkpoint; None if there are none."""
+    if is_deepspeed_checkpoint(path):
+        return partial(open_deepspeed_checkpoint, path)
+    return (lambda adapt: open_dcp_checkpoint(path, adapt=adapt)[0]) if find_fsdp_folders(path) else None
+
+
 def _plan_restore(
     checkpoint: AccelerateCheckpoint,
-    engines: EngineStates | None,
+    engines: ForeignStates | None,
     run: TrainingState,
     items: Sequence[StateItem],
     *,
@@ -158,7 +170,7 @@ def _plan_restore(
 
 def _find_mismatches(
     checkpoint: AccelerateCheckpoint,
-    engines: EngineStates | None,
+    engines: ForeignStates | None,
     trees: Mapping[str, Any],
     items: Sequence[StateItem],
 ) -> list[str]:
@@ -322,7 +334,8 @@ class _AccelerateReader:
 
     def skip_the_rest(self) -> None:
         """Record loader positions, which have another form, and files of other engines."""
-        names = sorted(path.name for path in self._folder.iterdir())
+        of_fsdp = set(find_fsdp_folders(self._folder).values())
+        names = sorted(path.name for path in self._folder.iterdir() if path not in of_fsdp)
         kept = [name for name in names if _POSITION.fullmatch(name)]
         files = f" that others can use ({', '.join(kept)})" if kept else ""
         self.refused.append(

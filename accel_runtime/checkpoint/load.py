@@ -7,9 +7,10 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 
 from accel_runtime.checkpoint.remote_read import TensorRead, read_tensors
+from accel_runtime.checkpoint.fitted_manifest import fit_manifest
 from accel_runtime.checkpoint.serialization import deserialize
 from accel_runtime.checkpoint.state_items import StateItem
 from accel_runtime.checkpoint.training_state import read_model_parallel_size
@@ -40,6 +42,7 @@ from accel_runtime.storage.errors import (
 from accel_runtime.storage.manifest import (
     Checkpoint,
     Chunk,
+    Manifest,
     TensorEntry,
     parse_number,
     rank_tensor_name,
@@ -55,6 +58,8 @@ _MEMORY_SHARE = 0.8
 """Share of the available memory that copies of live tensors may take."""
 _SHOWN = 10
 """Number of reasons listed in a message."""
+_INTERNAL = frozenset({"accumulation", "replicas", "step_counts"})
+"""Items that no object of the script has."""
 _STALE, _STALE_S = 20, 0.05
 """How often, and after how many seconds, a rank looks again for what rank 0 has opened: its node may have an old listing."""
 
@@ -160,8 +165,7 @@ class LoadOperation:
             if prepared is None:
                 self.close()
                 self.open(self._choose, self._directory)
-        reader, saved_items, left_out = prepared
-        snapshot, checkpoint = self._snapshot, self._snapshot.checkpoint
+        checkpoint, reader, saved_items, left_out = prepared
         try:
             with errors_on_all_ranks(self._all_gather):
                 trees = reader.read()
@@ -170,14 +174,26 @@ class LoadOperation:
                 for item in saved_items:
                     item.moved = reader.moved
                     item.restore(trees[item.name])
+                absent = (
+                    [item for item in items if item not in saved_items] if checkpoint.manifest.origin else []
+                )
+                for item in absent:
+                    item.reset()
         except CheckpointError as error:
             raise CheckpointError(
                 f"{error}\nThe training state is now inconsistent ({checkpoint.key} was loaded partially). Load another "
                 "checkpoint or restart."
             ) from error
+        if self._rank == 0 and (fresh := [item.name for item in absent if item.name not in _INTERNAL]):
+            _LOG.warning(
+                "%s was imported from %s, which does not have %s: these start from the beginning",
+                checkpoint.key,
+                checkpoint.manifest.origin,
+                ", ".join(fresh),
+            )
         if self._rank == 0 and left_out:
             _LOG.warning("%s was loaded without what does not fit: %s", checkpoint.key, "; ".join(left_out))
-        if self._rank == 0 and (untracked := snapshot.list_untracked()):
+        if self._rank == 0 and (untracked := self._snapshot.list_untracked()):
             names = ", ".join(untracked[:_SHOWN])
             _LOG.warning("%s: not part of the checkpoint, and not read: %s", checkpoint.key, names)
         return checkpoint
@@ -189,9 +205,17 @@ class LoadOperation:
         """
         snapshot, checkpoint = self._snapshot, self._snapshot.checkpoint
         with errors_on_all_ranks(self._all_gather) as step:
+            if checkpoint.manifest.origin:
+                checkpoint = replace(checkpoint, manifest=fit_manifest(checkpoint.manifest, items))
             saved_items = [item for item in items if item.name in checkpoint.manifest.items]
             reader = StateReader(
-                snapshot, saved_items, self._rank, self._world_size, self._copies, self._local_world_size
+                snapshot,
+                saved_items,
+                self._rank,
+                self._world_size,
+                self._copies,
+                self._local_world_size,
+                checkpoint.manifest,
             )
             left_out = self._check_fit(checkpoint, reader, items)
             step.share(snapshot.is_remote and reader.fits_memory())
@@ -200,7 +224,7 @@ class LoadOperation:
         else:
             names = [item.name for item in saved_items]
             is_current = self._verified or snapshot.is_remote or self._verify(snapshot, names)
-        return (reader, saved_items, left_out) if is_current else None
+        return _Prepared(checkpoint, reader, saved_items, left_out) if is_current else None
 
     def _check_fit(
         self, checkpoint: Checkpoint, reader: StateReader, items: Sequence[StateItem]
@@ -217,7 +241,7 @@ class LoadOperation:
         mismatches += [
             f"{_add_class(item.name, item.class_name)}: it is prepared here and not in the checkpoint"
             for item in items
-            if item not in common
+            if item not in common and not (manifest.origin and item.is_optional)
         ]
         mismatches += [sentence for item in common for sentence in reader.find_mismatches(item)]
         if mismatches and self._strict:
@@ -271,17 +295,26 @@ def _add_class(name: str, class_name: str | None) -> str:
     return f"{name} ({class_name})" if class_name else name
 
 
-_Prepared = tuple["StateReader", Sequence[StateItem], list[str]]
-"""The reader, the items that the checkpoint has, and what does not fit."""
+class _Prepared(NamedTuple):
+    """A checkpoint that was checked and verified."""
+
+    checkpoint: Checkpoint
+    """The checkpoint, with a manifest that fits the run."""
+    reader: StateReader
+    saved_items: Sequence[StateItem]
+    """The items that the checkpoint has."""
+    left_out: list[str]
+    """What does not fit."""
 
 
 class StateReader:
     """Reads the states of items that a checkpoint has for one rank: `read`, and `apply` once all ranks have read.
 
-    `copies` is the number of model-parallel ranks, `local_world_size` that of the ranks of this node.
+    `copies` is the number of model-parallel ranks, `local_world_size` that of the ranks of this node, and `manifest` replaces that
+    of the checkpoint if it was fitted to the run.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - the last two have defaults
+    def __init__(  # noqa: PLR0913, PLR0917 - the last three have defaults
         self,
         snapshot: Snapshot,
         items: Sequence[StateItem],
@@ -289,9 +322,10 @@ class StateReader:
         world_size: int,
         copies: int = 1,
         local_world_size: int = 1,
+        manifest: Manifest | None = None,
     ) -> None:
         self._snapshot, self._items, self._local_world_size = snapshot, items, local_world_size
-        self._key, self._manifest = snapshot.checkpoint.key, snapshot.checkpoint.manifest
+        self._key, self._manifest = snapshot.checkpoint.key, manifest or snapshot.checkpoint.manifest
         self._rank, self._world_size = rank, world_size
         saved_copies = (
             read_model_parallel_size(self._encoded("accumulation", 0))

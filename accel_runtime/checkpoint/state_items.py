@@ -41,6 +41,8 @@ class StateItem(ABC):
 
     moved = False
     """Whether another number of processes saved the state that is restored."""
+    is_optional = True
+    """Whether a checkpoint of another program may be without it."""
     merge_needs_all_ranks = False
     """Whether `merge_ranks` needs the states of all ranks; else the first is used if they differ."""
     schema: ClassVar[Any] = Any
@@ -69,6 +71,9 @@ class StateItem(ABC):
     @abstractmethod
     def restore(self, tree: Any) -> None:
         """Restore a state."""
+
+    def reset(self) -> None:  # noqa: B027 - what others do
+        """Return to a state that fits any other items, if a checkpoint of another program does not have this one."""
 
     def merge_ranks(self, trees: Sequence[Any], rank: int, world_size: int) -> Any:  # noqa: ARG002
         """Return the state of this rank after a change of ranks, from those of all saved ranks (see `merge_needs_all_ranks`)."""
@@ -188,6 +193,7 @@ class ModelItem(StateItem):
     """
 
     schema = Mapping[str, Any]
+    is_optional = False
 
     def __init__(
         self,
@@ -273,6 +279,7 @@ class OptimizerItem(StateItem):
     """Groups and state of an optimizer by parameter name, with the parameters that no prepared model contains."""
 
     schema = _OptimizerState
+    is_optional = False
 
     def __init__(
         self, name: str, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]

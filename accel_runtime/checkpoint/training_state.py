@@ -244,6 +244,11 @@ class AccumulationItem(RecordItem[AccumulationState]):
         restore_accumulation(record, self._accumulation, self._gradients)
 
     @override
+    def reset(self) -> None:
+        # The state between two cycles.
+        self.apply(AccumulationState(Accumulation(self._accumulation.plugin).capture_cycle()))
+
+    @override
     def merge_records(
         self, records: Sequence[AccumulationState], rank: int, world_size: int
     ) -> AccumulationState:

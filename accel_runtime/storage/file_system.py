@@ -17,6 +17,7 @@ from pathlib import Path
 __all__ = [
     "FileSystem",
     "add_path_to_error",
+    "create_folder_atomically",
     "is_process_running",
     "list_leftovers",
     "open_atomically",
@@ -227,6 +228,28 @@ def open_atomically(path: Path, disk: FileSystem | None = None) -> Iterator[Path
         disk.sync_directory(path.parent)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+@contextmanager
+def create_folder_atomically(path: Path, disk: FileSystem | None = None) -> Iterator[Path]:
+    """Yield a scratch directory to write into; rename it to `path`, which must not exist, at the end; remove it after an error.
+
+    Its files are synced by their writer. Scratch directories that killed processes of this node left are removed.
+    """
+    disk = disk or FileSystem()
+    for name, leftover in list_leftovers(path.parent):
+        if name == path.name:
+            disk.remove_tree(leftover)
+    scratch = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.unfinished")
+    disk.remove_tree(scratch)
+    disk.make(scratch)
+    try:
+        yield scratch
+        disk.sync_directory(scratch)
+        disk.rename(scratch, path)
+        disk.sync_directory(path.parent)
+    finally:
+        disk.remove_tree(scratch)
 
 
 def list_leftovers(folder: Path) -> list[tuple[str, Path]]:

@@ -208,6 +208,8 @@ class Manifest:
     """Class name of each item that restores an object of the script."""
     run: Mapping[str, Word] = field(default_factory=dict)
     """Identity of the run: `launch`, `slurm_job`."""
+    origin: Word = ""
+    """Format that the checkpoint was imported from, which has no random states and loaders; empty if accel saved it."""
 
     @property
     def items(self) -> list[str]:

@@ -46,6 +46,7 @@ __all__ = [
     "iterate_runs",
     "list_item_contents",
     "merge_tensors",
+    "read_chunk",
     "shard_file_name",
     "write_index",
     "write_safetensors",
@@ -272,6 +273,8 @@ class MergeRequest:
     """torch name of the output format of floating-point numbers; None keeps them."""
     max_shard_bytes: int | None = None
     """Largest size of a file in bytes, except for a single tensor; None is one file."""
+    lists_ties: bool = True
+    """Whether the headers list the aliases of tied weights, as `safetensors.torch.save_model` does."""
 
 
 @dataclass(frozen=True)
@@ -317,8 +320,7 @@ def merge_tensors(
             for name in names[::-1]
         }
         for file, group in shards.items():
-            # Ties are metadata as in `safetensors.torch.save_model`.
-            kept = {part.name for part in group}
+            kept = {part.name for part in group} if request.lists_ties else ()
             ties = {alias: name for alias, name in contents.ties.items() if name in kept}
             write_safetensors(partial(disk.put, scratch[file]), group, {"format": "pt"} | ties)
         if len(shards) > 1:
@@ -393,26 +395,29 @@ def _read_tensor(
     itemsize = NUMBER_FORMATS[dtype].size
     rows = []
     for chunk in stored.chunks:
-        blocks = _read_chunk(snapshot, name, chunk, min(block_bytes, chunk.bytes), progress)
+        blocks = read_chunk(snapshot, name, chunk, min(block_bytes, chunk.bytes), progress)
         reader = _RowReader(map(convert, blocks), math.prod(chunk.sizes) * itemsize)
         rows.append(zip(iterate_runs(stored.shape, chunk.offsets, chunk.sizes, itemsize), repeat(reader)))
     for (_, length), reader in heapq.merge(*rows, key=itemgetter(0)):
         yield from reader.read(length)
 
 
-def _read_chunk(
+def read_chunk(
     snapshot: Snapshot, name: str, chunk: Chunk, block_bytes: int, progress: Progress
 ) -> Iterator[memoryview]:
     """Yield the blocks of a chunk, which are valid until the next one, and verify its checksum at the end."""
-    checksum, buffer = xxhash.xxh3_64(), memoryview(bytearray(block_bytes))
+    checksum, buffer, remaining = xxhash.xxh3_64(), memoryview(bytearray(block_bytes)), chunk.bytes
     location = snapshot.checkpoint.locate(chunk.file)
     try:
         for block in read_blocks(snapshot, chunk, buffer):
             checksum.update(block)
             progress(len(block))
+            remaining -= len(block)
             yield block
     except OSError as error:
         raise CheckpointError(f"{location} cannot be read: {error.strerror}") from error
+    if remaining:
+        raise CheckpointError(f"{location} was truncated while it was read")
     # A checkpoint of another program has none.
     if chunk.checksum and checksum.hexdigest() != chunk.checksum:
         raise CheckpointError(f"{location} is damaged: {name} does not have its checksum")

@@ -15,7 +15,7 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from io import BytesIO
+from io import BufferedReader, BytesIO, RawIOBase
 from pathlib import Path
 from typing import Any
 
@@ -120,15 +120,21 @@ def iterate_boxes(
             start += rows * row
 
 
-def read_torch_file(path: Path) -> Any:
+def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> Any:
     """Return the content of a file of `torch.save`, with a `StoredTensor` for each tensor.
+
+    Args:
+        path: The file.
+        start: Offset at which the content begins, in a file with several.
+        length: Its number of bytes; None if it ends with the file.
 
     Raises:
         CheckpointError: The file is missing, damaged, or not in torch's format.
     """
     try:
-        with os.fdopen(FileSystem().open_file(path, None, path.name), "rb") as file:
-            size = os.fstat(file.fileno()).st_size
+        with os.fdopen(FileSystem().open_file(path, None, path.name), "rb") as opened:
+            size = os.fstat(opened.fileno()).st_size - start if length is None else length
+            file = opened if length is None else BufferedReader(_FilePart(opened.fileno(), start, length))
             with zipfile.ZipFile(file) as archive:
                 entries = {
                     entry.filename.partition("/")[2]: entry
@@ -138,7 +144,7 @@ def read_torch_file(path: Path) -> Any:
                 order = archive.read(entries["byteorder"]) if "byteorder" in entries else b"little"
                 text = archive.read(entries["data.pkl"])
             storages = {
-                name.removeprefix("data/"): _Storage(_find_data(file, entry), entry.file_size)
+                name.removeprefix("data/"): _Storage(start + _find_data(file, entry), entry.file_size)
                 for name, entry in entries.items()
                 if name.startswith("data/")
             }
@@ -152,6 +158,37 @@ def read_torch_file(path: Path) -> Any:
     if order != b"little":
         raise CheckpointError(f"{path} cannot be read: its numbers are big endian")
     return content
+
+
+class _FilePart(RawIOBase):
+    """A part of an open file, as a file of its own."""
+
+    def __init__(self, descriptor: int, start: int, length: int) -> None:
+        super().__init__()
+        self._descriptor, self._start, self._length, self._offset = descriptor, start, length, 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Set the offset of the next read."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._offset, os.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise ValueError(f"offset {base + offset}")
+        self._offset = base + offset
+        return self._offset
+
+    def readinto(self, buffer: Any) -> int:
+        """Read the next bytes; return their number, 0 at the end of the part."""
+        view = memoryview(buffer)[: max(0, self._length - self._offset)]
+        count = os.preadv(self._descriptor, [view], self._start + self._offset) if view else 0
+        self._offset += count
+        return count
 
 
 @dataclass(frozen=True)
