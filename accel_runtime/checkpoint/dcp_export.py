@@ -11,6 +11,7 @@ import json
 import math
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -277,6 +278,7 @@ class _StoredPlanner(DefaultSavePlanner):
         self._keys = {_flat_name(keys): keys for keys in values}
         self._readers: dict[tuple[str, int], Iterator[torch.Tensor]] = {}
         self._chunk_of: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._remaining: Counter[tuple[str, int]] = Counter()
 
     def create_plans(self) -> list[SavePlan]:
         """Return a plan for each file."""
@@ -302,6 +304,7 @@ class _StoredPlanner(DefaultSavePlanner):
         dtype = _find_dtype(value)
         for piece in _split_chunks(value.entry, dtype.itemsize):
             self._chunk_of[name, piece.offsets] = piece.chunk
+            self._remaining[name, piece.chunk] += 1
             bounds = ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes))
             data = TensorWriteData(bounds, TensorProperties(dtype=dtype), torch.Size(value.entry.shape))
             index = MetadataIndex(name, bounds.offsets)
@@ -316,10 +319,13 @@ class _StoredPlanner(DefaultSavePlanner):
             torch.save(value, data)
             return data
         assert write_item.index.offset is not None
-        chunk = self._chunk_of[name, tuple(write_item.index.offset)]
-        if (name, chunk) not in self._readers:
-            self._readers[name, chunk] = _read_pieces(self._snapshot, value, chunk, self._progress)
-        piece = next(self._readers[name, chunk])
+        key = name, self._chunk_of[name, tuple(write_item.index.offset)]
+        if key not in self._readers:
+            self._readers[key] = _read_pieces(self._snapshot, value, key[1], self._progress)
+        piece = next(self._readers[key])
+        self._remaining[key] -= 1
+        if not self._remaining[key]:
+            del self._readers[key]  # it refers to the piece
         assert write_item.tensor_data is not None
         assert piece.shape == write_item.tensor_data.chunk.sizes
         return piece

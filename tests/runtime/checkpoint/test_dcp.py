@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import warnings
+import weakref
 from pathlib import Path
 
 import pytest
@@ -212,6 +213,22 @@ def test_torch_loads_an_exported_checkpoint_bitwise_equal_on_any_ranks(
     assert all(same(saved[0], state) for state in loaded)
 
 
+def test_an_export_holds_the_tensors_of_one_file_in_memory(tmp_path, monkeypatch):
+    save_with_accel(tmp_path / "checkpoint", {})
+    held, largest, read = [], [], dcp_export._read_pieces
+
+    def record(*arguments):
+        for piece in read(*arguments):
+            held.append(weakref.ref(piece))
+            alive = (reference() for reference in held)
+            largest.append(sum(each.nbytes for each in alive if each is not None))
+            yield piece
+
+    monkeypatch.setattr(dcp_export, "_read_pieces", record)
+    result = export(tmp_path / "checkpoint", tmp_path / "dcp")
+    assert max(largest) < 1500 < result.bytes / 4
+
+
 def test_replicas_are_exported_as_one(pair, alone, tmp_path):
     saved = pair.run(save_with_accel, tmp_path / "checkpoint", {})
     export(tmp_path / "checkpoint", tmp_path / "dcp")
@@ -357,6 +374,23 @@ def test_gradients_of_an_unfinished_cycle_are_dropped_when_an_imported_checkpoin
         accelerator.backward(model(torch.arange(6)).square().mean())
     accelerator.load_state(tmp_path / "checkpoint")
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_flattened_options_fit_any_groups_with_equal_options(tmp_path):
+    plain = Plain(1, "flattened")
+    plain.learn()
+    plain.save(tmp_path / "dcp")
+    import_(tmp_path / "dcp", tmp_path / "checkpoint")
+    accelerator, model = Accelerator(), build_model(7)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW([{"params": [p]} for p in trained], amsgrad=True)
+    _, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.load_state(tmp_path / "checkpoint")
+    assert same(read_state(plain.model, plain.optimizer), read_state(model, optimizer))
+    accelerator, model = Accelerator(), build_model(7)
+    accelerator.prepare(model, torch.optim.AdamW(p for p in model.parameters() if p.requires_grad))
+    with pytest.raises(CheckpointError, match="2 groups of parameters, the optimizer here 1"):
+        accelerator.load_state(tmp_path / "checkpoint")
 
 
 def test_other_groups_of_parameters_are_refused(tmp_path):
