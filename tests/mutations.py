@@ -560,6 +560,32 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "classes in the metadata of a folder of torch",
+        "accel_runtime.storage.dcp_folder:_MetadataUnpickler.find_class",
+        return_value("super().find_class(module, name)"),
+        ("tests/runtime/checkpoint/test_dcp.py::test_a_malicious_metadata_is_refused_and_runs_nothing",),
+    ),
+    Mutation(
+        "groups of a flattened optimizer",
+        "accel_runtime.checkpoint.fitted_manifest:_regroup",
+        return_value("list(saved)"),
+        ("tests/runtime/checkpoint/test_dcp.py::test_flattened_options_fit_any_groups_with_equal_options",),
+    ),
+    Mutation(
+        "accumulation cycle that an imported checkpoint does not have",
+        "accel_runtime.checkpoint.training_state:AccumulationItem.reset",
+        skip_call("apply"),
+        (
+            "tests/runtime/checkpoint/test_dcp.py::test_gradients_of_an_unfinished_cycle_are_dropped_when_an_imported_checkpoint_is_loaded",
+        ),
+    ),
+    Mutation(
+        "checksums of an export for torch",
+        "accel_runtime.checkpoint.dcp_export:_read_pieces",
+        skip_loop("blocks"),
+        ("tests/runtime/checkpoint/test_dcp.py::test_a_damaged_checkpoint_is_not_exported",),
+    ),
+    Mutation(
         "checkpoints of other runs",
         "accel_runtime.checkpoint.manager:RunOrigin.wrote",
         return_value("True"),

@@ -380,6 +380,16 @@ LAUNCHER = (
         "nodes that remain",
     ),
     Promise(
+        "Folders of torch",
+        "accel checkpoint import reads what any number of processes wrote with torch.distributed.checkpoint, and runs no code in it.",
+        (
+            "tests/runtime/checkpoint/test_dcp.py::test_a_malicious_metadata_is_refused_and_runs_nothing",
+            "tests/runtime/checkpoint/test_dcp.py::test_a_malicious_value_is_refused_and_runs_nothing",
+            "tests/runtime/checkpoint/test_dcp.py::test_an_imported_checkpoint_is_loaded_bitwise_equal_on_any_ranks_and_training_continues",
+        ),
+        "classes in the metadata of a folder of torch",
+    ),
+    Promise(
         "Secrets",
         "Values that look like secrets are masked in the output and in the folder of a run.",
         ("tests/cli/test_masking.py::test_secrets_are_hidden_and_the_rest_is_shown",),

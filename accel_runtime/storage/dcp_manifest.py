@@ -22,9 +22,11 @@ from accel_runtime.storage.directory import open_folder
 from accel_runtime.storage.errors import CheckpointError, RequestError, format_names
 from accel_runtime.storage.file_store import FileSnapshot
 from accel_runtime.storage.file_system import FileSystem
-from accel_runtime.storage.manifest import Checkpoint, Chunk, Manifest, TensorEntry
+from accel_runtime.storage.manifest import Checkpoint, Chunk, FileEntry, Manifest, TensorEntry
 from accel_runtime.storage.manifest_builder import ManifestBuilder
 from accel_runtime.storage.schema import ITEM_BYTES, FieldError
+from accel_runtime.storage.store import Snapshot
+from accel_runtime.storage.torch_file import StoredTensor
 
 __all__ = ["FORMAT", "DcpSelection", "find_fsdp_folders", "open_dcp_checkpoint"]
 
@@ -74,7 +76,7 @@ def open_dcp_checkpoint(
     folder: Path,
     selection: DcpSelection | None = None,
     adapt: Callable[[Manifest], Manifest] = lambda manifest: manifest,
-) -> tuple[FileSnapshot, list[str]]:
+) -> tuple[Snapshot, list[str]]:
     """Open a folder of DCP for reading, with a manifest that is built from its metadata, or one of Accelerate with such in it.
 
     The items are `model` and `optimizer`, numbered if there are several, and `step_counts`. Optimizer state is by the name of
@@ -110,7 +112,41 @@ def open_dcp_checkpoint(
         ) from error
     manifest = adapt(manifest)
     checkpoint = Checkpoint(os.fspath(folder), manifest)
-    return FileSnapshot(checkpoint, open_folder(folder, FileSystem())), list(contents.others)
+    snapshot = _DcpSnapshot(checkpoint, open_folder(folder, FileSystem()), builder.reordered)
+    return snapshot, list(contents.others)
+
+
+class _DcpSnapshot(FileSnapshot):
+    """An open folder of DCP, with files in row-major order of the tensors that are not, such as channels-last weights."""
+
+    def __init__(self, checkpoint: Checkpoint, folder: int, reordered: Mapping[str, StoredTensor]) -> None:
+        super().__init__(checkpoint, folder)
+        self._reordered = reordered
+        self._newest: tuple[str, bytes] = ("", b"")
+
+    def get_range(self, name: str, start: int, buffer: memoryview) -> int:
+        """Read from a file, or from a tensor in row-major order, which is kept for the next read."""
+        if name not in self._reordered:
+            return super().get_range(name, start, buffer)
+        kept, data = self._newest
+        if kept != name:
+            data = self._read_row_major(name)
+            self._newest = name, data
+        part = data[start : start + len(buffer)]
+        buffer[: len(part)] = part
+        return len(part)
+
+    def _read_row_major(self, name: str) -> bytes:
+        import numpy as np  # noqa: PLC0415 - for few folders
+
+        stored = self._reordered[name]
+        size = ITEM_BYTES[stored.dtype]
+        data = bytearray(stored.count * size)
+        if super().get_range(name.rpartition(":")[0], stored.start, memoryview(data)) < len(data):
+            raise CheckpointError(f"{stored.file} was truncated while it was read")
+        order = sorted(range(len(stored.shape)), key=lambda dimension: -stored.strides[dimension])
+        array = np.frombuffer(data, dtype=f"V{size}").reshape([stored.shape[each] for each in order])
+        return array.transpose(np.argsort(order)).tobytes()
 
 
 # Structure -------------------------------------------------------------------------------
@@ -255,6 +291,9 @@ class _DcpManifest(ManifestBuilder):
     steps: list[int] = field(default_factory=list)
     """Number of steps of each optimizer, the largest in its state; 0 if it counts none."""
 
+    reordered: dict[str, StoredTensor] = field(default_factory=dict)
+    """Tensors that are in another order in their file, by the name of a file that has them in row-major order."""
+
     def add_model(self, item: str, tree: Mapping[Key, Any]) -> None:
         """Add a model: its tensors, and extra states of modules."""
         # In a folder of torchtitan, other states are beside the weights.
@@ -335,13 +374,17 @@ class _DcpManifest(ManifestBuilder):
     def _locate(self, tensor: DcpTensor) -> TensorEntry:
         chunks = []
         for offsets, sizes, stored in tensor.locate_chunks():
-            if not stored.is_contiguous:
-                raise CheckpointError(
-                    f"{tensor.name} in {stored.file} is not in row-major order, and cannot be read in parts. Save the tensor "
-                    "as tensor.contiguous()."
-                )
             size = stored.count * ITEM_BYTES[tensor.dtype]
-            chunks.append(Chunk(self.add_file(stored.file), stored.start, size, "", offsets, sizes))
+            if stored.is_contiguous:
+                chunks.append(Chunk(self.add_file(stored.file), stored.start, size, "", offsets, sizes))
+                continue
+            if not stored.strides:
+                raise CheckpointError(
+                    f"{tensor.name} in {stored.file} has gaps between its elements. Save the tensor as tensor.contiguous()."
+                )
+            name = f"{self.add_file(stored.file)}:{stored.start}"
+            self.files[name], self.reordered[name] = FileEntry(size, ""), stored
+            chunks.append(Chunk(name, 0, size, "", offsets, sizes))
         entry = TensorEntry(tensor.dtype, tensor.shape, tuple(chunks))
         try:
             entry.check()

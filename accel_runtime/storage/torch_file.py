@@ -48,6 +48,8 @@ class StoredTensor:
     shape: tuple[int, ...]
     is_contiguous: bool = True
     """Whether the elements are in row-major order without gaps."""
+    strides: tuple[int, ...] = ()
+    """Distance of elements by dimension, if they are in another order; empty if they have gaps too."""
 
     @property
     def count(self) -> int:
@@ -293,9 +295,23 @@ class _Unpickler(pickle.Unpickler):
             is_contiguous &= length <= 1 or step == count
             count *= length
         is_contiguous |= not count
-        if is_contiguous and count and (offset + count) * size > storage.bytes:
+        is_dense = is_contiguous or _is_dense(shape, stride)
+        if is_dense and count and (offset + count) * size > storage.bytes:
             raise ValueError(f"a tensor of shape {shape} in {storage.bytes} bytes")
-        return StoredTensor(self._path, storage.start + offset * size, dtype, shape, is_contiguous)
+        strides = stride if is_dense and not is_contiguous else ()
+        return StoredTensor(self._path, storage.start + offset * size, dtype, shape, is_contiguous, strides)
+
+
+def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether the dimensions are only in another order, as those of a transposed or channels-last tensor."""
+    count = 1
+    for step, length in sorted(
+        (step, length) for length, step in zip(shape, strides, strict=True) if length > 1
+    ):
+        if step != count:
+            return False
+        count *= length
+    return True
 
 
 class _Function:

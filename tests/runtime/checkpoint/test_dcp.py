@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from support.runs.sharded_runs import build_accelerator, build_model, to_full
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -335,6 +336,18 @@ def test_an_optimizer_by_index_is_loaded_by_the_order_of_the_parameters(pair, tm
     assert all(
         same(saved, loaded) for loaded, _, _ in pair.run(load_with_accel, tmp_path / "checkpoint", mesh(2))
     )
+
+
+def test_weights_in_any_order_of_dimensions_are_imported_in_row_major_order(tmp_path):
+    weights = {
+        "channels_last": torch.rand(3, 2, 4, 5).to(memory_format=torch.channels_last),
+        "transposed": torch.rand(3, 1, 7).to(torch.bfloat16).permute(2, 1, 0),
+        "rows": torch.rand(3, 4),
+    }
+    save_state({"model": weights}, tmp_path / "dcp")
+    import_(tmp_path / "dcp", tmp_path / "checkpoint")
+    loaded = load_file(tmp_path / "checkpoint" / "model.safetensors")
+    assert all(torch.equal(loaded[name], value) for name, value in weights.items())
 
 
 def test_weights_without_an_optimizer_are_loaded_with_strict_false(tmp_path):
