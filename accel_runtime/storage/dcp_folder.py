@@ -30,6 +30,7 @@ __all__ = [
     "DcpValue",
     "Key",
     "Location",
+    "explain_dcp_folder",
     "is_dcp_folder",
     "read_dcp_folder",
 ]
@@ -138,6 +139,11 @@ class DcpFolder:
 def is_dcp_folder(folder: Path) -> bool:
     """Return whether a directory has the metadata of DCP."""
     return (folder / METADATA).is_file()
+
+
+def explain_dcp_folder(folder: Path) -> str:
+    """Return why a folder cannot be used as a checkpoint of accel, with the cure."""
+    return f"{folder} was written by torch.distributed.checkpoint. Import it with `accel checkpoint import {folder} -o DIR`, and use DIR."
 
 
 def read_dcp_folder(folder: Path) -> DcpFolder:

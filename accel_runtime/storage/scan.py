@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel_runtime.environment.locations import is_url, normalize_location
+from accel_runtime.storage.dcp_folder import explain_dcp_folder, is_dcp_folder
 from accel_runtime.storage.deepspeed_folder import is_deepspeed_checkpoint
 from accel_runtime.storage.directory import exists
 from accel_runtime.storage.errors import AbsentError, CheckpointError, RequestError, describe_error
@@ -181,6 +182,8 @@ def find_newest_checkpoint(location: str, store: Store) -> CheckpointEntry:
 
 def _list_entries(location: str, store: Store) -> list[CheckpointEntry]:
     scan = scan_location(location, store)
+    if not scan.entries and not is_url(location) and is_dcp_folder(Path(location)):
+        raise RequestError(explain_dcp_folder(Path(location)))
     if not scan.entries:
         raise RequestError(
             f"No checkpoint found in {scan.parent!r}. Give the directory that save_state wrote, or its URL."

@@ -14,6 +14,7 @@ import torch
 from support.commands import call_accel
 from torch import nn
 
+from accel_cli.commands import checkpoints
 from accel_runtime import Accelerator
 
 KEPT = Path(__file__).parents[2] / "data" / "checkpoints" / "0.1.0"
@@ -183,3 +184,36 @@ def test_a_folder_of_another_kind_is_not_imported(capfd, cwd):
     result = call_accel(capfd, "checkpoint", "import", str(KEPT), "-o", "out")
     assert result.returncode == 2
     assert "it has no .metadata. Give the folder that dcp.save wrote." in result.stderr
+
+
+def test_an_export_that_is_ended_leaves_no_folder_and_no_process(cwd, monkeypatch):
+    from accel_cli.commands import checkpoint_formats
+
+    shutil.copytree(KEPT / "one", cwd / "checkpoint")
+    (cwd / "stuck.py").write_text(
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from accel_runtime.checkpoint import dcp_export\n"
+        "def wait(*_):\n"
+        "    dcp_export._print_line({'read': 1})\n"
+        "    time.sleep(600)\n"
+        "dcp_export._read_pieces = wait\n"
+        "dcp_export.main(sys.argv[1:])\n"
+    )
+    started = []
+
+    class Stuck(subprocess.Popen):
+        def __init__(self, command, **options):
+            super().__init__([sys.executable, str(cwd / "stuck.py"), command[-1]], **options)
+            started.append(self)
+
+    def interrupt(*_):
+        assert list(cwd.glob(".out.*"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint_formats.subprocess, "Popen", Stuck)
+    monkeypatch.setattr(checkpoints, "_PROGRESS_S", 0)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint_formats.export_dcp("checkpoint", "out", "nested", 0, interrupt)
+    assert started[0].returncode == 1
+    assert not [path.name for path in cwd.iterdir() if "out" in path.name]

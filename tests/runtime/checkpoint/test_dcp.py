@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from accel_cli.commands.checkpoint_formats import import_dcp
+from accel_cli.commands.checkpoints import show_checkpoint
 from accel_cli.errors import AccelError
 from accel_runtime import Accelerator
 from accel_runtime.checkpoint import dcp_export
@@ -413,6 +414,14 @@ def test_other_groups_of_parameters_are_refused(tmp_path):
     accelerator.prepare(model, torch.optim.AdamW(p for p in model.parameters() if p.requires_grad))
     with pytest.raises(CheckpointError, match="2 groups of parameters, the optimizer here 1"):
         accelerator.load_state(tmp_path / "checkpoint")
+
+
+def test_a_folder_that_is_used_without_an_import_names_the_command(tmp_path):
+    save_nested(tmp_path / "dcp")
+    with pytest.raises(CheckpointError, match="Import it with `accel checkpoint import"):
+        load_alone(tmp_path / "dcp")
+    with pytest.raises(AccelError, match="Import it with `accel checkpoint import"):
+        show_checkpoint(str(tmp_path / "dcp"), tensors=False)
 
 
 # Accelerate ------------------------------------------------------------------------------
