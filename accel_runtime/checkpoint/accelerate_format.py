@@ -343,15 +343,16 @@ class _AccelerateReader:
         )
         for name in names:
             path = self._folder / name
-            if _SHARDED_STATE.fullmatch(name) and not is_deepspeed_checkpoint(path):
+            if re.fullmatch(r"(pytorch_model_fsdp|optimizer)_\d+", name) and path.is_dir():
+                kind = "optimizer" if name.startswith("optimizer") else "model"
+                reason = f"{path} is not complete: it has no .metadata, which is written last"
+                self.refused.append(SkippedItem(kind, path, reason))
+            elif _SHARDED_STATE.fullmatch(name) and not is_deepspeed_checkpoint(path):
                 reason = (
                     f"{path} was written for a sharded model. Merge it with `accelerate merge-weights`, and load the file with "
                     "accelerator.load_model."
                 )
                 self.refused.append(SkippedItem("model", path, reason))
-            elif re.fullmatch(r"optimizer_\d+", name) and path.is_dir():
-                reason = f"{path} was written for a sharded optimizer"
-                self.refused.append(SkippedItem("optimizer", path, reason))
 
 
 # Files -----------------------------------------------------------------------------------

@@ -224,14 +224,20 @@ def test_a_scaler_is_read_and_offsets_of_loaders_are_rejected(folder):
     assert LOADER in list_rejected(loaded_state)["loader"]
 
 
-def test_sharded_state_is_rejected_with_the_command_that_merges_it(folder):
+def test_states_of_each_rank_are_rejected_with_the_command_that_merges_them(folder):
+    (folder / "pytorch_model_fsdp_rank0.bin").touch()
+    reasons = list_rejected(read_accelerate_checkpoint(folder, 0))
+    assert "pytorch_model_fsdp_rank0.bin" in reasons["model"]
+    assert "accelerate merge-weights" in reasons["model"]
+
+
+def test_sharded_states_without_their_metadata_are_rejected_as_incomplete(folder):
     for name in ("pytorch_model_fsdp_0", "optimizer_0"):
         (folder / name).mkdir()
     (folder / "model.safetensors").unlink()
     reasons = list_rejected(read_accelerate_checkpoint(folder, 0))
-    assert "accelerate merge-weights" in reasons["model"]
-    assert "pytorch_model_fsdp_0" in reasons["model"]
-    assert "optimizer_0" in reasons["optimizer"]
+    assert "pytorch_model_fsdp_0 is not complete: it has no .metadata" in reasons["model"]
+    assert "optimizer_0 is not complete: it has no .metadata" in reasons["optimizer"]
 
 
 # Damage ----------------------------------------------------------------------------------
