@@ -8,6 +8,7 @@ that it needs, as those of a checkpoint of accel.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import struct
@@ -400,14 +401,12 @@ class _DcpManifest(ManifestBuilder):
             return int(value)
         if not isinstance(value, TensorEntry) or value.dtype not in _CODES or len(value.chunks) != 1:
             return 0
-        chunk = value.chunks[0]
+        chunk, code = value.chunks[0], _CODES[value.dtype]
         with (self.root / chunk.file).open("rb") as file:
-            data = os.pread(file.fileno(), chunk.bytes, chunk.start)
-        return (
-            max(0, int(struct.unpack(_CODES[value.dtype], data)[0]))
-            if chunk.bytes == struct.calcsize(_CODES[value.dtype])
-            else 0
-        )
+            data = os.pread(file.fileno(), struct.calcsize(code), chunk.start)
+        is_number = len(data) == chunk.bytes == struct.calcsize(code)
+        number = struct.unpack(code, data)[0] if is_number else 0
+        return max(0, int(number)) if math.isfinite(number) else 0
 
     def build(self, modified: float) -> Manifest:
         """Return the manifest."""
