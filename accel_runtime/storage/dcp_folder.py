@@ -21,7 +21,7 @@ from accel_runtime.storage.errors import CheckpointError, RequestError, format_n
 from accel_runtime.storage.file_system import FileSystem
 from accel_runtime.storage.manifest import NAME
 from accel_runtime.storage.schema import ITEM_BYTES, is_inside
-from accel_runtime.storage.torch_file import StoredTensor, Unknown, read_torch_file
+from accel_runtime.storage.torch_file import StoredTensor, Unknown, check_pickle, read_torch_file
 
 __all__ = [
     "METADATA",
@@ -185,7 +185,9 @@ def _read_metadata(folder: Path) -> Mapping[str, Any]:
         )
     try:
         with os.fdopen(FileSystem().open_file(path, None, path.name), "rb") as file:
-            metadata = _MetadataUnpickler(path, file.read()).load()
+            text = file.read()
+        check_pickle(text)
+        metadata = _MetadataUnpickler(path, text).load()
     except CheckpointError:
         raise
     except OSError as error:

@@ -40,6 +40,8 @@ _EXTRA = "_extra_state"
 _STATE, _GROUPS = "state", "param_groups"
 _CODES = {"float32": "<f", "float64": "<d", "float16": "<e", "int64": "<q", "int32": "<i"}
 """Number formats of step counts, for `struct`."""
+_NUMBER_BYTES = 16
+"""Most bytes of a number."""
 
 
 @dataclass(frozen=True)
@@ -356,10 +358,13 @@ class _DcpManifest(ManifestBuilder):
         for key, value in tree.items():
             kind, name, last = _split_name(str(key), known)
             (state if kind == _STATE else options).setdefault(name, {})[last] = self._read(value)
-        groups: dict[str, dict[str, Any]] = {}
+        groups: dict[tuple[str, tuple[bytes, ...]], dict[str, Any]] = {}
         for name, each in options.items():
-            text = json.dumps(each, sort_keys=True, default=repr)
-            groups.setdefault(text, {**each, "params": []})["params"].append(name)
+            text = json.dumps(ManifestBuilder(self.root).encode(each, "", ""), sort_keys=True)
+            numbers = tuple(
+                self._read_bytes(value) for value in each.values() if isinstance(value, TensorEntry)
+            )
+            groups.setdefault((text, numbers), {**each, "params": []})["params"].append(name)
         return list(groups.values()), state
 
     def _read(self, value: Any) -> Any:
@@ -401,12 +406,17 @@ class _DcpManifest(ManifestBuilder):
             return int(value)
         if not isinstance(value, TensorEntry) or value.dtype not in _CODES or len(value.chunks) != 1:
             return 0
-        chunk, code = value.chunks[0], _CODES[value.dtype]
-        with (self.root / chunk.file).open("rb") as file:
-            data = os.pread(file.fileno(), struct.calcsize(code), chunk.start)
-        is_number = len(data) == chunk.bytes == struct.calcsize(code)
-        number = struct.unpack(code, data)[0] if is_number else 0
+        code, data = _CODES[value.dtype], self._read_bytes(value)
+        number = struct.unpack(code, data)[0] if len(data) == struct.calcsize(code) else 0
         return max(0, int(number)) if math.isfinite(number) else 0
+
+    def _read_bytes(self, entry: TensorEntry) -> bytes:
+        """Return the first bytes of a tensor, all of a number."""
+        if not entry.chunks or entry.chunks[0].file in self.reordered:
+            return b""
+        chunk = entry.chunks[0]
+        with (self.root / chunk.file).open("rb") as file:
+            return os.pread(file.fileno(), min(chunk.bytes, _NUMBER_BYTES), chunk.start)
 
     def build(self, modified: float) -> Manifest:
         """Return the manifest."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import pickletools
 import struct
 import zipfile
 from collections import OrderedDict
@@ -23,7 +24,7 @@ from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.file_system import FileSystem
 from accel_runtime.storage.schema import ITEM_BYTES
 
-__all__ = ["StoredTensor", "TensorRange", "Unknown", "iterate_boxes", "read_torch_file"]
+__all__ = ["StoredTensor", "TensorRange", "Unknown", "check_pickle", "iterate_boxes", "read_torch_file"]
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,7 @@ def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> An
                 for name, entry in entries.items()
                 if name.startswith("data/")
             }
+            check_pickle(text)
             content = _Unpickler(path, text, storages).load()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
@@ -160,6 +162,13 @@ def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> An
     if order != b"little":
         raise CheckpointError(f"{path} cannot be read: its numbers are big endian")
     return content
+
+
+def check_pickle(text: bytes) -> None:
+    """Raise `ValueError` if a pickle is cut, or a damaged index or length in it would need memory out of proportion to its size."""
+    for count, (operation, argument, _) in enumerate(pickletools.genops(text)):
+        if operation.name in {"PUT", "BINPUT", "LONG_BINPUT"} and int(argument or 0) > count:
+            raise ValueError(f"index {argument} of {count}")
 
 
 class _FilePart(RawIOBase):

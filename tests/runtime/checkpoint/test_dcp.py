@@ -8,6 +8,7 @@ import pickle
 import shutil
 import warnings
 import weakref
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ from accel_runtime.checkpoint.dcp_export import DcpRequest, write_dcp_folder
 from accel_runtime.storage.dcp_manifest import DcpSelection
 from accel_runtime.storage.errors import CheckpointError, RequestError
 from accel_runtime.storage.file_store import FileStore
+from accel_runtime.storage.torch_file import read_torch_file
 from accel_runtime.storage.verification import verify_files
 
 
@@ -407,6 +409,18 @@ def test_flattened_options_fit_any_groups_with_equal_options(tmp_path):
         accelerator.load_state(tmp_path / "checkpoint")
 
 
+def test_flattened_options_that_are_tensors_are_compared_by_value(tmp_path):
+    plain = Plain(1, "flattened")
+    for group in plain.optimizer.param_groups:
+        group["lr"] = torch.tensor(group["lr"])
+    plain.learn()
+    plain.save(tmp_path / "dcp")
+    import_(tmp_path / "dcp", tmp_path / "checkpoint")
+    run = Run({}, seed=7, lr=0.5)
+    run.accelerator.load_state(tmp_path / "checkpoint")
+    assert [float(group["lr"]) for group in run.optimizer.param_groups] == pytest.approx([0.01, 0.005])
+
+
 def test_other_groups_of_parameters_are_refused(tmp_path):
     save_nested(tmp_path / "dcp")
     import_(tmp_path / "dcp", tmp_path / "checkpoint")
@@ -513,6 +527,18 @@ def test_a_malicious_value_is_refused_and_runs_nothing(tmp_path):
     with pytest.raises(AccelError, match="which accel cannot read"):
         import_(tmp_path / "dcp", tmp_path / "checkpoint")
     assert not (tmp_path / "made").exists()
+
+
+def test_a_damaged_index_in_a_pickle_allocates_no_memory(tmp_path):
+    far = b"\x80\x02}r\xff\xff\xff\x7f."  # protocol 2, an empty dict, its index, the end
+    save_nested(tmp_path / "dcp")
+    (tmp_path / "dcp" / ".metadata").write_bytes(far)
+    with pytest.raises(AccelError, match=r"is damaged .*index 2147483647 of 2"):
+        import_(tmp_path / "dcp", tmp_path / "checkpoint")
+    with zipfile.ZipFile(tmp_path / "values.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", far)
+    with pytest.raises(CheckpointError, match="index 2147483647 of 2"):
+        read_torch_file(tmp_path / "values.pt")
 
 
 def remove_data(folder):
