@@ -1,4 +1,4 @@
-"""`accel checkpoint`: list, verify, show, export, import and prune checkpoints."""
+"""`accel checkpoint`: list, verify, show, export, import, copy and prune checkpoints."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _json = option("--json", "as_json", is_flag=True, help="Print JSON.")
     epilog="Example: accel checkpoint list",
 )
 def checkpoint() -> None:
-    """List, verify, show, export, import and prune checkpoints."""
+    """List, verify, show, export, import, copy and prune checkpoints."""
 
 
 @checkpoint.command("list", epilog="Example: accel checkpoint list runs/7")
@@ -313,6 +313,31 @@ def import_(
     console.plain(
         f"{result['tensors']} tensors of step {result['step']}, {console.format_size(result['bytes'])}: "
         f"{', '.join(result['items'])} from {result['from']} in {result['path']}"
+    )
+
+
+@checkpoint.command(
+    "copy",
+    epilog="Example: accel checkpoint copy s3://bucket/runs/7/checkpoints/checkpoint_3 checkpoint_3",
+)
+@_directory
+@argument("target", metavar="TARGET", help="Write this checkpoint, a path or URL where there is nothing.")
+@_json
+def copy(directory: str, target: str, as_json: bool) -> None:
+    """Copy a checkpoint, or the newest complete one, from disk or object store to disk or object store.
+
+    Every byte is verified, and the copy is complete or absent.
+    """
+    from accel_cli.commands.checkpoints import copy_to_location
+
+    with console.read_progress() as progress:
+        result = copy_to_location(directory, target, progress)
+    _print_skipped(result)
+    if as_json:
+        console.print_json(result)
+        return
+    console.plain(
+        f"{console.format_size(result['bytes'])} of step {result['step']}, from {result['from']} in {result['path']}"
     )
 
 

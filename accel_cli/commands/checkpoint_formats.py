@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from accel_cli.commands.checkpoints import Progress, command_errors, copy_snapshot, write_export
+from accel_cli.commands.checkpoints import Progress, command_errors, copy_snapshot, require_path, write_export
 from accel_cli.errors import AccelError, UsageError
 from accel_runtime.storage.dcp_manifest import DcpSelection, open_dcp_checkpoint
 from accel_runtime.storage.errors import RequestError
@@ -37,6 +37,7 @@ def export_pretrained(
         raise UsageError(
             f"Cannot write {request.item} with --format hf: it has models only. Choose a model with --item."
         )
+    require_path(output, "write")
     folder = Path(output)
     request = replace(request, max_shard_bytes=request.max_shard_bytes or _MAX_SHARD_BYTES, lists_ties=False)
 
@@ -64,6 +65,7 @@ def export_pretrained(
 
 def export_dcp(directory: str, output: str, layout: str, rank: int, progress: Progress) -> dict[str, Any]:
     """Write the models and optimizers into a folder of torch.distributed.checkpoint, in a process that imports torch."""
+    require_path(output, "write")
     if importlib.util.find_spec("torch") is None:
         raise AccelError(
             "Cannot write torch's format: torch is not installed in this environment. Install torch, or use --format safetensors."
@@ -122,6 +124,7 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
 @command_errors()
 def import_dcp(folder: str, output: str, selection: DcpSelection, progress: Progress) -> dict[str, Any]:
     """Write the models and optimizers of a folder of torch.distributed.checkpoint as a checkpoint of accel."""
+    require_path(folder, "read")
     source = Path(folder)
     if not source.is_dir():
         raise RequestError(

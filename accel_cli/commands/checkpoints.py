@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.profile.layers import read_layers
 from accel_cli.profile.store import Store as ProfileStore
+from accel_runtime.environment.locations import is_url, normalize_location
 from accel_runtime.storage.any_store import open_store
-from accel_runtime.storage.checkpoint_copy import copy_checkpoint
+from accel_runtime.storage.checkpoint_copy import convert_checkpoint, copy_checkpoint
 from accel_runtime.storage.deepspeed_folder import is_deepspeed_checkpoint
 from accel_runtime.storage.deepspeed_manifest import open_deepspeed_checkpoint
 from accel_runtime.storage.errors import CheckpointError, DamageError, RequestError, describe_error
@@ -34,9 +35,11 @@ from accel_runtime.storage.verification import verify_files
 __all__ = [
     "command_errors",
     "copy_snapshot",
+    "copy_to_location",
     "export_checkpoint",
     "list_checkpoints",
     "prune_checkpoints",
+    "require_path",
     "show_checkpoint",
     "verify_checkpoint",
     "write_export",
@@ -140,6 +143,7 @@ def export_checkpoint(
     directory: str, output: str, request: MergeRequest, progress: Progress
 ) -> dict[str, Any]:
     """Merge the tensors of an item into safetensors files."""
+    require_path(output, "write")
 
     def write(snapshot: Snapshot, counter: Callable[[int], None]) -> dict[str, Any]:
         return asdict(merge_tensors(snapshot, Path(output), request, counter))
@@ -166,7 +170,44 @@ def write_export(
 def copy_snapshot(snapshot: Snapshot, target: str, progress: Progress) -> Manifest:
     """Write a checkpoint of another program as one of accel, under a free name."""
     counter = _ByteProgress(progress, snapshot.checkpoint.key, snapshot.checkpoint.manifest.bytes)
-    return copy_checkpoint(snapshot, _STORE, target, counter)
+    return convert_checkpoint(snapshot, _STORE, _normalize_target(target), counter)
+
+
+@command_errors()
+def copy_to_location(directory: str, target: str, progress: Progress) -> dict[str, Any]:
+    """Copy this checkpoint, or the newest complete one, to a path or URL where there is nothing."""
+    if not is_url(directory) and is_deepspeed_checkpoint(Path(directory)):
+        raise RequestError(f"{directory} was written by DeepSpeed. Copy the folder with cp.")
+    key = _normalize_target(target)
+
+    def copy(snapshot: Snapshot) -> Checkpoint:
+        counter = _ByteProgress(progress, snapshot.checkpoint.key, snapshot.checkpoint.manifest.bytes)
+        copy_checkpoint(snapshot, _STORE, key, counter)
+        return snapshot.checkpoint
+
+    checkpoint = _use(directory, copy)
+    manifest = checkpoint.manifest
+    return {
+        "path": target,
+        "from": checkpoint.key,
+        "skipped": _list_newer_problems(directory, checkpoint),
+        "step": manifest.step,
+        "bytes": manifest.bytes,
+    }
+
+
+def _normalize_target(target: str) -> str:
+    """Return the key of a path or URL."""
+    try:
+        return normalize_location(target)
+    except ValueError as error:
+        raise RequestError(str(error)) from None
+
+
+def require_path(location: str, action: str) -> None:
+    """Raise an error if an output or input of another format is a URL."""
+    if is_url(location):
+        raise UsageError(f"Cannot {action} {location}: files of other formats are on disk. Give a path.")
 
 
 @command_errors()

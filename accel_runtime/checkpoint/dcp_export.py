@@ -27,10 +27,10 @@ from typing_extensions import override
 from accel_runtime.checkpoint.serialization import deserialize
 from accel_runtime.environment.settings import format_size
 from accel_runtime.foundation.tensor_bytes import tensor_bytes
+from accel_runtime.storage.any_store import open_store
 from accel_runtime.storage.deepspeed_folder import is_deepspeed_checkpoint
 from accel_runtime.storage.deepspeed_manifest import open_deepspeed_checkpoint
 from accel_runtime.storage.errors import CheckpointError, RequestError, describe_error
-from accel_runtime.storage.file_store import FileStore
 from accel_runtime.storage.file_system import FileSystem, create_folder_atomically
 from accel_runtime.storage.manifest import Chunk, Manifest, TensorEntry, rank_tensor_name
 from accel_runtime.storage.state_tree import KEY, get_children, list_tensor_names
@@ -410,7 +410,7 @@ def _read_tensor(snapshot: Snapshot, stored: _Stored) -> torch.Tensor:
 
 def _open_snapshot(key: str) -> Snapshot:
     is_deepspeed = is_deepspeed_checkpoint(Path(key))
-    return open_deepspeed_checkpoint(Path(key)) if is_deepspeed else FileStore().open(key)
+    return open_deepspeed_checkpoint(Path(key)) if is_deepspeed else open_store().open(key)
 
 
 def _print_line(line: Mapping[str, object]) -> None:

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from accel_runtime.checkpoint.remote_read import TensorRead, read_tensors
 from accel_runtime.checkpoint.fitted_manifest import fit_manifest
+from accel_runtime.checkpoint.remote_read import TensorRead, read_tensors
 from accel_runtime.checkpoint.serialization import deserialize
 from accel_runtime.checkpoint.state_items import StateItem
 from accel_runtime.checkpoint.training_state import read_model_parallel_size

@@ -1,47 +1,65 @@
-"""Copy a checkpoint that another program wrote into a store, as one of accel with checksums. Imports no torch."""
+"""Copy a checkpoint from store to store, also one of another program, which gets checksums. Imports no torch."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+
+import xxhash
 
 from accel_runtime.environment.settings import __version__, format_size
 from accel_runtime.storage.errors import CheckpointError, RequestError, describe_error
 from accel_runtime.storage.manifest import Chunk, FileEntry, Manifest, TensorEntry, item_of_tensor
-from accel_runtime.storage.store import Draft, KeyExistsError, Snapshot, Store
+from accel_runtime.storage.store import Draft, KeyExistsError, Snapshot, Store, parallel_map
 from accel_runtime.storage.tensor_file import TensorPart, read_chunk, shard_file_name, write_safetensors
 from accel_runtime.storage.verification import BLOCK, Progress
 
-__all__ = ["copy_checkpoint"]
+__all__ = ["convert_checkpoint", "copy_checkpoint"]
 
 _FILE_BYTES = 1 << 28
 """Size at which a file is full: files of this size are read and verified in parallel."""
+_COPY_BYTES = 1 << 26
+"""Bytes of a file that are in memory while it is copied."""
 _Part = tuple[str, Chunk]
 """A chunk with the name of its tensor."""
+
+
+def convert_checkpoint(
+    snapshot: Snapshot, store: Store, key: str, progress: Progress = lambda _: None
+) -> Manifest:
+    """Write a checkpoint of another program under a free key, with checksums; `copy_checkpoint` has the errors."""
+    return _write_free_key(
+        store, key, uuid.uuid4().hex[:12], lambda draft: _convert(snapshot, draft, progress)
+    )
 
 
 def copy_checkpoint(
     snapshot: Snapshot, store: Store, key: str, progress: Progress = lambda _: None
 ) -> Manifest:
-    """Write a checkpoint under a free key, complete or not at all, in bounded memory; `progress` receives byte counts.
+    """Write the same files under a free key, complete or not at all, in bounded memory; `progress` receives byte counts.
 
     Raises:
         RequestError: If the key is taken.
         CheckpointError: If the source is damaged, or the store fails.
     """
+    save = snapshot.checkpoint.manifest.save
+    return _write_free_key(store, key, save, lambda draft: _copy(snapshot, draft, progress))
+
+
+def _write_free_key(store: Store, key: str, save: str, write: Callable[[Draft], Manifest]) -> Manifest:
     if store.exists(key):
         raise RequestError(f"{key} exists. Remove it, or choose another name.")
     try:
-        draft = store.begin(key, uuid.uuid4().hex[:12], new=True)
+        draft = store.begin(key, save, new=True)
     except KeyExistsError as error:
         raise RequestError(f"{key} exists. Remove it, or choose another name.") from error
     except OSError as error:
         raise CheckpointError(f"Cannot write {key}: {describe_error(error)}") from error
     try:
-        manifest = _write(snapshot, draft, progress)
+        manifest = write(draft)
     except BaseException as error:
         draft.discard()
         if isinstance(error, OSError):
@@ -52,14 +70,48 @@ def copy_checkpoint(
     return manifest
 
 
-def _write(snapshot: Snapshot, draft: Draft, progress: Progress) -> Manifest:
-    source = snapshot.checkpoint.manifest
-    needed, free = sum(entry.bytes for entry in source.tensors.values()), draft.free_space()
+def _copy(snapshot: Snapshot, draft: Draft, progress: Progress) -> Manifest:
+    manifest = snapshot.checkpoint.manifest
+    _require_space(draft, manifest.bytes)
+
+    def copy(name: str) -> None:
+        file = manifest.files[name]
+        draft.put(name, _read_file(snapshot, name, file, progress), file.bytes)
+
+    parallel_map(copy, manifest.files)
+    draft.commit(manifest)
+    return manifest
+
+
+def _read_file(snapshot: Snapshot, name: str, file: FileEntry, progress: Progress) -> Iterator[memoryview]:
+    """Yield the blocks of a file, and compare its checksum at the end."""
+    checksum = xxhash.xxh3_64()
+    block = memoryview(bytearray(min(file.bytes, _COPY_BYTES)))
+    for start in range(0, file.bytes, _COPY_BYTES):
+        piece = block[: file.bytes - start]
+        if snapshot.get_range(name, start, piece) < len(piece):
+            raise CheckpointError(f"{snapshot.checkpoint.locate(name)} was truncated while it was read")
+        checksum.update(piece)
+        progress(len(piece))
+        yield piece
+    if checksum.hexdigest() != file.checksum:
+        raise CheckpointError(
+            f"{snapshot.checkpoint.locate(name)} is damaged: the file does not have its checksum"
+        )
+
+
+def _require_space(draft: Draft, needed: int) -> None:
+    free = draft.free_space()
     if needed > free:
         raise CheckpointError(
             f"Not enough space for {draft.address.key}: {format_size(needed)} are needed, {format_size(free)} are free. Free "
             "space, or choose another directory."
         )
+
+
+def _convert(snapshot: Snapshot, draft: Draft, progress: Progress) -> Manifest:
+    source = snapshot.checkpoint.manifest
+    _require_space(draft, sum(entry.bytes for entry in source.tensors.values()))
     files: dict[str, FileEntry] = {}
     chunks: dict[str, list[Chunk]] = {name: [] for name in source.tensors}
     for name, parts in _plan_files(source):
@@ -126,7 +178,10 @@ def _copy_file(
     built = [build_part(tensor, chunk, number) for number, (tensor, chunk) in enumerate(parts)]
     written = write_safetensors(partial(draft.put, name), built, {"format": "pt", "save": draft.address.save})
     copied = [
-        (tensor, replace(chunk, file=name, start=start, checksum=checksum))
-        for (tensor, chunk), (start, checksum) in zip(parts, written.locations, strict=True)
+        (
+            tensor,
+            replace(chunk, file=name, start=result.start, checksum=result.checksum, blocks=result.blocks),
+        )
+        for (tensor, chunk), result in zip(parts, written.parts, strict=True)
     ]
     return written.file, copied
