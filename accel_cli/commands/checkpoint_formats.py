@@ -16,7 +16,7 @@ from accel_cli.commands.checkpoints import Progress, command_errors, copy_snapsh
 from accel_cli.errors import AccelError, UsageError
 from accel_runtime.storage.dcp_manifest import DcpSelection, open_dcp_checkpoint
 from accel_runtime.storage.errors import RequestError
-from accel_runtime.storage.file_system import create_folder_atomically
+from accel_runtime.storage.file_system import create_folder_atomically, require_new_folder
 from accel_runtime.storage.store import Snapshot
 from accel_runtime.storage.tensor_file import MergeRequest, merge_tensors
 
@@ -51,11 +51,8 @@ def export_pretrained(
                     f"{folder} has {min(weights)} already. Remove it, or choose another folder."
                 )
             result = merge_tensors(snapshot, folder / _WEIGHTS, request, counter)
-        elif not folder.parent.is_dir():
-            raise RequestError(f"Not a directory: {folder.parent}. Create it first.")
-        elif folder.exists():
-            raise RequestError(f"{folder} is a file. Choose a folder.")
         else:
+            require_new_folder(folder)
             with create_folder_atomically(folder) as scratch:
                 result = merge_tensors(snapshot, scratch / _WEIGHTS, request, counter)
         return {**asdict(result), "files": [str(folder / Path(file).name) for file in result.files]}
@@ -72,6 +69,7 @@ def export_dcp(directory: str, output: str, layout: str, rank: int, progress: Pr
         )
 
     def write(snapshot: Snapshot, counter: Callable[[int], None]) -> dict[str, Any]:
+        require_new_folder(Path(output))  # before the seconds of the import
         request = {"key": snapshot.checkpoint.key, "output": output, "layout": layout, "rank": rank}
         return {"files": [output], "ties": {}, **_run_export(request, counter)}
 

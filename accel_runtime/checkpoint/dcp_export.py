@@ -31,7 +31,7 @@ from accel_runtime.storage.any_store import open_store
 from accel_runtime.storage.deepspeed_folder import is_deepspeed_checkpoint
 from accel_runtime.storage.deepspeed_manifest import open_deepspeed_checkpoint
 from accel_runtime.storage.errors import CheckpointError, RequestError, describe_error
-from accel_runtime.storage.file_system import FileSystem, create_folder_atomically
+from accel_runtime.storage.file_system import FileSystem, create_folder_atomically, require_new_folder
 from accel_runtime.storage.manifest import Chunk, Manifest, TensorEntry, rank_tensor_name
 from accel_runtime.storage.state_tree import KEY, get_children, list_tensor_names
 from accel_runtime.storage.store import Snapshot
@@ -107,10 +107,7 @@ def write_dcp_folder(
 
 
 def _check_target(folder: Path, size: int) -> None:
-    if folder.exists() or folder.is_symlink():
-        raise RequestError(f"{folder} exists. Remove it, or choose another name.")
-    if not folder.parent.is_dir():
-        raise RequestError(f"Not a directory: {folder.parent}. Create it first.")
+    require_new_folder(folder)
     free = FileSystem().free_space(folder.parent)
     if size > free:
         raise CheckpointError(

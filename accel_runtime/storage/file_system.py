@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from accel_runtime.storage.errors import RequestError
+
 __all__ = [
     "FileSystem",
     "add_path_to_error",
@@ -22,6 +24,7 @@ __all__ = [
     "list_leftovers",
     "open_atomically",
     "parse_size",
+    "require_new_folder",
 ]
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -250,6 +253,14 @@ def create_folder_atomically(path: Path, disk: FileSystem | None = None) -> Iter
         disk.sync_directory(path.parent)
     finally:
         disk.remove_tree(scratch)
+
+
+def require_new_folder(path: Path) -> None:
+    """Raise `RequestError` if a folder cannot be created: something has its name, or its parent does not exist."""
+    if path.exists() or path.is_symlink():
+        raise RequestError(f"{path} exists. Remove it, or choose another name.")
+    if not path.parent.is_dir():
+        raise RequestError(f"Not a directory: {path.parent}. Create it first.")
 
 
 def list_leftovers(folder: Path) -> list[tuple[str, Path]]:
